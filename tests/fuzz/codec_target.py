@@ -17,8 +17,7 @@ from kvferry.protocol.errors import KvferryError, MalformedError
 from kvferry.protocol.json_form import object_from_json, request_from_fields
 from kvferry.protocol.peer_messages import decode_peer, encode_peer
 from kvferry.protocol.session_stream import FrameSplitter, unpack_frame, unpack_open
-from tests.protocol.peer_samples import as_hex as peers_as_hex
-from tests.protocol.samples import as_hex
+from tests.protocol.samples import as_hex, peers_as_hex
 
 SEPARATOR: Final = b"\x00--\x00"
 INTERESTING: Final = (b"\x00", b"\x7f", b"\x80", b"\x90", b"\xc0", b"\xc1", b"\xdc", b"\xdf", b"\xff", b"\xff" * 8)

@@ -13,17 +13,16 @@ from msgspec import inspect
 
 from kvferry.protocol.base import Body
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.envelope import REQUEST_TYPES, Event, Reply, Request, replies_to
-from kvferry.protocol.schema import EVENTS
+from kvferry.protocol.envelope import Event, Reply, Request
+from kvferry.protocol.peer_messages import PeerEnvelope
+from tests.protocol.samples import EVENTS, PEERS, REPLIES, REQUESTS, Message, to_frames
 
 INT64: Final = (-(1 << 63), (1 << 63) - 1)
 MAX_LIST: Final = 4
 COUNTS: Final = {"pages", "batch", "entries", "rows", "released", "bound"}
 """Fields that say how many numbers follow in a frame."""
 
-REQUESTS: Final = tuple(REQUEST_TYPES.values())
-REPLIES: Final[tuple[type[Body], ...]] = replies_to(REQUESTS)
-ALL_BODIES: Final[tuple[type[Body], ...]] = (*REQUESTS, *REPLIES, *EVENTS)
+ALL_BODIES: Final = (*REQUESTS, *REPLIES, *EVENTS, *PEERS)
 
 
 def values_of(info: inspect.Type, field: str = "") -> st.SearchStrategy[Any]:  # noqa: C901, PLR0911  a case a type
@@ -74,23 +73,33 @@ def ids_for(draw: st.DrawFn, body: Body) -> tuple[PageIds, ...]:
 
 
 @st.composite
-def messages(
-    draw: st.DrawFn, kinds: tuple[type[Body], ...] = ALL_BODIES
-) -> tuple[Request | Reply | Event, tuple[PageIds, ...]]:
+def messages(draw: st.DrawFn, kinds: tuple[type[Body], ...] = ALL_BODIES) -> Message:
     """Draw a whole message of one of these types, with its page lists."""
     kind = draw(st.sampled_from(kinds))
     body = draw(structs_of(kind))
-    boot_id = draw(st.text("0123456789abcdef", min_size=32, max_size=32) | st.just(""))
     ids = draw(ids_for(body))
+    if kind in PEERS:
+        return msgspec.structs.replace(draw(structs_of(PeerEnvelope)), body=body), ids
+    boot_id = draw(st.text("0123456789abcdef", min_size=32, max_size=32) | st.just(""))
+    numbers = st.integers(0, INT64[1])
     if kind in EVENTS:
         return Event(draw(st.integers(1, INT64[1])), boot_id, body, draw(st.integers(0, 9))), ids
     if kind in REPLIES:
-        return Reply(draw(st.integers(0, INT64[1])), boot_id, body), ids
-    numbers = st.integers(0, INT64[1])
-    request = Request(
-        draw(st.integers(1, INT64[1])), boot_id, draw(st.binary(max_size=32)), draw(numbers), draw(numbers), body
-    )
-    return request, ids
+        return Reply(draw(numbers), boot_id, body), ids
+    secret = draw(st.binary(max_size=32))
+    return Request(draw(st.integers(1, INT64[1])), boot_id, secret, draw(numbers), draw(numbers), body), ids
+
+
+@st.composite
+def damaged(draw: st.DrawFn, kinds: tuple[type[Body], ...]) -> list[bytes]:
+    """Draw a valid message and damage it: bytes changed, cut, repeated; frames lost, doubled, swapped."""
+    frames = to_frames(*draw(messages(kinds)))
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(frames) - 1))
+        start = draw(st.integers(0, len(frames[at])))
+        stop = draw(st.integers(start, min(len(frames[at]), start + 8)))
+        frames[at] = frames[at][:start] + draw(st.binary(max_size=8)) + frames[at][stop:]
+    return draw(st.sampled_from([frames, frames[:-1], [*frames, frames[-1]], frames[::-1]]))
 
 
 def _integers(info: inspect.IntType) -> st.SearchStrategy[int]:

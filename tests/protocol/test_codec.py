@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
@@ -13,111 +13,119 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.protocol import ids
-from kvferry.protocol.codec import IncomingRequest, UnreadableRequest, decode_from_daemon, decode_request, encode
-from kvferry.protocol.envelope import REQUEST_TYPES, Event, Reply, Request
+from kvferry.protocol.codec import IncomingRequest, UnreadableRequest, decode_from_daemon, decode_request
+from kvferry.protocol.envelope import REQUEST_TYPES, Request
 from kvferry.protocol.errors import CallerError, InvalidFieldError, MalformedError, in_words, invalid_field
 from kvferry.protocol.ids import NO_BOOT
 from kvferry.protocol.limits import PROTOCOL_MAX
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Allocate, Free
-from kvferry.protocol.session_messages import Ping
+from kvferry.protocol.requests import tag_of
 from kvferry.protocol.session_stream import FrameSplitter, unpack_attachment, unpack_frame, unpack_open
-from kvferry.protocol.transfer_messages import Send
-from tests.protocol.bodies import ALL_BODIES, REQUESTS, messages
-from tests.protocol.samples import GOLDEN, IDS, MESSAGES, SESSION_FRAMES, SPECS, as_hex
+from tests.protocol.bodies import ALL_BODIES, damaged, messages
+from tests.protocol.samples import (
+    GOLDEN,
+    IDS,
+    MESSAGES,
+    PEER_GOLDEN,
+    PEER_MESSAGES,
+    REQUESTS,
+    SESSION_FRAMES,
+    SPECS,
+    Message,
+    as_hex,
+    peers_as_hex,
+    reader_of,
+    to_frames,
+)
 
-GOLDEN_HEX: dict[str, list[str]] = json.loads(GOLDEN.read_text())
+ALL: Final = MESSAGES | PEER_MESSAGES
+GOLDEN_HEX: Final[dict[str, list[str]]] = json.loads(GOLDEN.read_text()) | json.loads(PEER_GOLDEN.read_text())
 
 
-def decode(message: Request | Reply | Event, frames: list[bytes]) -> tuple[Request | Reply | Event, tuple[Any, ...]]:
-    if isinstance(message, Request):
-        incoming = decode_request(frames)
-        assert isinstance(incoming, IncomingRequest)
-        return incoming
-    return decode_from_daemon(frames)
+def golden(name: str) -> list[bytes]:
+    """Return the frames of a sample as they are kept."""
+    return [bytes.fromhex(frame) for frame in GOLDEN_HEX[name]]
+
+
+def assert_read(message: Message, frames: list[bytes]) -> None:
+    """Check that these frames are read as this message."""
+    expected, ids = message
+    got, got_ids = reader_of(expected)(frames)
+    assert got == expected
+    assert [one.tolist() for one in got_ids] == [one.tolist() for one in ids]
+    assert all(one.dtype == np.int64 and not one.flags.writeable for one in got_ids)
 
 
 @given(messages())
-def test_round_trip(drawn: tuple[Request | Reply | Event, tuple[Any, ...]]) -> None:
-    message, ids = drawn
-    got, got_ids = decode(message, [bytes(frame) for frame in encode(message, ids)])
-    assert got == message
-    assert [one.tolist() for one in got_ids] == [one.tolist() for one in ids]
+def test_round_trip(message: Message) -> None:
+    assert_read(message, to_frames(*message))
 
 
-def test_ids_are_raw_little_endian_and_read_only() -> None:
-    message, ids = MESSAGES["FREE"]
-    _, frame = encode(message, ids)
-    assert bytes(frame) == struct.pack("<2q", 5, 1 << 40)
-    _, (got,) = decode(message, [bytes(one) for one in encode(message, ids)])
-    assert got.dtype == np.int64
-    assert not got.flags.writeable
+def test_ids_are_raw_and_little_endian() -> None:
+    assert to_frames(*MESSAGES["FREE"])[1] == struct.pack("<2q", 5, 1 << 40)
 
 
 def test_page_lists_that_are_not_contiguous_are_sent_right() -> None:
     message = Request(1, NO_BOOT, b"", 0, 0, Free(pool="a", pages=3))
-    every_other = np.arange(6, dtype=np.int64)[::2]
-    _, (got,) = decode(message, [bytes(one) for one in encode(message, [every_other])])
-    assert got.tolist() == [0, 2, 4]
+    assert_read((message, (np.array([0, 2, 4]),)), to_frames(message, (np.arange(6, dtype=np.int64)[::2],)))
 
 
-@pytest.mark.parametrize("ids", [(), (np.arange(3),), (np.arange(2), np.arange(2))])
-def test_lists_that_the_body_does_not_announce_are_a_bug(ids: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="Free announces"):
-        encode(Request(1, NO_BOOT, b"", 0, 0, Free(pool="a", pages=2)), ids)
+@pytest.mark.parametrize("name", ["FREE", "SEND_REQUEST"])
+@pytest.mark.parametrize("ids", [(), (np.arange(3),), (np.arange(2), np.arange(2)), IDS[::-1]])
+def test_lists_that_the_body_does_not_announce_are_a_bug(name: str, ids: tuple[Any, ...]) -> None:
+    message, _ = ALL[name]
+    with pytest.raises(ValueError, match=f"{type(message.body).__name__} announces"):
+        to_frames(message, ids)
 
 
 # -- golden bytes
 
 
 def test_every_type_has_golden_bytes() -> None:
-    tags = {str(kind.__struct_config__.tag) for kind in ALL_BODIES}
-    assert set(MESSAGES) == tags
-    assert PROTOCOL_MAX == 2, "begin golden_v3.json, and keep speaking the old version"
+    assert set(ALL) == {tag_of(kind) for kind in ALL_BODIES}
+    assert {type(one) for one in SPECS.values()} == set(get_args(PoolSpec))
+    assert set(GOLDEN_HEX) == {*as_hex(), *peers_as_hex()}
+    assert PROTOCOL_MAX == 2, "begin new golden files, and keep speaking the old version"
 
 
-@pytest.mark.parametrize("name", as_hex())
+@pytest.mark.parametrize("name", GOLDEN_HEX)
 def test_the_bytes_on_the_wire_do_not_change(name: str) -> None:
-    assert GOLDEN_HEX[name] == as_hex()[name], "see samples.py"
+    assert GOLDEN_HEX[name] == (as_hex() | peers_as_hex())[name], "see samples.py"
 
 
-@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("name", ALL)
 def test_golden_bytes_are_read(name: str) -> None:
-    message, ids = MESSAGES[name]
-    got, got_ids = decode(message, [bytes.fromhex(frame) for frame in GOLDEN_HEX[name]])
-    assert got == message
-    assert [one.tolist() for one in got_ids] == [one.tolist() for one in ids]
+    assert_read(ALL[name], golden(name))
 
 
 @pytest.mark.parametrize("name", SESSION_FRAMES)
 def test_golden_session_frames_are_read(name: str) -> None:
-    (frame,) = FrameSplitter().feed(bytes.fromhex(GOLDEN_HEX[f"session {name}"][0]))
+    (frame,) = FrameSplitter().feed(*golden(f"session {name}"))
     read = {"OPEN": unpack_open, "MEMORY": unpack_attachment}.get(name, unpack_frame)
     assert read(frame) == SESSION_FRAMES[name]
 
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_golden_specs_are_read(kind: str) -> None:
-    (raw,) = GOLDEN_HEX[f"spec {kind}"]
-    assert msgspec.msgpack.decode(bytes.fromhex(raw), type=PoolSpec) == SPECS[kind]
-    fields = msgspec.structs.fields(SPECS[kind])
-    assert all(getattr(SPECS[kind], one.name) != one.default for one in fields), "every field is said"
+    assert msgspec.msgpack.decode(*golden(f"spec {kind}"), type=PoolSpec) == SPECS[kind]
 
 
-def test_there_is_a_golden_spec_of_every_kind() -> None:
-    assert {type(one) for one in SPECS.values()} == set(get_args(PoolSpec))
+@pytest.mark.parametrize(
+    "value", [*SPECS.values(), MESSAGES["SEND"][0].body, *(one.body for one, _ in PEER_MESSAGES.values())], ids=repr
+)
+def test_samples_say_all_that_can_be_said(value: msgspec.Struct) -> None:
+    assert all(getattr(value, one.name) != one.default for one in msgspec.structs.fields(value))
 
 
-def test_a_newer_side_may_add_fields_at_the_tail() -> None:
-    raw = msgspec.msgpack.decode(bytes.fromhex(GOLDEN_HEX["SEND"][0]))
-    raw[5]["new_field"] = [1, 2]
-    newer = msgspec.msgpack.encode([*raw, "new"])
-    incoming = decode_request([newer, *(bytes.fromhex(one) for one in GOLDEN_HEX["SEND"][1:])])
-    assert isinstance(incoming, IncomingRequest)
-    assert incoming.request == MESSAGES["SEND"][0]
-    raw = msgspec.msgpack.decode(bytes.fromhex(GOLDEN_HEX["FINISHED"][0]))
-    raw[3]["new_field"] = None
-    assert decode_from_daemon([msgspec.msgpack.encode([*raw, 1])]).message == MESSAGES["FINISHED"][0]
+@pytest.mark.parametrize(("name", "at"), [("SEND", 5), ("FINISHED", 3), ("RECEIVE_CLOSED", 3)])
+def test_a_newer_side_may_add_fields_at_the_tail(name: str, at: int) -> None:
+    head, *frames = golden(name)
+    raw = msgspec.msgpack.decode(head)
+    raw[at]["new_field"] = [1, 2]
+    if name == "RECEIVE_CLOSED":
+        raw[at]["receive_request"].append("new")
+    assert_read(ALL[name], [msgspec.msgpack.encode([*raw, 1]), *frames])
 
 
 # -- what cannot be read
@@ -131,15 +139,16 @@ def refusal(frames: list[bytes]) -> UnreadableRequest:
 
 def changed(name: str, at: int, value: object) -> list[bytes]:
     """Return a sample with one element of its envelope replaced."""
-    raw = msgspec.msgpack.decode(bytes.fromhex(GOLDEN_HEX[name][0]))
+    head, *frames = golden(name)
+    raw = msgspec.msgpack.decode(head)
     raw[at] = value
-    return [msgspec.msgpack.encode(raw), *(bytes.fromhex(one) for one in GOLDEN_HEX[name][1:])]
+    return [msgspec.msgpack.encode(raw), *frames]
 
 
 def with_field(name: str, field: str, value: object) -> list[bytes]:
     """Return a sample with one field of its body replaced."""
-    raw = msgspec.msgpack.decode(bytes.fromhex(GOLDEN_HEX[name][0]))
-    return changed(name, 5, {**raw[5], field: value})
+    at = 5 if name in REQUEST_TYPES else 3
+    return changed(name, at, {**msgspec.msgpack.decode(golden(name)[0])[at], field: value})
 
 
 @pytest.mark.parametrize("frames", [[], [b""], [b"\xc1"], [b"\x00"], [b"\x90"], [b"\x93\x01\xa0\xa0"], [b"\xff" * 9]])
@@ -195,7 +204,7 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_deep_nesting_is_an_error_like_any_other() -> None:
-    for junk in (b"\x91" * 100_000, b"\x81\xa1a" * 100_000, bytes.fromhex(GOLDEN_HEX["PING"][0]) + b"\x91" * 100_000):
+    for junk in (b"\x91" * 100_000, b"\x81\xa1a" * 100_000, golden("PING")[0] + b"\x91" * 100_000):
         assert refusal([junk]).error.code == "MALFORMED"
     nested: object = []
     for _ in range(900):
@@ -214,19 +223,7 @@ def test_arbitrary_bytes_never_raise(frames: list[bytes]) -> None:
         assert isinstance(incoming.error, CallerError)
 
 
-@st.composite
-def mutated(draw: st.DrawFn) -> list[bytes]:
-    """Draw a valid request and damage it: bytes changed, cut, repeated; frames lost, doubled, swapped."""
-    frames = [bytes(frame) for frame in encode(*draw(messages(REQUESTS)))]
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, len(frames) - 1))
-        start = draw(st.integers(0, len(frames[at])))
-        stop = draw(st.integers(start, min(len(frames[at]), start + 8)))
-        frames[at] = frames[at][:start] + draw(st.binary(max_size=8)) + frames[at][stop:]
-    return draw(st.sampled_from([frames, frames[:-1], [*frames, frames[-1]], frames[::-1]]))
-
-
-@given(mutated())
+@given(damaged(REQUESTS))
 def test_damaged_requests_never_raise(frames: list[bytes]) -> None:
     incoming = decode_request(frames)
     if isinstance(incoming, UnreadableRequest):
@@ -244,7 +241,7 @@ def test_what_is_no_message_of_a_daemon(frames: list[bytes]) -> None:
 def test_requests_are_no_messages_of_a_daemon() -> None:
     for kind in REQUEST_TYPES:
         with pytest.raises(MalformedError):
-            decode_from_daemon([bytes.fromhex(one) for one in GOLDEN_HEX[kind]])
+            decode_from_daemon(golden(kind))
 
 
 def test_the_complaint_of_msgspec_becomes_a_field() -> None:
@@ -253,19 +250,6 @@ def test_the_complaint_of_msgspec_becomes_a_field() -> None:
     error = invalid_field(complaint.value)
     assert isinstance(error, InvalidFieldError)
     assert error.field == "count"
-
-
-def test_samples_say_all_that_can_be_said() -> None:
-    message, ids = MESSAGES["SEND"]
-    assert isinstance(message.body, Send)
-    assert all(getattr(message.body, field) != default for field, default in _defaults(Send).items())
-    assert ids == IDS
-    assert isinstance(MESSAGES["PING"][0].body, Ping)
-
-
-def _defaults(kind: type[msgspec.Struct]) -> dict[str, object]:
-    fields = msgspec.structs.fields(kind)
-    return {one.name: one.default for one in fields if one.default is not msgspec.NODEFAULT}
 
 
 @pytest.mark.parametrize("kind", ["DeviceName", "PeerAddress", "PoolName", "ComponentName", "Hex128", "PlainText"])

@@ -15,10 +15,8 @@ from kvferry.protocol.errors import ENVELOPE, MalformedError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.pool_messages import Allocate, Allocated, Free, Freed
 from kvferry.protocol.requests import REQUESTS, request_type, tag_of
-from kvferry.protocol.schema import EVENTS
 from kvferry.protocol.session_messages import Ping, Pong
-from tests.protocol.bodies import REPLIES
-from tests.protocol.samples import ERROR, GOLDEN, MESSAGES
+from tests.protocol.samples import ERROR, EVENTS, GOLDEN, MESSAGES, REPLIES
 
 BOOT_ID = "0123456789abcdef0123456789abcdef"
 EVENT_NAMES = {tag_of(kind) for kind in EVENTS}

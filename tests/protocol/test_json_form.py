@@ -18,8 +18,8 @@ from kvferry.protocol.json_form import BodyWithIds, body_to_fields, object_from_
 from kvferry.protocol.limits import INT64_BYTES
 from kvferry.protocol.pool_messages import Allocated, Free
 from kvferry.protocol.transfer_messages import Receive, Send
-from tests.protocol.bodies import REQUESTS, ids_for, structs_of
-from tests.protocol.samples import MESSAGES
+from tests.protocol.bodies import ids_for, structs_of
+from tests.protocol.samples import MESSAGES, REQUESTS
 
 REQUEST_ID = "0123456789abcdef0123456789abcdef"
 

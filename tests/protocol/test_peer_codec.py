@@ -1,113 +1,28 @@
-"""Messages between daemons to bytes and back; whatever else comes is refused, and nothing else happens."""
+"""What other daemons say: what is no message is refused, and nothing else happens. ``test_codec`` has the rest."""
 
 from __future__ import annotations
 
-import json
-from typing import get_args
-
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.protocol.base import Body
-from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import MalformedError, raised
-from kvferry.protocol.limits import PROTOCOL_MAX
+from kvferry.protocol.errors import MalformedError
 from kvferry.protocol.peer_messages import (
     MAX_ENTRIES,
     MAX_RUNS,
     MAX_SEGMENTS,
     IncomingPeerMessage,
-    PeerBody,
-    PeerEnvelope,
     Segment,
     Written,
     decode_peer,
-    encode_peer,
 )
 from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS
-from tests.protocol.bodies import ids_for, structs_of
-from tests.protocol.peer_samples import GOLDEN, MESSAGES, as_hex
-from tests.protocol.samples import ERROR
-from tests.protocol.samples import MESSAGES as CLIENT_MESSAGES
-from tests.protocol.samples import as_hex as client_messages_as_hex
+from tests.protocol.bodies import damaged
+from tests.protocol.samples import MESSAGES, PEER_MESSAGES, PEERS, to_frames
+from tests.protocol.test_codec import changed, golden, with_field
 
-GOLDEN_HEX: dict[str, list[str]] = json.loads(GOLDEN.read_text())
-BODIES: tuple[type[Body], ...] = get_args(PeerBody)
 ADDRESS_AT, BOOT_AT, TO_BOOT_AT, BODY_AT = range(4)
-
-
-@st.composite
-def messages(draw: st.DrawFn) -> tuple[PeerEnvelope, tuple[PageIds, ...]]:
-    """Draw a message of any type, with its page lists."""
-    kind = draw(st.sampled_from(BODIES))
-    envelope = draw(structs_of(PeerEnvelope))
-    envelope = msgspec.structs.replace(envelope, body=draw(structs_of(kind)))
-    return envelope, draw(ids_for(envelope.body))
-
-
-def golden(name: str) -> list[bytes]:
-    """Return the frames of a sample as they are kept."""
-    return [bytes.fromhex(frame) for frame in GOLDEN_HEX[name]]
-
-
-@given(messages())
-def test_round_trip(drawn: tuple[PeerEnvelope, tuple[PageIds, ...]]) -> None:
-    envelope, ids = drawn
-    got = decode_peer([bytes(frame) for frame in encode_peer(envelope, ids)])
-    assert got.envelope == envelope
-    assert [one.tolist() for one in got.ids] == [one.tolist() for one in ids]
-
-
-def test_page_lists_are_read_only() -> None:
-    for one in decode_peer(golden("SEND_REQUEST")).ids:
-        assert one.dtype == np.int64
-        assert not one.flags.writeable
-
-
-def test_lists_that_a_send_does_not_announce_are_a_bug() -> None:
-    envelope, ids = MESSAGES["SEND_REQUEST"]
-    for wrong in ((), ids[:1], ids[::-1]):
-        with pytest.raises(ValueError, match="PeerSend announces"):
-            encode_peer(envelope, wrong)
-
-
-# -- golden bytes
-
-
-def test_every_type_has_golden_bytes() -> None:
-    assert set(MESSAGES) == set(GOLDEN_HEX) == {str(kind.__struct_config__.tag) for kind in BODIES}
-    assert PROTOCOL_MAX == 2, "begin golden_peer_v3.json, and keep speaking the old version"
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_the_bytes_on_the_wire_do_not_change(name: str) -> None:
-    assert GOLDEN_HEX[name] == as_hex()[name], "see peer_samples.py"
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_golden_bytes_are_read(name: str) -> None:
-    envelope, ids = MESSAGES[name]
-    got = decode_peer(golden(name))
-    assert got.envelope == envelope
-    assert [one.tolist() for one in got.ids] == [one.tolist() for one in ids]
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_samples_say_all_that_can_be_said(name: str) -> None:
-    body = MESSAGES[name][0].body
-    fields = msgspec.structs.fields(type(body))
-    assert all(getattr(body, one.name) != one.default for one in fields)
-
-
-def test_a_newer_daemon_may_add_fields_at_the_tail() -> None:
-    raw = msgspec.msgpack.decode(golden("RECEIVE_CLOSED")[0])
-    raw[BODY_AT]["new_field"] = [1, 2]
-    raw[BODY_AT]["receive_request"] = [*raw[BODY_AT]["receive_request"], "new"]
-    got = decode_peer([msgspec.msgpack.encode([*raw, "new"])])
-    assert got.envelope == MESSAGES["RECEIVE_CLOSED"][0]
 
 
 def test_an_older_daemon_leaves_out_what_has_a_default() -> None:
@@ -115,22 +30,6 @@ def test_an_older_daemon_leaves_out_what_has_a_default() -> None:
     raw[BODY_AT] = {"type": "WRITTEN", "grant": 11}
     body = decode_peer([msgspec.msgpack.encode(raw)]).envelope.body
     assert body == Written(grant=11)
-
-
-# -- what cannot be read
-
-
-def changed(name: str, at: int, value: object) -> list[bytes]:
-    """Return a sample with one element of its envelope replaced."""
-    head, *frames = golden(name)
-    raw = msgspec.msgpack.decode(head)
-    raw[at] = value
-    return [msgspec.msgpack.encode(raw), *frames]
-
-
-def with_field(name: str, field: str, value: object) -> list[bytes]:
-    """Return a sample with one field of its body replaced."""
-    return changed(name, BODY_AT, {**msgspec.msgpack.decode(golden(name)[0])[BODY_AT], field: value})
 
 
 def nested(depth: int) -> object:
@@ -208,10 +107,10 @@ def test_what_is_wrong_is_refused(frames: list[bytes]) -> None:
         decode_peer(frames)
 
 
-@pytest.mark.parametrize("name", CLIENT_MESSAGES)
+@pytest.mark.parametrize("name", MESSAGES)
 def test_what_clients_and_daemons_say_to_each_other_is_none(name: str) -> None:
     with pytest.raises(MalformedError):
-        decode_peer([bytes.fromhex(frame) for frame in client_messages_as_hex()[name]])
+        decode_peer(golden(name))
 
 
 @given(st.lists(st.binary(max_size=200), max_size=4))
@@ -222,19 +121,7 @@ def test_arbitrary_bytes_are_refused(frames: list[bytes]) -> None:
         decode_peer(frames)
 
 
-@st.composite
-def damaged(draw: st.DrawFn) -> list[bytes]:
-    """Draw a valid message and damage it: bytes changed, cut, repeated; frames lost, doubled, swapped."""
-    frames = [bytes(frame) for frame in encode_peer(*draw(messages()))]
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, len(frames) - 1))
-        start = draw(st.integers(0, len(frames[at])))
-        stop = draw(st.integers(start, min(len(frames[at]), start + 8)))
-        frames[at] = frames[at][:start] + draw(st.binary(max_size=8)) + frames[at][stop:]
-    return draw(st.sampled_from([frames, frames[:-1], [*frames, frames[-1]], frames[::-1]]))
-
-
-@given(damaged())
+@given(damaged(PEERS))
 def test_damaged_messages_are_read_or_refused(frames: list[bytes]) -> None:
     try:
         got = decode_peer(frames)
@@ -242,7 +129,7 @@ def test_damaged_messages_are_read_or_refused(frames: list[bytes]) -> None:
         return
     assert isinstance(got, IncomingPeerMessage)
     assert tuple(len(one) for one in got.ids) == got.envelope.body.page_counts()
-    assert decode_peer([bytes(one) for one in encode_peer(*got)]).envelope == got.envelope
+    assert decode_peer(to_frames(*got)).envelope == got.envelope
 
 
 @pytest.mark.parametrize(
@@ -257,21 +144,7 @@ def test_damaged_messages_are_read_or_refused(frames: list[bytes]) -> None:
     ],
 )
 def test_what_a_peer_may_say_at_once_is_bounded(name: str, change: dict[str, object]) -> None:
-    envelope, ids = MESSAGES[name]
+    envelope, ids = PEER_MESSAGES[name]
     envelope = msgspec.structs.replace(envelope, body=msgspec.structs.replace(envelope.body, **change))
     with pytest.raises(MalformedError, match="Expected"):
-        decode_peer([bytes(frame) for frame in encode_peer(envelope, ids)])
-
-
-# -- errors that travel
-
-
-def test_an_error_keeps_its_class_and_words() -> None:
-    error = raised(ERROR)
-    assert type(error).__name__ == "PeerLostError"
-    assert error.info() == ERROR
-
-
-def test_an_error_of_a_newer_daemon_keeps_its_code() -> None:
-    newer = msgspec.structs.replace(ERROR, code="NOT_YET_INVENTED")
-    assert raised(newer).info() == newer
+        decode_peer(to_frames(envelope, ids))
