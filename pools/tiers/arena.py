@@ -22,12 +22,6 @@ Offsets: TypeAlias = npt.NDArray[np.int64]
 class NotEnoughError(Exception):
     """The arena's holes do not hold what was requested; nothing was allocated. The caller decides what to answer."""
 
-    def __init__(self, wanted_bytes: int, free_bytes: int, largest_hole_bytes: int) -> None:
-        super().__init__(f"{wanted_bytes} bytes requested, {free_bytes} free, {largest_hole_bytes} contiguous")
-        self.wanted_bytes = wanted_bytes
-        self.free_bytes = free_bytes
-        self.largest_hole_bytes = largest_hole_bytes
-
 
 class Freed(NamedTuple):
     """Blocks of one size that are no longer used, to be freed: ``arena.free(*freed)``."""
@@ -72,16 +66,6 @@ class Arena:
         """Return the bytes in all holes."""
         return self._free
 
-    @property
-    def largest_hole(self) -> int:
-        """Return the bytes of the largest hole, 0 if there is none."""
-        return int(self._sizes.max(initial=0))
-
-    @property
-    def hole_count(self) -> int:
-        """Return the number of holes."""
-        return len(self._starts)
-
     def fitting(self, size_bytes: int) -> int:
         """Return how many blocks of ``size_bytes`` (at least 1) could be allocated now."""
         return int((self._sizes // whole_units(size_bytes)).sum())
@@ -101,7 +85,7 @@ class Arena:
         step = whole_units(size_bytes)
         capacity = self._sizes // step
         if int(capacity.sum()) < count:
-            raise NotEnoughError(count * step, self._free, self.largest_hole)
+            raise NotEnoughError(f"{count * step} bytes requested, {self._free} free")
         if not count:
             return np.empty(0, np.int64)
         holes, counts = self._choose(capacity, count)
@@ -109,14 +93,6 @@ class Arena:
         offsets = np.repeat(self._starts[holes] - step * before, counts) + step * np.arange(count, dtype=np.int64)
         self._cut(holes, step * counts)
         return offsets
-
-    def allocate_run(self, size_bytes: int) -> int:
-        """Allocate ``size_bytes`` (at least 1) contiguously from the smallest hole that fits; return the offset.
-
-        Raises:
-            NotEnoughError: no hole is that large.
-        """
-        return int(self.allocate(1, size_bytes)[0])
 
     def free(self, offsets: Offsets, size_bytes: int) -> None:
         """Free blocks of ``size_bytes`` each, the size they were allocated with; in any order.

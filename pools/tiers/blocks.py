@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from kvferry.pools.planning.manifest import each_array, key_of
 from kvferry.pools.planning.page_ids import PageIds
-from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
 
@@ -82,10 +81,6 @@ class BlockLayout:
     def __repr__(self) -> str:
         """Show the size."""
         return f"<BlockLayout {self.space} entries={len(self.entries)} block_bytes={self.block_bytes}>"
-
-    def entry_at(self, byte: int) -> Entry | None:
-        """Return the entry that a byte of a block belongs to; None for the padding."""
-        return self.entries[self._number_at(byte)] if byte < self.content_bytes else None
 
     def stacks_of(self, first_byte: int, stop_byte: int) -> Sequence[Stack]:
         """Return the stacks of bytes ``[first_byte, stop_byte)`` of a block; entries at the ends may be cut."""
@@ -183,19 +178,6 @@ class BlockPages(NamedTuple):
         if self.offsets.min() < 0 or self.offsets.max() + self.layout.block_bytes > arena_bytes:
             raise InternalError(f"a block of space {self.layout.space!r} is not within the arena's {arena_bytes} bytes")
 
-    def copies(self) -> Blocks:
-        """Return all copies from pages to blocks, block by block: ``(n, 3)`` uint64, adjacent ones coalesced.
-
-        The columns are the offset in the region, the offset in the arena, and the bytes. For callers that need a plain
-        list; regions copy without it.
-        """
-        layout = self.layout
-        copies = np.empty((len(self.ids), len(layout.entries), 3), np.uint64)
-        copies[:, :, 0] = layout.bases + self.ids[:, None] * layout.page_bytes
-        copies[:, :, 1] = self.offsets[:, None] + layout.offsets
-        copies[:, :, 2] = layout.page_bytes
-        return _coalesced(copies.reshape(-1, 3))
-
 
 class BlockStep(NamedTuple):
     """Bytes ``[first_byte, stop_byte)`` of the content of blocks ``[first, stop)``; several blocks are always whole."""
@@ -274,13 +256,3 @@ def zero_padding(pages: BlockPages, step: BlockStep, arena: npt.NDArray[np.uint8
         return
     beyond = np.arange(layout.content_bytes, layout.block_bytes)
     arena[pages.offsets[step.first : step.stop, None] + beyond] = 0
-
-
-def _coalesced(copies: Blocks) -> Blocks:
-    if len(copies) < 2:  # noqa: PLR2004  nothing to join
-        return copies
-    ends = copies[:-1, :2] + copies[:-1, 2:]
-    starts = np.concatenate(([0], np.flatnonzero((ends != copies[1:, :2]).any(axis=1)) + 1))
-    joined = copies[starts]
-    joined[:, 2] = np.add.reduceat(copies[:, 2], starts)
-    return joined

@@ -90,19 +90,6 @@ def test_a_restore_puts_each_byte_into_its_page_and_nowhere_else(harness: BlockH
     assert (arena == before).all()
 
 
-@given(harnesses())
-def test_plain_copies_say_the_same(harness: BlockHarness) -> None:
-    memory, arena = harness.memory(), harness.arena()
-    copies = harness.pages.copies()
-    for source, at, size in copies.tolist():
-        arena[at : at + size] = memory[source : source + size]
-    for step in steps_of(harness.pages, 1 << 30):
-        zero_padding(harness.pages, step, arena)
-    assert (arena == harness.offloaded(memory)).all()
-    ends = copies[:-1, :2] + copies[:-1, 2:]
-    assert not (ends == copies[1:, :2]).all(axis=1).any(), "copies that go on in one another are one"
-
-
 # -- steps
 
 
@@ -172,11 +159,9 @@ def test_evenly_spaced_entries_are_one_stack() -> None:
     assert [one.entries for one in layout.stacks_of(64, 192)] == [2]
 
 
-def test_a_block_ends_at_a_multiple_of_64_and_says_whose_a_byte_is() -> None:
+def test_a_block_ends_at_a_multiple_of_64() -> None:
     layout = BlockLayout(manifest_of_sizes(100, 50), "main")
     assert (layout.content_bytes, layout.block_bytes) == (150, 192)
-    names = [None if one is None else one.layer for one in map(layout.entry_at, (0, 99, 100, 149, 150, 191))]
-    assert names == [0, 0, 1, 1, None, None]
 
 
 @pytest.mark.parametrize(
