@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -62,15 +63,26 @@ class Lease(msgspec.Struct):
     blocks: list[CachedBlock]
 
 
-class Lookups:
-    """Answers LOOKUP and UNPIN, and keeps the leases."""
+class _Chain(NamedTuple):
+    """The blocks that a LOOKUP or a STORE names."""
+
+    pool: Pool
+    layout: BlockLayout
+    namespace: Namespace
+    hashes: list[bytes]
+
+
+class PrefixCache:
+    """Answers LOOKUP, UNPIN, STORE and LOAD, and keeps the leases."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         pools: PoolRegistry,
         sessions: SessionRegistry,
+        rings: EventRings,
         host: HostTier,
+        operations: Operations,
         lower: LowerTiers,
         counters: Counters,
     ) -> None:
@@ -78,22 +90,46 @@ class Lookups:
         self._pools = pools
         self._sessions = sessions
         self._host = host
+        self._operations = operations
         self._lower = lower
         self._counters = counters
         self._numbers = itertools.count(1)
         self._leases: dict[int, dict[int, Lease]] = {}
-        self._background = Background("a lookup")
-        dispatcher.handle("LOOKUP", self._lookup)
-        dispatcher.handle("UNPIN", self._unpin)
+        self._lookups = Background("a lookup")
+        self._loads = Background("a load")
+        for kind, handler in (
+            ("LOOKUP", self._lookup),
+            ("UNPIN", self._unpin),
+            ("LOAD", lambda call: rings.hold(call, expect(call, Load).after, self._load)),
+            ("STORE", lambda call: rings.hold(call, expect(call, Store).after, self._store)),
+        ):
+            dispatcher.handle(kind, handler)
 
     def __repr__(self) -> str:
-        """Show how many leases there are."""
-        return f"<Lookups leases={sum(map(len, self._leases.values()))}>"
+        """Show the block index and the number of leases."""
+        return f"<PrefixCache {self._host.index!r} leases={sum(map(len, self._leases.values()))}>"
 
     @property
-    def under_way(self) -> int:
+    def lookups(self) -> int:
         """Return how many lookups wait for lower tiers."""
-        return len(self._background)
+        return len(self._lookups)
+
+    async def close(self) -> None:
+        """Cancel the lookups and loads that wait for lower tiers."""
+        await self._lookups.close()
+        await self._loads.close()
+
+    def _chain(self, call: Call, body: Lookup | Store) -> _Chain:
+        """Return the blocks that a request names."""
+        pool = self._pools.get(call.session.tenant, body.pool)
+        self._host.region  # noqa: B018  raises TierOffError
+        hashes = hashes_of(body.hashes)
+        layout = pool.block_layout(body.space)
+        namespace = namespace_of(pool, body.space, body.block_pages)
+        self._host.know(namespace, layout.block_bytes, model_of(pool).label)
+        return _Chain(pool, layout, namespace, hashes)
+
+    # -- leases
 
     def lease(self, call: Call, number: int) -> Lease:
         """Return a lease of the session's instance.
@@ -106,7 +142,7 @@ class Lookups:
             raise UnknownLeaseError(f"this session's instance has no lease {number}", field="lease")
         return lease
 
-    def end(self, owner_id: int, lease: Lease) -> None:
+    def _end_lease(self, owner_id: int, lease: Lease) -> None:
         """End a lease and unpin its blocks; does nothing if it has ended."""
         if self._leases.get(owner_id, {}).pop(lease.number, None) is not None:
             self._host.free_all(self._host.index.unpin(lease.blocks, owner_id))
@@ -116,18 +152,11 @@ class Lookups:
         self._leases.pop(owner_id, None)
         self._host.free_all(self._host.index.unpin_holder(owner_id))
 
-    async def close(self) -> None:
-        """Cancel the lookups that wait for lower tiers."""
-        await self._background.close()
+    # -- LOOKUP, UNPIN
 
     def _lookup(self, call: Call) -> Answer | None:
         body = expect(call, Lookup)
-        pool = self._pools.get(call.session.tenant, body.pool)
-        self._host.region  # noqa: B018  raises TierOffError
-        hashes = hashes_of(body.hashes)
-        layout = pool.block_layout(body.space)
-        namespace = namespace_of(pool, body.space, body.block_pages)
-        self._host.know(namespace, layout.block_bytes, model_of(pool).label)
+        _, layout, namespace, hashes = self._chain(call, body)
         lease = None
         if body.lease is not None:
             lease = self.lease(call, body.lease)
@@ -142,7 +171,7 @@ class Lookups:
         if not rest or not self._lower.has_remote:
             return self._found(call, lease, Lease(0, namespace, layout, found))
         self._host.index.pin(found, LOOKUPS)  # the prefix must not be evicted meanwhile
-        self._background.spawn(self._look_remote(call, lease, Lease(0, namespace, layout, found), rest))
+        self._lookups.spawn(self._look_remote(call, lease, Lease(0, namespace, layout, found), rest))
         return None
 
     async def _look_remote(self, call: Call, lease: Lease | None, near: Lease, rest: Sequence[bytes]) -> None:
@@ -174,9 +203,7 @@ class Lookups:
         if body.pin:
             self._check_pins(call.session.owner_id, len(blocks))
             if lease is None:
-                self._check_leases(
-                    call.session.owner_id
-                )  # again: leases may have been added while lower tiers were asked
+                self._check_leases(call.session.owner_id)  # others may have been added while lower tiers were asked
         self._counters.add("cache.lookups")
         self._counters.add("cache.asked_blocks", len(body.hashes) // HASH_BYTES)
         self._counters.add("cache.hit_blocks", len(blocks))
@@ -215,131 +242,17 @@ class Lookups:
 
     def _unpin(self, call: Call) -> Answer:
         lease = self.lease(call, expect(call, Unpin).lease)
-        self.end(call.session.owner_id, lease)
+        self._end_lease(call.session.owner_id, lease)
         return Answer(Unpinned(blocks=len(lease.blocks)))
-
-
-# -- checks of what requests on cached blocks contain: hashes, page ids and the pool's model.
-
-
-def model_of(pool: Pool) -> ModelIdentity:
-    """Return the model whose KV a pool's pages hold.
-
-    Raises:
-        NoModelError: the pool was created without a model.
-    """
-    if pool.model is None:
-        raise NoModelError(
-            f"pool {pool.name!r} was created without a model: its blocks could be confused with another model's",
-            field="model",
-        )
-    return pool.model
-
-
-def namespace_of(pool: Pool, space: str, block_pages: int) -> Namespace:
-    """Return the namespace of a pool's blocks.
-
-    Raises:
-        NoModelError: the pool was created without a model.
-        InvalidFieldError: the space's pages are of several groups, which a block's hash does not distinguish.
-    """
-    if any(one.group for one in pool.manifest.components if one.space == space):
-        raise InvalidFieldError(
-            f"pages of pool {pool.name!r} are of several groups of layers, which a block's hash does not distinguish: "
-            "offload and restore them",
-            field="pool",
-        )
-    return Namespace(pool.tenant, pool.manifest.layout_digest, identity_of(model_of(pool)), space, block_pages)
-
-
-def split_hashes(joined: bytes) -> list[bytes]:
-    """Return the concatenated hashes as a list.
-
-    Raises:
-        InvalidFieldError: there is none, or the length is not a multiple of HASH_BYTES.
-    """
-    if not joined or len(joined) % HASH_BYTES:
-        raise InvalidFieldError(f"{len(joined)} bytes are not one or more hashes of {HASH_BYTES}", field="hashes")
-    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
-
-
-def hashes_of(joined: bytes) -> list[bytes]:
-    """Return the hashes of a chain as a list.
-
-    Raises:
-        InvalidFieldError: as for ``split_hashes``, or a hash occurs twice.
-    """
-    hashes = split_hashes(joined)
-    if len(set(hashes)) < len(hashes):
-        raise InvalidFieldError("a hash occurs twice, but each one covers all tokens before it", field="hashes")
-    return hashes
-
-
-def ids_by_block(ids: PageIds, blocks: int, block_pages: int) -> PageIds:
-    """Return the page ids by block, (blocks, block_pages).
-
-    Raises:
-        LengthMismatchError: the number of ids is not ``blocks * block_pages``.
-    """
-    if len(ids) != blocks * block_pages:
-        raise LengthMismatchError(
-            f"{blocks} blocks of {block_pages} pages need {blocks * block_pages} ids, not {len(ids)}",
-            field="pages",
-        )
-    return ids.reshape(blocks, block_pages)
-
-
-log = structlog.get_logger(__name__)
-
-
-class PrefixCacheService:
-    """Answers STORE and LOAD."""
-
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        pools: PoolRegistry,
-        rings: EventRings,
-        host: HostTier,
-        operations: Operations,
-        lower: LowerTiers,
-        lookups: Lookups,
-        counters: Counters,
-    ) -> None:
-        self._pools = pools
-        self._host = host
-        self._operations = operations
-        self._lower = lower
-        self._lookups = lookups
-        self._counters = counters
-        self._background = Background("a load")
-        for kind, handler in (
-            ("LOAD", lambda call: rings.hold(call, expect(call, Load).after, self._load)),
-            ("STORE", lambda call: rings.hold(call, expect(call, Store).after, self._store)),
-        ):
-            dispatcher.handle(kind, handler)
-
-    def __repr__(self) -> str:
-        """Show the block index."""
-        return f"<CacheService {self._host.index!r}>"
-
-    async def close(self) -> None:
-        """Cancel the loads that wait for lower tiers."""
-        await self._background.close()
 
     # -- STORE
 
     def _store(self, call: Call) -> Answer:
         body = expect(call, Store)
-        pool = self._pools.get(call.session.tenant, body.pool)
-        region = self._host.region
-        hashes = hashes_of(body.hashes)
-        layout = pool.block_layout(body.space)
+        pool, layout, namespace, hashes = self._chain(call, body)
         ids = ids_by_block(call.ids[0], len(hashes), body.block_pages)
         if body.parent and len(body.parent) != HASH_BYTES:
             raise InvalidFieldError(f"{len(body.parent)} bytes; a hash has {HASH_BYTES}", field="parent")
-        namespace = namespace_of(pool, body.space, body.block_pages)
-        self._host.know(namespace, layout.block_bytes, model_of(pool).label)
         self._operations.check(call.session)
         hold = PageHold(write=False)
         hold.add(pool.space(body.space), call.session.owner_id, call.ids[0], "pages")
@@ -349,7 +262,7 @@ class PrefixCacheService:
             hold.release()
             raise
         segment = BlockSegment(pool.region, BlockPages(layout, ids[at].reshape(-1), offsets.reshape(-1)))
-        job = BlockJob("offload", [segment], region, checksums=self._host.checksums)
+        job = BlockJob("offload", [segment], self._host.region, checksums=self._host.checksums)
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             hold.release()
@@ -408,7 +321,7 @@ class PrefixCacheService:
 
     def _load(self, call: Call) -> Answer:
         body = expect(call, Load)
-        lease = self._lookups.lease(call, body.lease)
+        lease = self.lease(call, body.lease)
         pool = self._pools.get(call.session.tenant, body.pool)
         _check_namespace(pool, lease.namespace)
         pages = lease.namespace.block_pages
@@ -428,7 +341,7 @@ class PrefixCacheService:
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             hold.release()
             if body.unpin:
-                self._lookups.end(operation.session.owner_id, lease)
+                self._end_lease(operation.session.owner_id, lease)
             return self._loaded(operation, loading, error)
 
         operation = self._operations.begin(call, "load", pool.name, len(call.ids[0]), finish)
@@ -437,7 +350,7 @@ class PrefixCacheService:
         coming = [one for one in map(self._lower.promote, blocks) if one is not None]
         if coming:
             operation.waits_for = f"{len(coming)} blocks from lower tiers"
-            self._background.spawn(self._when_up(operation, loading, coming))
+            self._loads.spawn(self._when_up(operation, loading, coming))
         else:
             self._copy(operation, loading)
         return Answer(OperationStarted(operation=operation.number))
@@ -528,3 +441,70 @@ class _Loading:
         self.ids = ids
         self.holder = 0
         self.there = 0
+
+
+def model_of(pool: Pool) -> ModelIdentity:
+    """Return the model whose KV a pool's pages hold.
+
+    Raises:
+        NoModelError: the pool was created without a model.
+    """
+    if pool.model is None:
+        raise NoModelError(
+            f"pool {pool.name!r} was created without a model: its blocks could be confused with another model's",
+            field="model",
+        )
+    return pool.model
+
+
+def namespace_of(pool: Pool, space: str, block_pages: int) -> Namespace:
+    """Return the namespace of a pool's blocks.
+
+    Raises:
+        NoModelError: the pool was created without a model.
+        InvalidFieldError: the space's pages are of several groups, which a block's hash does not distinguish.
+    """
+    if any(one.group for one in pool.manifest.components if one.space == space):
+        raise InvalidFieldError(
+            f"pages of pool {pool.name!r} are of several groups of layers, which a block's hash does not distinguish: "
+            "offload and restore them",
+            field="pool",
+        )
+    return Namespace(pool.tenant, pool.manifest.layout_digest, identity_of(model_of(pool)), space, block_pages)
+
+
+def split_hashes(joined: bytes) -> list[bytes]:
+    """Return the concatenated hashes as a list.
+
+    Raises:
+        InvalidFieldError: there is none, or the length is not a multiple of HASH_BYTES.
+    """
+    if not joined or len(joined) % HASH_BYTES:
+        raise InvalidFieldError(f"{len(joined)} bytes are not one or more hashes of {HASH_BYTES}", field="hashes")
+    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+
+
+def hashes_of(joined: bytes) -> list[bytes]:
+    """Return the hashes of a chain as a list.
+
+    Raises:
+        InvalidFieldError: as for ``split_hashes``, or a hash occurs twice.
+    """
+    hashes = split_hashes(joined)
+    if len(set(hashes)) < len(hashes):
+        raise InvalidFieldError("a hash occurs twice, but each one covers all tokens before it", field="hashes")
+    return hashes
+
+
+def ids_by_block(ids: PageIds, blocks: int, block_pages: int) -> PageIds:
+    """Return the page ids by block, (blocks, block_pages).
+
+    Raises:
+        LengthMismatchError: the number of ids is not ``blocks * block_pages``.
+    """
+    if len(ids) != blocks * block_pages:
+        raise LengthMismatchError(
+            f"{blocks} blocks of {block_pages} pages need {blocks * block_pages} ids, not {len(ids)}",
+            field="pages",
+        )
+    return ids.reshape(blocks, block_pages)

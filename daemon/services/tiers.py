@@ -17,7 +17,7 @@ from kvferry.daemon.services.cache_reports import CacheReports
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.prefix_cache import Lookups, PrefixCacheService
+from kvferry.daemon.services.prefix_cache import PrefixCache
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.tiers.copier import TierCopier
 from kvferry.daemon.tiers.disk_tier import DiskTier
@@ -68,9 +68,8 @@ class Tiers:
         )
         self.host_receives = HostReceives(self._host, self._service, self.operations)
         self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
-        self._lookups = Lookups(dispatcher, pools, sessions, self._host, self._lower, counters)
-        self._cache = PrefixCacheService(
-            dispatcher, pools, rings, self._host, self.operations, self._lower, self._lookups, counters
+        self._cache = PrefixCache(
+            dispatcher, pools, sessions, rings, self._host, self.operations, self._lower, counters
         )
         self._reports = CacheReports(dispatcher, self._host, self._lower)
 
@@ -94,7 +93,7 @@ class Tiers:
 
     def instance_lost(self, owner_id: int) -> None:
         """Release an instance's leases; its snapshots are kept for a while."""
-        self._lookups.instance_lost(owner_id)
+        self._cache.instance_lost(owner_id)
         self._service.instance_lost(owner_id)
 
     def status(self) -> list[TierStatus]:
@@ -104,7 +103,6 @@ class Tiers:
     async def close(self) -> None:
         """End all operations and threads; no byte moves afterwards."""
         self._scheduler.close()
-        await self._lookups.close()
         await self._cache.close()
         await self._reports.close()
         await self._lower.close()

@@ -392,7 +392,7 @@ class _Machine(RuleBasedStateMachine):
         def over() -> bool:
             harness.copier.finish_all()
             demoting = harness.remote is not None and harness.remote.waiting
-            return not (list(harness.operations) or harness.lower.promotions or harness.lookups.under_way or demoting)
+            return not (list(harness.operations) or harness.lower.promotions or harness.cache.lookups or demoting)
 
         await until(over)
         await until(lambda: not any(holder != OPERATOR for holder in harness.host.index.pinned_by()))

@@ -331,7 +331,7 @@ async def _load_gone(far: Harness, engine: Engine) -> int:
     lease = engine.lookup(names(1)).lease
     [block] = far.host.index.longest_prefix(next(iter(far.host.page_bytes)), names(1))
     far.host.free_all([*far.host.index.remove(block), *far.host.index.unpin_holder(engine.session.session_id)])
-    far.lookups.lease(Call(1, engine.session, Unpin(lease=lease), (), 1.0), lease).blocks[:] = [block]
+    far.cache.lease(Call(1, engine.session, Unpin(lease=lease), (), 1.0), lease).blocks[:] = [block]
     far.host.index.pin([block], engine.session.session_id)
     await engine.stored(1)
     operation = engine.load(lease, engine.allocate(1))

@@ -25,7 +25,7 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import PoolService
-from kvferry.daemon.services.prefix_cache import Lookups, PrefixCacheService
+from kvferry.daemon.services.prefix_cache import PrefixCache
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
@@ -117,15 +117,14 @@ class Harness:
             RemoteTier(store, self.host, self.scheduler, self.counters, shared=False, hasher=hasher) if remote else None
         )
         self.lower = LowerTiers(self.host, self.disk, self.remote, self.counters)
-        self.lookups = Lookups(self.dispatcher, self.pools, self.sessions, self.host, self.lower, self.counters)
-        self.cache = PrefixCacheService(
+        self.cache = PrefixCache(
             self.dispatcher,
             self.pools,
+            self.sessions,
             rings,
             self.host,
             self.operations,
             self.lower,
-            self.lookups,
             self.counters,
         )
         self.reports = CacheReports(self.dispatcher, self.host, self.lower)
@@ -184,7 +183,7 @@ class Harness:
         self.reports.session_lost(session_id)
         self.pool_service.session_lost(session_id)
         if not self.sessions.of_instance(engine.session.owner_id):
-            self.lookups.instance_lost(engine.session.owner_id)
+            self.cache.instance_lost(engine.session.owner_id)
             self.service.instance_lost(engine.session.owner_id)
             self.pool_service.instance_lost(engine.session.owner_id)
         del self.engines[engine.identity]
@@ -192,7 +191,6 @@ class Harness:
     async def close(self) -> None:
         """End the tiers, in the daemon's order."""
         self.scheduler.close()
-        await self.lookups.close()
         await self.cache.close()
         await self.lower.close()
         await asyncio.to_thread(self.executor.shutdown)
