@@ -174,12 +174,12 @@ class DiskTier:
         log.info("disk tier ready", path=str(self._store.root), blocks=len(self._sizes), used_bytes=self._used_bytes)
 
     def _adopt(self, found: FoundBlock) -> None:
-        namespace, block_hash = found.key
-        size_bytes = namespace.block_pages * whole_units(found.page_bytes)
+        header, (namespace, block_hash) = found.header, found.header.key
+        size_bytes = namespace.block_pages * whole_units(header.page_bytes)
         block = self._host.index.adopt(
-            namespace, block_hash, found.parent, size_bytes, tier=Tier.DISK, digests=found.digests
+            namespace, block_hash, header.parent, size_bytes, tier=Tier.DISK, digests=header.digests
         )
-        self._host.know(namespace, found.page_bytes, found.model)
+        self._host.know(namespace, header.page_bytes, header.model)
         self._add(block, found.size_bytes)
 
     async def _write_block(self, block: CachedBlock) -> None:

@@ -39,6 +39,7 @@ from kvferry.pools.tiers.block_file import (
     READ_FLAGS,
     SPACE_NAME,
     TENANT_NAME,
+    BlockHeader,
     BlockReader,
     BlockWriter,
     DamagedBlockError,
@@ -231,17 +232,11 @@ _T = TypeVar("_T")
 
 
 class FoundBlock(NamedTuple):
-    """A complete file found by a scan; ``size_bytes`` includes the header, ``digests`` are the pages' XXH3-64."""
+    """A complete file found by a scan; ``size_bytes`` includes the header, ``used_ns`` is Unix time."""
 
-    key: BlockKey
+    header: BlockHeader
     size_bytes: int
-    parent: bytes | None
-    page_bytes: int
-    digests: tuple[int, ...]
     used_ns: int
-    """Unix time."""
-    model: str
-    """The label of the model whose KV it is."""
 
 
 class DiskStore:
@@ -408,16 +403,7 @@ class DiskStore:
             self.counts.unreadable += 1
             return None
         os.close(opened.fd)
-        header = opened.header
-        return FoundBlock(
-            key,
-            opened.size_bytes,
-            header.parent,
-            header.page_bytes,
-            header.digests,
-            candidate.used_ns,
-            header.model,
-        )
+        return FoundBlock(opened.header, opened.size_bytes, candidate.used_ns)
 
     def _publish(self, writer: BlockWriter) -> None:
         """Give a written file its final name."""

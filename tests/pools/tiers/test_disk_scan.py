@@ -38,9 +38,13 @@ def test_whole_blocks_are_found_those_used_longest_ago_first(store: DiskStore) -
         _used_at(store, one, second)
     with reopened(store) as after:
         found = scanned(after)
-        assert [one.key for one in found] == [one.key for one in reversed(blocks)]
+        assert [one.header.key for one in found] == [one.key for one in reversed(blocks)]
         for got, wanted in zip(reversed(found), blocks, strict=True):
-            assert (got.parent, list(got.digests), got.page_bytes) == (wanted.parent, wanted.digests, 1000)
+            assert (got.header.parent, list(got.header.digests), got.header.page_bytes) == (
+                wanted.parent,
+                wanted.digests,
+                1000,
+            )
             assert got.size_bytes == wanted.file_in(after).stat().st_size
             assert read(after, wanted) == wanted.pages
 
@@ -53,7 +57,7 @@ def test_what_is_read_counts_as_used(store: DiskStore) -> None:
     read(store, first)
     with reopened(store) as after:
         found = scanned(after)
-    assert [one.key for one in found] == [second.key, first.key]
+    assert [one.header.key for one in found] == [second.key, first.key]
     assert found[0].used_ns == 10**9
 
 
@@ -78,7 +82,7 @@ def test_writers_and_readers_go_on_while_a_scan_runs(store: DiskStore) -> None:
                 next(steps)
             replaced.write_to(after)
             after.remove(removed.key)
-            found = [one.key for step in steps for one in step]
+            found = [one.header.key for step in steps for one in step]
             assert found == [old.key]
             while not writer.step():
                 pass
@@ -96,7 +100,7 @@ def test_what_is_unfinished_is_removed(store: DiskStore) -> None:
     left = files_under(store.root)
     assert len(left) == 2
     with reopened(store) as after:
-        assert [found.key for found in scanned(after)] == [one.key]
+        assert [found.header.key for found in scanned(after)] == [one.key]
         assert after.counts.leftovers == 1
         assert len(files_under(after.root)) == 1
         writer.abandon()
@@ -121,7 +125,7 @@ def test_a_daemon_killed_while_it_writes_leaves_no_block(tmp_path: Path) -> None
     assert killed.returncode == -signal.SIGKILL
     assert len(files_under(tmp_path)) == 2
     with DiskStore(tmp_path) as after:
-        assert [found.key for found in scanned(after)] == [block(1).key]
+        assert [found.header.key for found in scanned(after)] == [block(1).key]
         with pytest.raises(MissingBlockError):
             read(after, block(2, page_bytes=100_000))
         assert after.counts.leftovers == 1
@@ -139,7 +143,7 @@ def test_damaged_files_are_removed(store: DiskStore) -> None:
     whole = blocks[3].file_in(store).read_bytes()
     blocks[3].file_in(store).write_bytes(whole[:300] + b"\1" + whole[301:])
     with reopened(store) as after:
-        assert [found.key for found in scanned(after)] == [blocks[4].key]
+        assert [found.header.key for found in scanned(after)] == [blocks[4].key]
         assert after.counts.damaged == 5
         assert len(files_under(after.root)) == 1
         assert after.counts.unreadable == 0
@@ -170,7 +174,7 @@ def test_what_is_not_ours_is_left_alone(store: DiskStore) -> None:
     (folder.parent / other).symlink_to(outside)
     (folder / (folder.name + "f" * 30)).symlink_to(one.file_in(store))
     with reopened(store) as after:
-        assert [found.key for found in scanned(after)] == [one.key]
+        assert [found.header.key for found in scanned(after)] == [one.key]
         assert after.counts.foreign == len(foreign) + 2
         assert (after.counts.damaged, after.counts.leftovers) == (0, 0)
     assert all(path.read_text() == "mine" for path in foreign)
@@ -182,7 +186,7 @@ def test_a_block_under_another_name_is_removed(store: DiskStore) -> None:
     one.write_to(store)
     shutil.copytree(store.root / "7", tenants)
     with reopened(store) as after:
-        assert [found.key for found in scanned(after)] == [one.key]
+        assert [found.header.key for found in scanned(after)] == [one.key]
         assert after.counts.damaged == 1
 
 
