@@ -17,9 +17,8 @@ import numpy as np
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare
 from benchmarks.on_device import Device, measured_on_device
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.pairing import pair_entries

@@ -11,10 +11,9 @@ from kvferry.clients.events import RingEvent
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.npu import NpuVendor
-from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import viewed_as
 from kvferry.protocol.errors import InvalidFieldError, KvferryError

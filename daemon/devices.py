@@ -13,8 +13,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, STUCK_AFTER_S, Accelerator, DeviceMemory
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
-from kvferry.pools.devices.staging import StagingPool
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
 from kvferry.pools.devices.vendor import Mapped
 from kvferry.pools.planning.arrays import Array, Held, check_apart
 from kvferry.protocol.config.schema import DevicesConfig

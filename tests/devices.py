@@ -14,10 +14,9 @@ from typing import Any, Final
 import hypothesis
 
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.devices.vendor import Mapped
 from kvferry.protocol.ids import HOST
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
-from kvferry.pools.devices.staging import StagingPool
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, BlockSteps
 from kvferry.protocol.errors import DeviceLostError

@@ -36,10 +36,11 @@ EVENTS: Final = 4
 
 
 class Registered(NamedTuple):
-    """What an engine registers: k of all layers as one tensor, v as another."""
+    """What an engine registers: k of all layers as one tensor, v as another; and a tensor on another device."""
 
     arrays: tuple[RegisteredArrays, ...]
     shares: tuple[Share, ...]
+    elsewhere: TorchShare
 
     def with_k(self, **fields: Any) -> Registered:  # noqa: ANN401  an array's fields
         """Say something else of k."""
@@ -49,6 +50,10 @@ class Registered(NamedTuple):
         """Say something else of k's memory."""
         return self._replace(shares=(msgspec.structs.replace(self.shares[0], **fields), *self.shares[1:]))
 
+    def with_shares(self, shares: tuple[Share, ...]) -> Registered:
+        """Say that the memory is this."""
+        return self._replace(shares=shares)
+
 
 class Harness(NamedTuple):
     """A daemon, an engine with two tensors and a pool of the daemon's that it may map, and one that looks."""
@@ -56,7 +61,6 @@ class Harness(NamedTuple):
     engine: RawEngine
     watcher: Client
     registered: Registered
-    elsewhere: TorchShare
     runtime_dir: Path
     tensors: tuple[torch.Tensor, ...]
     events: Sequence[object]
@@ -66,9 +70,9 @@ class Row(NamedTuple):
     """What is claimed of registered memory, and what comes."""
 
     claim: str
-    said: Callable[[Harness], Registered]
-    code: str
+    said: Callable[[Registered], Registered]
     field: str
+    code: str = "INVALID_FIELD"
 
 
 def share_of(tensor: torch.Tensor, accelerator: Accelerator) -> TorchShare:
@@ -105,8 +109,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
         yield Harness(
             engine,
             watcher,
-            Registered(arrays, shares),
-            share_of(elsewhere, other_device),
+            Registered(arrays, shares, share_of(elsewhere, other_device)),
             daemon.runtime_dir,
             (k, v, elsewhere),
             events,
@@ -143,134 +146,47 @@ def by_layer(said: Registered) -> Registered:
     at = k_at(said).offset_bytes
     half = SIZE_BYTES // 2
     shares = tuple(msgspec.structs.replace(k_at(said), offset_bytes=at + n * half) for n in range(2))
-    return Registered((*layers, v), (*shares, said.shares[1]))
+    return Registered((*layers, v), (*shares, said.shares[1]), said.elsewhere)
 
 
 ROWS: Final = [
-    Row(
-        "nothing of its form",
-        lambda w: w.registered.with_k(shape=(), strides=(), dtype=""),
-        "INVALID_FIELD",
-        "main/k.dtype",
-    ),
-    Row("a layer too few", lambda w: w.registered.with_k(shape=(1, *SHAPE[1:])), "INVALID_FIELD", "main/k.shape"),
-    Row("a layer too many", lambda w: w.registered.with_k(shape=(3, *SHAPE[1:])), "INVALID_FIELD", "main/k.shape"),
-    Row("a page too many", lambda w: w.registered.with_k(shape=(2, 6, 16, 2, 8)), "INVALID_FIELD", "main/k.shape"),
-    Row(
-        "the FIA view of a paged pool",
-        lambda w: w.registered.with_k(shape=(2, 80, 1, 2, 8)),
-        "INVALID_FIELD",
-        "main/k.shape",
-    ),
-    Row("another dtype", lambda w: w.registered.with_k(dtype="bfloat16"), "INVALID_FIELD", "main/k.dtype"),
-    Row(
-        "pages before layers",
-        lambda w: w.registered.with_k(strides=(256, 512, 16, 8, 1)),
-        "INVALID_FIELD",
-        "main/k.strides",
-    ),
-    Row(
-        "bytes between layers",
-        lambda w: w.registered.with_k(strides=(1536, 256, 16, 8, 1)),
-        "INVALID_FIELD",
-        "main/k.strides",
-    ),
-    Row(
-        "one page for all",
-        lambda w: w.registered.with_k(strides=(1280, 0, 16, 8, 1)),
-        "INVALID_FIELD",
-        "main/k.strides",
-    ),
-    Row("too few strides", lambda w: w.registered.with_k(strides=STRIDES[1:]), "INVALID_FIELD", "main/k.strides"),
-    Row(
-        "a layer of another form",
-        lambda w: by_layer(w.registered).with_k(shape=(4, 16, 2, 8)),
-        "INVALID_FIELD",
-        "main/k/4.shape",
-    ),
-    Row("a layer that is none", lambda w: by_layer(w.registered).with_k(layer=6), "INVALID_FIELD", "arrays[0]"),
-    Row("a layer twice", lambda w: by_layer(w.registered).with_k(layer=5), "DUPLICATE_ENTRY", "arrays[1]"),
-    Row(
-        "a role too few",
-        lambda w: Registered(w.registered.arrays[:1], w.registered.shares[:1]),
-        "UNCOVERED_ENTRY",
-        "arrays",
-    ),
-    Row(
-        "a share too few", lambda w: Registered(w.registered.arrays, w.registered.shares[:1]), "INVALID_FIELD", "arrays"
-    ),
-    Row(
-        "a share too many",
-        lambda w: Registered(w.registered.arrays, w.registered.shares + w.registered.shares[:1]),
-        "INVALID_FIELD",
-        "arrays",
-    ),
+    Row("nothing of its form", lambda r: r.with_k(shape=(), strides=(), dtype=""), "main/k.dtype"),
+    Row("a layer too few", lambda r: r.with_k(shape=(1, *SHAPE[1:])), "main/k.shape"),
+    Row("a layer too many", lambda r: r.with_k(shape=(3, *SHAPE[1:])), "main/k.shape"),
+    Row("a page too many", lambda r: r.with_k(shape=(2, 6, 16, 2, 8)), "main/k.shape"),
+    Row("the FIA view of a paged pool", lambda r: r.with_k(shape=(2, 80, 1, 2, 8)), "main/k.shape"),
+    Row("another dtype", lambda r: r.with_k(dtype="bfloat16"), "main/k.dtype"),
+    Row("pages before layers", lambda r: r.with_k(strides=(256, 512, 16, 8, 1)), "main/k.strides"),
+    Row("bytes between layers", lambda r: r.with_k(strides=(1536, 256, 16, 8, 1)), "main/k.strides"),
+    Row("one page for all", lambda r: r.with_k(strides=(1280, 0, 16, 8, 1)), "main/k.strides"),
+    Row("too few strides", lambda r: r.with_k(strides=STRIDES[1:]), "main/k.strides"),
+    Row("a layer of another form", lambda r: by_layer(r).with_k(shape=(4, 16, 2, 8)), "main/k/4.shape"),
+    Row("a layer that is none", lambda r: by_layer(r).with_k(layer=6), "arrays[0]"),
+    Row("a layer twice", lambda r: by_layer(r).with_k(layer=5), "arrays[1]", "DUPLICATE_ENTRY"),
+    Row("a role too few", lambda r: r._replace(arrays=r.arrays[:1], shares=r.shares[:1]), "arrays", "UNCOVERED_ENTRY"),
+    Row("a share too few", lambda r: r.with_shares(r.shares[:1]), "arrays"),
+    Row("a share too many", lambda r: r.with_shares(r.shares + r.shares[:1]), "arrays"),
     Row(
         "a storage that ends before",
-        lambda w: w.registered.with_share(storage_bytes=k_at(w.registered).offset_bytes + SIZE_BYTES - 1),
-        "INVALID_FIELD",
+        lambda r: r.with_share(storage_bytes=k_at(r).offset_bytes + SIZE_BYTES - 1),
         "main/k.storage",
     ),
+    Row("an array behind its storage", lambda r: r.with_share(offset_bytes=k_at(r).storage_bytes), "main/k.storage"),
     Row(
-        "an array behind its storage",
-        lambda w: w.registered.with_share(offset_bytes=k_at(w.registered).storage_bytes),
-        "INVALID_FIELD",
-        "main/k.storage",
+        "an array between two elements", lambda r: r.with_share(offset_bytes=1, storage_bytes=1 << 20), "main/k.storage"
     ),
-    Row(
-        "an array between two elements",
-        lambda w: w.registered.with_share(offset_bytes=1, storage_bytes=1 << 20),
-        "INVALID_FIELD",
-        "main/k.storage",
-    ),
-    Row(
-        "more memory than the driver has",
-        lambda w: w.registered.with_share(storage_bytes=1 << 40),
-        "INVALID_FIELD",
-        "main/k.storage",
-    ),
-    Row(
-        "memory behind what the driver has",
-        lambda w: w.registered.with_share(storage_offset_bytes=1 << 32),
-        "INVALID_FIELD",
-        "main/k.device",
-    ),
-    Row(
-        "another device's memory",
-        lambda w: Registered(w.registered.arrays, (w.elsewhere, w.registered.shares[1])),
-        "INVALID_FIELD",
-        "main/k.device",
-    ),
-    Row(
-        "one memory for two roles",
-        lambda w: Registered(w.registered.arrays, w.registered.shares[:1] * 2),
-        "INVALID_FIELD",
-        "main/v.storage",
-    ),
-    Row(
-        "one memory for two layers",
-        lambda w: Registered(by_layer(w.registered).arrays, (w.registered.shares[0], *w.registered.shares)),
-        "INVALID_FIELD",
-        "main/k/5.storage",
-    ),
+    Row("more memory than the driver has", lambda r: r.with_share(storage_bytes=1 << 40), "main/k.storage"),
+    Row("memory behind what the driver has", lambda r: r.with_share(storage_offset_bytes=1 << 32), "main/k.device"),
+    Row("another device's memory", lambda r: r.with_shares((r.elsewhere, r.shares[1])), "main/k.device"),
+    Row("one memory for two roles", lambda r: r.with_shares(r.shares[:1] * 2), "main/v.storage"),
+    Row("one memory for two layers", lambda r: by_layer(r).with_shares((r.shares[0], *r.shares)), "main/k/5.storage"),
     Row(
         "memory of a driver's handle",
-        lambda w: Registered(w.registered.arrays, (VmmShare(handle=1, size_bytes=2 << 20), w.registered.shares[1])),
-        "INVALID_FIELD",
+        lambda r: r.with_shares((VmmShare(handle=1, size_bytes=2 << 20), r.shares[1])),
         "main/k.share",
     ),
-    Row(
-        "memory that nobody has",
-        lambda w: w.registered.with_share(handle=bytes(64)),
-        "DEVICE_UNAVAILABLE",
-        "main/k.storage",
-    ),
-    Row(
-        "a counter that torch has not",
-        lambda w: w.registered.with_share(ref_counter_offset=1 << 40),
-        "INVALID_FIELD",
-        "main/k.storage",
-    ),
+    Row("memory that nobody has", lambda r: r.with_share(handle=bytes(64)), "main/k.storage", "DEVICE_UNAVAILABLE"),
+    Row("a counter that torch has not", lambda r: r.with_share(ref_counter_offset=1 << 40), "main/k.storage"),
 ]
 
 
@@ -278,7 +194,7 @@ ROWS: Final = [
 def test_a_claim_of_registered_memory_is_checked(harness: Harness, row: Row) -> None:
     before = held(harness)
     with pytest.raises(KvferryError) as refused:
-        register(harness, row.said(harness))
+        register(harness, row.said(harness.registered))
     assert (refused.value.code, refused.value.field) == (row.code, row.field), refused.value
     assert held(harness) == before
 

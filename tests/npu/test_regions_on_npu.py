@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.devices import Devices
 from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, WAITING_STREAMS, Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
-from kvferry.pools.devices.staging import StagingPool
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
 from kvferry.pools.planning.copies import copy_one_by_one, total_segments
 from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.plan import Plan, PlanSide

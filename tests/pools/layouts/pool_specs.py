@@ -1,17 +1,66 @@
-"""Hypothesis strategies for pool specs of every kind that make sense, small enough to be laid out in memory."""
+"""Pool specs: one of each kind, and hypothesis strategies for all that make sense, small enough to be laid out."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from hypothesis import strategies as st
 
+from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.mla import PACKED_DTYPE
 from kvferry.pools.planning.geometry import DTYPE_BYTES
 from kvferry.pools.planning.scales import EIGHT_BIT_DTYPES
-from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
+from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
 
 DTYPES = sorted(DTYPE_BYTES)
+
+
+# -- one spec of each kind, to be changed in a field.
+
+MHA = MhaSpec(layers=3, tokens=256, page_size=128, kv_heads=2, head_dim=8, v_head_dim=4, dtype="float16")
+MLA = MlaSpec(
+    layers=4,
+    first_layer=10,
+    tokens=1024,
+    page_size=128,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    index_head_dim=128,
+    dtype="bfloat16",
+)
+JOINED = msgspec.structs.replace(MLA, joined=True)
+PACKED = msgspec.structs.replace(MLA, dtype="float8_e4m3fn", packed="ascend", index_scale=True)
+SWA = HybridSwaSpec(
+    full_layers=(5, 11),
+    window_layers=(0, 1, 2, 3, 4, 6, 7, 8, 9, 10),
+    tokens=1024,
+    window_tokens=256,
+    window=200,
+    page_size=128,
+    kv_heads=4,
+    head_dim=16,
+    v_head_dim=8,
+    dtype="bfloat16",
+)
+MAMBA = MambaSpec(
+    state_layers=(0, 1, 2, 4),
+    slots=6,
+    conv_window=3,
+    conv_channels=64,
+    ssm_shape=(4, 8, 16),
+    attention_layers=(3,),
+    tokens=256,
+    page_size=128,
+    kv_heads=2,
+    head_dim=16,
+    dtype="bfloat16",
+)
+
+
+def changed(spec: PoolSpec, **fields: Any) -> Manifest:  # noqa: ANN401  any field of a spec
+    """Return the manifest of a spec with other fields."""
+    return manifest_of(msgspec.structs.replace(spec, **fields))
 
 
 @st.composite

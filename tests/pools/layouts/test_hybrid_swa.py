@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import InvalidFieldError
-from kvferry.protocol.manifests import Component, DraftSpec, HybridSwaSpec, Manifest
-
-SPEC = HybridSwaSpec(
-    full_layers=(5, 11),
-    window_layers=(0, 1, 2, 3, 4, 6, 7, 8, 9, 10),
-    tokens=1024,
-    window_tokens=256,
-    window=200,
-    page_size=128,
-    kv_heads=4,
-    head_dim=16,
-    v_head_dim=8,
-    dtype="bfloat16",
-)
-
-
-def changed(**fields: Any) -> Manifest:  # noqa: ANN401  any field of a spec
-    return manifest_of(msgspec.structs.replace(SPEC, **fields))
+from kvferry.protocol.manifests import Component, DraftSpec, Manifest
+from tests.pools.layouts.pool_specs import SWA, changed
 
 
 def layers(manifest: Manifest, component: str, role: str) -> tuple[int, ...]:
@@ -34,26 +17,26 @@ def layers(manifest: Manifest, component: str, role: str) -> tuple[int, ...]:
 
 
 def test_layers_keep_the_models_numbers() -> None:
-    manifest = manifest_of(SPEC)
-    assert layers(manifest, "main", "k") == layers(manifest, "main", "v") == SPEC.full_layers
-    assert layers(manifest, "swa", "k") == layers(manifest, "swa", "v") == SPEC.window_layers
+    manifest = manifest_of(SWA)
+    assert layers(manifest, "main", "k") == layers(manifest, "main", "v") == SWA.full_layers
+    assert layers(manifest, "swa", "k") == layers(manifest, "swa", "v") == SWA.window_layers
 
 
 def test_each_kind_has_pages_of_its_own() -> None:
-    manifest = changed(draft=DraftSpec(layers=1))
+    manifest = changed(SWA, draft=DraftSpec(layers=1))
     assert manifest.components == (
         Component(name="main", space="main", pages=9),
         Component(name="draft", space="main", pages=9),
-        Component(name="swa", space="swa", pages=3, kind="window", window=SPEC.window),
+        Component(name="swa", space="swa", pages=3, kind="window", window=SWA.window),
     )
     assert manifest.pages == 9
     assert {one.pages for one in manifest.entries if one.component == "swa"} == {3}
 
 
 def test_heads_and_widths_of_the_window_layers_may_differ() -> None:
-    same = manifest_of(SPEC)
+    same = manifest_of(SWA)
     assert {one.page_bytes for one in same.entries} == {128 * 4 * 16 * 2, 128 * 4 * 8 * 2}
-    other = changed(window_kv_heads=8, window_head_dim=32)
+    other = changed(SWA, window_kv_heads=8, window_head_dim=32)
     assert {one.page_bytes for one in other.entries if one.component == "main"} == {128 * 4 * 16 * 2, 128 * 4 * 8 * 2}
     assert {one.page_bytes for one in other.entries if one.component == "swa"} == {128 * 8 * 32 * 2}
     assert other.layout_digest != same.layout_digest
@@ -88,14 +71,14 @@ def test_heads_of_windows_and_drafts_are_as_the_full_ones_where_they_are_left_ou
     full: dict[str, Any], own: dict[str, Any], held: tuple[int, ...]
 ) -> None:
     window = {f"window_{name}": value for name, value in own.items()}
-    for entry in changed(**full, **window, draft=DraftSpec(layers=1, **own)).entries:
+    for entry in changed(SWA, **full, **window, draft=DraftSpec(layers=1, **own)).entries:
         if entry.component != "main":
             assert (entry.head_start, entry.heads, entry.total_heads, entry.replicas or 1) == held
 
 
 def test_ranks_of_window_layers_only_are_told_apart() -> None:
     of_ranks = [
-        changed(full_layers=(), kv_heads=2, total_heads=4, head_start=start, window_replicas=2) for start in (0, 2)
+        changed(SWA, full_layers=(), kv_heads=2, total_heads=4, head_start=start, window_replicas=2) for start in (0, 2)
     ]
     assert len({one.layout_digest for one in of_ranks}) == 2
 
@@ -117,45 +100,21 @@ def test_which_heads_of_another_split_are_meant_must_be_said(
     full: dict[str, Any], own: dict[str, Any], missing: str
 ) -> None:
     with pytest.raises(InvalidFieldError) as refused:
-        changed(**full, **{f"window_{name}": value for name, value in own.items()})
+        changed(SWA, **full, **{f"window_{name}": value for name, value in own.items()})
     assert refused.value.field == f"window_{missing}"
     with pytest.raises(InvalidFieldError) as refused:
-        changed(**full, draft=DraftSpec(layers=1, **own))
+        changed(SWA, **full, draft=DraftSpec(layers=1, **own))
     assert refused.value.field == f"draft.{missing}"
 
 
 @pytest.mark.parametrize(("missing", "present"), [("full_layers", "swa"), ("window_layers", "main")])
 def test_a_stage_may_have_layers_of_one_kind_only(missing: str, present: str) -> None:
-    manifest = changed(**{missing: ()})
+    manifest = changed(SWA, **{missing: ()})
     assert [one.name for one in manifest.components] == [present]
     assert manifest.pages == manifest.components[0].pages
 
 
 def test_the_drafts_pages_are_there_without_full_layers() -> None:
-    manifest = changed(full_layers=(), draft=DraftSpec(layers=1))
+    manifest = changed(SWA, full_layers=(), draft=DraftSpec(layers=1))
     assert [one.name for one in manifest.components] == ["main", "draft", "swa"]
     assert manifest.pages == 9
-
-
-@pytest.mark.parametrize(
-    ("field", "fields"),
-    [
-        ("full_layers", {"full_layers": (), "window_layers": ()}),
-        ("window_layers", {"full_layers": (5, 6)}),
-        ("full_layers[1]", {"full_layers": (11, 5)}),
-        ("window_layers[1]", {"window_layers": (3, 3)}),
-        ("window_tokens", {"window_tokens": 199}),
-        ("window_tokens", {"window_tokens": 127, "window": 1}),
-        ("window_tokens", {"window_tokens": 257}),
-        ("tokens", {"tokens": 127}),
-        ("tokens", {"tokens": 1025}),
-        ("total_heads", {"total_heads": 3}),
-        ("window_total_heads", {"window_kv_heads": 4, "window_total_heads": 3}),
-        ("draft.kv_lora_rank", {"draft": DraftSpec(layers=1, kv_lora_rank=8)}),
-        ("draft.total_heads", {"draft": DraftSpec(layers=1, head_start=2, kv_heads=2, total_heads=3)}),
-    ],
-)
-def test_a_spec_that_makes_no_sense_is_refused(field: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidFieldError) as refused:
-        changed(**fields)
-    assert refused.value.field == field
