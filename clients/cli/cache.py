@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvferry.clients.cli.arguments import add_daemon
-from kvferry.clients.cli.tables import table
+from kvferry.clients.cli.console import add_daemon, table
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.tier_messages import HASH_BYTES, CacheChange, CachedBlockStatus, SnapshotStatus

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvferry.clients.cli.arguments import add_daemon
 from kvferry.clients.cli.connection import Connection
-from kvferry.clients.cli.tables import table
+from kvferry.clients.cli.console import add_daemon, table
 from kvferry.protocol.session_messages import (
     DeviceStatus,
     Ping,

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.clients.cli.json_input import print_json, read_json, refuse
-from kvferry.clients.cli.tables import table
+from kvferry.clients.cli.console import print_json, read_json, refuse, table
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.models import DEFAULT_PAGE_SIZE, DEFAULT_REQUESTS, MODELS, model_spec
 from kvferry.pools.planning.arrays import engine_lists

@@ -1,6 +1,6 @@
 """``kvferry``: the command line. A command's module is imported only when it is run, so that ``ping`` starts fast.
 
-Exit status 0 for success, 1 for failure, 2 for invalid input: see ``exit_codes``.
+Exit status 0 for success, 1 for failure, 2 for invalid input: see ``console.status_of``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,22 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Final
 
-from kvferry.clients.cli.help_text import Help
 from kvferry.protocol import VERSION
+
+PIPE_COLUMNS = 80
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """argparse's help, as wide as the terminal; argparse itself imports shutil and four compressors for that."""
+
+    def __init__(self, prog: str) -> None:
+        """Ask the terminal for its width."""
+        try:
+            columns = int(os.environ.get("COLUMNS", "0")) or os.get_terminal_size().columns
+        except (OSError, ValueError):
+            columns = PIPE_COLUMNS
+        super().__init__(prog, width=columns - 2)
+
 
 DAEMON: Final = "daemon"
 PURPOSES: Final = {
@@ -41,7 +55,7 @@ MODULES: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status. Without ``arguments`` it may change process-wide state."""
+    """Run the command line; return the exit status. Without ``console`` it may change process-wide state."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given[0] if given else ""
     if name == DAEMON:
@@ -69,7 +83,7 @@ def _run(module: ModuleType, name: str, arguments: Sequence[str]) -> int:
     getattr(module, f"add_{name}")(parser)
     options = parser.parse_args(arguments)
 
-    from kvferry.clients.cli.exit_codes import FAILED, INTERRUPTED, status_of  # noqa: PLC0415  --help does not need it
+    from kvferry.clients.cli.console import FAILED, INTERRUPTED, status_of  # noqa: PLC0415  --help does not need it
     from kvferry.protocol.errors import KvferryError  # noqa: PLC0415  the same
 
     try:

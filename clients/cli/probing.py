@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.clients.cli.arguments import add_runtime_dir, seconds
 from kvferry.clients.cli.connection import Connection
-from kvferry.clients.cli.exit_codes import BAD_INPUT, FAILED, WORKED
+from kvferry.clients.cli.console import BAD_INPUT, FAILED, WORKED, add_runtime_dir, seconds
 from kvferry.clients.cli.probe_messages import WAIT, Answers, ProbeMessage, Reader, Reference, references, resolved
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.protocol.conversation import EVENT, Arrived

@@ -16,14 +16,10 @@ from typing import Final
 
 import msgspec
 
-from kvferry.clients.cli.arguments import add_daemon
-from kvferry.clients.cli.doctor import cann, driver, limits, memory, mooncake, npus, ports, running, tiers, unit
-from kvferry.clients.cli.doctor.findings import Finding, exit_status, summary
-from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.console import add_daemon, table
+from kvferry.clients.cli.doctor import kernel, npus, ports, running, tiers, unit, wheels
+from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, summary
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
-from kvferry.clients.cli.doctor.sockets import listeners
-from kvferry.clients.cli.doctor.torch_probe import check_torch_npu, check_without_npu, probe_torch
-from kvferry.clients.cli.tables import table
 from kvferry.protocol.errors import InvalidFieldError
 
 Found = Finding | Iterable[Finding] | None
@@ -120,27 +116,27 @@ def _check_readable(config: Path | None) -> None:
 def _host_checks(host: Host, needs: Needs, daemon: running.Running, *, npu: bool) -> list[Check]:
     pool_bytes, tier_bytes = needs.pool_bytes(host), needs.host_tier_bytes(host)
     return [
-        ("kernel", partial(limits.check_kernel, host)),
-        ("memory", partial(memory.check_memory, host, pool_bytes)),
-        ("huge pages", partial(memory.check_huge_pages, host)),
-        ("shared memory", partial(memory.check_shm, host, npu=npu)),
-        ("memlock", partial(limits.check_memlock, host, daemon.pid, pool_bytes + tier_bytes, npu=npu)),
-        ("open files", partial(limits.check_files, host, daemon.pid)),
-        ("process_vm_readv", limits.check_copies),
+        ("kernel", partial(kernel.check_kernel, host)),
+        ("memory", partial(kernel.check_memory, host, pool_bytes)),
+        ("huge pages", partial(kernel.check_huge_pages, host)),
+        ("shared memory", partial(kernel.check_shm, host, npu=npu)),
+        ("memlock", partial(kernel.check_memlock, host, daemon.pid, pool_bytes + tier_bytes, npu=npu)),
+        ("open files", partial(kernel.check_files, host, daemon.pid)),
+        ("process_vm_readv", kernel.check_copies),
     ]
 
 
 def _npu_checks(host: Host) -> list[Check]:
-    smi = driver.read_npu_smi(host)
+    smi = npus.read_npu_smi(host)
     return [
-        ("driver", partial(driver.check_driver, host, smi)),
-        ("npu health", partial(driver.check_health, smi)),
+        ("driver", partial(npus.check_driver, host, smi)),
+        ("npu health", partial(npus.check_health, smi)),
         ("device nodes", partial(npus.check_nodes, host)),
         ("group", partial(npus.check_group, host)),
         ("numa", partial(npus.check_numa, host)),
-        ("CANN", partial(cann.check_cann, host)),
-        ("CANN library", partial(cann.check_library, host)),
-        ("torch_npu", lambda: check_torch_npu(probe_torch(host))),
+        ("CANN", partial(npus.check_cann, host)),
+        ("CANN library", partial(npus.check_library, host)),
+        ("torch_npu", lambda: wheels.check_torch_npu(wheels.probe_torch(host))),
         ("unit's CANN", partial(unit.check_unit_environment, host)),
     ]
 
@@ -148,16 +144,16 @@ def _npu_checks(host: Host) -> list[Check]:
 def _no_npu_checks(host: Host) -> list[Check]:
     return [
         ("npu", lambda: Finding("npu", "ok", "no NPU on this host: host pools only")),
-        ("torch_npu", lambda: check_without_npu(probe_torch(host))),
+        ("torch_npu", lambda: wheels.check_without_npu(wheels.probe_torch(host))),
     ]
 
 
 def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> list[Check]:
     # Finding the sockets' owners means scanning all processes: only if something is configured to listen.
-    sockets = listeners(host) if needs.config.peers.listen or needs.mooncake else []
+    sockets = ports.listeners(host) if needs.config.peers.listen or needs.mooncake else []
     return [
-        ("mooncake", partial(mooncake.check_wheel, host, needs)),
-        ("libibverbs", partial(mooncake.check_verbs, host, needs)),
+        ("mooncake", partial(wheels.check_wheel, host, needs)),
+        ("libibverbs", partial(wheels.check_verbs, host, needs)),
         ("peers.listen", partial(ports.check_listen, needs, sockets, daemon.pid)),
         ("mooncake ports", partial(ports.check_mooncake, needs, sockets, daemon.pid)),
     ]
@@ -168,7 +164,7 @@ def _tier_checks(host: Host, needs: Needs, daemon: running.Running) -> list[Chec
     return [
         ("host tier", partial(tiers.check_host_tier, host, needs)),
         ("disk tier", partial(tiers.check_disk_tier, host, needs, used_bytes)),
-        ("mooncake store", partial(tiers.check_store_module, host, needs)),
+        ("mooncake store", partial(wheels.check_store_module, host, needs)),
         ("store master", partial(tiers.check_master, needs)),
         ("tiers", partial(running.check_tiers, daemon)),
     ]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.clients.cli.doctor.findings import Finding
-from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.doctor.host import Finding, Host
 from kvferry.protocol.config.load import read_config
 from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError

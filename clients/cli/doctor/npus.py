@@ -1,19 +1,19 @@
-"""The NPUs that are visible without asking the driver: device nodes, PCI functions, NUMA nodes.
-
-Reads files only, so it cannot hang with the driver.
-"""
+"""Checks of NPUs: device nodes, group and NUMA nodes, which are read from files; the driver; CANN."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import PurePosixPath
 from typing import Final
 
 import msgspec
 
-from kvferry.clients.cli.doctor.findings import Finding
-from kvferry.clients.cli.doctor.host import Host, values
+from kvferry.clients.cli.doctor.host import Finding, Host, Outcome, at_least, run_child, values
+
+# -- what is visible without asking the driver: device nodes, PCI functions, NUMA nodes
+
 
 NPU_NODE: Final = re.compile(r"davinci(\d+)\Z")
 MANAGER_NODES: Final = ("davinci_manager", "devmm_svm", "hisi_hdc")
@@ -122,26 +122,153 @@ def check_numa(host: Host) -> Finding:
     cores = {node: host.text(_NODES / node / "cpulist") for node in host.names(_NODES) if re.match(r"node\d+\Z", node)}
     npus = pci_npus(host)
     if not npus:
-        return Finding(
-            name,
-            "unknown",
-            f"{len(cores)} node{'s' * (len(cores) != 1)}; no NPU is seen on the PCI bus",
-            "in a container, mount /sys",
-        )
+        said = f"{len(cores)} node{'s' * (len(cores) != 1)}; no NPU is seen on the PCI bus"
+        return Finding(name, "unknown", said, "in a container, mount /sys")
+    nodes = [f"node {one.numa_node} (cores {cores.get(f'node{one.numa_node}') or '?'})" for one in npus]
     said = "; ".join(
-        f"{npu.name}: "
-        + (
-            f"node {npu.numa_node} (cores {cores.get(f'node{npu.numa_node}') or '?'})" * (npu.numa_node >= 0)
-            or "no node"
-        )
-        for npu in npus
+        f"{npu.name}: {node if npu.numa_node >= 0 else 'no node'}" for npu, node in zip(npus, nodes, strict=True)
     )
     if len(cores) > 1 and any(npu.numa_node < 0 for npu in npus):
-        return Finding(
-            name, "warning", said, "turn NUMA on in the firmware, or pass the topology to the virtual machine"
-        )
+        fix = "turn NUMA on in the firmware, or pass the topology to the virtual machine"
+        return Finding(name, "warning", said, fix)
     return Finding(name, "ok", said)
 
 
 def _span(nodes: list[str]) -> str:
     return f"/dev/{nodes[0]}" if len(nodes) == 1 else f"/dev/{nodes[0]} to {nodes[-1]} ({len(nodes)})"
+
+
+# -- the driver: its version, and the device health by ``npu-smi``, which hangs if the driver does
+
+
+DRIVER_WANTED: Final = "25.5.0"
+"""From this version on torch_npu recognises host memory that we registered, and copies to it are asynchronous."""
+SMI_TIMEOUT_S: Final = 10.0
+_SMI_PLACES: Final = ("/usr/local/bin/npu-smi", "/usr/local/sbin/npu-smi")
+_SMI_VERSION: Final = re.compile(r"Version:\s*(\S+)")
+# | 0     910B3               | OK            | 93.1 …: number, name, health. The line below has no word in column two.
+_SMI_HEALTH: Final = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|", re.MULTILINE)
+
+
+def read_npu_smi(host: Host) -> Outcome | None:
+    """Return the outcome of ``npu-smi info``; None if there is no such command."""
+    found = shutil.which("npu-smi", path=host.environ.get("PATH", ""))
+    places = [*([found] if found else []), *(str(host.path(place)) for place in _SMI_PLACES)]
+    command = next((place for place in places if shutil.which(place)), None)
+    return run_child([command, "info"], host.environ, SMI_TIMEOUT_S) if command else None
+
+
+def check_driver(host: Host, smi: Outcome | None) -> Finding:
+    """Check whether the driver is installed and new enough."""
+    name = "driver"
+    version = values(host.text(driver_folder(host) / "version.info")).get("Version", "")
+    if not version and smi and (match := _SMI_VERSION.search(smi.output)):
+        version = match[1]
+    if not version:
+        folder, devices = driver_folder(host), len(pci_npus(host))
+        found = f"no {folder}/version.info" + f", though the PCI bus has {devices} NPUs" * bool(devices)
+        fix = f"install the NPU driver, {DRIVER_WANTED} or later; in a container mount {folder} from the host"
+        return Finding(name, "missing", found, fix)
+    return _new_enough(name, version, DRIVER_WANTED)
+
+
+def _new_enough(name: str, version: str, wanted: str, where: str = "") -> Finding:
+    """Return the finding about a version of the driver or of CANN."""
+    new_enough = at_least(version, wanted)
+    if new_enough:
+        return Finding(name, "ok", f"{version}{where}")
+    fix = f"install {name} {wanted} or later: with older versions, copies to registered host memory are slower"
+    said = f"{version or 'of unknown version'}{where}, wanted: {wanted} or later"
+    return Finding(name, "unknown" if new_enough is None else "warning", said, fix)
+
+
+def check_health(smi: Outcome | None) -> Finding:
+    """Report the health that ``npu-smi`` shows for each device."""
+    name = "npu health"
+    if smi is None:
+        return Finding(name, "unknown", "no npu-smi here", "in a container mount /usr/local/bin/npu-smi from the host")
+    if smi.status is None:
+        fix = "the driver hangs: check dmesg; when nobody uses the NPUs any more, reset the device or reboot"
+        return Finding(name, "missing", f"npu-smi did not answer within {SMI_TIMEOUT_S:g} s", fix)
+    devices = _SMI_HEALTH.findall(smi.output)
+    if smi.status or not devices:
+        reason = smi.last_error or next((line for line in reversed(smi.output.splitlines()) if line.strip()), "nothing")
+        fix = "run npu-smi info by hand; in a container, are the device nodes and the driver's lib64 there?"
+        return Finding(name, "missing" if smi.status else "unknown", f"npu-smi says: {reason.strip()}", fix)
+    ill = [f"NPU {number}: {health}" for number, _, health in devices if health != "OK"]
+    if ill:
+        return Finding(name, "warning", "; ".join(ill), "npu-smi info -t health -i N names the fault; dmesg has more")
+    return Finding(name, "ok", f"{len(devices)} x {devices[0][1]}")
+
+
+# -- CANN: its location and version, and whether the loader finds its libraries, in a child process only
+
+
+CANN_WANTED: Final = "8.5.0"
+VARIABLES: Final = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+LIBRARY: Final = "libascendcl.so"
+PLACES: Final = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
+_LOAD: Final = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
+_LOADING_S: Final = 20.0
+
+
+def check_cann(host: Host) -> Finding:
+    """Look for CANN by its environment variables, else in the default locations."""
+    name = "CANN"
+    home = next((PurePosixPath(host.environ[one]) for one in VARIABLES if host.environ.get(one)), None)
+    if home is None:
+        return _not_in_the_environment(host)
+    if not host.path(home).is_dir():
+        fix = "source the set_env.sh of the installed CANN, or mount it into the container"
+        return Finding(name, "missing", f"the environment names {home}, which does not exist", fix)
+    version = _cann_version(host, home)
+    return _new_enough(name, version, CANN_WANTED, f" in {home}")
+
+
+def check_library(host: Host) -> Finding:
+    """Check whether a new process can load CANN's runtime."""
+    problem = loading_problem(host, LIBRARY)
+    if not problem:
+        return Finding("CANN library", "ok", f"{LIBRARY} loads")
+    return Finding("CANN library", "missing", problem, loader_fix(problem))
+
+
+def loading_problem(host: Host, library: str) -> str:
+    """Return why a new process cannot load a library; empty if it can."""
+    done = run_child([*host.python, "-S", "-c", _LOAD, library], host.environ, _LOADING_S)
+    if done.status is None:
+        return f"loading {library} took longer than {_LOADING_S:g} s"
+    if done.status < 0:
+        return f"loading {library} terminates the process with signal {-done.status}"
+    return done.last_error.removeprefix("OSError: ") if done.status else ""
+
+
+def loader_fix(problem: str) -> str:
+    """Return what to do if a library of CANN or the driver does not load."""
+    if "undefined symbol" in problem:
+        return "the versions of driver, CANN and torch_npu are incompatible: see torch_npu's version table"
+    if any(library in problem for library in ("libascend_hal", "libdrv", "libdcmi")):
+        return "put the driver's lib64/driver and lib64/common on LD_LIBRARY_PATH: CANN's set_env.sh does it"
+    return "source CANN's set_env.sh before starting; a systemd unit needs LD_LIBRARY_PATH in Environment="
+
+
+def _not_in_the_environment(host: Host) -> Finding:
+    for place in PLACES:
+        if host.path(place).is_dir():
+            found = f"installed in {place}, but neither {' nor '.join(VARIABLES)} is set"
+            scripts = (f"{place}/set_env.sh", str(PurePosixPath(place).parent / "set_env.sh"))
+            script = next((one for one in scripts if host.path(one).exists()), scripts[0])
+            return Finding("CANN", "missing", found, f"source {script}")
+    fix = f"install CANN {CANN_WANTED} or later and source its set_env.sh"
+    return Finding("CANN", "missing", f"neither {' nor '.join(VARIABLES)} is set, and {PLACES[0]} does not exist", fix)
+
+
+def _cann_version(host: Host, home: PurePosixPath) -> str:
+    """Return the version that the toolkit's installer recorded, else empty."""
+    for folder in (home, *(home / name for name in host.names(home) if name.endswith("-linux"))):
+        for name in host.names(folder):
+            if name.startswith("ascend_") and name.endswith("_install.info"):
+                version = values(host.text(folder / name)).get("version", "")
+                if version:
+                    return version
+    return ""

@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.clients import calls
-from kvferry.clients.cli.doctor.findings import Finding
-from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.doctor.host import Finding, Host
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.errors import AccessDeniedError, KvferryError, VersionMismatchError
 from kvferry.protocol.session_messages import Status, StatusReport

@@ -7,18 +7,14 @@ import socket
 import stat
 from typing import Final
 
-from kvferry.clients.cli.doctor.children import run_child
-from kvferry.clients.cli.doctor.findings import Finding
 from kvferry.clients.cli.doctor.folders import STATE_FOLDER, close_to_others, make_own
-from kvferry.clients.cli.doctor.host import Host, User
-from kvferry.clients.cli.doctor.limits import size
+from kvferry.clients.cli.doctor.host import Finding, Host, User
+from kvferry.clients.cli.doctor.kernel import size
 from kvferry.clients.cli.doctor.needs import Needs, memory_bytes
 
-LIBRARIES: Final = "apt-get install libcurl4 libibverbs1 libnuma1"
 KEY: Final = "tiers.disk.path"
 ANOTHER: Final = f"name a folder of the daemon's own in {KEY}, such as {STATE_FOLDER}"
 CONNECT_S: Final = 2.0
-_IMPORT_S: Final = 30.0
 
 
 def check_host_tier(host: Host, needs: Needs) -> Finding:
@@ -64,21 +60,6 @@ def check_disk_tier(host: Host, needs: Needs, used_bytes: int) -> Finding | None
         fix = "lower tiers.disk.max_bytes, or make space: the tier pauses while its disk is full"
         return Finding(name, "warning", said, fix)
     return Finding(name, "ok", said)
-
-
-def check_store_module(host: Host, needs: Needs) -> Finding | None:
-    """Check whether Mooncake's store module can be imported, and whether an address for other nodes is configured."""
-    name = "mooncake store"
-    if not needs.store:
-        return None
-    if needs.config.store_address is None:
-        fix = "set tiers.remote.address: the address of this host at which other nodes reach it"
-        return Finding(name, "missing", "neither tiers.remote.address nor network.address is set", fix)
-    done = run_child([*host.python, "-c", "import mooncake.store"], host.environ, _IMPORT_S)
-    if done.status == 0:
-        return Finding(name, "ok", "mooncake.store can be imported")
-    reason = f"the import took longer than {_IMPORT_S:g} s" if done.status is None else done.last_error
-    return Finding(name, "missing", reason, f'{LIBRARIES}, and the wheel as "mooncake" says')
 
 
 def check_master(needs: Needs) -> Finding | None:

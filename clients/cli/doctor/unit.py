@@ -9,9 +9,8 @@ from typing import Final
 
 import msgspec
 
-from kvferry.clients.cli.doctor.findings import Finding
 from kvferry.clients.cli.doctor.folders import STATE_FOLDER, is_of_all
-from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.doctor.host import Finding, Host
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.npus import MANAGER_NODES, davinci_nodes
 from kvferry.clients.cli.doctor.running import RESTART

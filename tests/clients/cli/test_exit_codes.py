@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from kvferry.clients.cli import exit_codes
+from kvferry.clients.cli import console
 from kvferry.clients.cli.main import MODULES, main
 from kvferry.protocol.errors import DaemonLostError, KvferryError
 from tests.daemons import DaemonProcess
@@ -179,5 +179,5 @@ def test_no_error_advises_the_command_that_it_ended() -> None:
 
 
 def test_input_is_told_from_failure_by_the_errors_code() -> None:
-    codes = {code for code, kind in KvferryError.by_code.items() if exit_codes.status_of(kind("")) == 2}
+    codes = {code for code, kind in KvferryError.by_code.items() if console.status_of(kind("")) == 2}
     assert codes == {"INVALID_FIELD", "UNKNOWN_TYPE", "CONFIG"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.clients.cli.doctor.cann import check_cann, check_library, loader_fix, loading_problem
+from kvferry.clients.cli.doctor.npus import check_cann, check_library, loader_fix, loading_problem
 from tests.clients.cli.doctor.fake_host import make_host, script
 
 INFO = "package_name=Ascend-cann-toolkit\nversion={}\ninnerversion=V100R001\narch=aarch64\n"

@@ -6,7 +6,7 @@ import os
 import select
 from pathlib import Path
 
-from kvferry.clients.cli.doctor.children import Outcome, run_child
+from kvferry.clients.cli.doctor.host import Outcome, run_child
 
 PATH = {"PATH": os.environ["PATH"]}
 DEAD_WITHIN_S = 30.0

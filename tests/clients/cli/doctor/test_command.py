@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.clients.cli.doctor import limits as kernel_limits
-from kvferry.clients.cli.doctor.children import run_child
+from kvferry.clients.cli.doctor import kernel
 from kvferry.clients.cli.doctor.command import add_doctor, examine, lines
-from kvferry.clients.cli.doctor.findings import Finding, exit_status
-from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, run_child
 from kvferry.clients.cli.main import main
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, MODERN_KERNEL, limits, make_host, npu_files, script
 from tests.daemons import DaemonProcess
@@ -130,7 +128,7 @@ def test_a_check_that_breaks_is_a_line_of_its_own(tmp_path: Path, monkeypatch: p
     def broken(*_arguments: object) -> Finding:
         raise ZeroDivisionError("no cores")
 
-    monkeypatch.setattr(kernel_limits, "check_kernel", broken)
+    monkeypatch.setattr(kernel, "check_kernel", broken)
     findings = {one.name: one for one in examine(plain_host(tmp_path), options())}
     assert findings["kernel"].state == "unknown"
     assert "ZeroDivisionError: no cores" in findings["kernel"].found

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.clients.cli.doctor.children import Outcome
-from kvferry.clients.cli.doctor.driver import check_driver, check_health, read_npu_smi
+from kvferry.clients.cli.doctor.host import Outcome
+from kvferry.clients.cli.doctor.npus import check_driver, check_health, read_npu_smi
 from tests.clients.cli.doctor.fake_host import make_host, npu_files, script
 
 SMI = """\

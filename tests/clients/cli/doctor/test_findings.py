@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.clients.cli.doctor.findings import Finding, State, exit_status, summary
+from kvferry.clients.cli.doctor.host import Finding, State, exit_status, summary
 
 
 @pytest.mark.parametrize(

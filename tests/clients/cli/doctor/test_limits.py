@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.clients.cli.doctor.limits import GIB, check_copies, check_files, check_kernel, check_memlock
+from kvferry.clients.cli.doctor.kernel import GIB, check_copies, check_files, check_kernel, check_memlock
 from tests.clients.cli.doctor.fake_host import MODERN_KERNEL, OLD_KERNEL, limits, make_host
 
 RELEASE = "/proc/sys/kernel/osrelease"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.clients.cli.doctor.limits import GIB
-from kvferry.clients.cli.doctor.memory import check_huge_pages, check_memory, check_shm
+from kvferry.clients.cli.doctor.kernel import GIB, check_huge_pages, check_memory, check_shm
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, make_host
 
 MEMINFO = f"MemTotal:       {64 * GIB_IN_KIB} kB\nMemFree: 1 kB\nMemAvailable:   {32 * GIB_IN_KIB} kB\n"

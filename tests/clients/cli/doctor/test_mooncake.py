@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.clients.cli.doctor.mooncake import CUDA_WHEEL, NPU_WHEEL, PLAIN_WHEEL, check_verbs, check_wheel
 from kvferry.clients.cli.doctor.needs import Needs
+from kvferry.clients.cli.doctor.wheels import CUDA_WHEEL, NPU_WHEEL, PLAIN_WHEEL, check_verbs, check_wheel
 from kvferry.protocol.config.schema import NetworkConfig, RemoteTierConfig, TiersConfig
 from tests.clients.cli.doctor.fake_host import make_host, needs_of, script
 

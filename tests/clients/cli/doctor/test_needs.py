@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.clients.cli.doctor.limits import GIB
+from kvferry.clients.cli.doctor.kernel import GIB
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, make_host
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.clients.cli.doctor.ports import check_listen, check_mooncake
-from kvferry.clients.cli.doctor.sockets import Listener
+from kvferry.clients.cli.doctor.ports import Listener, check_listen, check_mooncake
 from kvferry.protocol.config.schema import NetworkConfig, PeersConfig
 from tests.clients.cli.doctor.fake_host import needs_of
 

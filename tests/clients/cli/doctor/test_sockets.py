@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients.cli.doctor.host import Host
-from kvferry.clients.cli.doctor.sockets import Listener, listeners
+from kvferry.clients.cli.doctor.ports import Listener, listeners
 from tests.clients.cli.doctor.fake_host import make_host
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"

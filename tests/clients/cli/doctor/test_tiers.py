@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients.cli.doctor.host import Host, User
-from kvferry.clients.cli.doctor.limits import GIB
+from kvferry.clients.cli.doctor.kernel import GIB
 from kvferry.clients.cli.doctor.needs import Needs
-from kvferry.clients.cli.doctor.tiers import check_disk_tier, check_host_tier, check_master, check_store_module
+from kvferry.clients.cli.doctor.tiers import check_disk_tier, check_host_tier, check_master
+from kvferry.clients.cli.doctor.wheels import check_store_module
 from kvferry.protocol.config.schema import DiskTierConfig, NetworkConfig, PoolsConfig, RemoteTierConfig, TiersConfig
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, ROOT, WORKER, make_host, needs_of, script
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.clients.cli.doctor.torch_probe import TorchFound, check_torch_npu, check_without_npu, probe_torch
+from kvferry.clients.cli.doctor.wheels import TorchFound, check_torch_npu, check_without_npu, probe_torch
 from tests.clients.cli.doctor.fake_host import make_host, script
 
 NPU_PYTHON = Path(__file__).parents[4] / ".venv-npu/bin/python"

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from kvferry.clients.cli.doctor.findings import Finding
+from kvferry.clients.cli.doctor.host import Finding
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.unit import check_unit, check_unit_environment, read_unit
 from kvferry.protocol.config.schema import DiskTierConfig, PeersConfig, RemoteTierConfig, TiersConfig

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.clients.cli.doctor.versions import at_least, parse_version, same_release
+from kvferry.clients.cli.doctor.host import at_least, parse_version, same_release
 
 NUMBERS = st.integers(0, 99)
 

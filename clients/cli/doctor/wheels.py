@@ -1,4 +1,4 @@
-"""Checks of torch and torch_npu in a child process: the import may fail, hang in the driver, or crash.
+"""Checks of Python packages in child processes, since an import may fail, hang in the driver, or crash.
 
 With torch_npu installed but CANN not found, ``import torch`` itself fails unless automatic loading of backends is
 disabled; the child disables it and imports torch_npu explicitly. It reports step by step, one JSON object per line, so
@@ -13,11 +13,9 @@ from typing import Any, Final
 
 import msgspec
 
-from kvferry.clients.cli.doctor.cann import loader_fix
-from kvferry.clients.cli.doctor.children import run_child
-from kvferry.clients.cli.doctor.findings import Finding
-from kvferry.clients.cli.doctor.host import Host
-from kvferry.clients.cli.doctor.versions import same_release
+from kvferry.clients.cli.doctor.host import Finding, Host, run_child, same_release
+from kvferry.clients.cli.doctor.needs import Needs
+from kvferry.clients.cli.doctor.npus import loader_fix, loading_problem
 
 TIMEOUT_S: Final = 60.0
 """Opening eight devices takes half a minute if the driver has just been loaded."""
@@ -119,3 +117,93 @@ def _fix(found: TorchFound) -> str:
     if found.step == "importing torch":
         return f"torch itself is broken: reinstall the same version ({found.torch})"
     return loader_fix(found.reason)
+
+
+# -- Mooncake, the transport between hosts: wheels that share a package name, and the library they need
+
+
+VERBS: Final = "libibverbs.so.1"
+INSTALL_VERBS: Final = "apt-get install libibverbs1 (openEuler: yum install libibverbs)"
+STORE_LIBRARIES: Final = "apt-get install libcurl4 libibverbs1 libnuma1"
+PLAIN_WHEEL: Final = "mooncake-transfer-engine-non-cuda"
+NPU_WHEEL: Final = "mooncake-transfer-engine-npu"
+CUDA_WHEEL: Final = "mooncake-transfer-engine"
+_TIMEOUT_S: Final = 30.0
+
+_INSTALLED: Final = """
+import json, sys
+from importlib import metadata
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def check_wheel(host: Host, needs: Needs) -> Finding:
+    """Check which wheel is installed, whether it is the right one, and whether it can be imported."""
+    name = "mooncake"
+    wheels = _installed(host)
+    said = ", ".join(f"{wheel} {version}" for wheel, version in wheels.items()) or "not installed"
+    if not (needs.mooncake or needs.store):
+        return Finding(name, "ok", f'{said}; not needed, network.transport is "{needs.config.network.transport}"')
+    npu = needs.ascend
+    fitting = [NPU_WHEEL] if npu else [PLAIN_WHEEL, NPU_WHEEL, CUDA_WHEEL]
+    install = f"pip install {NPU_WHEEL}" if npu else "pip install 'kvferry[mooncake]'"
+    if len(wheels) > 1:
+        fix = f"pip uninstall {' '.join(wheels)}, then {install}"
+        return Finding(name, "missing", f"{said}: they overwrite each other's files", fix)
+    if not any(wheel in wheels for wheel in fitting):
+        protocol = "ascend" if npu else "tcp"
+        return Finding(name, "missing", f'{said}; the configured protocol is "{protocol}"', install)
+    reason = _import_problem(host, "mooncake.engine")
+    if not reason:
+        return Finding(name, "ok", said)
+    if "libibverbs" in reason:
+        return Finding(name, "missing", f"{said}, but: {reason}", INSTALL_VERBS)
+    fix = f'install what it lacks (docs/operations.md, "Several hosts"), or reinstall the wheel: {install}'
+    return Finding(name, "missing", f"{said}, but: {reason}", fix)
+
+
+def check_store_module(host: Host, needs: Needs) -> Finding | None:
+    """Check whether Mooncake's store module can be imported, and whether an address for other nodes is configured."""
+    name = "mooncake store"
+    if not needs.store:
+        return None
+    if needs.config.store_address is None:
+        fix = "set tiers.remote.address: the address of this host at which other nodes reach it"
+        return Finding(name, "missing", "neither tiers.remote.address nor network.address is set", fix)
+    reason = _import_problem(host, "mooncake.store")
+    if reason:
+        return Finding(name, "missing", reason, f'{STORE_LIBRARIES}, and the wheel as "mooncake" says')
+    return Finding(name, "ok", "mooncake.store can be imported")
+
+
+def check_verbs(host: Host, needs: Needs) -> Finding | None:
+    """Check whether the library that every wheel needs can be loaded; None if Mooncake is not used."""
+    if not (needs.mooncake or needs.store):
+        return None
+    problem = loading_problem(host, VERBS)
+    if problem:
+        return Finding("libibverbs", "missing", problem, INSTALL_VERBS)
+    return Finding("libibverbs", "ok", f"{VERBS} loads")
+
+
+def _import_problem(host: Host, module: str) -> str:
+    """Return why a new process cannot import a module; empty if it can."""
+    done = run_child([*host.python, "-c", f"import {module}"], host.environ, _TIMEOUT_S)
+    if done.status == 0:
+        return ""
+    return f"the import took longer than {_TIMEOUT_S:g} s" if done.status is None else done.last_error
+
+
+def _installed(host: Host) -> dict[str, str]:
+    wheels = (PLAIN_WHEEL, NPU_WHEEL, CUDA_WHEEL)
+    done = run_child([*host.python, "-c", _INSTALLED, *wheels], host.environ, _TIMEOUT_S)
+    try:
+        return msgspec.convert(json.loads(done.output), dict[str, str])
+    except ValueError:  # msgspec's ValidationError is one, too
+        return {}
