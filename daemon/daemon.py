@@ -35,7 +35,7 @@ from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfers import Movers, TransferService
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
-from kvferry.daemon.transfer.kept import KeptPayloads, Tombstones
+from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.daemon.transports.network_memory import NetworkMemory, NetworkTuning, open_network
@@ -168,10 +168,9 @@ class Daemon:
         )
         # -- transfers
         state_machine = TransferStateMachine(
-            tuning.whole_below_bytes,
-            Tombstones(),
             scheduler,
-            payloads=KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes),
+            KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes),
+            tuning.whole_below_bytes,
         )
         self._transport = LocalTransport(loop, threads=tuning.copy_threads, copy=best_copy())
         self._executor = ThreadPoolExecutor(tuning.copy_threads, "network")

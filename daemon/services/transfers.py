@@ -192,7 +192,7 @@ class TransferService:
                 request=endpoint.request_id,
                 request_id=endpoint.request_id,
                 direction=endpoint.direction,
-                pool=endpoint.source_or_destination.name,
+                pool=endpoint.pool.name,
                 state=endpoint.state.value,
                 age_ms=round((now - endpoint.created_at) * 1000),
                 pages=endpoint.pages,

@@ -109,14 +109,6 @@ def would_complete(receive_request: ReceiveRequest, send_request: SendRequest, c
     )
 
 
-def withdraw(fits: Iterable[tuple[ReceiveRequest, list[Match]]]) -> None:
-    """Release the cells that were planned for chunks which are refused after all."""
-    for receive_request, matches in fits:
-        for found in matches:
-            for planned_copy in found.planned_copies:
-                receive_request.coverage[planned_copy.component].withdraw(planned_copy.cells)
-
-
 def hold_for_writing(receive_request: ReceiveRequest, owner_id: int) -> None:
     """Make the receive request the only writer of its pages: all of them or, on an error, none.
 
@@ -215,7 +207,9 @@ class CopyScheduler:
 
     def withdraw(self, receive_request: ReceiveRequest, fits: Sequence[Fit]) -> None:
         """Undo what ``fit`` planned."""
-        withdraw([(receive_request, [fit.match for fit in fits])])
+        for fit in fits:
+            for planned_copy in fit.match.planned_copies:
+                receive_request.coverage[planned_copy.component].withdraw(planned_copy.cells)
 
     def join(self, receive_request: ReceiveRequest, send_request: SendRequest) -> None:
         """Match the two endpoints: a failure of one now fails the other."""

@@ -185,13 +185,23 @@ class TransferOp(NamedTuple):
 
 
 class Endpoint:
-    """What send requests and receive requests have in common."""
+    """What send requests and receive requests have in common.
+
+    Attributes:
+        key: identifies it among the endpoints of sessions here.
+        half: the half of the request that it is part of.
+        kind: which rows of the transition table apply.
+    """
 
     direction: ClassVar[Literal["send", "receive"]]
+    kind: Kind
+    pool: SourcePool
 
-    def __init__(self, request_id: str, session_id: int, times: Clocked) -> None:
+    def __init__(self, pool: SourcePool, request_id: str, session_id: int, times: Clocked) -> None:
         self.request_id = request_id
         self.session_id = session_id
+        self.key = EndpointKey(pool.tenant, request_id, pool.name, self.direction)
+        self.half = Half(pool.tenant, request_id, self.direction)
         self.created_at = times.created_at
         self.deadline_at = times.deadline_at
         self.state = State.OPEN
@@ -202,27 +212,6 @@ class Endpoint:
         self.skipped_source_pages = 0
         self.covered_source_entries = 0
         self.trimmed_pages = 0
-
-    @property
-    def source_or_destination(self) -> SourcePool:
-        """Return the pool of this endpoint's pages."""
-        raise NotImplementedError
-
-    @property
-    def key(self) -> EndpointKey:
-        """Return the key of this endpoint."""
-        pool = self.source_or_destination
-        return EndpointKey(pool.tenant, self.request_id, pool.name, self.direction)
-
-    @property
-    def half(self) -> Half:
-        """Return the half of the request that it is part of."""
-        return Half(self.source_or_destination.tenant, self.request_id, self.direction)
-
-    @property
-    def kind(self) -> Kind:
-        """Return which rows of the transition table apply."""
-        raise NotImplementedError
 
     @property
     def pages(self) -> int:
@@ -248,7 +237,7 @@ class Endpoint:
         started = now if self.first_copy_at is None else self.first_copy_at
         return Finished(
             request_id=self.request_id,
-            pool=self.source_or_destination.name,
+            pool=self.pool.name,
             direction=self.direction,
             generation=self.generation,
             error=msgspec.structs.replace(error.info(), request_id=self.request_id) if error else None,
@@ -279,24 +268,15 @@ class SendRequest(Endpoint):
         destinations: int,
         origin: Origin | None = None,
     ) -> None:
-        super().__init__(request_id, session_id, times)
+        super().__init__(pool, request_id, session_id, times)
         self.pool = pool
         self.destinations = destinations
         self.origin = origin
+        self.kind = Kind.SEND if origin is None else Kind.REMOTE_SEND
         self.chunks: list[SendChunk] = []
         self.ready: list[int] = []
         self.receive_requests: list[ReceiveRequest | RemoteEndpoint] = []
         self.outcomes: list[KvferryError | None] = []
-
-    @property
-    def source_or_destination(self) -> SourcePool:
-        """Return the pool that it sends from."""
-        return self.pool
-
-    @property
-    def kind(self) -> Kind:
-        """Return which rows of the transition table apply."""
-        return Kind.SEND if self.origin is None else Kind.REMOTE_SEND
 
     @property
     def unmet(self) -> int:
@@ -370,6 +350,7 @@ class ReceiveRequest(Endpoint):
     """A RECEIVE: the pages to fill, and what has arrived. Holds its pages for writing until it has settled."""
 
     direction = "receive"
+    kind = Kind.RECEIVE
 
     def __init__(
         self,
@@ -383,8 +364,8 @@ class ReceiveRequest(Endpoint):
         *,
         any_model: bool = False,
     ) -> None:
-        super().__init__(request_id, session_id, times)
-        self.pool = pool
+        super().__init__(pool, request_id, session_id, times)
+        self.pool: Pool = pool
         self.sources = sources
         self.source_daemons = source_daemons
         self.any_model = any_model
@@ -402,11 +383,6 @@ class ReceiveRequest(Endpoint):
         self.last_refusal: KvferryError | None = None
         self.unreachable: set[str] = set()  # source daemons to which there is no connection
         self.given_up: set[str] = set()  # source daemons whose SENDs had ended before
-
-    @property
-    def source_or_destination(self) -> SourcePool:
-        """Return the pool that it fills."""
-        return self.pool
 
     @property
     def name(self) -> ReceiveName:
@@ -427,11 +403,6 @@ class ReceiveRequest(Endpoint):
     def arrived_pages(self) -> int:
         """Return how many of its pages have arrived in every required entry."""
         return sum(one.arrived_pages for one in self.coverage.values())
-
-    @property
-    def kind(self) -> Kind:
-        """Return which rows of the transition table apply."""
-        return Kind.RECEIVE
 
     @property
     def unmet(self) -> int:

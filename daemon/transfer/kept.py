@@ -24,11 +24,9 @@ import msgspec
 
 from kvferry.daemon.transfer.endpoints import EndpointKey, Half
 from kvferry.protocol.errors import ErrorInfo, KvferryError, OverloadedError, TransferExistsError, raised
-from kvferry.protocol.limits import Limits
 from kvferry.protocol.transfer_messages import TransferResult
 
 GENERATIONS_KEPT = 4096
-_DEFAULTS = Limits()
 MOST: Final = 16_384
 KEPT_S: Final = 600.0
 _MOST_OF_A_REQUEST: Final = 64
@@ -43,11 +41,7 @@ ABANDONED: Final = ""
 class KeptPayloads:
     """The bytes of payloads by session, endpoint and generation. A payload counts for each endpoint that keeps it."""
 
-    def __init__(
-        self,
-        session_bytes: int = _DEFAULTS.max_kept_session_payload_bytes,
-        all_bytes: int = _DEFAULTS.max_kept_payload_bytes,
-    ) -> None:
+    def __init__(self, session_bytes: int, all_bytes: int) -> None:
         """Keep at most ``session_bytes`` for each session and ``all_bytes`` for all sessions."""
         self._session_bytes = session_bytes
         self._all_bytes = all_bytes

@@ -81,16 +81,6 @@ class TransferActivity(Protocol):
         """Stop counting a transfer op."""
 
 
-class NoActivity:
-    """A ``TransferActivity`` that ignores everything."""
-
-    def transfer_began(self) -> None:
-        """See ``TransferActivity``."""
-
-    def transfer_ended(self) -> None:
-        """See ``TransferActivity``."""
-
-
 class PeerTransfers:
     """Handles the messages of other daemons. Part of the transfer state machine.
 
@@ -222,7 +212,7 @@ class PeerTransfers:
                 self._completion.close(older, Event.BEGUN_ANEW, now, detail="the receiver has begun anew")
         endpoints = self._endpoints.of_request(name.request_id)
         refusal: KvferryError | None = None
-        if any(one.source_or_destination.tenant != name.tenant for one in endpoints):
+        if any(one.pool.tenant != name.tenant for one in endpoints):
             refusal = TransferExistsError("the request id is in use by another tenant", field="request_id")
         elif len(self._endpoints.announcements) >= MAX_ANNOUNCEMENTS:
             refusal = OverloadedError(f"{MAX_ANNOUNCEMENTS} receive requests of other daemons are announced here")
@@ -343,7 +333,7 @@ class PeerTransfers:
             one
             for one in self._endpoints.of_request(half.request_id)
             if one.direction != half.direction
-            and one.source_or_destination.tenant == half.tenant
+            and one.pool.tenant == half.tenant
             and one.state is State.OPEN
             and one.unmet
             and (source is None or not isinstance(one, ReceiveRequest) or source in one.source_daemons)
@@ -351,7 +341,7 @@ class PeerTransfers:
         for endpoint in self._endpoints.while_live(waiting):
             self._completion.apply(endpoint, Event.PEER_ABANDONED, now, cause=error)
         if source is None or half.direction == "receive":
-            notified = [one.source_or_destination.name for one in waiting]
+            notified = [one.pool.name for one in waiting]
             self._endpoints.tombstones.abandon(half, error, now, notified)
         return len(waiting)
 

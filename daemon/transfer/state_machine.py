@@ -44,7 +44,7 @@ from kvferry.daemon.transfer.endpoints import (
 from kvferry.daemon.transfer.kept import Generations, KeptPayloads, Results, Tombstones
 from kvferry.daemon.transfer.matching import check_payload
 from kvferry.daemon.transfer.page_ranges import PageRange
-from kvferry.daemon.transfer.peer_transfers import NoActivity, PeerTransfers, TransferActivity
+from kvferry.daemon.transfer.peer_transfers import PeerTransfers, TransferActivity
 from kvferry.daemon.transfer.registry import AnnounceReceive, Effect, Endpoints, SendToDaemon, SendToPeer
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, State, Transitions
 from kvferry.pools.pool import Pool
@@ -80,14 +80,14 @@ class TransferStateMachine:
 
     def __init__(
         self,
+        activity: TransferActivity,
+        payloads: KeptPayloads,
         whole_below_bytes: int = 0,
         tombstones: Tombstones | None = None,
-        activity: TransferActivity | None = None,
         transitions: Transitions = TRANSITIONS,
-        payloads: KeptPayloads | None = None,
     ) -> None:
         """``activity`` is told when a write of a transfer op to another daemon begins and ends."""
-        self.payloads = KeptPayloads() if payloads is None else payloads
+        self.payloads = payloads
         self.results = Results(self.payloads)
         self.endpoints = Endpoints(Tombstones() if tombstones is None else tombstones)
         self._generations = Generations()
@@ -95,9 +95,7 @@ class TransferStateMachine:
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
         self._completion = Completion(self.endpoints, self.results, self.payloads, transitions)
         self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes, self.payloads)
-        self.peers = PeerTransfers(
-            self.endpoints, self._completion, self._copy_scheduler, activity or NoActivity(), self.payloads
-        )
+        self.peers = PeerTransfers(self.endpoints, self._completion, self._copy_scheduler, activity, self.payloads)
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -352,7 +350,7 @@ class TransferStateMachine:
         return known if endpoint is None else msgspec.structs.replace(known, matched=endpoint.matched)
 
     def _check_tenant(self, sender: Sender) -> None:
-        tenants = [one.source_or_destination.tenant for one in self.endpoints.of_request(sender.request_id)]
+        tenants = [one.pool.tenant for one in self.endpoints.of_request(sender.request_id)]
         tenants += [one.receive_request.tenant for one in self.endpoints.announced(sender.request_id)]
         if any(tenant != sender.pool.tenant for tenant in tenants):
             raise TransferExistsError("the request id is in use by another tenant", field="request_id")

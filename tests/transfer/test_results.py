@@ -118,7 +118,7 @@ def test_a_transfer_that_begins_anew_drops_the_old_result(three: Three) -> None:
 
 
 def test_results_of_unknown_sessions_are_not_kept() -> None:
-    results = Results(KeptPayloads())
+    results = Results(KeptPayloads(1, 1))
     results.begin(5, key("prefill", "send"))
     results.add(5, key("prefill", "send"), TransferResult(state="settled"))
     assert (results.total, results.count(5), results.get(5, key("prefill", "send"))) == (0, 0, None)

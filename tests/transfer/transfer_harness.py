@@ -79,7 +79,9 @@ class TransferHarness:
         self.activity: list[str] = []
         self.bugs: list[str] = []
         self.matched: list[tuple[int, Matched]] = []
-        self.state_machine = TransferStateMachine(whole_below_bytes, tombstones, self, transitions, payloads)
+        self.state_machine = TransferStateMachine(
+            self, payloads or KeptPayloads(1 << 30, 1 << 30), whole_below_bytes, tombstones, transitions
+        )
         self.transport = ScriptedTransport()
         self.pools: list[Pool] = []
         self.told: dict[int, list[Told]] = {}
