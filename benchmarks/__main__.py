@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.catalogue import BENCHMARKS, TRACE, run_apart, run_here
-from benchmarks.measure import Effort, Row
-from benchmarks.network import MissingPeerError
+from benchmarks.measure import Effort, MissingPeerError, Row
 from benchmarks.report import summary, table, write_report
 
 
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="DIR", help="for the JSON files")
-    parser.add_argument("--device", default="npu:0", help="the device of device_…; simulated where there is no NPU")
+    parser.add_argument("--device", default="npu:0", help="for device_overlap; simulated where there is none")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in (*BENCHMARKS, TRACE)]
     if unknown:

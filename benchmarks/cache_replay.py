@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.eviction import PERCENT, POLICIES, cache_sizes, hit_rate
-from benchmarks.measure import MICROSECONDS, THOUSANDS_A_SECOND, Effort, Row, Target, Unit, compare
+from benchmarks.measure import MICROSECONDS, THOUSANDS_A_SECOND, Effort, Row, Target, row_of
 from benchmarks.processes import running_daemon
 from benchmarks.traces import TracedRequest, count_blocks, read_trace
 from kvferry.clients import Client, MhaSpec, ModelIdentity
@@ -102,31 +102,24 @@ def _rows(requests: Sequence[TracedRequest], size_blocks: int, policy: str, effo
     what = f"trace/replay/{policy}"
     note = f"{len(requests)} requests, {count_blocks(requests)} blocks of {BLOCK_BYTES} B, cache of {size_blocks}"
     all_s = [one for times in replay.times_s.values() for one in times]
-    simulated = hit_rate(requests, size_blocks, policy)
-    rows = [
-        _row(f"{what}/hit_rate", PERCENT, 100 * hits / count_blocks(requests), 100 * simulated, SIMULATION, note),
-        _row(
-            f"{what}/operations",
-            THOUSANDS_A_SECOND,
-            len(all_s) / sum(all_s) / 1e3,
-            1e-3 / statistics.mean(pings_s),
-            PING,
-        ),
-    ]
-    for operation, times_s in replay.times_s.items():
-        rows += [
-            _row(f"{what}/{operation}_p{percent}", MICROSECONDS, _us(times_s, percent), _us(pings_s, percent), PING)
+    hit_rates = [100 * hits / count_blocks(requests)], [100 * hit_rate(requests, size_blocks, policy)]
+    speeds = [len(all_s) / sum(all_s) / 1e3], [1e-3 / statistics.mean(pings_s)]
+    return [
+        row_of(f"{what}/hit_rate", PERCENT, *hit_rates, peer_is=SIMULATION, target=Target(1.0), note=note),
+        row_of(f"{what}/operations", THOUSANDS_A_SECOND, *speeds, peer_is=PING),
+        *(
+            row_of(
+                f"{what}/{operation}_p{percent}",
+                MICROSECONDS,
+                [_us(times_s, percent)],
+                [_us(pings_s, percent)],
+                peer_is=PING,
+            )
+            for operation, times_s in replay.times_s.items()
             for percent in (50, 99)
             if times_s
-        ]
-    return rows
-
-
-def _row(name: str, unit: Unit, ours: float, peer: float, peer_is: str, note: str = "") -> Row:
-    target = Target(1.0) if peer_is == SIMULATION else None
-    return compare(
-        name, unit, ours=lambda: ours, peer=lambda: peer, peer_is=peer_is, rounds=1, target=target, note=note
-    )
+        ),
+    ]
 
 
 def _us(times_s: Sequence[float], percent: int) -> float:

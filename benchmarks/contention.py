@@ -6,23 +6,32 @@ that is being copied when it starts. All processes share this machine's cores an
 
 from __future__ import annotations
 
+import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare
-from benchmarks.offload_load import OffloadLoad, running_load
+from benchmarks.measure import MILLISECONDS, Effort, Row, Target, row_of
 from benchmarks.processes import running_daemon
 from benchmarks.trace_replay import Transfers
 from benchmarks.traces import read_trace
-from kvferry.clients import Client
+from kvferry.clients import Client, MhaSpec, pages
 
 MIB = 1 << 20
 TARGETS = {50: None, 99: Target(1.2)}
 ONE_SIZE_TOKENS = 8192
 WITHOUT = "the same transfers while the other engine rests"
+POOL = "load"
+PAGE_SIZE = 128
+LAYERS = 4
+PAGE_BYTES = 128 << 10
+TIMEOUT_S = 60.0
 
 
 def measure(trace: Path, effort: Effort) -> list[Row]:
@@ -51,11 +60,10 @@ def _rows(
     effort: Effort,
 ) -> list[Row]:
     """Return a row for each percentile of all transfers of a round; both come from the same transfers."""
-    rounds = effort.pick(7, 1)
     loaded: list[list[float]] = []
     alone: list[list[float]] = []
     moved_bytes, elapsed_s = 0, 0.0
-    for _ in range(rounds + 1):  # the first one is not counted
+    for _ in range(effort.pick(7, 1) + 1):  # the first one is not counted
         with load.on():
             before_bytes, started = load.moved_bytes, time.perf_counter()
             loaded.append(run(lengths))
@@ -63,13 +71,12 @@ def _rows(
             moved_bytes += load.moved_bytes - before_bytes
         alone.append(run(lengths))
     return [
-        compare(
+        row_of(
             f"trace/transfer_under_offloads/{what}/p{percent}",
             MILLISECONDS,
-            ours=iter([_percentile_ms(one, percent) for one in loaded]).__next__,
-            peer=iter([_percentile_ms(one, percent) for one in alone]).__next__,
+            [_percentile_ms(one, percent) for one in loaded[1:]],
+            [_percentile_ms(one, percent) for one in alone[1:]],
             peer_is=WITHOUT,
-            rounds=rounds,
             target=target,
             note=(
                 f"{len(lengths)} transfers a round, one after another; the other engine offloads and restores without "
@@ -82,3 +89,88 @@ def _rows(
 
 def _percentile_ms(times_s: Sequence[float], percent: int) -> float:
     return float(np.percentile(times_s, percent)) * 1e3
+
+
+# -- the load: an engine in a process of its own that offloads and restores without a pause, when it is told to
+
+
+class Signals(NamedTuple):
+    """What the two processes share."""
+
+    go: Event
+    """The load is wanted."""
+    moved: Event
+    """One offload and one restore ended."""
+    resting: Event
+    moved_bytes: Synchronized[int]
+
+
+class OffloadLoad:
+    """Switches the load; it is off at first."""
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+
+    @property
+    def moved_bytes(self) -> int:
+        """Return how much was offloaded and restored so far."""
+        moved_bytes: int = self._signals.moved_bytes.value
+        return moved_bytes
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Offload and restore meanwhile: under way when this begins, over when it ends.
+
+        Raises:
+            AssertionError: the engine has died, or nothing was moved.
+        """
+        go, moved, resting, _ = self._signals
+        moved.clear()
+        resting.clear()
+        go.set()
+        try:
+            assert moved.wait(TIMEOUT_S), "no restore ended"
+            yield
+        finally:
+            go.clear()
+        assert resting.wait(TIMEOUT_S), "the load does not stop"
+
+
+@contextmanager
+def running_load(runtime_dir: Path, size_bytes: int) -> Iterator[OffloadLoad]:
+    """Run the engine; it moves ``size_bytes`` in each direction at a time."""
+    context = multiprocessing.get_context("spawn")
+    signals = Signals(context.Event(), context.Event(), context.Event(), context.Value("q", 0))
+    process = context.Process(target=_run, args=(runtime_dir, size_bytes, signals))
+    process.start()
+    try:
+        assert signals.resting.wait(TIMEOUT_S), "the load's engine does not start"
+        yield OffloadLoad(signals)
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _run(runtime_dir: Path, size_bytes: int, signals: Signals) -> None:
+    count = size_bytes // PAGE_BYTES // LAYERS // 2
+    spec = MhaSpec(
+        layers=LAYERS,
+        tokens=(2 * count + 1) * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        kv_heads=1,
+        head_dim=PAGE_BYTES // PAGE_SIZE // 4,
+        dtype="float32",
+    )
+    with Client.connect(runtime_dir, name="load") as client:
+        client.create_pool(POOL, spec).close()
+        ids = client.allocate(POOL, 2 * count)
+        while True:
+            if not signals.go.is_set():
+                signals.resting.set()
+                signals.go.wait()
+            operation = client.offload(POOL, [pages(ids[::2])])
+            client.wait_done(operation, TIMEOUT_S)
+            back = client.restore(POOL, operation.snapshot, [pages(ids[1::2])], drop=True)
+            client.wait_done(back, TIMEOUT_S)
+            signals.moved_bytes.value += 2 * size_bytes
+            signals.moved.set()

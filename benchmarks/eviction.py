@@ -12,9 +12,9 @@ from collections.abc import Set as AbstractSet
 from itertools import count, islice, takewhile
 from pathlib import Path
 
-from benchmarks.measure import Effort, Row, Unit, compare
+from benchmarks.measure import Effort, Row, Unit, row_of
 from benchmarks.optimum import optimal_hits
-from benchmarks.plot import Labels, Point, line_plot
+from benchmarks.plot import Labels, draw_lines
 from benchmarks.traces import TracedRequest, bound, count_blocks, count_unique, read_trace
 from kvferry.pools.tiers.policies import POLICY_NAMES, EvictionPolicy, make_policy
 
@@ -36,18 +36,17 @@ def measure(trace: Path, effort: Effort, output: Path) -> list[Row]:
     rates = {name: [hit_rate(requests, size, name) for size in sizes] for name in POLICIES}
     rates[OPTIMUM] = [optimal_hits(requests, size) / count_blocks(requests) for size in sizes]
     output.mkdir(parents=True, exist_ok=True)
-    (output / f"hit_rate_{trace.stem}.svg").write_text(
-        line_plot(
-            {
-                name: [Point(size, 100 * rate) for size, rate in zip(sizes, found, strict=True)]
-                for name, found in rates.items()
-            },
-            Labels(f"Hit rate of {trace.stem}: {len(requests)} requests", "cache size, blocks", "hit rate, %"),
-            {"never evicts": 100 * best},
-        )
+    draw_lines(
+        output / f"hit_rate_{trace.stem}.svg",
+        sizes,
+        {name: [100 * rate for rate in found] for name, found in rates.items()},
+        {"never evicts": 100 * best},
+        Labels(f"Hit rate of {trace.stem}: {len(requests)} requests", "cache size, blocks", "hit rate, %"),
     )
     return [
-        _row(name, size, rate, best) for name, found in rates.items() for size, rate in zip(sizes, found, strict=True)
+        row_of(f"trace/hit_rate/{name}/{size}_blocks", PERCENT, [100 * rate], [100 * best], peer_is=BOUND_IS)
+        for name, found in rates.items()
+        for size, rate in zip(sizes, found, strict=True)
     ]
 
 
@@ -99,14 +98,3 @@ class SimulatedCache:
         for block in islice(victims, max(0, surplus)):
             self._policy.remove(block)
             self._cached.remove(block)
-
-
-def _row(policy: str, size_blocks: int, rate: float, best: float) -> Row:
-    return compare(
-        f"trace/hit_rate/{policy}/{size_blocks}_blocks",
-        PERCENT,
-        ours=lambda: 100 * rate,
-        peer=lambda: 100 * best,
-        peer_is=BOUND_IS,
-        rounds=1,
-    )

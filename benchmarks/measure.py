@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -13,6 +13,10 @@ import msgspec
 Better = Literal["lower", "higher"]
 Contender = Callable[[], float]
 """Does its work once and returns the figure, in the row's unit."""
+
+
+class MissingPeerError(RuntimeError):
+    """What a benchmark compares with, or runs on, is not there."""
 
 
 class Effort(NamedTuple):
@@ -90,8 +94,21 @@ def compare(
     note: str = "",
 ) -> Row:
     """Run both in turns (ours, peer, ours, peer, …) after one round that does not count, and return the row."""
-    figures = interleave(rounds, ours, peer)
-    our_median, peer_median = (statistics.median(one) for one in figures)
+    return row_of(name, unit, *interleave(rounds, ours, peer), peer_is=peer_is, target=target, note=note)
+
+
+def row_of(
+    name: str,
+    unit: Unit,
+    ours: Sequence[float],
+    peer: Sequence[float],
+    *,
+    peer_is: str,
+    target: Target | None = None,
+    note: str = "",
+) -> Row:
+    """Return the row of figures that were measured before, as many on either side."""
+    our_median, peer_median = statistics.median(ours), statistics.median(peer)
     ratio = our_median / peer_median
     met = None
     if target is not None:
@@ -107,7 +124,7 @@ def compare(
         target=target.bound if target else None,
         target_on=target.on if target else "ratio",
         met=met,
-        rounds=rounds,
+        rounds=len(ours),
         peer_is=peer_is,
         note=note,
     )

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.mooncake_peer import ADDRESS
+from benchmarks.processes import running
 from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings, NativeEngine
 from kvferry.pools.devices.host import HostRegion
 
+ADDRESS = "127.0.0.1"
 MIB = 1 << 20
 BIG_BLOCK_BYTES = 4 * MIB
 BLOCKS_UNDER_WAY = 4
@@ -106,12 +107,23 @@ def raw_mooncake(size_bytes: int) -> Iterator[RawMooncake]:
 
 @contextmanager
 def _running_peer(network: HostRegion) -> Iterator[tuple[int, int]]:
-    command = [sys.executable, "-m", "benchmarks.mooncake_peer", str(network.fd), str(network.size_bytes)]
+    command = [sys.executable, "-m", "benchmarks.mooncake_raw", str(network.fd), str(network.size_bytes)]
     root = Path(__file__).parents[1]
-    with subprocess.Popen(  # noqa: S603  our own module
-        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[network.fd]
-    ) as process:
+    pipe = subprocess.PIPE
+    with running(command, cwd=root, stdin=pipe, stdout=pipe, pass_fds=[network.fd]) as process:
         assert process.stdout is not None
         port, address = map(int, process.stdout.readline().split())
         yield port, address
-        process.kill()
+
+
+def be_peer(fd: int, size_bytes: int) -> None:
+    """Be the process that writes go to: register this memory, say ``PORT ADDRESS``, and wait for the input's end."""
+    engine = mooncake_native.create(MooncakeSettings(address=ADDRESS))
+    with HostRegion(fd, size_bytes) as region:
+        assert engine.register_memory(region.address, size_bytes) == 0
+        print(engine.get_rpc_port(), region.address, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    be_peer(*map(int, sys.argv[1:]))

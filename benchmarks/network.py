@@ -9,7 +9,6 @@ its worst.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,9 +17,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare
+from benchmarks.measure import GIGABYTES_A_SECOND, Effort, MissingPeerError, Row, Target, compare
 from benchmarks.mooncake_raw import BIG_BLOCKS, ONE_BLOCK_A_PAGE, RawMooncake, raw_mooncake
-from benchmarks.processes import running_daemon
+from benchmarks.processes import free_port, running_daemon
 from kvferry.clients import AttachedPool, Client, MhaSpec, new_request_id, pages
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import ConfigError
@@ -40,10 +39,6 @@ listen = "{address}"
 [network]
 transport = "mooncake"
 """
-
-
-class MissingPeerError(RuntimeError):
-    """What a benchmark compares with is not installed."""
 
 
 def measure(effort: Effort) -> list[Row]:
@@ -78,7 +73,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     with ExitStack() as stack:
         hosts = []
         for host in ADDRESSES:
-            address = f"tcp://{host}:{_free_port(host)}"
+            address = f"tcp://{host}:{free_port(host)}"
             runtime_dir = stack.enter_context(running_daemon(CONFIG.format(address=address)))
             hosts.append(Host(address, stack.enter_context(Client.connect(runtime_dir))))
         yield hosts[0], hosts[1]
@@ -174,10 +169,3 @@ def _rows(kib: int, transfers: Transfers, raw: RawMooncake, effort: Effort) -> l
             note="the engine's own speed varies by a factor of two from round to round",
         ),
     ]
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -3,36 +3,51 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from kvferry.clients import Client
+from kvferry.protocol.errors import DaemonLostError
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
+LOOK_S = 0.05
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], **popen: Any) -> Iterator[subprocess.Popen[bytes]]:  # noqa: ANN401  Popen's
+    """Run a process; on leaving it is ended."""
+    with subprocess.Popen(command, **popen) as process:  # noqa: S603  what is measured
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @contextlib.contextmanager
 def running_daemon(config: str = "") -> Iterator[Path]:
     """Run a daemon of ours with a TOML configuration, by default an empty one; yield its runtime directory."""
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder, _ready_socket(folder) as ready:
-        runtime_dir = Path(folder) / "run"
-        environment = os.environ | {"NOTIFY_SOCKET": str(ready.getsockname())}
-        file = Path(folder) / "daemon.toml"
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        runtime_dir, file, log = (Path(folder) / name for name in ("run", "daemon.toml", "log"))
         file.write_text(config)
         command = [sys.executable, "-P", "-m", "kvferry.daemon"]
         command += ["--config", str(file), "--runtime-dir", str(runtime_dir)]
-        with (Path(folder) / "log").open("wb") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: S603  our own daemon
-        with _ended_with_us(process):
-            try:
-                state = ready.recv(4096)
-            except TimeoutError as late:
-                raise RuntimeError(f"the daemon does not serve: {(Path(folder) / 'log').read_text()}") from late
-            assert state.startswith(b"READY=1"), state
+        with log.open("wb") as out, running(command, stdout=out, stderr=out) as daemon:
+            ends_at = time.monotonic() + START_TIMEOUT_S
+            while not _serves(runtime_dir):
+                if daemon.poll() is not None or time.monotonic() > ends_at:
+                    raise RuntimeError(f"the daemon does not serve: {log.read_text()}")
+                time.sleep(LOOK_S)
             yield runtime_dir
 
 
@@ -42,31 +57,23 @@ def running_echo_server() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
         address = f"ipc://{folder}/echo.sock"
         command = [sys.executable, "-P", str(Path(__file__).with_name("echo_server.py")), address]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: S603  our own script
-        with _ended_with_us(process):
+        with running(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
-            said = process.stdout.readline()
-            assert said == b"ready\n", said
+            assert process.stdout.readline() == b"ready\n"
             yield address
 
 
-@contextlib.contextmanager
-def _ready_socket(folder: str) -> Iterator[socket.socket]:
-    """Listen where the daemon reports that it serves, as a service manager does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
-        channel.bind(f"{folder}/notify.sock")
-        channel.settimeout(START_TIMEOUT_S)
-        yield channel
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
-@contextlib.contextmanager
-def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    with process:
-        try:
-            yield
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def _serves(runtime_dir: Path) -> bool:
+    try:
+        Client.connect(runtime_dir, session=False).close()
+    except DaemonLostError:
+        return False
+    return True

@@ -7,7 +7,6 @@ as shared memory, so that the server copies them itself, as our daemon does.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,12 +19,13 @@ from typing import IO, Literal, NamedTuple
 
 import msgspec
 
+from benchmarks.processes import free_port, running
+
 ENVIRONMENT = Path(__file__).resolve().parents[2] / ".peers" / "lmcache"
 """Where ``make peers`` installs it."""
 
 DRIVER = Path(__file__).with_name("lmcache_driver.py")
 START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 30.0
 Operation = Literal["store", "lookup", "retrieve"]
 
 
@@ -110,7 +110,7 @@ def running_lmcache(peer: LMCache, shape: Shape, memory_gb: int) -> Iterator[LMC
     Raises:
         LMCacheError: the server does not start; says the end of its log.
     """
-    rpc_port, http_port = _free_port(), _free_port()
+    rpc_port, http_port = free_port(), free_port()
     server = [str(peer.bin_dir / "lmcache"), "server", "--host", "127.0.0.1"]
     server += ["--port", str(rpc_port), "--http-host", "127.0.0.1", "--http-port", str(http_port)]
     server += ["--l1-size-gb", str(memory_gb), "--eviction-policy", "LRU", "--max-workers", "2"]
@@ -118,9 +118,11 @@ def running_lmcache(peer: LMCache, shape: Shape, memory_gb: int) -> Iterator[LMC
     client = [str(peer.bin_dir / "python"), "-P", str(DRIVER), rpc_url, http_url, str(shape.tokens), shape.spec()]
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
         log = Path(folder) / "log"
-        with log.open("wb") as out, _started(server, out) as process:
+        environment = os.environ | {"LMCACHE_TRACK_USAGE": "false"}
+        pipe = subprocess.PIPE
+        with log.open("wb") as out, running(server, stdout=out, stderr=out, env=environment) as process:
             _wait_until_served(process, http_url, log)
-            with _started(client, out, subprocess.PIPE) as driver:
+            with running(client, stdin=pipe, stdout=pipe, stderr=out, env=environment) as driver:
                 yield LMCacheClient(driver, log)
 
 
@@ -135,21 +137,6 @@ def _wait_until_served(server: subprocess.Popen[bytes], http_url: str, log: Path
     raise LMCacheError(f"LMCache's server does not start: {_tail(log)}")
 
 
-@contextmanager
-def _started(command: list[str], log: IO[bytes], pipe: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process, by default with all that it says in the log; end it."""
-    environment = os.environ | {"LMCACHE_TRACK_USAGE": "false"}
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe or log, stderr=log, env=environment) as process:  # noqa: S603  as installed
-        try:
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None
     return pipe
@@ -157,10 +144,3 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-2000:]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

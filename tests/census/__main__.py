@@ -22,16 +22,17 @@ def main(arguments: list[str]) -> int:
     requests = {"SEND": entered(ROOT, transfer), "OFFLOAD": entered(ROOT, offload)}
     for name, found in requests.items():
         rows += [(f"{name}: modules", found.modules), (f"{name}: functions", len(found.functions))]
+    width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name:20} {_shown(value)}")
+        print(f"{name:{width}} {_shown(value, width)}")
     if arguments == ["functions"]:
         _print_functions(requests)
     return 0
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, indent: int) -> str:
     if isinstance(value, list):
-        return f"{len(value)}" + "".join(f"\n{'':20} {one}" for one in value)
+        return f"{len(value)}" + "".join(f"\n{'':{indent}} {one}" for one in value)
     return str(value)
 
 

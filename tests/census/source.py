@@ -21,9 +21,10 @@ GENERATED: Final = "# Made from "
 
 
 class SourceCount(NamedTuple):
-    """Sums over the product's modules, all but the first without what a program has written.
+    """Sums over the product's modules, all but the first two without what a program has written.
 
     Attributes:
+        tests_and_benchmarks_lines: of all their modules; the examples count nowhere.
         generated_lines: of modules that a program has written.
         code_lines: without blanks, comments and docstrings.
         documented: public modules, classes and functions with a docstring.
@@ -35,6 +36,7 @@ class SourceCount(NamedTuple):
         package_circles: pairs of packages that import each other, neither of which is inside the other.
     """
 
+    tests_and_benchmarks_lines: int
     generated_lines: int
     lines: int
     code_lines: int
@@ -56,6 +58,11 @@ def count(root: Path) -> SourceCount:
     docstrings = [one for source in sources.values() for one in _docstrings(ast.parse(source))]
     graph = grimp.build_graph("kvferry", cache_dir=None)
     return SourceCount(
+        tests_and_benchmarks_lines=sum(
+            len(file.read_text().splitlines())
+            for folder in ("tests", "benchmarks")
+            for file in (root / folder).rglob("*.py")
+        ),
         generated_lines=sum(len(every[file].splitlines()) for file in every.keys() - sources.keys()),
         lines=sum(len(one.splitlines()) for one in sources.values()),
         code_lines=sum(len(code_lines(one)) for one in sources.values()),
