@@ -8,30 +8,23 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.control.control_socket import ReceivedMessage
-from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, OpenBatch
-from kvferry.daemon.control.hub import EventHub
-from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.dispatch import Answer, Call, OpenBatch
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
-from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import (
     MAX_BATCH,
     REQUEST_TYPES,
     Batch,
     Batched,
     Reply,
-    Request,
 )
 from kvferry.protocol.errors import PageBusyError
-from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.pool_messages import Allocate, Allocated, DeletePool, Free, Freed, PoolDeleted
+from kvferry.protocol.pool_messages import Allocate, DeletePool, Free, Freed, PoolDeleted
 from kvferry.protocol.tier_messages import (
     CacheList,
     CancelOperation,
@@ -46,56 +39,40 @@ from kvferry.protocol.tier_messages import (
     Store,
     Unpin,
 )
+from tests.daemon.dispatching import ALLOCATE, BOOT, DELETE, Dispatching, error_of
 from tests.daemon.tiers.tier_harness import POOL, Engine, harness, names, settle, until
 from tests.devices import DEVICE
 
-BOOT = new_boot_id()
 LIMITS = Limits(max_requests_per_session=4, default_deadline_ms=60_000, max_message_bytes=64 << 10)
-ALLOCATE, DELETE, FREE = Allocate(pool="a", count=1), DeletePool(pool="a"), Free(pool="a", pages=2)
+FREE = Free(pool="a", pages=2)
 
 
-class Daemon:
-    """A dispatcher with handlers that answer, refuse, fail, or answer when the test says so."""
+class Batching(Dispatching):
+    """A dispatcher that also answers FREE and SNAPSHOTS, and refuses to allocate 13 pages."""
 
     def __init__(self) -> None:
-        self.sessions = SessionRegistry(LIMITS)
-        self.session = self.sessions.open("engine", Peer(1, 2, 3))
-        self.dispatcher = Dispatcher(BOOT, LIMITS, self.sessions, Counters(), self.send, EventHub())
-        self.dispatcher.handle("ALLOCATE", self.allocate)
-        self.dispatcher.handle("FREE", self.free)
-        self.dispatcher.handle("DELETE_POOL", self.delete)
-        self.dispatcher.handle("SNAPSHOTS", self.snapshots)
+        super().__init__(LIMITS)
+        self.on_call = self._refuse_13
+        self.dispatcher.handle("FREE", self._free)
+        self.dispatcher.handle("SNAPSHOTS", self._snapshots)
         self.freed: list[list[int]] = []
-        self.deferred: list[Call] = []
-        self.sent: list[tuple[Reply, tuple[PageIds, ...]]] = []
-        self.said = asyncio.Event()
 
-    def send(self, _identity: bytes, frames: Frames) -> bool:
-        """Take a message of the daemon."""
-        message, ids = decode_from_daemon([bytes(one) for one in frames])
-        assert isinstance(message, Reply)
-        self.sent.append((message, ids))
-        self.said.set()
-        return True
+    def results(self) -> list[Any]:
+        """Return the results of the one reply."""
+        (reply,) = self.messages
+        assert isinstance(reply.body, Batched), reply.body
+        return list(reply.body.results)
 
-    def allocate(self, call: Call) -> Answer:
-        """Answer with as many pages as are asked for; refuse 13."""
-        count = call.body.count  # type: ignore[attr-defined]
-        if count == 13:
+    @staticmethod
+    def _refuse_13(call: Call) -> None:
+        if call.body == Allocate(pool="a", count=13):
             raise PageBusyError("page 13", field="count")
-        return Answer(Allocated(pages=count), (np.arange(count),))
 
-    def free(self, call: Call) -> Answer:
-        """Note which pages."""
+    def _free(self, call: Call) -> Answer:
         self.freed.append(call.ids[0].tolist())
         return Answer(Freed(freed=len(call.ids[0]), deferred=0))
 
-    def delete(self, call: Call) -> None:
-        """Answer later."""
-        self.deferred.append(call)
-
-    def snapshots(self, call: Call) -> Answer:
-        """Answer with much."""
+    def _snapshots(self, call: Call) -> Answer:
         del call
         one = SnapshotStatus(
             snapshot="0" * 32, pool="p" * 120, layout_digest="", lists=(), tokens=None, chunks=1, size_bytes=1,
@@ -103,23 +80,11 @@ class Daemon:
         )  # fmt: skip
         return Answer(SnapshotReport(snapshots=(one,) * 100))
 
-    def take(self, body: RequestBody, *ids: list[int], number: int = 1, deadline_ms: int = 0) -> None:
-        """Let a request arrive."""
-        request = Request(number, BOOT, self.session.secret, deadline_ms, 0, body)
-        frames = [bytes(one) for one in encode(request, [np.array(one) for one in ids])]
-        self.dispatcher.on_message(ReceivedMessage(b"dealer", frames, too_large=False))
-
-    def results(self) -> list[Any]:
-        """Return the results of the one reply."""
-        ((reply, _),) = self.sent
-        assert isinstance(reply.body, Batched), reply.body
-        return list(reply.body.results)
-
 
 @pytest.fixture
-async def daemon() -> Daemon:
+async def daemon() -> Batching:
     """Return a dispatcher and its surroundings, on the test's loop."""
-    return Daemon()
+    return Batching()
 
 
 def codes(results: list[Any]) -> list[str]:
@@ -128,71 +93,72 @@ def codes(results: list[Any]) -> list[str]:
 
 
 @pytest.mark.anyio
-async def test_each_has_its_result_and_its_frames(daemon: Daemon) -> None:
+async def test_each_has_its_result_and_its_frames(daemon: Batching) -> None:
     bad = Allocate(pool="a", count=13)
     daemon.take(Batch(requests=(FREE, ALLOCATE, bad, FREE, Allocate(pool="a", count=3))), [1, 2], [3, 4])
     assert codes(daemon.results()) == ["", "", "PAGE_BUSY", "", ""]
     assert daemon.results()[2].error.field == "count"
     assert daemon.freed == [[1, 2], [3, 4]]
-    assert [one.tolist() for one in daemon.sent[0][1]] == [[0], [0, 1, 2]]
+    assert [one.tolist() for one in daemon.sent[0][2]] == [[0], [0, 1, 2]]
 
 
 @pytest.mark.anyio
-async def test_what_waits_holds_up_the_reply_but_nothing_behind_it(daemon: Daemon) -> None:
+async def test_what_waits_holds_up_the_reply_but_nothing_behind_it(daemon: Batching) -> None:
     daemon.take(Batch(requests=(DELETE, FREE, DELETE)), [1, 2])
     assert daemon.freed == [[1, 2]]
     first, last = daemon.deferred
-    daemon.dispatcher.answer(daemon.session, last.message_id, Answer(PoolDeleted(pool="last")))
+    daemon.answer(last.message_id, "last")
     assert last.session.is_pending(first.message_id)
     assert not last.session.is_pending(last.message_id)
     daemon.take(Batch(requests=(DELETE, FREE, DELETE)), [1, 2])
     assert not daemon.sent, "the retry waits for the same reply"
     assert len(daemon.freed) == 1, "nothing is done twice"
-    daemon.dispatcher.answer(daemon.session, first.message_id, Answer(PoolDeleted(pool="first")))
-    daemon.dispatcher.answer(daemon.session, first.message_id, Answer(PoolDeleted(pool="again")))
+    daemon.answer(first.message_id, "first")
+    daemon.answer(first.message_id, "again")
     assert [one.pool for one in daemon.results() if isinstance(one, PoolDeleted)] == ["first", "last"]
     daemon.take(Batch(requests=(DELETE, FREE, DELETE)), [1, 2])
-    assert [message for message, _ in daemon.sent] == [daemon.sent[0][0]] * 2
+    assert daemon.messages == [daemon.messages[0]] * 2
     assert len(daemon.freed) == 1
 
 
 @pytest.mark.anyio
-async def test_each_has_its_deadline(daemon: Daemon) -> None:
+async def test_each_has_its_deadline(daemon: Batching) -> None:
     daemon.take(Batch(requests=(DELETE, DELETE, ALLOCATE), deadlines_ms=(0, 1, 1)))
     first, second = daemon.deferred
     assert (first.deadline_s, second.deadline_s) == (60.0, 0.001)
     await until(lambda: not second.session.is_pending(second.message_id))
     assert not daemon.sent
-    daemon.dispatcher.answer(daemon.session, first.message_id, Answer(PoolDeleted(pool="a")))
+    daemon.answer(first.message_id, "a")
     assert codes(daemon.results()) == ["", "DEADLINE", ""]
 
 
 @pytest.mark.anyio
-async def test_a_session_that_ends_leaves_nothing(daemon: Daemon) -> None:
+async def test_a_session_that_ends_leaves_nothing(daemon: Batching) -> None:
     daemon.take(Batch(requests=(DELETE,) * 2))
     daemon.sessions.close(daemon.session)
     daemon.dispatcher.forget_session(daemon.session)
     for one in daemon.deferred:
-        daemon.dispatcher.answer(one.session, one.message_id, Answer(PoolDeleted(pool="a")))
+        daemon.answer(one.message_id)
     assert not daemon.sent
 
 
 @pytest.mark.anyio
-async def test_what_is_in_flight_is_bounded(daemon: Daemon) -> None:
+async def test_what_is_in_flight_is_bounded(daemon: Batching) -> None:
     for number in range(1, 4):
         daemon.take(Batch(requests=(DELETE,) * 3), number=number)
     assert len(daemon.deferred) == 6
-    ((reply, _),) = daemon.sent
-    assert reply.message_id == 3
+    (reply,) = daemon.messages
+    assert isinstance(reply, Reply)
     assert isinstance(reply.body, Busy)
+    assert reply.message_id == 3
     assert reply.body.detail == "6 requests of the session's batches are in flight"
 
 
 @pytest.mark.anyio
-async def test_results_are_bounded_but_what_was_done_is_said(daemon: Daemon) -> None:
+async def test_results_are_bounded_but_what_was_done_is_said(daemon: Batching) -> None:
     daemon.take(Batch(requests=(*(Snapshots(),) * 5, ALLOCATE)))
     assert codes(daemon.results()) == ["", "", "TOO_LARGE", "TOO_LARGE", "TOO_LARGE", ""]
-    assert len(daemon.sent[0][1]) == 1
+    assert len(daemon.sent[0][2]) == 1
 
 
 def test_a_small_result_is_never_left_out() -> None:
@@ -209,11 +175,9 @@ def test_a_small_result_is_never_left_out() -> None:
     ("deadlines_ms", "field"),
     [((1,), "deadlines_ms"), ((1, LIMITS.max_deadline_ms + 1), "deadlines_ms[1]")],
 )
-async def test_deadlines_that_are_none(daemon: Daemon, deadlines_ms: tuple[int, ...], field: str) -> None:
-    daemon.take(Batch(requests=(FREE, FREE), deadlines_ms=deadlines_ms), [1, 2], [3, 4])
-    ((reply, _),) = daemon.sent
-    assert isinstance(reply.body, ErrorReply)
-    assert (reply.body.error.code, reply.body.error.field) == ("INVALID_FIELD", field)
+async def test_deadlines_that_are_none(daemon: Batching, deadlines_ms: tuple[int, ...], field: str) -> None:
+    refused = daemon.take(Batch(requests=(FREE, FREE), deadlines_ms=deadlines_ms), [1, 2], [3, 4])
+    assert error_of(refused) == (1, "INVALID_FIELD", field)
     assert not daemon.freed
 
 
@@ -242,13 +206,10 @@ ID: Final = b"\x01" + 7 * b"\x00"
         ),
     ],
 )
-async def test_what_is_no_batch(daemon: Daemon, requests: Any, frames: list[bytes], code: str, field: str) -> None:  # noqa: ANN401
+async def test_what_is_no_batch(daemon: Batching, requests: Any, frames: list[bytes], code: str, field: str) -> None:  # noqa: ANN401
     body = {"type": "BATCH", "requests": requests}
     head = msgspec.msgpack.encode([1, BOOT, daemon.session.secret, 0, 0, body])
-    daemon.dispatcher.on_message(ReceivedMessage(b"dealer", [head, *frames], too_large=False))
-    ((reply, _),) = daemon.sent
-    assert isinstance(reply.body, ErrorReply)
-    assert (reply.body.error.code, reply.body.error.field) == (code, field)
+    assert error_of(daemon.take_frames([head, *frames])) == (1, code, field)
     assert not daemon.freed, "all or nothing is begun"
 
 
