@@ -7,9 +7,11 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,6 +23,7 @@ from tests.started import Started, started
 
 START_S = 30.0
 END_S = 30.0
+SOON_S = 20.0
 LOOK_EVERY_S = 0.5
 """How often is looked whether a daemon that says nothing still runs."""
 COMMAND: Final = ("-m", "kvferry.daemon")
@@ -104,3 +107,22 @@ def start_and_wait_until_ready(
     notify.unlink()
     assert b"READY=1" in said, said
     return process
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Return whether something becomes true; each look is a round trip."""
+    ends_at = time.monotonic() + SOON_S
+    while not (met := condition()) and time.monotonic() < ends_at:
+        pass
+    return met
+
+
+def said_by_another_user(daemon: DaemonProcess, code: str, *arguments: str) -> str:
+    """Return what a program of another user prints; it has kvferry.clients, and sys.argv[1] is the folder."""
+    daemon.runtime_dir.parent.chmod(0o755)
+    become = "import os, sys; from kvferry.clients import Client, KvferryError, MhaSpec\n"
+    become += "os.setuid(12345)\n"  # the group stays, and with it the way to the sockets
+    command = [sys.executable, "-c", become + code, str(daemon.runtime_dir), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert not done.stderr
+    return done.stdout.strip()

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
-from kvferry.daemon.daemon import Daemon, Tuning
+from kvferry.clients import AsyncClient, new_request_id, pages
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import PeerLinks
-from kvferry.daemon.process.access import RuntimeDirectory
-from kvferry.daemon.process.host import configure_logs
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
-from kvferry.protocol.config.schema import Config, LoggingConfig
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
@@ -25,19 +18,9 @@ from kvferry.protocol.errors import (
     InvalidFieldError,
     UnknownTransferError,
 )
-from tests.scripted.recording_service_manager import RecordingServiceManager
+from tests.daemon.in_process import SPEC, client_of_one
 
 pytestmark = pytest.mark.anyio
-SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
-TUNING = Tuning(copy_threads=1)
-CONFIG = Config(logging=LoggingConfig(level="error", format="json"))
-PATIENCE_S = 20.0
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _started() -> None:
-    """Do what blocks and comes before the loop: see ``kvferry.daemon.daemon``."""
-    configure_logs(CONFIG.logging)
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +31,8 @@ def _no_blocking_calls() -> None:
 @pytest.fixture
 async def client(anyio_backend: object) -> AsyncIterator[AsyncClient]:  # noqa: ARG001  on the test's loop
     """Return a client of a daemon that ends in order, whatever the test did to it."""
-    stopping, manager = asyncio.Event(), RecordingServiceManager()
-    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder, RuntimeDirectory(Path(folder) / "run") as at:
-        daemon = asyncio.ensure_future(Daemon(CONFIG, at, stopping, tuning=TUNING).serve(manager))
-        await manager.is_ready.wait()
-        async with asyncio.timeout(PATIENCE_S), await AsyncClient.connect(at.path) as one:
-            await one.create_pool("pool", SPEC)
-            yield one
-        stopping.set()
-        async with asyncio.timeout(PATIENCE_S):
-            await daemon
+    async with client_of_one() as (one, _):
+        yield one
 
 
 async def test_a_copy_that_cannot_begin_fails_alone_and_gives_its_pages_back(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,11 +28,10 @@ from kvferry.protocol.session_messages import PoolStatus
 from kvferry.protocol.session_stream import SessionOpen
 from tests.clients.tier_pools import MODEL, SPEC, hashes
 from tests.daemon.instance_engine import BLOCKS, DECODE, PAGES, PREFILL
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
 from tests.raw_engine import raw_engine
 from tests.started import Started, started
 
-SOON_S = 20.0
 ALL = SPEC.tokens // SPEC.page_size
 PROGRAM = Path(__file__).with_name("instance_engine.py")
 CONFIG = "[tiers]\nhost_bytes = 262144\nsnapshot_grace_s = 0.0\n"
@@ -86,14 +82,6 @@ def free_pages(client: Client, name: str) -> int:
     found = pool_of(client, name)
     assert found is not None
     return found.free
-
-
-def soon(condition: Callable[[], bool]) -> bool:
-    """Return whether something becomes true; each look is a round trip."""
-    ends_at = time.monotonic() + SOON_S
-    while not (met := condition()) and time.monotonic() < ends_at:
-        pass
-    return met
 
 
 def sessions(client: Client) -> list[str]:
@@ -174,21 +162,16 @@ def test_a_transfer_is_its_sessions_alone(daemon: DaemonProcess) -> None:
 def test_another_tenant_of_the_same_name(daemon: DaemonProcess, require: Callable[[object, str], None]) -> None:
     require(os.geteuid() == 0, "root, to be another user")
     code = (
-        "import os, sys; from kvferry.clients import Client, KvferryError, MhaSpec\n"
-        "os.setuid(12345)\n"  # the group stays, and with it the way to the sockets
         "with Client.connect(sys.argv[1], instance='a') as c:\n"
         "    c.create_pool('prefill', MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, "
         "dtype='float16'))\n"
         "    try: c.free('prefill', [int(sys.argv[2])])\n"
         "    except KvferryError as e: print(e.code)\n"
     )
-    daemon.runtime_dir.parent.chmod(0o755)
     with Client.connect(daemon.runtime_dir, instance="a") as one:
         one.create_pool(PREFILL, SPEC, model=MODEL)
         ids = one.allocate(PREFILL, 1)
-        command = [sys.executable, "-c", code, str(daemon.runtime_dir), str(ids[0])]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        assert done.stdout.strip() == "NOT_OWNER", done.stderr
+        assert said_by_another_user(daemon, code, str(ids[0])) == "NOT_OWNER"
         assert one.free(PREFILL, ids).freed == 1
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,21 +11,11 @@ from blockbuster import blockbuster_ctx
 
 import kvferry.clients
 import kvferry.daemon
-from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
-from kvferry.daemon.daemon import Daemon, Tuning
-from kvferry.daemon.process.access import RuntimeDirectory
-from kvferry.daemon.process.host import configure_logs
-from kvferry.protocol.config.schema import Config, LoggingConfig, ServiceConfig
+from kvferry.clients import AsyncClient, new_request_id, pages
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
-from tests.scripted.recording_service_manager import RecordingServiceManager
+from tests.daemon.in_process import SPEC, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
-SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
-TUNING = Tuning(copy_threads=1)
-CONFIG = Config(
-    service=ServiceConfig(drain_timeout_s=10),
-    logging=LoggingConfig(level="error", format="json"),
-)
 ENDING = (
     ("daemon/transports/local.py", "close"),
     ("daemon/services/pools.py", "close"),
@@ -47,29 +33,6 @@ def _no_blocking_calls() -> Iterator[None]:
         for file, function in ENDING:
             blockbuster.functions["threading.Lock.acquire"].can_block_in(file, function)
         yield
-
-
-@asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Path, RecordingServiceManager, asyncio.Event]]:
-    """Run a daemon; it is stopped in the end, if it was not before, and must have ended well."""
-    stopping, manager = asyncio.Event(), RecordingServiceManager()
-    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
-        directory = await asyncio.to_thread(RuntimeDirectory(Path(folder) / "run").__enter__)
-        daemon = asyncio.ensure_future(Daemon(CONFIG, directory, stopping, tuning=TUNING).serve(manager))
-        await manager.is_ready.wait()
-        try:
-            yield directory.path, manager, stopping
-        finally:
-            stopping.set()
-            await daemon
-            await asyncio.to_thread(directory.__exit__, None, None, None)
-        assert [one.name for one in directory.path.iterdir()] == ["daemon.lock"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _started() -> None:
-    """Do what blocks and comes before the loop: see ``kvferry.daemon.daemon``."""
-    configure_logs(CONFIG.logging)
 
 
 async def test_a_transfer_from_beginning_to_end() -> None:

@@ -6,10 +6,7 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,13 +24,12 @@ from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import SessionOpen, SessionOpened, pack
 from kvferry.protocol.settings import SESSION_SOCKET
 from kvferry.protocol.transfer_messages import Accepted, Receive, Result
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
 from tests.raw_engine import RawEngine, raw_engine
 from tests.started import started
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
 ALL = 16
-SOON_S = 20.0
 SOON_MS = 20_000
 POOL = "pool"
 
@@ -77,14 +73,6 @@ def resumed(daemon: DaemonProcess, engine: RawEngine, *, keep: bool = False) -> 
 def keeping(name: str = "keeper") -> SessionOpen:
     """Return an opening of a session that will resume."""
     return calls.session_open(name, keep=True)
-
-
-def soon(condition: Callable[[], bool]) -> bool:
-    """Return whether something becomes true; each look is a round trip."""
-    ends_at = time.monotonic() + SOON_S
-    while not (met := condition()) and time.monotonic() < ends_at:
-        pass
-    return met
 
 
 def connected(client: Client) -> dict[str, bool]:
@@ -279,18 +267,12 @@ def test_its_process_dies(daemon: DaemonProcess, other: Client, tmp_path: Path) 
 def test_another_user(daemon: DaemonProcess, other: Client, require: Callable[[object, str], None]) -> None:
     require(os.geteuid() == 0, "root, to be another user")
     code = (
-        "import os, sys; from kvferry.clients import Client, KvferryError\n"
-        "os.setuid(12345)\n"  # the group stays, and with it the way to the sockets
-        "try: Client.connect(sys.argv[1], resume=bytes.fromhex(sys.argv[2]))\n"
-        "except KvferryError as e: print(e.code)\n"
+        "try: Client.connect(sys.argv[1], resume=bytes.fromhex(sys.argv[2]))\nexcept KvferryError as e: print(e.code)\n"
     )
-    daemon.runtime_dir.parent.chmod(0o755)
     with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
         lose_socket(engine, other)
         secret = engine.channel.opened.secret
-        command = [sys.executable, "-c", code, str(daemon.runtime_dir), secret.hex()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        assert done.stdout.strip() == "NO_SESSION", done.stderr
+        assert said_by_another_user(daemon, code, secret.hex()) == "NO_SESSION"
         with resumed(daemon, engine) as again:
             assert again.channel.opened.resumed
 

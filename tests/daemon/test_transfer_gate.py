@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import tempfile
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
-from kvferry.daemon.daemon import Daemon, Tuning
-from kvferry.daemon.process.access import RuntimeDirectory
-from kvferry.daemon.process.host import configure_logs
+from kvferry.clients import new_request_id, pages
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
-from kvferry.protocol.config.schema import Config, LoggingConfig
 from kvferry.protocol.errors import InternalError
-from tests.scripted.recording_service_manager import RecordingServiceManager
+from tests.daemon.in_process import SPEC, client_of_one
 from tests.transfer.peer_harness import Transfer
 
 pytestmark = pytest.mark.anyio
-SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
-CONFIG: Final = Config(logging=LoggingConfig(level="error", format="json"))
-PATIENCE_S: Final = 20.0
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _started() -> None:
-    """Do what blocks and comes before the loop: see ``kvferry.daemon.daemon``."""
-    configure_logs(CONFIG.logging)
 
 
 @pytest.fixture(autouse=True)
@@ -91,22 +73,6 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-@contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[tuple[AsyncClient, Path]]:
-    """Run a daemon on the test's loop, with a client that has a pool."""
-    stopping, manager = asyncio.Event(), RecordingServiceManager()
-    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder, RuntimeDirectory(Path(folder) / "run") as at:
-        daemon = Daemon(CONFIG, at, stopping, tuning=Tuning(copy_threads=1))
-        ends = asyncio.ensure_future(daemon.serve(manager))
-        await manager.is_ready.wait()
-        async with asyncio.timeout(PATIENCE_S), await AsyncClient.connect(at.path) as one:
-            await one.create_pool("pool", SPEC)
-            yield one, at.path
-        stopping.set()
-        async with asyncio.timeout(PATIENCE_S):
-            await ends
-
-
 def under_way(made: Made) -> int:
     """Return how many transfer ops the daemon's background work gives way to."""
     [scheduler] = made.schedulers
@@ -114,7 +80,7 @@ def under_way(made: Made) -> int:
 
 
 async def test_the_scheduler_knows_an_op_from_before_its_copy_until_after_it(heard: list[str], made: Made) -> None:
-    async with serving() as (client, _):
+    async with client_of_one() as (client, _):
         for _ in range(2):
             request_id = new_request_id()
             receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
@@ -129,7 +95,7 @@ async def test_the_scheduler_knows_an_op_from_before_its_copy_until_after_it(hea
 
 
 async def test_each_of_several_ops_counts(heard: list[str], made: Made) -> None:
-    async with serving() as (client, _):
+    async with client_of_one() as (client, _):
         request_id = new_request_id()
         for name in ("one", "other"):
             await client.create_pool(name, SPEC)
@@ -156,7 +122,7 @@ async def test_an_op_whose_transport_raises_does_not_count_for_ever(
         raise RuntimeError("a bug of the transport")
 
     monkeypatch.setattr(LocalTransport, "start", fails)
-    async with serving() as (client, _):
+    async with client_of_one() as (client, _):
         request_id = new_request_id()
         receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
         sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
