@@ -207,36 +207,29 @@ class EventRings:
         shared = self._session_socket.take_share(call.session, call.message_id).events
         if shared is None or not shared.handles:
             raise InvalidFieldError("no events came over the session socket before OPEN_EVENTS", field="events")
-        session_id = call.session.session_id
-
-        def opened(done: asyncio.Future[DeviceEvents]) -> None:
-            try:
-                events = done.result()
-                is_late = not call.session.is_pending(
-                    call.message_id
-                )  # the engine got DEADLINE and has dropped its events
-                if is_late or not self._session_socket.is_connected(call.session) or session_id in self._rings:
-                    events.close()
-                    raise InvalidFieldError("the session has a ring, or has ended", field="device")
-                self._dispatcher.answer(call.session, call.message_id, self._start_and_pass(call, events))
-            except KvferryError as error:
-                self._dispatcher.answer_error(call.session, call.message_id, error)
-            except OSError as cause:
-                no_ring = OutOfMemoryError(f"no event ring: {cause}")
-                self._dispatcher.answer_error(call.session, call.message_id, no_ring)
 
         def watch() -> DeviceEvents:
             return DeviceEvents(self._devices.open(device), shared.handles)
 
+        def opened(done: asyncio.Future[DeviceEvents]) -> None:
+            self._dispatcher.run_held(call, lambda _call: self._opened(call, done.result()))
+
         self._loop.run_in_executor(self._executor, watch).add_done_callback(opened)
 
-    def _start_and_pass(self, call: Call, events: DeviceEvents) -> Answer:
-        """Open a ring on a device; close it if its descriptors cannot be passed, as a retry brings new events."""
-        try:
-            return self._pass_ring(call, self._start(call, len(events.reached()), events))
-        except (KvferryError, OSError):
+    def _opened(self, call: Call, events: DeviceEvents) -> Answer:
+        """Open a ring on a device; close its events if its descriptors cannot be passed, as a retry brings new ones."""
+        session_id = call.session.session_id
+        is_late = not call.session.is_pending(call.message_id)  # the engine got DEADLINE and has dropped its events
+        if is_late or not self._session_socket.is_connected(call.session) or session_id in self._rings:
             events.close()
-            self.session_lost(call.session.session_id)
+            raise InvalidFieldError("the session has a ring, or has ended", field="device")
+        try:
+            return self._pass_ring(call, self._start(call, events.slots, events))
+        except (KvferryError, OSError) as cause:
+            events.close()
+            self.session_lost(session_id)
+            if isinstance(cause, OSError):
+                raise OutOfMemoryError(f"no event ring: {cause}") from cause
             raise
 
     def _start(self, call: Call, slots: int, events: DeviceEvents | None) -> _Ring:

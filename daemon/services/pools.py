@@ -381,18 +381,18 @@ class PoolService:
             )
         process_id = body.device_pid or call.session.peer.pid
         sharing = asyncio.get_running_loop().run_in_executor(self._device_executor, region.share, process_id)
-        sharing.add_done_callback(lambda done: self._shared(call, pool, done))
+
+        def shared(done: asyncio.Future[Share]) -> None:
+            self._dispatcher.run_held(call, lambda _call: self._shared(call, pool, done.result()))
+
+        sharing.add_done_callback(shared)
         return None
 
-    def _shared(self, call: Call, pool: Pool, done: asyncio.Future[Share]) -> None:
-        try:
-            follows = ShareFollows(message_id=call.message_id, shares=(done.result(),))
-            self._session_socket.pass_frame(call.session, follows, [])
-        except KvferryError as error:
-            self._dispatcher.answer_error(call.session, call.message_id, error)
-            return
-        reply = PoolAttached(pool=pool.name, manifest=pool.manifest, device=pool.region.device, model=_public(pool))
-        self._dispatcher.answer(call.session, call.message_id, Answer(reply))
+    def _shared(self, call: Call, pool: Pool, share: Share) -> Answer:
+        self._session_socket.pass_frame(call.session, ShareFollows(message_id=call.message_id, shares=(share,)), [])
+        return Answer(
+            PoolAttached(pool=pool.name, manifest=pool.manifest, device=pool.region.device, model=_public(pool))
+        )
 
     def _delete(self, call: Call) -> Answer:
         body = expect(call, DeletePool)

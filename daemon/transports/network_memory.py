@@ -13,14 +13,14 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable, Coroutine
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvferry.daemon.transports.mooncake import MooncakeEngine, OnWriteDone, OnWriteLate
+from kvferry.daemon.transports.mooncake import MooncakeEngine
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
@@ -31,44 +31,6 @@ from kvferry.protocol.ids import BootId
 log = structlog.get_logger(__name__)
 
 State = Literal["pending", "ready", "refused"]
-
-
-class NetworkEngine(Protocol):
-    """What writes to and lets write other hosts; see ``MooncakeEngine``, which has the contract of each method."""
-
-    session_name: str
-
-    @property
-    def writing(self) -> bool:
-        """Return whether this daemon has writes in flight."""
-
-    def hold(self, *, held: bool) -> None:
-        """Begin no write while ``held``."""
-
-    def write(
-        self,
-        session_name: str,
-        local_address: int,
-        remote_address: int,
-        size_bytes: int,
-        on_done: OnWriteDone,
-        *,
-        timeout_s: float,
-        on_late: OnWriteLate | None = None,
-    ) -> int:
-        """Begin a write; ``on_done`` is called exactly once."""
-
-    async def register(self, address: int, size_bytes: int) -> None:
-        """Allow peers to write this memory."""
-
-    async def unregister(self, address: int) -> None:
-        """Refuse new writes to this memory."""
-
-    async def rebuild(self) -> str:
-        """Destroy and rebuild the engine; no old write lands afterwards."""
-
-    async def close(self) -> None:
-        """Destroy the engine; afterwards no byte is read or lands here."""
 
 
 class FenceBounds(NamedTuple):
@@ -286,7 +248,7 @@ class DirectPages:
     it is unregistered.
     """
 
-    def __init__(self, engine: NetworkEngine) -> None:
+    def __init__(self, engine: MooncakeEngine) -> None:
         self._listeners: list[Callable[[], None]] = []
         self._engine = engine
         self._pools: dict[Pool, _Registered] = {}
@@ -378,7 +340,7 @@ class NetworkMemory:
         self,
         config: NetworkConfig,
         tuning: NetworkTuning,
-        engine: NetworkEngine,
+        engine: MooncakeEngine,
         buffers: HostRegion,
         staging: HostRegion,
     ) -> None:

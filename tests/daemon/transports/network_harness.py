@@ -9,13 +9,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import xxhash
 
 from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
-from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate
+from kvferry.daemon.transports.mooncake import MooncakeEngine, OnWriteDone, OnWriteLate
 from kvferry.daemon.transports.network_memory import FenceBounds, NetworkMemory, NetworkTuning
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import copy_one_by_one
@@ -108,7 +108,7 @@ class Begun(NamedTuple):
 
 
 class ScriptedNetwork:
-    """A network engine whose writes, registrations and rebuilds end when the test says so; see ``NetworkEngine``.
+    """A network engine whose writes, registrations and rebuilds end when the test says so; see ``MooncakeEngine``.
 
     Attributes:
         may_rebuild, may_register: set to let it.
@@ -197,7 +197,7 @@ def network_memory(
     )
     tuning = NetworkTuning(staging=staging, write_timeout_s=WRITE_TIMEOUT_S, **bounds._asdict())
     regions = region(bounce_buffers * buffer_bytes), region(staging * buffer_bytes)
-    return engine, NetworkMemory(config, tuning, engine, *regions)
+    return engine, NetworkMemory(config, tuning, cast("MooncakeEngine", engine), *regions)
 
 
 class NetworkHarness:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from typing import cast
 
 import pytest
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvferry.daemon.transports.mooncake import MooncakeEngine
 from kvferry.daemon.transports.network_memory import BounceBuffers, DirectPages, FenceBounds, Target
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
@@ -267,7 +269,7 @@ class Pages:
 
     def __init__(self) -> None:
         self.engine = ScriptedNetwork()
-        self.pages = DirectPages(self.engine)
+        self.pages = DirectPages(cast("MooncakeEngine", self.engine))
         self.changed = asyncio.Event()
         self.pages.subscribe(self.changed.set)
         manifest = manifest_of(SPEC)
