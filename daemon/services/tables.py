@@ -309,11 +309,7 @@ class TableService:
 
     def _update(self, call: Call) -> Answer | None:
         body = expect(call, UpdateTables)
-        one = self._get(call.session.session_id, body.tables)
-        if one.busy:
-            raise TablesBusyError(
-                f"an update of tables {one.name!r} is in progress: wait for its reply", field="tables"
-            )
+        one = self._get_idle(call.session.session_id, body.tables)
         one.waiting = call
         return self._rings.hold(call, body.after, self._apply, recorded=self._after(call, one) is not None)
 
@@ -371,11 +367,7 @@ class TableService:
 
     def _delete(self, call: Call) -> Answer:
         body = expect(call, DeleteTables)
-        one = self._get(call.session.session_id, body.tables)
-        if one.busy:
-            raise TablesBusyError(
-                f"an update of tables {one.name!r} is in progress: wait for its reply", field="tables"
-            )
+        one = self._get_idle(call.session.session_id, body.tables)
         del self._tables[one.session_id, one.name]
         self._close_tables(one)
         return Answer(TablesDeleted(tables=body.tables))
@@ -384,6 +376,12 @@ class TableService:
         one = self._tables.get((session_id, name))
         if one is None:
             raise UnknownTablesError(f"the session has no tables {name!r}", field="tables")
+        return one
+
+    def _get_idle(self, session_id: int, name: str) -> _Tables:
+        one = self._get(session_id, name)
+        if one.busy:
+            raise TablesBusyError(f"an update of tables {name!r} is in progress: wait for its reply", field="tables")
         return one
 
     def _close_tables(self, one: _Tables) -> None:

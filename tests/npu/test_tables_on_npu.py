@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry.clients import Client, MhaSpec
 from kvferry.protocol.errors import OutOfMemoryError
+from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
 from tests.daemons import DaemonProcess, running_daemon
 from tests.devices import DEVICE
 
 OPENING_S = 120.0
-REPOSITORY = Path(__file__).resolve().parents[2]
 SPEC = MhaSpec(layers=1, tokens=252, page_size=4, kv_heads=1, head_dim=2, dtype="float32")
 MIB = 1 << 20
 _numbers = itertools.count()
@@ -100,20 +97,17 @@ def test_a_view_made_before_all_updates_shows_the_last_one(client: Client, devic
 
 
 ENGINE = """
-import os, sys, torch, numpy as np
-from pathlib import Path
 from kvferry.clients import Client
-client = Client.connect(Path(sys.argv[1]), name="victim")
+client = Client.connect({directory!r}, name="victim")
 tables = client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)
-ring = client.open_events(sys.argv[2])
-x = torch.zeros(64, device=sys.argv[2])
+ring = client.open_events({device!r})
+x = torch.zeros(64, device={device!r})
 torch.accelerator.synchronize()
-print("ready", os.getpid(), torch.npu.current_stream().npu_stream, flush=True)
-sys.stdin.readline()
+result = torch.npu.current_stream().npu_stream
+"""
+UPDATE = """
 x.add_(1)
-update = client.update_tables(tables, [3], rows={0: [1]}, after=ring.record_event())
-print(client.wait(update).sequence, flush=True)
-sys.stdin.readline()
+result = client.wait(client.update_tables(tables, [3], rows={0: [1]}, after=ring.record_event())).sequence
 """
 
 
@@ -123,30 +117,21 @@ def test_an_engine_that_hangs_in_its_replay_holds_nobody_else_up(
     """Its update waits on the device for the replay; other engines' updates go on, and its death ends it."""
     tables = client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)
     ring = client.open_events(device)
-    command = [sys.executable, "-c", ENGINE, os.fspath(daemon.runtime_dir), device]
-    with subprocess.Popen(command, cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
-        try:
-            assert victim.stdout is not None
-            assert victim.stdin is not None
-            ready = next(line for line in victim.stdout if line.startswith("ready")).split()
-            with simulator.held(process=int(ready[1]), stream=int(ready[2])):
-                victim.stdin.write("\n")
-                victim.stdin.flush()
-                assert victim.stdout.readline().strip() == "1"
-                for step in range(5):
-                    client.wait(
-                        client.update_tables(
-                            tables, [step + 1], rows={0: [step + 1, 9]}, after=ring.record_event(), deadline_s=5
-                        )
-                    )
-                    tables.order()
-                    assert tables.block_tables[0].tolist()[: 1 + step // 4] == [step + 1, 9][: 1 + step // 4]
-                victim.kill()
-                victim.wait()
-                wait_until(lambda: len(client.status().tables) == 1)
-                client.wait(client.update_tables(tables, [2], after=ring.record_event(), deadline_s=5))
-        finally:
+
+    def update(*arguments: Any, **more: Any) -> None:  # noqa: ANN401  an update's
+        client.wait(client.update_tables(tables, *arguments, **more, after=ring.record_event(), deadline_s=5))
+
+    with Child(simulator) as victim:
+        stream = victim.do(ENGINE.format(directory=str(daemon.runtime_dir), device=device))
+        with simulator.held(process=victim.pid, stream=stream):
+            assert victim.do(UPDATE) == 1
+            for step in range(5):
+                update([step + 1], rows={0: [step + 1, 9]})
+                tables.order()
+                assert tables.block_tables[0].tolist()[: 1 + step // 4] == [step + 1, 9][: 1 + step // 4]
             victim.kill()
+            wait_until(lambda: len(client.status().tables) == 1)
+            update([2])
     tables.order()
     assert tables.seq_lens.tolist() == [2, 0, 0, 0]
     client.delete_tables(tables)

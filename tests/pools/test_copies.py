@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -11,18 +13,31 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.pools.planning.copies import (
+    MANY_RUNS,
     MAX_VECTOR,
     CopyBlocks,
+    CopyChunk,
+    cells_of,
     chunk_bounds,
+    copy_by_size,
     copy_one_by_one,
     copy_vectored,
+    cut_copy_chunks,
+    gather,
+    scatter,
+    segments_that_fit,
     split_blocks,
+    total_segments,
     vectored_copy_works,
 )
-from kvferry.pools.planning.plan import Blocks
-from kvferry.protocol.errors import TransferFailedError
+from kvferry.pools.planning.geometry import Heads
+from kvferry.pools.planning.plan import Blocks, PlanSide, make_side
+from kvferry.protocol.errors import BounceBufferTooSmallError, TransferFailedError
+from kvferry.protocol.manifests import Entry
+from tests.pools.sides import ENTRY_BYTES, SIZES, bytes_of, extents, side_of, sides
+from tests.pools.tagged_memory import UNTOUCHED, Memory, TransferCase, cases, expected_memory, plans_of
 
-SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=20)
+BLOCK_SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=20)
 UNMAPPED = 8  # no process maps its first page
 
 
@@ -37,7 +52,7 @@ def covered(blocks: Blocks) -> list[tuple[int, int]]:
     return [(start + i, to + i) for start, to, size in blocks.tolist() for i in range(size)]
 
 
-@given(SIZES, st.integers(1, 60))
+@given(BLOCK_SIZES, st.integers(1, 60))
 def test_split_blocks_copy_the_same_bytes_in_order(sizes: list[int], max_bytes: int) -> None:
     blocks = blocks_of(sizes)
     split = split_blocks(blocks, max_bytes)
@@ -47,7 +62,7 @@ def test_split_blocks_copy_the_same_bytes_in_order(sizes: list[int], max_bytes: 
     assert split.dtype == np.uint64
 
 
-@given(SIZES, st.integers(1, 200))
+@given(BLOCK_SIZES, st.integers(1, 200))
 @example([7, 7, 7], 7)
 @example([1], 1)
 def test_chunks_tile_the_blocks(sizes: list[int], chunk_bytes: int) -> None:
@@ -57,7 +72,7 @@ def test_chunks_tile_the_blocks(sizes: list[int], chunk_bytes: int) -> None:
     assert bounds == sorted(set(bounds))
 
 
-@given(SIZES, st.integers(1, 200))
+@given(BLOCK_SIZES, st.integers(1, 200))
 @example([7, 7, 7], 7)
 @example([50, 1], 50)
 def test_a_chunk_exceeds_its_size_by_less_than_a_block(sizes: list[int], chunk_bytes: int) -> None:
@@ -66,7 +81,7 @@ def test_a_chunk_exceeds_its_size_by_less_than_a_block(sizes: list[int], chunk_b
         assert sum(sizes[start:stop]) < chunk_bytes + sizes[stop - 1]
 
 
-@given(SIZES, st.integers(1, 200))
+@given(BLOCK_SIZES, st.integers(1, 200))
 @example([7, 7, 7], 7)
 def test_small_blocks_share_a_chunk(sizes: list[int], chunk_bytes: int) -> None:
     chunks = len(chunk_bounds(blocks_of(sizes), chunk_bytes)) - 1
@@ -110,3 +125,188 @@ def test_blocks_before_an_unmapped_one_are_copied(require: Callable[[object, str
     with pytest.raises(TransferFailedError, match="8 of 16 bytes"):
         copy_vectored(np.array([good, [UNMAPPED, destination.ctypes.data, 8]], np.uint64))
     assert (destination == source).all()
+
+
+# -- gathering and scattering against the byte-level oracle, copy chunks, and that nothing beside is touched.
+
+
+MARGIN = 16
+WAIT_S = 30.0
+SIDES = st.builds(
+    lambda sizes, pages, cut: side_of(sizes, pages, cut=cut), SIZES, st.integers(1, 2 * MANY_RUNS), st.booleans()
+)
+
+
+WIDE = Entry(component="main", role="k", layer=0, base=0, pages=9, page_bytes=48, page_tokens=1, heads=2)
+
+
+def best_copy() -> CopyBlocks:
+    return copy_by_size if vectored_copy_works() else copy_one_by_one
+
+
+def copy_chunk_of(source: Memory, side: PlanSide, copy_chunk: CopyChunk, offset: int = 0) -> Memory:
+    """Gather a copy chunk, and check that only it was written."""
+    staging = np.full(copy_chunk.size_bytes + 2 * MARGIN, UNTOUCHED, np.uint8)
+    start = MARGIN + offset
+    gather(side, source.ctypes.data, copy_chunk.first, copy_chunk.stop, staging.ctypes.data + start, best_copy())
+    around = np.delete(staging, np.arange(start, start + copy_chunk.size_bytes))
+    assert (around == UNTOUCHED).all()
+    return staging[start : start + copy_chunk.size_bytes]
+
+
+@given(cases(), st.integers(0, 500), st.integers(0, 9))
+def test_every_byte_arrives_by_copy_chunks_and_no_other_changes(
+    case: TransferCase, extra_bytes: int, offset: int
+) -> None:
+    destination = np.full(case.region_bytes, UNTOUCHED, np.uint8)
+    for source, _, plan in plans_of(case):
+        before = source.memory.copy()
+        largest = int(plan.source.segment_bytes.max())
+        copy_chunks = cut_copy_chunks(plan.source, largest + extra_bytes)
+        assert copy_chunks == cut_copy_chunks(plan.destination, largest + extra_bytes)
+        for copy_chunk in copy_chunks[::-1]:
+            sent = copy_chunk_of(source.memory, plan.source, copy_chunk, offset)
+            at = destination.ctypes.data
+            scatter(plan.destination, at, copy_chunk.first, copy_chunk.stop, sent.ctypes.data, best_copy())
+        assert (source.memory == before).all()
+    assert (destination == expected_memory(case)).all()
+
+
+@given(cases())
+def test_the_order_of_bytes_is_that_of_the_segments(case: TransferCase) -> None:
+    for source, _, plan in plans_of(case):
+        everything = CopyChunk(0, total_segments(plan.source), plan.total_bytes)
+        together = copy_chunk_of(source.memory, plan.source, everything)
+        sizes = np.repeat(plan.source.segment_bytes, len(plan.source.ids)).tolist()
+        one_by_one = [
+            copy_chunk_of(source.memory, plan.source, CopyChunk(number, number + 1, size))
+            for number, size in enumerate(sizes)
+        ]
+        assert (together == np.concatenate(one_by_one)).all()
+
+
+@given(SIDES, st.data())
+def test_scatter_undoes_gather(side: PlanSide, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, total_segments(side) - 1))
+    stop = data.draw(st.integers(first, total_segments(side)))
+    size_bytes = int(np.repeat(side.segment_bytes, len(side.ids))[first:stop].sum())
+    source = np.random.default_rng(0).integers(0, 256, ENTRY_BYTES * len(side.base), np.uint8)
+    sent = copy_chunk_of(source, side, CopyChunk(first, stop, size_bytes))
+    back = np.full(len(source), UNTOUCHED, np.uint8)
+    scatter(side, back.ctypes.data, first, stop, sent.ctypes.data, best_copy())
+    assert (copy_chunk_of(back, side, CopyChunk(first, stop, size_bytes)) == sent).all()
+    assert np.count_nonzero(back != UNTOUCHED) <= size_bytes
+
+
+@given(SIDES, st.integers(0, 100))
+@example(make_side([WIDE], None, np.arange(5, 0, -1)), 24)
+@example(make_side([WIDE], [Heads(1, 1)], np.arange(5, 0, -1)), 24)
+def test_copy_chunks_tile_the_segments_and_are_as_full_as_can_be(side: PlanSide, extra_bytes: int) -> None:
+    segments = np.repeat(side.segment_bytes, len(side.ids)).tolist()
+    max_bytes = max(segments) + extra_bytes
+    copy_chunks = cut_copy_chunks(side, max_bytes)
+    assert [copy_chunk.first for copy_chunk in copy_chunks] == [
+        0,
+        *(copy_chunk.stop for copy_chunk in copy_chunks[:-1]),
+    ]
+    assert copy_chunks[-1].stop == len(segments) == total_segments(side)
+    for copy_chunk in copy_chunks:
+        assert copy_chunk.size_bytes == sum(segments[copy_chunk.first : copy_chunk.stop]) <= max_bytes
+        if copy_chunk.stop < len(segments):
+            assert copy_chunk.size_bytes + segments[copy_chunk.stop] > max_bytes
+
+
+def test_a_segment_that_no_slot_holds_is_refused() -> None:
+    side = side_of([(4, 2, 8), (4, 2, 16)], 3, cut=True)
+    assert len(cut_copy_chunks(side, 64)) == 5
+    with pytest.raises(
+        BounceBufferTooSmallError, match=r"entry 1 sends 64 bytes per page \(page_bytes 128\); a bounce buffer has 63"
+    ):
+        cut_copy_chunks(side, 63)
+
+
+def test_nothing_is_asked_for() -> None:
+    side = side_of([(4, 2, 8)], 3, cut=True)
+    unmapped = 8
+    gather(side, unmapped, 2, 2, unmapped)
+    scatter(side, unmapped, 0, 0, unmapped)
+
+
+@pytest.mark.parametrize("way", [gather, scatter])
+def test_slices_are_copied_without_the_lock_of_the_interpreter(way: Callable[..., None]) -> None:
+    # Few and long slices: with many, working out where they lie releases it as well.
+    side, pages, rounds = side_of([(2, 2, 1 << 19)], 8, cut=True), 8, 50
+    memory, flat = np.zeros((pages + 1) << 21, np.uint8), np.zeros(pages << 20, np.uint8)
+    begun, done = threading.Event(), [0]
+
+    def copy_on() -> None:
+        begun.set()
+        for _ in range(rounds):
+            way(side, memory.ctypes.data, 0, pages, flat.ctypes.data)
+            done[0] += 1
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(WAIT_S)  # the other thread keeps the lock until it gives it away
+    try:
+        thread = threading.Thread(target=copy_on)
+        thread.start()
+        begun.wait(WAIT_S)
+        done_by_now = done[0]
+        thread.join(WAIT_S)
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert done_by_now < done[0] == rounds
+
+
+# -- segments as numbered cells: what a device takes by number are the bytes that the host gathers.
+
+
+@given(sides(), st.data())
+@example(side_of([(2, 3, 4)], 9, cut=True), None)
+@example(side_of([(2, 3, 4), (1, 4, 5)], 9, cut=True, held=2), None)
+@example(side_of([(2, 3, 4), (1, 1, 7)], 9, cut=False), None)
+def test_cells_by_number_are_the_bytes_that_the_host_gathers(side: PlanSide, data: st.DataObject | None) -> None:
+    first, stop = data.draw(extents(side)) if data else (0, total_segments(side))
+    memory = np.random.default_rng(0).integers(0, 256, ENTRY_BYTES * len(side.base), np.uint8)
+    expected = np.zeros(bytes_of(side, first, stop), np.uint8)
+    gather(side, memory.ctypes.data, first, stop, expected.ctypes.data)
+    taken = np.zeros_like(expected)
+    written = np.zeros(len(expected), int)
+    for cells in cells_of(side, first, stop):
+        rows = int(cells.numbers.max()) + 1
+        end = cells.offset_bytes + rows * cells.cell_bytes
+        assert end <= len(memory), "no byte beyond the last cell is named"
+        view = memory[cells.offset_bytes : end].reshape(rows, cells.cell_bytes)
+        flat = slice(cells.flat_bytes, cells.flat_bytes + cells.size_bytes)
+        taken[flat] = view[cells.numbers].reshape(-1)
+        written[flat] += 1
+    assert (taken == expected).all()
+    assert (written == 1).all()
+
+
+@given(sides(), st.data(), st.integers(0, 300))
+def test_as_many_segments_as_fit_and_never_none(side: PlanSide, data: st.DataObject, extra_bytes: int) -> None:
+    first, stop = data.draw(extents(side))
+    max_bytes = data.draw(st.integers(1, 60)) + extra_bytes
+    end = segments_that_fit(side, first, stop, max_bytes)
+    assert first < end <= stop
+    assert end == first + 1 or bytes_of(side, first, end) <= max_bytes
+    if end < stop:
+        assert bytes_of(side, first, end + 1) > max_bytes
+
+
+def test_a_whole_page_is_one_cell_and_entries_share_their_numbers() -> None:
+    side = side_of([(2, 3, 4), (1, 1, 7)], 9, cut=False)
+    k, v = cells_of(side, 0, total_segments(side))
+    assert (k.cell_bytes, v.cell_bytes) == (24, 7)
+    assert k.numbers is v.numbers is side.ids, "their upload is worth once"
+    assert (k.flat_bytes, v.flat_bytes) == (0, 9 * 24)
+    assert list(cells_of(side, 4, 4)) == []
+
+
+def test_a_slice_is_cut_into_the_widest_cells() -> None:
+    (cells,) = cells_of(side_of([(2, 3, 4)], 1, cut=True), 0, 1)
+    assert (cells.offset_bytes, cells.cell_bytes) == (8, 4)
+    assert cells.numbers.tolist() == [6, 9], "page 1 begins with row 2 of three heads"
+    (cells,) = cells_of(side_of([(1, 3, 4)], 1, cut=True, held=2), 0, 1)
+    assert (cells.cell_bytes, cells.numbers.tolist()) == (4, [3, 4]), "two of three heads are no whole part of a row"

@@ -1,4 +1,4 @@
-"""Checks of page lists: exactly which error, and which page it names."""
+"""Coalescing: runs give the lists back, cannot be longer, and keep the order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.page_ids import check_distinct, check_equal_length, check_range
+from kvferry.pools.planning.page_ids import Runs, check_distinct, check_equal_length, check_range, coalesce
 from kvferry.protocol.errors import (
     DuplicatePageError,
     EmptyPagesError,
@@ -15,6 +15,63 @@ from kvferry.protocol.errors import (
     LengthMismatchError,
     PageOutOfRangeError,
 )
+
+NEARBY = st.integers(1, 12)
+PAIRS = st.lists(st.tuples(NEARBY, NEARBY), max_size=40)
+EXTENTS = st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(1, 1 << 40), st.integers(1, 9)), max_size=8)
+
+
+def runs_of(pairs: list[tuple[int, int]]) -> Runs:
+    lists = np.array(pairs, np.int64).reshape(-1, 2)
+    return coalesce(lists[:, 0].copy(), lists[:, 1].copy())
+
+
+def expanded(runs: Runs) -> list[tuple[int, int]]:
+    return [
+        (source + i, destination + i)
+        for source, destination, pages in zip(*(one.tolist() for one in runs), strict=True)
+        for i in range(pages)
+    ]
+
+
+@given(PAIRS)
+@example([(1, 5), (2, 7), (3, 8)])  # contiguous at the source alone
+@example([(1, 5), (3, 6), (4, 7)])  # contiguous at the destination alone
+@example([(3, 3), (2, 2), (1, 1)])  # descending
+@example([(1, 1), (1, 2), (1, 3)])  # one page again and again
+def test_runs_give_the_lists_back(pairs: list[tuple[int, int]]) -> None:
+    assert expanded(runs_of(pairs)) == pairs
+
+
+@given(PAIRS)
+def test_runs_are_maximal(pairs: list[tuple[int, int]]) -> None:
+    runs = runs_of(pairs)
+    assert (runs.pages >= 1).all()
+    ends = zip(runs.source + runs.pages, runs.destination + runs.pages, strict=True)
+    starts = zip(runs.source[1:], runs.destination[1:], strict=True)
+    assert not any(end == start for end, start in zip(ends, starts, strict=False))
+
+
+@given(EXTENTS)
+def test_extents_are_found_again(extents: list[tuple[int, int, int]]) -> None:
+    pairs = [(source + i, destination + i) for source, destination, pages in extents for i in range(pages)]
+    runs = runs_of(pairs)
+    assert expanded(runs) == pairs
+    assert len(runs.pages) <= len(extents)
+
+
+def test_empty_lists_have_no_run() -> None:
+    assert [len(one) for one in runs_of([])] == [0, 0, 0]
+
+
+def test_the_lists_are_not_written_to() -> None:
+    pages = np.array([4, 5, 9], np.int64)
+    pages.flags.writeable = False
+    assert coalesce(pages, pages).pages.tolist() == [2, 1]
+
+
+# -- checks of page lists: exactly which error, and which page it names.
+
 
 POOL_PAGES = 8
 IDS = st.lists(st.integers(-3, POOL_PAGES + 3) | st.integers(-(1 << 63), (1 << 63) - 1), max_size=8)
