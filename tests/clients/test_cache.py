@@ -21,7 +21,6 @@ from kvferry.protocol.errors import (
     LengthMismatchError,
     OutOfMemoryError,
     OverloadedError,
-    SnapshotDamagedError,
     TierOffError,
     UnknownComponentError,
     UnknownLeaseError,
@@ -232,45 +231,7 @@ def test_what_nobody_pins_gives_way(small: DaemonProcess, name: str) -> None:
         pool.close()
 
 
-@pytest.mark.host_only
-def test_an_operator_pins_by_hand(client: Client, pool: Filled) -> None:
-    client.wait_done(client.store(pool.name, hashes(3), client.allocate(pool.name, 3)))
-    assert client.pin_cached(hashes(2)) == 2
-    assert client.pin_cached(hashes(2)) == 2
-    assert client.evict_cached().kept == 2
-    assert client.pin_cached(hashes(2), pinned=False) == 2
-    assert client.evict_cached().blocks == 2
-    assert client.pin_cached(hashes(1)) == 0
-
-
 # -- damage
-
-
-def test_a_damaged_snapshot_leaves_its_target_as_it_was(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
-    ids = client.allocate(pool.name, 4)
-    marked = pool.write(ids, seed=7)
-    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
-    _flip(daemon, marked[1][1, 2].numpy().tobytes())
-    others = client.allocate(pool.name, 4)
-    before = pool.write(others, seed=8)
-    with pytest.raises(SnapshotDamagedError, match=r"block 2 of 4 of space .main."):
-        client.wait_done(client.restore(pool.name, snapshot, [pages(others)]))
-    assert pool.holds(others, before)
-    client.drop_snapshot(snapshot)
-
-
-def test_a_damaged_cached_block_is_a_miss(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
-    ids = client.allocate(pool.name, 3)
-    marked = pool.write(ids, seed=9)
-    client.wait_done(client.store(pool.name, hashes(3), ids))
-    found = client.lookup(pool.name, hashes(3))
-    _flip(daemon, marked[0][0, 1].numpy().tobytes())
-    operation = client.load(pool.name, found.lease, client.allocate(pool.name, 3))
-    with pytest.raises(CacheMissError, match="damaged"):
-        client.wait_done(operation)
-    assert operation.done is not None
-    assert operation.done.loaded == 0
-    assert client.lookup(pool.name, hashes(3), pin=False).blocks == 1
 
 
 def _flip(daemon: DaemonProcess, content: bytes) -> None:

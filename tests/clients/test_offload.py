@@ -8,13 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, MhaSpec, new_request_id, pages, pages_wanted
+from kvferry.clients import Client, new_request_id, pages, pages_wanted
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
     InvalidFieldError,
     KvferryError,
-    LayoutMismatchError,
     LengthMismatchError,
     NotOwnerError,
     PoolFullError,
@@ -22,7 +21,7 @@ from kvferry.protocol.errors import (
     UnknownOperationError,
     UnknownSnapshotError,
 )
-from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, SPEC, Filled, arena_of, hashes
+from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 
 pytestmark = pytest.mark.any_device
@@ -64,29 +63,6 @@ def test_another_session_restores_into_a_pool_of_another_size(
         target.close()
 
 
-def test_released_pages_are_free_once_they_are_copied(client: Client, pool: Filled) -> None:
-    ids = client.allocate(pool.name, 16)
-    content = pool.write(ids, seed=4)
-    operation = client.offload(pool.name, [pages(ids)], release=True)
-    client.wait_done(operation)
-    with pytest.raises(NotOwnerError):
-        client.free(pool.name, ids[:1])
-    others = client.allocate(pool.name, 16)
-    client.wait_done(client.restore(pool.name, operation.snapshot, [pages(others[::-1].copy())], drop=True))
-    assert pool.holds(others[::-1].copy(), content)
-
-
-def test_a_page_that_is_freed_meanwhile_is_free_at_the_end(client: Client, pool: Filled) -> None:
-    ids = client.allocate(pool.name, 16)
-    content = pool.write(ids, seed=5)
-    operation = client.offload(pool.name, [pages(ids)])
-    client.free(pool.name, ids)  # accepted, and deferred where the copy is still under way
-    client.wait_done(operation)
-    others = client.allocate(pool.name, 16)
-    client.wait_done(client.restore(pool.name, operation.snapshot, [pages(others)], drop=True))
-    assert pool.holds(others, content)
-
-
 def test_a_restore_waits_until_pages_are_free(client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 10)
     content = pool.write(ids, seed=6)
@@ -107,15 +83,6 @@ def test_a_restore_waits_until_pages_are_free(client: Client, pool: Filled) -> N
     client.drop_snapshot(snapshot)
 
 
-def test_a_restore_can_be_asked_for_before_its_offload_is_done(client: Client, pool: Filled) -> None:
-    ids = client.allocate(pool.name, 8)
-    content = pool.write(ids, seed=7)
-    operation = client.wait_accepted(client.offload(pool.name, [pages(ids)]))
-    back = client.restore(pool.name, operation.snapshot, drop=True)
-    client.wait_done(back)
-    assert pool.holds(back.pages["main"], content)
-
-
 def test_every_page_space_of_a_hybrid_pool_goes_and_comes(client: Client, name: str) -> None:
     pool = Filled(client, name, HYBRID)
     main, swa = client.allocate(name, 5), client.allocate(name, 3, "swa")
@@ -133,23 +100,6 @@ def test_every_page_space_of_a_hybrid_pool_goes_and_comes(client: Client, name: 
     with pytest.raises(UnknownComponentError, match="swa"):
         client.wait_done(client.offload(name, [pages(back.pages["main"])]))
     pool.close()
-
-
-@pytest.mark.host_only
-def test_another_layout_is_refused_by_the_name_of_the_entry(client: Client, pool: Filled, name: str) -> None:
-    ids = client.allocate(pool.name, 2)
-    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
-    wider = MhaSpec(layers=2, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
-    client.create_pool(f"{name}-wider", wider).close()
-    with pytest.raises(LayoutMismatchError, match=r"main/v/3: page_bytes is 64 in the snapshot, 128 in the pool"):
-        client.wait_done(client.restore(f"{name}-wider", snapshot, [pages(client.allocate(f"{name}-wider", 2))]))
-    fewer = MhaSpec(
-        layers=1, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32"
-    )
-    client.create_pool(f"{name}-fewer", fewer).close()
-    with pytest.raises(LayoutMismatchError, match=r"main/k/4: the snapshot has this entry, the pool does not"):
-        client.wait_done(client.restore(f"{name}-fewer", snapshot))
-    client.drop_snapshot(snapshot)
 
 
 @pytest.mark.host_only
@@ -223,21 +173,6 @@ def test_a_restore_that_waits_can_be_cancelled_or_late(client: Client, pool: Fil
     client.drop_snapshot(snapshot)
     with pytest.raises(UnknownOperationError):
         client.cancel_operation(late)  # its event is acknowledged: the request before said so
-
-
-def test_a_snapshot_outlives_its_session_for_a_while(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
-    with Client.connect(daemon.runtime_dir, name="dies") as other:
-        theirs = Filled(other, f"{pool.name}-theirs", SPEC)
-        ids = other.allocate(theirs.name, 3)
-        content = theirs.write(ids, seed=10)
-        snapshot = other.wait_done(other.offload(theirs.name, [pages(ids)])).snapshot
-        theirs.close()
-    operation = client.restore(pool.name, snapshot)
-    client.wait_done(operation)
-    assert pool.holds(operation.pages["main"], content)
-    [shown] = [one for one in client.snapshots() if one.snapshot == snapshot]
-    assert shown.session is None
-    client.drop_snapshot(snapshot)
 
 
 def test_a_transfer_lands_in_the_host_tier_and_is_restored(client: Client, daemon: DaemonProcess, name: str) -> None:

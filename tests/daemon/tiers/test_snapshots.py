@@ -27,7 +27,6 @@ from kvferry.protocol.errors import (
     DeadlineError,
     KvferryError,
     LayoutMismatchError,
-    LengthMismatchError,
     NotOwnerError,
     OverloadedError,
     PageBusyError,
@@ -76,19 +75,6 @@ def test_a_snapshot_has_a_segment_for_each_list() -> None:
     assert made.pages == 5
     found = ids_for(made, lists_of(pool, swa=2, main=3))
     assert [one.tolist() for one in found] == [[1, 2, 3], [1, 2]]
-
-
-@pytest.mark.parametrize(
-    ("pages", "error"),
-    [
-        ({"main": 2, "swa": 2}, LengthMismatchError),
-        ({"main": 3, "swa": 3}, LengthMismatchError),
-    ],
-)
-def test_other_lists_do_not_fit(pages: dict[str, int], error: type[KvferryError]) -> None:
-    pool = pool_of(HYBRID)
-    with pytest.raises(error):
-        ids_for(snapshot_of(pool, main=3, swa=2), lists_of(pool, **pages))
 
 
 def test_each_segment_needs_its_list_and_each_list_its_segment() -> None:
