@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -17,6 +17,7 @@ from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.operations import Ending, Operation, Operations
 from kvferry.daemon.tiers.snapshots import (
+    PageHold,
     Snapshot,
     SnapshotRegistry,
     check_layout,
@@ -25,6 +26,7 @@ from kvferry.daemon.tiers.snapshots import (
     new_segments,
 )
 from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges
+from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.planning.manifest import space_of
 from kvferry.pools.planning.page_ids import PageIds, check_distinct
 from kvferry.pools.pool import Pool, check_models
@@ -59,7 +61,7 @@ class _Restoring:
         self.pool = pool
         self.snapshot = snapshot
         self.ids: list[PageIds] = []
-        self.release: Callable[[], None] = lambda: None
+        self.hold = PageHold(write=True)
 
 
 class OffloadService:
@@ -203,7 +205,7 @@ class OffloadService:
         else:
             lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
             restoring.ids = ids_for(snapshot, lists)
-            restoring.release = hold_pages(pool, call.session.owner_id, lists, write=True).release
+            restoring.hold = hold_pages(pool, call.session.owner_id, lists, write=True)
         operation = self._operations.begin(
             call,
             "restore",
@@ -283,21 +285,15 @@ class OffloadService:
         """Allocate all pages that a restore needs, or none; return whether it has them."""
         pool, segments = restoring.pool, restoring.snapshot.segments
         spaces = [pool.space(space_of(pool.manifest, segment.component)) for segment in segments]
-        wanted: dict[int, int] = {}
+        wanted: Counter[PageAllocator] = Counter()
         for space, segment in zip(spaces, segments, strict=True):
-            wanted[id(space)] = wanted.get(id(space), 0) + segment.count
-        if any(space.free_count < wanted[id(space)] for space in spaces):
+            wanted[space] += segment.count
+        if any(space.free_count < count for space, count in wanted.items()):
             return False
         owner = restoring.call.session.owner_id
         restoring.ids = [space.allocate(owner, segment.count) for space, segment in zip(spaces, segments, strict=True)]
         for space, ids in zip(spaces, restoring.ids, strict=True):
-            space.begin_write(owner, ids, "pages")
-
-        def release() -> None:
-            for space, ids in zip(spaces, restoring.ids, strict=True):
-                space.end_write(ids)
-
-        restoring.release = release
+            restoring.hold.add(space, owner, ids, "pages")
         return True
 
     def _copy_back(self, operation: Operation, restoring: _Restoring) -> None:
@@ -309,7 +305,7 @@ class OffloadService:
 
     def _restored(self, operation: Operation, restoring: _Restoring, error: KvferryError | None) -> Ending:
         snapshot, body = restoring.snapshot, restoring.body
-        restoring.release()
+        restoring.hold.release()
         done = TierDone(operation=operation.number, kind="restore", snapshot=snapshot.name)
         ids: tuple[PageIds, ...] = ()
         unheard = body.allocate and operation.session.ended  # nobody is told of the pages it allocated

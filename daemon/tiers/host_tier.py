@@ -245,7 +245,7 @@ class Demotions:
 
     def add(self, block: CachedBlock) -> bool:
         """Queue a block that the tier does not have; False where too many wait."""
-        if self._tier in block.tiers or block in self._waiting:
+        if self._tier in block.tiers:
             return True
         if len(self._waiting) >= MAX_DEMOTIONS:
             return False

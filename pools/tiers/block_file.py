@@ -23,8 +23,10 @@ import os
 import re
 import stat
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -251,7 +253,6 @@ _MOST_VIEWS = 1024
 class BufferSlice(NamedTuple):
     """Consecutive bytes of one buffer; ``ends``: they are its last."""
 
-    buffer: int
     view: memoryview
     ends: bool
 
@@ -261,36 +262,35 @@ class Cursor:
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         """Start at the first byte of ``buffers``."""
-        self._buffers = [buffer.cast("B") for buffer in buffers]
-        self._index = 0
-        self._offset = 0
-        self.left_bytes = sum(buffer.nbytes for buffer in self._buffers)
+        self._left = deque(buffer.cast("B") for buffer in buffers)  # the rest of the first one, and the others
+        self.left_bytes = sum(buffer.nbytes for buffer in self._left)
 
-    def peek(self, max_bytes: int) -> list[BufferSlice]:
+    def peek(self, max_bytes: int) -> list[memoryview]:
         """Return the next ``max_bytes`` bytes; fewer at the end, or if they span more buffers than a call takes."""
         assert max_bytes > 0
-        slices: list[BufferSlice] = []
-        index, offset = self._index, self._offset
-        while max_bytes > 0 and index < len(self._buffers) and len(slices) < _MOST_VIEWS:
-            view = self._buffers[index][offset : offset + max_bytes]
-            max_bytes -= view.nbytes
-            ends = offset + view.nbytes == self._buffers[index].nbytes
-            slices.append(BufferSlice(index, view, ends))
-            index, offset = index + 1, 0
-        return slices
+        views: list[memoryview] = []
+        for buffer in islice(self._left, _MOST_VIEWS):
+            if max_bytes <= 0:
+                break
+            views.append(buffer[:max_bytes])
+            max_bytes -= views[-1].nbytes
+        return views
 
     def advance(self, count: int) -> list[BufferSlice]:
-        """Advance by ``count`` bytes and return them."""
-        slices = self.peek(count)
-        assert sum(one.view.nbytes for one in slices) == count
-        for index, view, ends in slices:
-            self._index, self._offset = (index + 1, 0) if ends else (index, self._offset + view.nbytes)
+        """Advance by ``count`` bytes, at most what ``peek`` returned, and return them."""
         self.left_bytes -= count
+        slices: list[BufferSlice] = []
+        while count > 0:
+            buffer = self._left.popleft()
+            if buffer.nbytes > count:
+                self._left.appendleft(buffer[count:])
+            slices.append(BufferSlice(buffer[:count], buffer.nbytes <= count))
+            count -= slices[-1].view.nbytes
         return slices
 
     def release(self) -> None:
         """Drop the buffers: memory cannot be unmapped while views of it exist."""
-        self._buffers = []
+        self._left.clear()
 
 
 class PageDigests:
@@ -404,7 +404,7 @@ class BlockWriter:
 
     def _write(self, max_bytes: int) -> None:
         position = self.size_bytes - self._cursor.left_bytes
-        count = os.pwritev(self.fd, [one.view for one in self._cursor.peek(max_bytes)], position)
+        count = os.pwritev(self.fd, self._cursor.peek(max_bytes), position)
         written = self._cursor.advance(count)
         if self._digests is not None:
             self._digests.update(written)
@@ -517,8 +517,7 @@ class BlockReader:
 
     def _read(self, max_bytes: int) -> None:
         with disk_errors(self._path):
-            views = [one.view for one in self._cursor.peek(max_bytes)]
-            count = os.preadv(self.fd, views, self._position)
+            count = os.preadv(self.fd, self._cursor.peek(max_bytes), self._position)
         if not count:
             raise self._not_the_block(f"it ends after {self._position} of {self.size_bytes} bytes")
         self._position += count
