@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import pytest
@@ -152,31 +152,6 @@ async def test_an_op_is_sent_until_its_last_write_has_ended(source: Source) -> N
     assert source.settled == 1, "once"
 
 
-@pytest.mark.parametrize("may_still_land", [False, True])
-async def test_a_write_that_fails_is_answered(source: Source, *, may_still_land: bool) -> None:
-    _, message = source.asked()
-    source.grant(message)
-    await source.executor.run()
-    with capture_logs():
-        source.writer.begun[0].on_done(WriteFailedError("cut off", may_still_land=may_still_land))
-    (written,) = source.said.of(Written)
-    assert written.error is not None
-    assert (written.error.code, written.may_still_land) == ("TRANSFER_FAILED", may_still_land)
-    source.grant(message, 2)
-    await source.executor.run()
-    assert len(source.writer.begun) == 2, "its buffer is free again"
-
-
-async def test_a_writer_that_refuses_is_answered(source: Source) -> None:
-    _, message = source.asked()
-    source.writer.refuse_after = 0
-    source.grant(message)
-    with capture_logs():
-        await source.executor.run()
-    assert source.written == [(1, "TRANSFER_FAILED")]
-    assert not source.said.of(Written)[0].may_still_land
-
-
 async def test_late_writes_are_counted(source: Source) -> None:
     _, message = source.asked()
     source.grant(message)
@@ -204,26 +179,47 @@ async def test_runs_are_written_one_by_one_and_answered_together(source: Source)
     assert source.written == [(1, "OK")]
 
 
-async def test_that_something_may_still_land_outweighs_other_errors(source: Source) -> None:
+class Fault(NamedTuple):
+    """How the writes of one grant fail.
+
+    Attributes:
+        ends: for each write that begins, whether it may still land; None: it has landed.
+        refuse_after: so many writes begin.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    ends: tuple[bool | None, ...]
+    refuse_after: int | None = None
+
+
+FAULTS: Final = {
+    "refused": Fault((), (), refuse_after=0),
+    "failed": Fault((), (False,)),
+    "may still land": Fault((), (True,)),
+    "may still land, and failed": Fault(RUNS, (True, False)),
+    "failed, and may still land": Fault(RUNS, (False, True)),
+    "the second is refused": Fault(RUNS, (None,), refuse_after=1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_grant_whose_writes_fail_is_answered_when_all_have_ended(fault: str) -> None:
+    source, (runs, ends, refuse_after) = Source(buffers=1), FAULTS[fault]
     _, message = source.asked()
-    source.grant(message, runs=RUNS)
-    await source.executor.run()
+    source.writer.refuse_after = refuse_after
+    source.grant(message, runs=runs)
     with capture_logs():
-        source.writer.begun[0].on_done(WriteFailedError("unclear", may_still_land=True))
-        source.writer.begun[1].on_done(WriteFailedError("refused", may_still_land=False))
+        await source.executor.run()
+        for begun, end in zip(source.writer.begun, ends, strict=True):
+            assert source.written == []
+            begun.on_done(None if end is None else WriteFailedError("cut off", may_still_land=end))
     (written,) = source.said.of(Written)
-    assert written.may_still_land
-
-
-async def test_a_run_that_cannot_begin_fails_the_grant_when_the_others_have_ended(source: Source) -> None:
-    _, message = source.asked()
-    source.writer.refuse_after = 1
-    source.grant(message, runs=RUNS)
+    assert written.error is not None
+    assert (written.error.code, written.may_still_land) == ("TRANSFER_FAILED", True in ends)
+    source.writer.refuse_after = None
+    source.grant(message, 2)
     await source.executor.run()
-    assert source.written == []
-    with capture_logs():
-        source.writer.begun[0].on_done(None)
-    assert source.written == [(1, "TRANSFER_FAILED")]
+    assert len(source.writer.begun) == len(ends) + 1, "its staging buffer is free again"
 
 
 # -- ends

@@ -173,37 +173,31 @@ async def test_a_pool_that_cannot_be_mapped_fails_all_that_wait(home: Home, refu
 # -- stopped, and lost
 
 
-async def test_an_op_that_is_stopped_before_it_is_copied_is_over_at_once(home: Home) -> None:
+@pytest.mark.parametrize("fault", ["CANCELLED", "PEER_LOST"])
+@pytest.mark.parametrize("when", ["mapping", "copying", "confirming"])
+async def test_an_op_that_fails_is_over_when_nothing_is_copied(home: Home, fault: str, when: str) -> None:
     op = home.start()
-    home.pull.stop(op.op_id)
+    if when != "mapping":
+        await home.executor.run()
+    if when == "confirming":
+        home.copier.finish(op.op_id)
+    if fault == "CANCELLED":
+        home.pull.stop(op.op_id)
+    else:
+        home.pull.peer_lost(home.harness.to_source, "its connection closed")
     await turns()
-    assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
-    await home.executor.run()
-    assert home.pool(op).mapping is None
-    assert is_closed(home.mapped[0]), "nobody wants it"
-    assert len(home.harness.reports) == 1
-
-
-async def test_an_op_that_is_stopped_while_it_is_copied_is_over_afterwards(home: Home) -> None:
-    op = home.start()
-    await home.executor.run()
-    home.pull.stop(op.op_id)
+    assert home.harness.outcomes == ([] if when == "copying" else [(op.op_id, fault)])
+    if when == "mapping":
+        await home.executor.run()
+        assert home.pool(op).mapping is None
+        assert is_closed(home.mapped[0]), "nobody wants it"
+    elif when == "copying":
+        assert home.copier.stopped == {op.op_id}
+        home.copier.finish(op.op_id)
+    home.confirm(op)
     await turns()
-    assert home.harness.reports == []
-    assert home.copier.stopped == {op.op_id}
-    home.copier.finish(op.op_id)
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
-    assert home.said.of(Confirm) == []
-
-
-async def test_a_peer_that_is_lost_while_it_is_asked_to_confirm(home: Home) -> None:
-    op = home.start()
-    await home.executor.run()
-    home.copier.finish(op.op_id)
-    home.pull.peer_lost(home.harness.to_source, "its connection closed")
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
+    assert home.harness.outcomes == [(op.op_id, fault)]
+    assert len(home.said.of(Confirm)) == (when == "confirming")
 
 
 async def test_a_peer_that_cannot_be_asked_to_confirm_is_lost(home: Home) -> None:
