@@ -7,6 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -51,25 +52,16 @@ def round_trip(effort: Effort) -> list[Row]:
         peer = median_round_trip(bare, [bytes(MESSAGE_BYTES)], pings)
         requests = [ping_frame(channel, number) for number in range(1, 65)]
         check_reply(raw, requests[0])
+        row = partial(compare, unit=MICROSECONDS, peer=peer, peer_is=ECHO, rounds=rounds, target=Target(1.3))
         return [
-            compare(
+            row(
                 "round_trip",
-                MICROSECONDS,
                 ours=lambda: statistics.median(client.ping() for _ in range(pings)) * 1e6,
-                peer=peer,
-                peer_is=ECHO,
-                rounds=rounds,
-                target=Target(1.3),
                 note="Client.ping with a session: our client and our daemon; the peer's client is a bare DEALER",
             ),
-            compare(
+            row(
                 "round_trip/daemon",
-                MICROSECONDS,
                 ours=median_round_trip(raw, requests, pings),
-                peer=peer,
-                peer_is=ECHO,
-                rounds=rounds,
-                target=Target(1.3),
                 note="the bare DEALER on both sides, with PINGs of a session encoded before: the daemon alone",
             ),
         ]
@@ -92,24 +84,17 @@ def pipelined(effort: Effort) -> list[Row]:
         pings = [ping_frame(channel, number) for number in range(1, 1025)]
         check_reply(raw, pings[0])
         peer = throughput(bare, endlessly([bytes(MESSAGE_BYTES)]), is_echo, messages)
+        row = partial(compare, unit=THOUSANDS_A_SECOND, peer=peer, peer_is=ECHO, rounds=rounds)
         return [
-            compare(
+            row(
                 "pipelined",
-                THOUSANDS_A_SECOND,
                 ours=throughput(raw, endlessly(pings), is_success, messages),
-                peer=peer,
-                peer_is=ECHO,
-                rounds=rounds,
                 target=Target(0.6),
                 note=f"{IN_FLIGHT} PINGs of a session in flight, every check on; the same bare DEALER on both sides",
             ),
-            compare(
+            row(
                 "pipelined/allocate_and_free",
-                THOUSANDS_A_SECOND,
                 ours=throughput(raw, allocations(channel), is_success, messages),
-                peer=peer,
-                peer_is=ECHO,
-                rounds=rounds,
                 note="the same with work: ALLOCATE and FREE of a page in turns, each with its reply kept for a retry",
             ),
         ]

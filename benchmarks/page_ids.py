@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import numpy as np
 
@@ -44,34 +46,26 @@ def measure(effort: Effort) -> list[Row]:
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ListMessage)
     packed = encoder.encode(message)
     peer_build = microseconds(lambda: encoder.encode(message), repeats)
+    row = partial(compare, unit=MICROSECONDS, peer_is=LIST, rounds=rounds)
     rows = [
-        compare(
+        row(
             "page_ids/build",
-            MICROSECONDS,
             ours=microseconds(lambda: encode(request, [ids]), repeats),
             peer=peer_build,
-            peer_is=LIST,
-            rounds=rounds,
             target=Target(20, "ours"),
             note="a SEND of 8192 pages to frames; the bytes are copied once more, into libzmq, when they are sent",
         ),
-        compare(
+        row(
             "page_ids/parse",
-            MICROSECONDS,
             ours=microseconds(lambda: decode_request(received), repeats),
             peer=microseconds(lambda: decoder.decode(packed), repeats),
-            peer_is=LIST,
-            rounds=rounds,
             target=Target(20, "ours"),
             note="the same frames to a checked request with the ids as an array",
         ),
-        compare(
+        row(
             "page_ids/build_from_list",
-            MICROSECONDS,
             ours=microseconds(lambda: encode(request, [pages(message.ids).ids]), repeats),
             peer=peer_build,
-            peer_is=LIST,
-            rounds=rounds,
             note="for engines that keep page ids as a list of int: the list must become an array first",
         ),
     ]
@@ -89,24 +83,21 @@ def against_sglang(peer: SGLang, request: Request, ids: PageIds, effort: Effort)
     assert isinstance(decoded, IncomingRequest)
     assert [one.tolist() for one in decoded.ids] == peer.unpack(packed, "i") == [ids.tolist()]
     assert peer.pack(indices, "i") == packed
+    row = partial(compare, unit=MICROSECONDS, rounds=rounds)
     where = "what SGLang sends state indices (sliding windows, indexers) with; its main list goes as int32 bytes"
     return [
-        compare(
+        row(
             "page_ids/build_against_sglang",
-            MICROSECONDS,
             ours=microseconds(lambda: encode(request, [ids]), repeats),
             peer=microseconds(lambda: peer.pack(indices, "i"), effort.pick(20, 2)),
             peer_is=f"SGLang {peer.version}: pack_int_lists of one array",
-            rounds=rounds,
             note=f"{len(ids)} ids, ours with the whole request around them; {where}",
         ),
-        compare(
+        row(
             "page_ids/parse_against_sglang",
-            MICROSECONDS,
             ours=microseconds(lambda: decode_request(received), repeats),
             peer=microseconds(lambda: peer.unpack(packed, "i"), effort.pick(20, 2)),
             peer_is=f"SGLang {peer.version}: unpack_int_lists",
-            rounds=rounds,
             note=f"{len(ids)} ids, ours to a checked request with an array, theirs to a list; {where}",
         ),
     ]

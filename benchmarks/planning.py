@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -36,27 +37,19 @@ def measure(effort: Effort) -> list[Row]:
     destination = rng.permutation(np.arange(1, POOL_PAGES))[:count]
     blocks = plan_blocks(entries, source, destination)
     assert [tuple(block) for block in blocks.tolist()] == loop_blocks(entries, source, destination)
-    rounds = effort.pick(15, 2)
     what = f"{len(entries)} entries x {count} random pages: {len(blocks)} blocks"
     peer = milliseconds(lambda: loop_blocks(entries, source, destination))
+    row = partial(compare, unit=MILLISECONDS, peer=peer, peer_is=LOOP, rounds=effort.pick(15, 2))
     rows = [
-        compare(
+        row(
             "plan",
-            MILLISECONDS,
             ours=milliseconds(lambda: plan_blocks(entries, source, destination)),
-            peer=peer,
-            peer_is=LOOP,
-            rounds=rounds,
             target=Target(3, "ours"),
             note=f"{what}; pairing and every check included",
         ),
-        compare(
+        row(
             "plan/and_what_the_transport_adds",
-            MILLISECONDS,
             ours=milliseconds(lambda: _for_transport(plan_blocks(entries, source, destination))),
-            peer=peer,
-            peer_is=LOOP,
-            rounds=rounds,
             note=f"{what}; then absolute addresses, blocks split and chunks cut, which happens off the loop",
         ),
     ]
@@ -75,26 +68,22 @@ def against_sglang(
     blocks = plan_blocks(entries, source, destination)
     assert [tuple(block) for block in blocks.tolist()] == sglang.plan_blocks(peer, buffers, *indices)
     assert blocks.T.tolist() == list(address_lists(peer, buffers, *indices))
-    rounds = effort.pick(15, 2)
+    row = partial(compare, unit=MILLISECONDS, rounds=effort.pick(15, 2))
     what = f"{len(entries)} entries x {len(source)} random pages: {len(blocks)} blocks"
     return [
-        compare(
+        row(
             "plan/against_sglang",
-            MILLISECONDS,
             ours=milliseconds(lambda: plan_blocks(entries, source, destination)),
             peer=milliseconds(lambda: sglang.plan_blocks(peer, buffers, *indices)),
             peer_is=f"SGLang {peer.version}: AscendKVManager.send_kvcache up to its transfer, without checks",
-            rounds=rounds,
             note=f"{what}; ours with pairing and every check, as an array, theirs as tuples,"
             " and without the garbage collector, which these set off",
         ),
-        compare(
+        row(
             "plan/for_the_transport_against_sglang",
-            MILLISECONDS,
             ours=milliseconds(lambda: _for_transport(plan_blocks(entries, source, destination))),
             peer=milliseconds(lambda: address_lists(peer, buffers, *indices)),
             peer_is=f"SGLang {peer.version}: the same and _transfer_data, up to the engine's three lists",
-            rounds=rounds,
             note=f"{what}; what each side's transport starts from",
         ),
     ]

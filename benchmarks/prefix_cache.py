@@ -167,13 +167,7 @@ def _rows(engine: Engine, rounds: int) -> list[Row]:
     note = f"{engine.size_bytes / MIB:.0f} MiB, with checksums"
     return [
         compare(
-            f"prefix_cache/{operation}",
-            MILLISECONDS,
-            ours=ours,
-            peer=peer,
-            peer_is=peer_is,
-            rounds=rounds,
-            note=note,
+            f"prefix_cache/{operation}", MILLISECONDS, ours=ours, peer=peer, peer_is=peer_is, rounds=rounds, note=note
         )
         for operation, ours, peer, peer_is in (
             ("store", engine.store, memcpy, MEMCPY),

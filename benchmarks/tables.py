@@ -12,13 +12,14 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.measure import MICROSECONDS, Contender, Effort, Row, Target, compare
+from benchmarks.measure import MICROSECONDS, Effort, Row, Target, compare
 from benchmarks.processes import running_daemon
 from kvferry.clients import BlockTableEntries, Client, MhaSpec
 
@@ -140,29 +141,23 @@ def measure(effort: Effort) -> list[Row]:
     with one_thread(), running_daemon() as runtime_dir, Client.connect(runtime_dir, name="decode") as client:
         ours, peer = OurTables(client, requests), TorchTables(requests)
 
-        def row(name: str, mine: Contender, note: str, target: Target | None = None) -> Row:
-            return compare(
-                name,
-                MICROSECONDS,
-                ours=mine,
-                peer=peer.round_us,
-                peer_is=TORCH,
-                rounds=rounds,
-                target=target,
-                note=note,
-            )
-
+        row = partial(compare, unit=MICROSECONDS, peer=peer.round_us, peer_is=TORCH, rounds=rounds)
         return [
-            row("tables", lambda: ours.round().visible_us, "p50 from update_tables to its reply", Target(1.0)),
+            row(
+                "tables",
+                ours=lambda: ours.round().visible_us,
+                target=Target(1.0),
+                note="p50 from update_tables to its reply",
+            ),
             row(
                 "tables/call",
-                lambda: ours.round().call_us,
-                "the part of it that an engine cannot hide: the call itself",
+                ours=lambda: ours.round().call_us,
+                note="the part of it that an engine cannot hide: the call itself",
             ),
             row(
                 "tables/marked",
-                lambda: ours.round(marked=True).visible_us,
-                "with after=ring.record_event(), as on a device",
+                ours=lambda: ours.round(marked=True).visible_us,
+                note="with after=ring.record_event(), as on a device",
             ),
         ]
 

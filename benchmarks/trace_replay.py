@@ -60,26 +60,20 @@ def measure(trace: Path, effort: Effort) -> list[Row]:
         ours = partial(transfers.run, lengths)
         peer = partial(_memcpys, source, destination, sizes)
         what = f"the first {len(lengths)} prompts, {sum(lengths)} tokens, {sum(sizes) / 1e9:.2f} GB"
-        rounds = effort.pick(5, 2)
         peer_is = "a memcpy of as many bytes for each"
+        row = partial(compare, peer_is=peer_is, rounds=effort.pick(5, 2), note=what)
         return [
-            compare(
+            row(
                 "trace/throughput",
                 GIGABYTES_A_SECOND,
                 ours=lambda: sum(sizes) / sum(ours()) / 1e9,
                 peer=lambda: sum(sizes) / sum(peer()) / 1e9,
-                peer_is=peer_is,
-                rounds=rounds,
-                note=what,
             ),
-            compare(
+            row(
                 "trace/median_transfer",
                 MILLISECONDS,
                 ours=lambda: statistics.median(ours()) * 1e3,
                 peer=lambda: statistics.median(peer()) * 1e3,
-                peer_is=peer_is,
-                rounds=rounds,
-                note=what,
             ),
         ]
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+
 from tests.mutation.catalogue import Kind, Mutant, functions_of
 
 FOLDERS: Final = (
@@ -75,19 +77,7 @@ def pick(root: Path, *, seed: int, each: int) -> list[Mutant]:
         chance.shuffle(order)
         rounds = (candidates[file][turn] for turn in range(each) for file in order if turn < len(candidates[file]))
         picked += [one for one, _ in zip(rounds, range(each), strict=False)]
-    return [_named(one, number) for number, one in enumerate(picked, 1)]
-
-
-def _named(mutant: Mutant, number: int) -> Mutant:
-    return Mutant(
-        name=f"M{number:03}",
-        file=mutant.file,
-        function=mutant.function,
-        kind=mutant.kind,
-        before=mutant.before,
-        after=mutant.after,
-        occurrence=mutant.occurrence,
-    )
+    return [msgspec.structs.replace(one, name=f"M{number:03}") for number, one in enumerate(picked, 1)]
 
 
 def _one_a_function(mutants: Iterable[Mutant], chance: random.Random) -> Iterator[Mutant]:
