@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -14,18 +14,19 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.planning.coverage import Coverage, cells_of
 from kvferry.pools.planning.manifest import OPTIONAL_COMPONENTS, check_optional
-from kvferry.pools.planning.page_ids import PageIds, check_distinct, check_equal_length, check_range
+from kvferry.pools.planning.page_ids import PageIds, check_distinct, check_equal_length
+from kvferry.pools.planning.page_ranges import PageRange, Span, check_apart, lists_with_pages, page_ranges, paged_spans
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.planning.plan import Plan, make_plan
+from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     IncompleteError,
     InvalidFieldError,
     KvferryError,
     LengthMismatchError,
-    UnknownComponentError,
 )
 from kvferry.protocol.ids import ComponentName
-from kvferry.protocol.manifests import Component, Entry, PoolSpec
+from kvferry.protocol.manifests import Component, Entry, Manifest, PoolSpec
 
 # -- the input of ``kvferry plan``: two sides, each with its entries or its pool's spec, and their page lists.
 
@@ -96,21 +97,6 @@ class PlanInput(_Strict, frozen=True, kw_only=True):
         return self.source.lists is not None or self.destination.lists is not None
 
 
-class ListedPages(NamedTuple):
-    """A page list; ``field``: where the input has it; ``paged``: whether it is not of a window or state."""
-
-    first_page: int | None
-    ids: PageIds
-    none: bool
-    field: str
-    paged: bool
-
-    @property
-    def state(self) -> StateList:
-        """Return it as the list of a window or state."""
-        return StateList(self.first_page, self.ids, self.none)
-
-
 def entries_of(side: PlanSource, name: str) -> tuple[Entry, ...]:
     """Return a side's entries, checked.
 
@@ -142,14 +128,23 @@ def destination_entries_of(side: PlanDestination) -> tuple[Entry, ...]:
     return entries
 
 
-def shared_lists(given: PlanInput) -> tuple[ListedPages, ListedPages]:
+def manifest_of_side(side: PlanSource, entries: tuple[Entry, ...]) -> Manifest:
+    """Return a side's manifest; of one that only has entries each component has pages of its own."""
+    if side.spec is not None:
+        return manifest_of(side.spec)
+    pages = {entry.component: entry.pages for entry in entries}
+    components = tuple(Component(name=name, space=name, pages=count) for name, count in pages.items())
+    return Manifest(pages=0, region_bytes=0, layout_digest="", entries=entries, components=components)
+
+
+def shared_lists(given: PlanInput) -> tuple[PageRange, PageRange]:
     """Return the source's and the destination's list that all entries share.
 
     Raises:
         InvalidFieldError: one of them is missing, or has a page id that does not fit in 64 bits.
     """
-    source = _listed(given.source_pages, given.source_first_page, "source_pages")
-    return source, _listed(given.destination_pages, given.destination_first_page, "destination_pages")
+    source = _shared(given.source_pages, given.source_first_page, "source_pages")
+    return source, _shared(given.destination_pages, given.destination_first_page, "destination_pages")
 
 
 def check_no_shared_lists(given: PlanInput) -> None:
@@ -163,51 +158,36 @@ def check_no_shared_lists(given: PlanInput) -> None:
             raise InvalidFieldError("the sides have `lists`, which give this for each component", field=field)
 
 
-def component_lists(side: PlanSource, name: str) -> dict[str, ListedPages]:
-    """Return each component's list, also for components that share the pages of a listed one.
+def component_lists(side: PlanSource, manifest: Manifest, name: str) -> dict[str, PageRange]:
+    """Return each component's list as the daemon reads it, also for components that share a listed one's pages.
 
     Raises:
-        InvalidFieldError: the side has no lists, or a list is not possible for its component.
-        UnknownComponentError: the side has no such component, or two lists for one.
-        EmptyPagesError, PageOutOfRangeError: a list is invalid.
+        InvalidFieldError: the side has no lists.
+        KvferryError: the daemon would refuse the lists; the field begins with the side.
     """
     if side.lists is None:
         raise InvalidFieldError("the other side has `lists`: give this side's", field=f"{name}.lists")
-    components = {one.name: one for one in _components(side)}
-    found: dict[str, ListedPages] = {}
-    for index, one in enumerate(side.lists):
-        field = f"{name}.lists[{index}]"
-        component = components.get(one.component)
-        if component is None or one.component in found:
-            what = "has two lists" if component else "is not in the pool"
-            raise UnknownComponentError(f"component {one.component!r} {what}", field=f"{field}.component")
-        paged = component.kind == "paged"
-        if paged and one.none:
-            raise InvalidFieldError(
-                f"{one.component!r} is not a window or state (give the pool's `spec` if it is)", field=f"{field}.none"
-            )
-        ids = _page_ids(one.pages, f"{field}.pages")
-        if paged or len(ids):
-            check_range(ids, component.pages, f"{field}.pages")
-        first_page = 0 if paged and one.first_page is None else one.first_page
-        found[one.component] = ListedPages(first_page, ids, one.none, f"{field}.pages", paged)
-    for component in components.values():
-        if component.kind == "paged" and not component.group and component.space in found:
-            found.setdefault(component.name, found[component.space])
-    return found
+    lists = [
+        PageList(component=one.component, first_page=one.first_page, pages=len(one.pages), none=one.none)
+        for one in side.lists
+    ]
+    ids = [_page_ids(one.pages, f"{name}.lists[{index}].pages") for index, one in enumerate(side.lists)]
+    try:
+        ranges = page_ranges(lists, ids, manifest, may_end_inside=True, may_lack=True)
+        if name == "destination":
+            for one in lists_with_pages(ranges):
+                check_distinct(one.ids, f"{one.field}.pages")
+            check_apart(lists_with_pages(ranges), manifest)
+    except KvferryError as error:
+        error.field = f"{name}.{error.field}"
+        raise
+    return {one.component: one for one in ranges}
 
 
-def _components(side: PlanSource) -> tuple[Component, ...]:
-    if side.spec is not None:
-        return manifest_of(side.spec).components
-    pages = {entry.component: entry.pages for entry in side.entries or ()}
-    return tuple(Component(name=name, space=name, pages=count) for name, count in pages.items())
-
-
-def _listed(pages: PageNumbers | None, first_page: int, field: str) -> ListedPages:
+def _shared(pages: PageNumbers | None, first_page: int, field: str) -> PageRange:
     if pages is None:
         raise InvalidFieldError("give it, or `lists` on both sides", field=field)
-    return ListedPages(first_page, _page_ids(pages, field), none=False, field=field, paged=True)
+    return PageRange("", first_page, _page_ids(pages, field), None, field)
 
 
 def _page_ids(pages: PageNumbers, field: str) -> PageIds:
@@ -217,21 +197,25 @@ def _page_ids(pages: PageNumbers, field: str) -> PageIds:
         raise InvalidFieldError("a page id does not fit in 64 bits", field=field) from cause
 
 
-class Part(msgspec.Struct, frozen=True):
-    """How one page list of each side is aligned: ``count`` pages from each start on.
+# -- the dry run
 
-    ``component`` is None if all entries share the lists. ``trimmed``: lists without logical pages were cut to the
-    shorter length. ``plan`` is None if nothing is copied.
+
+class Part(msgspec.Struct, frozen=True):
+    """How one page list of each side is aligned: the pages of each span correspond.
+
+    ``component`` is None if all entries share the lists. ``plans``: one for each span; empty if nothing is copied.
     """
 
     component: str | None
-    source: ListedPages
-    destination: ListedPages
-    source_start: int
-    destination_start: int
-    count: int
-    trimmed: bool = False
-    plan: Plan | None = None
+    source: PageRange
+    destination: PageRange
+    spans: tuple[Span, ...]
+    plans: tuple[Plan, ...] = ()
+
+    @property
+    def trimmed(self) -> bool:
+        """Return whether lists without logical pages were cut to the shorter length."""
+        return any(span.trimmed for span in self.spans)
 
 
 class DryRun(msgspec.Struct, frozen=True):
@@ -252,36 +236,33 @@ def dry_run(given: PlanInput) -> DryRun:
     """Pair the entries, align the pages, check and plan.
 
     Raises:
-        InvalidFieldError, UnknownComponentError: a page list is invalid.
-        InvalidFieldError, DuplicateEntryError, GeometryMismatchError: the entries cannot be paired at all.
+        KvferryError: a page list is invalid, or the entries cannot be paired at all.
     """
     source_entries = entries_of(given.source, "source")
     destination_entries = destination_entries_of(given.destination)
     pairing = pair_entries(source_entries, destination_entries)
-    lists: list[tuple[str | None, ListedPages | None, ListedPages]]
+    lists: list[tuple[str | None, PageRange, PageRange]]
+    unlisted: frozenset[str] = frozenset()
     if given.has_lists:
-        sources = component_lists(given.source, "source")
-        destinations = component_lists(given.destination, "destination")
+        sources = component_lists(given.source, manifest_of_side(given.source, source_entries), "source")
+        manifest = manifest_of_side(given.destination, destination_entries)
+        destinations = component_lists(given.destination, manifest, "destination")
         check_no_shared_lists(given)
-        lists = [(name, sources.get(name), one) for name, one in destinations.items()]
         listed = _listed_only(pairing, sources.keys() & destinations.keys())
         unlisted = frozenset(one.name for one in listed.uncovered) - {one.name for one in pairing.uncovered}
         pairing = listed
+        paired = {pair.destination.component for pair in pairing.pairs}
+        lists = [(name, sources[name], one) for name, one in destinations.items() if name in paired]
     else:
         lists = [(None, *shared_lists(given))]
-        unlisted = frozenset()
     parts: list[Part] = []
     error = None
     try:
-        for name, ours, theirs in lists:
-            if ours and (name is None or _of_component(pairing, name).pairs):
-                parts.append(_align(name, ours, theirs))
+        parts += [Part(name, ours, theirs, _spans(ours, theirs)) for name, ours, theirs in lists]
         if not given.partial:
             check_covered(pairing, given.destination.optional)
-            for part in parts:
-                _check_heads(destination_entries, pairing, part, given.destination.optional)
         for index, part in enumerate(parts):
-            parts[index] = _planned(pairing if part.component is None else _of_component(pairing, part.component), part)
+            parts[index] = _planned(destination_entries, pairing, part, given)
     except KvferryError as refused:
         error = refused
     return DryRun(source_entries, destination_entries, pairing, unlisted, tuple(parts), error)
@@ -295,63 +276,68 @@ def _listed_only(pairing: Pairing, components: Collection[str]) -> Pairing:
     return Pairing(pairs, (*pairing.uncovered, *unlisted), skipped)
 
 
-def _of_component(pairing: Pairing, name: str) -> Pairing:
-    pairs = tuple(pair for pair in pairing.pairs if pair.destination.component == name)
-    return msgspec.structs.replace(pairing, pairs=pairs)
+def _spans(source: PageRange, destination: PageRange) -> tuple[Span, ...]:
+    """Return which pages correspond."""
+    if not destination.component:
+        surplus = min(max(destination.start_page - source.start_page, 0), len(source.ids))
+        return (Span(surplus, 0, len(source.ids) - surplus, surplus),)
+    if destination.kind == "paged":
+        return tuple(paged_spans(source, destination, last=True))
+    ours, theirs = (StateList(one.first_page, one.ids, one.none) for one in (source, destination))
+    found = match_state(ours, theirs, destination.component, "of the dry run")
+    return (Span(found.source_start, found.destination_start, found.count, found.dropped_source, found.trimmed),)
 
 
-def _align(name: str | None, source: ListedPages, destination: ListedPages) -> Part:
-    """Return which pages correspond; for paged components, source pages before the destination's first are dropped."""
-    if destination.paged:
-        surplus = (destination.first_page or 0) - (source.first_page or 0)
-        start = min(max(surplus, 0), len(source.ids))
-        return Part(name, source, destination, start, 0, len(source.ids) - start)
-    found = match_state(source.state, destination.state, name or "", "of the dry run")
-    return Part(
-        name, source, destination, found.source_start, found.destination_start, found.count, trimmed=found.trimmed
+def _planned(entries: tuple[Entry, ...], pairing: Pairing, part: Part, given: PlanInput) -> Part:
+    """Return the part with its plans, if the destination gets all of it or other sources may send the rest."""
+    source, destination = part.source, part.destination
+    if part.component is None:
+        _check_shared(part)
+    else:
+        pairing = msgspec.structs.replace(
+            pairing, pairs=tuple(one for one in pairing.pairs if one.destination.component == part.component)
+        )
+    if not given.partial and not destination.none:
+        _check_filled(entries, pairing, part, given.destination.optional)
+    plans = [
+        make_plan(
+            pairing,
+            source.ids[span.source_start : span.source_start + span.pages],
+            destination.ids[span.destination_start : span.destination_start + span.pages],
+        )
+        for span in part.spans
+        if span.pages or part.component is None
+    ]
+    return msgspec.structs.replace(part, plans=tuple(plans))
+
+
+def _check_filled(entries: tuple[Entry, ...], pairing: Pairing, part: Part, optional: tuple[str, ...]) -> None:
+    """Check that the destination gets each page of the paired entries, with all heads, from this one source."""
+    coverage = Coverage(
+        [entries[pair.destination_index] for pair in pairing.pairs], len(part.destination.ids), optional
     )
-
-
-def _check_heads(entries: tuple[Entry, ...], pairing: Pairing, part: Part, optional: tuple[str, ...]) -> None:
-    """Check that the destination gets all heads of the paired entries from this one source."""
-    mine = pairing if part.component is None else _of_component(pairing, part.component)
-    paired = [entries[pair.destination_index] for pair in mine.pairs]
-    coverage = Coverage(paired, 1, optional)
-    pairs = [pair._replace(destination_index=index) for index, pair in enumerate(mine.pairs)]
-    coverage.plan(cells_of(pairs, 0, 1))
+    pairs = [pair._replace(destination_index=index) for index, pair in enumerate(pairing.pairs)]
+    for span in part.spans:
+        coverage.plan(cells_of(pairs, span.destination_start, span.destination_start + span.pages))
+        if span.trimmed:
+            coverage.excuse(cells_of(pairs, span.pages, len(part.destination.ids)))
     coverage.check_planned()
 
 
-def _planned(pairing: Pairing, part: Part) -> Part:
-    if part.destination.paged:
-        _check_logical_pages(part.source, part.destination)
-    elif not part.count:
-        return part
-    return msgspec.structs.replace(part, plan=_plan(pairing, part))
-
-
-def _plan(pairing: Pairing, part: Part) -> Plan:
-    source_ids = part.source.ids[part.source_start : part.source_start + part.count]
-    stop = None if part.destination.paged else part.destination_start + part.count
-    destination_ids = part.destination.ids[part.destination_start : stop]
-    check_equal_length(source_ids, destination_ids, part.destination.field)
-    check_distinct(destination_ids, part.destination.field)
-    return make_plan(pairing, source_ids, destination_ids)
-
-
-def _check_logical_pages(source: ListedPages, destination: ListedPages) -> None:
-    source_first, destination_first = source.first_page or 0, destination.first_page or 0
-    source_end = source_first + len(source.ids)
-    destination_end = destination_first + len(destination.ids)
-    if source_end > destination_end and (source_first or destination_first):
+def _check_shared(part: Part) -> None:
+    """Check lists that all entries share: without logical pages of their own they must be equally long."""
+    source, destination = part.source, part.destination
+    if source.end_page > destination.end_page and (source.first_page or destination.first_page):
         raise LengthMismatchError(
-            f"source pages {source_first}..{source_end - 1} go past the destination's "
-            f"{destination_first}..{destination_end - 1}",
+            f"source pages {source.start_page}..{source.end_page - 1} go past the destination's "
+            f"{destination.start_page}..{destination.end_page - 1}",
             field=source.field,
         )
-    if source_first > destination_first:
+    if source.start_page > destination.start_page:
         raise IncompleteError(
-            f"the source starts at logical page {source_first}: nothing fills the destination's pages "
-            f"{destination_first}..{source_first - 1}",
-            field="source_first_page" if source.field == "source_pages" else source.field,
+            f"the source starts at logical page {source.start_page}: nothing fills the destination's pages "
+            f"{destination.start_page}..{source.start_page - 1}",
+            field="source_first_page",
         )
+    check_equal_length(source.ids[part.spans[0].source_start :], destination.ids, destination.field)
+    check_distinct(destination.ids, destination.field)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvferry.clients.cli.console import BAD_INPUT, WORKED, print_json, read_json, refuse, shown, table
-from kvferry.clients.cli.dry_run import DryRun, ListedPages, Part, PlanInput, dry_run
+from kvferry.clients.cli.dry_run import DryRun, Part, PlanInput, dry_run
 from kvferry.pools.planning.pairing import Pair
 from kvferry.pools.planning.plan import Plan
 from kvferry.protocol.errors import KvferryError
@@ -107,7 +107,7 @@ def explain(given: PlanInput, run: DryRun, error: dict[str, str] | None = None) 
         skipped_source_entries=tuple(_skipped(run)),
         uncovered_destination_entries=tuple(_uncovered(given, run)),
         dropped_pages=tuple(dropped for part in run.parts for dropped in _dropped(part)),
-        blocks=None if run.error else _blocks([part.plan for part in run.parts if part.plan]),
+        blocks=None if run.error else _blocks([plan for part in run.parts for plan in part.plans]),
         error=error,
     )
 
@@ -213,21 +213,27 @@ def _dropped(part: Part) -> Iterable[DroppedPages]:
     else:
         before = f"the destination starts at logical page {destination.first_page}: it has them already"
         after = "they are past the destination's last page"
-    stop = part.source_start + part.count
-    yield from _dropped_span(part, "source", source, (0, part.source_start), before)
-    yield from _dropped_span(part, "source", source, (stop, len(source.ids)), after)
+    at = 0
+    for span in part.spans:
+        reason = before if at == 0 else "the destination does not list them"
+        yield from _dropped_span(part, "source", (at, span.source_start), reason)
+        at = span.source_start + span.pages
+    yield from _dropped_span(part, "source", (at, len(source.ids)), after)
     if part.trimmed:
-        stop = part.destination_start + part.count
-        yield from _dropped_span(part, "destination", destination, (stop, len(destination.ids)), after)
+        yield from _dropped_span(part, "destination", (part.spans[0].pages, len(destination.ids)), after)
 
 
 def _dropped_span(
-    part: Part, side: Literal["source", "destination"], listed: ListedPages, span: tuple[int, int], reason: str
+    part: Part, side: Literal["source", "destination"], span: tuple[int, int], reason: str
 ) -> Iterable[DroppedPages]:
-    start, stop = span
-    if start < stop:
-        first = None if listed.first_page is None else listed.first_page + start
-        yield DroppedPages(side, tuple(listed.ids[start:stop].tolist()), reason, first, part.component)
+    """Yield what lies between two indexes of a list, piece by piece where its logical pages have gaps."""
+    listed, at = part.source if side == "source" else part.destination, 0
+    for extent in listed.logical_pages:
+        start, stop = max(span[0], at), min(span[1], at + len(extent))
+        if start < stop:
+            first = None if listed.first_page is None else extent.start + start - at
+            yield DroppedPages(side, tuple(listed.ids[start:stop].tolist()), reason, first, part.component)
+        at += len(extent)
 
 
 def _blocks(plans: Sequence[Plan]) -> Blocks:
@@ -312,7 +318,7 @@ def plan(options: argparse.Namespace) -> int:
 def _planned(run: DryRun) -> PlanOutput:
     if run.error is not None:
         raise run.error
-    blocks = [block for part in run.parts if part.plan for block in part.plan.blocks().tolist()]
+    blocks = [block for part in run.parts for plan in part.plans for block in plan.blocks().tolist()]
     return PlanOutput(blocks, run.pairing.skipped_source_entries)
 
 

@@ -24,13 +24,13 @@ from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, ReceiveRequest, SendChunk
-from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges
 from kvferry.daemon.transfer.peer_transfers import TransferActivity
 from kvferry.daemon.transfer.registry import Effect, Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
 from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.local import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
+from kvferry.pools.planning.page_ranges import PageRange, page_ranges
 from kvferry.protocol.errors import (
     InternalError,
     InvalidFieldError,

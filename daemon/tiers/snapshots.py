@@ -16,10 +16,10 @@ import numpy as np
 import xxhash
 
 from kvferry.daemon.tiers.copier import Digests
-from kvferry.daemon.transfer.page_ranges import PageRange, page_tokens_of
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.planning.manifest import key_of, slot_shape, space_of
 from kvferry.pools.planning.page_ids import PageIds
+from kvferry.pools.planning.page_ranges import PageRange, page_tokens_of
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.pools.tiers.blocks import BlockLayout

@@ -6,7 +6,7 @@ A refusal leaves the state unchanged.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +14,8 @@ import numpy as np
 from kvferry.daemon.transfer.endpoints import Excused, ReceiveRequest, SendChunk, SendRequest, TransferOp
 from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.matching import DRAFT, Match, match
-from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages
 from kvferry.daemon.transfer.registry import Endpoints, StartOp, WarnTrimmed
-from kvferry.pools.allocator import PageAllocator
-from kvferry.pools.planning.page_ids import PageIds, check_distinct
+from kvferry.pools.planning.page_ranges import PageRange, check_apart, lists_with_pages
 from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, KvferryError, PageGapError, TooLargeError
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.transfer_messages import MAX_CHUNKS
@@ -117,7 +115,7 @@ def hold_for_writing(receive_request: ReceiveRequest, owner_id: int) -> None:
     """
     held: list[PageRange] = []
     lists = lists_with_pages(receive_request.ranges.values())
-    _check_apart(receive_request, lists)
+    check_apart(lists, receive_request.pool.manifest)
     try:
         for one in lists:
             receive_request.pool.allocator_of(one.component).begin_write(owner_id, one.ids, f"{one.field}.pages")
@@ -126,20 +124,6 @@ def hold_for_writing(receive_request: ReceiveRequest, owner_id: int) -> None:
         for one in held:
             receive_request.pool.allocator_of(one.component).end_write(one.ids)
         raise
-
-
-def _check_apart(receive_request: ReceiveRequest, lists: Iterable[PageRange]) -> None:
-    """Check that no page is in two lists: components of one page space (groups, for instance) must use distinct ids.
-
-    Raises:
-        DuplicatePageError: a page is; the error names the first one.
-    """
-    before: dict[PageAllocator, list[PageIds]] = {}
-    for one in lists:
-        of_space = before.setdefault(receive_request.pool.allocator_of(one.component), [])
-        of_space.append(one.ids)
-        if len(of_space) > 1:
-            check_distinct(np.concatenate(of_space), f"{one.field}.pages")
 
 
 def hold_for_reading(send_request: SendRequest, chunk: SendChunk, owner_id: int) -> None:

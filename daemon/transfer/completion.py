@@ -16,7 +16,6 @@ from kvferry.daemon.transfer.endpoints import (
     SendRequest,
 )
 from kvferry.daemon.transfer.kept import KeptPayloads, Results
-from kvferry.daemon.transfer.page_ranges import lists_with_pages
 from kvferry.daemon.transfer.registry import (
     Endpoints,
     Notify,
@@ -38,6 +37,7 @@ from kvferry.daemon.transfer.transitions import (
     Transitions,
     bug_in,
 )
+from kvferry.pools.planning.page_ranges import lists_with_pages
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.peer_messages import ReceiveClosed, SendWithdrawn

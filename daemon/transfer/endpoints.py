@@ -13,11 +13,11 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
 from kvferry.daemon.transfer.transitions import Kind, State
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.coverage import Cells, Coverage
+from kvferry.pools.planning.page_ranges import PageRange, entries_of
 from kvferry.pools.planning.pairing import Pair
 from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool

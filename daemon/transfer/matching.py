@@ -11,12 +11,12 @@ import numpy as np
 
 from kvferry.attention.state_windows import StateList, match_state
 from kvferry.daemon.transfer.endpoints import Excused, PlannedCopy, ReceiveRequest, SendChunk, SourcePool, rows_by_step
-from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
 from kvferry.pools.planning.coverage import Extent, Rows, cells_of
+from kvferry.pools.planning.page_ranges import PageRange, Span, entries_of, paged_spans
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.planning.plan import make_plan
 from kvferry.pools.pool import Pool, check_models
-from kvferry.protocol.errors import FirstTokenTwiceError, LengthMismatchError, TooLargeError
+from kvferry.protocol.errors import FirstTokenTwiceError, TooLargeError
 
 DRAFT = "draft"
 """The component whose layers have their own numbers, not the model's."""
@@ -61,16 +61,6 @@ class Match(msgspec.Struct, frozen=True):
     def trimmed_pages(self) -> int:
         """Return how many pages of either side were trimmed."""
         return sum(one.pages for one in self.trims)
-
-
-class _Span(NamedTuple):
-    """Which part of a source's page list goes into which part of a receive request's; indexes into the lists."""
-
-    source_start: int
-    destination_start: int
-    pages: int
-    skipped_source_pages: int
-    trimmed: bool = False
 
 
 def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest, whole_below_bytes: int = 0) -> Match:
@@ -122,7 +112,7 @@ def _match_component(one: PageRange, chunk: SendChunk, source: SourcePool, recei
             skipped_source_pages=len(one.ids) if destination else 0,
         )
     spans = (
-        _paged_spans(one, destination, last=chunk.last)
+        paged_spans(one, destination, last=chunk.last)
         if destination.kind == "paged"
         else [_state_span(one, destination, receive_request)]
     )
@@ -157,39 +147,7 @@ def _pairing(source: SourcePool, destination: SourcePool, component: str) -> Pai
     return known[component]
 
 
-def _paged_spans(one: PageRange, destination: PageRange, *, last: bool) -> list[_Span]:
-    """Return the logical pages that both lists have, as spans without gaps; the first span counts the surplus pages."""
-    if one.end_page > destination.end_page:
-        raise LengthMismatchError(
-            f"{one.component}: source pages {one.start_page}..{one.end_page - 1} go past the receive request's "
-            f"{destination.start_page}..{destination.end_page - 1}",
-            field=one.field,
-        )
-    ends_known = one.end_token is not None and destination.end_token is not None
-    if last and ends_known and one.end_token != destination.end_token:
-        raise LengthMismatchError(
-            f"{one.component}: the source ends after token {one.end_token}, the destination after "
-            f"{destination.end_token}",
-            field=f"{one.field}.tokens",
-        )
-    spans = []
-    source_at = 0
-    for ours in one.logical_pages:
-        destination_at = 0
-        for theirs in destination.logical_pages:
-            start, stop = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
-            if start < stop:
-                at = (source_at + start - ours.start, destination_at + start - theirs.start)
-                spans.append(_Span(*at, stop - start, 0))
-            destination_at += len(theirs)
-        source_at += len(ours)
-    if not spans:
-        return [_Span(len(one.ids), 0, 0, len(one.ids))]
-    surplus = len(one.ids) - sum(span.pages for span in spans)
-    return [spans[0]._replace(skipped_source_pages=surplus), *spans[1:]]
-
-
-def _state_span(one: PageRange, destination: PageRange, receive_request: ReceiveRequest) -> _Span:
+def _state_span(one: PageRange, destination: PageRange, receive_request: ReceiveRequest) -> Span:
     found = match_state(
         StateList(one.first_page, one.ids, one.none),
         StateList(destination.first_page, destination.ids, destination.none),
@@ -197,11 +155,11 @@ def _state_span(one: PageRange, destination: PageRange, receive_request: Receive
         receive_request.request_id,
     )
     skipped = 0 if found.trimmed else found.dropped_source
-    return _Span(found.source_start, found.destination_start, found.count, skipped, found.trimmed)
+    return Span(found.source_start, found.destination_start, found.count, skipped, found.trimmed)
 
 
 def _planned_copies(
-    one: PageRange, destination: PageRange, pairing: Pairing, spans: Sequence[_Span], receive_request: ReceiveRequest
+    one: PageRange, destination: PageRange, pairing: Pairing, spans: Sequence[Span], receive_request: ReceiveRequest
 ) -> tuple[tuple[PlannedCopy, ...], int]:
     """Return the copies of cells that no source fills yet, and how many entries a replica has covered completely."""
     replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], np.bool_)
@@ -215,7 +173,7 @@ def _planned_copies(
     return tuple(planned_copies), int(np.count_nonzero(~wanted))
 
 
-def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span: _Span, extent: Extent) -> PlannedCopy:
+def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span: Span, extent: Extent) -> PlannedCopy:
     """Return the planned copy of an extent of a span."""
     source_start = span.source_start + extent.start - span.destination_start
     source_ids = one.ids[source_start : source_start + extent.stop - extent.start]

@@ -30,11 +30,11 @@ from kvferry.daemon.transfer.endpoints import (
     TransferOp,
 )
 from kvferry.daemon.transfer.kept import KeptPayloads
-from kvferry.daemon.transfer.page_ranges import page_ranges, page_tokens_of, split
 from kvferry.daemon.transfer.registry import Endpoints, SendToPeer
 from kvferry.daemon.transfer.transitions import Event, State
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.planning.page_ids import PageIds
+from kvferry.pools.planning.page_ranges import page_ranges, page_tokens_of, split
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,

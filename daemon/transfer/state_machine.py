@@ -43,10 +43,10 @@ from kvferry.daemon.transfer.endpoints import (
 )
 from kvferry.daemon.transfer.kept import Generations, KeptPayloads, Results, Tombstones
 from kvferry.daemon.transfer.matching import check_payload
-from kvferry.daemon.transfer.page_ranges import PageRange
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers, TransferActivity
 from kvferry.daemon.transfer.registry import AnnounceReceive, Effect, Endpoints, SendToDaemon, SendToPeer
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, State, Transitions
+from kvferry.pools.planning.page_ranges import PageRange
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
     KvferryError,

@@ -11,12 +11,12 @@ import numpy as np
 
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, SendChunk, SendRequest
 from kvferry.daemon.transfer.kept import KeptPayloads, Tombstones
-from kvferry.daemon.transfer.page_ranges import page_ranges
 from kvferry.daemon.transfer.registry import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.page_ids import PageIds
+from kvferry.pools.planning.page_ranges import page_ranges
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError, PeerCancelledError

@@ -320,7 +320,9 @@ def listed(component: str, pages: list[int], first_page: int | None = 0, **more:
     return {"component": component, "pages": pages, "first_page": first_page, **more}
 
 
-def of_spec(spec: dict[str, object], source: list[dict[str, object]], destination: list[dict[str, object]]) -> object:
+def of_spec(
+    spec: dict[str, object], source: list[dict[str, object]], destination: list[dict[str, object]]
+) -> dict[str, object]:
     return {"source": {"spec": spec, "lists": source}, "destination": {"spec": spec, "lists": destination}}
 
 
@@ -349,6 +351,25 @@ def test_lists_without_logical_pages_are_trimmed_at_either_side(command: Command
         (one,) = command.explained(given_)["dropped_pages"]
         assert (one["side"], one["pages"], "first_page" in one) == (side, dropped, False)
         assert "cut to one length" in one["reason"]
+
+
+def test_lists_with_gaps_are_paired_as_the_daemon_pairs_them(command: Command) -> None:
+    spec = {**SPEC, "tokens": 16 * SPEC["page_size"]}
+    given_ = of_spec(
+        spec,
+        [listed("main", [1, 2]), listed("main", [3, 4, 5, 6], first_page=4)],
+        [listed("main", [7], first_page=1), listed("main", [8, 9], first_page=6)],
+    )
+    made, plain = command.explained(given_), command.planned(given_)
+    assert [(one["first_page"], one["pages"], one["reason"]) for one in made["dropped_pages"]] == [
+        (0, [1], "the destination starts at logical page 1: it has them already"),
+        (4, [3, 4], "the destination does not list them"),
+    ]
+    assert (made["blocks"]["pages"], made["blocks"]["total_bytes"]) == (3, sum(size for _, _, size in plain["blocks"]))
+    lacking = of_spec(spec, [listed("main", [1])], [listed("main", [7]), listed("main", [8], first_page=6)])
+    error = command.planned(lacking)["error"]
+    assert (error["code"], error["field"]) == ("INCOMPLETE", "lists")
+    assert command.planned({**lacking, "partial": True})["blocks"]
 
 
 def test_a_state_that_nobody_wants_is_dropped(command: Command) -> None:
@@ -388,7 +409,7 @@ def test_a_component_without_a_list_is_left_out_and_said(command: Command) -> No
         ("PAGE_OUT_OF_RANGE", "source.lists[1].pages", [listed("swa", [99], 0)], [listed("swa", [1], 0)]),
         ("DUPLICATE_PAGE", "destination.lists[1].pages", [listed("swa", [1, 2])], [listed("swa", [3, 3])]),
         ("UNKNOWN_COMPONENT", "source.lists[1].component", [listed("kv", [1])], [listed("swa", [1])]),
-        ("UNKNOWN_COMPONENT", "destination.lists[1].component", [listed("swa", [1])], [listed("main", [1])]),
+        ("PAGE_OVERLAP", "destination.lists[1].first_page", [listed("swa", [1])], [listed("main", [2])]),
         ("UNCOVERED_ENTRY", "destination.entries", [], [listed("swa", [1])]),
     ],
 )

@@ -163,9 +163,10 @@ def test_groups_have_lists_of_their_own(capsys: pytest.CaptureFixture[str], tmp_
         for base in (0, array)
         for source_page, page_there, pages in ((1, 5, 2), (3, 9, 1))
     )
-    twice = {**plan, "destination": {"spec": spec, "lists": [*wanted, {"component": "main", "pages": [7]}]}}
-    error = refusal(capsys, "plan", twice, tmp_path)
-    assert (error["code"], error["field"]) == ("UNKNOWN_COMPONENT", "destination.lists[2].component")
+    wanted = [wanted[0], {"component": "group1", "pages": [6]}]  # main has it: groups share one allocator
+    shared = {**plan, "destination": {"spec": spec, "lists": wanted}}
+    error = refusal(capsys, "plan", shared, tmp_path)
+    assert (error["code"], error["field"]) == ("DUPLICATE_PAGE", "destination.lists[1].pages")
 
 
 def test_draft_is_optional_by_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

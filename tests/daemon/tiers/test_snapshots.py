@@ -18,9 +18,9 @@ from kvferry.daemon.tiers.snapshots import (
     ids_for,
     new_segments,
 )
-from kvferry.daemon.transfer.page_ranges import lists_with_pages, page_ranges
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
+from kvferry.pools.planning.page_ranges import lists_with_pages, page_ranges
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (

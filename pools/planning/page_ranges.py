@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from kvferry.pools.planning.manifest import component_of, space_of
-from kvferry.pools.planning.page_ids import PageIds, check_range
+from kvferry.pools.planning.page_ids import PageIds, check_distinct, check_range
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     InvalidFieldError,
@@ -61,6 +62,16 @@ class PageRange(msgspec.Struct, frozen=True):
     def held_tokens(self, page_tokens: int) -> int | None:
         """Return how many tokens the pages hold, or None where the client did not say where they end."""
         return None if self.end_token is None else self.end_token - (self.end_page - len(self.ids)) * page_tokens
+
+
+class Span(NamedTuple):
+    """Which part of a source's page list goes into which part of a destination's; indexes into the lists."""
+
+    source_start: int
+    destination_start: int
+    pages: int
+    skipped_source_pages: int
+    trimmed: bool = False
 
 
 def page_ranges(
@@ -123,6 +134,59 @@ def split(one: PageRange, page_tokens: int | None) -> Iterator[tuple[PageList, P
 def lists_with_pages(ranges: Iterable[PageRange]) -> list[PageRange]:
     """Return the lists that hold pages: neither empty ones nor those whose pages another list holds."""
     return [one for one in ranges if len(one.ids) and not one.shared]
+
+
+def paged_spans(one: PageRange, destination: PageRange, *, last: bool) -> list[Span]:
+    """Return the logical pages that both lists have, as spans without gaps; the first span counts the surplus pages.
+
+    Source pages before the destination's first are skipped: it has that prefix already. ``last``: nothing follows, so
+    both lists must end at the same token.
+
+    Raises:
+        LengthMismatchError: the source goes past the destination's end, or the last tokens differ.
+    """
+    if one.end_page > destination.end_page:
+        raise LengthMismatchError(
+            f"{one.component}: source pages {one.start_page}..{one.end_page - 1} go past the receive request's "
+            f"{destination.start_page}..{destination.end_page - 1}",
+            field=one.field,
+        )
+    ends_known = one.end_token is not None and destination.end_token is not None
+    if last and ends_known and one.end_token != destination.end_token:
+        raise LengthMismatchError(
+            f"{one.component}: the source ends after token {one.end_token}, the destination after "
+            f"{destination.end_token}",
+            field=f"{one.field}.tokens",
+        )
+    spans = []
+    source_at = 0
+    for ours in one.logical_pages:
+        destination_at = 0
+        for theirs in destination.logical_pages:
+            start, stop = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
+            if start < stop:
+                at = (source_at + start - ours.start, destination_at + start - theirs.start)
+                spans.append(Span(*at, stop - start, 0))
+            destination_at += len(theirs)
+        source_at += len(ours)
+    if not spans:
+        return [Span(len(one.ids), 0, 0, len(one.ids))]
+    surplus = len(one.ids) - sum(span.pages for span in spans)
+    return [spans[0]._replace(skipped_source_pages=surplus), *spans[1:]]
+
+
+def check_apart(lists: Iterable[PageRange], manifest: Manifest) -> None:
+    """Check that no page is in two lists: components of one page space (groups, for instance) must use distinct ids.
+
+    Raises:
+        DuplicatePageError: a page is; the error names the first one.
+    """
+    before: dict[str, list[PageIds]] = {}
+    for one in lists:
+        of_space = before.setdefault(space_of(manifest, one.component), [])
+        of_space.append(one.ids)
+        if len(of_space) > 1:
+            check_distinct(np.concatenate(of_space), f"{one.field}.pages")
 
 
 def entries_of(manifest: Manifest, component: str) -> tuple[Entry, ...]:

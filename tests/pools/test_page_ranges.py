@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges, split
+from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page_ranges, split
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
