@@ -104,11 +104,13 @@ async def test_waiting_has_a_deadline(daemon: DaemonProcess, name: str, spec: Mh
 async def test_a_cancelled_call_leaves_nothing_behind(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir) as client:
         await client.create_pool(name, spec, device=DEVICE.name)
-        call = asyncio.ensure_future(client.allocate(name, 1))
-        await asyncio.sleep(0)  # it has been sent
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
+        waits_for_a_change = client.cache_events(await client.cache_cursor(), timeout_s=SOON_S)
+        for coroutine in (client.allocate(name, 1), waits_for_a_change):
+            call = asyncio.ensure_future(coroutine)
+            await asyncio.sleep(0)  # it has been sent
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
         assert "pending=0" in repr(client)
         assert (await client.allocate(name, 1)).tolist() == [2], "a late reply is not mistaken for another's"
 
@@ -118,7 +120,7 @@ async def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path,
         decode = await engine(own, "decode", spec)
         async with decode.client as client:
             transfer = client.receive("decode", new_request_id(), [pages(decode.ids)])
-            await client.ping()
+            assert await client.poll(SOON_S) == [transfer]
             own.process.send_signal(signal.SIGSTOP)
             waits: list[Awaitable[object]] = [
                 client.ping(),
@@ -132,6 +134,7 @@ async def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path,
                 client.result("decode", transfer.key.request_id, "receive"),
                 client.wait_finished(transfer),
                 client.wait_settled(transfer),
+                client.poll(SOON_S),
             ]
             waiting = [asyncio.ensure_future(one) for one in waits]
             await asyncio.sleep(0)  # all have been sent
@@ -140,8 +143,9 @@ async def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path,
             async with asyncio.timeout(SOON_S):
                 raised = await asyncio.gather(*waiting, return_exceptions=True)
             assert [type(one) for one in raised] == [DaemonLostError] * len(waits)
-            with pytest.raises(DaemonLostError):
-                await client.ping()
+            for call in (client.ping, client.poll):
+                with pytest.raises(DaemonLostError):
+                    await call()
             with pytest.raises(DaemonLostError):
                 client.send("decode", new_request_id(), [pages([1])])
 
