@@ -20,8 +20,10 @@ from blockbuster import blockbuster_ctx
 
 import kvferry.clients
 import kvferry.daemon
+from kvferry.clients import Client
 from kvferry.protocol.ids import HOST
 from tests.cann_simulator.simulator import Simulator
+from tests.daemons import DaemonProcess, running_daemon
 from tests.devices import DEVICE
 from tests.simulated_host import SimulatedHost
 
@@ -103,6 +105,28 @@ def simulator(request: pytest.FixtureRequest) -> Simulator:
     if host is None:
         pytest.skip("this device is a real one: its faults cannot be ordered")
     return host.simulator
+
+
+@pytest.fixture(scope="module")
+def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Return a daemon that serves a module's tests, with the module's ``CONFIG`` and ``TUNING`` if it has them."""
+    config, tuning = getattr(request.module, "CONFIG", ""), getattr(request.module, "TUNING", None)
+    with running_daemon(tmp_path_factory.mktemp("daemon"), config, tuning=tuning) as one:
+        yield one
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return a session of an engine with the module's daemon."""
+    with Client.connect(daemon.runtime_dir, name="engine") as one:
+        yield one
+
+
+@pytest.fixture
+def other(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return another engine's session."""
+    with Client.connect(daemon.runtime_dir, name="other") as one:
+        yield one
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,12 +14,13 @@ import numpy as np
 import pytest
 
 from kvferry.clients import Client, MhaSpec
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess
 from tests.kvferry_command import COMMAND
 
 TEXT: Final = (Path(__file__).parents[1] / "docs/operations.md").read_text()
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=8, dtype="float16")
 WAIT_S: Final = 60
+CONFIG: Final = "[tiers]\nhost_bytes = 16777216\n"
 
 
 def commands(title: str) -> list[str]:
@@ -64,13 +64,6 @@ class Terminal:
     def interrupt(self) -> None:
         """Press Ctrl-C: whatever the command makes of it, its shell ends by it."""
         os.killpg(self._shell.pid, signal.SIGINT)
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """Return a daemon with a host tier."""
-    with running_daemon(tmp_path, "[tiers]\nhost_bytes = 16777216\n") as one:
-        yield one
 
 
 def test_a_transfer_and_an_offload_by_hand(daemon: DaemonProcess) -> None:

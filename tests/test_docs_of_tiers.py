@@ -26,7 +26,7 @@ from kvferry.daemon.tiers.operations import MAX_OPERATIONS
 from kvferry.protocol import errors
 from kvferry.protocol.tier_messages import MAX_HASHES
 from tests.clients.tier_pools import Filled
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess
 from tests.kvferry_command import run_kvferry
 
 ROOT: Final = Path(__file__).parents[1]
@@ -79,15 +79,9 @@ class Reader:
         exec(compile(code, "tiers.md", "exec"), self.names)  # noqa: S102  our own text
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with running_daemon(tmp_path_factory.mktemp("daemon")) as daemon:
-        yield daemon
-
-
 @pytest.fixture
-def reader(served: DaemonProcess) -> Iterator[Reader]:
-    with Client.connect(served.runtime_dir, name="reader") as client:
+def reader(daemon: DaemonProcess) -> Iterator[Reader]:
+    with Client.connect(daemon.runtime_dir, name="reader") as client:
         while len(client.status().sessions) > 1:
             client.ping()  # until the last test's pages are back
         client.evict_cached()
@@ -123,8 +117,8 @@ def test_operations_come_from_poll(reader: Reader, decode: Filled) -> None:
     assert gone_on == [out]
 
 
-def test_a_transfer_without_pages(served: DaemonProcess, reader: Reader, decode: Filled) -> None:
-    with Client.connect(served.runtime_dir, name="prefill") as prefill:
+def test_a_transfer_without_pages(daemon: DaemonProcess, reader: Reader, decode: Filled) -> None:
+    with Client.connect(daemon.runtime_dir, name="prefill") as prefill:
         source = Filled(prefill, "prefill", SPEC, MODEL_OF_TEXT)
         sent = prefill.allocate("prefill", 8)
         content = source.write(sent, seed=2)
@@ -175,7 +169,7 @@ def test_hybrid_models(reader: Reader) -> None:
     assert (reader.names["main"].blocks, reader.names["usable"]) == (4, False)
 
 
-def test_a_router(served: DaemonProcess, reader: Reader, decode: Filled) -> None:
+def test_a_router(daemon: DaemonProcess, reader: Reader, decode: Filled) -> None:
     del decode
     client = reader.client
     hashes = block_hashes(list(range(4 * 128)), 128)
@@ -184,7 +178,7 @@ def test_a_router(served: DaemonProcess, reader: Reader, decode: Filled) -> None
     reader.run(head)
     (identity,) = {one.identity for one in client.cached_blocks()}
     assert reader.names["where"] == {(identity, one.hex()): {"host"} for one in hashes[:2]}
-    with Client.connect(served.runtime_dir, name="other") as other:
+    with Client.connect(daemon.runtime_dir, name="other") as other:
         other.wait_done(other.store("decode", hashes[2:], other.allocate("decode", 2), parent=hashes[1]))
         reader.run(f"news = {tail}")
         assert reader.names["where"] == {(identity, one.hex()): {"host"} for one in hashes}

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvferry.clients import Client, new_request_id
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SOON_S = 120.0
+CONFIG = "[tiers]\nhost_bytes = 1048576\n"
 REQUESTS = 8  # of three pages each; the pools have sixteen
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Return a daemon with a host tier."""
-    with running_daemon(tmp_path_factory.mktemp("examples"), "[tiers]\nhost_bytes = 1048576\n") as one:
-        yield one
 
 
 def started(daemon: DaemonProcess, script: str, *arguments: str) -> subprocess.Popen[str]:

@@ -11,7 +11,16 @@ from typing import NamedTuple
 import pytest
 
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.protocol.session_stream import FrameSplitter, SessionOpened, SharedEvents, ShareFollows, pack, unpack_frame
+from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.session_stream import (
+    FrameSplitter,
+    SessionOpened,
+    SharedEvents,
+    ShareFollows,
+    TablesFollow,
+    pack,
+    unpack_frame,
+)
 
 SOON_S = 2.0
 READ_BYTES = 1 << 16
@@ -72,3 +81,12 @@ def test_what_two_threads_say_at_a_time_does_not_mix(ends: Ends) -> None:
         assert sorted(read(ends.daemon, 400)) == [1] * 200 + [2] * 200
         for one in saying:
             one.result(SOON_S)
+
+
+def test_what_did_not_come_is_named(ends: Ends) -> None:
+    ends.daemon.sendall(pack(ShareFollows(message_id=7)))
+    ends.client.receive()
+    with pytest.raises(MalformedError, match="no ShareFollows came with the reply to message 8"):
+        ends.client.take(8, ShareFollows)
+    with pytest.raises(MalformedError, match="no TablesFollow came with the reply to message 7"):
+        ends.client.take(7, TablesFollow)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,18 +11,12 @@ from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError
 from kvferry.protocol.limits import Limits
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess
 from tests.kvferry_command import run_kvferry
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 TUNING = Tuning(limits=Limits(max_deadline_ms=10_000, default_deadline_ms=500))
 TOO_LONG_S = 10.1
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with running_daemon(tmp_path_factory.mktemp("deadlines"), tuning=TUNING) as one:
-        yield one
 
 
 def test_a_client_that_names_no_deadline_is_served(daemon: DaemonProcess) -> None:

@@ -24,7 +24,7 @@ from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import ShareFollows, TorchShare
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess
 from tests.raw_engine import raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
@@ -48,13 +48,6 @@ def devices() -> Devices:
 
 def _unexpected(name: str, error: DeviceLostError) -> None:
     raise AssertionError((name, error))
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Run a daemon for all tests."""
-    with running_daemon(tmp_path_factory.mktemp("devices")) as one:
-        yield one
 
 
 @pytest.fixture

@@ -22,19 +22,12 @@ from kvferry.protocol.codec import encode
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Ping
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess
 from tests.devices import DEVICE
 from tests.raw_engine import raw_engine
 
 REPLY_MS = 10_000
 MUCH_MEMORY = 256 << 20
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Share one daemon: what one test does to it, the next one would see."""
-    with running_daemon(tmp_path_factory.mktemp("daemon")) as one:
-        yield one
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -68,24 +68,10 @@ CONFIG: Final = "[tiers]\nhost_bytes = 4194304\n[pools]\nmax_bytes = 67108864\n"
 Arrays = dict[tuple[Any, ...], Any]
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Return a daemon that serves."""
-    with running_daemon(tmp_path_factory.mktemp("memory"), CONFIG) as one:
-        yield one
-
-
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
     """Return a pool's name that no other test has."""
     return f"pool-{zlib.crc32(request.node.nodeid.encode()):x}"
-
-
-@pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
-    """Return a session of an engine."""
-    with Client.connect(daemon.runtime_dir, name="engine") as one:
-        yield one
 
 
 def filled(memory: SharedMemory, seed: int) -> Arrays:

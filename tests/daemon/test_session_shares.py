@@ -53,13 +53,6 @@ ARRAYS = tuple(
 )
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Return a daemon that serves."""
-    with running_daemon(tmp_path_factory.mktemp("shares")) as one:
-        yield one
-
-
 @contextmanager
 def session(daemon: DaemonProcess) -> Iterator[socket.socket]:
     """Open a session without the client library's good manners."""

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,6 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 CONFIG = "[logging]\nformat = 'json'\n"
 LOOKS = 2000
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with running_daemon(tmp_path_factory.mktemp("signals"), CONFIG) as one:
-        yield one
 
 
 def events(log: Path, name: str) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from kvferry.protocol.errors import (
     WindowMismatchError,
 )
 from kvferry.protocol.table_messages import TablesUpdated
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess
 
 pytestmark = pytest.mark.any_device
 
@@ -58,20 +58,6 @@ HYBRID = HybridSwaSpec(
 )
 Pages = dict[int, Sequence[int]]
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Return a daemon that serves."""
-    with running_daemon(tmp_path_factory.mktemp("tables")) as one:
-        yield one
-
-
-@pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
-    """Return an engine."""
-    with Client.connect(daemon.runtime_dir, name="engine") as one:
-        yield one
 
 
 @pytest.fixture

@@ -45,13 +45,6 @@ def client(daemon: DaemonProcess, device: str) -> Iterator[Client]:
 
 
 @pytest.fixture
-def other(daemon: DaemonProcess) -> Iterator[Client]:
-    """Return the client of an engine that makes trouble."""
-    with Client.connect(daemon.runtime_dir, name="trouble") as one:
-        yield one
-
-
-@pytest.fixture
 def raw(daemon: DaemonProcess) -> Iterator[RawEngine]:
     """Return an engine that says what no client says."""
     with raw_engine(daemon.runtime_dir) as one:

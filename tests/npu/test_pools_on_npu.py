@@ -58,20 +58,6 @@ register()
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Return a daemon that serves."""
-    with running_daemon(tmp_path_factory.mktemp("npu")) as one:
-        yield one
-
-
-@pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
-    """Return an engine."""
-    with Client.connect(daemon.runtime_dir, name="prefill") as one:
-        yield one
-
-
 @pytest.fixture
 def other(daemon: DaemonProcess) -> Iterator[Client]:
     """Return another engine."""

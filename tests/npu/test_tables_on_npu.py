@@ -32,13 +32,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield one
 
 
-@pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
-    """Return an engine."""
-    with Client.connect(daemon.runtime_dir, name="engine") as one:
-        yield one
-
-
 def wait_until(condition: Callable[[], bool]) -> None:
     ends_at = time.monotonic() + 20
     while not condition():
