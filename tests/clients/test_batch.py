@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
@@ -144,3 +145,18 @@ def test_more_than_one_message_takes(client: Client, name: str) -> None:
     with pytest.raises(NotOwnerError):
         client.wait(again)
     assert requests_of(client) == before + 3
+
+
+def test_more_page_lists_than_one_message_takes(client: Client, name: str) -> None:
+    client.create_pool(name, msgspec.structs.replace(SMALL, tokens=8192))
+    ids = client.allocate(name, 20 * 64).reshape(20, 64)
+    before = requests_of(client)
+    with client.batched() as step:
+        begun = [
+            step.receive(name, new_request_id(), [pages([page], first_page=2 * at) for at, page in enumerate(row)])
+            for row in ids
+        ]
+    while any(one.state == "sent" for one in begun):
+        client.poll(1.0)
+    assert {one.state for one in begun} == {"open"}
+    assert requests_of(client) == before + 3, "two, and the one that asks"

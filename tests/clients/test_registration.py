@@ -189,6 +189,15 @@ def test_one_memory_is_not_two_arrays() -> None:
     assert refused.value.field == "main/v.storage", "the one that begins in the other"
 
 
+def test_a_tensor_needs_all_its_bytes() -> None:
+    spec = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
+    k, v = (torch.zeros(2, 5, 16, 2, 8, dtype=torch.float16) for _ in "kv")
+    v.untyped_storage().resize_(v.untyped_storage().nbytes() - 2)
+    with pytest.raises(InvalidFieldError) as refused:
+        registered_tensors(spec, {("main", "k"): k, ("main", "v"): v})
+    assert refused.value.field == "main/v.storage"
+
+
 def test_how_far_apart_single_things_are_means_nothing() -> None:
     spec = MhaSpec(layers=1, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
     odd = [torch.zeros(5 * 16 * 8, dtype=torch.float16).as_strided((1, 5, 16, 1, 8), (7, 128, 8, 3, 1)) for _ in "kv"]
