@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.transfer.endpoints import rows_by_step
-from kvferry.pools.planning.page_ids import PageIds
-from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InvalidFieldError, TransferFailedError
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.transfer_messages import LayerStep
 from tests.devices import DEVICE
-from tests.transfer.transfer_harness import PAGE_BYTES, TransferHarness, layers
+from tests.transfer.transfer_harness import PAGE_BYTES, Direction, Engine, TransferHarness, layers
 
 pytestmark = pytest.mark.any_device
 
@@ -43,29 +41,38 @@ class Ferry:
 
     def __init__(self, whole_below_bytes: int = 0, entries: Sequence[Entry] = ()) -> None:
         self.harness = TransferHarness(whole_below_bytes)
-        self.prefill, self.decode = self.harness.session(), self.harness.session()
-        self.source = self.harness.pool("prefill", entries or layers(LAYERS))
-        self.destination = self.harness.pool("decode", entries or layers(LAYERS))
-        self.sent = self.harness.filled(self.source, self.prefill, PAGES)
-        self.received = self.harness.filled(self.destination, self.decode, PAGES)
-        self.before = self.harness.content(self.destination, self.received)
+        self.prefill, self.decode = (
+            self.harness.engine(name, entries or layers(LAYERS)) for name in ("prefill", "decode")
+        )
+        self.before = self.decode.content
 
-    def send(self, steps: tuple[LayerStep, ...] = ONE_A_LAYER, destinations: int = 1) -> None:
-        """SEND all pages in steps."""
-        self.harness.send(self.prefill, self.source, self.sent, steps=steps, destinations=destinations)
-
-    def receive(self) -> None:
-        """RECEIVE all pages."""
-        self.harness.receive(self.decode, self.destination, self.received)
+    def meet(self, steps: tuple[LayerStep, ...] = ONE_A_LAYER) -> None:
+        """RECEIVE all pages, and SEND them in steps."""
+        self.decode.receive()
+        self.prefill.send(steps=steps)
 
     def events(self, *values: int) -> None:
         """Let the prefill's event ring hold these counters."""
-        self.harness.events(self.prefill, *values)
+        self.harness.events(self.prefill.session, *values)
+
+    def finish(self) -> None:
+        """Let all copies under way end."""
+        self.harness.transport.finish_all()
 
     @property
     def under_way(self) -> list[int]:
         """Return the copies under way, oldest first."""
         return list(self.harness.transport.under_way)
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """Return what both were told."""
+        return self.prefill.told, self.decode.told
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Return how many pages are held of both."""
+        return self.prefill.held, self.decode.held
 
     def layers_of(self, op: int, names: Sequence[str] = ("main",)) -> list[int]:
         """Return the layers that a copy under way brings."""
@@ -79,12 +86,11 @@ class Ferry:
         (receive_request,) = self.harness.state_machine.endpoints.receive_requests.values()
         return receive_request.arrived_pages
 
-    def arrived(self, pool: Pool | None = None, ids: PageIds | None = None) -> set[str]:
+    def arrived(self, at: Engine | None = None) -> set[str]:
         """Return the entries of which all pages are there; of the others nothing must be there."""
-        sent = self.harness.content(self.source, self.sent)
-        got = self.harness.content(pool or self.destination, self.received if ids is None else ids)
+        sent, got = self.prefill.content, (at or self.decode).content
         there = {name for name in got[0] if all(one[name] == other[name] for one, other in zip(got, sent, strict=True))}
-        assert pool or all(
+        assert at or all(
             got[n][name] == page[name] for n, page in enumerate(self.before) for name in page.keys() - there
         )
         return there
@@ -106,23 +112,22 @@ def ferry() -> Ferry:
 @pytest.mark.parametrize("receive_at", range(LAYERS + 2))
 def test_each_step_starts_when_its_event_has_come(ferry: Ferry, receive_at: int) -> None:
     if receive_at == 0:
-        ferry.receive()
-    ferry.send()
+        ferry.decode.receive()
+    ferry.prefill.send(steps=ONE_A_LAYER)
     for ready in range(LAYERS + 1):
         ferry.events(*[1] * ready, *[0] * (LAYERS - ready))
         if receive_at == ready + 1:
-            ferry.receive()
+            ferry.decode.receive()
         if receive_at <= ready + 1:
-            ferry.harness.transport.finish_all()
+            ferry.finish()
             assert ferry.arrived() == entries_of_layers(*range(ready))
-            assert ferry.harness.outcomes(ferry.decode) == (["OK", "settled"] if ready == LAYERS else [])
-    assert ferry.harness.outcomes(ferry.prefill) == ["OK", "settled"]
-    assert ferry.harness.finished(ferry.decode).moved_bytes == LAYERS * BYTES_OF_A_LAYER
+            assert ferry.decode.told == ("OK settled" if ready == LAYERS else "")
+    assert ferry.prefill.told == "OK settled"
+    assert ferry.decode.finished.moved_bytes == LAYERS * BYTES_OF_A_LAYER
 
 
 def test_a_step_is_a_op_and_starts_once(ferry: Ferry) -> None:
-    ferry.receive()
-    ferry.send()
+    ferry.meet()
     assert ferry.under_way == []
     for _ in range(2):
         ferry.events(1, 0, 0, 0)
@@ -132,8 +137,7 @@ def test_a_step_is_a_op_and_starts_once(ferry: Ferry) -> None:
 
 
 def test_steps_become_ready_in_their_order_and_not_in_that_of_their_events(ferry: Ferry) -> None:
-    ferry.receive()
-    ferry.send()
+    ferry.meet()
     ferry.events(0, 1, 1, 0)
     assert ferry.under_way == []
     ferry.events(1, 1, 0, 0)  # the third one's counter has gone back: hostile, and of no use
@@ -141,28 +145,26 @@ def test_steps_become_ready_in_their_order_and_not_in_that_of_their_events(ferry
     ferry.events(0, 0, 0, 0)
     assert len(ferry.under_way) == 2
     ferry.events(1, 1, 1, 1)
-    ferry.harness.transport.finish_all()
+    ferry.finish()
     assert ferry.arrived() == entries_of_layers(*range(LAYERS))
 
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)])
 def test_the_senders_order_of_layers_is_kept(ferry: Ferry, order: tuple[int, ...]) -> None:
-    ferry.receive()
-    ferry.send(tuple(step(layer, value=number) for number, layer in enumerate(order, 1)))
+    ferry.meet(tuple(step(layer, value=number) for number, layer in enumerate(order, 1)))
     for ready in range(LAYERS + 1):
         ferry.events(ready)
-        ferry.harness.transport.finish_all()
+        ferry.finish()
         assert ferry.arrived() == entries_of_layers(*order[:ready])
 
 
 def test_one_event_may_count_for_many_steps_and_stand_higher_than_asked(ferry: Ferry) -> None:
-    ferry.receive()
-    ferry.send((step(0, 2, value=5), step(2, 2, value=7)))
+    ferry.meet((step(0, 2, value=5), step(2, 2, value=7)))
     for value, ops in ((4, 0), (5, 1), (6, 1), ((1 << 63) - 1, 2)):
         ferry.events(value)
         assert len(ferry.under_way) == ops
-    ferry.harness.transport.finish_all()
-    assert ferry.harness.outcomes(ferry.decode) == ["OK", "settled"]
+    ferry.finish()
+    assert ferry.decode.told == "OK settled"
 
 
 @pytest.mark.parametrize(
@@ -177,83 +179,75 @@ def test_one_event_may_count_for_many_steps_and_stand_higher_than_asked(ferry: F
 def test_steps_that_do_not_name_each_layer_once_are_refused(
     ferry: Ferry, steps: tuple[LayerStep, ...], what: str
 ) -> None:
-    ferry.receive()
+    ferry.decode.receive()
     with pytest.raises(InvalidFieldError, match=re.escape(what)) as refused:
-        ferry.send(steps)
+        ferry.prefill.send(steps=steps)
     assert refused.value.field == "steps"
-    ferry.send((step(0, LAYERS, value=1),))
+    ferry.prefill.send(steps=(step(0, LAYERS, value=1),))
     ferry.events(1)
-    ferry.harness.transport.finish_all()
-    assert ferry.harness.outcomes(ferry.decode) == ["OK", "settled"], "a refusal leaves no trace"
+    ferry.finish()
+    assert ferry.decode.told == "OK settled", "a refusal leaves no trace"
 
 
 def test_a_step_without_layers_here_is_no_op(ferry: Ferry) -> None:
-    ferry.receive()
-    ferry.send((step(10, value=1), step(0, LAYERS, value=2), step(20, value=3)))
+    ferry.meet((step(10, value=1), step(0, LAYERS, value=2), step(20, value=3)))
     ferry.events(1)
     assert ferry.under_way == []
     ferry.events(2)
-    ferry.harness.transport.finish_all()
+    ferry.finish()
     assert ferry.arrived() == entries_of_layers(*range(LAYERS))
 
 
 def test_draft_layers_are_numbered_apart_and_go_with_the_last_step() -> None:
     ferry = Ferry(entries=[*layers(2), *layers(2, component="draft")])
-    ferry.receive()
-    ferry.send((step(0, value=1), step(1, value=2)))
+    ferry.meet((step(0, value=1), step(1, value=2)))
     ferry.events(1)
     assert ferry.layers_of(ferry.under_way[0], ("main", "draft")) == [0]
     assert ferry.layers_of(ferry.under_way[0], ("draft",)) == []
     ferry.events(2)
     assert ferry.layers_of(ferry.under_way[1], ("draft",)) == [0, 1]
-    ferry.harness.transport.finish_all()
-    assert ferry.harness.outcomes(ferry.decode) == ["OK", "settled"]
+    ferry.finish()
+    assert ferry.decode.told == "OK settled"
 
 
 def test_each_chunk_has_steps_of_its_own(ferry: Ferry) -> None:
-    harness = ferry.harness
-    ferry.receive()
-    harness.send(
-        ferry.prefill, ferry.source, ferry.sent[:1], last=False, steps=(step(0, 2, value=1), step(2, 2, value=2))
-    )
-    harness.send(ferry.prefill, ferry.source, ferry.sent[1:2], first_page=1, last=False)
-    harness.transport.finish_all()
+    ferry.decode.receive()
+    ferry.prefill.send(0, 1, last=False, steps=(step(0, 2, value=1), step(2, 2, value=2)))
+    ferry.prefill.send(1, 2, last=False)
+    ferry.finish()
     assert ferry.decode_pages() == 1, "the chunk without steps is there at once"
-    harness.send(ferry.prefill, ferry.source, ferry.sent[2:], first_page=2, steps=(step(0, 4, event=1, value=1),))
+    ferry.prefill.send(2, steps=(step(0, 4, event=1, value=1),))
     ferry.events(1, 1)
-    harness.transport.finish_all()
+    ferry.finish()
     assert ferry.decode_pages() == 2
-    assert harness.outcomes(ferry.decode) == []
+    assert ferry.decode.told == ""
     ferry.events(2, 1)
-    harness.transport.finish_all()
-    assert harness.outcomes(ferry.decode) == ["OK", "settled"]
-    assert harness.content(ferry.destination, ferry.received) == harness.content(ferry.source, ferry.sent)
+    ferry.finish()
+    assert ferry.decode.told == "OK settled"
+    assert ferry.decode.content == ferry.prefill.content
 
 
 def test_a_step_starts_into_every_receive(ferry: Ferry) -> None:
-    harness = ferry.harness
-    other, pool = harness.session(), harness.pool("other", layers(LAYERS))
-    pages = harness.filled(pool, other, PAGES)
-    ferry.send(destinations=2)
-    ferry.receive()
+    other = ferry.harness.engine("other", layers(LAYERS))
+    ferry.prefill.send(steps=ONE_A_LAYER, destinations=2)
+    ferry.decode.receive()
     ferry.events(1, 0, 0, 0)
-    harness.receive(other, pool, pages)
+    other.receive()
     assert len(ferry.under_way) == 2, "the later receive request takes what is ready at once"
     ferry.events(1, 1, 1, 1)
     assert len(ferry.under_way) == 2 * LAYERS
-    harness.transport.finish_all()
-    assert ferry.arrived() == ferry.arrived(pool, pages) == entries_of_layers(*range(LAYERS))
-    assert harness.outcomes(ferry.prefill) == ["OK", "settled"]
+    ferry.finish()
+    assert ferry.arrived() == ferry.arrived(other) == entries_of_layers(*range(LAYERS))
+    assert ferry.prefill.told == "OK settled"
 
 
 def test_events_of_another_session_start_nothing(ferry: Ferry) -> None:
     stranger = ferry.harness.session()
-    ferry.receive()
-    ferry.send()
+    ferry.meet()
     ferry.harness.events(stranger, 1, 1, 1, 1)
-    ferry.harness.events(ferry.decode, 1, 1, 1, 1)
+    ferry.harness.events(ferry.decode.session, 1, 1, 1, 1)
     assert ferry.under_way == []
-    assert ferry.harness.state_machine.waits_for_events(ferry.prefill)
+    assert ferry.harness.state_machine.waits_for_events(ferry.prefill.session)
     assert not ferry.harness.state_machine.waits_for_events(stranger)
 
 
@@ -261,44 +255,39 @@ def test_events_of_another_session_start_nothing(ferry: Ferry) -> None:
 
 
 def test_a_step_that_never_comes_ends_at_the_deadline(ferry: Ferry) -> None:
-    ferry.receive()
-    ferry.send()
+    ferry.meet()
     ferry.events(1, 1, 0, 1)
-    ferry.harness.transport.finish_all()
+    ferry.finish()
     (send_request, receive_request) = ferry.harness.state_machine.endpoints
     assert send_request.waits_for() == "the events of 2 layer steps"
     assert receive_request.waits_for() == f"copies: 0 of {PAGES} pages there; the events of 2 layer steps"
     ferry.harness.pass_time(30.0)
-    assert ferry.harness.outcomes(ferry.prefill) == ["DEADLINE", "settled"]
-    late = ferry.harness.finished(ferry.prefill)
-    assert late.error is not None
-    assert "the events of 2 layer steps" in late.error.detail
-    assert ferry.harness.outcomes(ferry.decode) == ["DEADLINE", "settled"]
+    assert ferry.prefill.told == "DEADLINE settled"
+    assert "the events of 2 layer steps" in ferry.prefill.reason
+    assert ferry.decode.told == "DEADLINE settled"
     ferry.events(1, 1, 1, 1)
     assert ferry.under_way == []
-    assert not ferry.harness.state_machine.waits_for_events(ferry.prefill)
+    assert not ferry.harness.state_machine.waits_for_events(ferry.prefill.session)
 
 
 def test_the_sender_dies_before_the_last_step(ferry: Ferry) -> None:
-    ferry.receive()
-    ferry.send()
+    ferry.meet()
     ferry.events(1, 1, 1, 0)
     ferry.harness.transport.finish(ferry.under_way[0])
-    ferry.harness.lose(ferry.prefill)
-    assert ferry.harness.outcomes(ferry.decode) == ["PEER_LOST"]
-    assert not ferry.source.allocator.idle, "what is under way still reads its pages"
-    ferry.harness.transport.finish_all()
-    assert ferry.harness.outcomes(ferry.decode) == ["PEER_LOST", "settled"]
-    assert ferry.source.allocator.idle
+    ferry.prefill.lose()
+    assert ferry.decode.told == "PEER_LOST"
+    assert not ferry.prefill.pool.allocator.idle, "what is under way still reads its pages"
+    ferry.finish()
+    assert ferry.decode.told == "PEER_LOST settled"
+    assert ferry.prefill.pool.allocator.idle
 
 
 def test_the_sender_dies_after_the_last_step(ferry: Ferry) -> None:
-    ferry.receive()
-    ferry.send()
+    ferry.meet()
     ferry.events(1, 1, 1, 1)
-    ferry.harness.lose(ferry.prefill)
-    ferry.harness.transport.finish_all()
-    assert ferry.harness.outcomes(ferry.decode) == ["OK", "settled"]
+    ferry.prefill.lose()
+    ferry.finish()
+    assert ferry.decode.told == "OK settled"
 
 
 # -- in between
@@ -306,43 +295,37 @@ def test_the_sender_dies_after_the_last_step(ferry: Ferry) -> None:
 
 @pytest.mark.parametrize("direction", ["send", "receive"])
 @pytest.mark.parametrize("ready", range(LAYERS))
-def test_a_cancel_in_between_starts_nothing_more(ferry: Ferry, direction: str, ready: int) -> None:
-    ferry.receive()
-    ferry.send()
+def test_a_cancel_in_between_starts_nothing_more(ferry: Ferry, direction: Direction, ready: int) -> None:
+    ferry.meet()
     ferry.events(*[1] * ready, *[0] * (LAYERS - ready))
     ops = ferry.under_way
     assert len(ops) == ready
-    if direction == "send":
-        ferry.harness.cancel(ferry.prefill, ferry.source, "send")
-    else:
-        ferry.harness.cancel(ferry.decode, ferry.destination, "receive")
+    own, other = (ferry.prefill, ferry.decode) if direction == "send" else (ferry.decode, ferry.prefill)
+    own.cancel(direction)
     assert ferry.harness.transport.stopped == set(ops)
     ferry.events(1, 1, 1, 1)
     assert ferry.under_way == ops
-    own, other = (ferry.prefill, ferry.decode) if direction == "send" else (ferry.decode, ferry.prefill)
-    settled = [] if ops else ["settled"]
-    assert ferry.harness.outcomes(own) == ["CANCELLED", *settled]
-    assert ferry.harness.outcomes(other) == ["PEER_CANCELLED", *settled]
+    settled = "" if ops else " settled"
+    assert (own.told, other.told) == (f"CANCELLED{settled}", f"PEER_CANCELLED{settled}")
     for op in ops:
-        assert ferry.source.allocator.busy_count == ferry.destination.allocator.busy_count == PAGES
+        assert ferry.held == (PAGES, PAGES)
         ferry.harness.transport.end(op, CancelledError("stopped"))
-    assert ferry.harness.outcomes(own) == ["CANCELLED", "settled"]
-    assert ferry.source.allocator.busy_count == ferry.destination.allocator.busy_count == 0
+    assert own.told == "CANCELLED settled"
+    assert ferry.held == (0, 0)
     assert not ferry.harness.state_machine.endpoints.ops
 
 
 def test_a_step_that_fails_fails_all(ferry: Ferry) -> None:
-    ferry.receive()
-    ferry.send()
+    ferry.meet()
     ferry.events(1, 1, 0, 0)
     first, second = ferry.under_way
     ferry.harness.transport.end(second, TransferFailedError("broken"))
-    assert ferry.harness.outcomes(ferry.decode) == ["TRANSFER_FAILED"]
+    assert ferry.decode.told == "TRANSFER_FAILED"
     ferry.events(1, 1, 1, 1)
     assert ferry.under_way == [first]
     ferry.harness.transport.end(first)
-    assert ferry.harness.outcomes(ferry.decode) == ["TRANSFER_FAILED", "settled"]
-    assert ferry.harness.outcomes(ferry.prefill) == ["TRANSFER_FAILED", "settled"]
+    assert ferry.decode.told == "TRANSFER_FAILED settled"
+    assert ferry.prefill.told == "TRANSFER_FAILED settled"
 
 
 # -- what is too small to be cut
@@ -351,13 +334,12 @@ def test_a_step_that_fails_fails_all(ferry: Ferry) -> None:
 @pytest.mark.parametrize(("more_bytes", "ops"), [(-1, 4), (0, 4), (1, 1)])
 def test_less_than_the_threshold_goes_whole_with_its_last_step(more_bytes: int, ops: int) -> None:
     ferry = Ferry(whole_below_bytes=LAYERS * BYTES_OF_A_LAYER + more_bytes)
-    ferry.receive()
-    ferry.send()
+    ferry.meet()
     ferry.events(1, 1, 1, 0)
     assert len(ferry.under_way) == ops - 1
     ferry.events(1, 1, 1, 1)
     assert len(ferry.under_way) == ops
-    ferry.harness.transport.finish_all()
+    ferry.finish()
     assert ferry.arrived() == entries_of_layers(*range(LAYERS))
 
 
@@ -382,23 +364,23 @@ def test_any_steps_and_any_order_of_events_bring_everything(data: st.DataObject)
     needed = 1 + (last_step if whole_below_bytes else max(of_layers))
     counters = [0, 0, 0]
     receive_at = data.draw(st.integers(0, 9))
-    ferry.send(tuple(steps))
+    ferry.prefill.send(steps=tuple(steps))
     for moment in range(10):
         if moment == receive_at:
-            ferry.receive()
+            ferry.decode.receive()
         counters[data.draw(st.integers(0, 2))] += 1
         ferry.events(*counters)
         ready = next((n for n, one in enumerate(steps) if counters[one.event] < one.value), len(steps))
         if moment >= receive_at and data.draw(st.booleans()):
-            ferry.harness.transport.finish_all()
+            ferry.finish()
             here = {layer for one in steps[:ready] for layer in range_of(one) if layer < LAYERS}
-            whole = ferry.harness.outcomes(ferry.decode) == ["OK", "settled"]
+            whole = ferry.decode.told == "OK settled"
             assert whole == (ready >= needed)
             assert ferry.arrived() <= entries_of_layers(*(range(LAYERS) if whole else here))
     ferry.events(3, 3, 3)
-    ferry.harness.transport.finish_all()
+    ferry.finish()
     assert ferry.arrived() == entries_of_layers(*range(LAYERS))
-    assert ferry.harness.finished(ferry.decode).moved_bytes == LAYERS * BYTES_OF_A_LAYER
+    assert ferry.decode.finished.moved_bytes == LAYERS * BYTES_OF_A_LAYER
 
 
 @given(
