@@ -34,6 +34,7 @@ from kvferry.protocol.peer_messages import (
     Confirmed,
     Grant,
     PeerSend,
+    PoolGone,
     ReceiveClosed,
     SendRefused,
     SendWithdrawn,
@@ -164,6 +165,16 @@ def test_one_send_fills_receives_of_two_daemons(apart: Transfer) -> None:
     assert second.told == "OK settled"
     assert second.content == apart.prefill.content
     assert apart.prefill.finished.moved_bytes == 2 * BYTES
+
+
+def test_a_send_goes_to_as_many_receives_as_it_says(apart: Transfer) -> None:
+    second = apart.third.engine("decode")
+    apart.receive()
+    apart.receive(into=second)
+    apart.harness.deliver_all()
+    apart.send()
+    apart.harness.run()
+    assert (apart.told, second.told) == (("OK settled", "OK settled"), "")
 
 
 def test_a_receive_takes_stages_of_two_daemons(apart: Transfer) -> None:
@@ -438,6 +449,20 @@ def test_the_deadline_of_a_receive_that_nobody_joined(apart: Transfer) -> None:
     apart.harness.pass_time(5.0)
     assert not apart.source.state_machine.endpoints.announcements, "the source has its own clock"
     apart.check_over("", "DEADLINE")
+
+
+def test_an_announcement_is_not_kept_for_ever(apart: Transfer) -> None:
+    apart.receive(deadline_s=1e9)
+    apart.harness.deliver_all()
+    assert apart.source.state_machine.next_deadline() == apart.harness.now + 86_400
+
+
+def test_a_receive_that_is_over_is_forgotten(apart: Transfer) -> None:
+    apart.meet()
+    receives = [weakref.ref(one) for one in apart.home.state_machine.endpoints.receive_requests.values()]
+    apart.succeeds()
+    gc.collect()
+    assert [one() for one in receives] == [None]
 
 
 @pytest.mark.parametrize(
@@ -734,7 +759,9 @@ def test_what_was_said_to_an_older_receive_is_void(apart: Transfer, how: str) ->
         newer.lose()
         session = apart.home.session()
         newer = Engine(apart.home, session, newer.pool, apart.home.filled(newer.pool, session, PAGES))
-    assert apart.receive(apart.third, into=newer) == (2 if how == "generation" else 1), "each session counts for itself"
+    assert apart.receive(apart.third, apart.source, into=newer) == (2 if how == "generation" else 1), (
+        "each session counts for itself"
+    )
     apart.harness.deliver(apart.source, apart.home)
     (receive_request,) = apart.home.state_machine.endpoints.receive_requests.values()
     assert not receive_request.send_requests
@@ -752,6 +779,9 @@ def test_a_deleted_pools_memory_is_given_up(mapped: Transfer) -> None:
     ((key, pool),) = pools.items()
     mapped.harness.run()
     pool.mapping = region = HostRegion.create("mapped", 4096)
+    another = PoolGone(tenant=pool.tenant, pool=pool.name, region=pool.region_id + 1)
+    mapped.home.state_machine.peers.pool_gone(key[0], another)
+    assert key in pools, "it was of a pool before this one"
     mapped.source.peers.pool_removed(mapped.prefill.pool)
     mapped.harness.run()
     assert region.fd == -1, "it is closed"
@@ -765,6 +795,25 @@ def test_pools_are_not_remembered_for_receives_that_do_not_exist(apart: Transfer
     apart.decode.cancel("receive")
     apart.harness.run()
     assert not apart.home.state_machine.peers.remote_pools
+
+
+def test_pools_of_peers_are_bounded(apart: Transfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_transfers, "MAX_REMOTE_POOLS", 0)
+    apart.begin()
+    assert apart.told == ("BUSY settled", "")
+    assert "0 pools of other daemons are known here" in apart.waits_for
+
+
+def test_chunks_of_a_peer_have_no_gap(apart: Transfer) -> None:
+    """No message is lost on a connection that stands: only a peer with a fault leaves one out."""
+    apart.receive()
+    apart.harness.deliver_all()
+    apart.send(0, 1, last=False)
+    apart.harness.deliver_all()
+    apart.send(1, 2, last=False)
+    apart.harness.connection(apart.source, apart.home).on_its_way.popleft()
+    apart.send(2)
+    apart.ends("PAGE_GAP", "PAGE_GAP")
 
 
 # -- a daemon dies

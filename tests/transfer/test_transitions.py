@@ -226,6 +226,19 @@ def test_an_event_without_a_row_is_a_bug_and_the_transfer_settles(state: State) 
     assert one.prefill.told == f"{expected} settled"
 
 
+def test_an_announcement_that_ends_without_a_row_is_a_bug_too() -> None:
+    """Its send requests fail with INTERNAL, and all settles."""
+    one = Reaching("tcp")
+    del one.seen[Kind.REMOTE_RECEIVE, State.OPEN, Event.CLOSED]
+    one.meet()
+    one.harness.run()
+    assert set(one.source.bugs) == {
+        "another daemon's receive request, open: no transition for: its daemon says that it succeeded"
+    }
+    assert one.told == ("INTERNAL settled", "OK settled")
+    assert not one.source.leftovers()
+
+
 def test_the_documentation_shows_the_table() -> None:
     """What docs/architecture.md says is what is executed."""
     assert transitions_of("transfer") == as_markdown()

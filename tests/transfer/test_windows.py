@@ -22,6 +22,7 @@ from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
     LengthMismatchError,
+    PageBusyError,
     PageGapError,
     UnknownComponentError,
     WindowMismatchError,
@@ -272,6 +273,18 @@ def test_messages_that_make_no_sense(ferry: Ferry, first: Direction) -> None:
         with pytest.raises(error) as caught:
             one.come(first, ids=wrong)
         assert caught.value.field == field
+
+
+@FIRST
+def test_a_list_that_is_refused_leaves_no_page_of_the_others_held(ferry: Ferry, first: Direction) -> None:
+    one = ferry.prefill
+    lists, other = one.lists(Window(5, 2)), one.pool.allocator.allocate(one.session, 3)
+    one.receive(ids=[(lists[0][0], other), lists[1]], request="f" * 32)
+    with pytest.raises(PageBusyError):
+        one.come(first, ids=lists)
+    assert one.held == 3
+    one.cancel("receive", "f" * 32)
+    one.come(first, ids=lists)
 
 
 def test_components_are_paired_by_name_and_not_by_place(ferry: Ferry) -> None:
