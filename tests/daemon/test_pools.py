@@ -25,7 +25,7 @@ from kvferry.pools.planning.manifest import total_bytes
 from kvferry.protocol.base import Body
 from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError, PoolExistsError
-from kvferry.protocol.ids import HOST
+from kvferry.protocol.ids import HOST, ModelIdentity
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, Manifest, MhaSpec
 from kvferry.protocol.pool_messages import Allocate, CreatePool, PoolCreated
@@ -202,3 +202,46 @@ def test_what_makes_no_other_bytes_makes_no_other_pool(changes: dict[str, Any]) 
         PoolTraits(manifest_of(spec), HOST),
         PoolTraits(manifest_of(msgspec.structs.replace(spec, **changes)), HOST),
     )
+
+
+NAMED: Final = ModelIdentity(name="some/model", revision="1", salt="secret")
+
+
+@pytest.mark.parametrize(
+    ("existing", "wanted", "field", "said"),
+    [
+        ({"device": "npu:0"}, {}, "device", "exists on npu:0, asked for on host; 3 pages held"),
+        ({"model": NAMED}, {}, "model", "exists for model 'some/model.*', asked for no model"),
+        ({}, {"model": NAMED}, "model", "exists for no model, asked for model 'some/model"),
+        (
+            {"model": NAMED},
+            {"model": msgspec.structs.replace(NAMED, revision="2")},
+            "model.revision",
+            "asked for model",
+        ),
+        (
+            {"model": NAMED},
+            {"model": msgspec.structs.replace(NAMED, salt="other")},
+            "model.salt",
+            "exists with another cache salt",
+        ),
+        (
+            {"ends_with": 7},
+            {},
+            "lifetime",
+            "ends with its owner, asked for with lifetime 'daemon': attach it",
+        ),
+        ({"ends_with": 7}, {"ends_with": 8}, "lifetime", "asked for with lifetime 'instance'"),
+        ({"max_payload_bytes": 5}, {"max_payload_bytes": 6}, "max_payload_bytes", "of at most 5 bytes, asked for 6"),
+    ],
+)
+def test_another_device_model_lifetime_or_bound_is_refused(
+    existing: dict[str, Any], wanted: dict[str, Any], field: str, said: str
+) -> None:
+    traits = PoolTraits(manifest_of(SPEC), HOST)
+    with pytest.raises(PoolExistsError, match=said) as caught:
+        check_same(
+            "decode", traits._replace(**existing), traits._replace(**wanted), held="3 pages held", end="its owner"
+        )
+    assert caught.value.field == field
+    assert "secret" not in caught.value.detail

@@ -152,6 +152,19 @@ async def test_an_op_is_sent_until_its_last_write_has_ended(source: Source) -> N
     assert source.settled == 1, "once"
 
 
+async def test_bytes_that_cannot_be_gathered_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(buffers=1)
+    _, message = source.asked()
+    source.grant(message)
+    with capture_logs(), monkeypatch.context() as patched:
+        patched.delattr(type(source.harness.source_pool.region), "gather")
+        await source.executor.run()
+    assert source.written == [(1, "INTERNAL")]
+    source.grant(message, 2)
+    await source.executor.run()
+    assert len(source.writer.begun) == 1, "its staging buffer is free again"
+
+
 async def test_late_writes_are_counted(source: Source) -> None:
     _, message = source.asked()
     source.grant(message)
