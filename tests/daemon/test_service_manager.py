@@ -1,4 +1,4 @@
-"""What the service manager hears, on a real socket."""
+"""What the service manager hears, on a real socket; and where the command serves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.daemon.daemon import EXIT_BAD_INPUT, main
 from kvferry.daemon.process.host import ServiceManager
 
 
@@ -37,3 +38,14 @@ def test_without_a_manager_nothing_happens() -> None:
 def test_a_manager_that_is_gone_does_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "none")}).ready("serving")
     assert "service manager not notified" in "".join(capsys.readouterr())
+
+
+def test_without_arguments_the_environment_names_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / ("y" * 120)
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("KVFERRY_RUNTIME_DIR", f"/{'x' * 120}")  # too long for a socket: nothing is begun
+    assert main([]) == EXIT_BAD_INPUT
+    assert "xxx" in capsys.readouterr().err

@@ -185,6 +185,7 @@ def test_what_is_no_envelope(frames: list[bytes]) -> None:
         ("INVALID_FIELD", "spec.layers", with_field("CREATE_POOL", "spec", {"kind": "mha", "layers": 0})),
         ("INVALID_FIELD", "spec.kind", with_field("CREATE_POOL", "spec", {"kind": "rwkv"})),
         ("MALFORMED", "pages", [*with_field("FREE", "pages", 2)[:1], b"x" * 15]),
+        ("MALFORMED", "pages", with_field("FREE", "pages", 1)),
         ("MALFORMED", "pages", with_field("FREE", "pages", 3)),
         ("MALFORMED", "pages", [*with_field("PING", "client", "")[:1], b""]),
         ("MALFORMED", "pages", with_field("SEND", "last", True)[:2]),  # noqa: FBT003  a field's value

@@ -122,7 +122,7 @@ def test_what_is_no_message_of_a_daemon(frames: list[bytes]) -> None:
         after(Ping()).feed(frames)
 
 
-@pytest.mark.parametrize("ids", [[], [b"123"], [b"12345678"], [b"1" * 16, b""]])
+@pytest.mark.parametrize("ids", [[], [b"123"], [b"12345678"], [b"1" * 24], [b"1" * 16, b""]])
 def test_what_are_not_the_announced_ids(ids: list[bytes]) -> None:
     with pytest.raises(MalformedError):
         after(Allocate(pool="a", count=2)).feed(

@@ -92,6 +92,7 @@ def test_a_remedy_may_be_that_of_the_case() -> None:
     error = errors.ConfigError("another daemon runs here", retryable=True, remedy="stop it")
     assert (error.info().retryable, error.info().remedy) == (True, "stop it")
     assert raised(error.info()).info() == error.info()
+    assert not raised(errors.DaemonLostError("gone for good", retryable=False).info()).retryable
     assert (errors.ConfigError.retryable, errors.ConfigError.remedy) == (False, "correct the named key")
 
 
