@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvferry.clients.cli.doctor.host import Host, User
 from kvferry.clients.cli.doctor.needs import Needs
-from kvferry.protocol.config.schema import Config
+from kvferry.protocol.config.load import read_config
 
 ROOT: Final = User("root", 0, frozenset({0}))
 WORKER: Final = User("worker", 100_001, frozenset({100_002}))
@@ -74,6 +75,9 @@ def npu_files(count: int = 2) -> dict[str, str]:
     return files
 
 
-def needs_of(*, npu_asked: bool = False, **sections: Any) -> Needs:  # noqa: ANN401  as Config has them
-    """Return the needs of a configuration with these sections."""
-    return Needs(Config(**sections), npu_asked)
+def needs_of(toml: str = "") -> Needs:
+    """Return the needs of a configuration file with this text."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(toml)
+        file.flush()
+        return Needs(read_config(Path(file.name))[0])

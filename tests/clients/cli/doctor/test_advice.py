@@ -18,7 +18,6 @@ from kvferry.clients.cli.doctor.folders import close_to_others, may_hold
 from kvferry.clients.cli.doctor.host import User
 from kvferry.clients.cli.doctor.tiers import check_disk_tier
 from kvferry.pools.tiers.block_file import LOCK_FILE
-from kvferry.protocol.config.schema import DiskTierConfig, TiersConfig
 from tests.clients.cli.doctor.fake_host import WORKER, make_host, needs_of
 from tests.kvferry_command import run_kvferry
 
@@ -132,7 +131,7 @@ def advice(root: Path, path: str, mode: int, *, holds: tuple[str, ...] = (), par
         if parent.is_relative_to(root):
             parent.chmod(parent_mode)
     folder.chmod(mode)
-    finding = check_disk_tier(host, needs_of(tiers=TiersConfig(disk=DiskTierConfig(path=path, max_bytes=1))), 0)
+    finding = check_disk_tier(host, needs_of(f'[tiers.disk]\npath = "{path}"'), 0)
     assert finding is not None
     assert finding.state != "ok"
     return [*re.findall(r"(?:chown|chmod|install) [^;,]*", finding.fix), finding.fix]
@@ -243,7 +242,7 @@ def test_another_users_own_folder_is_given_with_all_in_it(
 
 def test_a_device_or_a_file_is_not_to_be_removed(tmp_path: Path) -> None:
     host = make_host(tmp_path, {"/dev/nvme0n1": ""}, user=me())
-    finding = check_disk_tier(host, needs_of(tiers=TiersConfig(disk=DiskTierConfig(path="/dev/nvme0n1"))), 0)
+    finding = check_disk_tier(host, needs_of('[tiers.disk]\npath = "/dev/nvme0n1"'), 0)
     assert finding is not None
     assert (finding.state, "rm " in finding.fix, OWN in finding.fix) == ("missing", False, True)
 

@@ -1,35 +1,513 @@
-"""The exit status and the last line."""
+"""What each check finds: a table of a host's state, and of the finding that it leads to."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
 import pytest
 
-from kvferry.clients.cli.doctor.host import Finding, State, exit_status, summary
+from kvferry.clients.cli.doctor import kernel, npus, ports, tiers, wheels
+from kvferry.clients.cli.doctor.host import Finding, Host, Outcome, State, User, exit_status, summary
+from kvferry.clients.cli.doctor.kernel import GIB
+from kvferry.clients.cli.doctor.needs import Needs
+from kvferry.clients.cli.doctor.ports import Listener
+from kvferry.clients.cli.doctor.wheels import CUDA_WHEEL, NPU_WHEEL, PLAIN_WHEEL, TorchFound
+from tests.clients.cli.doctor.fake_host import (
+    GIB_IN_KIB,
+    MODERN_KERNEL,
+    OLD_KERNEL,
+    ROOT,
+    limits,
+    make_host,
+    needs_of,
+    npu_files,
+    script,
+)
+
+
+class Row(NamedTuple):
+    """A check on a host, and what it must find. ``state`` None: nothing to say; what is well has no fix."""
+
+    check: Callable[[Host], Finding | None]
+    state: str | None
+    found: str = ""
+    fix: str = ""
+    files: Mapping[str, str] = {}
+    environ: Mapping[str, str] = {}
+    user: User = ROOT
+    python: str = "exit 1"
+
+
+# -- the kernel and its limits
+
+RELEASE: Final = "/proc/sys/kernel/osrelease"
+POOLS: Final = 64 * GIB
+
+
+def on_kernel(release: str, state: str) -> Row:
+    return Row(kernel.check_kernel, state, release.strip(), files={RELEASE: release})
+
+
+def locked(release: str, limit: int | str, state: str, *, npu: bool = True) -> Row:
+    return Row(
+        lambda host: kernel.check_memlock(host, None, POOLS, npu=npu),
+        state,
+        "this shell",
+        "" if state == "ok" else "LimitMEMLOCK=infinity",
+        {RELEASE: release, "/proc/self/limits": limits(locked=limit)},
+    )
+
+
+def files_of(pid: int | None, state: str, found: str, files: Mapping[str, str]) -> Row:
+    return Row(lambda host: kernel.check_files(host, pid), state, found, files=files)
+
+
+OF_BOTH: Final = {RELEASE: OLD_KERNEL, "/proc/self/limits": limits(64, 0), "/proc/4711/limits": limits()}
+MEMINFO: Final = f"MemTotal:       {64 * GIB_IN_KIB} kB\nMemFree: 1 kB\nMemAvailable:   {32 * GIB_IN_KIB} kB\n"
+
+
+def memory(bound: str, pool_gib: int, state: str, said: str = "") -> Row:
+    files = {"/proc/meminfo": MEMINFO, "/sys/fs/cgroup/memory.max": bound}
+    said = f"64.0 GiB{said}, 32.0 GiB available; pools may take {pool_gib}.0 GiB"
+    return Row(lambda host: kernel.check_memory(host, pool_gib * GIB), state, said, files=files)
+
+
+HUGE: Final = "/sys/kernel/mm/hugepages/hugepages-2048kB"
+SOME_HUGE_PAGES: Final = {
+    f"{HUGE}/free_hugepages": "3\n",
+    f"{HUGE}/nr_hugepages": "8\n",
+    "/sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never deny force\n",
+}
+
+OF_THE_KERNEL: Final = {
+    "a modern kernel": on_kernel(MODERN_KERNEL, "ok"),
+    "the first that populates": on_kernel("5.14.0-427.el9", "ok"),
+    "an old kernel": on_kernel(OLD_KERNEL, "warning"),
+    "no kernel": on_kernel("", "unknown"),
+    "memlock without NPUs": locked(MODERN_KERNEL, 8 << 20, "ok", npu=False),
+    "memlock on an old kernel without NPUs": locked(OLD_KERNEL, 8 << 20, "ok", npu=False),
+    "memlock that a driver may count": locked(MODERN_KERNEL, 8 << 20, "warning"),
+    "memlock that is needed": locked(OLD_KERNEL, 8 << 20, "missing"),
+    "memlock a byte short": locked(OLD_KERNEL, POOLS - 1, "missing"),
+    "memlock that just suffices": locked(OLD_KERNEL, POOLS, "ok"),
+    "memlock without limit": locked(OLD_KERNEL, "unlimited", "ok"),
+    "the daemon's memlock": Row(
+        lambda host: kernel.check_memlock(host, 4711, POOLS, npu=True), "ok", "pid 4711", files=OF_BOTH
+    ),
+    "a memlock that cannot be read": Row(lambda host: kernel.check_memlock(host, 1, GIB, npu=True), "unknown"),
+    "files of the daemon": files_of(4711, "ok", "65536 for the daemon (pid 4711)", OF_BOTH),
+    "files of this shell": files_of(None, "warning", "64 for this shell", OF_BOTH),
+    "files of a daemon out of sight": files_of(0, "unknown", "not seen from here", {}),
+    "files that cannot be read": files_of(1, "unknown", "pid 1", {}),
+    "one file too few": files_of(None, "warning", "8191", {"/proc/self/limits": limits(8191)}),
+    "just enough files": files_of(None, "ok", "8192", {"/proc/self/limits": limits(8192)}),
+    "files without limit": files_of(None, "ok", "unlimited", {"/proc/self/limits": limits("unlimited")}),
+    "pools as large as memory": memory("", 64, "ok"),
+    "pools larger than memory": memory("", 65, "missing"),
+    "a container without limit": memory("max", 51, "ok"),
+    "a container that suffices": memory(str(16 * GIB), 16, "ok", ", 16.0 GiB of it for this container"),
+    "a container that is too small": memory(str(16 * GIB), 17, "warning", ", 16.0 GiB of it for this container"),
+    "memory without /proc": Row(lambda host: kernel.check_memory(host, 0), "unknown"),
+    "huge pages": Row(
+        kernel.check_huge_pages,
+        "ok",
+        "3 of 8 reserved 2 MiB pages free; transparent ones for shared memory: advise",
+        files=SOME_HUGE_PAGES,
+    ),
+    "no huge pages": Row(kernel.check_huge_pages, "ok", "no 2 MiB pages; no transparent ones for shared memory"),
+    "no /dev/shm": Row(lambda host: kernel.check_shm(host, npu=False), "warning", "No such file", "mount -t tmpfs"),
+    "no /dev/shm for NPUs": Row(lambda host: kernel.check_shm(host, npu=True), "missing", "No such file"),
+    "shared memory": Row(
+        lambda host: kernel.check_shm(host, npu=True),
+        "ok",
+        " free",
+        files={"/dev/shm/x": ""},  # noqa: S108
+    ),
+}
+
+# -- NPUs: nodes, group, driver, CANN
+
+SMI: Final = """\
+| npu-smi 25.5.0                   Version: 25.5.0                                               |
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B3               | OK            | 93.1        46                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3351 / 65536         |
++===========================+===============+====================================================+
+| 1     910B3               | {health:<13} | 93.1        46                0    / 0             |
+| 0                         | 0000:01:00.0  | 0           0    / 0          3351 / 65536         |
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
+| 0       0                 | 4711          | python                   | 210                     |
+"""
+TWO: Final = npu_files()
+INSTALL_INFO: Final = "/etc/ascend_install.info"
+
+
+def driver(version: str, state: str) -> Row:
+    files = {"/usr/local/Ascend/driver/version.info": f"Version={version}\n"}
+    return Row(lambda host: npus.check_driver(host, None), state, version, files=files)
+
+
+def health(outcome: Outcome | None, state: str, found: str, fix: str = "") -> Row:
+    return Row(lambda _host: npus.check_health(outcome), state, found, fix)
+
+
+def cann(variable: str, version: str, state: str) -> Row:
+    files = {"/opt/cann/aarch64-linux/ascend_toolkit_install.info": f"package_name=x\nversion={version}\narch=a\n"}
+    return Row(npus.check_cann, state, f"{version} in /opt/cann", files=files, environ={variable: "/opt/cann"})
+
+
+def worker(group: int) -> User:
+    return User("worker", 7, frozenset({group}))
+
+
+OF_NPUS: Final = {
+    "twelve nodes": Row(
+        npus.check_nodes,
+        "ok",
+        "/dev/davinci0 to davinci11 (12) and their managers, open to root",
+        files=npu_files(12),
+    ),
+    "no nodes": Row(npus.check_nodes, "missing", "", "--device /dev/davinci0 --device /dev/davinci_manager"),
+    "no manager": Row(
+        npus.check_nodes,
+        "missing",
+        "/dev/davinci0 to davinci1 (2), but no /dev/hisi_hdc",
+        files={name: text for name, text in TWO.items() if name != "/dev/hisi_hdc"},
+    ),
+    "a member": Row(npus.check_group, "ok", "worker is in HwHiAiUser", files=TWO, user=worker(1000)),
+    "no member": Row(npus.check_group, "warning", "worker is not in", "usermod -aG", TWO, user=worker(7)),
+    "root": Row(npus.check_group, "ok", "root needs none", files=TWO),
+    "the group of the driver": Row(
+        npus.check_group,
+        "ok",
+        "worker is in npu",
+        files={INSTALL_INFO: "UserGroup=npu\n", "/etc/group": "npu:x:77:\nHwHiAiUser:x:1000:\n"},
+        user=worker(77),
+    ),
+    "root's group": Row(
+        npus.check_group,
+        "warning",
+        "worker is not in root",
+        "install the driver for a separate group",
+        {INSTALL_INFO: "UserGroup=root\n", "/etc/group": "root:x:0:\n"},
+        user=worker(77),
+    ),
+    "no group": Row(npus.check_group, "warning", "no group HwHiAiUser", "groupadd", {"/etc/group": "root:x:0:\n"}),
+    "NUMA by the driver's numbers": Row(
+        npus.check_numa,
+        "ok",
+        "NPU 0: node 0 (cores 0-7); NPU 1: node 0 (cores 0-7); NPU 2: node 1 (cores 8-15); NPU 3: node 1 (cores 8-15)",
+        files=npu_files(4),
+    ),
+    "a hidden topology": Row(
+        npus.check_numa,
+        "warning",
+        "NPU 3: no node",
+        files=npu_files(4) | {"/sys/bus/pci/devices/0000:01:00.0/numa_node": "-1\n"},
+    ),
+    "no PCI bus": Row(npus.check_numa, "unknown", "0 nodes; no NPU", "mount /sys"),
+    **{
+        f"driver {version}": driver(version, state)
+        for version, state in (
+            ("25.5.0", "ok"),
+            ("26.0.rc1", "ok"),
+            ("25.5.rc1", "warning"),
+            ("24.1.rc3", "warning"),
+            ("what", "unknown"),
+        )
+    },
+    "the driver by npu-smi": Row(
+        lambda host: npus.check_driver(host, Outcome(0, SMI.format(health="OK"), "")), "ok", "25.5.0"
+    ),
+    "no driver": Row(lambda host: npus.check_driver(host, None), "missing", "no /usr/local/Ascend/driver/version.info"),
+    "a driver elsewhere": Row(
+        lambda host: npus.check_driver(host, None),
+        "missing",
+        "no /opt/Ascend/driver/version.info",
+        files={INSTALL_INFO: "Driver_Install_Path_Param=/opt/Ascend\n"},
+    ),
+    "NPUs without a driver": Row(
+        lambda host: npus.check_driver(host, None),
+        "missing",
+        "the PCI bus has 2 NPUs",
+        files={name: text for name, text in TWO.items() if name.startswith("/sys")},
+    ),
+    "healthy": health(Outcome(0, SMI.format(health="OK"), ""), "ok", "2 x 910B3"),
+    "an NPU is ill": health(Outcome(0, SMI.format(health="Alarm"), ""), "warning", "NPU 1: Alarm"),
+    "the driver hangs": health(Outcome(None, "", ""), "missing", "did not answer", "dmesg"),
+    "npu-smi fails": health(Outcome(255, "failed. ret is -8005\n", ""), "missing", "ret is -8005"),
+    "npu-smi shows none": health(Outcome(0, "nothing\n", ""), "unknown", "nothing"),
+    "no npu-smi": health(None, "unknown", "no npu-smi"),
+    **{
+        f"CANN {version} by {variable}": cann(variable, version, state)
+        for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+        for version, state in (("8.5.0", "ok"), ("9.0.0", "ok"), ("8.5.0.alpha002", "warning"), ("8.2.RC1", "warning"))
+    },
+    "CANN without a version": Row(
+        npus.check_cann, "unknown", files={"/opt/cann/x": ""}, environ={"ASCEND_HOME_PATH": "/opt/cann"}
+    ),
+    "CANN that is not there": Row(npus.check_cann, "missing", "/opt/cann", environ={"ASCEND_HOME_PATH": "/opt/cann"}),
+    **{
+        f"{script_} was not sourced": Row(
+            npus.check_cann,
+            "missing",
+            "installed in",
+            f"source {script_}",
+            {script_: "", str(Path(script_).parent / "latest/version.cfg"): ""},
+        )
+        for script_ in ("/usr/local/Ascend/cann/set_env.sh", "/usr/local/Ascend/ascend-toolkit/set_env.sh")
+    },
+    "no CANN": Row(npus.check_cann, "missing", "", "install CANN 8.5.0"),
+    "a library that loads": Row(npus.check_library, "ok", "libascendcl.so loads", python="exit 0"),
+    "a library that ends the process": Row(npus.check_library, "missing", "signal 11", python="kill -SEGV $$"),
+    "a library that is not found": Row(
+        npus.check_library,
+        "missing",
+        "libascendcl.so: cannot open",
+        "LD_LIBRARY_PATH",
+        python="echo 'OSError: libascendcl.so: cannot open' >&2; exit 1",
+    ),
+}
+
+# -- torch_npu
+
+NO_CANN: Final = TorchFound(
+    "2.13.0", "2.13.0", "importing torch_npu", "ImportError: libhccl.so: cannot open shared object file"
+)
+
+
+def torch(found: TorchFound, state: str, said: str, fix: str = "") -> Row:
+    return Row(lambda _host: wheels.check_torch_npu(found), state, said, fix)
+
+
+def torch_without_npu(found: TorchFound, state: str | None, said: str = "", fix: str = "") -> Row:
+    return Row(lambda _host: wheels.check_without_npu(found), state, said, fix)
+
+
+OF_TORCH: Final = {
+    "torch_npu": torch(
+        TorchFound("2.13.0+cpu", "2.13.0", devices=8), "ok", "2.13.0 beside torch 2.13.0+cpu; torch sees 8 devices"
+    ),
+    "no torch_npu": torch(TorchFound("2.13.0+cpu"), "missing", "not installed", "torch-npu==2.13.0 "),
+    "versions that do not fit": torch(TorchFound("2.13.0", "2.7.1.post2", devices=8), "missing", "does not match"),
+    "torch_npu without CANN": torch(
+        NO_CANN, "missing", "importing torch_npu fails: ImportError: libhccl.so", "set_env.sh"
+    ),
+    "a broken torch": torch(
+        TorchFound("2.13.0", "2.13.0", "importing torch", "ImportError: x"), "missing", "fails", "torch itself"
+    ),
+    "a driver that hangs": torch(
+        TorchFound("2.13.0", "2.13.0", "counting devices", "no answer within 2 s"), "missing", "no answer", "dmesg"
+    ),
+    "torch_npu without devices": torch(
+        TorchFound("2.13.0", "2.13.0"), "missing", "no device", "ASCEND_RT_VISIBLE_DEVICES"
+    ),
+    "a Python that cannot be started": torch(
+        TorchFound(step="starting Python", reason="No such file"), "unknown", "No such file"
+    ),
+    "neither NPU nor torch_npu": torch_without_npu(TorchFound("2.13.0"), None),
+    "no NPU, and a torch_npu that harms": torch_without_npu(
+        NO_CANN, "warning", "so does a plain `import torch`", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+    ),
+    "no NPU, and a torch_npu that works": torch_without_npu(
+        TorchFound("2.13.0", "2.13.0", devices=2), "ok", "2.13.0 is installed and imports; torch sees 2 devices"
+    ),
+}
+
+# -- Mooncake, its ports, and the tiers
+
+LISTEN: Final = '[peers]\nlisten = "tcp://127.0.0.1:7801"\n'
+TCP: Final = needs_of(LISTEN + '[network]\ntransport = "mooncake"\n')
+ASCEND: Final = needs_of('[network]\ntransport = "mooncake"\nprotocol = "ascend"\n')
+STORE_TOML: Final = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
+STORE: Final = needs_of(STORE_TOML)
+ASCEND_STORE: Final = needs_of(STORE_TOML + 'protocol = "ascend"\n')
+NOWHERE: Final = needs_of('[tiers.remote]\ntransport = "mooncake_store"\n')
+IN_NETWORK: Final = needs_of('[network]\naddress = "10.0.0.3"\n[tiers.remote]\ntransport = "mooncake_store"\n')
+OTHERS: Final = Listener("127.0.0.1", 7801, 9, "nginx")
+OWN: Final = Listener("127.0.0.1", 7801, 4711, "kvferry")
+UNSEEN: Final = Listener("127.0.0.1", 7801, None)
+MOONCAKES: Final = [OWN, OTHERS, Listener("0.0.0.0", 15002, 4711), Listener("::", 15001, 4711)]  # noqa: S104  shown
+
+
+def wheel(needs: Needs, installed: list[str], state: str, importing: str = "exit 0", **more: str) -> Row:
+    """Return a row with an interpreter that has these wheels, and does this when it is to import one."""
+    said = json.dumps(dict.fromkeys(installed, "0.3.13"))
+    python = f"case \"$2\" in *metadata*) echo '{said}';; *) {importing};; esac"
+    found = more.get("found", f"{installed[0]} 0.3.13" if installed else "not installed")
+    fix = more.get("fix", "" if state == "ok" else "pip install")
+    return Row(lambda host: wheels.check_wheel(host, needs), state, found, fix, python=python)
+
+
+def _check_master(master: str, _host: Host) -> Finding | None:
+    return tiers.check_master(needs_of(f'{STORE_TOML}master = "{master}"'))
+
+
+def listens(needs: Needs, sockets: list[Listener], pid: int | None, state: str, found: str, fix: str = "") -> Row:
+    return Row(lambda _host: ports.check_listen(needs, sockets, pid), state, found, fix)
+
+
+def host_tier(toml: str, state: str, found: str, *, total_gib: int = 100) -> Row:
+    files = {"/proc/meminfo": f"MemTotal: {total_gib * GIB_IN_KIB} kB\n"} if total_gib else {}
+    needs = needs_of(f'[pools]\nmax_bytes = "50GiB"\n{toml}')
+    return Row(lambda host: tiers.check_host_tier(host, needs), state, found, files=files)
+
+
+LACKING_VERBS: Final = "echo 'ImportError: libibverbs.so.1: cannot open' >&2; exit 1"
+LACKING_CURL: Final = "echo 'ImportError: libcurl.so.4: cannot open' >&2; exit 1"
+OF_OTHER_HOSTS: Final = {
+    "no wheel, and none needed": wheel(
+        needs_of(), [], "ok", found='not installed; not needed, network.transport is "none"'
+    ),
+    "two wheels, and none needed": wheel(needs_of(), [PLAIN_WHEEL, NPU_WHEEL], "ok"),
+    "no wheel": wheel(TCP, [], "missing"),
+    "the plain wheel": wheel(TCP, [PLAIN_WHEEL], "ok"),
+    "the wheel for NPUs": wheel(TCP, [NPU_WHEEL], "ok"),
+    "the wheel for CUDA": wheel(TCP, [CUDA_WHEEL], "ok"),
+    "two wheels": wheel(TCP, [PLAIN_WHEEL, NPU_WHEEL], "missing"),
+    "the plain wheel for NPUs": wheel(ASCEND, [PLAIN_WHEEL], "missing", fix=f"pip install {NPU_WHEEL}"),
+    "the right wheel for NPUs": wheel(ASCEND, [NPU_WHEEL], "ok"),
+    "no wheel for the store": wheel(STORE, [], "missing"),
+    "a wheel for the store": wheel(STORE, [PLAIN_WHEEL], "ok"),
+    "the wrong wheel for the store": wheel(ASCEND_STORE, [PLAIN_WHEEL], "missing"),
+    "a wheel without libibverbs": wheel(
+        TCP, [PLAIN_WHEEL], "missing", LACKING_VERBS, found="libibverbs.so.1", fix="apt-get install libibverbs1"
+    ),
+    "a broken wheel": wheel(TCP, [PLAIN_WHEEL], "missing", "echo 'ImportError: x' >&2; exit 1", found="ImportError: x"),
+    "libibverbs that nobody needs": Row(lambda host: wheels.check_verbs(host, needs_of()), None),
+    "libibverbs": Row(lambda host: wheels.check_verbs(host, TCP), "ok", "loads", python="exit 0"),
+    "libibverbs for the store": Row(lambda host: wheels.check_verbs(host, STORE), "ok", "loads", python="exit 0"),
+    "no libibverbs": Row(
+        lambda host: wheels.check_verbs(host, TCP), "missing", "libibverbs.so.1: cannot open", python=LACKING_VERBS
+    ),
+    "no store": Row(lambda host: wheels.check_store_module(host, needs_of()), None),
+    "the store's module": Row(
+        lambda host: wheels.check_store_module(host, STORE),
+        "ok",
+        "can be imported",
+        python='test "$2" = "import mooncake.store"',
+    ),
+    "a store's module without its libraries": Row(
+        lambda host: wheels.check_store_module(host, STORE),
+        "missing",
+        "libcurl.so.4",
+        "apt-get install libcurl4",
+        python=LACKING_CURL,
+    ),
+    "a store without an address": Row(
+        lambda host: wheels.check_store_module(host, NOWHERE), "missing", "", "tiers.remote.address", python="exit 0"
+    ),
+    "a store at the network's address": Row(
+        lambda host: wheels.check_store_module(host, IN_NETWORK), "ok", python="exit 0"
+    ),
+    "no master": Row(lambda _host: tiers.check_master(needs_of()), None),
+    **{
+        f"a master that is away at {master}": Row(
+            partial(_check_master, master),
+            "warning",
+            f"{master}: ",
+            "mooncake_master",
+        )
+        for master in ("127.0.0.1:0", "[::1]:0", "127.0.0.1:99999")
+    },
+    "nothing listens": listens(needs_of(), [OTHERS], None, "ok", "not set"),
+    "a free port": listens(
+        TCP,
+        [Listener("127.0.0.1", 7802, 9, "nginx"), Listener("10.9.9.9", 7801, 9, "nginx")],
+        None,
+        "ok",
+        "tcp://127.0.0.1:7801 is free",
+    ),
+    "a port that is taken": listens(TCP, [OTHERS], None, "missing", "held by nginx (pid 9)"),
+    "a port that is taken beside a daemon": listens(TCP, [OTHERS], 4711, "missing", "held by nginx (pid 9)"),
+    "a port that somebody unseen has": listens(TCP, [UNSEEN], None, "missing", "may not see"),
+    "the daemon's port": listens(TCP, [OWN], 4711, "ok", "tcp://127.0.0.1:7801, held by the daemon (pid 4711)"),
+    "probably the daemon's port": listens(TCP, [UNSEEN], 4711, "ok", "held by the daemon"),
+    "the port of a daemon out of sight": listens(TCP, [OTHERS], 0, "ok", "not seen from here"),
+    "a daemon with another configuration": listens(TCP, [], 4711, "warning", "nothing listens", "restart"),
+    "an address of another host": listens(
+        needs_of('[peers]\nlisten = "tcp://192.0.2.1:7801"'), [], None, "missing", "not an address of this host"
+    ),
+    "IPv6": listens(needs_of('[peers]\nlisten = "tcp://[::1]:7801"'), [], None, "ok", "tcp://[::1]:7801 is free"),
+    "no ports of Mooncake": Row(lambda _host: ports.check_mooncake(needs_of(), [], None), None),
+    "Mooncake's ports before it runs": Row(lambda _host: ports.check_mooncake(TCP, [], None), "ok", "hosts.conf"),
+    "Mooncake's ports": Row(
+        lambda _host: ports.check_mooncake(TCP, MOONCAKES, 4711), "ok", "0.0.0.0:15002, [::]:15001; "
+    ),
+    "Mooncake's ports, unseen": Row(lambda _host: ports.check_mooncake(TCP, [OTHERS], 4711), "unknown"),
+    "a tenth of the memory": host_tier(
+        "", "ok", "10.0 GiB for snapshots and cached blocks; with pools 60.0 GiB of 100.0 GiB"
+    ),
+    "a tier that just fits": host_tier('[tiers]\nhost_bytes = "50GiB"', "ok", "with pools 100.0 GiB of 100.0 GiB"),
+    "a tier and pools too large": host_tier('[tiers]\nhost_bytes = "51GiB"', "warning", "101.0 GiB of 100.0 GiB"),
+    "a tier too large": host_tier('[tiers]\nhost_bytes = "101GiB"', "missing", "of 100.0 GiB of memory"),
+    "a segment too large": host_tier(
+        f'[tiers]\nhost_bytes = "47GiB"\n{STORE_TOML}', "warning", "4.0 GiB for the store of all nodes"
+    ),
+    "no tier": host_tier("[tiers]\nhost_bytes = 0", "ok", "none"),
+    "a disk tier without a host tier": host_tier(
+        '[tiers]\nhost_bytes = 0\n[tiers.disk]\npath = "/x"', "missing", "tiers.disk needs it"
+    ),
+    "a store without a host tier": host_tier(
+        f"[tiers]\nhost_bytes = 0\n{STORE_TOML}", "missing", "tiers.remote needs it"
+    ),
+    "a tenth of an unknown memory": host_tier("", "unknown", "unknown size", total_gib=0),
+    "an unknown memory": host_tier('[tiers]\nhost_bytes = "1GiB"', "unknown", "no /proc/meminfo", total_gib=0),
+}
+ROWS: Final = OF_THE_KERNEL | OF_NPUS | OF_TORCH | OF_OTHER_HOSTS
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_check_finds(tmp_path: Path, name: str) -> None:
+    row = ROWS[name]
+    python = script(tmp_path / "its-python", row.python)
+    host = make_host(tmp_path / "root", row.files, environ=row.environ, user=row.user, python=[python])
+    (tmp_path / "root").mkdir(exist_ok=True)
+    finding = row.check(host)
+    if row.state is None or finding is None:
+        assert finding is None
+        assert row.state is None
+        return
+    assert finding.state == row.state
+    assert row.found in finding.found
+    assert row.fix in finding.fix
+    assert bool(finding.fix) is (row.state != "ok")
+
+
+def test_copies() -> None:
+    assert kernel.check_copies().state in {"ok", "warning"}
 
 
 @pytest.mark.parametrize(
-    ("states", "status"),
+    ("problem", "fix"),
     [
-        ((), 0),
-        (("ok", "ok"), 0),
-        (("ok", "warning", "unknown"), 0),
-        (("ok", "missing"), 1),
-        (("missing", "missing", "warning"), 1),
+        ("ImportError: libhccl.so: cannot open shared object file: No such file or directory", "source CANN's"),
+        ("libascend_hal.so: cannot open shared object file", "the driver's lib64"),
+        ("libtorch_npu.so: undefined symbol: aclrtMemcpyBatch", "are incompatible"),
     ],
 )
-def test_only_what_is_missing_counts(states: tuple[State, ...], status: int) -> None:
-    assert exit_status([Finding("x", state, "") for state in states]) == status
+def test_the_fix_fits_the_library(problem: str, fix: str) -> None:
+    assert fix in npus.loader_fix(problem)
 
 
-def test_the_worst_comes_first() -> None:
-    findings = [
-        Finding("a", "warning", ""),
-        Finding("b", "missing", ""),
-        Finding("c", "ok", ""),
-        Finding("d", "missing", ""),
-    ]
-    assert summary(findings) == "missing: b, d; warning: a"
-
-
-def test_all_is_well() -> None:
-    assert summary([Finding("a", "ok", "")]) == "all is well"
+@pytest.mark.parametrize(
+    ("states", "status", "said"),
+    [
+        ((), 0, "all is well"),
+        (("ok", "ok"), 0, "all is well"),
+        (("ok", "warning", "unknown"), 0, "warning: 1; unknown: 2"),
+        (("ok", "missing"), 1, "missing: 1"),
+        (("warning", "missing", "ok", "missing"), 1, "missing: 1, 3; warning: 0"),
+    ],
+)
+def test_only_what_is_missing_counts_and_the_worst_comes_first(
+    states: tuple[State, ...], status: int, said: str
+) -> None:
+    findings = [Finding(str(number), state, "") for number, state in enumerate(states)]
+    assert (exit_status(findings), summary(findings)) == (status, said)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients.cli.doctor import npus
-from kvferry.clients.cli.doctor.host import User
-from tests.clients.cli.doctor.fake_host import ROOT, WORKER, make_host, npu_files
+from kvferry.clients.cli.doctor.host import Outcome, User
+from tests.clients.cli.doctor.fake_host import WORKER, make_host, npu_files, script
 
 
 def test_a_host_without() -> None:
@@ -37,28 +37,6 @@ def test_other_devices_are_none(tmp_path: Path, vendor: str, kind: str) -> None:
     assert not npus.has_npu_sign(host)
 
 
-def test_nodes_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    host = make_host(tmp_path, npu_files(12))
-    assert npus.davinci_nodes(host)[-2:] == ["davinci10", "davinci11"]
-    finding = npus.check_nodes(host)
-    assert (finding.state, finding.fix) == ("ok", "")
-    assert finding.found == "/dev/davinci0 to davinci11 (12) and their managers, open to root"
-
-
-def test_no_nodes(tmp_path: Path) -> None:
-    finding = npus.check_nodes(make_host(tmp_path))
-    assert finding.state == "missing"
-    assert "--device /dev/davinci0 --device /dev/davinci_manager" in finding.fix
-
-
-def test_a_manager_is_not_there(tmp_path: Path) -> None:
-    files = npu_files()
-    del files["/dev/hisi_hdc"]
-    finding = npus.check_nodes(make_host(tmp_path, files))
-    assert finding.state == "missing"
-    assert finding.found == "/dev/davinci0 to davinci1 (2), but no /dev/hisi_hdc"
-
-
 @pytest.mark.parametrize(("mode", "state"), [(0o660, "ok"), (0o600, "missing"), (0o640, "missing"), (0o606, "missing")])
 def test_a_member_of_the_nodes_group(tmp_path: Path, mode: int, state: str) -> None:
     host = make_host(tmp_path, npu_files())
@@ -82,43 +60,12 @@ def test_a_stranger(tmp_path: Path) -> None:
     assert npus.check_nodes(make_host(tmp_path, user=WORKER)).state == "missing"
 
 
-@pytest.mark.parametrize(
-    ("user", "state"),
-    [(User("worker", 7, frozenset({1000})), "ok"), (User("worker", 7, frozenset({7})), "warning"), (ROOT, "ok")],
-)
-def test_group(tmp_path: Path, user: User, state: str) -> None:
-    assert npus.check_group(make_host(tmp_path, npu_files(), user=user)).state == state
+def test_npu_smi_is_run_where_it_is_there(tmp_path: Path) -> None:
+    assert npus.read_npu_smi(make_host(tmp_path)) is None
+    script(tmp_path / "usr/local/bin/npu-smi", 'echo "asked for $1"')
+    assert npus.read_npu_smi(make_host(tmp_path)) == Outcome(0, "asked for info\n", "")
 
 
-def test_the_group_that_the_driver_was_installed_for(tmp_path: Path) -> None:
-    files = {"/etc/ascend_install.info": "UserGroup=npu\n", "/etc/group": "npu:x:77:\nHwHiAiUser:x:1000:\n"}
-    host = make_host(tmp_path, files, user=User("worker", 7, frozenset({77})))
-    assert npus.check_group(host).found == "worker is in npu"
-
-
-def test_no_such_group(tmp_path: Path) -> None:
-    assert npus.check_group(make_host(tmp_path, {"/etc/group": "root:x:0:\n"})).state == "warning"
-
-
-def test_numa_by_the_drivers_numbers(tmp_path: Path) -> None:
-    finding = npus.check_numa(make_host(tmp_path, npu_files(4)))
-    assert finding.state == "ok"
-    assert finding.found == (
-        "NPU 0: node 0 (cores 0-7); NPU 1: node 0 (cores 0-7); NPU 2: node 1 (cores 8-15); NPU 3: node 1 (cores 8-15)"
-    )
-
-
-def test_a_topology_that_is_hidden(tmp_path: Path) -> None:
-    files = npu_files(4) | {"/sys/bus/pci/devices/0000:01:00.0/numa_node": "-1\n"}
-    finding = npus.check_numa(make_host(tmp_path, files))
-    assert finding.state == "warning"
-    assert "NPU 3: no node" in finding.found
-
-
-def test_no_pci_bus(tmp_path: Path) -> None:
-    assert npus.check_numa(make_host(tmp_path)).state == "unknown"
-
-
-def test_a_driver_elsewhere(tmp_path: Path) -> None:
-    host = make_host(tmp_path, {"/etc/ascend_install.info": "Driver_Install_Path_Param=/opt/Ascend\n"})
-    assert str(npus.driver_folder(host)) == "/opt/Ascend/driver"
+def test_a_library_is_really_loaded(tmp_path: Path) -> None:
+    assert npus.loading_problem(make_host(tmp_path), "libc.so.6") == ""
+    assert npus.loading_problem(make_host(tmp_path), "libnone.so").startswith("libnone.so: cannot open shared object")

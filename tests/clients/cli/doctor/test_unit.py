@@ -10,14 +10,13 @@ import pytest
 from kvferry.clients.cli.doctor.host import Finding
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.unit import check_unit, check_unit_environment, read_unit
-from kvferry.protocol.config.schema import DiskTierConfig, PeersConfig, RemoteTierConfig, TiersConfig
 from tests.clients.cli.doctor.fake_host import make_host, needs_of, npu_files
 
 FOLDER: Final = Path(__file__).parents[4] / "systemd"
 OWN: Final = (FOLDER / "kvferry@.service").read_text()
 HOSTS: Final = (FOLDER / "hosts.conf").read_text()
 PLACE: Final = "/etc/systemd/system/kvferry@.service"
-ACROSS: Final = needs_of(peers=PeersConfig(listen="tcp://127.0.0.1:7801"))
+ACROSS: Final = needs_of('[peers]\nlisten = "tcp://127.0.0.1:7801"')
 
 
 def check(root: Path, files: dict[str, str], needs: Needs = ACROSS, *, npu: bool = True, npus: int = 16) -> Finding:
@@ -38,7 +37,7 @@ def test_the_projects_own_alone(tmp_path: Path) -> None:
 
 
 def test_a_store_is_on_other_hosts_too(tmp_path: Path) -> None:
-    needs = needs_of(tiers=TiersConfig(remote=RemoteTierConfig(transport="mooncake_store")))
+    needs = needs_of('[tiers.remote]\ntransport = "mooncake_store"')
     finding = check(tmp_path / "one", {PLACE: OWN}, needs)
     assert (finding.state, "forbids the daemon to reach other hosts" in finding.found) == ("missing", True)
     assert check(tmp_path / "two", {PLACE: OWN, f"{PLACE}.d/hosts.conf": HOSTS}, needs).state == "ok"
@@ -59,7 +58,7 @@ def test_a_store_is_on_other_hosts_too(tmp_path: Path) -> None:
 )
 def test_where_the_disk_tier_may_write(tmp_path: Path, path: str, drop_in: str, state: str) -> None:
     files = {PLACE: OWN, f"{PLACE}.d/x.conf": f"[Service]\n{drop_in}\n"}
-    finding = check(tmp_path, files, needs_of(tiers=TiersConfig(disk=DiskTierConfig(path=path))))
+    finding = check(tmp_path, files, needs_of(f'[tiers.disk]\npath = "{path}"'))
     assert finding.state == state
     assert (f"ReadWritePaths={path}" in finding.fix) is (state == "missing")
 
