@@ -96,8 +96,6 @@ def check_listen(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | No
     listen = needs.config.peers.listen
     if listen is None:
         return Finding(name, "ok", "not set: only daemons of this host find this one")
-    if not listen.startswith("tcp://"):
-        return Finding(name, "ok", f"{listen}, on this host only")
     address, _, number = listen.removeprefix("tcp://").rpartition(":")
     address, port = address.strip("[]"), int(number)
     problem = _foreign(address)
