@@ -23,6 +23,7 @@ from kvferry.protocol.errors import (
     InvalidFieldError,
     LayoutMismatchError,
     NotOwnerError,
+    OutOfMemoryError,
     PageBusyError,
     PeerCancelledError,
     PoolExistsError,
@@ -494,3 +495,30 @@ def test_the_memory_stays_when_the_daemon_is_killed(tmp_path: Path, spec: MhaSpe
         with pytest.raises(DaemonLostError):
             client.ping()
         assert bool((k == 3).all())
+
+
+# -- what goes wrong here
+
+
+def test_an_engine_that_never_polls_keeps_the_latest_changes(
+    engines: TwoEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.clients.submissions.CHANGES_KEPT", 2)
+    begun = [engines.decode.receive(engines.destination.name, new_request_id(), [pages([one])]) for one in range(3, 6)]
+    engines.decode.status()  # answered after them
+    assert engines.decode.poll(SOON_S) == begun[1:]
+
+
+@pytest.mark.host_only
+def test_tables_that_cannot_be_mapped_are_given_up(client: Client, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.create_pool(name, MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32"))
+
+    def fail(*_: object) -> None:
+        raise OutOfMemoryError("no address space")
+
+    with monkeypatch.context() as patch:
+        for module in ("sync_requests", "async_requests"):
+            patch.setattr(f"kvferry.clients.{module}.mapped_tables", fail)
+        with pytest.raises(OutOfMemoryError):
+            client.create_tables("t", name, max_batch=1, max_context_tokens=16)
+    client.delete_tables(client.create_tables("t", name, max_batch=1, max_context_tokens=16))
