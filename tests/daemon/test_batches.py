@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from kvferry.daemon.control.dispatch import Answer, Call, OpenBatch
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
-from kvferry.protocol.envelope import (
-    MAX_BATCH,
-    REQUEST_TYPES,
-    Batch,
-    Batched,
-    Reply,
-)
+from kvferry.protocol.envelope import MAX_BATCH, REQUEST_TYPES, Batch, Batched, Reply
 from kvferry.protocol.errors import PageBusyError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocate, DeletePool, Free, Freed, PoolDeleted
@@ -172,8 +166,7 @@ def test_a_small_result_is_never_left_out() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("deadlines_ms", "field"),
-    [((1,), "deadlines_ms"), ((1, LIMITS.max_deadline_ms + 1), "deadlines_ms[1]")],
+    ("deadlines_ms", "field"), [((1,), "deadlines_ms"), ((1, LIMITS.max_deadline_ms + 1), "deadlines_ms[1]")]
 )
 async def test_deadlines_that_are_none(daemon: Batching, deadlines_ms: tuple[int, ...], field: str) -> None:
     refused = daemon.take(Batch(requests=(FREE, FREE), deadlines_ms=deadlines_ms), [1, 2], [3, 4])

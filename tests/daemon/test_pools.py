@@ -225,12 +225,7 @@ NAMED: Final = ModelIdentity(name="some/model", revision="1", salt="secret")
             "model.salt",
             "exists with another cache salt",
         ),
-        (
-            {"ends_with": 7},
-            {},
-            "lifetime",
-            "ends with its owner, asked for with lifetime 'daemon': attach it",
-        ),
+        ({"ends_with": 7}, {}, "lifetime", "ends with its owner, asked for with lifetime 'daemon': attach it"),
         ({"ends_with": 7}, {"ends_with": 8}, "lifetime", "asked for with lifetime 'instance'"),
         ({"max_payload_bytes": 5}, {"max_payload_bytes": 6}, "max_payload_bytes", "of at most 5 bytes, asked for 6"),
     ],

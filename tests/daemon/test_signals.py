@@ -214,10 +214,7 @@ def test_a_reader_of_the_log_who_is_gone_does_not_matter(tmp_path: Path) -> None
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     prefix = ["sh", "-c", f'exec "$@" 2> {fifo}', "sh"]
-    with (
-        running_daemon(tmp_path, CONFIG, prefix=prefix) as daemon,
-        Client.connect(daemon.runtime_dir) as client,
-    ):
+    with running_daemon(tmp_path, CONFIG, prefix=prefix) as daemon, Client.connect(daemon.runtime_dir) as client:
         os.close(reader)
         client.create_pool("pool", SPEC)
         for number in IGNORED.values():

@@ -181,20 +181,11 @@ class ScriptedNetwork:
 
 
 def network_memory(
-    *,
-    buffer_bytes: int,
-    bounce_buffers: int = 8,
-    staging: int = 2,
-    bounds: FenceBounds = NEVER,
-    direct: bool = False,
+    *, buffer_bytes: int, bounce_buffers: int = 8, staging: int = 2, bounds: FenceBounds = NEVER, direct: bool = False
 ) -> tuple[ScriptedNetwork, NetworkMemory]:
     """Return the memory of a daemon that other hosts may write, and the engine that they would write it by."""
     engine = ScriptedNetwork()
-    config = NetworkConfig(
-        bounce_buffers=bounce_buffers,
-        bounce_buffer_bytes=buffer_bytes,
-        direct=direct,
-    )
+    config = NetworkConfig(bounce_buffers=bounce_buffers, bounce_buffer_bytes=buffer_bytes, direct=direct)
     tuning = NetworkTuning(staging=staging, write_timeout_s=WRITE_TIMEOUT_S, **bounds._asdict())
     regions = region(bounce_buffers * buffer_bytes), region(staging * buffer_bytes)
     return engine, NetworkMemory(config, tuning, cast("MooncakeEngine", engine), *regions)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -20,7 +21,6 @@ from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import Grant, OpEnded, OpRequest, Written
 from tests.daemon.transports.network_harness import (
     BYTES,
-    NEVER,
     PAGES,
     SEGMENTS,
     ManualExecutor,
@@ -48,19 +48,10 @@ FAILED = DeadlineError("the write failed").info()
 class Home:
     """A receiver, and what is around it."""
 
-    def __init__(
-        self,
-        *,
-        bounce_buffer_bytes: int = 2 * PAGE_BYTES,
-        bounce_buffers: int = 8,
-        bounds: FenceBounds = NEVER,
-        direct: bool = False,
-    ) -> None:
+    def __init__(self, buffer_bytes: int, **network: Any) -> None:  # noqa: ANN401  see ``network_memory``
         self.harness = NetworkHarness()
         self.said, self.executor, self.counters = Said(), ManualExecutor(), Counters()
-        self.engine, memory = network_memory(
-            buffer_bytes=bounce_buffer_bytes, bounce_buffers=bounce_buffers, bounds=bounds, direct=direct
-        )
+        self.engine, memory = network_memory(buffer_bytes=buffer_bytes, **network)
         self.engine.may_register.set()
         self.memory, self.bounce_buffers = memory, memory.bounce_buffers
         self.receiver = NetworkReceiver(self.said, memory, self.executor, self.counters)
@@ -98,9 +89,24 @@ class Home:
                 self.into(op, grant)
             await self.executor.run()
 
+    def fails(self, grant: Grant, *, may_still_land: bool = True) -> None:
+        """Let the source say that a grant could not be written."""
+        self.notify(Written(grant=grant.grant, error=FAILED, may_still_land=may_still_land))
+
+    def all_free(self) -> bool:
+        """Return whether nothing is granted or rests."""
+        return self.bounce_buffers.free == self.bounce_buffers.count
+
+    def fence(self) -> tuple[int, bool, str]:
+        """Return how often the engine was rebuilt, whether it holds writes back, and the state that is shown."""
+        return self.engine.rebuilds, self.engine.held, self.receiver.status().state
+
     def counted(self, name: str) -> int:
         """Return a counter."""
         return self.counters.snapshot().get(name, 0)
+
+
+MakeHome = Callable[..., Home]
 
 
 @pytest.fixture(autouse=True)
@@ -109,33 +115,24 @@ def _grants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def homes(anyio_backend: object) -> AsyncIterator[list[Home]]:  # noqa: ARG001  this fixture runs on the test's loop
-    """Return a list for the homes that a test makes; they are closed after it."""
+async def home_of(anyio_backend: object) -> AsyncIterator[MakeHome]:  # noqa: ARG001  this fixture runs on the test's loop
+    """Return what makes homes, which are closed after the test."""
     made: list[Home] = []
-    yield made
+
+    def make(buffer_bytes: int = 2 * PAGE_BYTES, **network: Any) -> Home:  # noqa: ANN401  see ``network_memory``
+        made.append(Home(buffer_bytes, **network))
+        return made[-1]
+
+    yield make
     for home in made:
         home.receiver.close()
     await turns()
 
 
-def home_of(
-    homes: list[Home],
-    *,
-    bounce_buffer_bytes: int = 2 * PAGE_BYTES,
-    bounce_buffers: int = 8,
-    bounds: FenceBounds = NEVER,
-    direct: bool = False,
-) -> Home:
-    """Return a home that will be closed."""
-    homes.append(
-        Home(bounce_buffer_bytes=bounce_buffer_bytes, bounce_buffers=bounce_buffers, bounds=bounds, direct=direct)
-    )
-    return homes[-1]
-
-
-async def test_an_op_lands_fragment_by_fragment_in_any_order(homes: list[Home]) -> None:
-    home = home_of(homes)
+async def test_an_op_lands_fragment_by_fragment_in_any_order(home_of: MakeHome) -> None:
+    home = home_of()
     op = home.start()
+    home.receiver.peer_lost(home.harness.to_source._replace(boot_id="f" * 32), "another one")
     (asked,) = home.said.of(OpRequest)
     assert (asked.op, [segment.pages for segment in asked.segments]) == (op.op_id, [PAGES])
     assert len(home.grants(op)) == GRANTS
@@ -149,11 +146,15 @@ async def test_an_op_lands_fragment_by_fragment_in_any_order(homes: list[Home]) 
     assert home.harness.outcomes == [(op.op_id, "OK")]
     assert home.harness.arrived(op)
     assert home.said.all[-1] == (home.harness.to_source, OpEnded(op=op.op_id))
-    assert home.bounce_buffers.free == home.bounce_buffers.count
+    assert home.all_free()
+    for over_or_unknown in (op.op_id, 99):
+        home.receiver.stop(over_or_unknown)
+    await turns()
+    assert home.harness.outcomes == [(op.op_id, "OK")]
 
 
-async def test_grants_tile_the_op_and_do_not_share_bounce_buffers(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=5 * PAGE_BYTES)
+async def test_grants_tile_the_op_and_do_not_share_bounce_buffers(home_of: MakeHome) -> None:
+    home = home_of(5 * PAGE_BYTES)
     op = home.start()
     grants = home.grants(op)
     assert [(one.first, one.stop) for one in grants] == [(0, 5), (5, 10), (10, SEGMENTS)]
@@ -162,8 +163,8 @@ async def test_grants_tile_the_op_and_do_not_share_bounce_buffers(homes: list[Ho
     assert {one.session for one in grants} == {"session 1"}
 
 
-async def test_a_wrong_checksum_fails_the_op_and_touches_no_page(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=BYTES)
+async def test_a_wrong_checksum_fails_the_op_and_touches_no_page(home_of: MakeHome) -> None:
+    home = home_of(BYTES)
     op = home.start()
     before = content_at_home(op)
     (grant,) = home.grants(op)
@@ -175,11 +176,11 @@ async def test_a_wrong_checksum_fails_the_op_and_touches_no_page(homes: list[Hom
     assert "checksum" in str(home.harness.reports[0][1])
     assert content_at_home(op) == before
     assert home.counted("network.refused") == 1
-    assert home.bounce_buffers.free == home.bounce_buffers.count, "nothing more can land there"
+    assert home.all_free(), "nothing more can land there"
 
 
-async def test_ops_wait_for_bounce_buffers_and_take_turns(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffers=2)
+async def test_ops_wait_for_bounce_buffers_and_take_turns(home_of: MakeHome) -> None:
+    home = home_of(bounce_buffers=2)
     one, other = home.start(), home.start()
     assert (len(home.grants(one)), len(home.grants(other))) == (2, 0)
     home.into(one, home.grants(one)[0])
@@ -193,8 +194,8 @@ async def test_ops_wait_for_bounce_buffers_and_take_turns(homes: list[Home]) -> 
     assert home.bounce_buffers.free == 2
 
 
-async def test_a_page_that_no_bounce_buffer_can_hold_is_refused(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=PAGE_BYTES - 1)
+async def test_a_page_that_no_bounce_buffer_can_hold_is_refused(home_of: MakeHome) -> None:
+    home = home_of(PAGE_BYTES - 1)
     op = home.start()
     await turns()
     assert home.harness.outcomes == [(op.op_id, "BOUNCE_BUFFER_TOO_SMALL")]
@@ -203,8 +204,8 @@ async def test_a_page_that_no_bounce_buffer_can_hold_is_refused(homes: list[Home
 
 @pytest.mark.parametrize("fault", ["CANCELLED", "PEER_LOST"])
 @pytest.mark.parametrize("when", ["granted", "being scattered"])
-async def test_an_op_that_fails_is_over_when_no_page_changes_any_more(homes: list[Home], fault: str, when: str) -> None:
-    home = home_of(homes, bounce_buffer_bytes=2 * PAGE_BYTES if when == "granted" else BYTES)
+async def test_an_op_that_fails_is_over_when_no_page_changes_any_more(home_of: MakeHome, fault: str, when: str) -> None:
+    home = home_of(2 * PAGE_BYTES if when == "granted" else BYTES)
     op = home.start()
     before, grants = content_at_home(op), home.grants(op)
     if when == "being scattered":
@@ -229,32 +230,22 @@ async def test_an_op_that_fails_is_over_when_no_page_changes_any_more(homes: lis
     assert not (may_still_land and taken & {one.address for one in grants}), "something may still land there"
 
 
-async def test_stopping_what_is_over_does_nothing(homes: list[Home]) -> None:
-    home = home_of(homes)
-    op = home.start()
-    await home.land_all(op)
-    home.receiver.stop(op.op_id)
-    home.receiver.stop(99)
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "OK")]
-
-
-async def test_a_source_that_fails_a_grant_fails_the_op(homes: list[Home]) -> None:
-    home = home_of(homes)
+async def test_a_source_that_fails_a_grant_fails_the_op(home_of: MakeHome) -> None:
+    home = home_of()
     op = home.start()
     first, *others = home.grants(op)
-    home.notify(Written(grant=first.grant, error=FAILED))
+    home.fails(first, may_still_land=False)
     await turns()
     assert home.harness.outcomes == [(op.op_id, "DEADLINE")]
     assert home.bounce_buffers.granted == len(others)
     for grant in others:
-        home.notify(Written(grant=grant.grant, error=FAILED))
-    assert home.bounce_buffers.free == home.bounce_buffers.count
+        home.fails(grant, may_still_land=False)
+    assert home.all_free()
     assert len(home.grants(op)) == GRANTS, "no more is granted"
 
 
-async def test_what_has_landed_is_taken_once(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=6 * PAGE_BYTES)
+async def test_what_has_landed_is_taken_once(home_of: MakeHome) -> None:
+    home = home_of(6 * PAGE_BYTES)
     op = home.start()
     first, second = home.grants(op)
     home.into(op, first)
@@ -267,8 +258,8 @@ async def test_what_has_landed_is_taken_once(homes: list[Home]) -> None:
     assert home.harness.arrived(op)
 
 
-async def test_only_the_source_of_a_grant_may_end_it_and_once(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=BYTES)
+async def test_only_the_source_of_a_grant_may_end_it_and_once(home_of: MakeHome) -> None:
+    home = home_of(BYTES)
     op = home.start()
     (grant,) = home.grants(op)
     written = Written(grant=grant.grant, checksum=write(home.harness, op, grant))
@@ -283,38 +274,25 @@ async def test_only_the_source_of_a_grant_may_end_it_and_once(homes: list[Home])
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "OK")]
     assert home.counted("network.unknown_grants") == 3
-    assert home.bounce_buffers.free == home.bounce_buffers.count
+    assert home.all_free()
 
 
 # -- peers that are gone
 
 
-async def test_another_peers_ops_go_on(homes: list[Home]) -> None:
-    home = home_of(homes)
+@pytest.mark.parametrize("granted", [False, True], ids=["an op", "a grant"])
+async def test_a_peer_that_cannot_be_told_is_lost(home_of: MakeHome, *, granted: bool) -> None:
+    home = home_of(bounce_buffers=1)
+    if not granted:
+        home.said.gone.add(home.harness.to_source)
     op = home.start()
-    home.receiver.peer_lost(home.harness.to_source._replace(boot_id="f" * 32), "another one")
-    await home.land_all(op)
-    assert home.harness.outcomes == [(op.op_id, "OK")]
-
-
-async def test_a_peer_that_cannot_be_told_of_an_op_is_lost(homes: list[Home]) -> None:
-    home = home_of(homes)
-    home.said.gone.add(home.harness.to_source)
-    op = home.start()
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
-    assert home.bounce_buffers.free == home.bounce_buffers.count
-
-
-async def test_a_peer_that_cannot_be_told_of_a_grant_gives_the_bounce_buffer_back(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffers=1)
-    op = home.start()
-    (grant,) = home.grants(op)
-    home.into(op, grant)
-    home.said.gone.add(home.harness.to_source)
+    if granted:
+        (grant,) = home.grants(op)
+        home.into(op, grant)
+        home.said.gone.add(home.harness.to_source)
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
-    assert home.bounce_buffers.free == 1
+    assert home.all_free()
 
 
 # -- fences
@@ -325,15 +303,15 @@ def _checks_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_receiver, "CHECK_INTERVAL_S", 0.0)
 
 
-async def test_a_write_that_may_still_land_lets_its_bounce_buffer_rest_until_a_fence(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=BYTES, bounce_buffers=1, bounds=AT_ONCE)
-    assert (home.receiver.status().state, home.engine.rebuilds) == ("ready", 0)
+async def test_a_write_that_may_still_land_lets_its_bounce_buffer_rest_until_a_fence(home_of: MakeHome) -> None:
+    home = home_of(BYTES, bounce_buffers=1, bounds=AT_ONCE)
+    assert home.fence() == (0, False, "ready")
     op, (grant,) = (found := home.start()), home.grants(found)
     before = content_at_home(op)
-    home.notify(Written(grant=grant.grant, error=FAILED, may_still_land=True))
+    home.fails(grant)
     await turns()
     assert home.harness.outcomes == [(op.op_id, "DEADLINE")]
-    assert (home.engine.rebuilds, home.engine.held, home.receiver.status().state) == (1, True, "fencing")
+    assert home.fence() == (1, True, "fencing")
     other = home.start()
     assert not home.grants(other), "it may still be written"
     write(home.harness, op, grant)
@@ -343,7 +321,7 @@ async def test_a_write_that_may_still_land_lets_its_bounce_buffer_rest_until_a_f
         await turns()
     assert [(one["event"], one["freed"]) for one in logs] == [("bounce buffers fenced", 1)]
     assert (home.bounce_buffers.free + home.bounce_buffers.granted, home.counted("network.fences")) == (1, 1)
-    assert (home.engine.held, home.receiver.status().state) == (False, "ready")
+    assert home.fence() == (1, False, "ready")
     assert [one.session for one in home.grants(other)] == ["session 2"]
     await home.land_all(other)
     assert home.harness.arrived(other)
@@ -351,28 +329,28 @@ async def test_a_write_that_may_still_land_lets_its_bounce_buffer_rest_until_a_f
 
 @pytest.mark.usefixtures("_checks_all_the_time")
 @pytest.mark.parametrize("own", [False, True], ids=["grants", "own writes"])
-async def test_a_fence_waits_for_grants_and_for_own_writes(homes: list[Home], *, own: bool) -> None:
-    home = home_of(homes, bounce_buffer_bytes=6 * PAGE_BYTES, bounce_buffers=3, bounds=AT_ONCE)
+async def test_a_fence_waits_for_grants_and_for_own_writes(home_of: MakeHome, *, own: bool) -> None:
+    home = home_of(6 * PAGE_BYTES, bounce_buffers=3, bounds=AT_ONCE)
     bad = home.start()
     doomed, alive = home.grants(bad)
-    home.notify(Written(grant=doomed.grant, error=FAILED, may_still_land=True))
+    home.fails(doomed)
     home.engine.writing = own
     if own:
         home.notify(Written(grant=alive.grant))
     await turns()
-    assert (home.engine.rebuilds, home.engine.held, home.receiver.status().state) == (0, True, "draining")
+    assert home.fence() == (0, True, "draining")
     if not own:
         home.notify(Written(grant=alive.grant))
     home.engine.writing = False
     home.engine.may_rebuild.set()
     await turns()
-    assert (home.engine.rebuilds, home.engine.held, home.receiver.status().state) == (1, False, "ready")
+    assert home.fence() == (1, False, "ready")
     assert home.bounce_buffers.free == 3
 
 
 @pytest.mark.usefixtures("_checks_all_the_time")
-async def test_a_peer_that_lives_and_says_nothing_does_not_hold_bounce_buffers_for_ever(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffers=GRANTS, bounds=FenceBounds(0, 0.0, 0.0))
+async def test_a_peer_that_lives_and_says_nothing_does_not_hold_bounce_buffers_for_ever(home_of: MakeHome) -> None:
+    home = home_of(bounce_buffers=GRANTS, bounds=FenceBounds(0, 0.0, 0.0))
     op = home.start()
     assert home.bounce_buffers.free == 0
     assert list(home.receiver.status().held_by.values()) == [GRANTS]
@@ -386,11 +364,11 @@ async def test_a_peer_that_lives_and_says_nothing_does_not_hold_bounce_buffers_f
     assert (home.counted("network.unanswered_grants"), home.receiver.status().held_by) == (GRANTS, {})
 
 
-async def test_a_fence_that_waits_no_longer_fails_what_is_under_way(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=BYTES, bounce_buffers=3, bounds=IMPATIENT)
+async def test_a_fence_that_waits_no_longer_fails_what_is_under_way(home_of: MakeHome) -> None:
+    home = home_of(BYTES, bounce_buffers=3, bounds=IMPATIENT)
     bad, good = home.start(), home.start()
     home.engine.writing = True
-    home.notify(Written(grant=home.grants(bad)[0].grant, error=FAILED, may_still_land=True))
+    home.fails(home.grants(bad)[0])
     await turns()
     assert home.engine.rebuilds == 1
     assert home.harness.outcomes == [(bad.op_id, "DEADLINE"), (good.op_id, "TRANSFER_FAILED")]
@@ -398,17 +376,17 @@ async def test_a_fence_that_waits_no_longer_fails_what_is_under_way(homes: list[
     assert home.counted("network.unknown_grants") == 1
     home.engine.may_rebuild.set()
     await turns()
-    assert home.bounce_buffers.free == home.bounce_buffers.count
+    assert home.all_free()
 
 
 @pytest.mark.usefixtures("_checks_all_the_time")
-async def test_a_fence_that_fails_frees_nothing_and_is_not_tried_again(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=BYTES, bounce_buffers=2, bounds=AT_ONCE)
+async def test_a_fence_that_fails_frees_nothing_and_is_not_tried_again(home_of: MakeHome) -> None:
+    home = home_of(BYTES, bounce_buffers=2, bounds=AT_ONCE)
     op = home.start()
     home.engine.error = TransferFailedError("no engine")
     home.engine.may_rebuild.set()
     with capture_logs() as logs:
-        home.notify(Written(grant=home.grants(op)[0].grant, error=FAILED, may_still_land=True))
+        home.fails(home.grants(op)[0])
         await turns()
     (complaint,) = [one["event"] for one in logs if one["log_level"] == "error"]
     assert complaint.startswith("the fence failed: bounce buffers stay quarantined")
@@ -419,22 +397,14 @@ async def test_a_fence_that_fails_frees_nothing_and_is_not_tried_again(homes: li
     assert (home.engine.rebuilds, home.receiver.status().state) == (1, "broken")
 
 
-async def test_nothing_is_fenced_after_the_end(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=BYTES, bounds=AT_ONCE)
-    (grant,) = home.grants(home.start())
+async def test_after_the_end_nothing_is_fenced_or_reported(home_of: MakeHome) -> None:
+    home = home_of(BYTES, bounds=AT_ONCE)
+    op, other = home.start(), home.start()
+    home.into(other, home.grants(other)[0])
     home.receiver.close()
-    home.notify(Written(grant=grant.grant, error=FAILED, may_still_land=True))
-    await turns()
-    assert (home.bounce_buffers.quarantined, home.engine.rebuilds) == (1, 0)
-
-
-async def test_nothing_is_reported_after_the_end(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=BYTES)
-    op = home.start()
-    home.into(op, home.grants(op)[0])
-    home.receiver.close()
+    home.fails(home.grants(op)[0])
     await home.executor.run()
-    assert home.harness.reports == []
+    assert (home.harness.reports, home.bounce_buffers.quarantined, home.engine.rebuilds) == ([], 1, 0)
 
 
 # -- pages that are written directly
@@ -453,8 +423,8 @@ def write_pages(home: Home, op: TransferOp, grant: Grant) -> int:
 
 
 @pytest.mark.host_only
-async def test_pages_written_directly_are_checked_in_place(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=BYTES, direct=True)
+async def test_pages_written_directly_are_checked_in_place(home_of: MakeHome) -> None:
+    home = home_of(BYTES, direct=True)
     op = await home.start_direct()
     (grant,) = home.grants(op)
     assert sum(size for _, size in grant.runs) == grant.size_bytes == BYTES
@@ -469,16 +439,15 @@ async def test_pages_written_directly_are_checked_in_place(homes: list[Home]) ->
 
 
 @pytest.mark.host_only
-async def test_what_lands_in_the_host_tier_goes_by_bounce_buffers_all_the_same(homes: list[Home]) -> None:
-    home = home_of(homes, bounce_buffer_bytes=BYTES, direct=True)
+async def test_what_lands_in_the_host_tier_goes_by_bounce_buffers_all_the_same(home_of: MakeHome) -> None:
+    home = home_of(BYTES, direct=True)
     home.harness.home_pool.becomes_snapshot = "0" * 32
-    op = await home.start_direct()
-    assert [grant.runs for grant in home.grants(op)] == [()]
+    assert [grant.runs for grant in home.grants(await home.start_direct())] == [()]
 
 
 @pytest.mark.host_only
-async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(homes: list[Home]) -> None:
-    home = home_of(homes, direct=True)
+async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(home_of: MakeHome) -> None:
+    home = home_of(direct=True)
     op = await home.start_direct()
     *grants, last = home.grants(op)
     home.receiver.stop(op.op_id)
@@ -494,14 +463,14 @@ async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(homes:
 
 @pytest.mark.host_only
 @pytest.mark.parametrize("how", ["may still land", "lost"])
-async def test_pages_in_which_something_may_land_are_held_until_a_fence(homes: list[Home], how: str) -> None:
-    home = home_of(homes, bounce_buffer_bytes=BYTES, bounds=AT_ONCE, direct=True)
+async def test_pages_in_which_something_may_land_are_held_until_a_fence(home_of: MakeHome, how: str) -> None:
+    home = home_of(BYTES, bounds=AT_ONCE, direct=True)
     op = await home.start_direct()
     (grant,) = home.grants(op)
     if how == "lost":
         home.receiver.peer_lost(home.harness.to_source, "its connection closed")
     else:
-        home.notify(Written(grant=grant.grant, error=FAILED, may_still_land=True))
+        home.fails(grant)
     await turns()
     assert (home.harness.reports, home.engine.rebuilds) == ([], 1)
     home.engine.may_rebuild.set()

@@ -56,6 +56,17 @@ class Home:
         self.pull.start(op, self.harness.report)
         return op
 
+    async def copying(self) -> TransferOp:
+        """Start a transfer op whose pool is mapped then."""
+        op = self.start()
+        await self.executor.run()
+        return op
+
+    async def outcomes(self) -> list[tuple[int, str]]:
+        """Return the ends of transfer ops, once the loop has done what is due."""
+        await turns()
+        return self.harness.outcomes
+
     def pool(self, op: TransferOp) -> RemotePool:
         """Return the source's pool as the home knows it."""
         assert isinstance(op.send_request.pool, RemotePool)
@@ -96,8 +107,7 @@ async def test_an_op_is_mapped_copied_and_confirmed(home: Home) -> None:
     assert confirm.op == op.op_id
     assert home.harness.reports == [], "the pages may have been used anew"
     home.confirm(op)
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "OK")]
+    assert await home.outcomes() == [(op.op_id, "OK")]
     assert home.harness.arrived(op)
 
 
@@ -110,49 +120,34 @@ async def test_a_pool_is_mapped_once(home: Home) -> None:
     assert len(home.fetched) == 1
 
 
-async def test_what_the_source_does_not_confirm_has_failed(home: Home) -> None:
-    op = home.start()
-    await home.executor.run()
-    home.copier.finish(op.op_id)
-    home.confirm(op, UnknownTransferError("the send request is over", field="send_request"))
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "UNKNOWN_TRANSFER")]
-
-
 async def test_only_the_source_may_confirm_and_only_what_was_copied(home: Home) -> None:
     op = home.start()
+    home.confirm(op)
+    assert await home.outcomes() == [], "not a byte has been read"
     await home.executor.run()
     home.confirm(op)  # nobody has asked
     home.copier.finish(op.op_id)
     home.pull.confirmed(home.harness.to_source._replace(boot_id="f" * 32), Confirmed(op=op.op_id))
     home.pull.confirmed(home.harness.to_source, Confirmed(op=99))
-    await turns()
-    assert home.harness.reports == []
+    assert await home.outcomes() == []
     home.confirm(op)
     home.confirm(op)
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "OK")]
+    assert await home.outcomes() == [(op.op_id, "OK")]
 
 
-async def test_a_confirmation_before_the_pool_is_mapped_is_void(home: Home) -> None:
-    op = home.start()
-    home.confirm(op)
-    await turns()
-    assert home.harness.reports == [], "not a byte has been read"
-    await home.executor.run()
-    home.copier.finish(op.op_id)
-    home.confirm(op)
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "OK")]
-
-
-async def test_a_copy_that_fails_is_not_confirmed(home: Home) -> None:
-    op = home.start()
-    await home.executor.run()
-    home.copier.end(op.op_id, AccessDeniedError("scripted"))
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "ACCESS_DENIED")]
-    assert home.said.of(Confirm) == []
+@pytest.mark.parametrize("code", ["UNKNOWN_TRANSFER", "ACCESS_DENIED", "PEER_LOST"])
+async def test_what_is_not_copied_and_confirmed_has_failed(home: Home, code: str) -> None:
+    op = await home.copying()
+    if code == "ACCESS_DENIED":
+        home.copier.end(op.op_id, AccessDeniedError("scripted"))
+    elif code == "PEER_LOST":  # who cannot be asked to confirm
+        home.said.gone.add(home.harness.to_source)
+        home.copier.finish(op.op_id)
+    else:
+        home.copier.finish(op.op_id)
+        home.confirm(op, UnknownTransferError("the send request is over", field="send_request"))
+    assert await home.outcomes() == [(op.op_id, code)]
+    assert len(home.said.of(Confirm)) == (code == "UNKNOWN_TRANSFER")
 
 
 @pytest.mark.parametrize(
@@ -185,8 +180,7 @@ async def test_an_op_that_fails_is_over_when_nothing_is_copied(home: Home, fault
         home.pull.stop(op.op_id)
     else:
         home.pull.peer_lost(home.harness.to_source, "its connection closed")
-    await turns()
-    assert home.harness.outcomes == ([] if when == "copying" else [(op.op_id, fault)])
+    assert await home.outcomes() == ([] if when == "copying" else [(op.op_id, fault)])
     if when == "mapping":
         await home.executor.run()
         assert home.pool(op).mapping is None
@@ -195,23 +189,12 @@ async def test_an_op_that_fails_is_over_when_nothing_is_copied(home: Home, fault
         assert home.copier.stopped == {op.op_id}
         home.copier.finish(op.op_id)
     home.confirm(op)
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, fault)]
+    assert await home.outcomes() == [(op.op_id, fault)]
     assert len(home.said.of(Confirm)) == (when == "confirming")
 
 
-async def test_a_peer_that_cannot_be_asked_to_confirm_is_lost(home: Home) -> None:
-    op = home.start()
-    await home.executor.run()
-    home.said.gone.add(home.harness.to_source)
-    home.copier.finish(op.op_id)
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
-
-
 async def test_memory_of_a_lost_peer_stays_mapped_until_the_copy_has_ended(home: Home) -> None:
-    op = home.start()
-    await home.executor.run()
+    op = await home.copying()
     mapping = weakref.ref(home.mapped[0].buffer)
     home.pull.peer_lost(home.harness.to_source, "its connection closed")
     home.mapped.pop().close()  # as the receive requests do, which do not know of copies
@@ -220,37 +203,26 @@ async def test_memory_of_a_lost_peer_stays_mapped_until_the_copy_has_ended(home:
     assert home.harness.reports == []
     assert mapping() is not None, "it is being read"
     home.copier.end(op.op_id)
-    await turns()
-    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
+    assert await home.outcomes() == [(op.op_id, "PEER_LOST")]
     assert mapping() is None
 
 
-async def test_another_peers_ops_go_on(home: Home) -> None:
+async def test_what_concerns_no_op_stops_none(home: Home) -> None:
     op = home.start()
     home.pull.peer_lost(home.harness.to_source._replace(boot_id="f" * 32), "another one")
+    home.pull.stop(99)
     await home.executor.run()
     assert list(home.copier.under_way) == [op.op_id]
 
 
-async def test_an_op_that_is_not_known_is_stopped_by_nobody(home: Home) -> None:
-    home.pull.stop(99)
-    assert home.harness.reports == []
-
-
-async def test_nothing_is_reported_after_the_end(home: Home) -> None:
-    home.start()
+@pytest.mark.parametrize("mapped", [True, False])
+async def test_nothing_is_reported_after_the_end(home: Home, *, mapped: bool) -> None:
+    op = await home.copying() if mapped else home.start()
     home.pull.close()
     await home.executor.run()
-    assert home.harness.reports == []
-
-
-async def test_what_is_copied_at_the_end_does_not_count(home: Home) -> None:
-    op = home.start()
-    await home.executor.run()
-    home.pull.close()
-    home.copier.end(op.op_id)
-    await turns()
-    assert home.harness.reports == []
+    if mapped:
+        home.copier.end(op.op_id)
+    assert await home.outcomes() == []
     assert not home.said.of(Confirm)
 
 
@@ -312,10 +284,15 @@ async def test_memory_is_mapped_for_reading_only(tmp_path: Path) -> None:
     assert not mapped.view().flags.writeable
 
 
-async def test_a_daemon_that_refuses(tmp_path: Path) -> None:
+async def test_a_daemon_that_refuses_hangs_up_or_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PeerLostError, match="no daemon answers"):
+        await asyncio.to_thread(fetch, tmp_path)
     info = UnknownPoolError("made anew", field="region").info()
     with pytest.raises(UnknownPoolError, match="made anew"):
         await fetched(tmp_path, lambda channel: channel.sendall(pack(SessionRefused(error=info))))
+    (tmp_path / "session.sock").unlink()
+    with pytest.raises(PeerLostError, match="closed its socket"):
+        await fetched(tmp_path, lambda _channel: None)
 
 
 @pytest.mark.parametrize("memory", ["unsealed", "larger", "file"])
@@ -392,13 +369,3 @@ def descriptors(name: str) -> int:
         with contextlib.suppress(FileNotFoundError):  # another thread has just closed it
             found += name in str(one.readlink())
     return found
-
-
-async def test_a_daemon_that_hangs_up(tmp_path: Path) -> None:
-    with pytest.raises(PeerLostError, match="closed its socket"):
-        await fetched(tmp_path, lambda _channel: None)
-
-
-async def test_no_daemon(tmp_path: Path) -> None:
-    with pytest.raises(PeerLostError, match="no daemon answers"):
-        await asyncio.to_thread(fetch, tmp_path)
