@@ -21,7 +21,7 @@ import numpy as np
 from kvferry.attention.table_layout import (
     ITEM_BYTES,
     Int32s,
-    Positions,
+    Int64s,
     TableLayout,
     TableShape,
     TableViews,
@@ -39,15 +39,15 @@ class Spans(NamedTuple):
         ends: ``(n,)`` int64.
     """
 
-    starts: Positions
-    ends: Positions
+    starts: Int64s
+    ends: Int64s
 
     def pairs(self) -> list[tuple[int, int]]:
         """Return ``(start, end)`` of each, as plain ints."""
         return list(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
 
 
-def spans_of(positions: Positions) -> Spans:
+def spans_of(positions: Int64s) -> Spans:
     """Return the extents that distinct, ascending positions form."""
     if not len(positions):
         return Spans(NONE, NONE)
@@ -71,9 +71,9 @@ class TableChange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     batch: int
     replayed_rows: int
-    block_tables: Positions
+    block_tables: Int64s
     length_rows: int
-    block_tables_swa: Positions = NONE
+    block_tables_swa: Int64s = NONE
 
     def byte_spans(self, layout: TableLayout) -> Spans:
         """Return the byte ranges of the region to copy, ascending; adjacent ranges are merged."""
@@ -121,7 +121,7 @@ class GraphTables:
         self._swa = None if window_pages is None else WindowTable(shape, pages, window_pages)
         self._seq_lens: Int32s = np.zeros(shape.max_batch, np.int32)
         # Row r shows the columns [0, end[r]) in the full table and [first[r], end[r]) in the window table.
-        self._end: Positions = np.zeros(shape.max_batch, np.int64)
+        self._end: Int64s = np.zeros(shape.max_batch, np.int64)
         self._first = np.zeros_like(self._end)
         self.visible = TableViews(
             block_tables=_read_only(self._block_tables),
@@ -213,7 +213,7 @@ class GraphTables:
                 field="lengths",
             )
 
-    def _shown_after(self, update: TableUpdate) -> tuple[Positions, Positions]:
+    def _shown_after(self, update: TableUpdate) -> tuple[Int64s, Int64s]:
         """Return the first and the end of each row's visible columns after an update; first is 0 without a window."""
         batch, page_size = update.batch, self.shape.page_size
         first, end = self._first, np.zeros_like(self._end)
@@ -225,7 +225,7 @@ class GraphTables:
             first[:batch] = np.maximum(update.lengths - self.shape.window, 0) // page_size
         return first, end
 
-    def _touched(self, update: TableUpdate, first: Positions, end: Positions) -> Positions:
+    def _touched(self, update: TableUpdate, first: Int64s, end: Int64s) -> Int64s:
         """Return the rows in which an update may change an entry, ascending."""
         touched = end != self._end
         if first is not self._first:
@@ -235,9 +235,7 @@ class GraphTables:
         touched[update.batch : self.batch] = True
         return np.flatnonzero(touched)
 
-    def _show(
-        self, update: TableUpdate, rows: Positions, first: Positions, end: Positions
-    ) -> tuple[Positions, Positions]:
+    def _show(self, update: TableUpdate, rows: Int64s, first: Int64s, end: Int64s) -> tuple[Int64s, Int64s]:
         """Change these rows, and the window's page map; return the positions that change in the two tables.
 
         Args:
@@ -256,7 +254,7 @@ class GraphTables:
         self._assigned[rows] = assigned
         return put_rows(self._block_tables, rows, full), in_window
 
-    def _assigned_after(self, update: TableUpdate, rows: Positions) -> Int32s:
+    def _assigned_after(self, update: TableUpdate, rows: Int64s) -> Int32s:
         """Return the pages that these rows are assigned after an update, ``(len(rows), columns)``."""
         pages = self._assigned[rows]
         if len(update.rows):
@@ -269,7 +267,7 @@ class GraphTables:
             pages[rows.searchsorted(update.batch) :] = 0
         return pages
 
-    def _check_full(self, rows: Positions, pages: Int32s, visible: Mask) -> None:
+    def _check_full(self, rows: Int64s, pages: Int32s, visible: Mask) -> None:
         """Check that these rows show a page in each visible column, and none of them twice."""
         if np.count_nonzero(pages) != np.count_nonzero(visible):
             row, column = np.argwhere(visible & (pages == 0))[0]
@@ -291,7 +289,7 @@ class GraphTables:
             self._seq_lens[: update.batch] += update.extra_tokens * (update.lengths > 0)
 
 
-def _copy(positions: Positions, source: Int32s, destination: Int32s) -> None:
+def _copy(positions: Int64s, source: Int32s, destination: Int32s) -> None:
     flat = destination.reshape(-1)
     assert flat.base is not None, "a table that is not contiguous would be copied to nowhere"
     flat[positions] = source.reshape(-1)[positions]

@@ -16,7 +16,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from kvferry.attention.table_layout import ITEM_BYTES, Int32s, Positions, Region, aligned
+from kvferry.attention.table_layout import ITEM_BYTES, Int32s, Int64s, Region, aligned
 from kvferry.protocol.errors import InternalError, LengthMismatchError
 
 HEADER_BYTES = 64  # a cache line: sequence, batch, replayed rows, extra tokens, checksum; int64 each
@@ -75,7 +75,7 @@ class HostLengthsWriter:
         self._sequence = -1
         self.write(np.empty(0, np.int64), 0)
 
-    def write(self, lengths: Positions, replayed_rows: int, extra_tokens: int = 0) -> int:
+    def write(self, lengths: Int64s, replayed_rows: int, extra_tokens: int = 0) -> int:
         """Publish the lengths of an update.
 
         Args:
@@ -126,7 +126,7 @@ class HostLengthsReader:
                     return found
         raise InternalError("no record of the host lengths is complete", field="host_lengths")
 
-    def _complete(self, header: Positions, values: Int32s) -> HostLengths | None:
+    def _complete(self, header: Int64s, values: Int32s) -> HostLengths | None:
         sequence, batch, replayed_rows, extra_tokens, checksum = header.tolist()
         if not 0 <= batch <= self._max_batch:
             return None
@@ -138,7 +138,7 @@ class HostLengthsReader:
         )
 
 
-def _records(region: Region, max_batch: int) -> list[tuple[Positions, Int32s]]:
+def _records(region: Region, max_batch: int) -> list[tuple[Int64s, Int32s]]:
     """Return the header and the lengths of both records."""
     if len(region) < host_lengths_bytes(max_batch):
         raise LengthMismatchError(
@@ -153,5 +153,5 @@ def _record_bytes(max_batch: int) -> int:
     return aligned(HEADER_BYTES + ITEM_BYTES * max_batch, HEADER_BYTES)
 
 
-def _checksum(header: Positions, lengths: Int32s) -> int:
+def _checksum(header: Int64s, lengths: Int32s) -> int:
     return crc32(lengths.data, crc32(header[:CHECKSUM].data))

@@ -8,16 +8,12 @@ the shorter length, keeping the head, as engines do today, and the caller logs a
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import EmptyStateError, InvalidFieldError, WindowMismatchError
-
-StateIds: TypeAlias = npt.NDArray[np.int64]
-"""Page or slot ids of one component, ``(n,)`` int64."""
 
 
 class PageWindow(NamedTuple):
@@ -44,7 +40,7 @@ class StateList(NamedTuple):
     """
 
     first_page: int | None
-    ids: StateIds
+    ids: PageIds
     none: bool = False
 
     @property
@@ -68,11 +64,11 @@ class StateMatch(msgspec.Struct, frozen=True):
     dropped_destination: int = 0
     trimmed: bool = False
 
-    def source_ids(self, source: StateList) -> StateIds:
+    def source_ids(self, source: StateList) -> PageIds:
         """Return the ids to read, ``(count,)`` int64, a copy: the request's own list is never changed."""
         return source.ids[self.source_start : self.source_start + self.count].copy()
 
-    def destination_ids(self, destination: StateList) -> StateIds:
+    def destination_ids(self, destination: StateList) -> PageIds:
         """Return the ids to fill, ``(count,)`` int64, a copy."""
         return destination.ids[self.destination_start : self.destination_start + self.count].copy()
 

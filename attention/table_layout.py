@@ -115,8 +115,8 @@ ALIGNMENT_BYTES = 512  # best for NPU copies and kernels, and a multiple of ever
 ITEM_BYTES = 4
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
-Positions: TypeAlias = npt.NDArray[np.int64]
-"""Flat positions in an array, or other numbers, ``(n,)`` int64."""
+Int64s: TypeAlias = npt.NDArray[np.int64]
+"""Rows, columns, lengths or flat positions, ``(n,)`` int64; ids of pages are ``PageIds``."""
 
 Region: TypeAlias = npt.NDArray[np.uint8]
 """Memory that the CPU can access, ``(n,)`` uint8, contiguous."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvferry.attention.state_windows import StateIds
-from kvferry.attention.table_layout import Positions, TableShape
+from kvferry.attention.table_layout import Int64s, TableShape
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     InvalidFieldError,
     LengthMismatchError,
@@ -18,7 +18,7 @@ from kvferry.protocol.errors import (
     TooLargeError,
 )
 
-NONE: Positions = np.empty(0, np.int64)
+NONE: Int64s = np.empty(0, np.int64)
 NONE.flags.writeable = False
 
 
@@ -42,17 +42,17 @@ class TableUpdate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         bound_window: the window page of each.
     """
 
-    lengths: Positions
+    lengths: Int64s
     extra_tokens: int = 0
-    entry_rows: Positions = NONE
-    entry_columns: Positions = NONE
-    entry_pages: StateIds = NONE
-    rows: Positions = NONE
-    row_pages: Positions = NONE
-    pages: StateIds = NONE
-    released: StateIds = NONE
-    bound_full: StateIds = NONE
-    bound_window: StateIds = NONE
+    entry_rows: Int64s = NONE
+    entry_columns: Int64s = NONE
+    entry_pages: PageIds = NONE
+    rows: Int64s = NONE
+    row_pages: Int64s = NONE
+    pages: PageIds = NONE
+    released: PageIds = NONE
+    bound_full: PageIds = NONE
+    bound_window: PageIds = NONE
 
     @property
     def batch(self) -> int:
@@ -89,7 +89,7 @@ def check_update(update: TableUpdate, shape: TableShape, pages: int) -> None:
         raise InvalidFieldError("the tables have no window", field="bound_full")
 
 
-def check_pages(ids: StateIds, pages: int, field: str) -> None:
+def check_pages(ids: PageIds, pages: int, field: str) -> None:
     """Check that page ids are in ``1..pages - 1``.
 
     Raises:
@@ -100,7 +100,7 @@ def check_pages(ids: StateIds, pages: int, field: str) -> None:
         raise PageOutOfRangeError(f"page {ids[at]} at position {at}; the pool has 1..{pages - 1}", field=field)
 
 
-def named_twice(numbers: Positions) -> int | None:
+def named_twice(numbers: Int64s) -> int | None:
     """Return the lowest number that is there more than once, or None."""
     if len(numbers) <= 1:
         return None
@@ -145,13 +145,13 @@ def _check_rows(update: TableUpdate, shape: TableShape, pages: int) -> None:
         )
 
 
-def _check_within(numbers: Positions, end: int, field: str, what: str) -> None:
+def _check_within(numbers: Int64s, end: int, field: str, what: str) -> None:
     at = _outside(numbers, 0, end)
     if at is not None:
         raise InvalidFieldError(f"{numbers[at]} at position {at}; {what} {end}", field=field)
 
 
-def _outside(numbers: Positions, first: int, end: int) -> int | None:
+def _outside(numbers: Int64s, first: int, end: int) -> int | None:
     """Return the position of the first number outside ``first..end - 1``, or None."""
     wrong = (numbers < first) | (numbers >= end)
     return int(wrong.argmax()) if wrong.any() else None

@@ -12,9 +12,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.attention.state_windows import StateIds
-from kvferry.attention.table_layout import Int32s, Positions, TableShape
+from kvferry.attention.table_layout import Int32s, Int64s, TableShape
 from kvferry.attention.table_update import NONE, TableUpdate, check_pages, named_twice
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     DuplicatePageError,
     LengthMismatchError,
@@ -25,12 +25,12 @@ PADDING = 0
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
-def put_rows(table: Int32s, rows: Positions, contents: Int32s) -> Positions:
+def put_rows(table: Int32s, rows: Int64s, contents: Int32s) -> Int64s:
     """Write these contents to the rows of a table; return the flat positions that they change, ascending."""
     changed = np.flatnonzero(table[rows] != contents)
     table[rows] = contents
     row, column = np.divmod(changed, table.shape[1])
-    positions: Positions = rows[row] * table.shape[1] + column
+    positions: Int64s = rows[row] * table.shape[1] + column
     return positions
 
 
@@ -56,7 +56,7 @@ class SwaMap:
         """Show how many pages are bound."""
         return f"<SwaMap {np.count_nonzero(self._map)} of {len(self._map) - 1} full pages bound>"
 
-    def bind(self, full_ids: StateIds, window_ids: StateIds) -> None:
+    def bind(self, full_ids: PageIds, window_ids: PageIds) -> None:
         """Bind each full page to the window page at the same position; all of them or none.
 
         Args:
@@ -80,7 +80,7 @@ class SwaMap:
         self._map[full_ids] = window_ids
         self._holders[window_ids] = full_ids
 
-    def release(self, full_ids: StateIds) -> StateIds:
+    def release(self, full_ids: PageIds) -> PageIds:
         """Unbind these full pages, all or none, and return their window pages, ``(n,)`` int64, to be freed.
 
         Raises:
@@ -123,7 +123,7 @@ class WindowTable:
         self.swa = SwaMap(pages, window_pages)
         self._uses = np.zeros(window_pages, np.int64)  # in how many entries each window page is visible
 
-    def apply(self, update: TableUpdate, rows: Positions, full_ids: Int32s, visible: Mask) -> Positions:
+    def apply(self, update: TableUpdate, rows: Int64s, full_ids: Int32s, visible: Mask) -> Int64s:
         """Release and bind an update's pages, and show the window pages of these rows; all of it or nothing.
 
         Args:
@@ -170,9 +170,9 @@ class WindowTable:
         uses = np.bincount(self.entries.reshape(-1), minlength=len(self._uses))
         assert np.array_equal(uses[1:], self._uses[1:])
 
-    def _rebind(self, update: TableUpdate, undo: ExitStack) -> StateIds:
+    def _rebind(self, update: TableUpdate, undo: ExitStack) -> PageIds:
         """Release and bind the pages of an update; return the released window pages, ``(n,)`` int64."""
-        released: StateIds = NONE
+        released: PageIds = NONE
         if len(update.released):
             released = self.swa.release(update.released)
             undo.callback(self.swa.bind, update.released, released)
@@ -181,7 +181,7 @@ class WindowTable:
             undo.callback(self.swa.release, update.bound_full)
         return released
 
-    def _check_unused(self, released: StateIds, rows: Positions, again: Mask) -> None:
+    def _check_unused(self, released: PageIds, rows: Int64s, again: Mask) -> None:
         used = np.flatnonzero(self._uses[released]) if len(released) else released
         if not len(used):
             return
@@ -194,7 +194,7 @@ class WindowTable:
         )
 
 
-def _given(update: TableUpdate, rows: Positions, like: Int32s) -> Mask:
+def _given(update: TableUpdate, rows: Int64s, like: Int32s) -> Mask:
     """Return which entries of these rows an update gives anew."""
     given = np.zeros(like.shape, np.bool_)
     given[rows.searchsorted(update.rows)] = True
@@ -202,7 +202,7 @@ def _given(update: TableUpdate, rows: Positions, like: Int32s) -> Mask:
     return given
 
 
-def _check_ids(ids: StateIds, pages: int, field: str) -> None:
+def _check_ids(ids: PageIds, pages: int, field: str) -> None:
     check_pages(ids, pages, field)
     again = named_twice(ids)
     if again is not None:

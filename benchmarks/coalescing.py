@@ -11,7 +11,8 @@ from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare, milli
 from benchmarks.peers import sglang
 from benchmarks.peers.sglang import SGLang
 from kvferry.daemon.process.host import keep_freed_memory
-from kvferry.pools.planning.page_ids import PageIds, coalesce
+from kvferry.pools.planning.page_ids import coalesce
+from kvferry.protocol.codec import PageIds
 
 PAGES = 100_000
 MIXED_RUN = 16

@@ -23,10 +23,10 @@ from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import lay_out
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Plan, make_plan
 from kvferry.pools.pool import Pool
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import Entry, Manifest
 

@@ -12,8 +12,7 @@ from benchmarks.peers import sglang
 from benchmarks.peers.sglang import SGLang
 from kvferry.clients.calls import page_lists, pages
 from kvferry.daemon.process.host import keep_freed_memory
-from kvferry.pools.planning.page_ids import PageIds
-from kvferry.protocol.codec import IncomingRequest, decode_request, encode
+from kvferry.protocol.codec import IncomingRequest, PageIds, decode_request, encode
 from kvferry.protocol.envelope import Request
 from kvferry.protocol.ids import new_boot_id, new_request_id, new_secret
 from kvferry.protocol.transfer_messages import Send

@@ -14,9 +14,10 @@ from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.daemon.transports.local import MAX_BLOCK_BYTES
 from kvferry.pools.planning.copies import chunk_bounds, split_blocks
 from kvferry.pools.planning.manifest import lay_out
-from kvferry.pools.planning.page_ids import PageIds, coalesce
+from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Blocks, make_plan
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.manifests import Entry
 
 LAYERS = 61

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.pools.planning.page_ids import PageIds, check_distinct, check_range
+from kvferry.pools.planning.page_ids import check_distinct, check_range
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import NotOwnerError, PageBusyError, PoolFullError
 
 NOBODY = 0

@@ -19,7 +19,7 @@ from kvferry.protocol.envelope import REQUEST_TYPES, BodyHead, Event, FromDaemon
 from kvferry.protocol.errors import CallerError, KvferryError, MalformedError, UnknownTypeError, invalid_field
 
 PageIds: TypeAlias = npt.NDArray[np.int64]
-"""Page ids, ``(n,)`` int64."""
+"""Ids of pages, or of slots of states, ``(n,)`` int64."""
 
 Frames: TypeAlias = list[bytes | memoryview]
 

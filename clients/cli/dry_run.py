@@ -14,11 +14,12 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.planning.coverage import Coverage, cells_of
 from kvferry.pools.planning.manifest import OPTIONAL_COMPONENTS, check_optional
-from kvferry.pools.planning.page_ids import PageIds, check_distinct, check_equal_length
+from kvferry.pools.planning.page_ids import check_distinct, check_equal_length
 from kvferry.pools.planning.page_ranges import PageRange, Span, check_apart, lists_with_pages, page_ranges, paged_spans
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.planning.plan import Plan, make_plan
 from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     IncompleteError,
     InvalidFieldError,

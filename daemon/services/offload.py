@@ -27,11 +27,12 @@ from kvferry.daemon.tiers.snapshots import (
 )
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.planning.manifest import space_of
-from kvferry.pools.planning.page_ids import PageIds, check_distinct
+from kvferry.pools.planning.page_ids import check_distinct
 from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page_ranges
 from kvferry.pools.pool import Pool, check_models
 from kvferry.pools.tiers.blocks import BlockPages
 from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     EmptyPagesError,
     InvalidFieldError,

@@ -26,11 +26,11 @@ from kvferry.daemon.tiers.host_tier import LOOKUPS, OPERATIONS, HostTier
 from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
 from kvferry.daemon.tiers.operations import Ending, Operation, Operations
 from kvferry.daemon.tiers.snapshots import PageHold
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, identity_of
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CacheMissError,
     InvalidFieldError,

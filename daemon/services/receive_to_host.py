@@ -21,10 +21,10 @@ from kvferry.daemon.tiers.operations import Ending, Operation, Operations
 from kvferry.daemon.tiers.snapshots import Snapshot
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import bytes_per_page, component_of, space_of, spaces_of
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page_ranges
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, UnknownComponentError, raised
 from kvferry.protocol.events import Finished, Settled, TierDone
 from kvferry.protocol.manifests import Entry, Manifest

@@ -18,11 +18,11 @@ import xxhash
 from kvferry.daemon.tiers.copier import Digests
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.planning.manifest import key_of, slot_shape, space_of
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.planning.page_ranges import PageRange, page_tokens_of
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.pools.tiers.blocks import BlockLayout
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     InternalError,
     KvferryError,

@@ -33,8 +33,8 @@ from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.registry import Endpoints, SendToPeer
 from kvferry.daemon.transfer.transitions import Event, State
 from kvferry.pools.layouts.entry_checks import check_entry
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.planning.page_ranges import page_ranges, page_tokens_of, split
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,

@@ -21,9 +21,9 @@ from kvferry.daemon.transfer.endpoints import (
 from kvferry.daemon.transfer.kept import Tombstones
 from kvferry.daemon.transfer.matching import Trim
 from kvferry.daemon.transfer.transitions import State
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.peer_messages import HalfAbandoned, PeerBody, ReceiveClosed, ReceiveName, SendRefused

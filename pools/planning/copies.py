@@ -16,8 +16,9 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.planning.page_ids import PageIds, Runs, coalesce
+from kvferry.pools.planning.page_ids import Runs, coalesce
 from kvferry.pools.planning.plan import Blocks, PlanSide, Sizes
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import BounceBufferTooSmallError, TransferFailedError
 
 MAX_VECTOR: Final = 1024

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     DuplicatePageError,
     EmptyPagesError,
     LengthMismatchError,
     PageOutOfRangeError,
 )
-
-PageIds: TypeAlias = npt.NDArray[np.int64]
-"""Page ids, ``(n,)`` int64."""
 
 
 class Runs(NamedTuple):

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 
 from kvferry.pools.planning.manifest import component_of, space_of
-from kvferry.pools.planning.page_ids import PageIds, check_distinct, check_range
+from kvferry.pools.planning.page_ids import check_distinct, check_range
 from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     InvalidFieldError,
     LengthMismatchError,

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.planning.geometry import Heads, page_rows
-from kvferry.pools.planning.page_ids import PageIds, Runs, check_distinct, check_equal_length, check_range, coalesce
+from kvferry.pools.planning.page_ids import Runs, check_distinct, check_equal_length, check_range, coalesce
 from kvferry.pools.planning.pairing import Pairing
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.planning.copies import Cells
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
+from kvferry.protocol.codec import PageIds
 
 Bytes = npt.NDArray[np.uint8]
 

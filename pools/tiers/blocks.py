@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.planning.manifest import each_array, key_of
-from kvferry.pools.planning.page_ids import PageIds
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
 

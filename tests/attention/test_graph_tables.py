@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.attention.graph_tables import GraphTables, TableChange, spans_of
 from kvferry.attention.state_windows import window_of
-from kvferry.attention.table_layout import Positions, TableShape, table_layout, table_shape, views
+from kvferry.attention.table_layout import Int64s, TableShape, table_layout, table_shape, views
 from kvferry.attention.table_update import NONE, TableUpdate
 from kvferry.protocol.errors import (
     DuplicatePageError,
@@ -29,7 +29,7 @@ from tests.devices import DEVICE
 PAGES, WINDOW_PAGES, WINDOW = 14, 9, 6
 
 
-def ids(*numbers: int) -> Positions:
+def ids(*numbers: int) -> Int64s:
     return np.array(numbers, np.int64)
 
 
@@ -131,7 +131,7 @@ def test_padding_is_zero_up_to_every_captured_size_and_rows_that_left_have_no_pa
         (ids(16, 8), entries((0, 2, 7), (0, 3, 7)), "row 0 has page 7"),
     ],
 )
-def test_a_row_shows_each_page_once(lengths: Positions, fields: dict[str, Any], said: str) -> None:
+def test_a_row_shows_each_page_once(lengths: Int64s, fields: dict[str, Any], said: str) -> None:
     made = tables()
     made.apply(TableUpdate(lengths=ids(8, 8), **whole((0, (1, 2)), (1, (1, 3)))))  # rows may share a prefix
     with pytest.raises(DuplicatePageError, match=f"{said} in more than one column"):
@@ -224,7 +224,7 @@ def test_a_visible_page_keeps_its_window_page() -> None:
         (ids(8, 8), {"bound_full": ids(1), "bound_window": ids(7)}),
     ],
 )
-def test_another_window_page_needs_the_row_or_the_entry_anew(lengths: Positions, fields: dict[str, Any]) -> None:
+def test_another_window_page_needs_the_row_or_the_entry_anew(lengths: Int64s, fields: dict[str, Any]) -> None:
     """Releasing what a row keeps on showing is refused, whether the row changes elsewhere or not."""
     made = tables(WINDOW)
     made.apply(TableUpdate(lengths=ids(8, 8), **PREFIX, bound_full=ids(1, 2, 3), bound_window=ids(4, 5, 6)))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.attention.state_windows import StateIds
 from kvferry.attention.window_table import SwaMap
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     DuplicatePageError,
     KvferryError,
@@ -20,7 +20,7 @@ from kvferry.protocol.errors import (
 FULL_PAGES, WINDOW_PAGES = 12, 6
 
 
-def ids(*pages: int) -> StateIds:
+def ids(*pages: int) -> PageIds:
     return np.array(pages, np.int64)
 
 

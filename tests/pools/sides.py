@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvferry.pools.planning.copies import MANY_RUNS, total_segments
 from kvferry.pools.planning.geometry import Heads
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.planning.plan import PlanSide, make_side
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.manifests import Entry
 
 ENTRY_BYTES: Final = 2000

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvferry.daemon.peers.links import PeerListener
 from kvferry.daemon.transfer.endpoints import Incarnation
-from kvferry.pools.planning.page_ids import PageIds
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.peer_messages import (

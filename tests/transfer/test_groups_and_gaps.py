@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import arrays_of, engine_lists
 from kvferry.pools.planning.manifest import bytes_per_page
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.base import MAX_PAGE_LISTS, PageList
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DuplicatePageError, InvalidFieldError, KvferryError, UnknownComponentError
 from kvferry.protocol.manifests import DraftSpec, MhaSpec, MlaSpec
 from kvferry.protocol.transfer_messages import LayerStep

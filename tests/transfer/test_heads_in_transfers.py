@@ -13,8 +13,8 @@ import pytest
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.models import model_spec
 from kvferry.pools.planning.geometry import rank_heads
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     GeometryMismatchError,
     HeadsIndivisibleError,

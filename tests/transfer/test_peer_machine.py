@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.daemon.transfer.endpoints import EndpointKey, SendRequest
 from kvferry.daemon.transfer.transitions import State
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.transfer_messages import LayerStep

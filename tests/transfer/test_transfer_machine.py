@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.daemon.transfer.endpoints import EndpointKey, Half, SendRequest
 from kvferry.daemon.transfer.transitions import State
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
 from kvferry.protocol.events import Finished
 from tests.devices import DEVICE

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import event, given
 
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from tests.devices import DEVICE
 from tests.region_bytes import fill_region, read_region, write_region

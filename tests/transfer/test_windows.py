@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvferry.clients import Client, HybridSwaSpec, new_request_id, pages
 from kvferry.daemon.transfer.matching import Trim
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     EmptyStateError,
     GeometryMismatchError,

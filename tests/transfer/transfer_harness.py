@@ -15,10 +15,10 @@ from kvferry.daemon.transfer.registry import Notify, ReportBug, StartOp, StopOp,
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.pools.planning.manifest import lay_out
-from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.planning.page_ranges import page_ranges
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError, PeerCancelledError
 from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES

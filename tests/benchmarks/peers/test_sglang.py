@@ -27,7 +27,7 @@ from benchmarks.peers.sglang import (
     find,
     plan_blocks,
 )
-from kvferry.pools.planning.page_ids import PageIds
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.envelope import Request
 from kvferry.protocol.ids import new_boot_id, new_secret
 from kvferry.protocol.pool_messages import Free
