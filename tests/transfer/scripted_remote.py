@@ -120,11 +120,7 @@ class ScriptedRemote:
     """
 
     def __init__(
-        self,
-        say: SendToPeer,
-        state_machine: PeerTransfers,
-        on_settled: Callable[[], None],
-        region_of: RegionOf,
+        self, say: SendToPeer, state_machine: PeerTransfers, on_settled: Callable[[], None], region_of: RegionOf
     ) -> None:
         self.mapped: dict[int, Arriving] = {}
         self.network: dict[int, Arriving] = {}

@@ -257,8 +257,7 @@ def check_under_way(both: Transfer, sender: str, receiver: str, sent: int = PAGE
 @FIRST
 @pytest.mark.parametrize("error", [None, CancelledError("stopped")], ids=["done", "stopped"])
 @pytest.mark.parametrize(
-    ("end", "last"),
-    [(end, last) for end in ENDINGS for last in (True, False) if end != "the sender dies" or not last],
+    ("end", "last"), [(end, last) for end in ENDINGS for last in (True, False) if end != "the sender dies" or not last]
 )
 def test_an_end_while_a_copy_is_under_way(
     both: Transfer, first: str, end: str, error: CancelledError | None, *, last: bool

@@ -176,12 +176,7 @@ class PeerMachine(RuleBasedStateMachine):
         """SEND at a daemon."""
         self.try_send(self.draw_node(data), name, request, data)
 
-    @rule(
-        data=st.data(),
-        request=st.sampled_from(REQUESTS),
-        sources=st.sampled_from([1, 1, 2]),
-        again=st.booleans(),
-    )
+    @rule(data=st.data(), request=st.sampled_from(REQUESTS), sources=st.sampled_from([1, 1, 2]), again=st.booleans())
     def receive(self, data: st.DataObject, request: str, sources: int, *, again: bool) -> None:
         """RECEIVE at a daemon, from some others."""
         node = self.draw_node(data)

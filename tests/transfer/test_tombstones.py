@@ -271,10 +271,7 @@ class Destinations:
 
 @pytest.mark.parametrize(
     ("gone", "told"),
-    [
-        (1, ("", "CANCELLED settled", "OK settled")),
-        (2, (CANCELLED, "CANCELLED settled", "CANCELLED settled")),
-    ],
+    [(1, ("", "CANCELLED settled", "OK settled")), (2, (CANCELLED, "CANCELLED settled", "CANCELLED settled"))],
 )
 def test_a_send_for_two_ends_only_where_both_have(gone: int, told: tuple[str, str, str]) -> None:
     one = Destinations()
