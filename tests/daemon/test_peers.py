@@ -309,9 +309,6 @@ async def test_peers_must_be_reachable_in_both_directions(tmp_path: Path) -> Non
     daemon.links.close()
 
 
-# -- who counts as there
-
-
 async def test_a_greeting_from_where_nobody_listens_is_no_peer(daemon: Daemon, stranger: Stranger) -> None:
     nowhere = "tcp://127.0.0.1:1"
     await stranger.greet(daemon, address=nowhere, times=2000)
@@ -351,9 +348,6 @@ async def test_a_daemon_that_we_do_not_know_and_that_knows_us_is_called(make: Ma
     await one.until(lambda: one.up)
     await other.until(lambda: other.up)
     assert one.said == []
-
-
-# -- what waits for a peer
 
 
 async def _fill(daemon: Daemon, stranger: Stranger) -> None:
@@ -427,8 +421,6 @@ async def test_the_end_waits_for_nobody_who_does_not_listen(daemon: Daemon, stra
     daemon.links.close()
     assert time.monotonic() - began < 20 * peers.LINGER_MS / 1000
 
-
-# -- how many
 
 OWN_FILES = 64
 """More than the links need for themselves, whoever the peers are."""
@@ -506,9 +498,6 @@ async def test_links_that_nobody_needs_are_dropped(tmp_path: Path, monkeypatch: 
     assert daemon.links.status() == ((needed, "down"),)
     assert daemon.lost == [other.incarnation]
     daemon.links.close()
-
-
-# -- addresses, and what libzmq says of them
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import PeerBody
 from tests.transfer.peer_network import Connection, Network, ScriptedLinks
 from tests.transfer.scripted_remote import ScriptedRemote, SendingKey
-from tests.transfer.transfer_harness import PAGE_BYTES, Engine, TransferHarness
+from tests.transfer.transfer_harness import ORDERS, PAGE_BYTES, Engine, TransferHarness
 
 
 class Node(TransferHarness):
@@ -63,11 +63,6 @@ class Node(TransferHarness):
     def tcp(self) -> str:
         """Return its address for daemons of other hosts."""
         return f"tcp://{self.name}:7801"
-
-    def events(self, session: int, *values: int) -> None:
-        """Let a session's event ring hold these counters."""
-        self.state_machine.events_reached(session, list(values), self.now)
-        self._execute()
 
     def remote_pages(self, pool: Pool) -> set[int]:
         """Return the pages that copies between daemons may write."""
@@ -337,12 +332,17 @@ class Transfer:
 
     def begin(self, first: str = "send", **more: Any) -> None:  # noqa: ANN401  what ``Engine.send`` takes
         """Let both speak, in this order, and hear all that is said; ``more`` is of the SEND."""
-        for direction in ("send", "receive") if first == "send" else ("receive", "send"):
+        for direction in ORDERS[first]:
             if direction == "send":
                 self.send(**more)
+                self.harness.deliver_all()
             else:
-                self.receive()
-            self.harness.deliver_all()
+                self.announce()
+
+    def announce(self, *daemons: Node, **more: Any) -> None:  # noqa: ANN401  what ``Engine.receive`` takes
+        """RECEIVE, and let these daemons, by default the source, hear of it."""
+        self.receive(*daemons, **more)
+        self.harness.deliver_all()
 
     def meet(self, first: str = "send", *, last: bool = True) -> None:
         """Bring both sides together: one copy is under way; without ``last`` of the first page."""

@@ -27,25 +27,16 @@ from kvferry.protocol.errors import (
     UnexpectedSourceError,
 )
 from kvferry.protocol.transfer_messages import MAX_CHUNKS
-from tests.transfer.transfer_harness import PAGE_BYTES, Engine, TransferHarness, layers
+from tests.transfer.transfer_harness import FIRST, PAGE_BYTES, Engine, Pair, TransferHarness, layers
 
 pytestmark = pytest.mark.any_device
 
-FIRST = pytest.mark.parametrize("first", ["send", "receive"])
 
-
-class Pair(NamedTuple):
+class Refusing(Pair):
     """An engine that sends and one that receives, with six pages each."""
 
-    harness: TransferHarness
-    prefill: Engine
-    decode: Engine
-
-    def end_well(self, *engines: Engine) -> None:
-        """Let all copies finish; everyone must have succeeded."""
-        self.harness.transport.finish_all()
-        for engine in engines or (self.prefill, self.decode):
-            assert engine.told == "OK settled"
+    def __init__(self) -> None:
+        super().__init__(count=6)
 
     def arrived(self, pages: slice, of_sent: slice) -> bool:
         """Return whether pages of decode hold what these of prefill hold."""
@@ -73,16 +64,12 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture
-def pair() -> Pair:
+def pair() -> Refusing:
     """Return two engines that have not spoken."""
-    harness = TransferHarness()
-    return Pair(harness, harness.engine("prefill", count=6), harness.engine("decode", count=6))
+    return Refusing()
 
 
-# -- chunks
-
-
-def test_the_chunks_of_a_transfer_are_bounded(pair: Pair) -> None:
+def test_the_chunks_of_a_transfer_are_bounded(pair: Refusing) -> None:
     for _ in range(MAX_CHUNKS):
         pair.prefill.send(ids={}, last=False)
     with pytest.raises(TooLargeError, match="larger chunks") as refused:
@@ -90,13 +77,13 @@ def test_the_chunks_of_a_transfer_are_bounded(pair: Pair) -> None:
     assert refused.value.field == "last"
 
 
-def test_a_prompt_in_chunks(pair: Pair) -> None:
+def test_a_prompt_in_chunks(pair: Refusing) -> None:
     prefill, decode = pair.prefill, pair.decode
     decode.pages = decode.pages[::-1].copy()
     prefill.send(0, 2, tokens=8, last=False)
     decode.receive(tokens=22)
     prefill.send(2, 3, tokens=4, last=False)
-    pair.harness.transport.finish_all()
+    pair.finish()
     assert decode.told == ""
     prefill.send(3, tokens=10, first_token=9)
     pair.end_well()
@@ -106,7 +93,7 @@ def test_a_prompt_in_chunks(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("first_page", [0, 1, 3])
-def test_a_chunk_must_continue_the_one_before(pair: Pair, first_page: int) -> None:
+def test_a_chunk_must_continue_the_one_before(pair: Refusing, first_page: int) -> None:
     rest = pair.prefill.pages[2:4]
     pair.prefill.send(0, 2, last=False)
     with pair.refuses(PageGapError, "lists[0].first_page"):
@@ -118,14 +105,14 @@ def test_a_chunk_must_continue_the_one_before(pair: Pair, first_page: int) -> No
     pair.end_well()
 
 
-def test_a_chunk_may_not_end_inside_a_page(pair: Pair) -> None:
+def test_a_chunk_may_not_end_inside_a_page(pair: Refusing) -> None:
     with pair.refuses(PageGapError, "lists[0].tokens"):
         pair.prefill.send(0, 2, tokens=7, last=False)
     pair.prefill.send(0, 2, tokens=8, last=False)
 
 
 @pytest.mark.parametrize("tokens", [20, 25])
-def test_tokens_must_fill_the_pages(pair: Pair, tokens: int) -> None:
+def test_tokens_must_fill_the_pages(pair: Refusing, tokens: int) -> None:
     for speak in (pair.prefill.send, pair.prefill.receive):
         with pair.refuses(LengthMismatchError, "lists[0].tokens"):
             speak(tokens=tokens)
@@ -161,7 +148,7 @@ CLASHES = {
 
 @FIRST
 @pytest.mark.parametrize("name", CLASHES)
-def test_both_sides_must_mean_the_same_pages(pair: Pair, first: str, name: str) -> None:
+def test_both_sides_must_mean_the_same_pages(pair: Refusing, first: str, name: str) -> None:
     clash = CLASHES[name]
     if first == "send":
         pair.prefill.send(**clash.sent)
@@ -177,7 +164,7 @@ def test_both_sides_must_mean_the_same_pages(pair: Pair, first: str, name: str) 
 
 
 @pytest.mark.parametrize("first_page", [0, 1])
-def test_a_hole_in_front_is_found_at_the_end(pair: Pair, first_page: int) -> None:
+def test_a_hole_in_front_is_found_at_the_end(pair: Refusing, first_page: int) -> None:
     pair.decode.receive(0, 4, first_page=first_page)
     pair.prefill.send(1 + first_page, 2 + first_page, last=False)
     with pair.refuses(IncompleteError, "lists"):
@@ -186,7 +173,7 @@ def test_a_hole_in_front_is_found_at_the_end(pair: Pair, first_page: int) -> Non
 
 @pytest.mark.parametrize("chunks", [[5], [2, 3], [1, 1, 1, 2], [3, 2]])
 @FIRST
-def test_surplus_prefix_pages_are_skipped_and_counted(pair: Pair, chunks: list[int], first: str) -> None:
+def test_surplus_prefix_pages_are_skipped_and_counted(pair: Refusing, chunks: list[int], first: str) -> None:
     prefill, decode = pair.prefill, pair.decode
     if first == "receive":
         decode.receive(0, 3, first_page=2)
@@ -205,13 +192,10 @@ def test_surplus_prefix_pages_are_skipped_and_counted(pair: Pair, chunks: list[i
     assert decode.finished.moved_bytes == 3 * 4 * PAGE_BYTES
 
 
-# -- first token and payload
-
-
 @pytest.mark.parametrize("first", [{"first_token": 1}, {"payload": b"x"}, {"first_token": 0}])
 @pytest.mark.parametrize("second", [{"first_token": 2}, {"payload": b"y"}])
 def test_one_send_of_a_request_carries_the_first_token(
-    pair: Pair, first: dict[str, Any], second: dict[str, Any]
+    pair: Refusing, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     pair.prefill.send(0, 1, last=False, **first)
     with pair.refuses(FirstTokenTwiceError, "first_token"):
@@ -225,19 +209,16 @@ def test_one_send_of_a_request_carries_the_first_token(
     assert (finished.first_token, finished.payload) == (first.get("first_token"), first.get("payload", b""))
 
 
-# -- several sources
-
-
 class Stages(NamedTuple):
     """Two pipeline stages, of two layers and of one, and a destination of all three."""
 
-    pair: Pair
+    pair: Refusing
     stages: tuple[Engine, Engine]
     decode: Engine
 
 
 @pytest.fixture
-def staged(pair: Pair) -> Stages:
+def staged(pair: Refusing) -> Stages:
     """Return stages that have not spoken."""
     harness = pair.harness
     stages = (harness.engine("stage0", layers(2)), harness.engine("stage1", layers(1, first=2)))
@@ -329,16 +310,13 @@ def test_one_stage_dies(staged: Stages, *, complete: bool) -> None:
     else:
         other.lose()
         assert (staged.decode.told, done.told) == ("PEER_LOST", "PEER_LOST")
-        staged.pair.harness.transport.finish_all()
+        staged.pair.finish()
         assert staged.decode.told == "PEER_LOST settled"
         assert other.pool.allocator.idle
 
 
-# -- several destinations
-
-
 @pytest.mark.parametrize("receives_before", [0, 1, 2])
-def test_two_receives_take_the_same_pages(pair: Pair, receives_before: int) -> None:
+def test_two_receives_take_the_same_pages(pair: Refusing, receives_before: int) -> None:
     decodes = [pair.decode, pair.harness.engine("second", count=6)]
     for number in range(3):
         if number == receives_before:
@@ -357,7 +335,7 @@ def test_two_receives_take_the_same_pages(pair: Pair, receives_before: int) -> N
     assert pair.prefill.finished.moved_bytes == 2 * pair.decode.finished.moved_bytes
 
 
-def test_a_second_receive_may_come_when_the_first_is_done(pair: Pair) -> None:
+def test_a_second_receive_may_come_when_the_first_is_done(pair: Refusing) -> None:
     pair.prefill.send(destinations=2)
     for decode in (pair.decode, pair.harness.engine("second", count=6)):
         assert (pair.prefill.told, pair.prefill.held) == ("", 6)
@@ -367,7 +345,7 @@ def test_a_second_receive_may_come_when_the_first_is_done(pair: Pair) -> None:
     assert (pair.prefill.told, pair.prefill.held) == ("OK settled", 0)
 
 
-def test_one_of_two_receives_dies(pair: Pair) -> None:
+def test_one_of_two_receives_dies(pair: Refusing) -> None:
     second = pair.harness.engine("second", count=6)
     pair.prefill.send(0, 2, destinations=2, last=False)
     for decode in (pair.decode, second):
@@ -380,16 +358,13 @@ def test_one_of_two_receives_dies(pair: Pair) -> None:
     assert pair.decode.pool.allocator.idle
 
 
-def test_a_third_receive_waits_for_another_send(pair: Pair) -> None:
+def test_a_third_receive_waits_for_another_send(pair: Refusing) -> None:
     second = pair.harness.engine("second", count=6)
     pair.prefill.send()
     for decode in (pair.decode, second):
         decode.receive()
     pair.end_well()
     assert [one.pool for one in pair.harness.state_machine.endpoints] == [second.pool]
-
-
-# -- pools that do not fit, pages that are not there
 
 
 WIDE = [msgspec.structs.replace(one, page_bytes=2 * PAGE_BYTES) for one in layers(2)]
@@ -404,7 +379,7 @@ WIDE = [msgspec.structs.replace(one, page_bytes=2 * PAGE_BYTES) for one in layer
     ],
 )
 def test_pools_that_do_not_fit(
-    pair: Pair, first: str, entries: list[Any], error: type[KvferryError], field: str
+    pair: Refusing, first: str, entries: list[Any], error: type[KvferryError], field: str
 ) -> None:
     pool = pair.harness.pool("other", entries)
     session = pair.harness.session()
@@ -415,7 +390,7 @@ def test_pools_that_do_not_fit(
         steps[1]()
 
 
-def test_surplus_source_entries_are_counted(pair: Pair) -> None:
+def test_surplus_source_entries_are_counted(pair: Refusing) -> None:
     wide = pair.harness.engine("wide", layers(4), count=6)
     pair.decode.receive()
     assert wide.send().skipped_source_entries == 4
@@ -442,7 +417,7 @@ def test_draft_layers_are_optional(*, with_draft: bool) -> None:
             assert content == (sent if arrives else before)[page][name]
 
 
-def test_pages_of_another_session(pair: Pair) -> None:
+def test_pages_of_another_session(pair: Refusing) -> None:
     prefill, decode, stranger = pair.prefill, pair.decode, pair.harness.session()
     thieves = [Engine(pair.harness, stranger, one.pool, one.pages) for one in (prefill, decode)]
     with pair.refuses(NotOwnerError, "lists[0].pages"):
@@ -456,7 +431,7 @@ def test_pages_of_another_session(pair: Pair) -> None:
     pair.end_well()
 
 
-def test_a_destination_page_named_twice(pair: Pair) -> None:
+def test_a_destination_page_named_twice(pair: Refusing) -> None:
     twice = pair.decode.pages[[0, 0]]
     with pair.refuses(DuplicatePageError, "lists[0].pages"):
         pair.decode.receive(ids=twice)
@@ -465,14 +440,14 @@ def test_a_destination_page_named_twice(pair: Pair) -> None:
         pair.decode.receive(ids=twice)
 
 
-def test_a_source_page_named_twice_is_read_twice(pair: Pair) -> None:
+def test_a_source_page_named_twice_is_read_twice(pair: Refusing) -> None:
     pair.prefill.send(ids=pair.prefill.pages[[0, 0]])
     pair.decode.receive(0, 2)
     pair.end_well()
     assert pair.decode.content[:2] == [pair.prefill.content[0]] * 2
 
 
-def test_a_refused_send_does_not_keep_the_receive_from_a_right_one(pair: Pair) -> None:
+def test_a_refused_send_does_not_keep_the_receive_from_a_right_one(pair: Refusing) -> None:
     busy = pair.harness.filled(pair.prefill.pool, pair.prefill.session, 1)
     pair.prefill.receive(ids=busy, request="e" * 32)
     pair.decode.receive(0, 3)
@@ -482,11 +457,8 @@ def test_a_refused_send_does_not_keep_the_receive_from_a_right_one(pair: Pair) -
     pair.end_well(pair.decode)
 
 
-# -- request ids in use
-
-
 @pytest.mark.parametrize("state", ["waiting", "under way", "finished, not settled"])
-def test_a_live_duplicate(pair: Pair, state: str) -> None:
+def test_a_live_duplicate(pair: Refusing, state: str) -> None:
     prefill, decode = pair.prefill, pair.decode
     other = pair.harness.session()
     theirs = Engine(pair.harness, other, prefill.pool, pair.harness.filled(prefill.pool, other, 2))
@@ -504,7 +476,7 @@ def test_a_live_duplicate(pair: Pair, state: str) -> None:
             decode.receive(2, 4)
 
 
-def test_another_tenants_request_id(pair: Pair) -> None:
+def test_another_tenants_request_id(pair: Refusing) -> None:
     theirs = pair.harness.engine("prefill", tenant=8)
     pair.prefill.send()
     for speak in (theirs.send, theirs.receive):
@@ -513,11 +485,11 @@ def test_another_tenants_request_id(pair: Pair) -> None:
     theirs.receive(request="f" * 32)
 
 
-def test_a_request_id_may_be_used_again_after_success(pair: Pair) -> None:
+def test_a_request_id_may_be_used_again_after_success(pair: Refusing) -> None:
     for generation in (1, 2, 3):
         pair.harness.fill(pair.prefill.pool, pair.prefill.pages)
         assert pair.decode.receive().generation == generation
         pair.prefill.send()
-        pair.harness.transport.finish_all()
+        pair.finish()
         assert pair.decode.finished.generation == generation
         assert pair.decode.content == pair.prefill.content

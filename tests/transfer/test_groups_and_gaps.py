@@ -331,8 +331,6 @@ def test_as_many_lists_as_a_message_may_have_reach_another_daemon() -> None:
     assert home.outcomes(sessions[1]) == ["OK", "settled"]
 
 
-# -- what is refused
-
 GROUPED: Final = MhaSpec(
     layers=4, tokens=64, page_size=4, kv_heads=1, head_dim=2, dtype="float32", groups=((0, 2), (1, 3))
 )

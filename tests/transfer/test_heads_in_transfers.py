@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,20 +12,18 @@ import pytest
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.models import model_spec
 from kvferry.pools.planning.geometry import rank_heads
-from kvferry.pools.pool import Pool
-from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     GeometryMismatchError,
     HeadsIndivisibleError,
     IncompleteError,
+    KvferryError,
     PageOverlapError,
     UncoveredEntryError,
 )
 from kvferry.protocol.manifests import Manifest, MhaSpec
-from kvferry.protocol.transfer_messages import Accepted
 from tests.region_bytes import fill_region, read_region, write_region
-from tests.transfer.tagged_transfers import UNTOUCHED, Array, Key, Rank, put_pages
-from tests.transfer.transfer_harness import TransferHarness
+from tests.transfer.tagged_transfers import UNTOUCHED, Array, Key, Memory, Rank, put_pages
+from tests.transfer.transfer_harness import Engine, TransferHarness
 
 pytestmark = pytest.mark.any_device
 
@@ -35,31 +32,23 @@ TOKENS = 2
 WIDTHS = {"k": 3, "v": 5}
 LAYERS = 2
 ENTRIES = LAYERS * len(WIDTHS)
-
-
-class Party(NamedTuple):
-    """One rank of one side: its session, its pool, and the pages it names."""
-
-    session: int
-    pool: Pool
-    pages: PageIds
-    rank: Rank
+View: TypeAlias = Literal["paged", "fia", "nz"]
 
 
 class Ranks:
-    """A model of some heads; ranks of both sides join as a test says."""
+    """A model of some heads; ranks of both sides join as a test says, each an engine with some pages."""
 
-    def __init__(self, heads: int, view: Literal["paged", "fia", "nz"] = "paged", width: int = 1) -> None:
+    def __init__(self, heads: int, view: View = "paged", width: int = 1) -> None:
         self.harness = TransferHarness()
         self.heads = heads
-        self.view: Literal["paged", "fia", "nz"] = view
+        self.view: View = view
         self.widths = {role: its * width for role, its in WIDTHS.items()}
         self.arrays: dict[Key, Array] = {
             ("main", role, layer): Array(TOKENS, heads, its)
             for role, its in self.widths.items()
             for layer in range(LAYERS)
         }
-        self._numbers = itertools.count()
+        self.ranks: dict[Engine, Rank] = {}
 
     def manifest(self, rank: Rank) -> Manifest:
         """Return the manifest of one rank's pool."""
@@ -72,117 +61,89 @@ class Ranks:
             )
         )  # fmt: skip
 
-    def party(self, size: int, number: int, manifest: Manifest | None = None) -> Party:
-        """Add a rank with some pages, in an order of its own."""
-        rank, session, count = Rank(size, number), self.harness.session(), next(self._numbers)
+    def engine(self, size: int, number: int, manifest: Manifest | None = None) -> Engine:
+        """Add a rank with some pages, in an order of its own; there is nothing in them."""
+        rank, session, count = Rank(size, number), self.harness.session(), len(self.ranks)
         pool = self.harness.pool_of(f"pool{count}", manifest or self.manifest(rank))
-        pages = np.roll(pool.allocator.allocate(session, 7), count)[:PAGES]
-        return Party(session, pool, pages, rank)
+        one = Engine(self.harness, session, pool, np.roll(pool.allocator.allocate(session, 7), count)[:PAGES])
+        self.ranks[one] = rank
+        fill_region(pool.region, UNTOUCHED)
+        return one
 
-    def source(self, size: int, number: int, manifest: Manifest | None = None) -> Party:
+    def source(self, size: int, number: int, manifest: Manifest | None = None) -> Engine:
         """Add a rank of the sending side, with its heads in its pages."""
-        one = self.party(size, number, manifest)
-        memory = read_region(one.pool.region)
-        put_pages(memory, one.pool.manifest, self.arrays, one.rank, self.held(one))
-        write_region(one.pool.region, memory)
+        one = self.engine(size, number, manifest)
+        write_region(one.pool.region, self.memory(one))
         return one
 
-    def receive_request(self, size: int, number: int) -> Party:
-        """Add a rank of the receiving side."""
-        one = self.party(size, number)
-        fill_region(one.pool.region, UNTOUCHED)
-        return one
+    def memory(self, one: Engine) -> Memory:
+        """Return the memory of a rank that has its heads, and nothing else."""
+        memory = np.full(one.pool.manifest.region_bytes, UNTOUCHED, np.uint8)
+        held = {"main": {page: number for number, page in enumerate(one.pages.tolist())}}
+        put_pages(memory, one.pool.manifest, self.arrays, self.ranks[one], held)
+        return memory
 
-    def held(self, one: Party) -> dict[str, dict[int, int]]:
-        """Return which logical page each of a party's pages is."""
-        return {"main": {page: number for number, page in enumerate(one.pages.tolist())}}
+    def speak(self, sources: Sequence[Engine], receivers: Sequence[Engine], *, receive_first: bool = True) -> None:
+        """Let all ranks send and receive all of their pages; the last one of all may be refused."""
+        for kind in ("receive", "send") if receive_first else ("send", "receive"):
+            for one in sources if kind == "send" else receivers:
+                if kind == "send":
+                    one.send(destinations=len(receivers))
+                else:
+                    one.receive(sources=len(sources))
 
-    def send(self, one: Party, destinations: int = 1) -> Accepted:
-        """SEND all pages of a rank."""
-        return self.harness.send(one.session, one.pool, one.pages, destinations=destinations)
-
-    def receive(self, one: Party, sources: int = 1) -> Accepted:
-        """RECEIVE all pages of a rank."""
-        return self.harness.receive(one.session, one.pool, one.pages, sources=sources)
-
-    def check(self, *parties: Party) -> None:
-        """Check that all succeeded, and that the receive requests have each their heads and nothing else."""
-        for one in parties:
-            assert self.harness.outcomes(one.session) == ["OK", "settled"]
-        for one in parties:
-            if self.harness.finished(one.session).direction == "receive":
-                expected = np.full(one.pool.manifest.region_bytes, UNTOUCHED, np.uint8)
-                put_pages(expected, one.pool.manifest, self.arrays, one.rank, self.held(one))
-                assert (read_region(one.pool.region) == expected).all()
+    def check(self) -> None:
+        """Let all copies end; all succeed, and have their heads and nothing else."""
+        self.harness.transport.finish_all()
+        for one in self.ranks:
+            assert one.told == "OK settled"
+            assert (read_region(one.pool.region) == self.memory(one)).all()
 
 
 RECEIVE_FIRST = pytest.mark.parametrize("receive_first", [False, True])
+SIZES = [(2, 1, 2), (2, 2, 1), (2, 2, 4), (2, 4, 2), (4, 1, 4), (4, 4, 2), (6, 2, 3), (6, 3, 2), (1, 2, 4)]
 
 
 @RECEIVE_FIRST
 @pytest.mark.parametrize("view", ["paged", "fia"])
-@pytest.mark.parametrize(
-    ("heads", "sizes"),
-    [
-        (2, (1, 2)),
-        (2, (2, 1)),
-        (2, (2, 4)),
-        (2, (4, 2)),
-        (4, (1, 4)),
-        (4, (4, 2)),
-        (6, (2, 3)),
-        (6, (3, 2)),
-        (1, (2, 4)),
-    ],
-)
+@pytest.mark.parametrize(("heads", "sending", "receiving"), SIZES)
 def test_each_rank_gets_its_heads_each_once(
-    heads: int, sizes: tuple[int, int], view: Literal["paged", "fia"], *, receive_first: bool
+    heads: int, sending: int, receiving: int, view: View, *, receive_first: bool
 ) -> None:
     ranks = Ranks(heads, view)
-    sources = [ranks.source(sizes[0], number) for number in range(sizes[0])]
-    receive_requests = [ranks.receive_request(sizes[1], number) for number in range(sizes[1])]
-    if receive_first:
-        for receive_request in receive_requests:
-            ranks.receive(receive_request, sources=len(sources))
-    for source in sources:
-        ranks.send(source, destinations=len(receive_requests))
-    if not receive_first:
-        for receive_request in receive_requests:
-            ranks.receive(receive_request, sources=len(sources))
-    ranks.harness.transport.finish_all()
-    ranks.check(*sources, *receive_requests)
-    for receive_request in receive_requests:
-        bytes_of_a_token = sum(WIDTHS.values()) * LAYERS * len(receive_request.rank.heads(heads))
-        assert ranks.harness.finished(receive_request.session).moved_bytes == PAGES * TOKENS * bytes_of_a_token
+    sources = [ranks.source(sending, number) for number in range(sending)]
+    receivers = [ranks.engine(receiving, number) for number in range(receiving)]
+    ranks.speak(sources, receivers, receive_first=receive_first)
+    ranks.check()
+    for one in receivers:
+        bytes_of_a_token = sum(WIDTHS.values()) * LAYERS * len(ranks.ranks[one].heads(heads))
+        assert one.finished.moved_bytes == PAGES * TOKENS * bytes_of_a_token
 
 
 def test_a_source_without_a_common_head_is_one_of_the_sources_still() -> None:
     ranks = Ranks(2)
-    near, far, receive_request = ranks.source(2, 0), ranks.source(2, 1), ranks.receive_request(4, 1)
-    ranks.receive(receive_request, sources=2)
-    assert ranks.send(far).skipped_source_entries == ENTRIES
+    near, far = ranks.source(2, 0), ranks.source(2, 1)
+    ranks.engine(4, 1).receive(sources=2)
+    assert far.send().skipped_source_entries == ENTRIES
     assert not ranks.harness.transport.under_way
-    assert ranks.send(near).skipped_source_entries == 0
-    ranks.harness.transport.finish_all()
-    ranks.check(near, far, receive_request)
+    assert near.send().skipped_source_entries == 0
+    ranks.check()
 
 
 @RECEIVE_FIRST
 def test_of_replicas_one_sends_and_the_others_are_covered(*, receive_first: bool) -> None:
     ranks = Ranks(2)
-    sources = [ranks.source(4, number) for number in range(4)]
-    receive_request = ranks.receive_request(1, 0)
+    sources, receiver = [ranks.source(4, number) for number in range(4)], ranks.engine(1, 0)
     if receive_first:
-        ranks.receive(receive_request, sources=4)
-        assert [ranks.send(one).covered_source_entries for one in sources] == [0, ENTRIES, 0, ENTRIES]
+        receiver.receive(sources=4)
+    covered = [one.send().covered_source_entries for one in sources]
+    if receive_first:
+        assert covered == [0, ENTRIES, 0, ENTRIES]
     else:
-        for one in sources:
-            ranks.send(one)
-        assert ranks.receive(receive_request, sources=4).covered_source_entries == ENTRIES
+        assert receiver.receive(sources=4).covered_source_entries == ENTRIES
     senders = [op.source.name for op in ranks.harness.transport.under_way.values()]
     assert senders == [sources[0].pool.name, sources[2].pool.name]
-    ranks.harness.transport.finish_all()
-    ranks.check(*sources, receive_request)
+    ranks.check()
 
 
 @pytest.mark.parametrize(("heads", "size"), [(3, 2), (2, 3), (8, 3), (6, 4)])
@@ -198,111 +159,61 @@ def test_a_models_spec_is_refused_alike() -> None:
         model_spec("qwen3-32b", tokens=1 << 12, tp_size=3)
 
 
-def last_message(
-    ranks: Ranks, source: Party, receive_request: Party | None, sources: int = 2
-) -> Callable[[], Accepted]:
-    """Return how the last one of a receive request speaks: the source, or, after it, the receive request."""
-    if receive_request is None:
-        return lambda: ranks.send(source)
-    ranks.send(source)
-    return lambda: ranks.receive(receive_request, sources=sources)
-
-
 @RECEIVE_FIRST
-def test_a_missing_head_is_named(*, receive_first: bool) -> None:
+@pytest.mark.parametrize(
+    ("splits", "error", "what"),
+    [
+        ([(2, 0), (4, 3)], IncompleteError, f"heads 2..2, has no sender ({ENTRIES * PAGES} cells missing)"),
+        ([(2, 1)], IncompleteError, "heads 0..1, has no sender"),
+        ([(2, 0), (4, 1)], PageOverlapError, "heads 1..1, has a sender already"),
+        ([(4, 1), (2, 0)], PageOverlapError, "heads 1..1, has a sender already"),
+        ([(2, 1), (2, 1)], PageOverlapError, "heads 2..3, has a sender already"),
+    ],
+)
+def test_a_missing_or_doubled_head_is_named(
+    splits: list[tuple[int, int]], error: type[KvferryError], what: str, *, receive_first: bool
+) -> None:
     ranks = Ranks(4)
-    sources, receive_request = [ranks.source(2, 0), ranks.source(4, 3)], ranks.receive_request(1, 0)
-    if receive_first:
-        ranks.receive(receive_request, sources=2)
-    ranks.send(sources[0])
-    say = last_message(ranks, sources[1], None if receive_first else receive_request)
-    with pytest.raises(IncompleteError, match=r"main/k/0: transfer page 0, heads 2\.\.2, has no sender") as caught:
-        say()
-    assert f"({ENTRIES * PAGES} cells missing)" in caught.value.detail
+    with pytest.raises(error) as caught:
+        ranks.speak([ranks.source(*one) for one in splits], [ranks.engine(1, 0)], receive_first=receive_first)
+    assert f"main/k/0: transfer page 0, {what}" in caught.value.detail
 
 
 def test_a_missing_entry_is_named_with_heads_apart() -> None:
     ranks = Ranks(2)
-    one, other, receive_request = (
-        ranks.source(2, 0),
-        ranks.source(2, 1, without_layer(ranks, 1)),
-        ranks.receive_request(1, 0),
-    )
-    ranks.receive(receive_request, sources=2)
-    ranks.send(one)
-    with pytest.raises(IncompleteError, match=r"main/k/1: transfer page 0, heads 1\.\.1, has no sender"):
-        ranks.send(other)
-
-
-def test_one_source_of_part_of_the_heads_does_not_do() -> None:
-    ranks = Ranks(4)
-    source, receive_request = ranks.source(2, 1), ranks.receive_request(1, 0)
-    ranks.receive(receive_request)
-    with pytest.raises(IncompleteError, match=r"main/k/0: transfer page 0, heads 0\.\.1, has no sender"):
-        ranks.send(source)
-
-
-def test_a_source_of_other_heads_only_does_not_do() -> None:
-    ranks = Ranks(4)
-    source, receive_request = ranks.source(2, 1), ranks.receive_request(2, 0)
-    ranks.receive(receive_request)
-    with pytest.raises(UncoveredEntryError, match="main/k/0"):
-        ranks.send(source)
-
-
-def without_layer(ranks: Ranks, layer: int) -> Manifest:
-    """Return the manifest of rank 1 of 2 without a layer."""
     whole = ranks.manifest(Rank(2, 1))
-    return msgspec.structs.replace(whole, entries=tuple(one for one in whole.entries if one.layer != layer))
-
-
-@RECEIVE_FIRST
-@pytest.mark.parametrize(
-    ("splits", "heads"), [(((2, 0), (4, 1)), "1..1"), (((4, 1), (2, 0)), "1..1"), (((2, 1), (2, 1)), "2..3")]
-)
-def test_a_doubled_head_is_named(
-    splits: tuple[tuple[int, int], tuple[int, int]], heads: str, *, receive_first: bool
-) -> None:
-    ranks = Ranks(4)
-    one, other = (ranks.source(*split) for split in splits)
-    receive_request = ranks.receive_request(1, 0)
-    if receive_first:
-        ranks.receive(receive_request, sources=3)
-    ranks.send(one)
-    say = last_message(ranks, other, None if receive_first else receive_request, sources=3)
-    with pytest.raises(PageOverlapError) as caught:
-        say()
-    assert f"main/k/0: transfer page 0, heads {heads}, has a sender already" in caught.value.detail
+    without = msgspec.structs.replace(whole, entries=tuple(one for one in whole.entries if one.layer != 1))
+    with pytest.raises(IncompleteError, match=r"main/k/1: transfer page 0, heads 1\.\.1, has no sender"):
+        ranks.speak([ranks.source(2, 0), ranks.source(2, 1, without)], [ranks.engine(1, 0)])
 
 
 def test_after_a_doubled_head_the_receive_goes_on() -> None:
     ranks = Ranks(4)
-    one, wrong, other = ranks.source(2, 0), ranks.source(4, 1), ranks.source(2, 1)
-    receive_request = ranks.receive_request(1, 0)
-    ranks.receive(receive_request, sources=2)
-    ranks.send(one)
+    one, other = ranks.source(2, 0), ranks.source(2, 1)
+    ranks.engine(1, 0).receive(sources=2)
+    one.send()
+    wrong = ranks.source(4, 1)
     with pytest.raises(PageOverlapError):
-        ranks.send(wrong)
-    ranks.send(other)
-    ranks.harness.transport.finish_all()
-    ranks.check(one, other, receive_request)
+        wrong.send()
+    del ranks.ranks[wrong]
+    other.send()
+    ranks.check()
 
 
 @RECEIVE_FIRST
 def test_replicas_may_cut_their_chunks_apart(*, receive_first: bool) -> None:
     ranks = Ranks(1)
-    one, other, receive_request = ranks.source(2, 0), ranks.source(2, 1), ranks.receive_request(1, 0)
+    one, other, receiver = ranks.source(2, 0), ranks.source(2, 1), ranks.engine(1, 0)
     if receive_first:
-        ranks.receive(receive_request, sources=2)
-    ranks.harness.send(one.session, one.pool, one.pages[:2], last=False)
-    last_message(ranks, other, None if receive_first else receive_request)()
-    last = ranks.harness.send(one.session, one.pool, one.pages[2:], first_page=2)
-    assert last.covered_source_entries == ENTRIES
-    ranks.harness.transport.finish_all()
-    ranks.check(one, other, receive_request)
+        receiver.receive(sources=2)
+    one.send(0, 2, last=False)
+    other.send()
+    if not receive_first:
+        receiver.receive(sources=2)
+    assert one.send(2).covered_source_entries == ENTRIES
+    ranks.check()
     page_bytes = TOKENS * sum(WIDTHS.values()) * LAYERS
-    moved = [ranks.harness.finished(party.session).moved_bytes for party in (one, other)]
-    assert moved == [2 * page_bytes, (PAGES - 2) * page_bytes]
+    assert [one.finished.moved_bytes, other.finished.moved_bytes] == [2 * page_bytes, (PAGES - 2) * page_bytes]
 
 
 @RECEIVE_FIRST
@@ -310,49 +221,50 @@ def test_a_replica_sends_what_is_left_of_each_layer(*, receive_first: bool) -> N
     """Stages of one side share layers with a rank of the other, and are not equally far."""
     ranks = Ranks(1)
     whole = ranks.manifest(Rank(2, 0))
-    stages = [tuple(one for one in whole.entries if one.layer == layer) for layer in range(LAYERS)]
-    first, second = (ranks.source(2, 0, msgspec.structs.replace(whole, entries=one)) for one in stages[:2])
-    other, receive_request = ranks.source(2, 1), ranks.receive_request(1, 0)
+    first, second = (
+        ranks.source(2, 0, msgspec.structs.replace(whole, entries=tuple(e for e in whole.entries if e.layer == layer)))
+        for layer in range(LAYERS)
+    )
+    other, receiver = ranks.source(2, 1), ranks.engine(1, 0)
     if receive_first:
-        ranks.receive(receive_request, sources=3)
-    ranks.harness.send(first.session, first.pool, first.pages[:1], last=False)
-    ranks.harness.send(second.session, second.pool, second.pages)
-    ranks.send(other)
-    ranks.harness.send(first.session, first.pool, first.pages[1:], first_page=1)
+        receiver.receive(sources=3)
+    first.send(0, 1, last=False)
+    second.send()
+    other.send()
+    first.send(1)
     if not receive_first:
-        ranks.receive(receive_request, sources=3)
-    ranks.harness.transport.finish_all()
-    ranks.check(first, second, other, receive_request)
+        receiver.receive(sources=3)
+    ranks.check()
 
 
 @RECEIVE_FIRST
 def test_what_is_left_of_a_replica_is_in_one_extent(*, receive_first: bool) -> None:
     ranks = Ranks(1)
-    one, other, receive_request = ranks.source(2, 0), ranks.source(2, 1), ranks.receive_request(1, 0)
+    one, other, receiver = ranks.source(2, 0), ranks.source(2, 1), ranks.engine(1, 0)
     if receive_first:
-        ranks.receive(receive_request, sources=2)
-    ranks.harness.send(one.session, one.pool, one.pages[1:2], first_page=1, last=False)
+        receiver.receive(sources=2)
+    one.send(1, 2, last=False)
     with pytest.raises(PageOverlapError, match="main/k/0: transfer page 1 has a sender already"):
-        last_message(ranks, other, None if receive_first else receive_request)()
+        other.send()
+        receiver.receive(sources=2)
 
 
-def test_fractals_cannot_be_cut_by_heads() -> None:
-    ranks = Ranks(2, "nz", width=32)
-    source, receive_request = ranks.source(1, 0), ranks.receive_request(2, 0)
-    ranks.receive(receive_request)
-    with pytest.raises(GeometryMismatchError, match="FIA_NZ cannot be cut by heads"):
-        ranks.send(source)
-
-
-def test_pages_of_unknown_tokens_cannot_be_cut_by_heads() -> None:
-    ranks = Ranks(2)
-    whole = ranks.manifest(Rank(1, 0))
-    vague = tuple(msgspec.structs.replace(one, page_tokens=None) for one in whole.entries)
-    source, receive_request = (
-        ranks.source(1, 0, msgspec.structs.replace(whole, entries=vague)),
-        ranks.receive_request(2, 0),
-    )
-    ranks.receive(receive_request)
-    with pytest.raises(GeometryMismatchError) as caught:
-        ranks.send(source)
-    assert caught.value.field == "destination.entries[0].page_tokens"
+@pytest.mark.parametrize(
+    ("what", "split", "error", "said"),
+    [
+        ("other heads", (2, 1), UncoveredEntryError, "main/k/0"),
+        ("fractals", (1, 0), GeometryMismatchError, "FIA_NZ cannot be cut by heads"),
+        ("unknown tokens", (1, 0), GeometryMismatchError, "[destination.entries[0].page_tokens]"),
+    ],
+)
+def test_a_source_that_does_not_do_for_a_rank(
+    what: str, split: tuple[int, int], error: type[KvferryError], said: str
+) -> None:
+    ranks = Ranks(2, "nz", width=32) if what == "fractals" else Ranks(2)
+    manifest = ranks.manifest(Rank(*split))
+    if what == "unknown tokens":
+        vague = tuple(msgspec.structs.replace(one, page_tokens=None) for one in manifest.entries)
+        manifest = msgspec.structs.replace(manifest, entries=vague)
+    with pytest.raises(error) as caught:
+        ranks.speak([ranks.source(*split, manifest)], [ranks.engine(2, 0)])
+    assert said in str(caught.value)

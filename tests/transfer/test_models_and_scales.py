@@ -13,7 +13,7 @@ from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.peer_messages import PeerSend
 from tests.transfer.peer_harness import Transfer, Way
-from tests.transfer.transfer_harness import TransferHarness, layers
+from tests.transfer.transfer_harness import ORDERS, TransferHarness, layers
 
 MODEL: Final = ModelIdentity(name="some/model", revision="1", adapter="sql", salt="pepper")
 EVERYWHERE: Final = pytest.mark.parametrize(("way", "first"), [("here", "send"), ("here", "receive"), ("ipc", "send")])
@@ -37,7 +37,7 @@ class Models(Transfer):
         Raises:
             KvferryError: the later one is refused.
         """
-        for direction in ("send", "receive") if first == "send" else ("receive", "send"):
+        for direction in ORDERS[first]:
             if direction == "send":
                 self.send()
             else:
@@ -92,9 +92,6 @@ def test_no_salt_travels_between_daemons() -> None:
     assert body.model == but(salt="")
 
 
-# -- scales
-
-
 def scaled(*scales: float) -> list[Entry]:
     """Return k and v of two layers with these scales; without any where there are none."""
     return [msgspec.structs.replace(one, scales=scales or None) for one in layers(2)]
@@ -143,7 +140,6 @@ def test_between_daemons_too(ours: list[Entry], told: str) -> None:
     apart = Transfer("ipc")
     prefill, decode = apart.source.engine("scaled", ours), apart.home.engine("scaled", scaled(0.5))
     prefill.send()
-    apart.receive(into=decode)
-    apart.harness.deliver_all()
+    apart.announce(into=decode)
     assert prefill.told == told
     assert bool(apart.home.remote.mapped) == (not told)

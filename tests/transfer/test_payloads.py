@@ -18,28 +18,12 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.transfer.peer_harness import WAYS, Transfer
-from tests.transfer.transfer_harness import Engine, Lists, TransferHarness
+from tests.transfer.peer_harness import Transfer
+from tests.transfer.transfer_harness import FIRST, ORDERS, Engine, Lists, TransferHarness
 
 pytestmark = pytest.mark.any_device
 
-FIRST = pytest.mark.parametrize("first", ["send", "receive"])
 EMPTY: Final[Lists] = {"main": np.empty(0, np.int64)}
-
-
-@pytest.fixture(params=WAYS)
-def both(request: pytest.FixtureRequest) -> Transfer:
-    """Return a transfer that has not begun, by each way."""
-    return Transfer(request.param)
-
-
-@pytest.fixture
-def here() -> Transfer:
-    """Return a transfer within a daemon."""
-    return Transfer()
-
-
-# -- transfers without pages
 
 
 @pytest.mark.parametrize(
@@ -47,12 +31,11 @@ def here() -> Transfer:
 )
 @FIRST
 def test_a_payload_comes_without_pages(both: Transfer, sent: Lists | None, wanted: Lists, first: str) -> None:
-    for direction in ("send", "receive") if first == "send" else ("receive", "send"):
+    for direction in ORDERS[first]:
         if direction == "send":
             both.send(ids=sent, payload=b"logits")
         else:
-            both.receive(ids=wanted)
-        both.harness.deliver_all()
+            both.announce(ids=wanted)
     both.check_over("OK", "OK")
     finished = both.decode.finished
     assert (finished.payload, finished.moved_bytes, finished.pages) == (b"logits", 0, 0)
@@ -101,9 +84,6 @@ def test_a_receive_without_pages_hears_of_a_source_that_gave_up(here: Transfer) 
     here.send(ids={}, last=False)
     here.prefill.cancel("send")
     here.check_over("CANCELLED", "PEER_CANCELLED")
-
-
-# -- bounds
 
 
 OF_SESSION, OF_ALL = 100, 250

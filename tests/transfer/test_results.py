@@ -134,9 +134,6 @@ def test_generations_count_by_session_and_receive_and_are_bounded() -> None:
     assert generations.next(1, receive_request) == 1
 
 
-# -- MATCHED: what a sender hears of its receivers
-
-
 def test_a_send_request_may_be_opened_to_wait_for_its_receivers(three: Three) -> None:
     assert three.prefill.send(ids={}, last=False, destinations=2).matched == 0
     assert three.decode.receive().matched == 1
@@ -170,12 +167,10 @@ def test_a_receiver_that_hears_of_an_end_is_no_match(three: Three) -> None:
 def test_between_daemons_an_announcement_counts(first: str) -> None:
     apart = Transfer("tcp")
     if first == "receive":
-        apart.receive()
-        apart.harness.deliver_all()
+        apart.announce()
     assert apart.prefill.send(ids={}, last=False).matched == int(first == "receive")
     if first == "send":
-        apart.receive()
-        apart.harness.deliver_all()
+        apart.announce()
     assert [one.matched for _, one in apart.source.matched] == ([1] if first == "send" else [])
     assert apart.home.matched == []
     assert apart.prefill.send().matched == 1

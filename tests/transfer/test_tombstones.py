@@ -70,9 +70,6 @@ def apart() -> Halves:
     return Halves("ipc")
 
 
-# -- a half that has ended
-
-
 @WHERE
 @SIDES
 @HOW
@@ -182,9 +179,6 @@ def test_other_tenants_hear_nothing(here: Halves) -> None:
 def test_a_daemon_takes_the_bounds_that_it_is_given() -> None:
     none = Tombstones(most=0)
     assert TransferHarness(tombstones=none).state_machine.endpoints.tombstones is none
-
-
-# -- several sources, several destinations
 
 
 class Stages:
@@ -315,9 +309,6 @@ def test_a_send_that_a_receive_takes_hears_of_no_other_receive() -> None:
     assert one.told() == ("OK settled", "OK settled", "CANCELLED settled")
 
 
-# -- two daemons
-
-
 def test_a_word_that_is_lost_is_said_again(apart: Halves) -> None:
     apart.come("send")
     apart.end("send")
@@ -410,9 +401,6 @@ def test_a_link_that_was_broken_is_no_end(apart: Halves) -> None:
     apart.harness.heal()
     apart.harness.run()
     assert apart.prefill.told == "OK settled"
-
-
-# -- a half that is given up before it came
 
 
 BOTH: Final = pytest.mark.parametrize("gone", list(OTHER))
@@ -550,9 +538,6 @@ def test_a_receive_that_was_cancelled_before_pairing_reaches_a_send_at_another_d
     assert apart.prefill.told == (CANCELLED if others == 1 else "")
 
 
-# -- a load that comes late by more than its deadlines
-
-
 DEADLINE_S: Final = 5.0
 EVERY_S: Final = 1.0
 STALL: Final = range(10, 30)
@@ -602,9 +587,6 @@ def test_without_tombstones_it_never_does() -> None:
     outcomes = served_in_order(Tombstones(most=0))
     assert set(outcomes[STALL.start :]) == {"DEADLINE"}
     assert len(outcomes) < REQUESTS, "and it falls behind further and further"
-
-
-# -- what is remembered
 
 
 def half(number: int = 0, tenant: int = 7) -> Half:

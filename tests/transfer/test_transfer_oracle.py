@@ -180,9 +180,6 @@ class Run:
         return ""
 
 
-# -- the oracle
-
-
 def refusals(case: Transfer) -> set[str]:
     """Return the codes of all that is wrong with a transfer; any of them may be found first."""
     codes = set()

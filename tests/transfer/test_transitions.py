@@ -58,8 +58,7 @@ def lose_a_cell(one: Reaching) -> None:
 
 def begin_anew(one: Reaching) -> None:
     """Let a home receive again, and its word of the first end be lost."""
-    one.receive()
-    one.harness.deliver_all()
+    one.announce()
     one.decode.cancel("receive")
     one.harness.connection(one.home, one.source).on_its_way.clear()
     one.receive()
@@ -69,8 +68,7 @@ def begin_anew(one: Reaching) -> None:
 def forget_the_home(one: Reaching) -> None:
     """Let the word of a receive request's end be lost."""
     one.send(stop=1, last=False, deadline_s=100.0)
-    one.receive()
-    one.harness.deliver_all()
+    one.announce()
     one.source.pass_time(31)
 
 

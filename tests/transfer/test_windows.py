@@ -30,7 +30,18 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.manifests import Component, Entry
 from tests.daemons import running_daemon
 from tests.devices import DEVICE
-from tests.transfer.transfer_harness import PAGE_BYTES, PAGE_TOKENS, REQUEST, Direction, Engine, TransferHarness, layers
+from tests.transfer.transfer_harness import (
+    FIRST,
+    ORDERS,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    REQUEST,
+    Direction,
+    Engine,
+    Pair,
+    TransferHarness,
+    layers,
+)
 
 pytestmark = pytest.mark.any_device
 
@@ -41,7 +52,6 @@ KINDS = {
     "swa": Component(name="swa", space="swa", pages=PAGES, kind="window"),
     "mamba": Component(name="mamba", space="mamba", pages=PAGES, kind="state"),
 }
-FIRST = pytest.mark.parametrize("first", ["send", "receive"])
 Listed = tuple[PageList, PageIds]
 
 
@@ -88,8 +98,11 @@ class Party(Engine):
         return [self.window_page(place) for place in PLACES]
 
 
-class Ferry:
+class Ferry(Pair):
     """A prefill and a decode side whose pools have a window beside main."""
+
+    prefill: Party
+    decode: Party
 
     def __init__(self, kind: str = "swa") -> None:
         self.harness = TransferHarness()
@@ -97,18 +110,15 @@ class Ferry:
 
     def meet(self, sent: Window, wanted: Window, first: str = "send") -> None:
         """Let both sides speak, in this order."""
-        for direction in ("send", "receive") if first == "send" else ("receive", "send"):
-            if direction == "send":
-                self.prefill.speak("send", sent)
-            else:
-                self.decode.speak("receive", wanted)
+        for direction in ORDERS[first]:
+            one, window = (self.prefill, sent) if direction == "send" else (self.decode, wanted)
+            one.speak(direction, window)
 
     def run(self, sent: Window, wanted: Window, first: str = "send", *, trimmed: int = 0, skipped: int = 0) -> None:
         """Let both speak and all copies end; check what both sides are told."""
         self.meet(sent, wanted, first)
-        self.harness.transport.finish_all()
+        self.end_well()
         for one in (self.prefill, self.decode):
-            assert one.told == "OK settled"
             assert (one.finished.trimmed_pages, one.finished.skipped_source_pages) == (trimmed, skipped)
         assert len(self.harness.warned) == bool(trimmed)
 
@@ -117,9 +127,6 @@ class Ferry:
 def ferry() -> Ferry:
     """Return two sides that have not spoken."""
     return Ferry()
-
-
-# -- both sides give first_page
 
 
 @FIRST
@@ -157,9 +164,6 @@ def test_destination_pages_missing_at_the_source_are_a_mismatch_with_both_ranges
     for part in ("swa", REQUEST, "source has 5..7", f"wants pages {ranges}"):
         assert part in caught.value.detail
     assert not ferry.harness.transport.under_way
-
-
-# -- a side without first_page
 
 
 @FIRST
@@ -204,7 +208,7 @@ def test_all_named_pages_are_held_until_the_end_also_those_cut_off(ferry: Ferry,
     ferry.meet(Window(None, lengths[0]), Window(None, lengths[1]))
     allocators = [one.pool.allocators["swa"] for one in (ferry.prefill, ferry.decode)]
     assert tuple(one.busy_count for one in allocators) == lengths
-    ferry.harness.transport.finish_all()
+    ferry.finish()
     assert [one.busy_count for one in allocators] == [0, 0]
 
 
@@ -213,12 +217,9 @@ def test_each_of_several_receives_is_warned_of(ferry: Ferry) -> None:
     ferry.prefill.speak("send", Window(None, 5), others=2)
     ferry.decode.speak("receive", Window(None, 2))
     other.speak("receive", Window(None, 4))
-    ferry.harness.transport.finish_all()
+    ferry.finish()
     assert [one.receive_request.pool.name for one in ferry.harness.warned] == ["decode", "other"]
     assert [one.finished.trimmed_pages for one in (ferry.prefill, ferry.decode, other)] == [3 + 1, 3, 1]
-
-
-# -- empty, and none
 
 
 @FIRST
@@ -233,7 +234,7 @@ def test_one_side_empty_and_the_other_not_is_an_error(
         ferry.meet(Window(first_page, *sent), Window(first_page, *wanted), first)
     assert caught.value.code == "EMPTY_STATE"
     assert "swa" in caught.value.detail
-    ferry.harness.transport.finish_all()
+    ferry.finish()
     assert ferry.decode.told == ""
 
 
@@ -249,16 +250,13 @@ def test_who_wants_none_need_not_have_the_sources_geometry(ferry: Ferry) -> None
     narrow = Party(ferry.harness, "narrow", "swa", [*layers(2), *layers(1, first=7, component="swa")])
     ferry.prefill.speak("send", Window(5, 3))
     narrow.speak("receive", Window(None, 0, none=True))
-    ferry.harness.transport.finish_all()
+    ferry.finish()
     assert narrow.told == "OK settled"
 
 
 def test_both_empty_is_nothing_to_do(ferry: Ferry) -> None:
     ferry.run(Window(5, 0), Window(5, 0))
     assert ferry.decode.finished.moved_bytes == 3 * 4 * PAGE_BYTES
-
-
-# -- messages that make no sense
 
 
 @FIRST
@@ -290,7 +288,7 @@ def test_a_list_that_is_refused_leaves_no_page_of_the_others_held(ferry: Ferry, 
 def test_components_are_paired_by_name_and_not_by_place(ferry: Ferry) -> None:
     ferry.prefill.speak("send", Window(5, 3))
     ferry.decode.receive(ids=ferry.decode.lists(Window(5, 3))[::-1])
-    ferry.harness.transport.finish_all()
+    ferry.finish()
     assert ferry.decode.window_pages[:3] == ferry.prefill.window_pages[:3]
 
 
@@ -361,9 +359,6 @@ def test_the_daemon_logs_a_warning_and_counts(tmp_path: Path) -> None:
         "source_pages": 5, "destination_pages": 3, "dropped_pages": 2,
     }  # fmt: skip
     assert {name: said[name] for name in expected} == expected
-
-
-# -- sequence lengths that the sides do not agree about
 
 
 def window_of_tokens(tokens: int, window: int) -> range:

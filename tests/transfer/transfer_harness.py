@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
+import pytest
 
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, SendChunk, SendRequest
 from kvferry.daemon.transfer.kept import KeptPayloads, Tombstones
@@ -35,6 +36,10 @@ Direction: TypeAlias = Literal["send", "receive"]
 Told: TypeAlias = Finished | Settled
 Lists: TypeAlias = PageIds | dict[str, PageIds] | list[tuple[PageList, PageIds]]
 """What a SEND or RECEIVE names: pages of main, pages by component, or lists as they are on the wire."""
+
+FIRST: Final = pytest.mark.parametrize("first", ["send", "receive"])
+ORDERS: Final[dict[str, tuple[Direction, Direction]]] = {"send": ("send", "receive"), "receive": ("receive", "send")}
+"""Who speaks first, and then, by the first one."""
 
 
 def layers(count: int, *, first: int = 0, component: str = "main") -> list[Entry]:
@@ -406,6 +411,43 @@ class Engine:
     def held(self) -> int:
         """Return how many pages of its pool are held."""
         return self.pool.allocator.busy_count
+
+
+class Pair:
+    """An engine that sends and one that receives, within a daemon."""
+
+    harness: TransferHarness
+    prefill: Engine
+    decode: Engine
+
+    def __init__(self, entries: Sequence[Entry] | None = None, *, count: int = 3, whole_below_bytes: int = 0) -> None:
+        self.harness = TransferHarness(whole_below_bytes)
+        self.prefill, self.decode = (self.harness.engine(name, entries, count=count) for name in ("prefill", "decode"))
+
+    def finish(self) -> None:
+        """Let all copies end, also those that start meanwhile."""
+        self.harness.transport.finish_all()
+
+    def end_well(self, *engines: Engine) -> None:
+        """Let all copies end; everyone, or these, must have succeeded."""
+        self.finish()
+        for engine in engines or (self.prefill, self.decode):
+            assert engine.told == "OK settled"
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """Return what both were told."""
+        return self.prefill.told, self.decode.told
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Return how many pages are held of both."""
+        return self.prefill.held, self.decode.held
+
+    @property
+    def under_way(self) -> list[int]:
+        """Return the copies under way, oldest first."""
+        return list(self.harness.transport.under_way)
 
 
 def _lists(ids: Lists, first_page: int, tokens: int | None) -> tuple[list[PageList], list[PageIds]]:

@@ -1,0 +1,37 @@
+"""Transfers that have not begun: within a daemon, between daemons of one host, between hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.transfer.peer_harness import WAYS, Transfer
+
+
+@pytest.fixture(params=WAYS)
+def both(request: pytest.FixtureRequest) -> Transfer:
+    """Return a transfer, by each way."""
+    return Transfer(request.param)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def apart(request: pytest.FixtureRequest) -> Transfer:
+    """Return a transfer between daemons."""
+    return Transfer(request.param)
+
+
+@pytest.fixture
+def here() -> Transfer:
+    """Return a transfer within a daemon."""
+    return Transfer()
+
+
+@pytest.fixture
+def mapped() -> Transfer:
+    """Return a transfer between daemons of one host."""
+    return Transfer("ipc")
+
+
+@pytest.fixture
+def by_slots() -> Transfer:
+    """Return a transfer between hosts."""
+    return Transfer("tcp")
