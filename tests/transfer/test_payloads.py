@@ -35,7 +35,8 @@ def test_a_payload_comes_without_pages(both: Transfer, sent: Lists | None, wante
         if direction == "send":
             both.send(ids=sent, payload=b"logits")
         else:
-            both.announce(ids=wanted)
+            both.receive(ids=wanted)
+        both.harness.deliver_all()
     both.check_over("OK", "OK")
     finished = both.decode.finished
     assert (finished.payload, finished.moved_bytes, finished.pages) == (b"logits", 0, 0)
