@@ -56,11 +56,7 @@ class Filled:
     """A pool of the test's device, as its engine sees it."""
 
     def __init__(
-        self,
-        client: Client,
-        name: str,
-        spec: MhaSpec | HybridSwaSpec = SPEC,
-        model: ModelIdentity | None = MODEL,
+        self, client: Client, name: str, spec: MhaSpec | HybridSwaSpec = SPEC, model: ModelIdentity | None = MODEL
     ) -> None:
         self.client = client
         self.name = name

@@ -144,11 +144,7 @@ async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(tiers: H
 
 
 @pytest.mark.parametrize(
-    ("make", "state"),
-    [
-        (lambda: DiskFullError("no space"), "full"),
-        (lambda: DiskFailedError("broken"), "failed"),
-    ],
+    ("make", "state"), [(lambda: DiskFullError("no space"), "full"), (lambda: DiskFailedError("broken"), "failed")]
 )
 async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
     tiers: Harness, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Exception], state: str

@@ -92,13 +92,7 @@ class Harness:
         devices, no_socket = cast("Devices", _NoDevices()), cast("SessionSocket", None)
         rings = EventRings(self.dispatcher, no_socket, devices, self.executor, hub)
         self.pool_service = PoolService(
-            self.dispatcher,
-            no_socket,
-            devices,
-            self.pools,
-            rings,
-            max_bytes=1 << 30,
-            populate=False,
+            self.dispatcher, no_socket, devices, self.pools, rings, max_bytes=1 << 30, populate=False
         )
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
         self.host = HostTier(config, self.counters)
@@ -118,14 +112,7 @@ class Harness:
         )
         self.lower = LowerTiers(self.host, self.disk, self.remote, self.counters)
         self.cache = PrefixCache(
-            self.dispatcher,
-            self.pools,
-            self.sessions,
-            rings,
-            self.host,
-            self.operations,
-            self.lower,
-            self.counters,
+            self.dispatcher, self.pools, self.sessions, rings, self.host, self.operations, self.lower, self.counters
         )
         self.reports = CacheReports(self.dispatcher, self.host, self.lower)
         self.engines: dict[bytes, Engine] = {}
@@ -229,13 +216,7 @@ class Harness:
         if config.disk.path is None:
             return None
         opening = self.executor.submit(
-            DiskTier,
-            config.disk,
-            config.policy,
-            self.host,
-            self.scheduler,
-            self.counters,
-            clock=lambda: self.now_s,
+            DiskTier, config.disk, config.policy, self.host, self.scheduler, self.counters, clock=lambda: self.now_s
         )  # it looks at files: the daemon does so before it serves
         return opening.result()
 
@@ -435,11 +416,7 @@ async def harness(
 
 
 async def new_pool(
-    made: Harness,
-    name: str = POOL,
-    spec: PoolSpec = SPEC,
-    tenant: int = 1,
-    model: ModelIdentity | None = MODEL,
+    made: Harness, name: str = POOL, spec: PoolSpec = SPEC, tenant: int = 1, model: ModelIdentity | None = MODEL
 ) -> None:
     """Make a pool of a tenant."""
     engine = made.engine(tenant)

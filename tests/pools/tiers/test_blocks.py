@@ -151,11 +151,7 @@ def test_runs_are_a_steps_bytes_in_the_arena_as_few_as_can_be(harness: BlockHarn
 def test_evenly_spaced_entries_are_one_stack() -> None:
     layout = BlockLayout(manifest_of_sizes(64, 64, 64, 32, 32), "main")
     assert [(one.entries, one.spacing_bytes, one.offset) for one in layout.stacks] == [(3, 256, 0), (2, 128, 192)]
-    assert [tuple(one[2:]) for one in layout.stacks_of(10, 150)] == [
-        (1, 64, 54, 10),
-        (1, 64, 64, 64),
-        (1, 64, 22, 128),
-    ]
+    assert [tuple(one[2:]) for one in layout.stacks_of(10, 150)] == [(1, 64, 54, 10), (1, 64, 64, 64), (1, 64, 22, 128)]
     assert [one.entries for one in layout.stacks_of(64, 192)] == [2]
 
 

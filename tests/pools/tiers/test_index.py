@@ -17,11 +17,7 @@ from kvferry.pools.tiers.index import OPERATOR, BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind
 from tests.devices import DEVICE
 
-SPACES = [
-    Namespace(1, "d", "i", "main", 1),
-    Namespace(1, "d", "i", "swa", 2),
-    Namespace(2, "d", "i", "main", 1),
-]
+SPACES = [Namespace(1, "d", "i", "main", 1), Namespace(1, "d", "i", "swa", 2), Namespace(2, "d", "i", "main", 1)]
 HASHES = [bytes([number]) * 16 for number in range(6)]
 QUOTAS = {1: 3000, 2: 1000}
 SIZE = 128
