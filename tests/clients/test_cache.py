@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, calls, pages
+from kvferry.clients import Client, pages
 from kvferry.protocol.errors import (
     CacheMissError,
     InvalidFieldError,
+    KvferryError,
     LayoutMismatchError,
     LengthMismatchError,
-    OutOfMemoryError,
-    OverloadedError,
     TierOffError,
     UnknownComponentError,
     UnknownLeaseError,
 )
-from kvferry.protocol.tier_messages import HASH_BYTES, CacheEvents
-from tests.clients.tier_pools import HYBRID, LARGER, MODEL, Filled, arena_of, hashes
+from kvferry.protocol.tier_messages import HASH_BYTES
+from tests.clients.tier_pools import HYBRID, MODEL, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry
 
@@ -53,16 +52,6 @@ def pool(client: Client, name: str) -> Iterator[Filled]:
     one.close()
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """Return a daemon whose host tier holds eight blocks of SPEC."""
-    with running_daemon(tmp_path, f"[tiers]\nhost_bytes = {8 * UNIT}\n") as one:
-        yield one
-
-
-# -- store, look up, load
-
-
 def test_what_is_stored_is_found_and_loaded(client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 4)[[2, 0, 3, 1]]
     content, names = pool.write(ids, seed=1), hashes(6)
@@ -78,43 +67,6 @@ def test_what_is_stored_is_found_and_loaded(client: Client, pool: Filled) -> Non
     client.wait_done(client.load(pool.name, found.lease, last, first_block=2))
     assert pool.holds(last, [one[:, 2:3] for one in content])
     assert client.unpin(found.lease) == 4
-
-
-@pytest.mark.host_only
-def test_there_is_one_copy_however_many_store_it(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
-    ids = client.allocate(pool.name, 4)
-    content, names = pool.write(ids, seed=2), hashes(4)
-    with Client.connect(daemon.runtime_dir, name="other") as other:
-        theirs = Filled(other, f"{pool.name}-larger", LARGER)
-        their_ids = other.allocate(theirs.name, 4)
-        theirs.write(their_ids, seed=2)
-        first = client.store(pool.name, names, ids)
-        second = other.store(theirs.name, names, their_ids)
-        counts = [client.wait_done(first), other.wait_done(second)]
-        assert sorted(one.stored for one in counts) == [0, 4]
-        assert sorted(one.present for one in counts) == [0, 4]
-        found = other.lookup(theirs.name, names)
-        loaded = other.allocate(theirs.name, 4)
-        other.wait_done(other.load(theirs.name, found.lease, loaded))
-        assert theirs.holds(loaded, content)
-        theirs.close()
-    assert len(list(client.cached_blocks())) == 4
-
-
-@pytest.mark.host_only
-def test_only_new_blocks_need_be_named(client: Client, pool: Filled) -> None:
-    ids, names = client.allocate(pool.name, 6), hashes(7)
-    content = pool.write(ids, seed=3)
-    client.wait_done(client.store(pool.name, names[:2], ids[:2]))
-    client.wait_done(client.store(pool.name, names[2:6], ids[2:], parent=names[1]))
-    first = client.lookup(pool.name, names[:2])
-    more = client.lookup(pool.name, names[2:], lease=first.lease)
-    assert (more.blocks, more.lease, more.lease_blocks) == (4, first.lease, 6)
-    others = client.allocate(pool.name, 6)
-    client.wait_done(client.load(pool.name, first.lease, others))
-    assert pool.holds(others, content)
-    parents = {one.hash: one.parent for one in client.cached_blocks()}
-    assert [parents[one.hex()] for one in names[:6]] == ["", *(one.hex() for one in names[:5])]
 
 
 def test_blocks_of_several_pages_and_other_page_spaces(client: Client, name: str) -> None:
@@ -139,30 +91,31 @@ def test_blocks_of_several_pages_and_other_page_spaces(client: Client, name: str
 def test_what_makes_no_sense_is_refused(client: Client, pool: Filled, name: str) -> None:
     ids = client.allocate(pool.name, 4)
     client.wait_done(client.store(pool.name, hashes(3), ids[:3]))
-    found = client.lookup(pool.name, hashes(3))
-    with pytest.raises(LengthMismatchError, match="need 2 ids, not 3"):
-        client.wait_done(client.store(pool.name, hashes(2), ids[:3]))
-    with pytest.raises(InvalidFieldError, match="occurs twice"):
-        client.lookup(pool.name, [b"0" * 16, b"0" * 16])
-    with pytest.raises(InvalidFieldError, match="not one or more"):
-        client.lookup(pool.name, [])
-    with pytest.raises(InvalidFieldError, match="3 bytes are no hash of 16"):
-        client.lookup(pool.name, [b"0" * 16, b"abc"])
-    with pytest.raises(LengthMismatchError, match="the lease has 3 blocks"):
-        client.wait_done(client.load(pool.name, found.lease, ids))
-    with pytest.raises(UnknownLeaseError):
-        client.wait_done(client.load(pool.name, found.lease + 1, ids[:1]))
-    with pytest.raises(InvalidFieldError, match="has blocks of another namespace"):
-        client.lookup(pool.name, hashes(1), block_pages=2, lease=found.lease)
+    lease = client.lookup(pool.name, hashes(3)).lease
     client.create_pool(f"{name}-hybrid", HYBRID, model=MODEL).close()
-    with pytest.raises(LayoutMismatchError, match="has layout"):
-        client.wait_done(client.load(f"{name}-hybrid", found.lease, client.allocate(f"{name}-hybrid", 3)))
-    client.unpin(found.lease)
-    with pytest.raises(UnknownLeaseError):
-        client.unpin(found.lease)
+    others = client.allocate(f"{name}-hybrid", 3)
 
+    def refused(error: type[KvferryError], match: str, ask: Callable[..., object], *arguments: Any) -> None:  # noqa: ANN401
+        with pytest.raises(error, match=match):
+            ask(*arguments)
 
-# -- pins and eviction
+    def store(*arguments: Any) -> None:  # noqa: ANN401
+        client.wait_done(client.store(*arguments))
+
+    def load(*arguments: Any) -> None:  # noqa: ANN401
+        client.wait_done(client.load(*arguments))
+
+    refused(LengthMismatchError, "need 2 ids, not 3", store, pool.name, hashes(2), ids[:3])
+    refused(InvalidFieldError, "occurs twice", client.lookup, pool.name, [b"0" * 16] * 2)
+    refused(InvalidFieldError, "not one or more", client.lookup, pool.name, [])
+    refused(InvalidFieldError, "3 bytes are no hash of 16", client.lookup, pool.name, [b"0" * 16, b"abc"])
+    refused(LengthMismatchError, "the lease has 3 blocks", load, pool.name, lease, ids)
+    refused(UnknownLeaseError, "lease", load, pool.name, lease + 1, ids[:1])
+    refused(LayoutMismatchError, "has layout", load, f"{name}-hybrid", lease, others)
+    with pytest.raises(InvalidFieldError, match="has blocks of another namespace"):
+        client.lookup(pool.name, hashes(1), block_pages=2, lease=lease)
+    client.unpin(lease)
+    refused(UnknownLeaseError, "lease", client.unpin, lease)
 
 
 @pytest.mark.host_only
@@ -180,58 +133,10 @@ def test_a_lease_ends_with_its_load_however_that_ends(daemon: DaemonProcess, cli
     assert client.evict_cached().kept == 0
 
 
-@pytest.mark.host_only
-def test_pinned_blocks_stay_and_their_pins_end_with_the_session(
-    daemon: DaemonProcess, client: Client, pool: Filled
-) -> None:
-    client.wait_done(client.store(pool.name, hashes(4), client.allocate(pool.name, 4)))
-    with Client.connect(daemon.runtime_dir, name="reader") as reader:
-        reader.lookup(pool.name, hashes(3))
-        reader.lookup(pool.name, hashes(4), pin=False)
-        assert client.evict_cached(hashes(4)).kept == 3
-        assert {one.pinned_by for one in client.cached_blocks()} == {(f"instance {_session(reader)}",)}
-    _until_unpinned(client)
-    assert client.evict_cached(hashes(3)).blocks == 3
-    assert client.lookup(pool.name, hashes(1)).blocks == 0
-
-
-def _session(client: Client) -> int:
-    [one] = [one for one in client.status().sessions if one.name == "reader"]
-    return one.session
-
-
 def _until_unpinned(client: Client) -> None:
     """Wait for the daemon to see the end of the other session: ``ping`` lets it look at its sockets."""
     while any(one.name == "reader" for one in client.status().sessions):
         client.ping()
-
-
-def test_what_nobody_pins_gives_way(small: DaemonProcess, name: str) -> None:
-    with Client.connect(small.runtime_dir, name="engine") as client:
-        pool = Filled(client, name)
-        ids = client.allocate(name, 16)
-        pool.write(ids, seed=6)
-        client.wait_done(client.store(name, hashes(8), ids[:8]))
-        kept = client.lookup(name, hashes(3))
-        client.wait_done(client.store(name, hashes(5, salt=1), ids[8:13]))
-        assert client.lookup(name, hashes(8), pin=False).blocks == 3
-        assert client.lookup(name, hashes(5, salt=1), pin=False).blocks == 5
-        snapshot = client.wait_done(client.offload(name, [pages(ids[:4])])).snapshot
-        assert client.lookup(name, hashes(3), pin=False).blocks == 3
-        with pytest.raises(OverloadedError) as busy:
-            client.wait_done(client.offload(name, [pages(ids[:2])]))
-        assert f"cached blocks are pinned: {3 * UNIT} by instance " in busy.value.detail
-        assert f"snapshots and running operations use: {4 * UNIT} of user {os.getuid()};" in busy.value.detail
-        with pytest.raises(OutOfMemoryError, match=r"tiers\.host_bytes"):
-            client.wait_done(client.offload(name, [pages(ids[:9])]))
-        client.drop_snapshot(snapshot)
-        client.unpin(kept.lease)
-        client.wait_done(client.offload(name, [pages(ids[:8])]))
-        assert client.lookup(name, hashes(1), pin=False).blocks == 0
-        pool.close()
-
-
-# -- damage
 
 
 def _flip(daemon: DaemonProcess, content: bytes) -> None:
@@ -240,9 +145,6 @@ def _flip(daemon: DaemonProcess, content: bytes) -> None:
         at = memory.find(content)
         assert at >= 0
         memory[at + len(content) // 2] ^= 1
-
-
-# -- events
 
 
 @pytest.mark.host_only
@@ -258,18 +160,6 @@ def test_a_router_follows_the_cache(client: Client, pool: Filled) -> None:
     [gone] = client.cache_events(changes.cursor).changes
     assert (gone.kind, gone.tier, gone.hashes) == ("evicted", "host", hashes(3)[1])
     assert client.cache_events(1 << 40).lost
-
-
-@pytest.mark.host_only
-def test_a_change_answers_who_waits_for_it(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
-    with Client.connect(daemon.runtime_dir, name="router") as router:
-        waiting = router.begin(calls.asked(CacheEvents(cursor=router.cache_cursor(), limit=10)))
-        assert not router.is_ready(waiting)
-        client.wait_done(client.store(pool.name, hashes(1), client.allocate(pool.name, 1)))
-        assert router.wait(waiting).changes[0].hashes == hashes(1)[0]
-
-
-# -- the command line
 
 
 @pytest.mark.host_only
@@ -312,9 +202,6 @@ def test_watching_prints_a_line_a_change(daemon: DaemonProcess, client: Client, 
     assert watching.returncode == 130
 
 
-# -- tiers that are not there
-
-
 @pytest.mark.host_only
 def test_without_a_host_tier_everything_says_so(tmp_path: Path, name: str) -> None:
     with (
@@ -330,9 +217,6 @@ def test_without_a_host_tier_everything_says_so(tmp_path: Path, name: str) -> No
             client.lookup(name, hashes(1))
         client.free(name, ids)
         pool.close()
-
-
-# -- the disk
 
 
 def test_blocks_on_disk_survive_a_restart_and_damage_is_a_miss(tmp_path: Path, name: str) -> None:

@@ -10,15 +10,12 @@ import pytest
 
 from kvferry.clients import Client, new_request_id, pages, pages_wanted
 from kvferry.protocol.errors import (
-    CancelledError,
-    DeadlineError,
     InvalidFieldError,
     KvferryError,
     LengthMismatchError,
     NotOwnerError,
     PoolFullError,
     UnknownComponentError,
-    UnknownOperationError,
     UnknownSnapshotError,
 )
 from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, Filled, arena_of, hashes
@@ -46,41 +43,6 @@ def test_pages_come_back_in_other_pages(client: Client, pool: Filled) -> None:
     assert (again.kind, again.copied_pages, again.moved_bytes) == ("restore", 4, 4 * PAGE_BYTES)
     assert pool.holds(others, content)
     client.drop_snapshot(operation.snapshot)
-
-
-def test_another_session_restores_into_a_pool_of_another_size(
-    daemon: DaemonProcess, client: Client, pool: Filled
-) -> None:
-    ids = client.allocate(pool.name, 4)
-    content = pool.write(ids, seed=3)
-    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
-    with Client.connect(daemon.runtime_dir, name="other") as other:
-        target = Filled(other, f"{pool.name}-larger", LARGER)
-        there = other.allocate(target.name, 4)
-        other.wait_done(other.restore(target.name, snapshot, [pages(there)], drop=True))
-        assert target.holds(there, content)
-        assert snapshot not in {one.snapshot for one in other.snapshots()}
-        target.close()
-
-
-def test_a_restore_waits_until_pages_are_free(client: Client, pool: Filled) -> None:
-    ids = client.allocate(pool.name, 10)
-    content = pool.write(ids, seed=6)
-    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)], release=True)).snapshot
-    taken = client.allocate(pool.name, 12)
-    first = client.restore(pool.name, snapshot)
-    second = client.restore(pool.name, snapshot)
-    client.wait_accepted(second)
-    waiting = {one.operation: one.waits_for for one in client.status().operations}
-    assert waiting[first.number or 0] == f"10 free pages of pool {pool.name!r}"
-    client.free(pool.name, taken[:6])
-    client.wait_done(first, timeout_s=10)
-    assert not second.is_done
-    assert pool.holds(first.pages["main"], content)
-    client.free(pool.name, first.pages["main"])
-    client.wait_done(second)
-    assert pool.holds(second.pages["main"], content)
-    client.drop_snapshot(snapshot)
 
 
 def test_every_page_space_of_a_hybrid_pool_goes_and_comes(client: Client, name: str) -> None:
@@ -157,22 +119,6 @@ def test_an_operation_waits_for_what_still_uses_its_pages(client: Client, pool: 
     client.evict_cached(names)
     for one in {snapshot, operation.snapshot} - {""}:
         client.drop_snapshot(one)
-
-
-@pytest.mark.host_only
-def test_a_restore_that_waits_can_be_cancelled_or_late(client: Client, pool: Filled) -> None:
-    ids = client.allocate(pool.name, 16)
-    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
-    operation = client.restore(pool.name, snapshot)
-    assert not client.cancel_operation(operation).was_done
-    with pytest.raises(CancelledError):
-        client.wait_done(operation)
-    late = client.restore(pool.name, snapshot, deadline_s=0.05)
-    with pytest.raises(DeadlineError, match="restore was not done within"):
-        client.wait_done(late)
-    client.drop_snapshot(snapshot)
-    with pytest.raises(UnknownOperationError):
-        client.cancel_operation(late)  # its event is acknowledged: the request before said so
 
 
 def test_a_transfer_lands_in_the_host_tier_and_is_restored(client: Client, daemon: DaemonProcess, name: str) -> None:
@@ -292,17 +238,3 @@ def test_a_hash_does_not_say_of_which_group_a_block_is(client: Client, name: str
     assert refused.value.field == "pool"
     with pytest.raises(InvalidFieldError, match="several groups"):
         client.lookup(pool.name, hashes(2))
-
-
-@pytest.mark.host_only
-def test_a_network_that_fails_leaves_nothing(client: Client, pool: Filled) -> None:
-    before = next(one for one in client.status().tiers if one.tier == "host")
-    transfer = client.receive(pool.name, new_request_id(), [pages_wanted(6)], into="host", deadline_s=0.05)
-    with pytest.raises(DeadlineError):
-        client.wait_finished(transfer)
-    client.wait_settled(transfer)
-    assert next(one for one in client.status().tiers if one.tier == "host") == before
-    with pytest.raises(UnknownComponentError):
-        client.wait_finished(
-            client.receive(pool.name, new_request_id(), [pages_wanted(6, component="swa")], into="host")
-        )

@@ -188,29 +188,6 @@ def test_a_transfer_that_begins_later_does_not_take_patience_away(executor: Thre
     assert answer.result(WAIT_S)
 
 
-def test_a_higher_class_goes_first_however_late_it_comes(executor: ThreadPoolExecutor) -> None:
-    scheduler = scheduler_of(patience_s=0)
-    scheduler.transfer_began()
-    low = Asking(scheduler, executor).start(DEMOTION)
-    middle = Asking(scheduler, executor).start(OFFLOAD, 2 * MIB)
-    scheduler.transfer_ended()
-    assert not low.done(), "an offload waits, if only for bytes"
-    assert not middle.done()
-    assert not scheduler.try_begin(DEMOTION, 1)
-    assert scheduler.try_begin(RESTORE, 1)
-    scheduler.end(OFFLOAD, 1)
-    assert middle.result(WAIT_S)
-    assert low.result(WAIT_S)
-
-
-def test_a_chunk_larger_than_its_bound_goes_alone() -> None:
-    scheduler = Scheduler(BOUNDS)
-    assert scheduler.try_begin(DEMOTION, 5 * MIB)
-    assert not scheduler.try_begin(DEMOTION, 1)
-    scheduler.end(DEMOTION, 5 * MIB)
-    assert scheduler.try_begin(DEMOTION, 1)
-
-
 @pytest.mark.parametrize("end", ["stop", "close"])
 def test_who_stops_waiting_has_begun_nothing_and_holds_nobody_up(executor: ThreadPoolExecutor, end: str) -> None:
     scheduler = scheduler_of(patience_s=0)
@@ -229,22 +206,6 @@ def test_who_stops_waiting_has_begun_nothing_and_holds_nobody_up(executor: Threa
     assert scheduler.bytes_in_flight == 3 + (end == "stop")
     assert scheduler.try_begin(RESTORE, 1) is (end == "stop")
     assert not Scheduler(BOUNDS).begin(RESTORE, 1, lambda: True), "asked before anything begins"
-
-
-def test_a_cancelled_task_holds_nobody_up() -> None:
-    async def run() -> None:
-        scheduler = scheduler_of(patience_s=0)
-        scheduler.transfer_began()
-        first = asyncio.create_task(scheduler.begin_async(RESTORE, 1))
-        second = asyncio.create_task(scheduler.begin_async(OFFLOAD, 1))
-        await settle()
-        first.cancel()
-        await settle()
-        scheduler.transfer_ended()
-        assert await second
-        assert "waiting={}" in repr(scheduler)
-
-    asyncio.run(run())
 
 
 def test_threads_and_a_loop_all_get_their_turns(executor: ThreadPoolExecutor) -> None:

@@ -309,18 +309,6 @@ async def test_a_job_that_is_stopped_ends_after_the_step_that_has_begun() -> Non
         assert len(one.reports) == 3
 
 
-async def test_a_job_that_waits_for_its_turn_can_be_stopped() -> None:
-    async with site() as one:
-        one.scheduler.transfer_began()
-        jobs = [one.job(ScriptedRegion(), 39), one.job(ScriptedRegion(), 39)]
-        for job in jobs:
-            one.copier.start(job, one.done)
-        for job in jobs:
-            one.copier.stop(job)
-        assert all(isinstance(error, CancelledError) for _, error in await one.reported(2))
-        assert "waiting={}" in repr(one.scheduler)
-
-
 @pytest.mark.usefixtures("_steps_of_two_blocks")
 @pytest.mark.parametrize("where", ["on_begin", "on_wait"])
 @pytest.mark.parametrize(

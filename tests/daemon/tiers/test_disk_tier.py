@@ -16,7 +16,7 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.pools.tiers.disk import DiskStore
 from kvferry.protocol.errors import CacheMissError
 from kvferry.protocol.tier_messages import CacheEvict, CacheEvicted
-from tests.daemon.tiers.tier_harness import UNIT, Engine, Harness, harness, names, settle, until
+from tests.daemon.tiers.tier_harness import Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
 FILE_BYTES = 4096
@@ -108,16 +108,12 @@ async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:
         size = first.lower.status()[0].used_bytes
     async with harness(8, disk=folder, disk_bytes=size) as tiers:
         await until(lambda: len(tiers.host.index) == 1)
-        [block] = blocks_of_any(tiers)
+        [block] = tiers.host.index.page(0, 10).blocks
         tiers.host.index.pin([block], 77)
         await tiers.stored(2)
         await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
         assert block.on_disk
         tiers.host.index.unpin_holder(77)
-
-
-def blocks_of_any(tiers: Harness) -> list[CachedBlock]:
-    return tiers.host.index.page(0, 10).blocks
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "gone"])
@@ -167,21 +163,6 @@ async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
     assert tiers.lower.status()[0].state == "ready"
 
 
-async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = DiskStore.begin_write
-
-    def fails(*_: object) -> Any:  # noqa: ANN401
-        raise ValueError
-
-    monkeypatch.setattr(DiskStore, "begin_write", fails)
-    with capture_logs() as logs:
-        await tiers.stored(1)
-        await until(lambda: any(one["event"] == "copying a cached block to a lower tier failed" for one in logs))
-    monkeypatch.setattr(DiskStore, "begin_write", real)
-    await written(tiers, 2)
-    assert not tiers.blocks(1)[0].pins
-
-
 async def test_a_block_that_goes_while_it_is_written_leaves_no_file(tiers: Harness, folder: Path) -> None:
     tiers.scheduler.transfer_began()  # nothing is written meanwhile
     [block] = await tiers.stored(1)
@@ -208,21 +189,6 @@ async def test_a_block_that_is_stored_again_keeps_its_file(tiers: Harness, folde
         assert all(one.state is BlockState.GONE for one in blocks)
     await written(tiers, 1, 2)
     assert len(files(folder)) == 2
-
-
-async def test_a_block_may_go_while_it_is_read(tiers: Harness) -> None:
-    [block] = await written(tiers, 1)
-    tiers.empty_memory()
-    tiers.scheduler.transfer_began()
-    coming = tiers.lower.promote(block)
-    assert coming is not None
-    await settle()
-    assert tiers.host.arena.used_bytes == UNIT
-    tiers.host.free_all(tiers.host.index.remove(block))
-    tiers.lower.remove([block])
-    tiers.scheduler.transfer_ended()
-    assert not await coming
-    assert tiers.host.arena.used_bytes == 0
 
 
 async def test_a_daemon_that_ends_does_not_wait_for_its_turn(folder: Path) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.tiers.host_tier import DEMOTION, LOOKUPS, OPERATIONS, HostTier, holder_name
+from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.protocol.config.schema import TiersConfig
@@ -49,15 +48,6 @@ def cache(host: HostTier, *numbers: int, tenant: int = MINE, block_pages: int = 
 
 def cached(host: HostTier, tenant: int = MINE) -> list[int]:
     return [n for n in range(1, 20) if host.index.get(namespace(tenant), names(n)[0])]
-
-
-def test_memory_is_taken_in_units_and_given_back(host: HostTier) -> None:
-    offsets = host.reserve(MINE, 3, 100)
-    assert len(offsets) == 3
-    assert host.arena.used_bytes == 3 * UNIT
-    host.release(MINE, offsets, 100)
-    assert host.arena.used_bytes == 0
-    assert len(host.reserve(MINE, 0, 100)) == 0
 
 
 def test_what_can_never_fit_is_no_matter_of_waiting(host: HostTier) -> None:
@@ -108,15 +98,6 @@ def test_who_pins_what_is_said(host: HostTier) -> None:
     assert host.status(0).pinned_bytes == 5 * UNIT
 
 
-def test_holders_have_names() -> None:
-    assert [holder_name(one) for one in (3, DEMOTION, LOOKUPS, OPERATIONS - 12)] == [
-        "instance 3",
-        "demotion to a lower tier",
-        "lookups",
-        "operation 12",
-    ]
-
-
 def test_a_block_of_many_pages_goes_as_a_whole(host: HostTier) -> None:
     cache(host, 1, 2, block_pages=3)
     host.reserve(MINE, 4, UNIT)
@@ -163,8 +144,3 @@ def test_a_daemon_without_a_host_tier_says_so() -> None:
         _ = host.region
     assert host.status(0).state == "off"
     host.close()
-
-
-def test_offsets_of_several_blocks_do_not_overlap(host: HostTier) -> None:
-    offsets = np.sort(np.concatenate([host.reserve(MINE, 2, UNIT + 1), host.reserve(THEIRS, 1, 3 * UNIT)]))
-    assert (np.diff(offsets) >= 2 * UNIT).all()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import Final, TypeAlias
+from collections.abc import AsyncIterator
 
 import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import operations
-from kvferry.daemon.tiers.operations import TRANSITIONS, Event, Key, Operation, State, as_markdown
+from kvferry.daemon.tiers.operations import TRANSITIONS, Event, Key, State, as_markdown
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
@@ -35,8 +34,15 @@ async def tiers() -> AsyncIterator[Harness]:
         yield one
 
 
-async def test_the_event_comes_after_the_reply_also_where_the_operation_was_done_at_once(tiers: Harness) -> None:
-    engine = tiers.engine()
+@pytest.fixture
+async def engine(tiers: Harness) -> Engine:
+    """Return a session of the first user."""
+    return tiers.engine()
+
+
+async def test_the_event_comes_after_the_reply_also_where_the_operation_was_done_at_once(
+    tiers: Harness, engine: Engine
+) -> None:
     ids = engine.allocate(2)
     tiers.said.clear()
     engine.offload(ids)
@@ -48,8 +54,7 @@ async def test_the_event_comes_after_the_reply_also_where_the_operation_was_done
     assert kinds == ["reply", "TierDone", "reply", "reply", "TierDone"]
 
 
-async def test_an_operation_shows_what_it_waits_for(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_an_operation_shows_what_it_waits_for(tiers: Harness, engine: Engine) -> None:
     snapshot = engine.offload(engine.allocate(15)).snapshot
     operation = engine.restore(snapshot)
     [first, second] = tiers.operations.status()
@@ -61,8 +66,7 @@ async def test_an_operation_shows_what_it_waits_for(tiers: Harness) -> None:
     assert second.waits_for == "15 free pages of pool 'pool'"
 
 
-async def test_a_cancelled_operation_ends_once_its_bytes_rest(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_a_cancelled_operation_ends_once_its_bytes_rest(tiers: Harness, engine: Engine) -> None:
     ids = engine.allocate(3)
     offloading = engine.offload(ids)
     number = engine.send(CancelOperation(operation=offloading.operation))
@@ -79,17 +83,7 @@ async def test_a_cancelled_operation_ends_once_its_bytes_rest(tiers: Harness) ->
         engine.ask(CancelOperation(operation=offloading.operation), OperationCancelled)
 
 
-async def test_another_session_cannot_cancel_it(tiers: Harness) -> None:
-    engine = tiers.engine()
-    operation = engine.offload(engine.allocate(1)).operation
-    with pytest.raises(UnknownOperationError):
-        tiers.engine().ask(CancelOperation(operation=operation), OperationCancelled)
-    await tiers.finish()
-    assert engine.error(operation) is None
-
-
-async def test_an_operation_that_was_stopped_and_is_done_all_the_same_is_done(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_an_operation_that_was_stopped_and_is_done_all_the_same_is_done(tiers: Harness, engine: Engine) -> None:
     offloading = engine.offload(engine.allocate(2))
     engine.send(CancelOperation(operation=offloading.operation))
     tiers.copier.finish(tiers.copier.under_way[0])
@@ -98,8 +92,7 @@ async def test_an_operation_that_was_stopped_and_is_done_all_the_same_is_done(ti
     assert len(tiers.service.snapshots) == 1
 
 
-async def test_a_deadline_ends_an_operation_that_waits_and_one_that_copies(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_a_deadline_ends_an_operation_that_waits_and_one_that_copies(tiers: Harness, engine: Engine) -> None:
     snapshot = engine.offload(engine.allocate(15)).snapshot
     tiers.copier.finish_all()
     waiting = engine.restore(snapshot, deadline_ms=1)
@@ -111,9 +104,9 @@ async def test_a_deadline_ends_an_operation_that_waits_and_one_that_copies(tiers
     assert engine.error(copying) is DeadlineError
 
 
-async def test_a_session_may_have_so_many(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_may_have_so_many(tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "MAX_OPERATIONS", 2)
-    engine, other = tiers.engine(), tiers.engine()
+    other = tiers.engine()
     ids = engine.allocate(2)
     for one in ids:
         engine.offload([one])
@@ -128,8 +121,7 @@ async def test_a_session_may_have_so_many(tiers: Harness, monkeypatch: pytest.Mo
     assert tiers.pool().allocator.busy_count == 2  # the one that was refused holds nothing
 
 
-async def test_a_daemon_that_ends_takes_nothing_new_and_waits_for_what_copies(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_a_daemon_that_ends_takes_nothing_new_and_waits_for_what_copies(tiers: Harness, engine: Engine) -> None:
     snapshot = engine.offload(engine.allocate(15)).snapshot
     tiers.copier.finish_all()
     waiting, copying = engine.restore(snapshot), engine.store([b"0" * 16], [1])
@@ -145,22 +137,7 @@ async def test_a_daemon_that_ends_takes_nothing_new_and_waits_for_what_copies(ti
     assert engine.error(copying) is None
 
 
-async def test_the_end_of_a_session_is_no_event_and_leaves_nothing(tiers: Harness) -> None:
-    engine = tiers.engine()
-    ids = engine.allocate(15)
-    snapshot = engine.offload(ids).snapshot
-    tiers.copier.finish_all()
-    engine.restore(snapshot)
-    engine.store([b"0" * 16], ids[:1])
-    tiers.lose(engine)
-    assert [operation.kind for operation in tiers.operations] == ["store"]
-    await tiers.finish()
-    assert not list(tiers.operations)
-    assert tiers.pool().idle
-
-
-async def test_a_bug_in_a_operations_end_is_that_operations_error(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_a_bug_in_a_operations_end_is_that_operations_error(tiers: Harness, engine: Engine) -> None:
     operation = engine.offload(engine.allocate(1)).operation
 
     def fails(*_: object) -> operations.Ending:
@@ -176,159 +153,88 @@ async def test_a_bug_in_a_operations_end_is_that_operations_error(tiers: Harness
     real(live, None)  # what it held
 
 
-# -- the table of ``tiers.transitions``: a case reaches each row, and docs/architecture.md shows it.
+# -- the table of transitions
 
 
-GONE: Final = PoolLostError("it is gone")
-SOON_MS: Final = 1
+class Watched:
+    """One engine's operation: a restore that waits for pages, or a store that copies."""
 
-
-class Tiers:
-    """One engine's operation: a restore that waits for pages, or a store that copies.
-
-    Attributes:
-        operation: it, once there is one.
-    """
-
-    def __init__(self, tiers: Harness, engine: Engine) -> None:
-        self.tiers, self.engine = tiers, engine
-        self.ids = engine.allocate(15)
-        self.snapshot = engine.offload(self.ids).snapshot
+    def __init__(self, tiers: Harness) -> None:
+        self.tiers, self.engine = tiers, tiers.engine()
+        self.ids = self.engine.allocate(15)
+        self.snapshot = self.engine.offload(self.ids).snapshot
         tiers.copier.finish_all()
-        self.operation: Operation | None = None
 
-    def wait(self, deadline_ms: int = 0) -> None:
-        """Begin an operation that waits."""
-        self.engine.restore(self.snapshot, deadline_ms=deadline_ms)
-        (self.operation,) = self.tiers.operations
-
-    def copy(self, deadline_ms: int = 0) -> None:
-        """Begin an operation that copies."""
-        self.engine.store([b"0" * 16], self.ids[:1], deadline_ms=deadline_ms)
-        (self.operation,) = self.tiers.operations
-
-    def stop(self) -> None:
-        """Let the operation that copies be stopping."""
-        self.copy()
-        self.cancel()
-
-    def cancel(self) -> None:
-        """CANCEL_OPERATION."""
-        self.engine.send(CancelOperation(operation=self._live().number))
-
-    def give_up(self) -> None:
-        """Say that what the operation needs is gone."""
-        self.tiers.operations.give_up(self._live(), GONE)
-
-    def nothing_to_do(self) -> None:
-        """Say that there is nothing to copy."""
-        self.tiers.operations.nothing_to_do(self._live())
-
-    def lose(self) -> None:
-        """End the session."""
-        self.tiers.lose(self.engine)
-
-    def drain(self) -> None:
-        """End the daemon."""
-        self.tiers.operations.drain()
-
-    def end_job(self, *, well: bool = True) -> None:
-        """End the job."""
-        (job,) = self.tiers.copier.under_way
-        if well:
-            self.tiers.copier.finish(job)
+    def begin(self, state: State, deadline_ms: int = 0) -> None:
+        """Begin an operation, and bring it into a state."""
+        if state is State.WAITING:
+            self.engine.restore(self.snapshot, deadline_ms=deadline_ms)
         else:
-            self.tiers.copier.end(job, TransferFailedError("a copy failed"))
+            self.engine.store([b"0" * 16], self.ids[:1], deadline_ms=deadline_ms)
+            (self.job,) = self.tiers.copier.under_way
+        (self.operation,) = self.tiers.operations
+        if state is State.STOPPING:
+            self.let(Event.CANCEL)
+        elif state is State.DONE:
+            self.let(Event.JOB_DONE)
 
-    def run_after_the_end(self) -> None:
-        """Begin a job of an operation that is over."""
-        self.copy()
-        (job,) = self.tiers.copier.under_way
-        self.end_job()
-        self.tiers.operations.start(self._live(), job)
-        assert not self.tiers.copier.under_way
-
-    def _live(self) -> Operation:
-        assert self.operation is not None
-        return self.operation
-
-
-Case: TypeAlias = Callable[[Tiers], object]
-
-
-def do(*steps: Case) -> Case:
-    """Return a case of several steps."""
-
-    def all_of_them(one: Tiers) -> None:
-        for step in steps:
-            step(one)
-
-    return all_of_them
-
-
-_STOPS: Final[dict[Event, Case]] = {
-    Event.CANCEL: Tiers.cancel,
-    Event.SESSION_ENDED: Tiers.lose,
-    Event.GIVEN_UP: Tiers.give_up,
-    Event.DRAIN: Tiers.drain,
-}
-CASES: Final[dict[Key, Case]] = {
-    (State.WAITING, Event.BEGIN): Tiers.copy,
-    (State.WAITING, Event.NOTHING_TO_DO): do(Tiers.wait, Tiers.nothing_to_do),
-    (State.WAITING, Event.DEADLINE): lambda one: one.wait(SOON_MS),
-    **{(State.WAITING, event): do(Tiers.wait, case) for event, case in _STOPS.items()},
-    (State.COPYING, Event.JOB_DONE): do(Tiers.copy, Tiers.end_job),
-    (State.COPYING, Event.JOB_FAILED): do(Tiers.copy, lambda one: one.end_job(well=False)),
-    (State.COPYING, Event.DEADLINE): lambda one: one.copy(SOON_MS),
-    **{(State.COPYING, event): do(Tiers.copy, case) for event, case in _STOPS.items()},
-    (State.STOPPING, Event.JOB_DONE): do(Tiers.stop, Tiers.end_job),
-    (State.STOPPING, Event.JOB_FAILED): do(Tiers.stop, lambda one: one.end_job(well=False)),
-    (State.STOPPING, Event.DEADLINE): do(lambda one: one.copy(SOON_MS), Tiers.cancel),
-    **{(State.STOPPING, event): do(Tiers.stop, case) for event, case in _STOPS.items()},
-    (State.DONE, Event.BEGIN): Tiers.run_after_the_end,
-    (State.DONE, Event.NOTHING_TO_DO): do(Tiers.wait, Tiers.give_up, Tiers.nothing_to_do),
-    (State.DONE, Event.GIVEN_UP): do(Tiers.wait, Tiers.give_up, Tiers.give_up),
-}
+    def let(self, event: Event) -> None:
+        """Let an event happen."""
+        match event:
+            case Event.BEGIN:
+                self.tiers.operations.start(self.operation, self.job)
+            case Event.CANCEL:
+                self.engine.send(CancelOperation(operation=self.operation.number))
+            case Event.GIVEN_UP:
+                self.tiers.operations.give_up(self.operation, PoolLostError("it is gone"))
+            case Event.NOTHING_TO_DO:
+                self.tiers.operations.nothing_to_do(self.operation)
+            case Event.SESSION_ENDED:
+                self.tiers.lose(self.engine)
+            case Event.DRAIN:
+                self.tiers.operations.drain()
+            case Event.JOB_DONE:
+                self.tiers.copier.finish(self.job)
+            case Event.JOB_FAILED:
+                self.tiers.copier.end(self.job, TransferFailedError("a copy failed"))
+            case Event.DEADLINE:
+                pass  # it comes by itself
 
 
-async def test_every_row_has_a_case() -> None:
-    """Nobody adds a row that no test reaches."""
-    assert set(CASES) == set(TRANSITIONS)
-
-
-@pytest.mark.parametrize("key", CASES, ids=lambda key: f"{key[0].name}-{key[1].name}")
-async def test_a_row_is_reached(key: Key) -> None:
-    """What the case does looks the row up, and the operation ends, once."""
+@pytest.mark.parametrize("key", TRANSITIONS, ids=lambda key: f"{key[0].name}-{key[1].name}")
+async def test_a_row_is_reached_and_the_operation_ends_once(key: Key) -> None:
+    state, event = key
     seen = SeenRows(TRANSITIONS)
     with capture_logs() as logs:
         async with harness(transitions=seen) as tiers:
-            one = Tiers(tiers, tiers.engine())
-            CASES[key](one)
+            one = Watched(tiers)
+            if key == (State.WAITING, Event.BEGIN):
+                one.begin(State.COPYING)
+            else:
+                one.begin(state, deadline_ms=int(event is Event.DEADLINE))
+                one.let(event)
             await until(lambda: key in seen.rows)
+            assert state is not State.DONE or not tiers.copier.under_way
             await tiers.finish()
             for operation in list(tiers.operations):
-                tiers.operations.give_up(operation, GONE)
+                tiers.operations.give_up(operation, PoolLostError("it is gone"))
             await tiers.operations.drained()
-            assert one.operation is not None
             assert one.operation.state is State.DONE
     assert not [one for one in logs if one["event"] == "unexpected event of an operation"]
 
 
 async def test_an_event_without_a_row_is_a_bug_that_ends_what_waits() -> None:
-    """It fails with INTERNAL, and the daemon's log has it."""
     seen = SeenRows(TRANSITIONS)
     del seen[State.WAITING, Event.CANCEL]
     async with harness(transitions=seen) as tiers:
-        one = Tiers(tiers, tiers.engine())
-        one.wait()
+        one = Watched(tiers)
+        one.begin(State.WAITING)
         with capture_logs() as logs:
-            one.cancel()
+            one.let(Event.CANCEL)
             await settle()
-        assert one.operation is not None
         assert one.engine.error(one.operation.number) is InternalError
         assert "unexpected event of an operation" in {one["event"] for one in logs}
 
 
 async def test_the_documentation_shows_the_table() -> None:
-    """What docs/architecture.md says is what is executed."""
     assert transitions_of("operation") == as_markdown()

@@ -32,14 +32,28 @@ from kvferry.protocol.errors import (
     UnknownSnapshotError,
 )
 from kvferry.protocol.events import Finished, Settled
-from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, PoolSpec
-from kvferry.protocol.pool_messages import Allocate, Allocated, CreatePool, DeletePool, PoolDeleted
+from kvferry.protocol.manifests import DraftSpec, MambaSpec, PoolSpec
+from kvferry.protocol.pool_messages import Allocate, DeletePool, PoolDeleted
 from kvferry.protocol.tier_messages import DropSnapshot, Offload, Offloading, SnapshotDropped, SnapshotReport, Snapshots
 from kvferry.protocol.transfer_messages import Receive
-from tests.daemon.tiers.tier_harness import POOL, SPEC, UNIT, Engine, Harness, harness, names, new_pool, settle, until
+from tests.daemon.tiers.tier_harness import (
+    HYBRID,
+    POOL,
+    SPEC,
+    UNIT,
+    Engine,
+    Harness,
+    harness,
+    names,
+    new_pool,
+    settle,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 GRACE_S = 0.01
+WITH_DRAFT = msgspec.structs.replace(SPEC, draft=DraftSpec(layers=1), optional_components=("draft",))
+STATES = MambaSpec(state_layers=(0,), slots=3, conv_window=4, conv_channels=8, dtype="float32")
 
 
 @pytest.fixture
@@ -47,6 +61,12 @@ async def tiers() -> AsyncIterator[Harness]:
     """Return services over a host tier of 32 blocks, and a pool of 15 pages for each of two users."""
     async with harness(snapshot_grace_s=GRACE_S, tenants=(1, 2)) as one:
         yield one
+
+
+@pytest.fixture
+async def engine(tiers: Harness) -> Engine:
+    """Return a session of the first user."""
+    return tiers.engine()
 
 
 async def offloaded(tiers: Harness, engine: Engine, count: int, value: int = 7, **options: Any) -> str:  # noqa: ANN401
@@ -67,8 +87,7 @@ def snapshots_of(engine: Engine) -> dict[str, str]:
 # -- offload
 
 
-async def test_pages_are_read_until_the_end_and_free_then_if_they_are_released(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_pages_are_read_until_the_end_and_free_then_if_they_are_released(tiers: Harness, engine: Engine) -> None:
     ids = engine.allocate(4)
     made = engine.offload(ids, release=True)
     allocator = tiers.pool().allocator
@@ -79,8 +98,7 @@ async def test_pages_are_read_until_the_end_and_free_then_if_they_are_released(t
     assert snapshots_of(engine) == {made.snapshot: "ready"}
 
 
-async def test_pages_of_an_offload_that_fails_stay_the_sessions(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_pages_of_an_offload_that_fails_stay_the_sessions(tiers: Harness, engine: Engine) -> None:
     ids = engine.allocate(4)
     operation = engine.offload(ids, release=True).operation
     tiers.copier.end(tiers.copier.under_way[0], OutOfMemoryError("no staging"))
@@ -91,10 +109,8 @@ async def test_pages_of_an_offload_that_fails_stay_the_sessions(tiers: Harness) 
     assert tiers.host.arena.used_bytes == 0
 
 
-async def test_released_pages_that_two_lists_share_in_segment_are_free_once(tiers: Harness) -> None:
-    spec = msgspec.structs.replace(SPEC, draft=DraftSpec(layers=1), optional_components=("draft",))
-    await new_pool(tiers, "draft", spec)
-    engine = tiers.engine()
+async def test_released_pages_that_two_lists_share_in_segment_are_free_once(tiers: Harness, engine: Engine) -> None:
+    await new_pool(tiers, "draft", WITH_DRAFT)
     ids = engine.allocate(4, "draft")
     lists = (PageList(pages=3), PageList(component="draft", pages=3))
     engine.ask(Offload(pool="draft", lists=lists, release=True), Offloading, ids[:3], ids[1:])
@@ -102,24 +118,10 @@ async def test_released_pages_that_two_lists_share_in_segment_are_free_once(tier
     assert tiers.pool("draft").allocator.idle
 
 
-async def test_tokens_are_counted_where_only_the_draft_lies_on_the_pages(tiers: Harness) -> None:
-    spec = HybridSwaSpec(
-        window_layers=(0,),
-        tokens=60,
-        window_tokens=32,
-        window=8,
-        page_size=4,
-        kv_heads=1,
-        head_dim=4,
-        dtype="float32",
-        draft=DraftSpec(layers=1),
-    )
-    engine = tiers.engine()
-    number = engine.send(CreatePool(pool="stage", spec=spec))
-    await until(lambda: number in engine.replies)
+async def test_tokens_are_counted_where_only_the_draft_lies_on_the_pages(tiers: Harness, engine: Engine) -> None:
+    await new_pool(tiers, "stage", msgspec.structs.replace(HYBRID, full_layers=(), draft=DraftSpec(layers=1)))
     main = engine.allocate(2, "stage")
     asked = engine.send(Allocate(pool="stage", count=1, space="swa"))
-    assert isinstance(engine.replies[asked][0], Allocated)
     swa = engine.replies[asked][1][0]
     lists = (PageList(pages=2, tokens=7), PageList(component="swa", pages=1, first_page=1))
     engine.ask(Offload(pool="stage", lists=lists), Offloading, main, swa)
@@ -128,9 +130,8 @@ async def test_tokens_are_counted_where_only_the_draft_lies_on_the_pages(tiers: 
     tiers.copier.finish_all()
 
 
-async def test_an_offload_that_has_no_room_holds_nothing(tiers: Harness) -> None:
+async def test_an_offload_that_has_no_room_holds_nothing(tiers: Harness, engine: Engine) -> None:
     await new_pool(tiers, "large", msgspec.structs.replace(SPEC, tokens=400))
-    engine = tiers.engine()
     with pytest.raises(OutOfMemoryError):
         engine.offload(engine.allocate(33, "large"), "large")
     engine.offload(engine.allocate(15))
@@ -141,9 +142,10 @@ async def test_an_offload_that_has_no_room_holds_nothing(tiers: Harness) -> None
     tiers.copier.finish_all()
 
 
-async def test_a_user_may_have_so_many_snapshots(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_user_may_have_so_many_snapshots(
+    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(snapshots, "MAX_SNAPSHOTS", 2)
-    engine = tiers.engine()
     ids = engine.allocate(3)
     first, _ = engine.offload(ids[:1]), engine.offload(ids[1:2])
     with pytest.raises(OverloadedError, match="user 1 has 2 snapshots"):
@@ -160,8 +162,8 @@ async def test_a_user_may_have_so_many_snapshots(tiers: Harness, monkeypatch: py
 # -- who may have it
 
 
-async def test_another_users_snapshots_do_not_exist(tiers: Harness) -> None:
-    engine, other = tiers.engine(), tiers.engine(uid=2)
+async def test_another_users_snapshots_do_not_exist(tiers: Harness, engine: Engine) -> None:
+    other = tiers.engine(uid=2)
     snapshot = await offloaded(tiers, engine, 2)
     assert snapshots_of(other) == {}
     with pytest.raises(UnknownSnapshotError):
@@ -171,10 +173,11 @@ async def test_another_users_snapshots_do_not_exist(tiers: Harness) -> None:
     assert snapshots_of(tiers.engine()) == {snapshot: "ready"}
 
 
-async def test_what_a_session_leaves_is_kept_for_a_while(tiers: Harness) -> None:
-    engine, other = tiers.engine(), tiers.engine()
-    snapshot = await offloaded(tiers, engine, 2)
+async def test_what_a_session_leaves_is_kept_for_a_while(tiers: Harness, engine: Engine) -> None:
+    other = tiers.engine()
+    snapshot, dropped = [await offloaded(tiers, engine, 2) for _ in range(2)]
     tiers.lose(engine)
+    other.ask(DropSnapshot(snapshot=dropped), SnapshotDropped)
     operation = other.restore(snapshot)
     await until(lambda: not snapshots_of(other))  # but for whoever reads it
     assert tiers.host.arena.used_bytes == 2 * UNIT
@@ -184,21 +187,10 @@ async def test_what_a_session_leaves_is_kept_for_a_while(tiers: Harness) -> None
     assert tiers.host.arena.used_bytes == 0
 
 
-async def test_a_session_that_dies_while_it_offloads_leaves_nothing(tiers: Harness) -> None:
-    engine = tiers.engine()
-    engine.offload(engine.allocate(5))
-    tiers.lose(engine)
-    assert tiers.pool().allocator.busy_count == 5
-    assert not tiers.pool().idle
-    await tiers.finish()
-    tiers.check_empty()
-
-
 # -- restore
 
 
-async def test_target_pages_are_written_by_nobody_else(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_target_pages_are_written_by_nobody_else(tiers: Harness, engine: Engine) -> None:
     snapshot = await offloaded(tiers, engine, 2)
     ids = engine.allocate(2)
     operation = engine.restore(snapshot, ids)
@@ -211,34 +203,17 @@ async def test_target_pages_are_written_by_nobody_else(tiers: Harness) -> None:
     assert tiers.pool().allocator.pages_by_owner() == {engine.session.session_id: 2}
 
 
-async def test_a_restore_that_fails_gives_its_pages_back_and_keeps_the_snapshot(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_a_restore_that_fails_gives_its_pages_back_and_keeps_the_snapshot(tiers: Harness, engine: Engine) -> None:
     snapshot = await offloaded(tiers, engine, 3, release=True)
     operation = engine.restore(snapshot, drop=True)
-    memory = tiers.host.region.view()
-    memory[tiers.copier.under_way[0].segments[0].pages.offsets[1]] ^= 1
+    tiers.host.region.view()[tiers.copier.under_way[0].segments[0].pages.offsets[1]] ^= 1
     await tiers.finish()
     assert engine.error(operation) is SnapshotDamagedError
     assert tiers.pool().idle
     assert snapshots_of(engine) == {snapshot: "ready"}
 
 
-async def test_the_last_of_two_restores_that_drop_frees_it(tiers: Harness) -> None:
-    engine = tiers.engine()
-    snapshot = await offloaded(tiers, engine, 3, release=True)
-    engine.restore(snapshot, drop=True)
-    engine.restore(snapshot, drop=True)
-    first, second = tiers.copier.under_way
-    tiers.copier.finish(second)
-    assert tiers.host.arena.used_bytes == 3 * UNIT
-    with pytest.raises(UnknownSnapshotError):
-        engine.restore(snapshot)
-    tiers.copier.finish(first)
-    assert tiers.host.arena.used_bytes == 0
-
-
-async def test_a_snapshot_can_be_dropped_while_it_is_written(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_a_snapshot_can_be_dropped_while_it_is_written(tiers: Harness, engine: Engine) -> None:
     ids = engine.allocate(3)
     made = engine.offload(ids)
     back = engine.restore(made.snapshot)
@@ -246,27 +221,23 @@ async def test_a_snapshot_can_be_dropped_while_it_is_written(tiers: Harness) -> 
     tiers.copier.finish(tiers.copier.under_way[0])
     await settle()
     done = engine.ended(made.operation)
-    assert (done.copied_pages, done.error) == (3, None)
+    assert (done.copied_pages, done.moved_bytes, done.error) == (3, 3 * 192, None)
     await tiers.finish()
     assert engine.error(back) is None
     assert tiers.host.arena.used_bytes == 0
 
 
-async def test_a_restore_ends_with_the_offload_that_it_waits_for(tiers: Harness) -> None:
-    engine = tiers.engine()
-    ids = engine.allocate(3)
-    made = engine.offload(ids)
-    into = engine.allocate(3)
+async def test_a_restore_ends_with_the_offload_that_it_waits_for(tiers: Harness, engine: Engine) -> None:
+    made, into = engine.offload(engine.allocate(3)), engine.allocate(3)
     operations = [engine.restore(made.snapshot, into), engine.restore(made.snapshot)]
     tiers.copier.end(tiers.copier.under_way[0], DeadlineError("late"))
     await settle()
     assert [engine.error(one) for one in operations] == [DeadlineError] * 2
-    assert tiers.pool().allocator.busy_count == 0
-    assert tiers.host.arena.used_bytes == 0
+    assert tiers.host.arena.used_bytes == tiers.pool().allocator.busy_count == 0
 
 
-async def test_restores_get_pages_in_their_order(tiers: Harness) -> None:
-    engine, other = tiers.engine(), tiers.engine()
+async def test_restores_get_pages_in_their_order(tiers: Harness, engine: Engine) -> None:
+    other = tiers.engine()
     snapshot = await offloaded(tiers, engine, 6, release=True)
     small = await offloaded(tiers, engine, 2, release=True)
     taken = other.allocate(12)
@@ -283,8 +254,8 @@ async def test_restores_get_pages_in_their_order(tiers: Harness) -> None:
     assert engine.error(second) is None
 
 
-async def test_one_that_waits_no_more_is_passed(tiers: Harness) -> None:
-    engine, other = tiers.engine(), tiers.engine()
+async def test_one_that_waits_no_more_is_passed(tiers: Harness, engine: Engine) -> None:
+    other = tiers.engine()
     snapshot = await offloaded(tiers, engine, 6, release=True)
     small = await offloaded(tiers, engine, 2, release=True)
     other.allocate(12)
@@ -296,11 +267,9 @@ async def test_one_that_waits_no_more_is_passed(tiers: Harness) -> None:
     assert third.error(operation) is None
 
 
-async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: Harness) -> None:
-    spec = msgspec.structs.replace(SPEC, draft=DraftSpec(layers=1), optional_components=("draft",))
-    await new_pool(tiers, "draft", spec)
-    await new_pool(tiers, "smaller", msgspec.structs.replace(spec, tokens=20))
-    engine = tiers.engine()
+async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: Harness, engine: Engine) -> None:
+    await new_pool(tiers, "draft", WITH_DRAFT)
+    await new_pool(tiers, "smaller", msgspec.structs.replace(WITH_DRAFT, tokens=20))
     ids = engine.allocate(6, "draft")
     lists = (PageList(pages=3), PageList(component="draft", pages=3))
     made = engine.ask(Offload(pool="draft", lists=lists), Offloading, ids[:3], ids[3:])
@@ -311,8 +280,9 @@ async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: Harness)
         engine.restore((await offloaded(tiers, engine, 1)), [15])
 
 
-async def test_a_pool_may_go_while_restores_wait_for_its_pages_or_for_the_snapshot(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_a_pool_may_go_while_restores_wait_for_its_pages_or_for_the_snapshot(
+    tiers: Harness, engine: Engine
+) -> None:
     await new_pool(tiers, "other")
     ids = engine.allocate(3)
     made = engine.offload(ids)
@@ -325,26 +295,13 @@ async def test_a_pool_may_go_while_restores_wait_for_its_pages_or_for_the_snapsh
     assert [one.state for one in tiers.service.snapshots] == ["ready"]
 
 
-async def test_the_event_of_an_offload_whose_snapshot_was_dropped_says_what_was_copied(tiers: Harness) -> None:
-    engine = tiers.engine()
-    made = engine.offload(engine.allocate(3))
-    assert engine.ask(DropSnapshot(snapshot=made.snapshot), SnapshotDropped).deferred
-    await tiers.finish()
-    done = engine.ended(made.operation)
-    assert (done.copied_pages, done.moved_bytes) == (3, 3 * 192)
-    assert tiers.host.arena.used_bytes == 0
-
-
 # -- landings
 
 
-def receive(count: int, request_id: str = "0" * 32) -> Receive:
-    return Receive(pool=POOL, request_id=request_id, lists=(PageList(pages=count),), into="host")
-
-
-def into(tiers: Harness, engine: Engine, count: int = 4, **options: Any) -> HostReceive:  # noqa: ANN401
-    body = receive(count, **options)
-    return tiers.host_receives.make(Call(0, engine.session, body, (), 30.0), body, tiers.pool())
+def into(tiers: Harness, engine: Engine, *lists: PageList, pool: str = POOL) -> HostReceive:
+    """Make room for what a transfer is to bring: four pages, or these lists."""
+    body = Receive(pool=pool, request_id="0" * 32, lists=lists or (PageList(pages=4),), into="host")
+    return tiers.host_receives.make(Call(0, engine.session, body, (), 30.0), body, tiers.pool(pool))
 
 
 def ends(tiers: Harness, host_receive: HostReceive, error: KvferryError | None = None) -> None:
@@ -361,8 +318,7 @@ def fill(tiers: Harness, host_receive: HostReceive, value: int) -> None:
         memory[entry.base : entry.base + entry.pages * entry.page_bytes] = value
 
 
-async def test_what_has_landed_is_a_snapshot(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_what_has_landed_is_a_snapshot(tiers: Harness, engine: Engine) -> None:
     host_receive = into(tiers, engine)
     assert host_receive.pool.becomes_snapshot == host_receive.snapshot.name
     assert snapshots_of(engine) == {host_receive.snapshot.name: "network"}
@@ -378,73 +334,37 @@ async def test_what_has_landed_is_a_snapshot(tiers: Harness) -> None:
 
 
 @pytest.mark.parametrize(("conv", "fits"), [((4, 8), True), ((8, 4), False)], ids=["as the pool", "another shape"])
-async def test_what_lands_must_be_of_the_pools_shape(tiers: Harness, conv: tuple[int, int], *, fits: bool) -> None:
-    spec = MambaSpec(state_layers=(0,), slots=3, conv_window=4, conv_channels=8, dtype="float32")
-    theirs = manifest_of(msgspec.structs.replace(spec, conv_window=conv[0], conv_channels=conv[1]))
-    await new_pool(tiers, "states", spec)
-    engine, pool = tiers.engine(), tiers.pool("states")
-    component = pool.manifest.components[0].name
-    body = Receive(
-        pool="states", request_id="0" * 32, lists=(PageList(component=component, pages=1, first_page=0),), into="host"
-    )
-    host_receive = tiers.host_receives.make(Call(0, engine.session, body, (), 30.0), body, pool)
+async def test_what_lands_must_be_of_the_pools_shape(
+    tiers: Harness, engine: Engine, conv: tuple[int, int], *, fits: bool
+) -> None:
+    theirs = manifest_of(msgspec.structs.replace(STATES, conv_window=conv[0], conv_channels=conv[1]))
+    await new_pool(tiers, "states", STATES)
+    component = tiers.pool("states").manifest.components[0].name
+    host_receive = into(tiers, engine, PageList(component=component, pages=1, first_page=0), pool="states")
     with contextlib.nullcontext() if fits else pytest.raises(GeometryMismatchError, match="shape"):
         pair_entries(theirs.entries, host_receive.pool.manifest.entries)
     tiers.host_receives.refused(host_receive, CancelledError("the test is over"))
 
 
 @pytest.mark.parametrize(
-    ("spec", "lists"),
-    [
-        (
-            msgspec.structs.replace(SPEC, draft=DraftSpec(layers=1), optional_components=("draft",)),
-            (PageList(pages=4),),
-        ),
-        (
-            MambaSpec(state_layers=(0,), slots=3, conv_window=4, conv_channels=8, dtype="float32"),
-            (PageList(component="mamba", pages=2),),
-        ),
-    ],
+    ("spec", "brought"),
+    [(WITH_DRAFT, PageList(pages=4)), (STATES, PageList(component="mamba", pages=2))],
     ids=["a draft", "a list that may be cut"],
 )
 async def test_what_no_source_has_to_fill_is_nobodys_old_bytes(
-    tiers: Harness, spec: PoolSpec, lists: tuple[PageList, ...]
+    tiers: Harness, engine: Engine, spec: PoolSpec, brought: PageList
 ) -> None:
     await new_pool(tiers, "another", spec)
-    engine, pool, memory = tiers.engine(), tiers.pool("another"), tiers.host.region.view()
+    memory = tiers.host.region.view()
     memory[:] = 0x55  # what another user's blocks were
-    body = Receive(pool="another", request_id="0" * 32, lists=lists, into="host")
-    host_receive = tiers.host_receives.make(Call(0, engine.session, body, (), 30.0), body, pool)
+    host_receive = into(tiers, engine, brought, pool="another")
     may_lack = [one for one in host_receive.pool.manifest.entries if one.component != "main"]
     assert may_lack
-    for entry in may_lack:
-        assert not memory[entry.base : entry.base + entry.pages * entry.page_bytes].any(), entry.name
+    assert not any(memory[one.base : one.base + one.pages * one.page_bytes].any() for one in may_lack)
     tiers.host_receives.refused(host_receive, CancelledError("the test is over"))
 
 
-@pytest.mark.parametrize("how", ["refused", "failed", "dropped", "lost"])
-async def test_a_network_that_comes_to_nothing_leaves_nothing(tiers: Harness, how: str) -> None:
-    engine = tiers.engine()
-    host_receive = into(tiers, engine)
-    back = engine.restore(host_receive.snapshot.name)
-    if how == "refused":
-        tiers.host_receives.refused(host_receive, DeadlineError("refused"))
-    elif how == "dropped":
-        assert engine.ask(DropSnapshot(snapshot=host_receive.snapshot.name), SnapshotDropped).deferred
-        ends(tiers, host_receive, CancelledError("cancelled"))
-    elif how == "lost":
-        ends(tiers, host_receive, DeadlineError("its session ended"))
-        tiers.lose(engine)
-    else:
-        ends(tiers, host_receive, DeadlineError("late"))
-    await settle()
-    if how != "lost":
-        assert engine.error(back) in {DeadlineError, CancelledError}
-    tiers.check_empty()
-
-
-async def test_a_second_one_of_the_same_name_that_is_refused_leaves_the_first(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_a_second_one_of_the_same_name_that_is_refused_leaves_the_first(tiers: Harness, engine: Engine) -> None:
     first = into(tiers, engine)
     second = into(tiers, engine)
     tiers.host_receives.refused(second, DeadlineError("TRANSFER_EXISTS"))
@@ -453,30 +373,17 @@ async def test_a_second_one_of_the_same_name_that_is_refused_leaves_the_first(ti
     assert snapshots_of(engine) == {first.snapshot.name: "ready"}
 
 
-async def test_a_session_may_die_while_what_landed_is_copied(tiers: Harness) -> None:
-    engine, other = tiers.engine(), tiers.engine()
-    host_receive = into(tiers, engine)
-    fill(tiers, host_receive, 3)
-    ends(tiers, host_receive)
-    tiers.lose(engine)
-    tiers.copier.finish_all()
-    operation = other.restore(host_receive.snapshot.name, drop=True)
-    await tiers.finish()
-    assert other.error(operation) is None
-    assert tiers.host.arena.used_bytes == 0
-
-
-async def test_a_network_of_more_than_there_is_is_refused_before_anything_is_made(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_a_network_of_more_than_there_is_is_refused_before_anything_is_made(
+    tiers: Harness, engine: Engine
+) -> None:
     with pytest.raises(OutOfMemoryError, match="2147483647 pages are"):
-        into(tiers, engine, (1 << 31) - 1)
+        into(tiers, engine, PageList(pages=(1 << 31) - 1))
     with pytest.raises((OverloadedError, OutOfMemoryError)):
-        into(tiers, engine, 32)
+        into(tiers, engine, PageList(pages=32))
     tiers.check_empty()
 
 
-async def test_a_registered_pools_pages_are_not_the_daemons_to_take(tiers: Harness) -> None:
-    engine = tiers.engine()
+async def test_a_registered_pools_pages_are_not_the_daemons_to_take(tiers: Harness, engine: Engine) -> None:
     snapshot = await offloaded(tiers, engine, 2)
     tiers.pool().registered_by = engine.session.session_id
     with pytest.raises(InvalidFieldError, match="is registered"):

@@ -45,7 +45,7 @@ from kvferry.protocol.errors import KvferryError, OverloadedError, raised
 from kvferry.protocol.events import EventBody, TierDone
 from kvferry.protocol.ids import ModelIdentity, new_boot_id
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.manifests import MhaSpec, PoolSpec
+from kvferry.protocol.manifests import HybridSwaSpec, MhaSpec, PoolSpec
 from kvferry.protocol.pool_messages import Allocate, CreatePool, Free
 from kvferry.protocol.tier_messages import Found, Load, Lookup, Offload, Offloading, OperationStarted, Restore, Store
 from tests.scripted.scripted_copier import ScriptedCopier
@@ -57,6 +57,10 @@ SPEC: Final = MhaSpec(
 )
 """15 pages of 192 bytes: each takes an allocation unit of the arena."""
 
+HYBRID: Final = HybridSwaSpec(
+    full_layers=(0,), window_layers=(1,), tokens=60, window_tokens=28, window=8, page_size=4, kv_heads=1, head_dim=4,
+    dtype="float32",
+)  # fmt: skip
 POOL: Final = "pool"
 MODEL: Final = ModelIdentity(name="some/model", revision="1")
 LIMITS: Final = Limits()

@@ -7,21 +7,20 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.pools.tiers.arena import ALLOCATION_UNIT_BYTES, Arena, Freed, NotEnoughError, whole_units
+from kvferry.pools.tiers.arena import ALLOCATION_UNIT_BYTES as UNIT
+from kvferry.pools.tiers.arena import Arena, NotEnoughError
 from tests.devices import DEVICE
 
 UNITS = 40
-SIZES = st.sampled_from(
-    [1, ALLOCATION_UNIT_BYTES, ALLOCATION_UNIT_BYTES + 64, 3 * ALLOCATION_UNIT_BYTES, 7 * ALLOCATION_UNIT_BYTES - 1]
-)
+SIZES = st.sampled_from([1, UNIT, UNIT + 64, 3 * UNIT, 7 * UNIT - 1])
 
 
-class ArenaAgainstMap(RuleBasedStateMachine):
+class _ArenaAgainstMap(RuleBasedStateMachine):
     """Does the same to an arena and to a list that says of each allocation unit which block has it, 0 for none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(UNITS * ALLOCATION_UNIT_BYTES + 100)
+        self.arena = Arena(UNITS * UNIT + 100)
         self.owners = [0] * UNITS
         self.blocks: dict[int, tuple[int, int]] = {}  # number: offset, size
         self.last_block = 0
@@ -33,12 +32,11 @@ class ArenaAgainstMap(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 9), size=SIZES)
     def allocate(self, count: int, size: int) -> None:
-        """Take blocks, or none."""
-        units = -(-size // ALLOCATION_UNIT_BYTES)
+        units = -(-size // UNIT)
         transfer = sum(hole // units for hole in self.holes())
         assert self.arena.fitting(size) == transfer
         if transfer < count:
-            with pytest.raises(NotEnoughError, match=f"{count * units * ALLOCATION_UNIT_BYTES} bytes requested"):
+            with pytest.raises(NotEnoughError, match=f"{count * units * UNIT} bytes requested"):
                 self.arena.allocate(count, size)
             return
         in_one_piece = any(hole // units >= count for hole in self.holes())
@@ -47,14 +45,14 @@ class ArenaAgainstMap(RuleBasedStateMachine):
         assert offsets.tolist() == sorted(offsets.tolist())
         assert len(offsets) == count
         if in_one_piece:
-            assert set(np.diff(offsets).tolist()) <= {units * ALLOCATION_UNIT_BYTES}
+            assert set(np.diff(offsets).tolist()) <= {units * UNIT}
         for offset in offsets.tolist():
             self.take(offset, size)
 
     @rule(size=SIZES)
     def allocate_run(self, size: int) -> None:
         """Take one piece, from the smallest hole that has it."""
-        units = -(-size // ALLOCATION_UNIT_BYTES)
+        units = -(-size // UNIT)
         fitting = [hole for hole in self.holes() if hole >= units]
         if not fitting:
             with pytest.raises(NotEnoughError):
@@ -67,8 +65,8 @@ class ArenaAgainstMap(RuleBasedStateMachine):
 
     def take(self, offset: int, size: int) -> None:
         """Note a block in the map: its allocation units must be free."""
-        first, units = divmod(offset, ALLOCATION_UNIT_BYTES)[0], -(-size // ALLOCATION_UNIT_BYTES)
-        assert offset % ALLOCATION_UNIT_BYTES == 0
+        first, units = divmod(offset, UNIT)[0], -(-size // UNIT)
+        assert offset % UNIT == 0
         assert self.owners[first : first + units] == [0] * units
         self.last_block += 1
         self.owners[first : first + units] = [self.last_block] * units
@@ -89,67 +87,57 @@ class ArenaAgainstMap(RuleBasedStateMachine):
     @precondition(lambda self: 0 in self.owners)
     @rule(data=st.data())
     def free_what_is_free(self, data: st.DataObject) -> None:
-        """Be refused, and change nothing."""
         unit = data.draw(st.sampled_from([at for at, owner in enumerate(self.owners) if not owner]))
         with pytest.raises(AssertionError):
-            self.arena.free(np.array([unit * ALLOCATION_UNIT_BYTES], np.int64), 1)
+            self.arena.free(np.array([unit * UNIT], np.int64), 1)
 
     @invariant()
     def agrees_with_the_map(self) -> None:
-        """Check every count, and the arena's own integrity."""
         self.arena.check_integrity()
         free = self.owners.count(0)
-        assert self.arena.free_bytes == free * ALLOCATION_UNIT_BYTES
-        assert self.arena.used_bytes == (UNITS - free) * ALLOCATION_UNIT_BYTES
+        assert self.arena.free_bytes == free * UNIT
+        assert self.arena.used_bytes == (UNITS - free) * UNIT
         for units in range(1, UNITS + 1):
-            assert self.arena.fitting(units * ALLOCATION_UNIT_BYTES) == sum(hole // units for hole in self.holes())
+            assert self.arena.fitting(units * UNIT) == sum(hole // units for hole in self.holes())
 
 
-TestArena = ArenaAgainstMap.TestCase
+TestArena = _ArenaAgainstMap.TestCase
 TestArena.settings = DEVICE.examples(80, stateful_step_count=40)
 
 
 def test_what_does_not_fit_one_hole_takes_the_largest_and_then_the_one_that_fits_best() -> None:
-    arena = Arena(40 * ALLOCATION_UNIT_BYTES)
+    arena = Arena(40 * UNIT)
     arena.allocate(40, 1)
     for start, units in ((1, 3), (8, 10), (20, 4), (30, 6)):
-        arena.free(np.arange(start, start + units) * ALLOCATION_UNIT_BYTES, 1)
-    assert (arena.allocate(13, 1) // ALLOCATION_UNIT_BYTES).tolist() == [1, 2, 3, *range(8, 18)]
-    assert [arena.fitting(units * ALLOCATION_UNIT_BYTES) for units in (1, 4, 6, 7)] == [10, 2, 1, 0]
+        arena.free(np.arange(start, start + units) * UNIT, 1)
+    assert (arena.allocate(13, 1) // UNIT).tolist() == [1, 2, 3, *range(8, 18)]
+    assert [arena.fitting(units * UNIT) for units in (1, 4, 6, 7)] == [10, 2, 1, 0]
 
 
 def test_blocks_are_spread_over_holes_that_each_hold_one() -> None:
-    arena = Arena(2000 * ALLOCATION_UNIT_BYTES)
+    arena = Arena(2000 * UNIT)
     arena.allocate(2000, 1)
-    arena.free(np.arange(0, 2000, 2) * ALLOCATION_UNIT_BYTES, 1)
-    assert (arena.allocate(700, 1) // ALLOCATION_UNIT_BYTES).tolist() == list(range(0, 1400, 2))
-    with pytest.raises(NotEnoughError, match=f"{2 * ALLOCATION_UNIT_BYTES} bytes requested"):
-        arena.allocate(1, ALLOCATION_UNIT_BYTES + 1)
+    arena.free(np.arange(0, 2000, 2) * UNIT, 1)
+    assert (arena.allocate(700, 1) // UNIT).tolist() == list(range(0, 1400, 2))
+    with pytest.raises(NotEnoughError, match=f"{2 * UNIT} bytes requested"):
+        arena.allocate(1, UNIT + 1)
 
 
 @pytest.mark.parametrize("units", [[1, 1], [9, 10], [-1], [3]], ids=["twice", "past-the-end", "before", "not-taken"])
 def test_a_wrong_free_is_refused_and_changes_nothing(units: list[int]) -> None:
-    arena = Arena(10 * ALLOCATION_UNIT_BYTES)
+    arena = Arena(10 * UNIT)
     arena.allocate(10, 1)
-    arena.free(np.array([3]) * ALLOCATION_UNIT_BYTES, 1)
+    arena.free(np.array([3]) * UNIT, 1)
     with pytest.raises(AssertionError, match="a block"):
-        arena.free(np.array(units) * ALLOCATION_UNIT_BYTES, 1)
-    assert arena.free_bytes == ALLOCATION_UNIT_BYTES
+        arena.free(np.array(units) * UNIT, 1)
+    assert arena.free_bytes == UNIT
     arena.check_integrity()
 
 
 def test_an_arena_without_a_whole_unit_has_nothing() -> None:
-    arena = Arena(ALLOCATION_UNIT_BYTES - 1)
+    arena = Arena(UNIT - 1)
     assert (arena.size_bytes, arena.fitting(1)) == (0, 0)
     assert arena.allocate(0, 1).tolist() == []
     with pytest.raises(NotEnoughError):
         arena.allocate(1, 1)
     arena.check_integrity()
-
-
-def test_freed_blocks_say_how_they_are_given_back() -> None:
-    arena = Arena(10 * ALLOCATION_UNIT_BYTES)
-    freed = Freed(arena.allocate(3, 5000), 5000)
-    assert whole_units(5000) == 2 * ALLOCATION_UNIT_BYTES
-    arena.free(*freed)
-    assert arena.used_bytes == 0

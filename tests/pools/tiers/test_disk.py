@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +21,7 @@ from kvferry.pools.tiers import disk
 from kvferry.pools.tiers.block_file import LOCK_FILE, DiskFailedError, MissingBlockError, file_bytes
 from kvferry.pools.tiers.disk import DiskStore, Fsync
 from kvferry.protocol.errors import ConfigError
-from tests.pools.tiers.disk_blocks import block, files_under, read, read_into, written
+from tests.pools.tiers.disk_blocks import block, files_under, read, written
 
 POLICIES: tuple[Fsync, ...] = ("never", "interval", "block")
 
@@ -85,15 +84,6 @@ def _at(memory: memoryview, offsets: tuple[int, ...]) -> list[memoryview]:
     return [memory[offset : offset + 4096] for offset in offsets]
 
 
-def test_buffers_of_another_form_are_bytes(store: DiskStore) -> None:
-    wanted = block(3, pages=1, page_bytes=4096)
-    values = np.frombuffer(wanted.pages[0], np.float32).reshape(32, 32)
-    written(store, wanted.key, [values.data], wanted.digests)
-    into = np.zeros((32, 32), np.float32)
-    read_into(store, wanted.key, [into.data])
-    assert into.tobytes() == wanted.pages[0]
-
-
 def test_no_block_is_a_miss(store: DiskStore) -> None:
     with pytest.raises(MissingBlockError):
         read(store, block())
@@ -115,13 +105,6 @@ def test_a_link_or_a_pipe_in_place_of_a_block_is_a_miss(store: DiskStore) -> Non
     assert other.file_in(store).exists()
 
 
-def test_blocks_of_other_tenants_are_others(store: DiskStore) -> None:
-    ours, theirs = block(1, tenant=1), block(1, tenant=2)
-    ours.write_to(store)
-    with pytest.raises(MissingBlockError):
-        read(store, theirs)
-
-
 def test_names_cannot_leave_the_root(store: DiskStore) -> None:
     wanted = block()
     for odd in (
@@ -131,16 +114,6 @@ def test_names_cannot_leave_the_root(store: DiskStore) -> None:
     ):
         with pytest.raises(ValueError, match=r"not a valid folder name|a hash"):
             written(store, odd, wanted.buffers, wanted.digests)
-
-
-def test_an_unfinished_write_leaves_nothing_to_see(store: DiskStore) -> None:
-    wanted = block(page_bytes=5000)
-    with store.begin_write(wanted.key, wanted.buffers, wanted.digests) as writer:
-        writer.step(7000)
-        assert files_under(store.root) != []
-        with pytest.raises(MissingBlockError):
-            read(store, wanted)
-    assert files_under(store.root) == []
 
 
 def test_an_unfinished_write_leaves_the_block_that_was_there(store: DiskStore) -> None:

@@ -27,10 +27,6 @@ def _used_at(store: DiskStore, one: Block, second: int) -> None:
     os.utime(one.file_in(store), ns=(0, second * 10**9))
 
 
-def test_nothing_is_found_in_an_empty_root(store: DiskStore) -> None:
-    assert scanned(store) == []
-
-
 def test_whole_blocks_are_found_those_used_longest_ago_first(store: DiskStore) -> None:
     blocks = [block(seed, pages=seed % 3 + 1, parent=bytes([seed]) * 16 if seed else None) for seed in range(20)]
     for second, one in enumerate(reversed(blocks)):
@@ -90,20 +86,6 @@ def test_writers_and_readers_go_on_while_a_scan_runs(store: DiskStore) -> None:
         assert len(files_under(after.root)) == 3
         assert read(after, new) == new.pages
         assert after.counts.leftovers == 0
-
-
-def test_what_is_unfinished_is_removed(store: DiskStore) -> None:
-    one, other = block(1), block(2)
-    one.write_to(store)
-    writer = store.begin_write(other.key, other.buffers, other.digests)
-    writer.step()
-    left = files_under(store.root)
-    assert len(left) == 2
-    with reopened(store) as after:
-        assert [found.header.key for found in scanned(after)] == [one.key]
-        assert after.counts.leftovers == 1
-        assert len(files_under(after.root)) == 1
-        writer.abandon()
 
 
 KILLED = """

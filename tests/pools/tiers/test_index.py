@@ -28,7 +28,7 @@ Place = tuple[Namespace, bytes, Tier]
 
 
 @dataclass(eq=False)
-class Known:
+class _Known:
     """What the model knows of a block."""
 
     space: Namespace
@@ -40,11 +40,10 @@ class Known:
     number: int = 0  # of its bytes in the host tier, 0 without any
 
     def pinned(self) -> bool:
-        """Return whether anybody pins it."""
         return self.pins.total() > 0
 
 
-class Reader:
+class _Reader:
     """A router: it knows where blocks are from what the journal says, and from the list where it came late."""
 
     def __init__(self, cursor: int) -> None:
@@ -67,7 +66,6 @@ class Reader:
         assert not found.lost
 
     def apply(self, change: Change) -> None:
-        """Apply one change."""
         places = {(change.namespace, name, change.tier) for name in change.hashes}
         if self.from_the_first:  # nothing is said twice
             assert len(places) == len(change.hashes)
@@ -75,38 +73,38 @@ class Reader:
         self.places = self.places | places if change.kind is ChangeKind.STORED else self.places - places
 
 
-class IndexAgainstDictionaries(RuleBasedStateMachine):
+class _IndexAgainstDictionaries(RuleBasedStateMachine):
     """Does the same to an index and to dictionaries; its bytes in the host tier are numbered, and freed once each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.journal = CacheJournal(10_000)
         self.index = BlockIndex(self.journal, quota_bytes=999, quotas=QUOTAS, policy="lru")
-        self.ready: dict[tuple[Namespace, bytes], Known] = {}
-        self.writing: dict[tuple[Namespace, bytes], Known] = {}
-        self.gone: list[Known] = []
-        self.order: list[Known] = []  # of blocks in the host tier, the one used longest ago first
+        self.ready: dict[tuple[Namespace, bytes], _Known] = {}
+        self.writing: dict[tuple[Namespace, bytes], _Known] = {}
+        self.gone: list[_Known] = []
+        self.order: list[_Known] = []  # of blocks in the host tier, the one used longest ago first
         self.charged: Counter[int] = Counter()
         self.numbers = 0
         self.used: set[int] = set()  # numbers of bytes that are somebody's
-        self.reader = Reader(1)
-        self.late: Reader | None = None
+        self.reader = _Reader(1)
+        self.late: _Reader | None = None
         self.position = 0
 
     # --- the model ---
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[_Known]:
         """Return all blocks that were ever begun and are not forgotten by the model."""
         return [*self.ready.values(), *self.writing.values(), *self.gone]
 
-    def new_bytes(self, known: Known) -> np.typing.NDArray[np.int64]:
+    def new_bytes(self, known: _Known) -> np.typing.NDArray[np.int64]:
         """Give a block bytes with a number of their own."""
         self.numbers += 1
         known.number = self.numbers
         self.used.add(known.number)
         return np.full(known.space.block_pages, known.number, np.int64)
 
-    def freed(self, freed: Iterable[Freed], expected: Iterable[Known]) -> None:
+    def freed(self, freed: Iterable[Freed], expected: Iterable[_Known]) -> None:
         """Check that what the index gave back is the bytes of those blocks, and free it."""
         expected = list(expected)
         given = [(one.offsets.tolist(), one.size_bytes) for one in freed]
@@ -118,15 +116,14 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
             self.used.remove(known.number)
             known.number = 0
 
-    def forget(self, known: Known) -> None:
-        """Let a block be visible no more."""
+    def forget(self, known: _Known) -> None:
         del self.ready[known.space, known.hash]
         idle = [one for one in self.gone if not one.number and not one.pinned()]
         self.gone = [one for one in self.gone if one not in idle[1:]]  # what is gone for good need not be many
         known.tiers.clear()
         self.gone.append(known)
 
-    def evictable(self) -> list[Known]:
+    def evictable(self) -> list[_Known]:
         """Return blocks that may leave the host tier, in order."""
         return [known for known in self.order if not known.pinned()]
 
@@ -150,12 +147,11 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
                 assert block.state is (BlockState.READY if (space, name) in self.ready else BlockState.WRITING)
                 continue
             assert (block.namespace, block.hash, block.parent) == (space, name, before)
-            self.writing[space, name] = Known(space, name, before, block)
+            self.writing[space, name] = _Known(space, name, before, block)
 
     @precondition(lambda self: self.writing)
     @rule()
     def commit_all(self) -> None:
-        """Make everything visible."""
         self.end_writing(list(self.writing.values()), None)
 
     @precondition(lambda self: self.writing)
@@ -166,8 +162,7 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
         digests: list[tuple[int, ...]] = [(known.hash[0],) for known in done]
         self.end_writing(done, data.draw(st.sampled_from([None, digests])))
 
-    def end_writing(self, done: list[Known], digests: list[tuple[int, ...]] | None) -> None:
-        """Commit blocks."""
+    def end_writing(self, done: list[_Known], digests: list[tuple[int, ...]] | None) -> None:
         self.index.commit([known.block for known in done], [self.new_bytes(known) for known in done], digests)
         for known in done:
             self.ready[known.space, known.hash] = self.writing.pop((known.space, known.hash))
@@ -196,7 +191,7 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
         old = self.ready.get((space, name)) or self.writing.get((space, name))
         if old is None:
             assert block.digests == (7,)
-            old = self.ready[space, name] = Known(space, name, None, block)
+            old = self.ready[space, name] = _Known(space, name, None, block)
         assert block is old.block
         old.tiers.add(tier)
 
@@ -252,8 +247,7 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
                 self.drop(known)
         assert not left
 
-    def drop(self, known: Known) -> None:
-        """Take a victim out of the host tier."""
+    def drop(self, known: _Known) -> None:
         self.freed([self.index.drop_host(known.block)], [known])
         self.order.remove(known)
         known.tiers.remove(Tier.HOST)
@@ -279,7 +273,7 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
     @rule(space=st.sampled_from(SPACES), hashes=CHAINS, holder=st.none() | HOLDERS)
     def look_up(self, space: Namespace, hashes: list[bytes], holder: int | None) -> None:
         """Find the longest prefix, use it, and perhaps pin it."""
-        expected: list[Known] = []
+        expected: list[_Known] = []
         for name in hashes:
             if (space, name) not in self.ready:
                 break
@@ -299,7 +293,6 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), holder=HOLDERS)
     def pin_what_is_being_written(self, data: st.DataObject, holder: int) -> None:
-        """Pin a block before anybody sees it."""
         known = data.draw(st.sampled_from(list(self.writing.values())))
         self.index.pin([known.block], holder)
         known.pins[holder] += 1
@@ -316,7 +309,6 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
 
     @rule(holder=HOLDERS)
     def unpin_holder(self, holder: int) -> None:
-        """Let a holder die."""
         freed = self.index.unpin_holder(holder)
         for known in self.known():
             known.pins[holder] = 0
@@ -324,13 +316,11 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from([1, 2]), size=st.integers(0, 900))
     def charge(self, tenant: int, size: int) -> None:
-        """Take bytes for a snapshot."""
         self.index.accounts[tenant].charged_bytes += size
         self.charged[tenant] += size
 
     @rule(tenant=st.sampled_from([1, 2]))
     def discharge(self, tenant: int) -> None:
-        """Give half of them back."""
         size = (self.charged[tenant] + 1) // 2
         self.index.accounts[tenant].charged_bytes -= size
         self.charged[tenant] -= size
@@ -339,8 +329,7 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
 
     @rule()
     def come_late(self) -> None:
-        """Begin to read the list."""
-        self.late, self.position = Reader(self.journal.position()), 0
+        self.late, self.position = _Reader(self.journal.position()), 0
         self.late.from_the_first = False
 
     @precondition(lambda self: self.late is not None)
@@ -358,7 +347,6 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
         self.late = None
 
     def places(self) -> set[Place]:
-        """Return where what is."""
         return {(*key, tier) for key, known in self.ready.items() for tier in known.tiers}
 
     @invariant()
@@ -385,7 +373,7 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
         assert self.reader.places == self.places()
 
 
-TestIndex = IndexAgainstDictionaries.TestCase
+TestIndex = _IndexAgainstDictionaries.TestCase
 TestIndex.settings = DEVICE.examples(100, stateful_step_count=60)
 
 
@@ -400,43 +388,12 @@ def store(index: BlockIndex, hashes: list[bytes], space: Namespace = SPACES[0]) 
     return blocks
 
 
-def test_a_store_is_one_change_and_so_is_what_is_evicted_in_a_row() -> None:
-    index, journal = new_index()
-    store(index, HASHES)
-    for victim in index.host_victims():
-        index.drop_host(victim)
-    stored, evicted = journal.since(1, 9).changes
-    assert stored == Change(ChangeKind.STORED, Tier.HOST, SPACES[0], tuple(HASHES), None)
-    assert evicted == Change(ChangeKind.EVICTED, Tier.HOST, SPACES[0], tuple(reversed(HASHES)), None)
-    assert len(index) == 0
-
-
 @pytest.mark.parametrize("policy", ["sieve", "lru"])
 def test_the_end_of_a_prefix_goes_before_its_beginning(policy: str) -> None:
     index, _ = new_index(policy=policy)
     blocks = store(index, HASHES)
     index.touch(blocks[:2])
     assert list(index.host_victims()) == [blocks[at] for at in (5, 4, 3, 2, 1, 0)]
-
-
-def test_a_removed_block_may_be_stored_again_while_its_bytes_are_read() -> None:
-    index, _ = new_index()
-    (old,) = store(index, HASHES[:1])
-    index.pin([old], 1)
-    index.pin([old], 2)
-    assert index.remove(old) == []
-    states = [old.state]
-    assert index.unpin_holder(2) == []
-    (new,) = store(index, HASHES[:1])
-    assert new is not old
-    assert index.accounts[1].cached_bytes == 2 * SIZE
-    (freed,) = index.unpin([old], 1)
-    assert (freed.offsets.tolist(), freed.size_bytes) == ([0], SIZE)
-    states.append(old.state)
-    assert states == [BlockState.DOOMED, BlockState.GONE]
-    assert index.accounts[1].cached_bytes == SIZE
-    assert index.get(SPACES[0], HASHES[0]) is new
-    index.check_integrity()
 
 
 def test_wrong_calls_are_refused() -> None:
@@ -456,25 +413,14 @@ def test_wrong_calls_are_refused() -> None:
     index.check_integrity()
 
 
-def test_who_has_most_of_its_quota_in_use_gives_first() -> None:
+def test_a_tenant_without_a_quota_gives_first_and_one_nobody_heard_of_has_nothing() -> None:
     index = BlockIndex(CacheJournal(10), quota_bytes=0, quotas=QUOTAS)
-    store(index, HASHES[:5], SPACES[0])
-    store(index, HASHES[:4], SPACES[2])
-    tenants = []
-    for victim in index.host_victims():
-        tenants.append(victim.namespace.tenant)
-        index.drop_host(victim)
-    assert tenants[:5] == [2, 2, 2, 1, 1]
     store(index, HASHES[:4], SPACES[2])
     store(index, HASHES[:1], Namespace(3, "d", "i", "main", 1))
     assert next(index.host_victims()).namespace.tenant == 3
-
-
-def test_a_tenant_nobody_heard_of_has_nothing_and_its_quota() -> None:
     index, _ = new_index(quota_bytes=50)
     assert (index.accounts[9].used_bytes, index.accounts[9].quota_bytes) == (0, 50)
     assert list(index.host_victims(9)) == []
-    assert index.longest_prefix(SPACES[0], HASHES) == []
 
 
 def test_pinned_blocks_keep_their_marks_where_nothing_can_go() -> None:
@@ -499,11 +445,3 @@ def test_the_list_forgets_what_left_and_goes_on_where_it_was() -> None:
     rest = index.page(first.next_position, 100)
     assert rest.blocks == blocks[350:]
     assert rest.next_position is None
-
-
-def test_what_is_shown_says_nothing_of_tokens() -> None:
-    index, _ = new_index()
-    (block,) = store(index, [bytes(range(16))])
-    index.set_tier(block, Tier.DISK, present=True)
-    assert repr(block) == "<CachedBlock 00010203 READY host+disk pins={}>"
-    assert repr(index).startswith("<BlockIndex blocks=1 writing=0 <HostAccounts tenants=1 used_bytes=128")

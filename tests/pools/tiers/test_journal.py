@@ -18,13 +18,6 @@ def stored(*hashes: bytes, parent: bytes | None = None, tier: Tier = Tier.HOST) 
     return Change(ChangeKind.STORED, tier, SPACE, hashes, parent)
 
 
-def test_a_chain_is_one_change() -> None:
-    journal = CacheJournal(8)
-    journal.stored(Tier.HOST, SPACE, b"b", b"a")
-    journal.stored(Tier.HOST, SPACE, b"c", b"b")
-    assert journal.since(1, 9) == Changes((stored(b"b", b"c", parent=b"a"),), 2, lost=False)
-
-
 def test_what_is_no_chain_is_a_change_each() -> None:
     journal = CacheJournal(8)
     journal.stored(Tier.HOST, SPACE, b"b", b"a")
@@ -72,14 +65,6 @@ def test_a_reader_pages_and_one_that_is_too_late_hears_of_it() -> None:
     assert journal.since(0, 2) == Changes((), 6, lost=True)
 
 
-def test_an_empty_journal_loses_nothing() -> None:
-    journal = CacheJournal(1)
-    assert journal.position() == 1
-    assert journal.since(1, 1) == Changes((), 1, lost=False)
-    journal.evicted(Tier.HOST, SPACE, b"x")
-    assert repr(journal) == "<CacheJournal changes=0 next=2>"
-
-
 @given(notes=st.lists(NOTES, max_size=60), capacity=st.integers(1, 9), limit=st.integers(1, 4), data=st.data())
 def test_a_reader_gets_what_was_noted_in_order_or_hears_that_it_did_not(
     notes: list[tuple[bool, Tier, Namespace, bytes, bytes | None]], capacity: int, limit: int, data: st.DataObject
@@ -105,13 +90,9 @@ def test_a_reader_gets_what_was_noted_in_order_or_hears_that_it_did_not(
         read += [one for change in found.changes for one in flat(change)]
     if not found.lost:
         assert read == [
-            (
-                ChangeKind.STORED if is_stored else ChangeKind.EVICTED,
-                tier,
-                namespace,
-                name,
-                parent if is_stored else None,
-            )
+            (ChangeKind.STORED, tier, namespace, name, parent)
+            if is_stored
+            else (ChangeKind.EVICTED, tier, namespace, name, None)
             for is_stored, tier, namespace, name, parent in notes[missed:]
         ]
 

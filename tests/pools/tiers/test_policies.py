@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.tiers.policies import POLICY_NAMES, EvictionPolicy, Key, Sieve, make_policy
+from kvferry.pools.tiers.policies import POLICY_NAMES, EvictionPolicy, Key, make_policy
 from tests.devices import DEVICE
 
 KEYS = st.integers(0, 11)
@@ -16,23 +14,7 @@ ACCESSES = st.lists(KEYS, max_size=120)
 BOTH = pytest.mark.parametrize("name", POLICY_NAMES)
 
 
-class Model(Protocol):
-    """A policy in the plainest way: which key goes, where some may not go."""
-
-    def add(self, key: int) -> None:
-        """Take a new key in."""
-
-    def hit(self, key: int) -> None:
-        """Note a use."""
-
-    def remove(self, key: int) -> None:
-        """Forget a key."""
-
-    def evict(self, pinned: frozenset[int]) -> int | None:
-        """Forget the next key that may go, and return it."""
-
-
-class ListSieve:
+class _ListSieve:
     """SIEVE on a list, oldest first; the hand is a position, which goes back to 0 behind the newest."""
 
     def __init__(self) -> None:
@@ -47,7 +29,6 @@ class ListSieve:
         self.queue.append(key)
 
     def hit(self, key: int) -> None:
-        """Set the bit."""
         self.visited.add(key)
 
     def remove(self, key: int) -> None:
@@ -71,27 +52,23 @@ class ListSieve:
         return None
 
 
-class ListLru:
+class _ListLru:
     """LRU on a list, the one used longest ago first."""
 
     def __init__(self) -> None:
         self.queue: list[int] = []
 
     def add(self, key: int) -> None:
-        """Put a key at the new end."""
         self.queue.append(key)
 
     def hit(self, key: int) -> None:
-        """Move a key to the new end."""
         self.queue.remove(key)
         self.queue.append(key)
 
     def remove(self, key: int) -> None:
-        """Take a key out."""
         self.queue.remove(key)
 
     def evict(self, pinned: frozenset[int]) -> int | None:
-        """Take the first one out that is not pinned."""
         key = next((key for key in self.queue if key not in pinned), None)
         if key is not None:
             self.queue.remove(key)
@@ -107,7 +84,7 @@ def evict(policy: EvictionPolicy[int], pinned: frozenset[int] = frozenset()) -> 
     return None
 
 
-MODELS: dict[str, type[Model]] = {"sieve": ListSieve, "lru": ListLru}
+MODELS: dict[str, type[_ListSieve | _ListLru]] = {"sieve": _ListSieve, "lru": _ListLru}
 
 
 def take_all(policy: EvictionPolicy[Key]) -> list[Key]:
@@ -152,28 +129,6 @@ def test_a_cache_under_each_policy_evicts_what_the_plain_model_evicts(
         there.add(key)
         assert len(policy) == len(there)
     assert take_all(policy) == [model.evict(frozenset()) for _ in there]
-
-
-@BOTH
-@given(count=st.integers(0, 12), hits=st.lists(KEYS), data=st.data())
-def test_every_key_is_a_victim_once_a_call_and_skipped_ones_stay(
-    name: str, count: int, hits: list[int], data: st.DataObject
-) -> None:
-    policy: EvictionPolicy[int] = make_policy(name)
-    for key in range(count):
-        policy.add(key)
-    for key in hits:
-        if key < count:
-            policy.hit(key)
-    kept = data.draw(st.frozensets(KEYS))
-    chunk_announced = []
-    for key in policy.victims():
-        chunk_announced.append(key)
-        if key not in kept:
-            policy.remove(key)
-    assert sorted(chunk_announced) == list(range(count))
-    assert sorted(policy.victims()) == sorted(kept & set(range(count)))
-    assert len(policy) == len(kept & set(range(count)))
 
 
 @BOTH
@@ -227,30 +182,6 @@ def test_the_place_of_a_skipped_key_is_no_way_back_to_keys_that_left(name: str) 
         policy.remove(key)
     policy.add(4)
     assert 3 not in victims
-
-
-def test_sieve_passes_what_was_hit_and_keeps_its_place() -> None:
-    policy: Sieve[str] = Sieve()
-    for key in "abcd":
-        policy.add(key)
-    policy.hit("a")
-    policy.hit("b")
-    first = next(policy.victims())
-    policy.remove(first)
-    policy.add("e")
-    assert [first, *take_all(policy)] == ["c", "d", "e", "a", "b"]
-
-
-def test_a_scan_does_not_push_out_what_sieve_saw_hit() -> None:
-    policy: Sieve[int] = Sieve()
-    for key in range(4):
-        policy.add(key)
-    for scanned in range(100, 140):
-        for key in (0, 1):
-            policy.hit(key)
-        policy.remove(next(policy.victims()))
-        policy.add(scanned)
-    assert {0, 1} <= set(policy.victims())
 
 
 @BOTH
