@@ -28,14 +28,7 @@ def run(*command: str | Path, cwd: Path, stdin: str = "", **environment: str) ->
     """Run a command without this environment's Python settings and return its output; it must succeed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=kept | environment,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        command, cwd=cwd, env=kept | environment, input=stdin, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, f"{command} exited with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout

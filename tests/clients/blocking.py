@@ -6,48 +6,58 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Self, cast
 
 from kvferry.clients import AsyncClient, Client
+from kvferry.clients.submissions import Batch
 
 
 class Blocking:
-    """An asynchronous client whose event loop runs as long as a call does."""
+    """An asynchronous client, ``itself``, whose event loop runs as long as a call does; or a batch of one."""
 
-    def __init__(self, runner: asyncio.Runner, client: AsyncClient) -> None:
+    def __init__(self, runner: asyncio.Runner, itself: Any) -> None:  # noqa: ANN401  a client or a batch
         self._runner = runner
-        self._client = client
+        self.itself = itself
 
     def __repr__(self) -> str:
         """Show the client."""
-        return repr(self._client)
+        return repr(self.itself)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  whatever the client has
         """Return what the client has of that name; a call is awaited."""
-        found = getattr(self._client, name)
-        return self._awaiting(found) if callable(found) else found
+        found = getattr(self.itself, name)
+        return (lambda *arguments, **named: self._call(found, *arguments, **named)) if callable(found) else found
 
-    def _awaiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        async def awaited(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401  whatever it takes and returns
+    def __enter__(self) -> Self:
+        """Begin a batch."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """End a batch."""
+        self._call(self.itself.__exit__, kind, error, at)
+
+    def _call(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        async def awaited() -> Any:  # noqa: ANN401  whatever it returns
             result = call(*arguments, **named)
             if inspect.isasyncgen(result):
                 return [one async for one in result]
             return await result if inspect.isawaitable(result) else result
 
-        return lambda *arguments, **named: self._runner.run(awaited(*arguments, **named))
+        result = self._runner.run(awaited())
+        return Blocking(self._runner, result) if isinstance(result, Batch) else result
 
 
 @contextmanager
-def connected(kind: type[Client | AsyncClient], runtime_dir: Path, name: str) -> Iterator[Client]:
-    """Connect a client of a kind, and close it at the end."""
+def connected(kind: type[Client | AsyncClient], *arguments: Any, **named: Any) -> Iterator[Client]:  # noqa: ANN401
+    """Connect a client of a kind, with the arguments of ``connect``, and close it at the end."""
     if kind is Client:
-        with Client.connect(runtime_dir, name=name) as client:
+        with Client.connect(*arguments, **named) as client:
             yield client
         return
 
     async def connect() -> AsyncClient:
-        return await AsyncClient.connect(runtime_dir, name=name)
+        return await AsyncClient.connect(*arguments, **named)
 
     with asyncio.Runner() as runner:
         blocking = Blocking(runner, runner.run(connect()))

@@ -40,7 +40,7 @@ def spec() -> MhaSpec:
 def connect(request: pytest.FixtureRequest, daemon: DaemonProcess) -> Iterator[Callable[[str], Client]]:
     """Return what connects a client of that name, of either kind; closed at the end."""
     with ExitStack() as stack:
-        yield lambda name: stack.enter_context(connected(request.param, daemon.runtime_dir, name))
+        yield lambda name: stack.enter_context(connected(request.param, daemon.runtime_dir, name=name))
 
 
 @pytest.fixture

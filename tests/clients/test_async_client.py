@@ -12,12 +12,7 @@ import pytest
 
 from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import (
-    ClientClosedError,
-    DaemonLostError,
-    DeadlineError,
-    InvalidFieldError,
-)
+from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, InvalidFieldError
 from tests.daemons import DaemonProcess, running_daemon
 from tests.devices import DEVICE
 

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
 
-from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
 from kvferry.clients.calls import Call
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.envelope import MAX_BATCH
-from kvferry.protocol.errors import (
-    CancelledError,
-    InvalidFieldError,
-    MisuseError,
-    NotOwnerError,
-    PageOutOfRangeError,
-)
+from kvferry.protocol.errors import CancelledError, InvalidFieldError, MisuseError, NotOwnerError, PageOutOfRangeError
 from kvferry.protocol.pool_messages import AttachPool
 from kvferry.protocol.session_messages import OpenEvents, Ping
 from tests.clients.tier_pools import MODEL, SPEC, Filled, hashes
-from tests.daemons import DaemonProcess
 
 SMALL = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 
 
 @pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
+def client(connect: Callable[[str], Client]) -> Iterator[Client]:
     """Return a session of an engine."""
-    with Client.connect(daemon.runtime_dir, name="engine") as one:
-        yield one
-        one.evict_cached()
+    one = connect("engine")
+    yield one
+    one.evict_cached()
 
 
 def requests_of(client: Client) -> int:
@@ -68,24 +61,6 @@ def test_one_step_is_one_message(client: Client, name: str) -> None:
     assert pool.holds(ids[8:10], [one[:, :2] for one in content])
     client.drop_snapshot(out.snapshot)
     pool.close()
-
-
-@pytest.mark.anyio
-async def test_the_asynchronous_client(daemon: DaemonProcess, name: str) -> None:
-    async with AsyncClient.connect(daemon.runtime_dir) as client:
-        await client.create_pool(name, SPEC, model=MODEL)
-        ids, request_id = await client.allocate(name, 4), new_request_id()
-        with client.batched() as step:
-            sent = step.send(name, request_id, [pages(ids[:2])])
-            received = step.receive(name, request_id, [pages(ids[2:])])
-            stored = step.store(name, hashes(1, salt=11), ids[:1])
-            freed = step.free(name, [1_000])
-        assert (await client.wait_finished(received)).pages == 2
-        await client.wait_settled(sent)
-        assert (await client.wait_done(stored)).stored == 1
-        with pytest.raises(PageOutOfRangeError):
-            await client.wait(freed)
-        await client.evict_cached()
 
 
 def test_what_waits_for_an_event_holds_up_its_own_reply_only(client: Client, name: str) -> None:

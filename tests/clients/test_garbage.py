@@ -17,10 +17,7 @@ from kvferry.clients import AsyncClient, Client
 async def connected():
     return await AsyncClient.connect(sys.argv[1], name="dropped")
 """
-CONNECT = {
-    "sync": 'client = Client.connect(sys.argv[1], name="dropped")',
-    "async": "client = asyncio.run(connected())",
-}
+CONNECT = {"sync": 'client = Client.connect(sys.argv[1], name="dropped")', "async": "client = asyncio.run(connected())"}
 COLLECT = """
 client.itself = client  # as an engine whose parts know each other
 del client

@@ -45,13 +45,7 @@ SPECS: Final[dict[str, PoolSpec]] = {
         dtype="float16",
     ),
     "packed": MlaSpec(
-        layers=2,
-        tokens=64,
-        page_size=16,
-        kv_lora_rank=128,
-        qk_rope_head_dim=8,
-        dtype="float8_e4m3fn",
-        packed="ds_mla",
+        layers=2, tokens=64, page_size=16, kv_lora_rank=128, qk_rope_head_dim=8, dtype="float8_e4m3fn", packed="ds_mla"
     ),
     "joined": MlaSpec(
         layers=2, tokens=64, page_size=16, kv_lora_rank=32, qk_rope_head_dim=8, dtype="bfloat16", joined=True

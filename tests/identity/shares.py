@@ -127,12 +127,7 @@ def _share(count: int, rank: Rank) -> slice:
 
 def _heads(model: TinyModel, rank: Rank) -> dict[str, Any]:
     held = rank_heads(model.kv_heads, rank.size, rank.number)
-    return {
-        "kv_heads": held.count,
-        "head_start": held.start,
-        "total_heads": model.kv_heads,
-        "replicas": held.replicas,
-    }
+    return {"kv_heads": held.count, "head_start": held.start, "total_heads": model.kv_heads, "replicas": held.replicas}
 
 
 def _draft(draft: TinyModel | None, rank: Rank) -> DraftSpec | None:
