@@ -16,7 +16,6 @@ from kvferry.daemon.control.dispatch import Answer, Call, OpenBatch
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
 from kvferry.protocol.envelope import MAX_BATCH, REQUEST_TYPES, Batch, Batched, Reply
-from kvferry.protocol.errors import PageBusyError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocate, DeletePool, Free, Freed, PoolDeleted
 from kvferry.protocol.tier_messages import (
@@ -42,25 +41,18 @@ FREE = Free(pool="a", pages=2)
 
 
 class Batching(Dispatching):
-    """A dispatcher that also answers FREE and SNAPSHOTS, and refuses to allocate 13 pages."""
+    """A dispatcher that also answers FREE and SNAPSHOTS."""
 
     def __init__(self) -> None:
         super().__init__(LIMITS)
-        self.on_call = self._refuse_13
         self.dispatcher.handle("FREE", self._free)
         self.dispatcher.handle("SNAPSHOTS", self._snapshots)
         self.freed: list[list[int]] = []
 
     def results(self) -> list[Any]:
-        """Return the results of the one reply."""
         (reply,) = self.messages
         assert isinstance(reply.body, Batched), reply.body
         return list(reply.body.results)
-
-    @staticmethod
-    def _refuse_13(call: Call) -> None:
-        if call.body == Allocate(pool="a", count=13):
-            raise PageBusyError("page 13", field="count")
 
     def _free(self, call: Call) -> Answer:
         self.freed.append(call.ids[0].tolist())
@@ -77,23 +69,11 @@ class Batching(Dispatching):
 
 @pytest.fixture
 async def daemon() -> Batching:
-    """Return a dispatcher and its surroundings, on the test's loop."""
     return Batching()
 
 
 def codes(results: list[Any]) -> list[str]:
-    """Return each result's error, or empty."""
     return [one.error.code if isinstance(one, ErrorReply) else "" for one in results]
-
-
-@pytest.mark.anyio
-async def test_each_has_its_result_and_its_frames(daemon: Batching) -> None:
-    bad = Allocate(pool="a", count=13)
-    daemon.take(Batch(requests=(FREE, ALLOCATE, bad, FREE, Allocate(pool="a", count=3))), [1, 2], [3, 4])
-    assert codes(daemon.results()) == ["", "", "PAGE_BUSY", "", ""]
-    assert daemon.results()[2].error.field == "count"
-    assert daemon.freed == [[1, 2], [3, 4]]
-    assert [one.tolist() for one in daemon.sent[0][2]] == [[0], [0, 1, 2]]
 
 
 @pytest.mark.anyio
@@ -221,12 +201,10 @@ NUMBER = st.integers(1, 4)
 
 
 def listed(make: Callable[[int], RequestBody]) -> st.SearchStrategy[tuple[RequestBody, list[int] | None]]:
-    """Return requests with a list of pages."""
     return PAGES.map(lambda ids: (make(len(ids)), ids))
 
 
 def alone(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[RequestBody, list[int] | None]]:
-    """Return requests without pages."""
     return strategy.map(lambda body: (body, None))
 
 

@@ -28,7 +28,7 @@ from kvferry.protocol.session_messages import PoolStatus
 from kvferry.protocol.session_stream import SessionOpen
 from tests.clients.tier_pools import MODEL, SPEC, hashes
 from tests.daemon.instance_engine import BLOCKS, DECODE, PAGES, PREFILL
-from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
+from tests.daemons import DaemonProcess, said_by_another_user, soon
 from tests.raw_engine import raw_engine
 from tests.started import Started, started
 
@@ -36,13 +36,6 @@ ALL = SPEC.tokens // SPEC.page_size
 PROGRAM = Path(__file__).with_name("instance_engine.py")
 CONFIG = "[tiers]\nhost_bytes = 262144\nsnapshot_grace_s = 0.0\n"
 TUNING = Tuning(limits=Limits(max_sessions=8))
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Run a daemon with a host tier, for a few sessions."""
-    with running_daemon(tmp_path_factory.mktemp("instances"), CONFIG, tuning=TUNING) as one:
-        yield one
 
 
 @pytest.fixture
@@ -73,19 +66,14 @@ def engine(daemon: DaemonProcess, part: str, request_id: str, *given: int) -> It
 
 
 def pool_of(client: Client, name: str) -> PoolStatus | None:
-    """Return a pool as STATUS shows it, or None."""
     return next((one for one in client.status().pools if one.pool == name), None)
 
 
 def free_pages(client: Client, name: str) -> int:
-    """Return the free pages of a pool."""
-    found = pool_of(client, name)
-    assert found is not None
-    return found.free
+    return next(one.free for one in client.status().pools if one.pool == name)
 
 
 def sessions(client: Client) -> list[str]:
-    """Return the names of the live sessions."""
     return [one.name for one in client.status().sessions]
 
 
@@ -131,8 +119,9 @@ def test_what_is_anothers_and_what_is_not(daemon: DaemonProcess, other: Client) 
         for stranger in (foreign, other):
             with pytest.raises(NotOwnerError, match="owned by another instance"):
                 stranger.free(PREFILL, ids)
-            with pytest.raises(NotOwnerError):
-                stranger.wait_finished(stranger.send(PREFILL, new_request_id(), [pages(ids)]))
+            for move in (stranger.send, stranger.receive):
+                with pytest.raises(NotOwnerError):
+                    stranger.wait_finished(move(PREFILL, new_request_id(), [pages(ids)]))
             with pytest.raises(NotOwnerError):
                 stranger.wait_done(stranger.offload(PREFILL, [pages(ids)]))
             with pytest.raises(UnknownLeaseError):

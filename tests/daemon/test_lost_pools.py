@@ -11,7 +11,6 @@ from kvferry.daemon.services.pool_registry import MAX_REMEMBERED, LostPools
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Return the daemon's file, which is not there yet."""
     return tmp_path / "device-pools.json"
 
 

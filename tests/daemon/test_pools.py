@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 from typing import Any, Final, cast
@@ -27,7 +28,7 @@ from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError, PoolExistsError
 from kvferry.protocol.ids import HOST, ModelIdentity
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, Manifest, MhaSpec
+from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MhaSpec
 from kvferry.protocol.pool_messages import Allocate, CreatePool, PoolCreated
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
@@ -60,30 +61,24 @@ class Pools:
         )
 
     def handle(self, kind: str, handler: Handler) -> None:
-        """Take a handler as ``Dispatcher`` does."""
         self._handlers[kind] = handler
 
     def answer(self, session: Session, message_id: int, answer: Answer) -> None:
-        """Take a later answer as ``Dispatcher`` does."""
         del session, message_id
         self._replies.put_nowait(answer)
 
     def answer_error(self, session: Session, message_id: int, error: KvferryError) -> None:
-        """Take a later refusal as ``Dispatcher`` does."""
         del session, message_id
         self._replies.put_nowait(error)
 
     def engine(self, instance: str) -> Session:
-        """Return a new session of an instance."""
         return self.sessions.open("engine", Peer(1, 2, 3), instance)
 
     def end(self, session: Session) -> None:
-        """End a session, the last one of its instance."""
         self.sessions.close(session)
         self.service.instance_lost(session.owner_id)
 
     def ask(self, session: Session, kind: str, body: Body) -> Answer | None:
-        """Let an engine ask."""
         return self._handlers[kind](Call(1, session, body, (), WAIT_S))
 
     def create(self, session: Session, name: str = "decode") -> None:
@@ -91,14 +86,12 @@ class Pools:
         assert self.ask(session, "CREATE_POOL", CreatePool(pool=name, spec=SPEC, lifetime="instance")) is None
 
     async def reply(self) -> Any:  # noqa: ANN401  the test knows which one
-        """Return the next later answer's body."""
         reply = await asyncio.wait_for(self._replies.get(), WAIT_S)
         return reply.body if isinstance(reply, Answer) else reply
 
 
 @pytest.fixture
 async def pools(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Pools]:  # noqa: ARG001  runs on the test's loop
-    """Return a service with memory for one pool."""
     one = Pools(monkeypatch)
     yield one
     one.may_populate.set()
@@ -115,11 +108,10 @@ async def test_a_name_whose_instance_ended_while_it_was_populated_is_busy_and_th
     pools.may_populate.set()
     async with asyncio.timeout(WAIT_S):
         while True:
-            try:
+            with contextlib.suppress(OverloadedError):
                 pools.create(successor)
                 break
-            except OverloadedError:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
     created = await pools.reply()
     assert isinstance(created, PoolCreated)
     assert created.created
@@ -151,9 +143,10 @@ DRAFTED: Final = MhaSpec(
 )  # fmt: skip
 
 
-def check(existing: Manifest, wanted: Manifest) -> None:
-    """Check two pools that differ in their manifests only."""
-    check_same("decode", PoolTraits(existing, HOST), PoolTraits(wanted, HOST))
+def check(existing: MhaSpec | HybridSwaSpec, **changes: Any) -> None:  # noqa: ANN401  any field
+    """Check two pools whose specs differ in these fields."""
+    wanted = msgspec.structs.replace(existing, **changes)
+    check_same("decode", PoolTraits(manifest_of(existing), HOST), PoolTraits(manifest_of(wanted), HOST))
 
 
 @pytest.mark.parametrize(
@@ -168,9 +161,8 @@ def check(existing: Manifest, wanted: Manifest) -> None:
     ],
 )
 def test_another_pool_is_refused(changes: dict[str, Any], said: str) -> None:
-    existing, wanted = manifest_of(DRAFTED), manifest_of(msgspec.structs.replace(DRAFTED, **changes))
     with pytest.raises(PoolExistsError, match=said) as caught:
-        check(existing, wanted)
+        check(DRAFTED, **changes)
     assert caught.value.field == "spec"
 
 
@@ -179,32 +171,24 @@ def test_a_pool_of_another_window_is_refused() -> None:
         full_layers=(0,), window_layers=(1,), tokens=8, window_tokens=8, window=4, page_size=4, kv_heads=1, head_dim=4,
         dtype="float16",
     )  # fmt: skip
-    existing, wanted = manifest_of(spec), manifest_of(msgspec.structs.replace(spec, window=8))
-    assert existing.layout_digest == wanted.layout_digest, "pages of one are pages of the other"
+    other = msgspec.structs.replace(spec, window=8)
+    assert manifest_of(spec).layout_digest == manifest_of(other).layout_digest, "pages of one are pages of the other"
     with pytest.raises(PoolExistsError, match="a window of 4 tokens in swa, asked for with a window of 8") as caught:
-        check(existing, wanted)
+        check(spec, window=8)
     assert caught.value.field == "spec"
-    stage = msgspec.structs.replace(spec, window_layers=())
-    check_same(
-        "decode",
-        PoolTraits(manifest_of(stage), HOST),
-        PoolTraits(manifest_of(msgspec.structs.replace(stage, window=8)), HOST),
-    )
+    check(msgspec.structs.replace(spec, window_layers=()), window=8)
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"view": "fia"}, {"k_scale": ((0.5,), (0.5,))}, {"optional_components": ("draft",)}], ids=str
 )
 def test_what_makes_no_other_bytes_makes_no_other_pool(changes: dict[str, Any]) -> None:
-    spec = msgspec.structs.replace(DRAFTED, draft=None, optional_components=())
-    check_same(
-        "decode",
-        PoolTraits(manifest_of(spec), HOST),
-        PoolTraits(manifest_of(msgspec.structs.replace(spec, **changes)), HOST),
-    )
+    check(msgspec.structs.replace(DRAFTED, draft=None, optional_components=()), **changes)
 
 
 NAMED: Final = ModelIdentity(name="some/model", revision="1", salt="secret")
+REVISED: Final = msgspec.structs.replace(NAMED, revision="2")
+SALTED: Final = msgspec.structs.replace(NAMED, salt="other")
 
 
 @pytest.mark.parametrize(
@@ -213,18 +197,8 @@ NAMED: Final = ModelIdentity(name="some/model", revision="1", salt="secret")
         ({"device": "npu:0"}, {}, "device", "exists on npu:0, asked for on host; 3 pages held"),
         ({"model": NAMED}, {}, "model", "exists for model 'some/model.*', asked for no model"),
         ({}, {"model": NAMED}, "model", "exists for no model, asked for model 'some/model"),
-        (
-            {"model": NAMED},
-            {"model": msgspec.structs.replace(NAMED, revision="2")},
-            "model.revision",
-            "asked for model",
-        ),
-        (
-            {"model": NAMED},
-            {"model": msgspec.structs.replace(NAMED, salt="other")},
-            "model.salt",
-            "exists with another cache salt",
-        ),
+        ({"model": NAMED}, {"model": REVISED}, "model.revision", "asked for model"),
+        ({"model": NAMED}, {"model": SALTED}, "model.salt", "exists with another cache salt"),
         ({"ends_with": 7}, {}, "lifetime", "ends with its owner, asked for with lifetime 'daemon': attach it"),
         ({"ends_with": 7}, {"ends_with": 8}, "lifetime", "asked for with lifetime 'instance'"),
         ({"max_payload_bytes": 5}, {"max_payload_bytes": 6}, "max_payload_bytes", "of at most 5 bytes, asked for 6"),
@@ -234,9 +208,8 @@ def test_another_device_model_lifetime_or_bound_is_refused(
     existing: dict[str, Any], wanted: dict[str, Any], field: str, said: str
 ) -> None:
     traits = PoolTraits(manifest_of(SPEC), HOST)
+    one, other = traits._replace(**existing), traits._replace(**wanted)
     with pytest.raises(PoolExistsError, match=said) as caught:
-        check_same(
-            "decode", traits._replace(**existing), traits._replace(**wanted), held="3 pages held", end="its owner"
-        )
+        check_same("decode", one, other, held="3 pages held", end="its owner")
     assert caught.value.field == field
     assert "secret" not in caught.value.detail

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import mmap
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,7 +22,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvferry.clients import AsyncClient, Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
 from kvferry.clients.shared_memory import memory_at
 from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
 from kvferry.pools.devices.host import HostRegion
@@ -40,15 +39,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
-from kvferry.protocol.session_stream import (
-    FrameSplitter,
-    MemoryFollows,
-    SessionOpen,
-    SessionOpened,
-    ShareFollows,
-    pack,
-    unpack_frame,
-)
+from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows, pack
 from kvferry.protocol.settings import SESSION_SOCKET
 from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import RawEngine, raw_engine
@@ -101,6 +92,15 @@ def wait_until_held(daemon: DaemonProcess, count: int) -> None:
             watcher.ping()
 
 
+def move(client: Client, source: str, sent: npt.ArrayLike, target: str, wanted: npt.ArrayLike) -> None:
+    """Send pages of a pool to pages of a pool, and wait until that is over."""
+    request_id = new_request_id()
+    receiving = client.receive(target, request_id, [pages(wanted)])
+    client.wait_settled(client.send(source, request_id, [pages(sent)]))
+    client.wait_finished(receiving)
+    client.wait_settled(receiving)
+
+
 # -- into it and out of it
 
 
@@ -114,15 +114,8 @@ def test_bytes_go_into_registered_memory_and_out_of_it(client: Client, name: str
     before = {key: one.copy() for key, one in target.items()}
     own = client.create_pool(f"{name}-own", SPEC)
     ids = client.allocate(own.name, 3)
-    for sender, sent, receiver, wanted in (
-        (f"{name}-source", [3, 1, 16], own.name, ids),
-        (own.name, ids, f"{name}-target", [5, 9, 2]),
-    ):
-        request_id = new_request_id()
-        receiving = client.receive(receiver, request_id, [pages(wanted)])
-        client.wait_settled(client.send(sender, request_id, [pages(sent)]))
-        client.wait_finished(receiving)
-        client.wait_settled(receiving)
+    move(client, f"{name}-source", [3, 1, 16], own.name, ids)
+    move(client, own.name, ids, f"{name}-target", [5, 9, 2])
     for key, one in target.items():
         assert (own.array(*key)[:, ids] == source[key][:, [3, 1, 16]]).all()
         before[key][:, [5, 9, 2]] = source[key][:, [3, 1, 16]]
@@ -176,21 +169,13 @@ def test_other_sessions_of_the_user_attach_it(daemon: DaemonProcess, client: Cli
         seen.close()
 
 
-def test_tensors_of_an_asynchronous_client(daemon: DaemonProcess, name: str) -> None:
+def test_tensors(client: Client, name: str) -> None:
     memory = SharedMemory(1 << 20)
     rows = memory.tensor((2, 17, 4, 1, 12), "bfloat16")
     rows.copy_(torch.randn(rows.shape))
-
-    async def transfer() -> None:
-        async with AsyncClient.connect(daemon.runtime_dir) as client:
-            await client.register_pool(name, LATENT, {("main", "k"): rows}, device="host")
-            request_id = new_request_id()
-            receiving = client.receive(name, request_id, [pages([5, 6])])
-            await client.wait_settled(client.send(name, request_id, [pages([1, 2])]))
-            await client.wait_finished(receiving)
-            await client.delete_pool(name)
-
-    asyncio.run(transfer())
+    client.register_pool(name, LATENT, {("main", "k"): rows}, device="host")
+    move(client, name, [1, 2], name, [5, 6])
+    client.delete_pool(name)
     assert torch.equal(rows[:, [5, 6]], rows[:, [1, 2]])
 
 
@@ -242,10 +227,7 @@ def test_memory_outlives_the_daemon_and_is_registered_again(tmp_path: Path) -> N
         folder.mkdir()
         with running_daemon(folder) as daemon, Client.connect(daemon.runtime_dir) as client:
             client.register_pool("pool", SPEC, arrays, device="host")
-            request_id = new_request_id()
-            receiving = client.receive("pool", request_id, [pages([10 + number])])
-            client.wait_settled(client.send("pool", request_id, [pages([1])]))
-            client.wait_finished(receiving)
+            move(client, "pool", [1], "pool", [10 + number])
             daemon.kill()
         for key, one in arrays.items():
             wanted[key][:, 10 + number] = wanted[key][:, 1]
@@ -264,7 +246,6 @@ class Claim(NamedTuple):
 
 
 def memfd(size_bytes: int = MEMORY_BYTES, seals: int = SEALS, flags: int = os.MFD_ALLOW_SEALING) -> int:
-    """Return memory that an engine makes by itself."""
     fd = os.memfd_create("claimed", flags | os.MFD_CLOEXEC)
     os.ftruncate(fd, size_bytes)
     if seals:
@@ -281,17 +262,9 @@ def read_only() -> int:
         os.close(fd)
 
 
-def socket_fd() -> int:
-    """Return a descriptor that is no memory."""
-    return socket.socket(socket.AF_UNIX).detach()
-
-
 def said(role: str, offset: int | None, **changes: Any) -> RegisteredArrays:  # noqa: ANN401  any field
-    """Return what is said of one array."""
-    whole = RegisteredArrays(
-        component="main", role=role, shape=SHAPE, strides=STRIDES, dtype="float32", offset_bytes=offset
-    )
-    return msgspec.structs.replace(whole, **changes)
+    whole: dict[str, Any] = {"shape": SHAPE, "strides": STRIDES, "dtype": "float32", "offset_bytes": offset}
+    return RegisteredArrays(component="main", role=role, **{**whole, **changes})
 
 
 K: Final = said("k", 0)
@@ -303,7 +276,7 @@ CLAIMS: Final[dict[str, tuple[Claim, str, str]]] = {
     "sealed against writing": (Claim(lambda: memfd(seals=SEALS | fcntl.F_SEAL_WRITE)), "INVALID_FIELD", "memory"),
     "to be read only": (Claim(read_only), "INVALID_FIELD", "memory"),
     "empty": (Claim(lambda: memfd(0)), "INVALID_FIELD", "memory"),
-    "no memory": (Claim(socket_fd), "INVALID_FIELD", "memory"),
+    "no memory": (Claim(lambda: socket.socket(socket.AF_UNIX).detach()), "INVALID_FIELD", "memory"),
     "a file": (Claim(lambda: os.open("/tmp", os.O_TMPFILE | os.O_RDWR)), "INVALID_FIELD", "memory"),  # noqa: S108
     "too short": (Claim(lambda: memfd(2 * ARRAY_BYTES - 1)), "INVALID_FIELD", "main/v.storage"),
     "beyond its end": (Claim(arrays=(K, said("v", MEMORY_BYTES))), "INVALID_FIELD", "main/v.storage"),
@@ -329,7 +302,6 @@ CLAIMS: Final[dict[str, tuple[Claim, str, str]]] = {
 
 
 def register(engine: RawEngine, name: str, claim: Claim) -> None:
-    """Register what a claim says."""
     arrays = (K, V) if claim.arrays is None else tuple(claim.arrays)
     if claim.spec is not SPEC:
         shape = (2, claim.spec.tokens // 4 + 1, 4, 2, 4)
@@ -378,15 +350,13 @@ def test_a_pool_of_the_daemon_is_not_registered_once_more(daemon: DaemonProcess,
     pool = client.create_pool(name, SPEC)
     assert isinstance(pool.region, HostRegion)
     fd = pool.region.fd
-    with (
-        raw_engine(daemon.runtime_dir) as engine,
-        pytest.raises(InvalidFieldError, match="overlaps memory of another pool"),
-    ):
+    again = pytest.raises(InvalidFieldError, match="overlaps memory of another pool")
+    with raw_engine(daemon.runtime_dir) as engine, again:
         register(engine, f"{name}-again", Claim(lambda: os.dup(fd)))
     pool.close()
 
 
-@pytest.mark.parametrize("where", ["numpy", "torch", "another memory", "closed"])
+@pytest.mark.parametrize("where", ["numpy", "torch", "another memory", "closed", "the other byte order"])
 def test_arrays_outside_of_shared_memory_are_named(client: Client, name: str, where: str) -> None:
     memory, other = SharedMemory(MEMORY_BYTES), SharedMemory(MEMORY_BYTES)
     outside: dict[str, npt.NDArray[Any] | torch.Tensor] = {
@@ -394,13 +364,19 @@ def test_arrays_outside_of_shared_memory_are_named(client: Client, name: str, wh
         "torch": torch.zeros(SHAPE),
         "another memory": other.array(SHAPE, "float32"),
     }
-    arrays = {("main", "k"): memory.array(SHAPE, "float32"), ("main", "v"): outside.get(where, np.zeros(1))}
-    if where == "closed":
-        arrays["main", "v"] = memory.array(SHAPE, "float32")
+    arrays = filled(memory, 1)
+    field, said = "main/v.storage", r"kvferry\.clients\.SharedMemory"
+    if where in outside:
+        arrays["main", "v"] = outside[where]
+    elif where == "closed":
+        field = "main/k.storage"
         memory.close()
-    with pytest.raises(InvalidFieldError, match=r"kvferry\.clients\.SharedMemory") as refused:
+    else:
+        field, said = "main/k.dtype", ">f4"
+        arrays = {place: one.view(">f4") for place, one in arrays.items()}
+    with pytest.raises(InvalidFieldError, match=said) as refused:
         client.register_pool(name, SPEC, arrays, device="host")
-    assert refused.value.field == ("main/k.storage" if where == "closed" else "main/v.storage")
+    assert refused.value.field == field
 
 
 def test_refusals_keep_no_descriptor(tmp_path: Path) -> None:
@@ -438,14 +414,6 @@ def test_two_threads_make_shared_memory() -> None:
         sys.setswitchinterval(interval)
 
 
-def test_an_array_of_the_other_byte_order_is_refused(client: Client, name: str) -> None:
-    memory = SharedMemory(MEMORY_BYTES)
-    arrays = {place: one.view(">f4") for place, one in filled(memory, 1).items()}
-    with pytest.raises(InvalidFieldError, match=">f4") as refused:
-        client.register_pool(name, SPEC, arrays, device="host")
-    assert refused.value.field == "main/k.dtype"
-
-
 def test_shared_memory_has_as_much_as_it_says() -> None:
     memory = SharedMemory(8192)
     assert memory.array((4,), "float32").ctypes.data % 4096 == 0
@@ -460,15 +428,17 @@ def test_shared_memory_has_as_much_as_it_says() -> None:
 # -- descriptors on the session socket
 
 
-def session(daemon: DaemonProcess) -> socket.socket:
-    """Open a session without the client library's good manners."""
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    channel.settimeout(WAIT_S)
-    channel.connect(os.fspath(daemon.runtime_dir / SESSION_SOCKET))
-    channel.sendall(pack(SessionOpen(protocol_min=2, protocol_max=2, name="rude")))
-    (frame,) = FrameSplitter().feed(channel.recv(4096))
-    assert isinstance(unpack_frame(frame), SessionOpened)
-    return channel
+@contextlib.contextmanager
+def claimed(daemon: DaemonProcess) -> Iterator[tuple[socket.socket, int]]:
+    """Yield a session's socket and memory; the daemon must end the session and keep nothing of the memory."""
+    fd = memfd()
+    with raw_engine(daemon.runtime_dir) as engine:
+        channel = engine.channel.socket
+        channel.settimeout(WAIT_S)
+        yield channel, fd
+        assert channel.recv(4096) == b""
+    os.close(fd)
+    wait_until_held(daemon, 0)
 
 
 MEMORY_FRAME: Final = pack(MemoryFollows(message_id=1))
@@ -487,12 +457,8 @@ MEMORY_FRAME: Final = pack(MemoryFollows(message_id=1))
     ids=["with a share", "none", "two", "a hundred", "two for one message", "two with half a frame"],
 )
 def test_descriptors_that_no_frame_speaks_of_end_the_session(daemon: DaemonProcess, data: bytes, count: int) -> None:
-    fd = memfd()
-    with session(daemon) as rude:
+    with claimed(daemon) as (rude, fd):
         socket.send_fds(rude, [data], [fd] * count)
-        assert rude.recv(4096) == b""
-    os.close(fd)
-    wait_until_held(daemon, 0)
     with Client.connect(daemon.runtime_dir) as client:
         client.ping()
 
@@ -511,13 +477,9 @@ def test_a_descriptor_with_the_opening_is_refused(daemon: DaemonProcess) -> None
 
 
 def test_descriptors_of_messages_that_never_come_have_a_bound(daemon: DaemonProcess) -> None:
-    fd = memfd()
-    with session(daemon) as rude:
+    with claimed(daemon) as (rude, fd):
         for number in range(MAX_MESSAGES_SHARED + 1):
             socket.send_fds(rude, [pack(MemoryFollows(message_id=number))], [fd])
-        assert rude.recv(4096) == b""
-    os.close(fd)
-    wait_until_held(daemon, 0)
 
 
 def test_mapped_memory_stays_as_it_is_when_the_engine_unmaps_it(client: Client, name: str) -> None:
@@ -528,10 +490,7 @@ def test_mapped_memory_stays_as_it_is_when_the_engine_unmaps_it(client: Client, 
     with HostRegion(fd, MEMORY_BYTES) as mapped_again:
         with pytest.raises(OSError, match="not permitted"):
             os.ftruncate(fd, mmap.PAGESIZE)
-        request_id = new_request_id()
-        receiving = client.receive(name, request_id, [pages([2])])
-        client.wait_settled(client.send(name, request_id, [pages([1])]))
-        client.wait_finished(receiving)
+        move(client, name, [1], name, [2])
         for entry in manifest.entries:
             first, second, third = (entry.base + page * entry.page_bytes for page in (1, 2, 3))
             wanted[second:third] = wanted[first:second]

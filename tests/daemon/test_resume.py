@@ -8,16 +8,18 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import zmq
 
-from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.client_core import ClientCore
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DaemonLostError, NoSessionError
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.session_messages import Ping
@@ -32,20 +34,7 @@ SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="
 ALL = 16
 SOON_MS = 20_000
 POOL = "pool"
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Run a daemon that keeps sessions for longer than a test takes."""
-    with running_daemon(tmp_path_factory.mktemp("resume"), "[service]\nresume_grace_s = 600.0\n") as one:
-        yield one
-
-
-@pytest.fixture
-def hasty(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """Run a daemon that keeps sessions for a moment."""
-    with running_daemon(tmp_path, "[service]\nresume_grace_s = 0.05\n") as one:
-        yield one
+CONFIG = "[service]\nresume_grace_s = 600.0\n"
 
 
 @pytest.fixture
@@ -76,13 +65,20 @@ def keeping(name: str = "keeper") -> SessionOpen:
 
 
 def connected(client: Client) -> dict[str, bool]:
-    """Return whether each session has its socket, by name."""
     return {one.name: one.connected for one in client.status().sessions}
 
 
 def free_pages(client: Client) -> int:
-    """Return the free pages of the pool."""
     return next(one.free for one in client.status().pools if one.pool == POOL)
+
+
+def receive(engine: RawEngine, request_id: str, count: int) -> tuple[Receive, PageIds, list[PageIds]]:
+    """Let a raw engine receive new pages; return the request, the pages and their lists."""
+    ids = engine.call(calls.allocate(POOL, count, "main"))
+    heads, lists = calls.page_lists([pages(ids)])
+    body = Receive(request_id=request_id, pool=POOL, lists=heads)
+    assert isinstance(engine.ask(body, *lists).body, Accepted)
+    return body, ids, lists
 
 
 def lose_socket(engine: RawEngine, client: Client, name: str = "keeper") -> None:
@@ -94,10 +90,7 @@ def lose_socket(engine: RawEngine, client: Client, name: str = "keeper") -> None
 def test_pages_transfers_and_events_go_on(daemon: DaemonProcess, other: Client) -> None:
     request_id = new_request_id()
     with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
-        ids = engine.call(calls.allocate(POOL, 4, "main"))
-        heads, lists = calls.page_lists([pages(ids)])
-        body = Receive(request_id=request_id, pool=POOL, lists=heads)
-        assert isinstance(engine.ask(body, *lists).body, Accepted)
+        _, ids, _ = receive(engine, request_id, 4)
         lose_socket(engine, other)
         assert free_pages(other) == ALL - 4
         assert len(other.status().transfers) == 1
@@ -108,10 +101,8 @@ def test_pages_transfers_and_events_go_on(daemon: DaemonProcess, other: Client) 
             opened, before = again.channel.opened, engine.channel.opened
             assert (opened.session, opened.secret, opened.resumed) == (before.session, before.secret, True)
             assert opened.last_message == engine.core.request(Ping()).message_id - 1
-            assert (
-                again.call(calls.asked(Result(request_id=request_id, pool=POOL, direction="receive"))).state
-                == "settled"
-            )
+            result = Result(request_id=request_id, pool=POOL, direction="receive")
+            assert again.call(calls.asked(result)).state == "settled"
             assert again.call(calls.free(POOL, ids, "main", None)).freed == 4
         assert soon(lambda: "keeper" not in connected(other)), "it did not ask to be kept again"
 
@@ -119,10 +110,7 @@ def test_pages_transfers_and_events_go_on(daemon: DaemonProcess, other: Client) 
 def test_unacknowledged_events_are_sent_again(daemon: DaemonProcess, other: Client) -> None:
     request_id = new_request_id()
     with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
-        ids = engine.call(calls.allocate(POOL, 2, "main"))
-        heads, lists = calls.page_lists([pages(ids)])
-        body = Receive(request_id=request_id, pool=POOL, lists=heads)
-        engine.ask(body, *lists)
+        body, _, lists = receive(engine, request_id, 2)
         sent = other.send(POOL, request_id, [pages(other.allocate(POOL, 2))])
         other.wait_settled(sent)
         assert engine.control.poll(SOON_MS), "they were sent once, and nobody read them"
@@ -167,12 +155,6 @@ def session_sockets(daemon: DaemonProcess) -> Iterator[int]:
                         yield int(link.name)
 
 
-@pytest.mark.anyio
-async def test_the_asynchronous_client_says_why_not(daemon: DaemonProcess) -> None:
-    with pytest.raises(NoSessionError):
-        await AsyncClient.connect(daemon.runtime_dir, resume=b"x" * 16)
-
-
 @pytest.mark.parametrize("secret", [b"x", b"x" * 16, b"x" * 32])
 def test_a_wrong_secret(daemon: DaemonProcess, secret: bytes) -> None:
     with pytest.raises(NoSessionError) as refused:
@@ -204,11 +186,9 @@ def test_only_one_of_many_at_once(daemon: DaemonProcess, other: Client) -> None:
             except NoSessionError as error:
                 outcomes.append(error)
 
-        threads = [threading.Thread(target=attempt) for _ in range(8)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        with ThreadPoolExecutor(8) as threads:
+            for _ in range(8):
+                threads.submit(attempt)
         (winner,) = [one for one in outcomes if isinstance(one, SessionChannel)]
         assert len(outcomes) == 8
         winner.close()
@@ -230,17 +210,18 @@ def test_what_was_resumed_outlives_the_grace(tmp_path: Path) -> None:
             assert connected(other)["first"]
 
 
-def test_after_the_grace(hasty: DaemonProcess) -> None:
-    with Client.connect(hasty.runtime_dir, name="other") as other:
+def test_after_the_grace(tmp_path: Path) -> None:
+    hasty = running_daemon(tmp_path, "[service]\nresume_grace_s = 0.05\n")
+    with hasty as daemon, Client.connect(daemon.runtime_dir, name="other") as other:
         other.create_pool(POOL, SPEC)
         assert other.welcome is not None
         assert other.welcome.limits.resume_grace_ms == 50
-        with raw_engine(hasty.runtime_dir, opening=keeping()) as engine:
+        with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
             engine.call(calls.allocate(POOL, 4, "main"))
             engine.channel.close()
             assert soon(lambda: "keeper" not in connected(other))
             assert free_pages(other) == ALL
-            with pytest.raises(NoSessionError), resumed(hasty, engine):
+            with pytest.raises(NoSessionError), resumed(daemon, engine):
                 pass
 
 

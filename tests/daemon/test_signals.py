@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
-from tests.daemons import END_S, START_S, DaemonProcess, running_daemon
+from tests.daemons import END_S, START_S, DaemonProcess, running_daemon, soon
 
 IGNORED = {
     "SIGHUP": signal.SIGHUP,
@@ -35,37 +35,38 @@ IGNORED = {
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 CONFIG = "[logging]\nformat = 'json'\n"
-LOOKS = 2000
 
 
 def events(log: Path, name: str) -> list[dict[str, Any]]:
-    """Return the log's lines of one event."""
-    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    return [line for line in lines if line["event"] == name]
+    *lines, _being_written = log.read_text().split("\n")
+    told = [json.loads(line) for line in lines if line.startswith("{")]
+    return [line for line in told if line["event"] == name]
 
 
 def ignored(log: Path) -> set[str]:
-    """Return which signals the log says were ignored."""
     return {line["signal"] for line in events(log, "signal ignored")}
 
 
-@pytest.mark.parametrize("name", IGNORED)
-def test_a_signal_that_means_nothing_here_is_logged_and_takes_nothing(daemon: DaemonProcess, name: str) -> None:
+def wait_until_ignored(client: Client, daemon: DaemonProcess, names: set[str]) -> None:
+    """Wait until the log says so of all these signals; each look is a round trip."""
+    assert soon(lambda: client.ping() >= 0 and names <= ignored(daemon.log)), names
+
+
+def test_a_signal_that_means_nothing_here_is_logged_and_takes_nothing(daemon: DaemonProcess) -> None:
     with Client.connect(daemon.runtime_dir) as client:
-        pool = f"kept-{IGNORED[name]}"
-        client.create_pool(pool, SPEC)
-        held = client.allocate(pool, 2)
-        daemon.process.send_signal(IGNORED[name])
-        for _ in range(LOOKS):
-            client.ping()
-            if name in ignored(daemon.log):
-                break
-        (line,) = [one for one in events(daemon.log, "signal ignored") if one["signal"] == name]
-        assert line["level"] == "warning"
-        assert "reload" in line["cause"]
-        assert "restart" in line["remedy"]
-        client.free(pool, held)
-        client.delete_pool(pool)
+        client.create_pool("kept", SPEC)
+        held = client.allocate("kept", 2)
+        for name, number in IGNORED.items():
+            daemon.process.send_signal(number)
+            wait_until_ignored(client, daemon, {name})
+        lines = events(daemon.log, "signal ignored")
+        assert [line["signal"] for line in lines] == list(IGNORED)
+        for line in lines:
+            assert line["level"] == "warning"
+            assert "reload" in line["cause"]
+            assert "restart" in line["remedy"]
+        client.free("kept", held)
+        client.delete_pool("kept")
 
 
 @pytest.mark.parametrize("number", ENDING)
@@ -75,11 +76,6 @@ def test_a_signal_to_end_is_logged_and_leaves_no_socket(tmp_path: Path, number: 
         assert daemon.process.wait(END_S) == 0
         assert [line["signal"] for line in events(daemon.log, "asked to end")] == [number.name]
         assert [one.name for one in daemon.runtime_dir.iterdir()] == ["daemon.lock"]
-
-
-def held_back(pid: int) -> set[int]:
-    """Return the signals that a process's first thread holds back."""
-    return signals_of(Path(f"/proc/{pid}/status").read_text(), "SigBlk")
 
 
 def signals_of(status: str, field: str) -> set[int]:
@@ -108,7 +104,8 @@ def test_signals_before_the_daemon_serves_are_logged_once_it_does(tmp_path: Path
             stderr=output,
         )
         try:
-            while not is_daemon(process.pid) or held_back(process.pid) != set(IGNORED.values()):
+            status = Path(f"/proc/{process.pid}/status")
+            while not is_daemon(process.pid) or signals_of(status.read_text(), "SigBlk") != set(IGNORED.values()):
                 assert process.poll() is None, log.read_text()
             for number in IGNORED.values():
                 process.send_signal(number)
@@ -125,7 +122,6 @@ def test_signals_before_the_daemon_serves_are_logged_once_it_does(tmp_path: Path
 
 
 def told_by(program: str) -> str:
-    """Return what a Python program prints."""
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
 
@@ -194,11 +190,7 @@ def test_signals_while_it_drains_do_not_cut_it_short(tmp_path: Path) -> None:
             client.wait_finished(late)  # it drains
         for number in (*IGNORED.values(), signal.SIGTERM):
             daemon.process.send_signal(number)
-        for _ in range(LOOKS):
-            client.ping()
-            if len(ignored(daemon.log)) == len(IGNORED):
-                break
-        assert ignored(daemon.log) == set(IGNORED)
+        wait_until_ignored(client, daemon, set(IGNORED))
         ring.record(step)
         assert client.wait_finished(receiving).error is None
         client.wait_settled(sending)

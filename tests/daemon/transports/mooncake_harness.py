@@ -25,7 +25,6 @@ SCRIPT = Path(__file__).with_name("mooncake_peer.py")
 
 
 def mooncake_works() -> bool:
-    """Return whether the engine can be imported here."""
     try:
         import mooncake.engine  # noqa: F401, PLC0415
     except ImportError:
@@ -44,7 +43,6 @@ class Peer:
         self.address: int = hello["address"]
 
     def notify(self, **order: object) -> None:
-        """Give an order."""
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
 
@@ -67,7 +65,6 @@ class Peer:
 
 @contextmanager
 def running_peer(size_bytes: int) -> Iterator[Peer]:
-    """Run a peer; kill it at the end."""
     with HostRegion.create("peer", size_bytes) as region:
         fd = region.fd
         command = [sys.executable, str(SCRIPT), str(fd), str(size_bytes), str(PROGRESS_TIMEOUT_S)]
@@ -88,12 +85,10 @@ class Ends:
         self._news = asyncio.Event()
 
     def __call__(self, error: KvferryError | None) -> None:
-        """Note an end: this is an ``OnWriteDone``."""
         self.errors.append(error)
         self._news.set()
 
     async def wait(self, count: int) -> list[KvferryError | None]:
-        """Wait until so many writes have ended."""
         async with asyncio.timeout(WAIT_S):
             while len(self.errors) < count:
                 self._news.clear()
@@ -116,26 +111,21 @@ class ScriptedEngine:
         self._ids = 0
 
     def initialize(self, *_: object) -> int:
-        """See ``NativeEngine``."""
         return 0
 
     def get_rpc_port(self) -> int:
-        """See ``NativeEngine``."""
         return self.port
 
     def register_memory(self, buffer_addr: int, capacity: int) -> int:
-        """See ``NativeEngine``."""
         self.regions[buffer_addr] = capacity
         return 0
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
-        """See ``NativeEngine``."""
         return -1 if self.regions.pop(buffer_addr, None) is None else 0
 
     def batch_transfer_async_write(
         self, target: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
     ) -> int:
-        """See ``NativeEngine``."""
         assert target
         assert len(buffers) == len(peer_buffer_addresses) == len(lengths) == 1
         self.hanging = self.hangs is not None
@@ -148,7 +138,6 @@ class ScriptedEngine:
         return self._ids
 
     def transfer_check_status(self, batch_id: int, /) -> int:
-        """See ``NativeEngine``."""
         self.polls += 1
         status = self.under_way[batch_id]  # KeyError: the real one would abort
         if status in (1, -1):
@@ -174,7 +163,6 @@ class Factory:
         self.worker = ThreadPoolExecutor(1)
 
     def create(self, settings: MooncakeSettings) -> NativeEngine:
-        """Make the next engine."""
         assert settings.address
         if self.fail is not None:
             raise self.fail

@@ -46,7 +46,6 @@ class ManualExecutor(Executor):
         self.waiting: deque[Callable[[], None]] = deque()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Take work."""
         future: Future[T] = Future()
 
         def operation() -> None:
@@ -86,14 +85,12 @@ class Said:
         self.gone: set[Incarnation] = set()
 
     def __call__(self, peer: Incarnation, body: PeerBody) -> bool:
-        """Say it."""
         if peer in self.gone:
             return False
         self.all.append((peer, body))
         return True
 
     def of(self, kind: type[T]) -> list[T]:
-        """Return what was said of one kind."""
         return [body for _, body in self.all if isinstance(body, kind)]
 
 
@@ -135,20 +132,17 @@ class ScriptedNetwork:
         self.held = held
 
     async def rebuild(self) -> str:
-        """Be another engine."""
         self.rebuilds += 1
         await self._wait(self.may_rebuild)
         self.session_name = f"session {self.rebuilds + 1}"
         return self.session_name
 
     async def register(self, address: int, size_bytes: int) -> None:
-        """Let peers write."""
         await self._wait(self.may_register)
         assert address not in self.registered
         self.registered[address] = size_bytes
 
     async def unregister(self, address: int) -> None:
-        """Let peers write no more."""
         await self._wait(self.may_register)
         del self.registered[address]
         self.forgotten.set()
@@ -224,30 +218,25 @@ class NetworkHarness:
         return self.home.state_machine.endpoints.ops[number]
 
     def report(self, op_id: int, error: KvferryError | None) -> None:
-        """Take the end of a transfer op."""
         self.reports.append((op_id, error))
 
     @property
     def outcomes(self) -> list[tuple[int, str]]:
-        """Return the ends of transfer ops, in short."""
         return [(number, error.code if error else "OK") for number, error in self.reports]
 
     @property
     def to_source(self) -> Incarnation:
-        """Return the source as the home knows it."""
         peer = self.home.links.connect(self._address)
         assert peer is not None
         return peer
 
     @property
     def to_home(self) -> Incarnation:
-        """Return the home as the source knows it."""
         (connection,) = self.source.links.connections.values()
         assert connection.peer is not None
         return connection.peer
 
     def arrived(self, op: TransferOp) -> bool:
-        """Return whether all bytes of a transfer op are there."""
         return content_at_source(self.source_pool, op) == content_at_home(op)
 
 
@@ -271,12 +260,10 @@ def write(harness: NetworkHarness, op: TransferOp, grant: Grant) -> int:
 
 
 def checksum_at(address: int, size_bytes: int) -> int:
-    """Return the checksum of memory."""
     return xxhash.xxh3_64_intdigest((ctypes.c_char * size_bytes).from_address(address))
 
 
 def bytes_at(address: int, size_bytes: int) -> bytes:
-    """Return memory."""
     return ctypes.string_at(address, size_bytes)
 
 

@@ -73,16 +73,13 @@ class Site:
         return StartOp(number, self.source, self.destination, (plan,))
 
     def start(self, op: StartOp) -> None:
-        """Start a transfer op."""
         self.transport.start(op, self._done)
 
     def arrived(self, first: int, count: int) -> bool:
-        """Return whether a transfer op's pages are at the destination."""
         ids = np.arange(first, first + count)
         return self.harness.content(self.source, ids) == self.harness.content(self.destination, ids[::-1])
 
     async def reported(self, count: int) -> list[tuple[int, KvferryError | None]]:
-        """Wait for so many reports."""
         async with asyncio.timeout(WAIT_S):
             while len(self.reports) < count:
                 self._news.clear()

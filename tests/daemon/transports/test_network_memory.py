@@ -56,7 +56,6 @@ class NetworkMachine(RuleBasedStateMachine):
         self.next_grant = 0
 
     def held(self, state: str) -> list[int]:
-        """Return the numbers of the bounce buffers in a state."""
         return [number for number, held in self.states.items() if held[0] == state]
 
     @property
@@ -66,7 +65,6 @@ class NetworkMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 4.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
-        """Move the clock."""
         self.now_s += seconds
 
     @rule(target=grants, peer=st.sampled_from([A, B]))
@@ -84,7 +82,6 @@ class NetworkMachine(RuleBasedStateMachine):
 
     @rule(target=grants, peer=st.sampled_from([A, B]))
     def take_pages(self, peer: BootId) -> MultipleResults[tuple[int, BootId, int]] | tuple[int, BootId, int]:
-        """Take pages, of which there are always some."""
         self.next_grant += 1
         target = self.network.take_pages(peer, self.next_grant, PAGE_RUNS)
         assert (target is not None) == self.may_grant
@@ -119,7 +116,6 @@ class NetworkMachine(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from([A, B]))
     def lose_a_peer(self, peer: BootId) -> None:
-        """End all grants of a peer."""
         assert set(self.network.quarantine_peer(peer, self.now_s)) == self.rest(peer)
 
     def rest(self, *peers: BootId) -> set[int]:
@@ -147,20 +143,17 @@ class NetworkMachine(RuleBasedStateMachine):
         assert self.network.fence_due(self.now_s) == due
 
     def resting_bytes(self) -> int:
-        """Return how much rests."""
         return sum(BOUNCE_BUFFER_BYTES if number < COUNT else PAGES_BYTES for number in self.held("quarantined"))
 
     @precondition(lambda self: not self.fencing)
     @rule()
     def begin_a_fence(self) -> None:
-        """End what is granted."""
         assert set(self.network.fence_begins(self.now_s)) == self.rest(A, B)
         self.fencing = True
 
     @precondition(lambda self: self.fencing)
     @rule()
     def end_a_fence(self) -> None:
-        """Free what rests."""
         freed = self.held("quarantined")
         assert self.network.fenced() == len(freed)
         for number in freed:
@@ -169,7 +162,6 @@ class NetworkMachine(RuleBasedStateMachine):
 
     @invariant()
     def same_as_the_model(self) -> None:
-        """Compare all that can be seen."""
         assert self.network.free == COUNT - sum(number < COUNT for number in self.states)
         assert f"<BounceBuffers free={self.network.free} " in repr(self.network)
         assert self.network.granted == len(self.held("granted"))

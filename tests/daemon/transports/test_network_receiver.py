@@ -57,7 +57,6 @@ class Home:
         self.receiver = NetworkReceiver(self.said, memory, self.executor, self.counters)
 
     def start(self) -> TransferOp:
-        """Start a transfer op."""
         op = self.harness.op()
         self.receiver.start(op, self.harness.report)
         return op
@@ -69,15 +68,12 @@ class Home:
         return op
 
     def grants(self, op: TransferOp) -> list[Grant]:
-        """Return all grants of a transfer op so far."""
         return [one for one in self.said.of(Grant) if one.op == op.op_id]
 
     def into(self, op: TransferOp, grant: Grant) -> None:
-        """Let a grant be written, and the source say so."""
         self.notify(Written(grant=grant.grant, checksum=write(self.harness, op, grant)))
 
     def notify(self, written: Written) -> None:
-        """Let the source say something."""
         self.receiver.written(self.harness.to_source, written)
 
     async def land_all(self, *ops: TransferOp) -> None:
@@ -102,7 +98,6 @@ class Home:
         return self.engine.rebuilds, self.engine.held, self.receiver.status().state
 
     def counted(self, name: str) -> int:
-        """Return a counter."""
         return self.counters.snapshot().get(name, 0)
 
 

@@ -51,7 +51,6 @@ class Source:
         self.settled += 1
 
     def asked(self) -> tuple[TransferOp, OpRequest]:
-        """Let a home ask for a transfer op."""
         op = self.harness.op()
         message = op_of(op)
         self.sender.op(self.harness.to_home, message)
@@ -101,7 +100,6 @@ class Source:
 
 @pytest.fixture
 async def source(anyio_backend: object) -> Source:  # noqa: ARG001  this fixture runs on the test's loop
-    """Return a source with two staging buffers."""
     return Source()
 
 

@@ -51,7 +51,6 @@ class Home:
         self.pull = PullTransport(self.said, self.copier, self.executor, self._fetch)
 
     def start(self) -> TransferOp:
-        """Start a transfer op."""
         op = self.harness.op()
         self.pull.start(op, self.harness.report)
         return op
@@ -68,12 +67,10 @@ class Home:
         return self.harness.outcomes
 
     def pool(self, op: TransferOp) -> RemotePool:
-        """Return the source's pool as the home knows it."""
         assert isinstance(op.send_request.pool, RemotePool)
         return op.send_request.pool
 
     def confirm(self, op: TransferOp, error: KvferryError | None = None) -> None:
-        """Let the source answer."""
         answer = Confirmed(op=op.op_id, error=error.info() if error else None)
         self.pull.confirmed(self.harness.to_source, answer)
 
@@ -90,7 +87,6 @@ class Home:
 
 @pytest.fixture
 async def home(anyio_backend: object) -> Home:  # noqa: ARG001  this fixture runs on the test's loop
-    """Return a home on the source's host."""
     return Home()
 
 
@@ -227,7 +223,6 @@ async def test_nothing_is_reported_after_the_end(home: Home, *, mapped: bool) ->
 
 
 def is_closed(region: HostRegion) -> bool:
-    """Return whether memory has been given back."""
     try:
         region.view()
     except (ValueError, AssertionError, ClientClosedError):
@@ -257,12 +252,10 @@ def serve(path: Path, answer: Callable[[socket.socket], None]) -> threading.Thre
 
 
 def fetch(path: Path) -> HostRegion:
-    """Ask the daemon there."""
     return fetch_region(f"ipc://{path}/peer.sock", ASKED, 4096)
 
 
 async def fetched(path: Path, answer: Callable[[socket.socket], None]) -> HostRegion:
-    """Ask a daemon that answers so."""
     thread = serve(path, answer)
     try:
         return await asyncio.to_thread(fetch, path)
