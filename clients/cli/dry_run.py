@@ -9,13 +9,20 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kvferry.attention.state_windows import StateList, match_state
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.planning.coverage import Coverage, cells_of
 from kvferry.pools.planning.manifest import OPTIONAL_COMPONENTS, check_optional
 from kvferry.pools.planning.page_ids import check_distinct, check_equal_length
-from kvferry.pools.planning.page_ranges import PageRange, Span, check_apart, lists_with_pages, page_ranges, paged_spans
+from kvferry.pools.planning.page_ranges import (
+    PageRange,
+    Span,
+    check_apart,
+    lists_with_pages,
+    page_ranges,
+    paged_spans,
+    state_span,
+)
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.planning.plan import Plan, make_plan
 from kvferry.protocol.base import PageList
@@ -284,9 +291,7 @@ def _spans(source: PageRange, destination: PageRange) -> tuple[Span, ...]:
         return (Span(surplus, 0, len(source.ids) - surplus, surplus),)
     if destination.kind == "paged":
         return tuple(paged_spans(source, destination, last=True))
-    ours, theirs = (StateList(one.first_page, one.ids, one.none) for one in (source, destination))
-    found = match_state(ours, theirs, destination.component, "of the dry run")
-    return (Span(found.source_start, found.destination_start, found.count, found.dropped_source, found.trimmed),)
+    return (state_span(source, destination, "of the dry run"),)
 
 
 def _planned(entries: tuple[Entry, ...], pairing: Pairing, part: Part, given: PlanInput) -> Part:

@@ -9,10 +9,9 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from kvferry.attention.state_windows import StateList, match_state
 from kvferry.daemon.transfer.endpoints import Excused, PlannedCopy, ReceiveRequest, SendChunk, SourcePool, rows_by_step
 from kvferry.pools.planning.coverage import Extent, Rows, cells_of
-from kvferry.pools.planning.page_ranges import PageRange, Span, entries_of, paged_spans
+from kvferry.pools.planning.page_ranges import PageRange, Span, entries_of, paged_spans, state_span
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.planning.plan import make_plan
 from kvferry.pools.pool import Pool, check_models
@@ -72,7 +71,7 @@ def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest,
 
     Raises:
         LengthMismatchError: the chunk goes past the receive request's end, or the last tokens differ.
-        WindowMismatchError, EmptyStateError: a window or state does not fit, see ``attention.state_windows``.
+        WindowMismatchError, EmptyStateError: a window or state does not fit, see ``state_span``.
         PageOverlapError: a cell has a sender already.
         TooLargeError: the payload exceeds the bound of the receive request's pool.
         FirstTokenTwiceError: the receive request has a first token or payload already.
@@ -114,7 +113,7 @@ def _match_component(one: PageRange, chunk: SendChunk, source: SourcePool, recei
     spans = (
         paged_spans(one, destination, last=chunk.last)
         if destination.kind == "paged"
-        else [_state_span(one, destination, receive_request)]
+        else [state_span(one, destination, receive_request.request_id)]
     )
     pairing = _pairing(source, receive_request.pool, one.component)
     if receive_request.sources == 1:
@@ -145,17 +144,6 @@ def _pairing(source: SourcePool, destination: SourcePool, component: str) -> Pai
         entries = entries_of(source.manifest, component)
         known[component] = pair_entries(entries, entries_of(destination.manifest, component))
     return known[component]
-
-
-def _state_span(one: PageRange, destination: PageRange, receive_request: ReceiveRequest) -> Span:
-    found = match_state(
-        StateList(one.first_page, one.ids, one.none),
-        StateList(destination.first_page, destination.ids, destination.none),
-        one.component,
-        receive_request.request_id,
-    )
-    skipped = 0 if found.trimmed else found.dropped_source
-    return Span(found.source_start, found.destination_start, found.count, skipped, found.trimmed)
 
 
 def _planned_copies(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -14,11 +14,13 @@ from kvferry.pools.planning.page_ids import check_distinct, check_range
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
+    EmptyStateError,
     InvalidFieldError,
     LengthMismatchError,
     PageGapError,
     PageOverlapError,
     UnknownComponentError,
+    WindowMismatchError,
 )
 from kvferry.protocol.manifests import Component, Entry, Manifest
 
@@ -174,6 +176,46 @@ def paged_spans(one: PageRange, destination: PageRange, *, last: bool) -> list[S
         return [Span(len(one.ids), 0, 0, len(one.ids))]
     surplus = len(one.ids) - sum(span.pages for span in spans)
     return [spans[0]._replace(skipped_source_pages=surplus), *spans[1:]]
+
+
+def state_span(source: PageRange, destination: PageRange, transfer: str) -> Span:
+    """Return which part of a window's or state's list goes into which part of the destination's.
+
+    Both ends of a sliding window move with the length of the sequence, so where the two sides disagree by a token,
+    lists of equal length can be shifted against each other and lists of unequal length can differ at either end. Only
+    logical pages resolve that: if both sides give a ``first_page``, they are paired by logical page, and source pages
+    outside the destination's are skipped. Otherwise both are cut to the shorter length, keeping the head, as engines do
+    today: ``trimmed``, and the caller logs a warning. A destination with ``none`` skips the whole source list.
+
+    Raises:
+        EmptyStateError: one side is empty and the other is not, and the destination did not set ``none``.
+        WindowMismatchError: the destination wants logical pages that the source does not have.
+    """
+    ours, theirs = len(source.ids), len(destination.ids)
+    if destination.none or not (ours or theirs):
+        return Span(0, 0, 0, ours)
+    if not (ours and theirs):
+        _refuse_empty(source, destination, transfer)
+    if source.first_page is None or destination.first_page is None:
+        return Span(0, 0, min(ours, theirs), 0, ours != theirs)
+    if destination.first_page < source.first_page or destination.end_page > source.end_page:
+        raise WindowMismatchError(
+            f"{source.component} of transfer {transfer}: the destination wants pages "
+            f"{destination.first_page}..{destination.end_page - 1}, the source has "
+            f"{source.first_page}..{source.end_page - 1}",
+            field="first_page",
+        )
+    return Span(destination.first_page - source.first_page, 0, theirs, ours - theirs)
+
+
+def _refuse_empty(source: PageRange, destination: PageRange, transfer: str) -> NoReturn:
+    ours, theirs = len(source.ids), len(destination.ids)
+    if ours:
+        said = f"the source gives {ours} ids, the destination's list is empty"
+    else:
+        what = "the source says none" if source.none else "the source's list is empty"
+        said = f"the destination wants {theirs} ids, {what}"
+    raise EmptyStateError(f"{source.component} of transfer {transfer}: {said}", field="lists")
 
 
 def check_apart(lists: Iterable[PageRange], manifest: Manifest) -> None:

@@ -182,12 +182,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(tmp_path: Path, table: st
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("[pools\n", "line 1"),
-        ("limits = 3\n", "[limits]"),
-        ("a = " + "[" * 10_000, ""),
-        ("x = '\udce4'", "utf-8"),
-    ],
+    [("[pools\n", "line 1"), ("limits = 3\n", "[limits]"), ("a = " + "[" * 10_000, ""), ("x = '\udce4'", "utf-8")],
 )
 def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "kvferry.toml"

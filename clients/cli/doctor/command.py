@@ -9,7 +9,7 @@ import argparse
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -22,8 +22,12 @@ from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, summary
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
 from kvferry.protocol.errors import InvalidFieldError
 
-Found = Finding | Iterable[Finding] | None
-Check = tuple[str, Callable[[], Found]]
+Found = Finding | dict[str, Finding] | None
+"""One finding, or several, each with a name of its own."""
+
+Checks = dict[str, Callable[[], Found]]
+"""By the name in the report, the same in every release: programs select by it."""
+
 _LEAST_COLUMNS: Final = 40
 _HEAD: Final = ("check", "state", "found")
 
@@ -48,9 +52,12 @@ def doctor(options: argparse.Namespace) -> int:
     _check_readable(options.config)
     host = Host.this_one(options.user)
     findings = examine(host, options)
-    status = exit_status(findings)
+    status = exit_status(findings.values())
     if options.json:
-        report = {"status": status, "findings": msgspec.to_builtins(findings)}
+        report = {
+            "status": status,
+            "findings": [{"name": name, **msgspec.to_builtins(one)} for name, one in findings.items()],
+        }
         print(msgspec.json.encode(report).decode())
     else:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
@@ -58,25 +65,28 @@ def doctor(options: argparse.Namespace) -> int:
     return status
 
 
-def examine(host: Host, options: argparse.Namespace) -> list[Finding]:
+def examine(host: Host, options: argparse.Namespace) -> dict[str, Finding]:
     """Run every check that applies to a host."""
     needs, configuration = read_needs(host, options.config, npu=options.npu)
     daemon = running.ask_daemon(host, options.runtime_dir, needs.config.runtime_dir, options.timeout)
     npu = needs.asks_for_npu or npus.has_npu_sign(host)
-    checks: list[Check] = [
-        *_host_checks(host, needs, daemon, npu=npu),
-        *(_npu_checks(host) if npu else _no_npu_checks(host)),
-        *_transfer_checks(host, needs, daemon),
-        *_tier_checks(host, needs, daemon),
-        ("systemd unit", partial(unit.check_unit, host, needs, npu=npu)),
-        ("runtime directory", partial(running.check_directory, daemon)),
-        ("daemon", partial(running.check_daemon, daemon)),
-        ("devices", partial(running.check_devices, daemon)),
-    ]
-    return [configuration, *(finding for name, check in checks for finding in _run(name, check))]
+    checks: Checks = {
+        **_host_checks(host, needs, daemon, npu=npu),
+        **(_npu_checks(host) if npu else _no_npu_checks(host)),
+        **_transfer_checks(host, needs, daemon),
+        **_tier_checks(host, needs, daemon),
+        "systemd unit": partial(unit.check_unit, host, needs, npu=npu),
+        "runtime directory": partial(running.check_directory, daemon),
+        "daemon": partial(running.check_daemon, daemon),
+        "devices": partial(running.check_devices, daemon),
+    }
+    findings = {"configuration": configuration}
+    for name, check in checks.items():
+        findings |= _run(name, check)
+    return findings
 
 
-def lines(findings: Sequence[Finding], columns: int = 0) -> Iterable[str]:
+def lines(findings: Mapping[str, Finding], columns: int = 0) -> Iterable[str]:
     """Yield the report as text: one row per check, the fix below it, and a summary of the problems at the end.
 
     Long texts are wrapped for a terminal of ``columns``; with 0 they are not, so that lines can be searched for.
@@ -84,7 +94,7 @@ def lines(findings: Sequence[Finding], columns: int = 0) -> Iterable[str]:
     beside = (
         sum(
             2 + max(len(text) for text in texts)
-            for texts in ((_HEAD[0], *(one.name for one in findings)), (_HEAD[1], *(one.state for one in findings)))
+            for texts in ((_HEAD[0], *findings), (_HEAD[1], *(one.state for one in findings.values())))
         )
         + 2
     )
@@ -95,10 +105,10 @@ def lines(findings: Sequence[Finding], columns: int = 0) -> Iterable[str]:
         break_on_hyphens=False,
     )
     rows: list[tuple[str, str, str]] = []
-    for one in findings:
+    for name, one in findings.items():
         said = wrap(one.found) or [""]
         fix = wrap(f"-> {one.fix}", subsequent_indent="   ") if one.fix else []
-        rows += [(one.name, one.state, said[0]), *(("", "", more) for more in (*said[1:], *fix))]
+        rows += [(name, one.state, said[0]), *(("", "", more) for more in (*said[1:], *fix))]
     yield from list(table("host", _HEAD, rows))[2:]
     yield ""
     yield summary(findings)
@@ -113,69 +123,69 @@ def _check_readable(config: Path | None) -> None:
         raise InvalidFieldError(f"{config}: {cause.strerror}", field="--config") from cause
 
 
-def _host_checks(host: Host, needs: Needs, daemon: running.Running, *, npu: bool) -> list[Check]:
+def _host_checks(host: Host, needs: Needs, daemon: running.Running, *, npu: bool) -> Checks:
     pool_bytes, tier_bytes = needs.pool_bytes(host), needs.host_tier_bytes(host)
-    return [
-        ("kernel", partial(kernel.check_kernel, host)),
-        ("memory", partial(kernel.check_memory, host, pool_bytes)),
-        ("huge pages", partial(kernel.check_huge_pages, host)),
-        ("shared memory", partial(kernel.check_shm, host, npu=npu)),
-        ("memlock", partial(kernel.check_memlock, host, daemon.pid, pool_bytes + tier_bytes, npu=npu)),
-        ("open files", partial(kernel.check_files, host, daemon.pid)),
-        ("process_vm_readv", kernel.check_copies),
-    ]
+    return {
+        "kernel": partial(kernel.check_kernel, host),
+        "memory": partial(kernel.check_memory, host, pool_bytes),
+        "huge pages": partial(kernel.check_huge_pages, host),
+        "shared memory": partial(kernel.check_shm, host, npu=npu),
+        "memlock": partial(kernel.check_memlock, host, daemon.pid, pool_bytes + tier_bytes, npu=npu),
+        "open files": partial(kernel.check_files, host, daemon.pid),
+        "process_vm_readv": kernel.check_copies,
+    }
 
 
-def _npu_checks(host: Host) -> list[Check]:
+def _npu_checks(host: Host) -> Checks:
     smi = npus.read_npu_smi(host)
-    return [
-        ("driver", partial(npus.check_driver, host, smi)),
-        ("npu health", partial(npus.check_health, smi)),
-        ("device nodes", partial(npus.check_nodes, host)),
-        ("group", partial(npus.check_group, host)),
-        ("numa", partial(npus.check_numa, host)),
-        ("CANN", partial(npus.check_cann, host)),
-        ("CANN library", partial(npus.check_library, host)),
-        ("torch_npu", lambda: wheels.check_torch_npu(wheels.probe_torch(host))),
-        ("unit's CANN", partial(unit.check_unit_environment, host)),
-    ]
+    return {
+        "driver": partial(npus.check_driver, host, smi),
+        "npu health": partial(npus.check_health, smi),
+        "device nodes": partial(npus.check_nodes, host),
+        "group": partial(npus.check_group, host),
+        "numa": partial(npus.check_numa, host),
+        "CANN": partial(npus.check_cann, host),
+        "CANN library": partial(npus.check_library, host),
+        "torch_npu": lambda: wheels.check_torch_npu(wheels.probe_torch(host)),
+        "unit's CANN": partial(unit.check_unit_environment, host),
+    }
 
 
-def _no_npu_checks(host: Host) -> list[Check]:
-    return [
-        ("npu", lambda: Finding("npu", "ok", "no NPU on this host: host pools only")),
-        ("torch_npu", lambda: wheels.check_without_npu(wheels.probe_torch(host))),
-    ]
+def _no_npu_checks(host: Host) -> Checks:
+    return {
+        "npu": lambda: Finding("ok", "no NPU on this host: host pools only"),
+        "torch_npu": lambda: wheels.check_without_npu(wheels.probe_torch(host)),
+    }
 
 
-def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> list[Check]:
+def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> Checks:
     # Finding the sockets' owners means scanning all processes: only if something is configured to listen.
     sockets = ports.listeners(host) if needs.config.peers.listen or needs.mooncake else []
-    return [
-        ("mooncake", partial(wheels.check_wheel, host, needs)),
-        ("libibverbs", partial(wheels.check_verbs, host, needs)),
-        ("peers.listen", partial(ports.check_listen, needs, sockets, daemon.pid)),
-        ("mooncake ports", partial(ports.check_mooncake, needs, sockets, daemon.pid)),
-    ]
+    return {
+        "mooncake": partial(wheels.check_wheel, host, needs),
+        "libibverbs": partial(wheels.check_verbs, host, needs),
+        "peers.listen": partial(ports.check_listen, needs, sockets, daemon.pid),
+        "mooncake ports": partial(ports.check_mooncake, needs, sockets, daemon.pid),
+    }
 
 
-def _tier_checks(host: Host, needs: Needs, daemon: running.Running) -> list[Check]:
+def _tier_checks(host: Host, needs: Needs, daemon: running.Running) -> Checks:
     used_bytes = running.used_bytes(daemon, "disk")
-    return [
-        ("host tier", partial(tiers.check_host_tier, host, needs)),
-        ("disk tier", partial(tiers.check_disk_tier, host, needs, used_bytes)),
-        ("mooncake store", partial(wheels.check_store_module, host, needs)),
-        ("store master", partial(tiers.check_master, needs)),
-        ("tiers", partial(running.check_tiers, daemon)),
-    ]
+    return {
+        "host tier": partial(tiers.check_host_tier, host, needs),
+        "disk tier": partial(tiers.check_disk_tier, host, needs, used_bytes),
+        "mooncake store": partial(wheels.check_store_module, host, needs),
+        "store master": partial(tiers.check_master, needs),
+        "tiers": partial(running.check_tiers, daemon),
+    }
 
 
-def _run(name: str, check: Callable[[], Found]) -> list[Finding]:
-    """Return the findings of a check, or one that says how it failed."""
+def _run(name: str, check: Callable[[], Found]) -> dict[str, Finding]:
+    """Return the findings of a check by their names, or one that says how it failed."""
     try:
         found = check()
     except Exception as error:  # noqa: BLE001  the command exists for hosts in odd states
-        return [Finding(name, "unknown", f"the check itself failed: {type(error).__name__}: {error}", "report it")]
-    if found is None:
-        return []
-    return [found] if isinstance(found, Finding) else list(found)
+        found = Finding("unknown", f"the check itself failed: {type(error).__name__}: {error}", "report it")
+    if isinstance(found, Finding):
+        return {name: found}
+    return found or {}

@@ -29,16 +29,14 @@ State = Literal["ok", "warning", "missing", "unknown"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report.
+    """What a check found; the report has a line for each, under the check's name.
 
     Attributes:
-        name: what was checked, the same in every release: programs select by it.
         state: the verdict.
         found: what was found, as text.
         fix: what to do about it; empty if nothing.
     """
 
-    name: str
     state: State
     found: str
     fix: str = ""
@@ -49,10 +47,11 @@ def exit_status(findings: Iterable[Finding]) -> int:
     return int(any(finding.state == "missing" for finding in findings))
 
 
-def summary(findings: Iterable[Finding]) -> str:
+def summary(findings: Mapping[str, Finding]) -> str:
     """Return one line that names what is missing, what has warnings, and what is unknown."""
     groups = [
-        (state, [one.name for one in findings if one.state == state]) for state in ("missing", "warning", "unknown")
+        (state, [name for name, one in findings.items() if one.state == state])
+        for state in ("missing", "warning", "unknown")
     ]
     said = [f"{state}: {', '.join(names)}" for state, names in groups if names]
     return "; ".join(said) or "all is well"

@@ -27,11 +27,11 @@ def check_kernel(host: Host) -> Finding:
     release = host.text("/proc/sys/kernel/osrelease")
     version = parse_version(release)
     if version is None:
-        return Finding("kernel", "unknown", release or "no /proc/sys/kernel/osrelease", "mount /proc")
+        return Finding("unknown", release or "no /proc/sys/kernel/osrelease", "mount /proc")
     if version[:2] < _POPULATES:
         lacks = f"{release}: before 5.14, a pool's memory is allocated on first access, not when it is created"
-        return Finding("kernel", "warning", lacks, "a newer kernel; or touch the pages once before serving")
-    return Finding("kernel", "ok", release)
+        return Finding("warning", lacks, "a newer kernel; or touch the pages once before serving")
+    return Finding("ok", release)
 
 
 def locked_only(host: Host) -> bool:
@@ -42,42 +42,39 @@ def locked_only(host: Host) -> bool:
 
 def check_memlock(host: Host, daemon_pid: int | None, bound_bytes: int, *, npu: bool) -> Finding:
     """Compare the limit on locked memory with what would be registered with an NPU."""
-    name = "memlock"
     limit = _limit(host, "Max locked memory", daemon_pid)
     whose = _whose(daemon_pid)
     if limit is None:
-        return Finding(name, "unknown", f"the limits of {whose} cannot be read", "run as root, or as the daemon's user")
+        return Finding("unknown", f"the limits of {whose} cannot be read", "run as root, or as the daemon's user")
     said = f"{size(limit)} for {whose}"
     if not npu:
-        return Finding(name, "ok", f"{said}; only NPUs need locked memory")
+        return Finding("ok", f"{said}; only NPUs need locked memory")
     if limit >= bound_bytes:
-        return Finding(name, "ok", f"{said}, {size(bound_bytes)} may be registered")
+        return Finding("ok", f"{said}, {size(bound_bytes)} may be registered")
     fix = "LimitMEMLOCK=infinity in the unit, docker run --ulimit memlock=-1, or /etc/security/limits.conf"
     if locked_only(host):
-        return Finding(name, "missing", f"{said}; this kernel needs {size(bound_bytes)} locked to register it", fix)
-    return Finding(name, "warning", f"{said}; up to {size(bound_bytes)} are registered, which a driver may count", fix)
+        return Finding("missing", f"{said}; this kernel needs {size(bound_bytes)} locked to register it", fix)
+    return Finding("warning", f"{said}; up to {size(bound_bytes)} are registered, which a driver may count", fix)
 
 
 def check_files(host: Host, daemon_pid: int | None) -> Finding:
     """Check the limit on open file descriptors."""
-    name = "open files"
     limit = _limit(host, "Max open files", daemon_pid)
     whose = _whose(daemon_pid)
     if limit is None:
-        return Finding(name, "unknown", f"the limits of {whose} cannot be read", "run as root, or as the daemon's user")
+        return Finding("unknown", f"the limits of {whose} cannot be read", "run as root, or as the daemon's user")
     if limit >= FILES_WANTED:
-        return Finding(name, "ok", f"{_number(limit)} for {whose}")
+        return Finding("ok", f"{_number(limit)} for {whose}")
     fix = "LimitNOFILE=65536 in the unit, or ulimit -n 65536 before starting"
-    return Finding(name, "warning", f"{limit} for {whose}, wanted: {FILES_WANTED}", fix)
+    return Finding("warning", f"{limit} for {whose}, wanted: {FILES_WANTED}", fix)
 
 
 def check_copies() -> Finding:
     """Check whether this process may copy with ``process_vm_readv``, which the daemon uses for small blocks."""
-    name = "process_vm_readv"
     if vectored_copy_works():
-        return Finding(name, "ok", "allowed")
+        return Finding("ok", "allowed")
     fix = "allow process_vm_readv in the container's seccomp profile"
-    return Finding(name, "warning", "forbidden here: copies of small blocks are slower", fix)
+    return Finding("warning", "forbidden here: copies of small blocks are slower", fix)
 
 
 def size(count_bytes: int) -> str:
@@ -122,18 +119,17 @@ _CGROUP_MAX: Final = "/sys/fs/cgroup/memory.max"
 
 def check_memory(host: Host, pool_bytes: int) -> Finding:
     """Compare the memory that pools may take with the host's, and with the limit of the container or service."""
-    name = "memory"
     total, available = memory_bytes(host, "MemTotal"), memory_bytes(host, "MemAvailable")
     if not total:
-        return Finding(name, "unknown", "no /proc/meminfo", "mount /proc")
+        return Finding("unknown", "no /proc/meminfo", "mount /proc")
     bound = host.text(_CGROUP_MAX)
     within = int(bound) if bound.isdigit() and int(bound) < total else total
     limited = f", {size(within)} of it for this container" if within < total else ""
     said = f"{size(total)}{limited}, {size(available)} available; pools may take {size(pool_bytes)}"
     if pool_bytes > within:
         fix = "lower pools.max_bytes, or give the container more memory: the kernel would end the daemon"
-        return Finding(name, "warning" if limited else "missing", said, fix)
-    return Finding(name, "ok", said)
+        return Finding("warning" if limited else "missing", said, fix)
+    return Finding("ok", said)
 
 
 def check_huge_pages(host: Host) -> Finding:
@@ -142,22 +138,21 @@ def check_huge_pages(host: Host) -> Finding:
     match = re.search(r"\[(\w+)\]", host.text(_SHMEM))
     reserved = f"{free} of {total} reserved 2 MiB pages free" if free and total else "no 2 MiB pages"
     shared = f"transparent ones for shared memory: {match[1]}" if match else "no transparent ones for shared memory"
-    return Finding("huge pages", "ok", f"{reserved}; {shared}")
+    return Finding("ok", f"{reserved}; {shared}")
 
 
 def check_shm(host: Host, *, npu: bool) -> Finding:
     """Check /dev/shm, where processes that share device memory keep its reference counters."""
-    name = "shared memory"
     try:
         folder = os.statvfs(host.path(_SHM))
     except OSError as error:
         fix = "mount -t tmpfs tmpfs /dev/shm; in containers share the host's (docker run --ipc=host)"
-        return Finding(name, "missing" if npu else "warning", f"{_SHM}: {error.strerror}", fix)
+        return Finding("missing" if npu else "warning", f"{_SHM}: {error.strerror}", fix)
     free = folder.f_bavail * folder.f_frsize
     said = f"{_SHM}: {size(folder.f_blocks * folder.f_frsize)}, {size(free)} free"
     if free < SHM_WANTED_BYTES:
         # Never advise a new mount over it, or a removal: it may hold memory of running processes.
         wanted = (folder.f_blocks * folder.f_frsize + SHM_WANTED_BYTES >> 20) + 1
         fix = f"mount -o remount,size={wanted}m /dev/shm; in containers docker run --shm-size={wanted}m, or --ipc=host"
-        return Finding(name, "warning", said, fix)
-    return Finding(name, "ok", said)
+        return Finding("warning", said, fix)
+    return Finding("ok", said)

@@ -50,20 +50,19 @@ class Needs(msgspec.Struct, frozen=True):
 
 def read_needs(host: Host, path: Path | None, *, npu: bool) -> tuple[Needs, Finding]:
     """Return the needs, and a finding about the file; a key that is wrong counts as not given."""
-    name = "configuration"
     if path is None:
         others = [one for one in host.names("/etc/kvferry") if one.endswith(".toml")]
         hint = f"; there is /etc/kvferry/{others[0]}: give it with --config" if others else ""
-        return Needs(npu_asked=npu), Finding(name, "ok", f"none given, defaults{hint}")
+        return Needs(npu_asked=npu), Finding("ok", f"none given, defaults{hint}")
     try:
         config, mistakes = read_config(host.path(path.absolute()))
     except ConfigError as error:
         config, mistakes = Config(), [error]
     if not mistakes:
-        return Needs(config, npu), Finding(name, "ok", str(path))
+        return Needs(config, npu), Finding("ok", str(path))
     said = f"{path}: the daemon refuses it: {'; '.join(str(one) for one in mistakes)}"
     fix = "correct the file; systemd/kvferry.toml shows every key"
-    return Needs(config, npu), Finding(name, "missing", said, fix)
+    return Needs(config, npu), Finding("missing", said, fix)
 
 
 def memory_bytes(host: Host, name: str) -> int:

@@ -72,35 +72,34 @@ def has_npu_sign(host: Host) -> bool:
 
 def check_nodes(host: Host) -> Finding:
     """Check whether the device nodes exist, and whether the user may use them."""
-    name = "device nodes"
     npus = davinci_nodes(host)
     absent = [one for one in MANAGER_NODES if not host.path(f"/dev/{one}").exists()]
     options = " ".join(f"--device /dev/{one}" for one in (*(npus or ["davinci0"]), *MANAGER_NODES))
     fix = f"in a container: {options}; on the host itself: is the driver installed and loaded (lsmod | grep drv_)?"
     if not npus:
-        return Finding(name, "missing", "no /dev/davinci0 or further", fix)
+        return Finding("missing", "no /dev/davinci0 or further", fix)
     if absent:
-        return Finding(name, "missing", f"{_span(npus)}, but no {', '.join(f'/dev/{one}' for one in absent)}", fix)
+        return Finding("missing", f"{_span(npus)}, but no {', '.join(f'/dev/{one}' for one in absent)}", fix)
     nodes = [*npus, *MANAGER_NODES]
     closed = [one for one in nodes if not host.user.may_use(host.path(f"/dev/{one}").stat())]
     if closed:
         found = f"{host.user.name} may not read and write {', '.join(f'/dev/{one}' for one in closed)}"
-        return Finding(name, "missing", found, _join(host))
-    return Finding(name, "ok", f"{_span(npus)} and their managers, open to {host.user.name}")
+        return Finding("missing", found, _join(host))
+    return Finding("ok", f"{_span(npus)} and their managers, open to {host.user.name}")
 
 
 def check_group(host: Host) -> Finding:
     """Check whether the user is in the group that the driver was installed for."""
-    name, group = "group", npu_group(host)
+    group = npu_group(host)
     number = host.group_id(group)
     if number is None:
         fix = f"groupadd {group}, and install the driver with --install-username=… --install-usergroup={group}"
-        return Finding(name, "warning", f"this host has no group {group}", fix)
+        return Finding("warning", f"this host has no group {group}", fix)
     if number in host.user.groups:
-        return Finding(name, "ok", f"{host.user.name} is in {group}")
+        return Finding("ok", f"{host.user.name} is in {group}")
     if host.user.uid == 0:
-        return Finding(name, "ok", "root needs none; give --user NAME to check for the daemon's user")
-    return Finding(name, "warning", f"{host.user.name} is not in {group}", _join(host))
+        return Finding("ok", "root needs none; give --user NAME to check for the daemon's user")
+    return Finding("warning", f"{host.user.name} is not in {group}", _join(host))
 
 
 def _join(host: Host) -> str:
@@ -118,20 +117,19 @@ def npu_group(host: Host) -> str:
 
 def check_numa(host: Host) -> Finding:
     """Report the NUMA node of each NPU."""
-    name = "numa"
     cores = {node: host.text(_NODES / node / "cpulist") for node in host.names(_NODES) if re.match(r"node\d+\Z", node)}
     npus = pci_npus(host)
     if not npus:
         said = f"{len(cores)} node{'s' * (len(cores) != 1)}; no NPU is seen on the PCI bus"
-        return Finding(name, "unknown", said, "in a container, mount /sys")
+        return Finding("unknown", said, "in a container, mount /sys")
     nodes = [f"node {one.numa_node} (cores {cores.get(f'node{one.numa_node}') or '?'})" for one in npus]
     said = "; ".join(
         f"{npu.name}: {node if npu.numa_node >= 0 else 'no node'}" for npu, node in zip(npus, nodes, strict=True)
     )
     if len(cores) > 1 and any(npu.numa_node < 0 for npu in npus):
         fix = "turn NUMA on in the firmware, or pass the topology to the virtual machine"
-        return Finding(name, "warning", said, fix)
-    return Finding(name, "ok", said)
+        return Finding("warning", said, fix)
+    return Finding("ok", said)
 
 
 def _span(nodes: list[str]) -> str:
@@ -160,7 +158,6 @@ def read_npu_smi(host: Host) -> Outcome | None:
 
 def check_driver(host: Host, smi: Outcome | None) -> Finding:
     """Check whether the driver is installed and new enough."""
-    name = "driver"
     version = values(host.text(driver_folder(host) / "version.info")).get("Version", "")
     if not version and smi and (match := _SMI_VERSION.search(smi.output)):
         version = match[1]
@@ -168,37 +165,36 @@ def check_driver(host: Host, smi: Outcome | None) -> Finding:
         folder, devices = driver_folder(host), len(pci_npus(host))
         found = f"no {folder}/version.info" + f", though the PCI bus has {devices} NPUs" * bool(devices)
         fix = f"install the NPU driver, {DRIVER_WANTED} or later; in a container mount {folder} from the host"
-        return Finding(name, "missing", found, fix)
-    return _new_enough(name, version, DRIVER_WANTED)
+        return Finding("missing", found, fix)
+    return _new_enough("driver", version, DRIVER_WANTED)
 
 
-def _new_enough(name: str, version: str, wanted: str, where: str = "") -> Finding:
+def _new_enough(what: str, version: str, wanted: str, where: str = "") -> Finding:
     """Return the finding about a version of the driver or of CANN."""
     new_enough = at_least(version, wanted)
     if new_enough:
-        return Finding(name, "ok", f"{version}{where}")
-    fix = f"install {name} {wanted} or later: with older versions, copies to registered host memory are slower"
+        return Finding("ok", f"{version}{where}")
+    fix = f"install {what} {wanted} or later: with older versions, copies to registered host memory are slower"
     said = f"{version or 'of unknown version'}{where}, wanted: {wanted} or later"
-    return Finding(name, "unknown" if new_enough is None else "warning", said, fix)
+    return Finding("unknown" if new_enough is None else "warning", said, fix)
 
 
 def check_health(smi: Outcome | None) -> Finding:
     """Report the health that ``npu-smi`` shows for each device."""
-    name = "npu health"
     if smi is None:
-        return Finding(name, "unknown", "no npu-smi here", "in a container mount /usr/local/bin/npu-smi from the host")
+        return Finding("unknown", "no npu-smi here", "in a container mount /usr/local/bin/npu-smi from the host")
     if smi.status is None:
         fix = "the driver hangs: check dmesg; when nobody uses the NPUs any more, reset the device or reboot"
-        return Finding(name, "missing", f"npu-smi did not answer within {SMI_TIMEOUT_S:g} s", fix)
+        return Finding("missing", f"npu-smi did not answer within {SMI_TIMEOUT_S:g} s", fix)
     devices = _SMI_HEALTH.findall(smi.output)
     if smi.status or not devices:
         reason = smi.last_error or next((line for line in reversed(smi.output.splitlines()) if line.strip()), "nothing")
         fix = "run npu-smi info by hand; in a container, are the device nodes and the driver's lib64 there?"
-        return Finding(name, "missing" if smi.status else "unknown", f"npu-smi says: {reason.strip()}", fix)
+        return Finding("missing" if smi.status else "unknown", f"npu-smi says: {reason.strip()}", fix)
     ill = [f"NPU {number}: {health}" for number, _, health in devices if health != "OK"]
     if ill:
-        return Finding(name, "warning", "; ".join(ill), "npu-smi info -t health -i N names the fault; dmesg has more")
-    return Finding(name, "ok", f"{len(devices)} x {devices[0][1]}")
+        return Finding("warning", "; ".join(ill), "npu-smi info -t health -i N names the fault; dmesg has more")
+    return Finding("ok", f"{len(devices)} x {devices[0][1]}")
 
 
 # -- CANN: its location and version, and whether the loader finds its libraries, in a child process only
@@ -214,23 +210,22 @@ _LOADING_S: Final = 20.0
 
 def check_cann(host: Host) -> Finding:
     """Look for CANN by its environment variables, else in the default locations."""
-    name = "CANN"
     home = next((PurePosixPath(host.environ[one]) for one in VARIABLES if host.environ.get(one)), None)
     if home is None:
         return _not_in_the_environment(host)
     if not host.path(home).is_dir():
         fix = "source the set_env.sh of the installed CANN, or mount it into the container"
-        return Finding(name, "missing", f"the environment names {home}, which does not exist", fix)
+        return Finding("missing", f"the environment names {home}, which does not exist", fix)
     version = _cann_version(host, home)
-    return _new_enough(name, version, CANN_WANTED, f" in {home}")
+    return _new_enough("CANN", version, CANN_WANTED, f" in {home}")
 
 
 def check_library(host: Host) -> Finding:
     """Check whether a new process can load CANN's runtime."""
     problem = loading_problem(host, LIBRARY)
     if not problem:
-        return Finding("CANN library", "ok", f"{LIBRARY} loads")
-    return Finding("CANN library", "missing", problem, loader_fix(problem))
+        return Finding("ok", f"{LIBRARY} loads")
+    return Finding("missing", problem, loader_fix(problem))
 
 
 def loading_problem(host: Host, library: str) -> str:
@@ -258,9 +253,9 @@ def _not_in_the_environment(host: Host) -> Finding:
             found = f"installed in {place}, but neither {' nor '.join(VARIABLES)} is set"
             scripts = (f"{place}/set_env.sh", str(PurePosixPath(place).parent / "set_env.sh"))
             script = next((one for one in scripts if host.path(one).exists()), scripts[0])
-            return Finding("CANN", "missing", found, f"source {script}")
+            return Finding("missing", found, f"source {script}")
     fix = f"install CANN {CANN_WANTED} or later and source its set_env.sh"
-    return Finding("CANN", "missing", f"neither {' nor '.join(VARIABLES)} is set, and {PLACES[0]} does not exist", fix)
+    return Finding("missing", f"neither {' nor '.join(VARIABLES)} is set, and {PLACES[0]} does not exist", fix)
 
 
 def _cann_version(host: Host, home: PurePosixPath) -> str:

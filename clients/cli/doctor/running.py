@@ -50,67 +50,64 @@ def ask_daemon(
 
 def check_directory(running: Running) -> Finding:
     """Check whether the directory exists and this user may use it."""
-    name, directory = "runtime directory", running.directory
+    directory = running.directory
     if isinstance(running.error, AccessDeniedError):
-        return Finding(name, "warning", running.error.detail, _way_in(directory))
+        return Finding("warning", running.error.detail, _way_in(directory))
     try:
         group = directory.group()
     except KeyError:
         group = f"{directory.stat().st_gid}, which has no name"
     except OSError:
         fix = "the daemon creates it; if it is elsewhere, give --runtime-dir, or set KVFERRY_RUNTIME_DIR"
-        return Finding(name, "warning", f"no {directory}", fix)
+        return Finding("warning", f"no {directory}", fix)
     if not directory.is_dir():
-        return Finding(
-            name, "missing", f"{directory} is not a directory", "name another one in --runtime-dir or runtime_dir"
-        )
-    return Finding(name, "ok", f"{directory}, of group {group}")
+        return Finding("missing", f"{directory} is not a directory", "name another one in --runtime-dir or runtime_dir")
+    return Finding("ok", f"{directory}, of group {group}")
 
 
 def check_daemon(running: Running) -> Finding:
     """Report which daemon answers, and its health."""
-    name, report = "daemon", running.report
+    report = running.report
     if report is None:
         return _no_answer(running)
     said = f"{report.daemon_version}, pid {report.pid}, up for {report.uptime_ms // 1000} s"
     if report.network and report.network.state == "broken":
         return Finding(
-            name, "missing", f"{said}; the network transport is broken: nothing comes in from other hosts", RESTART
+            "missing", f"{said}; the network transport is broken: nothing comes in from other hosts", RESTART
         )
     own = metadata.version("kvferry")
     if report.daemon_version != own:
-        return Finding(name, "warning", f"{said}; this command is {own}", f"after an upgrade: {RESTART}")
+        return Finding("warning", f"{said}; this command is {own}", f"after an upgrade: {RESTART}")
     if report.draining:
-        return Finding(name, "warning", f"{said}; it is draining and accepts no new transfers", "wait until it ends")
-    return Finding(name, "ok", said)
+        return Finding("warning", f"{said}; it is draining and accepts no new transfers", "wait until it ends")
+    return Finding("ok", said)
 
 
-def check_devices(running: Running) -> tuple[Finding, ...]:
+def check_devices(running: Running) -> dict[str, Finding]:
     """Report the state of the devices that the daemon uses."""
-    findings = []
+    findings = {}
     for device in running.report.devices if running.report else ():
-        name = f"device {device.device}"
         if device.state == "ready":
             said = f"ready, {device.free_bytes >> 20} of {device.total_bytes >> 20} MiB free"
-            findings.append(Finding(name, "ok", said))
+            finding = Finding("ok", said)
         elif device.state.startswith("unavailable"):  # somebody requested a pool on it; that does not need to work
             fix = "kvferry doctor --npu shows what is missing, if this host should have one"
-            findings.append(Finding(name, "warning", device.state, fix))
+            finding = Finding("warning", device.state, fix)
         else:
             fix = "check the device (npu-smi info, nvidia-smi); the daemon ends by itself and has to be restarted"
-            findings.append(Finding(name, "missing", device.state, fix))
-    return tuple(findings)
+            finding = Finding("missing", device.state, fix)
+        findings[f"device {device.device}"] = finding
+    return findings
 
 
-def check_tiers(running: Running) -> tuple[Finding, ...]:
+def check_tiers(running: Running) -> dict[str, Finding]:
     """Report the tiers of the running daemon that do not work."""
-    findings = []
-    for tier in running.report.tiers if running.report else ():
-        if tier.state in {"ready", "off"}:
-            continue
-        fix = 'what it had is computed again; docs/operations.md, "Tiers", says what to do'
-        findings.append(Finding(f"tier {tier.tier}", "warning", f"the daemon says: {tier.state}", fix))
-    return tuple(findings)
+    fix = 'what it had is computed again; docs/operations.md, "Tiers", says what to do'
+    return {
+        f"tier {tier.tier}": Finding("warning", f"the daemon says: {tier.state}", fix)
+        for tier in (running.report.tiers if running.report else ())
+        if tier.state not in {"ready", "off"}
+    }
 
 
 def used_bytes(running: Running, tier: str) -> int:
@@ -119,16 +116,16 @@ def used_bytes(running: Running, tier: str) -> int:
 
 
 def _no_answer(running: Running) -> Finding:
-    name, error = "daemon", running.error
+    error = running.error
     if isinstance(error, AccessDeniedError):
-        return Finding(name, "unknown", "this user may not use it", "see runtime directory")
+        return Finding("unknown", "this user may not use it", "see runtime directory")
     if (running.directory / CONTROL_SOCKET).exists():
         if isinstance(error, VersionMismatchError):
-            return Finding(name, "missing", error.detail, error.remedy)
+            return Finding("missing", error.detail, error.remedy)
         fix = f"check its log: journalctl -u kvferry@NAME; {RESTART}"
         reason = error.detail if error else "no reason given"
-        return Finding(name, "missing", f"its socket exists, but nobody answers: {reason}", fix)
-    return Finding(name, "warning", "none is running", "systemctl start kvferry@NAME, or kvferry daemon")
+        return Finding("missing", f"its socket exists, but nobody answers: {reason}", fix)
+    return Finding("warning", "none is running", "systemctl start kvferry@NAME, or kvferry daemon")
 
 
 def _way_in(directory: Path) -> str:

@@ -66,38 +66,36 @@ def read_unit(host: Host) -> Unit | None:
 
 def check_unit(host: Host, needs: Needs, *, npu: bool) -> Finding:
     """Check whether the unit is installed, and whether it forbids something that is needed."""
-    name = "systemd unit"
     unit = read_unit(host)
     if unit is None:
         if not host.path(_BOOTED).is_dir():
-            return Finding(name, "ok", "systemd is not running here")
+            return Finding("ok", "systemd is not running here")
         fix = (
             f"copy share/kvferry/systemd/{NAME} (below {sys.prefix}; in a checkout systemd/) to {FOLDERS[0]}, "
             "name this kvferry in its ExecStart=, then systemctl daemon-reload"
         )
-        return Finding(name, "warning", f"{NAME} is not installed", fix)
+        return Finding("warning", f"{NAME} is not installed", fix)
     npu_faults = _npu_faults(host, unit) if npu else []
     faults = [*_network_faults(unit, needs), *_disk_faults(unit, needs), *npu_faults]
     if faults:
         said, fixes = ("; ".join(texts) for texts in zip(*faults, strict=True))
-        return Finding(name, "missing", f"{unit.path}: {said}", f"{fixes}; then systemctl daemon-reload; {RESTART}")
-    return Finding(name, "ok", f"{unit.path}, user {unit.last('User') or 'root'}")
+        return Finding("missing", f"{unit.path}: {said}", f"{fixes}; then systemctl daemon-reload; {RESTART}")
+    return Finding("ok", f"{unit.path}, user {unit.last('User') or 'root'}")
 
 
 def check_unit_environment(host: Host) -> Finding | None:
     """Check whether the unit tells the daemon where CANN is, as a service does not read a shell's set_env.sh."""
-    name = "unit's CANN"
     unit = read_unit(host)
     if unit is None:
         return None
     given = " ".join(unit.settings.get("Environment", []))
     if "LD_LIBRARY_PATH" in given or unit.settings.get("EnvironmentFile") or "set_env.sh" in unit.last("ExecStart"):
-        return Finding(name, "ok", "the unit sets an environment")
+        return Finding("ok", "the unit sets an environment")
     fix = (
         "env -i bash -c 'source …/set_env.sh; env' | grep -E '^(ASCEND|LD_LIBRARY_PATH)' > /etc/kvferry/cann.env, "
         "and a drop-in with EnvironmentFile=/etc/kvferry/cann.env"
     )
-    return Finding(name, "warning", "the unit sets no LD_LIBRARY_PATH: the daemon finds CANN only by ld.so.conf", fix)
+    return Finding("warning", "the unit sets no LD_LIBRARY_PATH: the daemon finds CANN only by ld.so.conf", fix)
 
 
 def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:

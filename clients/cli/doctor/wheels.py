@@ -76,23 +76,22 @@ def probe_torch(host: Host, timeout_s: float = TIMEOUT_S) -> TorchFound:
 
 def check_torch_npu(found: TorchFound) -> Finding:
     """Check torch_npu on a host that needs NPUs."""
-    name = "torch_npu"
     if not found.torch and found.reason:
-        return Finding(name, "unknown", f"{found.step} fails: {found.reason}", "run kvferry with the daemon's Python")
+        return Finding("unknown", f"{found.step} fails: {found.reason}", "run kvferry with the daemon's Python")
     if not found.torch_npu:
         release = ".".join(found.torch.partition("+")[0].split(".")[:3]) or "…"
         fix = f"pip install --no-deps torch-npu=={release} numpy pyyaml, beside torch {release}"
-        return Finding(name, "missing", f"not installed; {_torch(found)}", fix)
+        return Finding("missing", f"not installed; {_torch(found)}", fix)
     if not same_release(found.torch, found.torch_npu):
         fix = "install the torch-npu with the same first three version numbers as torch"
-        return Finding(name, "missing", f"{found.torch_npu} does not match: {_torch(found)}", fix)
+        return Finding("missing", f"{found.torch_npu} does not match: {_torch(found)}", fix)
     if found.reason:
         said = f"{found.torch_npu} is installed, but {found.step} fails: {found.reason}"
-        return Finding(name, "missing", said, _fix(found))
+        return Finding("missing", said, _fix(found))
     if not found.devices:
         fix = "npu-smi info: any devices? is ASCEND_RT_VISIBLE_DEVICES empty, or a device node not accessible?"
-        return Finding(name, "missing", f"{found.torch_npu} imports, but torch sees no device", fix)
-    return Finding(name, "ok", f"{found.torch_npu} beside torch {found.torch}; torch sees {found.devices} devices")
+        return Finding("missing", f"{found.torch_npu} imports, but torch sees no device", fix)
+    return Finding("ok", f"{found.torch_npu} beside torch {found.torch}; torch sees {found.devices} devices")
 
 
 def check_without_npu(found: TorchFound) -> Finding | None:
@@ -101,10 +100,10 @@ def check_without_npu(found: TorchFound) -> Finding | None:
         return None
     if not found.reason:
         devices = f"torch sees {found.devices} devices"
-        return Finding("torch_npu", "ok", f"{found.torch_npu} is installed and imports; {devices}")
+        return Finding("ok", f"{found.torch_npu} is installed and imports; {devices}")
     said = f"{found.torch_npu} is installed, but {found.step} fails: {found.reason}; so does a plain `import torch`"
     fix = "pip uninstall torch-npu, or start engines with TORCH_DEVICE_BACKEND_AUTOLOAD=0 (the daemon does)"
-    return Finding("torch_npu", "warning", said, fix)
+    return Finding("warning", said, fix)
 
 
 def _torch(found: TorchFound) -> str:
@@ -145,41 +144,39 @@ print(json.dumps(found))
 
 def check_wheel(host: Host, needs: Needs) -> Finding:
     """Check which wheel is installed, whether it is the right one, and whether it can be imported."""
-    name = "mooncake"
     wheels = _installed(host)
     said = ", ".join(f"{wheel} {version}" for wheel, version in wheels.items()) or "not installed"
     if not (needs.mooncake or needs.store):
-        return Finding(name, "ok", f'{said}; not needed, network.transport is "{needs.config.network.transport}"')
+        return Finding("ok", f'{said}; not needed, network.transport is "{needs.config.network.transport}"')
     npu = needs.ascend
     fitting = [NPU_WHEEL] if npu else [PLAIN_WHEEL, NPU_WHEEL, CUDA_WHEEL]
     install = f"pip install {NPU_WHEEL}" if npu else "pip install 'kvferry[mooncake]'"
     if len(wheels) > 1:
         fix = f"pip uninstall {' '.join(wheels)}, then {install}"
-        return Finding(name, "missing", f"{said}: they overwrite each other's files", fix)
+        return Finding("missing", f"{said}: they overwrite each other's files", fix)
     if not any(wheel in wheels for wheel in fitting):
         protocol = "ascend" if npu else "tcp"
-        return Finding(name, "missing", f'{said}; the configured protocol is "{protocol}"', install)
+        return Finding("missing", f'{said}; the configured protocol is "{protocol}"', install)
     reason = _import_problem(host, "mooncake.engine")
     if not reason:
-        return Finding(name, "ok", said)
+        return Finding("ok", said)
     if "libibverbs" in reason:
-        return Finding(name, "missing", f"{said}, but: {reason}", INSTALL_VERBS)
+        return Finding("missing", f"{said}, but: {reason}", INSTALL_VERBS)
     fix = f'install what it lacks (docs/operations.md, "Several hosts"), or reinstall the wheel: {install}'
-    return Finding(name, "missing", f"{said}, but: {reason}", fix)
+    return Finding("missing", f"{said}, but: {reason}", fix)
 
 
 def check_store_module(host: Host, needs: Needs) -> Finding | None:
     """Check whether Mooncake's store module can be imported, and whether an address for other nodes is configured."""
-    name = "mooncake store"
     if not needs.store:
         return None
     if needs.config.store_address is None:
         fix = "set tiers.remote.address: the address of this host at which other nodes reach it"
-        return Finding(name, "missing", "neither tiers.remote.address nor network.address is set", fix)
+        return Finding("missing", "neither tiers.remote.address nor network.address is set", fix)
     reason = _import_problem(host, "mooncake.store")
     if reason:
-        return Finding(name, "missing", reason, f'{STORE_LIBRARIES}, and the wheel as "mooncake" says')
-    return Finding(name, "ok", "mooncake.store can be imported")
+        return Finding("missing", reason, f'{STORE_LIBRARIES}, and the wheel as "mooncake" says')
+    return Finding("ok", "mooncake.store can be imported")
 
 
 def check_verbs(host: Host, needs: Needs) -> Finding | None:
@@ -188,8 +185,8 @@ def check_verbs(host: Host, needs: Needs) -> Finding | None:
         return None
     problem = loading_problem(host, VERBS)
     if problem:
-        return Finding("libibverbs", "missing", problem, INSTALL_VERBS)
-    return Finding("libibverbs", "ok", f"{VERBS} loads")
+        return Finding("missing", problem, INSTALL_VERBS)
+    return Finding("ok", f"{VERBS} loads")
 
 
 def _import_problem(host: Host, module: str) -> str:

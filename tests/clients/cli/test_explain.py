@@ -149,10 +149,7 @@ def test_the_same_for_programs(command: Command) -> None:
 def test_the_plain_plan_stays_as_it_is(command: Command, flags: tuple[str, ...]) -> None:
     status, text = command.run(PLAN, *flags)
     assert status == 0
-    assert json.loads(text) == {
-        "blocks": [[64, 100_448, 128], [320, 100_576, 64]],
-        "skipped_source_entries": 0,
-    }
+    assert json.loads(text) == {"blocks": [[64, 100_448, 128], [320, 100_576, 64]], "skipped_source_entries": 0}
 
 
 def test_nothing_left_out(command: Command) -> None:
@@ -414,11 +411,7 @@ def test_a_component_without_a_list_is_left_out_and_said(command: Command) -> No
     ],
 )
 def test_lists_that_do_not_fit(
-    command: Command,
-    code: str,
-    field: str,
-    source: list[dict[str, object]],
-    destination: list[dict[str, object]],
+    command: Command, code: str, field: str, source: list[dict[str, object]], destination: list[dict[str, object]]
 ) -> None:
     main_ = listed("main", [1], None)
     error = command.planned(of_spec(HYBRID, [main_, *source], [main_, *destination]))["error"]

@@ -26,10 +26,7 @@ PLAN: Final[dict[str, Any]] = {
 def test_the_documented_plan() -> None:
     done = run_kvferry("plan", "-", stdin=json.dumps(PLAN))
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == {
-        "blocks": [[64, 1448, 128], [320, 1576, 64]],
-        "skipped_source_entries": 0,
-    }
+    assert json.loads(done.stdout) == {"blocks": [[64, 1448, 128], [320, 1576, 64]], "skipped_source_entries": 0}
 
 
 def test_a_refused_plan_is_json_where_json_is_asked_for() -> None:

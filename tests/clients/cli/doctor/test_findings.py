@@ -168,10 +168,7 @@ def worker(group: int) -> User:
 
 OF_NPUS: Final = {
     "twelve nodes": Row(
-        npus.check_nodes,
-        "ok",
-        "/dev/davinci0 to davinci11 (12) and their managers, open to root",
-        files=npu_files(12),
+        npus.check_nodes, "ok", "/dev/davinci0 to davinci11 (12) and their managers, open to root", files=npu_files(12)
     ),
     "no nodes": Row(npus.check_nodes, "missing", "", "--device /dev/davinci0 --device /dev/davinci_manager"),
     "no manager": Row(
@@ -409,10 +406,7 @@ OF_OTHER_HOSTS: Final = {
     "no master": Row(lambda _host: tiers.check_master(needs_of()), None),
     **{
         f"a master that is away at {master}": Row(
-            partial(_check_master, master),
-            "warning",
-            f"{master}: ",
-            "mooncake_master",
+            partial(_check_master, master), "warning", f"{master}: ", "mooncake_master"
         )
         for master in ("127.0.0.1:0", "[::1]:0", "127.0.0.1:99999")
     },
@@ -509,5 +503,5 @@ def test_the_fix_fits_the_library(problem: str, fix: str) -> None:
 def test_only_what_is_missing_counts_and_the_worst_comes_first(
     states: tuple[State, ...], status: int, said: str
 ) -> None:
-    findings = [Finding(str(number), state, "") for number, state in enumerate(states)]
-    assert (exit_status(findings), summary(findings)) == (status, said)
+    findings = {str(number): Finding(state, "") for number, state in enumerate(states)}
+    assert (exit_status(findings.values()), summary(findings)) == (status, said)

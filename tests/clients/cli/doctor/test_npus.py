@@ -15,10 +15,7 @@ def test_a_host_without() -> None:
     assert not npus.has_npu_sign(make_host(Path("/nonexistent")))
 
 
-@pytest.mark.parametrize(
-    "file",
-    ["/dev/davinci3", "/dev/davinci_manager", "/usr/local/Ascend/driver/version.info"],
-)
+@pytest.mark.parametrize("file", ["/dev/davinci3", "/dev/davinci_manager", "/usr/local/Ascend/driver/version.info"])
 def test_each_sign_counts(tmp_path: Path, file: str) -> None:
     assert npus.has_npu_sign(make_host(tmp_path, {file: ""}))
 

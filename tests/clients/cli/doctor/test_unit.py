@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import pytest
 
-from kvferry.clients.cli.doctor.host import Finding
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.unit import check_unit, check_unit_environment, read_unit
 from tests.clients.cli.doctor.fake_host import make_host, needs_of, npu_files
@@ -16,90 +15,80 @@ FOLDER: Final = Path(__file__).parents[4] / "systemd"
 OWN: Final = (FOLDER / "kvferry@.service").read_text()
 HOSTS: Final = (FOLDER / "hosts.conf").read_text()
 PLACE: Final = "/etc/systemd/system/kvferry@.service"
+HERE: Final = needs_of()
 ACROSS: Final = needs_of('[peers]\nlisten = "tcp://127.0.0.1:7801"')
+STORE: Final = needs_of('[tiers.remote]\ntransport = "mooncake_store"')
+FORBIDS: Final = "forbids the daemon to reach other hosts"
+MORE: Final = "[Service]\nExecStart=kvferry daemon\nLimitMEMLOCK=infinity\n"
 
 
-def check(root: Path, files: dict[str, str], needs: Needs = ACROSS, *, npu: bool = True, npus: int = 16) -> Finding:
-    return check_unit(make_host(root, files | (npu_files(npus) if npu else {})), needs, npu=npu)
+class Case(NamedTuple):
+    """What must be found of a unit with a drop-in, on a host with NPUs or without."""
+
+    state: str
+    found: str = ""
+    fix: str = ""
+    drop_in: str = ""
+    needs: Needs = HERE
+    npus: int = 0
+    unit: str = OWN
 
 
-def test_the_projects_own_with_its_drop_in(tmp_path: Path) -> None:
-    finding = check(tmp_path, {PLACE: OWN, f"{PLACE}.d/hosts.conf": HOSTS})
-    assert (finding.state, finding.found) == ("ok", f"{PLACE}, user HwHiAiUser")
+def on_disk(path: str, drop_in: str = "", *, fix: str = "") -> Case:
+    return Case("missing" if fix else "ok", "", fix, drop_in, needs_of(f'[tiers.disk]\npath = "{path}"'), npus=2)
 
 
-def test_the_projects_own_alone(tmp_path: Path) -> None:
-    assert check(tmp_path / "one", {PLACE: OWN}, needs_of()).state == "ok"
-    finding = check(tmp_path / "two", {PLACE: OWN})
-    assert finding.state == "missing"
-    assert "forbids the daemon to reach other hosts" in finding.found
-    assert "hosts.conf" in finding.fix
+CASES: Final = {
+    "the project's own": Case("ok", npus=16),
+    "its drop-in": Case("ok", f"{PLACE}, user HwHiAiUser", drop_in=HOSTS, needs=ACROSS, npus=16),
+    "other hosts": Case("missing", FORBIDS, "hosts.conf", needs=ACROSS, npus=16),
+    "a store": Case("missing", FORBIDS, "hosts.conf", needs=STORE),
+    "a store that may be reached": Case("ok", drop_in=HOSTS, needs=STORE),
+    "any address": Case("ok", needs=ACROSS, unit=f"{MORE}RestrictAddressFamilies=~AF_PACKET\n"),
+    "the state folder": on_disk("/var/lib/kvferry"),
+    "below it": on_disk("/var/lib/kvferry/blocks"),
+    "beside it": on_disk("/var/lib/other", fix="ReadWritePaths=/var/lib/other"),
+    "a mount": on_disk("/mnt/blocks", fix="ReadWritePaths=/mnt/blocks"),
+    "a mount that is given": on_disk("/mnt/blocks", "ReadWritePaths=/srv /mnt"),
+    "a mount that may lack": on_disk("/mnt/blocks", "ReadWritePaths=-/mnt/blocks"),
+    "a mount that nothing protects": on_disk("/mnt/blocks", "ProtectSystem=full"),
+    "a cache folder": on_disk("/var/cache/blocks", "CacheDirectory=blocks"),
+    "a private folder": on_disk("/tmp/blocks", fix="a persistent tiers.disk.path"),  # noqa: S108  a name only
+    "a home": on_disk("/home/worker/blocks", fix="outside of /home"),
+    "more NPUs than named": Case(
+        "missing", "DeviceAllow leaves out davinci16, davinci17", "DeviceAllow=/dev/davinci16 rw", npus=18
+    ),
+    "every node": Case("ok", unit=f"{MORE}DeviceAllow=char-* rw\n", npus=16),
+    "no policy": Case("ok", unit=f"{MORE}DevicePolicy=auto\n", npus=16),
+}
+TAKES_AWAY: Final = {
+    "LimitMEMLOCK=64M": "LimitMEMLOCK is 64M",
+    "LimitMEMLOCK=": "LimitMEMLOCK is not set",
+    "DeviceAllow=\nDeviceAllow=/dev/davinci0 rw": "leaves out davinci1, davinci_manager",
+    "DeviceAllow=\nDevicePolicy=closed": "leaves out davinci0",
+    "DeviceAllow=\nDeviceAllow=char-davinci r": "leaves out davinci0",
+}
+CASES.update({f"drop-in {one!r}": Case("missing", said, "", one, npus=2) for one, said in TAKES_AWAY.items()})
+CASES.update({f"drop-in {one!r} without NPUs": Case("ok", drop_in=one) for one in TAKES_AWAY})
 
 
-def test_a_store_is_on_other_hosts_too(tmp_path: Path) -> None:
-    needs = needs_of('[tiers.remote]\ntransport = "mooncake_store"')
-    finding = check(tmp_path / "one", {PLACE: OWN}, needs)
-    assert (finding.state, "forbids the daemon to reach other hosts" in finding.found) == ("missing", True)
-    assert check(tmp_path / "two", {PLACE: OWN, f"{PLACE}.d/hosts.conf": HOSTS}, needs).state == "ok"
-
-
-@pytest.mark.parametrize(
-    ("path", "drop_in", "state"),
-    [
-        ("/var/lib/kvferry", "", "ok"),
-        ("/var/lib/kvferry/blocks", "", "ok"),
-        ("/var/lib/other", "", "missing"),
-        ("/mnt/blocks", "", "missing"),
-        ("/mnt/blocks", "ReadWritePaths=/srv /mnt", "ok"),
-        ("/mnt/blocks", "ReadWritePaths=-/mnt/blocks", "ok"),
-        ("/mnt/blocks", "ProtectSystem=full", "ok"),
-        ("/var/cache/blocks", "CacheDirectory=blocks", "ok"),
-    ],
-)
-def test_where_the_disk_tier_may_write(tmp_path: Path, path: str, drop_in: str, state: str) -> None:
-    files = {PLACE: OWN, f"{PLACE}.d/x.conf": f"[Service]\n{drop_in}\n"}
-    finding = check(tmp_path, files, needs_of(f'[tiers.disk]\npath = "{path}"'))
-    assert finding.state == state
-    assert (f"ReadWritePaths={path}" in finding.fix) is (state == "missing")
-
-
-def test_more_npus_than_the_unit_names(tmp_path: Path) -> None:
-    finding = check(tmp_path, {PLACE: OWN}, needs_of(), npus=18)
-    assert finding.state == "missing"
-    assert "DeviceAllow leaves out davinci16, davinci17" in finding.found
-    assert "DeviceAllow=/dev/davinci16 rw" in finding.fix
-
-
-@pytest.mark.parametrize(
-    ("drop_in", "said"),
-    [
-        ("LimitMEMLOCK=64M", "LimitMEMLOCK is 64M"),
-        ("LimitMEMLOCK=", "LimitMEMLOCK is not set"),
-        ("DeviceAllow=\nDeviceAllow=/dev/davinci0 rw", "leaves out davinci1, davinci_manager"),
-        ("DeviceAllow=\nDevicePolicy=closed", "leaves out davinci0"),
-        ("DeviceAllow=\nDeviceAllow=char-davinci r", "leaves out davinci0"),
-    ],
-)
-def test_drop_ins_that_take_something_away(tmp_path: Path, drop_in: str, said: str) -> None:
-    files = {PLACE: OWN, f"{PLACE}.d/x.conf": f"[Service]\n{drop_in}\n"}
-    finding = check(tmp_path, files, needs_of(), npus=2)
-    assert finding.state == "missing"
-    assert said in finding.found
-    assert check(tmp_path / "none", files, needs_of(), npu=False).state == "ok"
-
-
-@pytest.mark.parametrize("allow", ["DeviceAllow=char-* rw", "DevicePolicy=auto"])
-def test_units_that_allow_more(tmp_path: Path, allow: str) -> None:
-    unit = f"[Service]\nExecStart=kvferry daemon\nLimitMEMLOCK=infinity\n{allow}\n"
-    assert check(tmp_path, {PLACE: unit}).state == "ok"
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_unit_permits(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    files = {PLACE: case.unit, f"{PLACE}.d/x.conf": f"[Service]\n{case.drop_in}\n"}
+    host = make_host(tmp_path, files | (npu_files(case.npus) if case.npus else {}))
+    finding = check_unit(host, case.needs, npu=bool(case.npus))
+    assert finding.state == case.state
+    assert case.found in finding.found
+    assert case.fix in finding.fix
+    assert bool(finding.fix) is (case.state != "ok")
 
 
 def test_not_installed(tmp_path: Path) -> None:
-    assert check(tmp_path, {}).found == "systemd is not running here"
+    assert check_unit(make_host(tmp_path), HERE, npu=False).found == "systemd is not running here"
     (tmp_path / "run/systemd/system").mkdir(parents=True)
-    finding = check(tmp_path, {})
-    assert finding.state == "warning"
-    assert "daemon-reload" in finding.fix
+    finding = check_unit(make_host(tmp_path), HERE, npu=False)
+    assert (finding.state, "daemon-reload" in finding.fix) == ("warning", True)
 
 
 def test_drop_ins_in_systemds_order(tmp_path: Path) -> None:
@@ -117,11 +106,6 @@ def test_drop_ins_in_systemds_order(tmp_path: Path) -> None:
 
 
 def test_no_service_reads_set_env(tmp_path: Path) -> None:
-    assert check_unit_environment(make_host(tmp_path)) is None
-    finding = check_unit_environment(make_host(tmp_path, {PLACE: OWN}))
-    assert finding is not None
-    assert finding.state == "warning"
-    given = "[Service]\nEnvironmentFile=/etc/kvferry/cann.env\n"
-    finding = check_unit_environment(make_host(tmp_path, {PLACE: OWN, f"{PLACE}.d/cann.conf": given}))
-    assert finding is not None
-    assert finding.state == "ok"
+    given = {f"{PLACE}.d/cann.conf": "[Service]\nEnvironmentFile=/etc/kvferry/cann.env\n"}
+    found = [check_unit_environment(make_host(tmp_path, files)) for files in ({}, {PLACE: OWN}, given)]
+    assert [one and one.state for one in found] == [None, "warning", "ok"]
