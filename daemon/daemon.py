@@ -22,9 +22,9 @@ from kvferry.daemon.control.hub import EndpointsChanged, EventHub, InstanceEnded
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import SessionRegistry
-from kvferry.daemon.devices import CHECK_S, Devices
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import DEVICE_POOLS_FILE, RuntimeDirectory
+from kvferry.daemon.process.devices import CHECK_S, Devices
 from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_freed_memory
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.services.event_rings import EventRings

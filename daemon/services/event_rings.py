@@ -24,7 +24,7 @@ import structlog
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler, expect
 from kvferry.daemon.control.hub import DeviceEventsReached, EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.devices import Devices
+from kvferry.daemon.process.devices import Devices
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent

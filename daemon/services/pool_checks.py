@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from kvferry.daemon.devices import RegisteredSegment
+from kvferry.daemon.process.devices import RegisteredSegment
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.arrays import Held, arrays_of, check_apart, check_form, check_free, check_storage, placed_at

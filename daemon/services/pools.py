@@ -13,7 +13,7 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.devices import Devices
+from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_checks import (
     MemoryInUse,

@@ -20,7 +20,7 @@ from kvferry.attention.table_layout import TableShape, table_layout, table_shape
 from kvferry.attention.table_update import TableUpdate
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.devices import Devices
+from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.accelerator import Accelerator

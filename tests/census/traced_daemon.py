@@ -32,8 +32,9 @@ class Recorder:
             self.entered.add(frame.f_code)
 
     def functions(self) -> list[tuple[str, str]]:
-        """Return (module's file, function), without what Python makes itself: comprehensions, lambdas, class bodies."""
-        found = {(os.path.realpath(one.co_filename), one.co_qualname) for one in self.entered}
+        """Return (module's file, function), without what Python makes: comprehensions, lambdas, frozen modules."""
+        files = ((one.co_filename, one.co_qualname) for one in self.entered)
+        found = {(os.path.realpath(file), name) for file, name in files if not file.startswith("<")}
         return sorted(one for one in found if not one[1].endswith(">"))
 
 

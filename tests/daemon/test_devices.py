@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, calls, new_request_id, pages
-from kvferry.daemon.devices import Devices
+from kvferry.daemon.process.devices import Devices
 from kvferry.protocol.config.schema import Config, DevicesConfig
 from kvferry.protocol.errors import (
     CancelledError,

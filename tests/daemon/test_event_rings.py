@@ -18,7 +18,7 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
 from kvferry.daemon.control.hub import DeviceEventsReached, EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session
-from kvferry.daemon.devices import Devices
+from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.config.schema import DevicesConfig

@@ -15,7 +15,7 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
-from kvferry.daemon.devices import Devices
+from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_checks import PoolTraits, check_same
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
