@@ -11,7 +11,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import arrays_of, engine_lists
 from kvferry.pools.planning.manifest import bytes_per_page
-from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.base import MAX_PAGE_LISTS, PageList
 from kvferry.protocol.codec import PageIds
@@ -32,15 +31,14 @@ from kvferry.protocol.manifests import DraftSpec, MhaSpec, MlaSpec
 from kvferry.protocol.transfer_messages import LayerStep
 from tests.devices import DEVICE
 from tests.region_bytes import fill_region, read_region, write_region
-from tests.transfer.peer_harness import PeerHarness
-from tests.transfer.transfer_harness import TransferHarness
+from tests.transfer.peer_harness import Transfer, Way
+from tests.transfer.transfer_harness import ORDERS, Direction, Engine, TransferHarness
 
 pytestmark = pytest.mark.any_device
 
 UNTOUCHED: Final = 0x5A
 LOGICAL_PAGES: Final = 12
 POOL_PAGES: Final = 40
-Way = Literal["one daemon", "ipc", "tcp"]
 Spec = MhaSpec | MlaSpec
 Logical = tuple[int, ...]
 Listed = list[tuple[PageList, PageIds]]
@@ -57,7 +55,7 @@ class Case(NamedTuple):
         stepped: whether the source's layers are ready one by one, from the last one on.
         says_tokens: whether both sides say where the prompt ends.
         way: whether both are in one daemon.
-        receive_first: who speaks first.
+        first: who speaks first.
         fault: what is wrong.
         seed: of the page numbers, and of lists that are cut further.
     """
@@ -69,7 +67,7 @@ class Case(NamedTuple):
     stepped: bool
     says_tokens: bool
     way: Way
-    receive_first: bool
+    first: str
     fault: str
     seed: int
 
@@ -118,9 +116,13 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         spec, tuple(wanted), tuple(sent), draw(st.booleans()), draw(st.booleans()),
         draw(st.booleans()) or fault == "tokens",
-        draw(st.sampled_from(["one daemon", "one daemon", "ipc", "tcp"])), draw(st.booleans()), fault,
+        draw(st.sampled_from(["here", "here", "ipc", "tcp"])), draw(st.sampled_from(["send", "receive"])), fault,
         draw(st.integers(0, 99)),
     )  # fmt: skip
+
+
+def named(component: str, *ids: int, first_page: int = 0, tokens: int | None = None) -> tuple[PageList, PageIds]:
+    return PageList(component=component, first_page=first_page, pages=len(ids), tokens=tokens), np.array(ids)
 
 
 def extents(logical: Logical, chance: random.Random) -> list[list[int]]:
@@ -139,18 +141,17 @@ def content_of(component: str, role: str, layer: int, logical: int, size: int) -
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
-class Side:
+class Side(Engine):
     """One side: its pool, and the page that holds each logical page of each group."""
 
     def __init__(self, harness: TransferHarness, name: str, case: Case, held: Sequence[Logical]) -> None:
+        session, pool = harness.session(), harness.pool_of(name, manifest_of(case.spec))
+        super().__init__(harness, session, pool, pool.allocator.allocate(session, POOL_PAGES))
         self.case = case
-        self.harness = harness
-        self.session = harness.session()
-        self.pool = harness.pool_of(name, manifest_of(case.spec))
         self.chance = random.Random(f"{case.seed} {name}")  # noqa: S311  page maps, no secrets
-        ids = self.pool.allocator.allocate(self.session, POOL_PAGES).tolist()
+        ids = self.pages.tolist()
         self.chance.shuffle(ids)
-        self.pages = [{logical: ids.pop() for logical in of_group} for of_group in held]
+        self.page_of = [{logical: ids.pop() for logical in of_group} for of_group in held]
 
     def memory(self, background: npt.NDArray[np.uint8], logical: Sequence[Logical]) -> npt.NDArray[np.uint8]:
         """Return the pool's memory with the content of these logical pages of each group."""
@@ -160,7 +161,7 @@ class Side:
             group = 0 if draft else next(n for n, layers in enumerate(self.case.spec.groups) if entry.layer in layers)
             assert draft or entry.component == self.case.components[group]
             for one in logical[group]:
-                start = entry.base + self.pages[group][one] * entry.page_bytes
+                start = entry.base + self.page_of[group][one] * entry.page_bytes
                 content = content_of(entry.component, entry.role, entry.layer, one, entry.page_bytes)
                 memory[start : start + entry.page_bytes] = content
         return memory
@@ -176,15 +177,8 @@ class Side:
                 if end_tokens is not None:
                     tokens = (len(one) - 1) * self.case.spec.page_size
                     tokens += end_tokens if one[-1] == logical[group][-1] else self.case.spec.page_size
-                ids = np.array([self.pages[group][page] for page in one])
-                found.append(
-                    (
-                        PageList(
-                            component=self.case.components[group], first_page=one[0], pages=len(one), tokens=tokens
-                        ),
-                        ids,
-                    )
-                )
+                ids = [self.page_of[group][page] for page in one]
+                found.append(named(self.case.components[group], *ids, first_page=one[0], tokens=tokens))
         return found
 
 
@@ -206,83 +200,54 @@ def end_of(case: Case, *, receiving: bool) -> int | None:
     return 1 if receiving or case.fault != "tokens" or case.spec.page_size == 1 else case.spec.page_size
 
 
-class Run:
+class Run(Transfer):
     """Both sides in their daemons."""
 
     def __init__(self, case: Case) -> None:
+        super().__init__(case.way)
         self.case = case
-        self.peers = None if case.way == "one daemon" else PeerHarness("source", "home")
-        one = TransferHarness()
-        source, home = (one, one) if self.peers is None else tuple(self.peers.nodes.values())
-        self.source, self.destination = (
-            Side(source, "prefill", case, case.sent),
-            Side(home, "decode", case, case.wanted),
+        self.ours, self.theirs = (
+            Side(self.source, "ours", case, case.sent),
+            Side(self.home, "theirs", case, case.wanted),
         )
-        noise = np.random.default_rng(case.seed).integers(0, 256, self.source.pool.region.size_bytes, np.uint8)
-        write_region(self.source.pool.region, self.source.memory(noise, case.sent))
-        fill_region(self.destination.pool.region, UNTOUCHED)
+        noise = np.random.default_rng(case.seed).integers(0, 256, self.ours.pool.region.size_bytes, np.uint8)
+        write_region(self.ours.pool.region, self.ours.memory(noise, case.sent))
+        fill_region(self.theirs.pool.region, UNTOUCHED)
         if case.fault == "twice":
-            of_main, of_other = self.destination.pages[:2]
+            of_main, of_other = self.theirs.page_of[:2]
             of_other[case.wanted[1][-1]] = of_main[case.wanted[0][0]]
-
-    @property
-    def source_daemons(self) -> tuple[str, ...]:
-        """Return where the home finds the source."""
-        if self.peers is None:
-            return ()
-        node = self.peers.nodes["source"]
-        return (node.ipc if self.case.way == "ipc" else node.tcp,)
-
-    def send(self) -> None:
-        """Let the source speak."""
-        chunks = chunks_of(self.case)
-        for number, logical in enumerate(chunks):
-            last = number == len(chunks) - 1
-            end = end_of(self.case, receiving=False) if last else None
-            lists = self.source.lists(logical, end)
-            steps = self.steps if self.case.stepped else ()
-            self.source.harness.send(self.source.session, self.source.pool, lists, last=last, steps=steps)
 
     @property
     def steps(self) -> tuple[LayerStep, ...]:
         """Return a step for each layer, the last one first."""
         spec = self.case.spec
-        layers = range(spec.first_layer, spec.first_layer + spec.layers)
-        return tuple(
-            LayerStep(first_layer=layer, layers=1, event=event, value=1) for event, layer in enumerate(reversed(layers))
-        )
+        layers = reversed(range(spec.first_layer, spec.first_layer + spec.layers))
+        return tuple(LayerStep(first_layer=layer, layers=1, event=event, value=1) for event, layer in enumerate(layers))
 
-    def fill_layers(self) -> None:
-        """Let the events of the source's layers come, one after another."""
-        for ready in range(1, len(self.steps) + 1):
-            values = [1] * ready + [0] * (len(self.steps) - ready)
-            self.source.harness.events(self.source.session, *values)
-
-    def receive(self) -> None:
-        """Let the destination speak."""
-        lists = self.destination.lists(self.case.wanted, end_of(self.case, receiving=True))
-        self.destination.harness.receive(
-            self.destination.session, self.destination.pool, lists, source_daemons=self.source_daemons
-        )
+    def speak(self, direction: str) -> None:
+        """Let a side say all that it says."""
+        if direction == "receive":
+            self.receive(into=self.theirs, ids=self.theirs.lists(self.case.wanted, end_of(self.case, receiving=True)))
+            return
+        chunks = chunks_of(self.case)
+        for number, logical in enumerate(chunks):
+            last = number == len(chunks) - 1
+            lists = self.ours.lists(logical, end_of(self.case, receiving=False) if last else None)
+            self.ours.send(ids=lists, last=last, steps=self.steps if self.case.stepped else ())
 
     def until_refused(self) -> str:
         """Let both speak and all copies end; return the first error's code, or an empty string."""
         try:
-            for one in (self.receive, self.send) if self.case.receive_first else (self.send, self.receive):
-                one()
-                if self.peers is not None:
-                    self.peers.deliver_all()
+            for direction in ORDERS[self.case.first]:
+                self.speak(direction)
+                self.harness.deliver_all()
         except KvferryError as error:
             return error.code
-        self.fill_layers()
-        if self.peers is None:
-            self.source.harness.transport.finish_all()
-        else:
-            self.peers.run()
-        told = self.destination.harness.outcomes(self.destination.session)
-        if self.peers is not None and not told:  # the home tells the source, and waits for another one
-            return self.source.harness.outcomes(self.source.session)[0]
-        return "" if told == ["OK", "settled"] else told[0]
+        for ready in range(1, len(self.steps) + 1):  # their events come one after another
+            self.source.events(self.ours.session, *[1] * ready, *[0] * (len(self.steps) - ready))
+        self.harness.run()
+        told = self.theirs.told or self.ours.told  # a home that refuses tells the source, and waits for another one
+        return "" if told == "OK settled" else told.split()[0]
 
 
 REFUSED: Final = {
@@ -303,32 +268,11 @@ def test_every_byte_arrives_and_no_other_changes(case: Case) -> None:
         assert refused in (REFUSED | {"tokens": {"LENGTH_MISMATCH"}})[wrong]
         return
     assert refused == ""
-    background = np.full(run.destination.pool.region.size_bytes, UNTOUCHED, np.uint8)
-    expected = run.destination.memory(background, case.wanted)
-    assert (read_region(run.destination.pool.region) == expected).all()
+    background = np.full(run.theirs.pool.region.size_bytes, UNTOUCHED, np.uint8)
+    assert (read_region(run.theirs.pool.region) == run.theirs.memory(background, case.wanted)).all()
     skipped = sum(len(sent) - len(wanted) for sent, wanted in zip(case.sent, case.wanted, strict=True))
     skipped += (len(case.sent[0]) - len(case.wanted[0])) if case.spec.draft else 0  # draft lies on main's pages
-    assert run.destination.harness.finished(run.destination.session).skipped_source_pages == skipped
-
-
-def test_as_many_lists_as_a_message_may_have_reach_another_daemon() -> None:
-    spec = MhaSpec(
-        layers=1, tokens=400, page_size=4, kv_heads=1, head_dim=1, dtype="float32", draft=DraftSpec(layers=1)
-    )
-    peers = PeerHarness("source", "home")
-    source, home = peers.nodes.values()
-    sessions = [source.session(), home.session()]
-    pools = [node.pool_of("pool", manifest_of(spec)) for node in (source, home)]
-    lists = []
-    for session, pool in zip(sessions, pools, strict=True):
-        ids = pool.allocator.allocate(session, MAX_PAGE_LISTS)
-        lists.append([named("main", page, first_page=2 * page) for page in ids.tolist()])
-    home.receive(sessions[1], pools[1], lists[1], source_daemons=(source.tcp,))
-    peers.deliver_all()
-    source.send(sessions[0], pools[0], lists[0])
-    peers.deliver_all()
-    peers.run()
-    assert home.outcomes(sessions[1]) == ["OK", "settled"]
+    assert run.theirs.finished.skipped_source_pages == skipped
 
 
 GROUPED: Final = MhaSpec(
@@ -336,43 +280,49 @@ GROUPED: Final = MhaSpec(
 )
 
 
-def one_side(spec: MhaSpec = GROUPED) -> tuple[TransferHarness, int, Pool]:
-    harness = TransferHarness()
-    session = harness.session()
-    pool = harness.pool_of("pool", manifest_of(spec))
-    pool.allocator.allocate(session, 16)
-    return harness, session, pool
+def engine_of(spec: MhaSpec, harness: TransferHarness | None = None, count: int = 16) -> Engine:
+    harness = harness or TransferHarness()
+    session, pool = harness.session(), harness.pool_of("pool", manifest_of(spec))
+    return Engine(harness, session, pool, pool.allocator.allocate(session, count))
 
 
-def named(component: str, *ids: int, first_page: int = 0) -> tuple[PageList, PageIds]:
-    return PageList(component=component, first_page=first_page, pages=len(ids)), np.array(ids)
+def test_as_many_lists_as_a_message_may_have_reach_another_daemon() -> None:
+    draft = DraftSpec(layers=1)
+    spec = MhaSpec(layers=1, tokens=400, page_size=4, kv_heads=1, head_dim=1, dtype="float32", draft=draft)
+    apart = Transfer("tcp")
+    prefill, decode = (engine_of(spec, node, MAX_PAGE_LISTS) for node in (apart.source, apart.home))
+    sent, wanted = (
+        [named("main", page, first_page=2 * page) for page in one.pages.tolist()] for one in (prefill, decode)
+    )
+    apart.announce(into=decode, ids=wanted)
+    prefill.send(ids=sent)
+    apart.harness.run()
+    assert decode.told == "OK settled"
 
 
 @pytest.mark.parametrize("direction", ["send", "receive"])
-def test_a_group_has_a_list_of_its_own(direction: str) -> None:
-    harness, session, pool = one_side()
-    say = harness.send if direction == "send" else harness.receive
+def test_a_group_has_a_list_of_its_own(direction: Direction) -> None:
     with pytest.raises(UnknownComponentError, match="no list for component 'group1'"):
-        say(session, pool, [named("main", 1, 2)])
-    optional = one_side(msgspec.structs.replace(GROUPED, optional_components=("group1",)))
-    say = optional[0].send if direction == "send" else optional[0].receive
-    say(*optional[1:], [named("main", 1, 2)])
+        engine_of(GROUPED).come(direction, ids=[named("main", 1, 2)])
+    optional = msgspec.structs.replace(GROUPED, optional_components=("group1",))
+    engine_of(optional).come(direction, ids=[named("main", 1, 2)])
 
 
-@pytest.mark.parametrize("ids", [(1, 2), (2, 3)], ids=["the same list", "one page"])
-def test_no_page_is_of_two_groups(ids: tuple[int, ...]) -> None:
-    harness, session, pool = one_side()
+@pytest.mark.parametrize(
+    ("lists", "field"),
+    [
+        ([named("group1", 1, 2), named("main", 1, 2)], "lists[1].pages"),
+        ([named("group1", 1, 2), named("main", 2, 3)], "lists[1].pages"),
+        ([named("main", 1, 2), named("main", 2, first_page=5), named("group1", 4)], "lists["),
+    ],
+    ids=["the same list of two groups", "one page of two groups", "one page of two lists"],
+)
+def test_a_page_is_in_one_list(lists: Listed, field: str) -> None:
+    engine = engine_of(GROUPED)
     with pytest.raises(DuplicatePageError, match="named more than once") as refused:
-        harness.receive(session, pool, [named("group1", 1, 2), named("main", *ids)])
-    assert refused.value.field == "lists[1].pages"
-    harness.receive(session, pool, [named("group1", 1, 2), named("main", 3, 4)])
-
-
-def test_a_page_is_in_one_list_of_its_component() -> None:
-    harness, session, pool = one_side()
-    lists = [named("main", 1, 2), named("main", 2, first_page=5), named("group1", 4)]
-    with pytest.raises(DuplicatePageError):
-        harness.receive(session, pool, lists)
+        engine.receive(ids=lists)
+    assert str(refused.value.field).startswith(field)
+    engine.receive(ids=[named("group1", 1, 2), named("main", 3, 4)])
 
 
 def test_layers_at_one_place_of_their_groups_share_an_array() -> None:

@@ -7,23 +7,21 @@ has settled; and once all is said nothing is left over at any daemon.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from kvferry.daemon.transfer.endpoints import EndpointKey, SendRequest
-from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError, TransferFailedError
-from kvferry.protocol.events import Finished
 from kvferry.protocol.transfer_messages import LayerStep
 from tests.devices import DEVICE
 from tests.transfer.peer_harness import Node, PeerHarness
-from tests.transfer.transfer_harness import layers
+from tests.transfer.sides_machine import Life, SidesMachine
+from tests.transfer.transfer_harness import TransferHarness, layers
 
 NAMES: Final = ("a", "b", "c")
 REQUESTS: Final = ("a" * 32, "b" * 32, "c" * 32)
@@ -34,30 +32,23 @@ ENTRIES: Final = {WHOLE: layers(2), "stage0": layers(1), "stage1": layers(1, fir
 STEPS: Final = tuple(LayerStep(first_layer=layer, layers=1, event=layer, value=1) for layer in (0, 1))
 DEADLINES: Final = st.sampled_from([5.0, 20.0, 20.0])
 
-Life: TypeAlias = tuple[str, int, EndpointKey]
-"""One side as its session is told of it: the daemon's boot id, the session, the side's name."""
-
 
 class Resting(NamedTuple):
     """Pages whose receive request has settled, and what they held then."""
 
-    node: Node
+    node: TransferHarness
     pool: Pool
     ids: PageIds
     content: list[dict[str, bytes]]
 
 
-class PeerMachine(RuleBasedStateMachine):
+class PeerMachine(SidesMachine):
     """Two or three daemons. Messages are mostly sensible, so that transfers get somewhere."""
 
     def __init__(self) -> None:
         super().__init__()
         self.harness = PeerHarness()
         self.engines: dict[str, int] = {}
-        self.lives: dict[Life, int] = defaultdict(int)
-        self.pages: dict[Life, PageIds] = {}
-        self.sent: dict[tuple[str, int, str], set[bytes]] = defaultdict(set)
-        self.checked: dict[tuple[str, int], int] = defaultdict(int)
         self.resting: list[Resting] = []
         for name in NAMES:
             self.start(name)
@@ -69,16 +60,9 @@ class PeerMachine(RuleBasedStateMachine):
         for pool, entries in ENTRIES.items():
             node.pool(pool, entries, pages=PAGES)
 
-    # -- drawing
-
     def draw_node(self, data: st.DataObject) -> Node:
         """Return a daemon."""
         return self.harness.nodes[data.draw(st.sampled_from(NAMES))]
-
-    def pool(self, node: Node, name: str) -> Pool:
-        """Return a daemon's pool."""
-        (found,) = [one for one in node.pools if one.name == name]
-        return found
 
     def fresh(self, node: Node, pool: Pool) -> PageIds | None:
         """Return pages for a prompt, or None; those of settled transfers come back where there are no others."""
@@ -102,8 +86,6 @@ class PeerMachine(RuleBasedStateMachine):
     def forget_resting(self, pool: Pool, ids: PageIds) -> None:
         """Note that pages are used anew."""
         self.resting = [one for one in self.resting if one.pool is not pool or not set(ids) & set(one.ids)]
-
-    # -- messages
 
     def try_send(self, node: Node, name: str, request: str, data: st.DataObject) -> None:
         """SEND the next chunk of a prompt, or all of it."""
@@ -133,10 +115,8 @@ class PeerMachine(RuleBasedStateMachine):
             )
         except KvferryError:
             return
-        self.lives[node.links.boot_id, session, key] += live is None
-        for logical, content in enumerate(node.content(pool, pages[start:stop]), start):
-            for entry, value in content.items():
-                self.sent[request, logical, entry].add(value)
+        self.lives[Life(node, session, key)] += live is None
+        self.note_sent(node, pool, pages[start:stop], request, start)
 
     def try_receive(
         self,
@@ -150,8 +130,8 @@ class PeerMachine(RuleBasedStateMachine):
     ) -> None:
         """RECEIVE a prompt; ``again``: into the pages that the request had before."""
         pool, session = self.pool(node, DECODE), self.engines[node.name]
-        life = (node.links.boot_id, session, EndpointKey(pool.tenant, request, DECODE, "receive"))
-        pages = self.pages.get(life) if again else self.fresh(node, pool)
+        life = Life(node, session, EndpointKey(pool.tenant, request, DECODE, "receive"))
+        pages = self.received.get(life, (0, None))[1] if again else self.fresh(node, pool)
         if pages is None:
             return
         try:
@@ -162,14 +142,12 @@ class PeerMachine(RuleBasedStateMachine):
             return
         self.forget_resting(pool, pages)
         self.lives[life] += 1
-        self.pages[life] = pages
+        self.received[life] = (0, pages)
         assert accepted.generation == self.lives[life]
 
     def addresses(self, node: Node, others: list[Node], data: st.DataObject) -> tuple[str, ...]:
         """Return how a daemon calls others: as of its host, or not."""
         return tuple(data.draw(st.sampled_from([one.ipc, one.tcp])) for one in others if one is not node)
-
-    # -- rules: engines
 
     @rule(data=st.data(), request=st.sampled_from(REQUESTS), name=st.sampled_from([WHOLE, WHOLE, *STAGES]))
     def send(self, data: st.DataObject, request: str, name: str) -> None:
@@ -187,7 +165,7 @@ class PeerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), request=st.sampled_from(REQUESTS), first=st.sampled_from(["send", "receive"]))
     def transfer(self, data: st.DataObject, request: str, first: str) -> None:
         """SEND at one daemon what another one RECEIVEs."""
-        source, home = data.draw(st.permutations(self.nodes()))[:2]
+        source, home = data.draw(st.permutations(self.daemons()))[:2]
         if first == "send":
             self.try_send(source, WHOLE, request, data)
         self.try_receive(home, request, self.addresses(home, [source], data), 1)
@@ -197,21 +175,21 @@ class PeerMachine(RuleBasedStateMachine):
     @precondition(
         lambda self: any(
             node.state_machine.endpoints.receive_requests or node.state_machine.endpoints.send_requests
-            for node in self.nodes()
+            for node in self.daemons()
         )
     )
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
         """Give a side what it waits for."""
-        endpoints = [(node, direction) for node in self.nodes() for direction in node.state_machine.endpoints]
+        endpoints = [(node, direction) for node in self.daemons() for direction in node.state_machine.endpoints]
         node, direction = data.draw(st.sampled_from(endpoints))
         if isinstance(direction, SendRequest):
             home = self.draw_node(data)
             sources = 1 if direction.pool.name == WHOLE else 2
-            daemons = self.addresses(home, self.nodes() if sources == 2 else [node], data)
+            daemons = self.addresses(home, self.daemons() if sources == 2 else [node], data)
             self.try_receive(home, direction.request_id, daemons, sources)
             return
-        addressed = [one for one in self.nodes() if {one.ipc, one.tcp} & set(direction.source_daemons)]
+        addressed = [one for one in self.daemons() if {one.ipc, one.tcp} & set(direction.source_daemons)]
         for name in (WHOLE,) if direction.sources == 1 else STAGES:
             source = data.draw(st.sampled_from(addressed or [node]))
             self.try_send(source, name, direction.request_id, data)
@@ -221,8 +199,6 @@ class PeerMachine(RuleBasedStateMachine):
         """Let the events of layers come."""
         node = self.draw_node(data)
         node.events(self.engines[node.name], *values)
-
-    # -- rules: what moves
 
     @precondition(lambda self: self.harness.network.busy())
     @rule(data=st.data(), count=st.integers(1, 8))
@@ -242,11 +218,11 @@ class PeerMachine(RuleBasedStateMachine):
         step = steps[data.draw(st.integers(0, len(steps) - 1))]
         self.harness.step(*step, TransferFailedError("scripted") if how == "fail" else None)
 
-    @precondition(lambda self: any(node.remote.mapped for node in self.nodes()))
+    @precondition(lambda self: any(node.remote.mapped for node in self.daemons()))
     @rule(data=st.data())
     def copy_only(self, data: st.DataObject) -> None:
         """Let the bytes of a mapped copy move without an end: it may go on for as long as it is under way."""
-        copies = [one for node in self.nodes() for one in node.remote.mapped.values() if not one.confirming]
+        copies = [one for node in self.daemons() for one in node.remote.mapped.values() if not one.confirming]
         if copies:
             data.draw(st.sampled_from(copies)).copy()
 
@@ -261,23 +237,11 @@ class PeerMachine(RuleBasedStateMachine):
         """Let everything go on as far as it can."""
         self.harness.run()
 
-    # -- rules: fault injection, one rule so that it does not come too often
-
     @rule(data=st.data())
     def disturb(self, data: st.DataObject) -> None:
         """Let something happen that no message asked for, or that ends something."""
         kinds = [self.cancel, self.lose, self.pass_time, self.acknowledge, self.break_a_link, self.heal, self.restart]
         data.draw(st.sampled_from(kinds))(data)
-
-    def cancel(self, data: st.DataObject) -> None:
-        """CANCEL a side."""
-        endpoints = [
-            (node, one) for node in self.nodes() for one in node.state_machine.endpoints if one.session_id in node.told
-        ]
-        if endpoints:
-            node, direction = data.draw(st.sampled_from(endpoints))
-            assert isinstance(direction.pool, Pool)
-            node.cancel(direction.session_id, direction.pool, direction.direction, direction.request_id)
 
     def lose(self, data: st.DataObject) -> None:
         """Let an engine die, and another one come."""
@@ -286,17 +250,7 @@ class PeerMachine(RuleBasedStateMachine):
         node.lose(session)
         self.engines[node.name] = node.session()
         self.resting = [one for one in self.resting if one.node is not node]
-        for life in [one for one in self.lives if one[:2] == (node.links.boot_id, session)]:
-            del self.lives[life]
-
-    def acknowledge(self, _data: st.DataObject) -> None:
-        """Let every engine have seen the end of what has settled."""
-        for boot_id, session, key in self.lives:
-            node = self.node_of(boot_id)
-            known = node.state_machine.results.get(session, key)
-            if known is not None and known.state == "settled":
-                assert known.settled is not None
-                node.state_machine.results.acknowledged(session, key, known.settled.generation)
+        self.forget(node, session)
 
     def break_a_link(self, data: st.DataObject) -> None:
         """Break one direction between two daemons, or both."""
@@ -326,66 +280,26 @@ class PeerMachine(RuleBasedStateMachine):
         node = self.draw_node(data)
         self.harness.end(node)
         self.resting = [one for one in self.resting if one.node is not node]
-        for life in [one for one in self.lives if one[0] == node.links.boot_id]:
-            del self.lives[life]
+        self.forget(node)
         self.start(node.name)
 
     def pass_time(self, data: st.DataObject) -> None:
         """Let time pass."""
         self.harness.pass_time(data.draw(st.sampled_from([0.5, 3.0, 10.0])))
 
-    def nodes(self) -> list[Node]:
+    def daemons(self) -> list[Node]:
         """Return the daemons that live."""
         return list(self.harness.nodes.values())
 
-    def node_of(self, boot_id: str) -> Node:
-        """Return the daemon of a boot id."""
-        (found,) = [node for node in self.nodes() if node.links.boot_id == boot_id]
-        return found
-
-    # -- what always holds
-
-    @invariant()
-    def pages_are_held_as_they_must(self) -> None:
-        """Check the allocators, and what is held, free and written; see ``Node.check``."""
-        for node in self.nodes():
-            node.check()
-
-    @invariant()
-    def every_side_is_told_once(self) -> None:
-        """Check that outcome and settling come once each, in this order, for every accepted side."""
-        for (boot_id, session, key), lives in self.lives.items():
-            node = self.node_of(boot_id)
-            told = [
-                "finished" if isinstance(event, Finished) else "settled"
-                for event in node.told[session]
-                if (event.request_id, event.pool, event.direction) == key[1:]
-            ]
-            assert told == ["finished", "settled"] * (len(told) // 2) + ["finished"] * (len(told) % 2)
-            direction = node.state_machine.endpoint(session, key)
-            expected = 2 * lives if direction is None else 2 * lives - (2 if direction.state is State.OPEN else 1)
-            assert len(told) == expected
-
-    @invariant()
-    def what_succeeded_has_the_right_bytes(self) -> None:
-        """Check what is new to each session; from then on settled pages rest, and sources use theirs anew."""
-        for node in self.nodes():
-            session = self.engines[node.name]
-            events = node.told[session]
-            for event in events[self.checked[node.links.boot_id, session] :]:
-                life = (node.links.boot_id, session, EndpointKey(7, event.request_id, event.pool, event.direction))
-                if event.direction == "receive" and isinstance(event, Finished):
-                    if event.error is None:
-                        self.check_bytes(node, life)
-                elif event.direction == "receive":
-                    pool, ids = self.pool(node, DECODE), self.pages[life]
-                    self.resting.append(Resting(node, pool, ids, node.content(pool, ids)))
-            self.checked[node.links.boot_id, session] = len(events)
+    def settled(self, life: Life) -> None:
+        """Let the pages of a RECEIVE rest from now on."""
+        pool, (_, ids) = self.pool(life.daemon, DECODE), self.received[life]
+        self.resting.append(Resting(life.daemon, pool, ids, life.daemon.content(pool, ids)))
 
     @invariant()
     def sources_use_settled_pages_anew(self) -> None:
         """Write to every page of a source that nothing holds."""
-        for node in self.nodes():
+        for node in self.daemons():
             for pool in node.pools:
                 if pool.name != DECODE:
                     idle = set(range(1, PAGES)) - node.held_pages(pool)
@@ -397,12 +311,6 @@ class PeerMachine(RuleBasedStateMachine):
         for one in self.resting:
             assert one.node.content(one.pool, one.ids) == one.content, one.ids
 
-    def check_bytes(self, node: Node, life: Life) -> None:
-        """Check that every entry of every page is what was sent as this logical page of the request."""
-        for logical, content in enumerate(node.content(self.pool(node, DECODE), self.pages[life])):
-            for name, value in content.items():
-                assert value in self.sent[life[2].request_id, logical, name], (name, logical)
-
     def teardown(self) -> None:
         """Let time pass, whatever links are broken still: nothing may be left over."""
         self.harness.run()
@@ -411,7 +319,7 @@ class PeerMachine(RuleBasedStateMachine):
         self.every_side_is_told_once()
         self.what_succeeded_has_the_right_bytes()
         self.harness.check_nothing_left()
-        for node in self.nodes():
+        for node in self.daemons():
             assert all(not pool.allocator.busy_count for pool in node.pools)
 
 

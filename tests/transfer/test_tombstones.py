@@ -107,16 +107,6 @@ def test_both_try_again_and_meet_in_either_order(
     both.harness.check_nothing_left()
 
 
-@SIDES
-def test_a_half_that_has_begun_anew_is_met_whatever_ended_before(here: Halves, first: Direction) -> None:
-    for _ in range(3):
-        here.come(first)
-        here.end(first, "deadline")
-    here.come(first)
-    here.come(OTHER[first])
-    assert here.engine(OTHER[first]).told == "OK settled"
-
-
 def test_who_heard_and_waits_longer_than_the_other_leaves_word_in_his_turn(here: Halves) -> None:
     here.come("send")
     here.end("send", "deadline")
@@ -176,137 +166,109 @@ def test_other_tenants_hear_nothing(here: Halves) -> None:
     assert foreign.told == ""
 
 
-def test_a_daemon_takes_the_bounds_that_it_is_given() -> None:
-    none = Tombstones(most=0)
-    assert TransferHarness(tombstones=none).state_machine.endpoints.tombstones is none
-
-
-class Stages:
-    """Two pipeline stages of one session, one destination."""
+class Several:
+    """Engines of one daemon: two pipeline stages of one session, a sender of all layers, two receivers."""
 
     def __init__(self) -> None:
         self.harness = TransferHarness()
-        self.decode = self.harness.engine("decode")
         first = self.harness.engine("stage0", layers(1))
         pool = self.harness.pool("stage1", layers(1, first=1))
-        pages = self.harness.filled(pool, first.session, PAGES)
-        self.stages = [first, Engine(self.harness, first.session, pool, pages)]
+        self.stages = (
+            first,
+            Engine(self.harness, first.session, pool, self.harness.filled(pool, first.session, PAGES)),
+        )
+        self.prefill, self.decode, self.second = (self.harness.engine(name) for name in ("prefill", "decode", "second"))
 
     def send(self, stage: int, deadline_s: float = 30.0) -> None:
         """SEND from a stage, which has seen the end of what it sent before."""
         self.stages[stage].acknowledge("send")
         self.stages[stage].send(deadline_s=deadline_s)
 
-    def receive(self) -> None:
-        """RECEIVE from both stages."""
-        self.decode.receive(sources=2)
-
-    def told(self) -> tuple[str, str]:
-        """Let all copies end; return what the stages and decode were told."""
+    def told(self, *engines: Engine) -> tuple[str, ...]:
+        """Let all copies end; return what these engines were told: by default the first stage and decode."""
         self.harness.transport.finish_all()
-        return self.stages[0].told, self.decode.told
+        return tuple(one.told for one in engines or (self.stages[0], self.decode))
 
 
-def test_a_receive_that_lacks_a_stage_fails_with_those_that_came() -> None:
-    both = Stages()
-    both.send(1, deadline_s=60.0)
-    both.send(0)
-    both.harness.pass_time(30.0)
-    both.receive()
-    assert not both.harness.transport.under_way, "nothing was copied in vain"
-    assert both.told() == ("DEADLINE settled DEADLINE settled", "DEADLINE settled"), "stage 1 need not wait either"
+@pytest.fixture
+def several() -> Several:
+    """Return engines that have not spoken."""
+    return Several()
+
+
+def test_a_receive_that_lacks_a_stage_fails_with_those_that_came(several: Several) -> None:
+    several.send(1, deadline_s=60.0)
+    several.send(0)
+    several.harness.pass_time(30.0)
+    several.decode.receive(sources=2)
+    assert not several.harness.transport.under_way, "nothing was copied in vain"
+    assert several.told() == ("DEADLINE settled DEADLINE settled", "DEADLINE settled"), "stage 1 need not wait either"
     for stage in (0, 1):
-        both.send(stage)
-    both.receive()
-    assert both.told()[1].endswith("OK settled")
+        several.send(stage)
+    several.decode.receive(sources=2)
+    assert several.told()[1].endswith("OK settled")
 
 
-def test_a_source_that_took_the_place_of_one_that_ended_is_waited_for() -> None:
-    both = Stages()
-    both.send(0)
-    both.stages[0].cancel("send")
-    both.send(1)  # the request is being sent again
-    both.receive()
-    both.send(0)
-    assert both.told()[1] == "OK settled"
+def test_a_source_that_took_the_place_of_one_that_ended_is_waited_for(several: Several) -> None:
+    several.send(0)
+    several.stages[0].cancel("send")
+    several.send(1)  # the request is being sent again
+    several.decode.receive(sources=2)
+    several.send(0)
+    assert several.told()[1] == "OK settled"
 
 
-def test_both_stages_of_a_receive_that_ended_hear_of_it() -> None:
-    both = Stages()
-    both.receive()
-    both.decode.cancel("receive")
+def test_both_stages_of_a_receive_that_ended_hear_of_it(several: Several) -> None:
+    several.decode.receive(sources=2)
+    several.decode.cancel("receive")
     for stage in (0, 1):
-        both.send(stage)
-    assert both.told()[0] == f"{CANCELLED} {CANCELLED}"
+        several.send(stage)
+    assert several.told()[0] == f"{CANCELLED} {CANCELLED}"
 
 
-def test_a_stage_that_was_told_hears_it_not_again() -> None:
-    both = Stages()
-    both.send(0)
-    both.receive()
-    both.decode.cancel("receive")
-    both.told()
-    both.send(0)  # anew, for a receive request that is to come
-    assert len(both.harness.state_machine.endpoints.send_requests) == 1
-
-
-class Destinations:
-    """A sender and two receivers of one daemon."""
-
-    def __init__(self) -> None:
-        self.harness = TransferHarness()
-        self.prefill, self.first, self.second = (self.harness.engine(name) for name in ("prefill", "first", "second"))
-
-    def told(self) -> tuple[str, str, str]:
-        """Let all copies end; return what each was told."""
-        self.harness.transport.finish_all()
-        return self.prefill.told, self.first.told, self.second.told
+def test_a_stage_that_was_told_hears_it_not_again(several: Several) -> None:
+    several.send(0)
+    several.decode.receive(sources=2)
+    several.decode.cancel("receive")
+    several.told()
+    several.send(0)  # anew, for a receive request that is to come
+    assert len(several.harness.state_machine.endpoints.send_requests) == 1
 
 
 @pytest.mark.parametrize(
-    ("gone", "told"),
-    [(1, ("", "CANCELLED settled", "OK settled")), (2, (CANCELLED, "CANCELLED settled", "CANCELLED settled"))],
+    ("come", "gone", "destinations", "told"),
+    [
+        (2, 1, 2, ("", "CANCELLED settled", "OK settled")),
+        (2, 2, 2, (CANCELLED, "CANCELLED settled", "CANCELLED settled")),
+        (1, 1, 2, ("", "CANCELLED settled", "OK settled")),
+        (2, 1, 1, ("OK settled", "CANCELLED settled", "OK settled")),
+    ],
+    ids=["one is there", "both have ended", "one is to come", "a receive takes it, and it hears of no other"],
 )
-def test_a_send_for_two_ends_only_where_both_have(gone: int, told: tuple[str, str, str]) -> None:
-    one = Destinations()
-    receivers = (one.first, one.second)
-    for receiver in receivers:
+def test_a_send_for_two_ends_only_where_both_have(
+    several: Several, come: int, gone: int, destinations: int, told: tuple[str, str, str]
+) -> None:
+    receivers = (several.decode, several.second)
+    for receiver in receivers[:come]:
         receiver.receive()
     for receiver in receivers[:gone]:
         receiver.cancel("receive")
-    one.prefill.send(destinations=2)
-    assert one.told() == told
+    several.prefill.send(destinations=destinations)
+    for receiver in receivers[come:]:
+        receiver.receive()
+    assert several.told(several.prefill, *receivers) == told
 
 
-def test_one_of_two_receives_comes_after_the_send_has_ended() -> None:
-    one = Destinations()
-    one.prefill.send(destinations=2)
-    one.first.receive()
-    one.prefill.cancel("send")
-    assert one.told() == ("CANCELLED settled", CANCELLED, "")
-    one.first.receive()
-    one.second.receive()
-    assert one.told()[1:] == (CANCELLED, CANCELLED), "the other one heard it only now"
-    one.second.receive()
-    assert len(one.harness.state_machine.endpoints.receive_requests) == 2
-
-
-def test_a_send_for_two_waits_where_one_has_ended_and_one_is_to_come() -> None:
-    one = Destinations()
-    one.first.receive()
-    one.first.cancel("receive")
-    one.prefill.send(destinations=2)
-    one.second.receive()
-    assert one.told() == ("", "CANCELLED settled", "OK settled")
-
-
-def test_a_send_that_a_receive_takes_hears_of_no_other_receive() -> None:
-    one = Destinations()
-    one.first.receive()
-    one.second.receive()
-    one.second.cancel("receive")
-    one.prefill.send()
-    assert one.told() == ("OK settled", "OK settled", "CANCELLED settled")
+def test_one_of_two_receives_comes_after_the_send_has_ended(several: Several) -> None:
+    several.prefill.send(destinations=2)
+    several.decode.receive()
+    several.prefill.cancel("send")
+    assert several.told(several.prefill, several.decode, several.second) == ("CANCELLED settled", CANCELLED, "")
+    several.decode.receive()
+    several.second.receive()
+    assert several.told(several.decode, several.second) == (CANCELLED, CANCELLED), "the other one heard it only now"
+    several.second.receive()
+    assert len(several.harness.state_machine.endpoints.receive_requests) == 2
 
 
 def test_a_word_that_is_lost_is_said_again(apart: Halves) -> None:
@@ -527,15 +489,11 @@ def test_a_send_that_was_cancelled_before_pairing_reaches_a_receive_at_another_d
     assert apart.decode.told == CANCELLED
 
 
-@pytest.mark.parametrize("others", [1, 2])
-def test_a_receive_that_was_cancelled_before_pairing_reaches_a_send_at_another_daemon(
-    apart: Halves, others: int
-) -> None:
-    """One that comes later; and one that still waits for another destination fails by its own receive's end."""
+def test_a_send_that_waits_for_another_destination_fails_by_its_own_receives_end(apart: Halves) -> None:
     apart.come("receive")
     apart.end("receive")
-    apart.come("send", others=others)
-    assert apart.prefill.told == (CANCELLED if others == 1 else "")
+    apart.come("send", others=2)
+    assert apart.prefill.told == ""
 
 
 DEADLINE_S: Final = 5.0

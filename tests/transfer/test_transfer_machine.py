@@ -8,12 +8,11 @@ the end nothing is left over.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any, Final
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
 
 from kvferry.daemon.transfer.endpoints import EndpointKey, Half, SendRequest
 from kvferry.daemon.transfer.transitions import State
@@ -22,6 +21,7 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
 from kvferry.protocol.events import Finished
 from tests.devices import DEVICE
+from tests.transfer.sides_machine import Life, SidesMachine
 from tests.transfer.transfer_harness import TransferHarness, layers
 
 PROMPT_PAGES: Final = 3
@@ -34,7 +34,7 @@ MAX_SESSIONS: Final = 4
 DEADLINES: Final = st.sampled_from([5.0, 20.0])
 
 
-class TransferMachine(RuleBasedStateMachine):
+class TransferMachine(SidesMachine):
     """Messages that are mostly sensible, so that transfers get somewhere; refusals are part of the game."""
 
     def __init__(self) -> None:
@@ -43,13 +43,11 @@ class TransferMachine(RuleBasedStateMachine):
         self.sources = [self.harness.pool(name, entries, pages=PAGES) for name, entries in SOURCES.items()]
         self.destinations = [self.harness.pool(name, pages=PAGES) for name in DESTINATIONS]
         self.foreign = self.harness.pool("foreign", pages=PAGES, tenant=STRANGER)
-        self.lives: dict[tuple[int, EndpointKey], int] = defaultdict(int)
-        self.sent: dict[tuple[str, int, str], set[bytes]] = defaultdict(set)
-        self.receive_pages: dict[tuple[int, EndpointKey], tuple[int, PageIds]] = {}
-        self.checked: dict[int, int] = defaultdict(int)
         self.ended: set[Half] = set()
 
-    # -- drawing
+    def daemons(self) -> list[TransferHarness]:
+        """Return the one daemon."""
+        return [self.harness]
 
     def draw_session(self, data: st.DataObject) -> int:
         """Return a live session."""
@@ -72,8 +70,6 @@ class TransferMachine(RuleBasedStateMachine):
             return False
         return True
 
-    # -- messages
-
     def try_send(self, session: int, pool: Pool, ids: PageIds, request: str, **fields: Any) -> None:  # noqa: ANN401
         """SEND; note what was accepted, or check that a refusal changed nothing."""
         key = EndpointKey(pool.tenant, request, pool.name, "send")
@@ -83,12 +79,10 @@ class TransferMachine(RuleBasedStateMachine):
         except KvferryError:
             assert self.snapshot() == before
             return
-        self.lives[session, key] += live is None
+        self.lives[Life(self.harness, session, key)] += live is None
         if live is None:
             self.check_late(session, key)
-        for logical, content in enumerate(self.harness.content(pool, ids), fields.get("first_page", 0)):
-            for name, value in content.items():
-                self.sent[request, logical, name].add(value)
+        self.note_sent(self.harness, pool, ids, request, fields.get("first_page", 0))
 
     def try_receive(
         self,
@@ -97,25 +91,20 @@ class TransferMachine(RuleBasedStateMachine):
         ids: PageIds,
         request: str,
         first_page: int,
-        sources: int,
-        deadline_s: float = 20.0,
+        **fields: Any,  # noqa: ANN401
     ) -> None:
         """RECEIVE; note what was accepted, or check that a refusal changed nothing."""
-        key = EndpointKey(pool.tenant, request, pool.name, "receive")
+        life = Life(self.harness, session, EndpointKey(pool.tenant, request, pool.name, "receive"))
         before = self.snapshot()
-        self.receive_pages[session, key], known = (first_page, ids), self.receive_pages.get((session, key))
         try:
-            accepted = self.harness.receive(
-                session, pool, ids, request=request, first_page=first_page, sources=sources, deadline_s=deadline_s
-            )
+            accepted = self.harness.receive(session, pool, ids, request=request, first_page=first_page, **fields)
         except KvferryError:
             assert self.snapshot() == before
-            if known is not None:
-                self.receive_pages[session, key] = known
             return
-        self.lives[session, key] += 1
-        assert accepted.generation == self.lives[session, key]
-        self.check_late(session, key)
+        self.received[life] = (first_page, ids)
+        self.lives[life] += 1
+        assert accepted.generation == self.lives[life]
+        self.check_late(session, life.key)
 
     def check_late(self, session: int, key: EndpointKey) -> None:
         """Check what a side that has just begun was told of the other one; it has begun anew itself."""
@@ -124,8 +113,6 @@ class TransferMachine(RuleBasedStateMachine):
         if is_over and error is not None and error.detail.startswith("the other side ended"):
             assert Half(key.tenant, key.request_id, "receive" if key.direction == "send" else "send") in self.ended
         self.ended.discard(Half(key.tenant, key.request_id, key.direction))
-
-    # -- rules
 
     @precondition(lambda self: len(self.harness.told) < MAX_SESSIONS)
     @rule()
@@ -170,7 +157,7 @@ class TransferMachine(RuleBasedStateMachine):
         pool = data.draw(st.sampled_from([*self.destinations, *self.destinations, self.foreign]))
         ids = self.draw_pages(data, pool, session, PROMPT_PAGES - first_page)
         sources = data.draw(st.sampled_from([1, 1, 2]))
-        self.try_receive(session, pool, ids, request, first_page, sources, deadline_s=data.draw(DEADLINES))
+        self.try_receive(session, pool, ids, request, first_page, sources=sources, deadline_s=data.draw(DEADLINES))
 
     @precondition(lambda self: self.harness.told and any(True for _ in self.harness.state_machine.endpoints))
     @rule(data=st.data(), first_token=st.booleans())
@@ -187,7 +174,7 @@ class TransferMachine(RuleBasedStateMachine):
             start = min(one.first_page or 0 for one in direction.chunks[0].ranges)
             ids = self.harness.filled(pool, session, max(1, PROMPT_PAGES - start))
             sources = 1 if direction.pool is self.sources[0] else 2
-            self.try_receive(session, pool, ids, request, start, sources)
+            self.try_receive(session, pool, ids, request, start, sources=sources)
             return
         pools = self.sources[:1] if direction.sources == 1 else self.sources[1:]
         for pool in pools:
@@ -210,12 +197,12 @@ class TransferMachine(RuleBasedStateMachine):
             if direction is not None:
                 self.harness.cancel(session, pool, "send", request)
                 self.ended.add(Half(key.tenant, request, "send"))
-            self.acknowledge_settled(session, key)
+            self.harness.acknowledge(session, pool, "send", request)
             self.try_send(session, pool, self.harness.filled(pool, session, PROMPT_PAGES), request)
         if not again and self.harness.state_machine.endpoint(session, key) is not None:
             self.harness.cancel(session, pool, "send", request)
             self.ended.add(Half(key.tenant, request, "send"))
-        self.try_receive(session, home, self.harness.filled(home, session, PROMPT_PAGES), request, 0, sources)
+        self.try_receive(session, home, self.harness.filled(home, session, PROMPT_PAGES), request, 0, sources=sources)
 
     @precondition(lambda self: self.harness.transport.under_way)
     @rule(data=st.data(), how=st.sampled_from(["finish", "finish", "finish", "copy", "stop", "fail"]))
@@ -246,22 +233,13 @@ class TransferMachine(RuleBasedStateMachine):
             if direction.state is not State.OPEN:
                 self.ended.add(Half(key.tenant, key.request_id, key.direction))
 
-    def cancel(self, data: st.DataObject) -> None:
-        """CANCEL a side that is live, whatever its state."""
-        endpoints = [one for one in self.harness.state_machine.endpoints if one.session_id in self.harness.told]
-        if endpoints:
-            direction = data.draw(st.sampled_from(endpoints))
-            assert isinstance(direction.pool, Pool)
-            self.harness.cancel(direction.session_id, direction.pool, direction.direction, direction.request_id)
-
     def lose(self, data: st.DataObject) -> None:
         """Let an engine die."""
         if not self.harness.told:
             return
         session = self.draw_session(data)
         self.harness.lose(session)
-        for known in [one for one in self.lives if one[0] == session]:
-            del self.lives[known]
+        self.forget(self.harness, session)
 
     def pass_time(self, data: st.DataObject) -> None:
         """Let time pass."""
@@ -274,61 +252,6 @@ class TransferMachine(RuleBasedStateMachine):
                 mine = [page for page in range(1, PAGES) if self.owns(pool, session, page)]
                 if data.draw(st.booleans()) and mine:
                     pool.allocator.free(session, np.array(mine))
-
-    def acknowledge(self, _data: st.DataObject) -> None:
-        """Let every session have seen the end of what has settled."""
-        for session in self.harness.told:
-            for pool in self.harness.pools:
-                for request in REQUESTS:
-                    self.acknowledge_settled(session, EndpointKey(pool.tenant, request, pool.name, "send"))
-                    self.acknowledge_settled(session, EndpointKey(pool.tenant, request, pool.name, "receive"))
-
-    def acknowledge_settled(self, session: int, key: EndpointKey) -> None:
-        """Let a session have seen the end of one side."""
-        known = self.harness.state_machine.results.get(session, key)
-        if known is not None and known.state == "settled":
-            assert known.settled is not None
-            self.harness.state_machine.results.acknowledged(session, key, known.settled.generation)
-
-    # -- what always holds
-
-    @invariant()
-    def pages_are_held_as_they_must(self) -> None:
-        """Check the allocators, and what is held, free and written; see ``TransferHarness.check``."""
-        self.harness.check()
-        assert not self.harness.bugs
-
-    @invariant()
-    def every_side_is_told_once(self) -> None:
-        """Check that outcome and settling come once each, in this order, for every accepted side."""
-        for (session, key), lives in self.lives.items():
-            told = [
-                "finished" if isinstance(event, Finished) else "settled"
-                for event in self.harness.told[session]
-                if (event.request_id, event.pool, event.direction) == key[1:]
-            ]
-            assert told == ["finished", "settled"] * (len(told) // 2) + ["finished"] * (len(told) % 2)
-            direction = self.harness.state_machine.endpoint(session, key)
-            expected = 2 * lives if direction is None else 2 * lives - (2 if direction.state is State.OPEN else 1)
-            assert len(told) == expected
-
-    @invariant()
-    def what_succeeded_has_the_right_bytes(self) -> None:
-        """Check the pages of every success as it is told, before anything else can happen to them."""
-        for session, events in self.harness.told.items():
-            for event in events[self.checked[session] :]:
-                if isinstance(event, Finished) and event.direction == "receive" and event.error is None:
-                    self.check_bytes(session, event)
-            self.checked[session] = len(events)
-
-    def check_bytes(self, session: int, event: Finished) -> None:
-        """Check that every entry of every page is what was sent as this logical page of the request."""
-        (pool,) = [one for one in self.harness.pools if one.name == event.pool]
-        key = EndpointKey(pool.tenant, event.request_id, event.pool, "receive")
-        first_page, ids = self.receive_pages[session, key]
-        for logical, content in enumerate(self.harness.content(pool, ids), first_page):
-            for name, value in content.items():
-                assert value in self.sent[event.request_id, logical, name]
 
     def snapshot(self) -> list[object]:
         """Return what a refused message may not change."""
