@@ -8,20 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
 
-from kvferry.clients import Client, MhaSpec, Transfer, calls, new_request_id, pages
-from kvferry.clients.daemon_socket import open_control_socket
-from kvferry.clients.session_channel import SessionChannel
+from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.base import Busy, PageList, RequestBody
 from kvferry.protocol.codec import PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.pool_messages import Allocate, Allocated
 from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive
 from tests.daemons import DaemonProcess, running_daemon
+from tests.raw_engine import raw_engine
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 TUNING = Tuning(limits=Limits(max_transfers_per_session=2, max_transfers=3, max_sessions=3))
@@ -86,33 +83,28 @@ def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None
 
 def test_events_that_are_never_acknowledged(daemon: DaemonProcess, client: Client) -> None:
     """A client that uses one request id again and again, and acknowledges nothing, is stopped in time."""
-    channel = SessionChannel.open(daemon.runtime_dir, calls.session_open("deaf"))
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = open_control_socket(context, daemon.runtime_dir)
-    numbers = itertools.count(1)
+    with raw_engine(daemon.runtime_dir, "deaf") as engine:
+        opened, numbers = engine.channel.opened, itertools.count(100)
 
-    def ask(body: RequestBody, *ids: PageIds) -> object:
-        request = Request(next(numbers), channel.opened.boot_id, channel.opened.secret, 0, 0, body)
-        socket.send_multipart(encode(request, ids))
-        while True:
-            message = decode_from_daemon(socket.recv_multipart()).message
-            if isinstance(message, Reply):
-                return message.body
+        def ask(body: RequestBody, *ids: PageIds) -> object:
+            engine.control.send_multipart(
+                encode(Request(next(numbers), opened.boot_id, opened.secret, 0, 0, body), ids)
+            )
+            while not isinstance(message := decode_from_daemon(engine.control.recv_multipart()).message, Reply):
+                pass  # an event
+            return message.body
 
-    transfer = Receive(request_id=new_request_id(), pool="decode", lists=(PageList(pages=1),))
-    cancel = Cancel(request_id=transfer.request_id, pool="decode", direction="receive")
-    assert isinstance(ask(Allocate(pool="decode", count=1)), Allocated)
-    for _ in range(2):
-        assert isinstance(ask(transfer, np.array([1])), Accepted)
-        assert isinstance(ask(cancel), Cancelled)
-    busy = ask(transfer, np.array([1]))
-    assert isinstance(busy, Busy)
-    assert "4 events of the session are unacknowledged" in busy.detail
-    (deaf,) = [one for one in client.status().sessions if one.name == "deaf"]
-    assert deaf.unacknowledged_events == 4
-    channel.close()
-    socket.close()
-    context.term()
+        transfer = Receive(request_id=new_request_id(), pool="decode", lists=(PageList(pages=1),))
+        cancel = Cancel(request_id=transfer.request_id, pool="decode", direction="receive")
+        engine.say("ALLOCATE", pool="decode", count=1)
+        for _ in range(2):
+            assert isinstance(ask(transfer, np.array([1])), Accepted)
+            assert isinstance(ask(cancel), Cancelled)
+        busy = ask(transfer, np.array([1]))
+        assert isinstance(busy, Busy)
+        assert "4 events of the session are unacknowledged" in busy.detail
+        (deaf,) = [one for one in client.status().sessions if one.name == "deaf"]
+        assert deaf.unacknowledged_events == 4
 
 
 def test_sessions(daemon: DaemonProcess, client: Client) -> None:

@@ -16,22 +16,16 @@ from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from tests.daemon.in_process import SPEC, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
-ENDING = (
-    ("daemon/transports/local.py", "close"),
-    ("daemon/services/pools.py", "close"),
-    ("daemon/tiers/copier.py", "close"),
-    ("daemon/tiers/host_tier.py", "close"),
-    ("daemon/tiers/disk_tier.py", "close"),
-    ("daemon/tiers/remote_tier.py", "close"),
-)
+TIERS = ("copier", "host_tier", "disk_tier", "remote_tier")
+ENDING = ("transports/local", "services/pools", *(f"tiers/{tier}" for tier in TIERS))
 
 
 @pytest.fixture(autouse=True)
 def _no_blocking_calls() -> Iterator[None]:
     """Let every blocking call fail the test but those by which the daemon ends: it waits for its own threads."""
     with blockbuster_ctx(scanned_modules=[kvferry.clients, kvferry.daemon]) as blockbuster:
-        for file, function in ENDING:
-            blockbuster.functions["threading.Lock.acquire"].can_block_in(file, function)
+        for module in ENDING:
+            blockbuster.functions["threading.Lock.acquire"].can_block_in(f"daemon/{module}.py", "close")
         yield
 
 

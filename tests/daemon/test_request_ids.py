@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from kvferry.clients import Client, MhaSpec, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.daemon.control.metrics import about
 from kvferry.daemon.transfer.endpoints import (
     Announcement,
@@ -24,6 +24,7 @@ from kvferry.daemon.transfer.endpoints import (
 from kvferry.daemon.transfer.registry import SendToDaemon, StopOp, StopSending
 from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.planning.manifest import lay_out
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, NotOwnerError, PeerCancelledError, raised
 from kvferry.protocol.peer_messages import Announce, ReceiveClosed, ReceiveName
 from tests.daemons import DaemonProcess, running_daemon
@@ -37,15 +38,15 @@ REQUEST = "0123456789abcdef" * 2
 
 
 class Endpoint(NamedTuple):
-    """A daemon, and an engine of its."""
+    """A daemon, an engine of its, and the engine's pages."""
 
     daemon: DaemonProcess
     client: Client
+    pages: PageIds
 
-    def lines(self, request_id: str) -> list[dict[str, Any]]:
-        """Return the log's lines of a request."""
-        lines = [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
-        return [line for line in lines if line.get("request_id") == request_id]
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the log's lines."""
+        return [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,15 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Endpoint, 
     ):
         prefill.create_pool("prefill", SPEC)
         decode.create_pool("decode", SPEC)
-        yield Endpoint(source, prefill), Endpoint(home, decode)
+        allocated = prefill.allocate("prefill", 2), decode.allocate("decode", 2)
+        yield Endpoint(source, prefill, allocated[0]), Endpoint(home, decode, allocated[1])
+
+
+def receive(sides: tuple[Endpoint, Endpoint], request_id: str) -> Transfer:
+    """Begin a RECEIVE at decode from prefill's daemon."""
+    source, home = sides
+    (address,) = source.client.status().addresses
+    return home.client.receive("decode", request_id, [pages(home.pages)], source_daemons=[address], deadline_s=600.0)
 
 
 def check_uncut(text: str, request_id: str) -> None:
@@ -70,67 +79,65 @@ def check_uncut(text: str, request_id: str) -> None:
 def test_the_logs_of_two_daemons_are_joined_by_the_request_id(sides: tuple[Endpoint, Endpoint]) -> None:
     source, home = sides
     request_id = new_request_id()
-    sent, received = source.client.allocate("prefill", 2), home.client.allocate("decode", 2)
-    (address,) = source.client.status().addresses
-    sending = source.client.send("prefill", request_id, [pages(sent)])
-    receiving = home.client.receive("decode", request_id, [pages(received)], source_daemons=[address])
-    assert home.client.wait_finished(receiving).request_id == request_id
-    assert source.client.wait_finished(sending).request_id == request_id
-    home.client.wait_settled(receiving)
-    source.client.wait_settled(sending)
-    told = {line["direction"]: line for side in sides for line in side.lines(request_id) if "direction" in line}
-    assert {side: (line["event"], line["pool"], line["outcome"]) for side, line in told.items()} == {
-        "send": ("transfer finished", "prefill", "OK"),
-        "receive": ("transfer finished", "decode", "OK"),
-    }
-    for side in sides:
+    sending = source.client.send("prefill", request_id, [pages(source.pages)])
+    receiving = receive(sides, request_id)
+    for side, transfer, direction in ((source, sending, "send"), (home, receiving, "receive")):
+        assert side.client.wait_finished(transfer).request_id == request_id
+        side.client.wait_settled(transfer)
+        (line,) = [one for one in side.lines() if one.get("request_id") == request_id and "direction" in one]
+        told = line["event"], line["direction"], line["pool"], line["outcome"]
+        assert told == ("transfer finished", direction, transfer.key.pool, "OK")
         check_uncut(side.daemon.log.read_text(), request_id)
-    source.client.free("prefill", sent)
-    home.client.free("decode", received)
 
 
 def test_status_errors_and_events_have_all_of_it(sides: tuple[Endpoint, Endpoint]) -> None:
     source, home = sides
     request_id = new_request_id()
-    sent, received = source.client.allocate("prefill", 2), home.client.allocate("decode", 2)
-    (address,) = source.client.status().addresses
-    receiving = home.client.receive("decode", request_id, [pages(received)], source_daemons=[address])
-    sending = source.client.send("prefill", request_id, [pages(sent[:1])], last=False)
+    receiving = receive(sides, request_id)
+    sending = source.client.send("prefill", request_id, [pages(source.pages[:1])], last=False)
     source.client.ping()
-    refused = source.client.send("prefill", new_request_id(), [pages(sent + 5)])
+    refused = source.client.send("prefill", new_request_id(), [pages(source.pages + 5)])
     with pytest.raises(NotOwnerError) as caught:
         source.client.wait_finished(refused)
     assert caught.value.request_id == refused.key.request_id
     for side in sides:
-        shown = run_kvferry("status", "--runtime-dir", str(side.daemon.runtime_dir))
-        check_uncut(shown.stdout, request_id)
-        shown = run_kvferry("status", "--json", "--runtime-dir", str(side.daemon.runtime_dir))
-        (transfer,) = json.loads(shown.stdout)["transfers"]
-        assert transfer["request_id"] == request_id
+        check_uncut(run_kvferry("status", "--runtime-dir", side.daemon.runtime_dir).stdout, request_id)
+        shown = run_kvferry("status", "--json", "--runtime-dir", side.daemon.runtime_dir)
+        assert [one["request_id"] for one in json.loads(shown.stdout)["transfers"]] == [request_id]
     home.client.cancel(receiving)
-    for client, transfer, kind in (
-        (home.client, receiving, CancelledError),
-        (source.client, sending, PeerCancelledError),
-    ):
+    for side, transfer, kind in ((home, receiving, CancelledError), (source, sending, PeerCancelledError)):
         with pytest.raises(kind) as failed:
-            client.wait_finished(transfer)
+            side.client.wait_finished(transfer)
         assert failed.value.request_id == request_id
         check_uncut(f"{failed.value} {transfer!r}", request_id)
-        client.wait_settled(transfer)
-    for side in sides:
-        assert {line["outcome"] for line in side.lines(request_id)} <= {"CANCELLED", "PEER_CANCELLED"}
+        side.client.wait_settled(transfer)
+        assert {one["outcome"] for one in side.lines() if one.get("request_id") == request_id} == {kind.code}
         check_uncut(side.daemon.log.read_text(), request_id)
-    source.client.free("prefill", sent)
-    home.client.free("decode", received)
+
+
+def test_a_receive_hears_at_once_that_its_send_was_cancelled_at_another_daemon(
+    sides: tuple[Endpoint, Endpoint],
+) -> None:
+    source, home = sides
+    request_id = new_request_id()
+    sending = source.client.send("prefill", request_id, [pages(source.pages)])
+    source.client.cancel(sending)
+    source.client.wait_settled(sending)
+    receiving = receive(sides, request_id)
+    with pytest.raises(PeerCancelledError, match="the other side ended"):
+        home.client.wait_finished(receiving)
+    home.client.wait_settled(receiving)
+    (line,) = [one for one in home.lines() if one.get("request_id") == request_id]
+    assert (line["outcome"], "the other side ended" in line["detail"]) == ("PEER_CANCELLED", True)
 
 
 def test_every_request_id_in_the_logs_is_whole(sides: tuple[Endpoint, Endpoint]) -> None:
-    """After the tests above."""
+    """After the tests above, or after one transfer that nobody answers."""
+    sides[1].client.cancel(receive(sides, new_request_id()))
+    sides[1].client.ping()
     for side in sides:
-        lines = [json.loads(line) for line in side.daemon.log.read_text().splitlines() if line.startswith("{")]
-        named = [line["request_id"] for line in lines if "request_id" in line]
-        assert named
-        assert all(WHOLE.match(one) for one in named)
+        lines = side.lines()
+        assert all(WHOLE.match(line.get("request_id", REQUEST)) for line in lines)
         assert not any("request" in line or "transfer" in line for line in lines), "one name for it"
 
 
@@ -158,10 +165,7 @@ TRANSFER = ReceiveName(request_id=REQUEST, pool="decode", tenant=0, epoch=1)
     [
         (Announce(receive_request=TRANSFER, deadline_ms=1), True),
         (SendToDaemon("ipc:///x", ReceiveClosed(receive_request=TRANSFER)), True),
-        (
-            StopSending(RemoteEndpoint(Announcement(PEER, TRANSFER, 0.0), SEND_REQUEST, 1, State.OPEN)),
-            True,
-        ),
+        (StopSending(RemoteEndpoint(Announcement(PEER, TRANSFER, 0.0), SEND_REQUEST, 1, State.OPEN)), True),
         (SEND_REQUEST, True),
         (StopOp(1), False),
         (None, False),
@@ -178,23 +182,3 @@ def test_an_error_keeps_its_request_on_the_way() -> None:
     again = raised(msgspec.msgpack.decode(msgspec.msgpack.encode(error.info()), type=type(error.info())))
     assert again.request_id == REQUEST
     assert f"request {REQUEST}: late" in str(again)
-
-
-def test_a_receive_hears_at_once_that_its_send_was_cancelled_at_another_daemon(
-    sides: tuple[Endpoint, Endpoint],
-) -> None:
-    source, home = sides
-    request_id = new_request_id()
-    sent, received = source.client.allocate("prefill", 2), home.client.allocate("decode", 2)
-    (address,) = source.client.status().addresses
-    sending = source.client.send("prefill", request_id, [pages(sent)])
-    source.client.cancel(sending)
-    source.client.wait_settled(sending)
-    receiving = home.client.receive("decode", request_id, [pages(received)], source_daemons=[address], deadline_s=600.0)
-    with pytest.raises(PeerCancelledError, match="the other side ended"):
-        home.client.wait_finished(receiving)
-    home.client.wait_settled(receiving)
-    (line,) = home.lines(request_id)
-    assert (line["outcome"], "the other side ended" in line["detail"]) == ("PEER_CANCELLED", True)
-    source.client.free("prefill", sent)
-    home.client.free("decode", received)

@@ -123,7 +123,8 @@ def test_they_are_on_the_pools_device_and_empty(tables: Tables, device: str) -> 
 def test_arrays_are_the_tensors_memory(client: Client, hybrid: str) -> None:
     tables = new_tables(client, hybrid, window=WINDOW)
     update(client, tables, [14], rows={0: [1, 2, 3, 4]}, bound=([3, 4], [5, 6]))
-    block_tables, seq_lens, window = map(tables.array, ("block_tables", "seq_lens", "block_tables_swa"))
+    block_tables, seq_lens = tables.array("block_tables"), tables.array("seq_lens")
+    window = tables.array("block_tables_swa")
     assert (block_tables.tolist(), seq_lens.tolist()) == contents(tables) == expected([[1, 2, 3, 4]], [14])
     assert (window[0].tolist(), window.shape) == ([0, 0, 5, 6, 0, 0, 0, 0], (BATCH, COLUMNS))
     assert block_tables.ctypes.data == tables.block_tables.data_ptr()

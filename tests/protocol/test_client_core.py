@@ -78,8 +78,9 @@ def event(core: ClientCore, cursor: int, body: Finished | Settled | TierDone, bo
 
 def finished(of: Send | Receive = RECEIVE, error: KvferryError | None = None, **fields: Any) -> Finished:  # noqa: ANN401
     info = None if error is None else error.info()
-    direction = "send" if of is SEND else "receive"
-    return Finished(request_id=REQUEST, pool=of.pool, direction=direction, error=info, **fields)
+    return Finished(
+        request_id=REQUEST, pool=of.pool, direction="send" if of is SEND else "receive", error=info, **fields
+    )
 
 
 SETTLED: Final = Settled(request_id=REQUEST, pool="decode", direction="receive")
@@ -97,7 +98,8 @@ def states(transfer: Transfer) -> tuple[str, bool, bool]:
 def opened(core: ClientCore, body: Send | Receive = RECEIVE) -> Transfer:
     """Return a transfer that the daemon has accepted."""
     transfer, outgoing = core.transfer(body, IDS)
-    assert reply(core, outgoing, Accepted(generation=1)) is transfer
+    changed: object = reply(core, outgoing, Accepted(generation=1))
+    assert changed is transfer
     return transfer
 
 

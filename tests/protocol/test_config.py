@@ -84,9 +84,8 @@ def wrong(key: Key) -> Wrong:
         case inspect.VarTupleType():
             return Wrong(("npu:0", ["device"], [1]), ("npu:N",))
         case inspect.DictType():
-            return Wrong(
-                ({"x": 1}, {"1": -1}, {"-1": 1 << 20}, {"1": "8GB"}, {"1": HUGE}, 1, [1]), ("each key a whole number",)
-            )
+            numbers: tuple[object, ...] = ({"x": 1}, {"1": -1}, {"-1": 1 << 20}, {"1": "8GB"}, {"1": HUGE}, 1, [1])
+            return Wrong(numbers, ("each key a whole number",))
         case _:
             pytest.fail(f"{key.name}: a new kind of key: say here what is wrong for it")
 
@@ -95,20 +94,8 @@ def wrong_number(key: Key, number: inspect.IntType | inspect.FloatType) -> Wrong
     assert number.le is not None, f"{key.name} has no upper bound"
     assert (number.ge is None) != (number.gt is None), f"{key.name} has no lower bound"
     low = number.gt if number.ge is None else number.ge - 1
-    values: tuple[object, ...] = (
-        low,
-        -1,
-        -HUGE,
-        number.le + 1,
-        HUGE,
-        math.nan,
-        math.inf,
-        True,
-        "1",
-        "x",
-        [1],
-        {"y": 1},
-    )
+    above = (number.le + 1, HUGE, math.nan, math.inf)
+    values: tuple[object, ...] = (low, -1, -HUGE, *above, True, "1", "x", [1], {"y": 1})
     if isinstance(number, inspect.IntType):
         values = (*values, 1.5)
     if not key.name.endswith("_bytes"):
@@ -139,9 +126,14 @@ def right(key: Key) -> Iterator[tuple[object, Any]]:
 ALL = [pytest.param(key, id=key.name) for key in keys()]
 
 
-def refused(tmp_path: Path, text: str) -> ConfigError:
+def written(tmp_path: Path, text: str) -> Path:
     file = tmp_path / "kvferry.toml"
-    file.write_text(text)
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    return file
+
+
+def refused(tmp_path: Path, text: str) -> ConfigError:
+    file = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_config(file)
     assert caught.value.detail.startswith(f"{file}: ")
@@ -162,10 +154,8 @@ def test_a_wrong_value_is_refused_with_file_key_value_and_what_is_right(tmp_path
 
 @pytest.mark.parametrize("key", ALL)
 def test_a_value_at_the_bounds_is_taken(tmp_path: Path, key: Key) -> None:
-    file = tmp_path / "kvferry.toml"
     for value, read in right(key):
-        file.write_text(key.text(value))
-        config: Any = read_config(file)[0]
+        config: Any = read_config(written(tmp_path, key.text(value)))[0]
         for name in key.name.split("."):
             config = getattr(config, name)
         assert config == read
@@ -185,8 +175,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(tmp_path: Path, table: st
     [("[pools\n", "line 1"), ("limits = 3\n", "[limits]"), ("a = " + "[" * 10_000, ""), ("x = '\udce4'", "utf-8")],
 )
 def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
-    file = tmp_path / "kvferry.toml"
-    file.write_bytes(text.encode(errors="surrogateescape"))
+    file = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_config(file)
     assert str(file) in caught.value.detail
@@ -194,6 +183,7 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
 
 
 MOONCAKE = '[peers]\nlisten = "tcp://10.0.0.3:7801"\n[network]\ntransport = "mooncake"\n'
+BOUNCE_BUFFERS = 'bounce_buffers = 65536\nbounce_buffer_bytes = "1GiB"'
 STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
 
 
@@ -207,11 +197,7 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         ("[network]\ndirect = true", "network.direct", "network.transport"),
         ('[network]\nprotocol = "ascend"', "network.protocol", "network.transport"),
         ('[network]\ntransport = "mooncake"', "network.address", "peers.listen"),
-        (
-            MOONCAKE + 'bounce_buffers = 65536\nbounce_buffer_bytes = "1GiB"',
-            "network.bounce_buffers",
-            "network.bounce_buffer_bytes = 1GiB",
-        ),
+        (MOONCAKE + BOUNCE_BUFFERS, "network.bounce_buffers", "network.bounce_buffer_bytes = 1GiB"),
         ('[tiers]\nhost_bytes = 0\n[tiers.disk]\npath = "/srv"', "tiers.disk.path", "tiers.host_bytes = 0"),
         ("[tiers]\nhost_bytes = 0\n" + STORE, "tiers.remote.transport", "tiers.host_bytes = 0"),
         ('[tiers]\nhost_bytes = 0\ntenant_bytes = "1GiB"', "tiers.tenant_bytes", "tiers.host_bytes = 0"),
@@ -245,9 +231,7 @@ def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field
     ],
 )
 def test_keys_that_go_together_are_taken(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "kvferry.toml"
-    file.write_text(text)
-    load_config(file)
+    load_config(written(tmp_path, text))
 
 
 def test_daemons_of_other_hosts_are_listened_for_on_tcp_only(tmp_path: Path) -> None:
@@ -260,9 +244,7 @@ def test_daemons_of_other_hosts_are_listened_for_on_tcp_only(tmp_path: Path) -> 
 def test_the_limits_follow_from_those_of_the_file(tmp_path: Path) -> None:
     assert Config().announced == Limits()
     text = "[limits]", "max_frame_bytes = '16MiB'", "max_transfers_per_session = 3", "max_kept_payload_bytes = '1MiB'"
-    file = tmp_path / "kvferry.toml"
-    file.write_text("\n".join(text))
-    assert load_config(file).announced == Limits(
+    assert load_config(written(tmp_path, "\n".join(text))).announced == Limits(
         max_frame_bytes=16 << 20,
         max_message_bytes=64 << 20,
         max_transfers_per_session=3,
@@ -283,9 +265,7 @@ def test_the_limits_follow_from_those_of_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_where_others_reach_this_host(tmp_path: Path, text: str, network: str | None, store: str | None) -> None:
-    file = tmp_path / "kvferry.toml"
-    file.write_text(text)
-    config = load_config(file)
+    config = load_config(written(tmp_path, text))
     assert (config.network_address, config.store_address) == (network, store)
 
 

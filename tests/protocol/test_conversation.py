@@ -20,6 +20,7 @@ from tests.protocol.samples import ERROR, EVENTS, GOLDEN, MESSAGES, REPLIES
 
 BOOT_ID = "0123456789abcdef0123456789abcdef"
 EVENT_NAMES = {tag_of(kind) for kind in EVENTS}
+ALLOCATE = Allocate(pool="a", count=2)
 GOLDEN_HEX: dict[str, list[str]] = json.loads(GOLDEN.read_text())
 
 
@@ -69,20 +70,19 @@ def test_the_golden_messages_are_read(name: str) -> None:
     assert conversation.feed(frames) is None, "twice is once"
 
 
-def test_the_first_answer_says_which_incarnation_it_is() -> None:
+def test_the_first_answer_says_which_incarnation_it_is_and_events_are_told_once_of_it_alone() -> None:
     conversation = after(Ping())
-    assert conversation.feed(wire(Reply(2, BOOT_ID, Pong()))) is None, "nobody asked"
-    assert conversation.feed(wire(Reply(1, BOOT_ID, Pong()))) == Arrived(1, Pong())
-    assert conversation.boot_id == BOOT_ID
-
-
-def test_an_event_is_told_once_and_only_of_this_incarnation() -> None:
-    conversation = Conversation(BOOT_ID)
     body = Settled(request_id=BOOT_ID, pool="a", direction="send")
-    assert conversation.feed(wire(Event(1, BOOT_ID, body))) == Arrived(EVENT, body)
-    assert conversation.feed(wire(Event(1, BOOT_ID, body))) is None
-    assert conversation.feed(wire(Event(2, "f" * 32, body))) is None
-    assert conversation.feed(wire(Event(2, BOOT_ID, body))) == Arrived(EVENT, body)
+    for message, arrived in (
+        (Reply(2, BOOT_ID, Pong()), None),  # nobody asked
+        (Reply(1, BOOT_ID, Pong()), Arrived(1, Pong())),
+        (Event(1, BOOT_ID, body), Arrived(EVENT, body)),
+        (Event(1, BOOT_ID, body), None),
+        (Event(2, "f" * 32, body), None),
+        (Event(2, BOOT_ID, body), Arrived(EVENT, body)),
+    ):
+        assert conversation.feed(wire(message)) == arrived
+    assert conversation.boot_id == BOOT_ID
 
 
 @pytest.mark.parametrize(
@@ -96,38 +96,31 @@ def test_an_event_is_told_once_and_only_of_this_incarnation() -> None:
 def test_a_refusal_is_an_error(body: ReplyBody, code: str, detail: str) -> None:
     arrived = after(Ping()).feed(wire(Reply(1, BOOT_ID, body)))
     assert arrived is not None
-    error = arrived.error
-    assert (error.code, error.detail) == (code, detail) if error else not code
+    assert (arrived.error.code, arrived.error.detail) == (code, detail) if arrived.error else not code
 
 
-PONG = bytes(encode(Reply(1, BOOT_ID, Pong()))[0])
+(PONG,) = wire(Reply(1, BOOT_ID, Pong()))
+ALLOCATED = bytes(encode(Reply(1, BOOT_ID, Allocated(pages=2)), [np.arange(2)])[0])
 
 
 @pytest.mark.parametrize(
-    "frames",
+    ("asked", "frames"),
     [
-        [],
-        [b""],
-        [b"\xc1"],
-        [bytes.fromhex(GOLDEN_HEX["PING"][0])],
-        [PONG.replace(b"PONG", b"PING")],
-        [PONG.replace(b"PONG", b"PANG")],
-        [PONG, b"12345678"],
-        wire(Reply(1, BOOT_ID, Freed(freed=1, deferred=0))),
-        wire(Event(1, BOOT_ID, Pong())),  # type: ignore[arg-type]
+        (Ping(), []),
+        (Ping(), [b""]),
+        (Ping(), [b"\xc1"]),
+        (Ping(), [bytes.fromhex(GOLDEN_HEX["PING"][0])]),
+        (Ping(), [PONG.replace(b"PONG", b"PING")]),
+        (Ping(), [PONG.replace(b"PONG", b"PANG")]),
+        (Ping(), [PONG, b"12345678"]),
+        (Ping(), wire(Reply(1, BOOT_ID, Freed(freed=1, deferred=0)))),
+        (Ping(), wire(Event(1, BOOT_ID, Pong()))),  # type: ignore[arg-type]
+        *((ALLOCATE, [ALLOCATED, *ids]) for ids in ([], [b"123"], [b"12345678"], [b"1" * 24], [b"1" * 16, b""])),
     ],
 )
-def test_what_is_no_message_of_a_daemon(frames: list[bytes]) -> None:
+def test_what_is_no_message_of_a_daemon(asked: RequestBody, frames: list[bytes]) -> None:
     with pytest.raises(MalformedError):
-        after(Ping()).feed(frames)
-
-
-@pytest.mark.parametrize("ids", [[], [b"123"], [b"12345678"], [b"1" * 24], [b"1" * 16, b""]])
-def test_what_are_not_the_announced_ids(ids: list[bytes]) -> None:
-    with pytest.raises(MalformedError):
-        after(Allocate(pool="a", count=2)).feed(
-            [bytes(encode(Reply(1, BOOT_ID, Allocated(pages=2)), [np.arange(2)])[0]), *ids]
-        )
+        after(asked).feed(frames)
 
 
 def test_ids_beyond_64_bits_are_refused() -> None:
