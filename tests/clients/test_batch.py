@@ -76,6 +76,8 @@ def test_what_waits_for_an_event_holds_up_its_own_reply_only(client: Client, nam
     assert stored.state == "sent"
     assert not client.is_ready(waiting)
     ring.record(mark)
+    while not client.is_ready(waiting):
+        client.ping()
     assert client.wait(waiting).freed == 1
     assert client.wait_done(stored).stored == 1
     assert client.free(name, ids[1:]).freed == 3

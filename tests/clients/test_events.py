@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, MhaSpec, Pages, Transfer, calls, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, Transfer, calls, new_request_id, pages
 from kvferry.clients.events import COUNTER_BYTES, EventRing
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
@@ -81,6 +83,8 @@ def test_recording_stores_the_value_and_then_wakes_the_daemon(memory: Memory) ->
         assert memory.counters[first.event] == first.value
         assert memory.wake_ups() == 1
         assert repr(ring) == "<EventRing steps=2 recorded=2>"
+        with pytest.raises(InvalidFieldError, match="is at 1"):
+            ring.record(first)
 
 
 def test_events_are_used_again_with_a_higher_value(memory: Memory) -> None:
@@ -94,15 +98,6 @@ def test_events_are_used_again_with_a_higher_value(memory: Memory) -> None:
         ring.record(first[0])
         ring.record(again)
         assert memory.counters[again.event] == again.value
-
-
-def test_recording_twice_is_refused(memory: Memory) -> None:
-    with memory.ring() as ring:
-        step = ring.step(0, 1)
-        ring.record(step)
-        with pytest.raises(InvalidFieldError, match="is at 1"):
-            ring.record(step)
-        assert memory.counters[step.event] == 1
 
 
 @pytest.mark.parametrize("event", [-1, EVENT_RING_SLOTS])
@@ -137,170 +132,136 @@ def test_a_closed_ring_records_nothing(memory: Memory) -> None:
 
 
 class Sides:
-    """A prefill and a decode client and their pools."""
+    """A prefill and a decode client, their pools, prefill's ring and a step of it that all layers wait for."""
 
     def __init__(self, daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
-        self.names = (f"{name}-send", f"{name}-receive")
+        self.source, self.destination = f"{name}-send", f"{name}-receive"
         self.prefill = Client.connect(daemon.runtime_dir, name="prefill")
         self.decode = Client.connect(daemon.runtime_dir, name="decode")
-        for one in self.names:
+        for one in (self.source, self.destination):
             self.prefill.create_pool(one, spec, device=DEVICE.name)
+        self.ring = self.prefill.open_events()
+        self.step = self.ring.step(spec.first_layer, spec.layers)
+        self.request_id = new_request_id()
 
-    def lists(self, client: Client, name: str) -> list[Pages]:
-        """Allocate pages and name them."""
-        return [pages(client.allocate(name, COUNT))]
-
-    def send(self, request_id: str, steps: tuple[LayerStep, ...]) -> Transfer:
+    def send(self, *steps: LayerStep, client: Client | None = None) -> Transfer:
         """SEND in steps; the daemon has it when this returns."""
-        lists = self.lists(self.prefill, self.names[0])
-        send_request = self.prefill.send(self.names[0], request_id, lists, steps=steps)
-        self.prefill.ping()
-        return send_request
+        one = client or self.prefill
+        transfer = one.send(self.source, self.request_id, [pages(one.allocate(self.source, COUNT))], steps=steps)
+        one.ping()
+        return transfer
 
-    def receive(self, request_id: str) -> Transfer:
+    def receive(self, after: DeviceEvent | None = None) -> Transfer:
         """RECEIVE; the daemon has it when this returns."""
-        lists = self.lists(self.decode, self.names[1])
-        transfer = self.decode.receive(self.names[1], request_id, lists)
+        lists = [pages(self.decode.allocate(self.destination, COUNT))]
+        transfer = self.decode.receive(self.destination, self.request_id, lists, after=after)
         self.decode.ping()
         return transfer
 
-    def states(self, request_id: str) -> list[str]:
-        """Return the states of the request's live sides."""
-        return [one.state for one in self.decode.status().transfers if one.request_id == request_id]
+    def states(self) -> list[tuple[str, str]]:
+        """Return the direction and state of the request's live sides."""
+        live = (one for one in self.decode.status().transfers if one.request_id == self.request_id)
+        return sorted((one.direction, one.state) for one in live)
+
+    def close(self) -> None:
+        """End both sessions."""
+        self.ring.close()
+        self.prefill.close()
+        self.decode.close()
+
+
+BOTH_OPEN: Final = [("receive", "open"), ("send", "open")]
 
 
 @pytest.fixture
 def sides(daemon: DaemonProcess, name: str, spec: MhaSpec) -> Iterator[Sides]:
     """Return two clients of one daemon."""
-    both = Sides(daemon, name, spec)
-    yield both
-    both.prefill.close()
-    both.decode.close()
+    with contextlib.closing(Sides(daemon, name, spec)) as both:
+        yield both
 
 
 def test_a_transfer_ends_with_its_last_step(sides: Sides, spec: MhaSpec) -> None:
-    request_id = new_request_id()
-    with sides.prefill.open_events() as ring:
-        steps = tuple(ring.step(layer, 1) for layer in range(spec.first_layer, spec.first_layer + spec.layers))
-        sides.send(request_id, steps)
-        transfer = sides.receive(request_id)
-        ring.record(steps[0])
-        (waiting,) = [
-            one for one in sides.decode.status().transfers if one.request_id == request_id and one.direction == "send"
-        ]
-        assert waiting.state == "open"
-        ring.record(steps[1])
-        done = sides.decode.wait_finished(transfer)
-        assert done.error is None
-        sides.decode.wait_settled(transfer)
+    steps = [sides.ring.step(layer, 1) for layer in range(spec.first_layer, spec.first_layer + spec.layers)]
+    sides.send(*steps)
+    transfer = sides.receive()
+    sides.ring.record(steps[0])
+    assert ("send", "open") in sides.states()
+    sides.ring.record(steps[1])
+    assert sides.decode.wait_finished(transfer).error is None
+    sides.decode.wait_settled(transfer)
 
 
-def test_steps_recorded_before_the_send_are_ready_at_once(sides: Sides, spec: MhaSpec) -> None:
-    request_id = new_request_id()
-    with sides.prefill.open_events() as ring:
-        step = ring.step(spec.first_layer, spec.layers)
-        ring.record(step)
-        sides.send(request_id, (step,))
-        transfer = sides.receive(request_id)
-        assert sides.decode.wait_finished(transfer).error is None
-
-
-def test_a_transfer_is_made_only_once_its_pages_are_in_use_no_more(sides: Sides, spec: MhaSpec) -> None:
-    request_id = new_request_id()
+def test_a_transfer_is_made_only_once_its_pages_are_in_use_no_more(sides: Sides) -> None:
     with sides.decode.open_events() as ring:
         point = ring.event()
-        lists = sides.lists(sides.decode, sides.names[1])
-        transfer = sides.decode.receive(sides.names[1], request_id, lists, after=point)
-        with sides.prefill.open_events() as filled:
-            step = filled.step(spec.first_layer, spec.layers)
-            filled.record(step)
-            sides.send(request_id, (step,))
-        assert sides.states(request_id) == ["open"], "the sender alone: it waits for a transfer"
+        transfer = sides.receive(after=point)
+        sides.ring.record(sides.step)  # before its SEND: it is ready at once
+        sides.send(sides.step)
+        assert sides.states() == [("send", "open")], "the sender alone: it waits for a transfer"
         ring.record(point)
         assert sides.decode.wait_finished(transfer).error is None
 
 
 def test_pages_are_free_only_once_they_are_in_use_no_more(sides: Sides) -> None:
-    name = sides.names[1]
+    def free() -> int:
+        return next(one.free for one in sides.decode.status().pools if one.pool == sides.destination)
+
     with sides.decode.open_events() as ring:
-        point = ring.event()
-        ids = sides.decode.allocate(name, COUNT)
-        free = {one.pool: one.free for one in sides.decode.status().pools}[name]
-        pending = sides.decode.begin(calls.free(name, ids, MAIN, point))
-        assert {one.pool: one.free for one in sides.decode.status().pools}[name] == free
+        point, ids, before = ring.event(), sides.decode.allocate(sides.destination, COUNT), free()
+        pending = sides.decode.begin(calls.free(sides.destination, ids, MAIN, point))
+        assert free() == before
         assert not sides.decode.is_ready(pending)
         ring.record(point)
         assert sides.decode.wait(pending).freed == COUNT
 
 
 def test_a_point_that_nobody_can_reach_is_refused(sides: Sides) -> None:
-    ids = sides.decode.allocate(sides.names[1], COUNT)
-    last = DeviceEvent(event=EVENT_RING_SLOTS - 1, value=1)
+    ids = sides.decode.allocate(sides.destination, COUNT)
     with pytest.raises(InvalidFieldError, match="OPEN_EVENTS first"):
-        sides.decode.free(sides.names[1], ids, after=last)
-    assert sides.decode.free(sides.names[1], ids).freed == COUNT
-
-
-def test_steps_without_a_ring_are_refused(sides: Sides) -> None:
-    send_request = sides.send(new_request_id(), (LayerStep(first_layer=0, layers=1, event=0, value=1),))
+        sides.decode.free(sides.destination, ids, after=DeviceEvent(event=EVENT_RING_SLOTS - 1, value=1))
+    assert sides.decode.free(sides.destination, ids).freed == COUNT
     with pytest.raises(InvalidFieldError) as caught:
-        sides.prefill.wait_finished(send_request)
+        sides.decode.wait_finished(sides.send(sides.step, client=sides.decode))  # which has opened no ring
     assert caught.value.field == "steps"
 
 
 def test_a_ring_may_be_opened_twice(sides: Sides, spec: MhaSpec) -> None:
-    first = sides.prefill.open_events()
-    first.record(first.step(0, 1))
-    second = sides.prefill.open_events()
-    request_id = new_request_id()
-    step = second.step(spec.first_layer, spec.layers)
-    sides.send(request_id, (step,))
-    transfer = sides.receive(request_id)
-    assert sides.states(request_id) == ["open", "open"]
-    second.record(step)
-    assert sides.decode.wait_finished(transfer).error is None
-    first.close()
-    second.close()
-
-
-@pytest.mark.parametrize("wild", [-1, -(1 << 63), 0])
-def test_wild_counters_start_nothing(sides: Sides, spec: MhaSpec, wild: int) -> None:
-    request_id = new_request_id()
-    with sides.prefill.open_events() as ring:
-        step = ring.step(spec.first_layer, spec.layers)
-        ring.counters[:] = wild
-        os.eventfd_write(ring.fileno(), 1)
-        sides.send(request_id, (step,))
-        transfer = sides.receive(request_id)
-        os.eventfd_write(ring.fileno(), 1)
-        assert sides.states(request_id) == ["open", "open"]
-        ring.counters[:] = (1 << 63) - 1
-        os.eventfd_write(ring.fileno(), 1)
+    sides.ring.record(sides.step)
+    with sides.prefill.open_events() as second:
+        step = second.step(spec.first_layer, spec.layers)
+        sides.send(step)
+        transfer = sides.receive()
+        assert sides.states() == BOTH_OPEN
+        second.record(step)
         assert sides.decode.wait_finished(transfer).error is None
 
 
-def test_a_lost_session_takes_its_unready_steps_with_it(daemon: DaemonProcess, sides: Sides, spec: MhaSpec) -> None:
-    request_id = new_request_id()
-    ring = sides.prefill.open_events()
-    step = ring.step(spec.first_layer, spec.layers)
-    sides.send(request_id, (step,))
-    transfer = sides.receive(request_id)
+@pytest.mark.parametrize("wild", [-1, -(1 << 63), 0])
+def test_wild_counters_start_nothing(sides: Sides, wild: int) -> None:
+    sides.ring.counters[:] = wild
+    os.eventfd_write(sides.ring.fileno(), 1)
+    sides.send(sides.step)
+    transfer = sides.receive()
+    os.eventfd_write(sides.ring.fileno(), 1)
+    assert sides.states() == BOTH_OPEN
+    sides.ring.counters[:] = (1 << 63) - 1
+    os.eventfd_write(sides.ring.fileno(), 1)
+    assert sides.decode.wait_finished(transfer).error is None
+
+
+def test_a_lost_session_takes_its_unready_steps_with_it(sides: Sides) -> None:
+    sides.send(sides.step)
+    transfer = sides.receive()
     sides.prefill.close()
     with pytest.raises(PeerLostError):
         sides.decode.wait_finished(transfer)
-    ring.record(step)  # nobody listens any more: it harms nobody
-    ring.close()
-    with Client.connect(daemon.runtime_dir) as client:
-        client.ping()
+    sides.ring.record(sides.step)  # nobody listens any more: it harms nobody
+    assert sides.decode.ping() > 0
 
 
-def test_a_session_that_dies_after_its_last_store_has_sent_all(sides: Sides, spec: MhaSpec) -> None:
-    request_id = new_request_id()
-    ring = sides.prefill.open_events()
-    step = ring.step(spec.first_layer, spec.layers)
-    sides.send(request_id, (step,))
-    transfer = sides.receive(request_id)
-    ring.counters[step.event] = step.value  # it dies before the wake-up
+def test_a_session_that_dies_after_its_last_store_has_sent_all(sides: Sides) -> None:
+    sides.send(sides.step)
+    transfer = sides.receive()
+    sides.ring.counters[sides.step.event] = sides.step.value  # it dies before the wake-up
     sides.prefill.close()
     assert sides.decode.wait_finished(transfer).error is None
-    ring.close()

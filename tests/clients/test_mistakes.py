@@ -66,6 +66,7 @@ from kvferry.protocol.errors import (
     UnknownTablesError,
     UnknownTransferError,
 )
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.session_messages import Ping
 from tests.clients.blocking import Blocking, connected
 from tests.daemons import DaemonProcess, running_daemon
@@ -238,6 +239,7 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
         "takes 65536: create it with a larger",
         TooLargeError,
     ),
+    ("c.send(p, RID, ONE, payload=bytes(LARGEST_PAYLOAD_BYTES + 1))", "payload", ""),
     ("c.send(p, RID, ONE, first_token=1.0)", "first_token", "got `float`"),
     ("c.send(p, RID, ONE, last=1)", "last", "Expected `bool`"),
     ("c.send(p, RID, ONE, destinations=0)", "destinations", ">= 1"),

@@ -22,49 +22,30 @@ from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import RegisteredArrays
 from kvferry.protocol.session_stream import ShareFollows
 
-MHA: Final = MhaSpec(
-    layers=2, first_layer=4, tokens=64, page_size=16, kv_heads=2, head_dim=16, v_head_dim=32, dtype="bfloat16"
-)
+POOL: Final[dict[str, Any]] = {"tokens": 64, "page_size": 16}
+HEADS: Final[dict[str, Any]] = {"layers": 2, **POOL, "kv_heads": 2}
+LATENTS: Final[dict[str, Any]] = {**POOL, "qk_rope_head_dim": 8}
+MHA: Final = MhaSpec(first_layer=4, head_dim=16, v_head_dim=32, dtype="bfloat16", **HEADS)
+SMALL: Final = MhaSpec(head_dim=8, dtype="float16", **HEADS)
 SPECS: Final[dict[str, PoolSpec]] = {
     "paged": MHA,
-    "fia": MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=16, dtype="float16", view="fia"),
-    "nz": MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=32, dtype="float16", view="nz"),
-    "draft": MhaSpec(
-        layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="int8", draft=DraftSpec(layers=1)
-    ),
+    "fia": MhaSpec(head_dim=16, dtype="float16", view="fia", **HEADS),
+    "nz": MhaSpec(head_dim=32, dtype="float16", view="nz", **HEADS),
+    "draft": MhaSpec(head_dim=8, dtype="int8", draft=DraftSpec(layers=1), **HEADS),
     "mla": MlaSpec(
-        layers=3,
-        tokens=64,
-        page_size=16,
-        kv_lora_rank=128,
-        qk_rope_head_dim=8,
-        index_head_dim=16,
-        index_layers=(0, 2),
-        index_scale=True,
-        index_dtype="int8",
-        dtype="float16",
+        layers=3, kv_lora_rank=128, index_head_dim=16, index_layers=(0, 2), index_scale=True, index_dtype="int8",
+        dtype="float16", **LATENTS,
     ),
-    "packed": MlaSpec(
-        layers=2, tokens=64, page_size=16, kv_lora_rank=128, qk_rope_head_dim=8, dtype="float8_e4m3fn", packed="ds_mla"
-    ),
-    "joined": MlaSpec(
-        layers=2, tokens=64, page_size=16, kv_lora_rank=32, qk_rope_head_dim=8, dtype="bfloat16", joined=True
-    ),
+    "packed": MlaSpec(layers=2, kv_lora_rank=128, dtype="float8_e4m3fn", packed="ds_mla", **LATENTS),
+    "joined": MlaSpec(layers=2, kv_lora_rank=32, dtype="bfloat16", joined=True, **LATENTS),
     "hybrid": HybridSwaSpec(
-        full_layers=(0, 2),
-        window_layers=(1, 3),
-        tokens=64,
-        window_tokens=32,
-        window=16,
-        page_size=16,
-        kv_heads=1,
-        head_dim=8,
-        dtype="float16",
+        full_layers=(0, 2), window_layers=(1, 3), window_tokens=32, window=16, kv_heads=1, head_dim=8, dtype="float16",
+        **POOL,
     ),
     "mamba": MambaSpec(
         state_layers=(0, 1), slots=3, conv_window=3, conv_channels=8, ssm_shape=(2, 4, 4), dtype="bfloat16"
     ),
-}
+}  # fmt: skip
 
 
 def registered_tensors(
@@ -155,40 +136,30 @@ def test_what_is_wrong_with_one_layer_is_named(change: str) -> None:
     assert refused.value.field == f"main/v/5.{field}"
 
 
-def test_the_paged_array_of_an_nz_pool_is_another_order_of_bytes() -> None:
+@pytest.mark.parametrize(("kind", "head_dim"), [("nz", 32), ("fia", 16)])
+def test_the_paged_array_is_another_order_of_bytes(kind: str, head_dim: int) -> None:
+    arrays = {("main", role): torch.zeros(2, 5, 16, 2, head_dim, dtype=torch.float16) for role in "kv"}
     with pytest.raises(InvalidFieldError) as refused:
-        registered_tensors(
-            SPECS["nz"], {("main", role): torch.zeros(2, 5, 16, 2, 32, dtype=torch.float16) for role in "kv"}
-        )
-    assert refused.value.field == "main/k.shape"
-
-
-def test_rows_of_fia_are_not_pages() -> None:
-    with pytest.raises(InvalidFieldError) as refused:
-        registered_tensors(
-            SPECS["fia"], {("main", role): torch.zeros(2, 5, 16, 2, 16, dtype=torch.float16) for role in "kv"}
-        )
+        registered_tensors(SPECS[kind], arrays)
     assert refused.value.field == "main/k.shape"
 
 
 def test_one_memory_is_not_two_arrays() -> None:
-    spec = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
     k = torch.zeros(2, 5, 16, 2, 8, dtype=torch.float16)
     with pytest.raises(InvalidFieldError, match="each page needs bytes of its own") as refused:
-        registered_tensors(spec, {("main", "k"): k, ("main", "v"): k})
+        registered_tensors(SMALL, {("main", "k"): k, ("main", "v"): k})
     assert refused.value.field == "main/v.storage"
     three = torch.zeros(3, 5, 16, 2, 8, dtype=torch.float16)
     with pytest.raises(InvalidFieldError) as refused:
-        registered_tensors(spec, {("main", "v"): three[1:], ("main", "k"): three[:2]})
+        registered_tensors(SMALL, {("main", "v"): three[1:], ("main", "k"): three[:2]})
     assert refused.value.field == "main/v.storage", "the one that begins in the other"
 
 
 def test_a_tensor_needs_all_its_bytes() -> None:
-    spec = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
     k, v = (torch.zeros(2, 5, 16, 2, 8, dtype=torch.float16) for _ in "kv")
     v.untyped_storage().resize_(v.untyped_storage().nbytes() - 2)
     with pytest.raises(InvalidFieldError) as refused:
-        registered_tensors(spec, {("main", "k"): k, ("main", "v"): v})
+        registered_tensors(SMALL, {("main", "k"): k, ("main", "v"): v})
     assert refused.value.field == "main/v.storage"
 
 
@@ -227,14 +198,13 @@ def test_without_torch_nothing_can_be_registered(monkeypatch: pytest.MonkeyPatch
 def test_shared_memory_is_held_by_its_arrays(kind: str) -> None:
     """Whoever made it need not keep it: its descriptor is there as long as one of them is."""
     shape = (2, 5, 16, 2, 8)
-    spec = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
     arrays: dict[tuple[Any, ...], Any] = {}
     take = getattr(SharedMemory(1 << 16), kind)
     arrays["main", "k"] = take(shape, "float16")
     arrays["main", "v"] = take((2, *shape), "float16")[1]
     del take
     gc.collect()
-    [fd] = registered(spec, arrays, HOST, lambda *_: ()).fds
+    [fd] = registered(SMALL, arrays, HOST, lambda *_: ()).fds
     del arrays["main", "k"]
     gc.collect()
     os.fstat(fd)
