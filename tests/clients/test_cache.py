@@ -148,21 +148,6 @@ def _flip(daemon: DaemonProcess, content: bytes) -> None:
 
 
 @pytest.mark.host_only
-def test_a_router_follows_the_cache(client: Client, pool: Filled) -> None:
-    cursor = client.cache_cursor()
-    client.wait_done(client.store(pool.name, hashes(3), client.allocate(pool.name, 3)))
-    changes = client.cache_events(cursor)
-    assert [(one.kind, one.tier, one.hashes, one.parent) for one in changes.changes] == [
-        ("stored", "host", b"".join(hashes(3)), b"")
-    ]
-    assert client.cache_events(changes.cursor, timeout_s=0.05).changes == ()
-    client.evict_cached(hashes(3)[1:2])
-    [gone] = client.cache_events(changes.cursor).changes
-    assert (gone.kind, gone.tier, gone.hashes) == ("evicted", "host", hashes(3)[1])
-    assert client.cache_events(1 << 40).lost
-
-
-@pytest.mark.host_only
 def test_the_command_line(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 2)
     client.wait_done(client.store(pool.name, hashes(2), ids))

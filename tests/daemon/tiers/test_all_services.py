@@ -56,12 +56,8 @@ T = TypeVar("T")
 def transfer_ended(host_receive: HostReceive, error: KvferryError | None) -> list[Finished | Settled]:
     """Return what the book of transfers says of a transfer's end."""
     info = error.info() if error is not None else None
-    about: Any = {
-        "request_id": host_receive.request_id,
-        "pool": host_receive.pool.name,
-        "direction": "receive",
-        "generation": 1,
-    }
+    named = {"request_id": host_receive.request_id, "pool": host_receive.pool.name}
+    about: Any = {**named, "direction": "receive", "generation": 1}
     return [Finished(**about, error=info, pages=0, moved_bytes=0, waited_us=0, moved_us=0), Settled(**about)]
 
 
@@ -145,8 +141,6 @@ class _Machine(RuleBasedStateMachine):
 
     @rule(engine=engines, count=st.integers(1, 8), random=ANY, pool=POOLS)
     def free(self, engine: Engine, count: int, random: Any, pool: str) -> None:  # noqa: ANN401
-        if engine.identity in self.lost:
-            return
         ids = self.some_pages(engine, 15, pool)
         random.shuffle(ids)
         self.run(_now(lambda: engine.free(ids[:count], pool)))
@@ -164,8 +158,6 @@ class _Machine(RuleBasedStateMachine):
 
     @rule(target=snapshots, engine=engines, count=st.integers(1, 6), release=st.booleans(), pool=POOLS, done=OFTEN)
     def offload(self, engine: Engine, count: int, pool: str, *, release: bool, done: bool) -> Any:  # noqa: ANN401
-        if engine.identity in self.lost:
-            return multiple()
         ids = self.some_pages(engine, count, pool)
         if not ids or self.busy(engine, ids, pool):
             return multiple()
@@ -181,8 +173,6 @@ class _Machine(RuleBasedStateMachine):
 
     @rule(engine=engines, snapshot=snapshots, allocate=st.booleans(), drop=st.booleans(), pool=POOLS, done=OFTEN)
     def restore(self, engine: Engine, snapshot: str, pool: str, *, allocate: bool, drop: bool, done: bool) -> None:
-        if engine.identity in self.lost:
-            return
         ids = None if allocate else self.some_pages(engine, len(self.contents[snapshot]), pool)
         operation = self.guarded(engine, lambda: engine.restore(snapshot, ids, pool, drop=drop))
         if operation is not None:
@@ -229,8 +219,6 @@ class _Machine(RuleBasedStateMachine):
 
     @rule(engine=engines, first=st.sampled_from([0, 0, 1]), count=st.integers(1, 5), pool=POOLS, done=OFTEN)
     def store(self, engine: Engine, first: int, count: int, pool: str, *, done: bool) -> None:
-        if engine.identity in self.lost:
-            return
         numbers = list(range(first, min(HASHES, first + count)))
         ids = self.some_pages(engine, len(numbers), pool)
         if len(ids) < len(numbers) or self.busy(engine, ids, pool):
@@ -249,8 +237,6 @@ class _Machine(RuleBasedStateMachine):
         then=st.sampled_from(["load", "answered", ""]),
     )
     def look_up(self, engine: Engine, first: int, count: int, then: str, *, pin: bool) -> Any:  # noqa: ANN401
-        if engine.identity in self.lost:
-            return multiple()
         numbers = list(range(first, min(HASHES, first + count)))
         body = Lookup(pool=POOL, hashes=b"".join(names(*numbers)), pin=pin)
         number = self.guarded(engine, lambda: engine.send(body))
@@ -311,9 +297,8 @@ class _Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(True for _ in self.harness.operations))
     @rule(random=ANY)
     def a_operation_is_late(self, random: Any) -> None:  # noqa: ANN401
-        operations = list(self.harness.operations)
-        if operations:
-            self.run(_now(lambda: self.harness.operations.give_up(random.choice(operations), DeadlineError("late"))))
+        operation = random.choice(list(self.harness.operations))
+        self.run(_now(lambda: self.harness.operations.give_up(operation, DeadlineError("late"))))
 
     @precondition(lambda self: any(True for _ in self.harness.operations))
     @rule(engine=engines, random=ANY)
@@ -335,8 +320,7 @@ class _Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.harness.remote is not None)
     @rule(available=st.booleans())
     def the_store_goes_or_comes(self, *, available: bool) -> None:
-        if self.harness.remote is not None:
-            self.harness.store.available = available
+        self.harness.store.available = available
 
     # -- what has to hold
 
@@ -368,10 +352,8 @@ class _Machine(RuleBasedStateMachine):
             assert found == [{value_of(one)} for one in numbers[: done.loaded]], found
 
     def teardown(self) -> None:
-        if not hasattr(self, "harness"):
-            self.runner.close()
-            return
-        self.run(self.end())
+        if hasattr(self, "harness"):
+            self.run(self.end())
         self.runner.close()
 
     async def end(self) -> None:

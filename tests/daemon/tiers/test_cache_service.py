@@ -37,12 +37,6 @@ async def tiers() -> AsyncIterator[Harness]:
 
 
 @pytest.fixture
-async def engine(tiers: Harness) -> Engine:
-    """Return a session of the first user."""
-    return tiers.engine()
-
-
-@pytest.fixture
 async def far() -> AsyncIterator[Harness]:
     """Return the same with a remote tier, whose answers the test lets go."""
     async with harness(8, remote=True) as one:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,31 +15,155 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.tiers import copier as copier_module
-from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment
-from kvferry.daemon.tiers.scheduler import OperationClass
+from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, TierCopier
+from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.manifest import spaces_of
+from kvferry.pools.planning.manifest import lay_out, spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 from kvferry.protocol.errors import (
     CancelledError,
     DeviceLostError,
     InternalError,
+    KvferryError,
     SnapshotDamagedError,
     TransferFailedError,
 )
-from kvferry.protocol.manifests import Manifest
-from tests.daemon.tiers.copier_harness import MIB, PAGES, WAIT_S, Gate, ScriptedRegion, Site, site
+from kvferry.protocol.manifests import Entry, Manifest
 from tests.devices import new_region
 from tests.pools.layouts.pool_specs import pool_specs
 from tests.pools.tiers.block_harness import Bytes, wide_specs
 from tests.region_bytes import read_region, write_region
 
+WAIT_S = 30.0
+MIB = 1 << 20
+BLOCK_BYTES = MIB
+PAGES = 40
+LAYOUT = BlockLayout(
+    lay_out([Entry(component="main", role="k", layer=0, base=0, pages=PAGES, page_bytes=BLOCK_BYTES)]), "main"
+)
+
+
+class _Site:
+    """A copier, its scheduler, an arena, and what was reported."""
+
+    def __init__(self, *, threads: int = 2, **options: Any) -> None:  # noqa: ANN401  the copier's own
+        self.reports: list[tuple[BlockJob, KvferryError | None]] = []
+        self._news = asyncio.Event()
+        self.scheduler = Scheduler(dict.fromkeys(OperationClass, 64 * MIB), patience_s=0)
+        loop = asyncio.get_running_loop()
+        self.copier = TierCopier(loop, self.scheduler, threads=threads, **options)
+        self.arena = HostRegion.create("arena", 64 * MIB)
+
+    async def reported(self, count: int = 1) -> list[tuple[BlockJob, KvferryError | None]]:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.reports) < count:
+                self._news.clear()
+                await self._news.wait()
+        return self.reports
+
+    async def run(self, job: BlockJob) -> KvferryError | None:
+        self.copier.start(job, self.done)
+        reported, error = (await self.reported(len(self.reports) + 1))[-1]
+        assert reported is job
+        return error
+
+    def job(
+        self,
+        region: Any,  # noqa: ANN401  a scripted one, or a real one
+        blocks: int = PAGES - 1,
+        first: int = 1,
+        kind: Literal["offload", "restore"] = "offload",
+    ) -> BlockJob:
+        """Return a job of so many blocks of ``LAYOUT``, without checksums."""
+        ids = np.arange(first, first + blocks)
+        pages = BlockPages(LAYOUT, ids, (ids - 1) * BLOCK_BYTES)
+        return BlockJob(kind, [BlockSegment(region, pages)], self.arena, checksums=False)
+
+    def done(self, job: BlockJob, error: KvferryError | None) -> None:
+        self.reports.append((job, error))
+        self._news.set()
+
+
+@asynccontextmanager
+async def site(**options: Any) -> AsyncIterator[_Site]:  # noqa: ANN401
+    made = _Site(**options)
+    try:
+        yield made
+    finally:
+        made.scheduler.close()
+        await asyncio.get_running_loop().run_in_executor(None, made.copier.close)
+        made.arena.close()
+
+
+class _ScriptedRegion:
+    """A region that copies nothing: it notes each step, and does what the test wants of it.
+
+    Attributes:
+        log: ``begin N`` and ``wait N``, N the step's first block.
+        steps: what was begun.
+    """
+
+    device = "scripted"
+    size_bytes = PAGES * BLOCK_BYTES
+    identity = 0
+
+    def __init__(self, name: str = "", log: list[str] | None = None) -> None:
+        self.name = name
+        self.log = [] if log is None else log
+        self.steps: list[BlockStep] = []
+        self.on_begin: Callable[[BlockStep], None] = lambda _step: None
+        self.on_wait: Callable[[BlockStep], None] | None = None
+
+    def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
+        del pages, arena
+        self.steps.append(step)
+        self.log.append(f"{self.name}begin {step.first}")
+        self.on_begin(step)
+        return NOTHING_PENDING if self.on_wait is None else _Scripted(self, step)
+
+    begin_restore = begin_offload
+
+
+class _Scripted:
+    done = False
+
+    def __init__(self, region: _ScriptedRegion, step: BlockStep) -> None:
+        self._region = region
+        self._step = step
+
+    def wait(self) -> None:
+        assert self._region.on_wait is not None
+        self._region.on_wait(self._step)
+        self._region.log.append(f"{self._region.name}wait {self._step.first}")
+
+
+class _Gate:
+    """A point where a thread waits for the test, and the test for the thread."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._entered = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, _step: BlockStep) -> None:
+        self._loop.call_soon_threadsafe(self._entered.set)
+        assert self._open.wait(WAIT_S)
+
+    async def entered(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self._entered.wait()
+
+    def open(self) -> None:
+        self._open.set()
+
+
 Draw = Callable[[Any], Any]
 SIZES = st.sampled_from([1, 700, 5000, MIB])
 
 
-class Request:
+class _Request:
     """Some pages of every space of a pool, and blocks for them."""
 
     def __init__(self, manifest: Manifest, draw: Draw, arena: HostRegion) -> None:
@@ -57,12 +182,10 @@ class Request:
         self.targets = [self._ids(draw, *one) for one in zip(self.layouts, counts, strict=True)]
 
     def offload(self) -> BlockJob:
-        """Return a job that fills the blocks."""
         lists = zip(self.layouts, self.ids, self.offsets, strict=True)
         return BlockJob("offload", [BlockSegment(self.region, BlockPages(*one)) for one in lists], self.arena)
 
-    def restore(self, target: Request | None, job: BlockJob) -> BlockJob:
-        """Return a job that brings the blocks back to other pages."""
+    def restore(self, target: _Request | None, job: BlockJob) -> BlockJob:
         lists = zip(self.layouts, self.targets, self.offsets, strict=True)
         region = (target or self).region
         segments = [BlockSegment(region, BlockPages(*one)) for one in lists]
@@ -111,9 +234,11 @@ def run_with(step_bytes: int, test: object) -> None:
 
 @pytest.mark.any_device
 @given(pool_specs() | wide_specs(), SIZES, st.data())
-def test_what_was_offloaded_comes_back_to_other_pages(spec: object, step_bytes: int, data: st.DataObject) -> None:
-    async def test(one: Site) -> None:
-        request = Request(manifest_of(spec), data.draw, one.arena)  # type: ignore[arg-type]
+def test_what_was_offloaded_comes_back_to_other_pages_and_a_flipped_bit_is_named(
+    spec: object, step_bytes: int, data: st.DataObject
+) -> None:
+    async def test(one: _Site) -> None:
+        request = _Request(manifest_of(spec), data.draw, one.arena)  # type: ignore[arg-type]
         offload = request.offload()
         assert await one.run(offload) is None
         assert offload.digests is not None
@@ -122,22 +247,10 @@ def test_what_was_offloaded_comes_back_to_other_pages(spec: object, step_bytes: 
         ] == [
             (segment, number, xxhash.xxh3_64_intdigest(block.tobytes())) for segment, number, block in request.blocks()
         ]
-        other = Request(request.manifest, data.draw, one.arena)
+        other = _Request(request.manifest, data.draw, one.arena)
         assert await one.run(request.restore(other, offload)) is None
         assert (read_region(other.region) == request.restored(other.content)).all()
         assert (read_region(request.region) == request.content).all()
-        assert one.scheduler.bytes_in_flight == 0
-
-    run_with(step_bytes, test)
-
-
-@pytest.mark.any_device
-@given(pool_specs() | wide_specs(), SIZES, st.data())
-def test_a_flipped_bit_is_named_and_no_page_is_written(spec: object, step_bytes: int, data: st.DataObject) -> None:
-    async def test(one: Site) -> None:
-        request = Request(manifest_of(spec), data.draw, one.arena)  # type: ignore[arg-type]
-        offload = request.offload()
-        assert await one.run(offload) is None
         if not request.blocks():
             return
         segment, number, block = data.draw(st.sampled_from(request.blocks()))
@@ -171,7 +284,7 @@ async def test_several_threads_share_a_large_job() -> None:
 
 async def test_a_job_without_blocks_and_one_without_checksums_end_as_well() -> None:
     async with site() as one:
-        empty = one.job(ScriptedRegion(), 0)
+        empty = one.job(_ScriptedRegion(), 0)
         one.copier.start(empty, one.done)
         assert not one.reports, "never from within the call"
         assert await one.reported() == [(empty, None)]
@@ -181,7 +294,7 @@ async def test_a_job_without_blocks_and_one_without_checksums_end_as_well() -> N
 
 async def test_lists_that_cannot_be_are_refused() -> None:
     async with site() as one:
-        job = one.job(ScriptedRegion(), 2)
+        job = one.job(_ScriptedRegion(), 2)
         with pytest.raises(InternalError, match="checksums of"):
             BlockJob("restore", job.segments, one.arena, digests=[np.zeros(1, np.uint64)])
         with pytest.raises(InternalError, match="not within the arena"):
@@ -204,7 +317,7 @@ def fix_steps(patch: pytest.MonkeyPatch, step_bytes: int) -> None:
 @pytest.mark.usefixtures("_steps_of_two_blocks")
 async def test_the_next_step_begins_before_the_last_one_is_waited_for() -> None:
     async with site(threads=1) as one:
-        region = ScriptedRegion()
+        region = _ScriptedRegion()
         region.on_wait = lambda _step: None
         assert await one.run(one.job(region, 8)) is None
         assert region.log == [
@@ -217,7 +330,7 @@ async def test_a_step_that_may_not_begin_waits_until_the_last_one_is_over() -> N
     """Else a thread would wait for bytes in flight that are its own."""
     async with site(threads=1) as one:
         assert one.scheduler.try_begin(OperationClass.OFFLOAD, 61 * MIB)
-        region = ScriptedRegion()
+        region = _ScriptedRegion()
         region.on_wait = lambda _step: None
         assert await one.run(one.job(region, 4)) is None
         assert region.log == ["begin 0", "wait 0", "begin 2", "wait 2"]
@@ -226,8 +339,8 @@ async def test_a_step_that_may_not_begin_waits_until_the_last_one_is_over() -> N
 @pytest.mark.usefixtures("_steps_of_two_blocks")
 async def test_jobs_of_one_class_take_turns_and_a_higher_one_overtakes() -> None:
     async with site(threads=1) as one:
-        gate, log = Gate(), list[str]()
-        first, second, urgent = (ScriptedRegion(name, log) for name in ("a ", "b ", "c "))
+        gate, log = _Gate(), list[str]()
+        first, second, urgent = (_ScriptedRegion(name, log) for name in ("a ", "b ", "c "))
         first.on_begin = gate
         one.copier.start(one.job(first, 39), one.done)
         await gate.entered()
@@ -245,7 +358,7 @@ async def test_jobs_of_one_class_take_turns_and_a_higher_one_overtakes() -> None
 async def test_a_restore_is_not_kept_waiting_by_threads_that_wait_for_an_offloads_turn() -> None:
     async with site(threads=1) as one:
         assert one.scheduler.try_begin(OperationClass.OFFLOAD, 64 * MIB)
-        offload, restore = ScriptedRegion(), ScriptedRegion()
+        offload, restore = _ScriptedRegion(), _ScriptedRegion()
         one.copier.start(one.job(offload, 3), one.done)
         assert await one.run(one.job(restore, 3, kind="restore")) is None
         assert not offload.log
@@ -255,7 +368,7 @@ async def test_a_restore_is_not_kept_waiting_by_threads_that_wait_for_an_offload
 
 async def test_nothing_begins_during_a_transfer() -> None:
     async with site() as one:
-        region, seen = ScriptedRegion(), list[int]()
+        region, seen = _ScriptedRegion(), list[int]()
         region.on_begin = lambda _step: seen.append(one.scheduler.transfers)
         one.scheduler.transfer_began()
         one.copier.start(one.job(region, 39), one.done)
@@ -275,7 +388,7 @@ async def test_steps_grow_and_shrink_to_what_a_millisecond_copies(mib_per_s: int
         time_s += step.size_bytes / (mib_per_s * MIB)
 
     async with site(threads=1, clock=lambda: time_s) as one:
-        region = ScriptedRegion()
+        region = _ScriptedRegion()
         region.on_begin = copied
         for _ in range(3):
             assert await one.run(one.job(region, 39)) is None
@@ -288,7 +401,7 @@ async def test_steps_grow_and_shrink_to_what_a_millisecond_copies(mib_per_s: int
 @pytest.mark.usefixtures("_steps_of_two_blocks")
 async def test_a_job_that_is_stopped_ends_after_the_step_that_has_begun() -> None:
     async with site(threads=1) as one:
-        gate, region, waiting = Gate(), ScriptedRegion(), ScriptedRegion()
+        gate, region, waiting = _Gate(), _ScriptedRegion(), _ScriptedRegion()
         region.on_begin = gate
         running, queued = one.job(region, 39), one.job(waiting, 39)
         one.copier.start(running, one.done)
@@ -305,7 +418,7 @@ async def test_a_job_that_is_stopped_ends_after_the_step_that_has_begun() -> Non
         assert isinstance(error, CancelledError)
         assert (len(region.steps), len(waiting.steps)) == (1, 0)
         one.copier.stop(running)
-        assert await one.run(one.job(ScriptedRegion())) is None
+        assert await one.run(one.job(_ScriptedRegion())) is None
         assert len(one.reports) == 3
 
 
@@ -327,11 +440,11 @@ async def test_an_error_is_reported_once_and_ends_nobody_else(
             raise raised
 
     async with site() as one:
-        region = ScriptedRegion()
+        region = _ScriptedRegion()
         region.on_wait = lambda _step: None
         setattr(region, where, fail)
         one.copier.start(one.job(region, 39), one.done)
-        one.copier.start(one.job(ScriptedRegion(), 39), one.done)
+        one.copier.start(one.job(_ScriptedRegion(), 39), one.done)
         errors = [error for _, error in await one.reported(2)]
         assert sorted(map(str, map(type, errors))) == sorted(map(str, (reported, type(None))))
         begun = [line.split()[1] for line in region.log if "begin" in line]
@@ -339,18 +452,18 @@ async def test_an_error_is_reported_once_and_ends_nobody_else(
         if where == "on_begin":
             assert set(waited) >= {number for number in begun if int(number) < 4}, "what had begun was waited for"
         assert one.scheduler.bytes_in_flight == 0
-        assert await one.run(one.job(ScriptedRegion())) is None
+        assert await one.run(one.job(_ScriptedRegion())) is None
 
 
 @pytest.mark.usefixtures("_steps_of_two_blocks")
 async def test_closing_ends_threads_that_copy_and_threads_that_wait() -> None:
     async with site(threads=2) as one:
-        gate, region = Gate(), ScriptedRegion()
+        gate, region = _Gate(), _ScriptedRegion()
         region.on_begin = gate
         one.copier.start(one.job(region, 39), one.done)
         await gate.entered()
         one.scheduler.transfer_began()
-        one.copier.start(one.job(ScriptedRegion(), 39), one.done)
+        one.copier.start(one.job(_ScriptedRegion(), 39), one.done)
         closed = threading.Event()
 
         def close() -> None:

@@ -24,14 +24,6 @@ FILE_BYTES = 4096
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return an empty folder for blocks."""
-    path = tmp_path / "blocks"
-    path.mkdir(mode=0o700)
-    return path
-
-
-@pytest.fixture
 async def tiers(folder: Path) -> AsyncIterator[Harness]:
     """Return services over a host tier of 8 blocks and a disk."""
     async with harness(8, disk=folder) as one:
@@ -62,11 +54,10 @@ async def loaded(tiers: Harness, engine: Engine, *numbers: int) -> tuple[int, li
     return operation, engine.read(ids)
 
 
-async def test_blocks_are_written_and_come_back(tiers: Harness, folder: Path) -> None:
+async def test_blocks_are_written_and_come_back(tiers: Harness, engine: Engine, folder: Path) -> None:
     await written(tiers, 1, 2)
     assert len(files(folder)) == 2
     tiers.empty_memory()
-    engine = tiers.engine()
     found = engine.lookup(names(1, 2))
     assert (found.host, found.disk) == (0, 2)
     operation, contents = await loaded(tiers, engine, 1, 2)
@@ -117,7 +108,9 @@ async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "gone"])
-async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(tiers: Harness, folder: Path, how: str) -> None:
+async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(
+    tiers: Harness, engine: Engine, folder: Path, how: str
+) -> None:
     await written(tiers, 1, 2)
     tiers.empty_memory()
     [second] = [one for one in files(folder) if names(2)[0].hex() in one.name]
@@ -129,7 +122,6 @@ async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(tiers: H
         second.write_bytes(content[:-10])
     else:
         second.unlink()
-    engine = tiers.engine()
     operation, contents = await loaded(tiers, engine, 1, 2)
     assert engine.error(operation) is CacheMissError
     assert contents == [{1}, {200}]
@@ -180,8 +172,7 @@ async def test_a_block_that_goes_while_it_is_written_leaves_no_file(tiers: Harne
     assert tiers.scheduler.bytes_in_flight == 0
 
 
-async def test_a_block_that_is_stored_again_keeps_its_file(tiers: Harness, folder: Path) -> None:
-    engine = tiers.engine()
+async def test_a_block_that_is_stored_again_keeps_its_file(tiers: Harness, engine: Engine, folder: Path) -> None:
     for _ in range(3):
         blocks = await written(tiers, 1, 2)
         assert (await engine.answer(CacheEvict(everything=True), CacheEvicted)).blocks == 2

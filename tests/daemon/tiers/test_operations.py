@@ -34,12 +34,6 @@ async def tiers() -> AsyncIterator[Harness]:
         yield one
 
 
-@pytest.fixture
-async def engine(tiers: Harness) -> Engine:
-    """Return a session of the first user."""
-    return tiers.engine()
-
-
 async def test_the_event_comes_after_the_reply_also_where_the_operation_was_done_at_once(
     tiers: Harness, engine: Engine
 ) -> None:

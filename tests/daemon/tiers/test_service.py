@@ -63,12 +63,6 @@ async def tiers() -> AsyncIterator[Harness]:
         yield one
 
 
-@pytest.fixture
-async def engine(tiers: Harness) -> Engine:
-    """Return a session of the first user."""
-    return tiers.engine()
-
-
 async def offloaded(tiers: Harness, engine: Engine, count: int, value: int = 7, **options: Any) -> str:  # noqa: ANN401
     """Return a snapshot of new pages full of a value."""
     ids = engine.allocate(count)

@@ -31,7 +31,7 @@ from kvferry.daemon.tiers.store_process import (
 pytestmark = pytest.mark.anyio
 
 
-class ScriptedLink:
+class _ScriptedLink:
     """A store process that answers when the test says so."""
 
     def __init__(self) -> None:
@@ -42,11 +42,9 @@ class ScriptedLink:
         self._numbers = itertools.count(1)
 
     def next_number(self) -> int:
-        """See ``StoreLink``."""
         return next(self._numbers)
 
     def ask(self, request: Put | Get) -> asyncio.Future[Answer]:
-        """See ``StoreLink``."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.calls.append((request, answer))
         return answer
@@ -69,16 +67,15 @@ class ScriptedLink:
         return request
 
 
-class Harness:
+class _Harness:
     """What moves, over one slot."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
-        self.link: ScriptedLink | None = ScriptedLink()
+        self.link: _ScriptedLink | None = _ScriptedLink()
         self.moves = StoreMoves(1, timeout_s, lambda: cast("StoreLink | None", self.link))
 
     @property
-    def there(self) -> ScriptedLink:
-        """Return the link."""
+    def there(self) -> _ScriptedLink:
         assert self.link is not None
         return self.link
 
@@ -90,7 +87,6 @@ class Harness:
 
 
 async def settle() -> None:
-    """Let the loop do what it has to do."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -104,7 +100,7 @@ def get(name: str, header_bytes: int = 6) -> GetBlock:
 
 
 async def test_what_waits_goes_together_and_gets_first() -> None:
-    harness = Harness()
+    harness = _Harness()
     tasks = await harness.begin(put("first"), put("a"), put("b"), get("c"), get("d"))
     called: list[list[str]] = []
     while harness.there.calls:
@@ -115,7 +111,7 @@ async def test_what_waits_goes_together_and_gets_first() -> None:
 
 
 async def test_a_call_is_bounded() -> None:
-    harness = Harness()
+    harness = _Harness()
     sizes = [1, *[MAX_CALL_BYTES // 2] * 3, MAX_CALL_BYTES + 1]
     for size_bytes in sizes:
         await harness.begin(get("a"), size_bytes=size_bytes)
@@ -134,7 +130,7 @@ async def test_a_call_is_bounded() -> None:
 
 
 async def test_each_block_has_its_own_end() -> None:
-    harness = Harness()
+    harness = _Harness()
     (first,) = await harness.begin(put("first"))
     tasks = await harness.begin(get("a"), get("b"), get("c"))
     harness.there.answer(RPC_FAIL)
@@ -146,7 +142,7 @@ async def test_each_block_has_its_own_end() -> None:
 
 
 async def test_a_call_that_takes_too_long_ends_the_process() -> None:
-    harness = Harness(timeout_s=0.25)
+    harness = _Harness(timeout_s=0.25)
     (task,) = await harness.begin(get("a"))
     assert await task is None
     assert len(harness.there.killed) == 1
@@ -156,7 +152,7 @@ async def test_a_call_that_takes_too_long_ends_the_process() -> None:
 
 
 async def test_what_waits_too_long_is_given_up() -> None:
-    harness = Harness(timeout_s=0.25)
+    harness = _Harness(timeout_s=0.25)
     link = harness.there
     link.dies_at_once = False
     under_way, waits = await harness.begin(get("a"), get("b"))
@@ -169,7 +165,7 @@ async def test_what_waits_too_long_is_given_up() -> None:
 
 
 async def test_a_caller_that_is_cancelled_returns_when_it_is_settled() -> None:
-    harness = Harness()
+    harness = _Harness()
     (task,) = await harness.begin(get("a"))
     for _ in range(2):
         task.cancel()
@@ -181,7 +177,7 @@ async def test_a_caller_that_is_cancelled_returns_when_it_is_settled() -> None:
 
 
 async def test_without_a_store_nothing_waits() -> None:
-    harness = Harness()
+    harness = _Harness()
     harness.link = None
     tasks = await harness.begin(put("a"), get("b"))
     assert await asyncio.gather(*tasks) == [None, None]

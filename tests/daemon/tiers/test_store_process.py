@@ -47,7 +47,7 @@ ARENA_BYTES = 1 << 16
 LATER = math.inf
 
 
-class ScriptedStore:
+class _ScriptedStore:
     """Mooncake's store as far as it is used: ``status`` is what the next calls say; ``asked`` what they were given."""
 
     def __init__(self) -> None:
@@ -55,7 +55,6 @@ class ScriptedStore:
         self.asked: list[object] = []
 
     def health_check(self) -> int:
-        """See Mooncake."""
         return self.status
 
     def batch_is_exist(self, names: list[str]) -> list[int]:
@@ -64,7 +63,6 @@ class ScriptedStore:
         return [self.status or int(name.startswith("a")) for name in names]
 
     def remove(self, name: str, force: bool, /) -> int:  # noqa: FBT001  Mooncake's own signature
-        """See Mooncake."""
         assert force
         self.asked.append(name)
         return self.status if name.startswith("a") else OBJECT_NOT_FOUND
@@ -72,7 +70,6 @@ class ScriptedStore:
     def batch_put_from_multi_buffers(
         self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[int]:
-        """See Mooncake."""
         self.asked.append((names, addresses, sizes))
         return [self.status] * len(names)
 
@@ -84,17 +81,14 @@ class ScriptedStore:
         return [self.status or sum(of_one) for of_one in sizes]
 
 
-class Daemon:
-    """The other end."""
-
-    def __init__(self, channel: socket.socket, store: ScriptedStore, memory: Memory) -> None:
+class _Daemon:
+    def __init__(self, channel: socket.socket, store: _ScriptedStore, memory: Memory) -> None:
         self.store = store
         self.memory = memory
         self._channel = channel
         self._decoder = msgspec.msgpack.Decoder(Answer)
 
     def ask(self, request: FromDaemon) -> Answer:
-        """Return the answer to a request."""
         self._channel.sendall(framed(request))
         (size_bytes,) = LENGTH.unpack(self._channel.recv(LENGTH.size, socket.MSG_WAITALL))
         return self._decoder.decode(self._channel.recv(size_bytes, socket.MSG_WAITALL))
@@ -109,38 +103,38 @@ def memory() -> Iterator[Memory]:
 
 
 @pytest.fixture
-def daemon(memory: Memory) -> Iterator[Daemon]:
-    store = ScriptedStore()
+def daemon(memory: Memory) -> Iterator[_Daemon]:
+    store = _ScriptedStore()
     ours, theirs = socket.socketpair()
     process = StoreProcess(theirs, store, memory, 1)
     serving = threading.Thread(target=process.serve)
     serving.start()
     with theirs, ours:
-        yield Daemon(ours, store, memory)
+        yield _Daemon(ours, store, memory)
         ours.shutdown(socket.SHUT_WR)
         serving.join()
         process.finish()
 
 
-def test_a_ping_says_whether_the_master_answers(daemon: Daemon) -> None:
+def test_a_ping_says_whether_the_master_answers(daemon: _Daemon) -> None:
     assert daemon.ask(Ping(1)) == Answer(1)
     daemon.store.status = 2
     assert daemon.ask(Ping(2)) == Answer(2, MASTER_AWAY)
 
 
-def test_exists(daemon: Daemon) -> None:
+def test_exists(daemon: _Daemon) -> None:
     assert daemon.ask(Exists(1, LATER, ["a", "b", "aa"])) == Answer(1, found=b"\1\0\1")
     assert daemon.ask(Exists(2, LATER, [])) == Answer(2)
     daemon.store.status = RPC_FAIL
     assert daemon.ask(Exists(3, LATER, ["a"])) == Answer(3, RPC_FAIL)
 
 
-def test_nobody_is_asked_for_who_waits_no_more(daemon: Daemon) -> None:
+def test_nobody_is_asked_for_who_waits_no_more(daemon: _Daemon) -> None:
     assert daemon.ask(Exists(1, time.monotonic() - 1, ["a"])) == Answer(1, RPC_TIMEOUT)
     assert not daemon.store.asked
 
 
-def test_remove_takes_what_is_not_there_for_removed(daemon: Daemon) -> None:
+def test_remove_takes_what_is_not_there_for_removed(daemon: _Daemon) -> None:
     assert daemon.ask(Remove(1, ["a", "b"])) == Answer(1)
     assert daemon.store.asked == ["a", "b"]
     daemon.store.status = RPC_FAIL
@@ -155,7 +149,7 @@ def get(name: str, *ranges: tuple[int, int], header_bytes: int = 6) -> GetBlock:
     return GetBlock(name, header_bytes, pack_ranges(ranges))
 
 
-def test_put_gives_headers_and_ranges_in_order(daemon: Daemon) -> None:
+def test_put_gives_headers_and_ranges_in_order(daemon: _Daemon) -> None:
     blocks = [put("a", (4096, 10), (0, 20)), put("b", (1, 2), header=b"another")]
     assert daemon.ask(Put(1, blocks)) == Answer(1, statuses=[0, 0], headers=[b"", b""])
     arena, headers = daemon.memory.arena_address, daemon.memory.headers_address
@@ -166,7 +160,7 @@ def test_put_gives_headers_and_ranges_in_order(daemon: Daemon) -> None:
     assert daemon.ask(Put(2, [put("a", (0, 1))])).statuses == [RPC_FAIL]
 
 
-def test_get_returns_headers(daemon: Daemon) -> None:
+def test_get_returns_headers(daemon: _Daemon) -> None:
     daemon.memory.write_header(0, b"headeranother")
     blocks = [get("a", (8, 10)), get("b", (30, 1), header_bytes=7)]
     assert daemon.ask(Get(1, blocks)) == Answer(1, statuses=[0, 0], headers=[b"header", b"another"])
@@ -176,7 +170,7 @@ def test_get_returns_headers(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("wrong", [(-1, 1), (0, 0), (0, -1), (ARENA_BYTES, 1), (1, ARENA_BYTES), (1 << 62, 1 << 62)])
-def test_a_range_outside_of_the_arena_goes_nowhere(daemon: Daemon, wrong: tuple[int, int]) -> None:
+def test_a_range_outside_of_the_arena_goes_nowhere(daemon: _Daemon, wrong: tuple[int, int]) -> None:
     whole = (0, ARENA_BYTES)
     assert daemon.ask(Put(1, [put("a", whole, wrong)])).statuses == [INVALID_PARAMS]
     assert daemon.ask(Get(2, [get("a", whole, wrong)])).statuses == [INVALID_PARAMS]
@@ -186,12 +180,12 @@ def test_a_range_outside_of_the_arena_goes_nowhere(daemon: Daemon, wrong: tuple[
 
 
 @pytest.mark.parametrize("size_bytes", [0, -1, MAX_HEADER_BYTES + 1])
-def test_a_header_that_has_no_room_goes_nowhere(daemon: Daemon, size_bytes: int) -> None:
+def test_a_header_that_has_no_room_goes_nowhere(daemon: _Daemon, size_bytes: int) -> None:
     blocks = [get("a", (0, 1), header_bytes=size_bytes), get("b", (0, 1), header_bytes=MAX_HEADER_BYTES)]
     assert daemon.ask(Get(1, [*blocks, get("c", (0, 1))])).statuses == [INVALID_PARAMS, 0, INVALID_PARAMS]
 
 
-def test_what_a_thread_raises_is_an_answer(daemon: Daemon) -> None:
+def test_what_a_thread_raises_is_an_answer(daemon: _Daemon) -> None:
     assert daemon.ask(Put(1, [PutBlock("a", b"header", b"no pairs")])) == Answer(1, INVALID_PARAMS)
 
 

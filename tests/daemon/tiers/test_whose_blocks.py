@@ -44,14 +44,6 @@ DIFFERENCE = pytest.mark.parametrize("difference", OTHERS)
 OTHER, SAME = "other", "same"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return an empty folder for blocks."""
-    path = tmp_path / "blocks"
-    path.mkdir(mode=0o700)
-    return path
-
-
 async def with_others(tiers: Harness, difference: str) -> Engine:
     """Make a pool that differs from the first in this, and one that differs in nothing; return a session."""
     of_model, of_spec = OTHERS[difference]

@@ -61,17 +61,12 @@ def written(
         return writer.finish()
 
 
-def read_into(store: DiskStore, key: BlockKey, buffers: list[memoryview]) -> None:
-    """Read a block at once."""
-    with store.begin_read(key, buffers) as reader:
-        while not reader.step():
-            pass
-
-
 def read(store: DiskStore, wanted: Block) -> list[bytes]:
     """Return the pages that the store has for a block."""
     pages = [bytearray(len(page)) for page in wanted.pages]
-    read_into(store, wanted.key, [memoryview(page) for page in pages])
+    with store.begin_read(wanted.key, [memoryview(page) for page in pages]) as reader:
+        while not reader.step():
+            pass
     return [bytes(page) for page in pages]
 
 
