@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -102,20 +103,18 @@ def test_an_operation_waits_for_what_still_uses_its_pages(client: Client, pool: 
     lease = client.lookup(pool.name, names[:2]).lease
     with client.open_events() as ring:
         point = ring.event()
-        if kind == "offload":
-            operation = client.offload(pool.name, [pages(ids)], after=point)
-        elif kind == "restore":
-            operation = client.restore(pool.name, snapshot, [pages(ids)], after=point)
-        elif kind == "store":
-            operation = client.store(pool.name, names[2:], ids[:1], after=point)
-        else:
-            operation = client.load(pool.name, lease, ids, after=point, unpin=True)
+        asked: dict[str, tuple[Any, ...]] = {
+            "offload": (pool.name, [pages(ids)]),
+            "restore": (pool.name, snapshot, [pages(ids)]),
+            "store": (pool.name, names[2:], ids[:1]),
+            "load": (pool.name, lease, ids),
+        }
+        operation = getattr(client, kind)(*asked[kind], after=point)
         client.ping()  # answered after it, if it were answered
         assert operation.state == "sent"
         ring.record(point)
         client.wait_done(operation)
-    if kind != "load":
-        client.unpin(lease)
+    client.unpin(lease)
     client.evict_cached(names)
     for one in {snapshot, operation.snapshot} - {""}:
         client.drop_snapshot(one)
@@ -190,17 +189,11 @@ def test_groups_and_lists_with_gaps_land_in_the_host_tier(client: Client, name: 
     ids = client.allocate(pool.name, 6)
     contents = [pool.write(ids[:4], seed=3), pool.write(ids[4:], seed=4, component="group1")]
     request_id = new_request_id()
-    wanted = [
-        pages_wanted(1, first_page=1),
-        pages_wanted(2, first_page=7, tokens=7),
-        pages_wanted(2, component="group1", first_page=6),
-    ]
+    wanted = [pages_wanted(1, first_page=1), pages_wanted(2, first_page=7, tokens=7)]
+    wanted += [pages_wanted(2, component="group1", first_page=6)]
     transfer = client.receive(pool.name, request_id, wanted, into="host")
-    sent = [
-        pages(ids[:2], first_page=0),
-        pages(ids[2:4], first_page=7, tokens=7),
-        pages(ids[4:], first_page=6, component="group1"),
-    ]
+    sent = [pages(ids[:2], first_page=0), pages(ids[2:4], first_page=7, tokens=7)]
+    sent += [pages(ids[4:], first_page=6, component="group1")]
     client.wait_settled(client.send(pool.name, request_id, sent))
     back = client.restore(pool.name, client.wait_finished(transfer).snapshot, drop=True)
     client.wait_done(back)

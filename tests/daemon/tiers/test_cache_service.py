@@ -107,6 +107,15 @@ async def test_a_store_that_has_no_room_holds_nothing(tiers: Harness, engine: En
     assert tiers.host.arena.used_bytes == 6 * UNIT
 
 
+async def test_the_beginning_of_its_own_chain_does_not_go_first(tiers: Harness, engine: Engine) -> None:
+    await engine.stored(1, 2, 3)
+    await engine.stored(11, 12, 13, 14)
+    ids = engine.allocate(6)
+    engine.store(names(1, 2, 3, 4, 5, 6), ids)
+    tiers.copier.finish_all()
+    assert engine.lookup(names(1, 2, 3, 4, 5, 6), pin=False).blocks == 6
+
+
 # -- lookups and leases
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.host_tier import DEMOTION, LOOKUPS, OPERATIONS, HostTier, holder_name
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.protocol.config.schema import TiersConfig
@@ -96,6 +96,15 @@ def test_who_pins_what_is_said(host: HostTier) -> None:
     assert error.value.detail.endswith("12288 by instance 7, 8192 by an operator (kvferry cache)")
     assert cached(host) == [1, 2, 3, 4, 5]
     assert host.status(0).pinned_bytes == 5 * UNIT
+
+
+def test_holders_have_names() -> None:
+    assert [holder_name(one) for one in (3, DEMOTION, LOOKUPS, OPERATIONS - 12)] == [
+        "instance 3",
+        "demotion to a lower tier",
+        "lookups",
+        "operation 12",
+    ]
 
 
 def test_a_block_of_many_pages_goes_as_a_whole(host: HostTier) -> None:

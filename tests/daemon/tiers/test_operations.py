@@ -77,6 +77,14 @@ async def test_a_cancelled_operation_ends_once_its_bytes_rest(tiers: Harness, en
         engine.ask(CancelOperation(operation=offloading.operation), OperationCancelled)
 
 
+async def test_another_session_cannot_cancel_it(tiers: Harness, engine: Engine) -> None:
+    operation = engine.offload(engine.allocate(1)).operation
+    with pytest.raises(UnknownOperationError):
+        tiers.engine().ask(CancelOperation(operation=operation), OperationCancelled)
+    await tiers.finish()
+    assert engine.error(operation) is None
+
+
 async def test_an_operation_that_was_stopped_and_is_done_all_the_same_is_done(tiers: Harness, engine: Engine) -> None:
     offloading = engine.offload(engine.allocate(2))
     engine.send(CancelOperation(operation=offloading.operation))

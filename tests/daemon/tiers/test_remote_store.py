@@ -84,12 +84,8 @@ async def test_two_nodes_share_blocks(master: Master) -> None:
         assert await other.store.remove(["a", "b"])
         assert await one.store.exists(["a", "c"]) == [False, True]
         seen = other.counters.snapshot()
-        assert (seen["remote.gets_done"], seen["remote.gets_bytes"], seen["remote.gets_missed"]) == (
-            2,
-            6 * PAGE_BYTES,
-            1,
-        )
-        assert (seen["remote.puts_done"], seen["remote.found"]) == (2, 2)
+        counted = {"gets_done": 2, "gets_bytes": 6 * PAGE_BYTES, "gets_missed": 1, "puts_done": 2, "found": 2}
+        assert {name: seen[f"remote.{name}"] for name in counted} == counted
 
 
 @pytest.mark.usefixtures("binary")
@@ -132,18 +128,13 @@ def test_a_header_is_of_one_name() -> None:
     assert unpack_header("b", pack_header("a", None, [1, 2])) is None
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        BlockKey(KEY.namespace._replace(layout_digest="0e" * 16), KEY.hash),
-        BlockKey(KEY.namespace._replace(identity="1f" * 16), KEY.hash),
-        BlockKey(KEY.namespace._replace(space="swa"), KEY.hash),
-        BlockKey(KEY.namespace._replace(block_pages=5), KEY.hash),
-        BlockKey(KEY.namespace, bytes(16)),
-    ],
-)
-def test_other_blocks_have_other_names(other: BlockKey) -> None:
-    for shared in (True, False):
+OTHERS = [{"layout_digest": "0e" * 16}, {"identity": "1f" * 16}, {"space": "swa"}, {"block_pages": 5}]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_other_blocks_have_other_names(*, shared: bool) -> None:
+    others = [BlockKey(KEY.namespace._replace(**one), KEY.hash) for one in OTHERS]  # type: ignore[arg-type]
+    for other in (*others, KEY._replace(hash=bytes(16))):
         assert remote_name(other, shared=shared) != remote_name(KEY, shared=shared)
 
 
@@ -151,15 +142,11 @@ def test_only_shared_names_are_those_of_all_tenants() -> None:
     other = BlockKey(KEY.namespace._replace(tenant=1001), KEY.hash)
     assert remote_name(other, shared=False) != remote_name(KEY, shared=False)
     assert remote_name(other, shared=True) == remote_name(KEY, shared=True)
-    assert (
-        remote_name(KEY, shared=False)
-        == f"kvferry/2/tenant-1000/{'0f' * 16}/{'1e' * 16}/main/4/{bytes(range(16)).hex()}"
-    )
+    name = f"kvferry/2/tenant-1000/{'0f' * 16}/{'1e' * 16}/main/4/{bytes(range(16)).hex()}"
+    assert remote_name(KEY, shared=False) == name
 
 
-# -- faults of the remote tier: its master, its process, another node or the daemon itself dies, hangs or is late.
-#
-# Also what is damaged there, and what a caller may not ask for.
+# -- faults of the remote tier: its master, its process, another node or the daemon itself dies, hangs or is late
 
 
 AT_ONCE_S = 0.5
@@ -261,6 +248,19 @@ async def test_a_block_that_takes_too_long_costs_the_process_its_life(master: Ma
         keeper.signal(signal.SIGCONT)
         await node.until(available=True)
         assert node.store.process_id != before
+
+
+async def test_a_node_that_does_not_answer_is_given_up(master: Master) -> None:
+    async with running_node(master, hung_s=WAIT_S) as keeper, running_node(master, segment_bytes=0) as node:
+        header = await put_pages(keeper, "a")
+        # The first contact with a node that takes connections and says nothing is given up after a minute only.
+        assert await node.store.get("a", pages_at(AT, 3), pages=3) == header
+        keeper.signal(signal.SIGSTOP)
+        before = node.store.process_id
+        assert await node.store.get("a", pages_at(AT, 3), pages=3) is None
+        assert (node.store.process_id, node.store.available) == (before, True)
+        assert node.counters.snapshot()["remote.gets_failed"] == 1
+        keeper.signal(signal.SIGCONT)
 
 
 async def test_a_node_that_leaves_takes_its_blocks_along(master: Master) -> None:

@@ -26,6 +26,7 @@ from kvferry.protocol.errors import (
     DeadlineError,
     KvferryError,
     LayoutMismatchError,
+    NotOwnerError,
     PageBusyError,
     UnknownComponentError,
     UnknownSnapshotError,
@@ -155,4 +156,10 @@ def test_what_is_released_twice_is_released_once(pool: Pool) -> None:
         held(pool, [2], write=True)
     second.release()
     held(pool, [2], write=True).release()
+    assert pool.allocator.busy_count == 0
+
+
+def test_pages_of_another_are_not_held_nor_those_named_before_them(pool: Pool) -> None:
+    with pytest.raises(NotOwnerError):
+        held(pool, [1, 9])
     assert pool.allocator.busy_count == 0

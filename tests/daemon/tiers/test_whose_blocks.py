@@ -242,6 +242,16 @@ async def test_a_snapshot_does_not_go_into_another_models_pool_unless_told(diffe
         assert engine.error(operation) is None
 
 
+async def test_a_snapshot_goes_where_nobody_says_another_model() -> None:
+    async with harness(8) as tiers:
+        await new_pool(tiers, OTHER, model=msgspec.structs.replace(MODEL, revision="", salt="pepper"))
+        engine = tiers.engine()
+        snapshot = engine.offload(engine.allocate(1)).snapshot
+        await tiers.finish()
+        assert restore(engine, snapshot)
+        await tiers.finish()
+
+
 # -- what an operator sees
 
 

@@ -36,11 +36,8 @@ def test_whole_blocks_are_found_those_used_longest_ago_first(store: DiskStore) -
         found = scanned(after)
         assert [one.header.key for one in found] == [one.key for one in reversed(blocks)]
         for got, wanted in zip(reversed(found), blocks, strict=True):
-            assert (got.header.parent, list(got.header.digests), got.header.page_bytes) == (
-                wanted.parent,
-                wanted.digests,
-                1000,
-            )
+            header = got.header
+            assert (header.parent, list(header.digests), header.page_bytes) == (wanted.parent, wanted.digests, 1000)
             assert got.size_bytes == wanted.file_in(after).stat().st_size
             assert read(after, wanted) == wanted.pages
 

@@ -107,11 +107,8 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
     def freed(self, freed: Iterable[Freed], expected: Iterable[_Known]) -> None:
         """Check that what the index gave back is the bytes of those blocks, and free it."""
         expected = list(expected)
-        given = [(one.offsets.tolist(), one.size_bytes) for one in freed]
-        pages = [known.space.block_pages for known in expected]
-        assert sorted(given) == sorted(
-            ([known.number] * n, SIZE // n) for known, n in zip(expected, pages, strict=True)
-        )
+        wanted = [([one.number] * one.space.block_pages, SIZE // one.space.block_pages) for one in expected]
+        assert sorted((one.offsets.tolist(), one.size_bytes) for one in freed) == sorted(wanted)
         for known in expected:
             self.used.remove(known.number)
             known.number = 0

@@ -18,6 +18,13 @@ def stored(*hashes: bytes, parent: bytes | None = None, tier: Tier = Tier.HOST) 
     return Change(ChangeKind.STORED, tier, SPACE, hashes, parent)
 
 
+def test_a_chain_is_one_change() -> None:
+    journal = CacheJournal(8)
+    journal.stored(Tier.HOST, SPACE, b"b", b"a")
+    journal.stored(Tier.HOST, SPACE, b"c", b"b")
+    assert journal.since(1, 9) == Changes((stored(b"b", b"c", parent=b"a"),), 2, lost=False)
+
+
 def test_what_is_no_chain_is_a_change_each() -> None:
     journal = CacheJournal(8)
     journal.stored(Tier.HOST, SPACE, b"b", b"a")
