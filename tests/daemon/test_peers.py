@@ -8,7 +8,7 @@ import itertools
 import os
 import resource
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,6 +88,16 @@ class Daemon:
                 self.changed.clear()
                 await self.changed.wait()
 
+    async def counts(self, name: str, count: int) -> None:
+        """Wait until a counter stands at this."""
+        await self.until(lambda: self.counters.snapshot().get(name) == count)
+
+    async def meets(self, other: Daemon) -> None:
+        """Connect to another daemon; both learn who the other is."""
+        self.links.connect(other.address)
+        await self.until(lambda: self.up)
+        await other.until(lambda: other.up)
+
     def on_up(self, peer: Incarnation) -> None:
         """See ``PeerListener.on_up``."""
         self.up.append(peer)
@@ -122,19 +132,26 @@ class Stranger:
         self.address = address
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.IPV6, 1)
+        self._told: set[str] = set()
 
     @property
     def incarnation(self) -> Incarnation:
         """Return what others take it for."""
         return Incarnation(self.address, self.boot_id)
 
+    async def tell(self, to: Daemon, *messages: Sequence[bytes | memoryview]) -> None:
+        """Send frames to a daemon, in order."""
+        if to.address not in self._told:
+            self._told.add(to.address)
+            self._dealer.connect(to.address)
+        for frames in messages:
+            await self._dealer.send_multipart(frames)
+
     async def say(self, to: Daemon, body: PeerBody, *, address: str = "", times: int = 1) -> None:
         """Say something to a daemon, as the daemon at ``address``, which is its own by default."""
-        self._dealer.connect(to.address)
         boot_id = NO_BOOT if isinstance(body, PeerHello) else to.links.boot_id
         frames = encode_peer(PeerEnvelope(address or self.address, self.boot_id, boot_id, body))
-        for _ in range(times):
-            await self._dealer.send_multipart(frames)
+        await self.tell(to, *[frames] * times)
 
     async def greet(self, to: Daemon, *, address: str = "", times: int = 1) -> None:
         """Say who it is, and that its connection is new."""
@@ -153,7 +170,7 @@ class Stranger:
 
 
 @pytest.fixture
-async def stranger(tmp_path: Path, anyio_backend: object) -> AsyncIterator[Stranger]:  # noqa: ARG001  see ``make``
+async def stranger(tmp_path: Path, anyio_backend: object) -> AsyncIterator[Stranger]:  # noqa: ARG001  see ``start``
     """Return a stranger, to whom little can be on its way: a Unix socket buffers less than one large message."""
     one = Stranger(f"ipc://{tmp_path}/stranger")
     yield one
@@ -163,33 +180,43 @@ async def stranger(tmp_path: Path, anyio_backend: object) -> AsyncIterator[Stran
 MakeDaemon = Callable[..., Daemon]
 
 
-@pytest.fixture(params=["ipc", "tcp", "tcp6"])
-async def make(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    anyio_backend: object,  # noqa: ARG001  this fixture runs on the test's loop
-) -> AsyncIterator[MakeDaemon]:
-    """Return a function that starts links, at the same address if it is given one."""
+@pytest.fixture
+async def start(anyio_backend: object) -> AsyncIterator[MakeDaemon]:  # noqa: ARG001  it runs on the test's loop
+    """Return a function that starts links, which end with the test."""
     made: list[Daemon] = []
-    numbers = itertools.count()
 
-    def start(address: str | None = None) -> Daemon:
-        tcp = request.param != "ipc"
-        path = tmp_path / f"{next(numbers)}.sock" if tcp or address is None else Path(address.removeprefix("ipc://"))
-        daemon = Daemon(path, (address or LOOPBACK[request.param]) if tcp else None)
-        made.append(daemon)
-        return daemon
+    def start_one(path: Path, listen: str | None = None, heartbeat: Heartbeat = HEARTBEAT) -> Daemon:
+        made.append(Daemon(path, listen, heartbeat))
+        return made[-1]
 
-    yield start
+    yield start_one
     for one in made:
         one.links.close()
+
+
+@pytest.fixture(params=["ipc", "tcp", "tcp6"])
+def make(request: pytest.FixtureRequest, tmp_path: Path, start: MakeDaemon) -> MakeDaemon:
+    """Return a function that starts links, at the same address if it is given one."""
+    numbers = itertools.count()
+
+    def make_one(address: str | None = None) -> Daemon:
+        if request.param != "ipc":
+            return start(tmp_path / f"{next(numbers)}.sock", address or LOOPBACK[request.param])
+        return start(Path(address.removeprefix("ipc://")) if address else tmp_path / f"{next(numbers)}.sock")
+
+    return make_one
+
+
+@pytest.fixture
+async def daemon(tmp_path: Path, start: MakeDaemon) -> Daemon:
+    """Return links that listen on TCP as well and bear with a peer that does not read."""
+    return start(tmp_path / "peer.sock", LOOPBACK["tcp"], PATIENT)
 
 
 async def test_both_learn_who_the_other_is_and_can_speak(make: MakeDaemon) -> None:
     one, other = make(), make()
     assert one.links.connect(other.address) is None
-    await one.until(lambda: one.up)
-    await other.until(lambda: other.up)
+    await one.meets(other)
     assert (one.up, other.up) == ([other.incarnation], [one.incarnation])
     assert one.links.connect(other.address) == other.incarnation
     for number in range(3):
@@ -202,21 +229,9 @@ async def test_both_learn_who_the_other_is_and_can_speak(make: MakeDaemon) -> No
     assert one.links.status() == ((other.address, "up"),)
 
 
-async def test_a_peer_that_starts_later_is_found(make: MakeDaemon) -> None:
-    first = make()
-    address = first.address
-    first.links.close()
-    one = make()
-    one.links.connect(address)
-    later = make(address)
-    await one.until(lambda: one.up)
-    assert one.up == [later.incarnation]
-
-
 async def test_a_restart_is_noticed_and_nothing_old_is_delivered(make: MakeDaemon) -> None:
     one, other = make(), make()
-    one.links.connect(other.address)
-    await one.until(lambda: one.up)
+    await one.meets(other)
     old = other.incarnation
     other.links.close()
     await one.until(lambda: one.lost)
@@ -231,56 +246,31 @@ async def test_a_restart_is_noticed_and_nothing_old_is_delivered(make: MakeDaemo
     assert [body for _, body in again.said] == [OpEnded(op=3)]
 
 
-async def test_what_is_meant_for_another_incarnation_is_dropped(make: MakeDaemon) -> None:
+async def test_what_is_meant_for_another_incarnation_is_dropped(make: MakeDaemon, stranger: Stranger) -> None:
     one, other = make(), make()
-    one.links.connect(other.address)
-    await other.until(lambda: other.up)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.setsockopt(zmq.IPV6, 1)
-    stranger.connect(other.address)
+    await one.meets(other)
     for sender, to in ((one.links.boot_id, new_boot_id()), (new_boot_id(), other.links.boot_id)):
-        stranger.send_multipart(encode_peer(PeerEnvelope(one.address, sender, to, OpEnded(op=1))))
-    stranger.send(b"\xc1 no message at all")
-    stranger.send_multipart([b""] * 40)
-    await one.until(lambda: one.links.send(other.incarnation, OpEnded(op=2)))
+        await stranger.tell(other, encode_peer(PeerEnvelope(one.address, sender, to, OpEnded(op=1))))
+    await stranger.tell(other, [b"\xc1 no message at all"], [b""] * 40)
+    assert one.links.send(other.incarnation, OpEnded(op=2))
     await other.until(lambda: other.said)
-    await other.until(lambda: other.counters.snapshot().get("peers.malformed", 0) == 2)
-    await other.until(lambda: other.counters.snapshot().get("peers.stale", 0) == 2)
+    await other.counts("peers.malformed", 2)
+    await other.counts("peers.stale", 2)
     assert other.said == [(one.incarnation, OpEnded(op=2))]
-    stranger.close(0)
-    context.term()
 
 
-async def test_a_peer_that_alone_has_noticed_a_break_begins_anew(make: MakeDaemon) -> None:
+async def test_a_peer_that_alone_has_noticed_a_break_begins_anew(make: MakeDaemon, stranger: Stranger) -> None:
     one, other = make(), make()
-    one.links.connect(other.address)
-    await other.until(lambda: other.up)
-    await one.until(lambda: one.up)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    new_connection = context.socket(zmq.DEALER)
-    new_connection.setsockopt(zmq.IPV6, 1)
-    new_connection.connect(other.address)
-    new_connection.send_multipart(one.links.hello(other.address, answers=True))
+    await one.meets(other)
     marker = PeerEnvelope(one.address, one.links.boot_id, other.links.boot_id, OpEnded(op=1))
-    new_connection.send_multipart(encode_peer(marker))
+    await stranger.tell(other, one.links.hello(other.address, answers=True), encode_peer(marker))
     await other.until(lambda: other.said)
     assert other.lost == [], "an answer says nothing of a break"
-    new_connection.send_multipart(one.links.hello(other.address, answers=False))
+    await stranger.tell(other, one.links.hello(other.address, answers=False))
     await other.until(lambda: other.lost)
     assert other.lost == [one.incarnation]
     assert other.up == [one.incarnation, one.incarnation]
     assert one.lost == []
-    new_connection.close(0)
-    context.term()
-
-
-@pytest.fixture
-async def daemon(tmp_path: Path, anyio_backend: object) -> AsyncIterator[Daemon]:  # noqa: ARG001  see ``make``
-    """Return links that listen on TCP as well and bear with a peer that does not read."""
-    one = Daemon(tmp_path / "peer.sock", LOOPBACK["tcp"], PATIENT)
-    yield one
-    one.links.close()
 
 
 @pytest.mark.parametrize(
@@ -293,20 +283,18 @@ async def test_an_address_that_is_no_name_for_a_daemon_is_refused(tmp_path: Path
     assert refused.value.field == "peers.listen"
 
 
-async def test_an_address_in_use_is_refused(tmp_path: Path) -> None:
-    daemon = Daemon(tmp_path / "one.sock", "tcp://127.0.0.1:0")
+async def test_an_address_in_use_is_refused(tmp_path: Path, start: MakeDaemon) -> None:
+    daemon = start(tmp_path / "one.sock", LOOPBACK["tcp"])
     with pytest.raises(ConfigError, match="in use"):
-        Daemon(tmp_path / "two.sock", daemon.address)
-    daemon.links.close()
+        start(tmp_path / "two.sock", daemon.address)
 
 
-async def test_peers_must_be_reachable_in_both_directions(tmp_path: Path) -> None:
-    daemon = Daemon(tmp_path / "one.sock")
+async def test_peers_must_be_reachable_in_both_directions(tmp_path: Path, start: MakeDaemon) -> None:
+    daemon = start(tmp_path / "one.sock")
     with pytest.raises(InvalidFieldError, match=r"set peers\.listen") as refused:
         daemon.links.check_reachable("tcp://127.0.0.1:7801", "source_daemons[0]")
     assert refused.value.field == "source_daemons[0]"
     daemon.links.check_reachable(f"ipc://{tmp_path}/other.sock", "source_daemons[0]")
-    daemon.links.close()
 
 
 async def test_a_greeting_from_where_nobody_listens_is_no_peer(daemon: Daemon, stranger: Stranger) -> None:
@@ -405,9 +393,7 @@ async def test_the_last_words_are_heard(daemon: Daemon, tmp_path: Path) -> None:
 
 async def test_what_a_peer_said_before_it_ended_is_heard_before_its_end(make: MakeDaemon) -> None:
     one, other = make(), make()
-    one.links.connect(other.address)
-    await one.until(lambda: one.up)
-    await other.until(lambda: other.up)
+    await one.meets(other)
     in_order = other.in_order
     assert one.links.send(other.incarnation, OpEnded(op=1))
     one.links.close()
@@ -449,27 +435,29 @@ async def test_as_many_peers_as_are_planned(tmp_path: Path, require: Callable[[o
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_few_open_files_mean_few_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_few_open_files_mean_few_peers(
+    tmp_path: Path, start: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few, now = peers.FILES_PER_PEER * 20, time.monotonic()
     monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (few, few))
-    daemon = Daemon(tmp_path / "peer.sock")
+    daemon = start(tmp_path / "peer.sock")
     for number in range(20):
         daemon.links.connect(f"ipc://{tmp_path}/{number}")
     with pytest.raises(InvalidFieldError, match="20 other daemons"):
         daemon.links.connect(f"ipc://{tmp_path}/one-more")
-    daemon.links.close()
 
 
-async def test_the_longest_unused_link_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_longest_unused_link_makes_room(
+    tmp_path: Path, start: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = SimpleNamespace(now=time.monotonic())
     monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(peers, "MAX_PEERS", 3)
-    daemon, other = Daemon(tmp_path / "peer.sock"), Daemon(tmp_path / "other.sock")
+    daemon, other = start(tmp_path / "peer.sock"), start(tmp_path / "other.sock")
     needed, unused, used, late = (f"ipc://{tmp_path}/{name}" for name in ("needed", "unused", "used", "late"))
     daemon.needed = needed
-    daemon.links.connect(other.address)
-    await daemon.until(lambda: daemon.up)
+    await daemon.meets(other)
     for address in (needed, unused):
         daemon.links.connect(address)
     with pytest.raises(InvalidFieldError, match="3 other daemons"):
@@ -479,25 +467,24 @@ async def test_the_longest_unused_link_makes_room(tmp_path: Path, monkeypatch: p
     assert [address for address, _ in daemon.links.status()] == [other.address, needed, used]
     with pytest.raises(InvalidFieldError, match="3 other daemons"):
         daemon.links.connect(late)
-    for one in (daemon, other):
-        one.links.close()
 
 
-async def test_links_that_nobody_needs_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_links_that_nobody_needs_are_dropped(
+    tmp_path: Path, start: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers, "TIDY_S", 0.01)
     monkeypatch.setattr(peers, "QUIET_S", 0.0)
-    daemon, other = Daemon(tmp_path / "peer.sock"), Daemon(tmp_path / "other.sock")
+    daemon, other = start(tmp_path / "peer.sock"), start(tmp_path / "other.sock")
     needed = f"ipc://{tmp_path}/needed"
     daemon.needed = needed
     for address in (needed, other.address, *(f"ipc://{tmp_path}/{number}" for number in range(3))):
         daemon.links.connect(address)
-    await daemon.until(lambda: daemon.counters.snapshot().get("peers.dropped") == 3)
+    await daemon.counts("peers.dropped", 3)
     assert daemon.links.status() == ((needed, "down"), (other.address, "up"))
     other.links.close()
-    await daemon.until(lambda: daemon.counters.snapshot().get("peers.dropped") == 4)
+    await daemon.counts("peers.dropped", 4)
     assert daemon.links.status() == ((needed, "down"),)
     assert daemon.lost == [other.incarnation]
-    daemon.links.close()
 
 
 @pytest.mark.parametrize(
@@ -522,7 +509,7 @@ async def test_what_libzmq_refuses_leaves_nothing_behind(daemon: Daemon, monkeyp
         await asyncio.to_thread(daemon.links.context.term)  # waits for every socket
 
 
-async def test_a_connection_that_is_half_open_is_closed(daemon: Daemon, tmp_path: Path) -> None:
+async def test_a_connection_that_is_half_open_is_closed(daemon: Daemon, tmp_path: Path, start: MakeDaemon) -> None:
     closed = asyncio.Event()
     port = int(daemon.address.rpartition(":")[2])
 
@@ -537,10 +524,10 @@ async def test_a_connection_that_is_half_open_is_closed(daemon: Daemon, tmp_path
             one.close()
 
     proxy = await asyncio.start_server(accepted, "127.0.0.1", 0)
-    with contextlib.closing(Daemon(tmp_path / "caller.sock", LOOPBACK["tcp"]).links) as caller:
-        caller.connect(f"tcp://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
-        async with asyncio.timeout(PATIENCE_S):
-            await closed.wait()
+    caller = start(tmp_path / "caller.sock", LOOPBACK["tcp"])
+    caller.links.connect(f"tcp://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+    async with asyncio.timeout(PATIENCE_S):
+        await closed.wait()
     proxy.close()
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from kvferry.clients import new_request_id, pages
 from kvferry.daemon.tiers.scheduler import Scheduler
-from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol.errors import InternalError
@@ -23,29 +22,17 @@ def _no_blocking_calls() -> None:
     """Let the daemon block where it ends: it waits for its own threads."""
 
 
-class Made(NamedTuple):
-    """What daemons of this process have made."""
-
-    schedulers: list[Scheduler]
-    state_machines: list[PeerTransfers]
-
-
 @pytest.fixture(autouse=True)
-def made(monkeypatch: pytest.MonkeyPatch) -> Made:
-    """Return the schedulers and the state machines of other daemons that the test's daemons make."""
-    found = Made([], [])
-    scheduler, state_machine = Scheduler.__init__, PeerTransfers.__init__
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
+    """Return the schedulers that the test's daemons make."""
+    found: list[Scheduler] = []
+    scheduler = Scheduler.__init__
 
     def note_scheduler(self: Scheduler, *arguments: Any, **named: Any) -> None:  # noqa: ANN401
         scheduler(self, *arguments, **named)
-        found.schedulers.append(self)
-
-    def note_peer_transfers(self: PeerTransfers, *arguments: Any, **named: Any) -> None:  # noqa: ANN401
-        state_machine(self, *arguments, **named)
-        found.state_machines.append(self)
+        found.append(self)
 
     monkeypatch.setattr(Scheduler, "__init__", note_scheduler)
-    monkeypatch.setattr(PeerTransfers, "__init__", note_peer_transfers)
     return found
 
 
@@ -73,13 +60,15 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def under_way(made: Made) -> int:
+def under_way(made: list[Scheduler]) -> int:
     """Return how many transfer ops the daemon's background work gives way to."""
-    [scheduler] = made.schedulers
+    [scheduler] = made
     return scheduler.transfers
 
 
-async def test_the_scheduler_knows_an_op_from_before_its_copy_until_after_it(heard: list[str], made: Made) -> None:
+async def test_the_scheduler_knows_an_op_from_before_its_copy_until_after_it(
+    heard: list[str], made: list[Scheduler]
+) -> None:
     async with client_of_one() as (client, _):
         for _ in range(2):
             request_id = new_request_id()
@@ -94,7 +83,7 @@ async def test_the_scheduler_knows_an_op_from_before_its_copy_until_after_it(hea
             heard.clear()
 
 
-async def test_each_of_several_ops_counts(heard: list[str], made: Made) -> None:
+async def test_each_of_several_ops_counts(heard: list[str], made: list[Scheduler]) -> None:
     async with client_of_one() as (client, _):
         request_id = new_request_id()
         for name in ("one", "other"):
@@ -112,7 +101,7 @@ async def test_each_of_several_ops_counts(heard: list[str], made: Made) -> None:
 
 @pytest.mark.parametrize("begins", [False, True])
 async def test_an_op_whose_transport_raises_does_not_count_for_ever(
-    heard: list[str], made: Made, monkeypatch: pytest.MonkeyPatch, *, begins: bool
+    heard: list[str], made: list[Scheduler], monkeypatch: pytest.MonkeyPatch, *, begins: bool
 ) -> None:
     start = LocalTransport.start
 

@@ -488,20 +488,6 @@ def test_freeing_busy_pages_is_deferred(here: Transfer) -> None:
     assert decode.pool.allocator.idle
 
 
-def test_shared_source_pages_are_read_by_several_receives(here: Transfer) -> None:
-    requests = [letter * 32 for letter in "abc"]
-    for request in requests:
-        here.send(request=request)
-    pages = [here.home.filled(here.decode.pool, here.decode.session, PAGES) for _ in requests]
-    for request, ids in zip(requests, pages, strict=True):
-        here.decode.receive(ids=ids, request=request)
-    for at, op in enumerate(list(here.home.transport.under_way)):
-        assert here.held == (PAGES, PAGES * (3 - at))
-        here.home.transport.finish(op)
-    assert here.held == (0, 0)
-    assert [here.home.content(here.decode.pool, ids) for ids in pages] == [here.prefill.content] * 3
-
-
 def test_a_first_chunk_that_does_not_fit_fails_alone(apart: Transfer) -> None:
     apart.receive(apart.source, apart.third)
     wrong = apart.source.filled(apart.prefill.pool, apart.prefill.session, PAGES + 1)

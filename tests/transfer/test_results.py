@@ -78,23 +78,6 @@ def test_nothing_is_kept_for_a_lost_session(three: Three) -> None:
     assert three.harness.state_machine.results.total == 0
 
 
-def test_a_receive_is_begun_anew_with_the_same_pages_and_another_source(three: Three) -> None:
-    decode = three.decode
-    assert decode.receive().generation == 1
-    three.prefill.send(0, 1, last=False)
-    three.prefill.lose()
-    with pytest.raises(TransferExistsError):
-        decode.receive()  # a byte may still land
-    three.harness.transport.finish_all()
-    assert decode.told == "PEER_LOST settled"
-    assert decode.receive().generation == 2
-    three.second.send()
-    three.harness.transport.finish_all()
-    assert decode.told == "PEER_LOST settled OK settled"
-    assert [event.generation for event in three.harness.told[decode.session]] == [1, 1, 2, 2]
-    assert decode.content == three.second.content
-
-
 def test_a_late_chunk_does_not_start_a_failed_transfer_anew(three: Three) -> None:
     three.decode.receive()
     three.prefill.send(0, 1, last=False)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import event, given
@@ -18,7 +17,6 @@ from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     EmptyStateError,
-    GeometryMismatchError,
     InvalidFieldError,
     KvferryError,
     LengthMismatchError,
@@ -212,16 +210,6 @@ def test_all_named_pages_are_held_until_the_end_also_those_cut_off(ferry: Ferry,
     assert [one.busy_count for one in allocators] == [0, 0]
 
 
-def test_each_of_several_receives_is_warned_of(ferry: Ferry) -> None:
-    other = Party(ferry.harness, "other", "swa")
-    ferry.prefill.speak("send", Window(None, 5), others=2)
-    ferry.decode.speak("receive", Window(None, 2))
-    other.speak("receive", Window(None, 4))
-    ferry.finish()
-    assert [one.receive_request.pool.name for one in ferry.harness.warned] == ["decode", "other"]
-    assert [one.finished.trimmed_pages for one in (ferry.prefill, ferry.decode, other)] == [3 + 1, 3, 1]
-
-
 @FIRST
 @pytest.mark.parametrize("first_page", [None, 5])
 @pytest.mark.parametrize(
@@ -285,13 +273,6 @@ def test_a_list_that_is_refused_leaves_no_page_of_the_others_held(ferry: Ferry, 
     one.come(first, ids=lists)
 
 
-def test_components_are_paired_by_name_and_not_by_place(ferry: Ferry) -> None:
-    ferry.prefill.speak("send", Window(5, 3))
-    ferry.decode.receive(ids=ferry.decode.lists(Window(5, 3))[::-1])
-    ferry.finish()
-    assert ferry.decode.window_pages[:3] == ferry.prefill.window_pages[:3]
-
-
 def test_a_plain_list_goes_with_one_chunk_only(ferry: Ferry) -> None:
     (_, main), window = ferry.prefill.lists(Window(None, 2))
     ferry.prefill.send(ids=[(PageList(component="main", first_page=0, pages=1), main[:1]), window], last=False)
@@ -305,30 +286,6 @@ def test_paged_lists_are_never_cut(ferry: Ferry) -> None:
     with pytest.raises(LengthMismatchError) as caught:
         ferry.prefill.speak("send", Window(5, 2))
     assert caught.value.field == "lists[0]"
-
-
-def test_main_may_have_draft_layers_only() -> None:
-    """The last pipeline stage of a model may have window layers and a draft model, and no full layer."""
-    harness = TransferHarness()
-    components = [MAIN, Component(name="draft", space="main", pages=PAGES), KINDS["swa"]]
-    entries = [*layers(1, component="draft"), *layers(1, component="swa")]
-    engines = [harness.engine(name, entries, pages=PAGES, components=components, count=2) for name in ("one", "other")]
-    for engine, speak in zip(engines, (engines[0].send, engines[1].receive), strict=True):
-        swa = engine.pool.allocator_of("swa").allocate(engine.session, 1)
-        main = PageList(component="main", first_page=0, pages=2, tokens=2 * PAGE_TOKENS - 1)
-        speak(ids=[(main, engine.pages), (PageList(component="swa", first_page=1, pages=1), swa)])
-    harness.transport.finish_all()
-    sent, got = (engine.content for engine in engines)
-    assert [page["draft/k/0"] for page in got] == [page["draft/k/0"] for page in sent]
-    assert engines[1].told == "OK settled"
-
-
-def test_a_window_must_fit_in_geometry_too(ferry: Ferry) -> None:
-    wide = [msgspec.structs.replace(one, page_bytes=16) for one in layers(2, component="swa")]
-    decode = Party(ferry.harness, "wide", "swa", [*layers(2), *wide])
-    ferry.prefill.speak("send", Window(5, 3))
-    with pytest.raises(GeometryMismatchError):
-        decode.speak("receive", Window(5, 3))
 
 
 def test_the_daemon_logs_a_warning_and_counts(tmp_path: Path) -> None:
