@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,9 +27,12 @@ from kvferry.protocol.errors import (
     UncoveredEntryError,
     UnexpectedSourceError,
 )
-from tests.transfer.transfer_harness import FIRST, PAGE_BYTES, Engine, Pair, layers
+from tests.transfer.transfer_harness import FIRST, ORDERS, PAGE_BYTES, Engine, Pair, layers
 
 pytestmark = pytest.mark.any_device
+
+
+Said: TypeAlias = tuple[int, int | None]
 
 
 class Refusing(Pair):
@@ -104,48 +107,28 @@ def test_tokens_must_fill_the_pages(pair: Refusing, tokens: int) -> None:
             speak(tokens=tokens)
 
 
-class Clash(NamedTuple):
-    """Two messages that do not fit, why, and what fits the SEND and the RECEIVE instead."""
-
-    sent: dict[str, Any]
-    received: dict[str, Any]
-    error: type[KvferryError]
-    field: str
-    fits_send: dict[str, Any]
-    fits_receive: dict[str, Any]
-
-
-CLASHES = {
-    **{
-        f"{sent} tokens and {received}": Clash(
-            {"stop": 4, "tokens": sent},
-            {"stop": 4, "tokens": received},
-            LengthMismatchError,
-            "lists[0].tokens",
-            {"stop": 4, "tokens": sent},
-            {"stop": 4},  # one side may leave the tokens out
-        )
-        for sent, received in ((15, 16), (16, 15), (13, 16))
-    },
-    "more pages": Clash({"stop": 4}, {"stop": 3}, LengthMismatchError, "lists[0]", {"stop": 4}, {"stop": 3}),
-    "fewer pages": Clash({"stop": 3}, {"stop": 4}, IncompleteError, "lists", {"stop": 3}, {"stop": 4}),
-}
-
-
 @FIRST
-@pytest.mark.parametrize("name", CLASHES)
-def test_both_sides_must_mean_the_same_pages(pair: Refusing, first: str, name: str) -> None:
-    clash = CLASHES[name]
-    if first == "send":
-        pair.prefill.send(**clash.sent)
-        with pair.refuses(clash.error, clash.field):
-            pair.decode.receive(**clash.received)
-        pair.decode.receive(**clash.fits_send)
-    else:
-        pair.decode.receive(**clash.received)
-        with pair.refuses(clash.error, clash.field):
-            pair.prefill.send(**clash.sent)
-        pair.prefill.send(**clash.fits_receive)
+@pytest.mark.parametrize(
+    ("sent", "received", "error", "field"),
+    [
+        ((4, 15), (4, 16), LengthMismatchError, "lists[0].tokens"),
+        ((4, 16), (4, 15), LengthMismatchError, "lists[0].tokens"),
+        ((4, 13), (4, 16), LengthMismatchError, "lists[0].tokens"),
+        ((4, None), (3, None), LengthMismatchError, "lists[0]"),
+        ((3, None), (4, None), IncompleteError, "lists"),
+    ],
+)
+def test_both_sides_must_mean_the_same_pages(
+    pair: Refusing, first: str, sent: Said, received: Said, error: type[KvferryError], field: str
+) -> None:
+    """Each says how many pages, and how many tokens; a SEND after a RECEIVE may leave the tokens out."""
+    speak = {"send": pair.prefill.send, "receive": pair.decode.receive}
+    early, late = (speak[direction] for direction in ORDERS[first])
+    (stop, tokens), (wrong_stop, wrong_tokens) = (sent, received) if first == "send" else (received, sent)
+    early(stop=stop, tokens=tokens)
+    with pair.refuses(error, field):
+        late(stop=wrong_stop, tokens=wrong_tokens)
+    late(stop=stop, tokens=tokens if first == "send" else None)
     pair.end_well()
 
 
@@ -195,31 +178,35 @@ def test_one_send_of_a_request_carries_the_first_token(
     assert (finished.first_token, finished.payload) == (first.get("first_token"), first.get("payload", b""))
 
 
-class Stages(NamedTuple):
+class Stages(Refusing):
     """Two pipeline stages, of two layers and of one, and a destination of all three."""
 
-    pair: Refusing
-    stages: tuple[Engine, Engine]
-    decode: Engine
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = [self.harness.engine("stage0", layers(2)), self.harness.engine("stage1", layers(1, first=2))]
+        self.decode = self.harness.engine("whole", layers(3))
+
+    def speak(self, order: str, *sends: dict[str, Any]) -> None:
+        """Let the destination (r) and the stages (0 and 1) speak in this order; ``sends``: what each stage says."""
+        for step in order:
+            if step == "r":
+                self.decode.receive(sources=2)
+            else:
+                self.stages[int(step)].send(**sends[int(step)])
 
 
 @pytest.fixture
-def staged(pair: Refusing) -> Stages:
+def staged() -> Stages:
     """Return stages that have not spoken."""
-    harness = pair.harness
-    stages = (harness.engine("stage0", layers(2)), harness.engine("stage1", layers(1, first=2)))
-    return Stages(pair, stages, harness.engine("whole", layers(3)))
+    return Stages()
 
 
 @pytest.mark.parametrize("order", ["r01", "0r1", "01r", "r10", "10r", "1r0"])
 def test_pipeline_stages_fill_one_receive(staged: Stages, order: str) -> None:
     for step in order:
         assert staged.decode.told == ""
-        if step == "r":
-            staged.decode.receive(sources=2)
-        else:
-            staged.stages[int(step)].send(first_token=7 if step == "0" else None)
-    staged.pair.end_well(staged.decode, *staged.stages)
+        staged.speak(step, {"first_token": 7}, {})
+    staged.end_well(staged.decode, *staged.stages)
     assert staged.decode.finished.first_token == 7
     for stage in staged.stages:
         pages = zip(stage.content, staged.decode.content, strict=True)
@@ -228,18 +215,13 @@ def test_pipeline_stages_fill_one_receive(staged: Stages, order: str) -> None:
 
 @pytest.mark.parametrize(("order", "field"), [("r01", "first_token"), ("0r1", "first_token"), ("01r", "request_id")])
 def test_one_stage_of_a_receive_carries_the_first_token(staged: Stages, order: str, field: str) -> None:
-    steps: dict[str, Callable[[], object]] = {
-        "r": lambda: staged.decode.receive(sources=2),
-        "0": lambda: staged.stages[0].send(first_token=1),
-        "1": lambda: staged.stages[1].send(first_token=2),
-    }
-    for step in order[:-1]:
-        steps[step]()
-    with staged.pair.refuses(FirstTokenTwiceError, field):
-        steps[order[-1]]()
+    tokens = ({"first_token": 1}, {"first_token": 2})
+    staged.speak(order[:-1], *tokens)
+    with staged.refuses(FirstTokenTwiceError, field):
+        staged.speak(order[-1], *tokens)
 
 
-@pytest.mark.parametrize("order", ["r0x", "0rx", "0xr"])
+@pytest.mark.parametrize("order", ["r01", "0r1", "01r"])
 @pytest.mark.parametrize(
     ("first_layers", "other", "pages", "error"),
     [
@@ -252,35 +234,28 @@ def test_one_stage_of_a_receive_carries_the_first_token(staged: Stages, order: s
 def test_stages_that_do_not_make_a_whole(
     staged: Stages, order: str, first_layers: int, other: list[Any], pages: int, error: type[KvferryError]
 ) -> None:
-    harness = staged.pair.harness
-    first, second = harness.engine("first", layers(first_layers)), harness.engine("second", other)
-    steps: dict[str, Callable[[], object]] = {
-        "r": lambda: staged.decode.receive(sources=2),
-        "0": first.send,
-        "x": lambda: second.send(0, pages),
-    }
-    for step in order[:-1]:
-        steps[step]()
-    with staged.pair.refuses(error, "lists"):
-        steps[order[-1]]()
+    staged.stages = [staged.harness.engine("first", layers(first_layers)), staged.harness.engine("second", other)]
+    staged.speak(order[:-1], {}, {"stop": pages})
+    with staged.refuses(error, "lists"):
+        staged.speak(order[-1], {}, {"stop": pages})
 
 
 def test_more_sources_than_the_receive_expects(staged: Stages) -> None:
-    third = staged.pair.harness.engine("third", layers(3))
+    third = staged.harness.engine("third", layers(3))
     staged.decode.receive(sources=2)
     staged.stages[0].send()
     staged.stages[1].send(0, 2, last=False)
-    with staged.pair.refuses(UnexpectedSourceError, "request_id"):
+    with staged.refuses(UnexpectedSourceError, "request_id"):
         third.send()
 
 
 def test_more_waiting_sends_than_the_receive_expects(staged: Stages) -> None:
     for stage in staged.stages:
         stage.send()
-    with staged.pair.refuses(UnexpectedSourceError, "sources"):
+    with staged.refuses(UnexpectedSourceError, "sources"):
         staged.decode.receive(sources=1)
     staged.decode.receive(sources=2)
-    staged.pair.end_well(staged.decode)
+    staged.end_well(staged.decode)
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -292,11 +267,11 @@ def test_one_stage_dies(staged: Stages, *, complete: bool) -> None:
     if complete:
         done.lose()
         other.send(1)
-        staged.pair.end_well(staged.decode, other)
+        staged.end_well(staged.decode, other)
     else:
         other.lose()
         assert (staged.decode.told, done.told) == ("PEER_LOST", "PEER_LOST")
-        staged.pair.finish()
+        staged.finish()
         assert staged.decode.told == "PEER_LOST settled"
         assert other.pool.allocator.idle
 
