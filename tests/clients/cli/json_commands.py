@@ -11,35 +11,36 @@ import pytest
 from kvferry.clients.cli.main import main
 
 SPEC: Final[dict[str, Any]] = {
-    "kind": "mha",
-    "layers": 3,
-    "first_layer": 0,
-    "tokens": 256,
-    "page_size": 128,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "v_head_dim": 8,
-    "dtype": "float16",
-    "view": "paged",
-}
+    "kind": "mha", "layers": 3, "first_layer": 0, "tokens": 256, "page_size": 128, "kv_heads": 2, "head_dim": 8,
+    "v_head_dim": 8, "dtype": "float16", "view": "paged",
+}  # fmt: skip
 
 
-def run_main(capsys: pytest.CaptureFixture[str], command: str, text: str, folder: Path) -> tuple[int, Any]:
-    """Run a command in this process on a file with this text; return its status and what it printed, parsed."""
-    file = folder / "input.json"
-    file.write_text(text)
-    status = main([command, str(file), "--json"])
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    return status, json.loads(printed.out)
+class JsonCommands:
+    """``kvferry layout`` and ``kvferry plan`` in this process, on a file with what they are given."""
 
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+        self._capsys = capsys
+        self._file = folder / "input.json"
 
-def refusal(capsys: pytest.CaptureFixture[str], command: str, given_: object, folder: Path) -> dict[str, str]:
-    """Return the error that a command prints; its status must be 2."""
-    status, printed = run_main(capsys, command, given_ if isinstance(given_, str) else json.dumps(given_), folder)
-    assert status == 2, printed
-    assert set(printed) == {"error"}
-    error: dict[str, str] = printed["error"]
-    assert error["code"]
-    assert error["detail"]
-    return error
+    def run(self, command: str, given: object, *flags: str) -> tuple[int, str]:
+        """Return the exit status and what was printed: for programs all of it goes to one place."""
+        self._file.write_text(given if isinstance(given, str) else json.dumps(given))
+        status = main([command, *flags, str(self._file)])
+        printed = self._capsys.readouterr()
+        assert not (printed.out and printed.err)
+        assert "--json" not in flags or printed.err == ""
+        return status, printed.out or printed.err
+
+    def made(self, command: str, given: object, *flags: str) -> dict[str, Any]:
+        """Return what the command printed as JSON; its status must be 2 where that is an error, else 0."""
+        status, text = self.run(command, given, "--json", *flags)
+        made: dict[str, Any] = json.loads(text)
+        assert status == (2 if "error" in made else 0)
+        return made
+
+    def refused(self, command: str, given: object, *flags: str) -> tuple[str, str | None]:
+        """Return the code and the field of the error, which must have a text."""
+        error = self.made(command, given, *flags)["error"]
+        assert error["detail"]
+        return error["code"], error.get("field")

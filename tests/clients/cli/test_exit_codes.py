@@ -19,89 +19,34 @@ from tests.kvferry_command import run_kvferry
 
 HASH: Final = "00" * 16
 WRONG_USAGE: Final = (
-    "",
-    "pong",
-    "--fast",
-    "ping --fast",
-    "ping more",
-    "ping --runtime-dir=",
-    "status --runtime-dir=",
-    "probe PING --runtime-dir=",
-    "cache list --runtime-dir=",
-    "doctor --runtime-dir=",
-    "daemon --runtime-dir=",
-    "ping --timeout",
-    "ping --timeout x",
-    "ping --timeout -1",
-    "ping --timeout 0",
-    "ping --timeout nan",
-    "ping --timeout inf",
-    "status --timeout 1e9",
-    "status all",
-    "probe",
-    "probe --timeout x PING",
-    "probe --file",
-    "cache",
-    "cache burn",
-    "cache pin",
-    "cache drop",
-    "cache list --timeout -3",
-    "cache watch --from now",
-    "layout",
-    "layout --model",
-    "layout --model llama-3-8b --tokens many",
-    "layout --model llama-3-8b --packed tightly",
-    "layout a b",
-    "plan",
-    "plan a b",
-    "doctor --timeout no",
-    "doctor more",
-    "daemon --fast",
-)
-WRONG_INPUT: Final = {
-    "probe PINGG": True,
-    "probe ALLOCATE {": True,
-    "probe ALLOCATE [1]": True,
-    "probe ALLOCATE {}": True,
-    "probe PING --file DIR/none": True,
-    "probe PING --file DIR": True,
-    "probe PING --file DIR/broken": True,
-    "cache pin zz": False,
-    f"cache evict {HASH}00": False,
-    "layout DIR/none": False,
-    "layout DIR": False,
-    "layout DIR/broken": False,
-    "layout DIR/broken --json": True,
-    "layout DIR/wrong": False,
-    "layout --model llama-9": False,
-    "layout --model llama-9 --json": True,
-    "layout --model llama-3-8b --layers 3": False,
-    "plan DIR/none": False,
-    "plan DIR/none --json": True,
-    "plan DIR/broken": False,
-    "plan DIR/wrong --explain": False,
-    "plan DIR/wrong --explain --json": True,
-    "doctor --config DIR/none": False,
-    "doctor --config DIR/none --json": False,
-    "doctor --user nobody-of-that-name": False,
-    "daemon --config DIR/none": False,
-    "daemon --config DIR/broken": False,
-    "daemon --runtime-dir DIR/broken": False,
-    "daemon --runtime-dir DIR/broken/below": False,
-    "daemon --runtime-dir /tmp": False,
-}
-"""And whether the error is JSON on standard output."""
+    "", "pong", "--fast", "ping --fast", "ping more", "ping --runtime-dir=", "status --runtime-dir=",
+    "probe PING --runtime-dir=", "cache list --runtime-dir=", "doctor --runtime-dir=", "daemon --runtime-dir=",
+    "ping --timeout", "ping --timeout x", "ping --timeout -1", "ping --timeout 0", "ping --timeout nan",
+    "ping --timeout inf", "status --timeout 1e9", "status all", "probe", "probe --timeout x PING", "probe --file",
+    "cache", "cache burn", "cache pin", "cache drop", "cache list --timeout -3", "cache watch --from now", "layout",
+    "layout --model", "layout --model llama-3-8b --tokens many", "layout --model llama-3-8b --packed tightly",
+    "layout a b", "layout spec.json --models", "layout --models --model x", "plan", "plan a b", "doctor --timeout no",
+    "doctor more", "daemon --fast",
+)  # fmt: skip
+AS_TEXT: Final = (
+    "cache pin zz", f"cache evict {HASH}00", "layout DIR/none", "layout DIR", "layout DIR/broken", "layout DIR/wrong",
+    "layout --model llama-9", "layout --model llama-3-8b --layers 3", "plan DIR/none", "plan DIR/broken",
+    "plan DIR/wrong --explain", "doctor --config DIR/none", "doctor --config DIR/none --json",
+    "doctor --user nobody-of-that-name", "daemon --config DIR/none", "daemon --config DIR/broken",
+    "daemon --runtime-dir DIR/broken", "daemon --runtime-dir DIR/broken/below", "daemon --runtime-dir /tmp",
+)  # fmt: skip
+AS_JSON: Final = (
+    "probe PINGG", "probe ALLOCATE {", "probe ALLOCATE [1]", "probe ALLOCATE {}", "probe PING --file DIR/none",
+    "probe PING --file DIR", "probe PING --file DIR/broken", "layout DIR/broken --json",
+    "layout --model llama-9 --json", "plan DIR/none --json", "plan DIR/wrong --explain --json",
+)  # fmt: skip
+"""Wrong input, and whether the error is JSON on standard output."""
 
 FAILING: Final = (
-    "ping --runtime-dir DIR",
-    "status --runtime-dir DIR",
-    "status --json --runtime-dir DIR",
-    "probe PING --runtime-dir DIR",
-    "probe SNAPSHOTS --runtime-dir DIR",
-    "cache list --runtime-dir DIR",
-    f"cache pin {HASH} --runtime-dir DIR",
-    "daemon --runtime-dir /proc/none",
-)
+    "ping --runtime-dir DIR", "status --runtime-dir DIR", "status --json --runtime-dir DIR",
+    "probe PING --runtime-dir DIR", "probe SNAPSHOTS --runtime-dir DIR", "cache list --runtime-dir DIR",
+    f"cache pin {HASH} --runtime-dir DIR", "daemon --runtime-dir /proc/none",
+)  # fmt: skip
 """No daemon is there."""
 
 
@@ -136,7 +81,7 @@ def test_wrong_usage_ends_with_2(line: str, command: Command) -> None:
     assert err.startswith("usage: kvferry")
 
 
-@pytest.mark.parametrize("line", WRONG_INPUT)
+@pytest.mark.parametrize("line", [*AS_TEXT, *AS_JSON])
 def test_wrong_input_ends_with_2(line: str, command: Command, daemon: DaemonProcess, tmp_path: Path) -> None:
     (tmp_path / "broken").write_text("{")
     (tmp_path / "wrong").write_text('{"kind": "mha", "layers": 0}')
@@ -145,7 +90,7 @@ def test_wrong_input_ends_with_2(line: str, command: Command, daemon: DaemonProc
         words += ["--runtime-dir", str(daemon.runtime_dir)]
     status, out, err = command(*words)
     assert status == 2
-    if WRONG_INPUT[line]:
+    if line in AS_JSON:
         assert err == ""
         error = json.loads(out)["error"]
         assert error["code"]
@@ -161,7 +106,8 @@ def test_what_did_not_work_ends_with_1_and_one_line(line: str, command: Command,
     words = line.replace("DIR", str(tmp_path)).split()
     status, out, err = command(*words)
     assert (status, out) == (1, "")
-    assert err.startswith(f"kvferry {words[0]}: ")
+    lost = "" if words[0] == "daemon" else f"DAEMON_LOST: no daemon at {tmp_path}: "
+    assert err.startswith(f"kvferry {words[0]}: {lost}")
     assert err.count("\n") == 1
 
 

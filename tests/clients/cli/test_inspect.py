@@ -26,22 +26,6 @@ def test_ping(daemon: DaemonProcess) -> None:
     assert re.fullmatch(r"kvferry \S+ boot [0-9a-f]{8} answers in \d+ us\n", done.stdout)
 
 
-@pytest.mark.parametrize("command", [["ping"], ["status"], ["status", "--json"], ["probe", "PING"], ["probe", "FREE"]])
-def test_no_daemon_is_one_clear_line(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    message = [] if command[-1] != "FREE" else ['{"pool": "a", "pages": [1]}']
-    assert main([*command, *message, "--runtime-dir", str(tmp_path), "--timeout", "0.1"]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert re.fullmatch(rf"kvferry {command[0]}: DAEMON_LOST: no daemon at {tmp_path}: .*\n", printed.err)
-
-
-def test_the_real_command_fails_the_same_way(tmp_path: Path) -> None:
-    done = run_kvferry("ping", "--runtime-dir", tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("kvferry ping: DAEMON_LOST: no daemon at")
-    assert done.stderr.count("\n") == 1
-
-
 def test_a_daemon_that_stands_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running_daemon(tmp_path) as own:
         own.process.send_signal(signal.SIGSTOP)
@@ -97,16 +81,9 @@ def test_status_for_people(daemon: DaemonProcess, busy: str) -> None:
 
 def test_every_page_space_is_shown(daemon: DaemonProcess, name: str) -> None:
     window = HybridSwaSpec(
-        full_layers=(1,),
-        window_layers=(0,),
-        tokens=64,
-        window_tokens=32,
-        window=32,
-        page_size=4,
-        kv_heads=1,
-        head_dim=4,
-        dtype="float16",
-    )
+        full_layers=(1,), window_layers=(0,), tokens=64, window_tokens=32, window=32, page_size=4, kv_heads=1,
+        head_dim=4, dtype="float16",
+    )  # fmt: skip
     with Client.connect(daemon.runtime_dir, name="a holder") as client:
         client.create_pool(name, window)
         client.allocate(name, 3)
@@ -202,11 +179,3 @@ def test_an_empty_daemon_has_nothing_to_show(tmp_path: Path, capsys: pytest.Capt
     with running_daemon(tmp_path) as own:
         assert main(["status", "--runtime-dir", str(own.runtime_dir)]) == 0
     assert {"no pools", "no sessions", "no transfers"} <= set(capsys.readouterr().out.splitlines())
-
-
-@pytest.mark.parametrize("arguments", [[], ["pong"], ["probe"], ["ping", "--fast"], ["layout"]])
-def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert "usage: kvferry" in capsys.readouterr().err
