@@ -20,7 +20,6 @@ from kvferry.protocol.errors import (
     DuplicatePageError,
     InvalidFieldError,
     KvferryError,
-    TableHoleError,
     TableOverflowError,
     WindowMismatchError,
 )
@@ -35,12 +34,7 @@ def ids(*numbers: int) -> Int64s:
 
 def small(window: int | None = None, draft_tokens: int = 3) -> TableShape:
     return table_shape(
-        max_batch=4,
-        max_context_tokens=20,
-        page_size=4,
-        draft_tokens=draft_tokens,
-        window=window,
-        captured=(1, 2, 4),
+        max_batch=4, max_context_tokens=20, page_size=4, draft_tokens=draft_tokens, window=window, captured=(1, 2, 4)
     )
 
 
@@ -84,40 +78,12 @@ def test_a_request_as_it_grows() -> None:
     change = made.apply(TableUpdate(lengths=ids(6)))
     assert (made.visible.seq_lens.tolist(), change.block_tables.tolist()) == ([6, 0, 0, 0], [])
     assert repr(made) == "<GraphTables 1 of 4 rows, 6 columns>"
-
-
-def test_pages_given_ahead_are_hidden_until_a_length_needs_them() -> None:
-    made = tables()
     made.apply(TableUpdate(lengths=ids(4), **whole((0, (7, 8, 9)))))
-    assert rows_of(made)[0] == [7]
+    assert rows_of(made)[0] == [7], "pages given ahead are hidden until a length needs them"
     made.apply(TableUpdate(lengths=ids(4), extra_tokens=1))
     assert (rows_of(made)[0], made.visible.seq_lens[0]) == ([7, 8], 5)
     change = made.apply(TableUpdate(lengths=ids(4)))
     assert (rows_of(made)[0], change.block_tables.tolist()) == ([7], [1]), "what a shorter row leaves behind is zeroed"
-    made.apply(TableUpdate(lengths=ids(9)))
-    assert rows_of(made)[0] == [7, 8, 9]
-
-
-def test_a_shorter_row_in_place_of_a_longer_one() -> None:
-    made = tables()
-    made.apply(TableUpdate(lengths=ids(20, 8), **whole((0, (1, 2, 3, 4, 5)), (1, (6, 7)))))
-    change = made.apply(TableUpdate(lengths=ids(5, 8), **whole((0, (8, 9)))))
-    assert rows_of(made) == [[8, 9], [6, 7], [], []]
-    assert change.block_tables.tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(TableHoleError, match="row 0 has no page in column 2"):
-        made.apply(TableUpdate(lengths=ids(9, 8)))
-
-
-def test_padding_is_zero_up_to_every_captured_size_and_rows_that_left_have_no_pages() -> None:
-    made = tables()
-    made.apply(TableUpdate(lengths=ids(5, 5, 5), **whole((0, (1, 2)), (1, (3, 4)), (2, (5, 6)))))
-    change = made.apply(TableUpdate(lengths=ids(6)))
-    assert (change.batch, change.replayed_rows, change.length_rows) == (1, 1, 3)
-    assert (rows_of(made), made.visible.seq_lens.tolist()) == ([[1, 2], [], [], []], [6, 0, 0, 0])
-    with pytest.raises(TableHoleError, match="row 1 has no page in column 0"):
-        made.apply(TableUpdate(lengths=ids(6, 5)))
-    change = made.apply(TableUpdate(lengths=ids(6, 3, 2), **whole((1, (9,)), (2, (8,)))))
-    assert change.replayed_rows == 4
 
 
 @pytest.mark.parametrize(
@@ -141,33 +107,6 @@ def test_a_row_shows_each_page_once(lengths: Int64s, fields: dict[str, Any], sai
     assert rows_of(made)[:2] == [[2, 1], [1, 3]], "what was refused left nothing, and pages may change places"
 
 
-def test_a_page_that_a_row_does_not_show_any_more_may_come_again() -> None:
-    made = tables()
-    made.apply(TableUpdate(lengths=ids(12), **whole((0, (1, 2, 3)))))
-    made.apply(TableUpdate(lengths=ids(8), **entries((0, 0, 3))))
-    assert rows_of(made)[0] == [3, 2]
-    with pytest.raises(DuplicatePageError, match="row 0 has page 3"):
-        made.apply(TableUpdate(lengths=ids(9)))
-    made.apply(TableUpdate(lengths=ids(9), **entries((0, 2, 1))))
-    assert rows_of(made)[0] == [3, 2, 1]
-
-
-def test_an_empty_batch() -> None:
-    made = tables()
-    assert made.apply(TableUpdate(lengths=ids())).replayed_rows == 1
-    made.apply(TableUpdate(lengths=ids(5), **whole((0, (1, 2)))))
-    change = made.apply(TableUpdate(lengths=ids(), extra_tokens=3))
-    assert (change.batch, change.block_tables.tolist(), change.length_rows) == (0, [0, 1], 1)
-    assert not made.visible.block_tables.any()
-    assert not made.visible.seq_lens.any()
-
-
-def test_an_idle_row_needs_no_page_and_gets_no_draft_tokens() -> None:
-    made = tables()
-    made.apply(TableUpdate(lengths=ids(0, 4), extra_tokens=3, **whole((1, (5, 6)))))
-    assert (rows_of(made)[:2], made.visible.seq_lens.tolist()) == ([[], [5, 6]], [0, 7, 0, 0])
-
-
 def test_a_window_slides() -> None:
     made = tables(WINDOW)
     swa = made.visible.block_tables_swa
@@ -177,22 +116,6 @@ def test_a_window_slides() -> None:
     change = made.apply(TableUpdate(lengths=ids(10), released=ids(11), bound_full=ids(13), bound_window=ids(5)))
     assert (swa[0].tolist(), change.block_tables_swa.tolist()) == ([0, 6, 5, 0, 0, 0], [0, 2])
     assert rows_of(made)[0] == [11, 12, 13], "full layers keep all"
-
-
-def test_the_window_of_a_verify_reaches_from_the_first_draft_token_to_the_last() -> None:
-    made = tables(WINDOW)
-    swa = made.visible.block_tables_swa
-    assert swa is not None
-    made.apply(
-        TableUpdate(
-            lengths=ids(9),
-            extra_tokens=3,
-            **whole((0, (1, 2, 3))),
-            bound_full=ids(1, 2, 3),
-            bound_window=ids(4, 5, 6),
-        )
-    )
-    assert swa[0].tolist() == [4, 5, 6, 0, 0, 0], "12 tokens, but the window starts behind the ninth"
 
 
 def test_a_visible_page_keeps_its_window_page() -> None:

@@ -93,11 +93,7 @@ class CapturedAttention:
             )
 
     def start(
-        self,
-        *,
-        draft_step: int | None = None,
-        inputs: list[dict[str, Any]] | None = None,
-        ordered: bool = True,
+        self, *, draft_step: int | None = None, inputs: list[dict[str, Any]] | None = None, ordered: bool = True
     ) -> None:
         """Replay with the tables' last update, or with other lengths; returns before the device has done anything."""
         if ordered:

@@ -224,11 +224,7 @@ def test_a_registered_pool_takes_part_in_transfers(
         )
         assert client.wait_finished(transfer, WAIT_S).pages == 4
         assert values(paged(received, "k")[:, theirs]) == {3.0}
-        assert [values(paged(received, "v")[layer, theirs]) for layer in range(3)] == [
-            {4.0},
-            {5.0},
-            {6.0},
-        ]
+        assert [values(paged(received, "v")[layer, theirs]) for layer in range(3)] == [{4.0}, {5.0}, {6.0}]
         client.wait_settled(transfer, WAIT_S)
         received.tensor("main", "k").fill_(8)
         DEVICE.synchronize()

@@ -123,10 +123,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
     """Return an engine's session with a daemon that has a host tier."""
     DEVICE.accelerator  # noqa: B018  this process has its device
     config = f"[tiers]\nhost_bytes = {1 << 20}\n"
-    with (
-        running_daemon(tmp_path, config) as daemon,
-        Client.connect(daemon.runtime_dir, name="engine") as one,
-    ):
+    with running_daemon(tmp_path, config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as one:
         yield one
 
 

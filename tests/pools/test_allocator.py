@@ -186,24 +186,6 @@ def test_only_what_the_owner_has_still_is_taken_back() -> None:
     pages.check_integrity()
 
 
-def test_freed_pages_are_handed_out_again_lowest_first() -> None:
-    allocator = PageAllocator(PAGES)
-    assert allocator.allocate(1, 8).tolist() == list(range(1, 9))
-    allocator.free(1, ids_of([6, 2, 7]))
-    assert allocator.allocate(2, 2).tolist() == [2, 6]
-
-
-def test_a_page_of_a_dead_owner_is_not_reused_while_it_is_written() -> None:
-    allocator = PageAllocator(3)
-    pages = allocator.allocate(1, 2)
-    allocator.begin_write(1, pages[:1], "pages")
-    assert allocator.release_owner(1) == (1, 1)
-    with pytest.raises(PoolFullError, match="1 of 2 free"):
-        allocator.allocate(2, 2)
-    allocator.end_write(pages[:1])
-    assert allocator.allocate(2, 2).tolist() == [1, 2]
-
-
 def test_a_doomed_page_is_nobodys() -> None:
     allocator = PageAllocator(3)
     pages = allocator.allocate(1, 1)

@@ -21,57 +21,13 @@ ENTRIES = [
     Entry(component=component, role="k", layer=layer, base=0, pages=9, page_bytes=1)
     for component, layer in (("main", 0), ("main", 1), ("draft", 0))
 ]
-CELLS = st.tuples(st.sets(st.integers(0, 2), min_size=1), st.integers(0, PAGES - 1), st.integers(1, PAGES)).map(
-    lambda drawn: Cells(np.array(sorted(drawn[0]), np.intp), drawn[1], max(drawn[1] + 1, drawn[2]))
-)
 EVERYTHING = Cells(np.arange(3), 0, PAGES)
-
-
-def cells_in(cells: Cells) -> set[tuple[int, int]]:
-    return {(int(entry), page) for entry in cells.entries for page in range(cells.start, cells.stop)}
 
 
 def everything_free(coverage: Coverage, cells: Cells) -> bool:
     """Return True, or raise: cells that no other source holds are free all together or not at all."""
     found = coverage.free_extents(cells, np.zeros(len(cells.entries), np.bool_))
     return [(bool(one.rows.all()), one.start, one.stop) for one in found] == [(True, cells.start, cells.stop)]
-
-
-REQUIRED = {(entry, page) for entry in (0, 1) for page in range(PAGES)}
-
-
-@given(st.lists(CELLS, max_size=6), st.booleans())
-def test_every_cell_is_counted_once(send_requests: list[Cells], arrive: bool) -> None:  # noqa: FBT001  drawn
-    coverage, planned = Coverage(ENTRIES, PAGES, ["draft"]), set[tuple[int, int]]()
-    arrived = set[tuple[int, int]]()
-    for send_request in send_requests:
-        if cells_in(send_request) & planned:
-            with pytest.raises(PageOverlapError):
-                everything_free(coverage, send_request)
-            continue
-        assert everything_free(coverage, send_request)
-        coverage.plan(send_request)
-        planned |= cells_in(send_request)
-        if arrive:
-            coverage.arrive(send_request)
-            arrived |= cells_in(send_request)
-    assert coverage.complete == (planned | REQUIRED <= arrived)
-    assert coverage.arrived_pages == sum({(0, page), (1, page)} <= arrived for page in range(PAGES))
-    missing = REQUIRED - planned
-    if not missing:
-        coverage.check_planned()
-        return
-    bare = any({(entry, page) for page in range(PAGES)} <= missing for entry in (0, 1))
-    with pytest.raises(UncoveredEntryError if bare else IncompleteError):
-        coverage.check_planned()
-
-
-@given(CELLS)
-def test_what_is_withdrawn_may_be_planned_again(cells: Cells) -> None:
-    coverage = Coverage(ENTRIES, PAGES, ["draft"])
-    coverage.plan(cells)
-    coverage.withdraw(cells)
-    assert everything_free(coverage, EVERYTHING)
 
 
 def test_errors_name_the_first_cell() -> None:

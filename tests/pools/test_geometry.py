@@ -13,7 +13,6 @@ from kvferry.pools.planning.geometry import (
     DTYPE_BYTES,
     MAX_PAGES,
     Heads,
-    RankHeads,
     dtype_bytes,
     intersect,
     page_bytes_of,
@@ -109,17 +108,11 @@ def test_every_head_has_as_many_ranks(drawn: tuple[int, int]) -> None:
 @given(st.integers(1, 32), st.integers(1, 32))
 def test_what_does_not_divide_is_refused(heads: int, tp_size: int) -> None:
     if heads % tp_size and tp_size % heads:
-        with pytest.raises(HeadsIndivisibleError, match=f"{heads} KV heads over {tp_size} ranks"):
+        said = f"{heads} KV heads over {tp_size} ranks.*neither is a multiple of the other"
+        with pytest.raises(HeadsIndivisibleError, match=said):
             rank_heads(heads, tp_size, 0)
     else:
         assert rank_heads(heads, tp_size, 0).start == 0
-
-
-def test_three_heads_over_two_ranks() -> None:
-    with pytest.raises(HeadsIndivisibleError) as refused:
-        rank_heads(3, 2, 1)
-    assert refused.value.code == "HEADS_INDIVISIBLE"
-    assert "neither is a multiple of the other" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +131,3 @@ def test_intersect_is_that_of_sets(start: int, count: int, other_start: int, oth
     common = sorted(set(range(start, one.stop)) & set(range(other_start, other.stop)))
     expected = Heads(common[0], len(common)) if common else None
     assert intersect(one, other) == intersect(other, one) == expected
-
-
-def test_a_rank_holds_heads() -> None:
-    assert rank_heads(8, 4, 3) == RankHeads(6, 2, 8, 1)

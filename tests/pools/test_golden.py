@@ -143,12 +143,3 @@ def test_a_repeated_destination_page_is_refused(case: dict[str, Any]) -> None:
     with pytest.raises(DuplicatePageError) as refused:
         make_plan(pair_entries(buffer, buffer), np.array(case["src"], np.int64), np.array(case["dst"], np.int64))
     assert refused.value.field == "destination_pages"
-
-
-@pytest.mark.parametrize("case", REPEATING[:1])
-def test_the_command_refuses_a_repeated_destination_page(case: dict[str, Any]) -> None:
-    pointers = {"src_ptrs": [0], "dst_ptrs": [0], "item_lens": [PAGE_BYTES]}
-    given = as_input({**pointers, "src_pages": case["src"], "dst_pages": case["dst"]})
-    done = run_kvferry("plan", "-", "--json", stdin=json.dumps(given))
-    assert done.returncode == 2
-    assert json.loads(done.stdout)["error"]["code"] == "DUPLICATE_PAGE"

@@ -12,7 +12,6 @@ from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.layouts.models import MODELS, model_spec
 from kvferry.pools.planning.manifest import SpaceSize, space_sizes
 from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError, KvferryError
-from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
 
 
 def sizes_of(name: str, **options: Any) -> dict[str, SpaceSize]:  # noqa: ANN401  any option of model_spec
@@ -123,14 +122,6 @@ def test_the_draft_is_on_the_last_stage(name: str) -> None:
     last = manifest_of(model_spec(name, tokens=1024, first_layer=layers - 1, draft=True))
     main = {entry.role for entry in last.entries if entry.component == "main"}
     assert {entry.role for entry in last.entries if entry.component == "draft"} == main
-
-
-def test_kinds() -> None:
-    kinds = {name: type(model_spec(name, tokens=1024)) for name in MODELS}
-    assert kinds["llama-3-8b"] is MhaSpec
-    assert kinds["deepseek-v3.2"] is MlaSpec
-    assert kinds["gemma-3-1b"] is HybridSwaSpec
-    assert kinds["qwen3-next-80b-a3b"] is MambaSpec
 
 
 @pytest.mark.parametrize(

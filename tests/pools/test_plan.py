@@ -51,8 +51,12 @@ def absolute(blocks: Blocks, source: Memory, destination: Memory) -> Blocks:
 def memory_after(case: TransferCase, copy: Callable[[Blocks, Memory, Memory], None]) -> Memory:
     destination = np.full(case.region_bytes, UNTOUCHED, np.uint8)
     for source, _, plan in plans_of(case):
-        before = source.memory.copy()
-        copy(plan.blocks(), source.memory, destination)
+        before, blocks = source.memory.copy(), plan.blocks()
+        assert (plan.pages, plan.total_bytes) == (len(case.pages), int(blocks[:, 2].sum()))
+        assert (blocks[:, 2] > 0).all()
+        assert int((blocks[:, 0] + blocks[:, 2]).max()) <= len(source.memory), "no block leaves its region"
+        assert int((blocks[:, 1] + blocks[:, 2]).max()) <= case.region_bytes
+        copy(blocks, source.memory, destination)
         assert (source.memory == before).all()
     return destination
 
@@ -75,22 +79,6 @@ def test_the_daemons_copies_move_the_same_bytes(case: TransferCase, block_bytes:
                 copy(split[start:stop])
 
         assert (memory_after(case, in_chunks) == expected).all()
-
-
-@given(cases())
-def test_a_plan_counts_what_it_copies(case: TransferCase) -> None:
-    for _, _, plan in plans_of(case):
-        assert plan.pages == len(case.pages)
-        assert plan.total_bytes == int(plan.blocks()[:, 2].sum())
-
-
-@given(cases())
-def test_no_block_leaves_its_region(case: TransferCase) -> None:
-    for source, _, plan in plans_of(case):
-        blocks = plan.blocks()
-        assert (blocks[:, 2] > 0).all()
-        assert int((blocks[:, 0] + blocks[:, 2]).max()) <= len(source.memory)
-        assert int((blocks[:, 1] + blocks[:, 2]).max()) <= case.region_bytes
 
 
 def entry(**fields: Any) -> Entry:  # noqa: ANN401  any field of an entry

@@ -86,11 +86,7 @@ def test_every_dtype_of_8_bits_may_have_some(dtype: str) -> None:
         (MLA, {"draft": DraftSpec(layers=1, v_scale=1.0)}, "draft.v_scale"),
         (MLA, {"draft": DraftSpec(layers=1, k_scale="page")}, "draft.k_scale"),
         (MLA, {"draft": DraftSpec(layers=1, k_scale=((1.0,),))}, "draft.k_scale"),
-        (
-            MLA,
-            {"packed": "ds_mla", "dtype": "float8_e4m3fn", "kv_lora_rank": 128, "k_scale": 1.0},
-            "k_scale",
-        ),
+        (MLA, {"packed": "ds_mla", "dtype": "float8_e4m3fn", "kv_lora_rank": 128, "k_scale": 1.0}, "k_scale"),
         (SWA, {"k_scale": (1.0,)}, "window_k_scale"),
         (SWA, {"window_v_scale": (1.0,)}, "window_v_scale"),
     ],

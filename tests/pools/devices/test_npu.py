@@ -152,12 +152,7 @@ def test_a_registered_tensor_is_the_engines_own_memory(owner: Child, other: Chil
     assert owner.do("torch.npu.synchronize(); result = mine[2:6].cpu().tolist()") == [0, 0x02020202, 0x02020202, 0]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "why"),
-    [
-        ("torch.zeros(4, 4, device='npu').t()[1:]", "contiguous"),
-    ],
-)
+@pytest.mark.parametrize(("tensor", "why"), [("torch.zeros(4, 4, device='npu').t()[1:]", "contiguous")])
 def test_what_cannot_be_registered(owner: Child, tensor: str, why: str) -> None:
     with pytest.raises(ChildError, match=why) as refused:
         owner.do(f"vendor.export({tensor})")
@@ -204,12 +199,7 @@ def explained(python: Path, **environment: str) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("LD_", "ASCEND"))}
     clean["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     done = subprocess.run(
-        [python, "-c", LOAD],
-        env=clean | environment,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=True,
+        [python, "-c", LOAD], env=clean | environment, capture_output=True, text=True, timeout=WAIT_S, check=True
     )
     return done.stdout.splitlines()[-1]  # the wheel warns on standard output where CANN's variables are not set
 
