@@ -22,7 +22,7 @@ POOL = "prefill"
 def main(runtime_dir: str, device: str, seed: str) -> None:
     """Serve until the input ends."""
     with Client.connect(Path(runtime_dir), name="prefill") as client:
-        pool = client.create_pool(POOL, spec(pages=63), device=device, deadline_s=120)
+        pool = client.create_pool(POOL, spec(pages=63), device=device)
         ring = client.open_events(device)
         weights = model(int(seed)).to(device)
         _say("ready")

@@ -18,8 +18,7 @@ import torch
 
 from kvferry.clients import AttachedPool, BlockTableEntries, Client, EventRing, Tables, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
-from tests.daemons import running_daemon
-from tests.devices import DEVICE
+from tests.daemons import DaemonProcess
 from tests.npu import prefill_engine
 from tests.npu.tiny_model import CONTEXT, PAGE_SIZE, VOCABULARY, DecodeGraph, Model, model, reference, spec
 from tests.started import Started, started
@@ -30,7 +29,8 @@ PREFILL_S = 120.0
 CLOSE = 1e-4
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-LAYER_BY_LAYER = Tuning(whole_below_bytes=0)
+TUNING = Tuning(whole_below_bytes=0)  # layer by layer
+POOLS = {POOL: spec(pages=63)}
 
 
 class Request(NamedTuple):
@@ -147,15 +147,11 @@ def requests() -> list[Request]:
     return [Request(random.integers(0, VOCABULARY, length).tolist(), tokens) for length, tokens in wanted]
 
 
-def test_tokens_are_those_of_a_plain_model(tmp_path: Path, device: str, requests: list[Request]) -> None:
-    DEVICE.accelerator  # noqa: B018  this process has its device
-    on_host = model(SEED)
-    with (
-        running_daemon(tmp_path, tuning=LAYER_BY_LAYER) as daemon,
-        prefill_process(daemon.runtime_dir, device) as prefill,
-        Client.connect(daemon.runtime_dir, name="decode") as client,
-    ):
-        pool = client.create_pool(POOL, spec(pages=63), device=device, deadline_s=PREFILL_S)
+def test_tokens_are_those_of_a_plain_model(
+    daemon: DaemonProcess, client: Client, device: str, requests: list[Request]
+) -> None:
+    on_host, pool = model(SEED), client.attach_pool(POOL)
+    with prefill_process(daemon.runtime_dir, device) as prefill:
         for role in ("k", "v"):
             pool.tensor("main", role).fill_(7.0)  # what was there before must not be seen
         torch.accelerator.synchronize()

@@ -21,12 +21,13 @@ from kvferry.clients import AsyncClient, AttachedPool, Client, MhaSpec
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.npu import NpuVendor
 from kvferry.protocol.errors import DeviceUnavailableError, KvferryError
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess
+from tests.npu.conftest import OPENING_S
 
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
 SHAPE: Final = (2, 5, 16, 2, 8)
 DEVICES: Final = ("npu:0", "npu:1")
-DEADLINE_S: Final = 120.0
+POOLS: Final = {"pool-0": SPEC}
 
 _numbers = itertools.count()
 
@@ -65,12 +66,11 @@ class Engine(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon: DaemonProcess) -> DaemonProcess:
     """Return a daemon with a pool on each device."""
-    with running_daemon(tmp_path_factory.mktemp("devices")) as one, Client.connect(one.runtime_dir) as client:
-        for device in DEVICES:
-            client.create_pool(f"pool-{device[-1]}", SPEC, device=device, deadline_s=DEADLINE_S).close()
-        yield one
+    with Client.connect(daemon.runtime_dir) as client:
+        client.create_pool("pool-1", SPEC, device="npu:1", deadline_s=OPENING_S).close()
+    return daemon
 
 
 @pytest.fixture(params=DEVICES)
@@ -107,20 +107,20 @@ def register(engine: Engine) -> None:
     """Register a pool, and take it back."""
     tensors = {("main", role): torch.zeros(SHAPE, dtype=torch.float16, device=engine.device) for role in ("k", "v")}
     name = new_name()
-    engine.client.register_pool(name, SPEC, tensors, device=engine.device, deadline_s=DEADLINE_S)
+    engine.client.register_pool(name, SPEC, tensors, device=engine.device)
     engine.client.delete_pool(name)
 
 
 def record(engine: Engine) -> None:
     """Open a ring, and record an event of it."""
-    ring = engine.client.open_events(engine.device, events=2, deadline_s=DEADLINE_S)
+    ring = engine.client.open_events(engine.device, events=2)
     ring.record_event()
 
 
 def use_tables(engine: Engine) -> None:
     """Make tables, change them, order the change, and give them up."""
     client = engine.client
-    tables = client.create_tables("tables", engine.pool, max_batch=4, max_context_tokens=64, deadline_s=DEADLINE_S)
+    tables = client.create_tables("tables", engine.pool, max_batch=4, max_context_tokens=64)
     client.wait(client.update_tables(tables, [1], rows={0: [1]}))
     tables.order()
     assert tables.block_tables.device == torch.device(engine.device)
@@ -137,7 +137,7 @@ def attach(engine: Engine) -> None:
 def create(engine: Engine) -> None:
     """Create a pool and delete it."""
     name = new_name()
-    engine.client.create_pool(name, SPEC, device=engine.device, deadline_s=DEADLINE_S).close()
+    engine.client.create_pool(name, SPEC, device=engine.device).close()
     engine.client.delete_pool(name)
 
 
@@ -207,7 +207,7 @@ def test_a_device_that_is_not_there_changes_nothing(daemon: DaemonProcess, engin
 
 
 def test_what_is_recorded_by_default_is_the_stream_of_the_rings_own_device(engine: Engine) -> None:
-    ring = engine.client.open_events(engine.device, events=2, deadline_s=DEADLINE_S)
+    ring = engine.client.open_events(engine.device, events=2)
     pool = engine.client.attach_pool(engine.pool)
     ids = engine.client.allocate(engine.pool, 1)
     pool.tensor("main", "k")[:, ids] = 1  # on the pool's device, whose stream is not this thread's current device's
@@ -219,7 +219,7 @@ def test_the_async_client_leaves_a_loops_thread_as_it_was(daemon: DaemonProcess,
         client = await AsyncClient.connect(daemon.runtime_dir)
         before = State.now()
         pool = await client.attach_pool(engine.pool)
-        ring = await client.open_events(engine.device, events=2, deadline_s=DEADLINE_S)
+        ring = await client.open_events(engine.device, events=2)
         ring.record_event()
         pool.close()
         assert State.now() == before

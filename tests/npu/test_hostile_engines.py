@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from kvferry.protocol.pool_messages import AttachPool, RegisteredArrays, Registe
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
 from tests.cann_simulator.simulator import Simulator
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess
 from tests.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
@@ -29,19 +28,8 @@ ARRAYS = tuple(
 )
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """Run a daemon for one test that soon takes a device for stuck."""
-    with running_daemon(tmp_path, tuning=Tuning(stuck_after_s=5.0)) as one:
-        yield one
-
-
-@pytest.fixture
-def client(daemon: DaemonProcess, device: str) -> Iterator[Client]:
-    """Return a client with a pool on the device."""
-    with Client.connect(daemon.runtime_dir, name="well behaved") as one:
-        one.create_pool("pool", SPEC, device=device, deadline_s=120)
-        yield one
+TUNING = Tuning(stuck_after_s=5.0)  # it soon takes a device for stuck
+POOLS = {"pool": SPEC}
 
 
 @pytest.fixture
@@ -53,7 +41,7 @@ def raw(daemon: DaemonProcess) -> Iterator[RawEngine]:
 
 def made(client: Client) -> Tables:
     """Return tables of a client."""
-    return client.create_tables("tables", "pool", max_batch=4, max_context_tokens=64, deadline_s=60)
+    return client.create_tables("tables", "pool", max_batch=4, max_context_tokens=64)
 
 
 def register(engine: RawEngine, device: str, *shares: Share) -> None:

@@ -19,11 +19,11 @@ from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.protocol.base import DeviceEvent, PageList, RequestBody
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.ids import new_request_id
-from kvferry.protocol.pool_messages import Allocate, CreatePool, DeletePool, Free, RegisteredArrays, RegisterPool
+from kvferry.protocol.pool_messages import Allocate, DeletePool, Free, RegisteredArrays, RegisterPool
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
 from kvferry.protocol.transfer_messages import LayerStep, Send
-from tests.daemons import running_daemon
+from tests.daemons import DaemonProcess
 from tests.devices import DEVICE
 from tests.raw_engine import RawEngine, raw_engine
 
@@ -33,6 +33,7 @@ STRIDES: Final = (1280, 256, 16, 8, 1)
 SIZE_BYTES: Final = 2 * 5 * 16 * 2 * 8 * 2
 OTHER_DEVICE: Final = "npu:1"
 EVENTS: Final = 4
+POOLS: Final = {"theirs": SPEC}
 
 
 class Registered(NamedTuple):
@@ -82,7 +83,7 @@ def share_of(tensor: torch.Tensor, accelerator: Accelerator) -> TorchShare:
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+def harness(daemon: DaemonProcess) -> Iterator[Harness]:
     """Return a harness in which no row leaves anything."""
     other_device = Accelerator(OTHER_DEVICE)
     other_device.open()
@@ -94,11 +95,9 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     )
     shares = tuple(share_of(one, DEVICE.accelerator) for one in (k, v))
     with (
-        running_daemon(tmp_path_factory.mktemp("registered")) as daemon,
         raw_engine(daemon.runtime_dir) as engine,
         Client.connect(daemon.runtime_dir, session=False) as watcher,
     ):
-        engine.ask(CreatePool(pool="theirs", spec=SPEC, device=DEVICE.name), deadline_ms=120_000)
         engine.ask(Allocate(pool="theirs", count=2))
         with DEVICE.accelerator.calling():
             events = [DEVICE.accelerator.vendor.shared_event() for _ in range(EVENTS)]

@@ -59,13 +59,6 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def other(daemon: DaemonProcess) -> Iterator[Client]:
-    """Return another engine."""
-    with Client.connect(daemon.runtime_dir, name="decode") as one:
-        yield one
-
-
-@pytest.fixture
 def name() -> str:
     """Return a pool's name that no other test has."""
     return f"pool-{next(_numbers)}"

@@ -7,8 +7,6 @@ run in which nobody had to go, and of a plain model on the host.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,17 +18,15 @@ from kvferry.clients.slots import pages_from_slots, slots_from_pages
 from kvferry.protocol.client_core import TierOperation
 from kvferry.protocol.errors import DeadlineError
 from tests.cann_simulator.simulator import Simulator
-from tests.daemons import running_daemon
-from tests.devices import DEVICE
 from tests.npu.tiny_model import CONTEXT, PAGE_SIZE, VOCABULARY, DecodeGraph, Model, model, prefill, reference, spec
 
 SEED: Final = 11
 POOL: Final = "engine"
-OPENING_S: Final = 120.0  # the daemon imports torch_npu first
-POOL_PAGES: Final = 13
 TOKENS: Final = 14
 TURN: Final = 6  # tokens before the first request has to go: inside a page
 CLOSE: Final = 1e-4
+CONFIG: Final = f"[tiers]\nhost_bytes = {1 << 20}\n"
+POOLS: Final = {POOL: spec(pages=13)}
 
 
 class Row(NamedTuple):
@@ -118,20 +114,11 @@ class Engine:
             row.slots.append(int(self.client.allocate(POOL, 1)[0]) * PAGE_SIZE)
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
-    """Return an engine's session with a daemon that has a host tier."""
-    DEVICE.accelerator  # noqa: B018  this process has its device
-    config = f"[tiers]\nhost_bytes = {1 << 20}\n"
-    with running_daemon(tmp_path, config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as one:
-        yield one
-
-
 def test_a_retracted_requests_tokens_are_those_of_the_undisturbed_run(
     client: Client, device: str, simulator: Simulator
 ) -> None:
     on_host = model(SEED)
-    pool = client.create_pool(POOL, spec(pages=POOL_PAGES), device=device, deadline_s=OPENING_S)
+    pool = client.attach_pool(POOL)
     for role in ("k", "v"):
         pool.tensor("main", role).fill_(7.0)  # what was there before must not be seen
     torch.accelerator.synchronize()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,23 +12,12 @@ from kvferry.clients import Client, MhaSpec
 from kvferry.protocol.errors import OutOfMemoryError
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess
 from tests.devices import DEVICE
 
-OPENING_S = 120.0
 SPEC = MhaSpec(layers=1, tokens=252, page_size=4, kv_heads=1, head_dim=2, dtype="float32")
 MIB = 1 << 20
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Return a daemon whose device is open and has a pool."""
-    DEVICE.accelerator  # noqa: B018  this process has its device
-    with running_daemon(tmp_path_factory.mktemp("tables")) as one:
-        with Client.connect(one.runtime_dir, name="first") as client:
-            client.create_pool("pool", SPEC, device=DEVICE.name, deadline_s=OPENING_S)
-        yield one
+POOLS = {"pool": SPEC}
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
