@@ -54,16 +54,15 @@ class Row(NamedTuple):
     kind: str
     fields: str
 
-
-def rows() -> Iterator[Row]:
-    """Yield the rows of ``claims.txt``."""
-    for line in Path(__file__).with_name("claims.txt").read_text().splitlines():
-        if not line.startswith("#"):
-            claim, error, message = line.split(" | ")
-            yield Row(claim, *error.split(), *message.split(" ", 1))
+    @classmethod
+    def of(cls, line: str) -> Row:
+        """Return a line's row."""
+        claim, error, message = line.split(" | ")
+        return cls(claim, *error.split(), *message.split(" ", 1))
 
 
-ROWS: Final = list(rows())
+LINES: Final = Path(__file__).with_name("claims.txt").read_text().splitlines()
+ROWS: Final = [Row.of(line) for line in LINES if not line.startswith("#")]
 
 
 class Harness(NamedTuple):

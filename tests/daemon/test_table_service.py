@@ -31,6 +31,7 @@ from kvferry.protocol.errors import (
     UnknownTablesError,
     WindowMismatchError,
 )
+from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.table_messages import TablesUpdated
 from tests.daemons import DaemonProcess
 
@@ -48,6 +49,7 @@ HYBRID = HybridSwaSpec(
     full_layers=(0,), window_layers=(1,), tokens=63 * PAGE, window_tokens=15 * PAGE, window=WINDOW, page_size=PAGE,
     kv_heads=1, head_dim=2, dtype="float32",
 )  # fmt: skip
+STATES = MambaSpec(state_layers=(0,), slots=3, conv_window=2, conv_channels=4, dtype="float32")
 _numbers = itertools.count()
 
 
@@ -177,20 +179,23 @@ def test_a_request_that_does_not_fit_the_pool_is_refused(
     new_tables(client, pool)  # the name was not taken
 
 
-def test_a_pool_of_states_only_has_no_tables(client: Client, device: str) -> None:
-    states = MambaSpec(state_layers=(0,), slots=3, conv_window=2, conv_channels=4, dtype="float32")
-    client.create_pool("states", states, device=device)
-    with pytest.raises(UnknownComponentError) as raised:
-        new_tables(client, "states")
-    assert raised.value.field == "component"
-    client.delete_pool("states")
-
-
-@pytest.mark.parametrize("window", [None, WINDOW - 1, WINDOW + 1])
-def test_a_hybrid_pool_wants_its_window(client: Client, hybrid: str, window: int | None) -> None:
-    with pytest.raises(InvalidFieldError) as raised:
-        new_tables(client, hybrid, window=window)
-    assert raised.value.field == "window"
+@pytest.mark.parametrize(
+    ("spec", "window", "error", "field"),
+    [
+        (STATES, None, UnknownComponentError, "component"),
+        (HYBRID, None, InvalidFieldError, "window"),
+        (HYBRID, WINDOW - 1, InvalidFieldError, "window"),
+        (HYBRID, WINDOW + 1, InvalidFieldError, "window"),
+    ],
+)
+def test_states_alone_have_no_tables_and_a_hybrid_pool_wants_its_window(
+    client: Client, device: str, spec: PoolSpec, window: int | None, error: type[KvferryError], field: str
+) -> None:
+    client.create_pool("special", spec, device=device)
+    with pytest.raises(error) as raised:
+        new_tables(client, "special", window=window)
+    assert raised.value.field == field
+    client.delete_pool("special")
 
 
 def test_a_session_has_a_bounded_number_of_tables(client: Client, pool: str) -> None:

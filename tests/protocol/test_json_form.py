@@ -16,7 +16,7 @@ from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, UnknownTypeError
 from kvferry.protocol.json_form import BodyWithIds, body_to_fields, object_from_json, request_from_fields
 from kvferry.protocol.limits import INT64_BYTES
-from kvferry.protocol.pool_messages import Allocated, Free
+from kvferry.protocol.pool_messages import Allocated
 from kvferry.protocol.transfer_messages import Receive, Send
 from tests.protocol.bodies import ids_for, structs_of
 from tests.protocol.samples import MESSAGES, REQUESTS
@@ -49,21 +49,12 @@ def test_every_sample_can_be_shown(name: str) -> None:
 
 
 def test_page_lists_stand_where_they_are_announced() -> None:
-    body, ids = request_from_json(
-        "SEND",
-        f'{{"request_id": "{REQUEST_ID}", "pool": "a", "lists": '
-        '[{"pages": [4, 5]}, {"component": "draft", "pages": [9]}]}',
-    )
+    lists = '[{"pages": [4, 5]}, {"component": "draft", "pages": []}]'
+    body, ids = request_from_json("SEND", f'{{"request_id": "{REQUEST_ID}", "pool": "a", "lists": {lists}}}')
     assert isinstance(body, Send)
-    assert [(one.component, one.pages) for one in body.lists] == [("main", 2), ("draft", 1)]
-    assert [unpack_ids(one) for one in ids] == [[4, 5], [9]]
+    assert [(one.component, one.pages) for one in body.lists] == [("main", 2), ("draft", 0)]
+    assert [unpack_ids(one) for one in ids] == [[4, 5], []]
     assert body_to_fields(Allocated(pages=2), (pack_ids([7, 8]),)) == {"type": "ALLOCATED", "pages": [7, 8]}
-
-
-def test_an_empty_list_is_a_list() -> None:
-    body, (ids,) = request_from_json("FREE", '{"pool": "a", "pages": []}')
-    assert body == Free(pool="a", pages=0)
-    assert len(ids) == 0
 
 
 SEND = f'"request_id": "{REQUEST_ID}", "pool": "a"'

@@ -20,7 +20,7 @@ from kvferry.protocol.peer_messages import (
 from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS
 from tests.protocol.bodies import damaged
 from tests.protocol.samples import MESSAGES, PEER_MESSAGES, PEERS, to_frames
-from tests.protocol.test_codec import changed, golden, with_field
+from tests.protocol.test_codec import changed, golden, nested, with_field
 
 ADDRESS_AT, BOOT_AT, TO_BOOT_AT, BODY_AT = range(4)
 
@@ -32,27 +32,13 @@ def test_an_older_daemon_leaves_out_what_has_a_default() -> None:
     assert body == Written(grant=11)
 
 
-def nested(depth: int) -> object:
-    """Return lists in lists."""
-    value: object = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 RECEIVE_REQUEST = ["f" * 32, "decode", 7, 2]
 
 
 @pytest.mark.parametrize(
     "frames",
     [
-        [],
-        [b""],
-        [b"\xc1"],
-        [b"\x90"],
-        [b"\xff" * 9],
-        [b"\x91" * 100_000],
-        [b"\x81\xa1a" * 100_000],
+        [], [b""], [b"\xc1"], [b"\x90"], [b"\xff" * 9], [b"\x91" * 100_000], [b"\x81\xa1a" * 100_000],
         [b"\xdf\xff\xff\xff\xff"],
         changed("GRANT", ADDRESS_AT, "udp://192.0.2.7:1"),
         changed("GRANT", ADDRESS_AT, "tcp://192.0.2.7:7801\n"),
@@ -101,7 +87,7 @@ RECEIVE_REQUEST = ["f" * 32, "decode", 7, 2]
         [*golden("SEND_REQUEST")[:2], b"\0" * 7],
         [*golden("GRANT"), b""],
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_refused(frames: list[bytes]) -> None:
     with pytest.raises(MalformedError):
         decode_peer(frames)

@@ -7,7 +7,6 @@ import os
 import shlex
 import socket
 import struct
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 from kvferry.clients import calls
 from kvferry.clients.cli.doctor.host import Finding, Host
 from kvferry.clients.sync_client import Client
+from kvferry.protocol import VERSION
 from kvferry.protocol.errors import AccessDeniedError, KvferryError, VersionMismatchError
 from kvferry.protocol.session_messages import Status, StatusReport
 from kvferry.protocol.settings import CONTROL_SOCKET, default_runtime_dir
@@ -75,9 +75,8 @@ def check_daemon(running: Running) -> Finding:
         return Finding(
             "missing", f"{said}; the network transport is broken: nothing comes in from other hosts", RESTART
         )
-    own = metadata.version("kvferry")
-    if report.daemon_version != own:
-        return Finding("warning", f"{said}; this command is {own}", f"after an upgrade: {RESTART}")
+    if report.daemon_version != VERSION:
+        return Finding("warning", f"{said}; this command is {VERSION}", f"after an upgrade: {RESTART}")
     if report.draining:
         return Finding("warning", f"{said}; it is draining and accepts no new transfers", "wait until it ends")
     return Finding("ok", said)

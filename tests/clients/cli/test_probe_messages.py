@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.clients.cli.probe_messages import (
-    Answers,
-    ProbeMessage,
-    Reader,
-    Reference,
-    references,
-    resolved,
-)
+from kvferry.clients.cli.probe_messages import Answers, ProbeMessage, Reader, Reference, references, resolved
 from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 
@@ -21,14 +14,13 @@ ALLOCATE = '{"pool": "p", "count": 2}'
 
 
 def test_words_are_types_and_their_fields() -> None:
-    reader = Reader()
-    found = list(reader.words(["ping", "ALLOCATE", ALLOCATE, '{"type": "status", "as": "all"}', "wait", "PING"]))
-    assert [(one.name, one.kind, one.fields) for one in found] == [
-        ("1", "PING", {}),
-        ("2", "ALLOCATE", {"pool": "p", "count": 2}),
-        ("all", "STATUS", {}),
-        ("4", "WAIT", {}),
-        ("5", "PING", {}),
+    words = ["ping", "ALLOCATE", ALLOCATE, '{"type": "status", "as": "all"}', "wait", "PING"]
+    assert list(Reader().words(words)) == [
+        ProbeMessage("1", "PING", {}),
+        ProbeMessage("2", "ALLOCATE", {"pool": "p", "count": 2}),
+        ProbeMessage("all", "STATUS", {}),
+        ProbeMessage("4", "WAIT", {}),
+        ProbeMessage("5", "PING", {}),
     ]
 
 
@@ -36,8 +28,7 @@ def test_lines_are_types_and_fields_or_objects() -> None:
     lines = ["# first", "", "  PING  ", f"allocate   {ALLOCATE}", '{"type": "ALLOCATE", "pool": "p", "count": 2}']
     assert list(Reader().lines(lines)) == [
         ProbeMessage("1", "PING", {}),
-        ProbeMessage("2", "ALLOCATE", {"pool": "p", "count": 2}),
-        ProbeMessage("3", "ALLOCATE", {"pool": "p", "count": 2}),
+        *(ProbeMessage(name, "ALLOCATE", {"pool": "p", "count": 2}) for name in "23"),
     ]
 
 
@@ -81,10 +72,8 @@ def test_what_is_referred_to_is_checked_when_it_is_known() -> None:
     reader = Reader()
     list(reader.words(["ALLOCATE", '{"as": "mine", "pool": "p", "count": 1}']))
     message = reader.line('SEND {"request_id": "$mine.x", "pool": "p", "lists": [{"pages": "$mine.pages.1:"}]}')
-    assert list(references(message.fields)) == [
-        Reference("mine", "", ("x",)),
-        Reference("mine", "", ("pages", "1:")),
-    ]
+    found = [Reference("mine", "", ("x",)), Reference("mine", "", ("pages", "1:"))]
+    assert list(references(message.fields)) == found
 
 
 @pytest.fixture
