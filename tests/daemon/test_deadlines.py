@@ -33,6 +33,7 @@ def test_a_client_that_names_no_deadline_is_served(client: Client) -> None:
             refuse()
         assert refused.value.field == "deadline_s"
     assert client.receive("pool", new_request_id(), [pages(held)], deadline_s=10).refused is None
+    client.free("pool", held)
 
 
 @pytest.mark.parametrize(("options", "said"), [((), "UNKNOWN_POOL"), (("--timeout", "11"), "at most 10 s")])

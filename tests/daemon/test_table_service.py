@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -350,31 +349,6 @@ def test_steps_in_a_row_keep_their_order_and_their_addresses(client: Client, poo
         update(client, tables, lengths, rows=given, entries=entries, after=ring.record_event())
         assert contents(tables) == expected(rows, lengths)
     assert [tables.block_tables.data_ptr(), tables.seq_lens.data_ptr()] == addresses
-
-
-def test_the_host_lengths_are_never_torn(client: Client, tables: Tables) -> None:
-    """Every record that another thread finds, while updates go on, is one update's, and they come in order."""
-    seen: list[HostLengths] = []
-    ended = threading.Event()
-
-    def read() -> None:
-        while not ended.is_set():
-            seen.append(tables.host_lengths())
-
-    update(client, tables, [1] * BATCH, rows={row: range(1, 9) for row in range(BATCH)})
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for step in range(300):
-            update(client, tables, [step % CONTEXT + 1] * BATCH, extra_tokens=step % 2)
-    finally:
-        ended.set()
-        reader.join()
-    assert len({one.sequence for one in seen}) > 10
-    for one in seen:
-        assert one.sequence == 1 or set(one.lengths) == {(one.sequence - 2) % CONTEXT + 1}
-        assert one.extra_tokens == (0 if one.sequence == 1 else one.sequence % 2)
-    assert [one.sequence for one in seen] == sorted(one.sequence for one in seen)
 
 
 @pytest.mark.parametrize("mapped", [True, False])
