@@ -14,24 +14,11 @@ from hypothesis import strategies as st
 
 from kvferry.daemon.control.dispatch import Answer, Call, OpenBatch
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
+from kvferry.protocol import tier_messages as tier
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
 from kvferry.protocol.envelope import MAX_BATCH, REQUEST_TYPES, Batch, Batched, Reply
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocate, DeletePool, Free, Freed, PoolDeleted
-from kvferry.protocol.tier_messages import (
-    CacheList,
-    CancelOperation,
-    DropSnapshot,
-    Load,
-    Lookup,
-    Offload,
-    Restore,
-    SnapshotReport,
-    Snapshots,
-    SnapshotStatus,
-    Store,
-    Unpin,
-)
 from tests.daemon.dispatching import ALLOCATE, BOOT, DELETE, Dispatching, error_of
 from tests.daemon.tiers.tier_harness import POOL, Engine, harness, names, settle, until
 from tests.devices import DEVICE
@@ -60,11 +47,11 @@ class Batching(Dispatching):
 
     def _snapshots(self, call: Call) -> Answer:
         del call
-        one = SnapshotStatus(
+        one = tier.SnapshotStatus(
             snapshot="0" * 32, pool="p" * 120, layout_digest="", lists=(), tokens=None, chunks=1, size_bytes=1,
             checksum="", age_ms=1, session=None, state="ready", restores=0,
         )  # fmt: skip
-        return Answer(SnapshotReport(snapshots=(one,) * 100))
+        return Answer(tier.SnapshotReport(snapshots=(one,) * 100))
 
 
 @pytest.fixture
@@ -130,7 +117,7 @@ async def test_what_is_in_flight_is_bounded(daemon: Batching) -> None:
 
 @pytest.mark.anyio
 async def test_results_are_bounded_but_what_was_done_is_said(daemon: Batching) -> None:
-    daemon.take(Batch(requests=(*(Snapshots(),) * 5, ALLOCATE)))
+    daemon.take(Batch(requests=(*(tier.Snapshots(),) * 5, ALLOCATE)))
     assert codes(daemon.results()) == ["", "", "TOO_LARGE", "TOO_LARGE", "TOO_LARGE", ""]
     assert len(daemon.sent[0][2]) == 1
 
@@ -211,15 +198,19 @@ def alone(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[RequestBo
 STEPS = st.lists(
     st.one_of(
         alone(COUNT.map(lambda count: Allocate(pool=POOL, count=count))),
-        alone(HASHES.map(lambda hashes: Lookup(pool=POOL, hashes=hashes))),
-        alone(NUMBER.map(lambda number: Unpin(lease=number))),
-        alone(NUMBER.map(lambda number: CancelOperation(operation=number))),
-        alone(st.sampled_from([Snapshots(), CacheList(), DropSnapshot(snapshot="0" * 32), DeletePool(pool="none")])),
-        alone(st.just(Restore(snapshot="0" * 32, pool=POOL, allocate=True))),
+        alone(HASHES.map(lambda hashes: tier.Lookup(pool=POOL, hashes=hashes))),
+        alone(NUMBER.map(lambda number: tier.Unpin(lease=number))),
+        alone(NUMBER.map(lambda number: tier.CancelOperation(operation=number))),
+        alone(
+            st.sampled_from(
+                [tier.Snapshots(), tier.CacheList(), tier.DropSnapshot(snapshot="0" * 32), DeletePool(pool="none")]
+            )
+        ),
+        alone(st.just(tier.Restore(snapshot="0" * 32, pool=POOL, allocate=True))),
         listed(lambda count: Free(pool=POOL, pages=count)),
-        listed(lambda count: Offload(pool=POOL, lists=(PageList(pages=count),))),
-        listed(lambda count: Store(pool=POOL, hashes=b"".join(names(*range(1, 1 + count))), pages=count)),
-        listed(lambda count: Load(lease=1, pool=POOL, pages=count)),
+        listed(lambda count: tier.Offload(pool=POOL, lists=(PageList(pages=count),))),
+        listed(lambda count: tier.Store(pool=POOL, hashes=b"".join(names(*range(1, 1 + count))), pages=count)),
+        listed(lambda count: tier.Load(lease=1, pool=POOL, pages=count)),
     ),
     min_size=1,
     max_size=8,

@@ -9,16 +9,8 @@ import pytest
 
 from kvferry.clients import Client, calls, new_request_id, pages
 from kvferry.daemon.process.devices import Devices
+from kvferry.protocol import errors
 from kvferry.protocol.config.schema import Config, DevicesConfig
-from kvferry.protocol.errors import (
-    CancelledError,
-    DeadlineError,
-    DeviceUnavailableError,
-    InvalidFieldError,
-    KvferryError,
-    TooLargeError,
-    UnknownPoolError,
-)
 from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_messages import OpenEvents
@@ -49,7 +41,7 @@ def test_a_device_that_is_not_there_is_named_with_the_reason(name: str) -> None:
     assert (devices.in_use, list(devices.status()), repr(devices)) == (False, [], "<Devices >")
     details = set()
     for ask in (devices.open, lambda one: devices.allocate(one, 1 << 20), lambda one: devices.register(one, [], 1)):
-        with pytest.raises(DeviceUnavailableError) as refused:
+        with pytest.raises(errors.DeviceUnavailableError) as refused:
             ask(name)
         assert refused.value.field == "device"
         details.add(refused.value.detail)
@@ -61,11 +53,11 @@ def test_a_device_that_is_not_there_is_named_with_the_reason(name: str) -> None:
 
 
 def test_a_daemon_without_devices_says_why_and_goes_on(daemon: DaemonProcess, client: Client) -> None:
-    with pytest.raises(DeviceUnavailableError) as refused:
+    with pytest.raises(errors.DeviceUnavailableError) as refused:
         client.create_pool("on-device", SPEC, device=MISSING)
     assert "kvferry doctor" in refused.value.remedy
     assert not list(daemon.runtime_dir.glob("device-pools*")), "no word of pools on the host"
-    with pytest.raises(UnknownPoolError):
+    with pytest.raises(errors.UnknownPoolError):
         client.attach_pool("on-device")
     status = client.status()
     (shown,) = status.devices
@@ -76,7 +68,7 @@ def test_a_daemon_without_devices_says_why_and_goes_on(daemon: DaemonProcess, cl
 
 @pytest.mark.parametrize("name", ["", "npu", "npu:", "npu:-1", "npu:1000", "gpu:0", "NPU:0", "host:0", "npu:0\n"])
 def test_what_is_no_devices_name(client: Client, name: str) -> None:
-    with pytest.raises(InvalidFieldError) as refused:
+    with pytest.raises(errors.InvalidFieldError) as refused:
         client.create_pool("named", SPEC, device=name)
     assert refused.value.field == "device"
 
@@ -98,7 +90,7 @@ def test_a_receive_that_waits_for_its_event_can_be_cancelled(client: Client) -> 
     later = ring.event()
     transfer = client.receive("host", request_id, [pages(ids)], after=later)
     assert not client.cancel(transfer).was_finished
-    with pytest.raises(CancelledError):
+    with pytest.raises(errors.CancelledError):
         client.wait_finished(transfer)
     client.free("host", ids)
     ring.record(later)
@@ -111,7 +103,7 @@ def test_requests_whose_deadline_has_passed_make_room_for_others(client: Client)
     never, soon = ring.event(), ring.event()
     for _ in range(1100):  # more than may be held
         pending = client.begin(calls.free("host", ids, "main", never), deadline_s=0.001)
-        with pytest.raises(DeadlineError):
+        with pytest.raises(errors.DeadlineError):
             client.wait(pending)
     held = client.begin(calls.free("host", ids, "main", soon))
     ring.record(soon)
@@ -125,13 +117,13 @@ def test_all_that_an_engine_said_before_a_message_is_taken(daemon: DaemonProcess
     call = calls.asked(RegisterPool(pool="registered", spec=SPEC, device="npu:0", arrays=arrays))
     with raw_engine(daemon.runtime_dir) as engine:
         for _ in range(5):
-            with pytest.raises(KvferryError) as refused:
+            with pytest.raises(errors.KvferryError) as refused:
                 engine.call(call, lambda number: [ShareFollows(message_id=number, shares=(SHARE,))] * count)
             assert "shares came" not in refused.value.detail
 
 
 def test_tables_have_a_bound(client: Client) -> None:
-    with pytest.raises(TooLargeError) as refused:
+    with pytest.raises(errors.TooLargeError) as refused:
         client.create_tables("large", "host", max_batch=65_536, max_context_tokens=1 << 15)
     assert refused.value.field == "max_batch"
     client.create_tables("small", "host", max_batch=4, max_context_tokens=64)
@@ -141,5 +133,5 @@ def test_a_ring_on_the_host_is_not_taken_for_one_on_a_device(client: Client) -> 
     client.open_events()
     again = client.open_events()
     again.record_event()
-    with pytest.raises(InvalidFieldError):
+    with pytest.raises(errors.InvalidFieldError):
         client.call(calls.asked(OpenEvents(device="npu:0")))

@@ -12,13 +12,7 @@ from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
-from kvferry.protocol.errors import (
-    CancelledError,
-    DeadlineError,
-    InternalError,
-    InvalidFieldError,
-    UnknownTransferError,
-)
+from kvferry.protocol import errors
 from tests.daemon.in_process import SPEC, client_of_one
 
 pytestmark = pytest.mark.anyio
@@ -65,12 +59,12 @@ async def test_a_copy_that_cannot_begin_fails_alone_and_gives_its_pages_back(
     one, other = [await receive(client, name, request_id) for name in ("one", "other")]
     await client.ping()
     sending = await send(client, request_id, destinations=2)
-    with pytest.raises(InternalError, match="a bug of the transport"):
+    with pytest.raises(errors.InternalError, match="a bug of the transport"):
         await client.wait_finished(one)
     assert (await client.wait_finished(other)).pages == 2
     for transfer in (one, other):
         await client.wait_settled(transfer)
-    with pytest.raises(InternalError):
+    with pytest.raises(errors.InternalError):
         await client.wait_finished(sending)
     await client.wait_settled(sending)
     assert len(asked) == 2
@@ -95,7 +89,7 @@ async def test_a_late_word_of_a_transport_that_raised_changes_nothing(
         receiving = await receive(client, request_id=request_id)
         sending = await send(client, request_id)
         if fails:
-            with pytest.raises(InternalError, match="after it began"):
+            with pytest.raises(errors.InternalError, match="after it began"):
                 await client.wait_finished(receiving)
         else:
             await client.wait_finished(receiving)
@@ -117,13 +111,13 @@ async def test_a_cancel_that_does_not_wait_is_answered_while_a_copy_is_under_way
     for was_finished in (False, True):
         cancelled = await client.cancel(receiving, wait=False)
         assert (cancelled.was_finished, cancelled.settled) == (was_finished, False)
-    assert isinstance(receiving.error, CancelledError)
+    assert isinstance(receiving.error, errors.CancelledError)
     assert receiving.settled is None
     ((op, on_done),) = held
     on_done(op.op_id, None)
     await client.wait_settled(receiving)
     await client.wait_settled(sending)
-    with pytest.raises(UnknownTransferError):
+    with pytest.raises(errors.UnknownTransferError):
         await client.cancel(receiving, wait=False)
 
 
@@ -132,7 +126,7 @@ async def test_a_cancel_that_does_not_wait_and_needs_not(client: AsyncClient) ->
     await client.ping()
     cancelled = await client.cancel(sending, wait=False)
     assert (cancelled.was_finished, cancelled.settled) == (False, True)
-    with pytest.raises(CancelledError):
+    with pytest.raises(errors.CancelledError):
         await client.wait_finished(sending)
 
 
@@ -150,7 +144,7 @@ async def test_deadlines_come_although_a_peer_cannot_be_told(
 
     monkeypatch.setattr(PeerLinks, "connect", fails_later)
     receiving = await receive(client, source_daemons=[NOWHERE], deadline_s=0.2)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(errors.DeadlineError):
         await client.wait_finished(receiving)
     await client.wait_settled(receiving)
     assert len(asked) > 1
@@ -161,13 +155,13 @@ async def test_a_source_daemon_that_cannot_be_called_refuses_the_receive(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     def no_link(_owner: PeerLinks, address: str, field: str) -> None:
-        raise InvalidFieldError(f"{address}: no socket is left", field=field)
+        raise errors.InvalidFieldError(f"{address}: no socket is left", field=field)
 
     if not address:
         monkeypatch.setattr(peers, "PeerLink", no_link)
     for _ in range(2):
         receiving = await receive(client, source_daemons=[NOWHERE, address] if address else [NOWHERE])
-        with pytest.raises(InvalidFieldError) as refused:
+        with pytest.raises(errors.InvalidFieldError) as refused:
             await client.wait_finished(receiving)
         assert refused.value.field == ("source_daemons[1]" if address else "source_daemons[0]")
     status = await client.status()

@@ -20,9 +20,9 @@ import torch
 from kvferry.clients import Client, new_request_id, pages
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.pools.tiers.disk import DiskStore
-from kvferry.protocol.errors import ConfigError, DaemonLostError, PeerLostError, ShuttingDownError
+from kvferry.protocol import errors
 from kvferry.protocol.ids import HOST
-from tests.daemon.victims import PAGES, SENT, SPEC, VALUE
+from tests.daemon.victims import ALL, PAGES, SENT, SPEC, VALUE
 from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, start_and_wait_until_ready
 from tests.devices import DEVICE
 from tests.started import Started, started
@@ -30,7 +30,6 @@ from tests.started import Started, started
 pytestmark = pytest.mark.any_device
 
 SOON_S = 20.0
-ALL = SPEC.tokens // SPEC.page_size
 VICTIMS = Path(__file__).with_name("victims.py")
 KVFERRY = (sys.executable, "-P", "-m", "kvferry.clients.cli.main")
 
@@ -95,7 +94,7 @@ def test_prefill_dies_before_its_last_send(daemon: DaemonProcess, client: Client
     with victim(daemon, "send", request_id, *flags) as engine:
         assert has_free(client, "send", ALL - PAGES)
         os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(PeerLostError):
+        with pytest.raises(errors.PeerLostError):
             client.wait_finished(transfer, timeout_s=SOON_S)
         client.wait_settled(transfer)
         assert has_free(client, "send", ALL)
@@ -128,7 +127,7 @@ def test_decode_dies(daemon: DaemonProcess, client: Client, flags: tuple[str, ..
         ids = client.allocate("send", SENT)
         sent = client.send("send", request_id, [pages(ids[:1])], last=False)
         os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(PeerLostError):
+        with pytest.raises(errors.PeerLostError):
             client.wait_finished(sent, timeout_s=SOON_S)
         client.wait_settled(sent)
         assert client.free("send", ids).deferred == 0
@@ -143,10 +142,10 @@ def test_sigterm_fails_what_waits_and_ends_with_0(mortal: DaemonProcess) -> None
         while transfer.accepted is None:
             client.poll(1.0)
         mortal.process.terminate()
-        with pytest.raises(ShuttingDownError):
+        with pytest.raises(errors.ShuttingDownError):
             client.wait_finished(transfer)
         assert mortal.process.wait(30) == 0
-        with pytest.raises(DaemonLostError):
+        with pytest.raises(errors.DaemonLostError):
             client.ping()
 
 
@@ -155,7 +154,7 @@ def test_kill_9_of_the_daemon_ends_every_wait(mortal: DaemonProcess) -> None:
         transfer = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
         killer = threading.Timer(0.0, mortal.kill)
         killer.start()
-        with pytest.raises(DaemonLostError):
+        with pytest.raises(errors.DaemonLostError):
             client.wait_finished(transfer)
         killer.join()
 
@@ -164,7 +163,7 @@ def test_kill_9_of_the_daemon_ends_every_wait(mortal: DaemonProcess) -> None:
 def test_sockets_left_behind_do_not_matter(tmp_path: Path, mortal: DaemonProcess) -> None:
     mortal.kill()
     assert (mortal.runtime_dir / "control.sock").exists()
-    with pytest.raises(DaemonLostError):
+    with pytest.raises(errors.DaemonLostError):
         Client.connect(mortal.runtime_dir)
     command = ["-m", "kvferry.clients.cli.main", "daemon", "--runtime-dir", str(mortal.runtime_dir)]
     process = start_and_wait_until_ready(command, mortal.runtime_dir.parent / "notify", tmp_path / "second.log", {})
@@ -251,10 +250,10 @@ def test_a_directory_that_is_there_is_never_opened(tmp_path: Path, mode: int, th
 
 def test_who_is_in_the_way_now_may_be_gone_later(tmp_path: Path) -> None:
     """So the daemon ends with 1 then, and its service manager tries again."""
-    with RuntimeDirectory(tmp_path / "run"), pytest.raises(ConfigError, match="another daemon") as refused:
+    with RuntimeDirectory(tmp_path / "run"), pytest.raises(errors.ConfigError, match="another daemon") as refused:
         RuntimeDirectory(tmp_path / "run").__enter__()
     assert refused.value.retryable
-    with DiskStore(tmp_path), pytest.raises(ConfigError, match="another daemon") as refused:
+    with DiskStore(tmp_path), pytest.raises(errors.ConfigError, match="another daemon") as refused:
         DiskStore(tmp_path)
     assert refused.value.retryable
     with socket.create_server(("127.0.0.1", 0)) as server:

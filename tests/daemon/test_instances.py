@@ -12,17 +12,7 @@ import pytest
 
 from kvferry.clients import Client, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
-from kvferry.protocol.errors import (
-    InvalidFieldError,
-    KvferryError,
-    NotOwnerError,
-    OverloadedError,
-    PoolExistsError,
-    PoolFullError,
-    PoolInUseError,
-    UnknownLeaseError,
-    UnknownPoolError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import PoolStatus
 from kvferry.protocol.session_stream import SessionOpen
@@ -94,7 +84,9 @@ def test_a_worker_dies_and_then_the_scheduler(daemon: DaemonProcess, other: Clie
         assert free_pages(other, PREFILL) == ALL - PAGES + 1, "the worker's death takes nothing of its instance"
         assert {one.pinned_by for one in other.cached_blocks()} != {()}
         assert [one.state for one in other.snapshots()] == ["ready"]
-        with pytest.raises(PoolFullError, match=r"held by instance 'engine-0' \(session \d+ 'scheduler' of process"):
+        with pytest.raises(
+            errors.PoolFullError, match=r"held by instance 'engine-0' \(session \d+ 'scheduler' of process"
+        ):
             other.allocate(PREFILL, ALL)
         os.kill(scheduler.pid, signal.SIGKILL)
         assert soon(lambda: "scheduler" not in sessions(other))
@@ -102,7 +94,7 @@ def test_a_worker_dies_and_then_the_scheduler(daemon: DaemonProcess, other: Clie
     assert {one.pinned_by for one in other.cached_blocks()} == {()}
     assert soon(lambda: not list(other.snapshots()))
     assert pool_of(other, DECODE) is None, "its lifetime was the instance's"
-    with pytest.raises(UnknownPoolError):
+    with pytest.raises(errors.UnknownPoolError):
         other.allocate(DECODE, 1)
 
 
@@ -117,14 +109,14 @@ def test_what_is_anothers_and_what_is_not(daemon: DaemonProcess, other: Client) 
         same.wait_done(same.store(PREFILL, hashes(2), ids[:2]))
         lease = one.lookup(PREFILL, hashes(2)).lease
         for stranger in (foreign, other):
-            with pytest.raises(NotOwnerError, match="owned by another instance"):
+            with pytest.raises(errors.NotOwnerError, match="owned by another instance"):
                 stranger.free(PREFILL, ids)
             for move in (stranger.send, stranger.receive):
-                with pytest.raises(NotOwnerError):
+                with pytest.raises(errors.NotOwnerError):
                     stranger.wait_finished(move(PREFILL, new_request_id(), [pages(ids)]))
-            with pytest.raises(NotOwnerError):
+            with pytest.raises(errors.NotOwnerError):
                 stranger.wait_done(stranger.offload(PREFILL, [pages(ids)]))
-            with pytest.raises(UnknownLeaseError):
+            with pytest.raises(errors.UnknownLeaseError):
                 stranger.unpin(lease)
         assert same.lookup(PREFILL, hashes(2)[1:], lease=lease).lease == lease
         one.close()
@@ -140,7 +132,7 @@ def test_a_transfer_is_its_sessions_alone(daemon: DaemonProcess) -> None:
         one.create_pool(PREFILL, SPEC, model=MODEL)
         request_id, ids = new_request_id(), one.allocate(PREFILL, 2)
         received = same.receive(PREFILL, request_id, [pages(ids[:1])])
-        with pytest.raises(KvferryError, match="UNKNOWN_TRANSFER"):
+        with pytest.raises(errors.KvferryError, match="UNKNOWN_TRANSFER"):
             one.result(PREFILL, request_id, "receive")
         same.close()
         assert soon(lambda: len(one.status().transfers) == 0)
@@ -166,11 +158,11 @@ def test_another_tenant_of_the_same_name(daemon: DaemonProcess, require: Callabl
 
 @pytest.mark.parametrize("name", ["x" * 129, "a\x00b", "a\nb"], ids=["long", "nul", "two lines"])
 def test_names_that_are_none(daemon: DaemonProcess, name: str) -> None:
-    with pytest.raises(InvalidFieldError) as refused:
+    with pytest.raises(errors.InvalidFieldError) as refused:
         Client.connect(daemon.runtime_dir, instance=name)
     assert refused.value.field == "instance"
     opening = SessionOpen(protocol_min=2, protocol_max=2, instance=name)
-    with pytest.raises(KvferryError) as refused_by_daemon, raw_engine(daemon.runtime_dir, opening=opening):
+    with pytest.raises(errors.KvferryError) as refused_by_daemon, raw_engine(daemon.runtime_dir, opening=opening):
         pass
     assert refused_by_daemon.value.code == "MALFORMED"
 
@@ -179,7 +171,7 @@ def test_sessions_of_one_instance_are_counted_as_sessions(daemon: DaemonProcess)
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(Client.connect(daemon.runtime_dir, instance="many"))
-        with pytest.raises(OverloadedError, match="8 sessions live"):
+        with pytest.raises(errors.OverloadedError, match="8 sessions live"):
             Client.connect(daemon.runtime_dir, instance="many")
     with Client.connect(daemon.runtime_dir) as client:
         assert soon(lambda: len(client.status().sessions) == 1)
@@ -197,7 +189,7 @@ def test_a_pool_that_ends_with_its_instance(daemon: DaemonProcess, other: Client
             assert found is not None
             assert (found.lifetime, found.ends_with) == ("instance", other.status().sessions[1].owner)
             for lifetime in ("instance", "daemon"):
-                with pytest.raises(PoolExistsError, match="ends with instance 'a'") as refused:
+                with pytest.raises(errors.PoolExistsError, match="ends with instance 'a'") as refused:
                     other.create_pool(name, SPEC, lifetime=lifetime)
                 assert refused.value.field == "lifetime"
             attached = other.attach_pool(name)
@@ -205,11 +197,11 @@ def test_a_pool_that_ends_with_its_instance(daemon: DaemonProcess, other: Client
         assert pool_of(other, name) is not None
     assert soon(lambda: pool_of(other, name) is None)
     attached.tensor("main", "k")[:, ids[0]] = 1.0  # a mapping that engines have stays
-    with pytest.raises(UnknownPoolError):
+    with pytest.raises(errors.UnknownPoolError):
         other.free(name, ids)
     other.create_pool(name, SPEC)
     assert free_pages(other, name) == ALL
-    with pytest.raises(PoolExistsError, match="ends with the daemon, asked for with lifetime 'instance'"):
+    with pytest.raises(errors.PoolExistsError, match="ends with the daemon, asked for with lifetime 'instance'"):
         other.create_pool(name, SPEC, lifetime="instance")
     other.delete_pool(name)
 
@@ -221,7 +213,7 @@ def test_what_is_in_flight_in_such_a_pool_ends_first(daemon: DaemonProcess, othe
         one.create_pool(name, SPEC, lifetime="instance")
         received = other.receive(name, request_id, [pages(other.allocate(name, 2))])
         other.ping()
-        with pytest.raises(PoolInUseError):
+        with pytest.raises(errors.PoolInUseError):
             one.delete_pool(name)
     assert soon(lambda: pool_of(other, name) is None)
     sent = other.send("out", request_id, [pages(other.allocate("out", 2))])

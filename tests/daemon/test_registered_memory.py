@@ -26,21 +26,12 @@ from kvferry.clients import Client, MhaSpec, MlaSpec, SharedMemory, calls, new_r
 from kvferry.clients.shared_memory import memory_at
 from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import (
-    ClientClosedError,
-    InvalidFieldError,
-    KvferryError,
-    OutOfMemoryError,
-    PeerLostError,
-    PoolExistsError,
-    PoolInUseError,
-    PoolLostError,
-    TooLargeError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows, pack
 from kvferry.protocol.settings import SESSION_SOCKET
+from tests.daemon import victims
 from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import RawEngine, raw_engine
 from tests.started import started
@@ -131,7 +122,7 @@ def test_a_snapshot_of_registered_memory(client: Client, name: str) -> None:
     snapshot = client.wait_done(client.offload(name, [pages([1, 2])])).snapshot
     client.wait_done(client.restore(name, snapshot, [pages([8, 7])], drop=True))
     assert all((one[:, [8, 7]] == wanted[key]).all() for key, one in arrays.items())
-    with pytest.raises(InvalidFieldError, match="numbers its pages itself"):
+    with pytest.raises(errors.InvalidFieldError, match="numbers its pages itself"):
         client.free(name, [1])
 
 
@@ -162,9 +153,9 @@ def test_other_sessions_of_the_user_attach_it(daemon: DaemonProcess, client: Cli
         assert all((seen.array(*key) == one).all() for key, one in arrays.items())
         arrays["main", "k"][1, 3] = 7.0
         assert (seen.array("main", "k")[1, 3] == 7.0).all()
-        with pytest.raises(PoolInUseError, match="is registered by"):
+        with pytest.raises(errors.PoolInUseError, match="is registered by"):
             other.delete_pool(name)
-        with pytest.raises(PoolExistsError, match="is registered by"):
+        with pytest.raises(errors.PoolExistsError, match="is registered by"):
             other.create_pool(name, SPEC)
         seen.close()
 
@@ -196,25 +187,26 @@ def test_layers_of_several_groups_are_registered_by_the_first_ones_name(client: 
 # -- who survives whom
 
 
-def test_an_engine_that_is_killed_takes_its_pool_with_it(daemon: DaemonProcess, client: Client, name: str) -> None:
-    program = [os.fspath(Path(__file__).parent / "registering_victim.py"), os.fspath(daemon.runtime_dir), name]
+def test_an_engine_that_is_killed_takes_its_pool_with_it(daemon: DaemonProcess, client: Client) -> None:
+    request_id = new_request_id()
+    program = [os.fspath(Path(victims.__file__)), "host", "send", os.fspath(daemon.runtime_dir), request_id, "register"]
     with started(program) as victim:
         assert victim.stdout is not None
-        request_id = victim.stdout.readline().strip()
-        assert name in {one.pool for one in client.status().pools}
-        target = client.create_pool(f"{name}-target", SPEC)
-        receiving = client.receive(f"{name}-target", request_id, [pages(client.allocate(target.name, 3))])
+        assert victim.stdout.readline()
+        assert "send" in {one.pool for one in client.status().pools}
+        target = client.create_pool("target", victims.SPEC)
+        receiving = client.receive("target", request_id, [pages(client.allocate("target", victims.SENT))])
         client.poll(0)
         os.kill(victim.pid, signal.SIGKILL)
         victim.wait(WAIT_S)
-    with pytest.raises(PeerLostError):
+    with pytest.raises(errors.PeerLostError):
         client.wait_finished(receiving)
     client.wait_settled(receiving)
-    with pytest.raises(PoolLostError, match="was registered by an engine that is gone"):
-        client.attach_pool(name)
+    with pytest.raises(errors.PoolLostError, match="was registered by an engine that is gone"):
+        client.attach_pool("send")
     wait_until_held(daemon, 0)
     memory = SharedMemory(MEMORY_BYTES)
-    client.register_pool(name, SPEC, filled(memory, 6), device="host")  # the name is free again
+    client.register_pool("send", SPEC, filled(memory, 6), device="host")  # the name is free again
     target.close()
 
 
@@ -321,7 +313,7 @@ def test_a_claim_is_checked(daemon: DaemonProcess, client: Client, name: str, cl
     wait_until_held(daemon, 0)
     pools = {one.pool for one in client.status().pools}
     with raw_engine(daemon.runtime_dir) as engine:
-        with pytest.raises(KvferryError) as refused:
+        with pytest.raises(errors.KvferryError) as refused:
             register(engine, name, what)
         assert (refused.value.code, refused.value.field) == (code, field), refused.value
         if field == "memory":
@@ -341,7 +333,7 @@ def test_no_byte_is_of_two_pools(daemon: DaemonProcess, name: str, offset: int) 
         if offset == 2 * ARRAY_BYTES:
             register(other, f"{name}-second", second)
         else:
-            with pytest.raises(InvalidFieldError, match="overlaps memory of another pool"):
+            with pytest.raises(errors.InvalidFieldError, match="overlaps memory of another pool"):
                 register(other, f"{name}-second", second)
     os.close(fd)
 
@@ -350,7 +342,7 @@ def test_a_pool_of_the_daemon_is_not_registered_once_more(daemon: DaemonProcess,
     pool = client.create_pool(name, SPEC)
     assert isinstance(pool.region, HostRegion)
     fd = pool.region.fd
-    again = pytest.raises(InvalidFieldError, match="overlaps memory of another pool")
+    again = pytest.raises(errors.InvalidFieldError, match="overlaps memory of another pool")
     with raw_engine(daemon.runtime_dir) as engine, again:
         register(engine, f"{name}-again", Claim(lambda: os.dup(fd)))
     pool.close()
@@ -374,7 +366,7 @@ def test_arrays_outside_of_shared_memory_are_named(client: Client, name: str, wh
     else:
         field, said = "main/k.dtype", ">f4"
         arrays = {place: one.view(">f4") for place, one in arrays.items()}
-    with pytest.raises(InvalidFieldError, match=said) as refused:
+    with pytest.raises(errors.InvalidFieldError, match=said) as refused:
         client.register_pool(name, SPEC, arrays, device="host")
     assert refused.value.field == field
 
@@ -387,7 +379,7 @@ def test_refusals_keep_no_descriptor(tmp_path: Path) -> None:
         memory = SharedMemory(MEMORY_BYTES)
         arrays = filled(memory, 1)
         for _ in range(MAX_MESSAGES_SHARED + 1):
-            with pytest.raises(TooLargeError) as refused:
+            with pytest.raises(errors.TooLargeError) as refused:
                 client.register_pool("pool", SPEC, arrays, device="host", max_payload_bytes=LARGEST_PAYLOAD_BYTES)
             assert refused.value.field == "max_payload_bytes"
         assert memory_held(daemon) == 0
@@ -418,10 +410,10 @@ def test_shared_memory_has_as_much_as_it_says() -> None:
     memory = SharedMemory(8192)
     assert memory.array((4,), "float32").ctypes.data % 4096 == 0
     assert memory.tensor((2, 3), "bfloat16").shape == (2, 3)
-    with pytest.raises(OutOfMemoryError, match="0 are left"):
+    with pytest.raises(errors.OutOfMemoryError, match="0 are left"):
         memory.array((1,), "int8")
     memory.close()
-    with pytest.raises(ClientClosedError):
+    with pytest.raises(errors.ClientClosedError):
         memory.view()
 
 

@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 
+import numpy as np
 import torch
 
-from kvferry.clients import Client, MhaSpec, Transfer, pages
+from kvferry.clients import Client, MhaSpec, SharedMemory, Transfer, pages
 
 SPEC = MhaSpec(layers=2, tokens=2048, page_size=16, kv_heads=2, head_dim=8, dtype="float32")
+ALL = SPEC.tokens // SPEC.page_size
 PAGES = 6
 SENT = 3
 VALUE = 7.0
@@ -20,10 +22,18 @@ def main() -> None:
     """Send or receive SENT of PAGES pages, say so, and wait to be killed."""
     device, side, runtime_dir, request_id, *flags = sys.argv[1:]
     client = Client.connect(runtime_dir, name=side)
-    pool = client.create_pool(side, SPEC, device=device)
-    ids = client.allocate(side, PAGES)
-    for role in ("k", "v"):
-        pool.tensor("main", role).fill_(VALUE)
+    if "register" in flags:
+        memory = SharedMemory(1 << 22)
+        shape = (SPEC.layers, ALL + 1, SPEC.page_size, SPEC.kv_heads, SPEC.head_dim)
+        client.register_pool(
+            side, SPEC, {("main", role): memory.array(shape, SPEC.dtype) for role in ("k", "v")}, device=device
+        )
+        ids = np.arange(1, PAGES + 1)
+    else:
+        pool = client.create_pool(side, SPEC, device=device)
+        ids = client.allocate(side, PAGES)
+        for role in ("k", "v"):
+            pool.tensor("main", role).fill_(VALUE)
     if device != "host":
         torch.accelerator.synchronize()
     lists = [pages(ids[:SENT])]

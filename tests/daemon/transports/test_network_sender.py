@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
@@ -185,32 +185,22 @@ async def test_runs_are_written_one_by_one_and_answered_together(source: Source)
     assert source.written == [(1, "OK")]
 
 
-class Fault(NamedTuple):
-    """How the writes of one grant fail.
-
-    Attributes:
-        ends: for each write that begins, whether it may still land; None: it has landed.
-        refuse_after: so many writes begin.
-    """
-
-    runs: tuple[tuple[int, int], ...]
-    ends: tuple[bool | None, ...]
-    refuse_after: int | None = None
-
-
-FAULTS: Final = {
-    "refused": Fault((), (), refuse_after=0),
-    "failed": Fault((), (False,)),
-    "may still land": Fault((), (True,)),
-    "may still land, and failed": Fault(RUNS, (True, False)),
-    "failed, and may still land": Fault(RUNS, (False, True)),
-    "the second is refused": Fault(RUNS, (None,), refuse_after=1),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_a_grant_whose_writes_fail_is_answered_when_all_have_ended(fault: str) -> None:
-    source, (runs, ends, refuse_after) = Source(buffers=1), FAULTS[fault]
+@pytest.mark.parametrize(
+    ("runs", "ends", "refuse_after"),
+    [
+        pytest.param((), (), 0, id="refused"),
+        pytest.param((), (False,), None, id="failed"),
+        pytest.param((), (True,), None, id="may still land"),
+        pytest.param(RUNS, (True, False), None, id="may still land, and failed"),
+        pytest.param(RUNS, (False, True), None, id="failed, and may still land"),
+        pytest.param(RUNS, (None,), 1, id="the second is refused"),
+    ],
+)
+async def test_a_grant_whose_writes_fail_is_answered_when_all_have_ended(
+    runs: tuple[tuple[int, int], ...], ends: tuple[bool | None, ...], refuse_after: int | None
+) -> None:
+    """For each write that begins, ``ends`` says whether it may still land; None: it has landed."""
+    source = Source(buffers=1)
     _, message = source.asked()
     source.writer.refuse_after = refuse_after
     source.grant(message, runs=runs)

@@ -20,15 +20,7 @@ from kvferry.daemon.transfer.endpoints import RemotePool, TransferOp
 from kvferry.daemon.transports import pull
 from kvferry.daemon.transports.pull import FETCH_TIMEOUT_S, PullTransport, fetch_region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import (
-    AccessDeniedError,
-    ClientClosedError,
-    InvalidFieldError,
-    KvferryError,
-    PeerLostError,
-    UnknownPoolError,
-    UnknownTransferError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.peer_messages import Confirm, Confirmed
 from kvferry.protocol.session_stream import RegionFollows, RegionRequest, SessionRefused, pack
 from tests.daemon.transports.network_harness import ManualExecutor, NetworkHarness, Said, turns
@@ -70,7 +62,7 @@ class Home:
         assert isinstance(op.send_request.pool, RemotePool)
         return op.send_request.pool
 
-    def confirm(self, op: TransferOp, error: KvferryError | None = None) -> None:
+    def confirm(self, op: TransferOp, error: errors.KvferryError | None = None) -> None:
         answer = Confirmed(op=op.op_id, error=error.info() if error else None)
         self.pull.confirmed(self.harness.to_source, answer)
 
@@ -135,20 +127,20 @@ async def test_only_the_source_may_confirm_and_only_what_was_copied(home: Home) 
 async def test_what_is_not_copied_and_confirmed_has_failed(home: Home, code: str) -> None:
     op = await home.copying()
     if code == "ACCESS_DENIED":
-        home.copier.end(op.op_id, AccessDeniedError("scripted"))
+        home.copier.end(op.op_id, errors.AccessDeniedError("scripted"))
     elif code == "PEER_LOST":  # who cannot be asked to confirm
         home.said.gone.add(home.harness.to_source)
         home.copier.finish(op.op_id)
     else:
         home.copier.finish(op.op_id)
-        home.confirm(op, UnknownTransferError("the send request is over", field="send_request"))
+        home.confirm(op, errors.UnknownTransferError("the send request is over", field="send_request"))
     assert await home.outcomes() == [(op.op_id, code)]
     assert len(home.said.of(Confirm)) == (code == "UNKNOWN_TRANSFER")
 
 
 @pytest.mark.parametrize(
     ("refusal", "code"),
-    [(UnknownPoolError("made anew", field="region"), "UNKNOWN_POOL"), (ValueError("a bug"), "TRANSFER_FAILED")],
+    [(errors.UnknownPoolError("made anew", field="region"), "UNKNOWN_POOL"), (ValueError("a bug"), "TRANSFER_FAILED")],
 )
 async def test_a_pool_that_cannot_be_mapped_fails_all_that_wait(home: Home, refusal: Exception, code: str) -> None:
     home.refusal = refusal
@@ -225,7 +217,7 @@ async def test_nothing_is_reported_after_the_end(home: Home, *, mapped: bool) ->
 def is_closed(region: HostRegion) -> bool:
     try:
         region.view()
-    except (ValueError, AssertionError, ClientClosedError):
+    except (ValueError, AssertionError, errors.ClientClosedError):
         return True
     return False
 
@@ -278,13 +270,13 @@ async def test_memory_is_mapped_for_reading_only(tmp_path: Path) -> None:
 
 
 async def test_a_daemon_that_refuses_hangs_up_or_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PeerLostError, match="no daemon answers"):
+    with pytest.raises(errors.PeerLostError, match="no daemon answers"):
         await asyncio.to_thread(fetch, tmp_path)
-    info = UnknownPoolError("made anew", field="region").info()
-    with pytest.raises(UnknownPoolError, match="made anew"):
+    info = errors.UnknownPoolError("made anew", field="region").info()
+    with pytest.raises(errors.UnknownPoolError, match="made anew"):
         await fetched(tmp_path, lambda channel: channel.sendall(pack(SessionRefused(error=info))))
     (tmp_path / "session.sock").unlink()
-    with pytest.raises(PeerLostError, match="closed its socket"):
+    with pytest.raises(errors.PeerLostError, match="closed its socket"):
         await fetched(tmp_path, lambda _channel: None)
 
 
@@ -300,7 +292,7 @@ async def test_memory_that_could_shrink_is_not_mapped(tmp_path: Path, memory: st
         socket.send_fds(channel, [pack(RegionFollows(message_id=0, pool="prefill"))], [fd])
 
     try:
-        with pytest.raises(InvalidFieldError) as refused:
+        with pytest.raises(errors.InvalidFieldError) as refused:
             await fetched(tmp_path, answer)
         assert refused.value.field == "region"
     finally:
@@ -316,7 +308,7 @@ async def test_only_root_and_the_same_user_are_believed(require: Callable[[objec
             listening.listen()
         finally:
             os.seteuid(0)
-        with pytest.raises(AccessDeniedError, match=str(SOMEBODY)):
+        with pytest.raises(errors.AccessDeniedError, match=str(SOMEBODY)):
             await asyncio.to_thread(fetch, Path(folder))
 
 
@@ -328,7 +320,7 @@ async def test_who_answers_drop_by_drop_is_not_waited_for(tmp_path: Path, monkey
         channel.sendall(pack(RegionFollows(message_id=0, pool="prefill"))[:1])
         channel.recv(1)  # until the other side has had enough
 
-    with pytest.raises(PeerLostError, match="within"):
+    with pytest.raises(errors.PeerLostError, match="within"):
         await fetched(tmp_path, answer)
 
 
