@@ -84,9 +84,7 @@ def test_a_worker_dies_and_then_the_scheduler(daemon: DaemonProcess, other: Clie
         assert free_pages(other, PREFILL) == ALL - PAGES + 1, "the worker's death takes nothing of its instance"
         assert {one.pinned_by for one in other.cached_blocks()} != {()}
         assert [one.state for one in other.snapshots()] == ["ready"]
-        with pytest.raises(
-            errors.PoolFullError, match=r"held by instance 'engine-0' \(session \d+ 'scheduler' of process"
-        ):
+        with pytest.raises(errors.PoolFullError, match=r"held by instance 'engine-0' \(session \d+ 'scheduler' of"):
             other.allocate(PREFILL, ALL)
         os.kill(scheduler.pid, signal.SIGKILL)
         assert soon(lambda: "scheduler" not in sessions(other))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import mmap
@@ -22,7 +23,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvferry.clients import Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
+from kvferry.clients import AsyncClient, Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
 from kvferry.clients.shared_memory import memory_at
 from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
 from kvferry.pools.devices.host import HostRegion
@@ -160,13 +161,21 @@ def test_other_sessions_of_the_user_attach_it(daemon: DaemonProcess, client: Cli
         seen.close()
 
 
-def test_tensors(client: Client, name: str) -> None:
+def test_tensors_of_an_asynchronous_client(daemon: DaemonProcess, name: str) -> None:
     memory = SharedMemory(1 << 20)
     rows = memory.tensor((2, 17, 4, 1, 12), "bfloat16")
     rows.copy_(torch.randn(rows.shape))
-    client.register_pool(name, LATENT, {("main", "k"): rows}, device="host")
-    move(client, name, [1, 2], name, [5, 6])
-    client.delete_pool(name)
+
+    async def transfer() -> None:
+        async with AsyncClient.connect(daemon.runtime_dir) as client:
+            await client.register_pool(name, LATENT, {("main", "k"): rows}, device="host")
+            request_id = new_request_id()
+            receiving = client.receive(name, request_id, [pages([5, 6])])
+            await client.wait_settled(client.send(name, request_id, [pages([1, 2])]))
+            await client.wait_finished(receiving)
+            await client.delete_pool(name)
+
+    asyncio.run(transfer())
     assert torch.equal(rows[:, [5, 6]], rows[:, [1, 2]])
 
 

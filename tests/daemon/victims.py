@@ -25,9 +25,8 @@ def main() -> None:
     if "register" in flags:
         memory = SharedMemory(1 << 22)
         shape = (SPEC.layers, ALL + 1, SPEC.page_size, SPEC.kv_heads, SPEC.head_dim)
-        client.register_pool(
-            side, SPEC, {("main", role): memory.array(shape, SPEC.dtype) for role in ("k", "v")}, device=device
-        )
+        arrays = {("main", role): memory.array(shape, SPEC.dtype) for role in ("k", "v")}
+        client.register_pool(side, SPEC, arrays, device=device)
         ids = np.arange(1, PAGES + 1)
     else:
         pool = client.create_pool(side, SPEC, device=device)

@@ -320,6 +320,11 @@ async def test_grants_for_an_op_that_was_refused_are_told_why(source: Source) ->
     source.sender.op_over(source.harness.to_home, message.op)
     source.grant(message, 2)
     assert source.written[1:] == [(2, "UNKNOWN_TRANSFER")]
+    with pytest.raises(InvalidFieldError):
+        source.sender.op(source.harness.to_home, msgspec.structs.replace(message, chunk=1))
+    source.sender.op(source.harness.to_home, message)
+    source.grant(message, 3)
+    assert source.written[2:] == [], "asked for as it should be, it is sent"
 
 
 async def test_only_the_home_of_the_send_may_ask_and_once(source: Source) -> None:
