@@ -184,7 +184,7 @@ def test_every_request_that_may_be_in_a_batch_is() -> None:
 FIRST = st.integers(1, 4).map(lambda count: list(range(1, count + 1)))  # what is allocated first
 PAGES = FIRST | st.lists(st.integers(1, 16), min_size=1, max_size=4)
 HASHES = st.lists(st.integers(1, 5), min_size=1, max_size=4, unique=True).map(lambda some: b"".join(names(*some)))
-COUNT = st.integers(1, 6)
+COUNT = st.integers(1, 6) | st.just(17)  # more than there are
 NUMBER = st.integers(1, 4)
 
 
