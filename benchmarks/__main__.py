@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="DIR", help="for the JSON files")
-    parser.add_argument("--device", default="npu:0", help="for device_overlap; simulated where there is none")
+    parser.add_argument("--device", default="npu:0", help="of device_overlap and npu_transfer; simulated if none")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in (*BENCHMARKS, TRACE)]
     if unknown:

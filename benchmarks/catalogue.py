@@ -18,13 +18,16 @@ from benchmarks import (
     eviction,
     local_transfer,
     network,
+    npu_transfer,
     offload,
+    overlap,
     page_ids,
     planning,
     prefix_cache,
     tables,
     trace_replay,
     transfer,
+    unequal_tp,
 )
 from benchmarks.measure import Effort, Row
 
@@ -39,13 +42,16 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "coalesce": coalescing.measure,
     "plan": planning.measure,
     "local_transfer": local_transfer.measure,
+    "unequal_tp": unequal_tp.measure,
     "transfer": transfer.measure,
     "network": network.measure,
+    "overlap": overlap.measure,
     "offload": offload.measure,
     "prefix_cache": prefix_cache.measure,
     "allocation": allocation.measure,
     "tables": tables.measure,
     "device_overlap": device_overlap.measure,
+    "npu_transfer": npu_transfer.measure,
 }
 
 

@@ -6,22 +6,17 @@ one copy over. The last row shows what a copy costs that has to wait for the com
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-import msgspec
 import numpy as np
 
-from benchmarks.measure import MILLISECONDS, Effort, MissingPeerError, Row, Target, compare
+from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare
+from benchmarks.on_device import Device, measured_on_device
+from benchmarks.pools import MIB, noise
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
 from kvferry.pools.devices.host import HostRegion
@@ -30,51 +25,22 @@ from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import make_plan
 from kvferry.protocol.manifests import Entry
-from tests.cann_simulator.build import NPU_PYTHON, CannotBuildError
-from tests.cann_simulator.simulator import Simulator
 
-MIB: Final = 1 << 20
 PAGE_BYTES: Final = 128 << 10
 LAYERS: Final = 4
 MOST: Final = 1.1
 ALONE: Final = "the longer of the two alone: the copy, or the kernels, of which there are as many as take as long"
-TIMEOUT_S: Final = 300
-SIMULATED: Final = "simulated: a missing wait or a shared stream shows, no device's speed does"
-
 # Slow enough that the simulator's own work on a shared machine hardly counts.
 KERNEL_US: Final = 4000
-COPY_MEGABYTES_A_SECOND: Final = 400
-
-
-class Device(NamedTuple):
-    """Where a benchmark runs: the device's name as torch counts, and whether it is only simulated."""
-
-    device: str
-    simulated: bool
-
-    @property
-    def note(self) -> str:
-        """Return what every row says of it."""
-        return SIMULATED if self.simulated else f"on {self.device}"
 
 
 def measure(effort: Effort) -> list[Row]:
-    """Measure each direction in an environment that has the device: the simulator's where there is none.
-
-    ``make bench`` runs without torch_npu, which has an environment of its own.
+    """Measure each direction, where there is a device or its simulator.
 
     Raises:
-        MissingPeerError: there is neither a device nor its simulator; says what is missing.
+        MissingPeerError: there is neither.
     """
-    kind = effort.device.partition(":")[0]
-    if kind != "npu":
-        return _run(sys.executable, Device(effort.device, simulated=False), effort, {})
-    if not NPU_PYTHON.exists():
-        raise MissingPeerError(f"there is no {NPU_PYTHON}: `make test` sets it up")
-    if any(Path("/dev").glob("davinci[0-9]*")):
-        return _run(str(NPU_PYTHON), Device(effort.device, simulated=False), effort, {})
-    with _simulated() as environment:
-        return _run(str(NPU_PYTHON), Device(effort.device, simulated=True), effort, environment)
+    return measured_on_device("device_overlap", effort, kernel_us=KERNEL_US)
 
 
 def measure_on(device: Device, effort: Effort) -> list[Row]:
@@ -114,7 +80,7 @@ class Copies:
                 for size in [manifest.region_bytes] * 2
             )
         self._host = HostRegion.create("bench-overlap", size_bytes)
-        self._noise = np.random.default_rng(0).integers(0, 256, size_bytes, np.uint8)
+        self._noise = noise(size_bytes)
         accelerator.register_host(self._host)
         with accelerator.calling():
             side = 64 if device.simulated else 4096
@@ -210,54 +176,10 @@ class Copies:
 @contextmanager
 def copies(device: Device, size_bytes: int) -> Iterator[Copies]:
     """Open the device and make what is copied."""
-    accelerator = Accelerator(device.device)
+    accelerator = Accelerator(device.name)
     accelerator.open()
     made = Copies(device, accelerator, size_bytes)
     try:
         yield made
     finally:
         made.close()
-
-
-# -- the process that has the device
-
-
-@contextmanager
-def _simulated() -> Iterator[Mapping[str, str]]:
-    """Yield the environment of a simulated host whose devices are slow."""
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        simulator = Simulator(Path(folder), ordering=False)
-        simulator.slow_kernels(KERNEL_US)
-        speed = COPY_MEGABYTES_A_SECOND
-        simulator.limit_copies(to_device=speed, to_host=speed, on_device=speed)
-        try:
-            yield simulator.environment()
-        except CannotBuildError as cause:
-            raise MissingPeerError(str(cause)) from cause
-
-
-def _run(python: str, device: Device, effort: Effort, environment: Mapping[str, str]) -> list[Row]:
-    command = [python, "-m", "benchmarks.device_overlap", device.device]
-    command += ["--simulated"] * device.simulated + ["--quick"] * effort.quick
-    done = subprocess.run(  # noqa: S603  our own module
-        command, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-    )
-    if done.returncode:
-        raise MissingPeerError(f"{device.device}: {(done.stderr.strip() or 'no reason').splitlines()[-1]}")
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=list[Row])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark here and print its rows as JSON, on the last line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.device_overlap")
-    parser.add_argument("device")
-    parser.add_argument("--simulated", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args(arguments)
-    rows = measure_on(Device(options.device, options.simulated), Effort(options.quick, options.device))
-    print(msgspec.json.encode(rows).decode(), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,6 +17,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare, gigabytes_a_second
+from benchmarks.pools import KIB, MIB, check_last_pages, regions
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.daemon.transfer.registry import StartOp
@@ -30,8 +31,6 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import Entry, Manifest
 
-KIB, MIB = 1 << 10, 1 << 20
-NOISE_BYTES = 10_000_019  # a prime: no two pages alike
 LAYERS = 4
 TARGETS = {16 * KIB: 0.6, 128 * KIB: 1.0, 1 * MIB: 1.0}
 MEMCPY = "one numpy.copyto of one contiguous range, one thread"
@@ -45,7 +44,7 @@ def measure(effort: Effort) -> list[Row]:
     for page_bytes in TARGETS:
         with copying(page_bytes, sizes_mib[-1] * MIB) as copier:
             rows += [
-                copier.measure(f"local_transfer/{_kib(page_bytes)}/{order}/{size_mib}MiB", order, size_mib, effort)
+                copier.measure(f"local_transfer/{page_bytes // KIB}KiB/{order}/{size_mib}MiB", order, size_mib, effort)
                 for size_mib in sizes_mib
                 for order in ("random", "contiguous")
             ]
@@ -61,23 +60,19 @@ class Copier:
         self.source, self.destination = (
             Pool(0, name, manifest, one) for name, one in zip(("source", "destination"), memory, strict=True)
         )
-        self._views = [one.view() for one in memory]
+        self._memory = memory
         self._loop = loop
         self._ended: asyncio.Future[KvferryError | None] = loop.create_future()
         self._op_ids = itertools.count(1)
-        self.transport = LocalTransport(
-            loop,
-            threads=Tuning().copy_threads,
-            copy=best_copy(),
-        )
+        self.transport = LocalTransport(loop, threads=Tuning().copy_threads, copy=best_copy())
 
     def measure(self, name: str, order: str, size_mib: int, effort: Effort) -> Row:
         """Return the row of one order of pages and one amount."""
         size_bytes = size_mib * MIB
         entries = self.source.manifest.entries
         count = size_bytes // sum(entry.page_bytes for entry in entries)
-        source, destination = (self._pages(order, count, seed) for seed in (1, 2))
-        plan = make_plan(pair_entries(entries, entries), source, destination)
+        ids = [self._pages(order, count, seed) for seed in (1, 2)]
+        plan = make_plan(pair_entries(entries, entries), *ids)
         assert plan.total_bytes == size_bytes
         row = compare(
             name,
@@ -89,7 +84,8 @@ class Copier:
             target=Target(TARGETS[entries[0].page_bytes]),
         )
         self._copied_gigabytes_a_second(plan)
-        self._check(source, destination)
+        source, destination = zip([self.source.manifest] * 2, self._memory, ids, strict=True)
+        check_last_pages(source, destination)
         return row
 
     def _pages(self, order: str, count: int, seed: int) -> PageIds:
@@ -112,14 +108,8 @@ class Copier:
         return time.perf_counter() - started
 
     def _memcpy(self, size_bytes: int) -> None:
-        source, destination = self._views
+        source, destination = (one.view() for one in self._memory)
         np.copyto(destination[:size_bytes], source[:size_bytes])
-
-    def _check(self, source: PageIds, destination: PageIds) -> None:
-        for entry in self.source.manifest.entries:
-            pages = slice(entry.base, entry.base + entry.pages * entry.page_bytes)
-            sent, received = (view[pages].reshape(entry.pages, -1) for view in self._views)
-            assert np.array_equal(sent[source[-8:]], received[destination[-8:]]), entry.name
 
 
 @contextmanager
@@ -132,21 +122,10 @@ def copying(page_bytes: int, size_bytes: int) -> Iterator[Copier]:
     ]
     manifest = lay_out(entries)
     loop = uvloop.new_event_loop()
-    with (
-        HostRegion.create("bench-source", manifest.region_bytes) as source,
-        HostRegion.create("bench-destination", manifest.region_bytes) as destination,
-    ):
-        source.view()[:] = np.resize(
-            np.random.default_rng(0).integers(0, 256, NOISE_BYTES, np.uint8), manifest.region_bytes
-        )
-        destination.view()[:] = 1  # not 0, which would read a page of zeros that is shared
-        copier = Copier(loop, manifest, (source, destination))
+    with regions(manifest.region_bytes, manifest.region_bytes) as memory:
+        copier = Copier(loop, manifest, memory)
         try:
             yield copier
         finally:
             copier.transport.close()
             loop.close()
-
-
-def _kib(size_bytes: int) -> str:
-    return f"{size_bytes // KIB}KiB"

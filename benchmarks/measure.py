@@ -6,9 +6,11 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 Better = Literal["lower", "higher"]
 Contender = Callable[[], float]
@@ -167,3 +169,8 @@ def milliseconds(action: Callable[[], object], repeats: int = 1) -> Contender:
 def gigabytes_a_second(action: Callable[[], object], size_bytes: int) -> Contender:
     """Return a contender that reports how fast a call moves its bytes."""
     return lambda: size_bytes / seconds(action) / 1e9
+
+
+def memcpy(size_bytes: int) -> Callable[[], object]:
+    """Return one memcpy of so many contiguous bytes, between memory that is there already."""
+    return partial(np.copyto, np.ones(size_bytes, np.uint8), np.ones(size_bytes, np.uint8))

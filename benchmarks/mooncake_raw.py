@@ -16,18 +16,17 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.pools import MIB, regions
 from benchmarks.processes import running
 from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings, NativeEngine
 from kvferry.pools.devices.host import HostRegion
 
 ADDRESS = "127.0.0.1"
-MIB = 1 << 20
 BIG_BLOCK_BYTES = 4 * MIB
 BLOCKS_UNDER_WAY = 4
 PAGES_UNDER_WAY = 256  # below Mooncake's own limits a peer
 POLL_S = 0.0001
-NOISE_BYTES = 10_000_019  # a prime: no two pages alike
 ONE_BLOCK_A_PAGE = f"Mooncake's engine by itself, one block a page, {PAGES_UNDER_WAY} under way"
 BIG_BLOCKS = (
     f"Mooncake's engine by itself, blocks of {BIG_BLOCK_BYTES // MIB} MiB in order, {BLOCKS_UNDER_WAY} under way"
@@ -88,12 +87,7 @@ class RawMooncake:
 @contextmanager
 def raw_mooncake(size_bytes: int) -> Iterator[RawMooncake]:
     """Run an engine here and one in another process, with so many bytes registered there and noise to write here."""
-    with (
-        HostRegion.create("bench-source", size_bytes) as source,
-        HostRegion.create("bench-landing", size_bytes) as network,
-    ):
-        source.view()[:] = np.resize(np.random.default_rng(0).integers(0, 256, NOISE_BYTES, np.uint8), size_bytes)
-        network.view()[:] = 1
+    with regions(size_bytes, size_bytes) as (source, network):
         holder = [mooncake_native.create(MooncakeSettings(address=ADDRESS))]
         try:
             with _running_peer(network) as (port, address):

@@ -15,22 +15,18 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.measure import MILLISECONDS, Contender, Effort, Row, Target, compare, milliseconds
+from benchmarks.measure import MILLISECONDS, Contender, Effort, Row, Target, compare, memcpy, milliseconds
 from benchmarks.peers import lmcache
 from benchmarks.peers.lmcache import LMCacheClient, Shape
+from benchmarks.pools import MIB, TIMEOUT_S, Pair
 from benchmarks.processes import running_daemon
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from kvferry.clients.hashing import block_hashes
 from kvferry.daemon.process.host import keep_freed_memory
 
-MIB = 1 << 20
-POOL = "bench"
-MODEL = ModelIdentity(name="bench")
 BLOCK_TOKENS = 256
-ROLES = ("k", "v")
 CACHED_PROMPTS = 16
 LMCACHE_GB = 2
-TIMEOUT_S = 60.0
 MEMCPY = "one memcpy of as many bytes"
 PING = "one PING from the same client"
 
@@ -43,8 +39,9 @@ def measure(effort: Effort) -> list[Row]:
     with (
         running_daemon(f"[tiers]\nhost_bytes = {effort.pick(CACHED_PROMPTS, 2) * shape.size_bytes}\n") as runtime_dir,
         Client.connect(runtime_dir, name="bench") as client,
+        pools(client, shape) as pair,
     ):
-        engine = Engine(client, shape)
+        engine = Engine(pair, shape)
         for _ in range(effort.pick(CACHED_PROMPTS, 2)):
             engine.store()
         rows = _rows(engine, rounds)
@@ -55,40 +52,36 @@ def measure(effort: Effort) -> list[Row]:
         return rows
 
 
-class Engine:
-    """A pool, one half of its pages filled with noise that is stored, the other half loaded into."""
+def pools(client: Client, shape: Shape) -> Pair:
+    """Return pools for prompts of this shape, which find each other's blocks."""
+    spec = MhaSpec(
+        layers=shape.layers,
+        tokens=shape.tokens,
+        page_size=shape.page_size,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype="float16",
+    )
+    return Pair((client, client), spec, model=ModelIdentity(name="bench"))
 
-    def __init__(self, client: Client, shape: Shape) -> None:
-        self._client = client
-        self._shape = shape
+
+class Engine:
+    """Stores the source's pages as prompts, and loads them into the target's."""
+
+    def __init__(self, pair: Pair, shape: Shape) -> None:
+        self._client = pair.source.client
+        self._pair = pair
         self.size_bytes = shape.size_bytes
-        count = shape.tokens // shape.page_size
-        spec = MhaSpec(
-            layers=shape.layers,
-            tokens=(2 * count + 1) * shape.page_size,
-            page_size=shape.page_size,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype="float16",
-        )
-        pool = client.create_pool(POOL, spec, model=MODEL)
-        taken = np.random.default_rng(0).permutation(client.allocate(POOL, 2 * count))
-        self._source, self._target = taken[:count], taken[count:]
-        self._views = [pool.tensor("main", role).numpy().view(np.uint16) for role in ROLES]
-        for seed, view in enumerate(self._views):
-            noise = np.random.default_rng(seed).integers(0, 1 << 16, view[0].shape, np.uint16)
-            view[:] = noise + np.arange(len(view), dtype=np.uint16)[:, None, None, None, None]
-            view[:, self._target] = 0
         self._prompts = 0
         self._block_pages = BLOCK_TOKENS // shape.page_size
         self._tokens = np.zeros(shape.tokens, np.int64)
 
     def store(self) -> float:
         """Store a prompt that is not there yet; return the milliseconds."""
-        hashes = self._hashes(self._prompts)
+        source, hashes = self._pair.source, self._hashes(self._prompts)
         self._prompts += 1
         started = time.perf_counter()
-        operation = self._client.store(POOL, hashes, self._source, block_pages=self._block_pages)
+        operation = self._client.store(source.pool.name, hashes, source.ids, block_pages=self._block_pages)
         done = self._client.wait_done(operation, TIMEOUT_S)
         elapsed_s = time.perf_counter() - started
         assert (done.stored, done.present) == (len(hashes), 0), done
@@ -104,15 +97,13 @@ class Engine:
 
     def load(self) -> float:
         """Load the newest prompt, and compare every byte; return the milliseconds of the load alone."""
-        lease = self._found()
+        self._pair.clear()
+        target, lease = self._pair.target, self._found()
         started = time.perf_counter()
-        operation = self._client.load(POOL, lease, self._target)
-        self._client.wait_done(operation, TIMEOUT_S)
+        self._client.wait_done(self._client.load(target.pool.name, lease, target.ids), TIMEOUT_S)
         elapsed_s = time.perf_counter() - started
         self._client.unpin(lease)
-        for view in self._views:
-            assert np.array_equal(view[:, self._target], view[:, self._source]), "a page is not what was stored"
-            view[:, self._target] = 0
+        self._pair.check()
         return elapsed_s * 1e3
 
     def ping_ms(self) -> float:
@@ -121,7 +112,7 @@ class Engine:
 
     def _found(self) -> int:
         hashes = self._hashes(self._prompts - 1)
-        found = self._client.lookup(POOL, hashes, block_pages=self._block_pages)
+        found = self._client.lookup(self._pair.target.pool.name, hashes, block_pages=self._block_pages)
         assert found.blocks == len(hashes), found
         return found.lease
 
@@ -162,16 +153,15 @@ _NOTES = {
 
 
 def _rows(engine: Engine, rounds: int) -> list[Row]:
-    source, target = np.ones(engine.size_bytes, np.uint8), np.ones(engine.size_bytes, np.uint8)
-    memcpy = milliseconds(partial(np.copyto, target, source))
+    copy = milliseconds(memcpy(engine.size_bytes))
     note = f"{engine.size_bytes / MIB:.0f} MiB, with checksums"
     return [
         compare(
             f"prefix_cache/{operation}", MILLISECONDS, ours=ours, peer=peer, peer_is=peer_is, rounds=rounds, note=note
         )
         for operation, ours, peer, peer_is in (
-            ("store", engine.store, memcpy, MEMCPY),
-            ("load", engine.load, memcpy, MEMCPY),
+            ("store", engine.store, copy, MEMCPY),
+            ("load", engine.load, copy, MEMCPY),
             ("lookup", engine.lookup, engine.ping_ms, PING),
         )
     ]

@@ -52,6 +52,17 @@ def running_daemon(config: str = "") -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def two_engines() -> Iterator[tuple[Client, Client]]:
+    """Run a daemon; yield the clients of a prefill and of a decode engine."""
+    with (
+        running_daemon() as runtime_dir,
+        Client.connect(runtime_dir, name="prefill") as prefill,
+        Client.connect(runtime_dir, name="decode") as decode,
+    ):
+        yield prefill, decode
+
+
+@contextlib.contextmanager
 def running_echo_server() -> Iterator[str]:
     """Run the bare echo server; yield its address."""
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:

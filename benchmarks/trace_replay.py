@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measure import GIGABYTES_A_SECOND, MILLISECONDS, Effort, Row, compare
-from benchmarks.processes import running_daemon
+from benchmarks.pools import PAGE_SIZE, Side, transfer_s
+from benchmarks.processes import two_engines
 from benchmarks.traces import read_trace
-from benchmarks.transfer import PAGE_SIZE, Side, transfer_s
 from kvferry.clients import Client, MhaSpec
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import bytes_per_page
@@ -29,32 +29,25 @@ class Transfers:
         tokens = (-(-longest // PAGE_SIZE) + 1) * PAGE_SIZE
         model = MhaSpec(layers=4, tokens=tokens, page_size=PAGE_SIZE, kv_heads=2, head_dim=64, dtype="float16")
         self.page_bytes = bytes_per_page(manifest_of(model))
-        self._prefill, self._decode = prefill, decode
-        prefill.create_pool("prefill", model).close()
-        decode.create_pool("decode", model).close()
+        self._pools = [(one, one.create_pool(name, model)) for one, name in ((prefill, "prefill"), (decode, "decode"))]
 
     def run(self, lengths: Sequence[int]) -> list[float]:
         """Hand over prompts of these lengths in tokens, one after another; return the seconds of each."""
         return [self._transfer_s(pages_of(length)) for length in lengths]
 
     def _transfer_s(self, count: int) -> float:
-        source = Side(self._prefill, "prefill", self._prefill.allocate("prefill", count))
-        destination = Side(self._decode, "decode", self._decode.allocate("decode", count))
-        elapsed_s = transfer_s(source, destination)
-        for side in (source, destination):
-            side.client.free(side.pool, side.ids)
+        sides = [Side(client, pool, client.allocate(pool.name, count)) for client, pool in self._pools]
+        elapsed_s = transfer_s(*sides)
+        for client, pool, ids in sides:
+            client.free(pool.name, ids)
         return elapsed_s
 
 
 def measure(trace: Path, effort: Effort) -> list[Row]:
     """Measure the first requests of the trace: bytes a second over all, and the median transfer."""
     lengths = [one.input_length for one in read_trace(trace, effort.pick(200, 10))]
-    with (
-        running_daemon() as runtime_dir,
-        Client.connect(runtime_dir, name="prefill") as prefill,
-        Client.connect(runtime_dir, name="decode") as decode,
-    ):
-        transfers = Transfers(prefill, decode, max(lengths))
+    with two_engines() as engines:
+        transfers = Transfers(*engines, max(lengths))
         sizes = [pages_of(length) * transfers.page_bytes for length in lengths]
         source, destination = np.ones(max(sizes), np.uint8), np.ones(max(sizes), np.uint8)
         ours = partial(transfers.run, lengths)

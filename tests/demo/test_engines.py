@@ -8,7 +8,8 @@ import importlib.util
 import itertools
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -138,6 +139,14 @@ def serve(
         return Served(told, [owned_pages(engine) for engine in (*engines, decode)])
 
 
+@pytest.fixture(scope="module")
+def apart(runtime_dir: Path) -> Iterator[ProcessPoolExecutor]:
+    """Return a process for stages to be served in: gloo aborts it where they disagree on what they compute."""
+    assert runtime_dir.is_dir()  # and the environment names gloo's interface
+    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+        yield executor
+
+
 def several() -> list[Prompt]:
     """Return prompts under a page, of exact pages, of several pages, and with a shared prefix."""
     tokens = (
@@ -158,10 +167,14 @@ def several() -> list[Prompt]:
     ids=str,
 )
 def test_tokens_are_those_of_one_process_and_all_pages_come_back(
-    runtime_dir: Path, tiny_model: torch.nn.Module, prefill_pages: list[int], decode_pages: int
+    runtime_dir: Path,
+    tiny_model: torch.nn.Module,
+    apart: ProcessPoolExecutor,
+    prefill_pages: list[int],
+    decode_pages: int,
 ) -> None:
     prompts = several()
-    served = serve(runtime_dir, tiny_model, prompts, prefill_pages, decode_pages)
+    served = apart.submit(serve, runtime_dir, tiny_model, prompts, prefill_pages, decode_pages).result()
     served.told.check_tokens(tiny_model, prompts)
     assert not any(served.owned_pages)
     prefilled = served.told.of(Prefilled)
@@ -177,10 +190,12 @@ def test_a_shared_prefix_is_computed_once_and_travels_each_time(runtime_dir: Pat
     assert {one.moved_bytes for one in told.of(Arrived)} == {4 * PAGE_BYTES}
 
 
-def test_stages_reuse_what_both_of_them_have(runtime_dir: Path, tiny_model: torch.nn.Module) -> None:
+def test_stages_reuse_what_both_of_them_have(
+    runtime_dir: Path, tiny_model: torch.nn.Module, apart: ProcessPoolExecutor
+) -> None:
     """The last stage's pages hold but one prompt: it gives its prefixes up, the first one still has them."""
     prompts = [prompt_of(one) for one in ((*PREFIX, 5), PREFIX[::-1], (*PREFIX, 6), (*PREFIX, 7))]
-    told, _ = serve(runtime_dir, tiny_model, prompts, [40, 5], 40)
+    told, _ = apart.submit(serve, runtime_dir, tiny_model, prompts, [40, 5], 40).result()
     assert [one.reused_pages for one in told.of(Prefilled)] == [0, 0, 0, 3]
     told.check_tokens(tiny_model, prompts)
 

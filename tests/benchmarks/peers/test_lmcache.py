@@ -12,7 +12,7 @@ from typing import Final
 import pytest
 
 from benchmarks.peers.lmcache import LMCacheError, Shape, find, running_lmcache
-from benchmarks.prefix_cache import Engine, against_lmcache
+from benchmarks.prefix_cache import Engine, against_lmcache, pools
 from benchmarks.processes import running_daemon
 from kvferry.clients import Client
 
@@ -158,9 +158,10 @@ def test_our_cache_is_compared_with_its(tmp_path: Path) -> None:
     with (
         running_daemon() as runtime_dir,
         Client.connect(runtime_dir) as client,
+        pools(client, SHAPE) as pair,
         running_lmcache(peer, SHAPE, 1) as theirs,
     ):
-        rows = against_lmcache(Engine(client, SHAPE), theirs, "a dictionary", 1)
+        rows = against_lmcache(Engine(pair, SHAPE), theirs, "a dictionary", 1)
     assert [row.name for row in rows] == [f"prefix_cache/{one}/against_lmcache" for one in ("store", "lookup", "load")]
     assert [row.peer for row in rows] == [2.5, 1.5, 2.5]
     assert all(row.ours > 0 for row in rows)
