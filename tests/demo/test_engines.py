@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import itertools
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -37,7 +36,7 @@ PAGE_SIZE: Final = 16
 PAGE_BYTES: Final = 2 * 2 * PAGE_SIZE * 2 * 12 * 4  # K and V of two layers, two heads of 12 floats
 TEXT: Final = tuple(3 + number * number % 89 for number in range(5 * PAGE_SIZE))
 PREFIX: Final = TEXT[: 3 * PAGE_SIZE]
-_serials: Final = itertools.count()  # pools outlive their engines
+SERVED_S: Final = 150.0
 MessageT = TypeVar("MessageT", bound=Message)
 
 
@@ -96,7 +95,7 @@ def engine_of(
     first_layer = cut_stage(part, stage, stages)
     spec = pool_spec(part.config, page_count * PAGE_SIZE, PAGE_SIZE, first_layer)
     with Client.connect(runtime_dir, name=name) as client:
-        yield Engine(client, client.create_pool(f"{name}-{next(_serials)}", spec), part, told.messages.append)
+        yield Engine(client, client.create_pool(f"{name}-{new_request_id()}", spec), part, told.messages.append)
 
 
 def owned_pages(engine: Engine) -> int:
@@ -140,11 +139,10 @@ def serve(
 
 
 @pytest.fixture(scope="module")
-def apart(runtime_dir: Path) -> Iterator[ProcessPoolExecutor]:
-    """Return a process for stages to be served in: gloo aborts it where they disagree on what they compute."""
-    assert runtime_dir.is_dir()  # and the environment names gloo's interface
-    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
-        yield executor
+def serve_apart(runtime_dir: Path) -> Iterator[Callable[..., Served]]:
+    """Return ``serve`` in a process of its own: stages that disagree on what they compute wait for ever, or abort."""
+    with get_context("spawn").Pool(1) as pool:
+        yield lambda *arguments: pool.apply_async(serve, (runtime_dir, *arguments)).get(SERVED_S)
 
 
 def several() -> list[Prompt]:
@@ -167,14 +165,10 @@ def several() -> list[Prompt]:
     ids=str,
 )
 def test_tokens_are_those_of_one_process_and_all_pages_come_back(
-    runtime_dir: Path,
-    tiny_model: torch.nn.Module,
-    apart: ProcessPoolExecutor,
-    prefill_pages: list[int],
-    decode_pages: int,
+    serve_apart: Callable[..., Served], tiny_model: torch.nn.Module, prefill_pages: list[int], decode_pages: int
 ) -> None:
     prompts = several()
-    served = apart.submit(serve, runtime_dir, tiny_model, prompts, prefill_pages, decode_pages).result()
+    served = serve_apart(tiny_model, prompts, prefill_pages, decode_pages)
     served.told.check_tokens(tiny_model, prompts)
     assert not any(served.owned_pages)
     prefilled = served.told.of(Prefilled)
@@ -190,12 +184,10 @@ def test_a_shared_prefix_is_computed_once_and_travels_each_time(runtime_dir: Pat
     assert {one.moved_bytes for one in told.of(Arrived)} == {4 * PAGE_BYTES}
 
 
-def test_stages_reuse_what_both_of_them_have(
-    runtime_dir: Path, tiny_model: torch.nn.Module, apart: ProcessPoolExecutor
-) -> None:
+def test_stages_reuse_what_both_of_them_have(serve_apart: Callable[..., Served], tiny_model: torch.nn.Module) -> None:
     """The last stage's pages hold but one prompt: it gives its prefixes up, the first one still has them."""
     prompts = [prompt_of(one) for one in ((*PREFIX, 5), PREFIX[::-1], (*PREFIX, 6), (*PREFIX, 7))]
-    told, _ = apart.submit(serve, runtime_dir, tiny_model, prompts, [40, 5], 40).result()
+    told, _ = serve_apart(tiny_model, prompts, [40, 5], 40)
     assert [one.reused_pages for one in told.of(Prefilled)] == [0, 0, 0, 3]
     told.check_tokens(tiny_model, prompts)
 
