@@ -18,20 +18,18 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, row_of
+from benchmarks.pools import MIB, TIMEOUT_S, spec_of
 from benchmarks.processes import running_daemon
 from benchmarks.trace_replay import Transfers
 from benchmarks.traces import read_trace
-from kvferry.clients import Client, MhaSpec, pages
+from kvferry.clients import Client, pages
 
-MIB = 1 << 20
 TARGETS = {50: None, 99: Target(1.2)}
 ONE_SIZE_TOKENS = 8192
 WITHOUT = "the same transfers while the other engine rests"
 POOL = "load"
-PAGE_SIZE = 128
 LAYERS = 4
 PAGE_BYTES = 128 << 10
-TIMEOUT_S = 60.0
 
 
 def measure(trace: Path, effort: Effort) -> list[Row]:
@@ -153,16 +151,8 @@ def running_load(runtime_dir: Path, size_bytes: int) -> Iterator[OffloadLoad]:
 
 def _run(runtime_dir: Path, size_bytes: int, signals: Signals) -> None:
     count = size_bytes // PAGE_BYTES // LAYERS // 2
-    spec = MhaSpec(
-        layers=LAYERS,
-        tokens=(2 * count + 1) * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        kv_heads=1,
-        head_dim=PAGE_BYTES // PAGE_SIZE // 4,
-        dtype="float32",
-    )
     with Client.connect(runtime_dir, name="load") as client:
-        client.create_pool(POOL, spec).close()
+        client.create_pool(POOL, spec_of(PAGE_BYTES, 2 * count, LAYERS)).close()
         ids = client.allocate(POOL, 2 * count)
         while True:
             if not signals.go.is_set():

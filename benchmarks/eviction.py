@@ -7,14 +7,13 @@ keeps it. Nothing is chosen by what a trace shows: the policies have no settings
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import count, islice, takewhile
 from pathlib import Path
 
 from benchmarks.measure import Effort, Row, Unit, row_of
 from benchmarks.optimum import optimal_hits
-from benchmarks.plot import Labels, draw_lines
 from benchmarks.traces import TracedRequest, bound, count_blocks, count_unique, read_trace
 from kvferry.pools.tiers.policies import POLICY_NAMES, EvictionPolicy, make_policy
 
@@ -36,18 +35,32 @@ def measure(trace: Path, effort: Effort, output: Path) -> list[Row]:
     rates = {name: [hit_rate(requests, size, name) for size in sizes] for name in POLICIES}
     rates[OPTIMUM] = [optimal_hits(requests, size) / count_blocks(requests) for size in sizes]
     output.mkdir(parents=True, exist_ok=True)
-    draw_lines(
-        output / f"hit_rate_{trace.stem}.svg",
-        sizes,
-        {name: [100 * rate for rate in found] for name, found in rates.items()},
-        {"never evicts": 100 * best},
-        Labels(f"Hit rate of {trace.stem}: {len(requests)} requests", "cache size, blocks", "hit rate, %"),
+    draw(
+        output / f"hit_rate_{trace.stem}.svg", f"Hit rate of {trace.stem}: {len(requests)} requests", sizes, rates, best
     )
     return [
         row_of(f"trace/hit_rate/{name}/{size}_blocks", PERCENT, [100 * rate], [100 * best], peer_is=BOUND_IS)
         for name, found in rates.items()
         for size, rate in zip(sizes, found, strict=True)
     ]
+
+
+def draw(file: Path, title: str, sizes: Sequence[int], rates: Mapping[str, Sequence[float]], best: float) -> None:
+    """Draw each policy's hit rates over the cache's size, and what a cache that never evicts has."""
+    import matplotlib as mpl  # noqa: PLC0415  only a trace is drawn
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        axes = figure.subplots()
+        for name, found in rates.items():
+            axes.plot(sizes, [100 * rate for rate in found], marker="o", label=name)
+        axes.axhline(100 * best, linestyle="--", color="grey", label="never evicts")
+        axes.set(title=title, xlabel="cache size, blocks", ylabel="hit rate, %", xscale="log")
+        axes.set_ylim(bottom=0)
+        axes.grid(visible=True, axis="y")
+        axes.legend()
+        figure.savefig(file)
 
 
 def cache_sizes(requests: Sequence[TracedRequest]) -> list[int]:

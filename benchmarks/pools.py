@@ -15,7 +15,7 @@ import torch
 from kvferry.clients import AttachedPool, Client, MhaSpec, ModelIdentity, Transfer, new_request_id, pages
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import bytes_per_page
-from kvferry.pools.planning.page_ids import PageIds
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import Entry, Manifest
 

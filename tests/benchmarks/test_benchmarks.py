@@ -241,7 +241,3 @@ def test_the_table_shows_targets_and_what_was_missed() -> None:
     assert shown.count("peer: a number") == 1
     assert "one: why" in shown
     assert summary(rows) == "bench: 1 of 2 targets met; missed: one"
-
-
-def test_quick_picks_the_small_number() -> None:
-    assert (Effort().pick(100, 1), Effort(quick=True).pick(100, 1)) == (100, 1)

@@ -7,13 +7,11 @@ from functools import cache
 from itertools import combinations, takewhile
 from typing import Final
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.optimum import NEVER, next_use_times, optimal_hits
-from benchmarks.traces import TracedRequest, bound, count_blocks, count_unique
+from benchmarks.traces import TracedRequest
 
 Prompts = tuple[tuple[int, ...], ...]
 TREE: Final = {0: None, 1: 0, 2: 1, 3: 0, 4: None, 5: 4}
@@ -49,13 +47,6 @@ def as_requests(prompts: Sequence[tuple[int, ...]]) -> list[TracedRequest]:
 @given(PROMPTS, st.integers(1, 5))
 def test_no_choice_of_what_to_keep_has_more_prefix_hits(prompts: Prompts, capacity: int) -> None:
     assert optimal_hits(as_requests(prompts), capacity) == best_by_trying(prompts, capacity)
-
-
-def test_with_room_for_all_it_is_the_bound() -> None:
-    rng = np.random.default_rng(0)
-    requests = as_requests([prompt_to(int(block)) for block in rng.choice(sorted(TREE), 50)])
-    hits = optimal_hits(requests, count_unique(requests))
-    assert hits / count_blocks(requests) == pytest.approx(bound(requests))
 
 
 def test_next_uses() -> None:

@@ -5,29 +5,19 @@ The sources here only stand in for the wheel's: same files, names and signatures
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
 from benchmarks import coalescing, page_ids, planning
 from benchmarks.coalescing import PageLists
-from benchmarks.measure import Effort
+from benchmarks.measure import Effort, Row
 from benchmarks.peers.lifting import LiftError
-from benchmarks.peers.sglang import (
-    ASCEND,
-    MOONCAKE,
-    UTILITIES,
-    Block,
-    Buffers,
-    PageIndices,
-    SGLang,
-    address_lists,
-    find,
-    plan_blocks,
-)
-from kvferry.protocol.codec import PageIds
+from benchmarks.peers.sglang import ASCEND, MOONCAKE, UTILITIES, Buffers, SGLang, address_lists, find, plan_blocks
 from kvferry.protocol.envelope import Request
 from kvferry.protocol.ids import new_boot_id, new_secret
 from kvferry.protocol.pool_messages import Free
@@ -142,52 +132,48 @@ def test_blocks_and_address_lists_are_what_the_peer_planned(peer: SGLang) -> Non
 LISTS: Final = PageLists(np.array([3, 4, 9, 10]), np.array([1, 2, 3, 4]))
 
 
-def test_coalescing_is_compared_once_both_agree(peer: SGLang) -> None:
-    row = coalescing.against_sglang(peer, LISTS, QUICK)
-    assert row.name == "coalesce/against_sglang"
-    assert row.peer_is.startswith(f"SGLang {VERSION}: ")
+def coalesce(peer: SGLang) -> list[Row]:
+    return [coalescing.against_sglang(peer, LISTS, QUICK)]
 
 
-def test_coalescing_is_not_compared_where_runs_differ(peer: SGLang) -> None:
-    uncut = peer._replace(group=lambda one, other: ([one.tolist()], [other.tolist()]))
+def plan(peer: SGLang) -> list[Row]:
+    return planning.against_sglang(peer, planning.manifest_entries(), *LISTS, QUICK)
+
+
+def pack(peer: SGLang) -> list[Row]:
+    ids = LISTS.source
+    request = Request(1, new_boot_id(), new_secret(), 1000, 0, Free(pool="prefill", pages=len(ids)))
+    return page_ids.against_sglang(peer, request, ids, QUICK)
+
+
+@pytest.mark.parametrize(
+    ("measure", "names"),
+    [
+        (coalesce, ["coalesce/against_sglang"]),
+        (plan, ["plan/against_sglang", "plan/for_the_transport_against_sglang"]),
+        (pack, ["page_ids/build_against_sglang", "page_ids/parse_against_sglang"]),
+    ],
+)
+def test_what_both_do_alike_is_compared(
+    peer: SGLang, measure: Callable[[SGLang], list[Row]], names: Sequence[str]
+) -> None:
+    rows = measure(peer)
+    assert [row.name for row in rows] == names
+    assert all(row.peer_is.startswith(f"SGLang {VERSION}: ") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("measure", "function", "other"),
+    [
+        (coalesce, "group", lambda _, one, other: ([one.tolist()], [other.tolist()])),
+        (plan, "send", lambda send, manager, session, source, *rest: send(manager, session, source + 1, *rest)),
+        (plan, "transfer", lambda transfer, this, session, blocks: transfer(this, session, blocks[:-1])),
+        (pack, "unpack", lambda unpack, packed, fmt: [*unpack(packed, fmt), [1]]),
+    ],
+)
+def test_nothing_is_compared_where_they_differ(
+    peer: SGLang, measure: Callable[[SGLang], list[Row]], function: str, other: Callable[..., object]
+) -> None:
+    changed: dict[str, Any] = {function: partial(other, getattr(peer, function))}
     with pytest.raises(AssertionError):
-        coalescing.against_sglang(uncut, LISTS, QUICK)
-
-
-def test_planning_is_compared_once_both_agree(peer: SGLang) -> None:
-    rows = planning.against_sglang(peer, planning.manifest_entries(), *LISTS, QUICK)
-    assert [row.name for row in rows] == ["plan/against_sglang", "plan/for_the_transport_against_sglang"]
-    assert all(VERSION in row.peer_is for row in rows)
-
-
-def test_planning_is_not_compared_where_blocks_differ(peer: SGLang) -> None:
-    def send(manager: object, session: str, source: PageIndices, *rest: object) -> object:
-        return peer.send(manager, session, source + 1, *rest)
-
-    other = peer._replace(send=send)
-    with pytest.raises(AssertionError):
-        planning.against_sglang(other, planning.manifest_entries(), *LISTS, QUICK)
-
-
-def test_what_the_engine_gets_must_agree_too(peer: SGLang) -> None:
-    def transfer(this: object, session: str, blocks: list[Block]) -> object:
-        return peer.transfer(this, session, blocks[:-1])
-
-    other = peer._replace(transfer=transfer)
-    with pytest.raises(AssertionError):
-        planning.against_sglang(other, planning.manifest_entries(), *LISTS, QUICK)
-
-
-def request_of(ids: PageIds) -> Request:
-    return Request(1, new_boot_id(), new_secret(), 1000, 0, Free(pool="prefill", pages=len(ids)))
-
-
-def test_page_ids_are_compared_once_both_agree(peer: SGLang) -> None:
-    rows = page_ids.against_sglang(peer, request_of(LISTS.source), LISTS.source, QUICK)
-    assert [row.name for row in rows] == ["page_ids/build_against_sglang", "page_ids/parse_against_sglang"]
-
-
-def test_page_ids_are_not_compared_where_they_differ(peer: SGLang) -> None:
-    other = peer._replace(unpack=lambda packed, fmt: [*peer.unpack(packed, fmt), [1]])
-    with pytest.raises(AssertionError):
-        page_ids.against_sglang(other, request_of(LISTS.source), LISTS.source, QUICK)
+        measure(peer._replace(**changed))
