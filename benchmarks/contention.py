@@ -51,11 +51,7 @@ def measure(trace: Path, effort: Effort) -> list[Row]:
 
 
 def _rows(
-    what: str,
-    lengths: Sequence[int],
-    run: Callable[[Sequence[int]], list[float]],
-    load: OffloadLoad,
-    effort: Effort,
+    what: str, lengths: Sequence[int], run: Callable[[Sequence[int]], list[float]], load: OffloadLoad, effort: Effort
 ) -> list[Row]:
     """Return a row for each percentile of all transfers of a round; both come from the same transfers."""
     loaded: list[list[float]] = []

@@ -24,8 +24,6 @@ from kvferry.protocol.events import TierDone
 QUIET_S: Final = 120.0
 TURN_TOKENS: Final = 4
 """Tokens that a request makes before it may be retracted for one that waits."""
-LEAST_NEW_TOKENS: Final = 2 * TURN_TOKENS
-"""With fewer, requests would end before any was retracted."""
 MIB: Final = 1 << 20
 
 

@@ -118,9 +118,7 @@ def test_pages_that_never_arrived_are_noticed(
     assert last_logits(tiny_model, [int(prompt.argmax())], copied.cache(ids, len(PROMPT))).isnan().all()
 
 
-def test_only_the_pages_of_the_request_are_written(
-    prefilled: tuple[Memory, list[int], torch.Tensor],
-) -> None:
+def test_only_the_pages_of_the_request_are_written(prefilled: tuple[Memory, list[int], torch.Tensor]) -> None:
     memory, ids, _ = prefilled
     others = [page for page in range(PAGES) if page not in ids]
     assert memory.k[:, others].isnan().all()
