@@ -90,11 +90,17 @@ def test_an_array_outlives_its_pool() -> None:
     k = pool.array("main", "k")
     k[:] = 7
     pool.close()
-    with pytest.raises(ClientClosedError, match="attach the pool"):
-        pool.array("main", "v")
     del pool
     gc.collect()
     assert (k == 7).all()
+
+
+@pytest.mark.host_only
+def test_a_closed_pool_says_to_attach_it_again() -> None:
+    pool = attached(MhaSpec(layers=1, kv_heads=1, head_dim=8, **SMALL))
+    pool.close()
+    with pytest.raises(ClientClosedError, match="attach the pool"):
+        pool.array("main", "k")
 
 
 @pytest.mark.device_only
