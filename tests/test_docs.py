@@ -5,75 +5,40 @@ What only a device can do is run by ``tests/npu/test_docs_on_npu.py``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import (
-    AttachedPool,
-    BlockTableEntries,
-    Client,
-    MhaSpec,
-    MlaSpec,
-    ModelIdentity,
-    new_request_id,
-    pages,
-)
+from kvferry.clients import AttachedPool, Client, MhaSpec, ModelIdentity, new_request_id, pages
 from kvferry.protocol import errors
 from tests.daemons import running_daemon
 from tests.devices import DEVICE
+from tests.documents import Reader, blocks, page, unknown_codes
 
 pytestmark = pytest.mark.any_device
 
-TEXT: Final = (Path(__file__).parents[1] / "docs/engines.md").read_text()
+TEXT: Final = page("engines.md")
 SPEC: Final = MhaSpec(layers=2, tokens=8 * 128, page_size=128, kv_heads=2, head_dim=4, dtype="float16")
 
 
-def blocks(title: str) -> list[str]:
-    """Return the Python code of one section."""
-    section = re.split(r"^## ", TEXT, flags=re.MULTILINE)
-    [found] = [one for one in section if one.startswith(f"{title}\n")]
-    return re.findall(r"^```python\n(.*?)^```", found, re.MULTILINE | re.DOTALL)
-
-
-[INDEXER] = blocks("Indexers (DeepSeek V3.2)")
-ON_A_DEVICE, LENDING = blocks("Pools on a device")
-[OWN_MEMORY] = blocks("Host memory of an engine's own")
-[WHOSE] = blocks("Whose KV it is")
-TABLES, NEXT_STEP = blocks("Graph tables")
-[OFFLOAD] = blocks("Offload, restore and the prefix cache")
-
-
-class Reader:
-    """One engine that does what the text says; ``names`` are those that its code has."""
-
-    def __init__(self, client: Client, device: str) -> None:
-        self._device = device
-        self.names: dict[str, Any] = {
-            "client": client,
-            "spec": SPEC,
-            "request_id": new_request_id(),
-            "pages": pages,
-            "BlockTableEntries": BlockTableEntries,
-            "MlaSpec": MlaSpec,
-            "ModelIdentity": ModelIdentity,
-            "torch": torch,
-        }
-
-    def run(self, code: str) -> None:
-        """Run a block of the text, on this device instead of npu:0."""
-        exec(compile(code.replace("npu:0", self._device), "engines.md", "exec"), self.names)  # noqa: S102  our own text
+[INDEXER] = blocks(TEXT, "Indexers (DeepSeek V3.2)")
+ON_A_DEVICE, LENDING = blocks(TEXT, "Pools on a device")
+[OWN_MEMORY] = blocks(TEXT, "Host memory of an engine's own")
+[WHOSE] = blocks(TEXT, "Whose KV it is")
+TABLES, NEXT_STEP = blocks(TEXT, "Graph tables")
+[OFFLOAD] = blocks(TEXT, "Offload, restore and the prefix cache")
 
 
 @pytest.fixture
 def reader(tmp_path: Path, device: str) -> Iterator[Reader]:
     with running_daemon(tmp_path) as daemon, Client.connect(daemon.runtime_dir, name="reader") as client:
-        yield Reader(client, device)
+        one = Reader(client, device)
+        one.names["spec"] = SPEC
+        yield one
 
 
 class Other(NamedTuple):
@@ -89,8 +54,7 @@ class Other(NamedTuple):
 
 @pytest.fixture
 def other(reader: Reader, device: str) -> Other:
-    client: Client = reader.names["client"]
-    return Other(client, client.create_pool("other", SPEC, device=device))
+    return Other(reader.client, reader.client.create_pool("other", SPEC, device=device))
 
 
 def test_pools_on_a_device(reader: Reader, other: Other, device: str) -> None:
@@ -179,8 +143,4 @@ def test_offload_and_restore(reader: Reader, other: Other) -> None:
 
 
 def test_every_code_that_the_text_names_exists() -> None:
-    table = TEXT.split("## What to do about an error")[1].split("\n## ")[0]
-    named = set(re.findall(r"`([A-Z_]{4,})`", table))
-    assert named
-    known = {one.code for one in vars(errors).values() if isinstance(one, type) and hasattr(one, "code")}
-    assert named <= known, named - known
+    assert not unknown_codes(TEXT, "What to do about an error")

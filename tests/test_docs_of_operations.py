@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -15,21 +13,16 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec
 from tests.daemons import DaemonProcess
+from tests.documents import blocks, page
 from tests.kvferry_command import COMMAND
 
-TEXT: Final = (Path(__file__).parents[1] / "docs/operations.md").read_text()
+TEXT: Final = page("operations.md")
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=8, dtype="float16")
 WAIT_S: Final = 60
 CONFIG: Final = "[tiers]\nhost_bytes = 16777216\n"
 
 
-def commands(title: str) -> list[str]:
-    """Return the shell code of one section."""
-    [found] = [one for one in re.split(r"^## ", TEXT, flags=re.MULTILINE) if one.startswith(f"{title}\n")]
-    return re.findall(r"^```sh\n(.*?)^```", found, re.MULTILINE | re.DOTALL)
-
-
-DECODE, PREFILL, OFFLOAD, RESTORE = commands("By hand")
+DECODE, PREFILL, OFFLOAD, RESTORE = blocks(TEXT, "By hand", "sh")
 
 
 class Terminal:

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
-from kvferry.clients import (
-    Client,
-    HybridSwaSpec,
-    MhaSpec,
-    ModelIdentity,
-    TierOperation,
-    new_request_id,
-    pages,
-    pages_wanted,
-)
+from kvferry.clients import Client, HybridSwaSpec, MhaSpec, ModelIdentity, TierOperation, pages
 from kvferry.clients.hashing import block_hashes
 from kvferry.daemon.services.prefix_cache import MAX_LEASES, MAX_PINS
 from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.operations import MAX_OPERATIONS
-from kvferry.protocol import errors
 from kvferry.protocol.tier_messages import MAX_HASHES
 from tests.clients.tier_pools import Filled
 from tests.daemons import DaemonProcess
+from tests.documents import ROOT, Reader, blocks, page, section, unknown_codes
 from tests.kvferry_command import run_kvferry
 
-ROOT: Final = Path(__file__).parents[1]
-TEXT: Final = (ROOT / "docs/tiers.md").read_text()
-OPERATIONS: Final = (ROOT / "docs/operations.md").read_text()
+TEXT: Final = page("tiers.md")
+OPERATIONS: Final = page("operations.md")
 FAMILIES: Final = "tiers|cache|remote|messages|replies|sessions|transfers|peers|network"
 COUNTERS: Final = {
     name
@@ -48,35 +37,10 @@ HYBRID: Final = HybridSwaSpec(
 )  # fmt: skip
 
 
-def blocks(title: str) -> list[str]:
-    """Return the Python code of one section."""
-    [found] = [one for one in re.split(r"^## ", TEXT, flags=re.MULTILINE) if one.startswith(f"{title}\n")]
-    return re.findall(r"^```python\n(.*?)^```", found, re.MULTILINE | re.DOTALL)
-
-
-RETRACT, LOOP = blocks("Offload and restore")
-[LAND] = blocks("A transfer without pages")
-REUSE, GROW, WINDOWS = blocks("Prefix cache")
-[FOLLOW] = blocks("Events for routers")
-
-
-class Reader:
-    """One engine that does what the text says; ``names`` are those that its code has."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.names: dict[str, Any] = {
-            "client": client,
-            "pages": pages,
-            "pages_wanted": pages_wanted,
-            "block_hashes": block_hashes,
-            "ModelIdentity": ModelIdentity,
-            "TierOperation": TierOperation,
-        }
-
-    def run(self, code: str) -> None:
-        """Run a block of the text."""
-        exec(compile(code, "tiers.md", "exec"), self.names)  # noqa: S102  our own text
+RETRACT, LOOP = blocks(TEXT, "Offload and restore")
+[LAND] = blocks(TEXT, "A transfer without pages")
+REUSE, GROW, WINDOWS = blocks(TEXT, "Prefix cache")
+[FOLLOW] = blocks(TEXT, "Events for routers")
 
 
 @pytest.fixture
@@ -122,7 +86,6 @@ def test_a_transfer_without_pages(daemon: DaemonProcess, reader: Reader, decode:
         source = Filled(prefill, "prefill", SPEC, MODEL_OF_TEXT)
         sent = prefill.allocate("prefill", 8)
         content = source.write(sent, seed=2)
-        reader.names["request_id"] = new_request_id()
         prefill.send("prefill", reader.names["request_id"], [pages(sent, tokens=1000)], first_token=5)
         reader.run(LAND)
         assert reader.names["arrived"].first_token == 5
@@ -191,11 +154,7 @@ def test_a_router(daemon: DaemonProcess, reader: Reader, decode: Filled) -> None
 
 
 def test_every_code_that_the_text_names_exists() -> None:
-    table = TEXT.split("## When something fails")[1].split("\n## ")[0]
-    named = set(re.findall(r"`([A-Z_]{4,})`", table)) - {"LOOKUP"}
-    known = {one.code for one in vars(errors).values() if isinstance(one, type) and hasattr(one, "code")}
-    assert len(named) > 5
-    assert named <= known, named - known
+    assert not unknown_codes(TEXT, "When something fails")
 
 
 def test_the_figures_are_those_of_the_code() -> None:
@@ -208,7 +167,7 @@ def test_the_figures_are_those_of_the_code() -> None:
 def test_every_action_of_the_command_is_shown() -> None:
     usage = run_kvferry("cache", "--help").stdout
     actions = set(re.findall(r"^    (\w+)", usage.split("ACTION\n")[1].split("\n\n")[0], re.MULTILINE))
-    shown = TEXT.split("## By hand")[1].split("\n## ")[0]
+    shown = section(TEXT, "By hand")
     assert len(actions) > 5
     assert not {one for one in actions if one not in shown}
 

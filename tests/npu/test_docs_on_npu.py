@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvferry.clients import new_request_id, pages
-from tests.test_docs import LENDING, Other, Reader, other, reader
+from tests.documents import Reader
+from tests.test_docs import LENDING, Other, other, reader
 
 __all__ = ["other", "reader"]  # fixtures
 
