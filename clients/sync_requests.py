@@ -185,7 +185,7 @@ class SyncRequests(Submissions):
             PoolLostError: it was on a device, and its memory is gone.
         """
         body = AttachPool(pool=name, layout_digest=layout_digest, device_pid=self._devices.process_id())
-        with self._use:  # whole: what another thread asks may not come between the reply and its descriptors
+        with self._use:  # whole: the session's socket is read by one thread at a time
             number, attached = self._exchange(asked(body, NAME))
             channel = self._open_channel()
             channel.receive()

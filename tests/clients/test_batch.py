@@ -51,12 +51,13 @@ def test_one_step_is_one_message(client: Client, name: str) -> None:
     assert client.wait_finished(received).first_token == 5
     client.wait_settled(sent)
     assert client.wait_done(loaded).loaded == 2
+    assert {one.hash for one in client.cached_blocks()} == {one.hex() for one in hashes(2)}
     assert client.wait_done(out).snapshot == out.snapshot != ""
     assert len(client.wait(found)) == 2
     assert client.wait(freed).freed == 2
     with pytest.raises(PageOutOfRangeError):
         client.wait(bad)
-    assert requests_of(client) == before + 2, "the batch, and the question"
+    assert requests_of(client) == before + 3, "the batch, and two questions"
     assert pool.holds(ids[4:8], content)
     assert pool.holds(ids[8:10], [one[:, :2] for one in content])
     client.drop_snapshot(out.snapshot)
@@ -81,6 +82,16 @@ def test_what_waits_for_an_event_holds_up_its_own_reply_only(client: Client, nam
     assert client.wait(waiting).freed == 1
     assert client.wait_done(stored).stored == 1
     assert client.free(name, ids[1:]).freed == 3
+
+
+def test_an_operation_that_waits_for_pages_is_cancelled(client: Client, name: str) -> None:
+    ids = client.allocate(name, client.create_pool(name, SPEC, model=MODEL).manifest.pages - 1)
+    out = client.wait_done(client.offload(name, [pages(ids[:1])]))
+    waiting = client.restore(name, out.snapshot)
+    assert not client.cancel_operation(waiting).was_done
+    with pytest.raises(CancelledError):
+        client.wait_done(waiting)
+    client.drop_snapshot(out.snapshot)
 
 
 def test_a_block_that_raises_sends_nothing(client: Client, name: str) -> None:
