@@ -83,13 +83,12 @@ class TransferStateMachine:
         activity: TransferActivity,
         payloads: KeptPayloads,
         whole_below_bytes: int = 0,
-        tombstones: Tombstones | None = None,
         transitions: Transitions = TRANSITIONS,
     ) -> None:
         """``activity`` is told when a write of a transfer op to another daemon begins and ends."""
         self.payloads = payloads
         self.results = Results(self.payloads)
-        self.endpoints = Endpoints(Tombstones() if tombstones is None else tombstones)
+        self.endpoints = Endpoints(Tombstones())
         self._generations = Generations()
         self._epochs = itertools.count(1)
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session

@@ -81,7 +81,7 @@ class TransferHarness:
         self.bugs: list[str] = []
         self.matched: list[tuple[int, Matched]] = []
         self.state_machine = TransferStateMachine(
-            self, payloads or KeptPayloads(1 << 30, 1 << 30), whole_below_bytes, transitions=transitions
+            self, payloads or KeptPayloads(1 << 30, 1 << 30), whole_below_bytes, transitions
         )
         self.transport = ScriptedTransport()
         self.pools: list[Pool] = []
