@@ -27,7 +27,7 @@ from kvferry.protocol.errors import (
     UncoveredEntryError,
     UnexpectedSourceError,
 )
-from tests.transfer.transfer_harness import FIRST, ORDERS, PAGE_BYTES, Engine, Pair, layers
+from tests.transfer.transfer_harness import FIRST, ORDERS, PAGE_BYTES, Engine, Pair, TransferHarness, layers
 
 pytestmark = pytest.mark.any_device
 
@@ -347,6 +347,25 @@ def test_surplus_source_entries_are_counted(pair: Refusing) -> None:
     assert wide.send().skipped_source_entries == 4
     pair.end_well(wide, pair.decode)
     assert pair.decode.finished.skipped_source_entries == 4
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_draft_layers_are_optional(*, with_draft: bool) -> None:
+    harness = TransferHarness()
+    both = [*layers(2), *layers(1, component="draft")]
+    prefill = harness.engine("prefill", both if with_draft else layers(2), count=4)
+    decode = harness.engine("decode", both, count=4)
+    before = decode.content
+    decode.receive(ids={"main": decode.pages[:2], "draft": decode.pages[2:]})
+    main, draft = prefill.pages[:2], prefill.pages[2:]
+    prefill.send(ids={"main": main, "draft": draft} if with_draft else main)
+    harness.transport.finish_all()
+    assert (prefill.told, decode.told) == ("OK settled", "OK settled")
+    sent, got = prefill.content, decode.content
+    for page in range(4):
+        for name, content in got[page].items():
+            arrives = name.startswith("main/") if page < 2 else with_draft and name.startswith("draft/")
+            assert content == (sent if arrives else before)[page][name]
 
 
 def test_pages_of_another_session(pair: Refusing) -> None:
