@@ -192,6 +192,7 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
     [
         ('[peers]\nlisten = "tcp://10.0.0.3:70000"', "peers.listen", "65535"),
         ('[peers]\nlisten = "tcp://999.1.1.1:80"', "peers.listen", "numeric"),
+        ('[peers]\nlisten = "ipc:///run/peer.sock"', "peers.listen", "must be tcp://ADDRESS:PORT"),
         ('[peers]\nlisten = "tcp://*:7801"', "peers.listen", "tcp://[fd00::3]:7801"),
         ('[devices]\nopen = ["host"]', "devices.open", "npu:N"),
         ("[network]\ndirect = true", "network.direct", "network.transport"),
@@ -232,13 +233,6 @@ def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field
 )
 def test_keys_that_go_together_are_taken(tmp_path: Path, text: str) -> None:
     load_config(written(tmp_path, text))
-
-
-def test_daemons_of_other_hosts_are_listened_for_on_tcp_only(tmp_path: Path) -> None:
-    error = refused(tmp_path, '[peers]\nlisten = "ipc:///run/peer.sock"')
-    assert error.field == "peers.listen"
-    assert "must be tcp://ADDRESS:PORT" in error.detail
-    assert "ipc:///PATH" not in error.detail
 
 
 def test_the_limits_follow_from_those_of_the_file(tmp_path: Path) -> None:
