@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.clients.cli.doctor import kernel
+from kvferry.clients.cli.doctor import kernel, running
 from kvferry.clients.cli.doctor.command import add_doctor, examine, lines
 from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, run_child
 from kvferry.clients.cli.main import main
@@ -131,6 +131,13 @@ def test_a_check_that_breaks_is_a_line_of_its_own(tmp_path: Path, monkeypatch: p
     assert findings["kernel"].state == "unknown"
     assert "ZeroDivisionError: no cores" in findings["kernel"].found
     assert findings["memory"].state == "ok"
+
+
+def test_a_check_of_several_things_has_a_line_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = {name: Finding("missing", "lost", "restart") for name in ("device npu:0", "device npu:1")}
+    monkeypatch.setattr(running, "check_devices", lambda _daemon: several)
+    found = by_name(plain_host(tmp_path))
+    assert {name: one for name, one in found.items() if name.startswith("device")} == several
 
 
 def test_the_table() -> None:
