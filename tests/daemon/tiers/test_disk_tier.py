@@ -19,8 +19,6 @@ from kvferry.protocol.tier_messages import CacheEvict, CacheEvicted
 from tests.daemon.tiers.tier_harness import Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
-FILE_BYTES = 4096
-"""Of a block of a page of 192 bytes, at most."""
 
 
 @pytest.fixture
