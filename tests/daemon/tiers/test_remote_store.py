@@ -31,6 +31,7 @@ from kvferry.pools.tiers.cached_block import BlockKey, Namespace
 from kvferry.protocol.config.schema import RemoteTierConfig
 from kvferry.protocol.errors import ConfigError
 from tests.daemon.tiers.store_harness import (
+    ARENA_BYTES,
     AT,
     NEEDED,
     PAGE_BYTES,
@@ -309,3 +310,13 @@ async def test_what_is_not_whole_or_not_ours_is_not_there(master: Master) -> Non
         assert await node.store.get("a", [(AT, 3 * PAGE_BYTES - 8)], pages=4) is None
         assert node.counters.snapshot()["remote.headers_damaged"] == 1
         assert await node.store.exists(["a"]) == [False]
+
+
+async def test_ranges_outside_of_the_arena_are_refused(master: Master) -> None:
+    async with running_node(master) as node:
+        pid = node.store.process_id
+        for wrong in ([(ARENA_BYTES, 1)], [(-1, 1)], [(0, 0)], [(ARENA_BYTES - 1, 2)], [(0, 1), (1, ARENA_BYTES)]):
+            assert not await node.store.put("a", wrong, parent=None, digests=[1])
+            assert await node.store.get("a", wrong, pages=1) is None
+        await put_pages(node, "a")
+        assert node.store.process_id == pid
