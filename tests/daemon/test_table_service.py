@@ -121,8 +121,10 @@ def test_they_are_on_the_pools_device_and_empty(tables: Tables, device: str) -> 
 
 
 @pytest.mark.host_only
-def test_arrays_are_the_tensors_memory(client: Client, hybrid: str) -> None:
-    tables = new_tables(client, hybrid, window=WINDOW)
+def test_arrays_are_the_tensors_memory(client: Client, hybrid: str, tables: Tables) -> None:
+    with pytest.raises(InvalidFieldError, match="no 'block_tables_swa'"):
+        tables.array("block_tables_swa")
+    tables = new_tables(client, hybrid, "of-a-window", window=WINDOW)
     update(client, tables, [14], rows={0: [1, 2, 3, 4]}, bound=([3, 4], [5, 6]))
     block_tables, seq_lens = tables.array("block_tables"), tables.array("seq_lens")
     window = tables.array("block_tables_swa")
@@ -145,8 +147,6 @@ def test_a_name_is_taken_in_its_session_until_the_tables_are_deleted(
 ) -> None:
     with pytest.raises(TablesExistError):
         new_tables(client, pool)
-    with pytest.raises(InvalidFieldError, match="no 'block_tables_swa'"):
-        tables.array("block_tables_swa")
     draft, theirs = new_tables(client, pool, "draft", max_batch=1), new_tables(other, pool)
     client.delete_tables(tables)
     with pytest.raises(UnknownTablesError):
