@@ -349,22 +349,22 @@ def test_surplus_source_entries_are_counted(pair: Refusing) -> None:
     assert pair.decode.finished.skipped_source_entries == 4
 
 
-@pytest.mark.parametrize("with_draft", [False, True])
-def test_draft_layers_are_optional(*, with_draft: bool) -> None:
+@pytest.mark.parametrize("drafts", [0, 1, 2])
+def test_draft_layers_are_optional(drafts: int) -> None:
     harness = TransferHarness()
-    both = [*layers(2), *layers(1, component="draft")]
-    prefill = harness.engine("prefill", both if with_draft else layers(2), count=4)
-    decode = harness.engine("decode", both, count=4)
+    prefill = harness.engine("prefill", [*layers(2), *layers(drafts, component="draft")], count=4)
+    decode = harness.engine("decode", [*layers(2), *layers(2, component="draft")], count=4)
     before = decode.content
     decode.receive(ids={"main": decode.pages[:2], "draft": decode.pages[2:]})
     main, draft = prefill.pages[:2], prefill.pages[2:]
-    prefill.send(ids={"main": main, "draft": draft} if with_draft else main)
+    prefill.send(ids={"main": main, "draft": draft} if drafts else main)
     harness.transport.finish_all()
     assert (prefill.told, decode.told) == ("OK settled", "OK settled")
     sent, got = prefill.content, decode.content
     for page in range(4):
         for name, content in got[page].items():
-            arrives = name.startswith("main/") if page < 2 else with_draft and name.startswith("draft/")
+            component, _, layer = name.split("/")
+            arrives = component == "main" if page < 2 else component == "draft" and int(layer) < drafts
             assert content == (sent if arrives else before)[page][name]
 
 
