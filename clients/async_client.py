@@ -107,12 +107,12 @@ class AsyncClient(AsyncRequests):
             raise self._lost
         return message_id in self._replies
 
-    async def _take_reply(self, message_id: int, timeout_s: float) -> None:
+    async def _take_reply(self, message_id: int, left_s: float, timeout_s: float) -> None:
         if self._lost is not None:
             raise self._lost
         arrived = self._waiting[message_id] = self._loop.create_future()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(left_s):
                 await arrived
         except TimeoutError as cause:
             raise DeadlineError(f"the daemon's reply did not come within {timeout_s:g} s") from cause

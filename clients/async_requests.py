@@ -622,7 +622,7 @@ class AsyncRequests(Submissions):
         number, pending.taken = pending.message_id, True
         try:
             if number not in self._replies:
-                await self._take_reply(number, max(0.0, pending.ends_at - time.monotonic()))
+                await self._take_reply(number, max(0.0, pending.ends_at - time.monotonic()), pending.timeout_s)
             reply = self._replies.pop(number)
         except BaseException:  # nobody will come for it any more
             self._core.forget(number)
@@ -644,11 +644,11 @@ class AsyncRequests(Submissions):
         """Take what has arrived, and return whether the reply has."""
 
     @abstractmethod
-    async def _take_reply(self, message_id: int, timeout_s: float) -> None:
+    async def _take_reply(self, message_id: int, left_s: float, timeout_s: float) -> None:
         """Take what arrives until the reply does.
 
         Raises:
-            DeadlineError: it does not within ``timeout_s``.
+            DeadlineError: it does not within ``left_s``; names ``timeout_s``, which the whole request had.
         """
 
     @abstractmethod

@@ -86,7 +86,7 @@ def registered(
                 shape=form.shape,
                 strides=form.strides,
                 dtype=form.dtype,
-                offset_bytes=form.start - memory.address if memory else 0,
+                offset_bytes=form.start - memory.address if memory else None,
             )
         )
     check_apart(held)

@@ -97,11 +97,14 @@ class Client(SyncRequests):
             pass
         return message_id in self._replies
 
-    def _take_reply(self, message_id: int, timeout_s: float) -> None:
-        self._take_until(lambda: message_id in self._replies, timeout_s, "the daemon's reply")
+    def _take_reply(self, message_id: int, left_s: float, timeout_s: float) -> None:
+        ends_at = time.monotonic() + left_s
+        self._take_until_at(lambda: message_id in self._replies, ends_at, timeout_s, "the daemon's reply")
 
     def _take_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        ends_at = time.monotonic() + timeout_s
+        self._take_until_at(condition, time.monotonic() + timeout_s, timeout_s, what)
+
+    def _take_until_at(self, condition: Callable[[], bool], ends_at: float, timeout_s: float, what: str) -> None:
         while not condition():
             left = ends_at - time.monotonic()
             if left <= 0:

@@ -187,6 +187,8 @@ def component_lists(side: PlanSource, manifest: Manifest, name: str) -> dict[str
                 check_distinct(one.ids, f"{one.field}.pages")
             check_apart(lists_with_pages(ranges), manifest)
     except KvferryError as error:
+        if side.spec is None and error.field.endswith(".none"):  # entries alone make every component paged
+            error.detail += ": give the pool's `spec` if it is"
         error.field = f"{name}.{error.field}"
         raise
     return {one.component: one for one in ranges}
@@ -289,9 +291,13 @@ def _spans(source: PageRange, destination: PageRange) -> tuple[Span, ...]:
     if not destination.component:
         surplus = min(max(destination.start_page - source.start_page, 0), len(source.ids))
         return (Span(surplus, 0, len(source.ids) - surplus, surplus),)
-    if destination.kind == "paged":
+    if destination.kind != "paged":
+        return (state_span(source, destination, "of the dry run"),)
+    try:
         return tuple(paged_spans(source, destination, last=True))
-    return (state_span(source, destination, "of the dry run"),)
+    except KvferryError as refused:  # both sides have lists of these numbers
+        refused.field = f"source.{refused.field}"
+        raise
 
 
 def _planned(entries: tuple[Entry, ...], pairing: Pairing, part: Part, given: PlanInput) -> Part:

@@ -61,8 +61,6 @@ class Background:
 MAX_PROMOTIONS: Final = 32
 """Blocks promoted at a time, each with memory of the host tier; others wait."""
 
-log = structlog.get_logger(__name__)
-
 
 class LowerTiers:
     """The lower tiers; either may be missing. For the control loop."""

@@ -455,6 +455,3 @@ class Operations:
     def _on_acknowledged(self, event: EventAcknowledged) -> None:
         if isinstance(event.body, TierDone):
             self._unacknowledged[event.session.session_id] -= 1
-
-
-log = structlog.get_logger(__name__)

@@ -42,10 +42,10 @@ from kvferry.protocol.peer_messages import PeerBody
 
 MAX_BLOCK_BYTES = 1 << 20
 STAGING_BYTES: Final = 4 << 20
+"""A thread's staging buffer for slices, small enough for the last-level cache; larger where a single page is."""
+
 CHUNK_BYTES: Final = 4 << 20
 """How much is copied between two looks at the queue: smaller is fairer, larger is a little faster."""
-
-"""A thread's staging buffer for slices, small enough for the last-level cache; larger where a single page is."""
 
 log = structlog.get_logger(__name__)
 

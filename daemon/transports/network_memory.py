@@ -24,7 +24,7 @@ from kvferry.daemon.transports.mooncake import MooncakeEngine
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
-from kvferry.protocol.config.schema import Config, NetworkConfig
+from kvferry.protocol.config.schema import STAGING_BUFFERS, Config, NetworkConfig
 from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.ids import BootId
 
@@ -318,7 +318,7 @@ class NetworkTuning(msgspec.Struct, frozen=True, kw_only=True):
     that peers may write directly are quarantined in the same way.
     """
 
-    staging: int = 4
+    staging: int = STAGING_BUFFERS
     write_timeout_s: float = 30.0
     quarantined_bytes: int | None = None
     quarantined_s: float = 60.0

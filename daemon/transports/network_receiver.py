@@ -94,7 +94,7 @@ class NetworkReceiver:
         executor: Executor,
         counters: Counters,
     ) -> None:
-        """Verify and scatter on ``executor``, which is shut down before ``logs`` is closed."""
+        """Verify and scatter on ``executor``, which is shut down before ``memory`` is closed."""
         self._send = send
         self._engine = memory.engine
         self._bounce_buffers = memory.bounce_buffers

@@ -90,7 +90,7 @@ class NetworkSender:
         on_settled: Callable[[], None],
         counters: Counters,
     ) -> None:
-        """Gather on ``executor``, which is shut down before ``logs`` is closed.
+        """Gather on ``executor``, which is shut down before ``memory`` is closed.
 
         ``on_settled`` is called after the state machine was notified that a transfer op is over.
         """

@@ -123,7 +123,7 @@ def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageId
 
     Raises:
         UncoveredEntryError: no source entry has a destination entry.
-        LengthMismatchError, EmptyPagesError, PageOutOfRangeError, DuplicatePageError: see ``page_checks``.
+        LengthMismatchError, EmptyPagesError, PageOutOfRangeError, DuplicatePageError: see ``page_ids``.
     """
     pairs = pairing.pairs
     if not pairs:

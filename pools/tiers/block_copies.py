@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def offload_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
-    """Copy a step from pages in ``logs``, ``(region_bytes,)``, to blocks in ``arena``, ``(arena_bytes,)``."""
+    """Copy a step from pages in ``memory``, ``(region_bytes,)``, to blocks in ``arena``, ``(arena_bytes,)``."""
     for page, block in _pairs(memory, pages, step, arena):
         block[...] = page
 

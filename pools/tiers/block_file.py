@@ -137,7 +137,7 @@ class NotABlockError(ValueError):
 def new_header(
     key: BlockKey, page_bytes: int, digests: tuple[int, ...], parent: bytes | None, model: str = ""
 ) -> BlockHeader:
-    """Return the header of a block's file: ``block_file`` bytes and one digest for each of its pages.
+    """Return the header of a block's file: ``page_bytes`` bytes and one digest for each of its pages.
 
     A model label longer than ``MAX_LABEL_BYTES`` is truncated.
     """

@@ -20,7 +20,7 @@ import secrets
 import socket
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
@@ -55,11 +55,6 @@ from kvferry.pools.tiers.block_file import (
 )
 from kvferry.pools.tiers.cached_block import BlockKey, Namespace
 from kvferry.protocol.errors import ConfigError
-
-# -- scanning the disk tier's root: blocks by name, leftovers of writers that died, foreign files.
-#
-# Opens no block's file. Anything not named like a block is left alone; links are never followed.
-
 
 # -- the root of the disk tier: private enough to hold prompts, and held by one daemon at a time.
 
@@ -365,7 +360,7 @@ class DiskStore:
                     _sync_folder(folder)
         return len(self._dirty)
 
-    def scan(self, files_a_step: int = 32) -> Iterator[tuple[FoundBlock, ...]]:
+    def scan(self, files_a_step: int = 32) -> Generator[tuple[FoundBlock, ...], None, None]:
         """Yield, step by step, the complete blocks that exist under the root, least recently used first.
 
         A step takes about a millisecond and may yield none. Headers and lengths are checked; pages are checked when
@@ -375,6 +370,12 @@ class DiskStore:
         Args:
             files_a_step: number of files to open in a step.
         """
+        try:
+            yield from self._scan(files_a_step)
+        finally:
+            self._written = None
+
+    def _scan(self, files_a_step: int) -> Iterator[tuple[FoundBlock, ...]]:
         candidates: list[Candidate] = []
         for some in DiskWalk(self.root, self._token, self.counts).steps():
             candidates += some
@@ -388,13 +389,10 @@ class DiskStore:
                 ask_for_header(self._path(candidate.key))
             yield tuple(filter(None, map(self._found, step)))
             step = ahead
-        self._written = None
 
     def _found(self, candidate: Candidate) -> FoundBlock | None:
         """Return the block, unless this store has written it, or it is gone, damaged or cannot be read."""
         key = candidate.key
-        if self._written is not None and key in self._written:
-            return None
         try:
             opened = open_block(self._path(key), key, self._drop_damaged)
         except (MissingBlockError, DamagedBlockError):
@@ -403,6 +401,9 @@ class DiskStore:
             self.counts.unreadable += 1
             return None
         os.close(opened.fd)
+        with self._mutex:  # looked at last: a block may be published meanwhile
+            if self._written is not None and key in self._written:
+                return None
         return FoundBlock(opened.header, opened.size_bytes, candidate.used_ns)
 
     def _publish(self, writer: BlockWriter) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvferry.protocol.addresses import is_numeric
-from kvferry.protocol.config.schema import MIN_SIZE_BYTES, Config, memory_bytes
+from kvferry.protocol.config.schema import MIN_SIZE_BYTES, STAGING_BUFFERS, Config, memory_bytes
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.settings import size_text
 
@@ -64,12 +64,12 @@ def _network(config: Config) -> Iterator[Conflict]:
             f'network.transport = "{network.transport}" without peers.listen or network.address: set the address by '
             'which others reach this host, peers.listen = "tcp://ADDRESS:PORT"',
         )
-    if network.bounce_buffers * network.bounce_buffer_bytes > memory_bytes():
+    if (network.bounce_buffers + STAGING_BUFFERS) * network.bounce_buffer_bytes > memory_bytes():
         yield Conflict(
             "network.bounce_buffers",
             f"network.bounce_buffers = {network.bounce_buffers} with network.bounce_buffer_bytes = "
-            f"{size_text(network.bounce_buffer_bytes)}: their product is more than this host's memory of "
-            f"{memory_bytes() >> 20}MiB",
+            f"{size_text(network.bounce_buffer_bytes)}: so many, and {STAGING_BUFFERS} more for what is sent, are more "
+            f"than this host's memory of {memory_bytes() >> 20}MiB",
         )
 
 

@@ -23,6 +23,8 @@ from kvferry.protocol.settings import SIZE_FORM, size_bytes, size_text
 
 _S = TypeVar("_S", bound=Section)
 _MAX_SHOWN = 64
+_NO_FILE = "name a readable file with --config, or none for the defaults"
+_NO_TABLE = "write it as TOML: [section] and key = value lines, in UTF-8"
 
 
 def load_config(path: Path) -> Config:
@@ -47,11 +49,11 @@ def read_config(path: Path) -> tuple[Config, list[ConfigError]]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as cause:
-        raise ConfigError(f"{path}: {cause.strerror}") from cause
+        raise ConfigError(f"{path}: {cause.strerror}", remedy=_NO_FILE) from cause
     except ValueError as cause:  # also invalid UTF-8
-        raise ConfigError(f"{path}: {cause}") from cause
+        raise ConfigError(f"{path}: {cause}", remedy=_NO_TABLE) from cause
     except RecursionError as cause:
-        raise ConfigError(f"{path}: nested too deeply") from cause
+        raise ConfigError(f"{path}: nested too deeply", remedy=_NO_TABLE) from cause
     mistakes: list[ConfigError] = []
     config = _table(path, "", Config, table, mistakes)
     if not mistakes:

@@ -21,6 +21,10 @@ MIN_SIZE_BYTES: Final = 4096
 """The minimum of a size that is not 0: a smaller number probably lacks a unit."""
 
 MAX_SIZE_BYTES: Final = 1 << 50
+MAX_HEARTBEAT_MS: Final = 20_000
+"""Well below the longest time that a heartbeat can say it is good for, 65.5 s: an idle link must not end by it."""
+STAGING_BUFFERS: Final = 4
+"""Of ``network.bounce_buffer_bytes`` each: what outgoing bytes are gathered in."""
 
 Bytes = Annotated[int, Meta(ge=0, le=MAX_SIZE_BYTES)]
 """A size: 0, or at least ``MIN_SIZE_BYTES``: see ``conflicts``."""
@@ -90,7 +94,7 @@ class PeersConfig(Section, frozen=True, kw_only=True):
     """Other daemons: those of this host find us by our runtime directory, those of other hosts at ``listen``.
 
     ``listen`` is ``tcp://ADDRESS:PORT`` with an address of this host that they can reach; connections are not
-    authenticated. A peer that is silent for ``timeout_ms`` is lost; three heartbeats are sent in that time.
+    authenticated. A peer that is silent for ``timeout_ms`` is lost; three heartbeats or more are sent in that time.
     """
 
     listen: Listen | None = None
@@ -99,7 +103,7 @@ class PeersConfig(Section, frozen=True, kw_only=True):
     @property
     def heartbeat_ms(self) -> int:
         """Return the interval of heartbeats."""
-        return self.timeout_ms // 3
+        return min(self.timeout_ms // 3, MAX_HEARTBEAT_MS)
 
 
 class NetworkConfig(Section, frozen=True, kw_only=True):

@@ -61,6 +61,7 @@ def registered_tensors(
 
     found = registered(spec, tensors, "npu:0", export)
     found.said(1)
+    assert all(one.offset_bytes is None for one in found.arrays)  # it is in the share
     return found.arrays, exported
 
 

@@ -21,6 +21,7 @@ from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.codec import PageIds
+from kvferry.protocol.config.schema import PeersConfig
 from kvferry.protocol.errors import ConfigError, InvalidFieldError
 from kvferry.protocol.ids import NO_BOOT, new_boot_id
 from kvferry.protocol.limits import Limits
@@ -538,3 +539,10 @@ async def _pass_on(source: asyncio.StreamReader, to: asyncio.StreamWriter, last:
             to.write(data)
         if last is not None and last in data:
             return
+
+
+@pytest.mark.parametrize("timeout_ms", [50, 3000, 200_000, 600_000])
+def test_an_idle_link_is_heard_from_before_its_time_is_up(timeout_ms: int) -> None:
+    peers = PeersConfig(timeout_ms=timeout_ms)
+    assert 3 * peers.heartbeat_ms <= timeout_ms
+    assert Heartbeat(peers.heartbeat_ms, timeout_ms).time_to_live_ms > 2 * peers.heartbeat_ms

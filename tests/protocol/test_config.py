@@ -180,6 +180,7 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
         load_config(file)
     assert str(file) in caught.value.detail
     assert said in caught.value.detail
+    assert ("named key" in caught.value.remedy) == bool(caught.value.field)
 
 
 MOONCAKE = '[peers]\nlisten = "tcp://10.0.0.3:7801"\n[network]\ntransport = "mooncake"\n'

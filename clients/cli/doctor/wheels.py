@@ -172,7 +172,7 @@ def check_store_module(host: Host, needs: Needs) -> Finding | None:
         return None
     if needs.config.store_address is None:
         fix = "set tiers.remote.address: the address of this host at which other nodes reach it"
-        return Finding("missing", "neither tiers.remote.address nor network.address is set", fix)
+        return Finding("missing", "none of tiers.remote.address, network.address and peers.listen is set", fix)
     reason = _import_problem(host, "mooncake.store")
     if reason:
         return Finding("missing", reason, f'{STORE_LIBRARIES}, and the wheel as "mooncake" says')

@@ -62,6 +62,16 @@ def test_a_scan_opens_few_files_in_a_step(store: DiskStore) -> None:
     assert [size for size in steps if size] == [4, 4, 2]
 
 
+def test_a_scan_that_is_given_up_remembers_nothing(store: DiskStore) -> None:
+    one = block(0)
+    with reopened(store) as after:
+        steps = after.scan()
+        next(steps)
+        steps.close()
+        one.write_to(after)
+        assert [found.header.key for found in scanned(after)] == [one.key]
+
+
 def test_writers_and_readers_go_on_while_a_scan_runs(store: DiskStore) -> None:
     old, replaced, removed, new = (block(seed) for seed in range(4))
     for one in (old, replaced, removed):
