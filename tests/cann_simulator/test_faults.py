@@ -108,6 +108,7 @@ def test_a_lost_device_ends_what_was_queued(simulator: Simulator, victim: Child)
     try:
         with pytest.raises(ChildError) as raised:
             victim.do("side.synchronize()", timeout_s=20)
+        simulator.wait_until_done(1, victim.pid)  # its stream has seen the loss too
     finally:
         simulator.lose_device(0, 0)
         simulator.release()
