@@ -11,7 +11,9 @@ import ipaddress
 import os
 import secrets
 import signal
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -25,6 +27,8 @@ UPLINK: Final = "uplink"
 """A host's end of its veth pair. The bridge's end is named by the host's number."""
 
 _OURS: Final = "kvferry-"
+_MAKE_S: Final = 20.0
+_ATTEMPTS: Final = 3
 _WITHOUT_IPV6: Final = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}
 """Its neighbour discovery would only make noise."""
 
@@ -80,16 +84,15 @@ def hosts(count: int) -> Iterator[list[Host]]:
     """
     check_hosts_possible()
     remove_leftovers()
-    run = f"{_OURS}{os.getpid()}-{secrets.token_hex(4)}"
-    made = [Host(number, f"{run}-{number}", f"{run}-0") for number in range(1, count + 1)]
+    ours = f"{_OURS}{os.getpid()}-{secrets.token_hex(4)}"
     try:
         try:
-            _make(made)
+            made = _made(ours, count)
         except (NetlinkError, OSError) as cause:
             raise OSError(f"cannot make hosts: {cause}") from cause
         yield made
     finally:
-        _remove(name for name in netns.listnetns() if name.startswith(f"{run}-"))
+        _remove(name for name in netns.listnetns() if name.startswith(f"{ours}-"))
 
 
 def check_hosts_possible() -> None:
@@ -106,6 +109,32 @@ def remove_leftovers() -> None:
     """Remove hosts that dead processes left behind, and end the processes still on them."""
     ours = [name for name in netns.listnetns() if name.startswith(_OURS)]
     _remove(name for name in ours if not Path("/proc", name.split("-")[1]).exists())
+
+
+def _made(ours: str, count: int) -> list[Host]:
+    """Return new hosts. pyroute2 0.9.7 was seen to wait for ever for an answer, so a thread has a bounded time for it.
+
+    Raises:
+        TimeoutError: it came to no end, three times.
+    """
+    for attempt in range(_ATTEMPTS):
+        run = f"{ours}-{attempt}"
+        hosts = [Host(number, f"{run}-{number}", f"{run}-0") for number in range(1, count + 1)]
+        making: Future[None] = Future()
+        threading.Thread(target=_make_in_thread, args=(hosts, making), daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            making.result(_MAKE_S)
+            return hosts
+    raise TimeoutError(f"no answer from netlink within {_MAKE_S:g} s, {_ATTEMPTS} times")
+
+
+def _make_in_thread(hosts: Sequence[Host], making: Future[None]) -> None:
+    try:
+        _make(hosts)
+    except Exception as cause:  # noqa: BLE001  whoever waits raises it
+        making.set_exception(cause)
+    else:
+        making.set_result(None)
 
 
 def _make(made: Sequence[Host]) -> None:
