@@ -286,7 +286,7 @@ class AsyncRequests(Submissions):
     ) -> Freed:
         """Give pages back; those in flight follow when their transfers settle.
 
-        ``after``: work that still uses the pages, see ``EventRing.mark``; nobody gets them before it is done.
+        ``after``: work that still uses the pages, see ``EventRing.record_event``; nobody gets them before it is done.
 
         Raises:
             NotOwnerError, DuplicatePageError, PageOutOfRangeError, EmptyPagesError: nothing was freed.

@@ -177,7 +177,7 @@ class Submitting(ABC):
             sources: how many pools send.
             source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
                 none for this client's own daemon only.
-            after: work that still uses the pages, see ``EventRing.mark``; nothing is written before it is done.
+            after: work that still uses the pages, see ``EventRing.record_event``; nothing is written before it is done.
             into: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
                 ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
             any_model: whether pages of another model's pool are taken too; else they are refused (MODEL_MISMATCH).
@@ -226,7 +226,7 @@ class Submitting(ABC):
             rows: rows that are another request's now, and all their pages.
             released: full pages whose window pages go back.
             bound: full pages that get a window page, and these.
-            after: the end of the replay that still reads the tables, see ``EventRing.mark``.
+            after: the end of the replay that still reads the tables, see ``EventRing.record_event``.
             deadline_s: for the daemon's reply.
 
         Raises:
@@ -258,7 +258,7 @@ class Submitting(ABC):
             pool: the pool of the pages.
             lists: the pages, one list a component; see ``pages``.
             release: let the daemon free the pages as soon as they are copied; an operation that fails leaves them.
-            after: work that still fills the pages, see ``EventRing.mark``; nothing is read before it is done.
+            after: work that still fills the pages, see ``EventRing.record_event``; nothing is read before it is done.
             deadline_s: for the whole operation.
         """
         heads, ids = page_lists(lists)

@@ -283,7 +283,7 @@ class SyncRequests(Submissions):
     def free(self, pool: str, ids: npt.ArrayLike, space: str = MAIN, *, after: DeviceEvent | None = None) -> Freed:
         """Give pages back; those in flight follow when their transfers settle.
 
-        ``after``: work that still uses the pages, see ``EventRing.mark``; nobody gets them before it is done.
+        ``after``: work that still uses the pages, see ``EventRing.record_event``; nobody gets them before it is done.
 
         Raises:
             NotOwnerError, DuplicatePageError, PageOutOfRangeError, EmptyPagesError: nothing was freed.

@@ -209,7 +209,10 @@ class EventRings:
             raise InvalidFieldError("no events came over the session socket before OPEN_EVENTS", field="events")
 
         def watch() -> DeviceEvents:
-            return DeviceEvents(self._devices.open(device), shared.handles)
+            try:
+                return DeviceEvents(self._devices.open(device), shared.handles)
+            except OSError as cause:
+                raise OutOfMemoryError(f"no event ring: {cause}") from cause
 
         def opened(done: asyncio.Future[DeviceEvents]) -> None:
             self._dispatcher.run_held(call, lambda _call: self._opened(call, done.result()))

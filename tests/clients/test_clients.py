@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kvferry.clients import AsyncClient, AttachedPool, Client, KvferryError, MhaSpec, Transfer, new_request_id, pages
+from kvferry.clients.calls import asked
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
@@ -33,6 +34,7 @@ from kvferry.protocol.errors import (
     UnknownTransferError,
 )
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
+from kvferry.protocol.session_messages import Status
 from kvferry.protocol.transfer_messages import Direction
 from tests.clients.blocking import connected
 from tests.daemons import DaemonProcess, running_daemon
@@ -64,6 +66,17 @@ def test_what_a_daemon_shows(daemon: DaemonProcess, client: Client, name: str) -
 def test_no_daemon(tmp_path: Path, kind: type[Client | AsyncClient], *, session: bool) -> None:
     with pytest.raises(DaemonLostError, match="no daemon"), connected(kind, tmp_path, session=session, timeout_s=0.1):
         pass
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_call_that_is_not_answered_says_how_long_it_had(tmp_path: Path, kind: type[Client | AsyncClient]) -> None:
+    with running_daemon(tmp_path) as own, connected(kind, own.runtime_dir) as client:
+        own.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineError, match=r"did not come within 0\.05 s\b"):
+                client.call(asked(Status()), deadline_s=0.05, margin_s=0.0)
+        finally:
+            own.process.send_signal(signal.SIGCONT)
 
 
 # -- pools and pages

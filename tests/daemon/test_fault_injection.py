@@ -195,7 +195,7 @@ def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
         ("[tiers]\nhost_bytes = '1023TiB'\n", "tiers.host_bytes"),
         ("[tiers.disk]\npath = '/dev/null'\n", "[tiers.disk.path]"),
         ("[tiers.disk]\npath = '/tmp'\n", "name a folder of the daemon's own"),
-        (None, "No such file"),
+        (None, "No such file or directory (name a readable file"),
         ("", "runtime_dir"),  # too long for a socket
     ],
 )

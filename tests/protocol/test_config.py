@@ -16,7 +16,7 @@ import pytest
 from msgspec import inspect
 
 from kvferry.protocol.config.load import load_config, read_config
-from kvferry.protocol.config.schema import Config, Section
+from kvferry.protocol.config.schema import Config, Section, memory_bytes
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.settings import size_bytes, size_text
@@ -219,6 +219,13 @@ def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field
     assert error.field == field
     assert field in error.detail
     assert other in error.detail
+
+
+def test_what_is_sent_needs_memory_too(tmp_path: Path) -> None:
+    most = memory_bytes() >> 30  # of a GiB each: all of the host's memory, and 4 more for what is sent
+    assert refused(tmp_path, f'{MOONCAKE}bounce_buffers = {most}\nbounce_buffer_bytes = "1GiB"').field == (
+        "network.bounce_buffers"
+    )
 
 
 @pytest.mark.parametrize(

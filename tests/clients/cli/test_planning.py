@@ -487,3 +487,11 @@ def optional(*components: str) -> Json:
 def test_a_refused_plan_names_the_field(plans: Plans, code: str, field: str, given_: Json) -> None:
     error = plans.both(given_)[0]["error"]
     assert (error["code"], error["field"]) == (code, field)
+
+
+@pytest.mark.parametrize(("side", "asks"), [({"entries": [ENTRY]}, True), ({"spec": LONG}, False)])
+def test_entries_alone_have_no_windows(plans: Plans, side: Json, *, asks: bool) -> None:
+    lists = [listed("main", [], none=True)]
+    error = plans.both({one: {**side, "lists": lists} for one in SIDES})[0]["error"]
+    assert error["field"] == "source.lists[0].none"
+    assert ("give the pool's `spec`" in error["detail"]) == asks
