@@ -26,6 +26,7 @@ from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import DEVICE_POOLS_FILE, RuntimeDirectory
 from kvferry.daemon.process.devices import CHECK_S, Devices
 from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_freed_memory
+from kvferry.daemon.process.inherited import Inherited, take_inherited
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
@@ -95,6 +96,7 @@ class Daemon:
         stopping: asyncio.Event,
         network: NetworkMemory | None = None,
         tuning: Tuning = DEFAULT_TUNING,
+        inherited: Inherited | None = None,
     ) -> None:
         """Build everything on the running loop.
 
@@ -104,6 +106,8 @@ class Daemon:
             stopping: set from outside or, where a device is lost, by the daemon itself: ``serve`` ends then.
             network: what transfers between hosts go by; see ``open_network``. It is the daemon's from now on.
             tuning: what it chooses itself.
+            inherited: the descriptors that the service manager has passed. Its parts take theirs by name while they
+                are built; ``serve`` closes the rest.
 
         Raises:
             ConfigError: an address cannot be listened on, or tiers lack what they need.
@@ -111,6 +115,7 @@ class Daemon:
         self.boot_id = new_boot_id()
         self._config = config
         self._tuning = tuning
+        self._inherited = inherited or Inherited()
         self._limits = limits = tuning.limits or config.announced
         self._loop = loop = asyncio.get_running_loop()
         self._started_at = time.monotonic()
@@ -230,6 +235,7 @@ class Daemon:
         self._control.start(self._loop, self._dispatcher.on_message)
         self._session_socket.start(self._loop)
         self._watch_devices()
+        self._inherited.close_rest()
         manager.ready(f"serving, boot id {self.boot_id}")
         log.info("serving", boot_id=self.boot_id, pid=os.getpid(), version=VERSION)
         try:
@@ -355,13 +361,18 @@ class Daemon:
 
 
 async def run_daemon(
-    config: Config, directory: RuntimeDirectory, manager: ServiceManager, tuning: Tuning = DEFAULT_TUNING
+    config: Config,
+    directory: RuntimeDirectory,
+    manager: ServiceManager,
+    tuning: Tuning = DEFAULT_TUNING,
+    inherited: Inherited | None = None,
 ) -> None:
     """Serve in a locked runtime directory until a signal asks to end; see ``signals``."""
     stopping = asyncio.Event()
     with answered(asyncio.get_running_loop(), stopping):
         keep_freed_memory()
-        await Daemon(config, directory, stopping, await open_network(config, tuning.network), tuning).serve(manager)
+        network = await open_network(config, tuning.network)
+        await Daemon(config, directory, stopping, network, tuning, inherited).serve(manager)
 
 
 def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) -> int:
@@ -376,6 +387,7 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
         "--runtime-dir", type=_folder, metavar="DIR", help="where the sockets go; overrides the configuration"
     )
     options = parser.parse_args(arguments)
+    inherited = take_inherited()
     # A torch_npu without CANN would make torch itself fail: devices are asked for when a pool needs one.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
@@ -389,7 +401,7 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     try:
         configure_logs(config.logging)
         with runtime_directory as directory:
-            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning))
+            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning, inherited))
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) and not error.retryable else 1
