@@ -1,0 +1,318 @@
+"""Stands between sockets and breaks what goes through, as networks do: cut, silent, late, doubled, out of order.
+
+A proxy runs on a thread of its own, so that tests of processes and of event loops can use it; a control has worked when
+it returns. It knows nothing of what is said: a test names the bytes at which something is to happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
+
+Way = Literal["out", "back"]
+"""From whom dialled to whom is listened for, and back."""
+WAYS: Final[tuple[Way, ...]] = ("out", "back")
+Alter = Callable[["Piece"], Iterable[bytes]]
+
+PATIENCE_S: Final = 20.0
+READ_BYTES: Final = 65_536
+_RESET: Final = struct.pack("ii", 1, 0)
+"""SO_LINGER by which a close resets the connection: no FIN, and what was on its way is lost."""
+_Result = TypeVar("_Result")
+
+
+class Piece(NamedTuple):
+    """What came at once: on which route, which way, and its bytes."""
+
+    route: str
+    way: Way
+    data: bytes
+
+
+class _Mark(NamedTuple):
+    """Bytes at which a proxy holds everything up."""
+
+    data: bytes
+    route: str | None
+    way: Way
+    passes: bool
+    seen: threading.Event
+
+
+class _Through:
+    """One connection through the proxy: both its sockets, and the tasks that pass on."""
+
+    def __init__(self, *sockets: socket.socket) -> None:
+        self.sockets = sockets
+        self.tasks: list[asyncio.Task[None]] = []
+        self.tails: dict[Way, bytes] = {"out": b"", "back": b""}
+
+    def close(self, *, reset: bool) -> None:
+        """Close both sides; for the loop."""
+        loop = asyncio.get_running_loop()
+        for one in self.sockets:
+            loop.remove_reader(one)
+            loop.remove_writer(one)  # before the number may be another socket's
+            if reset and one.family != socket.AF_UNIX:
+                with contextlib.suppress(OSError):
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            one.close()
+
+
+class Proxy:
+    """Routes from listening sockets to who they stand for. All routes share one fate.
+
+    Attributes:
+        passed_bytes: how many bytes went through, by way.
+    """
+
+    def __init__(self) -> None:
+        self.passed_bytes: dict[Way, int] = {"out": 0, "back": 0}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self._thread.start()
+        self._open = asyncio.Event()
+        self._refuses = False
+        self._resets = 0
+        self._delay_s = 0.0
+        self._alter: Alter | None = None
+        self._marks: list[_Mark] = []
+        self._through: set[_Through] = set()
+        self._listeners: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._run(self._set_open())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE_S)
+        self._loop.close()
+
+    # -- routes
+
+    def route(self, listener: socket.socket, dial: Callable[[], socket.socket], name: str = "") -> None:
+        """Pass what comes at a listening socket on to whom ``dial`` connects to, on a thread, and back."""
+        listener.settimeout(0)
+        self._listeners.append(listener)
+        self._call(lambda: self._spawn(self._accept(listener, dial, name)))
+
+    def route_tcp(self, to: tuple[str, int], at: str = "127.0.0.1", name: str = "") -> int:
+        """Listen on TCP at a free port, which is returned, for who listens at ``to``."""
+        listener = socket.create_server((at, 0))
+        port: int = listener.getsockname()[1]
+        self.route(listener, lambda: socket.create_connection(to, PATIENCE_S), name)
+        return port
+
+    def route_unix(self, path: Path, name: str = "") -> None:
+        """Take the place of who listens at a Unix socket, whose file is moved aside; who connects later comes here."""
+        aside = path.with_name(f"{path.name}.aside")
+        mode = path.stat().st_mode & 0o777
+        path.rename(aside)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.bind(os.fspath(path))
+        path.chmod(mode)
+        listener.listen(16)
+
+        def dial() -> socket.socket:
+            far = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            far.connect(os.fspath(aside))
+            return far
+
+        self.route(listener, dial, name)
+
+    # -- controls
+
+    def cut(self) -> None:
+        """End every connection at once (TCP's with a reset), and every new one."""
+
+        def now() -> None:
+            self._refuses = True
+            self._reset()
+
+        self._call(now)
+
+    def black_hole(self) -> None:
+        """Let nothing through any more, without a word to anybody: connections stay open, new ones are accepted."""
+        self._call(self._open.clear)
+
+    def heal(self) -> None:
+        """Let through what comes, and first what was held up."""
+
+        def now() -> None:
+            self._refuses = False
+            self._open.set()
+
+        self._call(now)
+
+    def drop_connections(self) -> None:
+        """End every connection at once; new ones are served, if any are."""
+        self._call(self._reset)
+
+    def delay(self, seconds: float) -> None:
+        """Let everything be so late from now on, in its order."""
+
+        def now() -> None:
+            self._delay_s = seconds
+
+        self._call(now)
+
+    def alter(self, alter: Alter | None) -> None:
+        """Pass ``alter(piece)``'s parts instead of each piece: none, two, others, or some kept for later."""
+
+        def now() -> None:
+            self._alter = alter
+
+        self._call(now)
+
+    def hold_at(
+        self, data: bytes, *, passes: bool, way: Way = "out", route: str | None = None
+    ) -> Callable[[float], bool]:
+        """Become a black hole at the first piece with these bytes, which itself still ``passes`` or does not.
+
+        Returns:
+            A function that waits for it, for so many seconds, and returns whether it has come.
+        """
+        mark = _Mark(data, route, way, passes, threading.Event())
+        self._call(lambda: self._marks.append(mark))
+        return mark.seen.wait
+
+    @property
+    def connections(self) -> int:
+        """Return how many connections there are."""
+        return self._call(lambda: len(self._through))
+
+    # -- on the loop
+
+    async def _set_open(self) -> None:
+        self._open.set()
+
+    async def _accept(self, listener: socket.socket, dial: Callable[[], socket.socket], name: str) -> None:
+        while True:
+            near, _ = await self._loop.sock_accept(listener)
+            if self._refuses:
+                _Through(near).close(reset=True)
+                continue
+            resets = self._resets
+            try:
+                far = await asyncio.to_thread(dial)
+            except OSError:
+                near.close()
+                continue
+            through = _Through(near, far)
+            if resets != self._resets:
+                through.close(reset=True)
+                continue
+            for one in (near, far):
+                one.settimeout(0)
+            self._through.add(through)
+            through.tasks += [self._spawn(self._pass_on(through, name, way)) for way in WAYS]
+
+    async def _pass_on(self, through: _Through, name: str, way: Way) -> None:
+        near, far = through.sockets
+        source, to = (near, far) if way == "out" else (far, near)
+        with contextlib.suppress(OSError):  # either side is gone, or it was cut
+            while data := await self._loop.sock_recv(source, READ_BYTES):
+                piece = Piece(name, way, data)
+                mark = self._mark_in(through, piece)
+                if mark is not None and not mark.passes:
+                    self._reach(mark)
+                await self._open.wait()
+                if self._delay_s:
+                    await asyncio.sleep(self._delay_s)
+                    await self._open.wait()
+                for part in [data] if self._alter is None else self._alter(piece):
+                    await self._loop.sock_sendall(to, part)
+                    self.passed_bytes[way] += len(part)
+                if mark is not None and mark.passes:
+                    self._reach(mark)
+        if through in self._through:
+            await self._open.wait()  # a black hole swallows the end, too
+            self._through.discard(through)
+            through.close(reset=False)
+
+    def _mark_in(self, through: _Through, piece: Piece) -> _Mark | None:
+        seen = through.tails[piece.way] + piece.data
+        through.tails[piece.way] = seen[-256:]
+        for mark in self._marks:
+            if mark.way == piece.way and mark.route in {None, piece.route} and mark.data in seen:
+                self._marks.remove(mark)
+                through.tails[piece.way] = b""
+                return mark
+        return None
+
+    def _reach(self, mark: _Mark) -> None:
+        self._open.clear()
+        mark.seen.set()
+
+    def _reset(self) -> None:
+        self._resets += 1
+        gone, self._through = self._through, set()
+        for one in gone:
+            one.close(reset=True)
+            for task in one.tasks:
+                task.cancel()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _end(self) -> None:
+        self._reset()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        await self._loop.shutdown_default_executor()
+
+    # -- from other threads
+
+    def _run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
+
+    def _call(self, what: Callable[[], _Result]) -> _Result:
+        done: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(what())
+            except Exception as error:  # noqa: BLE001  whoever waits raises it
+                done.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        return done.result(PATIENCE_S)
+
+
+def doubled(piece: Piece) -> Iterator[bytes]:
+    """Pass everything twice, for ``Proxy.alter``."""
+    yield piece.data
+    yield piece.data
+
+
+class Swapped:
+    """Pass every second piece before the first, for ``Proxy.alter``."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, Way], bytes] = {}
+
+    def __call__(self, piece: Piece) -> Iterator[bytes]:
+        kept = self._kept.pop((piece.route, piece.way), None)
+        if kept is None:
+            self._kept[piece.route, piece.way] = piece.data
+        else:
+            yield piece.data
+            yield kept
