@@ -14,6 +14,7 @@ from kvferry.pools.planning.page_ids import check_distinct, check_range
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
+    DuplicatePageError,
     EmptyStateError,
     InvalidFieldError,
     LengthMismatchError,
@@ -219,17 +220,20 @@ def _refuse_empty(source: PageRange, destination: PageRange, transfer: str) -> N
 
 
 def check_apart(lists: Iterable[PageRange], manifest: Manifest) -> None:
-    """Check that no page is in two lists: components of one page space (groups, for instance) must use distinct ids.
+    """Check that no page is named twice: components of one page space (groups, for instance) must use distinct ids.
 
     Raises:
-        DuplicatePageError: a page is; the error names the first one.
+        DuplicatePageError: a page is; the error names the list that repeats it, of several of a component the first.
     """
-    before: dict[str, list[PageIds]] = {}
+    of_spaces: dict[str, list[PageRange]] = {}
     for one in lists:
-        of_space = before.setdefault(space_of(manifest, one.component), [])
-        of_space.append(one.ids)
-        if len(of_space) > 1:
-            check_distinct(np.concatenate(of_space), f"{one.field}.pages")
+        of_spaces.setdefault(space_of(manifest, one.component), []).append(one)
+    for together in of_spaces.values():
+        try:
+            check_distinct(np.concatenate([one.ids for one in together]), "pages")
+        except DuplicatePageError:
+            for count, one in enumerate(together, 1):  # a list may also repeat a page of its own
+                check_distinct(np.concatenate([one.ids for one in together[:count]]), f"{one.field}.pages")
 
 
 def entries_of(manifest: Manifest, component: str) -> tuple[Entry, ...]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page_ranges, split
+from kvferry.pools.planning.page_ranges import PageRange, check_apart, lists_with_pages, page_ranges, split
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
+    DuplicatePageError,
     EmptyPagesError,
     InvalidFieldError,
     KvferryError,
@@ -128,3 +129,24 @@ def test_refused(pool: Pool, error: type[KvferryError], field: str, second: Page
     with pytest.raises(error) as refused:
         ranges(pool, *lists, ids=frames, inside=False)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("named", "list_number"),
+    [
+        ([("main", 0, [9, 4]), ("draft", 0, [5, 4])], 1),
+        ([("main", 0, [9, 9]), ("draft", 0, [5, 4])], 0),
+        ([("main", 0, [9, 4]), ("main", 5, [7, 4]), ("draft", 0, [5])], 0),
+        ([("mamba", 0, [9]), ("main", 0, [9, 4]), ("draft", 0, [5, 5])], 2),
+    ],
+    ids=["two lists", "one list", "two lists of one component", "a later list"],
+)
+def test_a_page_named_twice_is_refused_with_the_list_that_repeats_it(
+    pool: Pool, named: list[tuple[str, int, list[int]]], list_number: int
+) -> None:
+    everything = [*named, *([] if named[0][0] == "mamba" else [("mamba", 0, [9])])]
+    lists = [of(component, len(ids), first_page=first) for component, first, ids in everything]
+    found = ranges(pool, *lists, ids=[ids for _, _, ids in everything])
+    with pytest.raises(DuplicatePageError) as refused:
+        check_apart(lists_with_pages(found), pool.manifest)
+    assert refused.value.field == f"lists[{list_number}].pages"
