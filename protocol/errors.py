@@ -1,6 +1,7 @@
 """Every error that kvferry raises or sends, one class per code.
 
-A code is stable on the wire; ``retryable`` errors may succeed later; ``remedy`` says what to do. By who is at fault::
+A code is stable on the wire; ``retryable`` errors may succeed later; ``remedy`` says what to do. By who is at fault,
+which ``fault`` says in words, on the wire too::
 
     KvferryError
     +-- CallerError             the message or its sender is wrong
@@ -88,7 +89,8 @@ from kvferry.protocol.ids import PATTERNS
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``field`` is the path of the field at fault (``lists[0].pages``), or empty.
 
-    ``request_id`` is that of the transfer concerned, in full; empty if no transfer is concerned.
+    ``request_id`` is that of the transfer concerned, in full; empty if no transfer is concerned. ``fault``: see
+    ``KvferryError``; empty from daemons that do not say.
     """
 
     code: str
@@ -97,16 +99,21 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     field: str = ""
     remedy: str = ""
     request_id: str = ""
+    fault: str = ""
 
 
 class KvferryError(Exception):
     """The base of every kvferry error. ``detail`` describes what happened, with the values involved.
 
-    ``request_id`` is that of the transfer concerned, for correlating logs; empty if no transfer is concerned.
+    ``request_id`` is that of the transfer concerned, for correlating logs; empty if no transfer is concerned. ``fault``
+    is who has to do something about it: ``caller``, ``peer`` (the other side of a transfer), ``daemon``, or ``busy``,
+    where time helps. It is the class's, or that of the case: what the daemon was asked alone and had no time for is a
+    DEADLINE with the fault ``daemon``.
     """
 
     by_code: ClassVar[dict[str, type[KvferryError]]] = {}
     code: str = "INTERNAL"
+    fault: str = "daemon"
     retryable: bool = False
     remedy: str = ""
 
@@ -115,9 +122,15 @@ class KvferryError(Exception):
             cls.by_code[cls.code] = cls
 
     def __init__(
-        self, detail: str, *, field: str = "", retryable: bool | None = None, remedy: str | None = None
+        self,
+        detail: str,
+        *,
+        field: str = "",
+        retryable: bool | None = None,
+        remedy: str | None = None,
+        fault: str | None = None,
     ) -> None:
-        """``retryable`` and ``remedy``: where the class's do not fit this case."""
+        """``retryable``, ``remedy`` and ``fault``: where the class's do not fit this case."""
         super().__init__(detail)
         self.detail = detail
         self.field = field
@@ -126,6 +139,8 @@ class KvferryError(Exception):
             self.retryable = retryable
         if remedy is not None:
             self.remedy = remedy
+        if fault is not None:
+            self.fault = fault
 
     def __str__(self) -> str:
         where = f"{self.field and f' [{self.field}]'}{self.request_id and f' request {self.request_id}'}"
@@ -140,11 +155,14 @@ class KvferryError(Exception):
             field=self.field,
             remedy=self.remedy,
             request_id=self.request_id,
+            fault=self.fault,
         )
 
 
 class CallerError(KvferryError):
     """The message or its sender is wrong; sending it again unchanged does not help."""
+
+    fault = "caller"
 
 
 class MalformedError(CallerError):
@@ -503,6 +521,8 @@ class NoModelError(CallerError):
 class PeerError(KvferryError):
     """The other side of a transfer failed it."""
 
+    fault = "peer"
+
 
 class PeerLostError(PeerError):
     """The other side's engine died, or its daemon is gone."""
@@ -530,6 +550,7 @@ class DeadlineError(PeerError):
 class BusyError(KvferryError):
     """The message is valid and may succeed later, unchanged."""
 
+    fault = "busy"
     retryable = True
 
 
@@ -631,16 +652,25 @@ class DaemonLostError(DaemonError):
 
 
 class InternalError(DaemonError):
-    """A bug in the daemon, or an error code from a newer one."""
+    """A bug in the daemon, or an error code from a newer one that does not say whose fault it is."""
 
     code = "INTERNAL"
     remedy = "report it with the traceback in the daemon's log"
 
 
+_BY_FAULT: Final[dict[str, type[KvferryError]]] = {kind.fault: kind for kind in (CallerError, PeerError, BusyError)}
+
+
 def raised(info: ErrorInfo) -> KvferryError:
-    """Return the exception that ``info`` describes, of the code's class, or InternalError for an unknown code."""
-    kind = KvferryError.by_code.get(info.code, InternalError)
-    error = kind(info.detail, field=info.field, retryable=info.retryable, remedy=info.remedy or None)
+    """Return the exception that ``info`` describes, of the code's class; of an unknown code, of the fault's."""
+    kind = KvferryError.by_code.get(info.code) or _BY_FAULT.get(info.fault, InternalError)
+    error = kind(
+        info.detail,
+        field=info.field,
+        retryable=info.retryable,
+        remedy=info.remedy or None,
+        fault=info.fault or None,
+    )
     error.code = info.code
     error.request_id = info.request_id
     return error

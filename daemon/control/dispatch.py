@@ -186,7 +186,10 @@ class Dispatcher:
             self._part_answered(session, message_id, answer)
             return
         frames = encode(Reply(message_id, self._boot_id, answer.body), answer.ids)
-        if session.answered(message_id, frames) and session.identity is not None:
+        if not session.answered(message_id, frames):
+            return
+        self._count(answer.body)
+        if session.identity is not None:
             self._send(session.identity, frames)
 
     def run_held(self, call: Call, handle: Handler) -> None:
@@ -221,8 +224,9 @@ class Dispatcher:
         try:
             self._dispatch(identity, incoming)
         except Exception as error:  # noqa: BLE001  a bug must neither end the loop nor leave the client waiting
-            number = incoming.request.message_id
-            self._send(identity, encode(Reply(number, self._boot_id, self._refusal(incoming.request.body, error))))
+            refusal = self._refusal(incoming.request.body, error)
+            self._count(refusal)
+            self._send(identity, encode(Reply(incoming.request.message_id, self._boot_id, refusal)))
 
     def _dispatch(self, identity: bytes, incoming: IncomingRequest) -> None:
         request = incoming.request
@@ -277,7 +281,7 @@ class Dispatcher:
         if answer is not None:
             self.answer(call.session, call.message_id, answer)
         elif call.session.is_pending(call.message_id) and not isinstance(call.body, Batch):
-            late = DeadlineError(f"no answer within {call.deadline_s:g} s")
+            late = _late(call)
             late.request_id = about(call.body).get("request_id", "")
             self._deadlines[call.session.session_id, call.message_id] = asyncio.get_running_loop().call_later(
                 call.deadline_s, self.answer_error, call.session, call.message_id, late
@@ -312,6 +316,7 @@ class Dispatcher:
         if batch is None:  # answered before
             return
         session.part_answered(part_id)
+        self._count(answer.body)
         batch.put(part_id, answer.body, answer.ids)
         if batch.is_complete:
             self.answer(session, batch.message_id, Answer(*batch.reply()))
@@ -327,14 +332,20 @@ class Dispatcher:
         return deadline_ms / 1000
 
     def _refusal(self, body: Body, error: Exception) -> ErrorReply | Busy:
-        """Return the answer to a request whose handler raised, and count it."""
+        """Return the answer to a request whose handler raised."""
         name = type(body).__name__
         if not isinstance(error, KvferryError):
             log.error("request failed", type=name, exc_info=error, **about(body))
             error = InternalError(f"{name} failed: {type(error).__name__}")
         error.request_id = about(body).get("request_id", "")
-        self._counters.add(f"requests.refused.{error.code.lower()}")
         return _error_body(error)
+
+    def _count(self, answer: ReplyBody) -> None:
+        """Count the answer to a request, if it is a refusal: also of one that was deferred, and of each of a BATCH."""
+        if isinstance(answer, ErrorReply):
+            self._counters.add(f"requests.refused.{answer.error.code.lower()}")
+        elif isinstance(answer, Busy):
+            self._counters.add("requests.refused.busy")
 
     def _refuse(self, identity: bytes, message_id: int, error: KvferryError) -> None:
         self._send(identity, encode(Reply(message_id, self._boot_id, _error_body(error))))
@@ -344,6 +355,22 @@ def _error_body(error: KvferryError) -> ErrorReply | Busy:
     if isinstance(error, OverloadedError):
         return Busy(retry_after_ms=RETRY_AFTER_MS, detail=error.detail)
     return ErrorReply(error=error.info())
+
+
+def _late(call: Call) -> DeadlineError:
+    """Return the error of a deferred request that has had no answer in time."""
+    after = getattr(call.body, "after", None)
+    if after is None:
+        return DeadlineError(
+            f"no answer within {call.deadline_s:g} s",
+            fault="daemon",
+            remedy="allow more time; kvferry status and the daemon's log show what it waits for",
+        )
+    return DeadlineError(
+        f"no answer within {call.deadline_s:g} s; it was to wait until event {after.event} reaches {after.value}",
+        fault="caller",
+        remedy="record the event, or allow more time",
+    )
 
 
 def expect(call: Call, kind: type[BodyT]) -> BodyT:

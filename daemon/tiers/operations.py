@@ -345,7 +345,7 @@ class Operations:
             return
         operation.state = row.state
         if not isinstance(row.ends, Outcome):
-            cause = row.ends(detail)
+            cause = row.ends(detail, fault="daemon" if event is Event.DEADLINE else None)
         if event in STOPS:
             operation.stopped = cause
         if row.state is State.DONE:

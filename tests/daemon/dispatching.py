@@ -44,7 +44,7 @@ class Dispatching:
         self.calls: list[Call] = []
         self.deferred: list[Call] = []
         self.accepts = True
-        self.on_call: Callable[[Call], None] = lambda _call: None
+        self.on_call: Callable[[Call], object] = lambda _call: None
 
     def send(self, identity: bytes, frames: Frames) -> bool:
         """Take a message to a client, if its queue has room."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.daemon.control.dispatch import Call
+from kvferry.daemon.control.dispatch import Answer, Call
 from kvferry.daemon.control.hub import EventAcknowledged
 from kvferry.protocol.base import Busy
 from kvferry.protocol.codec import encode
-from kvferry.protocol.envelope import REQUEST_TYPES, Event, Reply, Request
-from kvferry.protocol.errors import PoolFullError
+from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Event, Reply, Request
+from kvferry.protocol.errors import KvferryError, OverloadedError, PoolFullError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
@@ -114,6 +114,53 @@ async def test_a_deferred_request_has_a_deadline(daemon: Dispatching) -> None:
     assert error_of(daemon.messages) == (3, "DEADLINE", "")
     daemon.answer(3)
     assert len(daemon.sent) == 1, "the late reply is dropped"
+
+
+def refused(daemon: Dispatching) -> dict[str, int]:
+    """Return what is counted of refused requests, by code."""
+    counted = daemon.counters.snapshot()
+    return {name.rpartition(".")[2]: n for name, n in counted.items() if name.startswith("requests.refused.")}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("error", "code"), [(PoolFullError("0 free"), "pool_full"), (OverloadedError("too many"), "busy")]
+)
+async def test_a_refusal_counts_once_whether_at_once_deferred_held_or_in_a_batch(
+    daemon: Dispatching, error: KvferryError, code: str
+) -> None:
+    def fail(call: Call) -> Answer:  # noqa: ARG001
+        raise error
+
+    daemon.on_call = fail
+    daemon.take(ALLOCATE, number=1)
+    daemon.take(ALLOCATE, number=1)
+    assert refused(daemon) == {code: 1}, "the repeated answer of a retry is no other refusal"
+    for number in (2, 3):
+        daemon.take(DELETE, number=number, deadline_ms=60_000)
+    daemon.dispatcher.answer_error(daemon.session, 2, error)
+    daemon.dispatcher.run_held(daemon.deferred[1], fail)
+    assert refused(daemon) == {code: 3}
+    daemon.take(Batch(requests=(ALLOCATE, DELETE)), number=4, deadline_ms=60_000)
+    daemon.dispatcher.answer_error(daemon.session, daemon.deferred[2].message_id, error)
+    assert refused(daemon) == {code: 5}
+
+
+@pytest.mark.anyio
+async def test_what_is_refused_too_late_counts_as_what_it_was_answered_with(daemon: Dispatching) -> None:
+    def fail(call: Call) -> Answer:
+        raise PoolFullError(f"0 free for {call.message_id}")
+
+    daemon.said.clear()
+    for number in (3, 4):
+        daemon.take(DELETE, number=number)
+    while len(daemon.sent) < 2:
+        await daemon.said.wait()
+        daemon.said.clear()
+    assert refused(daemon) == {"deadline": 2}
+    daemon.dispatcher.run_held(daemon.deferred[0], fail)
+    daemon.dispatcher.answer_error(daemon.session, 4, PoolFullError("0 free"))
+    assert refused(daemon) == {"deadline": 2}
 
 
 @pytest.mark.anyio

@@ -76,6 +76,22 @@ def test_a_code_of_a_newer_daemon_keeps_what_it_says() -> None:
     assert InternalError.code == "INTERNAL"
 
 
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("caller", errors.CallerError), ("peer", errors.PeerError), ("busy", errors.BusyError), ("daemon", InternalError)],
+)
+def test_whose_fault_it_is_goes_over_the_wire(fault: str, kind: type[KvferryError]) -> None:
+    for known in CONCRETE:
+        if issubclass(known, kind):
+            assert (known.fault, known("").info().fault) == (fault, fault)
+    newer = raised(ErrorInfo(code="NEW_CODE", detail="new", fault=fault))
+    assert isinstance(newer, kind), "who catches errors by their fault catches those of a newer daemon"
+    assert (newer.code, newer.fault) == ("NEW_CODE", fault)
+    of_the_case = raised(errors.DeadlineError("no answer within 3 s", fault=fault).info())
+    assert (type(of_the_case), of_the_case.fault) == (errors.DeadlineError, fault)
+    assert errors.DeadlineError.fault == "peer"
+
+
 def test_the_text_has_everything_a_log_needs() -> None:
     assert str(errors.PoolFullError("8 pages asked for, 3 of 16 free", field="count")) == (
         "POOL_FULL [count]: 8 pages asked for, 3 of 16 free (free pages, ask for fewer, or wait; kvferry status shows "

@@ -562,7 +562,8 @@ def test_the_same_message_hears_it_again() -> None:
         (error,) = stones.notices_for(half(), "a", 11.0, ("boot", 1))
         assert isinstance(error, PeerCancelledError)
         detail = "the other side ended 1.0 s ago: gone"
-        assert error.info() == ErrorInfo(code="PEER_CANCELLED", detail=detail, remedy=PeerCancelledError.remedy)
+        remedy = PeerCancelledError.remedy
+        assert error.info() == ErrorInfo(code="PEER_CANCELLED", detail=detail, remedy=remedy, fault="peer")
     assert stones.notices_for(half(), "a", 11.0, ("boot", 2)) == []
 
 
