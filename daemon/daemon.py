@@ -27,6 +27,7 @@ from kvferry.daemon.process.access import DEVICE_POOLS_FILE, RuntimeDirectory
 from kvferry.daemon.process.devices import CHECK_S, Devices
 from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_freed_memory
 from kvferry.daemon.process.inherited import Inherited, take_inherited
+from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
@@ -48,7 +49,8 @@ from kvferry.pools.devices.accelerator import STUCK_AFTER_S
 from kvferry.protocol import VERSION
 from kvferry.protocol.base import Body
 from kvferry.protocol.config.load import load_config
-from kvferry.protocol.config.schema import Config, memory_bytes
+from kvferry.protocol.config.memory import smallest_limit
+from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError, DeviceLostError, KvferryError, MalformedError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import FEATURES, Limits, agree
@@ -148,13 +150,15 @@ class Daemon:
         )
         self._fetcher = ThreadPoolExecutor(FETCH_THREADS, "fetch")
         self._rings = EventRings(self._dispatcher, self._session_socket, self._devices, self._fetcher, hub)
+        memory = HostMemory()
         self._pools = PoolService(
             self._dispatcher,
             self._session_socket,
             self._devices,
             self._registry,
             self._rings,
-            max_bytes=config.pools.size_bytes(memory_bytes()),
+            memory,
+            max_bytes=config.pools.size_bytes(smallest_limit().size_bytes),
             populate=config.pools.populate,
             largest_payload_bytes=limits.largest_payload_bytes,
         )
@@ -169,6 +173,7 @@ class Daemon:
             self._rings,
             scheduler,
             self._fetcher,
+            memory,
             counters,
         )
         # -- transfers

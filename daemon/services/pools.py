@@ -14,6 +14,7 @@ import structlog
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.process.devices import Devices
+from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_checks import (
     MemoryInUse,
@@ -48,6 +49,7 @@ from kvferry.protocol.errors import (
     PoolFullError,
     PoolInUseError,
     TooLargeError,
+    UnknownPoolError,
 )
 from kvferry.protocol.ids import HOST, ModelIdentity
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
@@ -79,11 +81,18 @@ log = structlog.get_logger(__name__)
 
 
 class _Creation(msgspec.Struct):
-    """A pool whose memory is being allocated or imported, and the requests that wait for it, oldest first."""
+    """A pool whose memory is being allocated or imported, and the requests that wait for it, oldest first.
+
+    Attributes:
+        deleting: the requests to delete it that came meanwhile.
+        stopped: set where nobody wants it any more: its memory is given back after the step under way.
+    """
 
     traits: PoolTraits
     waiting: list[Call]
     registered: HostRegion | None = None
+    deleting: list[Call] = msgspec.field(default_factory=list)
+    stopped: threading.Event = msgspec.field(default_factory=threading.Event)
 
 
 class PoolService:
@@ -99,6 +108,7 @@ class PoolService:
         devices: Devices,
         pools: PoolRegistry,
         rings: EventRings,
+        memory: HostMemory,
         *,
         max_bytes: int,
         populate: bool,
@@ -109,11 +119,10 @@ class PoolService:
         self._devices = devices
         self._pools = pools
         self._rings = rings
+        self._memory = memory
         self._max_bytes = max_bytes
         self._largest_payload_bytes = largest_payload_bytes
-        self._populating_ends = threading.Event()
-        if not populate:
-            self._populating_ends.set()
+        self._populate = populate
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._leaving: list[Pool] = []
         self._executor = ThreadPoolExecutor(1, "populate")
@@ -137,6 +146,9 @@ class PoolService:
 
     def instance_lost(self, owner_id: int) -> None:
         """Free every page of an instance, and remove the pools that end with it; pages in flight are freed later."""
+        for creation in self._creations.values():
+            if creation.traits.ends_with == owner_id:
+                creation.stopped.set()
         for pool in list(self._pools):
             if pool.region.device == HOST:
                 _release(pool, owner_id)
@@ -153,7 +165,8 @@ class PoolService:
 
     def close(self) -> None:
         """Free all memory, without waiting for a lost device."""
-        self._populating_ends.set()
+        for creation in self._creations.values():
+            creation.stopped.set()
         for executor in (self._executor, self._device_executor):
             executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
         for pool in (*self._pools, *self._leaving):
@@ -176,15 +189,15 @@ class PoolService:
             return Answer(PoolCreated(pool=body.pool, created=False, manifest=existing.manifest))
         if creation is not None:
             if creation.traits.registered_by is None and not self._is_wanted(creation):
-                raise OverloadedError(f"pool {body.pool!r} of an instance that has ended is still being populated")
+                raise OverloadedError(f"pool {body.pool!r} was deleted, or its instance ended, while it was populated")
             self._check_found(call, body.pool, creation.traits, wanted)
             creation.waiting.append(call)
             return None
         creation, size_bytes = _Creation(wanted, [call]), wanted.manifest.region_bytes
         if body.device == HOST:
             self._check_budget(wanted.manifest)
-            region = HostRegion.create(f"{key[0]}:{key[1]}", size_bytes)
-            self._begin(key, creation, self._executor, self._populated, region)
+            region = self._reserved(f"{key[0]}:{key[1]}", size_bytes)
+            self._begin(key, creation, self._executor, self._filled, region, creation.stopped)
         else:
             self._begin(key, creation, self._device_executor, self._devices.allocate, body.device, size_bytes)
         return None
@@ -236,6 +249,7 @@ class PoolService:
             key = self._check_new(call, body.pool)
             manifest = placed_in(region, manifest_of(body.spec), body.arrays, self._memory_in_use())
             self._check_budget(manifest)
+            self._memory.count_on(region, region.size_bytes)
         except BaseException:
             region.close()
             raise
@@ -270,9 +284,24 @@ class PoolService:
         made = ((pool.region, pool.manifest) for pool in (*self._pools, *self._leaving))
         return [MemoryInUse(region, manifest) for region, manifest in (*coming, *made) if region is not None]
 
-    def _populated(self, region: HostRegion) -> HostRegion:
+    def _reserved(self, name: str, size_bytes: int) -> HostRegion:
+        """Return a region for which there is memory now.
+
+        Raises:
+            OutOfMemoryError: there is not.
+        """
+        region = HostRegion.create(name, size_bytes)
         try:
-            region.populate(self._populating_ends)
+            self._memory.count_on(region, size_bytes)
+        except BaseException:
+            region.close()
+            raise
+        return region
+
+    def _filled(self, region: HostRegion, stopped: threading.Event) -> HostRegion:
+        try:
+            if self._populate:
+                self._memory.fill(region, stopped)
         except BaseException:
             region.close()
             raise
@@ -298,8 +327,7 @@ class PoolService:
         failed = None if done.cancelled() else done.exception()
         if done.cancelled() or failed is not None:
             error = failed if isinstance(failed, KvferryError) else OutOfMemoryError(f"no memory: {failed}")
-            for call in creation.waiting:
-                self._dispatcher.answer_error(call.session, call.message_id, error)
+            self._end_creation(key[1], creation, error)
             return
         traits, is_registered = creation.traits, creation.traits.registered_by is not None
         pool = Pool(
@@ -314,6 +342,9 @@ class PoolService:
         )
         if not self._is_wanted(creation):
             self._close_pool(pool)
+            if creation.deleting:
+                deleted = UnknownPoolError(f"pool {key[1]!r} was deleted while it was being made", field="pool")
+                self._end_creation(key[1], creation, deleted)
             return
         self._pools.add(pool)
         if traits.device != HOST and not is_registered:
@@ -333,8 +364,17 @@ class PoolService:
                 reply = PoolRegistered(pool=key[1], manifest=pool.manifest)
             self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
+    def _end_creation(self, name: str, creation: _Creation, error: KvferryError) -> None:
+        """Answer all who waited for a pool that there will not be."""
+        for call in creation.waiting:
+            self._dispatcher.answer_error(call.session, call.message_id, error)
+        for call in creation.deleting:
+            self._dispatcher.answer(call.session, call.message_id, Answer(PoolDeleted(pool=name)))
+
     def _is_wanted(self, creation: _Creation) -> bool:
-        """Return whether a new pool's owner still lives; for a registered pool, also that its request is unanswered."""
+        """Return whether a new pool is not deleted, and its owner lives; if registered, that its request is pending."""
+        if creation.deleting:
+            return False
         if creation.traits.registered_by is not None:
             call = creation.waiting[0]
             return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
@@ -394,8 +434,13 @@ class PoolService:
             PoolAttached(pool=pool.name, manifest=pool.manifest, device=pool.region.device, model=_public(pool))
         )
 
-    def _delete(self, call: Call) -> Answer:
+    def _delete(self, call: Call) -> Answer | None:
         body = expect(call, DeletePool)
+        creation = self._creations.get((call.session.tenant, body.pool))
+        if creation is not None and creation.traits.registered_by is None:
+            creation.deleting.append(call)
+            creation.stopped.set()
+            return None
         pool = self._pools.get(call.session.tenant, body.pool)
         if pool.registered_by is not None:
             registering = self._dispatcher.sessions.get(pool.registered_by)
@@ -448,7 +493,7 @@ class PoolService:
         wanted = total_bytes(manifest)
         if used + wanted > self._max_bytes:
             raise OutOfMemoryError(
-                f"the pool needs {wanted} bytes; {used} of {self._max_bytes} are taken", field="spec"
+                f"the pool needs {wanted} bytes; {used} of {self._max_bytes} are taken (pools.max_bytes)", field="spec"
             )
 
 

@@ -13,6 +13,7 @@ from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import SessionRegistry
+from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.services.cache_reports import CacheReports
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.offload import OffloadService
@@ -53,13 +54,14 @@ class Tiers:
         rings: EventRings,
         scheduler: Scheduler,
         executor: Executor,
+        memory: HostMemory,
         counters: Counters,
     ) -> None:
         """Build the tiers; ``executor`` runs calls that wait for devices."""
         self._config = config.tiers
         self._counters = counters
         self._scheduler = scheduler
-        self._host = HostTier(config.tiers, counters)
+        self._host = HostTier(config.tiers, counters, memory)
         threads = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
         self._copier = TierCopier(asyncio.get_running_loop(), scheduler, threads=threads)
         self.operations = Operations(dispatcher, hub, sessions, counters, self._copier, self._host, executor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -15,12 +16,14 @@ import numpy as np
 import structlog
 
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.process.memory import HostMemory
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_units
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import BlockIndex, TenantAccount
 from kvferry.pools.tiers.journal import CacheJournal
-from kvferry.protocol.config.schema import TiersConfig, memory_bytes
+from kvferry.protocol.config.memory import smallest_limit
+from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
 from kvferry.protocol.session_messages import TierStatus
 
@@ -29,6 +32,9 @@ HOLDERS_SHOWN = 4
 STRIDE_BYTES = 2 << 20
 AHEAD_BYTES = 256 << 20
 """How much more memory than is in use is populated ahead of its use."""
+
+GROW_AGAIN_S = 1.0
+"""After there was too little memory, so long nobody looks whether there is enough by now."""
 
 JOURNAL_CHANGES = 1 << 16
 MAX_LABELS = 4096
@@ -50,6 +56,8 @@ OPERATIONS = -16
 class HostTier:
     """The host tier. For the control loop. Its memory is mapped when the daemon starts and populated as it is used.
 
+    It grows with its use, as long as the host has the memory; where it may not, it evicts as a full one does.
+
     Attributes:
         journal: blocks that became visible and blocks that were removed.
         index: the cached blocks of this tier and of those below; sizes are in whole allocation units of the arena.
@@ -59,11 +67,16 @@ class HostTier:
         checksums: whether blocks get checksums.
     """
 
-    def __init__(self, config: TiersConfig, counters: Counters) -> None:
+    def __init__(
+        self, config: TiersConfig, counters: Counters, memory: HostMemory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``clock`` returns seconds."""
         self.checksums = config.checksums
         self._counters = counters
-        size_bytes = config.size_bytes(memory_bytes())
-        self.arena = Arena(size_bytes)
+        self._memory = memory
+        self._clock = clock
+        size_bytes = config.size_bytes(smallest_limit().size_bytes)
+        self.arena = Arena(0, size_bytes)
         self.journal = CacheJournal(JOURNAL_CHANGES)
         quota_bytes = size_bytes if config.tenant_bytes is None else config.tenant_bytes
         self.index = BlockIndex(self.journal, quota_bytes=quota_bytes, quotas=config.quotas, policy=config.policy)
@@ -73,6 +86,9 @@ class HostTier:
         self._populated_bytes = 0
         self._populator = ThreadPoolExecutor(1, "populate-tier")
         self._closing = threading.Event()
+        self._too_little = ""
+        self._grow_again_at = 0.0
+        self._grow(AHEAD_BYTES)
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -120,7 +136,10 @@ class HostTier:
         try:
             offsets = self.arena.allocate(count, size_bytes)
         except NotEnoughError:
-            self._evict_for(size_bytes, wanted)
+            fitting = self.arena.fitting(size_bytes)
+            self._grow(self.arena.size_bytes + (count - fitting) * whole_units(size_bytes))
+            if self.arena.fitting(size_bytes) < count:
+                self._evict_for(size_bytes, wanted)
             offsets = self.arena.allocate(count, size_bytes)
         if not counted:
             account.charged_bytes += wanted
@@ -154,7 +173,7 @@ class HostTier:
         return TierStatus(
             tier="host",
             state="ready",
-            total_bytes=self.arena.size_bytes,
+            total_bytes=self.arena.max_bytes,
             used_bytes=self.arena.used_bytes,
             pinned_bytes=self.arena.used_bytes - self.index.accounts.evictable_bytes,
             blocks=self.index.accounts.blocks,
@@ -163,13 +182,28 @@ class HostTier:
 
     def populate(self, used_bytes: int) -> None:
         """Populate memory ahead of its use, on a thread: copying into memory that has no pages yet is far slower."""
-        wanted = min(self.arena.size_bytes, -(-(used_bytes + AHEAD_BYTES) // STRIDE_BYTES) * STRIDE_BYTES)
-        if self._region is None or wanted < min(self._populated_bytes + AHEAD_BYTES // 2, self.arena.size_bytes):
-            return
-        start, self._populated_bytes = self._populated_bytes, max(wanted, self._populated_bytes)
+        if used_bytes + AHEAD_BYTES // 2 > self.arena.size_bytes:
+            self._grow(used_bytes + AHEAD_BYTES)
+        start, self._populated_bytes = self._populated_bytes, self.arena.size_bytes
         if start < self._populated_bytes:
-            done = self._populator.submit(self._region.populate, self._closing, start, self._populated_bytes)
+            done = self._populator.submit(self._memory.fill, self.region, self._closing, start, self._populated_bytes)
             done.add_done_callback(_log_populate_failure)
+
+    def _grow(self, wanted_bytes: int) -> None:
+        """Let the arena grow to so many bytes, as far as the tier is configured so large; not without the memory."""
+        wanted_bytes = min(self.arena.max_bytes, -(-wanted_bytes // STRIDE_BYTES) * STRIDE_BYTES)
+        if wanted_bytes <= self.arena.size_bytes or self._clock() < self._grow_again_at:
+            return
+        try:
+            self._memory.count_on(self.region, wanted_bytes)
+        except OutOfMemoryError as cause:
+            if not self._too_little:
+                log.warning("the host tier does not grow", size_bytes=self.arena.size_bytes, cause=cause.detail)
+            self._too_little = cause.detail
+            self._grow_again_at = self._clock() + GROW_AGAIN_S
+        else:
+            self._too_little = ""
+            self.arena.grow(wanted_bytes)
 
     def close(self) -> None:
         """Unmap the memory."""
@@ -179,9 +213,9 @@ class HostTier:
             self._region.close()
 
     def _evict_for_tenant(self, tenant: int, account: TenantAccount, wanted: int, *, counted_bytes: int) -> None:
-        if wanted > min(account.quota_bytes, self.arena.size_bytes):
+        if wanted > min(account.quota_bytes, self.arena.max_bytes):
             raise OutOfMemoryError(
-                f"{wanted} bytes are needed in the host tier, which has {self.arena.size_bytes}; user {tenant} has "
+                f"{wanted} bytes are needed in the host tier, which has {self.arena.max_bytes}; user {tenant} has "
                 f"a quota of {account.quota_bytes} (tiers.host_bytes, tiers.tenant_bytes)"
             )
         missing = account.used_bytes + wanted - counted_bytes - account.quota_bytes
@@ -202,7 +236,10 @@ class HostTier:
                 missing = wanted - self.arena.fitting(size_bytes) * whole_units(size_bytes)
                 if missing <= 0:
                     return
-        raise self._full(wanted, f"{self.arena.free_bytes} of {self.arena.size_bytes} bytes are free")
+        why = f"{self.arena.free_bytes} of {self.arena.size_bytes} bytes are free"
+        if self._too_little:
+            why += f" and it cannot grow to its {self.arena.max_bytes} ({self._too_little})"
+        raise self._full(wanted, why)
 
     def _evict(self, victims: Iterator[CachedBlock], size_bytes: int) -> bool:
         """Evict the next victims until ``size_bytes`` are freed; return whether any block was evicted."""

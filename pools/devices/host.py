@@ -12,8 +12,8 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
@@ -36,6 +36,7 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.ids import HOST
 
 POPULATE_CHUNK_BYTES: Final = 64 << 20
+_BLOCK_BYTES: Final = 512  # st_blocks, see stat(2)
 _MADV_POPULATE_WRITE: Final = 23
 _MAP_FIXED_NOREPLACE: Final = 0x100000
 _MAP_NORESERVE: Final = 0x4000
@@ -198,20 +199,30 @@ class HostRegion:
         restore_step(self.view(), pages, step, arena)
         return NOTHING_PENDING
 
-    def populate(self, cancelled: threading.Event, start: int = 0, stop: int | None = None) -> None:
+    @property
+    def allocated_bytes(self) -> int:
+        """Return how much of the region has memory by now."""
+        return os.fstat(self._fd).st_blocks * _BLOCK_BYTES
+
+    def populate(self, go_on: Callable[[int], bool], start: int = 0, stop: int | None = None) -> None:
         """Allocate memory now, all of it by default, so that no copy pays for page faults. Slow: not on the event loop.
 
-        ``start`` is a multiple of the host's page size. The GIL is released. Does nothing if the kernel cannot (before
-        Linux 5.14). Returns early, without an error, once ``cancelled`` is set.
+        It is allocated in steps; before each one ``go_on`` is asked with the step's size, and where it returns False
+        or raises, that is the end. The GIL is released. Does nothing if the kernel cannot (before Linux 5.14).
+
+        Args:
+            go_on: see above.
+            start: a multiple of the host's page size.
+            stop: where to stop; None: at the region's end.
 
         Raises:
             OutOfMemoryError: the host has too little memory; what was allocated is freed with the region.
         """
         address, end = self.address, self.size_bytes if stop is None else stop
         for offset in range(start, end, POPULATE_CHUNK_BYTES):
-            if cancelled.is_set():
-                return
             size = min(POPULATE_CHUNK_BYTES, end - offset)
+            if not go_on(size):
+                return
             if _libc.madvise(address + offset, size, _MADV_POPULATE_WRITE):
                 reason = ctypes.get_errno()
                 if reason == errno.EINVAL:

@@ -40,9 +40,13 @@ def whole_units(size_bytes: int) -> int:
 class Arena:
     """Allocates extents by best fit, and merges freed ones with their neighbours."""
 
-    def __init__(self, size_bytes: int) -> None:
-        """Start with all bytes free; bytes beyond the last whole allocation unit are never used."""
+    def __init__(self, size_bytes: int, max_bytes: int | None = None) -> None:
+        """Start with all bytes free; bytes beyond the last whole allocation unit are never used.
+
+        ``max_bytes`` is what it may ``grow`` to, by default ``size_bytes``.
+        """
         self._size = size_bytes // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES
+        self.max_bytes = self._size if max_bytes is None else max_bytes // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES
         self._starts: Offsets = np.zeros(1 if self._size else 0, np.int64)
         self._sizes: Offsets = np.full(len(self._starts), self._size, np.int64)
         self._free = self._size
@@ -53,7 +57,7 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes that can be allocated."""
+        """Return the bytes that can be allocated without growing."""
         return self._size
 
     @property
@@ -114,6 +118,16 @@ class Arena:
         first = np.flatnonzero(np.concatenate(([True], ends[:-1] != holes[1:])))
         self._starts, self._sizes = holes[first], np.add.reduceat(sizes, first)
         self._free += step * len(starts)
+
+    def grow(self, size_bytes: int) -> None:
+        """Make it larger, up to ``max_bytes``: the new bytes are free."""
+        before, self._size = self._size, size_bytes // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES
+        assert before < self._size <= self.max_bytes, "an arena grows, within its bound"
+        self._starts, self._sizes = np.append(self._starts, before), np.append(self._sizes, 0)
+        self._free += self._size - before
+        if len(self._starts) > 1 and int(self._starts[-2] + self._sizes[-2]) == before:
+            self._starts, self._sizes = self._starts[:-1], self._sizes[:-1]
+        self._sizes[-1] += self._size - before
 
     def check_integrity(self) -> None:
         """Check that the holes are sorted, not adjacent, inside the arena, and counted correctly.

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvferry.protocol.addresses import is_numeric
-from kvferry.protocol.config.schema import MIN_SIZE_BYTES, STAGING_BUFFERS, Config, memory_bytes
+from kvferry.protocol.config.memory import smallest_limit
+from kvferry.protocol.config.schema import MIN_SIZE_BYTES, STAGING_BUFFERS, Config
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.settings import size_text
 
@@ -64,12 +65,13 @@ def _network(config: Config) -> Iterator[Conflict]:
             f'network.transport = "{network.transport}" without peers.listen or network.address: set the address by '
             'which others reach this host, peers.listen = "tcp://ADDRESS:PORT"',
         )
-    if (network.bounce_buffers + STAGING_BUFFERS) * network.bounce_buffer_bytes > memory_bytes():
+    limit = smallest_limit()
+    if (network.bounce_buffers + STAGING_BUFFERS) * network.bounce_buffer_bytes > limit.size_bytes:
         yield Conflict(
             "network.bounce_buffers",
             f"network.bounce_buffers = {network.bounce_buffers} with network.bounce_buffer_bytes = "
             f"{size_text(network.bounce_buffer_bytes)}: so many, and {STAGING_BUFFERS} more for what is sent, are more "
-            f"than this host's memory of {memory_bytes() >> 20}MiB",
+            f"than {limit.whose} allows: {limit.size_bytes >> 20}MiB",
         )
 
 
@@ -83,11 +85,13 @@ def _tiers(config: Config) -> Iterator[Conflict]:
     ):
         if size and size < MIN_SIZE_BYTES:
             yield Conflict(key, f'{key} = {size}: 0, or at least "4KiB"; did you mean "{size}GiB"?')
-    for key, size in (("host_bytes", tiers.host_bytes), ("remote.segment_bytes", tiers.remote.segment_bytes)):
-        if size and size > memory_bytes():
+    limit = smallest_limit()
+    segment_bytes = tiers.remote.segment_bytes if tiers.remote.transport != "none" else 0
+    for key, size in (("host_bytes", tiers.host_bytes), ("remote.segment_bytes", segment_bytes)):
+        if size and size > limit.size_bytes:
             yield Conflict(
                 f"tiers.{key}",
-                f"tiers.{key} = {size_text(size)}: more than this host's memory of {memory_bytes() >> 20}MiB; give "
+                f"tiers.{key} = {size_text(size)}: more than {limit.whose} allows, {limit.size_bytes >> 20}MiB; give "
                 "the tier a part of it",
             )
     if tiers.host_bytes == 0:

@@ -7,7 +7,6 @@ refuses everybody.
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -52,11 +51,6 @@ MasterAddress = Annotated[
 UserId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 
 
-def memory_bytes() -> int:
-    """Return the size of this host's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the file; unknown keys are errors."""
 
@@ -69,13 +63,13 @@ class LoggingConfig(Section, frozen=True, kw_only=True):
 
 
 class PoolsConfig(Section, frozen=True, kw_only=True):
-    """``max_bytes`` bounds the sum of all regions; by default 80 % of the host's memory."""
+    """``max_bytes`` bounds the sum of all regions; by default 80 % of the memory; see ``memory``."""
 
     max_bytes: Annotated[int, Meta(ge=MIB, le=MAX_SIZE_BYTES)] | None = None
     populate: bool = True
 
     def size_bytes(self, memory_bytes: int) -> int:
-        """Return the bound on the sum of all regions, on a host with so much memory."""
+        """Return the bound on the sum of all regions, where there is so much memory."""
         return memory_bytes * 4 // 5 if self.max_bytes is None else self.max_bytes
 
 
@@ -154,7 +148,7 @@ class RemoteTierConfig(Section, frozen=True, kw_only=True):
 class TiersConfig(Section, frozen=True, kw_only=True):
     """Host memory for what leaves the device: snapshots and cached blocks.
 
-    ``host_bytes``, by default a tenth of the host's memory, is populated as it is used; 0 disables the tiers.
+    ``host_bytes``, by default a tenth of the memory (see ``memory``), is populated as it is used; 0 disables the tiers.
     ``tenant_bytes`` bounds each user's part of it, ``quotas`` that of users given by number. ``policy`` selects the
     cached blocks to evict. Without ``checksums``, corrupted memory goes unnoticed and restores are faster. A snapshot
     whose instance ended is kept for ``snapshot_grace_s``.
@@ -170,7 +164,7 @@ class TiersConfig(Section, frozen=True, kw_only=True):
     remote: RemoteTierConfig = RemoteTierConfig()
 
     def size_bytes(self, memory_bytes: int) -> int:
-        """Return the host tier's size, on a host with so much memory."""
+        """Return the host tier's size, where there is so much memory."""
         return memory_bytes // 10 if self.host_bytes is None else self.host_bytes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, cast
 
 import msgspec
@@ -16,6 +16,7 @@ from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.devices import Devices
+from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_checks import PoolTraits, check_same
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
@@ -24,16 +25,18 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.protocol.base import Body
+from kvferry.protocol.config.memory import MACHINE
 from kvferry.protocol.config.schema import DevicesConfig
-from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError, PoolExistsError
+from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError, PoolExistsError, UnknownPoolError
 from kvferry.protocol.ids import HOST, ModelIdentity
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MhaSpec
-from kvferry.protocol.pool_messages import Allocate, CreatePool, PoolCreated
+from kvferry.protocol.pool_messages import Allocate, CreatePool, DeletePool, PoolCreated, PoolDeleted
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 POOL_BYTES = total_bytes(manifest_of(SPEC))
 WAIT_S = 20.0
+STEP_S = 0.01
 
 
 class Pools:
@@ -41,12 +44,14 @@ class Pools:
 
     Attributes:
         may_populate: memory is populated once this is set.
+        available_kib: of 1 TiB, what the host has left.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, max_bytes: int = POOL_BYTES) -> None:
+        self.available_kib = 1 << 30
         self.sessions = SessionRegistry(Limits())
         self.may_populate = threading.Event()
-        monkeypatch.setattr(HostRegion, "populate", lambda _region, _cancelled: self.may_populate.wait(WAIT_S))
+        monkeypatch.setattr(HostRegion, "populate", self._populate)
         self._handlers: dict[str, Handler] = {}
         self._replies: asyncio.Queue[Answer | KvferryError] = asyncio.Queue()
         self.registry = PoolRegistry(LostPools(None), EventHub())
@@ -56,9 +61,17 @@ class Pools:
             Devices(DevicesConfig(), lambda _name, _error: None),
             self.registry,
             cast("EventRings", None),
+            HostMemory(self._read),
             max_bytes=max_bytes,
             populate=True,
         )
+
+    def _read(self, path: str) -> str:
+        return f"MemTotal: {1 << 30} kB\nMemAvailable: {self.available_kib} kB\n" if path == MACHINE else ""
+
+    def _populate(self, go_on: Callable[[int], bool], _start: int, _stop: int | None) -> None:
+        while go_on(1) and not self.may_populate.wait(STEP_S):
+            pass
 
     def handle(self, kind: str, handler: Handler) -> None:
         self._handlers[kind] = handler
@@ -103,7 +116,7 @@ async def test_a_name_whose_instance_ended_while_it_was_populated_is_busy_and_th
     gone, successor = pools.engine("engine"), pools.engine("successor")
     pools.create(gone)
     pools.end(gone)
-    with pytest.raises(OverloadedError, match="still being populated"):
+    with pytest.raises(OverloadedError, match="its instance ended, while it was populated"):
         pools.create(successor)
     pools.may_populate.set()
     async with asyncio.timeout(WAIT_S):
@@ -133,6 +146,75 @@ async def test_a_removed_pool_is_counted_while_its_pages_are_in_flight(pools: Po
     with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} of {POOL_BYTES} are taken"):
         pools.create(successor)
     pool.allocator.end_read(answer.ids[0])
+
+
+# -- memory that there is not
+
+RESERVED_KIB: Final = 1 << 20
+
+
+@pytest.mark.anyio
+async def test_a_pool_for_which_there_is_no_memory_now_is_refused_before_it_is_made(pools: Pools) -> None:
+    pools.available_kib = RESERVED_KIB
+    with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} bytes .* this host has 0 left"):
+        pools.create(pools.engine("engine"))
+    pools.available_kib += POOL_BYTES >> 10
+    pools.create(pools.engine("engine"))
+
+
+@pytest.mark.anyio
+async def test_what_a_pool_under_way_will_take_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = Pools(monkeypatch, max_bytes=1 << 30)
+    try:
+        pools.available_kib = RESERVED_KIB + (2 * POOL_BYTES - 1 >> 10)
+        pools.create(pools.engine("engine"))
+        with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} of which pools and tiers will still take"):
+            pools.create(pools.engine("engine"), "another")
+    finally:
+        pools.may_populate.set()
+        await asyncio.to_thread(pools.service.close)
+
+
+@pytest.mark.anyio
+async def test_memory_that_runs_out_while_a_pool_is_populated_is_given_back(pools: Pools) -> None:
+    engine = pools.engine("engine")
+    pools.create(engine)
+    pools.available_kib = 0
+    failed = await pools.reply()
+    assert isinstance(failed, OutOfMemoryError)
+    assert "this host has 0 left" in failed.detail
+    assert list(pools.registry) == []
+    pools.available_kib = 1 << 30
+    pools.may_populate.set()
+    pools.create(engine)
+    assert isinstance(await pools.reply(), PoolCreated)
+
+
+@pytest.mark.anyio
+async def test_a_pool_that_is_being_populated_can_be_deleted_which_stops_that(pools: Pools) -> None:
+    engine = pools.engine("engine")
+    pools.create(engine)
+    assert pools.ask(engine, "DELETE_POOL", DeletePool(pool="decode")) is None
+    with pytest.raises(OverloadedError, match="was deleted"):
+        pools.create(engine)
+    replies = [await pools.reply(), await pools.reply()]  # nothing was let through: it stopped at the next step
+    assert isinstance(replies[0], UnknownPoolError)
+    assert isinstance(replies[1], PoolDeleted)
+    assert list(pools.registry) == []
+    pools.create(engine)
+
+
+@pytest.mark.anyio
+async def test_the_end_of_its_instance_stops_a_pool_that_is_being_populated(pools: Pools) -> None:
+    gone, successor = pools.engine("engine"), pools.engine("successor")
+    pools.create(gone)
+    pools.end(gone)
+    async with asyncio.timeout(WAIT_S):  # nothing was let through
+        while True:
+            with contextlib.suppress(OverloadedError):
+                pools.create(successor)
+                break
+            await asyncio.sleep(0)
 
 
 # -- a pool that exists is the one that is asked for, or the answer says in what it is another one

@@ -16,7 +16,8 @@ import pytest
 from msgspec import inspect
 
 from kvferry.protocol.config.load import load_config, read_config
-from kvferry.protocol.config.schema import Config, Section, memory_bytes
+from kvferry.protocol.config.memory import smallest_limit
+from kvferry.protocol.config.schema import Config, Section
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.settings import size_bytes, size_text
@@ -205,8 +206,8 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         ('[tiers]\nhost_bytes = 0\ntenant_bytes = "1GiB"', "tiers.tenant_bytes", "tiers.host_bytes = 0"),
         ('[tiers]\nhost_bytes = 0\nquotas = { 7 = "1GiB" }', "tiers.quotas", "tiers.host_bytes = 0"),
         ("[tiers]\nhost_bytes = 8", "tiers.host_bytes", '"8GiB"?'),
-        ('[tiers]\nhost_bytes = "1023TiB"', "tiers.host_bytes", "this host's memory of"),
-        (STORE + 'segment_bytes = "1023TiB"', "tiers.remote.segment_bytes", "this host's memory of"),
+        ('[tiers]\nhost_bytes = "1023TiB"', "tiers.host_bytes", "more than this host allows"),
+        (STORE + 'segment_bytes = "1023TiB"', "tiers.remote.segment_bytes", "more than this host allows"),
         ('[tiers]\nhost_bytes = "1GiB"\ntenant_bytes = "2GiB"', "tiers.tenant_bytes", "tiers.host_bytes = 1GiB"),
         ('[tiers]\nhost_bytes = "1GiB"\nquotas = { 7 = "2GiB" }', "tiers.quotas.7", "tiers.host_bytes = 1GiB"),
         ("[tiers]\ntenant_bytes = 0", "tiers.tenant_bytes", "tiers.quotas"),
@@ -222,7 +223,7 @@ def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field
 
 
 def test_what_is_sent_needs_memory_too(tmp_path: Path) -> None:
-    most = memory_bytes() >> 30  # of a GiB each: all of the host's memory, and 4 more for what is sent
+    most = smallest_limit().size_bytes >> 30  # of a GiB each: all of the host's memory, and 4 more for what is sent
     assert refused(tmp_path, f'{MOONCAKE}bounce_buffers = {most}\nbounce_buffer_bytes = "1GiB"').field == (
         "network.bounce_buffers"
     )

@@ -69,6 +69,7 @@ def examine(host: Host, options: argparse.Namespace) -> dict[str, Finding]:
     """Run every check that applies to a host."""
     needs, configuration = read_needs(host, options.config, npu=options.npu)
     daemon = running.ask_daemon(host, options.runtime_dir, needs.config.runtime_dir, options.timeout)
+    needs = msgspec.structs.replace(needs, daemon_pid=daemon.pid)
     npu = needs.asks_for_npu or npus.has_npu_sign(host)
     checks: Checks = {
         **_host_checks(host, needs, daemon, npu=npu),
@@ -127,7 +128,7 @@ def _host_checks(host: Host, needs: Needs, daemon: running.Running, *, npu: bool
     pool_bytes, tier_bytes = needs.pool_bytes(host), needs.host_tier_bytes(host)
     return {
         "kernel": partial(kernel.check_kernel, host),
-        "memory": partial(kernel.check_memory, host, pool_bytes),
+        "memory": partial(kernel.check_memory, host, pool_bytes, daemon.pid),
         "huge pages": partial(kernel.check_huge_pages, host),
         "shared memory": partial(kernel.check_shm, host, npu=npu),
         "memlock": partial(kernel.check_memlock, host, daemon.pid, pool_bytes + tier_bytes, npu=npu),

@@ -10,8 +10,9 @@ import re
 from typing import Final
 
 from kvferry.clients.cli.doctor.host import Finding, Host, parse_version
-from kvferry.clients.cli.doctor.needs import memory_bytes
+from kvferry.clients.cli.doctor.needs import memory_limit
 from kvferry.pools.planning.copies import vectored_copy_works
+from kvferry.protocol.config.memory import MACHINE
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -114,20 +115,17 @@ SHM_WANTED_BYTES: Final = 16 << 20
 _HUGE: Final = "/sys/kernel/mm/hugepages/hugepages-2048kB"
 _SHMEM: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _SHM: Final = "/dev/shm"  # noqa: S108  only inspected
-_CGROUP_MAX: Final = "/sys/fs/cgroup/memory.max"
 
 
-def check_memory(host: Host, pool_bytes: int) -> Finding:
+def check_memory(host: Host, pool_bytes: int, daemon_pid: int | None) -> Finding:
     """Compare the memory that pools may take with the host's, and with the limit of the container or service."""
-    total, available = memory_bytes(host, "MemTotal"), memory_bytes(host, "MemAvailable")
-    if not total:
-        return Finding("unknown", "no /proc/meminfo", "mount /proc")
-    bound = host.text(_CGROUP_MAX)
-    within = int(bound) if bound.isdigit() and int(bound) < total else total
-    limited = f", {size(within)} of it for this container" if within < total else ""
-    said = f"{size(total)}{limited}, {size(available)} available; pools may take {size(pool_bytes)}"
-    if pool_bytes > within:
-        fix = "lower pools.max_bytes, or give the container more memory: the kernel would end the daemon"
+    limit = memory_limit(host, daemon_pid)
+    if not limit.size_bytes:
+        return Finding("unknown", f"no {MACHINE}", "mount /proc")
+    limited = "" if limit.file == MACHINE else f" allowed by {limit.file}"
+    said = f"{size(limit.size_bytes)}{limited}, {size(limit.left_bytes)} available; pools may take {size(pool_bytes)}"
+    if pool_bytes > limit.size_bytes:
+        fix = "lower pools.max_bytes, or allow the daemon more memory: it refuses pools that do not fit"
         return Finding("warning" if limited else "missing", said, fix)
     return Finding("ok", said)
 

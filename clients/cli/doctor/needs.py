@@ -8,15 +8,17 @@ import msgspec
 
 from kvferry.clients.cli.doctor.host import Finding, Host
 from kvferry.protocol.config.load import read_config
+from kvferry.protocol.config.memory import MACHINE, Limit, smallest_limit
 from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What the configuration requires, and whether ``--npu`` requires an NPU."""
+    """What the configuration requires, whether ``--npu`` requires an NPU, and which process the daemon is."""
 
     config: Config = Config()
     npu_asked: bool = False
+    daemon_pid: int | None = None
 
     @property
     def mooncake(self) -> bool:
@@ -41,11 +43,11 @@ class Needs(msgspec.Struct, frozen=True):
 
     def host_tier_bytes(self, host: Host) -> int:
         """Return the size of the host tier; 0 if there is none, or if it is unknown."""
-        return self.config.tiers.size_bytes(memory_bytes(host, "MemTotal"))
+        return self.config.tiers.size_bytes(memory_limit(host, self.daemon_pid).size_bytes)
 
     def pool_bytes(self, host: Host) -> int:
         """Return how much host memory pools may take; 0 if that is unknown."""
-        return self.config.pools.size_bytes(memory_bytes(host, "MemTotal"))
+        return self.config.pools.size_bytes(memory_limit(host, self.daemon_pid).size_bytes)
 
 
 def read_needs(host: Host, path: Path | None, *, npu: bool) -> tuple[Needs, Finding]:
@@ -65,10 +67,8 @@ def read_needs(host: Host, path: Path | None, *, npu: bool) -> tuple[Needs, Find
     return Needs(config, npu), Finding("missing", said, fix)
 
 
-def memory_bytes(host: Host, name: str) -> int:
-    """Return a value of /proc/meminfo in bytes; 0 if there is none."""
-    for line in host.text("/proc/meminfo").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) << 10
-    return 0
+def memory_limit(host: Host, daemon_pid: int | None) -> Limit:
+    """Return the smallest limit on the daemon's memory, or on this shell's where none runs; of 0 bytes if unknown."""
+    if not host.text(MACHINE):
+        return Limit(0, 0, MACHINE)
+    return smallest_limit(host.text, str(daemon_pid or "self"))

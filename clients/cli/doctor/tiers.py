@@ -10,7 +10,7 @@ from typing import Final
 from kvferry.clients.cli.doctor.folders import STATE_FOLDER, close_to_others, make_own
 from kvferry.clients.cli.doctor.host import Finding, Host, User
 from kvferry.clients.cli.doctor.kernel import size
-from kvferry.clients.cli.doctor.needs import Needs, memory_bytes
+from kvferry.clients.cli.doctor.needs import Needs, memory_limit
 
 KEY: Final = "tiers.disk.path"
 ANOTHER: Final = f"name a folder of the daemon's own in {KEY}, such as {STATE_FOLDER}"
@@ -19,7 +19,7 @@ CONNECT_S: Final = 2.0
 
 def check_host_tier(host: Host, needs: Needs) -> Finding:
     """Compare the host tier, together with pools and store segment, with the host's memory."""
-    tier_bytes, total = needs.host_tier_bytes(host), memory_bytes(host, "MemTotal")
+    tier_bytes, total = needs.host_tier_bytes(host), memory_limit(host, needs.daemon_pid).size_bytes
     if not tier_bytes:
         return _no_host_tier(needs, total)
     said = f"{size(tier_bytes)} for snapshots and cached blocks"

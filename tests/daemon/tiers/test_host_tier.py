@@ -7,9 +7,20 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.tiers.host_tier import DEMOTION, LOOKUPS, OPERATIONS, HostTier, holder_name
+from kvferry.daemon.process.memory import HostMemory
+from kvferry.daemon.tiers.host_tier import (
+    AHEAD_BYTES,
+    DEMOTION,
+    GROW_AGAIN_S,
+    LOOKUPS,
+    OPERATIONS,
+    HostTier,
+    holder_name,
+)
+from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR
+from kvferry.protocol.config.memory import MACHINE
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
 from tests.daemon.tiers.tier_harness import UNIT, names, tiers_config
@@ -30,7 +41,7 @@ def counters() -> Counters:
 @pytest.fixture
 def host(counters: Counters) -> Iterator[HostTier]:
     """Return a tier of eight allocation units; a tenant may have six of them."""
-    one = HostTier(tiers_config(8, tenant_bytes=6 * UNIT), counters)
+    one = HostTier(tiers_config(8, tenant_bytes=6 * UNIT), counters, HostMemory())
     yield one
     one.arena.check_integrity()
     one.index.check_integrity()
@@ -48,6 +59,41 @@ def cache(host: HostTier, *numbers: int, tenant: int = MINE, block_pages: int = 
 
 def cached(host: HostTier, tenant: int = MINE) -> list[int]:
     return [n for n in range(1, 20) if host.index.get(namespace(tenant), names(n)[0])]
+
+
+class ScriptedHost:
+    """A host with so much memory left, of 1 TiB, of which 1 GiB is the reserve."""
+
+    def __init__(self) -> None:
+        self.left_bytes = 0
+
+    def read(self, path: str) -> str:
+        """Return a file's text."""
+        left_kib = self.left_bytes + (1 << 30) >> 10
+        return f"MemTotal: {1 << 30} kB\nMemAvailable: {left_kib} kB\n" if path == MACHINE else ""
+
+
+def test_a_tier_does_not_grow_into_memory_that_the_host_has_not(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostRegion, "populate", lambda *_: None)
+    around, large, now_s = ScriptedHost(), 4 * AHEAD_BYTES, [0.0]
+    around.left_bytes = AHEAD_BYTES
+    host = HostTier(TiersConfig(host_bytes=large), counters, HostMemory(around.read), lambda: now_s[0])
+    try:
+        assert host.status(0).total_bytes == large
+        first = host.reserve(MINE, 1, AHEAD_BYTES)
+        around.left_bytes = 2 * AHEAD_BYTES
+        with pytest.raises(OverloadedError, match=f"cannot grow to its {large} .* this host has {AHEAD_BYTES} left"):
+            host.reserve(MINE, 1, UNIT)  # nobody looks again so soon
+        now_s[0] += GROW_AGAIN_S
+        assert len(host.reserve(MINE, 1, UNIT)) == 1
+        with pytest.raises(OverloadedError, match="cannot grow"):
+            host.reserve(MINE, 1, 2 * AHEAD_BYTES)  # the first bytes are promised, though not taken yet
+        host.release(MINE, first, AHEAD_BYTES)
+        assert len(host.reserve(MINE, 1, AHEAD_BYTES)) == 1
+    finally:
+        host.close()
 
 
 def test_what_can_never_fit_is_no_matter_of_waiting(host: HostTier) -> None:
@@ -147,7 +193,7 @@ def test_a_block_that_is_on_disk_is_evicted_but_not_lost(host: HostTier, counter
 
 
 def test_a_daemon_without_a_host_tier_says_so() -> None:
-    host = HostTier(TiersConfig(host_bytes=0), Counters())
+    host = HostTier(TiersConfig(host_bytes=0), Counters(), HostMemory())
     assert not host.enabled
     with pytest.raises(TierOffError):
         _ = host.region

@@ -20,6 +20,7 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
 from kvferry.daemon.process.devices import Devices
+from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.services.cache_reports import CacheReports
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.offload import OffloadService
@@ -96,10 +97,10 @@ class Harness:
         devices, no_socket = cast("Devices", _NoDevices()), cast("SessionSocket", None)
         rings = EventRings(self.dispatcher, no_socket, devices, self.executor, hub)
         self.pool_service = PoolService(
-            self.dispatcher, no_socket, devices, self.pools, rings, max_bytes=1 << 30, populate=False
+            self.dispatcher, no_socket, devices, self.pools, rings, HostMemory(), max_bytes=1 << 30, populate=False
         )
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
-        self.host = HostTier(config, self.counters)
+        self.host = HostTier(config, self.counters, HostMemory())
         self.copier = ScriptedCopier()
         self.operations = Operations(
             self.dispatcher, hub, self.sessions, self.counters, self.copier, self.host, self.executor, transitions

@@ -137,6 +137,19 @@ def test_a_wrong_free_is_refused_and_changes_nothing(units: list[int]) -> None:
 def test_an_arena_without_a_whole_unit_has_nothing() -> None:
     arena = Arena(UNIT - 1)
     assert (arena.size_bytes, arena.fitting(1)) == (0, 0)
+
+
+@pytest.mark.parametrize("freed", [[], [0], [1], [0, 1]])
+def test_an_arena_that_grows_has_more_free_bytes_at_its_end(freed: list[int]) -> None:
+    arena = Arena(2 * UNIT, 5 * UNIT + 1)
+    offsets = arena.allocate(2, UNIT)
+    arena.free(offsets[freed], UNIT)
+    arena.grow(4 * UNIT)
+    arena.check_integrity()
+    assert (arena.size_bytes, arena.max_bytes, arena.free_bytes) == (4 * UNIT, 5 * UNIT, (2 + len(freed)) * UNIT)
+    assert len(arena.allocate(2 + len(freed), UNIT)) == 2 + len(freed)
+    with pytest.raises(AssertionError, match="within its bound"):
+        arena.grow(6 * UNIT)
     assert arena.allocate(0, 1).tolist() == []
     with pytest.raises(NotEnoughError):
         arena.allocate(1, 1)

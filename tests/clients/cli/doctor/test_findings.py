@@ -71,9 +71,18 @@ MEMINFO: Final = f"MemTotal:       {64 * GIB_IN_KIB} kB\nMemFree: 1 kB\nMemAvail
 
 
 def memory(bound: str, pool_gib: int, state: str, said: str = "") -> Row:
-    files = {"/proc/meminfo": MEMINFO, "/sys/fs/cgroup/memory.max": bound}
-    said = f"64.0 GiB{said}, 32.0 GiB available; pools may take {pool_gib}.0 GiB"
-    return Row(lambda host: kernel.check_memory(host, pool_gib * GIB), state, said, files=files)
+    files = {
+        "/proc/meminfo": MEMINFO,
+        "/proc/4711/cgroup": "0::/kvferry.service\n",
+        "/proc/self/cgroup": "0::/user.slice\n",
+        "/proc/self/mountinfo": "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        "/sys/fs/cgroup/kvferry.service/memory.max": bound,
+    }
+    said = f"{said or '64.0 GiB, 32.0 GiB available'}; pools may take {pool_gib}.0 GiB"
+    return Row(lambda host: kernel.check_memory(host, pool_gib * GIB, 4711), state, said, files=files)
+
+
+LIMITED: Final = "16.0 GiB allowed by /sys/fs/cgroup/kvferry.service/memory.max, 16.0 GiB available"
 
 
 HUGE: Final = "/sys/kernel/mm/hugepages/hugepages-2048kB"
@@ -109,9 +118,9 @@ OF_THE_KERNEL: Final = {
     "pools as large as memory": memory("", 64, "ok"),
     "pools larger than memory": memory("", 65, "missing"),
     "a container without limit": memory("max", 51, "ok"),
-    "a container that suffices": memory(str(16 * GIB), 16, "ok", ", 16.0 GiB of it for this container"),
-    "a container that is too small": memory(str(16 * GIB), 17, "warning", ", 16.0 GiB of it for this container"),
-    "memory without /proc": Row(lambda host: kernel.check_memory(host, 0), "unknown"),
+    "a container that suffices": memory(str(16 * GIB), 16, "ok", LIMITED),
+    "a container that is too small": memory(str(16 * GIB), 17, "warning", LIMITED),
+    "memory without /proc": Row(lambda host: kernel.check_memory(host, 0, None), "unknown"),
     "huge pages": Row(
         kernel.check_huge_pages,
         "ok",

@@ -1,0 +1,112 @@
+"""How much memory there is, by the texts of files as kernels write them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from kvferry.protocol.config.memory import Limit, Read, limits, narrowest_limit, smallest_limit
+
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+MEMINFO: Final = f"MemTotal: {64 << 20} kB\nMemFree: 9 kB\nMemAvailable: {32 << 20} kB\n"
+V2: Final = "30 1 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1: Final = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+UNLIMITED: Final = 9223372036854771712
+
+
+def reading(files: dict[str, str]) -> Read:
+    known = {"/proc/meminfo": MEMINFO, **files}
+    return lambda path: known.get(path, "")
+
+
+def v2(group: str, mount: str = V2, **at: str) -> dict[str, str]:
+    """Return the files of a process in a group; ``at`` are the limits by folder, with ``_`` as the slash."""
+    files = {"/proc/self/cgroup": f"0::{group}\n", "/proc/self/mountinfo": mount}
+    for folder, limit in at.items():
+        files[f"/sys/fs/cgroup{folder.replace('_', '/')}/memory.max"] = f"{limit}\n"
+    return files
+
+
+def test_without_control_groups_it_is_the_machines() -> None:
+    assert list(limits(reading({}))) == [Limit(64 * GIB, 32 * GIB, "/proc/meminfo")]
+
+
+def test_every_group_above_counts() -> None:
+    files = v2("/a/b/c", _a=str(8 * GIB), _a_b="max", _a_b_c=str(16 * GIB))
+    found = smallest_limit(reading(files))
+    assert found == Limit(8 * GIB, 8 * GIB, "/sys/fs/cgroup/a/memory.max")
+    assert len(list(limits(reading(files)))) == 3
+
+
+def test_the_bound_that_throttles_counts_as_the_one_that_kills() -> None:
+    files = {**v2("/a", _a=str(8 * GIB)), "/sys/fs/cgroup/a/memory.high": str(4 * GIB)}
+    assert smallest_limit(reading(files)).file == "/sys/fs/cgroup/a/memory.high"
+
+
+def test_what_is_in_use_and_cannot_be_reclaimed_is_gone() -> None:
+    stat = f"anon 5\nfile 7\nshmem {2 * GIB}\ninactive_file {GIB}\nactive_file {MIB}\nslab_reclaimable {MIB}\n"
+    more = {"/sys/fs/cgroup/a/memory.current": f"{5 * GIB}\n", "/sys/fs/cgroup/a/memory.stat": stat}
+    assert smallest_limit(reading({**v2("/a", _a=str(8 * GIB)), **more})).left_bytes == 4 * GIB + 2 * MIB
+
+
+def test_in_a_namespace_of_groups_the_mounted_one_is_the_own() -> None:
+    """A container: its group is the root of what it sees, and has a limit all the same."""
+    assert smallest_limit(reading(v2("/", **{"": str(GIB)}))).file == "/sys/fs/cgroup/memory.max"
+
+
+@pytest.mark.parametrize(("group", "root"), [("/docker/7", "/docker/7"), ("/../7", "/"), ("/x", "/docker/7")])
+def test_a_container_that_sees_the_groups_names_outside(group: str, root: str) -> None:
+    """The mount shows the container's group alone; where the path does not lie below it, the mount itself counts."""
+    mount = f"30 1 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+    assert smallest_limit(reading(v2(group, mount, **{"": str(GIB)}))).size_bytes == GIB
+
+
+def test_a_folder_may_have_a_space_in_its_name() -> None:
+    mount = "30 1 0:26 / /my\\040groups rw - cgroup2 cgroup2 rw\n"
+    files = {**v2("/a", mount), "/my groups/a/memory.max": str(GIB)}
+    assert smallest_limit(reading(files)).file == "/my groups/a/memory.max"
+
+
+def v1(group: str, **at: int) -> dict[str, str]:
+    files = {"/proc/self/cgroup": f"4:memory:{group}\n1:cpu:/\n0::/\n", "/proc/self/mountinfo": V1 + V2}
+    for folder, limit in at.items():
+        files[f"/sys/fs/cgroup/memory{folder.replace('_', '/')}/memory.limit_in_bytes"] = f"{limit}\n"
+    return files
+
+
+def test_version_1_counts_the_groups_above_where_they_bind_those_below() -> None:
+    files = v1("/a/b", **{"_a": 8 * GIB, "_a_b": 16 * GIB, "": UNLIMITED})
+    assert smallest_limit(reading(files)).file == "/sys/fs/cgroup/memory/a/memory.limit_in_bytes"
+    files["/sys/fs/cgroup/memory/a/memory.use_hierarchy"] = "0\n"
+    assert smallest_limit(reading(files)).file == "/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes"
+
+
+def test_version_1_knows_the_smallest_limit_also_of_groups_out_of_sight() -> None:
+    stat = f"inactive_file 1\nhierarchical_memory_limit {2 * GIB}\ntotal_inactive_file {MIB}\ntotal_active_file {MIB}\n"
+    files = {
+        **v1("/", **{"": UNLIMITED}),
+        "/sys/fs/cgroup/memory/memory.stat": stat,
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+    }
+    assert smallest_limit(reading(files)) == Limit(2 * GIB, GIB + 2 * MIB, "/sys/fs/cgroup/memory/memory.stat")
+
+
+def test_the_narrowest_leaves_the_least_room_whatever_its_size() -> None:
+    files = {**v2("/a/b", _a=str(16 * GIB), _a_b=str(8 * GIB)), "/sys/fs/cgroup/a/memory.current": str(15 * GIB)}
+    assert smallest_limit(reading(files)).file == "/sys/fs/cgroup/a/b/memory.max"
+    found = narrowest_limit(reading(files))
+    assert (found.file, found.room_bytes) == ("/sys/fs/cgroup/a/memory.max", 0)  # the reserve is what is left
+
+
+def test_another_process_has_groups_of_its_own() -> None:
+    files = {**v2("/a", _a=str(8 * GIB), _b=str(4 * GIB)), "/proc/4711/cgroup": "0::/b\n"}
+    assert smallest_limit(reading(files), "4711").size_bytes == 4 * GIB
+
+
+@pytest.mark.parametrize("text", ["", "x\n", "0::\n", ":::\n\n\x00", "4:memory\n"])
+def test_what_cannot_be_read_is_no_limit(text: str) -> None:
+    mounts = f"{text}\n1 2\n - \n{V2}"
+    files = {"/proc/self/cgroup": text, "/proc/self/mountinfo": mounts, "/sys/fs/cgroup/memory.max": "?"}
+    assert smallest_limit(reading(files)).file == "/proc/meminfo"
