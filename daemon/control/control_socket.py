@@ -1,49 +1,74 @@
-"""The control socket: a ZeroMQ ROUTER, drained fairly on the control loop.
+"""The control socket: listens as a ZeroMQ ROUTER, drained fairly on the control loop. Frames are not interpreted here.
 
-Its file descriptor is edge-triggered, so EVENTS is checked again after every drain and every send. zmq.asyncio is not
-used: its futures cost several times the CPU time of a drain. Frames are not interpreted here.
+What connects is accepted by the control loop itself, one after another and never more than the bound: see ``zmtp`` for
+why it is not libzmq that listens. At the bound a new connection takes the place of the one that was heard least
+recently, of the user (or, over TCP, the host) that has most of them; those of live sessions are spared. So silent
+strangers neither keep others out nor cost an idle engine its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
-from collections.abc import Callable, Sequence
+import select
+import socket
+import struct
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Final
 
-import zmq
+import structlog
 
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.zmtp import IncomingStream, ReceivedMessage, encoded
 from kvferry.daemon.process.access import SOCKET_MODE
 from kvferry.protocol.addresses import is_v6
-from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.limits import Limits
 
-DRAIN_BOUND = 64
-"""Messages handled in a row before other callbacks of the loop run."""
+DRAIN_BOUND: Final = 32
+"""Messages of one connection handled in a row before others have their turn."""
 
-DRAIN_RECEIVED_BOUND = 16
-"""Drains in a row, in ``drain_received``."""
+DRAIN_RECEIVED_BOUND: Final = 16
+"""Drains of a connection in a row, in ``drain_received``."""
 
-# Plain integers: an enum costs a microsecond or more at every use.
-NOBLOCK, SEND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+ACCEPT_BOUND: Final = 64
+"""Connections accepted in a row."""
 
+BACKLOG: Final = 1024
+MAX_CONNECTIONS: Final = 1024
+"""Besides those of sessions."""
 
-class ReceivedMessage(NamedTuple):
-    """One message: the identity to answer to, and its frames; ``frames`` is truncated if ``too_large``."""
+ACCEPT_PAUSE_S: Final = 1.0
+FIRST_MESSAGE_S: Final = 10.0
+"""A connection that has not sent a whole message by then is closed."""
 
-    identity: bytes
-    frames: list[bytes]
-    too_large: bool
+LAST_WORDS_S: Final = 0.1
+RECEIVE_BYTES: Final = 1 << 18
+SENT_AT_ONCE: Final = 64
+MAX_HELD_BYTES: Final = 256 << 20
+"""Bytes of incomplete messages, of all connections: then the connection that has most of them is closed."""
 
+_CREDENTIALS: Final = struct.Struct("3i")
 
+log = structlog.get_logger(__name__)
 OnMessage = Callable[[ReceivedMessage], None]
 
 
+def _nobody() -> Collection[bytes]:
+    return ()
+
+
 class ControlSocket:
-    """Binds on construction; serves between ``start`` and ``close``."""
+    """Binds on construction; serves between ``start`` and ``close``.
+
+    Attributes:
+        max_connections: how many connections may be open, besides those that ``spared`` names.
+    """
 
     def __init__(
         self,
@@ -53,131 +78,372 @@ class ControlSocket:
         *,
         also: str | None = None,
         mode: int = SOCKET_MODE,
+        name: str = "control",
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         """Listen on a Unix socket of this mode and, if given, on the TCP address ``also``.
+
+        ``name`` is its name in the log.
 
         Raises:
             ConfigError: the TCP address cannot be listened on.
         """
-        self._limits = limits
-        self._counters = counters
-        self._on_message: OnMessage | None = None
+        self.limits = limits
+        self.counters = counters
+        self.max_connections = max_connections
+        self.max_queued = limits.max_requests_per_session + 2 * limits.max_transfers_per_session
+        self.held_bytes = 0
+        self.buffer = bytearray(RECEIVE_BYTES)
+        self.on_message: OnMessage | None = None
+        self._name = name
+        self._spared: Callable[[], Collection[bytes]] = _nobody
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._drain_scheduled = False
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 100)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.max_frame_bytes)
-        self._socket.setsockopt(zmq.SNDHWM, limits.max_requests_per_session + 2 * limits.max_transfers_per_session)
-        umask = os.umask(0o777 & ~mode)
-        try:
-            self._socket.bind(f"ipc://{path}")
-        finally:
-            os.umask(umask)
-        path.chmod(mode)
+        self._numbers = itertools.count(1)
+        self._connections: dict[bytes, _Connection] = {}
+        self._paused: set[socket.socket] = set()
+        self._listeners = [_listening_at(path, mode)]
+        self.endpoint = f"ipc://{path}"
+        """The address bound last: the TCP address with its port, if there is one."""
         if also:
-            self._bind_tcp(also)
+            try:
+                self._listeners.append(_listening_on(also))
+            except OSError as cause:
+                self._listeners[0].close()
+                raise ConfigError(
+                    f"cannot listen on {also}: {cause.strerror}",
+                    field="peers.listen",
+                    retryable=True,  # the process that listens there may end, and the address may come up
+                    remedy="see what listens there (ss -lptn), or name another address of this host",
+                ) from cause
+            self.endpoint = f"{also.rpartition(':')[0]}:{self._listeners[1].getsockname()[1]}"
+
+    def __repr__(self) -> str:
+        """Show how many connections there are."""
+        return f"<ControlSocket {self.endpoint} connections={len(self._connections)}>"
+
+    def __len__(self) -> int:
+        """Return how many connections are open."""
+        return len(self._connections)
 
     @property
-    def endpoint(self) -> str:
-        """Return the address bound last: the TCP address with its port, if there is one."""
-        return cast("bytes", self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+    def is_listening(self) -> bool:
+        """Return whether it accepts connections: not where the process has no descriptor left."""
+        return self._loop is not None and not self._paused
 
-    def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
-        """Serve on this loop: each message goes to ``on_message``."""
+    def start(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: OnMessage,
+        spared: Callable[[], Collection[bytes]] = _nobody,
+    ) -> None:
+        """Serve on this loop: each message goes to ``on_message``.
+
+        ``spared`` returns the identities whose connections are never closed for others.
+        """
         self._loop = loop
-        self._on_message = on_message
-        loop.add_reader(self._socket.FD, self._drain)
-        self._schedule_drain()
+        self.on_message = on_message
+        self._spared = spared
+        for listener in self._listeners:
+            loop.add_reader(listener, self._accept, listener)
 
     def close(self) -> None:
-        """Stop serving; libzmq may send queued replies for another 0.1 s."""
+        """Stop serving; queued replies have ``LAST_WORDS_S`` to leave. Closing twice does nothing."""
         if self._loop is not None:
-            self._loop.remove_reader(self._socket.FD)
-            self._loop = None
-        self._socket.close()
-        self._context.term()
+            for listener in self._listeners:
+                self._loop.remove_reader(listener)
+        for listener in self._listeners:
+            listener.close()
+        ends_at = time.monotonic() + LAST_WORDS_S
+        for connection in list(self._connections.values()):
+            connection.finish(ends_at)
+            connection.close()
+        self._loop = None
 
     def send(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         """Queue a message; return False, with nothing queued, if the peer is gone or its queue is full."""
-        if self._socket.closed:
+        connection = self._connections.get(identity)
+        if connection is None:
+            self.counters.add("replies.peer_gone")
             return False
-        try:
-            put = self._socket.send
-            put(identity, SEND_MORE)
-            for frame in frames[:-1]:
-                put(frame, SEND_MORE)
-            put(frames[-1], NOBLOCK)
-        except zmq.Again:
-            self._counters.add("replies.queue_full")
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._counters.add("replies.peer_gone")
-            return False
-        finally:
-            self._schedule_drain()
-        return True
+        return connection.put(encoded(frames))
 
     def drain_received(self) -> None:
         """Handle the messages that have arrived by now, before something that happened after them is handled."""
-        for _ in range(DRAIN_RECEIVED_BOUND):
-            if self._loop is None or not self._readable():
-                return
-            self._drain()
-
-    def _bind_tcp(self, address: str) -> None:
-        self._socket.setsockopt(zmq.IPV6, int(is_v6(address)))
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as cause:
-            self._socket.close(0)
-            self._context.term()
-            raise ConfigError(
-                f"cannot listen on {address}: {cause.strerror}",
-                field="peers.listen",
-                retryable=True,  # the process that listens there may end, and the address may come up
-                remedy="see what listens there (ss -lptn), or name another address of this host",
-            ) from cause
-
-    def _schedule_drain(self) -> None:
-        """Schedule a drain if a message has arrived without a signal."""
-        if self._loop is not None and not self._drain_scheduled and self._readable():
-            self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
-
-    def _readable(self) -> bool:
-        return bool(cast("int", self._socket.getsockopt(EVENTS)) & POLLIN)
-
-    def _drain(self) -> None:
-        self._drain_scheduled = True  # sends made while draining need not check EVENTS
-        try:
-            for _ in range(DRAIN_BOUND):
-                try:
-                    message = self._receive()
-                except zmq.Again:
+        for connection in list(self._connections.values()):
+            for _ in range(DRAIN_RECEIVED_BOUND):
+                if not connection.read():
                     break
-                if self._on_message is not None:
-                    self._on_message(message)
-        finally:
-            self._drain_scheduled = False
-        self._schedule_drain()
 
-    def _receive(self) -> ReceivedMessage:
-        """Return one message, or raise zmq.Again if there is none."""
-        receive = self._socket.recv
-        identity = receive(NOBLOCK)
-        frames: list[bytes] = []
-        size = 0
-        fits = more = True  # libzmq hands over whole messages: after the identity comes at least one frame
-        while more:
-            frame = receive(NOBLOCK, copy=False)  # a Frame knows whether another follows, without a further call
-            more = frame.more
-            size += len(frame)
-            fits = fits and size <= self._limits.max_message_bytes and len(frames) < self._limits.max_frames
-            if fits:
-                frames.append(frame.bytes)
-        return ReceivedMessage(identity, frames, not fits)
+    def forget(self, identity: bytes) -> None:
+        """Remove a connection that was closed."""
+        self._connections.pop(identity, None)
+
+    def too_much_held(self) -> None:
+        """Close the connection that has most bytes of incomplete messages."""
+        most = max(self._connections.values(), key=lambda one: one.held_bytes)
+        self.counters.add("connections.closed.held")
+        most.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPT_BOUND):
+            try:
+                channel, address = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as cause:
+                self._pause(listener, cause)
+                return
+            if self._loop is None:
+                channel.close()
+                return
+            self._make_room()
+            identity = next(self._numbers).to_bytes(8)
+            self._connections[identity] = _Connection(self, self._loop, channel, identity, _origin(channel, address))
+
+    def _make_room(self) -> None:
+        if len(self._connections) < self.max_connections:
+            return
+        spared = self._spared()
+        strangers = [one for one in self._connections.values() if one.identity not in spared]
+        if len(strangers) < self.max_connections:
+            return
+        counts = Counter(one.origin for one in strangers)
+        evicted = min(strangers, key=lambda one: (-counts[one.origin], one.heard_at))
+        self.counters.add("connections.closed.for_others")
+        evicted.close()
+
+    def _pause(self, listener: socket.socket, cause: OSError) -> None:
+        """Out of descriptors: accept later, instead of retrying in a busy loop."""
+        if self._loop is None or listener in self._paused:
+            return
+        log.warning("connections wait", socket=self._name, cause=cause.strerror, remedy="raise LimitNOFILE (ulimit -n)")
+        self._paused.add(listener)
+        self._loop.remove_reader(listener)
+        self._loop.call_later(ACCEPT_PAUSE_S, self._resume, listener)
+
+    def _resume(self, listener: socket.socket) -> None:
+        self._paused.discard(listener)
+        if self._loop is not None:
+            self._loop.add_reader(listener, self._accept, listener)
+
+
+class _Connection:
+    """One connection, from its acceptance to its end."""
+
+    def __init__(
+        self,
+        owner: ControlSocket,
+        loop: asyncio.AbstractEventLoop,
+        channel: socket.socket,
+        identity: bytes,
+        origin: object,
+    ) -> None:
+        self.identity = identity
+        self.origin = origin
+        self.accepted_at = self.heard_at = time.monotonic()
+        self._owner = owner
+        self._loop = loop
+        self._channel = channel
+        self._stream = IncomingStream(identity, owner.limits)
+        self._has_spoken = False
+        self._held_bytes = 0
+        self._out: deque[bytes | memoryview] = deque()
+        self._corked = False
+        self._writing = False
+        self._more: asyncio.Handle | None = None
+        self._closed = False
+        self._silence_ms = 0
+        self._looking: asyncio.Handle = loop.call_later(FIRST_MESSAGE_S, self._look)
+        channel.setblocking(False)  # noqa: FBT003  socket's own signature
+        loop.add_reader(channel, self.read)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    def put(self, data: bytes) -> bool:
+        if len(self._out) >= self._owner.max_queued:
+            self._owner.counters.add("replies.queue_full")
+            return False
+        self._out.append(data)
+        if not self._corked and not self._writing:
+            self._flush()
+        return not self._closed
+
+    def read(self) -> bool:
+        """Handle what has arrived, within a bound; return whether there may be more."""
+        if self._closed or self._corked:
+            return False
+        if self._more is None and not self._receive():
+            return False
+        self._corked = True  # the replies to what came together leave together
+        try:
+            return self._handle()
+        finally:
+            self._corked = False
+            if not self._writing and (self._out or self._stream.answers):
+                self._flush()
+
+    def close(self) -> None:
+        """Close it, with what is queued. Closing twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._looking.cancel()
+        if self._more is not None:
+            self._more.cancel()
+        self._loop.remove_reader(self._channel)
+        if self._writing:
+            self._loop.remove_writer(self._channel)
+        self._channel.close()
+        self._out.clear()
+        self._owner.held_bytes -= self._held_bytes
+        self._owner.forget(self.identity)
+
+    def finish(self, ends_at: float) -> None:
+        """Send what is queued, waiting until ``ends_at`` at most."""
+        self._flush()
+        while self._out and not self._closed:
+            left_s = ends_at - time.monotonic()
+            poll = select.poll()
+            poll.register(self._channel, select.POLLOUT)
+            if left_s <= 0 or not poll.poll(left_s * 1000):
+                return
+            self._flush()
+
+    def _look(self) -> None:
+        """Close the connection if it has been silent for too long; else look again when that could be."""
+        self.read()  # the loop may have been busy for as long
+        if self._closed:
+            return
+        now, silence_s = time.monotonic(), self._silence_ms / 1000
+        ends_at = self.heard_at + silence_s if silence_s else float("inf")
+        if not self._has_spoken:
+            ends_at = min(ends_at, self.accepted_at + FIRST_MESSAGE_S)
+        if ends_at <= now:
+            self._owner.counters.add("connections.closed.silent")
+            self.close()
+        elif ends_at < float("inf"):
+            self._looking = self._loop.call_later(ends_at - now, self._look)
+
+    def _receive(self) -> bool:
+        """Read once; return whether there was anything."""
+        buffer = self._owner.buffer
+        try:
+            size = self._channel.recv_into(buffer)
+        except BlockingIOError:
+            return False
+        except OSError:
+            size = 0
+        if not size:
+            self.close()
+            return False
+        self.heard_at = time.monotonic()
+        self._stream.feed(bytes(memoryview(buffer)[:size]))
+        return True
+
+    def _handle(self) -> bool:
+        """Handle messages, within a bound; return whether there may be more."""
+        self._more = None
+        try:
+            messages = self._stream.take(DRAIN_BOUND)
+        except KvferryError:
+            self.close()
+            return False
+        self._count_held()
+        if self._stream.silence_ms != self._silence_ms:
+            self._silence_ms = self._stream.silence_ms
+            self._looking.cancel()
+            self._looking = self._loop.call_soon(self._look)
+        handle = self._owner.on_message
+        if messages and handle is not None:
+            self._has_spoken = True
+            for message in messages:
+                handle(message)
+        if len(messages) == DRAIN_BOUND and not self._closed:
+            self._more = self._loop.call_soon(self.read)
+        return not self._closed
+
+    def _count_held(self) -> None:
+        held = self._stream.held_bytes
+        if held != self._held_bytes:
+            owner = self._owner
+            owner.held_bytes += held - self._held_bytes
+            self._held_bytes = held
+            if owner.held_bytes > MAX_HELD_BYTES:
+                owner.too_much_held()
+
+    def _flush(self) -> None:
+        """Send what the socket takes; the rest as soon as it takes more."""
+        answers, out = self._stream.answers, self._out
+        if self._closed:
+            return
+        if answers:
+            out.append(bytes(answers))
+            answers.clear()
+        try:
+            while out:
+                _drop(out, self._channel.sendmsg(list(itertools.islice(out, SENT_AT_ONCE))))
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._owner.counters.add("replies.peer_gone")
+            self.close()
+            return
+        if bool(out) != self._writing:
+            self._writing = bool(out)
+            if out:
+                self._loop.add_writer(self._channel, self._flush)
+            else:
+                self._loop.remove_writer(self._channel)
+
+
+def _drop(out: deque[bytes | memoryview], sent: int) -> None:
+    """Remove the first ``sent`` bytes."""
+    while sent:
+        first = out.popleft()
+        if len(first) > sent:
+            out.appendleft(memoryview(first)[sent:])
+            return
+        sent -= len(first)
+
+
+def _origin(channel: socket.socket, address: object) -> object:
+    """Return whose connection it is: a user's id, or the address of a host."""
+    if channel.family == socket.AF_UNIX:
+        credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return _CREDENTIALS.unpack(credentials)[1]
+    with contextlib.suppress(OSError):  # the connection may have ended already
+        channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return address[0] if isinstance(address, tuple) else address
+
+
+def _listening_at(path: Path, mode: int) -> socket.socket:
+    """Return a Unix socket that listens, from its first moment on, for those alone whom its mode admits."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    umask = os.umask(0o777 & ~mode)
+    try:
+        listener.bind(os.fspath(path))
+    finally:
+        os.umask(umask)
+    path.chmod(mode)
+    return _listening(listener)
+
+
+def _listening_on(address: str) -> socket.socket:
+    """Return a TCP socket that listens on a numeric address."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    listener = socket.socket(socket.AF_INET6 if is_v6(address) else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host.strip("[]"), int(port)))
+        return _listening(listener)
+    except OSError:
+        listener.close()
+        raise
+
+
+def _listening(listener: socket.socket) -> socket.socket:
+    listener.listen(BACKLOG)
+    listener.setblocking(False)  # noqa: FBT003  socket's own signature
+    return listener

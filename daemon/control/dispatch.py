@@ -9,10 +9,10 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 
 import structlog
 
-from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session, SessionRegistry
+from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody
 from kvferry.protocol.codec import (
     Frames,

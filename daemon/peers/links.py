@@ -27,8 +27,9 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvferry.daemon.control.control_socket import ControlSocket, ReceivedMessage
+from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.metrics import Counters, about
+from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.daemon.process.access import PEER_SOCKET_MODE
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.addresses import is_numeric, is_v6, scheme, wrong_address, wrong_port

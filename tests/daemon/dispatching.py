@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
+from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.protocol.base import ErrorReply, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Event, Reply, Request

@@ -64,6 +64,7 @@ class Daemon:
     def __init__(self, path: Path, listen: str | None = None, heartbeat: Heartbeat = HEARTBEAT) -> None:
         self.changed = asyncio.Event()
         self.counters = _Counters(self.changed)
+        path.unlink(missing_ok=True)  # as the runtime directory does
         self.links = PeerLinks(new_boot_id(), path, listen, heartbeat, Limits(), self.counters)
         self.up: list[Incarnation] = []
         self.lost: list[Incarnation] = []
@@ -512,10 +513,15 @@ async def test_what_libzmq_refuses_leaves_nothing_behind(daemon: Daemon, monkeyp
 
 async def test_a_connection_that_is_half_open_is_closed(daemon: Daemon, tmp_path: Path, start: MakeDaemon) -> None:
     closed = asyncio.Event()
+    callers: list[asyncio.StreamWriter] = []
     port = int(daemon.address.rpartition(":")[2])
 
     async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass on both ways up to the first heartbeat that is asked for; then all is silent and open."""
+        callers.append(writer)
+        if len(callers) > 1:  # the caller gave this one up, and tries again
+            writer.close()
+            return
         back, there = await asyncio.open_connection("127.0.0.1", port)
         answers = asyncio.ensure_future(_pass_on(back, writer))
         await _pass_on(reader, there, last=b"PING")

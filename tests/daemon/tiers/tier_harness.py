@@ -13,12 +13,12 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
+from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.services.cache_reports import CacheReports
