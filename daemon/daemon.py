@@ -23,7 +23,7 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
-from kvferry.daemon.process.access import DEVICE_POOLS_FILE, RuntimeDirectory
+from kvferry.daemon.process.access import PEER_SOCKET_MODE, RuntimeDirectory
 from kvferry.daemon.process.devices import CHECK_S, Devices
 from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_freed_memory
 from kvferry.daemon.process.inherited import Inherited, take_inherited
@@ -55,11 +55,14 @@ from kvferry.protocol.errors import ConfigError, DeviceLostError, KvferryError, 
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import FEATURES, Limits, agree
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
-from kvferry.protocol.settings import default_runtime_dir
+from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET, default_runtime_dir
 
 FETCH_THREADS = 2
 IN_FLIGHT_BYTES: Final = 64 << 20
 """Of each class of the tiers' operations."""
+
+SOCKETS: Final = "sockets"
+"""What the socket unit calls those that it listens on (FileDescriptorName=)."""
 
 EXIT_BAD_INPUT = 2
 EXIT_DEVICE_LOST = 3
@@ -125,12 +128,12 @@ class Daemon:
         self.counters = counters = Counters()
         hub = EventHub()
         # -- what engines, operators and other daemons talk to
-        self._control = ControlSocket(directory.control_socket, limits, counters)
+        self._control = ControlSocket(directory.listen(CONTROL_SOCKET), limits, counters)
         self._sessions = SessionRegistry(limits)
         self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, counters, self._control.send, hub)
         self._links = PeerLinks(
             self.boot_id,
-            directory.peer_socket,
+            directory.listen(PEER_SOCKET, PEER_SOCKET_MODE),
             config.peers.listen,
             Heartbeat(config.peers.heartbeat_ms, config.peers.timeout_ms),
             limits,
@@ -138,9 +141,9 @@ class Daemon:
         )
         # -- pools and devices
         self._devices = Devices(config.devices, self._device_lost, tuning.stuck_after_s)
-        self._registry = PoolRegistry(LostPools(directory.path / DEVICE_POOLS_FILE), hub)
+        self._registry = PoolRegistry(LostPools(directory.folder), hub)
         self._session_socket = SessionSocket(
-            directory.session_socket,
+            directory.listen(SESSION_SOCKET),
             self.boot_id,
             self._sessions,
             counters,
@@ -398,7 +401,7 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     try:
         config = load_config(options.config) if options.config else Config()
         path = options.runtime_dir or Path(config.runtime_dir or default_runtime_dir(os.environ))
-        runtime_directory = RuntimeDirectory(path.absolute())
+        runtime_directory = RuntimeDirectory(path.absolute(), inherited.take(SOCKETS))
         runtime_directory.check_path()
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)

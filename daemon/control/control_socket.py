@@ -11,21 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import select
 import socket
 import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Final
 
 import structlog
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.zmtp import IncomingStream, ReceivedMessage, encoded
-from kvferry.daemon.process.access import SOCKET_MODE
+from kvferry.daemon.process.access import BACKLOG, Listener
 from kvferry.protocol.addresses import is_v6
 from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.limits import Limits
@@ -39,7 +37,6 @@ DRAIN_RECEIVED_BOUND: Final = 16
 ACCEPT_BOUND: Final = 64
 """Connections accepted in a row."""
 
-BACKLOG: Final = 1024
 MAX_CONNECTIONS: Final = 1024
 """Besides those of sessions."""
 
@@ -72,16 +69,15 @@ class ControlSocket:
 
     def __init__(
         self,
-        path: Path,
+        listener: Listener,
         limits: Limits,
         counters: Counters,
         *,
         also: str | None = None,
-        mode: int = SOCKET_MODE,
         name: str = "control",
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """Listen on a Unix socket of this mode and, if given, on the TCP address ``also``.
+        """Take over a listening Unix socket and, if given, listen on the TCP address ``also``.
 
         ``name`` is its name in the log.
 
@@ -101,8 +97,8 @@ class ControlSocket:
         self._numbers = itertools.count(1)
         self._connections: dict[bytes, _Connection] = {}
         self._paused: set[socket.socket] = set()
-        self._listeners = [_listening_at(path, mode)]
-        self.endpoint = f"ipc://{path}"
+        self._listeners = [listener.socket]
+        self.endpoint = f"ipc://{listener.path}"
         """The address bound last: the TCP address with its port, if there is one."""
         if also:
             try:
@@ -418,18 +414,6 @@ def _origin(channel: socket.socket, address: object) -> object:
     return address[0] if isinstance(address, tuple) else address
 
 
-def _listening_at(path: Path, mode: int) -> socket.socket:
-    """Return a Unix socket that listens, from its first moment on, for those alone whom its mode admits."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    umask = os.umask(0o777 & ~mode)
-    try:
-        listener.bind(os.fspath(path))
-    finally:
-        os.umask(umask)
-    path.chmod(mode)
-    return _listening(listener)
-
-
 def _listening_on(address: str) -> socket.socket:
     """Return a TCP socket that listens on a numeric address."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -437,13 +421,9 @@ def _listening_on(address: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host.strip("[]"), int(port)))
-        return _listening(listener)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)  # noqa: FBT003  socket's own signature
     except OSError:
         listener.close()
         raise
-
-
-def _listening(listener: socket.socket) -> socket.socket:
-    listener.listen(BACKLOG)
-    listener.setblocking(False)  # noqa: FBT003  socket's own signature
     return listener

@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 
 import structlog
@@ -22,7 +21,7 @@ import structlog
 from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
-from kvferry.daemon.process.access import SOCKET_MODE
+from kvferry.daemon.process.access import Listener
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
@@ -52,7 +51,6 @@ from kvferry.protocol.session_stream import (
 
 OPENING_TIMEOUT_S: Final = 5.0
 MAX_UNOPENED: Final = 64
-BACKLOG: Final = 1024
 ACCEPT_PAUSE_S: Final = 1.0
 _RECEIVE_BYTES: Final = 4096
 MAX_DESCRIPTORS: Final = 2
@@ -163,7 +161,7 @@ class SessionSocket:
 
     def __init__(
         self,
-        path: Path,
+        listener: Listener,
         boot_id: BootId,
         sessions: SessionRegistry,
         counters: Counters,
@@ -172,7 +170,7 @@ class SessionSocket:
         *,
         resume_grace_s: float = 0.0,
     ) -> None:
-        """Listen on ``path``.
+        """Take over a listening socket.
 
         ``region_of`` returns the memory that another daemon of this host asks for, or raises. A session with ``keep``
         whose socket is lost may resume for ``resume_grace_s`` seconds.
@@ -187,15 +185,7 @@ class SessionSocket:
         self._connections: dict[int, _Connection] = {}
         self._kept: dict[int, _Connection] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        umask = os.umask(0o777 & ~SOCKET_MODE)
-        try:
-            self._listener.bind(os.fspath(path))
-        finally:
-            os.umask(umask)
-        path.chmod(SOCKET_MODE)
-        self._listener.listen(BACKLOG)
-        self._listener.setblocking(False)  # noqa: FBT003  socket's own signature
+        self._listener = listener.socket
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Serve on this loop."""

@@ -20,7 +20,6 @@ import resource
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -30,7 +29,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.zmtp import ReceivedMessage
-from kvferry.daemon.process.access import PEER_SOCKET_MODE
+from kvferry.daemon.process.access import Listener
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.addresses import is_numeric, is_v6, scheme, wrong_address, wrong_port
 from kvferry.protocol.codec import Frames, PageIds
@@ -294,13 +293,13 @@ class PeerLinks:
     def __init__(
         self,
         boot_id: BootId,
-        socket_path: Path,
+        listener: Listener,
         listen: str | None,
         heartbeat: Heartbeat,
         limits: Limits,
         counters: Counters,
     ) -> None:
-        """Listen on a Unix socket for daemons of this host and, with ``listen``, on TCP.
+        """Take over a Unix socket for daemons of this host and, with ``listen``, listen on TCP.
 
         Raises:
             ConfigError: the TCP address cannot be listened on, or peers could not connect to it.
@@ -315,11 +314,11 @@ class PeerLinks:
         self.counters = counters
         self.loop: asyncio.AbstractEventLoop | None = None
         self.listener: PeerListener | None = None
-        self._router = ControlSocket(socket_path, limits, counters, also=listen, mode=PEER_SOCKET_MODE)
+        self._router = ControlSocket(listener, limits, counters, also=listen, name="peers")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed socket counts a little longer
         self._max_links = _max_peers()
-        self.addresses = {"ipc": f"ipc://{socket_path}"}
+        self.addresses = {"ipc": f"ipc://{listener.path}"}
         if listen:
             self.addresses["tcp"] = self._router.endpoint
         self._links: dict[str, PeerLink] = {}

@@ -1,127 +1,203 @@
-"""The runtime directory: who may enter it, and a lock that admits one daemon at a time."""
+"""The runtime directory: who may enter it, a lock that admits one daemon at a time, and the sockets in it.
+
+Everything is done by the directory's descriptor: see ``OwnFolder``. A listening socket is the service manager's, where
+that has passed one, and then its file stays there when the daemon ends, so that those who connect meanwhile wait.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import stat
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, NamedTuple, Self
 
+from kvferry.pools.tiers.own_folder import OwnFolder
 from kvferry.protocol.errors import AccessDeniedError, ConfigError
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
 
 DIRECTORY_MODE = 0o750
+PARENT_MODE = 0o755
 SOCKET_MODE = 0o660
 PEER_SOCKET_MODE = 0o600
 """Whoever may connect to it passes for a daemon, so engines may not."""
 LOCK_FILE = "daemon.lock"
 DEVICE_POOLS_FILE = "device-pools.json"
 MAX_SOCKET_PATH_BYTES = 107
+BACKLOG: Final = 1024
+ACTIVATED: Final = (CONTROL_SOCKET, SESSION_SOCKET)
+"""What a service manager may listen on for the daemon."""
+
+OURS: Final = {*ACTIVATED, PEER_SOCKET, LOCK_FILE, DEVICE_POOLS_FILE, f"{DEVICE_POOLS_FILE}.new"}
+_FIELD: Final = "runtime_dir"
+
+
+class Listener(NamedTuple):
+    """A listening Unix socket, and the path by which it is reached."""
+
+    path: Path
+    socket: socket.socket
 
 
 class RuntimeDirectory:
-    """A locked runtime directory. Use as a context manager; leaving it removes the sockets and releases the lock."""
+    """A locked runtime directory. A context manager; leaving it removes its own sockets and releases the lock.
 
-    def __init__(self, path: Path) -> None:
-        """Name the directory; ``__enter__`` creates it."""
+    Attributes:
+        path: how clients find it.
+        folder: it, by its descriptor, while it is locked.
+    """
+
+    folder: OwnFolder
+
+    def __init__(self, path: Path, activated: Sequence[int] = ()) -> None:
+        """Name the directory; ``__enter__`` creates it.
+
+        Args:
+            path: absolute.
+            activated: the descriptors of sockets in it that a service manager listens on; owned from now on.
+        """
         self.path = path
-        self._lock_fd = -1
-
-    @property
-    def control_socket(self) -> Path:
-        """Return the control socket's path."""
-        return self.path / CONTROL_SOCKET
-
-    @property
-    def session_socket(self) -> Path:
-        """Return the session socket's path."""
-        return self.path / SESSION_SOCKET
-
-    @property
-    def peer_socket(self) -> Path:
-        """Return the path of the socket for other daemons of this host."""
-        return self.path / PEER_SOCKET
+        self._activated = [socket.socket(fileno=fd) for fd in activated]
+        self._bound: list[str] = []
 
     def check_path(self) -> None:
         """Check what depends on the path alone.
 
         Raises:
-            ConfigError: the path is too long for sockets.
+            ConfigError: the path is too long for sockets, or the service manager listens elsewhere.
         """
-        if len(os.fsencode(self.control_socket)) > MAX_SOCKET_PATH_BYTES:
+        control = self.path / CONTROL_SOCKET
+        if len(os.fsencode(control)) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
-                f"{self.control_socket} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path",
-                field="runtime_dir",
+                f"{control} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path", field=_FIELD
             )
+        for one in self._activated:
+            if not self._is_ours(one):
+                raise ConfigError(
+                    f"the service manager listens on {one.getsockname()!r}, which is none of "
+                    f"{' and '.join(os.fspath(self.path / name) for name in ACTIVATED)}",
+                    field=_FIELD,
+                    remedy="name the same directory in ListenStream= of the socket unit and in --runtime-dir",
+                )
 
     def __enter__(self) -> Self:
         """Create the directory, lock it, and remove what a dead daemon left.
 
         Raises:
-            ConfigError: the path is too long or not a directory, the directory is shared with other things, or another
-                daemon runs in it; the last is retryable.
+            ConfigError: the path is too long or not a directory, others could have put something into it or in its
+                place, it is shared with other things, or another daemon runs in it; the last is retryable.
             AccessDeniedError: it cannot be created or written.
         """
         self.check_path()
         try:
-            self._make()
-            self._lock()
-            for socket in (self.control_socket, self.session_socket, self.peer_socket):
-                socket.unlink(missing_ok=True)
+            made = self._make()
+            folder = OwnFolder(self.path, _FIELD)
+            try:
+                self._prepare(folder, made=made)
+            except BaseException:
+                folder.close()
+                raise
         except OSError as cause:
-            raise AccessDeniedError(f"{self.path}: {cause.strerror}", field="runtime_dir") from cause
+            raise AccessDeniedError(f"{self.path}: {cause.strerror}", field=_FIELD) from cause
+        self.folder = folder
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the sockets and release the lock."""
-        for socket in (self.control_socket, self.session_socket, self.peer_socket):
-            socket.unlink(missing_ok=True)
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        """Remove the sockets that are the daemon's own, and release the lock."""
+        for name in self._bound:
+            self.folder.remove(name)
+        self._bound.clear()
+        self.folder.close()
+        self.close()
 
-    def _make(self) -> None:
+    def close(self) -> None:
+        """Let go of the service manager's sockets that nobody has asked for."""
+        while self._activated:
+            self._activated.pop().close()
+
+    def listen(self, name: str, mode: int = SOCKET_MODE) -> Listener:
+        """Return the listening socket of this name: the service manager's, or a new one of this mode.
+
+        Raises:
+            AccessDeniedError: it cannot be made.
+        """
+        path = self.path / name
+        for one in self._activated:
+            if one.getsockname() == os.fspath(path):
+                self._activated.remove(one)
+                one.setblocking(False)  # noqa: FBT003  socket's own signature
+                return Listener(path, one)
         try:
-            self.path.mkdir(parents=True, mode=DIRECTORY_MODE)
+            made = listen_on(self.folder.by_descriptor / name, mode)
+        except OSError as cause:
+            raise AccessDeniedError(f"{path}: {cause.strerror}", field=_FIELD) from cause
+        self._bound.append(name)
+        return Listener(path, made)
+
+    def _is_ours(self, one: socket.socket) -> bool:
+        return (
+            one.family == socket.AF_UNIX
+            and one.type == socket.SOCK_STREAM
+            and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+            and one.getsockname() in {os.fspath(self.path / name) for name in ACTIVATED}
+        )
+
+    def _make(self) -> bool:
+        """Create the directory and its parents where they are missing; return whether it is new."""
+        try:
+            for parent in reversed(self.path.parents):
+                if not parent.exists():
+                    parent.mkdir(PARENT_MODE)
+            self.path.mkdir(DIRECTORY_MODE)
         except NotADirectoryError:
-            raise ConfigError(f"{self.path}: a parent of it is a file", field="runtime_dir") from None
+            raise ConfigError(f"{self.path}: a parent of it is a file", field=_FIELD) from None
         except FileExistsError:
-            self._close_to_others()
+            return False
+        return True
+
+    def _prepare(self, folder: OwnFolder, *, made: bool) -> None:
+        if made:
+            os.fchmod(folder.fd, DIRECTORY_MODE)  # whatever the umask is
         else:
-            self.path.chmod(DIRECTORY_MODE)  # whatever the umask is
+            _close_to_others(folder)
+        folder.lock(LOCK_FILE, "runs in")
+        activated = {os.path.basename(one.getsockname()) for one in self._activated}  # noqa: PTH119  a string
+        for name in (*ACTIVATED, PEER_SOCKET):
+            if name not in activated:
+                folder.remove(name)
 
-    def _close_to_others(self) -> None:
-        """Remove others' permissions from an existing directory, unless it is not the daemon's alone; never add any."""
-        if not self.path.is_dir():
-            raise ConfigError(f"{self.path} is not a directory", field="runtime_dir")
-        mode = stat.S_IMODE(self.path.stat().st_mode)
-        if not mode & ~DIRECTORY_MODE:
-            return
-        ours = {CONTROL_SOCKET, SESSION_SOCKET, PEER_SOCKET, LOCK_FILE, DEVICE_POOLS_FILE}
-        foreign = {one.name for one in self.path.iterdir()} - ours
-        if foreign or mode & stat.S_ISVTX:
-            holds = f" and holds other files ({min(foreign)})" if foreign else ", which is shared by users"
-            raise ConfigError(
-                f"{self.path} has mode {mode:04o}{holds}: give the daemon a directory of its own",
-                field="runtime_dir",
-            )
-        self.path.chmod(mode & DIRECTORY_MODE)
 
-    def _lock(self) -> None:
-        self._lock_fd = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._lock_fd)
-            raise ConfigError(
-                f"another daemon (pid {holder}) runs in {self.path}",
-                field="runtime_dir",
-                retryable=True,
-                remedy="stop it, or use another directory",
-            ) from None
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+def listen_on(path: Path, mode: int) -> socket.socket:
+    """Return a new listening Unix socket, whose file has this mode from its first moment.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    umask = os.umask(0o777 & ~mode)
+    try:
+        made.bind(os.fspath(path))
+    except BaseException:
+        made.close()
+        raise
+    finally:
+        os.umask(umask)
+    made.listen(BACKLOG)
+    return made
+
+
+def _close_to_others(folder: OwnFolder) -> None:
+    """Remove others' permissions from an existing directory, unless it is not the daemon's alone; never add any."""
+    if not folder.mode & ~DIRECTORY_MODE:
+        return
+    foreign = {one.name for one in folder.by_descriptor.iterdir()} - OURS
+    sticky = folder.mode & 0o1000
+    if foreign or sticky:
+        holds = f" and holds other files ({min(foreign)})" if foreign else ", which is shared by users"
+        raise ConfigError(
+            f"{folder.path} has mode {folder.mode:04o}{holds}: give the daemon a directory of its own", field=_FIELD
+        )
+    os.fchmod(folder.fd, folder.mode & DIRECTORY_MODE)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from kvferry.daemon.control.hub import EventHub, PoolRemoved
 from kvferry.daemon.control.sessions import Session, SessionRegistry
+from kvferry.daemon.process.access import DEVICE_POOLS_FILE
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.manifest import bytes_per_page
 from kvferry.pools.pool import Pool
-from kvferry.protocol.errors import PoolFullError, PoolLostError, UnknownPoolError
+from kvferry.pools.tiers.own_folder import OwnFolder
+from kvferry.protocol.errors import ConfigError, PoolFullError, PoolLostError, UnknownPoolError
 from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
 from kvferry.protocol.session_stream import RegionRequest
 
@@ -40,9 +41,9 @@ class LostPools:
     names and reasons, nothing else. If the file is lost, such requests fail with UNKNOWN_POOL instead.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        """Read the previous daemon's file ``path``: its live pools are lost now. None: remember nothing."""
-        self._path = path
+    def __init__(self, folder: OwnFolder | None) -> None:
+        """Read the previous daemon's file in ``folder``: its live pools are lost now. None: remember nothing."""
+        self._folder = folder
         self._live: dict[tuple[int, str], str] = {}
         self._lost: dict[tuple[int, str], str] = {}
         self._before = {(one.tenant, one.name): one.device for one in self._read()}
@@ -81,19 +82,17 @@ class LostPools:
 
     def _read(self) -> list[_Pool]:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=list[_Pool]) if self._path else []
-        except (OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(self._folder.read(DEVICE_POOLS_FILE), type=list[_Pool]) if self._folder else []
+        except (OSError, ConfigError, msgspec.MsgspecError):
             return []
 
     def _write(self) -> None:
-        if self._path is None:
+        if self._folder is None:
             return
         still_lost = {key: device for key, device in self._before.items() if key in self._lost}
         pools = [_Pool(*key, device) for key, device in (still_lost | self._live).items()]
         with contextlib.suppress(OSError):  # see the class
-            new = self._path.with_suffix(".new")
-            new.write_bytes(msgspec.json.encode(pools))
-            new.replace(self._path)
+            self._folder.replace(DEVICE_POOLS_FILE, msgspec.json.encode(pools))
 
 
 class PoolRegistry:

@@ -76,7 +76,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as cause:
         kind = DiskFullError if cause.errno in FULL else DiskFailedError
-        raise kind(f"{path}: {cause.strerror}") from cause
+        raise kind(f"{os.path.realpath(path)}: {cause.strerror}") from cause  # the root is a descriptor in it
 
 
 LOCK_FILE = "kvferry.lock"

@@ -13,12 +13,9 @@ policy decides how much of the cache survives a power cut::
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
-import socket
-import stat
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
@@ -54,6 +51,7 @@ from kvferry.pools.tiers.block_file import (
     open_block,
 )
 from kvferry.pools.tiers.cached_block import BlockKey, Namespace
+from kvferry.pools.tiers.own_folder import OTHERS_WRITE, OwnFolder
 from kvferry.protocol.errors import ConfigError
 
 # -- the root of the disk tier: private enough to hold prompts, and held by one daemon at a time.
@@ -61,58 +59,39 @@ from kvferry.protocol.errors import ConfigError
 
 CONFIG_KEY = "tiers.disk.path"
 
-_HOLDER_BYTES = 256
 
-
-def lock_root(root: Path) -> int:
-    """Lock the root; return the file descriptor whose closing releases it.
+def lock_root(root: Path) -> OwnFolder:
+    """Lock the root, until the folder is closed.
 
     Raises:
         ConfigError: the root is missing, no directory, not writable, writable by others, or held by another daemon.
     """
     try:
-        _check(root)
-        fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        folder = OwnFolder(root, CONFIG_KEY, may_be_link=True)
     except OSError as cause:
         unmounted = isinstance(cause, FileNotFoundError)  # its file system may be mounted later
         raise ConfigError(f"{root}: {cause.strerror}", field=CONFIG_KEY, retryable=unmounted) from cause
     try:
-        _lock(fd, root)
+        _check(folder)
+        folder.lock(LOCK_FILE, "keeps its blocks in")
+    except OSError as cause:
+        folder.close()
+        raise ConfigError(f"{root / LOCK_FILE}: {cause.strerror}", field=CONFIG_KEY) from cause
     except BaseException:
-        os.close(fd)
+        folder.close()
         raise
-    return fd
+    return folder
 
 
-def _check(root: Path) -> None:
-    status = root.stat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{root} is not a directory", field=CONFIG_KEY)
-    if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+def _check(folder: OwnFolder) -> None:
+    if folder.mode & OTHERS_WRITE:
         raise ConfigError(
-            f"{root} (mode {stat.S_IMODE(status.st_mode):04o}, user {status.st_uid}) can be written by others, who "
-            f"could plant blocks: leave it as it is, and name a folder of the daemon's own, mode 0700",
+            f"{folder.path} (mode {folder.mode:04o}) can be written by others, who could plant blocks: leave it as it "
+            "is, and name a folder of the daemon's own, mode 0700",
             field=CONFIG_KEY,
         )
-    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"{root} cannot be read and written by user {os.geteuid()}", field=CONFIG_KEY)
-
-
-def _lock(fd: int, root: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    except BlockingIOError:
-        holder = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "of unknown pid"
-        raise ConfigError(
-            f"another daemon ({holder}) keeps its blocks in {root}",
-            field=CONFIG_KEY,
-            retryable=True,
-            remedy="stop it, or use another directory",
-        ) from None
-    except OSError as cause:
-        raise ConfigError(f"{root / LOCK_FILE}: {cause.strerror}", field=CONFIG_KEY) from cause
+    if not os.access(folder.by_descriptor, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder.path} cannot be read and written by user {os.geteuid()}", field=CONFIG_KEY)
 
 
 _LEVELS = (TENANT_NAME, FORM_NAME, SPACE_NAME, LEAF_NAME)
@@ -246,7 +225,8 @@ class DiskStore:
         self.root = root
         self.fsync = fsync
         self.counts = DiskCounts()
-        self._lock_fd = lock_root(root)
+        self._folder = lock_root(root)
+        self._base = self._folder.by_descriptor  # the root itself, whatever takes its place
         self._mutex = threading.Lock()
         self._folders: dict[tuple[Namespace, bytes], Path] = {}
         self._token = secrets.token_hex(8)
@@ -268,13 +248,12 @@ class DiskStore:
 
     def close(self) -> None:
         """Release the root, without a sync. Writers and readers must have ended."""
-        if self._lock_fd < 0:
+        if self._folder.fd < 0:
             return
         for fd in self._cooling.values():
             _drop_and_close(fd)
         self._cooling.clear()
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        self._folder.close()
 
     def begin_write(
         self,
@@ -377,7 +356,7 @@ class DiskStore:
 
     def _scan(self, files_a_step: int) -> Iterator[tuple[FoundBlock, ...]]:
         candidates: list[Candidate] = []
-        for some in DiskWalk(self.root, self._token, self.counts).steps():
+        for some in DiskWalk(self._base, self._token, self.counts).steps():
             candidates += some
             yield ()
         times = np.fromiter((one.used_ns for one in candidates), np.int64, len(candidates))
@@ -437,7 +416,7 @@ class DiskStore:
             return os.open(part, _WRITE_FLAGS, FILE_MODE)
 
     def _make_folder(self, folder: Path) -> None:
-        missing = [one for one in (folder, *folder.parents) if one != self.root and self.root in one.parents]
+        missing = [one for one in (folder, *folder.parents) if one != self._base and self._base in one.parents]
         for one in reversed(missing):
             with suppress(FileExistsError):
                 one.mkdir(FOLDER_MODE)
@@ -451,7 +430,7 @@ class DiskStore:
         """Return the path of a block's file; ValueError if the key does not give a valid name."""
         place = key.namespace, key.hash[:1]
         if place not in self._folders:
-            self._folders[place] = self.root / folder_of(key)
+            self._folders[place] = self._base / folder_of(key)
         return self._folders[place] / file_name(key)
 
     def _stop_cooling(self, key: BlockKey) -> None:

@@ -2,61 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvferry.daemon.process.access import DEVICE_POOLS_FILE
 from kvferry.daemon.services.pool_registry import MAX_REMEMBERED, LostPools
+from kvferry.pools.tiers.own_folder import OwnFolder
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "device-pools.json"
+def folder(tmp_path: Path) -> Iterator[OwnFolder]:
+    folder = OwnFolder(tmp_path, "runtime_dir")
+    yield folder
+    folder.close()
 
 
-def test_what_lived_on_a_device_is_lost_with_the_daemon_until_it_is_made_anew(path: Path) -> None:
-    first = LostPools(path)
+def test_what_lived_on_a_device_is_lost_with_the_daemon_until_it_is_made_anew(folder: OwnFolder) -> None:
+    first = LostPools(folder)
     first.made(7, "decode", "npu:0")
     first.made(8, "decode", "npu:1")
     assert first.why(7, "decode") is None
-    second = LostPools(path)
+    second = LostPools(folder)
     assert second.why(7, "decode") == "was on npu:0 and was lost when the daemon restarted"
     assert second.why(8, "decode") == "was on npu:1 and was lost when the daemon restarted"
     assert second.why(9, "decode") is None
     assert repr(second) == "<LostPools live=0 lost=2>"
     second.made(7, "other", "npu:0")
-    third = LostPools(path)
+    third = LostPools(folder)
     assert third.why(7, "decode"), "it stays lost over further restarts"
     third.made(7, "decode", "npu:0")
     assert third.why(7, "decode") is None
     for name in ("decode", "decode", "other"):
         third.deleted(7, name)
-    assert [LostPools(path).why(7, name) for name in ("decode", "other")] == [None, None], "they were deleted"
+    assert [LostPools(folder).why(7, name) for name in ("decode", "other")] == [None, None], "they were deleted"
 
 
 @pytest.mark.parametrize("was_made", [True, False], ids=["made", "registered"])
-def test_what_was_lost_in_one_life_is_not_lost_again_in_the_next(path: Path, *, was_made: bool) -> None:
-    pools = LostPools(path)
+def test_what_was_lost_in_one_life_is_not_lost_again_in_the_next(folder: OwnFolder, *, was_made: bool) -> None:
+    pools = LostPools(folder)
     if was_made:
         pools.made(7, "decode", "npu:0")
     pools.lose(7, "decode", "went with its device")
     assert pools.why(7, "decode") == "went with its device"
-    assert LostPools(path).why(7, "decode") is None
+    assert LostPools(folder).why(7, "decode") is None
     pools.made(7, "decode", "npu:0")
     assert pools.why(7, "decode") is None
 
 
 @pytest.mark.parametrize("content", [b"", b"junk", b"{}", b'[{"tenant": "a"}]', b"[" * 10_000, b"\xff"])
-def test_a_file_that_cannot_be_read_is_as_none(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    pools = LostPools(path)
+def test_a_file_that_cannot_be_read_is_as_none(folder: OwnFolder, content: bytes) -> None:
+    folder.replace(DEVICE_POOLS_FILE, content)
+    pools = LostPools(folder)
     assert repr(pools) == "<LostPools live=0 lost=0>"
     pools.made(7, "decode", "npu:0")
-    assert LostPools(path).why(7, "decode")
+    assert LostPools(folder).why(7, "decode")
 
 
-def test_a_file_that_cannot_be_written_costs_the_better_word_only(tmp_path: Path) -> None:
-    pools = LostPools(tmp_path / "nowhere" / "device-pools.json")
+def test_a_file_that_cannot_be_written_costs_the_better_word_only(folder: OwnFolder) -> None:
+    folder.path.rmdir()
+    pools = LostPools(folder)
     pools.made(7, "decode", "npu:0")
     pools.lose(7, "decode", "gone")
     assert pools.why(7, "decode") == "gone"

@@ -19,6 +19,7 @@ import zmq.asyncio
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
+from kvferry.daemon.process.access import PEER_SOCKET_MODE, Listener, listen_on
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.config.schema import PeersConfig
@@ -65,7 +66,9 @@ class Daemon:
         self.changed = asyncio.Event()
         self.counters = _Counters(self.changed)
         path.unlink(missing_ok=True)  # as the runtime directory does
-        self.links = PeerLinks(new_boot_id(), path, listen, heartbeat, Limits(), self.counters)
+        listener = Listener(path, listen_on(path, PEER_SOCKET_MODE))
+        with contextlib.closing(listener.socket):  # the links take it over, or refuse
+            self.links = PeerLinks(new_boot_id(), listener, listen, heartbeat, Limits(), self.counters)
         self.up: list[Incarnation] = []
         self.lost: list[Incarnation] = []
         self.said: list[tuple[Incarnation, PeerBody]] = []

@@ -1,0 +1,142 @@
+"""The runtime directory, against another user who was faster; and the sockets that a service manager passes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.daemon.daemon import EXIT_BAD_INPUT, main
+from kvferry.daemon.process.access import LOCK_FILE, SOCKET_MODE, RuntimeDirectory, listen_on
+from kvferry.protocol.errors import AccessDeniedError, ConfigError
+from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """Return a runtime directory that others could write; nothing may be left open."""
+    there = tmp_path / "run"
+    there.mkdir()
+    there.chmod(0o777)
+    return there
+
+
+def test_a_planted_lock_ends_the_start_for_good(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    precious = path.parent / "precious"
+    precious.write_text("precious")
+    (path / LOCK_FILE).symlink_to(precious)
+    assert main(["--runtime-dir", str(path)]) == EXIT_BAD_INPUT
+    said = capsys.readouterr().err
+    assert all(one in said for one in ("CONFIG [runtime_dir]", str(path / LOCK_FILE), "no regular file", "remove it"))
+    assert precious.read_text() == "precious"
+
+
+def test_a_socket_of_another_user_gives_way(path: Path, require: Callable[[object, str], None]) -> None:
+    require(os.geteuid() == 0, "root, to be two users")
+    with contextlib.closing(listen_on(path / CONTROL_SOCKET, 0o777)) as theirs:
+        os.chown(path / CONTROL_SOCKET, NOBODY, NOBODY)
+        with RuntimeDirectory(path) as directory, directory.listen(CONTROL_SOCKET).socket as ours:
+            found = (path / CONTROL_SOCKET).stat()
+            assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), SOCKET_MODE)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o750
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(os.fspath(path / CONTROL_SOCKET))
+                ours.accept()[0].close()
+                with pytest.raises(BlockingIOError):
+                    theirs.accept()
+
+
+def test_what_cannot_be_removed_is_said(path: Path) -> None:
+    path.chmod(0o750)
+    (path / PEER_SOCKET).mkdir()
+    with pytest.raises(AccessDeniedError, match="directory"):
+        RuntimeDirectory(path).__enter__()
+
+
+def test_sockets_go_where_the_directory_is_not_where_it_was(path: Path) -> None:
+    moved = path.with_name("moved")
+    with RuntimeDirectory(path) as directory:
+        path.rename(moved)
+        path.mkdir()
+        with directory.listen(SESSION_SOCKET).socket:
+            assert [*path.iterdir()] == []
+            assert {one.name for one in moved.iterdir()} == {LOCK_FILE, SESSION_SOCKET}
+    assert {one.name for one in moved.iterdir()} == {LOCK_FILE}
+
+
+def test_parents_are_made_closed_to_writers_whatever_the_umask_is(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        with RuntimeDirectory(tmp_path / "a" / "b" / "run"):
+            modes = [stat.S_IMODE((tmp_path / one).stat().st_mode) for one in ("a", "a/b", "a/b/run")]
+    finally:
+        os.umask(umask)
+    assert modes == [0o755, 0o755, 0o750]
+
+
+def test_the_service_managers_sockets_are_taken_and_stay(path: Path) -> None:
+    passed = [listen_on(path / name, 0o666) for name in (SESSION_SOCKET, CONTROL_SOCKET)]
+    inodes = {name: (path / name).stat().st_ino for name in (CONTROL_SOCKET, SESSION_SOCKET)}
+    with RuntimeDirectory(path, [os.dup(one.fileno()) for one in passed]) as directory:
+        for name in (CONTROL_SOCKET, SESSION_SOCKET):
+            with directory.listen(name).socket as one:
+                assert one.getsockname() == os.fspath(path / name)
+        with directory.listen(PEER_SOCKET).socket:
+            assert (path / PEER_SOCKET).exists()
+    assert {name: (path / name).stat().st_ino for name in inodes} == inodes
+    assert not (path / PEER_SOCKET).exists(), "it was the daemon's own"
+    for one in passed:
+        one.close()
+
+
+def test_one_of_them_may_be_missing(path: Path) -> None:
+    with listen_on(path / CONTROL_SOCKET, 0o660) as passed, RuntimeDirectory(path, [os.dup(passed.fileno())]) as there:
+        for name in (CONTROL_SOCKET, SESSION_SOCKET):
+            there.listen(name).socket.close()
+    assert (path / CONTROL_SOCKET).exists()
+    assert not (path / SESSION_SOCKET).exists()
+
+
+def _elsewhere(path: Path) -> socket.socket:
+    (path.parent / "other").mkdir()
+    return listen_on(path.parent / "other" / CONTROL_SOCKET, 0o660)
+
+
+def _silent(path: Path) -> socket.socket:
+    one = socket.socket(socket.AF_UNIX)
+    one.bind(os.fspath(path / CONTROL_SOCKET))
+    return one
+
+
+def _datagrams(path: Path) -> socket.socket:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    one.bind(os.fspath(path / CONTROL_SOCKET))
+    return one
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _elsewhere,
+        _silent,
+        _datagrams,
+        lambda path: listen_on(path / PEER_SOCKET, 0o660),
+        lambda _: socket.create_server(("127.0.0.1", 0)),
+    ],
+    ids=["elsewhere", "not listening", "datagrams", "peer.sock", "tcp"],
+)
+def test_other_sockets_are_refused(path: Path, make: Callable[[Path], socket.socket]) -> None:
+    with make(path) as passed:
+        directory = RuntimeDirectory(path, [os.dup(passed.fileno())])
+        with pytest.raises(ConfigError, match="none of") as refused:
+            directory.check_path()
+        directory.close()
+    assert "ListenStream=" in refused.value.remedy
+    assert not refused.value.retryable
