@@ -37,12 +37,12 @@ class Connection(NamedTuple):
 
 
 def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
-    """Return the directory given, or the default one.
+    """Return the directory of the daemon that is there, or at the default place.
 
     Raises:
         DaemonLostError: no daemon has its sockets there.
         AccessDeniedError: this user may not use them.
-        InvalidFieldError: it is no path.
+        InvalidFieldError: it is no path, or several daemons are there.
     """
     if not isinstance(runtime_dir, str | os.PathLike | None):
         raise arguments.wrong_kind(runtime_dir, "path", "runtime_dir")

@@ -5,12 +5,14 @@ Loads nothing that an engine's client needs beyond that.
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Sequence
 
 import zmq
 
-from kvferry.protocol.errors import AccessDeniedError, DaemonLostError
-from kvferry.protocol.settings import CONTROL_SOCKET, control_address, default_runtime_dir
+from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, InvalidFieldError
+from kvferry.protocol.settings import CONTROL_SOCKET, control_address, runtime_dirs
 
 LAST_WORDS_MS = 50
 """How long a client listens for what the daemon said before it closed the session: it comes by another socket."""
@@ -20,23 +22,64 @@ REPLY_MARGIN_S = 2.0
 
 
 def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
-    """Return the directory given, or the default one.
+    """Return the directory of a daemon: the one given, or where daemons are by default; see ``choose``."""
+    return choose((os.fspath(runtime_dir),) if runtime_dir else runtime_dirs(os.environ))
+
+
+def choose(places: Sequence[str]) -> str:
+    """Return the directory of the one daemon at the first of these places that has any.
+
+    A place is a daemon's own directory, or holds those of several, as ``/run/kvferry`` does for the systemd unit.
 
     Raises:
         DaemonLostError: no daemon has its sockets there.
         AccessDeniedError: this user may not use them.
+        InvalidFieldError: several daemons are there; names them.
     """
-    path = os.fspath(runtime_dir) if runtime_dir else default_runtime_dir(os.environ)
-    socket = os.path.join(path, CONTROL_SOCKET)  # noqa: PTH118  see ``protocol.settings``
+    for place in places:
+        found = _daemons_at(place)
+        if len(found) > 1:
+            raise InvalidFieldError(
+                f"{len(found)} daemons are in {place}: {', '.join(found)}",
+                field="runtime_dir",
+                remedy="name one of them: runtime_dir=, --runtime-dir or KVFERRY_RUNTIME_DIR",
+            )
+        if found:
+            return _usable(found[0])
+    raise DaemonLostError(f"no daemon at {', nor at '.join(places)}: {os.strerror(errno.ENOENT)}")
+
+
+def _daemons_at(place: str) -> list[str]:
+    """Return the directories of daemons there: those that this user may enter, if any."""
+    if _has_socket(place) is not False:
+        return [place]
     try:
-        os.stat(socket)  # noqa: PTH116  the same
-    except PermissionError as cause:
-        raise AccessDeniedError(f"{path}: {cause.strerror}") from cause
-    except OSError as cause:
-        raise DaemonLostError(f"no daemon at {path}: {cause.strerror}") from cause
+        with os.scandir(place) as entries:
+            below = sorted(one.path for one in entries if one.is_dir())
+    except OSError:
+        return []
+    has = {one: _has_socket(one) for one in below}
+    return [one for one in below if has[one]] or [one for one in below if has[one] is None]
+
+
+def _has_socket(directory: str) -> bool | None:
+    """Return whether it has a control socket; None where this user may not look."""
+    try:
+        os.stat(os.path.join(directory, CONTROL_SOCKET))  # noqa: PTH116, PTH118  see ``protocol.settings``
+    except PermissionError:
+        return None
+    except OSError:
+        return False
+    return True
+
+
+def _usable(directory: str) -> str:
+    if not _has_socket(directory):
+        raise AccessDeniedError(f"{directory}: {os.strerror(errno.EACCES)}")
+    socket = os.path.join(directory, CONTROL_SOCKET)  # noqa: PTH118  see ``protocol.settings``
     if not os.access(socket, os.R_OK | os.W_OK):
         raise AccessDeniedError(f"{socket}: this user may not write to it")
-    return path
+    return directory
 
 
 def open_control_socket(

@@ -55,7 +55,7 @@ from kvferry.protocol.errors import ConfigError, DeviceLostError, KvferryError, 
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import FEATURES, Limits, agree
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
-from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET, default_runtime_dir
+from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET, runtime_dirs
 
 FETCH_THREADS = 2
 IN_FLIGHT_BYTES: Final = 64 << 20
@@ -400,7 +400,7 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         config = load_config(options.config) if options.config else Config()
-        path = options.runtime_dir or Path(config.runtime_dir or default_runtime_dir(os.environ))
+        path = options.runtime_dir or Path(config.runtime_dir or runtime_dirs(os.environ)[0])
         runtime_directory = RuntimeDirectory(path.absolute(), inherited.take(SOCKETS))
         runtime_directory.check_path()
     except KvferryError as error:

@@ -16,13 +16,20 @@ SESSION_SOCKET = "session.sock"
 PEER_SOCKET = "peer.sock"
 
 
-def default_runtime_dir(environ: Mapping[str, str]) -> str:
-    """Return ``$KVFERRY_RUNTIME_DIR``, else ``$XDG_RUNTIME_DIR/kvferry``, else ``/run/kvferry``."""
+SYSTEM_DIR = "/run/kvferry"
+"""Of the node's daemons: the folder of one, or of several, each in a folder of its configuration's name."""
+
+
+def runtime_dirs(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return where daemons may be: ``$KVFERRY_RUNTIME_DIR``, else ``$XDG_RUNTIME_DIR/kvferry`` and ``/run/kvferry``.
+
+    The first is where one is started that is told nothing else.
+    """
     if environ.get("KVFERRY_RUNTIME_DIR"):
-        return environ["KVFERRY_RUNTIME_DIR"]
+        return (environ["KVFERRY_RUNTIME_DIR"],)
     if environ.get("XDG_RUNTIME_DIR"):
-        return os.path.join(environ["XDG_RUNTIME_DIR"], "kvferry")  # noqa: PTH118  see above
-    return "/run/kvferry"
+        return os.path.join(environ["XDG_RUNTIME_DIR"], "kvferry"), SYSTEM_DIR  # noqa: PTH118  see above
+    return (SYSTEM_DIR,)
 
 
 def control_address(runtime_dir: str | os.PathLike[str]) -> str:

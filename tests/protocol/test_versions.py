@@ -13,7 +13,7 @@ from kvferry.protocol.base import MAX_PAGE_LISTS
 from kvferry.protocol.errors import VersionMismatchError
 from kvferry.protocol.ids import new_boot_id, new_request_id, new_secret
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, PROTOCOL_MAX, PROTOCOL_MIN, Limits, agree
-from kvferry.protocol.settings import control_address, default_runtime_dir
+from kvferry.protocol.settings import control_address, runtime_dirs
 
 
 @given(st.integers(-3, 6), st.integers(-3, 6))
@@ -47,12 +47,12 @@ def test_a_message_within_the_limits_is_possible() -> None:
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, "/run/kvferry"),
-        ({"XDG_RUNTIME_DIR": "/run/user/7"}, "/run/user/7/kvferry"),
-        ({"XDG_RUNTIME_DIR": "/run/user/7", "KVFERRY_RUNTIME_DIR": "/tmp/k"}, "/tmp/k"),  # noqa: S108  no file
-        ({"XDG_RUNTIME_DIR": "", "KVFERRY_RUNTIME_DIR": ""}, "/run/kvferry"),
+        ({}, ["/run/kvferry"]),
+        ({"XDG_RUNTIME_DIR": "/run/user/7"}, ["/run/user/7/kvferry", "/run/kvferry"]),
+        ({"XDG_RUNTIME_DIR": "/run/user/7", "KVFERRY_RUNTIME_DIR": "/tmp/k"}, ["/tmp/k"]),  # noqa: S108  no file
+        ({"XDG_RUNTIME_DIR": "", "KVFERRY_RUNTIME_DIR": ""}, ["/run/kvferry"]),
     ],
 )
-def test_the_runtime_directory(environ: dict[str, str], expected: str) -> None:
-    assert default_runtime_dir(environ) == expected
-    assert control_address(Path(expected)) == f"ipc://{expected}/control.sock"
+def test_the_runtime_directory(environ: dict[str, str], expected: list[str]) -> None:
+    assert [*runtime_dirs(environ)] == expected
+    assert control_address(Path(expected[0])) == f"ipc://{expected[0]}/control.sock"

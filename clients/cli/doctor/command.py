@@ -68,7 +68,8 @@ def doctor(options: argparse.Namespace) -> int:
 def examine(host: Host, options: argparse.Namespace) -> dict[str, Finding]:
     """Run every check that applies to a host."""
     needs, configuration = read_needs(host, options.config, npu=options.npu)
-    daemon = running.ask_daemon(host, options.runtime_dir, needs.config.runtime_dir, options.timeout)
+    instance = options.config.stem if options.config else ""  # as kvferry@NAME has it
+    daemon = running.ask_daemon(host, options.runtime_dir, needs.config.runtime_dir, options.timeout, instance)
     needs = msgspec.structs.replace(needs, daemon_pid=daemon.pid)
     npu = needs.asks_for_npu or npus.has_npu_sign(host)
     checks: Checks = {

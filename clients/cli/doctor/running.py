@@ -13,11 +13,12 @@ import msgspec
 
 from kvferry.clients import calls
 from kvferry.clients.cli.doctor.host import Finding, Host
+from kvferry.clients.daemon_socket import choose
 from kvferry.clients.sync_client import Client
 from kvferry.protocol import VERSION
-from kvferry.protocol.errors import AccessDeniedError, KvferryError, VersionMismatchError
+from kvferry.protocol.errors import AccessDeniedError, InvalidFieldError, KvferryError, VersionMismatchError
 from kvferry.protocol.session_messages import Status, StatusReport
-from kvferry.protocol.settings import CONTROL_SOCKET, default_runtime_dir
+from kvferry.protocol.settings import CONTROL_SOCKET, runtime_dirs
 
 RESTART = "systemctl restart kvferry@NAME, once engines no longer need its pools: they are lost"
 
@@ -36,11 +37,20 @@ class Running(msgspec.Struct, frozen=True):
 
 
 def ask_daemon(
-    host: Host, runtime_dir: str | os.PathLike[str] | None, configured: str | None, timeout_s: float
+    host: Host,
+    runtime_dir: str | os.PathLike[str] | None,
+    configured: str | os.PathLike[str] | None,
+    timeout_s: float,
+    instance: str = "",
 ) -> Running:
-    """Ask the daemon for its status, within twice ``timeout_s``."""
-    directory = host.path(Path(runtime_dir or configured or default_runtime_dir(host.environ)).absolute())
+    """Ask the daemon for its status, within twice ``timeout_s``; ``instance`` is looked for first, if it is given."""
+    named = runtime_dir or configured
+    dirs = [os.fspath(named)] if named else runtime_dirs(host.environ)
+    below = [Path(one, instance) for one in dirs if instance and not named]
+    places = [host.path(Path(one).absolute()) for one in (*below, *dirs)]
+    directory = places[0 if named else -1]
     try:
+        directory = Path(choose([*map(os.fspath, places)]))
         with Client.connect(directory, name="doctor", session=False, timeout_s=timeout_s) as client:
             report = client.call(calls.asked(Status()), deadline_s=timeout_s, margin_s=0.0)
     except KvferryError as error:
@@ -53,6 +63,8 @@ def check_directory(running: Running) -> Finding:
     directory = running.directory
     if isinstance(running.error, AccessDeniedError):
         return Finding("warning", running.error.detail, _way_in(directory))
+    if isinstance(running.error, InvalidFieldError):
+        return Finding("warning", running.error.detail, running.error.remedy)
     try:
         group = directory.group()
     except KeyError:

@@ -179,6 +179,9 @@ def test_a_file_is_read_and_replaced_without_following_links(own: Path, victim: 
     folder = OwnFolder(own, FIELD)
     with pytest.raises(ConfigError, match="no regular file"):
         folder.read("state")
+    os.mkfifo(own / "pipe")
+    with pytest.raises(ConfigError, match="no regular file"):
+        folder.read("pipe")
     folder.replace("state", b"2")
     assert folder.read("state") == b"2"
     folder.close()

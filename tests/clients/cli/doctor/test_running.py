@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 from pathlib import Path
@@ -140,3 +141,17 @@ def test_where_it_looks(tmp_path: Path) -> None:
         (Path("/run/given"), "/run/configured", "given"),
     ):
         assert ask_daemon(host, given, configured, 0.1).directory == tmp_path / "run" / place
+
+
+def test_several_of_a_node_are_told_apart_by_the_configurations_name(tmp_path: Path) -> None:
+    host = make_host(tmp_path, environ={})
+    with contextlib.ExitStack() as stack:
+        for name in ("a", "b"):
+            folder = tmp_path / "run" / "kvferry" / name
+            folder.mkdir(parents=True)
+            stack.enter_context(socket.socket(socket.AF_UNIX)).bind(str(folder / "control.sock"))
+        running = ask_daemon(host, None, None, 0.1)
+        finding = check_directory(running)
+        assert (finding.state, "2 daemons" in finding.found, "--runtime-dir" in finding.fix) == ("warning", True, True)
+        assert ask_daemon(host, None, None, 0.1, "b").directory == tmp_path / "run" / "kvferry" / "b"
+        assert ask_daemon(host, "/run/kvferry/a", None, 0.1, "b").directory == tmp_path / "run" / "kvferry" / "a"

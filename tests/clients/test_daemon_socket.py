@@ -1,0 +1,89 @@
+"""Where a client finds its daemon: at the place given, at the default ones, or below one of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.clients.daemon_socket import choose, find_runtime_dir
+from kvferry.protocol.errors import DaemonLostError, InvalidFieldError
+
+AS_ANOTHER_USER = """
+import os, sys
+from kvferry.clients.daemon_socket import choose
+from kvferry.protocol.errors import KvferryError
+os.setgroups([]), os.setgid(12345), os.setuid(12345)
+try: print(choose(sys.argv[1:]))
+except KvferryError as error: print(error.code, error.detail)
+"""
+
+
+def make(directory: Path) -> str:
+    """Leave a daemon's socket in a directory, and return that."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(os.fspath(directory / "control.sock"))
+    return os.fspath(directory)
+
+
+def test_a_daemons_own_directory_comes_before_those_below_it(tmp_path: Path) -> None:
+    below = make(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    assert choose([os.fspath(tmp_path)]) == find_runtime_dir(tmp_path) == below
+    assert choose([make(tmp_path)]) == os.fspath(tmp_path)
+
+
+def test_several_are_named_and_none_is_guessed(tmp_path: Path) -> None:
+    first, second = make(tmp_path / "a"), make(tmp_path / "b")
+    with pytest.raises(InvalidFieldError) as refused:
+        find_runtime_dir(tmp_path)
+    assert refused.value.field == "runtime_dir"
+    assert all(one in refused.value.detail for one in ("2 daemons", first, second))
+    assert "--runtime-dir" in refused.value.remedy
+    assert find_runtime_dir(second) == second
+
+
+def test_the_first_place_with_a_daemon_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, nodes = tmp_path / "mine", tmp_path / "nodes"
+    places = [os.fspath(mine), os.fspath(nodes)]
+    with pytest.raises(DaemonLostError, match=f"no daemon at {mine}, nor at {nodes}: No such file"):
+        choose(places)
+    theirs = make(nodes / "main")
+    mine.mkdir()
+    assert choose(places) == theirs
+    assert choose(places[::-1]) == theirs
+    assert choose([make(mine), *places]) == os.fspath(mine)
+    monkeypatch.setenv("KVFERRY_RUNTIME_DIR", os.fspath(nodes))
+    assert find_runtime_dir(None) == theirs
+
+
+def test_those_that_one_may_enter_come_first(tmp_path: Path, require: Callable[[object, str], None]) -> None:
+    require(os.geteuid() == 0, "root, to be another user")
+    for one in (tmp_path, *tmp_path.parents):
+        if one.stat().st_mode & 0o777 == 0o700:
+            one.chmod(0o711)
+    nodes = tmp_path / "nodes"
+    for name in ("a", "b"):
+        make(nodes / name)
+        (nodes / name).chmod(0o750)
+    nodes.chmod(0o755)
+
+    def said() -> str:
+        command = [sys.executable, "-c", AS_ANOTHER_USER, os.fspath(nodes)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+    assert said().startswith("INVALID_FIELD 2 daemons")
+    os.chown(nodes / "b", 12345, 12345)
+    os.chown(nodes / "b" / "control.sock", 12345, 12345)
+    assert said() == os.fspath(nodes / "b")
+    os.chown(nodes / "b" / "control.sock", 0, 0)
+    assert said() == f"ACCESS_DENIED {nodes / 'b' / 'control.sock'}: this user may not write to it"
+    (nodes / "b" / "control.sock").unlink()
+    assert said() == f"ACCESS_DENIED {nodes / 'a'}: Permission denied"
