@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,8 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
-    """Return a runtime directory that others could write; nothing may be left open."""
+def path(tmp_path: Path) -> Path:
+    """Return a runtime directory that others could write."""
     there = tmp_path / "run"
     there.mkdir()
     there.chmod(0o777)

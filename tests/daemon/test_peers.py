@@ -67,8 +67,10 @@ class Daemon:
         self.counters = _Counters(self.changed)
         path.unlink(missing_ok=True)  # as the runtime directory does
         listener = Listener(path, listen_on(path, PEER_SOCKET_MODE))
-        with contextlib.closing(listener.socket):  # the links take it over, or refuse
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(listener.socket.close)
             self.links = PeerLinks(new_boot_id(), listener, listen, heartbeat, Limits(), self.counters)
+            unless_made.pop_all()
         self.up: list[Incarnation] = []
         self.lost: list[Incarnation] = []
         self.said: list[tuple[Incarnation, PeerBody]] = []
