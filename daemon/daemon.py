@@ -25,10 +25,12 @@ from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import PEER_SOCKET_MODE, RuntimeDirectory
 from kvferry.daemon.process.devices import CHECK_S, Devices
+from kvferry.daemon.process.fd_store import FdStore, NoStore, open_store
 from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_freed_memory
 from kvferry.daemon.process.inherited import Inherited, take_inherited
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
+from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
@@ -102,6 +104,7 @@ class Daemon:
         network: NetworkMemory | None = None,
         tuning: Tuning = DEFAULT_TUNING,
         inherited: Inherited | None = None,
+        store: FdStore | None = None,
     ) -> None:
         """Build everything on the running loop.
 
@@ -113,6 +116,7 @@ class Daemon:
             tuning: what it chooses itself.
             inherited: the descriptors that the service manager has passed. Its parts take theirs by name while they
                 are built; ``serve`` closes the rest.
+            store: what keeps pools and sessions for the next daemon; without one they end with this one.
 
         Raises:
             ConfigError: an address cannot be listened on, or tiers lack what they need.
@@ -151,6 +155,9 @@ class Daemon:
             self._registry.region_of,
             resume_grace_s=config.service.resume_grace_s,
         )
+        self._adoption = Adoption(
+            store or NoStore(), self.boot_id, self._sessions, self._session_socket, self._registry, hub, counters
+        )
         self._fetcher = ThreadPoolExecutor(FETCH_THREADS, "fetch")
         self._rings = EventRings(self._dispatcher, self._session_socket, self._devices, self._fetcher, hub)
         memory = HostMemory()
@@ -164,6 +171,7 @@ class Daemon:
             max_bytes=config.pools.size_bytes(smallest_limit().size_bytes),
             populate=config.pools.populate,
             largest_payload_bytes=limits.largest_payload_bytes,
+            adoption=self._adoption,
         )
         # -- tiers
         scheduler = Scheduler(dict.fromkeys(OperationClass, IN_FLIGHT_BYTES))
@@ -239,6 +247,7 @@ class Daemon:
         for device in self._config.devices.open:
             await self._loop.run_in_executor(self._fetcher, self._devices.open, device)
         await self._tiers.start()
+        self._adoption.adopt(self._loop)
         self._links.start(self._loop, self._peers)
         self._control.start(self._loop, self._dispatcher.on_message)
         self._session_socket.start(self._loop)
@@ -266,9 +275,10 @@ class Daemon:
             self._fetcher.shutdown(wait=False, cancel_futures=True)
             self._links.close()
             self._control.close()  # first what was said, then the end of the sessions
-            self._session_socket.close()
+            self._leave_sessions()
             self._tables.close()
             self._pools.close()
+            self._adoption.leave()
             log.info("ended", counters=self.counters.snapshot())
 
     async def _drain(self) -> None:
@@ -297,9 +307,16 @@ class Daemon:
         """End the process where a device is lost: a thread may be inside a call that never comes back."""
         if self._devices.lost:
             self._control.close()
-            self._session_socket.close()
+            self._leave_sessions()
             log.error("ended", counters=self.counters.snapshot())
             os._exit(EXIT_DEVICE_LOST)
+
+    def _leave_sessions(self) -> None:
+        """Close the sessions' sockets: they end, unless the next daemon may adopt them."""
+        if self._adoption.outlives:
+            self._session_socket.leave()
+        else:
+            self._session_socket.close()
 
     def _leave_in_any_case(self) -> None:
         """End the process where a call to a device holds up the rest of the end: nothing looks at the time any more."""
@@ -374,13 +391,14 @@ async def run_daemon(
     manager: ServiceManager,
     tuning: Tuning = DEFAULT_TUNING,
     inherited: Inherited | None = None,
+    store: FdStore | None = None,
 ) -> None:
     """Serve in a locked runtime directory until a signal asks to end; see ``signals``."""
     stopping = asyncio.Event()
     with answered(asyncio.get_running_loop(), stopping):
         keep_freed_memory()
         network = await open_network(config, tuning.network)
-        await Daemon(config, directory, stopping, network, tuning, inherited).serve(manager)
+        await Daemon(config, directory, stopping, network, tuning, inherited, store).serve(manager)
 
 
 def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) -> int:
@@ -393,6 +411,12 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     parser.add_argument("--config", type=Path, help="a TOML file; see systemd/kvferry.toml for every key")
     parser.add_argument(
         "--runtime-dir", type=_folder, metavar="DIR", help="where the sockets go; overrides the configuration"
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="let host pools and sessions outlive the daemon with a small process that holds their memory; a service "
+        "manager with a store of descriptors, such as systemd, does that without it",
     )
     options = parser.parse_args(arguments)
     inherited = take_inherited()
@@ -409,7 +433,8 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     try:
         configure_logs(config.logging)
         with runtime_directory as directory:
-            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning, inherited))
+            store = open_store(directory.path, inherited, keep=options.keep)
+            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning, inherited, store))
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) and not error.retryable else 1

@@ -11,12 +11,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.pools.planning.page_ids import check_distinct, check_range
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import NotOwnerError, PageBusyError, PoolFullError
 
 NOBODY = 0
+PADDING_PAGE = 0
+OWNER_DTYPE = np.dtype(np.int32)
+Owners = npt.NDArray[np.int32]
+"""``(pages,)`` int32: the number of each page's owner, NOBODY for none."""
+
 _SCAN_PAGES = 1 << 10  # first window of the search for free pages; each further window is twice as wide
 
 
@@ -30,18 +36,20 @@ class FreedPages(NamedTuple):
 class PageAllocator:
     """Allocates the lowest free pages, so that page lists have long runs and the pool does not fragment."""
 
-    def __init__(self, pages: int) -> None:
-        """Start with all pages but page 0 free.
+    def __init__(self, pages: int, owners: Owners | None = None) -> None:
+        """Start with all pages but page 0 free, or with those that ``owners`` gives to nobody.
 
         Args:
             pages: number of pages, including the padding page; at least 2.
+            owners: ``(pages,)`` int32, used from now on, so that what keeps this memory keeps the owners; page 0 has
+                none.
         """
         self._pages = pages
-        self._free = np.ones(pages, np.bool_)
-        self._free[0] = False
-        self._free_count = pages - 1
-        self._lowest_free = 1
-        self._owner = np.zeros(pages, np.int32)
+        self._owner = np.zeros(pages, OWNER_DTYPE) if owners is None else owners
+        self._free = self._owner == NOBODY
+        self._free[PADDING_PAGE] = False
+        self._free_count = int(np.count_nonzero(self._free))
+        self._lowest_free = int(np.argmax(self._free)) if self._free_count else pages
         self._readers = np.zeros(pages, np.int32)
         self._writing = np.zeros(pages, np.bool_)
         self._doomed = np.zeros(pages, np.bool_)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.base import Region
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.index_file import owners_in
 from kvferry.pools.planning.manifest import component_of, spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import ModelMismatchError, UnknownComponentError
@@ -25,6 +27,7 @@ class Pool:
         ends_with: the instance that a pool of the daemon ends with; None if it outlives every instance.
         model: the model whose KV the pages hold; None if unknown.
         max_payload_bytes: the largest payload of a transfer from or to it.
+        file: its record and the owners of its pages, kept for the next daemon; None if it ends with this one.
         becomes_snapshot: the snapshot that its pages become, if it receives a transfer into the host tier; else "".
     """
 
@@ -36,31 +39,36 @@ class Pool:
         region: Region,
         *,
         registered_by: int | None = None,
-        owner_id: int | None = None,
         ends_with: int | None = None,
         model: ModelIdentity | None = None,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         becomes_snapshot: str = "",
+        file: HostRegion | None = None,
     ) -> None:
-        """Make a pool of a region; every page of one that is registered is owned by the instance ``owner_id``."""
         self.tenant = tenant
         self.name = name
         self.manifest = manifest
         self.region = region
-        self.allocators = {space: PageAllocator(pages) for space, pages in spaces_of(manifest).items()}
+        self.file = file
+        owners = owners_in(file.view(), manifest) if file else {}
+        self.allocators = {
+            space: PageAllocator(pages, owners.get(space)) for space, pages in spaces_of(manifest).items()
+        }
         self.registered_by = registered_by
         self.ends_with = ends_with
         self.model = model
         self.max_payload_bytes = max_payload_bytes
         self.becomes_snapshot = becomes_snapshot
         self._block_layouts: dict[str, BlockLayout] = {}
-        if owner_id is not None:
-            for allocator in self.allocators.values():
-                allocator.allocate(owner_id, allocator.capacity)
 
     def __repr__(self) -> str:
         """Show the name and the live page counts."""
         return f"<Pool {self.tenant}/{self.name} {self.allocators!r}>"
+
+    def give_all(self, owner: int) -> None:
+        """Let an instance own every page of a new pool, as it does of one that it registers."""
+        for allocator in self.allocators.values():
+            allocator.allocate(owner, allocator.capacity)
 
     @property
     def allocator(self) -> PageAllocator:
@@ -108,6 +116,8 @@ class Pool:
     def close(self) -> None:
         """Release the memory; engines that mapped it keep their mapping."""
         self.region.close()
+        if self.file is not None:
+            self.file.close()
 
 
 def check_models(source: ModelIdentity | None, destination: ModelIdentity | None, sender: str, receiver: str) -> None:

@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_deadline_ms: int = 3_600_000
     default_deadline_ms: int = 30_000
     """Used if a request gives 0."""
-    resume_grace_ms: int = 0
+    resume_grace_ms: int = 10_000
     """How long a resumable session is kept after it lost its socket; 0: not at all."""
 
     @property

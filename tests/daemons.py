@@ -19,6 +19,8 @@ import msgspec
 import pytest
 
 from kvferry.daemon.daemon import Tuning
+from kvferry.daemon.process.fd_store import open_store
+from kvferry.daemon.process.inherited import Inherited
 from tests.started import Started, started
 
 START_S = 30.0
@@ -81,6 +83,52 @@ def running_daemon(
         finally:
             status = daemon.end()
         assert status in {0, -signal.SIGKILL}, log.read_text()
+
+
+class RestartedDaemon:
+    """A daemon with ``--keep`` in a runtime directory of its own, which is killed and started again at will.
+
+    Attributes:
+        runtime_dir: where it serves, in each of its lives.
+    """
+
+    def __init__(self, folder: Path, config: str = "") -> None:
+        """Start it for the first time; ``folder`` is a short path."""
+        self.runtime_dir = folder / "run"
+        self._folder = folder
+        (folder / "daemon.toml").write_text(config)
+        self.daemon = self._started()
+
+    def restart(self, number: int = signal.SIGKILL) -> DaemonProcess:
+        """End it by a signal, and start it anew."""
+        os.kill(self.daemon.process.pid, number)
+        self.daemon.process.wait(END_S)
+        self.daemon = self._started()
+        return self.daemon
+
+    def close(self) -> None:
+        """End it, and what holds its memory."""
+        status = self.daemon.end()
+        open_store(self.runtime_dir, Inherited(), {})
+        assert status in {0, -signal.SIGKILL}, self.daemon.log.read_text()
+
+    def _started(self) -> DaemonProcess:
+        log = self._folder / "daemon.log"
+        command = [*COMMAND, "--keep", "--config", os.fspath(self._folder / "daemon.toml")]
+        command += ["--runtime-dir", os.fspath(self.runtime_dir)]
+        process = start_and_wait_until_ready(command, self._folder / "notify", log, {})
+        return DaemonProcess(self.runtime_dir, process, log)
+
+
+@contextlib.contextmanager
+def restarted_daemon(config: str = "") -> Iterator[RestartedDaemon]:
+    """Run a daemon that is killed and started again at will; at last it must end in order, unless it was killed."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
+        one = RestartedDaemon(Path(folder), config)
+        try:
+            yield one
+        finally:
+            one.close()
 
 
 def start_and_wait_until_ready(

@@ -16,6 +16,12 @@ class SessionBegan(NamedTuple):
     session: Session
 
 
+class SessionResumed(NamedTuple):
+    """A session that had lost its socket was taken over by a peer, which may be another process."""
+
+    session: Session
+
+
 class SessionEnded(NamedTuple):
     """A session's socket was closed, or its process ended. It has been removed from the registry."""
 

@@ -18,10 +18,11 @@ from typing import Final
 
 import structlog
 
-from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded
+from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded, SessionResumed
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import Listener
+from kvferry.daemon.process.host import started_at
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
@@ -183,7 +184,7 @@ class SessionSocket:
         self._hub = hub
         self.unopened = 0
         self._connections: dict[int, _Connection] = {}
-        self._kept: dict[int, _Connection] = {}
+        self._kept: dict[int, _Connection | _Awaited] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener = listener.socket
 
@@ -194,11 +195,38 @@ class SessionSocket:
 
     def close(self) -> None:
         """End every session and stop serving."""
+        for connection in self._stop():
+            connection.close("the daemon ends")
+
+    def leave(self) -> None:
+        """Stop serving, and close every socket, but end no session: the next daemon may adopt it."""
+        for connection in self._stop():
+            connection.release()
+
+    def _stop(self) -> list[_Connection | _Awaited]:
+        """Stop listening; return the connections of all sessions."""
         if self._loop is not None:
             self._loop.remove_reader(self._listener)
         self._listener.close()
-        for connection in [*self._connections.values(), *self._kept.values()]:
-            connection.close("the daemon ends")
+        return [*self._connections.values(), *self._kept.values()]
+
+    def adopt(self, session: Session, started: int, loop: asyncio.AbstractEventLoop) -> bool:
+        """Keep an earlier daemon's session as if its socket were just lost; return False if its process has ended.
+
+        ``started`` is the process's start time, 0 if unknown: another process may have its pid by now.
+        """
+        pid, pidfd = session.peer.pid, -1
+        if pid > 0:
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                return False
+            if started not in {0, started_at(pid)}:
+                os.close(pidfd)
+                return False
+        self._kept[session.session_id] = _Awaited(self, session, pidfd, loop)
+        self._hub.publish(SessionBegan(session))
+        return True
 
     def is_connected(self, session: Session) -> bool:
         """Return whether the session's socket is open."""
@@ -257,6 +285,7 @@ class SessionSocket:
         kept.release()
         session.resumed_by(peer, keep=opening.keep)
         self._connections[session.session_id] = connection
+        self._hub.publish(SessionResumed(session))
         return session
 
     def closed(self, session: Session) -> None:
@@ -293,6 +322,35 @@ class SessionSocket:
     def _resume(self) -> None:
         if self._loop is not None and self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener, self._accept)
+
+
+class _Awaited:
+    """A session of an earlier daemon, which waits to be resumed; like a connection that has lost its socket."""
+
+    def __init__(self, owner: SessionSocket, session: Session, pidfd: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Own ``pidfd``, which becomes readable when the session's process ends; -1 where there is none."""
+        self._owner = owner
+        self._session = session
+        self._pidfd = pidfd
+        self._loop = loop
+        grace_s = owner.resume_grace_s
+        self._timeout = loop.call_later(grace_s, self.close, f"not resumed within {grace_s:g} s")
+        if pidfd >= 0:
+            loop.add_reader(pidfd, self.close, "its process ended")
+
+    def release(self) -> None:
+        """Release everything but the session."""
+        self._timeout.cancel()
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def close(self, why: str) -> None:
+        """End the session."""
+        self.release()
+        log.info("session ended", session=self._session.session_id, pid=self._session.peer.pid, cause=why)
+        self._owner.closed(self._session)
 
 
 class _Connection:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hmac
-import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvferry.pools.index_file import SessionRecord
 from kvferry.protocol.codec import Frames, PageIds
-from kvferry.protocol.errors import OverloadedError
+from kvferry.protocol.errors import InvalidFieldError, OverloadedError
 from kvferry.protocol.events import EventBody
 from kvferry.protocol.ids import new_secret
 from kvferry.protocol.limits import Limits
@@ -38,12 +38,21 @@ class Session:
         owner_id: the number of its instance, which owns its pages, leases and snapshots.
         instance: that instance's name; empty where the session is an instance of its own.
         keep: whether it is kept for a while after its socket is lost.
+        turn: how often it was resumed.
         ended: whether it has been removed from the registry.
         last_message: the highest number of its requests so far.
     """
 
     def __init__(
-        self, session_id: int, name: str, peer: Peer, limits: Limits, *, owner_id: int | None = None, instance: str = ""
+        self,
+        session_id: int,
+        name: str,
+        peer: Peer,
+        limits: Limits,
+        *,
+        owner_id: int | None = None,
+        instance: str = "",
+        secret: bytes = b"",
     ) -> None:
         self.session_id = session_id
         self.owner_id = session_id if owner_id is None else owner_id
@@ -53,7 +62,8 @@ class Session:
         self.last_message = 0
         self.name = name
         self.peer = peer
-        self.secret = new_secret()
+        self.secret = secret or new_secret()
+        self.turn = 0
         self.identity: bytes | None = None
         self.unsent: deque[PendingEvent] = deque()
         self.unacknowledged: deque[PendingEvent] = deque()
@@ -144,6 +154,7 @@ class Session:
         """Hand the session to another peer, which gets all unacknowledged events again with its first request."""
         self.peer = peer
         self.keep = keep
+        self.turn += 1
         self.identity = None
 
 
@@ -155,7 +166,7 @@ class SessionRegistry:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._ids = itertools.count(1)
+        self._last_id = 0
         self._by_id: dict[int, Session] = {}
         self._by_secret: dict[bytes, Session] = {}
         self._by_owner: dict[int, list[Session]] = {}
@@ -177,10 +188,49 @@ class SessionRegistry:
         """
         if len(self._by_id) >= self._limits.max_sessions:
             raise OverloadedError(f"{len(self._by_id)} sessions live")
-        session_id = next(self._ids)
-        owner_id = self._owners.setdefault((peer.uid, instance), session_id) if instance else session_id
-        session = Session(session_id, name, peer, self._limits, owner_id=owner_id, instance=instance)
-        self._by_owner.setdefault(owner_id, []).append(session)
+        self._last_id += 1
+        session_id = self._last_id
+        owner_id = self._owners.get((peer.uid, instance), session_id) if instance else session_id
+        return self._add(Session(session_id, name, peer, self._limits, owner_id=owner_id, instance=instance))
+
+    def continue_after(self, last_id: int) -> None:
+        """Give no session a number up to this one: an earlier daemon gave it to another."""
+        self._last_id = max(self._last_id, last_id)
+
+    def adopt(self, record: SessionRecord) -> Session:
+        """Return an earlier daemon's session, as it was but for what was under way in it.
+
+        Raises:
+            InvalidFieldError: it cannot be beside those that live: its number, secret or instance is another's.
+        """
+        key = (record.uid, record.instance)
+        its = self._by_owner.get(record.owner, ())
+        if record.session in self._by_id or record.secret in self._by_secret:
+            raise InvalidFieldError("its number or its secret is another session's", field="session")
+        if record.instance and self._owners.get(key, record.owner) != record.owner:
+            raise InvalidFieldError("its instance has another number", field="owner")
+        if any((one.tenant, one.instance) != key for one in its):
+            raise InvalidFieldError("its instance is another one's", field="owner")
+        if record.owner > record.session or not (record.instance or record.owner == record.session):
+            raise InvalidFieldError("no such instance was given that number", field="owner")
+        peer = Peer(record.pid, record.uid, record.gid)
+        session = Session(
+            record.session,
+            record.name,
+            peer,
+            self._limits,
+            owner_id=record.owner,
+            instance=record.instance,
+            secret=record.secret,
+        )
+        session.turn = record.turn
+        session.keep = True
+        return self._add(session)
+
+    def _add(self, session: Session) -> Session:
+        if session.instance:
+            self._owners[session.tenant, session.instance] = session.owner_id
+        self._by_owner.setdefault(session.owner_id, []).append(session)
         self._by_id[session.session_id] = session
         self._by_secret[session.secret] = session
         return session

@@ -24,12 +24,13 @@ PEER_SOCKET_MODE = 0o600
 """Whoever may connect to it passes for a daemon, so engines may not."""
 LOCK_FILE = "daemon.lock"
 DEVICE_POOLS_FILE = "device-pools.json"
+HOLDER_SOCKET = "holder.sock"
 MAX_SOCKET_PATH_BYTES = 107
 BACKLOG: Final = 1024
 ACTIVATED: Final = (CONTROL_SOCKET, SESSION_SOCKET)
 """What a service manager may listen on for the daemon."""
 
-OURS: Final = {*ACTIVATED, PEER_SOCKET, LOCK_FILE, DEVICE_POOLS_FILE, f"{DEVICE_POOLS_FILE}.new"}
+OURS: Final = {*ACTIVATED, PEER_SOCKET, LOCK_FILE, DEVICE_POOLS_FILE, f"{DEVICE_POOLS_FILE}.new", HOLDER_SOCKET}
 _FIELD: Final = "runtime_dir"
 
 

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TextIO
 
 import structlog
@@ -108,3 +109,15 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES))
+
+
+def started_at(pid: int) -> int:
+    """Return a process's start time, in ticks since the host's boot; 0 where that cannot be known.
+
+    With it, a pid names one process: see ``starttime`` in proc_pid_stat(5).
+    """
+    try:
+        _, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+        return int(after.split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -15,6 +15,7 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
+from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_checks import (
     MemoryInUse,
@@ -35,6 +36,7 @@ from kvferry.daemon.services.pool_registry import (
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.index_file import PoolRecord, manifest_digest
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
@@ -93,6 +95,7 @@ class _Creation(msgspec.Struct):
     registered: HostRegion | None = None
     deleting: list[Call] = msgspec.field(default_factory=list)
     stopped: threading.Event = msgspec.field(default_factory=threading.Event)
+    file: HostRegion | None = None
 
 
 class PoolService:
@@ -113,13 +116,16 @@ class PoolService:
         max_bytes: int,
         populate: bool,
         largest_payload_bytes: int = LARGEST_PAYLOAD_BYTES,
+        adoption: Adoption | None = None,
     ) -> None:
+        """Serve; ``adoption`` lets new pools outlive the daemon."""
         self._dispatcher = dispatcher
         self._session_socket = session_socket
         self._devices = devices
         self._pools = pools
         self._rings = rings
         self._memory = memory
+        self._adoption = adoption
         self._max_bytes = max_bytes
         self._largest_payload_bytes = largest_payload_bytes
         self._populate = populate
@@ -197,7 +203,8 @@ class PoolService:
         if body.device == HOST:
             self._check_budget(wanted.manifest)
             region = self._reserved(f"{key[0]}:{key[1]}", size_bytes)
-            self._begin(key, creation, self._executor, self._filled, region, creation.stopped)
+            record = _record_of(key, body, creation.traits, region)
+            self._begin(key, creation, self._executor, self._filled, creation, region, record)
         else:
             self._begin(key, creation, self._device_executor, self._devices.allocate, body.device, size_bytes)
         return None
@@ -298,10 +305,12 @@ class PoolService:
             raise
         return region
 
-    def _filled(self, region: HostRegion, stopped: threading.Event) -> HostRegion:
+    def _filled(self, creation: _Creation, region: HostRegion, record: PoolRecord) -> HostRegion:
         try:
             if self._populate:
-                self._memory.fill(region, stopped)
+                self._memory.fill(region, creation.stopped)
+            if self._adoption is not None:
+                creation.file = self._adoption.keep(region, record, creation.traits.manifest)
         except BaseException:
             region.close()
             raise
@@ -335,17 +344,21 @@ class PoolService:
             traits.manifest,
             done.result(),
             registered_by=traits.registered_by,
-            owner_id=creation.waiting[0].session.owner_id if is_registered else None,
             ends_with=traits.ends_with,
             model=traits.model,
             max_payload_bytes=traits.max_payload_bytes,
+            file=creation.file,
         )
         if not self._is_wanted(creation):
+            if self._adoption is not None:
+                self._adoption.forget(pool)
             self._close_pool(pool)
             if creation.deleting:
                 deleted = UnknownPoolError(f"pool {key[1]!r} was deleted while it was being made", field="pool")
                 self._end_creation(key[1], creation, deleted)
             return
+        if is_registered:
+            pool.give_all(creation.waiting[0].session.owner_id)
         self._pools.add(pool)
         if traits.device != HOST and not is_registered:
             self._pools.lost.made(*key, traits.device)
@@ -499,6 +512,19 @@ class PoolService:
 
 def _registered(call: Call, body: RegisterPool, manifest: Manifest) -> PoolTraits:
     return PoolTraits(manifest, body.device, body.model, body.max_payload_bytes, registered_by=call.session.session_id)
+
+
+def _record_of(key: tuple[int, str], body: CreatePool, traits: PoolTraits, region: HostRegion) -> PoolRecord:
+    return PoolRecord(
+        name=key[1],
+        tenant=key[0],
+        spec=body.spec,
+        model=traits.model,
+        max_payload_bytes=traits.max_payload_bytes,
+        ends_with=traits.ends_with,
+        memory=region.identity,
+        manifest=manifest_digest(traits.manifest),
+    )
 
 
 def _public(pool: Pool) -> ModelIdentity | None:

@@ -172,11 +172,11 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
     """``drain_timeout_s`` is how long running transfers may take to finish after SIGTERM.
 
     For ``resume_grace_s`` a session that lost its socket, and said that it would resume, is kept while its process
-    lives; 0: no session is.
+    lives, and so is every session that a restarted daemon adopts; 0: no session is.
     """
 
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
-    resume_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    resume_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
 
 
 class LimitsConfig(Section, frozen=True, kw_only=True):

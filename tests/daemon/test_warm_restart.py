@@ -1,0 +1,174 @@
+"""A daemon that follows another one adopts pools, the owners of their pages, and sessions; what it cannot is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from kvferry.clients import Client, MhaSpec, calls
+from kvferry.clients.daemon_socket import open_control_socket
+from kvferry.clients.session_channel import SessionChannel
+from kvferry.protocol.client_core import ClientCore
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import NoSessionError, NotOwnerError, StaleBootError, UnknownPoolError
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.pool_messages import CreatePool, DeletePool
+from kvferry.protocol.session_stream import SessionOpened
+from tests.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.raw_engine import RawEngine, raw_engine
+from tests.started import started
+
+SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
+ALL = 16
+POOL = "pool"
+GRACE = "[service]\nresume_grace_s = 600.0\n"
+
+
+@pytest.fixture
+def life() -> Iterator[RestartedDaemon]:
+    """Return a daemon that outlives its process."""
+    with restarted_daemon(GRACE) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def resumed(runtime_dir: Path, before: SessionOpened, *, keep: bool = True) -> Iterator[RawEngine]:
+    """Resume a session with what its engine knows of it."""
+    opening = calls.session_open("", keep=keep, resume=before.secret)
+    with (
+        zmq.Context() as context,
+        open_control_socket(context, runtime_dir) as control,
+        contextlib.closing(SessionChannel.open(runtime_dir, opening)) as channel,
+    ):
+        opened = channel.opened
+        yield RawEngine(channel, control, ClientCore(BootId(opened.boot_id), opened.secret))
+
+
+def free_pages(client: Client) -> int:
+    return next(one.free for one in client.status().pools if one.pool == POOL)
+
+
+def fill(client: Client, ids: PageIds, value: int) -> None:
+    """Write a value into all bytes of these pages, in the memory itself."""
+    pool = client.attach_pool(POOL)
+    for entry in pool.manifest.entries:
+        pool.entry_array(entry)[ids] = value
+
+
+def filled_with(client: Client, ids: PageIds) -> set[float]:
+    """Return which values the pages have."""
+    pool = client.attach_pool(POOL)
+    return {float(one) for entry in pool.manifest.entries for one in np.unique(pool.entry_array(entry)[ids])}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_engine_goes_on_with_its_pages(life: RestartedDaemon, number: int) -> None:
+    with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", keep=True)) as engine:
+        engine.ask(CreatePool(pool=POOL, spec=SPEC))
+        ids = engine.call(calls.allocate(POOL, 5, "main"))
+        with Client.connect(life.runtime_dir) as writer:
+            fill(writer, ids, 7)
+        before = engine.channel.opened
+        life.restart(number)
+        with Client.connect(life.runtime_dir) as other:
+            assert free_pages(other) == ALL - 5
+            assert not set(other.allocate(POOL, ALL - 5)) & set(ids)
+            assert filled_with(other, ids) == {7}
+            with resumed(life.runtime_dir, before) as again:
+                opened = again.channel.opened
+                assert (opened.session, opened.secret, opened.resumed) == (before.session, before.secret, True)
+                assert opened.boot_id != before.boot_id
+                assert again.call(calls.free(POOL, ids[:2], "main", None)).freed == 2
+                with pytest.raises(NotOwnerError):
+                    again.call(calls.free(POOL, ids[:2], "main", None))
+                last = again.channel.opened
+        life.restart(number)
+        with Client.connect(life.runtime_dir) as other, resumed(life.runtime_dir, last, keep=False) as again:
+            assert free_pages(other) == ALL - 3
+            assert again.call(calls.free(POOL, ids[2:], "main", None)).freed == 3
+
+
+def test_what_names_the_old_boot_is_stale(life: RestartedDaemon) -> None:
+    with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", keep=True)) as engine:
+        engine.ask(CreatePool(pool=POOL, spec=SPEC))
+        before = engine.channel.opened
+        life.restart()
+        with resumed(life.runtime_dir, before) as again:
+            stale = RawEngine(again.channel, again.control, ClientCore(BootId(before.boot_id), before.secret))
+            with pytest.raises(StaleBootError):
+                stale.call(calls.allocate(POOL, 1, "main"))
+            assert len(again.call(calls.allocate(POOL, ALL, "main"))) == ALL
+
+
+def test_pages_of_who_died_meanwhile_are_free(life: RestartedDaemon, tmp_path: Path) -> None:
+    program = tmp_path / "mortal.py"
+    program.write_text(
+        "import signal, sys\n"
+        "from kvferry.clients import Client\n"
+        "client = Client.connect(sys.argv[1], name='mortal', keep=True)\n"
+        "client.allocate('pool', 3)\n"
+        "print('there', flush=True)\n"
+        "signal.pause()\n"
+    )
+    command = [str(program), str(life.runtime_dir)]
+    with Client.connect(life.runtime_dir) as first:
+        first.create_pool(POOL, SPEC)
+    with started(command) as early, started(command) as late:
+        for one in (early, late):
+            assert one.stdout is not None
+            assert one.stdout.readline() == "there\n"
+        os.kill(life.daemon.process.pid, signal.SIGSTOP)  # it sees nothing of the end
+        early.kill()
+        early.wait()
+        life.restart()
+        with Client.connect(life.runtime_dir) as other:
+            assert free_pages(other) == ALL - 3
+            late.kill()
+            late.wait()
+            assert soon(lambda: free_pages(other) == ALL)
+
+
+def test_who_does_not_come_back_in_time_loses_its_pages() -> None:
+    with (
+        restarted_daemon("[service]\nresume_grace_s = 0.2\n") as life,
+        raw_engine(life.runtime_dir, opening=calls.session_open("late", keep=True)) as engine,
+    ):
+        engine.ask(CreatePool(pool=POOL, spec=SPEC))
+        engine.call(calls.allocate(POOL, 3, "main"))
+        life.restart()
+        with Client.connect(life.runtime_dir) as other:
+            assert soon(lambda: free_pages(other) == ALL)
+            with pytest.raises(NoSessionError), resumed(life.runtime_dir, engine.channel.opened):
+                pass
+
+
+def test_what_ends_with_an_instance_or_was_deleted(life: RestartedDaemon) -> None:
+    with Client.connect(life.runtime_dir, instance="gone") as gone:
+        gone.create_pool("its", SPEC, lifetime="instance")
+    with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", "stays", keep=True)) as engine:
+        engine.ask(CreatePool(pool="mine", spec=SPEC, lifetime="instance"))
+        engine.ask(CreatePool(pool="deleted", spec=SPEC))
+        engine.ask(DeletePool(pool="deleted"))
+        life.restart()
+        with Client.connect(life.runtime_dir) as other:
+            assert [one.pool for one in other.status().pools] == ["mine"]
+            with pytest.raises(UnknownPoolError):
+                other.allocate("deleted", 1)
+            with resumed(life.runtime_dir, engine.channel.opened, keep=False):
+                assert [one.lifetime for one in other.status().pools] == ["instance"]
+            assert soon(lambda: not other.status().pools)
+
+
+def test_numbers_are_not_given_again(life: RestartedDaemon) -> None:
+    with Client.connect(life.runtime_dir) as first:
+        numbers = [one.session for one in first.status().sessions]
+    life.restart()
+    with Client.connect(life.runtime_dir) as second:
+        assert min(one.session for one in second.status().sessions) > max(numbers)
