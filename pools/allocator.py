@@ -119,15 +119,15 @@ class PageAllocator:
         """
         self.check_owned(owner, ids, field)
         check_distinct(ids, field)
-        return self._release(ids)
+        return self._release(owner, ids)
 
     def free_owned(self, owner: int, ids: PageIds) -> FreedPages:
         """Free those of ``ids`` (distinct, in range) that ``owner`` still owns; pages in flight become doomed."""
-        return self._release(ids[self._owner[ids] == owner])
+        return self._release(owner, ids[self._owner[ids] == owner])
 
     def release_owner(self, owner: int) -> FreedPages:
         """Free every page of ``owner``; pages in flight become doomed."""
-        return self._release(self.pages_of(owner))
+        return self._release(owner, self.pages_of(owner))
 
     def check_owned(self, owner: int, ids: PageIds, field: str) -> None:
         """Check that the ids are in range and all owned by ``owner``.
@@ -154,8 +154,13 @@ class PageAllocator:
 
     def end_read(self, ids: PageIds) -> None:
         """Undo ``begin_read``; doomed pages without readers become free."""
+        distinct = np.unique(ids)
         np.subtract.at(self._readers, ids, 1)
-        self._reclaim(np.unique(ids))
+        try:
+            self._reclaim(distinct)
+        except Exception:  # no memory: what raised may be called again
+            np.add.at(self._readers, ids, 1)
+            raise
 
     def begin_write(self, owner: int, ids: PageIds, field: str) -> None:
         """Mark pages of ``owner`` as being written; a page has one writer at a time.
@@ -205,24 +210,34 @@ class PageAllocator:
         self._lowest_free = int(taken[-1]) + 1
         return taken
 
-    def _release(self, ids: PageIds) -> FreedPages:
+    def _release(self, owner: int, ids: PageIds) -> FreedPages:
         self._owner[ids] = NOBODY
         self._doomed[ids] = True
-        freed = self._reclaim(ids)
+        try:
+            freed = self._reclaim(ids)
+        except Exception:  # no memory: they are its owner's still
+            self._owner[ids] = owner
+            self._doomed[ids] = False
+            raise
         return FreedPages(freed, len(ids) - freed)
 
     def _reclaim(self, ids: PageIds) -> int:
         """Free those of ``ids`` that are doomed and idle; return how many."""
         idle = ids[self._doomed[ids] & (self._readers[ids] == 0) & ~self._writing[ids]]
-        if len(idle):
+        count = len(idle)
+        if count:
+            lowest = min(self._lowest_free, int(idle.min()))
             self._doomed[idle] = False
             self._free[idle] = True
-            self._free_count += len(idle)
-            self._lowest_free = min(self._lowest_free, int(idle.min()))
+            self._free_count += count
+            self._lowest_free = lowest
             waiting, self._when_freed = self._when_freed, []
             for waiter in waiting:
-                waiter()
-        return len(idle)
+                try:
+                    waiter()
+                except Exception:  # noqa: BLE001  the pages are free all the same; it is told of the next ones
+                    self._when_freed.append(waiter)
+        return count
 
     def _check_none(self, busy: np.typing.NDArray[np.bool_], ids: PageIds, what: str, field: str) -> None:
         at = np.flatnonzero(busy)

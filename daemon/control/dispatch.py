@@ -207,11 +207,19 @@ class Dispatcher:
 
     def push_events(self, session: Session) -> None:
         """Send the session's unsent events, as many as its queue takes; the others follow with its next request."""
-        while session.unsent and session.identity is not None:
-            event = session.unsent[0]
-            if not self._send(session.identity, encode(Event(event.cursor, self._boot_id, event.body), event.ids)):
-                return
-            session.unsent.popleft()
+        try:
+            while session.unsent and session.identity is not None:
+                event = session.unsent[0]
+                if not self._send(session.identity, encode(Event(event.cursor, self._boot_id, event.body), event.ids)):
+                    return
+                session.unsent.popleft()
+        except Exception as cause:  # no memory: the engine may wait for nothing else, so it is tried again
+            log.exception("an event could not be sent", session=session.session_id, cause=str(cause))
+            asyncio.get_running_loop().call_later(RETRY_AFTER_MS / 1000, self._push_again, session)
+
+    def _push_again(self, session: Session) -> None:
+        if not session.ended:
+            self.push_events(session)
 
     def forget_session(self, session: Session) -> None:
         """Drop the timers and open batches of a session that has ended."""

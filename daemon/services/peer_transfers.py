@@ -202,6 +202,11 @@ class PeerTransferService:
                 self._to_transports[type(body)](peer, body)
         except UnknownTransferError:
             self._counters.add("peers.too_late")
+        except KvferryError:
+            raise
+        except Exception as cause:
+            self._state_machine.failed(body, cause, self._clock())
+            raise
         finally:
             self._hub.publish(EndpointsChanged())
 

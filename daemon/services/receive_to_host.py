@@ -25,7 +25,13 @@ from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import KvferryError, OutOfMemoryError, UnknownComponentError, raised
+from kvferry.protocol.errors import (
+    InternalError,
+    KvferryError,
+    OutOfMemoryError,
+    UnknownComponentError,
+    raised,
+)
 from kvferry.protocol.events import Finished, Settled, TierDone
 from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.transfer_messages import Receive
@@ -118,8 +124,12 @@ class HostReceives:
         del self._live[host_receive.key]
         if host_receive.error is not None:
             self._drop_snapshot(host_receive, host_receive.error)
-        else:
+            return
+        try:
             self._keep(host_receive)
+        except Exception as cause:
+            self._drop_snapshot(host_receive, InternalError(f"the snapshot could not be written: {cause!r}"))
+            raise
 
     def _drop_snapshot(self, host_receive: HostReceive, error: KvferryError) -> None:
         self._service.filled(host_receive.snapshot, None, error)
@@ -139,7 +149,7 @@ class HostReceives:
         operation = self._operations.begin_quietly(
             host_receive.session, "offload", host_receive.pool.name, host_receive.snapshot.pages, finish
         )
-        self._operations.start(operation, job)
+        self._operations.start(operation, job)  # what raises from here on ends the operation, and so calls finish
 
     def _free(self, host_receive: HostReceive) -> None:
         self._host.release(host_receive.pool.tenant, np.array([host_receive.offset]), host_receive.size_bytes)

@@ -25,7 +25,18 @@ from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, ReceiveRequest, SendChunk
 from kvferry.daemon.transfer.peer_transfers import TransferActivity
-from kvferry.daemon.transfer.registry import Effect, Notify, ReportBug, StartOp, StopOp, WarnTrimmed
+from kvferry.daemon.transfer.registry import (
+    AnnounceReceive,
+    Effect,
+    Notify,
+    ReportBug,
+    SendToDaemon,
+    SendToPeer,
+    StartOp,
+    StopOp,
+    StopSending,
+    WarnTrimmed,
+)
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
 from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.local import Transport
@@ -160,13 +171,13 @@ class TransferService:
 
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
         """Handle the end of a transfer op, reported by its transport."""
-        self._op_ended(op_id)
         if op_id not in self._state_machine.endpoints.ops:  # it was ended by _not_started, as its transport raised
             self._counters.add("transfers.ops_over")
             return
         try:
             self._state_machine.op_done(op_id, error, time.monotonic())
         finally:
+            self._op_ended(op_id)
             self.execute()
 
     async def drained(self) -> None:
@@ -349,12 +360,16 @@ class TransferService:
         for effect in effects:
             try:
                 self._do_one(effect, notified)
-            except Exception as cause:  # a bug in one transfer must not stop the others
-                self._counters.add("transfers.effects_failed")
-                log.exception("an effect failed", effect=type(effect).__name__, cause=str(cause), **about(effect))
+            except Exception as cause:  # noqa: BLE001  a bug in one transfer must not stop the others
+                self._failed(type(effect).__name__, cause, effect)
                 if isinstance(effect, StartOp):
                     known = cause if isinstance(cause, KvferryError) else None
                     not_started[effect.op_id] = known or InternalError(f"the copy could not be started: {cause!r}")
+                elif isinstance(effect, SendToPeer | SendToDaemon | AnnounceReceive | StopOp | StopSending):
+                    try:  # others wait for it
+                        self._do_one(effect, notified)
+                    except Exception as again:  # noqa: BLE001  its request ends here, and its deadline ends it there
+                        self._failed(type(effect).__name__, again, effect)
         for op_id, error in not_started.items():
             self._not_started(op_id, error)
         # In the loop's next turn: events never overtake the reply to the request that caused them.
@@ -374,16 +389,22 @@ class TransferService:
             warn_trimmed(effect, self._counters)
         elif isinstance(effect, ReportBug):
             self._counters.add("transfers.bugs")
-            log.error("no transition for an event", request_id=effect.request_id, detail=effect.detail)
+            log.error("a transfer failed", request_id=effect.request_id, detail=effect.detail, exc_info=effect.cause)
         else:
             self._peers.execute(effect)
+
+    def _failed(self, what: str, cause: Exception, concerned: object) -> None:
+        self._counters.add("transfers.effects_failed")
+        log.error("an effect failed", effect=what, cause=str(cause), exc_info=cause, **about(concerned))
 
     def _not_started(self, op_id: int, error: KvferryError) -> None:
         """End a transfer op whose transport raised on start: no byte of it moves."""
         with contextlib.suppress(Exception):  # the transport may have begun it before it raised
             self._stop(op_id)
-        self._op_ended(op_id)
-        self._state_machine.op_done(op_id, error, time.monotonic())
+        try:
+            self._state_machine.op_done(op_id, error, time.monotonic())
+        finally:
+            self._op_ended(op_id)
 
     def _op_ended(self, op_id: int) -> None:
         if op_id in self._under_way:
@@ -400,7 +421,9 @@ class TransferService:
             self._local.start(effect, self._op_done)
 
     def _stop(self, op_id: int) -> None:
-        op = self._state_machine.endpoints.ops[op_id]
+        op = self._state_machine.endpoints.ops.get(op_id)
+        if op is None:  # it has ended meanwhile
+            return
         if op.send_request.origin is not None:
             self._remote.stop(op_id)
         else:
@@ -411,17 +434,22 @@ class TransferService:
         session = self._dispatcher.sessions.get(effect.session_id)
         if isinstance(event, Matched):
             return session if session is not None and self._notify_matched(session, event) else None
-        if isinstance(event, Finished):
-            record_finished(event, self._counters)
-        self._host_receives.on_event(effect.session_id, event)
-        if session is None:
-            return None
-        session.add_event(event)
-        if isinstance(event, Settled):
-            key = (session.session_id, EndpointKey(session.tenant, event.request_id, event.pool, event.direction))
-            for call, was_finished in self._cancels.pop(key, ()):
-                self._dispatcher.answer(session, call.message_id, Answer(Cancelled(was_finished=was_finished)))
+        if session is not None:
+            session.add_event(event)  # first: the engine is told of the end whatever else fails
+        try:
+            if isinstance(event, Finished):
+                record_finished(event, self._counters)
+            self._host_receives.on_event(effect.session_id, event)
+            if session is not None and isinstance(event, Settled):
+                self._answer_cancels(session, event)
+        except Exception as cause:  # noqa: BLE001
+            self._failed(type(event).__name__, cause, event)
         return session
+
+    def _answer_cancels(self, session: Session, event: Settled) -> None:
+        key = (session.session_id, EndpointKey(session.tenant, event.request_id, event.pool, event.direction))
+        for call, was_finished in self._cancels.pop(key, ()):
+            self._dispatcher.answer(session, call.message_id, Answer(Cancelled(was_finished=was_finished)))
 
     def _notify_matched(self, session: Session, event: Matched) -> bool:
         """Queue MATCHED, unless the session acknowledges no events (RESULT has it then); return whether it was."""

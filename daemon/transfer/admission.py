@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.daemon.transfer.endpoints import Excused, ReceiveRequest, SendChunk, SendRequest, TransferOp
+from kvferry.daemon.transfer.endpoints import Excused, Held, ReceiveRequest, SendChunk, SendRequest, TransferOp
 from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.matching import DRAFT, Match, match
 from kvferry.daemon.transfer.registry import Endpoints, StartOp, WarnTrimmed
-from kvferry.pools.planning.page_ranges import PageRange, check_apart, lists_with_pages
-from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, KvferryError, PageGapError, TooLargeError
+from kvferry.pools.planning.page_ranges import check_apart, lists_with_pages
+from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, PageGapError, TooLargeError
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.transfer_messages import MAX_CHUNKS
 
@@ -108,26 +108,20 @@ def would_complete(receive_request: ReceiveRequest, send_request: SendRequest, c
 
 
 def hold_for_writing(receive_request: ReceiveRequest, owner_id: int) -> None:
-    """Make the receive request the only writer of its pages: all of them or, on an error, none.
+    """Make the receive request the only writer of its pages. After an error, ``release`` those that it has.
 
     Raises:
         KvferryError: a page is not the owner's, is named twice, or is busy.
     """
-    held: list[PageRange] = []
     lists = lists_with_pages(receive_request.ranges.values())
     check_apart(lists, receive_request.pool.manifest)
-    try:
-        for one in lists:
-            receive_request.pool.allocator_of(one.component).begin_write(owner_id, one.ids, f"{one.field}.pages")
-            held.append(one)
-    except KvferryError:
-        for one in held:
-            receive_request.pool.allocator_of(one.component).end_write(one.ids)
-        raise
+    for one in lists:
+        held = Held(receive_request.pool.allocator_of(one.component), one.ids, written=True)
+        receive_request.hold(held, owner_id, f"{one.field}.pages")
 
 
 def hold_for_reading(send_request: SendRequest, chunk: SendChunk, owner_id: int) -> None:
-    """Make the send request a reader of the chunk's pages: of all of them or, on an error, of none.
+    """Make the send request a reader of the chunk's pages. After an error, ``release`` those that it has of them.
 
     Raises:
         KvferryError: a page is not the owner's, or is being written.
@@ -135,15 +129,9 @@ def hold_for_reading(send_request: SendRequest, chunk: SendChunk, owner_id: int)
     pool = send_request.holder
     if pool is None:
         return
-    held: list[PageRange] = []
-    try:
-        for one in lists_with_pages(chunk.ranges):
-            pool.allocator_of(one.component).begin_read(owner_id, one.ids, f"{one.field}.pages")
-            held.append(one)
-    except KvferryError:
-        for one in held:
-            pool.allocator_of(one.component).end_read(one.ids)
-        raise
+    for one in lists_with_pages(chunk.ranges):
+        held = Held(pool.allocator_of(one.component), one.ids, written=False)
+        send_request.hold(held, owner_id, f"{one.field}.pages")
 
 
 # -- transfer ops
@@ -179,12 +167,12 @@ class CopyScheduler:
         try:
             for number, chunk in enumerate(chunks, first):
                 found = match(chunk, send_request.pool, receive_request, self._whole_below_bytes)
+                fits.append(Fit(number, found))
                 for planned_copy in found.planned_copies:
                     receive_request.coverage[planned_copy.component].plan(planned_copy.cells)
-                fits.append(Fit(number, found))
             if would_complete(receive_request, send_request, chunks):
                 receive_request.check_planned([one for fit in fits for one in fit.match.excused])
-        except KvferryError:
+        except Exception:
             self.withdraw(receive_request, fits)
             raise
         return fits
@@ -219,18 +207,23 @@ class CopyScheduler:
         for step in steps:
             planned_copies = tuple(one for one in found.planned_copies if one.step == step)
             op = TransferOp(next(self._op_ids), send_request, receive_request, planned_copies, fit.chunk, step)
-            self._endpoints.ops[op.op_id] = receive_request.ops[op.op_id] = op
             receive_request.waiting.append(op)
+            self._endpoints.ops[op.op_id] = receive_request.ops[op.op_id] = op
         self.start_ready(receive_request, now)
 
     def start_ready(self, receive_request: ReceiveRequest, now: float) -> None:
         """Start the receive request's waiting transfer ops whose step is ready."""
-        ready = [op for op in receive_request.waiting if op.ready]
-        for op in ready:
-            receive_request.waiting.remove(op)
+        waiting: list[TransferOp] = []
+        started: list[StartOp] = []
+        for op in receive_request.waiting:
+            if not op.ready:
+                waiting.append(op)
+                continue
             for endpoint in (receive_request, op.send_request):
                 endpoint.first_copy_at = now if endpoint.first_copy_at is None else endpoint.first_copy_at
             plans = tuple(planned_copy.plan for planned_copy in op.planned_copies)
-            self._endpoints.effects.append(
+            started.append(
                 StartOp(op.op_id, op.send_request.pool, receive_request.pool, plans, receive_request.request_id)
             )
+        self._endpoints.effects.extend(started)
+        receive_request.waiting = waiting  # nothing between the two may raise: an op waits, or is started

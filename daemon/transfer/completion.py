@@ -1,12 +1,17 @@
 """Ends endpoints: they finish when the outcome is known, and settle when no byte can move any more.
 
 Executes the table of ``transitions``, without I/O: effects are added to the registry.
+
+Anything may raise, if only for want of memory. So every step here may be repeated: what raised between the acceptance
+of a message and the last event of its transfer is caught by ``whole``, and all endpoints of the request end with
+INTERNAL, from wherever they had come to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TypeAlias
+from types import TracebackType
+from typing import Final, TypeAlias
 
 from kvferry.daemon.transfer.endpoints import (
     Announcement,
@@ -37,25 +42,108 @@ from kvferry.daemon.transfer.transitions import (
     Transitions,
     bug_in,
 )
-from kvferry.pools.planning.page_ranges import lists_with_pages
-from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.events import Settled
+from kvferry.protocol.errors import InternalError, KvferryError
+from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.peer_messages import ReceiveClosed, SendWithdrawn
 from kvferry.protocol.transfer_messages import TransferResult
 
 AnyEndpoint: TypeAlias = SendRequest | ReceiveRequest | RemoteEndpoint
 
+BREAK_OFF_AGAIN_S: Final = 1.0
+_ATTEMPTS: Final = 3
+"""How often it is tried to end a request that broke off, before that is left for later."""
+
+
+class Whole:
+    """A block that changes a request: where it raises, what there is of the request ends. See ``Completion.whole``."""
+
+    __slots__ = ("_completion", "_endpoint", "_now", "_request_id")
+
+    def __init__(self, completion: Completion, request_id: str, now: float, endpoint: AnyEndpoint | None) -> None:
+        self._completion = completion
+        self._request_id = request_id
+        self._now = now
+        self._endpoint = endpoint
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """End the request, if the block raised."""
+        if not isinstance(error, Exception):
+            return False
+        self._completion.break_off(self._request_id, error, self._now, self._endpoint)
+        return True
+
 
 class Completion:
-    """Ends endpoints, and with each one the endpoints that end because of it."""
+    """Ends endpoints, and with each one the endpoints that end because of it.
+
+    Attributes:
+        broken: the requests that broke off and could not be ended yet, with their error.
+        retry_at: when to try that again.
+    """
 
     def __init__(
         self, endpoints: Endpoints, results: Results, payloads: KeptPayloads, transitions: Transitions = TRANSITIONS
     ) -> None:
+        self.broken: dict[str, KvferryError] = {}
+        self.retry_at = 0.0
         self._payloads = payloads
         self._endpoints = endpoints
         self._results = results
         self._transitions = transitions
+
+    def whole(self, request_id: str, now: float, endpoint: AnyEndpoint | None = None) -> Whole:
+        """Return a context that ends all endpoints of a request with INTERNAL if its block raises, and goes on.
+
+        Args:
+            request_id: the request that the block changes.
+            now: the time.
+            endpoint: one that the registry may not have.
+        """
+        return Whole(self, request_id, now, endpoint)
+
+    def break_off(self, request_id: str, cause: Exception, now: float, endpoint: AnyEndpoint | None = None) -> None:
+        """End all endpoints of a request here: nobody knows how far what raised ``cause`` had come."""
+        error = InternalError(f"the transfer broke off: {type(cause).__name__}: {cause}")
+        self._endpoints.effects.append(ReportBug(request_id, error.detail, cause))
+        self._end_broken(request_id, error, now, [] if endpoint is None else [endpoint])
+
+    def retry_broken(self, now: float) -> None:
+        """Try again to end what broke off and could not be ended."""
+        broken, self.broken = self.broken, {}
+        for request_id, error in broken.items():
+            self._end_broken(request_id, error, now, [])
+
+    def _end_broken(self, request_id: str, error: KvferryError, now: float, more: list[AnyEndpoint]) -> None:
+        failed: Exception | None = None
+        for _ in range(_ATTEMPTS):
+            failed = None
+            endpoints = dict.fromkeys([*self._endpoints.all_of_request(request_id), *more])
+            for endpoint in endpoints:
+                if endpoint.state is State.FINISHED and not endpoint.ended:
+                    endpoint.state = State.OPEN  # it broke while it finished: that again
+            for endpoint in endpoints:
+                try:
+                    self._end_one_broken(endpoint, error, now)
+                except Exception as again:  # noqa: BLE001  the others end all the same
+                    failed = again
+            if failed is None:
+                return
+        self._endpoints.effects.append(ReportBug(request_id, "a request that broke off could not be ended", failed))
+        self.broken[request_id] = error
+        self.retry_at = now + BREAK_OFF_AGAIN_S
+
+    def _end_one_broken(self, endpoint: AnyEndpoint, error: KvferryError, now: float) -> None:
+        if isinstance(endpoint, RemoteEndpoint):
+            self._endpoints.withdraw(endpoint.announcement)  # its home may have said already that it is over
+        if endpoint.state is State.OPEN:
+            self.apply(endpoint, Event.BROKEN_OFF, now, cause=error)
+        else:
+            self.check_settled(endpoint)
 
     def apply(
         self,
@@ -135,12 +223,18 @@ class Completion:
         if row.state is State.SETTLED:
             self._settle(endpoint)
 
-    def receiver_ended(self, send_request: SendRequest, error: KvferryError | None, now: float) -> None:
+    def receiver_ended(
+        self,
+        send_request: SendRequest,
+        receiver: ReceiveRequest | RemoteEndpoint,
+        error: KvferryError | None,
+        now: float,
+    ) -> None:
         """Record the outcome of one of a send request's receive requests; the last one finishes the send request."""
-        send_request.outcomes.append(error)
+        send_request.outcomes[receiver] = error
         if len(send_request.outcomes) != send_request.destinations:
             return
-        failed = next((one for one in send_request.outcomes if one), None)
+        failed = next((one for one in send_request.outcomes.values() if one), None)
         event = Event.RECEIVERS_DONE if failed is None else Event.RECEIVERS_FAILED
         self.apply(send_request, event, now, cause=failed)
 
@@ -163,18 +257,21 @@ class Completion:
     ) -> None:
         receive_request.state = State.FINISHED
         self._endpoints.deadlines.drop(receive_request)
-        event = receive_request.finished_event(own, now)
-        self._notify(receive_request, TransferResult(state="finished", finished=event))
-        if own is not None:
-            self._payloads.drop(receive_request.session_id, receive_request.key, receive_request.generation)
+        if receive_request.told is State.OPEN:
+            self._tell_finished(receive_request, own, now)
+            if own is not None:
+                self._payloads.drop(receive_request.session_id, receive_request.key, receive_request.generation)
         if row.notice is Notice.CLOSE:
             self._close_at_sources(receive_request, matched, receive_request.unmet if row.tombstone else 0)
-        for op in receive_request.waiting:  # these have not been started
-            del self._endpoints.ops[op.op_id], receive_request.ops[op.op_id]
-        receive_request.waiting.clear()
+        while receive_request.waiting:  # these have not been started
+            op_id = receive_request.waiting[-1].op_id
+            self._endpoints.ops.pop(op_id, None)
+            receive_request.ops.pop(op_id, None)
+            receive_request.waiting.pop()
         self._endpoints.effects.extend(StopOp(op_id) for op_id in receive_request.ops)
         for send_request in list(receive_request.send_requests):
-            self.receiver_ended(send_request, matched, now)
+            self.receiver_ended(send_request, receive_request, matched, now)
+        receive_request.ended = True
         self.check_settled(receive_request)
 
     def _finish_send(
@@ -182,11 +279,12 @@ class Completion:
     ) -> None:
         send_request.state = State.FINISHED
         self._endpoints.deadlines.drop(send_request)
-        event = send_request.finished_event(own, now)
-        self._notify(send_request, TransferResult(state="finished", finished=event))
+        if send_request.told is State.OPEN:
+            self._tell_finished(send_request, own, now)
         if matched is not None:
             for one in [one for one in send_request.receive_requests if one.state is State.OPEN]:
                 self.apply(one, Event.MATCHED_FAILED, now, cause=matched)
+        send_request.ended = True
         self.check_settled(send_request)
 
     def _finish_remote(
@@ -203,7 +301,8 @@ class Completion:
             announcement.remote_endpoints.remove(remote_endpoint)
         if remote_endpoint.sending:
             self._endpoints.effects.append(StopSending(remote_endpoint))
-        self.receiver_ended(remote_endpoint.send_request, error, now)
+        self.receiver_ended(remote_endpoint.send_request, remote_endpoint, error, now)
+        remote_endpoint.ended = True
         self.check_settled(remote_endpoint)
 
     def _close_at_sources(self, receive_request: ReceiveRequest, error: KvferryError | None, unmet: int) -> None:
@@ -229,39 +328,40 @@ class Completion:
 
     def _settle(self, endpoint: AnyEndpoint) -> None:
         if isinstance(endpoint, ReceiveRequest):
-            for one in lists_with_pages(endpoint.ranges.values()):
-                endpoint.pool.allocator_of(one.component).end_write(one.ids)
             self._leave(endpoint)
             for send_request in endpoint.send_requests:
                 self.check_settled(send_request)
         elif isinstance(endpoint, RemoteEndpoint):
+            self._endpoints.remote_endpoints.pop(endpoint.number, None)
             endpoint.state = State.SETTLED
-            del self._endpoints.remote_endpoints[endpoint.number]
             self.check_settled(endpoint.send_request)
         else:
-            if endpoint.holder is not None:
-                for one in lists_with_pages(one for chunk in endpoint.chunks for one in chunk.ranges):
-                    endpoint.holder.allocator_of(one.component).end_read(one.ids)
             self._leave(endpoint)
 
     def _leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
+        endpoint.release()
         if isinstance(endpoint, SendRequest):
             self._payloads.drop(endpoint.session_id, endpoint.key, endpoint.generation)
-        endpoint.state = State.SETTLED
+        if endpoint.told is not State.SETTLED:
+            key = endpoint.key
+            settled = Settled(
+                request_id=key.request_id, pool=key.pool, direction=endpoint.direction, generation=endpoint.generation
+            )
+            self._notify(endpoint, TransferResult(state="settled", settled=settled), settled)
+            endpoint.told = State.SETTLED
         self._endpoints.leave(endpoint)
-        key = endpoint.key
-        settled = Settled(
-            request_id=key.request_id, pool=key.pool, direction=endpoint.direction, generation=endpoint.generation
-        )
-        self._notify(endpoint, TransferResult(state="settled", settled=settled))
+        endpoint.state = State.SETTLED
 
-    def _notify(self, endpoint: Endpoint, news: TransferResult) -> None:
+    def _tell_finished(self, endpoint: SendRequest | ReceiveRequest, error: KvferryError | None, now: float) -> None:
+        event = endpoint.finished_event(error, now)
+        self._notify(endpoint, TransferResult(state="finished", finished=event), event)
+        endpoint.told = State.FINISHED
+
+    def _notify(self, endpoint: Endpoint, news: TransferResult, event: Finished | Settled) -> None:
         if isinstance(endpoint, SendRequest) and endpoint.origin is not None:
             return
         self._results.add(endpoint.session_id, endpoint.key, news)
-        event = news.settled or news.finished
-        if event is not None:
-            self._endpoints.effects.append(Notify(endpoint.session_id, event))
+        self._endpoints.effects.append(Notify(endpoint.session_id, event))
 
 
 def _error(result: Result, cause: KvferryError | None, detail: str) -> KvferryError | None:

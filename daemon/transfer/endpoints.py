@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from kvferry.daemon.transfer.transitions import Kind, State
+from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.coverage import Cells, Coverage
@@ -21,6 +22,7 @@ from kvferry.pools.planning.page_ranges import PageRange, entries_of
 from kvferry.pools.planning.pairing import Pair
 from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import ModelIdentity
@@ -88,6 +90,32 @@ class RemotePool:
 
 
 # -- endpoints
+
+
+class Held(NamedTuple):
+    """Pages that an endpoint reads or, ``written``, writes."""
+
+    allocator: PageAllocator
+    ids: PageIds
+    written: bool
+
+    def begin(self, owner_id: int, field: str) -> None:
+        """Begin the use of pages of this owner.
+
+        Raises:
+            KvferryError: it may not: see ``PageAllocator``.
+        """
+        if self.written:
+            self.allocator.begin_write(owner_id, self.ids, field)
+        else:
+            self.allocator.begin_read(owner_id, self.ids, field)
+
+    def release(self) -> None:
+        """End the use of the pages."""
+        if self.written:
+            self.allocator.end_write(self.ids)
+        else:
+            self.allocator.end_read(self.ids)
 
 
 class EndpointKey(NamedTuple):
@@ -191,6 +219,9 @@ class Endpoint:
         key: identifies it among the endpoints of sessions here.
         half: the half of the request that it is part of.
         kind: which rows of the transition table apply.
+        held: the pages that it reads or writes, until it has settled.
+        told: the last event of which its session was told.
+        ended: whether all that its end causes has been done, not only begun.
     """
 
     direction: ClassVar[Literal["send", "receive"]]
@@ -205,6 +236,9 @@ class Endpoint:
         self.created_at = times.created_at
         self.deadline_at = times.deadline_at
         self.state = State.OPEN
+        self.held: list[Held] = []
+        self.told = State.OPEN
+        self.ended = False
         self.generation = 0
         self.first_copy_at: float | None = None
         self.moved_bytes = 0
@@ -212,6 +246,29 @@ class Endpoint:
         self.skipped_source_pages = 0
         self.covered_source_entries = 0
         self.trimmed_pages = 0
+
+    def hold(self, held: Held, owner_id: int, field: str) -> None:
+        """Hold pages, until ``release``.
+
+        Raises:
+            KvferryError: see ``Held.begin``; nothing is held then.
+        """
+        self.held.append(held)
+        try:
+            held.begin(owner_id, field)
+        except Exception:
+            self.held.pop()
+            raise
+
+    def release(self, keep: int = 0) -> None:
+        """Release all that it holds but the first ``keep``, each once; may be called again after it raised."""
+        while len(self.held) > keep:
+            held = self.held.pop()
+            try:
+                held.release()
+            except Exception:
+                self.held.append(held)
+                raise
 
     @property
     def pages(self) -> int:
@@ -276,7 +333,7 @@ class SendRequest(Endpoint):
         self.chunks: list[SendChunk] = []
         self.ready: list[int] = []
         self.receive_requests: list[ReceiveRequest | RemoteEndpoint] = []
-        self.outcomes: list[KvferryError | None] = []
+        self.outcomes: dict[ReceiveRequest | RemoteEndpoint, KvferryError | None] = {}
 
     @property
     def unmet(self) -> int:
@@ -492,6 +549,7 @@ class RemoteEndpoint:
         kind: which rows of the transition table apply.
         number: identifies the send request in messages with the receive request's home.
         sending: the transfer ops that this daemon is writing to the home.
+        ended: see ``Endpoint``.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE_RECEIVE
@@ -501,6 +559,7 @@ class RemoteEndpoint:
         self.send_request = send_request
         self.number = number
         self.state = state
+        self.ended = False
         self.sending: set[int] = set()
 
     @property

@@ -36,6 +36,7 @@ from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.planning.page_ranges import page_ranges, page_tokens_of, split
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
+    InternalError,
     InvalidFieldError,
     KvferryError,
     OverloadedError,
@@ -50,6 +51,7 @@ from kvferry.protocol.peer_messages import (
     Announce,
     HalfAbandoned,
     OpRequest,
+    PeerBody,
     PeerSend,
     PoolGone,
     ReceiveClosed,
@@ -138,29 +140,36 @@ class PeerTransfers:
             elif number < len(send_request.chunks):
                 return  # repeated after a reconnection
             elif number > len(send_request.chunks):
-                raise PageGapError(f"chunk {number} came after {len(send_request.chunks)} chunks", field="chunk")
+                raise PageGapError(f"chunk {number} came after {len(send_request.chunks)} chunks", field="chunk")  # noqa: TRY301
             check_chunk_count(send_request)
             self._payloads.check({receive_request.session_id: len(chunk.payload)})
             fits = self._copy_scheduler.fit(receive_request, send_request, number, [chunk])
         except KvferryError as error:
-            self._refuse(origin, error, now)
+            with self._completion.whole(body.receive_request.request_id, now):
+                self._refuse(origin, error, now)
             return
-        self._endpoints.remote_sends[origin] = send_request
-        send_request.add(chunk)
-        send_request.ready[number] = body.ready
-        for fit in fits:
-            self._copy_scheduler.start(receive_request, send_request, fit, now)
-        self._completion.check_done(receive_request, now)
+        except Exception as bug:  # noqa: BLE001  its sender would wait until its deadline
+            self._completion.break_off(body.receive_request.request_id, bug, now, send_request)
+            self._endpoints.refuse(origin, InternalError(f"the home failed: {type(bug).__name__}"))
+            return
+        with self._completion.whole(receive_request.request_id, now, send_request):
+            self._endpoints.remote_sends[origin] = send_request
+            send_request.add(chunk)
+            send_request.ready[number] = body.ready
+            for fit in fits:
+                self._copy_scheduler.start(receive_request, send_request, fit, now)
+            self._completion.check_done(receive_request, now)
 
     def step_ready(self, peer: Incarnation, body: StepReady, now: float) -> None:
         """Start the transfer ops of another daemon's chunk whose steps are ready."""
         send_request = self._endpoints.remote_sends.get(Origin(peer, body.receive_request, body.send_request))
         if send_request is None or body.chunk >= len(send_request.ready):
             return
-        send_request.ready[body.chunk] = max(send_request.ready[body.chunk], body.ready)
-        for receive_request in list(send_request.receive_requests):
-            if isinstance(receive_request, ReceiveRequest) and receive_request.state is State.OPEN:
-                self._copy_scheduler.start_ready(receive_request, now)
+        with self._completion.whole(send_request.request_id, now):
+            send_request.ready[body.chunk] = max(send_request.ready[body.chunk], body.ready)
+            for receive_request in list(send_request.receive_requests):
+                if isinstance(receive_request, ReceiveRequest) and receive_request.state is State.OPEN:
+                    self._copy_scheduler.start_ready(receive_request, now)
 
     def withdrawn(self, peer: Incarnation, body: SendWithdrawn, now: float) -> None:
         """Fail another daemon's send request, which its daemon has withdrawn.
@@ -177,7 +186,8 @@ class PeerTransfers:
         if body.send_request != NO_SEND:
             send_request = self._endpoints.remote_sends.get(origin)
             if send_request is not None:
-                self._completion.apply(send_request, Event.WITHDRAWN, now, cause=error)
+                with self._completion.whole(send_request.request_id, now):
+                    self._completion.apply(send_request, Event.WITHDRAWN, now, cause=error)
             return
         receive_request = self._receive_for(origin)
         receive_request.given_up.add(peer.address)
@@ -186,7 +196,8 @@ class PeerTransfers:
         if len(receive_request.source_daemons) <= receive_request.sources or receive_request.given_up.issuperset(
             receive_request.source_daemons
         ):
-            self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=error)
+            with self._completion.whole(receive_request.request_id, now):
+                self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=error)
 
     def pool_gone(self, peer: Incarnation, body: PoolGone) -> None:
         """Unmap a pool that another daemon has removed."""
@@ -199,6 +210,10 @@ class PeerTransfers:
 
     def announced(self, home: Incarnation, body: Announce, now: float) -> None:
         """Add another daemon's receive request, and send it the chunks that are here; repeating it is harmless."""
+        with self._completion.whole(body.receive_request.request_id, now):
+            self._announced(home, body, now)
+
+    def _announced(self, home: Incarnation, body: Announce, now: float) -> None:
         name = body.receive_request
         known = self._endpoints.announcements.get((home, name))
         if known is not None:  # repeated after a reconnection: our chunks may be lost too
@@ -252,16 +267,17 @@ class PeerTransfers:
 
     def closed(self, home: Incarnation, body: ReceiveClosed, now: float) -> None:
         """End another daemon's receive request with its outcome."""
-        announcement = self._endpoints.announcements.get((home, body.receive_request))
-        if announcement is None:
-            return
-        found = {send_request: (moved_bytes, trimmed_pages) for send_request, moved_bytes, trimmed_pages in body.moved}
-        for remote_endpoint in announcement.remote_endpoints:
-            moved_bytes, trimmed_pages = found.get(remote_endpoint.number, (0, 0))
-            remote_endpoint.send_request.moved_bytes += moved_bytes
-            remote_endpoint.send_request.trimmed_pages += trimmed_pages
-        event, error = (Event.CLOSED_FAILED, raised(body.error)) if body.error else (Event.CLOSED, None)
-        self._completion.close(announcement, event, now, unmet=bool(body.unmet), cause=error)
+        with self._completion.whole(body.receive_request.request_id, now):
+            announcement = self._endpoints.announcements.get((home, body.receive_request))
+            if announcement is None:
+                return
+            found = {number: (moved_bytes, trimmed_pages) for number, moved_bytes, trimmed_pages in body.moved}
+            for remote_endpoint in announcement.remote_endpoints:
+                moved_bytes, trimmed_pages = found.get(remote_endpoint.number, (0, 0))
+                remote_endpoint.send_request.moved_bytes += moved_bytes
+                remote_endpoint.send_request.trimmed_pages += trimmed_pages
+            event, error = (Event.CLOSED_FAILED, raised(body.error)) if body.error else (Event.CLOSED, None)
+            self._completion.close(announcement, event, now, unmet=bool(body.unmet), cause=error)
 
     def refused(self, peer: Incarnation, body: SendRefused, now: float) -> None:
         """Fail a remote endpoint whose home refused the send request.
@@ -277,7 +293,8 @@ class PeerTransfers:
             return
         remote_endpoint = self._endpoints.remote_endpoints.get(body.send_request)
         if remote_endpoint is not None and remote_endpoint.announcement.home == peer:
-            self._completion.apply(remote_endpoint, Event.REFUSED, now, cause=raised(body.error))
+            with self._completion.whole(remote_endpoint.request_id, now):
+                self._completion.apply(remote_endpoint, Event.REFUSED, now, cause=raised(body.error))
 
     def open_remote(self, home: Incarnation, number: int, name: ReceiveName) -> RemoteEndpoint:
         """Return the open remote endpoint ``number``.
@@ -300,18 +317,28 @@ class PeerTransfers:
         """Note that this daemon begins to write a transfer op to the remote endpoint's home."""
         if op not in remote_endpoint.sending:
             self._activity.transfer_began()
-        remote_endpoint.sending.add(op)
+            remote_endpoint.sending.add(op)
         if remote_endpoint.send_request.first_copy_at is None:
             remote_endpoint.send_request.first_copy_at = now
 
-    def sending_done(self, remote_endpoint: RemoteEndpoint, op: int) -> None:
+    def sending_done(self, remote_endpoint: RemoteEndpoint, op: int, now: float) -> None:
         """Note that no byte of a transfer op can move any more; the remote endpoint may settle."""
-        if op in remote_endpoint.sending:
-            self._activity.transfer_ended()
-        remote_endpoint.sending.discard(op)
-        self._completion.check_settled(remote_endpoint)
+        whole = self._completion.whole(remote_endpoint.send_request.request_id, now)
+        was_sending = op in remote_endpoint.sending
+        remote_endpoint.sending -= {op}
+        with whole:
+            self._completion.check_settled(remote_endpoint)
+            if was_sending:
+                self._activity.transfer_ended()
 
     # -- both roles
+
+    def failed(self, body: PeerBody, cause: Exception, now: float) -> None:
+        """End what a message is about, because handling it raised ``cause``: its sender will not repeat it."""
+        name = getattr(body, "receive_request", None)
+        request_id = name.request_id if name is not None else getattr(body, "request_id", "")
+        if request_id:
+            self._completion.break_off(request_id, cause, now)
 
     def abandoned(self, peer: Incarnation, body: HalfAbandoned, now: float) -> None:
         """Fail the endpoints here that wait for a half that another daemon abandons."""
@@ -339,7 +366,8 @@ class PeerTransfers:
             and (source is None or not isinstance(one, ReceiveRequest) or source in one.source_daemons)
         ]
         for endpoint in self._endpoints.while_live(waiting):
-            self._completion.apply(endpoint, Event.PEER_ABANDONED, now, cause=error)
+            with self._completion.whole(endpoint.request_id, now):
+                self._completion.apply(endpoint, Event.PEER_ABANDONED, now, cause=error)
         if source is None or half.direction == "receive":
             notified = [one.pool.name for one in waiting]
             self._endpoints.tombstones.abandon(half, error, now, notified)
@@ -350,9 +378,11 @@ class PeerTransfers:
         lost = f"the daemon at {peer.address} is gone: {why}"
         of_peer = [one for one in self._endpoints.remote_sends.values() if one.origin and one.origin.peer == peer]
         for send_request in self._endpoints.while_live(of_peer):
-            self._completion.apply(send_request, Event.DAEMON_LOST, now, detail=lost)
+            with self._completion.whole(send_request.request_id, now):
+                self._completion.apply(send_request, Event.DAEMON_LOST, now, detail=lost)
         for announcement in [one for one in self._endpoints.announcements.values() if one.home == peer]:
-            self._completion.close(announcement, Event.DAEMON_LOST, now, detail=lost)
+            with self._completion.whole(announcement.receive_request.request_id, now):
+                self._completion.close(announcement, Event.DAEMON_LOST, now, detail=lost)
         for key in [one for one in self.remote_pools if one[0] == peer]:
             self.remote_pools.pop(key).unmap()
 

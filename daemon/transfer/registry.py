@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvferry.daemon.transfer.endpoints import (
     Announcement,
@@ -63,10 +63,11 @@ class WarnTrimmed(NamedTuple):
 
 
 class ReportBug(NamedTuple):
-    """Log that the table has no row for an event of an endpoint, which has failed with INTERNAL."""
+    """Log why endpoints have failed with INTERNAL: the table has no row for an event, or ``cause`` was raised."""
 
     request_id: str
     detail: str
+    cause: Exception | None = None
 
 
 class AnnounceReceive(NamedTuple):
@@ -170,11 +171,11 @@ class Groups(Generic[K, T]):
         self._groups.setdefault(key, {})[thing] = None
 
     def drop(self, key: K, thing: T) -> None:
-        """Remove a thing from the group of a key, and the group with its last one."""
-        group = self._groups[key]
-        del group[thing]
+        """Remove a thing from the group of a key, if it is there, and the group with its last one."""
+        group = self._groups.get(key, {})
+        group.pop(thing, None)
         if not group:
-            del self._groups[key]
+            self._groups.pop(key, None)
 
     def of(self, key: K) -> list[T]:
         """Return the things of a key."""
@@ -225,6 +226,11 @@ class Endpoints:
         """Return the endpoints of a request that belong to this daemon's sessions."""
         return self._by_request.of(request_id)
 
+    def all_of_request(self, request_id: str) -> list[SendRequest | ReceiveRequest | RemoteEndpoint]:
+        """Return everything of a request, also of other daemons, and also what has entered in part only. Slow."""
+        every = (self.remote_endpoints, self.remote_sends, self.receive_requests, self.send_requests)
+        return [one for of_kind in every for one in of_kind.values() if one.request_id == request_id]
+
     def announced(self, request_id: str) -> list[Announcement]:
         """Return other daemons' receive requests for a request, oldest first."""
         return self._announced.of(request_id)
@@ -260,10 +266,9 @@ class Endpoints:
 
     def withdraw(self, announcement: Announcement) -> None:
         """Remove another daemon's receive request, if it is there."""
-        if self.announcements.pop((announcement.home, announcement.receive_request), None) is None:
-            return
         self.deadlines.drop(announcement)
         self._announced.drop(announcement.receive_request.request_id, announcement)
+        self.announcements.pop((announcement.home, announcement.receive_request), None)
 
     def enter(self, endpoint: SendRequest | ReceiveRequest) -> None:
         """Add an endpoint of a session here."""
@@ -277,17 +282,18 @@ class Endpoints:
         self.deadlines.set(endpoint, endpoint.deadline_at)
 
     def leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
-        """Remove an endpoint that has settled."""
+        """Remove an endpoint that has settled; idempotent."""
         if isinstance(endpoint, SendRequest) and endpoint.origin is not None:
-            del self.remote_sends[endpoint.origin]
+            self.remote_sends.pop(endpoint.origin, None)
             return
         if isinstance(endpoint, ReceiveRequest):
-            del self.receive_requests[endpoint.key]
             for address in endpoint.source_daemons:
                 self._expecting.drop(address, endpoint)
-        else:
-            del self.send_requests[endpoint.key]
         self._by_request.drop(endpoint.request_id, endpoint)
+        of_kind: dict[EndpointKey, Any] = (
+            self.receive_requests if isinstance(endpoint, ReceiveRequest) else self.send_requests
+        )
+        of_kind.pop(endpoint.key, None)  # last: what raised before is found again
 
     def postpone(self, endpoint: SendRequest | ReceiveRequest, deadline_at: float) -> None:
         """Set an endpoint's deadline to this time, unless it is later already."""

@@ -1,7 +1,9 @@
 """The transfer state machine: all live transfers of the daemon, without I/O.
 
 Methods take what happened and the time. They leave what is to be done in ``effects``, or raise, and then nothing has
-changed. Where two messages do not fit each other, the later one is refused; what was accepted stays accepted.
+changed. What raises once something has changed is a bug, or a lack of memory: then the whole request ends here with
+INTERNAL, as its events say, and the method returns. Where two messages do not fit each other, the later one is
+refused; what was accepted stays accepted.
 
 The table in ``transitions`` says what an event does to an endpoint; ``completion`` executes it.
 
@@ -165,7 +167,23 @@ class TransferStateMachine:
             for fit in self._copy_scheduler.fit(receive_request, send_request, 0, send_request.chunks)
         ]
         check_together(receive_request, send_requests, [one for _, fit in fits for one in fit.match.excused])
-        hold_for_writing(receive_request, sender.owner_id)
+        whole = self._completion.whole(sender.request_id, now, receive_request)
+        try:
+            hold_for_writing(receive_request, sender.owner_id)
+        except Exception:
+            receive_request.release()
+            raise
+        with whole:
+            self._begin_receive(receive_request, send_requests, fits, now)
+        return _accepted(receive_request)
+
+    def _begin_receive(
+        self,
+        receive_request: ReceiveRequest,
+        send_requests: list[SendRequest],
+        fits: list[tuple[SendRequest, Fit]],
+        now: float,
+    ) -> None:
         receive_request.generation = self._generations.next(receive_request.session_id, receive_request.key)
         receive_request.epoch = next(self._epochs)
         self._enter(receive_request)
@@ -178,11 +196,12 @@ class TransferStateMachine:
         if ended is None:
             for send_request in send_requests:
                 self.endpoints.notify_matched(send_request)
-        self.endpoints.effects.extend(AnnounceReceive(address, receive_request) for address in source_daemons)
+        self.endpoints.effects.extend(
+            AnnounceReceive(address, receive_request) for address in receive_request.source_daemons
+        )
         if ended is not None:
             self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=ended)
         self._completion.check_done(receive_request, now)
-        return _accepted(receive_request)
 
     def send(self, sender: Sender, chunk: SendChunk, destinations: int) -> Accepted:
         """Accept a SEND and start its copies into the receive requests that wait for it.
@@ -211,44 +230,59 @@ class TransferStateMachine:
         keeping = Counter([sender.session_id, *(one.session_id for one in receive_requests)])
         self.payloads.check({session_id: copies * len(chunk.payload) for session_id, copies in keeping.items()})
         fits: list[tuple[ReceiveRequest, list[Fit]]] = []
+        held, whole = len(send_request.held), self._completion.whole(sender.request_id, now, send_request)
         try:
             for receive_request in receive_requests:
                 fits.append((receive_request, self._copy_scheduler.fit(receive_request, send_request, number, [chunk])))  # noqa: PERF401  on a refusal, the fits so far are undone
             hold_for_reading(send_request, chunk, sender.owner_id)
-        except KvferryError:
-            for receive_request, its_fits in fits:
-                self._copy_scheduler.withdraw(receive_request, its_fits)
+        except Exception:
+            with whole:
+                send_request.release(keep=held)
+                for receive_request, its_fits in fits:
+                    self._copy_scheduler.withdraw(receive_request, its_fits)
             raise
+        with whole:
+            self._begin_send(send_request, chunk, fits, sender.times)
+        return _accepted(send_request)
+
+    def _begin_send(
+        self,
+        send_request: SendRequest,
+        chunk: SendChunk,
+        fits: list[tuple[ReceiveRequest, list[Fit]]],
+        times: Clocked,
+    ) -> None:
+        number, now = len(send_request.chunks), times.created_at
         send_request.add(chunk)
-        self.payloads.keep(sender.session_id, send_request.key, send_request.generation, len(chunk.payload))
+        self.payloads.keep(send_request.session_id, send_request.key, send_request.generation, len(chunk.payload))
         stepping = self._stepping.setdefault(send_request.session_id, []) if chunk.steps else []
         if send_request not in stepping:
             stepping.append(send_request)
         if number == 0:
             self._enter(send_request)
         else:
-            self.endpoints.postpone(send_request, sender.times.deadline_at)
+            self.endpoints.postpone(send_request, times.deadline_at)
         for receive_request, its_fits in fits:
             for fit in its_fits:
                 self._copy_scheduler.start(receive_request, send_request, fit, now)
         self.peers.send_chunk(send_request, number)
-        for receive_request in receive_requests:
+        for receive_request, _ in fits:
             self._completion.check_done(receive_request, now)
         self._check_receivers_live(send_request, number, now)
-        return _accepted(send_request)
 
     def events_reached(self, session_id: int, reached: list[int], now: float) -> None:
         """Start the steps that waited for a session's device events; ``reached`` has the values by ring slot."""
         for send_request in self._stepping.pop(session_id, ()):
             if send_request.state is not State.OPEN:
                 continue
-            for number, chunk in enumerate(send_request.chunks):
-                ready = _ready_steps(chunk.steps, reached)
-                if ready > send_request.ready[number]:
-                    send_request.ready[number] = ready
-                    self._step_ready(send_request, number, now)
-            if any(send_request.waiting_steps):
-                self._stepping.setdefault(session_id, []).append(send_request)
+            with self._completion.whole(send_request.request_id, now):
+                for number, chunk in enumerate(send_request.chunks):
+                    ready = _ready_steps(chunk.steps, reached)
+                    if ready > send_request.ready[number]:
+                        send_request.ready[number] = ready
+                        self._step_ready(send_request, number, now)
+                if any(send_request.waiting_steps):
+                    self._stepping.setdefault(session_id, []).append(send_request)
 
     def waits_for_events(self, session_id: int) -> bool:
         """Return whether a step of the session's send requests may not be ready yet."""
@@ -256,18 +290,19 @@ class TransferStateMachine:
 
     def op_done(self, op_id: int, error: KvferryError | None, now: float) -> None:
         """Handle the end of a transfer op, in any state of its receive request."""
-        op = self.endpoints.ops.pop(op_id)
+        op = self.endpoints.ops[op_id]
         receive_request = op.receive_request
-        del receive_request.ops[op_id]
-        if error is not None:
-            self._completion.apply(receive_request, Event.COPY_FAILED, now, cause=error)
-        elif receive_request.state is State.OPEN:
-            for planned_copy in op.planned_copies:
-                receive_request.coverage[planned_copy.component].arrive(planned_copy.cells)
-                receive_request.moved_bytes += planned_copy.plan.total_bytes
-                op.send_request.moved_bytes += planned_copy.plan.total_bytes
-            self._completion.check_done(receive_request, now)
-        self._completion.check_settled(receive_request)
+        with self._completion.whole(receive_request.request_id, now):
+            del self.endpoints.ops[op_id], receive_request.ops[op_id]
+            if error is not None:
+                self._completion.apply(receive_request, Event.COPY_FAILED, now, cause=error)
+            elif receive_request.state is State.OPEN:
+                for planned_copy in op.planned_copies:
+                    receive_request.coverage[planned_copy.component].arrive(planned_copy.cells)
+                    receive_request.moved_bytes += planned_copy.plan.total_bytes
+                    op.send_request.moved_bytes += planned_copy.plan.total_bytes
+                self._completion.check_done(receive_request, now)
+            self._completion.check_settled(receive_request)
 
     def cancel(self, session_id: int, key: EndpointKey, now: float) -> None:
         """Cancel the session's endpoint; does nothing if it has finished.
@@ -280,9 +315,10 @@ class TransferStateMachine:
             raise UnknownTransferError(
                 f"no live {key.direction} of this request in pool {key.pool!r}", field="request_id"
             )
-        self._completion.apply(
-            endpoint, Event.CANCEL, now, detail="cancelled by its own side", matched_detail="the peer cancelled"
-        )
+        with self._completion.whole(endpoint.request_id, now):
+            self._completion.apply(
+                endpoint, Event.CANCEL, now, detail="cancelled by its own side", matched_detail="the peer cancelled"
+            )
 
     def abandon(self, half: Half, error: KvferryError, now: float, daemons: Sequence[str] = ()) -> int:
         """Fail the endpoints that wait for a half that will not come, and leave a tombstone for later ones.
@@ -307,32 +343,41 @@ class TransferStateMachine:
     def session_lost(self, session_id: int, now: float) -> None:
         """Fail the endpoints of a session that has ended; send requests that are complete and ready go on."""
         for endpoint in self.endpoints.while_live(one for one in self.endpoints if one.session_id == session_id):
-            outlives = isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
-            event = Event.SESSION_ENDED_SENT if outlives else Event.SESSION_ENDED
-            self._completion.apply(endpoint, event, now, detail=f"the engine on the {endpoint.direction} side died")
+            with self._completion.whole(endpoint.request_id, now):
+                outlives = isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
+                event = Event.SESSION_ENDED_SENT if outlives else Event.SESSION_ENDED
+                self._completion.apply(endpoint, event, now, detail=f"the engine on the {endpoint.direction} side died")
         self._stepping.pop(session_id, None)
         self.results.forget_session(session_id)
         self._generations.forget_session(session_id)
 
     def expire(self, now: float) -> None:
         """Fail the open endpoints whose deadline has passed."""
+        if self._completion.broken and self._completion.retry_at <= now:
+            self._completion.retry_broken(now)
         for endpoint in self.endpoints.deadlines.due(now):
             if isinstance(endpoint, Announcement):
-                self.peers.expired(endpoint, now)
+                with self._completion.whole(endpoint.receive_request.request_id, now):
+                    self.peers.expired(endpoint, now)
             else:
-                late = f"the {endpoint.direction} side's deadline passed; missing: {endpoint.waits_for()}"
-                self._completion.apply(endpoint, Event.DEADLINE, now, detail=late)
+                with self._completion.whole(endpoint.request_id, now):
+                    late = f"the {endpoint.direction} side's deadline passed; missing: {endpoint.waits_for()}"
+                    self._completion.apply(endpoint, Event.DEADLINE, now, detail=late)
 
     def drain(self, now: float) -> None:
         """Fail the open endpoints that wait for a SEND or RECEIVE, as none is accepted any more."""
         for endpoint in self.endpoints.while_live(self.endpoints):
-            complete = endpoint.all_planned if isinstance(endpoint, ReceiveRequest) else endpoint.fully_matched
-            if not complete:
-                self._completion.apply(endpoint, Event.DRAIN, now, detail="the daemon is shutting down")
+            with self._completion.whole(endpoint.request_id, now):
+                complete = endpoint.all_planned if isinstance(endpoint, ReceiveRequest) else endpoint.fully_matched
+                if not complete:
+                    self._completion.apply(endpoint, Event.DRAIN, now, detail="the daemon is shutting down")
 
     def next_deadline(self) -> float | None:
         """Return when to call ``expire`` next, or None."""
-        return self.endpoints.deadlines.next()
+        deadline_at = self.endpoints.deadlines.next()
+        if not self._completion.broken:
+            return deadline_at
+        return self._completion.retry_at if deadline_at is None else min(deadline_at, self._completion.retry_at)
 
     def result(self, session_id: int, key: EndpointKey) -> TransferResult:
         """Return the state of the session's endpoint.
@@ -388,8 +433,8 @@ class TransferStateMachine:
 
     def _enter(self, endpoint: SendRequest | ReceiveRequest) -> None:
         """Add an endpoint; results and tombstones of earlier ones are dropped."""
-        self.results.begin(endpoint.session_id, endpoint.key)
         self.endpoints.enter(endpoint)
+        self.results.begin(endpoint.session_id, endpoint.key)
         self.endpoints.tombstones.renewed(endpoint.half)
 
     def _ended_sources(

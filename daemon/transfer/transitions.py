@@ -61,6 +61,7 @@ class Event(enum.Enum):
     CLOSED_FAILED = "its daemon says that it failed"
     DAEMON_LOST = "its daemon is lost"
     BEGUN_ANEW = "its receiver has begun anew"
+    BROKEN_OFF = "what was done for it raised: a bug, or no memory"
     NOTHING_UNDER_WAY = "nothing of it is under way any more"
 
 
@@ -131,6 +132,7 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.PEERS_ENDED_BEFORE: _fails(_CAUSE, _CAUSE),
         Event.RECEIVERS_FAILED: _fails(_CAUSE, Outcome.NOTHING),
         Event.RECEIVERS_DONE: Transition(State.FINISHED, Outcome.SUCCESS),
+        Event.BROKEN_OFF: _fails(_CAUSE, _CAUSE),
         Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
     },
     Kind.RECEIVE: {
@@ -144,6 +146,7 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.COMPLETE: Transition(State.FINISHED, Outcome.SUCCESS, Outcome.SUCCESS, notice=Notice.CLOSE),
         Event.CELLS_MISSING: _fails(InternalError, InternalError, Notice.CLOSE),
         Event.COPY_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
+        Event.BROKEN_OFF: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
         Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
     },
     Kind.REMOTE_SEND: {
@@ -152,6 +155,7 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.REFUSED: _fails_here(_CAUSE, Notice.REFUSE),
         Event.WITHDRAWN: _fails_here(_CAUSE),
         Event.DAEMON_LOST: _fails_here(PeerLostError),
+        Event.BROKEN_OFF: _fails_here(_CAUSE, Notice.REFUSE),
     },
     Kind.REMOTE_RECEIVE: {
         Event.DEADLINE: _fails_here(DeadlineError, tombstone=True),
@@ -161,6 +165,7 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.CLOSED_FAILED: _fails_here(_CAUSE, tombstone=True),
         Event.DAEMON_LOST: _fails_here(PeerLostError),
         Event.BEGUN_ANEW: _fails_here(PeerLostError),
+        Event.BROKEN_OFF: _fails_here(_CAUSE, Notice.WITHDRAW),
         Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
     },
 }

@@ -186,7 +186,7 @@ class NetworkSender:
 
     def _check_settled(self, key: _Key, sending: _Sending) -> None:
         if sending.ended and not sending.in_flight and self._sendings.pop(key, None) is not None:
-            self._state_machine.sending_done(sending.remote_endpoint, key.op)
+            self._state_machine.sending_done(sending.remote_endpoint, key.op, time.monotonic())
             self._on_settled()
 
     def _pump(self) -> None:

@@ -247,8 +247,8 @@ class ScriptedRemote:
         remote_endpoint = self._state_machine.open_remote(peer, message.send_request, message.receive_request)
         if (peer, message.op) in self.sending:
             raise InvalidFieldError("known already", field="op")
-        self.sending[peer, message.op] = Sending(remote_endpoint)
         self._state_machine.begin_sending(remote_endpoint, message.op, remote_endpoint.send_request.created_at)
+        self.sending[peer, message.op] = Sending(remote_endpoint)
 
     def granted(self, peer: Incarnation, message: Grant) -> None:
         """See ``RemoteTransports.granted``."""
@@ -290,5 +290,5 @@ class ScriptedRemote:
         sending = self.sending.get(key)
         if sending is not None and sending.over and not sending.writing:
             del self.sending[key]
-            self._state_machine.sending_done(sending.remote_endpoint, key[1])
+            self._state_machine.sending_done(sending.remote_endpoint, key[1], now=0.0)
             self._on_settled()

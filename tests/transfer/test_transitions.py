@@ -8,7 +8,10 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import pytest
 
+from kvferry.daemon.transfer import peer_transfers
+from kvferry.daemon.transfer.endpoints import SendRequest
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, Key, Kind, State, as_markdown
+from kvferry.pools.planning.coverage import Coverage
 from kvferry.protocol.errors import TransferFailedError
 from kvferry.protocol.peer_messages import Announce
 from tests.transfer.peer_harness import PAGES, Transfer, Way
@@ -31,6 +34,13 @@ class Reaching(Transfer):
     def send(self, first: int = 0, stop: int | None = PAGES, **more: Any) -> None:  # noqa: ANN401  what ``Engine.send`` takes
         """SEND as many pages as are wanted."""
         super().send(first, stop, **more)
+
+    def bugs(self) -> list[str]:
+        """Take what was reported as a bug."""
+        found = [bug for node in self.harness.nodes.values() for bug in node.bugs]
+        for node in self.harness.nodes.values():
+            node.bugs.clear()
+        return found
 
     def settle(self) -> None:
         """Let all come to its end."""
@@ -70,6 +80,23 @@ def forget_the_home(one: Reaching) -> None:
     one.send(stop=1, last=False, deadline_s=100.0)
     one.announce()
     one.source.pass_time(31)
+
+
+def failing(owner: object, name: str, then: Case) -> Case:
+    """Return a case in which calls of a function raise."""
+
+    def case(one: Reaching) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, raises)
+            then(one)
+        assert [detail.partition(":")[0] for detail in one.bugs()] == ["the transfer broke off"]
+
+    return case
+
+
+def raises(*_: object) -> None:
+    """Have no memory."""
+    raise MemoryError
 
 
 def do(*steps: Case) -> Case:
@@ -135,6 +162,9 @@ LOCAL: Final[dict[Key, Case]] = {
     (_S, _OPEN, Event.PEERS_ENDED_BEFORE): do(Reaching.receive, cancel_receive, Reaching.send),
     (_S, _OPEN, Event.RECEIVERS_DONE): do(Reaching.meet, Reaching.end_copy),
     (_S, _OPEN, Event.RECEIVERS_FAILED): do(Reaching.meet, cancel_receive),
+    (_S, _OPEN, Event.BROKEN_OFF): do(
+        Reaching.send, failing(SendRequest, "waits_for", lambda one: one.source.pass_time(31))
+    ),
     (_S, _OPEN, Event.NOTHING_UNDER_WAY): do(
         lambda one: one.send(destinations=2), lambda one: one.receive(), lambda one: one.end_copy()
     ),
@@ -153,6 +183,7 @@ LOCAL: Final[dict[Key, Case]] = {
     (_R, _OPEN, Event.COMPLETE): do(Reaching.meet, Reaching.end_copy),
     (_R, _OPEN, Event.CELLS_MISSING): lose_a_cell,
     (_R, _OPEN, Event.COPY_FAILED): do(Reaching.meet, lambda one: one.end_copy(FAILED)),
+    (_R, _OPEN, Event.BROKEN_OFF): do(Reaching.meet, failing(Coverage, "arrive", Reaching.end_copy)),
     (_R, _OPEN, Event.NOTHING_UNDER_WAY): do(meet_first, Reaching.end_copy),
     (_R, _FINISHED, Event.CANCEL): do(Reaching.meet, cancel_receive, cancel_receive),
     (_R, _FINISHED, Event.SESSION_ENDED): do(Reaching.meet, cancel_send, lambda one: one.decode.lose()),
@@ -166,6 +197,7 @@ BETWEEN_DAEMONS: Final[dict[Key, Case]] = {
     (_RS, _OPEN, Event.REFUSED): do(meet_first, send_too_much, deliver),
     (_RS, _OPEN, Event.WITHDRAWN): do(Reaching.meet, cancel_send, deliver),
     (_RS, _OPEN, Event.DAEMON_LOST): do(Reaching.meet, lose_source),
+    (_RS, _OPEN, Event.BROKEN_OFF): do(Reaching.meet, failing(Coverage, "arrive", lambda one: one.harness.run())),
     (_RS, _FINISHED, Event.RECEIVERS_FAILED): do(Reaching.meet, cancel_send, deliver),
     (_RS, _FINISHED, Event.REFUSED): do(meet_first, cancel_receive, lambda one: one.send(1), to_home),
     (_RS, _FINISHED, Event.WITHDRAWN): do(Reaching.meet, cancel_receive, cancel_send, to_home),
@@ -178,6 +210,7 @@ BETWEEN_DAEMONS: Final[dict[Key, Case]] = {
     (_RR, _OPEN, Event.CLOSED_FAILED): do(Reaching.meet, cancel_receive, deliver),
     (_RR, _OPEN, Event.DAEMON_LOST): do(Reaching.meet, lose_home),
     (_RR, _OPEN, Event.BEGUN_ANEW): begin_anew,
+    (_RR, _OPEN, Event.BROKEN_OFF): do(Reaching.announce, failing(peer_transfers, "peer_send_of", Reaching.send)),
     (_RR, _OPEN, Event.NOTHING_UNDER_WAY): do(meet_first, lambda one: one.harness.run()),
     (_RR, _FINISHED, Event.REFUSED): do(meet_first, send_too_much, cancel_send, deliver),
     (_RR, _FINISHED, Event.NOTHING_UNDER_WAY): do(Reaching.meet, cancel_send, lambda one: one.harness.run()),
