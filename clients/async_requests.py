@@ -37,7 +37,7 @@ from kvferry.protocol.ids import HOST, MAIN, ModelIdentity, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, Freed, RegisterPool
-from kvferry.protocol.session_messages import OpenEvents, Ping, Status, StatusReport
+from kvferry.protocol.session_messages import OpenEvents, Ping, Status, StatusReport, Verified, Verify
 from kvferry.protocol.session_stream import EventsFollow, MemoryFollows, ShareFollows
 from kvferry.protocol.table_messages import CreateTables, DeleteTables
 from kvferry.protocol.tier_messages import (
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     import torch
 
 LIST_LIMIT: Final = 1000
+VERIFY_S: Final = 60.0
 PING: Final = asked(Ping())
 
 T = TypeVar("T")
@@ -137,6 +138,14 @@ class AsyncRequests(Submissions):
         return await self.call(asked(Status()))
 
     # -- pools and pages
+
+    async def verify(self, *, deep: bool = False, timeout_s: float = VERIFY_S) -> Verified:
+        """Let the daemon check its books: pages, tiers and index against everything that holds a part of them.
+
+        For the daemon's own user and root. ``deep``: the disk tier's files are read, too, as far as the time allows.
+        """
+        seconds(timeout_s, "timeout_s")
+        return await self.call(asked(Verify(deep=deep)), deadline_s=timeout_s)
 
     async def create_pool(
         self,

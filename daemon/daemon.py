@@ -38,6 +38,7 @@ from kvferry.daemon.services.pools import PoolService
 from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfers import Movers, TransferService
+from kvferry.daemon.services.verification import Verification
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
@@ -215,6 +216,14 @@ class Daemon:
         )
         # -- graph tables
         self._tables = TableService(self._dispatcher, self._session_socket, self._registry, self._devices, self._rings)
+        self._verification = Verification(
+            self._dispatcher,
+            self._registry,
+            self._pools,
+            state_machine.endpoints,
+            self._tiers,
+            self._remote.receiver,
+        )
         hub.subscribe(SessionEnded, self._session_ended)
         hub.subscribe(InstanceEnded, self._instance_ended)
         self._dispatcher.handle_open("HELLO", self._hello)
@@ -270,6 +279,7 @@ class Daemon:
             await asyncio.to_thread(self._executor.shutdown)  # its threads know the network's memory by its address
             if self._network is not None:
                 self._network.close()
+            await self._verification.close()
             await self._tiers.close()
             self._transport.close()
             self._fetcher.shutdown(wait=False, cancel_futures=True)

@@ -7,12 +7,13 @@ page: never free, never owned. An owner is a number above 0; the allocator knows
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools.integrity import SHOWN, WALKED, Problem, Walk, check, problem_at
 from kvferry.pools.planning.page_ids import check_distinct, check_range
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import NotOwnerError, PageBusyError, PoolFullError
@@ -23,6 +24,7 @@ OWNER_DTYPE = np.dtype(np.int32)
 Owners = npt.NDArray[np.int32]
 """``(pages,)`` int32: the number of each page's owner, NOBODY for none."""
 
+_WALK_PAGES = 1 << 17  # of a check of all pages, before it may be paused: about a millisecond
 _SCAN_PAGES = 1 << 10  # first window of the search for free pages; each further window is twice as wide
 
 
@@ -31,6 +33,22 @@ class FreedPages(NamedTuple):
 
     freed: int
     deferred: int
+
+
+class HeldPages(NamedTuple):
+    """Pages of one allocator that something reads or writes, as that thing says itself.
+
+    Attributes:
+        allocator: of the pages' space.
+        ids: page ids; what reads may list a page several times.
+        writing: whether it writes them; otherwise it reads them.
+        holder: what it is, in words.
+    """
+
+    allocator: PageAllocator
+    ids: PageIds
+    writing: bool
+    holder: str
 
 
 class PageAllocator:
@@ -54,6 +72,8 @@ class PageAllocator:
         self._writing = np.zeros(pages, np.bool_)
         self._doomed = np.zeros(pages, np.bool_)
         self._when_freed: list[Callable[[], None]] = []
+        self.changes = 0
+        """Grows with each change of a page's state; for walks."""
 
     def when_freed(self, call: Callable[[], None]) -> None:
         """Register ``call`` to be called once, the next time pages become free; registering it twice has no effect."""
@@ -106,6 +126,7 @@ class PageAllocator:
         if count > self._free_count:
             raise PoolFullError(f"{count} pages asked for, {self._free_count} of {self.capacity} free", field="count")
         ids = self._find_free(count)
+        self.changes += 1
         self._free[ids] = False
         self._free_count -= count
         self._owner[ids] = owner
@@ -150,11 +171,13 @@ class PageAllocator:
         """
         self.check_owned(owner, ids, field)
         self._check_none(self._writing[ids], ids, "is being written", field)
+        self.changes += 1
         np.add.at(self._readers, ids, 1)
 
     def end_read(self, ids: PageIds) -> None:
         """Undo ``begin_read``; doomed pages without readers become free."""
         distinct = np.unique(ids)
+        self.changes += 1
         np.subtract.at(self._readers, ids, 1)
         try:
             self._reclaim(distinct)
@@ -173,30 +196,94 @@ class PageAllocator:
         check_distinct(ids, field)
         self._check_none(self._writing[ids], ids, "is being written", field)
         self._check_none(self._readers[ids] > 0, ids, "is being read", field)
+        self.changes += 1
         self._writing[ids] = True
 
     def end_write(self, ids: PageIds) -> None:
         """Undo ``begin_write``; doomed pages become free."""
+        self.changes += 1
         self._writing[ids] = False
         self._reclaim(ids)
 
     def check_integrity(self) -> None:
-        """Check that counts and arrays agree; for tests and debugging.
+        """Check that counts and arrays agree.
 
         Raises:
             AssertionError: names the invariant that is violated.
         """
-        assert int(self._free.sum()) == self._free_count, "free count"
-        assert not self._free[: self._lowest_free].any(), "a free page below the hint"
-        used = (self._owner != NOBODY) | self._doomed
-        assert not (self._free & used).any(), "a free page with an owner"
-        assert (self._free | used)[1:].all(), "a page that is neither free nor used"
-        assert not self._free[0], "the padding page is free"
-        assert not used[0], "the padding page is in use"
-        busy = (self._readers > 0) | self._writing
-        assert not (self._free & busy).any(), "a free page in flight"
-        assert not (self._doomed & ~busy).any(), "a doomed page that is idle"
-        assert not (self._writing & (self._readers > 0)).any(), "a page both read and written"
+        check(self.problems())
+
+    def problems(self) -> Walk:
+        """Yield what is wrong with the states of the pages, each of which must be in exactly one."""
+        free_count = int(np.count_nonzero(self._free))
+        if free_count != self._free_count:
+            yield Problem(f"{free_count} pages are free, {self._free_count} are counted")
+        if self._free[: self._lowest_free].any():
+            low = np.flatnonzero(self._free[: self._lowest_free])
+            yield problem_at("a free page below the first one that is looked for", low)
+        if self._free[0] or self._owner[0] != NOBODY or self._doomed[0] or self._readers[0] or self._writing[0]:
+            yield problem_at("the padding page is in use, or free", [0])
+        for first in range(0, self._pages, _WALK_PAGES):
+            stop = first + _WALK_PAGES
+            free, doomed, writing = self._free[first:stop], self._doomed[first:stop], self._writing[first:stop]
+            readers, owned = self._readers[first:stop], self._owner[first:stop] != NOBODY
+            states = free.astype(np.int8) + owned + doomed
+            if not first:
+                states[0] = 1  # see above
+            busy = (readers > 0) | writing
+            for what, wrong in (
+                ("a page is in none of the states free, owned, doomed", states == 0),
+                ("a page is in several of the states free, owned, doomed", states > 1),
+                ("a free page is read or written", free & busy),
+                ("a doomed page is idle, but not free", doomed & ~busy),
+                ("a page is both read and written", writing & (readers > 0)),
+                ("a page has a negative number of readers", readers < 0),
+            ):
+                if wrong.any():
+                    yield problem_at(what, np.flatnonzero(wrong) + first)
+            yield None
+
+    def holder_problems(self, held: Iterable[HeldPages]) -> Walk:
+        """Yield where the counts of readers and writers differ from what the holders of pages say.
+
+        Args:
+            held: what all holders say of the pages of this allocator; others are skipped.
+        """
+        readers, writers = np.zeros(self._pages, np.int32), np.zeros(self._pages, np.int32)
+        known: list[HeldPages] = []
+        for number, one in enumerate(held):
+            if one.allocator is self:
+                known.append(one)
+                np.add.at(writers if one.writing else readers, one.ids, 1)
+            if number % WALKED == 0:
+                yield None
+        for first in range(0, self._pages, _WALK_PAGES):
+            part = slice(first, first + _WALK_PAGES)
+            for is_writing, has, said in (
+                (False, self._readers[part], readers[part]),
+                (True, self._writing[part].astype(np.int32), writers[part]),
+            ):
+                wrong = np.flatnonzero(has != said)
+                if len(wrong):
+                    yield self._wrongly_held(wrong + first, has[wrong[0]], said[wrong[0]], known, writing=is_writing)
+            yield None
+
+    def owner_problems(self, owners: Container[int]) -> Walk:
+        """Yield the pages whose owner is none of the live ``owners``."""
+        for owner in self.pages_by_owner():
+            if owner not in owners:
+                yield problem_at(
+                    "a page belongs to an instance that has ended", self.pages_of(owner), f"instance {owner}"
+                )
+        yield None
+
+    @staticmethod
+    def _wrongly_held(wrong: PageIds, has: int, said: int, held: Sequence[HeldPages], *, writing: bool) -> Problem:
+        """Return the problem of pages with another count than their holders say; the first page's counts are named."""
+        what = "writers" if writing else "readers"
+        names = [one.holder for one in held if one.writing is writing and (one.ids == wrong[0]).any()]
+        holder = ", ".join(names[:SHOWN])
+        return problem_at(f"page {wrong[0]} has {has} {what}, its holders say {said}", wrong, holder)
 
     def _find_free(self, count: int) -> PageIds:
         found: list[PageIds] = []
@@ -211,6 +298,7 @@ class PageAllocator:
         return taken
 
     def _release(self, owner: int, ids: PageIds) -> FreedPages:
+        self.changes += 1
         self._owner[ids] = NOBODY
         self._doomed[ids] = True
         try:

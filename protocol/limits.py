@@ -78,6 +78,7 @@ FEATURES = (
     "instances",
     "batch",
     "sessions.resume",
+    "verify",
 )
 """The features of this version of kvferry, by stable names; clients ignore unknown names."""
 

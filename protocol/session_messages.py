@@ -1,4 +1,4 @@
-"""HELLO, PING, STATUS, OPEN_EVENTS."""
+"""HELLO, PING, STATUS, VERIFY, OPEN_EVENTS."""
 
 from __future__ import annotations
 
@@ -66,6 +66,44 @@ class Status(AnsweredBy[StatusReport], frozen=True, kw_only=True, tag="STATUS"):
 
     needs_session = False
     in_batch = False
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that VERIFY found wrong: one line for an operator.
+
+    ``at``: the first few page ids, or offsets in bytes, of ``count``. ``holder``: what holds them, or should.
+    """
+
+    where: str
+    what: str
+    remedy: str
+    at: tuple[int, ...] = ()
+    count: int = 0
+    holder: str = ""
+
+
+class Verified(ReplyBody, frozen=True, kw_only=True, tag="VERIFIED"):
+    """VERIFY's reply. No finding: every page, block and file is in exactly one state, and all counts add up.
+
+    ``checked``: how many of what were looked at. ``left_out``: findings beyond those that are listed.
+    ``longest_step_us``: for how long other requests had to wait at most.
+    """
+
+    findings: tuple[Finding, ...]
+    checked: dict[str, int]
+    left_out: int = 0
+    longest_step_us: int = 0
+
+
+class Verify(AnsweredBy[Verified], frozen=True, kw_only=True, tag="VERIFY"):
+    """Check the daemon's books: pages, tiers and index against everything that holds a part of them.
+
+    For the daemon's own user and root. ``deep``: also read the disk tier's files and compare their checksums.
+    """
+
+    in_batch = False
+
+    deep: bool = False
 
 
 class SpaceStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,6 +39,7 @@ PURPOSES: Final = {
     "probe": "send any messages, written as JSON, and print the replies and events",
     "layout": "print the manifest of a pool spec, or the memory a model's pool needs",
     "cache": "list, pin, evict and watch cached blocks and snapshots",
+    "verify": "check the daemon's books: pages, tiers and index against all that holds them",
     "plan": "print the copies of a transfer, without a daemon",
     "doctor": "check what this host has and lacks, with fixes",
 }
@@ -48,6 +49,7 @@ MODULES: Final = {
     "probe": "kvferry.clients.cli.probing",
     "layout": "kvferry.clients.cli.layouts",
     "cache": "kvferry.clients.cli.cache",
+    "verify": "kvferry.clients.cli.verify",
     "plan": "kvferry.clients.cli.planning",
     "doctor": "kvferry.clients.cli.doctor.command",
 }

@@ -15,7 +15,7 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier
-from kvferry.daemon.tiers.operations import Ending, Operation, Operations
+from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
 from kvferry.daemon.tiers.snapshots import (
     PageHold,
     Snapshot,
@@ -186,7 +186,8 @@ class OffloadService:
             self.filled(snapshot, job, error)
             return Ending(done)
 
-        operation = self._operations.begin(call, "offload", pool.name, snapshot.pages, finish)
+        holdings = Holdings(pages=held)
+        operation = self._operations.begin(call, "offload", pool.name, snapshot.pages, finish, holdings)
         self._operations.start(operation, job)
         return Answer(Offloading(operation=operation.number, snapshot=snapshot.name))
 
@@ -213,6 +214,7 @@ class OffloadService:
             pool.name,
             snapshot.pages,
             lambda operation, error: self._restored(operation, restoring, error),
+            Holdings(pages=restoring.hold),
         )
         snapshot.readers += 1
         if snapshot.state == "ready":

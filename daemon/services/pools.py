@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final
 
@@ -164,6 +164,11 @@ class PoolService:
                 self._pools.lost.deleted(pool.tenant, pool.name)
                 log.info("pool deleted", pool=pool.name, tenant=pool.tenant, cause="its instance has ended")
                 self._remove(pool)
+
+    @property
+    def leaving(self) -> Sequence[Pool]:
+        """Return the pools that were removed while pages of them were in flight."""
+        return self._leaving
 
     def status(self) -> tuple[PoolStatus, ...]:
         """Return the pools as STATUS shows them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -24,12 +24,13 @@ from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import LOOKUPS, OPERATIONS, HostTier
 from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
-from kvferry.daemon.tiers.operations import Ending, Operation, Operations
+from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
 from kvferry.daemon.tiers.snapshots import PageHold
 from kvferry.pools.pool import Pool
-from kvferry.pools.tiers.arena import Offsets, whole_units
+from kvferry.pools.tiers.arena import Freed, Offsets, whole_units
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, identity_of
+from kvferry.pools.tiers.index import PinnedBlocks
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CacheMissError,
@@ -95,6 +96,8 @@ class PrefixCache:
         self._counters = counters
         self._numbers = itertools.count(1)
         self._leases: dict[int, dict[int, Lease]] = {}
+        self._looking: dict[tuple[int, int], list[CachedBlock]] = {}
+        """The blocks that each lookup pins while lower tiers are asked, by session and message."""
         self._lookups = Background("a lookup")
         self._loads = Background("a load")
         for kind, handler in (
@@ -113,6 +116,14 @@ class PrefixCache:
     def lookups(self) -> int:
         """Return how many lookups wait for lower tiers."""
         return len(self._lookups)
+
+    def pinned(self) -> Iterator[PinnedBlocks]:
+        """Yield the blocks that leases and lookups pin."""
+        for owner_id, leases in self._leases.items():
+            for lease in leases.values():
+                yield PinnedBlocks(owner_id, lease.blocks)
+        for blocks in self._looking.values():
+            yield PinnedBlocks(LOOKUPS, blocks)
 
     async def close(self) -> None:
         """Cancel the lookups and loads that wait for lower tiers."""
@@ -171,6 +182,7 @@ class PrefixCache:
         if not rest or not self._lower.has_remote:
             return self._found(call, lease, Lease(0, namespace, layout, found))
         self._host.index.pin(found, LOOKUPS)  # the prefix must not be evicted meanwhile
+        self._looking[call.session.session_id, call.message_id] = found
         self._lookups.spawn(self._look_remote(call, lease, Lease(0, namespace, layout, found), rest))
         return None
 
@@ -180,6 +192,7 @@ class PrefixCache:
         try:
             far = await self._lower.find(near.namespace, rest, parent, near.layout.block_bytes)
         finally:
+            del self._looking[call.session.session_id, call.message_id]
             self._host.free_all(self._host.index.unpin(blocks, LOOKUPS))
         still = list(itertools.takewhile(lambda one: one.state is BlockState.READY, [*blocks, *far]))
         if not call.session.is_pending(call.message_id) or self._sessions.get(call.session.session_id) is None:
@@ -282,7 +295,8 @@ class PrefixCache:
                 )
             )
 
-        operation = self._operations.begin(call, "store", pool.name, len(fresh) * body.block_pages, finish)
+        holdings = Holdings(pages=hold, memory=Freed(offsets.reshape(-1), layout.block_bytes), writing=fresh)
+        operation = self._operations.begin(call, "store", pool.name, len(fresh) * body.block_pages, finish, holdings)
         if fresh:
             self._operations.start(operation, job)
         else:
@@ -344,7 +358,8 @@ class PrefixCache:
                 self._end_lease(operation.session.owner_id, lease)
             return self._loaded(operation, loading, error)
 
-        operation = self._operations.begin(call, "load", pool.name, len(call.ids[0]), finish)
+        holdings = Holdings(pages=hold, pinned=blocks)
+        operation = self._operations.begin(call, "load", pool.name, len(call.ids[0]), finish, holdings)
         loading.holder = OPERATIONS - operation.number
         self._host.index.pin(blocks, loading.holder)
         coming = [one for one in map(self._lower.promote, blocks) if one is not None]

@@ -8,7 +8,7 @@ has settled, the pages are copied to the snapshot's blocks and the pool's memory
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import bytes_per_page, component_of, space_of, spaces_of
 from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page_ranges
 from kvferry.pools.pool import Pool
+from kvferry.pools.tiers.arena import Extent
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
@@ -67,6 +68,8 @@ class HostReceives:
         self._service = service
         self._operations = operations
         self._live: dict[tuple[int, str, str], HostReceive] = {}
+        self._becoming: dict[int, HostReceive] = {}
+        """Settled, and being copied to their snapshots, by operation."""
 
     def make(self, call: Call, body: Receive, pool: Pool) -> HostReceive:
         """Return a temporary pool with the layout of ``pool`` and the pages that a RECEIVE asks for.
@@ -141,6 +144,7 @@ class HostReceives:
         )
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
+            del self._becoming[operation.number]
             self._free(host_receive)
             self._service.filled(host_receive.snapshot, job, error)
             return Ending(TierDone(operation=operation.number, kind="offload", snapshot=host_receive.snapshot.name))
@@ -149,7 +153,23 @@ class HostReceives:
         operation = self._operations.begin_quietly(
             host_receive.session, "offload", host_receive.pool.name, host_receive.snapshot.pages, finish
         )
+        self._becoming[operation.number] = host_receive
         self._operations.start(operation, job)  # what raises from here on ends the operation, and so calls finish
+
+    def held(self) -> Iterator[HostReceive]:
+        """Yield every receive that holds a temporary pool and its memory."""
+        for one in (*self._live.values(), *self._becoming.values()):
+            yield one
+            before = one.before
+            while before is not None and before is not one:
+                yield before
+                before = before.before
+
+    def extents(self) -> Iterator[Extent]:
+        """Yield the memory in the host tier that the temporary pools hold."""
+        for one in self.held():
+            its = f"RECEIVE {one.request_id} into the host tier"
+            yield Extent(np.array([one.offset]), one.size_bytes, its, one.pool.tenant)
 
     def _free(self, host_receive: HostReceive) -> None:
         self._host.release(host_receive.pool.tenant, np.array([host_receive.offset]), host_receive.size_bytes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from typing import Final
 
@@ -28,12 +30,42 @@ from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import Scheduler
+from kvferry.daemon.tiers.snapshots import SnapshotRegistry
+from kvferry.pools.integrity import RESTART, Check, Problem, Walk
+from kvferry.pools.tiers.arena import Extent
+from kvferry.pools.tiers.index import PinnedBlocks
 from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.session_messages import TierStatus
 
 MOST_COPY_THREADS: Final = 2
 log = structlog.get_logger(__name__)
+
+
+def checks_of(
+    host: HostTier,
+    snapshots: SnapshotRegistry,
+    host_receives: HostReceives,
+    operations: Operations,
+    lower: LowerTiers,
+    cache: PrefixCache,
+) -> Iterator[Check]:
+    """Yield the checks of tiers, each against what holds memory and blocks there."""
+
+    def extents() -> Iterator[Extent]:
+        holders = (snapshots, host_receives, operations, lower)
+        return itertools.chain.from_iterable(holder.extents() for holder in holders)
+
+    def pinned() -> Iterator[PinnedBlocks]:
+        return itertools.chain(cache.pinned(), operations.pinned(), lower.pinned())
+
+    def writing() -> Walk:
+        return host.index.writing_problems(operations.writing())
+
+    yield from host.checks(extents, pinned)
+    yield Check("the blocks being stored", writing, lambda: host.index.changes, RESTART)
+    yield from lower.checks()
+    yield Check("the operations", operations.problems, lambda: None, RESTART)
 
 
 class Tiers:
@@ -97,6 +129,21 @@ class Tiers:
         """Release an instance's leases; its snapshots are kept for a while."""
         self._cache.instance_lost(owner_id)
         self._service.instance_lost(owner_id)
+
+    def checks(self) -> Iterator[Check]:
+        """Yield the checks of the tiers, each against what holds memory and blocks there."""
+        if self._host.enabled:
+            snapshots = self._service.snapshots
+            yield from checks_of(self._host, snapshots, self.host_receives, self.operations, self._lower, self._cache)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many blocks, snapshots and operations there are."""
+        snapshots, operations = len(self._service.snapshots), sum(1 for _ in self.operations)
+        return {"blocks": len(self._host.index), "snapshots": snapshots, "operations": operations}
+
+    async def examine_files(self, *, deep: bool, until_s: float) -> tuple[int, list[Problem]]:
+        """See ``DiskTier.examine_files``."""
+        return await self._lower.examine_files(deep=deep, until_s=until_s)
 
     def status(self) -> list[TierStatus]:
         """Return the tiers as STATUS shows them."""

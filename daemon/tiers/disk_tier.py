@@ -7,6 +7,7 @@ used up, and handles a full or failing disk: the node continues without it and l
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +20,10 @@ import structlog
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import Demotions, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.pools.integrity import WALKED, Problem, Walk
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError, file_bytes
-from kvferry.pools.tiers.cached_block import BlockKey, CachedBlock, Digests, Tier
+from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Tier
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
 from kvferry.protocol.config.schema import DiskTierConfig
@@ -33,6 +35,9 @@ PAUSE_S: Final = 30.0
 """How long nothing is written after the disk was full or failed."""
 
 FOLDERS_SHOWN: Final = 8
+MAX_SUSPECTS: Final = 64
+"""Files that differ from what is known and are looked at again, each by itself."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -63,6 +68,7 @@ class DiskTier:
         self._store = DiskStore(Path(config.path), config.fsync)
         self._policy: EvictionPolicy[CachedBlock] = make_policy(policy)
         self._sizes: dict[CachedBlock, int] = {}
+        self._scanned = False
         self._used_bytes = 0
         self._queue = Demotions(host, Tier.DISK, self._write_block)
         self._paused_until = 0.0
@@ -75,6 +81,11 @@ class DiskTier:
     def __repr__(self) -> str:
         """Show the live counts."""
         return f"<DiskTier blocks={len(self._sizes)} used={self._used_bytes} waiting={len(self._queue)}>"
+
+    @property
+    def copying(self) -> tuple[CachedBlock, ...]:
+        """Return the block that is being written, if any: it is pinned."""
+        return self._queue.copying
 
     def start(self) -> None:
         """Scan the folder, then write queued blocks."""
@@ -134,9 +145,81 @@ class DiskTier:
             blocks=len(self._sizes),
         )
 
+    # -- checks
+
+    def problems(self) -> Walk:
+        """Yield where the blocks, sizes and counts that are known here differ from the index."""
+        for number, block in enumerate(self._sizes):
+            if not block.on_disk or block.state not in {BlockState.READY, BlockState.WRITING}:
+                yield Problem(f"a block has a file, and the index says that it has none: {block}")
+            if number % WALKED == 0:
+                yield None
+        lost = 0
+        for number, block in enumerate(self._host.index.on_disk()):
+            lost += block not in self._sizes
+            if number % WALKED == 0:
+                yield None
+        if lost:
+            yield Problem("a block has no file, and the index says that it has one", total=lost)
+        used = sum(self._sizes.values())
+        if used != self._used_bytes or len(self._policy) != len(self._sizes):
+            yield Problem(
+                f"{len(self._sizes)} files of {used} bytes are known, {len(self._policy)} of {self._used_bytes} counted"
+            )
+
+    async def examine_files(self, *, deep: bool, until_s: float) -> tuple[int, list[Problem]]:
+        """Compare the files with what is known here; ``deep``: also each page's checksum.
+
+        Args:
+            deep: read all pages.
+            until_s: the loop's time at which to end: the last problem says so.
+
+        Returns:
+            How many files were looked at, and what is wrong.
+        """
+        loop = asyncio.get_running_loop()
+        sizes: dict[BlockKey, int] = {}
+        problems: list[Problem] = []
+        whole = self._scanned
+        steps = self._store.examine(deep=deep)
+        while (step := await loop.run_in_executor(self._reader, next, steps, None)) is not None:
+            sizes.update(step.sizes)
+            problems += step.problems
+            if loop.time() > until_s:
+                left = len(self._sizes) - len(sizes)
+                problems.append(Problem(f"not all files were read in time; {left} not at all: give more time"))
+                whole = False
+                break
+        count, suspects = len(sizes), dict.fromkeys(key for key, size in sizes.items() if size < 0)
+        for number, block in enumerate(list(self._sizes)):
+            found = sizes.pop(block.key, None)
+            if block in self._sizes and found != self._sizes[block] and (whole or found is not None):
+                suspects[block.key] = None
+            if number % WALKED == 0:
+                await asyncio.sleep(0)
+        if whole:
+            suspects.update(dict.fromkeys(sizes))
+        for key in itertools.islice(suspects, MAX_SUSPECTS):
+            problems += await self._look_again(key)
+        if len(suspects) > MAX_SUSPECTS:
+            problems.append(Problem("more files differ from the index", total=len(suspects) - MAX_SUSPECTS))
+        return count, problems
+
+    async def _look_again(self, key: BlockKey) -> list[Problem]:
+        """Compare one file with what is known, when writes and removals that had begun before are done."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._writer, self._store.size_of, key)  # queued behind them
+        found = await loop.run_in_executor(self._reader, self._store.size_of, key)
+        block = self._host.index.get(*key)
+        known = None if block is None else self._sizes.get(block)
+        if found == known:
+            return []
+        return [Problem(f"the file of block {key.hash.hex()} has {found} bytes, {known} are known (None: no file)")]
+
     async def _run(self) -> None:
         try:
             await self._scan()
+            self._scanned = True
         except DiskError as error:
             self._pause(error)
         except Exception as cause:  # blocks on disk are lost to this daemon; new ones can still be written

@@ -7,8 +7,10 @@ until its owner frees it. A request that does not fit gets BUSY, with the sizes 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -18,9 +20,10 @@ import structlog
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_units
+from kvferry.pools.integrity import RESTART, Check, Problem, Walk
+from kvferry.pools.tiers.arena import Arena, Extent, Freed, NotEnoughError, Offsets, whole_units
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
-from kvferry.pools.tiers.index import BlockIndex, TenantAccount
+from kvferry.pools.tiers.index import BlockIndex, PinnedBlocks, TenantAccount
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.protocol.config.memory import smallest_limit
 from kvferry.protocol.config.schema import TiersConfig
@@ -180,6 +183,36 @@ class HostTier:
             snapshots=snapshots,
         )
 
+    def checks(
+        self, extents: Callable[[], Iterable[Extent]], pinned: Callable[[], Iterable[PinnedBlocks]]
+    ) -> Iterator[Check]:
+        """Yield the checks of the memory, the index and the pins.
+
+        Args:
+            extents: what holds memory beside the cached blocks.
+            pinned: what pins blocks beside operators.
+        """
+
+        def version() -> object:
+            return self.arena.changes, self.index.changes
+
+        def memory() -> Walk:
+            yield from self.arena.problems()
+            yield from self.arena.extent_problems(itertools.chain(self.index.extents(), extents()))
+            charged: Counter[int] = Counter()
+            for one in extents():
+                if one.charged_to is not None:
+                    charged[one.charged_to] += len(one.offsets) * whole_units(one.size_bytes)
+            for tenant, account in self.index.accounts.items():
+                if account.charged_bytes != charged[tenant]:
+                    yield Problem(
+                        f"user {tenant} is charged {account.charged_bytes} bytes, and holds {charged[tenant]}"
+                    )
+
+        yield Check("the host tier's memory", memory, version, RESTART)
+        yield Check("the cached blocks", self.index.problems, version, RESTART)
+        yield Check("the pins of cached blocks", lambda: self.index.pin_problems(pinned()), version, RESTART)
+
     def populate(self, used_bytes: int) -> None:
         """Populate memory ahead of its use, on a thread: copying into memory that has no pages yet is far slower."""
         if used_bytes + AHEAD_BYTES // 2 > self.arena.size_bytes:
@@ -274,6 +307,8 @@ class Demotions:
         self._tier = tier
         self._copy = copy
         self._waiting: dict[CachedBlock, None] = {}
+        self.copying: tuple[CachedBlock, ...] = ()
+        """The block that is being copied, and pinned."""
         self._wanted = asyncio.Event()
 
     def __len__(self) -> int:
@@ -300,11 +335,13 @@ class Demotions:
                 if block.state is not BlockState.READY or not block.in_host or self._tier in block.tiers:
                     continue
                 self._host.index.pin([block], DEMOTION)
+                self.copying = (block,)
                 try:
                     await self._copy(block)
                 except Exception as cause:  # a bug with one block must not be the end of the tier
                     log.exception("copying a cached block to a lower tier failed", tier=self._tier, cause=str(cause))
                 finally:
+                    self.copying = ()
                     self._host.free_all(self._host.index.unpin([block], DEMOTION))
             self._wanted.clear()
 

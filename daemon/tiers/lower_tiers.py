@@ -7,17 +7,19 @@ meanwhile, and becomes visible in the host tier only if its checksums match.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Final
 
 import structlog
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.disk_tier import DiskTier
-from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
 from kvferry.daemon.tiers.remote_tier import RemoteTier
-from kvferry.pools.tiers.arena import Offsets
+from kvferry.pools.integrity import RESTART, Check, Problem
+from kvferry.pools.tiers.arena import Extent, Offsets
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests, Namespace
+from kvferry.pools.tiers.index import PinnedBlocks
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.session_messages import TierStatus
 
@@ -71,6 +73,8 @@ class LowerTiers:
         self._remote = remote
         self._counters = counters
         self._promotions: dict[CachedBlock, asyncio.Task[bool]] = {}
+        self._reading: dict[CachedBlock, Extent] = {}
+        """The memory that blocks are being read into."""
         self._removals = Background("a removal from the remote tier")
         self._promotion_slots = asyncio.Semaphore(MAX_PROMOTIONS)
 
@@ -155,6 +159,26 @@ class LowerTiers:
         if self._remote is not None and in_remote:
             self._removals.spawn(self._remote.remove(in_remote))
 
+    def extents(self) -> Iterator[Extent]:
+        """Yield the memory in the host tier that blocks are being read into."""
+        return iter(self._reading.values())
+
+    def pinned(self) -> Iterator[PinnedBlocks]:
+        """Yield the blocks that are being copied to a lower tier."""
+        for tier in (self._disk, self._remote):
+            if tier is not None:
+                yield PinnedBlocks(DEMOTION, tier.copying)
+
+    def checks(self) -> Iterator[Check]:
+        """Yield the checks of what the lower tiers know of their blocks."""
+        disk = self._disk
+        if disk is not None:
+            yield Check("the disk tier's index", disk.problems, lambda: self._host.index.changes, RESTART)
+
+    async def examine_files(self, *, deep: bool, until_s: float) -> tuple[int, list[Problem]]:
+        """See ``DiskTier.examine_files``; finds nothing where there is no disk tier."""
+        return (0, []) if self._disk is None else await self._disk.examine_files(deep=deep, until_s=until_s)
+
     def status(self) -> list[TierStatus]:
         """Return the tiers as STATUS shows them."""
         return [one.status() for one in (self._disk, self._remote) if one is not None]
@@ -173,11 +197,13 @@ class LowerTiers:
             self._counters.add("tiers.host.promotions_refused")
             log.info("a cached block was not promoted", cause=error.detail)
             return False
+        self._reading[block] = Extent(offsets, page_bytes, f"promotion of {block.hash[:4].hex()}", tenant)
         promoted = False
         try:
             digests = await self._read(block, offsets, page_bytes)
             promoted = digests is not None and self._host.index.enter_host(block, offsets, digests)
         finally:
+            del self._reading[block]
             if promoted:  # the index counts it now
                 self._host.discharge(tenant, pages, page_bytes)
             else:

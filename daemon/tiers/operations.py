@@ -11,7 +11,7 @@ import enum
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeAlias
@@ -24,9 +24,15 @@ from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
-from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.host_tier import OPERATIONS, HostTier
+from kvferry.daemon.tiers.snapshots import PageHold
+from kvferry.pools.allocator import HeldPages
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
+from kvferry.pools.integrity import Problem, Walk
+from kvferry.pools.tiers.arena import Extent, Freed
+from kvferry.pools.tiers.cached_block import CachedBlock
+from kvferry.pools.tiers.index import PinnedBlocks
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
@@ -131,6 +137,9 @@ def _words(ends: type[KvferryError] | Outcome) -> str:
     return ends.value if isinstance(ends, Outcome) else ends.code
 
 
+OVERDUE_S: Final = 5.0
+"""A deadline that passed longer ago was forgotten; a loaded daemon is late by less."""
+
 MAX_OPERATIONS = 1024
 """Per session, live or ended and not acknowledged."""
 
@@ -154,6 +163,25 @@ class Ending(msgspec.Struct, frozen=True):
     ids: tuple[PageIds, ...] = ()
 
 
+class Holdings(NamedTuple):
+    """What an operation holds from its beginning to its end.
+
+    Attributes:
+        pages: of a pool; it may take them later.
+        memory: that it writes in the host tier, as blocks of one size.
+        writing: the blocks of the index that it writes there.
+        pinned: the blocks that it keeps in the host tier, each with one pin of ``OPERATIONS`` minus its number.
+    """
+
+    pages: PageHold | None = None
+    memory: Freed | None = None
+    writing: Sequence[CachedBlock] = ()
+    pinned: Sequence[CachedBlock] = ()
+
+
+HOLDS_NOTHING: Final = Holdings()
+
+
 class Operation:
     """One operation.
 
@@ -163,10 +191,18 @@ class Operation:
         state: see ``operations``.
         stopped: the error it was stopped with, if any, also while its job still ends.
         quiet: no session asked for it: its end sends no event, and it outlives the session.
+        holdings: what it holds; ``finish`` releases it.
     """
 
     def __init__(
-        self, number: int, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish
+        self,
+        number: int,
+        session: Session,
+        kind: OperationKind,
+        pool: str,
+        pages: int,
+        finish: Finish,
+        holdings: Holdings = HOLDS_NOTHING,
     ) -> None:
         self.number = number
         self.session = session
@@ -174,6 +210,7 @@ class Operation:
         self.pool = pool
         self.pages = pages
         self.finish = finish
+        self.holdings = holdings
         self.created_at = time.monotonic()
         self.first_copy_at: float | None = None
         self.waits_for = ""
@@ -187,6 +224,11 @@ class Operation:
     def __repr__(self) -> str:
         """Show what it is and what it waits for."""
         return f"<Operation {self.number} {self.kind} {self.pool} pages={self.pages} {self.waits_for or 'copying'}>"
+
+    @property
+    def name(self) -> str:
+        """Return what it is, in words."""
+        return f"{self.kind.upper()} (operation {self.number} of session {self.session.session_id})"
 
 
 Finish = Callable[[Operation, KvferryError | None], Ending]
@@ -252,10 +294,18 @@ class Operations:
         if known >= MAX_OPERATIONS:
             raise OverloadedError(f"{known} operations of the session are live or unacknowledged")
 
-    def begin(self, call: Call, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
+    def begin(
+        self,
+        call: Call,
+        kind: OperationKind,
+        pool: str,
+        pages: int,
+        finish: Finish,
+        holdings: Holdings = HOLDS_NOTHING,
+    ) -> Operation:
         """Begin an operation with the deadline of its request. Raises what ``check`` does."""
         self.check(call.session)
-        operation = self._add(call.session, kind, pool, pages, finish)
+        operation = self._add(call.session, kind, pool, pages, finish, holdings)
         self._unacknowledged[call.session.session_id] += 1
         late = f"the {kind} was not done within {call.deadline_s:g} s"
         operation.timer = self._loop.call_later(call.deadline_s, self._apply, operation, Event.DEADLINE, late)
@@ -267,8 +317,16 @@ class Operations:
         operation.quiet = True
         return operation
 
-    def _add(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
-        operation = Operation(next(self._numbers), session, kind, pool, pages, finish)
+    def _add(
+        self,
+        session: Session,
+        kind: OperationKind,
+        pool: str,
+        pages: int,
+        finish: Finish,
+        holdings: Holdings = HOLDS_NOTHING,
+    ) -> Operation:
+        operation = Operation(next(self._numbers), session, kind, pool, pages, finish, holdings)
         self._live[operation.number] = operation
         self._idle.clear()
         return operation
@@ -389,6 +447,46 @@ class Operations:
     async def drained(self) -> None:
         """Wait until no operation is live."""
         await self._idle.wait()
+
+    # -- what all operations hold, for checks
+
+    def held_pages(self) -> Iterator[HeldPages]:
+        """Yield the pages of pools that each operation reads or writes."""
+        for operation in list(self):
+            if operation.holdings.pages is not None:
+                yield from operation.holdings.pages.held(operation.name)
+
+    def extents(self) -> Iterator[Extent]:
+        """Yield the memory in the host tier that operations write for blocks that are not visible yet."""
+        for operation in self:
+            if operation.holdings.memory is not None:
+                yield Extent(*operation.holdings.memory, operation.name)
+
+    def pinned(self) -> Iterator[PinnedBlocks]:
+        """Yield the blocks that each operation pins."""
+        for operation in self:
+            if operation.holdings.pinned:
+                yield PinnedBlocks(OPERATIONS - operation.number, operation.holdings.pinned)
+
+    def writing(self) -> Iterator[Sequence[CachedBlock]]:
+        """Yield the blocks that each operation writes."""
+        return (operation.holdings.writing for operation in self)
+
+    def problems(self) -> Walk:
+        """Yield the operations that would never end."""
+        for operation in list(self):
+            if operation.state is State.DONE:
+                yield Problem("an operation is done and still known", holder=operation.name)
+            elif operation.timer is not None and operation.timer.when() + OVERDUE_S < self._loop.time():
+                if operation.state is State.WAITING:
+                    yield Problem("an operation's deadline has passed, and it waits", holder=operation.name)
+            elif operation.timer is None and not operation.quiet:
+                yield Problem("an operation has no deadline", holder=operation.name)
+            if (operation.state in {State.COPYING, State.STOPPING}) is not (operation.job is not None):
+                yield Problem(
+                    f"an operation is {operation.state.value}, and its job says otherwise", holder=operation.name
+                )
+        yield None
 
     def status(self) -> Iterator[OperationStatus]:
         """Yield the live operations as STATUS shows them."""

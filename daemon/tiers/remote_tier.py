@@ -66,6 +66,11 @@ class RemoteTier:
         return len(self._queue)
 
     @property
+    def copying(self) -> tuple[CachedBlock, ...]:
+        """Return the block that is being put, if any: it is pinned."""
+        return self._queue.copying
+
+    @property
     def available(self) -> bool:
         """Return whether the store is reachable."""
         return self._store.available

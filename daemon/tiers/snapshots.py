@@ -16,11 +16,11 @@ import numpy as np
 import xxhash
 
 from kvferry.daemon.tiers.copier import Digests
-from kvferry.pools.allocator import PageAllocator
+from kvferry.pools.allocator import HeldPages, PageAllocator
 from kvferry.pools.planning.manifest import key_of, slot_shape, space_of
 from kvferry.pools.planning.page_ranges import PageRange, page_tokens_of
 from kvferry.pools.pool import Pool
-from kvferry.pools.tiers.arena import Offsets
+from kvferry.pools.tiers.arena import Extent, Offsets
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
@@ -168,6 +168,13 @@ class SnapshotRegistry:
             raise UnknownSnapshotError(f"no snapshot {name} of user {tenant}", field="snapshot")
         return found
 
+    def extents(self) -> Iterator[Extent]:
+        """Yield the memory in the host tier that snapshots hold."""
+        for snapshot in self:
+            for segment in snapshot.segments:
+                its = f"snapshot {snapshot.name}"
+                yield Extent(segment.offsets, segment.layout.block_bytes, its, snapshot.tenant)
+
     def remove(self, snapshot: Snapshot) -> None:
         """Unregister a snapshot. Idempotent."""
         if self._snapshots.pop(snapshot.name, None) is not None:
@@ -281,6 +288,10 @@ class PageHold:
         else:
             allocator.begin_read(owner, ids, field)
         self._held.append(_Held(allocator, ids))
+
+    def held(self, holder: str) -> Iterator[HeldPages]:
+        """Yield the pages that it holds, in the name of ``holder``."""
+        return (HeldPages(allocator, ids, self._write, holder) for allocator, ids in self._held)
 
     def release(self) -> None:
         """Release the pages. Idempotent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kvferry.daemon.transfer.endpoints import (
     Announcement,
@@ -21,6 +21,9 @@ from kvferry.daemon.transfer.endpoints import (
 from kvferry.daemon.transfer.kept import Tombstones
 from kvferry.daemon.transfer.matching import Trim
 from kvferry.daemon.transfer.transitions import State
+from kvferry.pools.allocator import HeldPages
+from kvferry.pools.integrity import WALKED, Problem, Walk
+from kvferry.pools.planning.page_ranges import lists_with_pages
 from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
@@ -142,6 +145,10 @@ class Deadlines(Generic[T]):
         if number is not None:
             del self._things[number]
 
+    def __contains__(self, thing: T) -> bool:
+        """Return whether a thing has a deadline."""
+        return thing in self._numbers
+
     def due(self, now: float) -> Iterator[T]:
         """Yield and drop the things that are due, earliest first. Deadlines may be set and dropped meanwhile."""
         while self._heap and self._heap[0][0] <= now:
@@ -158,6 +165,14 @@ class Deadlines(Generic[T]):
 
 
 # -- live endpoints
+
+
+OVERDUE_S: Final = 5.0
+"""A deadline that passed longer ago was forgotten; a loaded daemon is late by less."""
+
+
+def _named(endpoint: SendRequest | ReceiveRequest) -> str:
+    return f"{endpoint.direction.upper()} {endpoint.request_id} of session {endpoint.session_id}"
 
 
 class Groups(Generic[K, T]):
@@ -294,6 +309,43 @@ class Endpoints:
             self.receive_requests if isinstance(endpoint, ReceiveRequest) else self.send_requests
         )
         of_kind.pop(endpoint.key, None)  # last: what raised before is found again
+
+    def held_pages(self) -> Iterator[HeldPages]:
+        """Yield the pages that each endpoint holds; endpoints may settle meanwhile, and those of others may come."""
+        for receive_request in list(self.receive_requests.values()):
+            if receive_request.state is not State.SETTLED:
+                for one in lists_with_pages(receive_request.ranges.values()):
+                    allocator = receive_request.pool.allocator_of(one.component)
+                    yield HeldPages(allocator, one.ids, writing=True, holder=_named(receive_request))
+        for send_request in list(self.send_requests.values()):
+            pool = send_request.holder
+            if pool is not None and send_request.state is not State.SETTLED:
+                for one in lists_with_pages(one for chunk in send_request.chunks for one in chunk.ranges):
+                    yield HeldPages(
+                        pool.allocator_of(one.component), one.ids, writing=False, holder=_named(send_request)
+                    )
+
+    def problems(self, now: float) -> Walk:
+        """Yield the endpoints that would never end, or whose transfer ops are not those that are known."""
+        for number, endpoint in enumerate(list(self)):
+            if endpoint.state is State.OPEN:
+                if endpoint not in self.deadlines:
+                    yield Problem("an open request has no deadline", holder=_named(endpoint))
+                elif now - endpoint.deadline_at > OVERDUE_S:
+                    late = f"an open request's deadline passed {now - endpoint.deadline_at:.1f} s ago"
+                    yield Problem(late, holder=_named(endpoint))
+            if endpoint.state is not State.SETTLED and isinstance(endpoint, ReceiveRequest):
+                if any(self.ops.get(op_id) is not op for op_id, op in endpoint.ops.items()):
+                    yield Problem("a copy that its RECEIVE waits for is not known", holder=_named(endpoint))
+                if endpoint.state is State.FINISHED and not endpoint.ops:
+                    yield Problem("a finished request with nothing under way has not settled", holder=_named(endpoint))
+            if number % WALKED == 0:
+                yield None
+        orphans = [op for op in self.ops.values() if op.op_id not in op.receive_request.ops]
+        if orphans:
+            yield Problem(
+                "a copy that no RECEIVE waits for", total=len(orphans), holder=_named(orphans[0].receive_request)
+            )
 
     def postpone(self, endpoint: SendRequest | ReceiveRequest, deadline_at: float) -> None:
         """Set an endpoint's deadline to this time, unless it is later already."""

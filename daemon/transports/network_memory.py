@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Coroutine
+from collections.abc import Set as AbstractSet
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -23,6 +25,7 @@ import structlog
 from kvferry.daemon.transports.mooncake import MooncakeEngine
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.integrity import Walk, problem_at
 from kvferry.pools.pool import Pool
 from kvferry.protocol.config.schema import STAGING_BUFFERS, Config, NetworkConfig
 from kvferry.protocol.errors import ConfigError, KvferryError
@@ -172,6 +175,16 @@ class BounceBuffers:
         for number, grant_id in lost:
             self.quarantine(number, peer, grant_id, now_s)
         return [number for number, _ in lost]
+
+    def problems(self, awaited: AbstractSet[int]) -> Walk:
+        """Yield the buffers that are not in exactly one state; ``awaited``: those of the grants that are not over."""
+        known = Counter(number for number in itertools.chain(self._free, self._granted, self._quarantined))
+        wrong = [number for number in range(self.count) if known[number] != 1]
+        if wrong:
+            yield problem_at("a bounce buffer is in none or several of the states free, granted, quarantined", wrong)
+        lost = sorted(self._granted.keys() - awaited)
+        if lost:
+            yield problem_at("a granted buffer, or granted pages, whose grant nothing waits for", lost)
 
     def fence_due(self, now_s: float, *, writing: bool = False) -> bool:
         """Return whether to fence now. Where a bound is exceeded but grants are live, start draining and return False.

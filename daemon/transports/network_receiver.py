@@ -27,6 +27,7 @@ from kvferry.daemon.transfer.peer_transfers import op_of
 from kvferry.daemon.transports.local import OnOpDone, SendToPeer
 from kvferry.daemon.transports.network_memory import NetworkMemory, Target
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.integrity import Walk
 from kvferry.pools.planning.copies import CopyChunk, copy_by_size, cut_copy_chunks, memory_runs
 from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
 from kvferry.protocol.ids import BootId
@@ -201,6 +202,10 @@ class NetworkReceiver:
             state=self._watch.state,
             held_by=dict(Counter(grant.incoming.peer.address for grant in self._grants.values())),
         )
+
+    def problems(self) -> Walk:
+        """Yield the bounce buffers that are not in exactly one state, and the grants that nothing waits for."""
+        yield from self._bounce_buffers.problems({grant.target.number for grant in self._grants.values()})
 
     # -- for the fence watch
 

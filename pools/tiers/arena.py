@@ -7,10 +7,14 @@ memory itself.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from kvferry.pools.integrity import SHOWN, WALKED, Problem, Walk, check, problem_at
 
 ALLOCATION_UNIT_BYTES = 4096
 """Every block begins at a multiple of this, and takes a multiple of it."""
@@ -32,6 +36,19 @@ class Freed(NamedTuple):
     """Size of one block."""
 
 
+class Extent(NamedTuple):
+    """Blocks of one size that something holds in the arena, as that thing says itself."""
+
+    offsets: Offsets
+    """``(n,)`` int64."""
+    size_bytes: int
+    """Size of one block."""
+    holder: str
+    """What it is, in words."""
+    charged_to: int | None = None
+    """The tenant whose account is charged with it; None for blocks, which the index counts."""
+
+
 def whole_units(size_bytes: int) -> int:
     """Return the bytes of the arena that a block of ``size_bytes`` (at least 1) takes."""
     return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
@@ -50,6 +67,8 @@ class Arena:
         self._starts: Offsets = np.zeros(1 if self._size else 0, np.int64)
         self._sizes: Offsets = np.full(len(self._starts), self._size, np.int64)
         self._free = self._size
+        self.changes = 0
+        """Grows with each allocation and each release; for walks."""
 
     def __repr__(self) -> str:
         """Show the current counts."""
@@ -116,11 +135,13 @@ class Arena:
         ends = holes + sizes
         assert bool((ends[:-1] <= holes[1:]).all()), "a block is freed that is free"
         first = np.flatnonzero(np.concatenate(([True], ends[:-1] != holes[1:])))
+        self.changes += 1
         self._starts, self._sizes = holes[first], np.add.reduceat(sizes, first)
         self._free += step * len(starts)
 
     def grow(self, size_bytes: int) -> None:
         """Make it larger, up to ``max_bytes``: the new bytes are free."""
+        self.changes += 1
         before, self._size = self._size, size_bytes // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES
         assert before < self._size <= self.max_bytes, "an arena grows, within its bound"
         self._starts, self._sizes = np.append(self._starts, before), np.append(self._sizes, 0)
@@ -135,12 +156,56 @@ class Arena:
         Raises:
             AssertionError: they are not; says what is wrong.
         """
+        check(self.problems())
+
+    def problems(self) -> Walk:
+        """Yield what is wrong with the holes."""
         ends = self._starts + self._sizes
-        assert bool((self._sizes > 0).all()), "an empty hole"
-        assert bool((ends[:-1] < self._starts[1:]).all()), "holes that overlap, touch or are out of order"
-        assert not len(ends) or (int(self._starts[0]) >= 0 and int(ends[-1]) <= self._size), "a hole outside the arena"
-        assert not (self._starts % ALLOCATION_UNIT_BYTES).any(), "a hole that begins inside an allocation unit"
-        assert int(self._sizes.sum()) == self._free, "free bytes"
+        late = np.zeros(len(ends), np.bool_)
+        late[:-1] = ends[:-1] >= self._starts[1:]
+        for what, wrong in (
+            ("an empty hole", self._sizes <= 0),
+            ("holes overlap, touch or are out of order", late),
+            ("a hole begins inside an allocation unit", self._starts % ALLOCATION_UNIT_BYTES != 0),
+            ("a hole outside the arena", (self._starts < 0) | (ends > self._size)),
+        ):
+            if wrong.any():
+                yield problem_at(what, self._starts[wrong])
+        if int(self._sizes.sum()) != self._free:
+            yield Problem(f"the holes have {int(self._sizes.sum())} bytes, {self._free} are counted as free")
+        yield None
+
+    def extent_problems(self, extents: Iterable[Extent]) -> Walk:
+        """Yield where holes and ``extents``, all that are allocated, do not make up the arena, each byte once."""
+        taken: dict[int, tuple[int, str]] = {}  # by start: the end, and the holder
+        for number, one in enumerate(itertools.chain(extents, self._holes())):
+            step = whole_units(one.size_bytes)
+            for start in one.offsets.tolist():
+                if start in taken:
+                    yield problem_at(f"it is held twice, also by {taken[start][1]}", [start], one.holder)
+                taken[start] = (start + step, one.holder)
+            if number % WALKED == 0:
+                yield None
+        yield from self._tile_problems(taken)
+
+    def _holes(self) -> Iterator[Extent]:
+        for start, size_bytes in zip(self._starts, self._sizes.tolist(), strict=True):
+            yield Extent(np.array([start]), size_bytes, "a hole: it is free")
+
+    def _tile_problems(self, taken: dict[int, tuple[int, str]]) -> Walk:
+        """Yield where these parts, by start, do not follow each other from the arena's start to its end."""
+        at = number = leaks = 0
+        while at < self._size and leaks < SHOWN:
+            end = taken.pop(at, (at, ""))[0]
+            if end == at:
+                end = min((start for start in taken if start > at), default=self._size)
+                leaks += 1
+                yield problem_at(f"{end - at} bytes are allocated, and nothing holds them", [at])
+            at, number = end, number + 1
+            if number % WALKED == 0:
+                yield None
+        for start, (_, holder) in itertools.islice(taken.items() if leaks < SHOWN else (), SHOWN):
+            yield problem_at("it begins inside another block, or beyond the arena", [start], holder)
 
     def _choose(self, capacity: Offsets, count: int) -> tuple[npt.NDArray[np.intp], Offsets]:
         """Return the holes to cut, ascending, and how many blocks to cut from each.
@@ -162,6 +227,7 @@ class Arena:
 
     def _cut(self, holes: npt.NDArray[np.intp], taken_bytes: Offsets) -> None:
         """Remove bytes from the front of holes."""
+        self.changes += 1
         self._starts[holes] += taken_bytes
         self._sizes[holes] -= taken_bytes
         self._free -= int(taken_bytes.sum())

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
+import xxhash
 
+from kvferry.pools.integrity import Problem
 from kvferry.pools.tiers.block_file import (
     BLOCK_NAME,
     FORM_NAME,
@@ -126,8 +128,12 @@ class DiskCounts:
 class DiskWalk:
     """One walk through a root."""
 
-    def __init__(self, root: Path, token: str, counts: DiskCounts) -> None:
-        """Walk through ``root``; unfinished files with ``token`` in their names still have a writer."""
+    def __init__(self, root: Path, token: str, counts: DiskCounts, *, tidy: bool = True) -> None:
+        """Walk through ``root``; unfinished files with ``token`` in their names still have a writer.
+
+        ``tidy``: remove the others.
+        """
+        self._tidy = tidy
         self._root = root
         self._token = token
         self._counts = counts
@@ -158,7 +164,7 @@ class DiskWalk:
                 self._counts.foreign += 1
             elif part is None:
                 found += self._candidate(entry, namespace)
-            elif part[1] != self._token:
+            elif part[1] != self._token and self._tidy:
                 self._counts.leftovers += self._removed(entry)
         return found
 
@@ -211,6 +217,13 @@ class FoundBlock(NamedTuple):
     header: BlockHeader
     size_bytes: int
     used_ns: int
+
+
+class ExaminedFiles(NamedTuple):
+    """What a step of an examination found: files by block, with their sizes (-1: damaged), and what is wrong."""
+
+    sizes: dict[BlockKey, int]
+    problems: list[Problem]
 
 
 class DiskStore:
@@ -368,6 +381,46 @@ class DiskStore:
                 ask_for_header(self._path(candidate.key))
             yield tuple(filter(None, map(self._found, step)))
             step = ahead
+
+    def examine(self, *, deep: bool) -> Iterator[ExaminedFiles]:
+        """Look at every file, a step at a time, and change nothing; ``deep``: read all pages too.
+
+        A step opens one folder's files, or reads one page, and may yield nothing. Blocks may be written and removed
+        between the steps.
+        """
+        for candidates in DiskWalk(self._base, self._token, DiskCounts(), tidy=False).steps():
+            for candidate in candidates:
+                yield from self._examine(candidate.key, deep=deep)
+
+    def size_of(self, key: BlockKey) -> int | None:
+        """Return the size of a block's file, or None where there is none."""
+        try:
+            return self._path(key).lstat().st_size
+        except OSError:
+            return None
+
+    def _examine(self, key: BlockKey, *, deep: bool) -> Iterator[ExaminedFiles]:
+        path = self._path(key)
+        try:
+            opened = open_block(path, key, lambda _key, _fd: None)
+        except MissingBlockError:
+            return  # removed since
+        except DiskError as error:
+            yield ExaminedFiles({key: -1}, [Problem(str(error).replace(f"{self._base}/", ""))])
+            return
+        try:
+            yield ExaminedFiles({key: opened.size_bytes}, [])
+            for page in range(opened.header.block_pages if deep else 0):
+                size_bytes = opened.header.page_bytes
+                first = opened.size_bytes - (opened.header.block_pages - page) * size_bytes
+                if xxhash.xxh3_64_intdigest(os.pread(opened.fd, size_bytes, first)) != opened.header.digests[page]:
+                    yield ExaminedFiles(
+                        {}, [Problem(f"{path.relative_to(self._base)}: the checksum of page {page} is wrong")]
+                    )
+                    return
+                yield ExaminedFiles({}, [])
+        finally:
+            os.close(opened.fd)
 
     def _found(self, candidate: Candidate) -> FoundBlock | None:
         """Return the block, unless this store has written it, or it is gone, damaged or cannot be read."""

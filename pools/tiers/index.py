@@ -7,10 +7,12 @@ whoever moves bytes reports it here, and changes of visibility are recorded in t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvferry.pools.tiers.arena import Freed, Offsets
+from kvferry.pools.integrity import WALKED, Problem, Walk, check
+from kvferry.pools.tiers.arena import Extent, Freed, Offsets
 from kvferry.pools.tiers.cached_block import BlockListing, BlockState, CachedBlock, Digests, ListPage, Namespace, Tier
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
@@ -113,6 +115,16 @@ OPERATOR: Final = -1
 """The holder of pins set from the command line; session ids are above 0."""
 
 
+_COUNTED: Final = ("cached bytes", "bytes being written", "evictable bytes", "blocks in the eviction policy")
+
+
+class PinnedBlocks(NamedTuple):
+    """Blocks that something pins, as that thing says itself: one pin of each, several if it lists one several times."""
+
+    holder: int
+    blocks: Iterable[CachedBlock]
+
+
 class Begun(NamedTuple):
     """The block that ``begin`` found or created for one hash."""
 
@@ -150,6 +162,8 @@ class BlockIndex:
         self._writing: dict[tuple[Namespace, bytes], CachedBlock] = {}
         self._held: dict[int, set[CachedBlock]] = {}
         self._listing = BlockListing()
+        self.changes = 0
+        """Grows with each change of blocks, tiers and pins; for walks."""
 
     def __repr__(self) -> str:
         """Show the current counts."""
@@ -201,6 +215,7 @@ class BlockIndex:
         Returns:
             The existing or new block of each hash, in order. Each fresh one must be committed or abandoned.
         """
+        self.changes += 1
         account = self.accounts[namespace.tenant]
         begun = []
         for block_hash in hashes:
@@ -221,6 +236,7 @@ class BlockIndex:
             offsets: of each block, ``(block_pages,)``; may be an array ``(blocks, block_pages)``.
             digests: of each block; None if checksums are off.
         """
+        self.changes += 1
         for block, at in zip(blocks, offsets, strict=True):
             assert block.state is BlockState.WRITING, f"commit of {block}"
             self.accounts[block.namespace.tenant].writing_bytes -= block.size_bytes
@@ -233,6 +249,7 @@ class BlockIndex:
 
     def abandon(self, blocks: Iterable[CachedBlock]) -> None:
         """Stop writing blocks; the caller frees what it allocated for them. A block in another tier becomes visible."""
+        self.changes += 1
         for block in blocks:
             assert block.state is BlockState.WRITING, f"abandoning {block}"
             self.accounts[block.namespace.tenant].writing_bytes -= block.size_bytes
@@ -253,6 +270,7 @@ class BlockIndex:
         digests: Digests = (),
     ) -> CachedBlock:
         """Add a block that was found in the disk or the remote tier; return the one block of that key."""
+        self.changes += 1
         assert tier is not Tier.HOST, "blocks in host memory are stored by commit"
         block = self.get(namespace, block_hash) or self._writing.get((namespace, block_hash))
         if block is not None:
@@ -272,6 +290,7 @@ class BlockIndex:
         Returns:
             False if the block was removed meanwhile, or is already there: the caller must free the bytes.
         """
+        self.changes += 1
         if block.state is not BlockState.READY or block.offsets is not None:
             return False
         block.offsets = offsets
@@ -286,6 +305,7 @@ class BlockIndex:
         Returns:
             The bytes that the caller must free.
         """
+        self.changes += 1
         assert block.evictable, f"dropping {block}"
         self._leave(block)
         freed = self._give_up(block)
@@ -299,6 +319,7 @@ class BlockIndex:
         Returns:
             False if the block was removed before: the caller must delete it from that tier.
         """
+        self.changes += 1
         if block.state not in {BlockState.READY, BlockState.WRITING}:
             return False
         flag = "on_disk" if tier is Tier.DISK else "in_remote"
@@ -320,6 +341,7 @@ class BlockIndex:
         Returns:
             The bytes to free now: none if the host tier has none, or if they are pinned; ``unpin`` then returns them.
         """
+        self.changes += 1
         if block.state is not BlockState.READY:
             return []
         for tier in block.tiers:
@@ -347,6 +369,7 @@ class BlockIndex:
 
         A block that is in no tier any more is gone despite its pins.
         """
+        self.changes += 1
         held = self._held.setdefault(holder, set())
         for block in blocks:
             pins = block.pins
@@ -363,6 +386,7 @@ class BlockIndex:
         Raises:
             KeyError: ``holder`` does not pin one of them.
         """
+        self.changes += 1
         freed: list[Freed] = []
         for block in blocks:
             block.pins[holder] -= 1
@@ -372,6 +396,7 @@ class BlockIndex:
 
     def unpin_holder(self, holder: int) -> list[Freed]:
         """Remove all pins of a holder, which may have none; return bytes that are no longer used, to be freed."""
+        self.changes += 1
         freed: list[Freed] = []
         for block in list(self._held.get(holder, ())):
             self._unhold(block, holder, freed)
@@ -396,27 +421,112 @@ class BlockIndex:
     # --- inside ---
 
     def check_integrity(self) -> None:
-        """Check that all counts, sets and flags agree, for tests and debugging.
+        """Check that all counts, sets and flags agree.
 
         Raises:
             AssertionError: they do not; says what is wrong.
         """
-        ready = [block for blocks in self._ready.values() for block in blocks.values()]
-        held = {block for blocks in self._held.values() for block in blocks}
-        assert all(self._ready.values()), "an empty namespace"
-        assert all(self._held.values()), "a holder of nothing"
-        assert len(self) == len(ready), "blocks that are visible"
-        assert all(block.state is BlockState.READY and block.tiers for block in ready), "a visible block"
-        assert all(block.state is BlockState.WRITING for block in self._writing.values()), "a block being written"
-        for holder, blocks in self._held.items():
-            assert all(block.pins[holder] > 0 for block in blocks), f"pins of {holder}"
-        for tenant, account in self.accounts.items():
-            mine = [block for block in {*ready, *held} if block.namespace.tenant == tenant and block.in_host]
-            writing = [block for block in self._writing.values() if block.namespace.tenant == tenant]
-            assert account.cached_bytes == sum(block.size_bytes for block in mine), "cached bytes"
-            assert account.writing_bytes == sum(block.size_bytes for block in writing), "bytes being written"
-            assert account.evictable_bytes == sum(b.size_bytes for b in mine if b.evictable), "evictable bytes"
-            assert len(account.policy) == sum(b.state is BlockState.READY for b in mine), "blocks in the policy"
+        check(self.problems())
+
+    def problems(self) -> Walk:
+        """Yield what is wrong with the blocks, the tenants' accounts and the pins."""
+        yield from self._block_problems()
+        yield from self._held_problems()
+        yield from self._account_problems()
+
+    def pin_problems(self, pinned: Iterable[PinnedBlocks]) -> Walk:
+        """Yield where the pins differ from what their holders say, each of whom tells all blocks that it pins."""
+        by_operators = dict.fromkeys(self._held.get(OPERATOR, ()), 1)  # nothing else says which ones they are
+        said: dict[int, dict[CachedBlock, int]] = {OPERATOR: by_operators} if by_operators else {}
+        for number, (holder, block) in enumerate((one.holder, block) for one in pinned for block in one.blocks):
+            its = said.setdefault(holder, {})
+            its[block] = its.get(block, 0) + 1
+            if number % WALKED == 0:
+                yield None
+        for holder in said.keys() | self._held.keys():
+            its, wrong = said.get(holder, {}), []
+            for number, block in enumerate([*its, *(self._held.get(holder, set()) - its.keys())]):
+                if block.pins.get(holder, 0) != its.get(block, 0):
+                    wrong.append(block)
+                if number % WALKED == 0:
+                    yield None
+            if wrong:
+                first = wrong[0]
+                what = f"{first} has {first.pins.get(holder, 0)} pins of {holder}, who says {its.get(first, 0)}"
+                yield Problem(what, total=len(wrong), holder=str(holder))
+
+    def writing_problems(self, writing: Iterable[Iterable[CachedBlock]]) -> Walk:
+        """Yield the blocks that are being written by none or several of the stores that say which ones they write."""
+        said = [block for blocks in writing for block in blocks]
+        lost = self._writing.keys() - {block.key for block in said}
+        if lost:
+            yield Problem("a block is being written, and no STORE writes it", total=len(lost))
+        if len(said) > len(self._writing) - len(lost):
+            yield Problem(f"{len(said)} blocks are being written by a STORE, {len(self._writing)} are known to be")
+        yield None
+
+    def extents(self) -> Iterator[Extent]:
+        """Yield the memory of every block that is in the host tier, also of removed ones that are still pinned."""
+        for block in self._listed():
+            if block.offsets is not None:
+                yield Extent(block.offsets, block.page_bytes, "cached blocks")
+
+    def on_disk(self) -> Iterator[CachedBlock]:
+        """Yield every block that the disk tier is said to have."""
+        return (block for block in itertools.chain(self._listed(), self._writing.values()) if block.on_disk)
+
+    def _listed(self) -> Iterator[CachedBlock]:
+        """Yield the visible blocks, and the removed ones that are still pinned."""
+        for blocks in self._ready.values():
+            yield from blocks.values()
+        yield from {block for held in self._held.values() for block in held if block.state is BlockState.DOOMED}
+
+    def _block_problems(self) -> Walk:
+        ready = 0
+        for namespace, blocks in self._ready.items():
+            if not blocks:
+                yield Problem(f"a namespace without a block: {namespace}")
+            for block_hash, block in blocks.items():
+                ready += 1
+                problem = _problem_of(block, namespace, block_hash)
+                if problem:
+                    yield Problem(f"{problem}: {block}")
+                if ready % WALKED == 0:
+                    yield None
+        if ready != len(self):
+            yield Problem(f"{ready} blocks are visible, {len(self)} are listed")
+        for block in self._writing.values():
+            if block.state is not BlockState.WRITING:
+                yield Problem(f"a block that is not being written, among those that are: {block}")
+
+    def _held_problems(self) -> Walk:
+        for holder, held in self._held.items():
+            if not held:
+                yield Problem(f"holder {holder} pins nothing")
+            for number, block in enumerate(held):
+                if block.pins.get(holder, 0) <= 0:
+                    yield Problem(f"a block without a pin of its holder {holder}: {block}")
+                if number % WALKED == 0:
+                    yield None
+
+    def _account_problems(self) -> Walk:
+        sums: dict[int, list[int]] = {tenant: [0, 0, 0, 0] for tenant, _ in self.accounts.items()}
+        for number, block in enumerate(itertools.chain(self._listed(), self._writing.values())):
+            its = sums.setdefault(block.namespace.tenant, [0, 0, 0, 0])
+            if block.state is BlockState.WRITING:
+                its[1] += block.size_bytes
+            elif block.offsets is not None:
+                its[0] += block.size_bytes
+                its[2] += block.size_bytes if block.evictable else 0
+                its[3] += block.state is BlockState.READY
+            if number % WALKED == 0:
+                yield None
+        for tenant, found in sums.items():
+            account = self.accounts[tenant]
+            counted = [account.cached_bytes, account.writing_bytes, account.evictable_bytes, len(account.policy)]
+            for what, has, said in zip(_COUNTED, found, counted, strict=True):
+                if has != said:
+                    yield Problem(f"user {tenant} has {has} {what}, {said} are counted")
 
     def _write(
         self, account: TenantAccount, namespace: Namespace, block_hash: bytes, parent: bytes | None, size_bytes: int
@@ -479,3 +589,16 @@ class BlockIndex:
         elif block.state is BlockState.DOOMED and not block.pins:
             block.state = BlockState.GONE
             freed.append(self._give_up(block))
+
+
+def _problem_of(block: CachedBlock, namespace: Namespace, block_hash: bytes) -> str:
+    """Return what is wrong with a visible block of that key; empty where nothing is."""
+    if block.state is not BlockState.READY:
+        return "a visible block that is not READY"
+    if (block.namespace, block.hash) != (namespace, block_hash):
+        return "a block under another one's name"
+    if not block.tiers:
+        return "a visible block in no tier"
+    if block.offsets is not None and len(block.offsets) != namespace.block_pages:
+        return f"a block with memory for {len(block.offsets)} of its {namespace.block_pages} pages"
+    return ""

@@ -30,13 +30,13 @@ class Serving(NamedTuple):
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Serving]:
+async def serving(config: Config = CONFIG) -> AsyncIterator[Serving]:
     """Run a daemon; it is stopped in the end, if it was not before, and must have ended well."""
     configure_logs(CONFIG.logging)
     stopping, manager = asyncio.Event(), RecordingServiceManager()
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         directory = await asyncio.to_thread(RuntimeDirectory(Path(folder) / "run").__enter__)
-        ends = asyncio.ensure_future(Daemon(CONFIG, directory, stopping, tuning=Tuning(copy_threads=1)).serve(manager))
+        ends = asyncio.ensure_future(Daemon(config, directory, stopping, tuning=Tuning(copy_threads=1)).serve(manager))
         await manager.is_ready.wait()
         try:
             yield Serving(directory.path, manager, stopping)

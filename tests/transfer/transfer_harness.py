@@ -15,6 +15,7 @@ from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.registry import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
+from kvferry.pools.integrity import check
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.page_ranges import page_ranges
 from kvferry.pools.pool import Pool
@@ -296,10 +297,12 @@ class TransferHarness:
 
     def check(self) -> None:
         """Check what must hold at any time."""
+        check(self.state_machine.endpoints.problems(self.now))
         for pool in self.pools:
             for space, allocator in pool.allocators.items():
                 allocator.check_integrity()
                 held = self.held_pages(pool, space)
+                check(allocator.holder_problems(self.state_machine.endpoints.held_pages()))
                 assert allocator.busy_count == len(held), "pages are held by live sides, and by nothing else"
                 assert self._writable(pool, space) <= held, "a copy under way may write a page that nobody holds"
                 assert not held & self.free_pages(pool, space), "a free page that a live side holds"

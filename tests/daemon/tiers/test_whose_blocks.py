@@ -72,7 +72,7 @@ async def is_found_by_its_own_only(engine: Engine) -> None:
 
 @DIFFERENCE
 async def test_in_memory_in_the_store_and_on_disk_across_a_restart(difference: str, folder: Path) -> None:
-    async with harness(8, disk=folder, remote=True) as tiers:
+    async with harness(8, disk=folder, remote=True, adds_up=False) as tiers:
         engine = await with_others(tiers, difference)
         await engine.stored(1, 2)
         await is_found_by_its_own_only(engine)

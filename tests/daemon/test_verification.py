@@ -1,0 +1,383 @@
+"""VERIFY: nothing wrong in a daemon at work, and each kind of wrong entry in its books found, with where and whose."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvferry.clients import AsyncClient, ModelIdentity, new_request_id, pages, pages_wanted
+from kvferry.clients.cli.main import main
+from kvferry.clients.cli.verify import closing_line, finding_line
+from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.snapshots import Snapshot, SnapshotRegistry
+from kvferry.daemon.transfer.registry import Endpoints
+from kvferry.daemon.transfer.state_machine import TransferStateMachine
+from kvferry.pools.allocator import HeldPages, PageAllocator
+from kvferry.pools.integrity import Problem
+from kvferry.pools.pool import Pool
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
+from kvferry.protocol.config.schema import DiskTierConfig, TiersConfig
+from kvferry.protocol.errors import OverloadedError
+from kvferry.protocol.session_messages import Finding, Verified
+from tests.daemon.in_process import CONFIG as BARE
+from tests.daemon.in_process import PATIENCE_S, SPEC, serving
+from tests.daemons import DaemonProcess, said_by_another_user
+
+pytestmark = pytest.mark.anyio
+NOBODY = 4711
+HASHES = [bytes([number]) * 16 for number in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def _no_blocking_calls() -> None:
+    """Let calls block: a disk tier locks its folder on the loop before it serves, and the tests look at its files."""
+
+
+class DamagedAllocator(PageAllocator):
+    """An allocator whose books a test can spoil."""
+
+    def damage(
+        self, page: int, *, free: int = -1, owner: int = 0, readers: int = 0, doomed: int = 0, writing: int = 0
+    ) -> None:
+        """Put a page into a state that no call leaves it in; ``free`` -1 leaves that as it was."""
+        self._free[page] = self._free[page] if free < 0 else free
+        self._owner[page], self._readers[page] = owner, readers
+        self._doomed[page], self._writing[page] = doomed, writing
+
+
+class Busy(NamedTuple):
+    """A daemon in which everything holds something, and its books."""
+
+    client: AsyncClient
+    made: dict[type[Any], Any]
+    """By class: the one that the daemon made."""
+    disk: Path
+    path: Path
+
+    @property
+    def pool(self) -> Pool:
+        """Return the one pool."""
+        pools: PoolRegistry = self.made[PoolRegistry]
+        return next(iter(pools))
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """Return its allocator."""
+        return self.pool.allocator
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Return the book of transfers."""
+        machine: TransferStateMachine = self.made[TransferStateMachine]
+        return machine.endpoints
+
+    @property
+    def host(self) -> HostTier:
+        """Return the host tier."""
+        tier: HostTier = self.made[HostTier]
+        return tier
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Return the snapshot that is written."""
+        snapshots: SnapshotRegistry = self.made[SnapshotRegistry]
+        return next(one for one in snapshots if one.state == "ready")
+
+    @property
+    def blocks(self) -> list[CachedBlock]:
+        """Return the cached blocks."""
+        return self.host.index.page(0, 10).blocks
+
+    @property
+    def owner(self) -> int:
+        """Return the number of the client's instance."""
+        return next(iter(self.allocator.pages_by_owner()))
+
+    @property
+    def file(self) -> Path:
+        """Return the file of the first cached block."""
+        return next(one for one in self.disk.rglob(HASHES[0].hex()))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[type[Any], Any]:
+    """Return what the daemon makes of some of its parts, by class."""
+    found: dict[type[Any], Any] = {}
+
+    def record(where: str, kind: type[Any]) -> None:
+        def make(*arguments: Any, **more: Any) -> Any:  # noqa: ANN401  whatever the class takes
+            found[kind] = kind(*arguments, **more)
+            return found[kind]
+
+        monkeypatch.setattr(f"kvferry.daemon.{where}.{kind.__name__}", make)
+
+    for where, kind in (
+        ("daemon", PoolRegistry),
+        ("daemon", TransferStateMachine),
+        ("services.tiers", HostTier),
+        ("services.offload", SnapshotRegistry),
+    ):
+        record(where, kind)
+    return found
+
+
+@pytest.fixture
+async def busy(made: dict[type[Any], Any], tmp_path: Path) -> AsyncIterator[Busy]:
+    """Run a daemon with a waiting SEND and RECEIVE, a snapshot, stored and leased blocks, and blocks on disk."""
+    disk = tmp_path / "blocks"
+    disk.mkdir(mode=0o700)
+    tiers = TiersConfig(host_bytes=1 << 20, disk=DiskTierConfig(path=str(disk), max_bytes=1 << 20))
+    async with (
+        serving(msgspec.structs.replace(BARE, tiers=tiers)) as one,
+        asyncio.timeout(PATIENCE_S),
+        await AsyncClient.connect(one.path) as client,
+    ):
+        pool = await client.create_pool("pool", SPEC, model=ModelIdentity(name="a/model"))
+        sent, received, kept = [await client.allocate("pool", 3) for _ in range(3)]
+        pool.tensor("main", "k")[:, kept] = torch.rand(2, 3, 4, 2, 4)
+        client.send("pool", new_request_id(), [pages(sent)])
+        client.receive("pool", new_request_id(), [pages(received)])
+        client.receive("pool", new_request_id(), [pages_wanted(2)], into="host")
+        await client.wait_done(client.offload("pool", [pages(kept)]))
+        await client.wait_done(client.store("pool", HASHES[:3], kept))
+        await client.lookup("pool", HASHES[:2])
+        await client.lookup("pool", HASHES[:1])
+        while sum(tier.blocks for tier in (await client.status()).tiers if tier.tier == "disk") < len(kept):
+            pass  # each look is a round trip
+        yield Busy(client, made, disk, one.path)
+
+
+async def test_nothing_is_wrong_in_a_daemon_at_work(busy: Busy) -> None:
+    verified = await busy.client.verify(deep=True)
+    assert not verified.findings
+    assert verified.checked == {
+        "pools": 1,
+        "pages": 16,
+        "requests": 3,
+        "blocks": 3,
+        "snapshots": 2,
+        "operations": 0,
+        "files": 3,
+    }
+    assert "nothing is wrong" in closing_line(verified)
+
+
+def a_reader_is_leaked(busy: Busy) -> None:
+    busy.allocator.begin_read(busy.owner, busy.allocator.allocate(busy.owner, 2), "pages")
+
+
+def a_reader_is_lost(busy: Busy) -> None:
+    sent = next(iter(busy.endpoints.send_requests.values()))
+    busy.allocator.end_read(sent.chunks[0].ranges[0].ids[:1])
+
+
+def a_writer_is_lost(busy: Busy) -> None:
+    received = next(one for one in busy.endpoints.receive_requests.values() if not one.pool.becomes_snapshot)
+    busy.allocator.end_write(received.ranges["main"].ids[1:2])
+
+
+def a_writer_of_a_temporary_pool_is_lost(busy: Busy) -> None:
+    received = next(one for one in busy.endpoints.receive_requests.values() if one.pool.becomes_snapshot)
+    received.pool.allocator.end_write(received.ranges["main"].ids[:1])
+
+
+def an_owner_has_ended(busy: Busy) -> None:
+    busy.allocator.allocate(NOBODY, 1)
+
+
+def a_deadline_is_forgotten(busy: Busy) -> None:
+    busy.endpoints.deadlines.drop(next(iter(busy.endpoints)))
+
+
+def memory_is_leaked(busy: Busy) -> None:
+    busy.host.arena.allocate(1, 4096)
+
+
+def a_charge_is_leaked(busy: Busy) -> None:
+    busy.host.index.accounts[busy.pool.tenant].charged_bytes += 4096
+
+
+def a_snapshots_memory_is_freed(busy: Busy) -> None:
+    segment = busy.snapshot.segments[0]
+    busy.host.arena.free(segment.offsets[:1], segment.layout.block_bytes)
+
+
+def two_blocks_have_the_same_memory(busy: Busy) -> None:
+    first, second, *_ = busy.blocks
+    second.offsets = first.offsets
+
+
+def a_pin_is_leaked(busy: Busy) -> None:
+    busy.host.index.pin(busy.blocks, NOBODY)
+
+
+def a_pin_is_lost(busy: Busy) -> None:
+    busy.host.index.unpin(busy.blocks[:1], busy.owner)
+
+
+def a_block_is_written_by_nobody(busy: Busy) -> None:
+    busy.host.index.begin(busy.blocks[0].namespace, HASHES[3:], None, 4096)
+
+
+def a_count_of_bytes_is_wrong(busy: Busy) -> None:
+    busy.host.index.accounts[busy.pool.tenant].cached_bytes -= 1
+
+
+def a_block_lacks_a_page(busy: Busy) -> None:
+    busy.blocks[0].offsets = np.empty(0, np.int64)
+
+
+def a_block_has_another_state(busy: Busy) -> None:
+    busy.blocks[0].state = BlockState.DOOMED
+
+
+def the_index_forgets_a_file(busy: Busy) -> None:
+    busy.blocks[0].on_disk = False
+
+
+def a_file_is_gone(busy: Busy) -> None:
+    busy.file.unlink()
+
+
+def a_file_is_cut(busy: Busy) -> None:
+    busy.file.write_bytes(busy.file.read_bytes()[:-1])
+
+
+def a_file_is_unknown(busy: Busy) -> None:
+    other = busy.file.parent.with_name(HASHES[3].hex()[:2]) / HASHES[3].hex()
+    other.parent.mkdir(mode=0o700)
+    busy.file.rename(other)
+
+
+POOL = f"pool 'pool' of user {os.getuid()}, page space 'main'"
+
+
+@pytest.mark.parametrize(
+    ("damage", "where", "what"),
+    [
+        (a_reader_is_leaked, POOL, "page 10 has 1 readers, its holders say 0"),
+        (a_reader_is_lost, POOL, "page 1 has 0 readers, its holders say 1"),
+        (a_writer_is_lost, POOL, "page 5 has 0 writers, its holders say 1"),
+        (a_writer_of_a_temporary_pool_is_lost, POOL, "page 1 has 0 writers, its holders say 1"),
+        (an_owner_has_ended, POOL, "a page belongs to an instance that has ended"),
+        (a_deadline_is_forgotten, "the transfers", "an open request has no deadline"),
+        (memory_is_leaked, "the host tier's memory", "4096 bytes are allocated, and nothing holds them"),
+        (a_charge_is_leaked, "the host tier's memory", "is charged"),
+        (a_snapshots_memory_is_freed, "the host tier's memory", "it is held twice, also by snapshot"),
+        (two_blocks_have_the_same_memory, "the host tier's memory", "it is held twice, also by cached blocks"),
+        (a_pin_is_leaked, "the pins of cached blocks", "has 1 pins of 4711, who says 0"),
+        (a_pin_is_lost, "the pins of cached blocks", "has 1 pins of 1, who says 2"),
+        (a_block_is_written_by_nobody, "the blocks being stored", "a block is being written, and no STORE writes it"),
+        (a_count_of_bytes_is_wrong, "the cached blocks", "cached bytes, 12287 are counted"),
+        (a_block_lacks_a_page, "the cached blocks", "a block with memory for 0 of its 1 pages"),
+        (a_block_has_another_state, "the cached blocks", "a visible block that is not READY"),
+        (the_index_forgets_a_file, "the disk tier's index", "and the index says that it has none"),
+        (a_file_is_gone, "the disk tier's files", "has None bytes, "),
+        (a_file_is_cut, "the disk tier's files", "bytes are not 1 pages of"),
+        (a_file_is_unknown, "the disk tier's files", "bytes, None are known"),
+    ],
+)
+async def test_what_is_wrong_is_found(busy: Busy, damage: Callable[[Busy], None], where: str, what: str) -> None:
+    damage(busy)
+    found = (await busy.client.verify()).findings
+    assert [one for one in found if one.where == where and what in one.what and one.remedy], found
+
+
+async def test_a_damaged_page_on_disk_is_found_by_reading_it(busy: Busy) -> None:
+    content = bytearray(busy.file.read_bytes())
+    content[-1] ^= 1
+    busy.file.write_bytes(content)
+    assert (await busy.client.verify()).findings == ()
+    (finding,) = (await busy.client.verify(deep=True)).findings
+    assert "the checksum of page 0 is wrong" in finding.what
+    assert finding_line(finding).startswith(
+        f"the disk tier's files: {busy.file.relative_to(busy.disk)}: the checksum of page 0 is wrong. To do:"
+    )
+
+
+async def test_one_at_a_time(busy: Busy) -> None:
+    busy.allocator.allocate(NOBODY, 1)  # what is wrong is looked at again a moment later
+    async with await AsyncClient.connect(busy.path) as other:
+        first = asyncio.create_task(busy.client.verify())
+        await busy.client.ping()
+        with pytest.raises(OverloadedError, match="another VERIFY is in progress"):
+            await other.verify()
+    assert len((await first).findings) == 1
+
+
+def large_pool() -> PageAllocator:
+    """Return the allocator of a million pages: half are owned, and read."""
+    allocator = PageAllocator(1_000_000)
+    allocator.begin_read(1, allocator.allocate(1, 500_000), "pages")
+    return allocator
+
+
+def test_a_walk_through_a_million_pages_may_be_paused_often() -> None:
+    allocator = large_pool()
+    ids = allocator.pages_of(1)
+    halves = [HeldPages(allocator, one, writing=False, holder="a SEND") for one in np.split(ids, 2)]
+    steps = [*allocator.problems(), *allocator.holder_problems(halves), *allocator.owner_problems({1})]
+    assert steps == [None] * len(steps)
+    assert len(steps) > 1_000_000 // 200_000
+    found = [*filter(None, allocator.holder_problems(halves[:1]))]
+    assert (found[0].at[0], found[0].what) == (250_001, "page 250001 has 1 readers, its holders say 0")
+    assert sum(one.total for one in found) == 250_000
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        ({"free": False}, "a page is in none of the states free, owned, doomed"),
+        ({"owner": 1}, "a page is in several of the states free, owned, doomed"),
+        ({"readers": 1}, "a free page is read or written"),
+        ({"free": False, "doomed": True}, "a doomed page is idle, but not free"),
+        ({"free": False, "owner": 1, "readers": 1, "writing": True}, "a page is both read and written"),
+        ({"free": False, "owner": 1, "readers": -1}, "a page has a negative number of readers"),
+    ],
+)
+def test_a_page_in_a_wrong_state_is_found(damage: dict[str, int], what: str) -> None:
+    allocator = DamagedAllocator(10)
+    allocator.damage(5, **damage)
+    assert Problem(what, (5,), 1) in list(allocator.problems())
+
+
+@pytest.mark.parametrize("damage", ["free", "owner", "readers", "doomed", "writing"])
+def test_the_padding_page_is_nobodys(damage: str) -> None:
+    allocator = DamagedAllocator(10)
+    allocator.damage(0, **{damage: 1})
+    assert Problem("the padding page is in use, or free", (0,), 1) in list(allocator.problems())
+
+
+async def test_the_command(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*more: str) -> tuple[int, str]:
+        return main(["verify", "--runtime-dir", str(daemon.runtime_dir), *more]), capsys.readouterr().out
+
+    status, out = await asyncio.to_thread(run)
+    assert (status, out.count("\n")) == (0, 1)
+    assert "nothing is wrong" in out
+    status, out = await asyncio.to_thread(run, "--json", "--deep")
+    assert (status, msgspec.json.decode(out)["findings"]) == (0, [])
+
+
+def test_a_finding_is_one_line() -> None:
+    finding = Finding(where="here", what="page 1 is odd", remedy="mend it.", at=(1, 2), count=5, holder="a SEND")
+    assert finding_line(finding) == "here: page 1 is odd; at 1, 2 and 3 more; held by a SEND. To do: mend it."
+    closing = closing_line(Verified(findings=(finding,), checked={"pages": 7}, left_out=2, longest_step_us=1500))
+    assert closing == "verify: 7 pages: 3 findings (others waited for 1.5 ms at most)"
+
+
+def test_other_users_are_refused(daemon: DaemonProcess) -> None:
+    said = said_by_another_user(
+        daemon,
+        "with Client.connect(sys.argv[1]) as client:\n    try: client.verify()\n    except KvferryError as e: print(e)",
+    )
+    assert said.startswith("ACCESS_DENIED")
