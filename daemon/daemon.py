@@ -143,6 +143,7 @@ class Daemon:
             Heartbeat(config.peers.heartbeat_ms, config.peers.timeout_ms),
             limits,
             counters,
+            config.network.bounce_buffer_bytes if network is not None else 0,
         )
         # -- pools and devices
         self._devices = Devices(config.devices, self._device_lost, tuning.stuck_after_s)
@@ -236,7 +237,13 @@ class Daemon:
     ) -> tuple[NetworkReceiver, NetworkSender]:
         """Return both halves of transfers between hosts."""
         hub.subscribe(PoolRemoved, lambda event: network.drop_pool(event.pool))
-        receiver = NetworkReceiver(self._links.send, network, self._executor, self.counters)
+        receiver = NetworkReceiver(
+            self._links.send,
+            lambda peer: self._links.terms_with(peer).bounce_buffer_bytes,
+            network,
+            self._executor,
+            self.counters,
+        )
         sender = NetworkSender(
             self._links.send,
             network,

@@ -44,6 +44,7 @@ PATTERNS = {
     "^[a-z][a-z0-9_]*\\Z": "a name of small letters, digits and '_'",
     PLAIN_TEXT: "a text without control characters",
     "^[0-9a-f]{32}$": "32 hexadecimal digits in lower case",
+    "^([0-9a-f]{32})?\\Z": "32 hexadecimal digits in lower case, or nothing",
 }
 """A description of each pattern above, for error texts."""
 

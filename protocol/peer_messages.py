@@ -38,15 +38,31 @@ class ReceiveName(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerHello(Body, frozen=True, kw_only=True, tag="PEER_HELLO"):
-    """The first message on every connection, repeated after each reconnection: the sender's protocol versions."""
+    """The first message on every connection, repeated where the other side seems not to know it: who is here.
 
+    Who is told a key, by a message to his address, and says it again is who listens there: only then is he believed.
+    Until then nothing is read of a message but its ``PeerHead``. See ``daemon.peers``.
+    """
+
+    boot_id: Hex128
     protocol_min: int
     protocol_max: int
     dialled: PeerAddress
     """The address that the sender used for the receiver. A receiver with another address logs that and answers under
     its own: the sender then knows two daemons, and the one that it dialled never comes up."""
+    max_frame_bytes: Number = 0
+    max_message_bytes: Number = 0
+    """What the sender reads at most, of one frame and of all frames of a message; the smaller of both sides counts."""
+    bounce_buffer_bytes: Number = 0
+    """What the sender stages at most for one write between hosts; 0: it has no transport between hosts. The smaller of
+    both sides counts."""
+
+
+class PeerHeartbeat(Body, frozen=True, kw_only=True, tag="PEER_HEARTBEAT"):
+    """Are you there? Answered by the same number with ``answers``, from the loop that also handles transfers."""
+
+    number: Number
     answers: bool = False
-    """Whether this is the answer to the other's PEER_HELLO, and so needs no answer."""
 
 
 class Announce(Body, frozen=True, kw_only=True, tag="ANNOUNCE"):
@@ -219,6 +235,7 @@ class PoolGone(Body, frozen=True, kw_only=True, tag="POOL_GONE"):
 
 PeerBody = (
     PeerHello
+    | PeerHeartbeat
     | Announce
     | PeerSend
     | StepReady
@@ -236,21 +253,39 @@ PeerBody = (
 )
 
 
-class PeerEnvelope(msgspec.Struct, frozen=True, array_like=True):
-    """The sender's address and boot id, the receiver's boot id, and the body."""
+PeerKey = Annotated[str, Meta(pattern="^([0-9a-f]{32})?\\Z", max_length=32)]
+"""128 bits that one daemon has told one address, as 32 hexadecimal digits; or nothing."""
+
+
+class PeerHead(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame of a message between daemons: all that is read of it before it is believed.
+
+    ``address`` is the sender's; ``key`` is the sender's for the receiver; ``to_key`` is the receiver's for the sender,
+    which proves that the sender is told what is said to ``address``. It is empty in a PEER_HELLO to a stranger.
+    """
 
     address: PeerAddress
-    boot_id: Hex128
-    to_boot_id: str
-    """Empty in PEER_HELLO, through which boot ids become known."""
+    key: Hex128
+    to_key: PeerKey
+
+
+class PeerEnvelope(msgspec.Struct, frozen=True, array_like=True):
+    """A message between daemons without its page lists: see ``PeerHead``."""
+
+    address: PeerAddress
+    key: Hex128
+    to_key: PeerKey
     body: PeerBody
 
 
-# -- encoding and decoding of messages between daemons; see ``codec`` for the form of a message.
+# -- encoding and decoding of messages between daemons: ``[head, body, ids…]``; see ``codec`` for the page lists.
 
 
+MAX_HEAD_BYTES = 512
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(PeerEnvelope)
+_head_decoder = msgspec.msgpack.Decoder(PeerHead)
+_body_decoder: msgspec.msgpack.Decoder[PeerBody] = msgspec.msgpack.Decoder(PeerBody)
+_NOT_READABLE = (msgspec.MsgspecError, ValueError, IndexError, RecursionError, MemoryError)
 
 
 class IncomingPeerMessage(NamedTuple):
@@ -262,17 +297,43 @@ class IncomingPeerMessage(NamedTuple):
 
 def encode_peer(envelope: PeerEnvelope, ids: Sequence[PageIds] = ()) -> Frames:
     """Return the message's frames. The id frames are views of the arrays: do not modify these before sending."""
-    return with_page_lists(_encoder.encode(envelope), envelope.body, ids)
+    head = _encoder.encode((envelope.address, envelope.key, envelope.to_key))
+    return [head, *with_page_lists(_encoder.encode(envelope.body), envelope.body, ids)]
 
 
-def decode_peer(frames: Sequence[bytes]) -> IncomingPeerMessage:
-    """Return the message.
+def decode_peer_head(frame: bytes) -> PeerHead:
+    """Return who says that he speaks; costs the same whatever follows.
+
+    Raises:
+        MalformedError: the bytes are not the first frame of a message between daemons.
+    """
+    if len(frame) > MAX_HEAD_BYTES:
+        raise MalformedError(f"the first frame of a daemon's message has {len(frame)} bytes")
+    try:
+        return _head_decoder.decode(frame)
+    except _NOT_READABLE as cause:
+        raise MalformedError(f"a daemon's message cannot be decoded: {cause}") from cause
+
+
+def decode_peer_body(head: PeerHead, frames: Sequence[bytes]) -> IncomingPeerMessage:
+    """Return the message of which ``frames`` are what follows the head.
 
     Raises:
         MalformedError: the bytes are not a message. Nothing else is raised, whatever the input.
     """
     try:
-        envelope = _decoder.decode(frames[0])
-        return IncomingPeerMessage(envelope, page_lists(envelope.body, frames[1:]))
-    except (msgspec.MsgspecError, ValueError, IndexError, RecursionError, MemoryError) as cause:
+        body = _body_decoder.decode(frames[0])
+        return IncomingPeerMessage(
+            PeerEnvelope(head.address, head.key, head.to_key, body), page_lists(body, frames[1:])
+        )
+    except _NOT_READABLE as cause:
         raise MalformedError(f"a daemon's message cannot be decoded: {cause}") from cause
+
+
+def decode_peer(frames: Sequence[bytes]) -> IncomingPeerMessage:
+    """Return a whole message.
+
+    Raises:
+        MalformedError: the bytes are not a message. Nothing else is raised, whatever the input.
+    """
+    return decode_peer_body(decode_peer_head(frames[0] if frames else b""), frames[1:])

@@ -175,12 +175,21 @@ class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Another daemon in STATUS: ``announced`` of our RECEIVEs wait for its SENDs, ``waiting`` of its for ours."""
+    """Another daemon in STATUS: ``announced`` of our RECEIVEs wait for its SENDs, ``waiting`` of its for ours.
+
+    ``state``: ``connecting`` until there is a connection, ``greeting`` until the daemon has proved that it listens at
+    its address, ``up`` while it answers heartbeats, ``silent`` while one is unanswered, ``refused`` where the two
+    cannot speak with each other, ``lost`` where it was up; ``why`` it is not up. ``round_trip_us``: of the last
+    heartbeat that was answered; ``quiet_ms``: since it last said anything; 0: never.
+    """
 
     address: str
     state: str
     announced: int
     waiting: int
+    round_trip_us: int = 0
+    quiet_ms: int = 0
+    why: str = ""
 
 
 class NetworkStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.console import add_daemon, table
 from kvferry.protocol.session_messages import (
     DeviceStatus,
+    PeerStatus,
     Ping,
     PoolStatus,
     SessionStatus,
@@ -102,8 +103,8 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         ]
         yield from table("operations of the tiers", of_operations, operations)
     if report.peers:
-        peers = [(p.address, p.state, p.announced, p.waiting) for p in report.peers]
-        yield from table("other daemons", ("address", "state", "announced", "waiting"), peers)
+        of_peer = ("address", "state", "round trip ms", "heard s ago", "announced", "waiting", "why")
+        yield from table("other daemons", of_peer, [_peer_row(peer) for peer in report.peers])
     if report.network:
         slots = report.network
         of_slots = ("session", "state", "buffer KiB", "buffers", "free", "granted")
@@ -120,6 +121,13 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         quarantined = (slots.quarantined, f"{slots.quarantined_bytes / MIB:.1f}")
         yield from table("network", (*of_slots, *of_quarantine), [(*row, *quarantined, holders)])
     yield from table("counters", ("name", "count"), list(report.counters.items()))
+
+
+def _peer_row(peer: PeerStatus) -> tuple[object, ...]:
+    """Return another daemon's row; what is not known is a dash."""
+    round_trip = f"{peer.round_trip_us / 1000:.2f}" if peer.round_trip_us else "-"
+    heard = f"{peer.quiet_ms / 1000:.1f}" if peer.quiet_ms else "-"
+    return (peer.address, peer.state, round_trip, heard, peer.announced, peer.waiting, peer.why or "-")
 
 
 def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:

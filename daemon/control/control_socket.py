@@ -163,6 +163,11 @@ class ControlSocket:
             return False
         return connection.put(encoded(frames))
 
+    def origin_of(self, identity: bytes) -> object:
+        """Return whose connection it is: a user's id or, over TCP, the address of a host; None where it is gone."""
+        connection = self._connections.get(identity)
+        return None if connection is None else connection.origin
+
     def drain_received(self) -> None:
         """Handle the messages that have arrived by now, before something that happened after them is handled."""
         for connection in list(self._connections.values()):

@@ -1,26 +1,35 @@
 """Connections to other daemons: one ROUTER that listens, and one link to each peer. Knows nothing of transfers.
 
-Each side sends on its own connection and receives on the other's, so each detects the other's end by itself: at once
-where the peer's process ends and its host closes the connection, otherwise once the peer has not answered a ZMTP
-heartbeat for ``timeout_ms``. Then the peer is *lost*: unsent messages are dropped, and so are its messages that are
-received only later. Both start over with PEER_HELLO on the next connection; nothing before it counts. The two
-directions may break at different times, so the last messages of one side may have been processed by the other before
-that one noticed. A peer that reads too slowly is lost in the same way.
+Each side sends on its own connection and receives on the other's. A link has two *keys*: each side makes one up
+whenever its connection is new and tells it, in PEER_HELLO, to the address that it connected to. Every message carries
+its sender's key and the key that its receiver has told the sender's address, so it proves that who speaks hears what is
+said to the address that he names: no boot id, restart or end is believed from anybody else. Of what proves nothing only
+the address is read, bounded in size, rate and number: that address is greeted, and whoever is there may answer. A third
+party that is not on the path between two daemons can neither speak for one of them nor part them, nor repeat what was
+said before. Who is on the path, or listens at an address of his own, is not kept out: see docs/operations.md for what
+to firewall.
+
+The peer is *up* once it has said our key again. Each side detects the other's end by itself: at once where the peer's
+process ends and its host closes the connection, otherwise once it has not answered a ZMTP heartbeat for ``timeout_ms``.
+Its daemon answers heartbeats of ours as well: it is *silent* while one is unanswered. Then, or where it reads too
+slowly, the peer is *lost*: unsent messages are dropped, and a new key makes its messages void that are received only
+later. The two directions may break at different times, so the last messages of one side may have been processed by the
+other before that one noticed.
 
 A link that is down is kept while a receive request waits for the peer, and for a minute after its last use; where there
-are too many, the least recently used one is dropped for a new one. There is no authentication: see docs/operations.md
-for what to firewall.
+are too many, the least recently used one is dropped for a new one, and first those that only a stranger has named.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import os
 import resource
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import structlog
 import zmq
@@ -31,29 +40,41 @@ from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.daemon.process.access import Listener
 from kvferry.daemon.transfer.endpoints import Incarnation
-from kvferry.protocol.addresses import is_numeric, is_v6, scheme, wrong_address, wrong_port
+from kvferry.protocol.addresses import IPC, is_numeric, is_v6, scheme, wrong_address, wrong_port
 from kvferry.protocol.codec import Frames, PageIds
-from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError
-from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError, MalformedError, TooLargeError
+from kvferry.protocol.ids import BootId
 from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN, Limits, agree
 from kvferry.protocol.peer_messages import (
-    IncomingPeerMessage,
     PeerBody,
     PeerEnvelope,
+    PeerHead,
+    PeerHeartbeat,
     PeerHello,
-    decode_peer,
+    decode_peer_body,
+    decode_peer_head,
     encode_peer,
 )
 
 MAX_PEERS = 1024
 FILES_PER_PEER = 8
 """Open files that a peer may cost; a low RLIMIT_NOFILE lowers the number of peers."""
+MAX_GUESTS = 128
+GUESTS_PER_HOST = 16
+"""Links to addresses that only a stranger has named: in all, and by one host or one user of this host."""
 TIDY_S = 10.0
 QUIET_S = 60.0
 NEEDED_CHECKS = 32
 """How many links are checked at a time for being needed, as each check scans all receive requests."""
 LINGER_MS = 300
 """How long the last messages may take to leave when the daemon ends."""
+GREETING_S = 0.1
+"""How often an address is greeted at most because of messages that prove nothing."""
+SILENCE_S = 10.0
+"""A connected peer whose daemon answers no heartbeat is lost after three times ``timeout_ms``, but not before this: a
+daemon may be busy for seconds, with the first pool on a device say, and its transfers go on."""
+WARNING_S = 1.0
+"""How often a dropped message is logged at most; all are counted."""
 
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2000
@@ -68,6 +89,7 @@ WAITING_BYTES = 256 << 20
 SOCKETS_PER_LINK = 3
 """The DEALER and both ends of its monitor."""
 
+LinkState = Literal["connecting", "greeting", "up", "silent", "refused", "lost"]
 log = structlog.get_logger(__name__)
 
 
@@ -82,6 +104,52 @@ class Heartbeat(NamedTuple):
         """Return the silence after which the peer closes the connection, rounded up to libzmq's steps."""
         steps = -(-(self.interval_ms + self.timeout_ms) // TTL_STEP_MS)
         return min(steps, MAX_TTL_STEPS) * TTL_STEP_MS
+
+    @property
+    def silence_s(self) -> float:
+        """Return how long a connected peer's daemon may leave heartbeats unanswered before it is lost, in seconds."""
+        return max(3 * self.timeout_ms / 1000, SILENCE_S)
+
+
+class Terms(NamedTuple):
+    """What both sides of a link can take: the smaller value of each.
+
+    Attributes:
+        max_frame_bytes, max_message_bytes: of one frame, and of all frames of a message.
+        bounce_buffer_bytes: of one write between hosts; 0: one side has no transport between hosts.
+    """
+
+    max_frame_bytes: int
+    max_message_bytes: int
+    bounce_buffer_bytes: int
+
+    def with_those_of(self, hello: PeerHello) -> Terms:
+        """Return what both can take."""
+        return Terms(
+            min(self.max_frame_bytes, hello.max_frame_bytes or self.max_frame_bytes),
+            min(self.max_message_bytes, hello.max_message_bytes or self.max_message_bytes),
+            min(self.bounce_buffer_bytes, hello.bounce_buffer_bytes),
+        )
+
+
+class LinkStatus(NamedTuple):
+    """A link as STATUS shows it.
+
+    Attributes:
+        address: the peer's.
+        state: ``connecting`` until there is a connection, ``greeting`` until the peer has proved that it listens there,
+            ``up`` while it answers heartbeats, ``silent`` while one is unanswered, ``refused`` where the two cannot
+            speak with each other, ``lost`` where it was up.
+        round_trip_us: of the last heartbeat that was answered; 0: none was.
+        quiet_ms: since the last message that proved to be the peer's; 0: none did.
+        why: why it is not up.
+    """
+
+    address: str
+    state: LinkState
+    round_trip_us: int
+    quiet_ms: int
+    why: str
 
 
 class PeerListener(Protocol):
@@ -103,12 +171,21 @@ class PeerListener(Protocol):
 class PeerLink:
     """The connection by which this daemon sends to one other: a DEALER that only sends, and a monitor that watches it.
 
-    Connects on construction, and again whenever the connection breaks, until it is closed. The peer is *up* once its
-    PEER_HELLO was received and the connection stands; nothing is queued before. The outbox is bounded: a peer that
-    reads too slowly is treated as lost, and its connection is made anew.
+    Connects on construction, and again whenever the connection breaks, until it is closed. Nothing but PEER_HELLO is
+    queued before the peer is up. The outbox is bounded: a peer that reads too slowly is treated as lost, and its
+    connection is made anew.
+
+    Attributes:
+        key: ours for this peer.
+        peer_key: the peer's for us; empty while it is not up.
+        claimed_key: the last key that anybody named for this address: we greet with it.
+        guest_of: the host, or user of this one, whose message alone has named this address; None once it is up, or an
+            engine here asks for it.
+        heard_on: the connection on which the peer last spoke.
+        terms: what both sides can take, while the peer is up.
     """
 
-    def __init__(self, owner: PeerLinks, address: str, field: str) -> None:
+    def __init__(self, owner: PeerLinks, address: str, field: str, guest_of: object) -> None:
         """Start connecting.
 
         Raises:
@@ -116,16 +193,30 @@ class PeerLink:
         """
         self.address = address
         self.used_at = time.monotonic()
+        self.guest_of = guest_of
+        self.key = new_key()
+        self.peer_key = self.claimed_key = ""
+        self.terms = owner.terms
         self._owner = owner
         self._incarnation: Incarnation | None = None
         self._connected = False
-        self._up = False
         self._overflowed = False
+        self._why = f"no connection to {address} yet"
+        self._refused = self._was_up = False
+        self.heard_on = b""
+        self._heard_at = 0.0
+        self._hinted_at = 0.0
+        self._beat_number = 0
+        self._beat_at = 0.0
+        self._unanswered_since: float | None = None
+        self._round_trip_s = 0.0
         self._outbox: deque[Frames] = deque()
         self._outbox_bytes = 0
         self._retry: asyncio.TimerHandle | None = None
+        self._greeting: asyncio.TimerHandle | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._socket: zmq.Socket[bytes] | None = None
+        owner.by_key[self.key] = self
         try:
             self._connect()
         except zmq.ZMQError as cause:
@@ -139,16 +230,30 @@ class PeerLink:
     @property
     def peer(self) -> Incarnation | None:
         """Return the incarnation that can be sent to, if any."""
-        return self._incarnation if self._up and not self._overflowed else None
+        return None if self._overflowed else self._incarnation
 
     @property
     def waiting(self) -> int:
         """Return the number of messages that libzmq has not taken yet."""
         return len(self._outbox)
 
+    def status(self, now: float) -> LinkStatus:
+        """Return what STATUS shows."""
+        state: LinkState
+        if self.peer is not None:
+            late = self._unanswered_since is not None and now - self._unanswered_since > self._owner.interval_s
+            state = "silent" if late else "up"
+        elif self._refused:
+            state = "refused"
+        else:
+            state = "lost" if self._was_up else "greeting" if self._connected else "connecting"
+        quiet_ms = round(1000 * (now - self._heard_at)) if self._heard_at else 0
+        why = "" if state == "up" else "its daemon does not answer heartbeats" if state == "silent" else self._why
+        return LinkStatus(self.address, state, round(1e6 * self._round_trip_s), quiet_ms, why)
+
     def quiet_s(self, now: float) -> float:
         """Return for how many seconds it has been down and unused; 0 while it is up."""
-        return 0.0 if self._up else now - self.used_at
+        return 0.0 if self._incarnation is not None else now - self.used_at
 
     def put(self, frames: Frames) -> None:
         """Send in order. Ignored while not connected: a new connection starts with PEER_HELLO anyway."""
@@ -163,55 +268,104 @@ class PeerLink:
             if self._owner.loop is not None:  # the listener is never called from within
                 self._owner.loop.call_soon(self._owner.overflowed, self)
 
-    def greeted(self, boot_id: str, *, anew: bool) -> None:
-        """Process a PEER_HELLO, which names the peer's incarnation.
+    def greeted(self, key: str, hello: PeerHello) -> None:
+        """Process a PEER_HELLO that has proved to be the peer's.
 
-        ``anew``: the peer's connection to us is new, and it awaits an answer. If the incarnation was known already,
-        only the peer has noticed a break: it has failed what we shared, and its messages in between are lost.
+        Where it has another key than before, it is a new incarnation, or it alone has noticed a break: then it has
+        failed what we shared, and its messages in between are void.
         """
-        peer = Incarnation(self.address, boot_id)
-        if self._incarnation == peer and not anew:
+        peer = Incarnation(self.address, hello.boot_id)
+        self.claimed_key = key
+        if self._incarnation == peer and self.peer_key == key:
             return
-        self.lose("it connected anew")
+        same = self._incarnation is None or self._incarnation == peer
+        self._lose("it connected anew" if same else "another daemon has begun there")
+        try:
+            agree(hello.protocol_min, hello.protocol_max)
+        except KvferryError as error:
+            if not self._refused:
+                log.warning("a peer speaks another protocol", address=self.address, cause=error.detail)
+            self._refused, self._why = True, f"it speaks another protocol: {error.detail}"
+            return
+        self._clear()  # from before: it is void
+        self.put(self._owner.hello(self))
+        self.peer_key = key
+        self.terms = self._owner.terms.with_those_of(hello)
+        self.guest_of = None
+        self._refused, self._was_up = False, True
         self._incarnation = peer
-        if anew and self._connected:
-            self._clear()  # from before; the peer drops all messages that precede the answer
-            self.put(self._owner.hello(self.address, answers=True))
-        self._set_up()
+        log.info("peer up", address=self.address, boot_id=peer.boot_id)
+        self._owner.counters.add("peers.up")
+        if self._owner.listener is not None:
+            self._owner.listener.on_up(peer)
+        self.beat(time.monotonic())
 
-    def greet_again(self) -> None:
-        """Send PEER_HELLO again, where the connection stands and no answer came."""
-        if self._incarnation is None and not self._outbox:
-            self.put(self._owner.hello(self.address, answers=False))
+    def hinted(self, key: str) -> None:
+        """Greet, at most every ``GREETING_S``, as somebody has spoken for this address without a proof."""
+        self.claimed_key = key
+        if not self._connected or self._greeting is not None or self._owner.loop is None:
+            return
+        now = time.monotonic()
+        wait_s = max(0.0, self._hinted_at + GREETING_S - now)
+        self._hinted_at = now + wait_s
+        self._greeting = self._owner.loop.call_later(wait_s, self._greet)
 
-    def lose(self, why: str) -> None:
-        """Mark the peer as lost and notify the listener."""
-        peer, self._incarnation = self._incarnation, None
-        was_up, self._up = self._up, False
-        if was_up and peer is not None:
-            self.used_at = time.monotonic()
-            log.warning("peer lost", address=self.address, boot_id=peer.boot_id, cause=why)
-            self._owner.counters.add("peers.lost")
-            if self._owner.listener is not None:
-                self._owner.listener.on_lost(peer, why)
+    def heard(self, connection: bytes) -> None:
+        """Note that a message has come that proved to be the peer's."""
+        self.heard_on = connection
+        self._heard_at = time.monotonic()
+
+    def heartbeat(self, body: PeerHeartbeat) -> None:
+        """Answer a heartbeat, or process an answer."""
+        if not body.answers:
+            self._owner.say(self, PeerHeartbeat(number=body.number, answers=True))
+            return
+        self._unanswered_since = None
+        if body.number == self._beat_number:
+            self._round_trip_s = time.monotonic() - self._beat_at
+
+    def beat(self, now: float) -> None:
+        """Send a heartbeat, or PEER_HELLO while the peer has not answered it; notice that it is silent for too long."""
+        if self._incarnation is None:
+            if self._connected and not self._outbox:
+                self._greet()
+            return
+        if self._unanswered_since is not None and now - self._unanswered_since > self._owner.heartbeat.silence_s:
+            self._owner.drain_received()  # where we were busy ourselves, its answer waits there
+            if self._unanswered_since is not None and self._incarnation is not None:
+                self._lose(f"its daemon did not answer for {now - self._unanswered_since:.1f} s")
+                self._renew_key()
+                self._greet()
+            return
+        if self._unanswered_since is None:
+            self._unanswered_since = now
+        self._beat_number, self._beat_at = self._beat_number + 1, now
+        self._owner.say(self, PeerHeartbeat(number=self._beat_number))
+
+    def cut_off(self, why: str) -> None:
+        """Mark the peer as lost for good, as this link is replaced."""
+        self._lose(why)
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the connection.
 
         Queued messages have ``linger_ms`` to leave if the peer is up, and are dropped otherwise.
         """
-        if self._up and linger_ms:
+        is_up = self._incarnation is not None
+        if is_up and linger_ms:
             self._flush()
-        if self._retry is not None:
-            self._retry.cancel()
+        for timer in (self._retry, self._greeting):
+            if timer is not None:
+                timer.cancel()
         if self._monitor is not None and self._owner.loop is not None:
             self._owner.loop.remove_reader(self._monitor.FD)
         if self._socket is not None:
             self._socket.disable_monitor()
-            self._socket.close(linger_ms if self._up else 0)
+            self._socket.close(linger_ms if is_up else 0)
         if self._monitor is not None:
             self._monitor.close(0)
         self._connected = False
+        self._owner.by_key.pop(self.key, None)
         self._clear()
 
     def _connect(self) -> None:
@@ -264,23 +418,39 @@ class PeerLink:
 
     def _on_connected(self) -> None:
         self._connected = True
-        self.put(self._owner.hello(self.address, answers=False))
-        self._set_up()
+        self._why = f"connected, but the daemon at {self.address} has not answered PEER_HELLO"
+        self._greet()
 
     def _on_disconnected(self) -> None:
         self._owner.drain_received()  # an ending peer reports on its transfers, then closes
         self._connected = False
         self._clear()
-        self.lose(f"its connection was closed, or silent for {self._owner.heartbeat.timeout_ms} ms")
+        self._lose(f"its connection was closed, or silent for {self._owner.heartbeat.timeout_ms} ms")
+        self._renew_key()
 
-    def _set_up(self) -> None:
-        if self._incarnation is None or self._up or not self._connected:
+    def _lose(self, why: str) -> None:
+        """Mark the peer as lost and notify the listener."""
+        peer, self._incarnation, self.peer_key = self._incarnation, None, ""
+        self._unanswered_since = None
+        self._why = why
+        if peer is None:
             return
-        self._up = True
-        log.info("peer up", address=self.address, boot_id=self._incarnation.boot_id)
-        self._owner.counters.add("peers.up")
+        self.used_at = time.monotonic()
+        log.warning("peer lost", address=self.address, boot_id=peer.boot_id, cause=why)
+        self._owner.counters.add("peers.lost")
         if self._owner.listener is not None:
-            self._owner.listener.on_up(self._incarnation)
+            self._owner.listener.on_lost(peer, why)
+
+    def _renew_key(self) -> None:
+        """Make void all that the peer has said before it hears of the new key."""
+        by_key = self._owner.by_key
+        by_key.pop(self.key, None)
+        self.key = new_key()
+        by_key[self.key] = self
+
+    def _greet(self) -> None:
+        self._greeting = None
+        self.put(self._owner.hello(self))
 
     def _clear(self) -> None:
         self._outbox.clear()
@@ -288,7 +458,12 @@ class PeerLink:
 
 
 class PeerLinks:
-    """All links, and the listening socket. Serves between ``start`` and ``close``."""
+    """All links, and the listening socket. Serves between ``start`` and ``close``.
+
+    Attributes:
+        by_key: the links by our keys for them.
+        terms: what this daemon can take.
+    """
 
     def __init__(
         self,
@@ -298,6 +473,7 @@ class PeerLinks:
         heartbeat: Heartbeat,
         limits: Limits,
         counters: Counters,
+        bounce_buffer_bytes: int = 0,
     ) -> None:
         """Take over a Unix socket for daemons of this host and, with ``listen``, listen on TCP.
 
@@ -311,6 +487,7 @@ class PeerLinks:
         self.boot_id = boot_id
         self.heartbeat = heartbeat
         self.limits = limits
+        self.terms = Terms(limits.max_frame_bytes, limits.max_message_bytes, bounce_buffer_bytes)
         self.counters = counters
         self.loop: asyncio.AbstractEventLoop | None = None
         self.listener: PeerListener | None = None
@@ -321,24 +498,32 @@ class PeerLinks:
         self.addresses = {"ipc": f"ipc://{listener.path}"}
         if listen:
             self.addresses["tcp"] = self._router.endpoint
+        self.by_key: dict[str, PeerLink] = {}
         self._links: dict[str, PeerLink] = {}
-        self._tidying: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._warned_at = -WARNING_S
 
     def __repr__(self) -> str:
         """Show the peers."""
         return f"<PeerLinks {list(self._links.values())}>"
 
+    @property
+    def interval_s(self) -> float:
+        """Return the heartbeat interval in seconds."""
+        return self.heartbeat.interval_ms / 1000
+
     def start(self, loop: asyncio.AbstractEventLoop, listener: PeerListener) -> None:
         """Serve on this loop, and notify the listener."""
         self.loop = loop
         self.listener = listener
-        self._router.start(loop, self._received)
-        self._tidying = loop.call_later(TIDY_S, self._tidy)
+        self._router.start(loop, self._received, self._spoken_on)
+        self._timers["beat"] = loop.call_later(self.interval_s, self._beat)
+        self._timers["tidy"] = loop.call_later(TIDY_S, self._tidy)
 
     def close(self) -> None:
         """Close all connections and stop listening; the last messages have LINGER_MS to leave. Idempotent."""
-        if self._tidying is not None:
-            self._tidying.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
         for link in self._links.values():
             link.close(LINGER_MS)
         self._links.clear()
@@ -372,20 +557,48 @@ class PeerLinks:
         link = self._links.get(address)
         if link is None:
             self.check_reachable(address, field)
-            if len(self._links) >= self._max_links and not self._drop_one():
+            if len(self._links) >= self._max_links and not (self._drop_guest() or self._drop_one()):
                 raise InvalidFieldError(f"{address}: {len(self._links)} other daemons are known already", field=field)
-            link = self._links[address] = PeerLink(self, address, field)
+            link = self._links[address] = PeerLink(self, address, field, None)
+        link.guest_of = None
         link.used_at = time.monotonic()
         return link.peer
 
     def send(self, peer: Incarnation, body: PeerBody, ids: Sequence[PageIds] = ()) -> bool:
-        """Send a message to an incarnation; return False, with nothing sent, where it is gone."""
+        """Send a message to an incarnation; return False, with nothing sent, where it is gone.
+
+        Raises:
+            TooLargeError: one of the two daemons does not take so large a message.
+        """
         link = self._links.get(peer.address)
         if link is None or link.peer != peer:
             self.counters.add("peers.unsent")
             return False
-        link.put(encode_peer(PeerEnvelope(self.own_address(peer.address), self.boot_id, peer.boot_id, body), ids))
+        self.say(link, body, ids)
         return True
+
+    def say(self, link: PeerLink, body: PeerBody, ids: Sequence[PageIds] = ()) -> None:
+        """Send a message to a peer that is up.
+
+        Raises:
+            TooLargeError: one of the two daemons does not take so large a message.
+        """
+        own, terms = self.own_address(link.address), link.terms
+        frames = encode_peer(PeerEnvelope(own, link.key, link.peer_key, body), ids)
+        largest, size = max(map(_frame_bytes, frames)), _size_bytes(frames)
+        if largest > terms.max_frame_bytes or size > terms.max_message_bytes:
+            raise TooLargeError(
+                f"{size} bytes, one frame with {largest}, are too many for {link.address}: both daemons take frames of "
+                f"{terms.max_frame_bytes} and messages of {terms.max_message_bytes} bytes",
+                field="limits.max_frame_bytes",
+                remedy="send smaller chunks, or give both daemons the same, larger limits.max_frame_bytes",
+            )
+        link.put(frames)
+
+    def terms_with(self, peer: Incarnation) -> Terms:
+        """Return what this daemon and an incarnation that is up can take; of one that is gone, what this one can."""
+        link = self._links.get(peer.address)
+        return self.terms if link is None else link.terms
 
     def own_address(self, address: str) -> str:
         """Return the address by which the peer at ``address`` reaches this daemon."""
@@ -395,55 +608,101 @@ class PeerLinks:
         """Return all peers that can be sent to."""
         return [link.peer for link in self._links.values() if link.peer is not None]
 
-    def status(self) -> tuple[tuple[str, str], ...]:
-        """Return each peer's address and state: ``up``, or ``down``."""
-        return tuple((address, "up" if link.peer else "down") for address, link in self._links.items())
+    def status(self) -> tuple[LinkStatus, ...]:
+        """Return each link as STATUS shows it."""
+        now = time.monotonic()
+        return tuple(link.status(now) for link in self._links.values())
 
-    def hello(self, address: str, *, answers: bool) -> Frames:
-        """Return the frames of our PEER_HELLO."""
-        body = PeerHello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, answers=answers, dialled=address)
-        return encode_peer(PeerEnvelope(self.own_address(address), self.boot_id, NO_BOOT, body))
+    def hello(self, link: PeerLink) -> Frames:
+        """Return the frames of our PEER_HELLO for a link, with the last key that was named for its address."""
+        body = PeerHello(
+            boot_id=self.boot_id,
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            dialled=link.address,
+            max_frame_bytes=self.terms.max_frame_bytes,
+            max_message_bytes=self.terms.max_message_bytes,
+            bounce_buffer_bytes=self.terms.bounce_buffer_bytes,
+        )
+        return encode_peer(PeerEnvelope(self.own_address(link.address), link.key, link.claimed_key, body))
+
+    def _spoken_on(self) -> set[bytes]:
+        """Return the connections on which peers that are up have spoken: no stranger takes their places."""
+        return {link.heard_on for link in self._links.values() if link.peer is not None}
 
     def _received(self, message: ReceivedMessage) -> None:
         self.counters.add("peers.received")
-        incoming = None
+        head = None
         try:
-            incoming = decode_peer([] if message.too_large else message.frames)
-            self._process(incoming)
+            head = decode_peer_head(message.frames[0] if message.frames else b"")
+            self._process(head, message)
         except KvferryError as error:
-            self.counters.add("peers.malformed")
-            log.warning("a peer's message was dropped", cause=str(error), **_about(incoming))
+            self._dropped(error, head, message)
         except Exception as error:  # a bug must not end the loop
             self.counters.add("peers.failed")
-            log.exception("a peer's message failed", cause=str(error), **_about(incoming))
+            log.exception("a peer's message failed", cause=str(error), peer=head.address if head else "")
 
-    def _process(self, incoming: IncomingPeerMessage) -> None:
-        envelope = incoming.envelope
-        if envelope.to_boot_id not in {self.boot_id, NO_BOOT}:
-            self.counters.add("peers.stale")
+    def _dropped(
+        self, error: KvferryError, head: PeerHead | None, message: ReceivedMessage, body: PeerBody | None = None
+    ) -> None:
+        """Count that a message was dropped, and log it; of many in a short time only the first."""
+        self.counters.add("peers.malformed")
+        now = time.monotonic()
+        if now - self._warned_at >= WARNING_S:
+            self._warned_at = now
+            peer, origin = head.address if head else "", self._router.origin_of(message.identity)
+            log.warning("a peer's message was dropped", cause=str(error), peer=peer, origin=origin, **about(body))
+
+    def _process(self, head: PeerHead, message: ReceivedMessage) -> None:
+        link = self.by_key.get(head.to_key)
+        if link is None or link.address != head.address:
+            self._hint(head, self._router.origin_of(message.identity))
             return
-        if isinstance(envelope.body, PeerHello):
-            self._on_hello(envelope, envelope.body)
-            return
-        link = self._links.get(envelope.address)
-        if link is None:  # it has not noticed that we dropped its link: connecting makes it start over
+        if message.too_large:
+            raise MalformedError(f"a message of more than {self.limits.max_message_bytes} bytes")
+        link.heard(message.identity)
+        incoming = decode_peer_body(head, message.frames[1:])
+        body = incoming.envelope.body
+        if isinstance(body, PeerHello):
+            self._warn_of_names(body, link)
+            link.greeted(head.key, body)
+        elif link.peer is None or link.peer_key != head.key:
             self.counters.add("peers.stale")
-            self.connect(envelope.address)
-        elif link.peer is None or link.peer.boot_id != envelope.boot_id:
-            self.counters.add("peers.stale")
+            link.hinted(head.key)
+        elif isinstance(body, PeerHeartbeat):
+            link.heartbeat(body)
         elif self.listener is not None:
-            self.listener.on_message(link.peer, envelope.body, incoming.ids)
+            try:
+                self.listener.on_message(link.peer, body, incoming.ids)
+            except KvferryError as error:
+                self._dropped(error, head, message, body)
 
-    def _on_hello(self, envelope: PeerEnvelope, hello: PeerHello) -> None:
-        agree(hello.protocol_min, hello.protocol_max)
+    def _hint(self, head: PeerHead, origin: object) -> None:
+        """Greet the address that a message names, as it does not prove who has sent it. Nothing else is read of it.
+
+        Raises:
+            InvalidFieldError: no daemon can be at that address.
+        """
+        self.counters.add("peers.unproven")
+        is_local = not isinstance(origin, str)  # a user of this host, not the address of another one
+        if (scheme(head.address) == IPC) != is_local or self.is_own(head.address):
+            raise MalformedError(f"{head.address} cannot be who speaks on this socket")
+        link = self._links.get(head.address)
+        if link is None:
+            self.check_reachable(head.address, "address")
+            guests = [one.guest_of for one in self._links.values() if one.guest_of is not None]
+            full = len(guests) >= MAX_GUESTS or guests.count(origin) >= GUESTS_PER_HOST
+            if full or (len(self._links) >= self._max_links and not self._drop_one()):
+                self.counters.add("peers.guests_refused")
+                return
+            link = self._links[head.address] = PeerLink(self, head.address, "address", origin)
+        link.hinted(head.key)
+
+    def _warn_of_names(self, hello: PeerHello, link: PeerLink) -> None:
         if not self.is_own(hello.dialled):
             log.warning(
-                "a peer connected by an address that is not this daemon's own",
-                name=hello.dialled,
-                peer=envelope.address,
+                "a peer connected by an address that is not this daemon's own", name=hello.dialled, peer=link.address
             )
-        self.connect(envelope.address)
-        self._links[envelope.address].greeted(envelope.boot_id, anew=not hello.answers)
 
     def overflowed(self, link: PeerLink) -> None:
         """Replace a link whose peer reads too slowly."""
@@ -453,7 +712,7 @@ class PeerLinks:
         del self._links[link.address]
         waiting = link.waiting
         link.close()
-        link.lose(f"it read too slowly: {waiting} messages were waiting")
+        link.cut_off(f"it read too slowly: {waiting} messages were waiting")
         try:
             self.connect(link.address)
         except InvalidFieldError as error:
@@ -463,14 +722,31 @@ class PeerLinks:
         """Process the messages that peers have sent by now."""
         self._router.drain_received()
 
+    def _beat(self) -> None:
+        if self.loop is None:
+            return
+        self._timers["beat"] = self.loop.call_later(self.interval_s, self._beat)
+        now = time.monotonic()
+        for link in list(self._links.values()):
+            link.beat(now)
+        patience_s = self.heartbeat.timeout_ms / 1000
+        for link in [one for one in self._links.values() if one.guest_of is not None]:
+            if link.quiet_s(now) > patience_s:
+                self._drop(link)
+
     def _tidy(self) -> None:
         if self.loop is None:
             return
-        self._tidying = self.loop.call_later(TIDY_S, self._tidy)
-        for link in self._links.values():
-            link.greet_again()
+        self._timers["tidy"] = self.loop.call_later(TIDY_S, self._tidy)
         while self._drop_one(QUIET_S):
             pass
+
+    def _drop_guest(self) -> bool:
+        """Drop a link that only a stranger has asked for; return whether there was one."""
+        guest = next((link for link in self._links.values() if link.guest_of is not None), None)
+        if guest is not None:
+            self._drop(guest)
+        return guest is not None
 
     def _drop_one(self, quiet_s: float = 0.0) -> bool:
         """Drop the least recently used link that is down and not needed; return whether there was one.
@@ -484,10 +760,18 @@ class PeerLinks:
             if self.listener is not None and self.listener.is_needed(link.address):
                 link.used_at = now
                 continue
-            self._links.pop(link.address).close()
-            self.counters.add("peers.dropped")
+            self._drop(link)
             return True
         return False
+
+    def _drop(self, link: PeerLink) -> None:
+        self._links.pop(link.address).close()
+        self.counters.add("peers.dropped")
+
+
+def new_key() -> str:
+    """Return a fresh key: 128 random bits as 32 hexadecimal digits. Never log it."""
+    return os.urandom(16).hex()
 
 
 def _max_peers() -> int:
@@ -496,9 +780,9 @@ def _max_peers() -> int:
     return MAX_PEERS if files == resource.RLIM_INFINITY else min(MAX_PEERS, files // FILES_PER_PEER)
 
 
-def _about(incoming: IncomingPeerMessage | None) -> dict[str, str]:
-    return about(incoming.envelope) if incoming else {}
+def _frame_bytes(frame: bytes | memoryview) -> int:
+    return memoryview(frame).nbytes
 
 
 def _size_bytes(frames: Frames) -> int:
-    return sum(memoryview(frame).nbytes for frame in frames)
+    return sum(map(_frame_bytes, frames))

@@ -18,7 +18,7 @@ from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import InvalidFieldError, KvferryError, UnknownTransferError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, TooLargeError, UnknownTransferError
 from kvferry.protocol.peer_messages import (
     Announce,
     Confirm,
@@ -120,7 +120,7 @@ class PeerTransferService:
             else:
                 self._announce(peer, effect.receive_request)
         elif isinstance(effect, SendToPeer):
-            self._links.send(effect.peer, effect.body, effect.ids)
+            self._send_to_peer(effect)
         elif isinstance(effect, SendToDaemon):
             self._send_to_daemon(effect)
         elif isinstance(effect, StopSending):
@@ -131,12 +131,15 @@ class PeerTransferService:
         waiting = Counter(home.address for home, _ in self._endpoints.announcements)
         return tuple(
             PeerStatus(
-                address=address,
-                state=state,
-                announced=len(self._endpoints.receives_expecting(address)),
-                waiting=waiting[address],
+                address=link.address,
+                state=link.state,
+                announced=len(self._endpoints.receives_expecting(link.address)),
+                waiting=waiting[link.address],
+                round_trip_us=link.round_trip_us,
+                quiet_ms=link.quiet_ms,
+                why=link.why,
             )
-            for address, state in self._links.status()
+            for link in self._links.status()
         )
 
     def pool_removed(self, pool: Pool) -> None:
@@ -148,6 +151,14 @@ class PeerTransferService:
     def _announce(self, peer: Incarnation, receive_request: ReceiveRequest) -> None:
         left_ms = max(1, round((receive_request.deadline_at - self._clock()) * 1000))
         self._links.send(peer, Announce(receive_request=receive_request.name, deadline_ms=left_ms))
+
+    def _send_to_peer(self, effect: SendToPeer) -> None:
+        try:
+            self._links.send(effect.peer, effect.body, effect.ids)
+        except TooLargeError as error:
+            if not isinstance(effect.body, PeerSend):
+                raise
+            self._state_machine.peers.unsendable(effect.peer, effect.body, error, self._clock())
 
     def _send_to_daemon(self, effect: SendToDaemon) -> None:
         """Send now, or HALF_ABANDONED once the daemon is connected; of too many, the oldest is dropped."""

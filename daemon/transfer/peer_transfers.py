@@ -296,6 +296,19 @@ class PeerTransfers:
             with self._completion.whole(remote_endpoint.request_id, now):
                 self._completion.apply(remote_endpoint, Event.REFUSED, now, cause=raised(body.error))
 
+    def unsendable(self, home: Incarnation, body: PeerSend, error: KvferryError, now: float) -> None:
+        """Fail a remote endpoint one of whose chunks cannot be sent to its home, and tell the home why.
+
+        As where the home refuses a chunk: the send request fails and, if it was the first one, the receive request goes
+        on waiting.
+        """
+        remote_endpoint = self._endpoints.remote_endpoints.get(body.send_request)
+        if remote_endpoint is None or remote_endpoint.announcement.home != home:
+            return
+        if body.chunk == 0:
+            self._endpoints.refuse(Origin(home, body.receive_request, NO_SEND), error)
+        self._completion.apply(remote_endpoint, Event.MATCHED_FAILED, now, cause=error)
+
     def open_remote(self, home: Incarnation, number: int, name: ReceiveName) -> RemoteEndpoint:
         """Return the open remote endpoint ``number``.
 

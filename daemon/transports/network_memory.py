@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.daemon.transports.mooncake import MooncakeEngine
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings
 from kvferry.pools.devices.host import HostRegion
@@ -29,7 +30,6 @@ from kvferry.pools.integrity import Walk, problem_at
 from kvferry.pools.pool import Pool
 from kvferry.protocol.config.schema import STAGING_BUFFERS, Config, NetworkConfig
 from kvferry.protocol.errors import ConfigError, KvferryError
-from kvferry.protocol.ids import BootId
 
 log = structlog.get_logger(__name__)
 
@@ -65,7 +65,7 @@ class Target(NamedTuple):
 
 
 class _Granted(NamedTuple):
-    peer: BootId
+    peer: Incarnation
     grant_id: int
     size_bytes: int
     quarantined_since_s: float = 0.0
@@ -132,7 +132,7 @@ class BounceBuffers:
             return now_s - quarantined.quarantined_since_s
         return 0.0
 
-    def take(self, peer: BootId, grant_id: int) -> Target | None:
+    def take(self, peer: Incarnation, grant_id: int) -> Target | None:
         """Grant a bounce buffer to a peer; None where none is free or a fence is due."""
         if self.draining or not self._free:
             return None
@@ -140,7 +140,7 @@ class BounceBuffers:
         self._granted[number] = _Granted(peer, grant_id, self.bounce_buffer_bytes)
         return Target(number, self._base_address + number * self.bounce_buffer_bytes)
 
-    def take_pages(self, peer: BootId, grant_id: int, runs: tuple[tuple[int, int], ...]) -> Target | None:
+    def take_pages(self, peer: Incarnation, grant_id: int, runs: tuple[tuple[int, int], ...]) -> Target | None:
         """Grant runs of pages, by address and bytes, to a peer; None where a fence is due."""
         if self.draining:
             return None
@@ -148,7 +148,7 @@ class BounceBuffers:
         self._granted[number] = _Granted(peer, grant_id, sum(size_bytes for _, size_bytes in runs))
         return Target(number, runs[0][0], runs)
 
-    def give_back(self, number: int, peer: BootId, grant_id: int) -> bool:
+    def give_back(self, number: int, peer: Incarnation, grant_id: int) -> bool:
         """Free the buffer of a grant whose writes have ended. Return False where the grant is over already.
 
         Ends a quarantine as well, so a late report of ended writes counts. A report that comes after a fence and a new
@@ -159,7 +159,7 @@ class BounceBuffers:
             self._put_back(number)
         return was_held
 
-    def quarantine(self, number: int, peer: BootId, grant_id: int, now_s: float) -> bool:
+    def quarantine(self, number: int, peer: Incarnation, grant_id: int, now_s: float) -> bool:
         """Quarantine the buffer of a grant whose writes may still land.
 
         Return False where the grant is over already.
@@ -169,7 +169,7 @@ class BounceBuffers:
             self._quarantined[number] = granted._replace(quarantined_since_s=now_s)
         return granted is not None
 
-    def quarantine_peer(self, peer: BootId, now_s: float) -> list[int]:
+    def quarantine_peer(self, peer: Incarnation, now_s: float) -> list[int]:
         """End all grants of a lost peer; return the numbers that are quarantined by this."""
         lost = [(number, granted.grant_id) for number, granted in self._granted.items() if granted.peer == peer]
         for number, grant_id in lost:
@@ -237,7 +237,7 @@ class BounceBuffers:
         )
 
 
-def _take_out(states: dict[int, _Granted], number: int, peer: BootId, grant_id: int) -> _Granted | None:
+def _take_out(states: dict[int, _Granted], number: int, peer: Incarnation, grant_id: int) -> _Granted | None:
     """Remove and return the state of a grant; None where the buffer is another grant's or in another state."""
     granted = states.get(number)
     return states.pop(number) if granted is not None and granted[:2] == (peer, grant_id) else None

@@ -15,6 +15,7 @@ import ctypes
 import itertools
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Literal, NamedTuple
 
@@ -30,8 +31,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import Walk
 from kvferry.pools.planning.copies import CopyChunk, copy_by_size, cut_copy_chunks, memory_runs
 from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
-from kvferry.protocol.ids import BootId
-from kvferry.protocol.peer_messages import MAX_RUNS, Grant, OpEnded, Written
+from kvferry.protocol.peer_messages import MAX_RUNS, Grant, OpEnded, OpRequest, Written
 from kvferry.protocol.session_messages import NetworkStatus
 
 GRANTS_PER_OP = 8
@@ -75,11 +75,6 @@ class _IncomingOp:
         self.reported = False
 
     @property
-    def boot_id(self) -> BootId:
-        """Return the peer's boot id."""
-        return BootId(self.peer.boot_id)
-
-    @property
     def grantable(self) -> bool:
         """Return whether another copy chunk should be granted."""
         return bool(self.copy_chunks) and self.granted < GRANTS_PER_OP
@@ -91,12 +86,17 @@ class NetworkReceiver:
     def __init__(
         self,
         send: SendToPeer,
+        write_bytes: Callable[[Incarnation], int],
         memory: NetworkMemory,
         executor: Executor,
         counters: Counters,
     ) -> None:
-        """Verify and scatter on ``executor``, which is shut down before ``memory`` is closed."""
+        """Verify and scatter on ``executor``, which is shut down before ``memory`` is closed.
+
+        ``write_bytes`` returns what a peer and this daemon both take for one write; 0: the peer sends to no other host.
+        """
         self._send = send
+        self._write_bytes = write_bytes
         self._engine = memory.engine
         self._bounce_buffers = memory.bounce_buffers
         self._pages = memory.pages
@@ -128,19 +128,23 @@ class NetworkReceiver:
             self._fail(incoming, TransferFailedError("the engine could not be rebuilt: restart this daemon"))
             return
         try:
+            write_bytes = self._write_bytes(incoming.peer)
+            if not write_bytes:
+                raise TransferFailedError(
+                    f"the daemon at {incoming.peer.address} does not send to other hosts",
+                    remedy="set network.transport in that daemon's configuration",
+                )
             for number, planned_copy in enumerate(op.planned_copies):
-                cut = cut_copy_chunks(planned_copy.plan.source, self._bounce_buffers.bounce_buffer_bytes)
+                cut = cut_copy_chunks(planned_copy.plan.source, write_bytes)
                 incoming.copy_chunks.extend((number, copy_chunk) for copy_chunk in cut)
                 pool = op.receive_request.pool
                 # Peers never write the host tier: what is received there goes through bounce buffers.
                 in_pages = self._pages is not None and isinstance(pool.region, HostRegion) and not pool.becomes_snapshot
                 if in_pages and not planned_copy.plan.destination.sliced.any():
                     incoming.direct.add(number)
+            self._tell(incoming, op_of(op))
         except KvferryError as error:
             self._fail(incoming, error)
-            return
-        if not self._send(incoming.peer, op_of(op)):
-            self._fail(incoming, PeerLostError(f"the daemon at {incoming.peer.address} is gone"))
             return
         self._enqueue(incoming)
         self.pump()
@@ -175,7 +179,7 @@ class NetworkReceiver:
     def peer_lost(self, peer: Incarnation, why: str) -> None:
         """Fail the transfer ops of a peer and quarantine its bounce buffers."""
         error = PeerLostError(f"the daemon at {peer.address} is gone: {why}")
-        self.fail_ops(set(self._bounce_buffers.quarantine_peer(BootId(peer.boot_id), time.monotonic())), error)
+        self.fail_ops(set(self._bounce_buffers.quarantine_peer(peer, time.monotonic())), error)
         for incoming in [one for one in self._incoming.values() if one.peer == peer]:
             self._fail(incoming, error)
         self._watch.start_if_needed()
@@ -225,7 +229,7 @@ class NetworkReceiver:
         ]
         for grant in silent:
             incoming = grant.incoming
-            self._bounce_buffers.quarantine(grant.target.number, incoming.boot_id, grant.number, incoming.failed_s)
+            self._bounce_buffers.quarantine(grant.target.number, incoming.peer, grant.number, incoming.failed_s)
             self._counters.add("network.unanswered_grants")
             self._forget(grant)
 
@@ -284,13 +288,25 @@ class NetworkReceiver:
             size_bytes=copy_chunk.size_bytes,
             runs=target.runs,
         )
-        if not self._send(incoming.peer, grant):
-            self._bounce_buffers.give_back(target.number, incoming.boot_id, number)
-            self._fail(incoming, PeerLostError(f"the daemon at {incoming.peer.address} is gone"))
+        try:
+            self._tell(incoming, grant)
+        except KvferryError as error:
+            self._bounce_buffers.give_back(target.number, incoming.peer, number)
+            self._fail(incoming, error)
             return
         self._grants[number] = _Grant(number, incoming, target, segment, copy_chunk)
         incoming.granted += 1
         incoming.in_pages += bool(target.runs)
+
+    def _tell(self, incoming: _IncomingOp, body: OpRequest | Grant) -> None:
+        """Send a message to an op's source.
+
+        Raises:
+            PeerLostError: the source's daemon is gone.
+            TooLargeError: it does not take so large a message.
+        """
+        if not self._send(incoming.peer, body):
+            raise PeerLostError(f"the daemon at {incoming.peer.address} is gone")
 
     def _awaits_registration(self, incoming: _IncomingOp) -> bool:
         """Return whether the op's pool is being registered; ``_on_pages_changed`` queues it again."""
@@ -307,8 +323,8 @@ class NetworkReceiver:
             assert isinstance(pool.region, HostRegion), pool
             runs = memory_runs(side, pool.region.address, copy_chunk.first, copy_chunk.stop)
             if len(runs) <= MAX_RUNS:
-                return self._bounce_buffers.take_pages(incoming.boot_id, number, tuple(runs))
-        return self._bounce_buffers.take(incoming.boot_id, number)
+                return self._bounce_buffers.take_pages(incoming.peer, number, tuple(runs))
+        return self._bounce_buffers.take(incoming.peer, number)
 
     def _verify_and_scatter(self, grant: _Grant, checksum: int) -> None:
         """On a thread: verify the checksum of the received bytes and scatter them into their pages."""
@@ -345,12 +361,12 @@ class NetworkReceiver:
         """End a grant: its memory is free, or quarantined where a write may still land in it."""
         target, incoming = grant.target, grant.incoming
         if may_still_land:
-            self._bounce_buffers.quarantine(target.number, incoming.boot_id, grant.number, time.monotonic())
+            self._bounce_buffers.quarantine(target.number, incoming.peer, grant.number, time.monotonic())
             self._forget(grant)
             self._watch.start_if_needed()
         else:
             self._grants.pop(grant.number, None)
-            self._bounce_buffers.give_back(target.number, incoming.boot_id, grant.number)
+            self._bounce_buffers.give_back(target.number, incoming.peer, grant.number)
             incoming.in_pages -= bool(target.runs)
 
     def _forget(self, grant: _Grant) -> None:

@@ -278,8 +278,7 @@ def _grant_error(sending: _Sending | None, grant: Grant, staging_bytes: int) -> 
     size_bytes = _bytes_of(side, grant.first, grant.stop)
     if size_bytes != grant.size_bytes or size_bytes > staging_bytes:
         return InvalidFieldError(
-            f"{grant.size_bytes} bytes are granted for {size_bytes}, staging has {staging_bytes}: give all daemons "
-            "the same network.bounce_buffer_bytes",
+            f"{grant.size_bytes} bytes are granted for {size_bytes}, staging has {staging_bytes}",
             field="size_bytes",
         )
     runs_bytes = sum(size for _, size in grant.runs)

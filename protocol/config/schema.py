@@ -87,8 +87,8 @@ class DevicesConfig(Section, frozen=True, kw_only=True):
 class PeersConfig(Section, frozen=True, kw_only=True):
     """Other daemons: those of this host find us by our runtime directory, those of other hosts at ``listen``.
 
-    ``listen`` is ``tcp://ADDRESS:PORT`` with an address of this host that they can reach; connections are not
-    authenticated. A peer that is silent for ``timeout_ms`` is lost; three heartbeats or more are sent in that time.
+    ``listen`` is ``tcp://ADDRESS:PORT`` with an address of this host that they can reach; whoever reaches it may be a
+    daemon. A peer that is silent for ``timeout_ms`` is lost; three heartbeats or more are sent in that time.
     """
 
     listen: Listen | None = None
@@ -103,7 +103,7 @@ class PeersConfig(Section, frozen=True, kw_only=True):
 class NetworkConfig(Section, frozen=True, kw_only=True):
     """Transfers between hosts, over Mooncake with ``transport = "mooncake"``.
 
-    Peers write into ``bounce_buffers`` buffers of ``bounce_buffer_bytes`` each; all daemons need the same
+    Peers write into ``bounce_buffers`` buffers of ``bounce_buffer_bytes`` each; two daemons use the smaller of their
     ``bounce_buffer_bytes``. ``address`` is where Mooncake listens, by default that of ``peers.listen``. With
     ``direct``, peers write whole pages into the pools themselves.
     """

@@ -154,7 +154,7 @@ async def test_deadlines_come_although_a_peer_cannot_be_told(
 async def test_a_source_daemon_that_cannot_be_called_refuses_the_receive(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    def no_link(_owner: PeerLinks, address: str, field: str) -> None:
+    def no_link(_owner: PeerLinks, address: str, field: str, _guest_of: str | None) -> None:
         raise errors.InvalidFieldError(f"{address}: no socket is left", field=field)
 
     if not address:

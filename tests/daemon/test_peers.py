@@ -11,20 +11,22 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers import links as peers
-from kvferry.daemon.peers.links import Heartbeat, PeerLinks
+from kvferry.daemon.peers.links import Heartbeat, PeerLinks, new_key
 from kvferry.daemon.process.access import PEER_SOCKET_MODE, Listener, listen_on
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.config.schema import PeersConfig
 from kvferry.protocol.errors import ConfigError, InvalidFieldError
-from kvferry.protocol.ids import NO_BOOT, new_boot_id
+from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.peer_messages import (
     OpEnded,
@@ -33,8 +35,10 @@ from kvferry.protocol.peer_messages import (
     PeerHello,
     ReceiveClosed,
     ReceiveName,
+    decode_peer,
     encode_peer,
 )
+from tests.protocol.samples import PEER_MESSAGES
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 PATIENCE_S = 20.0
@@ -128,15 +132,21 @@ class Daemon:
 
 
 class Stranger:
-    """Something that speaks as a daemon does, but reads what it is told only when the test says so."""
+    """Something that speaks as a daemon does, but reads what it is told only when the test says so.
+
+    Attributes:
+        key: its key for the daemon that it speaks to.
+        told_key: what that daemon has told it, once it has read so far.
+    """
 
     def __init__(self, address: str, takes_messages: int = 1) -> None:
         self.boot_id = new_boot_id()
+        self.key, self.told_key = new_key(), ""
         self._context = zmq.asyncio.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.RCVHWM, takes_messages)
         self._router.bind(address)
-        self.address = address
+        self.address = self._router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.IPV6, 1)
         self._told: set[str] = set()
@@ -146,30 +156,52 @@ class Stranger:
         """Return what others take it for."""
         return Incarnation(self.address, self.boot_id)
 
-    async def tell(self, to: Daemon, *messages: Sequence[bytes | memoryview]) -> None:
-        """Send frames to a daemon, in order."""
-        if to.address not in self._told:
-            self._told.add(to.address)
-            self._dealer.connect(to.address)
+    async def tell(self, to: Daemon, *messages: Sequence[bytes | memoryview], address: str = "") -> None:
+        """Send frames to a daemon, in order, at its address that is of this kind."""
+        called = to.links.addresses[(address or self.address).partition("://")[0]]
+        if called not in self._told:
+            self._told.add(called)
+            self._dealer.connect(called)
         for frames in messages:
             await self._dealer.send_multipart(frames)
 
-    async def say(self, to: Daemon, body: PeerBody, *, address: str = "", times: int = 1) -> None:
+    async def say(self, to: Daemon, body: PeerBody, *, address: str = "", times: int = 1, **head: str) -> None:
         """Say something to a daemon, as the daemon at ``address``, which is its own by default."""
-        boot_id = NO_BOOT if isinstance(body, PeerHello) else to.links.boot_id
-        frames = encode_peer(PeerEnvelope(address or self.address, self.boot_id, boot_id, body))
-        await self.tell(to, *[frames] * times)
+        keys = {"key": self.key, "to_key": self.told_key, **head}
+        frames = encode_peer(PeerEnvelope(address or self.address, body=body, **keys))
+        await self.tell(to, *[frames] * times, address=address)
 
-    async def greet(self, to: Daemon, *, address: str = "", times: int = 1) -> None:
-        """Say who it is, and that its connection is new."""
-        hello = PeerHello(protocol_min=1, protocol_max=9, dialled=to.address)
-        await self.say(to, hello, address=address, times=times)
+    async def greet(self, to: Daemon, *, times: int = 1, anew: bool = False, **more: Any) -> None:  # noqa: ANN401  of PEER_HELLO
+        """Say who it is, each time with another key if it is to be ``anew``; it has read the daemon's greeting before.
 
-    async def hears(self) -> bytes:
-        """Return the next message's envelope."""
+        ``more`` are fields of PEER_HELLO.
+        """
+        fields = {"boot_id": self.boot_id, "protocol_min": 1, "protocol_max": 9, "dialled": to.address, **more}
+        for _ in range(times):
+            self.key = new_key() if anew else self.key
+            await self.say(to, PeerHello(**fields))
+
+    async def meet(self, to: Daemon, **more: Any) -> None:  # noqa: ANN401  of PEER_HELLO
+        """Become a peer that is up: be called, hear the daemon's key, and greet with it."""
+        to.links.connect(self.address)
+        while not isinstance((await self.hears()).body, PeerHello):
+            pass
+        await self.greet(to, **more)
+        await to.until(lambda: self.incarnation in to.up)
+
+    async def hears(self) -> PeerEnvelope:
+        """Return the next message."""
         async with asyncio.timeout(PATIENCE_S):
-            _, envelope, *_ = await self._router.recv_multipart()
-        return bytes(envelope)
+            _, *frames = await self._router.recv_multipart()
+        envelope = decode_peer(frames).envelope
+        self.told_key = envelope.key
+        return envelope
+
+    async def hears_until(self, kind: type[PeerBody]) -> PeerEnvelope:
+        """Return the next message of a kind."""
+        while not isinstance((envelope := await self.hears()).body, kind):
+            pass
+        return envelope
 
     def close(self) -> None:
         """Be gone."""
@@ -182,6 +214,11 @@ async def stranger(tmp_path: Path, anyio_backend: object) -> AsyncIterator[Stran
     one = Stranger(f"ipc://{tmp_path}/stranger")
     yield one
     one.close()
+
+
+def states(daemon: Daemon) -> list[tuple[str, str]]:
+    """Return each link's address and state."""
+    return [(one.address, one.state) for one in daemon.links.status()]
 
 
 MakeDaemon = Callable[..., Daemon]
@@ -233,7 +270,7 @@ async def test_both_learn_who_the_other_is_and_can_speak(make: MakeDaemon) -> No
     await one.until(lambda: len(one.said) == 3)
     assert other.said == [(one.incarnation, OpEnded(op=number)) for number in range(3)]
     assert one.said == [(other.incarnation, OpEnded(op=10 + number)) for number in range(3)]
-    assert one.links.status() == ((other.address, "up"),)
+    assert states(one) == [(other.address, "up")]
 
 
 async def test_a_restart_is_noticed_and_nothing_old_is_delivered(make: MakeDaemon) -> None:
@@ -253,31 +290,82 @@ async def test_a_restart_is_noticed_and_nothing_old_is_delivered(make: MakeDaemo
     assert [body for _, body in again.said] == [OpEnded(op=3)]
 
 
-async def test_what_is_meant_for_another_incarnation_is_dropped(make: MakeDaemon, stranger: Stranger) -> None:
+async def test_what_proves_nothing_is_dropped(make: MakeDaemon, stranger: Stranger) -> None:
     one, other = make(), make()
     await one.meets(other)
-    for sender, to in ((one.links.boot_id, new_boot_id()), (new_boot_id(), other.links.boot_id)):
-        await stranger.tell(other, encode_peer(PeerEnvelope(one.address, sender, to, OpEnded(op=1))))
-    await stranger.tell(other, [b"\xc1 no message at all"], [b""] * 40)
+    address, kind = one.address, one.address.partition("://")[0]
+    unproven = other.counters.snapshot()["peers.unproven"]  # the first greeting is
+    for key in (new_key(), "", other.links.boot_id):
+        forged = PeerEnvelope(address, new_key(), key, OpEnded(op=1))
+        await stranger.tell(other, encode_peer(forged), address=f"{kind}://")
+    for junk in ([b"\xc1 no message at all"], [b""] * 40, [b"x" * 600, b"\x80"]):
+        await stranger.tell(other, junk, address=f"{kind}://")
     assert one.links.send(other.incarnation, OpEnded(op=2))
     await other.until(lambda: other.said)
-    await other.counts("peers.malformed", 2)
-    await other.counts("peers.stale", 2)
+    await other.counts("peers.malformed", 3)
+    await other.counts("peers.unproven", unproven + 3)
     assert other.said == [(one.incarnation, OpEnded(op=2))]
+
+
+async def test_a_stranger_can_neither_part_two_daemons_nor_speak_for_one(make: MakeDaemon, stranger: Stranger) -> None:
+    """He knows both addresses and boot ids, says each kind of message, and repeats what was said at another time."""
+    one, other = make(), make()
+    await one.meets(other)
+    before = [said_by(one, other, OpEnded(op=7))]
+    await stranger.tell(other, *before, address=one.address)
+    await other.until(lambda: other.said)
+    assert other.said == [(one.incarnation, OpEnded(op=7))], "on the path he could"
+    other.said.clear()
+    await break_once(other, one)
+    stolen = {"key": one.links.boot_id, "to_key": other.links.boot_id}
+    hello = PeerHello(boot_id=one.links.boot_id, protocol_min=2, protocol_max=2, dialled=other.address)
+    restarted = msgspec.structs.replace(hello, boot_id=stranger.boot_id)
+    bodies = [hello, restarted, *(one.body for one, _ in PEER_MESSAGES.values() if not one.body.page_counts())]
+    up, lost = list(other.up), list(other.lost)
+    unproven = other.counters.snapshot()["peers.unproven"]
+    for body in bodies:
+        for head in ({}, stolen, {"key": stranger.key, "to_key": ""}):
+            await stranger.say(other, body, address=one.address, **head)
+    await stranger.tell(other, *before, address=one.address)
+    await other.until(lambda: other.counters.snapshot()["peers.unproven"] > unproven + 3 * len(bodies))
+    assert other.links.send(one.incarnation, OpEnded(op=8))
+    assert one.links.send(other.incarnation, OpEnded(op=9))
+    await one.until(lambda: one.said)
+    await other.until(lambda: other.said)
+    assert other.said == [(one.incarnation, OpEnded(op=9))]
+    assert (other.up, other.lost) == (up, lost)
+    assert states(one) == [(other.address, "up")]
+    assert (one.address, "up") in states(other)
+
+
+def said_by(one: Daemon, other: Daemon, body: PeerBody) -> Sequence[bytes | memoryview]:
+    """Return the frames of what a daemon would say to another one now."""
+    keys = [next(key for key, link in each.links.by_key.items() if link.peer) for each in (one, other)]
+    return encode_peer(PeerEnvelope(one.address, *keys, body))
+
+
+async def break_once(one: Daemon, other: Daemon) -> None:
+    """Let both daemons lose each other, and meet again."""
+    up = len(one.up), len(other.up)
+    for link in list(one.links.by_key.values()):
+        one.links.overflowed(link)  # what it does with a peer that reads too slowly: the connection is made anew
+    await one.until(lambda: len(one.up) > up[0])
+    await other.until(lambda: len(other.up) > up[1])
 
 
 async def test_a_peer_that_alone_has_noticed_a_break_begins_anew(make: MakeDaemon, stranger: Stranger) -> None:
     one, other = make(), make()
     await one.meets(other)
-    marker = PeerEnvelope(one.address, one.links.boot_id, other.links.boot_id, OpEnded(op=1))
-    await stranger.tell(other, one.links.hello(other.address, answers=True), encode_peer(marker))
+    old = said_by(one, other, OpEnded(op=1))
+    await break_once(one, other)
+    assert (one.lost, other.lost) == ([other.incarnation], [one.incarnation])
+    assert (one.up, other.up) == ([other.incarnation] * 2, [one.incarnation] * 2)
+    await stranger.tell(other, old, address=one.address)  # what came by the old connection, late
+    await other.until(lambda: other.counters.snapshot().get("peers.stale"))
+    assert one.links.send(other.incarnation, OpEnded(op=2))
     await other.until(lambda: other.said)
-    assert other.lost == [], "an answer says nothing of a break"
-    await stranger.tell(other, one.links.hello(other.address, answers=False))
-    await other.until(lambda: other.lost)
-    assert other.lost == [one.incarnation]
-    assert other.up == [one.incarnation, one.incarnation]
-    assert one.lost == []
+    assert other.said == [(one.incarnation, OpEnded(op=2))]
+    assert len(other.up) == 2
 
 
 @pytest.mark.parametrize(
@@ -306,11 +394,13 @@ async def test_peers_must_be_reachable_in_both_directions(tmp_path: Path, start:
 
 async def test_a_greeting_from_where_nobody_listens_is_no_peer(daemon: Daemon, stranger: Stranger) -> None:
     nowhere = "tcp://127.0.0.1:1"
-    await stranger.greet(daemon, address=nowhere, times=2000)
+    for _ in range(2000):
+        hello = PeerHello(boot_id=stranger.boot_id, protocol_min=1, protocol_max=9, dialled=daemon.address)
+        await stranger.say(daemon, hello, address=nowhere)
     await stranger.say(daemon, OpEnded(op=1), address=nowhere)
-    await daemon.until(lambda: daemon.counters.snapshot().get("peers.stale"))
+    await daemon.counts("peers.unproven", 2001)
     peer = Incarnation(nowhere, stranger.boot_id)
-    assert daemon.links.status() == ((nowhere, "down"),)
+    assert states(daemon) == [(nowhere, "connecting")]
     assert daemon.links.connect(nowhere) is None
     assert not daemon.links.send(peer, OpEnded(op=1))
     assert "waiting=0" in repr(daemon.links)
@@ -318,23 +408,24 @@ async def test_a_greeting_from_where_nobody_listens_is_no_peer(daemon: Daemon, s
     assert not daemon.said
 
 
-async def test_a_peer_is_up_once_it_has_greeted_and_is_connected(daemon: Daemon, stranger: Stranger) -> None:
+async def test_a_peer_is_up_once_it_has_said_our_key_again(daemon: Daemon, stranger: Stranger) -> None:
     daemon.links.connect(stranger.address)
-    assert b"PEER_HELLO" in await stranger.hears()
+    hello = (await stranger.hears()).body
+    assert isinstance(hello, PeerHello)
+    assert hello.boot_id == daemon.links.boot_id
     assert daemon.up == [], "nobody has said who is there"
+    assert states(daemon) == [(stranger.address, "greeting")]
     await stranger.greet(daemon)
     await daemon.until(lambda: daemon.up)
     assert daemon.up == [stranger.incarnation]
 
 
-async def test_a_peer_that_missed_our_greeting_hears_it_again(
-    daemon: Daemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "TIDY_S", 0.01)
-    daemon.links.start(asyncio.get_running_loop(), daemon)
-    daemon.links.connect(stranger.address)
-    for _ in range(3):
-        assert b"PEER_HELLO" in await stranger.hears()
+async def test_a_peer_that_missed_our_greeting_hears_it_again(tmp_path: Path, start: MakeDaemon) -> None:
+    daemon = start(tmp_path / "peer.sock", None, Heartbeat(10, 30_000))
+    with contextlib.closing(Stranger(f"ipc://{tmp_path}/deaf")) as stranger:
+        daemon.links.connect(stranger.address)
+        for _ in range(3):
+            assert isinstance((await stranger.hears()).body, PeerHello)
 
 
 async def test_a_daemon_that_we_do_not_know_and_that_knows_us_is_called(make: MakeDaemon, stranger: Stranger) -> None:
@@ -347,8 +438,7 @@ async def test_a_daemon_that_we_do_not_know_and_that_knows_us_is_called(make: Ma
 
 async def _fill(daemon: Daemon, stranger: Stranger) -> None:
     """Tell a stranger more than can be on its way, so that the rest waits, here or in libzmq, until it reads."""
-    await stranger.greet(daemon)
-    await daemon.until(lambda: daemon.up)
+    await stranger.meet(daemon)
     for _ in range(20):
         assert daemon.links.send(stranger.incarnation, LARGE)
 
@@ -359,9 +449,9 @@ async def test_one_answer_to_a_greeting_waits_however_often_a_peer_greets(
     monkeypatch.setattr(peers, "QUEUED_MESSAGES", 1)
     await _fill(daemon, stranger)
     assert "waiting=0" not in repr(daemon.links)
-    await stranger.greet(daemon, times=50)
+    await stranger.greet(daemon, times=50, anew=True)
     await daemon.until(lambda: len(daemon.up) == 51)
-    assert any(f"waiting={most}>" in repr(daemon.links) for most in (0, 1)), daemon.links
+    assert any(f"waiting={most}>" in repr(daemon.links) for most in (0, 1, 2)), daemon.links  # and a heartbeat
 
 
 @pytest.mark.parametrize("bound", ["WAITING_MESSAGES", "WAITING_BYTES"])
@@ -377,25 +467,22 @@ async def test_a_peer_that_takes_too_slowly_what_it_is_told_is_lost(
     await daemon.until(lambda: daemon.lost)
     assert daemon.lost == [stranger.incarnation]
     assert daemon.counters.snapshot()["peers.overflowed"] == 1
-    assert daemon.links.status() == ((stranger.address, "down"),)
-    connections = 0
-    while connections < 2:
-        connections += b"PEER_HELLO" in await stranger.hears()
+    assert daemon.links.connect(stranger.address) is None
+    old = stranger.told_key
+    while stranger.told_key == old:
+        await stranger.hears()
     await stranger.greet(daemon)
     await daemon.until(lambda: len(daemon.up) == 2)
 
 
 async def test_the_last_words_are_heard(daemon: Daemon, tmp_path: Path) -> None:
     with contextlib.closing(Stranger(f"ipc://{tmp_path}/listener", takes_messages=0)) as listener:
-        await listener.greet(daemon)
-        await daemon.until(lambda: daemon.up)
+        await listener.meet(daemon)
         for number in range(500):
             assert daemon.links.send(listener.incarnation, OpEnded(op=number))
         daemon.links.close()
-        while b"OP_ENDED" not in await listener.hears():
-            pass
-        for _ in range(499):
-            assert b"OP_ENDED" in await listener.hears()
+        for number in range(500):
+            assert (await listener.hears_until(OpEnded)).body == OpEnded(op=number)
 
 
 async def test_what_a_peer_said_before_it_ended_is_heard_before_its_end(make: MakeDaemon) -> None:
@@ -471,7 +558,7 @@ async def test_the_longest_unused_link_makes_room(
         daemon.links.connect(used)
     clock.now += 1  # more than the timeout: they have had their chance
     daemon.links.connect(used)
-    assert [address for address, _ in daemon.links.status()] == [other.address, needed, used]
+    assert [address for address, _ in states(daemon)] == [other.address, needed, used]
     with pytest.raises(InvalidFieldError, match="3 other daemons"):
         daemon.links.connect(late)
 
@@ -487,10 +574,10 @@ async def test_links_that_nobody_needs_are_dropped(
     for address in (needed, other.address, *(f"ipc://{tmp_path}/{number}" for number in range(3))):
         daemon.links.connect(address)
     await daemon.counts("peers.dropped", 3)
-    assert daemon.links.status() == ((needed, "down"), (other.address, "up"))
+    assert states(daemon) == [(needed, "connecting"), (other.address, "up")]
     other.links.close()
     await daemon.counts("peers.dropped", 4)
-    assert daemon.links.status() == ((needed, "down"),)
+    assert states(daemon) == [(needed, "connecting")]
     assert daemon.lost == [other.incarnation]
 
 

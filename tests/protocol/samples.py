@@ -19,9 +19,8 @@ from kvferry.protocol.base import Body, ErrorReply, ReplyBody, RequestBody
 from kvferry.protocol.codec import PageIds, decode_from_daemon, decode_request, encode
 from kvferry.protocol.envelope import REQUEST_TYPES, Event, Reply, Request, replies_to
 from kvferry.protocol.events import EventBody
-from kvferry.protocol.ids import NO_BOOT
 from kvferry.protocol.manifests import PoolSpec
-from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, PeerHello, decode_peer, encode_peer
+from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, decode_peer, encode_peer
 from kvferry.protocol.session_stream import MemoryFollows, SessionFrame, SessionOpen, pack
 
 BOOT: Final = "00112233445566778899aabbccddeeff"
@@ -55,8 +54,7 @@ def enveloped(body: Any) -> Message:  # noqa: ANN401  any body
         return Reply(7, BOOT, body), ids
     if type(body) in EVENTS:
         return Event(2 + EVENTS.index(type(body)), BOOT, body), ids
-    to_boot_id = NO_BOOT if isinstance(body, PeerHello) else TO_BOOT
-    return PeerEnvelope("tcp://192.0.2.7:7801", BOOT, to_boot_id, body), ids
+    return PeerEnvelope("tcp://192.0.2.7:7801", BOOT, TO_BOOT, body), ids
 
 
 BODIES: Final = samples("message", (*REQUESTS, *REPLIES, *EVENTS))

@@ -115,13 +115,11 @@ def test_samples_say_all_that_can_be_said(value: msgspec.Struct) -> None:
     assert all(getattr(value, one.name) != one.default for one in msgspec.structs.fields(value))
 
 
-@pytest.mark.parametrize(("name", "at"), [("SEND", 5), ("FINISHED", 3), ("RECEIVE_CLOSED", 3)])
+@pytest.mark.parametrize(("name", "at"), [("SEND", 5), ("FINISHED", 3)])
 def test_a_newer_side_may_add_fields_at_the_tail(name: str, at: int) -> None:
     head, *frames = golden(name)
     raw = msgspec.msgpack.decode(head)
     raw[at]["new_field"] = [1, 2]
-    if name == "RECEIVE_CLOSED":
-        raw[at]["receive_request"].append("new")
     assert_read(ALL[name], [msgspec.msgpack.encode([*raw, 1]), *frames])
 
 

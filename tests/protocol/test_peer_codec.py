@@ -20,16 +20,27 @@ from kvferry.protocol.peer_messages import (
 from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS
 from tests.protocol.bodies import damaged
 from tests.protocol.samples import MESSAGES, PEER_MESSAGES, PEERS, to_frames
-from tests.protocol.test_codec import changed, golden, nested, with_field
+from tests.protocol.test_codec import changed, golden, nested
 
-ADDRESS_AT, BOOT_AT, TO_BOOT_AT, BODY_AT = range(4)
+ADDRESS_AT, KEY_AT, TO_KEY_AT = range(3)
 
 
 def test_an_older_daemon_leaves_out_what_has_a_default() -> None:
-    raw = msgspec.msgpack.decode(golden("WRITTEN")[0])
-    raw[BODY_AT] = {"type": "WRITTEN", "grant": 11}
-    body = decode_peer([msgspec.msgpack.encode(raw)]).envelope.body
+    frames = [golden("WRITTEN")[0], msgspec.msgpack.encode({"type": "WRITTEN", "grant": 11})]
+    body = decode_peer(frames).envelope.body
     assert body == Written(grant=11)
+
+
+def test_a_newer_daemon_may_add_fields_at_the_tail() -> None:
+    frames = with_field("RECEIVE_CLOSED", "new_field", [1, 2])
+    frames[0] = msgspec.msgpack.encode([*msgspec.msgpack.decode(frames[0]), "new"])
+    assert decode_peer(frames) == decode_peer(golden("RECEIVE_CLOSED"))
+
+
+def with_field(name: str, field: str, value: object) -> list[bytes]:
+    """Return a sample with one field of its body replaced."""
+    head, body, *ids = golden(name)
+    return [head, msgspec.msgpack.encode({**msgspec.msgpack.decode(body), field: value}), *ids]
 
 
 RECEIVE_REQUEST = ["f" * 32, "decode", 7, 2]
@@ -46,12 +57,19 @@ RECEIVE_REQUEST = ["f" * 32, "decode", 7, 2]
         changed("GRANT", ADDRESS_AT, "ipc://relative"),
         changed("GRANT", ADDRESS_AT, "tcp://" + "x" * 300 + ":1"),
         changed("GRANT", ADDRESS_AT, b"tcp://192.0.2.7:7801"),
-        changed("GRANT", BOOT_AT, "x" * 32),
-        changed("GRANT", BOOT_AT, ""),
-        changed("GRANT", TO_BOOT_AT, 7),
-        changed("GRANT", BODY_AT, None),
-        changed("GRANT", BODY_AT, {}),
-        changed("GRANT", BODY_AT, {"type": "SEND"}),
+        changed("GRANT", KEY_AT, "x" * 32),
+        changed("GRANT", KEY_AT, ""),
+        changed("GRANT", TO_KEY_AT, 7),
+        changed("GRANT", TO_KEY_AT, "f" * 31),
+        changed("GRANT", TO_KEY_AT, "f" * 32 + "\n"),
+        [golden("GRANT")[0] + b"\xc0", *golden("GRANT")[1:]],
+        [msgspec.msgpack.encode(["tcp://192.0.2.7:7801", "f" * 32, "", "x" * 600]), golden("GRANT")[1]],
+        [golden("GRANT")[0], b"\xc0"],
+        [golden("GRANT")[0], b"\x80"],
+        [golden("GRANT")[0], msgspec.msgpack.encode({"type": "SEND"})],
+        with_field("PEER_HELLO", "boot_id", ""),
+        with_field("PEER_HELLO", "bounce_buffer_bytes", -1),
+        with_field("PEER_HEARTBEAT", "number", -1),
         with_field("GRANT", "type", "GRANTT"),
         with_field("GRANT", "grant", -1),
         with_field("GRANT", "grant", 1 << 63),
@@ -80,11 +98,12 @@ RECEIVE_REQUEST = ["f" * 32, "decode", 7, 2]
         with_field("SEND_REQUEST", "payload", b"x" * ((8 << 20) + 1)),
         with_field("SEND_REQUEST", "manifest", {"pages": 1}),
         with_field("SEND_REQUEST", "steps", [[1]]),
+        golden("SEND_REQUEST")[:3],
         golden("SEND_REQUEST")[:2],
         golden("SEND_REQUEST")[:1],
         [*golden("SEND_REQUEST"), b""],
-        [golden("SEND_REQUEST")[0], golden("SEND_REQUEST")[2], golden("SEND_REQUEST")[1]],
-        [*golden("SEND_REQUEST")[:2], b"\0" * 7],
+        [*golden("SEND_REQUEST")[:2], golden("SEND_REQUEST")[3], golden("SEND_REQUEST")[2]],
+        [*golden("SEND_REQUEST")[:3], b"\0" * 7],
         [*golden("GRANT"), b""],
     ],
 )  # fmt: skip

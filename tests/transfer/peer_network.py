@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvferry.daemon.peers.links import PeerListener
+from kvferry.daemon.peers.links import LinkStatus, PeerListener
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError
-from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import (
     IncomingPeerMessage,
     PeerBody,
@@ -22,6 +22,9 @@ from kvferry.protocol.peer_messages import (
     decode_peer,
     encode_peer,
 )
+
+ANSWER = "a" * 32
+"""The receiver's key in a PEER_HELLO that answers one; in all else the boot ids of this network are its keys."""
 
 
 class Connection:
@@ -128,29 +131,32 @@ class ScriptedLinks:
         """See ``PeerLinks.up``."""
         return [one.peer for one in self.connections.values() if one.peer is not None]
 
-    def status(self) -> tuple[tuple[str, str], ...]:
+    def status(self) -> tuple[LinkStatus, ...]:
         """See ``PeerLinks.status``."""
-        return tuple((address, "up" if one.peer else "down") for address, one in self.connections.items())
+        return tuple(
+            LinkStatus(address, "up" if one.peer else "greeting", 0, 0, "") for address, one in self.connections.items()
+        )
 
     def hello(self, address: str, *, answers: bool) -> Sequence[bytes | memoryview]:
         """Return a PEER_HELLO."""
-        body = PeerHello(protocol_min=2, protocol_max=2, answers=answers, dialled=address)
-        return encode_peer(PeerEnvelope(self.own_address(address), self.boot_id, NO_BOOT, body))
+        body = PeerHello(boot_id=self.boot_id, protocol_min=2, protocol_max=2, dialled=address)
+        to_key = ANSWER if answers else ""
+        return encode_peer(PeerEnvelope(self.own_address(address), self.boot_id, to_key, body))
 
     def take(self, incoming: IncomingPeerMessage) -> None:
         """Take a message as ``PeerLinks`` does."""
         envelope = incoming.envelope
-        if envelope.to_boot_id not in {self.boot_id, NO_BOOT}:
-            self.void += 1
-            return
         if isinstance(envelope.body, PeerHello):
             connection = self._connection(envelope.address)
-            if not envelope.body.answers:
+            if not envelope.to_key:
                 connection.put(self.hello(envelope.address, answers=True))
-            connection.greeted(envelope.boot_id, anew=not envelope.body.answers)
+            connection.greeted(envelope.body.boot_id, anew=not envelope.to_key)
+            return
+        if envelope.to_key != self.boot_id:
+            self.void += 1
             return
         known = self.connections.get(envelope.address)
-        if known is None or known.peer is None or known.peer.boot_id != envelope.boot_id:
+        if known is None or known.peer is None or known.peer.boot_id != envelope.key:
             self.void += 1
             return
         self.told.on_message(known.peer, envelope.body, incoming.ids)

@@ -676,7 +676,7 @@ def test_the_first_chunk_of_a_peer_is_not_missing(apart: Transfer) -> None:
     (first,) = apart.harness.connection(apart.source, apart.home).on_its_way
     said = decode_peer(first)
     assert isinstance(said.envelope.body, PeerSend)
-    source = Incarnation(said.envelope.address, said.envelope.boot_id)
+    source = Incarnation(said.envelope.address, said.envelope.key)
     later = msgspec.structs.replace(said.envelope.body, chunk=1)
     apart.home.links.told.on_message(source, later, said.ids)
     assert "chunk 0 is missing" in apart.waits_for
@@ -807,7 +807,7 @@ def test_an_unreachable_daemon_is_named_at_the_deadline(apart: Transfer) -> None
     apart.receive()
     apart.harness.run()
     assert f"no connection to {address}" in apart.waits_for
-    assert [(one.address, one.state, one.announced) for one in apart.home.peers.status()] == [(address, "down", 1)]
+    assert [(one.address, one.state, one.announced) for one in apart.home.peers.status()] == [(address, "greeting", 1)]
     apart.harness.pass_time(31.0)
     apart.check_over("", "DEADLINE")
     assert f"no connection to {address}" in apart.decode.reason

@@ -54,7 +54,8 @@ class Home:
         self.engine, memory = network_memory(buffer_bytes=buffer_bytes, **network)
         self.engine.may_register.set()
         self.memory, self.bounce_buffers = memory, memory.bounce_buffers
-        self.receiver = NetworkReceiver(self.said, memory, self.executor, self.counters)
+        self.write_bytes = buffer_bytes
+        self.receiver = NetworkReceiver(self.said, lambda _peer: self.write_bytes, memory, self.executor, self.counters)
 
     def start(self) -> TransferOp:
         op = self.harness.op()

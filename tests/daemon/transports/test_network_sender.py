@@ -279,11 +279,11 @@ async def test_a_grant_that_is_wrong_is_answered_and_nothing_is_read(
     assert source.writer.begun == []
 
 
-async def test_a_grant_larger_than_staging_names_the_remedy() -> None:
+async def test_a_grant_larger_than_staging_is_refused() -> None:
     source = Source(staging_bytes=BYTES - PAGE_BYTES)
     _, message = source.asked()
     source.grant(message)
-    assert "network.bounce_buffer_bytes" in source.refusal().detail
+    assert "staging has" in source.refusal().detail
 
 
 @pytest.mark.parametrize(
