@@ -332,15 +332,18 @@ class PeerLink:
             return
         if self._unanswered_since is not None and now - self._unanswered_since > self._owner.heartbeat.silence_s:
             self._owner.drain_received()  # where we were busy ourselves, its answer waits there
-            if self._unanswered_since is not None and self._incarnation is not None:
-                self._lose(f"its daemon did not answer for {now - self._unanswered_since:.1f} s")
-                self._renew_key()
-                self._greet()
+            self._check_answered(now)
             return
         if self._unanswered_since is None:
             self._unanswered_since = now
         self._beat_number, self._beat_at = self._beat_number + 1, now
         self._owner.say(self, PeerHeartbeat(number=self._beat_number))
+
+    def _check_answered(self, now: float) -> None:
+        if self._unanswered_since is not None and self._incarnation is not None:
+            self._lose(f"its daemon did not answer for {now - self._unanswered_since:.1f} s")
+            self._renew_key()
+            self._greet()
 
     def cut_off(self, why: str) -> None:
         """Mark the peer as lost for good, as this link is replaced."""

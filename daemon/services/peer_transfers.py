@@ -158,7 +158,7 @@ class PeerTransferService:
         except TooLargeError as error:
             if not isinstance(effect.body, PeerSend):
                 raise
-            self._state_machine.peers.unsendable(effect.peer, effect.body, error, self._clock())
+            self._state_machine.unsendable(effect.peer, effect.body, error, self._clock())
 
     def _send_to_daemon(self, effect: SendToDaemon) -> None:
         """Send now, or HALF_ABANDONED once the daemon is connected; of too many, the oldest is dropped."""

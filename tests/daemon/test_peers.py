@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
@@ -23,16 +24,19 @@ from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks, new_key
 from kvferry.daemon.process.access import PEER_SOCKET_MODE, Listener, listen_on
 from kvferry.daemon.transfer.endpoints import Incarnation
+from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.config.schema import PeersConfig
-from kvferry.protocol.errors import ConfigError, InvalidFieldError
+from kvferry.protocol.errors import ConfigError, InvalidFieldError, TooLargeError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.peer_messages import (
     OpEnded,
     PeerBody,
     PeerEnvelope,
+    PeerHeartbeat,
     PeerHello,
+    PeerSend,
     ReceiveClosed,
     ReceiveName,
     decode_peer,
@@ -146,7 +150,7 @@ class Stranger:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.RCVHWM, takes_messages)
         self._router.bind(address)
-        self.address = self._router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.address = address
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.IPV6, 1)
         self._told: set[str] = set()
@@ -320,7 +324,8 @@ async def test_a_stranger_can_neither_part_two_daemons_nor_speak_for_one(make: M
     stolen = {"key": one.links.boot_id, "to_key": other.links.boot_id}
     hello = PeerHello(boot_id=one.links.boot_id, protocol_min=2, protocol_max=2, dialled=other.address)
     restarted = msgspec.structs.replace(hello, boot_id=stranger.boot_id)
-    bodies = [hello, restarted, *(one.body for one, _ in PEER_MESSAGES.values() if not one.body.page_counts())]
+    samples = [one for one, _ in PEER_MESSAGES.values() if isinstance(one, PeerEnvelope)]
+    bodies = [hello, restarted, *(one.body for one in samples if not one.body.page_counts())]
     up, lost = list(other.up), list(other.lost)
     unproven = other.counters.snapshot()["peers.unproven"]
     for body in bodies:
@@ -340,8 +345,8 @@ async def test_a_stranger_can_neither_part_two_daemons_nor_speak_for_one(make: M
 
 def said_by(one: Daemon, other: Daemon, body: PeerBody) -> Sequence[bytes | memoryview]:
     """Return the frames of what a daemon would say to another one now."""
-    keys = [next(key for key, link in each.links.by_key.items() if link.peer) for each in (one, other)]
-    return encode_peer(PeerEnvelope(one.address, *keys, body))
+    key, to_key = (next(key for key, link in each.links.by_key.items() if link.peer) for each in (one, other))
+    return encode_peer(PeerEnvelope(one.address, key, to_key, body))
 
 
 async def break_once(one: Daemon, other: Daemon) -> None:
@@ -366,6 +371,94 @@ async def test_a_peer_that_alone_has_noticed_a_break_begins_anew(make: MakeDaemo
     await other.until(lambda: other.said)
     assert other.said == [(one.incarnation, OpEnded(op=2))]
     assert len(other.up) == 2
+
+
+async def test_up_means_that_a_heartbeat_was_answered(make: MakeDaemon) -> None:
+    one, other = make(), make()
+    await one.meets(other)
+    await one.until(lambda: one.links.status()[0].round_trip_us)
+    (status,) = one.links.status()
+    assert (status.state, status.why) == ("up", "")
+    assert status.quiet_ms < 1000 * PATIENCE_S
+
+
+async def test_a_peer_whose_daemon_does_not_answer_is_silent_and_then_lost(
+    tmp_path: Path, start: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its libzmq answers ZMTP's own heartbeats all the time."""
+    monkeypatch.setattr(peers, "SILENCE_S", 0.3)
+    daemon = start(tmp_path / "peer.sock", None, Heartbeat(20, 100))
+    with contextlib.closing(Stranger(f"ipc://{tmp_path}/mute", takes_messages=0)) as mute:
+        await mute.meet(daemon)
+        seen = set()
+        while not daemon.lost:
+            seen.add(daemon.links.status()[0].state)
+            await mute.hears()
+        assert daemon.lost == [mute.incarnation]
+        assert "silent" in seen
+        assert daemon.links.status()[0].state == "lost"
+        assert "did not answer for" in daemon.links.status()[0].why
+        await mute.hears_until(PeerHello)
+        await mute.greet(daemon)
+        await daemon.until(lambda: len(daemon.up) == 2)
+
+
+async def test_a_heartbeat_is_answered(daemon: Daemon, stranger: Stranger) -> None:
+    await stranger.meet(daemon)
+    await stranger.say(daemon, PeerHeartbeat(number=77))
+    while (await stranger.hears_until(PeerHeartbeat)).body != PeerHeartbeat(number=77, answers=True):
+        pass
+
+
+async def test_two_that_have_no_protocol_in_common_refuse_each_other(daemon: Daemon, stranger: Stranger) -> None:
+    daemon.links.connect(stranger.address)
+    await stranger.hears()
+    await stranger.greet(daemon, protocol_min=90, protocol_max=99)
+    await daemon.counts("peers.received", 1)
+    (status,) = daemon.links.status()
+    assert status.state == "refused"
+    assert "90..99" in status.why
+    assert daemon.up == []
+    await stranger.greet(daemon)
+    await daemon.until(lambda: daemon.up)
+    assert states(daemon) == [(stranger.address, "up")]
+
+
+async def test_the_smaller_of_both_sides_counts(daemon: Daemon, stranger: Stranger) -> None:
+    small = {"max_frame_bytes": 4096, "max_message_bytes": 6000, "bounce_buffer_bytes": 1 << 40}
+    await stranger.meet(daemon, **small)
+    assert daemon.links.terms_with(stranger.incarnation) == (4096, 6000, 0)
+    lists = PageList(pages=400), PageList(pages=400)
+    name = LARGE.receive_request
+    chunk = PeerSend(receive_request=name, send_request=1, chunk=0, pool="p", last=True, lists=lists)
+    for body, ids in ((LARGE, ()), (chunk, (np.arange(400), np.arange(400)))):  # a frame, or all of them together
+        with pytest.raises(TooLargeError) as refused:
+            daemon.links.send(stranger.incarnation, body, ids)
+        assert refused.value.field == "limits.max_frame_bytes"
+    assert daemon.links.send(stranger.incarnation, OpEnded(op=2))
+    assert (await stranger.hears_until(OpEnded)).body == OpEnded(op=2)
+    assert daemon.lost == []
+
+
+async def test_strangers_can_have_few_addresses_called(tmp_path: Path, start: MakeDaemon, stranger: Stranger) -> None:
+    daemon, other = start(tmp_path / "peer.sock", LOOPBACK["tcp"]), start(tmp_path / "other.sock", LOOPBACK["tcp"])
+    for port in range(1, 1 + 4 * peers.GUESTS_PER_HOST):
+        await stranger.say(daemon, OpEnded(op=1), address=f"tcp://127.0.0.1:{port}")
+    await daemon.counts("peers.guests_refused", 3 * peers.GUESTS_PER_HOST)
+    assert len(states(daemon)) == peers.GUESTS_PER_HOST
+    await daemon.meets(other)
+    await daemon.counts("peers.dropped", peers.GUESTS_PER_HOST)
+    assert states(daemon) == [(other.address, "up")]
+
+
+async def test_what_comes_over_tcp_names_no_unix_socket(daemon: Daemon, stranger: Stranger) -> None:
+    """The daemon would connect to whatever socket of this host a stranger on another one names."""
+    frames = encode_peer(PeerEnvelope(stranger.address, stranger.key, "", OpEnded(op=1)))
+    await stranger.tell(daemon, frames, address="tcp://")
+    own = encode_peer(PeerEnvelope(daemon.address, stranger.key, "", OpEnded(op=1)))
+    await stranger.tell(daemon, own, address="tcp://")
+    await daemon.counts("peers.malformed", 2)
+    assert states(daemon) == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvferry.daemon.peers.links import LinkStatus, PeerListener
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import InvalidFieldError, TooLargeError
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import (
     IncomingPeerMessage,
@@ -85,13 +85,19 @@ class Connection:
 
 
 class ScriptedLinks:
-    """What ``PeerLinks`` is to a daemon's receive requests, for one incarnation of one daemon."""
+    """What ``PeerLinks`` is to a daemon's receive requests, for one incarnation of one daemon.
+
+    Attributes:
+        void: how many messages were void.
+        max_ids: how many page ids its peers take in one message.
+    """
 
     def __init__(self, network: Network, boot_id: BootId, addresses: dict[str, str]) -> None:
         self.boot_id = boot_id
         self.addresses = addresses
         self.connections: dict[str, Connection] = {}
         self.void = 0
+        self.max_ids = 1 << 30
         self.listener: PeerListener | None = None
         network.links.append(self)
 
@@ -110,6 +116,8 @@ class ScriptedLinks:
         connection = self.connections.get(peer.address)
         if connection is None or connection.peer != peer:
             return False
+        if sum(map(len, ids)) > self.max_ids:
+            raise TooLargeError("too large", field="limits.max_frame_bytes")
         own = self.own_address(peer.address)
         connection.put(encode_peer(PeerEnvelope(own, self.boot_id, peer.boot_id, body), ids))
         return True

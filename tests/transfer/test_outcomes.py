@@ -682,6 +682,26 @@ def test_the_first_chunk_of_a_peer_is_not_missing(apart: Transfer) -> None:
     assert "chunk 0 is missing" in apart.waits_for
 
 
+def test_a_first_chunk_that_the_link_cannot_carry_is_refused_by_name(apart: Transfer) -> None:
+    apart.announce()
+    apart.source.links.max_ids = 1
+    apart.send()
+    apart.harness.run()
+    assert apart.prefill.told == "TOO_LARGE settled"
+    assert "refused: TOO_LARGE" in apart.waits_for, "the receive request goes on waiting, and says for what"
+    apart.harness.pass_time(1e12)
+    apart.ends("TOO_LARGE", "DEADLINE")
+
+
+def test_a_later_chunk_that_the_link_cannot_carry_ends_both(apart: Transfer) -> None:
+    apart.announce()
+    apart.send(0, 1, last=False)
+    apart.harness.deliver_all()
+    apart.source.links.max_ids = 1
+    apart.send(1)
+    apart.ends("TOO_LARGE", "TOO_LARGE")
+
+
 def test_the_source_daemon_dies(apart: Transfer) -> None:
     apart.meet()
     apart.harness.end(apart.source)

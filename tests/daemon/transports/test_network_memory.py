@@ -19,18 +19,20 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.daemon.transports.mooncake import MooncakeEngine
 from kvferry.daemon.transports.network_memory import BounceBuffers, DirectPages, FenceBounds
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import TransferFailedError
-from kvferry.protocol.ids import BootId
 from kvferry.protocol.manifests import MhaSpec
 from tests.daemon.transports.network_harness import ScriptedNetwork
 
 BASE, BOUNCE_BUFFER_BYTES, COUNT = 1 << 20, 4096, 5
-A, B = BootId("a" * 32), BootId("b" * 32)
+A = Incarnation("tcp://192.0.2.1:7801", "a" * 32)
+B = A._replace(address="tcp://192.0.2.2:7801")
+"""B says A's boot id: what it is granted is its own all the same."""
 PAGE_RUNS = ((BASE, 1000), (BASE + 5000, 2000))
 PAGES_BYTES = 3000
 BOUNDS = FenceBounds(quarantined_bytes=2 * BOUNCE_BUFFER_BYTES, quarantined_s=10.0, drain_timeout_s=3.0)
@@ -75,13 +77,13 @@ def test_what_rests_too_long_asks_for_a_fence(too_much: BounceBuffers) -> None:
 class NetworkMachine(RuleBasedStateMachine):
     """Against a plain list of what each bounce buffer holds; writes land only where the model says they may."""
 
-    grants: Bundle[tuple[int, BootId, int]] = Bundle("grants")
+    grants: Bundle[tuple[int, Incarnation, int]] = Bundle("grants")
 
     def __init__(self) -> None:
         super().__init__()
         self.network = BounceBuffers(BASE, BOUNCE_BUFFER_BYTES, COUNT, BOUNDS)
         self.now_s = 0.0
-        self.states: dict[int, tuple[str, BootId, int, float]] = {}
+        self.states: dict[int, tuple[str, Incarnation, int, float]] = {}
         self.asked_s: float | None = None
         self.fencing = False
         self.next_grant = 0
@@ -99,7 +101,7 @@ class NetworkMachine(RuleBasedStateMachine):
         self.now_s += seconds
 
     @rule(target=grants, peer=st.sampled_from([A, B]))
-    def take(self, peer: BootId) -> MultipleResults[tuple[int, BootId, int]] | tuple[int, BootId, int]:
+    def take(self, peer: Incarnation) -> MultipleResults[tuple[int, Incarnation, int]] | tuple[int, Incarnation, int]:
         """Take a bounce buffer where the model says that one may be taken."""
         self.next_grant += 1
         bounce_buffer = self.network.take(peer, self.next_grant)
@@ -112,7 +114,9 @@ class NetworkMachine(RuleBasedStateMachine):
         return (bounce_buffer.number, peer, self.next_grant)
 
     @rule(target=grants, peer=st.sampled_from([A, B]))
-    def take_pages(self, peer: BootId) -> MultipleResults[tuple[int, BootId, int]] | tuple[int, BootId, int]:
+    def take_pages(
+        self, peer: Incarnation
+    ) -> MultipleResults[tuple[int, Incarnation, int]] | tuple[int, Incarnation, int]:
         self.next_grant += 1
         target = self.network.take_pages(peer, self.next_grant, PAGE_RUNS)
         assert (target is not None) == self.may_grant
@@ -126,7 +130,7 @@ class NetworkMachine(RuleBasedStateMachine):
         return (number, peer, self.next_grant)
 
     @rule(grant=grants, peer=st.sampled_from([A, B]))
-    def give_back(self, grant: tuple[int, BootId, int], peer: BootId) -> None:
+    def give_back(self, grant: tuple[int, Incarnation, int], peer: Incarnation) -> None:
         """Let any peer report terminal writes, perhaps late."""
         held = self.states.get(grant[0])
         its = held is not None and held[1:3] == (peer, grant[2])
@@ -135,7 +139,7 @@ class NetworkMachine(RuleBasedStateMachine):
             del self.states[grant[0]]
 
     @rule(grant=consumes(grants), again=st.booleans())
-    def quarantine(self, grant: tuple[int, BootId, int], *, again: bool) -> None:
+    def quarantine(self, grant: tuple[int, Incarnation, int], *, again: bool) -> None:
         """End a grant without knowing how its writes ended; nobody else can."""
         assert not self.network.quarantine(grant[0], A if grant[1] == B else B, grant[2], self.now_s)
         held = self.states.get(grant[0])
@@ -146,10 +150,10 @@ class NetworkMachine(RuleBasedStateMachine):
         assert not (again and self.network.quarantine(*grant, self.now_s))
 
     @rule(peer=st.sampled_from([A, B]))
-    def lose_a_peer(self, peer: BootId) -> None:
+    def lose_a_peer(self, peer: Incarnation) -> None:
         assert set(self.network.quarantine_peer(peer, self.now_s)) == self.rest(peer)
 
-    def rest(self, *peers: BootId) -> set[int]:
+    def rest(self, *peers: Incarnation) -> set[int]:
         """Let what these peers have been granted rest; return the bounce buffers."""
         ended = set()
         for number, held in self.states.items():

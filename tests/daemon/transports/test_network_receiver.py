@@ -11,13 +11,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.transfer.endpoints import TransferOp
+from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
 from kvferry.daemon.transports import network_receiver
 from kvferry.daemon.transports.network_memory import FenceBounds
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
-from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import Grant, OpEnded, OpRequest, Written
 from tests.daemon.transports.network_harness import (
     BYTES,
@@ -37,6 +36,7 @@ from tests.daemon.transports.network_harness import (
 from tests.transfer.transfer_harness import PAGE_BYTES
 
 pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
+ANOTHER = Incarnation("tcp://192.0.2.9:7801", "f" * 32)
 GRANTS = 4
 """How many a transfer op may have at a time in these tests."""
 
@@ -129,6 +129,7 @@ async def test_an_op_lands_fragment_by_fragment_in_any_order(home_of: MakeHome) 
     home = home_of()
     op = home.start()
     home.receiver.peer_lost(home.harness.to_source._replace(boot_id="f" * 32), "another one")
+    home.receiver.peer_lost(home.harness.to_source._replace(address=ANOTHER.address), "another one with its boot id")
     (asked,) = home.said.of(OpRequest)
     assert (asked.op, [segment.pages for segment in asked.segments]) == (op.op_id, [PAGES])
     assert len(home.grants(op)) == GRANTS
@@ -386,7 +387,7 @@ async def test_a_fence_that_fails_frees_nothing_and_is_not_tried_again(home_of: 
         await turns()
     (complaint,) = [one["event"] for one in logs if one["log_level"] == "error"]
     assert complaint.startswith("the fence failed: bounce buffers stay quarantined")
-    assert (home.bounce_buffers.quarantined, home.bounce_buffers.take(BootId("f" * 32), 9)) == (1, None)
+    assert (home.bounce_buffers.quarantined, home.bounce_buffers.take(ANOTHER, 9)) == (1, None)
     other = home.start()
     await turns()
     assert home.harness.outcomes[1:] == [(other.op_id, "TRANSFER_FAILED")], "it must not wait for ever"
@@ -436,7 +437,7 @@ async def test_pages_written_directly_are_checked_in_place(home_of: MakeHome) ->
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "OK")]
     assert home.harness.arrived(op)
-    buffer = home.bounce_buffers.take(BootId("f" * 32), 99)
+    buffer = home.bounce_buffers.take(ANOTHER, 99)
     assert buffer is not None
     assert bytes_at(buffer.address, BYTES) == b"\xee" * BYTES
     assert home.counted("network.direct_bytes") == BYTES
