@@ -20,6 +20,7 @@ from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.hub import EndpointsChanged, EventHub, InstanceEnded, PoolRemoved, SessionEnded
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.self_ping import SelfPing
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
@@ -63,6 +64,9 @@ from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKE
 FETCH_THREADS = 2
 IN_FLIGHT_BYTES: Final = 64 << 20
 """Of each class of the tiers' operations."""
+
+PINGS_PER_WATCHDOG: Final = 4
+"""So many pings fit into the time that the service manager's watchdog leaves."""
 
 SOCKETS: Final = "sockets"
 """What the socket unit calls those that it listens on (FileDescriptorName=)."""
@@ -133,6 +137,7 @@ class Daemon:
         self.counters = counters = Counters()
         hub = EventHub()
         # -- what engines, operators and other daemons talk to
+        self._control_path = directory.path / CONTROL_SOCKET
         self._control = ControlSocket(directory.listen(CONTROL_SOCKET), limits, counters)
         self._sessions = SessionRegistry(limits)
         self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, counters, self._control.send, hub)
@@ -261,6 +266,7 @@ class Daemon:
             KvferryError: a device that is to be open cannot be had.
         """
         for device in self._config.devices.open:
+            manager.starting(f"opening {device}")
             await self._loop.run_in_executor(self._fetcher, self._devices.open, device)
         await self._tiers.start()
         self._adoption.adopt(self._loop)
@@ -269,6 +275,10 @@ class Daemon:
         self._session_socket.start(self._loop)
         self._watch_devices()
         self._inherited.close_rest()
+        self_ping = SelfPing(self._control_path, self.boot_id)
+        await self_ping.check()
+        if manager.watchdog_s is not None:
+            self_ping.watch(manager.watchdog_s / PINGS_PER_WATCHDOG, manager.alive)
         manager.ready(f"serving, boot id {self.boot_id}")
         log.info("serving", boot_id=self.boot_id, pid=os.getpid(), version=VERSION)
         try:
@@ -280,6 +290,7 @@ class Daemon:
         finally:
             self._leave_if_a_device_is_lost()
             self._leave_in_any_case()
+            await self_ping.close()
             self._remote.close()
             if self._network is not None:
                 await self._network.stop()

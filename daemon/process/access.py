@@ -1,7 +1,8 @@
 """The runtime directory: who may enter it, a lock that admits one daemon at a time, and the sockets in it.
 
-Everything is done by the directory's descriptor: see ``OwnFolder``. A listening socket is the service manager's, where
-that has passed one, and then its file stays there when the daemon ends, so that those who connect meanwhile wait.
+It is opened once, see ``OwnFolder``; nothing is made or removed in another one that has its path later. A listening
+socket is the service manager's, where that has passed one: its file stays there when the daemon ends, so that those
+who connect meanwhile wait.
 """
 
 from __future__ import annotations
@@ -132,11 +133,28 @@ class RuntimeDirectory:
                 one.setblocking(False)  # noqa: FBT003  socket's own signature
                 return Listener(path, one)
         try:
-            made = listen_on(self.folder.by_descriptor / name, mode)
+            made = bind(path, mode)
+            self._check_place(path, made)
+            made.listen(BACKLOG)
         except OSError as cause:
             raise AccessDeniedError(f"{path}: {cause.strerror}", field=_FIELD) from cause
         self._bound.append(name)
         return Listener(path, made)
+
+    def _check_place(self, path: Path, made: socket.socket) -> None:
+        """Check that a socket was bound in the locked directory: its name is the path, for `ss` and for peers.
+
+        Raises:
+            ConfigError: another directory has taken the place of the locked one.
+        """
+        try:
+            found = os.stat(path.name, dir_fd=self.folder.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            found = None
+        if found is None or not os.path.samestat(found, path.lstat()):
+            made.close()
+            path.unlink()
+            raise ConfigError(f"{self.path} is another directory by now than the one that is locked", field=_FIELD)
 
     def _is_ours(self, one: socket.socket) -> bool:
         return (
@@ -177,6 +195,13 @@ def listen_on(path: Path, mode: int) -> socket.socket:
     Raises:
         OSError: it cannot be made.
     """
+    made = bind(path, mode)
+    made.listen(BACKLOG)
+    return made
+
+
+def bind(path: Path, mode: int) -> socket.socket:
+    """Return a Unix socket that is bound, but does not listen yet; see ``listen_on``."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     umask = os.umask(0o777 & ~mode)
     try:
@@ -186,7 +211,6 @@ def listen_on(path: Path, mode: int) -> socket.socket:
         raise
     finally:
         os.umask(umask)
-    made.listen(BACKLOG)
     return made
 
 

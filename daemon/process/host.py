@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Final, TextIO
 
 import structlog
 
@@ -24,6 +24,12 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGEST_KEPT_BYTES = 32 << 20  # glibc's maximum
 _KEEP_BYTES = 256 << 20
+STEP_S: Final = 60.0
+"""How long one step of the start may take: to open a device, or to take over a pool."""
+
+SEND_S: Final = 2.0
+"""How long a service manager that reads nothing holds up the daemon, which has nothing else to do at these times."""
+
 log = structlog.get_logger(__name__)
 
 _PRIORITY = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
@@ -75,28 +81,50 @@ def _journal_line(
 
 
 class ServiceManager:
-    """Sends state lines to ``$NOTIFY_SOCKET``; does nothing where that is not set."""
+    """Sends state lines to ``$NOTIFY_SOCKET``; does nothing where that is not set.
+
+    Attributes:
+        watchdog_s: it ends and restarts a daemon that has not said ``alive`` for so long; None: it does not.
+    """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         address = environ.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
+        self.watchdog_s = _watchdog_s(environ) if address else None
+
+    def starting(self, status: str) -> None:
+        """Report what the daemon does before it serves, and that this may take ``STEP_S`` from now on."""
+        self._send(f"EXTEND_TIMEOUT_USEC={round(STEP_S * 1e6)}\nSTATUS={status}", SEND_S)
 
     def ready(self, status: str) -> None:
         """Report that the daemon serves."""
-        self._send(f"READY=1\nSTATUS={status}")
+        self._send(f"READY=1\nSTATUS={status}", SEND_S)
+
+    def alive(self) -> None:
+        """Report that the daemon still answers. A manager that reads nothing has enough of these in its queue."""
+        self._send("WATCHDOG=1", 0.0)
 
     def stopping(self) -> None:
         """Report that the daemon drains and will end."""
-        self._send("STOPPING=1\nSTATUS=draining")
+        self._send("STOPPING=1\nSTATUS=draining", SEND_S)
 
-    def _send(self, state: str) -> None:
+    def _send(self, state: str, timeout_s: float) -> None:
         if not self._address:
             return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+                channel.settimeout(timeout_s)
                 channel.sendto(state.encode(), self._address)
         except OSError as cause:  # the daemon serves in any case; the manager will notice
             log.warning("service manager not notified", state=state.partition("\n")[0], cause=str(cause))
+
+
+def _watchdog_s(environ: Mapping[str, str]) -> float | None:
+    """Return the watchdog's time, if it is meant for this very process; see sd_watchdog_enabled(3)."""
+    time_us, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
+    if not time_us.isdecimal() or not int(time_us) or pid not in {"", str(os.getpid())}:
+        return None
+    return int(time_us) / 1e6
 
 
 def keep_freed_memory() -> bool:

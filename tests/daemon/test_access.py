@@ -60,15 +60,17 @@ def test_what_cannot_be_removed_is_said(path: Path) -> None:
         RuntimeDirectory(path).__enter__()
 
 
-def test_sockets_go_where_the_directory_is_not_where_it_was(path: Path) -> None:
+@pytest.mark.parametrize("planted", [False, True])
+def test_no_socket_goes_into_another_directory_of_that_name(path: Path, *, planted: bool) -> None:
     moved = path.with_name("moved")
     with RuntimeDirectory(path) as directory:
         path.rename(moved)
         path.mkdir()
-        with directory.listen(SESSION_SOCKET).socket:
-            assert [*path.iterdir()] == []
-            assert {one.name for one in moved.iterdir()} == {LOCK_FILE, SESSION_SOCKET}
-    assert {one.name for one in moved.iterdir()} == {LOCK_FILE}
+        if planted:
+            listen_on(moved / SESSION_SOCKET, 0o660).close()
+        with pytest.raises(ConfigError, match="another directory"):
+            directory.listen(SESSION_SOCKET)
+        assert [*path.iterdir()] == []
 
 
 def test_parents_are_made_closed_to_writers_whatever_the_umask_is(tmp_path: Path) -> None:
