@@ -24,7 +24,7 @@ from kvferry.daemon.control.self_ping import SelfPing
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
-from kvferry.daemon.process.access import PEER_SOCKET_MODE, RuntimeDirectory
+from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.devices import CHECK_S, Devices
 from kvferry.daemon.process.fd_store import FdStore, NoStore, open_store
 from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_freed_memory
@@ -143,7 +143,7 @@ class Daemon:
         self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, counters, self._control.send, hub)
         self._links = PeerLinks(
             self.boot_id,
-            directory.listen(PEER_SOCKET, PEER_SOCKET_MODE),
+            directory.listen(PEER_SOCKET),
             config.peers.listen,
             Heartbeat(config.peers.heartbeat_ms, config.peers.timeout_ms),
             limits,

@@ -31,7 +31,8 @@ BACKLOG: Final = 1024
 ACTIVATED: Final = (CONTROL_SOCKET, SESSION_SOCKET)
 """What a service manager may listen on for the daemon."""
 
-OURS: Final = {*ACTIVATED, PEER_SOCKET, LOCK_FILE, DEVICE_POOLS_FILE, f"{DEVICE_POOLS_FILE}.new", HOLDER_SOCKET}
+MODES: Final = {CONTROL_SOCKET: SOCKET_MODE, SESSION_SOCKET: SOCKET_MODE, PEER_SOCKET: PEER_SOCKET_MODE}
+OURS: Final = {*MODES, LOCK_FILE, DEVICE_POOLS_FILE, f"{DEVICE_POOLS_FILE}.new", HOLDER_SOCKET}
 _FIELD: Final = "runtime_dir"
 
 
@@ -61,6 +62,7 @@ class RuntimeDirectory:
         """
         self.path = path
         self._activated = [socket.socket(fileno=fd) for fd in activated]
+        self._sockets: dict[str, socket.socket] = {}
         self._bound: list[str] = []
 
     def check_path(self) -> None:
@@ -94,54 +96,57 @@ class RuntimeDirectory:
         self.check_path()
         try:
             made = self._make()
-            folder = OwnFolder(self.path, _FIELD)
+            self.folder = OwnFolder(self.path, _FIELD)
             try:
-                self._prepare(folder, made=made)
+                self._prepare(made=made)
             except BaseException:
-                folder.close()
+                self._close()
                 raise
         except OSError as cause:
             raise AccessDeniedError(f"{self.path}: {cause.strerror}", field=_FIELD) from cause
-        self.folder = folder
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Remove the sockets that are the daemon's own, and release the lock."""
+        self._close()
+
+    def listen(self, name: str) -> Listener:
+        """Return the socket of this name, which listens from now on; the caller owns it."""
+        one = self._sockets.pop(name)
+        if name in self._bound:
+            one.listen(BACKLOG)
+        return Listener(self.path / name, one)
+
+    def close(self) -> None:
+        """Close the sockets that nobody has asked for."""
+        for one in (*self._activated, *self._sockets.values()):
+            one.close()
+
+    def _close(self) -> None:
+        self.close()
         for name in self._bound:
             self.folder.remove(name)
         self._bound.clear()
         self.folder.close()
-        self.close()
 
-    def close(self) -> None:
-        """Let go of the service manager's sockets that nobody has asked for."""
-        while self._activated:
-            self._activated.pop().close()
-
-    def listen(self, name: str, mode: int = SOCKET_MODE) -> Listener:
-        """Return the listening socket of this name: the service manager's, or a new one of this mode.
-
-        Raises:
-            AccessDeniedError: it cannot be made.
-        """
-        path = self.path / name
+    def _prepare(self, *, made: bool) -> None:
+        if made:
+            os.fchmod(self.folder.fd, DIRECTORY_MODE)  # whatever the umask is
+        else:
+            _close_to_others(self.folder)
+        self.folder.lock(LOCK_FILE, "runs in")
         for one in self._activated:
-            if one.getsockname() == os.fspath(path):
-                self._activated.remove(one)
-                one.setblocking(False)  # noqa: FBT003  socket's own signature
-                return Listener(path, one)
-        try:
-            made = bind(path, mode)
-            self._check_place(path, made)
-            made.listen(BACKLOG)
-        except OSError as cause:
-            raise AccessDeniedError(f"{path}: {cause.strerror}", field=_FIELD) from cause
-        self._bound.append(name)
-        return Listener(path, made)
+            one.setblocking(False)  # noqa: FBT003  socket's own signature
+            self._sockets[Path(one.getsockname()).name] = one
+        for name in MODES.keys() - self._sockets.keys():
+            self.folder.remove(name)
+            self._sockets[name] = bind(self.path / name, MODES[name])
+            self._check_place(self.path / name)
+            self._bound.append(name)
 
-    def _check_place(self, path: Path, made: socket.socket) -> None:
+    def _check_place(self, path: Path) -> None:
         """Check that a socket was bound in the locked directory: its name is the path, for `ss` and for peers.
 
         Raises:
@@ -152,7 +157,6 @@ class RuntimeDirectory:
         except FileNotFoundError:
             found = None
         if found is None or not os.path.samestat(found, path.lstat()):
-            made.close()
             path.unlink()
             raise ConfigError(f"{self.path} is another directory by now than the one that is locked", field=_FIELD)
 
@@ -176,17 +180,6 @@ class RuntimeDirectory:
         except FileExistsError:
             return False
         return True
-
-    def _prepare(self, folder: OwnFolder, *, made: bool) -> None:
-        if made:
-            os.fchmod(folder.fd, DIRECTORY_MODE)  # whatever the umask is
-        else:
-            _close_to_others(folder)
-        folder.lock(LOCK_FILE, "runs in")
-        activated = {os.path.basename(one.getsockname()) for one in self._activated}  # noqa: PTH119  a string
-        for name in (*ACTIVATED, PEER_SOCKET):
-            if name not in activated:
-                folder.remove(name)
 
 
 def listen_on(path: Path, mode: int) -> socket.socket:

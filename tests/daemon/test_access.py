@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.daemon.daemon import EXIT_BAD_INPUT, main
+from kvferry.daemon.process import access
 from kvferry.daemon.process.access import LOCK_FILE, SOCKET_MODE, RuntimeDirectory, listen_on
 from kvferry.protocol.errors import AccessDeniedError, ConfigError
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
@@ -61,16 +62,23 @@ def test_what_cannot_be_removed_is_said(path: Path) -> None:
 
 
 @pytest.mark.parametrize("planted", [False, True])
-def test_no_socket_goes_into_another_directory_of_that_name(path: Path, *, planted: bool) -> None:
+def test_no_socket_goes_into_another_directory_of_that_name(
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, planted: bool
+) -> None:
     moved = path.with_name("moved")
-    with RuntimeDirectory(path) as directory:
-        path.rename(moved)
+
+    def bind(place: Path, mode: int) -> socket.socket:
+        monkeypatch.undo()
+        path.rename(moved)  # at the last moment
         path.mkdir()
         if planted:
-            listen_on(moved / SESSION_SOCKET, 0o660).close()
-        with pytest.raises(ConfigError, match="another directory"):
-            directory.listen(SESSION_SOCKET)
-        assert [*path.iterdir()] == []
+            listen_on(moved / place.name, mode).close()
+        return access.bind(place, mode)
+
+    monkeypatch.setattr(access, "bind", bind)
+    with pytest.raises(ConfigError, match="another directory"):
+        RuntimeDirectory(path).__enter__()
+    assert [*path.iterdir()] == []
 
 
 def test_parents_are_made_closed_to_writers_whatever_the_umask_is(tmp_path: Path) -> None:
