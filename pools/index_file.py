@@ -164,7 +164,14 @@ def _check_magic(buffer: Buffer, magic: bytes, what: str) -> None:
 _LAST_AT: Final = _MAGIC.size
 _BOOT_AT: Final = _LAST_AT + 2 * _LAST.size
 _SESSIONS_AT: Final = 256
-INDEX_BYTES: Final = _SESSIONS_AT + SESSIONS * SESSION_BYTES
+
+
+def index_bytes(sessions: int) -> int:
+    """Return the size of an index with so many places."""
+    return _SESSIONS_AT + sessions * SESSION_BYTES
+
+
+INDEX_BYTES: Final = index_bytes(SESSIONS)
 
 
 class FoundSessions(NamedTuple):
@@ -178,17 +185,18 @@ class SessionIndex:
     """The sessions that the next daemon may adopt, and the highest number that any was given."""
 
     def __init__(self, buffer: Buffer) -> None:
-        """Use an index that ``format_index`` or an earlier daemon wrote; nothing is changed.
+        """Use an index that ``format_index`` or an earlier daemon wrote, with as many places as it has.
 
         Raises:
-            UnreadableFileError: it is none, or of another format or size.
+            UnreadableFileError: it is none, or of another format, or no index has its size.
         """
         _check_magic(buffer, _INDEX_MAGIC, "index")
-        if len(buffer) != INDEX_BYTES:
-            raise UnreadableFileError(f"the index has {len(buffer)} bytes, not {INDEX_BYTES}")
+        self._room, rest = divmod(len(buffer) - _SESSIONS_AT, SESSION_BYTES)
+        if self._room < 1 or rest:
+            raise UnreadableFileError(f"an index does not have {len(buffer)} bytes")
         self._buffer = buffer
         self._places: dict[int, int] = {}
-        self._free = list(range(SESSIONS - 1, -1, -1))
+        self._free = list(range(self._room))
 
     def __repr__(self) -> str:
         """Show how many sessions have a record."""
@@ -202,14 +210,17 @@ class SessionIndex:
     @property
     def last(self) -> int:
         """Return the highest number that was given; 0 where that is not known."""
-        copies = (self._buffer[at : at + _LAST.size] for at in (_LAST_AT, _LAST_AT + _LAST.size))
-        return max((_number(one) for one in copies), default=0)
+        return max(self._lasts())
+
+    def _lasts(self) -> tuple[int, int]:
+        first, second = (self._buffer[at : at + _LAST.size] for at in (_LAST_AT, _LAST_AT + _LAST.size))
+        return _number(first), _number(second)
 
     def begin(self, boot_id: str) -> FoundSessions:
         """Begin a boot: return the sessions of the one before, and forget what cannot be read."""
         best: dict[int, tuple[int, SessionRecord]] = {}
         unreadable = 0
-        for place in range(SESSIONS):
+        for place in range(self._room):
             at = _place(place)
             if _is_blank(self._buffer, at):
                 continue
@@ -227,15 +238,16 @@ class SessionIndex:
             best[record.session] = (place, record)
         self._places = {session: place for session, (place, _) in best.items()}
         taken = set(self._places.values())
-        self._free = [place for place in range(SESSIONS - 1, -1, -1) if place not in taken]
+        self._free = [place for place in range(self._room) if place not in taken]
         _write(self._buffer, _BOOT_AT, boot_id.encode("ascii"))
         return FoundSessions(tuple(best[session][1] for session in sorted(best)), unreadable)
 
     def give(self, number: int) -> None:
         """Record the highest number so far, before the session hears it; the copy of the one before stays."""
-        if number <= self.last:
+        first, second = self._lasts()
+        if number <= max(first, second):
             return
-        at = _LAST_AT + number % 2 * _LAST.size
+        at = _LAST_AT + (_LAST.size if second < first else 0)
         self._buffer[at : at + _LAST.size] = _last(number)
 
     def put(self, record: SessionRecord) -> bool:
@@ -268,7 +280,7 @@ class SessionIndex:
 
 
 def format_index(buffer: Buffer) -> None:
-    """Make an index of ``INDEX_BYTES`` zeros."""
+    """Make an index of zeros; see ``index_bytes``."""
     buffer[: _MAGIC.size] = _MAGIC.pack(_INDEX_MAGIC, FORMAT)
 
 
