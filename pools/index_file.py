@@ -1,8 +1,9 @@
 """What a daemon leaves to the one that follows it: its sessions in an index, each pool's record with its pages' owners.
 
 Both lie in memory that outlives the process, and are read again after it was killed at any moment. So a record is valid
-only with its checksum, which is written last and taken away first; and the owner of a page is one aligned word. Every
-prefix of the writes therefore reads as the old state, as absence, or as the new state. Pure: works on writable buffers,
+only with its checksum, which is written last; a session's new record is complete before its old one is taken away; and
+the owner of a page is one aligned word. Every prefix of the writes therefore reads as the old state or as the new one,
+and of a record that is damaged as absence. Pure: works on writable buffers,
 and knows neither processes nor descriptors.
 """
 
@@ -120,9 +121,8 @@ def _digest(length: bytes, content: bytes) -> bytes:
 
 
 def _write(buffer: Buffer, at: int, content: bytes) -> None:
-    """Write a record: the checksum is taken away before the first byte changes, and comes after the last one."""
+    """Write a record, its checksum last."""
     length = _LENGTH.pack(len(content))
-    _invalidate(buffer, at)
     buffer[at + _HEAD_BYTES : at + _HEAD_BYTES + len(content)] = content
     buffer[at + _DIGEST.size : at + _HEAD_BYTES] = length
     buffer[at : at + _DIGEST.size] = _digest(length, content)

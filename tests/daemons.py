@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from kvferry.daemon.daemon import Tuning
-from kvferry.daemon.process.fd_store import open_store
+from kvferry.daemon.process.fd_store import HolderStore, open_store
 from kvferry.daemon.process.inherited import Inherited
 from tests.started import Started, started
 
@@ -101,10 +101,28 @@ class RestartedDaemon:
 
     def restart(self, number: int = signal.SIGKILL) -> DaemonProcess:
         """End it by a signal, and start it anew."""
+        self.end(number)
+        return self.start()
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        """End it by a signal."""
         os.kill(self.daemon.process.pid, number)
         self.daemon.process.wait(END_S)
+
+    def start(self) -> DaemonProcess:
+        """Start it anew, once it has ended."""
         self.daemon = self._started()
         return self.daemon
+
+    @contextlib.contextmanager
+    def store(self) -> Iterator[HolderStore]:
+        """Return what holds its memory, while it does not run."""
+        store = open_store(self.runtime_dir, Inherited(), {}, keep=True)
+        assert isinstance(store, HolderStore)
+        try:
+            yield store
+        finally:
+            store.leave(60)
 
     def close(self) -> None:
         """End it, and what holds its memory."""

@@ -176,11 +176,13 @@ class HolderStore:
         self._channel = channel
         channel.settimeout(ANSWER_S)
         self._lock = threading.Lock()
-        credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        self.pid = int.from_bytes(credentials[:4], sys.byteorder)
-        if int.from_bytes(credentials[4:8], sys.byteorder) != os.getuid():
-            raise FdStoreError("the holder is another user's")
-        self._found = self._listed()
+        self._found: dict[str, int] = {}
+        self.pid = 0
+        try:
+            self._greet()
+        except FdStoreError:
+            channel.close()
+            raise
 
     def __repr__(self) -> str:
         """Show the holder's process."""
@@ -190,6 +192,14 @@ class HolderStore:
         """See ``FdStore.take``."""
         found, self._found = self._found, {}
         return found
+
+    def _greet(self) -> None:
+        channel = self._channel
+        credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        self.pid = int.from_bytes(credentials[:4], sys.byteorder)
+        if int.from_bytes(credentials[4:8], sys.byteorder) != os.getuid():
+            raise FdStoreError("the holder is another user's")
+        self._found = self._listed()
 
     def _listed(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -233,6 +243,7 @@ class HolderStore:
             try:
                 yield
             except OSError as cause:
+                self._channel.close()  # an answer that comes late would be taken for another one's
                 raise FdStoreError(f"the holder does not answer: {cause}") from cause
 
 

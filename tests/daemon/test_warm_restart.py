@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,6 +19,9 @@ import zmq
 from kvferry.clients import Client, MhaSpec, calls
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
+from kvferry.daemon.process.access import HOLDER_SOCKET
+from kvferry.daemon.process.fd_store import open_store
+from kvferry.daemon.process.inherited import Inherited
 from kvferry.protocol.client_core import ClientCore
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import NoSessionError, NotOwnerError, StaleBootError, UnknownPoolError
@@ -172,3 +179,142 @@ def test_numbers_are_not_given_again(life: RestartedDaemon) -> None:
     life.restart()
     with Client.connect(life.runtime_dir) as second:
         assert min(one.session for one in second.status().sessions) > max(numbers)
+
+
+# -- what is not believed
+
+
+def counters(client: Client) -> dict[str, int]:
+    """Return what was adopted, and what not, without the family's name."""
+    every = client.status().counters
+    return {name.removeprefix("adoption."): count for name, count in every.items() if name.startswith("adoption.")}
+
+
+def new_memory(size: int, *, sealed: bool = True) -> int:
+    fd = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def test_foreign_descriptors_are_closed(life: RestartedDaemon) -> None:
+    with Client.connect(life.runtime_dir) as client:
+        client.create_pool(POOL, SPEC)
+        client.create_pool("swapped", SPEC)
+    life.end()
+    with life.store() as store:
+        held = store.take()
+        records = {name: fd for name, fd in held.items() if name.endswith(".record")}
+        first, second = records
+        foreign = {
+            "kvferry.pool.1.record": os.dup(records[first]),  # another pool's
+            "kvferry.pool.2.record": new_memory(0),
+            "kvferry.pool.3.record": new_memory(4096),
+            "kvferry.pool.4.record": new_memory(4096, sealed=False),
+            "kvferry.pool.5.record": socket.socket().detach(),
+            "kvferry.pool.6.memory": new_memory(4096),
+            "kvferry.pool..record": os.open(os.devnull, os.O_RDWR),
+            "what": os.open(os.devnull, os.O_RDWR),
+        }
+        memory, others = (one.replace(".record", ".memory") for one in (first, second))
+        foreign[others] = new_memory(os.fstat(held[memory]).st_size)  # in place of its own
+        store.remove([others])
+        store.put(foreign)
+        for fd in (*held.values(), *foreign.values()):
+            os.close(fd)
+    life.start()
+    with Client.connect(life.runtime_dir) as client:
+        assert [one.pool for one in client.status().pools] == [POOL]
+        assert counters(client)["pools"] == 1
+        assert counters(client)["pools_dropped"] == 7
+        assert len(client.allocate(POOL, ALL)) == ALL
+    life.end()
+    with life.store() as store:
+        held = store.take()
+        for fd in held.values():
+            os.close(fd)
+        assert sorted(held) == sorted(["kvferry.index", first, memory])
+
+
+def test_another_format_drops_everything_and_says_so_once(life: RestartedDaemon) -> None:
+    with Client.connect(life.runtime_dir) as client:
+        client.create_pool(POOL, SPEC)
+    life.end()
+    with life.store() as store:
+        held = store.take()
+        os.pwrite(held["kvferry.index"], b"\x63", 8)
+        for fd in held.values():
+            os.close(fd)
+    life.start()
+    assert life.daemon.log.read_text().count("has format 99, this daemon reads 1") == 1
+    with Client.connect(life.runtime_dir) as client:
+        assert not client.status().pools
+        assert counters(client) == {"descriptors_dropped": 3}
+        client.create_pool(POOL, SPEC)
+    life.restart()
+    with Client.connect(life.runtime_dir) as client:
+        assert [one.pool for one in client.status().pools] == [POOL]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flipped_bits_give_nobody_what_is_not_theirs(life: RestartedDaemon, seed: int) -> None:
+    random = Random(seed)  # noqa: S311  a test repeats what it did
+    with (
+        raw_engine(life.runtime_dir, opening=calls.session_open("one", keep=True)) as one,
+        raw_engine(life.runtime_dir, opening=calls.session_open("two", keep=True)) as two,
+    ):
+        one.ask(CreatePool(pool=POOL, spec=SPEC))
+        for engine in (one, two):
+            engine.call(calls.allocate(POOL, 6, "main"))
+        life.end()
+        with life.store() as store:
+            held = store.take()
+            for name, fd in held.items():
+                if not name.endswith(".memory"):
+                    size = os.fstat(fd).st_size if name.endswith(".record") else 3 * 2048
+                    for _ in range(random.randint(1, 4)):
+                        at = random.randrange(16, size)
+                        os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1 << random.randrange(8)]), at)
+                os.close(fd)
+        life.start()
+        owned: dict[int, set[int]] = {}
+        with Client.connect(life.runtime_dir) as client:
+            if not client.status().pools:
+                return
+            free = {int(page) for page in client.allocate(POOL, free_pages(client))}
+        for number, engine in enumerate((one, two)):
+            with contextlib.suppress(NoSessionError), resumed(life.runtime_dir, engine.channel.opened) as again:
+                owned[number] = set()
+                for page in range(1, ALL + 1):
+                    with contextlib.suppress(NotOwnerError):
+                        again.call(calls.free(POOL, [page], "main", None))
+                        owned[number].add(page)
+        assert sum(map(len, owned.values())) + len(free) == ALL
+        assert len(free.union(*owned.values())) == ALL, "a page that two have"
+
+
+def test_without_the_holder_it_goes_on_and_says_so(life: RestartedDaemon) -> None:
+    with Client.connect(life.runtime_dir) as client:
+        client.create_pool("before", SPEC)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+            channel.connect(os.fspath(life.runtime_dir / HOLDER_SOCKET))
+            credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        os.kill(struct.unpack("3i", credentials)[0], signal.SIGKILL)
+        assert soon(lambda: counters(client).get("store_lost") == 1)
+        client.create_pool("after", SPEC)
+        client.delete_pool("before")
+    assert "nothing outlives this daemon" in life.daemon.log.read_text()
+    life.restart()
+    with Client.connect(life.runtime_dir) as client:
+        assert not client.status().pools
+
+
+def test_what_an_earlier_daemon_left_ends_where_nobody_keeps_anything() -> None:
+    with restarted_daemon() as life, Client.connect(life.runtime_dir) as client:
+        client.create_pool(POOL, SPEC)
+        life.end(signal.SIGTERM)
+        open_store(life.runtime_dir, Inherited(), {})
+        life.start()
+        with Client.connect(life.runtime_dir) as again:
+            assert not again.status().pools
