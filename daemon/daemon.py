@@ -398,6 +398,8 @@ class Daemon:
                     connected=self._session_socket.is_connected(one),
                     instance=one.instance,
                     owner=one.owner_id,
+                    kept_bytes=self._dispatcher.kept.of(one.session_id),
+                    reply_bytes=one.reply_bytes,
                 )
                 for one in self._sessions
             ),

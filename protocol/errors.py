@@ -55,6 +55,7 @@ which ``fault`` says in words, on the wire too::
     |   +-- ForkedError               FORKED               a client, or what it mapped, in a forked process
     |   +-- MisuseError               MISUSE               a call that is not valid in the current state
     |   +-- NoModelError              NO_MODEL             the pool has no model identity
+    |   +-- ReplyGoneError            REPLY_GONE           a retry of what was handled, whose reply is not kept any more
     +-- PeerError               the other side of a transfer
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
     |   +-- PeerCancelledError        PEER_CANCELLED       it cancelled
@@ -516,6 +517,13 @@ class NoModelError(CallerError):
 
     code = "NO_MODEL"
     remedy = "create or register the pool with model=ModelIdentity(name=…, revision=…)"
+
+
+class ReplyGoneError(CallerError):
+    """A request with this number was handled, and its reply is not kept any more; it was not handled again."""
+
+    code = "REPLY_GONE"
+    remedy = "read replies as they come, and do not retry what was answered; RESULT and STATUS say what was done"
 
 
 class PeerError(KvferryError):

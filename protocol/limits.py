@@ -25,7 +25,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_message_bytes: int = 16 << 20
     """Total size of the frames of one message."""
     max_requests_per_session: int = 256
-    """Requests without a reply, and also the replies kept for a retry."""
+    """Requests without a reply, and also the replies kept for a retry; in bytes, see below."""
     max_transfers_per_session: int = 1024
     """Endpoints of transfers that are live, or whose events are not acknowledged."""
     max_transfers: int = 16_384
@@ -38,6 +38,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_deadline_ms: int = 3_600_000
     default_deadline_ms: int = 30_000
     """Used if a request gives 0."""
+    max_kept_session_request_bytes: int = 128 << 20
+    """Messages of a session's requests that wait, and lists of its transfers and operations that are not over."""
+    max_kept_request_bytes: int = 1 << 30
+    """The same, over all sessions."""
+    max_kept_session_reply_bytes: int = 16 << 20
+    """A session's replies that are kept for a retry; of more, the oldest large ones are dropped."""
+    max_kept_reply_bytes: int = 256 << 20
+    """The same, over all sessions; also what connections have not read yet."""
     resume_grace_ms: int = 10_000
     """How long a resumable session is kept after it lost its socket; 0: not at all."""
 

@@ -158,6 +158,10 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The instance that it named when it opened; empty: it is an instance of its own."""
     owner: int = 0
     """The number of its instance, which owns its pages: that of the instance's first session."""
+    kept_bytes: int = 0
+    """Of its requests that wait, and of its transfers and operations that are not over or acknowledged."""
+    reply_bytes: int = 0
+    """Of large replies that are kept for a retry."""
 
 
 class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):

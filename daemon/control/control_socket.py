@@ -50,6 +50,12 @@ SENT_AT_ONCE: Final = 64
 MAX_HELD_BYTES: Final = 256 << 20
 """Bytes of incomplete messages, of all connections: then the connection that has most of them is closed."""
 
+FLUSH_BYTES: Final = 1 << 20
+"""Replies to messages that came together leave together, up to so many bytes."""
+
+PAUSE_BYTES: Final = 4 << 20
+"""With so many bytes that its peer has not read, no more of a connection's messages are handled."""
+
 _CREDENTIALS: Final = struct.Struct("3i")
 
 log = structlog.get_logger(__name__)
@@ -89,6 +95,7 @@ class ControlSocket:
         self.max_connections = max_connections
         self.max_queued = limits.max_requests_per_session + 2 * limits.max_transfers_per_session
         self.held_bytes = 0
+        self.queued_bytes = 0
         self.buffer = bytearray(RECEIVE_BYTES)
         self.on_message: OnMessage | None = None
         self._name = name
@@ -185,6 +192,12 @@ class ControlSocket:
         self.counters.add("connections.closed.held")
         most.close()
 
+    def too_much_queued(self) -> None:
+        """Close the connection whose peer has left most bytes unread."""
+        most = max(self._connections.values(), key=lambda one: one.queued_bytes)
+        self.counters.add("connections.closed.unread")
+        most.close()
+
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPT_BOUND):
             try:
@@ -248,7 +261,10 @@ class _Connection:
         self._stream = IncomingStream(identity, owner.limits)
         self._has_spoken = False
         self._held_bytes = 0
+        self._waiting: list[ReceivedMessage] = []
         self._out: deque[bytes | memoryview] = deque()
+        self._queued_bytes = 0
+        self._paused = False
         self._corked = False
         self._writing = False
         self._more: asyncio.Handle | None = None
@@ -262,20 +278,29 @@ class _Connection:
     def held_bytes(self) -> int:
         return self._held_bytes
 
+    @property
+    def queued_bytes(self) -> int:
+        return self._queued_bytes
+
     def put(self, data: bytes) -> bool:
-        if len(self._out) >= self._owner.max_queued:
-            self._owner.counters.add("replies.queue_full")
+        owner, size_bytes = self._owner, len(data)
+        if len(self._out) >= owner.max_queued or self._queued_bytes > owner.limits.max_message_bytes:
+            owner.counters.add("replies.queue_full")
             return False
         self._out.append(data)
-        if not self._corked and not self._writing:
+        self._queued_bytes += size_bytes
+        owner.queued_bytes += size_bytes
+        if not self._writing and (not self._corked or self._queued_bytes > FLUSH_BYTES):
             self._flush()
+        if owner.queued_bytes > owner.limits.max_kept_reply_bytes:
+            owner.too_much_queued()
         return not self._closed
 
     def read(self) -> bool:
         """Handle what has arrived, within a bound; return whether there may be more."""
-        if self._closed or self._corked:
+        if self._closed or self._corked or self._paused:
             return False
-        if self._more is None and not self._receive():
+        if self._more is None and not self._waiting and not self._receive():
             return False
         self._corked = True  # the replies to what came together leave together
         try:
@@ -293,11 +318,14 @@ class _Connection:
         self._looking.cancel()
         if self._more is not None:
             self._more.cancel()
-        self._loop.remove_reader(self._channel)
+        if not self._paused:
+            self._loop.remove_reader(self._channel)
         if self._writing:
             self._loop.remove_writer(self._channel)
         self._channel.close()
         self._out.clear()
+        self._owner.queued_bytes -= self._queued_bytes
+        self._queued_bytes = 0
         self._owner.held_bytes -= self._held_bytes
         self._owner.forget(self.identity)
 
@@ -316,6 +344,9 @@ class _Connection:
         """Close the connection if it has been silent for too long; else look again when that could be."""
         self.read()  # the loop may have been busy for as long
         if self._closed:
+            return
+        if self._paused:  # it is not it that is silent
+            self._looking = self._loop.call_later(FIRST_MESSAGE_S, self._look)
             return
         now, silence_s = time.monotonic(), self._silence_ms / 1000
         ends_at = self.heard_at + silence_s if silence_s else float("inf")
@@ -347,7 +378,8 @@ class _Connection:
         """Handle messages, within a bound; return whether there may be more."""
         self._more = None
         try:
-            messages = self._stream.take(DRAIN_BOUND)
+            taken_before = self._waiting
+            messages = taken_before or self._stream.take(DRAIN_BOUND)
         except KvferryError:
             self.close()
             return False
@@ -359,11 +391,26 @@ class _Connection:
         handle = self._owner.on_message
         if messages and handle is not None:
             self._has_spoken = True
-            for message in messages:
+            for number, message in enumerate(messages, 1):
                 handle(message)
-        if len(messages) == DRAIN_BOUND and not self._closed:
+                if self._queued_bytes > PAUSE_BYTES:
+                    self._pause(messages[number:])
+                    return False
+        self._waiting = []
+        if (taken_before or len(messages) == DRAIN_BOUND) and not self._closed:
             self._more = self._loop.call_soon(self.read)
         return not self._closed
+
+    def _pause(self, rest: list[ReceivedMessage]) -> None:
+        """Read and handle no more until the peer has read: its next replies would wait here as well."""
+        self._waiting, self._paused = rest, True
+        self._owner.counters.add("connections.paused")
+        self._loop.remove_reader(self._channel)
+
+    def _resume(self) -> None:
+        self._paused = False
+        self._loop.add_reader(self._channel, self.read)
+        self._more = self._loop.call_soon(self.read)  # also what was taken from the stream, or is complete in it
 
     def _count_held(self) -> None:
         held = self._stream.held_bytes
@@ -381,10 +428,15 @@ class _Connection:
             return
         if answers:
             out.append(bytes(answers))
+            self._queued_bytes += len(answers)
+            self._owner.queued_bytes += len(answers)
             answers.clear()
         try:
             while out:
-                _drop(out, self._channel.sendmsg(list(itertools.islice(out, SENT_AT_ONCE))))
+                sent = self._channel.sendmsg(list(itertools.islice(out, SENT_AT_ONCE)))
+                self._queued_bytes -= sent
+                self._owner.queued_bytes -= sent
+                _drop(out, sent)
         except BlockingIOError:
             pass
         except OSError:
@@ -397,6 +449,8 @@ class _Connection:
                 self._loop.add_writer(self._channel, self._flush)
             else:
                 self._loop.remove_writer(self._channel)
+        if self._paused and self._queued_bytes <= PAUSE_BYTES:
+            self._resume()
 
 
 def _drop(out: deque[bytes | memoryview], sent: int) -> None:

@@ -10,6 +10,8 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import structlog
 
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
+from kvferry.daemon.control.kept_bytes import SMALL_BYTES as SMALL_MESSAGE_BYTES
+from kvferry.daemon.control.kept_bytes import KeptBytes
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.control.zmtp import ReceivedMessage
@@ -82,11 +84,12 @@ class OpenBatch:
         places: the index of each request's result, by the number under which the request runs.
     """
 
-    def __init__(self, session: Session, message_id: int, count: int, max_bytes: int) -> None:
+    def __init__(self, session: Session, message_id: int, count: int, max_bytes: int, kept: KeptBytes) -> None:
         self.session = session
         self.message_id = message_id
         self.places: dict[int, int] = {}
         self._max_bytes = max_bytes
+        self._kept = kept
         self._bytes = 0
         self._missing = count
         self._results: list[tuple[ReplyBody, tuple[PageIds, ...]]] = [(ReplyBody(), ())] * count
@@ -102,12 +105,16 @@ class OpenBatch:
 
     def put(self, part_id: int, body: ReplyBody, ids: tuple[PageIds, ...]) -> None:
         """Store a request's result; one that makes the reply too large is replaced by TOO_LARGE."""
-        size_bytes = encoded_bytes(body)
-        if size_bytes > SMALL_BYTES and self._bytes + size_bytes > self._max_bytes:
+        size_bytes = encoded_bytes(body) + sum(one.nbytes for one in ids)
+        session_id = self.session.session_id
+        if size_bytes > SMALL_BYTES and not (
+            self._bytes + size_bytes <= self._max_bytes and self._kept.fits(session_id, size_bytes)
+        ):
             too_large = TooLargeError(f"the batch's results exceed {self._max_bytes} bytes: send this request alone")
             body, ids = ErrorReply(error=too_large.info()), ()
         else:
             self._bytes += size_bytes
+            self._kept.keep(session_id, self.message_id, size_bytes)
         self._results[self.places[part_id]] = (body, ids)
         self._missing -= 1
 
@@ -122,6 +129,7 @@ class Dispatcher:
 
     Attributes:
         sessions: the live sessions.
+        kept: what requests that are not over keep.
     """
 
     def __init__(
@@ -137,6 +145,7 @@ class Dispatcher:
         self._boot_id = boot_id
         self._limits = limits
         self.sessions = sessions
+        self.kept = KeptBytes(limits)
         self._counters = counters
         self._open_handlers: dict[type[Body], OpenHandler] = {}
         self._handlers: dict[type[Body], Handler] = {}
@@ -175,19 +184,22 @@ class Dispatcher:
             self._counters.add(f"messages.refused.{incoming.error.code.lower()}")
             self._refuse(message.identity, incoming.message_id, incoming.error)
         else:
-            self._serve(message.identity, incoming)
+            self._serve(message.identity, incoming, sum(map(len, message.frames)))
 
     def answer(self, session: Session, message_id: int, answer: Answer) -> None:
         """Send the reply that a handler deferred; a second one to the same request is dropped."""
         timer = self._deadlines.pop((session.session_id, message_id), None)
         if timer is not None:
             timer.cancel()
+            self.kept.drop(session.session_id, message_id)
         if message_id < 0:
             self._part_answered(session, message_id, answer)
             return
         frames = encode(Reply(message_id, self._boot_id, answer.body), answer.ids)
         if not session.answered(message_id, frames):
             return
+        if self.sessions.reply_bytes > self._limits.max_kept_reply_bytes:
+            self.sessions.bound_replies()
         self._count(answer.body)
         if session.identity is not None:
             self._send(session.identity, frames)
@@ -227,16 +239,17 @@ class Dispatcher:
             self._deadlines.pop(key).cancel()
         for part_id in [one for one, batch in self._batches.items() if batch.session is session]:
             del self._batches[part_id]
+        self.kept.session_lost(session.session_id)
 
-    def _serve(self, identity: bytes, incoming: IncomingRequest) -> None:
+    def _serve(self, identity: bytes, incoming: IncomingRequest, size_bytes: int) -> None:
         try:
-            self._dispatch(identity, incoming)
+            self._dispatch(identity, incoming, size_bytes)
         except Exception as error:  # noqa: BLE001  a bug must neither end the loop nor leave the client waiting
             refusal = self._refusal(incoming.request.body, error)
             self._count(refusal)
             self._send(identity, encode(Reply(incoming.request.message_id, self._boot_id, refusal)))
 
-    def _dispatch(self, identity: bytes, incoming: IncomingRequest) -> None:
+    def _dispatch(self, identity: bytes, incoming: IncomingRequest, size_bytes: int) -> None:
         request = incoming.request
         if request.boot_id not in (self._boot_id, NO_BOOT):
             raise StaleBootError(
@@ -254,7 +267,7 @@ class Dispatcher:
         elif not request.boot_id:
             raise InvalidFieldError(f"{kind.__name__} needs the boot id of this daemon", field="boot_id")
         else:
-            self._handle(session, request, incoming.ids)
+            self._handle(session, request, incoming.ids, size_bytes)
 
     def _session_of(self, request: Request) -> Session | None:
         if not request.secret:
@@ -271,24 +284,30 @@ class Dispatcher:
             self._hub.publish(EventAcknowledged(session, event.body))
         self.push_events(session)
 
-    def _handle(self, session: Session, request: Request, ids: tuple[PageIds, ...]) -> None:
+    def _handle(self, session: Session, request: Request, ids: tuple[PageIds, ...], size_bytes: int) -> None:
         call = Call(request.message_id, session, request.body, ids, self._deadline_s(request.deadline_ms))
         if session.begin(call.message_id):
-            self._run(call)
+            self._run(call, size_bytes)
             return
         reply = session.reply_to(call.message_id)
         if reply is not None and session.identity is not None:
             self._send(session.identity, reply)
 
-    def _run(self, call: Call) -> None:
-        """Run the handler of a request; answer it, or set a timer that answers DEADLINE."""
+    def _run(self, call: Call, size_bytes: int = 0) -> None:
+        """Run the handler of a request; answer it, or keep its message and set a timer that answers DEADLINE."""
         try:
+            if size_bytes > SMALL_MESSAGE_BYTES:
+                self.kept.check(call.session.session_id, size_bytes)
             answer = self._handlers[type(call.body)](call)
         except Exception as error:  # noqa: BLE001  see _serve
             answer = Answer(self._refusal(call.body, error))
         if answer is not None:
             self.answer(call.session, call.message_id, answer)
-        elif call.session.is_pending(call.message_id) and not isinstance(call.body, Batch):
+            return
+        if not call.session.is_pending(call.message_id):
+            return
+        self.kept.keep(call.session.session_id, call.message_id, size_bytes)
+        if not isinstance(call.body, Batch):
             late = _late(call)
             late.request_id = about(call.body).get("request_id", "")
             self._deadlines[call.session.session_id, call.message_id] = asyncio.get_running_loop().call_later(
@@ -308,7 +327,7 @@ class Dispatcher:
             self._deadline_s(one, f"deadlines_ms[{at}]") if one else call.deadline_s
             for at, one in enumerate(deadlines_ms)
         ]
-        batch = OpenBatch(call.session, call.message_id, len(body.requests), self._limits.max_message_bytes)
+        batch = OpenBatch(call.session, call.message_id, len(body.requests), self._limits.max_message_bytes, self.kept)
         ids = iter(call.ids)
         for at, (request, deadline_s) in enumerate(zip(body.requests, deadlines_s, strict=True)):
             its = tuple(itertools.islice(ids, len(request.page_counts())))
@@ -327,6 +346,7 @@ class Dispatcher:
         self._count(answer.body)
         batch.put(part_id, answer.body, answer.ids)
         if batch.is_complete:
+            self.kept.drop(session.session_id, batch.message_id)
             self.answer(session, batch.message_id, Answer(*batch.reply()))
 
     def _deadline_s(self, deadline_ms: int, field: str = "deadline_ms") -> float:

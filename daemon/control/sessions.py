@@ -5,14 +5,19 @@ from __future__ import annotations
 import hmac
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvferry.pools.index_file import SessionRecord
 from kvferry.protocol.codec import Frames, PageIds
-from kvferry.protocol.errors import InvalidFieldError, OverloadedError
+from kvferry.protocol.errors import InvalidFieldError, OverloadedError, ReplyGoneError
 from kvferry.protocol.events import EventBody
 from kvferry.protocol.ids import new_secret
 from kvferry.protocol.limits import Limits
+
+SMALL_REPLY_BYTES: Final = 1024
+"""Of up to so many bytes a reply is kept as long as its number is."""
+
+_GONE: Final[Frames] = []
 
 
 class Peer(NamedTuple):
@@ -21,6 +26,13 @@ class Peer(NamedTuple):
     pid: int
     uid: int
     gid: int
+
+
+class ReplyTotal:
+    """The bytes of the large replies that all sessions keep."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
 
 
 class PendingEvent(NamedTuple):
@@ -41,6 +53,7 @@ class Session:
         turn: how often it was resumed.
         ended: whether it has been removed from the registry.
         last_message: the highest number of its requests so far.
+        reply_bytes: of the large replies that are kept.
     """
 
     def __init__(
@@ -53,6 +66,7 @@ class Session:
         owner_id: int | None = None,
         instance: str = "",
         secret: bytes = b"",
+        reply_total: ReplyTotal | None = None,
     ) -> None:
         self.session_id = session_id
         self.owner_id = session_id if owner_id is None else owner_id
@@ -69,7 +83,11 @@ class Session:
         self.unacknowledged: deque[PendingEvent] = deque()
         self._limits = limits
         self._next_cursor = 1
+        self.reply_bytes = 0
+        self._reply_total = reply_total or ReplyTotal()
         self._replies: OrderedDict[int, Frames | None] = OrderedDict()
+        self._large: OrderedDict[int, int] = OrderedDict()
+        self._forgotten = 0
         self._parts: set[int] = set()
 
     def __repr__(self) -> str:
@@ -86,14 +104,19 @@ class Session:
 
         Raises:
             OverloadedError: too many requests of the session have no reply yet.
+            ReplyGoneError: it may have been seen before, and nothing is known of it any more.
         """
         if message_id in self._replies:
             return False
+        if message_id <= self._forgotten:
+            raise self._gone(message_id)
         if len(self._replies) >= self._limits.max_requests_per_session:
             answered = next((number for number, reply in self._replies.items() if reply is not None), None)
             if answered is None:
                 raise OverloadedError(f"{len(self._replies)} requests of the session are in flight")
             del self._replies[answered]
+            self._drop_large(answered)
+            self._forgotten = max(self._forgotten, answered)
         self._replies[message_id] = None
         self.last_message = max(self.last_message, message_id)
         return True
@@ -117,18 +140,56 @@ class Session:
 
     def answered(self, message_id: int, reply: Frames) -> bool:
         """Keep the reply for a retry; return False if the request was answered before."""
-        if self._replies.get(message_id, reply) is not None:
+        if self.ended or self._replies.get(message_id, reply) is not None:
             return False
         self._replies[message_id] = reply
+        size_bytes = sum(map(len, reply))
+        if size_bytes > SMALL_REPLY_BYTES:
+            self._large[message_id] = size_bytes
+            self.reply_bytes += size_bytes
+            self._reply_total.size_bytes += size_bytes
+            while self.reply_bytes > self._limits.max_kept_session_reply_bytes:
+                self.drop_oldest_reply()
         return True
+
+    def drop_oldest_reply(self) -> None:
+        """Drop the oldest of the large replies that are kept; a retry of its request is refused."""
+        message_id = next(iter(self._large))
+        self._drop_large(message_id)
+        self._replies[message_id] = _GONE
+
+    def drop_replies(self) -> None:
+        """Drop all large replies: the session ends."""
+        while self._large:
+            self.drop_oldest_reply()
+
+    def _drop_large(self, message_id: int) -> None:
+        size_bytes = self._large.pop(message_id, 0)
+        self.reply_bytes -= size_bytes
+        self._reply_total.size_bytes -= size_bytes
+
+    def _gone(self, message_id: int) -> ReplyGoneError:
+        return ReplyGoneError(
+            f"message {message_id} was handled before, and its reply is not kept: at most "
+            f"{self._limits.max_requests_per_session} replies of a session are, and of large ones "
+            f"{self._limits.max_kept_session_reply_bytes} bytes",
+            field="message_id",
+        )
 
     def is_pending(self, message_id: int) -> bool:
         """Return whether the request is being handled and has no reply yet."""
         return message_id in self._parts or (message_id in self._replies and self._replies[message_id] is None)
 
     def reply_to(self, message_id: int) -> Frames | None:
-        """Return the kept reply to a request, or None."""
-        return self._replies.get(message_id)
+        """Return the kept reply to a request, or None while it has none.
+
+        Raises:
+            ReplyGoneError: it had one.
+        """
+        reply = self._replies.get(message_id)
+        if reply is _GONE:
+            raise self._gone(message_id)
+        return reply
 
     def add_event(self, body: EventBody, ids: tuple[PageIds, ...] = ()) -> None:
         """Queue an event with its page lists; it is kept until it is acknowledged."""
@@ -171,6 +232,7 @@ class SessionRegistry:
         self._by_secret: dict[bytes, Session] = {}
         self._by_owner: dict[int, list[Session]] = {}
         self._owners: dict[tuple[int, str], int] = {}
+        self._reply_total = ReplyTotal()
 
     def __len__(self) -> int:
         """Return how many sessions live."""
@@ -191,7 +253,16 @@ class SessionRegistry:
         self._last_id += 1
         session_id = self._last_id
         owner_id = self._owners.get((peer.uid, instance), session_id) if instance else session_id
-        return self._add(Session(session_id, name, peer, self._limits, owner_id=owner_id, instance=instance))
+        session = Session(
+            session_id,
+            name,
+            peer,
+            self._limits,
+            owner_id=owner_id,
+            instance=instance,
+            reply_total=self._reply_total,
+        )
+        return self._add(session)
 
     def continue_after(self, last_id: int) -> None:
         """Give no session a number up to this one: an earlier daemon gave it to another."""
@@ -222,6 +293,7 @@ class SessionRegistry:
             owner_id=record.owner,
             instance=record.instance,
             secret=record.secret,
+            reply_total=self._reply_total,
         )
         session.turn = record.turn
         session.keep = True
@@ -238,6 +310,7 @@ class SessionRegistry:
     def close(self, session: Session) -> None:
         """Remove a session, and with the last one its instance."""
         session.ended = True
+        session.drop_replies()
         del self._by_id[session.session_id]
         del self._by_secret[session.secret]
         its = self._by_owner[session.owner_id]
@@ -245,6 +318,16 @@ class SessionRegistry:
         if not its:
             del self._by_owner[session.owner_id]
             self._owners.pop((session.tenant, session.instance), None)
+
+    @property
+    def reply_bytes(self) -> int:
+        """Return the bytes of the large replies that are kept."""
+        return self._reply_total.size_bytes
+
+    def bound_replies(self) -> None:
+        """Drop large replies, of the session that keeps most of them, until those of all are within their bound."""
+        while self.reply_bytes > self._limits.max_kept_reply_bytes:
+            max(self, key=lambda one: one.reply_bytes).drop_oldest_reply()
 
     def get(self, session_id: int) -> Session | None:
         """Return the live session with this number, or None."""

@@ -17,6 +17,7 @@ from kvferry.daemon.control.hub import (
     EventHub,
     SessionBegan,
 )
+from kvferry.daemon.control.kept_bytes import TRANSFER
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.event_rings import EventRings
@@ -221,6 +222,7 @@ class TransferService:
         chunk = SendChunk(ranges, body.last, body.first_token, body.payload, body.steps)
         reached = self._reached(sender.session_id, body)
         accepted = self._state_machine.send(sender, chunk, body.destinations)
+        self._keep_lists(call, "send", ranges)
         if body.steps:
             self._state_machine.events_reached(sender.session_id, reached, time.monotonic())
         self.execute()
@@ -246,13 +248,13 @@ class TransferService:
         if body.into == "host":
             return self._receive_to_host(call, body, sender)
         ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)
-        return self._begin_receive_into(sender, ranges, body)
+        return self._begin_receive_into(call, sender, ranges, body)
 
     def _receive_to_host(self, call: Call, body: Receive, sender: Sender) -> Answer:
         """Start a receive request whose bytes become a snapshot in the host tier."""
         host_receive = self._host_receives.make(call, body, sender.pool)
         try:
-            return self._begin_receive_into(sender._replace(pool=host_receive.pool), host_receive.ranges, body)
+            return self._begin_receive_into(call, sender._replace(pool=host_receive.pool), host_receive.ranges, body)
         except Exception as cause:
             error = (
                 cause if isinstance(cause, KvferryError) else InternalError(f"no receive request was made: {cause!r}")
@@ -260,13 +262,23 @@ class TransferService:
             self._host_receives.refused(host_receive, error)
             raise
 
-    def _begin_receive_into(self, sender: Sender, ranges: tuple[PageRange, ...], body: Receive) -> Answer:
+    def _begin_receive_into(self, call: Call, sender: Sender, ranges: tuple[PageRange, ...], body: Receive) -> Answer:
         daemons = body.source_daemons
         if daemons:
             daemons = self._peers.source_daemons(daemons)
         accepted = self._state_machine.receive(sender, ranges, body.sources, daemons, any_model=body.any_model)
+        self._keep_lists(call, "receive", ranges)
         self.execute()
         return Answer(accepted)
+
+    def _keep_lists(self, call: Call, direction: str, ranges: tuple[PageRange, ...]) -> None:
+        """Count the page lists of an accepted message until its endpoint has settled."""
+        body = call.body
+        assert isinstance(body, Send | Receive), body
+        size_bytes = sum(one.ids.nbytes for one in ranges if not one.shared)
+        self._dispatcher.kept.keep(
+            call.session.session_id, (TRANSFER, direction, body.request_id, body.pool), size_bytes
+        )
 
     def _cancel_held(self, session_id: int, body: Cancel) -> bool:
         """Cancel a RECEIVE that is held for its event: it would begin later, into pages that others may own by then."""
@@ -319,6 +331,7 @@ class TransferService:
         key = EndpointKey(pool.tenant, body.request_id, body.pool, "send" if isinstance(body, Send) else "receive")
         if self._state_machine.endpoint(session_id, key) is None:  # chunks of a live endpoint are always accepted
             self._check_limits(call.session)
+        self._dispatcher.kept.check(session_id, sum(one.nbytes for one in call.ids))
         now = time.monotonic()
         return Sender(session_id, pool, body.request_id, Clocked(now, now + call.deadline_s), call.session.owner_id)
 
@@ -436,6 +449,9 @@ class TransferService:
             return session if session is not None and self._notify_matched(session, event) else None
         if session is not None:
             session.add_event(event)  # first: the engine is told of the end whatever else fails
+        if isinstance(event, Settled):
+            key = (TRANSFER, event.direction, event.request_id, event.pool)
+            self._dispatcher.kept.drop(effect.session_id, key)
         try:
             if isinstance(event, Finished):
                 record_finished(event, self._counters)

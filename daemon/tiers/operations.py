@@ -21,6 +21,7 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
+from kvferry.daemon.control.kept_bytes import OPERATION
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
@@ -142,6 +143,9 @@ OVERDUE_S: Final = 5.0
 
 MAX_OPERATIONS = 1024
 """Per session, live or ended and not acknowledged."""
+
+KEPT_PAGE_BYTES: Final = 32
+"""What an operation keeps for a page: its number, the hash of its block, and where that lies."""
 
 log = structlog.get_logger(__name__)
 
@@ -305,8 +309,10 @@ class Operations:
     ) -> Operation:
         """Begin an operation with the deadline of its request. Raises what ``check`` does."""
         self.check(call.session)
+        self._dispatcher.kept.check(call.session.session_id, pages * KEPT_PAGE_BYTES)
         operation = self._add(call.session, kind, pool, pages, finish, holdings)
         self._unacknowledged[call.session.session_id] += 1
+        self._dispatcher.kept.keep(call.session.session_id, (OPERATION, operation.number), pages * KEPT_PAGE_BYTES)
         late = f"the {kind} was not done within {call.deadline_s:g} s"
         operation.timer = self._loop.call_later(call.deadline_s, self._apply, operation, Event.DEADLINE, late)
         return operation
@@ -553,3 +559,4 @@ class Operations:
     def _on_acknowledged(self, event: EventAcknowledged) -> None:
         if isinstance(event.body, TierDone):
             self._unacknowledged[event.session.session_id] -= 1
+            self._dispatcher.kept.drop(event.session.session_id, (OPERATION, event.body.operation))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.control.dispatch import Answer, Call, OpenBatch
+from kvferry.daemon.control.kept_bytes import KeptBytes
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
 from kvferry.protocol import tier_messages as tier
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
@@ -123,7 +124,7 @@ async def test_results_are_bounded_but_what_was_done_is_said(daemon: Batching) -
 
 
 def test_a_small_result_is_never_left_out() -> None:
-    batch = OpenBatch(SessionRegistry(LIMITS).open("engine", Peer(1, 2, 3)), 1, 2, max_bytes=1)
+    batch = OpenBatch(SessionRegistry(LIMITS).open("engine", Peer(1, 2, 3)), 1, 2, 1, KeptBytes(LIMITS))
     batch.places.update({7: 1, 8: 0})
     for part_id in batch.places:
         batch.put(part_id, Freed(freed=part_id, deferred=0), ())

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
-from kvferry.protocol.errors import OverloadedError
+from kvferry.daemon.control.sessions import SMALL_REPLY_BYTES, Peer, Session, SessionRegistry
+from kvferry.protocol.codec import Frames
+from kvferry.protocol.errors import OverloadedError, ReplyGoneError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.limits import Limits
 
@@ -44,7 +45,34 @@ def test_the_oldest_replies_are_forgotten(session: Session) -> None:
         assert session.begin(number)
         assert session.answered(number, [b"%d" % number])
     assert [number for number in range(1, 101) if session.reply_to(number)] == [97, 98, 99, 100]
-    assert session.begin(1), "what is forgotten is new again"
+    for forgotten in (1, 96):
+        with pytest.raises(ReplyGoneError, match="was handled before"):
+            session.begin(forgotten)
+
+
+def test_of_too_many_bytes_of_replies_the_oldest_go_first() -> None:
+    limits = Limits(max_kept_session_reply_bytes=3 * SMALL_REPLY_BYTES, max_kept_reply_bytes=4 * SMALL_REPLY_BYTES)
+    registry = SessionRegistry(limits)
+    one, other = registry.open("one", PEER), registry.open("other", PEER)
+    small: Frames = [b"x" * SMALL_REPLY_BYTES]
+    large: Frames = [b"x", b"y" * SMALL_REPLY_BYTES]
+    for number, reply in enumerate((large, small, large, large), 1):
+        one.begin(number)
+        assert one.answered(number, reply)
+    assert one.reply_bytes == 2 * SMALL_REPLY_BYTES + 2
+    with pytest.raises(ReplyGoneError):
+        one.reply_to(1)
+    assert not one.begin(1)
+    assert one.reply_to(2) == small
+    for number in (1, 2):
+        other.begin(number)
+        other.answered(number, large)
+    assert registry.reply_bytes > limits.max_kept_reply_bytes
+    registry.bound_replies()
+    assert registry.reply_bytes == 3 * (SMALL_REPLY_BYTES + 1)
+    registry.close(one)
+    assert registry.reply_bytes == other.reply_bytes
+    assert not one.answered(9, large)
 
 
 def test_too_many_requests_without_a_reply_are_refused(session: Session) -> None:
