@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -25,17 +25,19 @@ from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import RuntimeDirectory
+from kvferry.daemon.process.descriptors import PER_POOL, PER_SESSION, Descriptors, raise_limit
 from kvferry.daemon.process.devices import CHECK_S, Devices
 from kvferry.daemon.process.fd_store import FdStore, NoStore, open_store
 from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_freed_memory
 from kvferry.daemon.process.inherited import Inherited, take_inherited
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
+from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
-from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.pools import HostResources, PoolService
 from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfers import Movers, TransferService
@@ -138,7 +140,10 @@ class Daemon:
         hub = EventHub()
         # -- what engines, operators and other daemons talk to
         self._control_path = directory.path / CONTROL_SOCKET
-        self._control = ControlSocket(directory.listen(CONTROL_SOCKET), limits, counters)
+        self._descriptors = descriptors = Descriptors(raise_limit())
+        self._control = ControlSocket(
+            directory.listen(CONTROL_SOCKET), limits, counters, max_connections=descriptors.strangers
+        )
         self._sessions = SessionRegistry(limits)
         self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, counters, self._control.send, hub)
         self._links = PeerLinks(
@@ -149,6 +154,7 @@ class Daemon:
             limits,
             counters,
             config.network.bounce_buffer_bytes if network is not None else 0,
+            descriptors,
         )
         # -- pools and devices
         self._devices = Devices(config.devices, self._device_lost, tuning.stuck_after_s)
@@ -160,13 +166,14 @@ class Daemon:
             counters,
             hub,
             self._registry.region_of,
+            descriptors,
             resume_grace_s=config.service.resume_grace_s,
         )
         self._adoption = Adoption(
             store or NoStore(), self.boot_id, self._sessions, self._session_socket, self._registry, hub, counters
         )
-        self._fetcher = ThreadPoolExecutor(FETCH_THREADS, "fetch")
-        self._rings = EventRings(self._dispatcher, self._session_socket, self._devices, self._fetcher, hub)
+        self._fetcher = started_threads(FETCH_THREADS, "fetch")
+        self._rings = EventRings(self._dispatcher, self._session_socket, self._devices, self._fetcher, hub, descriptors)
         memory = HostMemory()
         self._pools = PoolService(
             self._dispatcher,
@@ -174,7 +181,7 @@ class Daemon:
             self._devices,
             self._registry,
             self._rings,
-            memory,
+            HostResources(memory, descriptors),
             max_bytes=config.pools.size_bytes(smallest_limit().size_bytes),
             populate=config.pools.populate,
             largest_payload_bytes=limits.largest_payload_bytes,
@@ -201,7 +208,7 @@ class Daemon:
             tuning.whole_below_bytes,
         )
         self._transport = LocalTransport(loop, threads=tuning.copy_threads, copy=best_copy())
-        self._executor = ThreadPoolExecutor(tuning.copy_threads, "network")
+        self._executor = started_threads(tuning.copy_threads, "network")
         self._network = network
         self._remote = RemoteTransports(
             PullTransport(self._links.send, self._transport, self._fetcher, fetch_region),
@@ -221,7 +228,9 @@ class Daemon:
             counters,
         )
         # -- graph tables
-        self._tables = TableService(self._dispatcher, self._session_socket, self._registry, self._devices, self._rings)
+        self._tables = TableService(
+            self._dispatcher, self._session_socket, self._registry, self._devices, self._rings, descriptors
+        )
         self._verification = Verification(
             self._dispatcher,
             self._registry,
@@ -271,10 +280,15 @@ class Daemon:
         await self._tiers.start()
         self._adoption.adopt(self._loop)
         self._links.start(self._loop, self._peers)
-        self._control.start(self._loop, self._dispatcher.on_message)
+        self._control.start(self._loop, self._dispatcher.on_message, self._sessions.identities)
         self._session_socket.start(self._loop)
         self._watch_devices()
         self._inherited.close_rest()
+        for pool in self._registry:
+            self._descriptors.promise(pool.region, pool.tenant, "pools", PER_POOL)
+        for session in self._sessions:
+            self._descriptors.promise(session, session.tenant, "sessions", PER_SESSION)
+        self._descriptors.begin()
         self_ping = SelfPing(self._control_path, self.boot_id)
         await self_ping.check()
         if manager.watchdog_s is not None:
@@ -294,7 +308,9 @@ class Daemon:
             self._remote.close()
             if self._network is not None:
                 await self._network.stop()
-            await asyncio.to_thread(self._executor.shutdown)  # its threads know the network's memory by its address
+            await self._loop.run_in_executor(
+                self._fetcher, self._executor.shutdown
+            )  # its threads know the network's memory by its address
             if self._network is not None:
                 self._network.close()
             await self._verification.close()
@@ -351,7 +367,8 @@ class Daemon:
         if self._devices.in_use:
             timer = threading.Timer(2 * self._tuning.stuck_after_s, os._exit, (EXIT_DEVICE_LOST,))
             timer.daemon = True
-            timer.start()
+            with contextlib.suppress(RuntimeError):  # no thread left: the service manager looks at the time, too
+                timer.start()
 
     def _session_ended(self, event: SessionEnded) -> None:
         """Let go of what a session had for itself: what waits for it first."""
@@ -412,6 +429,9 @@ class Daemon:
             tables=tuple(self._tables.status()),
             tiers=tuple(self._tiers.status()),
             operations=tuple(self._tiers.operations.status()),
+            descriptors=self._descriptors.status(
+                listening=self._control.is_listening and self._session_socket.is_listening and self._links.is_listening
+            ),
         )
 
 

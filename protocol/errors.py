@@ -68,6 +68,7 @@ which ``fault`` says in words, on the wire too::
     |   +-- ShuttingDownError         SHUTTING_DOWN        the daemon is draining
     +-- DaemonError             the daemon or its host
         +-- OutOfMemoryError          OUT_OF_MEMORY        the host or the device cannot give the memory
+        +-- OutOfDescriptorsError     OUT_OF_DESCRIPTORS   the daemon may not open more descriptors
         +-- DeviceUnavailableError    DEVICE_UNAVAILABLE   no such device, or its driver or software is missing
         +-- DeviceLostError           DEVICE_LOST          a device failed
         +-- PoolLostError             POOL_LOST            the pool's memory was lost
@@ -606,6 +607,16 @@ class OutOfMemoryError(DaemonError):
 
     code = "OUT_OF_MEMORY"
     remedy = "make the pool smaller, delete another, or raise pools.max_bytes"
+
+
+class OutOfDescriptorsError(DaemonError):
+    """A user, or all users together, made the daemon open as many descriptors as they may."""
+
+    code = "OUT_OF_DESCRIPTORS"
+    remedy = (
+        "delete pools or end sessions that are not needed: kvferry status shows them; or raise the daemon's "
+        "LimitNOFILE (ulimit -n)"
+    )
 
 
 class DeviceUnavailableError(DaemonError):

@@ -59,6 +59,21 @@ class StatusReport(ReplyBody, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     tables: tuple[TablesStatus, ...] = ()
     tiers: tuple[TierStatus, ...] = ()
     operations: tuple[OperationStatus, ...] = ()
+    descriptors: DescriptorsStatus | None = None
+
+
+class DescriptorsStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The daemon's descriptors in STATUS: open now, of so many that it may open.
+
+    ``promised`` of ``room`` are for sessions, pools, rings and tables; a user may have three quarters of them.
+    ``listening``: it accepts connections; not where none is left.
+    """
+
+    open: int
+    limit: int
+    promised: int
+    room: int
+    listening: bool = True
 
 
 class Status(AnsweredBy[StatusReport], frozen=True, kw_only=True, tag="STATUS"):

@@ -11,6 +11,7 @@ import msgspec
 from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.console import add_daemon, table
 from kvferry.protocol.session_messages import (
+    DescriptorsStatus,
     DeviceStatus,
     PeerStatus,
     Ping,
@@ -67,6 +68,8 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         f"kvferry {report.daemon_version} pid {report.pid} boot {boot_id[:8]} {state}, "
         f"up for {report.uptime_ms / 1000:.0f} s"
     )
+    if report.descriptors is not None:
+        yield _descriptors_line(report.descriptors)
     yield f"other daemons find it at {', '.join(report.addresses)}"
     yield from table(
         "pools",
@@ -128,6 +131,11 @@ def _peer_row(peer: PeerStatus) -> tuple[object, ...]:
     round_trip = f"{peer.round_trip_us / 1000:.2f}" if peer.round_trip_us else "-"
     heard = f"{peer.quiet_ms / 1000:.1f}" if peer.quiet_ms else "-"
     return (peer.address, peer.state, round_trip, heard, peer.announced, peer.waiting, peer.why or "-")
+
+
+def _descriptors_line(one: DescriptorsStatus) -> str:
+    waits = "" if one.listening else "; NEW CONNECTIONS WAIT: none is left"
+    return f"{one.open} of {one.limit} descriptors open, {one.promised} of {one.room} promised{waits}"
 
 
 def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -22,6 +23,7 @@ from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, Se
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import Listener
+from kvferry.daemon.process.descriptors import PER_SESSION, Descriptors
 from kvferry.daemon.process.host import started_at
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -30,6 +32,7 @@ from kvferry.protocol.errors import (
     KvferryError,
     MalformedError,
     NoSessionError,
+    OutOfDescriptorsError,
     OverloadedError,
 )
 from kvferry.protocol.ids import BootId
@@ -51,12 +54,16 @@ from kvferry.protocol.session_stream import (
 )
 
 OPENING_TIMEOUT_S: Final = 5.0
-MAX_UNOPENED: Final = 64
+ACCEPT_BOUND: Final = 64
+"""Connections accepted in a row."""
 ACCEPT_PAUSE_S: Final = 1.0
 _RECEIVE_BYTES: Final = 4096
 MAX_DESCRIPTORS: Final = 2
 """Descriptors taken by one read: the expected one, and a second to detect surplus ones; the kernel closes the rest."""
 
+NOT_KEPT: Final = -1
+"""In place of a descriptor that its user may not have any more: it was closed."""
+_NO_ROOM: Final = frozenset({errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 MAX_MESSAGES_SHARED: Final = 16
 MAX_SHARES_SAID: Final = 16_384
 _SO_PEERPIDFD: Final = 77
@@ -85,6 +92,11 @@ class Attachments:
         """Return how many descriptors came that no frame has named yet."""
         return len(self._fds)
 
+    @property
+    def kept(self) -> int:
+        """Return how many descriptors it owns."""
+        return sum(fd != NOT_KEPT for fd in (*self._fds, *self._memory.values()))
+
     def take_share(self, message_id: int) -> ShareFollows | None:
         """Return the shares for a message, or None."""
         return self._shares.pop(message_id, None)
@@ -112,7 +124,8 @@ class Attachments:
     def close(self) -> None:
         """Drop everything and close the descriptors."""
         for fd in (*self._fds, *self._memory.values()):
-            os.close(fd)
+            if fd != NOT_KEPT:
+                os.close(fd)
         self._fds.clear()
         self._memory.clear()
         self._shares.clear()
@@ -168,6 +181,7 @@ class SessionSocket:
         counters: Counters,
         hub: EventHub,
         region_of: Callable[[RegionRequest], Region],
+        descriptors: Descriptors,
         *,
         resume_grace_s: float = 0.0,
     ) -> None:
@@ -181,11 +195,13 @@ class SessionSocket:
         self.sessions = sessions
         self.counters = counters
         self.region_of = region_of
+        self.descriptors = descriptors
         self._hub = hub
-        self.unopened = 0
+        self._unopened: dict[_Connection, None] = {}
         self._connections: dict[int, _Connection] = {}
         self._kept: dict[int, _Connection | _Awaited] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_paused = False
         self._listener = listener.socket
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -208,7 +224,7 @@ class SessionSocket:
         if self._loop is not None:
             self._loop.remove_reader(self._listener)
         self._listener.close()
-        return [*self._connections.values(), *self._kept.values()]
+        return [*self._unopened, *self._connections.values(), *self._kept.values()]
 
     def adopt(self, session: Session, started: int, loop: asyncio.AbstractEventLoop) -> bool:
         """Keep an earlier daemon's session as if its socket were just lost; return False if its process has ended.
@@ -227,6 +243,11 @@ class SessionSocket:
         self._kept[session.session_id] = _Awaited(self, session, pidfd, loop)
         self._hub.publish(SessionBegan(session))
         return True
+
+    @property
+    def is_listening(self) -> bool:
+        """Return whether it accepts connections: not where the process has no descriptor left."""
+        return self._loop is not None and not self._is_paused
 
     def is_connected(self, session: Session) -> bool:
         """Return whether the session's socket is open."""
@@ -250,13 +271,33 @@ class SessionSocket:
         return (found and found.take_share(message_id)) or ShareFollows(message_id=message_id)
 
     def take_memory(self, session: Session, message_id: int) -> int | None:
-        """Return the descriptor that an engine sent for a message, or None; the caller owns it."""
+        """Return the descriptor that an engine sent for a message, or None; the caller owns it.
+
+        Raises:
+            OutOfDescriptorsError: it was not kept, as its user has too many.
+        """
         found = self._attachments(session)
-        return found.take_memory(message_id) if found is not None else None
+        fd = found.take_memory(message_id) if found is not None else None
+        if fd == NOT_KEPT:
+            raise OutOfDescriptorsError(f"a descriptor of user {session.tenant} more (your bound) was not kept")
+        if found is not None:
+            self.descriptors.keep(found, found.kept)
+        return fd
 
     def _attachments(self, session: Session) -> Attachments | None:
         connection = self._connections.get(session.session_id)
         return connection.read_all() if connection is not None else None
+
+    def came(self, connection: _Connection) -> None:
+        """Record a connection without a session; the oldest such one makes room for it."""
+        if len(self._unopened) >= self.descriptors.unopened:
+            oldest = next(iter(self._unopened))
+            oldest.refuse(OverloadedError("too many clients connect and open no session"))
+        self._unopened[connection] = None
+
+    def left(self, connection: _Connection) -> None:
+        """Record that a connection has opened its session, or is closed. Twice does nothing."""
+        self._unopened.pop(connection, None)
 
     def opened(self, connection: _Connection, session: Session) -> None:
         """Record a new session's connection, and publish ``SessionBegan``."""
@@ -293,12 +334,13 @@ class SessionSocket:
         self._connections.pop(session.session_id, None)
         self._kept.pop(session.session_id, None)
         self.sessions.close(session)
+        self.descriptors.give(session)
         self._hub.publish(SessionEnded(session))
         if not self.sessions.of_instance(session.owner_id):
             self._hub.publish(InstanceEnded(session.owner_id))
 
     def _accept(self) -> None:
-        while True:
+        for _ in range(ACCEPT_BOUND):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -306,20 +348,21 @@ class SessionSocket:
             except OSError as cause:
                 self._pause(cause)
                 return
-            if self.unopened >= MAX_UNOPENED or self._loop is None:
-                self.counters.add("sessions.refused")
+            if self._loop is None:
                 connection.close()
-                continue
-            _Connection(self, connection, self._loop)
+                return
+            self.came(_Connection(self, connection, self._loop))
 
     def _pause(self, cause: OSError) -> None:
         """Out of descriptors: accept later, instead of retrying in a busy loop."""
-        if self._loop is not None:
+        if self._loop is not None and not self._is_paused:
+            self._is_paused = True
             log.warning("new sessions wait", cause=str(cause), remedy="raise LimitNOFILE")
             self._loop.remove_reader(self._listener)
             self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
 
     def _resume(self) -> None:
+        self._is_paused = False
         if self._loop is not None and self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener, self._accept)
 
@@ -367,7 +410,6 @@ class _Connection:
         self._served = False
         self._is_kept = False
         self._attachments = Attachments()
-        owner.unopened += 1
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         loop.add_reader(channel, self._readable)
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
@@ -386,6 +428,8 @@ class _Connection:
         except BlockingIOError as cause:
             raise OverloadedError("the session's socket is full: read it") from cause
         except OSError as cause:
+            if cause.errno in _NO_ROOM:
+                raise OverloadedError(f"the session's socket: {cause.strerror}") from cause
             raise NoSessionError(f"the session's socket: {cause.strerror}", field="secret") from cause
         if sent != len(data):
             self.close("its socket is full in the middle of a frame")
@@ -395,14 +439,18 @@ class _Connection:
         if self._closed:
             return
         self.release()
-        if self._session is None:
-            self._owner.unopened -= 1
+        self._owner.left(self)
         if self._session is None and not self._served:
             self._owner.counters.add("sessions.refused")
             log.info("session refused", cause=why)
         elif self._session is not None:
             log.info("session ended", session=self._session.session_id, pid=self._session.peer.pid, cause=why)
             self._owner.closed(self._session)
+
+    def refuse(self, error: KvferryError) -> None:
+        """Say why there is no session, and close it."""
+        self._answer(pack(SessionRefused(error=error.info())))
+        self.close(str(error))
 
     def release(self) -> None:
         """Release everything but the session, which another connection takes over, or which ends."""
@@ -418,6 +466,7 @@ class _Connection:
     def _close_socket(self) -> None:
         self._channel.close()
         self._attachments.close()
+        self._owner.descriptors.give(self._attachments)
 
     def _lost(self, why: str) -> None:
         """Handle the loss of the socket: keep a session with ``keep`` for the grace period while its process lives."""
@@ -443,7 +492,7 @@ class _Connection:
         except OSError as cause:
             self._lost(cause.strerror or "its socket failed")
             return False
-        self._attachments.add_descriptors(fds)
+        self._keep(fds)
         if not data:
             self._lost("its socket was closed")
             return False
@@ -458,9 +507,20 @@ class _Connection:
             self._check_descriptors(flags)
         except KvferryError as error:
             if self._session is None:
-                self._answer(pack(SessionRefused(error=error.info())))
+                self.refuse(error)
             self.close(str(error))
         return True
+
+    def _keep(self, fds: list[int]) -> None:
+        """Keep received descriptors, as far as their user may have them."""
+        if fds and self._session is not None:
+            try:
+                self._owner.descriptors.take(self._attachments, self._session.tenant, "pools", len(fds))
+            except OutOfDescriptorsError:
+                for at, fd in enumerate(fds):
+                    os.close(fd)
+                    fds[at] = NOT_KEPT
+        self._attachments.add_descriptors(fds)
 
     def _handle_frame(self, frame: ShareFollows | MemoryFollows | SessionEnd) -> None:
         if isinstance(frame, SessionEnd):
@@ -486,10 +546,15 @@ class _Connection:
             session = self._owner.resume(self, opening, peer)
         else:
             session = self._owner.sessions.open(opening.name, peer, opening.instance)
+            try:
+                self._owner.descriptors.take(session, peer.uid, "sessions", PER_SESSION)
+            except OutOfDescriptorsError as error:
+                self._owner.sessions.close(session)
+                raise OverloadedError(error.detail, remedy=error.remedy) from None
             session.keep = opening.keep
         self._session = session
         self._timeout.cancel()
-        self._owner.unopened -= 1
+        self._owner.left(self)
         if not opening.resume:
             self._owner.opened(self, session)
         self._owner.counters.add("sessions.resumed" if opening.resume else "sessions.opened")
@@ -526,7 +591,10 @@ class _Connection:
                 "address of its peers.listen, and configure network",
                 field="source_daemons",
             )
-        fd = region.read_only_fd()
+        try:
+            fd = region.read_only_fd()
+        except OSError as cause:
+            raise OverloadedError(f"the pool cannot be passed: {cause.strerror}") from cause
         try:
             socket.send_fds(self._channel, [pack(RegionFollows(message_id=0, pool=asked.pool))], [fd])
         finally:

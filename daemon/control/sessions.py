@@ -329,6 +329,10 @@ class SessionRegistry:
         while self.reply_bytes > self._limits.max_kept_reply_bytes:
             max(self, key=lambda one: one.reply_bytes).drop_oldest_reply()
 
+    def identities(self) -> set[bytes]:
+        """Return the identities to which live sessions are answered."""
+        return {one.identity for one in self if one.identity is not None}
+
     def get(self, session_id: int) -> Session | None:
         """Return the live session with this number, or None."""
         return self._by_id.get(session_id)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import os
-import resource
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -39,6 +38,7 @@ from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.daemon.process.access import Listener
+from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.addresses import IPC, is_numeric, is_v6, scheme, wrong_address, wrong_port
 from kvferry.protocol.codec import Frames, PageIds
@@ -57,8 +57,7 @@ from kvferry.protocol.peer_messages import (
 )
 
 MAX_PEERS = 1024
-FILES_PER_PEER = 8
-"""Open files that a peer may cost; a low RLIMIT_NOFILE lowers the number of peers."""
+"""A low RLIMIT_NOFILE lowers it: see ``Descriptors``."""
 MAX_GUESTS = 128
 GUESTS_PER_HOST = 16
 """Links to addresses that only a stranger has named: in all, and by one host or one user of this host."""
@@ -477,6 +476,7 @@ class PeerLinks:
         limits: Limits,
         counters: Counters,
         bounce_buffer_bytes: int = 0,
+        descriptors: Descriptors | None = None,
     ) -> None:
         """Take over a Unix socket for daemons of this host and, with ``listen``, listen on TCP.
 
@@ -494,10 +494,13 @@ class PeerLinks:
         self.counters = counters
         self.loop: asyncio.AbstractEventLoop | None = None
         self.listener: PeerListener | None = None
-        self._router = ControlSocket(listener, limits, counters, also=listen, name="peers")
+        self._descriptors = descriptors or Descriptors()
+        self._router = ControlSocket(
+            listener, limits, counters, also=listen, name="peers", max_connections=self._descriptors.peers
+        )
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed socket counts a little longer
-        self._max_links = _max_peers()
+        self._max_links = min(MAX_PEERS, self._descriptors.links)
         self.addresses = {"ipc": f"ipc://{listener.path}"}
         if listen:
             self.addresses["tcp"] = self._router.endpoint
@@ -533,6 +536,11 @@ class PeerLinks:
         self.context.term()  # before our ROUTER closes, which peers take for our end
         self._router.close()
         self.loop = None
+
+    @property
+    def is_listening(self) -> bool:
+        """Return whether other daemons can connect."""
+        return self._router.is_listening
 
     def check_reachable(self, address: str, field: str) -> None:
         """Check that this daemon can send to an address, and be answered.
@@ -775,12 +783,6 @@ class PeerLinks:
 def new_key() -> str:
     """Return a fresh key: 128 random bits as 32 hexadecimal digits. Never log it."""
     return os.urandom(16).hex()
-
-
-def _max_peers() -> int:
-    """Return the maximum of peers, which leaves files for sessions."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_PEERS if files == resource.RLIM_INFINITY else min(MAX_PEERS, files // FILES_PER_PEER)
 
 
 def _frame_bytes(frame: bytes | memoryview) -> int:

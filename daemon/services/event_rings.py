@@ -24,7 +24,9 @@ import structlog
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler, expect
 from kvferry.daemon.control.hub import DeviceEventsReached, EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
+from kvferry.daemon.process.descriptors import PER_RING, Descriptors
 from kvferry.daemon.process.devices import Devices
+from kvferry.daemon.process.threads import MORE_THREADS
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
@@ -32,6 +34,7 @@ from kvferry.protocol.errors import (
     CancelledError,
     InvalidFieldError,
     KvferryError,
+    OutOfDescriptorsError,
     OutOfMemoryError,
     OverloadedError,
 )
@@ -71,7 +74,11 @@ class _Ring:
 
     def __init__(self, name: str, slots: int, events: DeviceEvents | None) -> None:
         self.region = HostRegion.create(name, slots * COUNTER.itemsize)
-        self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as cause:
+            self.region.close()
+            raise OutOfDescriptorsError(f"no event ring: {cause.strerror}") from cause
         self.slots = slots
         self.events = events
         self.waiting: list[_Waiting] = []
@@ -100,8 +107,10 @@ class EventRings:
         devices: Devices,
         executor: Executor,
         hub: EventHub,
+        descriptors: Descriptors,
     ) -> None:
         """``executor`` opens the events of devices, which may block."""
+        self._descriptors = descriptors
         self._dispatcher = dispatcher
         self._session_socket = session_socket
         self._devices = devices
@@ -237,7 +246,13 @@ class EventRings:
 
     def _start(self, call: Call, slots: int, events: DeviceEvents | None) -> _Ring:
         session_id = call.session.session_id
-        ring = self._rings[session_id] = _Ring(f"events-{session_id}", slots, events)
+        ring = _Ring(f"events-{session_id}", slots, events)
+        try:
+            self._descriptors.take(ring.region, call.session.tenant, "sessions", PER_RING)
+        except KvferryError:
+            ring.close()
+            raise
+        self._rings[session_id] = ring
         if events is not None:
             events.start(ring.region, functools.partial(self._loop.call_soon_threadsafe, self._check, session_id, ring))
         self._loop.add_reader(ring.eventfd, self._woken, session_id, ring)
@@ -329,10 +344,17 @@ class DeviceEvents:
         return self._events[slot]
 
     def start(self, counters: HostRegion, on_reached: Callable[[], object]) -> None:
-        """Poll the events whenever ``counters`` are ahead; ``on_reached`` is called on the polling thread."""
+        """Poll the events whenever ``counters`` are ahead; ``on_reached`` is called on the polling thread.
+
+        Raises:
+            OutOfMemoryError: the system gives no more threads.
+        """
         recorded = counters.view().view(np.int64)  # the view keeps the memory mapped
         self._thread = threading.Thread(target=self._watch, args=(recorded, on_reached), name="events", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as cause:
+            raise OutOfMemoryError(f"no thread for the events: {cause}", remedy=MORE_THREADS) from cause
 
     def wake(self) -> None:
         """Poll again: an event was recorded."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Final
+from concurrent.futures import Executor
+from typing import Final, NamedTuple
 
 import msgspec
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
+from kvferry.daemon.process.descriptors import PER_POOL, Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
+from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_checks import (
@@ -98,6 +100,13 @@ class _Creation(msgspec.Struct):
     file: HostRegion | None = None
 
 
+class HostResources(NamedTuple):
+    """What counts what pools take of the host."""
+
+    memory: HostMemory
+    descriptors: Descriptors
+
+
 class PoolService:
     """Creates, registers and deletes pools, and allocates pages.
 
@@ -111,7 +120,7 @@ class PoolService:
         devices: Devices,
         pools: PoolRegistry,
         rings: EventRings,
-        memory: HostMemory,
+        host: HostResources,
         *,
         max_bytes: int,
         populate: bool,
@@ -124,15 +133,15 @@ class PoolService:
         self._devices = devices
         self._pools = pools
         self._rings = rings
-        self._memory = memory
+        self._memory, self._descriptors = host
         self._adoption = adoption
         self._max_bytes = max_bytes
         self._largest_payload_bytes = largest_payload_bytes
         self._populate = populate
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._leaving: list[Pool] = []
-        self._executor = ThreadPoolExecutor(1, "populate")
-        self._device_executor = ThreadPoolExecutor(1, "device-memory")  # populating host memory takes long
+        self._executor = started_threads(1, "populate")
+        self._device_executor = started_threads(1, "device-memory")  # populating host memory takes long
         for kind, handler in (
             ("CREATE_POOL", self._create),
             ("ATTACH_POOL", self._attach),
@@ -207,7 +216,7 @@ class PoolService:
         creation, size_bytes = _Creation(wanted, [call]), wanted.manifest.region_bytes
         if body.device == HOST:
             self._check_budget(wanted.manifest)
-            region = self._reserved(f"{key[0]}:{key[1]}", size_bytes)
+            region = self._reserved(*key, size_bytes)
             record = _record_of(key, body, creation.traits, region)
             self._begin(key, creation, self._executor, self._filled, creation, region, record)
         else:
@@ -262,6 +271,7 @@ class PoolService:
             manifest = placed_in(region, manifest_of(body.spec), body.arrays, self._memory_in_use())
             self._check_budget(manifest)
             self._memory.count_on(region, region.size_bytes)
+            self._descriptors.take(region, key[0], "pools", PER_POOL)
         except BaseException:
             region.close()
             raise
@@ -296,14 +306,15 @@ class PoolService:
         made = ((pool.region, pool.manifest) for pool in (*self._pools, *self._leaving))
         return [MemoryInUse(region, manifest) for region, manifest in (*coming, *made) if region is not None]
 
-    def _reserved(self, name: str, size_bytes: int) -> HostRegion:
-        """Return a region for which there is memory now.
+    def _reserved(self, tenant: int, name: str, size_bytes: int) -> HostRegion:
+        """Return a pool's region, for which there are memory and descriptors now.
 
         Raises:
-            OutOfMemoryError: there is not.
+            OutOfMemoryError, OutOfDescriptorsError: there are not.
         """
-        region = HostRegion.create(name, size_bytes)
+        region = HostRegion.create(f"{tenant}:{name}", size_bytes)
         try:
+            self._descriptors.take(region, tenant, "pools", PER_POOL)
             self._memory.count_on(region, size_bytes)
         except BaseException:
             region.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any, Final
 
@@ -20,7 +19,9 @@ from kvferry.attention.table_layout import TableShape, table_layout, table_shape
 from kvferry.attention.table_update import TableUpdate
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
+from kvferry.daemon.process.descriptors import PER_REGION, Descriptors
 from kvferry.daemon.process.devices import Devices
+from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.accelerator import Accelerator
@@ -187,7 +188,9 @@ class TableService:
         pools: PoolRegistry,
         devices: Devices,
         rings: EventRings,
+        descriptors: Descriptors,
     ) -> None:
+        self._descriptors = descriptors
         self._dispatcher = dispatcher
         self._session_socket = session_socket
         self._pools = pools
@@ -196,7 +199,7 @@ class TableService:
         self._loop = asyncio.get_running_loop()
         self._tables: dict[tuple[int, str], _Tables] = {}
         self._coming: set[tuple[int, str]] = set()
-        self._executor = ThreadPoolExecutor(1, "tables")
+        self._executor = started_threads(1, "tables")
         dispatcher.handle("CREATE_TABLES", self._create)
         dispatcher.handle("UPDATE_TABLES", self._update)
         dispatcher.handle("DELETE_TABLES", self._delete)
@@ -286,6 +289,7 @@ class TableService:
         else:
             fds.append(visible.region.fd)
         try:
+            self._descriptors.take(made.host, call.session.tenant, "sessions", PER_REGION * len(fds))
             self._session_socket.pass_frame(call.session, follows, fds)
         except KvferryError:
             self._close_tables(made)

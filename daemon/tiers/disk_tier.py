@@ -11,13 +11,13 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.tiers.host_tier import Demotions, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.integrity import WALKED, Problem, Walk
@@ -74,8 +74,8 @@ class DiskTier:
         self._paused_until = 0.0
         self._failure = ""
         self._closing = threading.Event()
-        self._writer = ThreadPoolExecutor(1, "disk-write")
-        self._reader = ThreadPoolExecutor(1, "disk-read")
+        self._writer = started_threads(1, "disk-write")
+        self._reader = started_threads(1, "disk-read")
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:

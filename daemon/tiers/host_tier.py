@@ -12,13 +12,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import structlog
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.memory import HostMemory
+from kvferry.daemon.process.threads import started_threads
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
 from kvferry.pools.tiers.arena import Arena, Extent, Freed, NotEnoughError, Offsets, whole_units
@@ -87,7 +88,7 @@ class HostTier:
         self.models: dict[str, str] = {}
         self._region = HostRegion.create("host-tier", size_bytes) if size_bytes else None
         self._populated_bytes = 0
-        self._populator = ThreadPoolExecutor(1, "populate-tier")
+        self._populator = started_threads(1, "populate-tier")
         self._closing = threading.Event()
         self._too_little = ""
         self._grow_again_at = 0.0

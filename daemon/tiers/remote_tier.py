@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Final
 
 import structlog
 import xxhash
 
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.tiers.host_tier import Demotions, HostTier
 from kvferry.daemon.tiers.remote_store import RemoteStore, remote_name
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
@@ -53,7 +54,7 @@ class RemoteTier:
         self._shared = shared
         self._queue = Demotions(host, Tier.REMOTE, self._put)
         self._known: deque[CachedBlock] = deque()
-        self._hasher = hasher or ThreadPoolExecutor(1, "remote-hash")
+        self._hasher = hasher or started_threads(1, "remote-hash")
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:

@@ -18,6 +18,7 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
 from kvferry.daemon.control.hub import DeviceEventsReached, EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session
+from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.pools.devices.host import HostRegion
@@ -63,7 +64,7 @@ class Daemon:
         hub = EventHub()
         hub.subscribe(DeviceEventsReached, self._on_reached)
         self.rings = EventRings(
-            cast("Dispatcher", self), cast("SessionSocket", self), self.devices, ManualExecutor(), hub
+            cast("Dispatcher", self), cast("SessionSocket", self), self.devices, ManualExecutor(), hub, Descriptors()
         )
 
     def handle(self, kind: str, handler: Handler) -> None:

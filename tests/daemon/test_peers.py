@@ -23,6 +23,7 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks, new_key
 from kvferry.daemon.process.access import PEER_SOCKET_MODE, Listener, listen_on
+from kvferry.daemon.process.descriptors import PER_LINK, Descriptors
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
@@ -607,7 +608,7 @@ def open_files() -> int:
 async def test_as_many_peers_as_are_planned(tmp_path: Path, require: Callable[[object, str], None]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = peers.MAX_PEERS
-    require(hard >= peers.FILES_PER_PEER * most or hard == resource.RLIM_INFINITY, "enough open files")
+    require(hard >= 2 * PER_LINK * most or hard == resource.RLIM_INFINITY, "enough open files")
     before = open_files()
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -617,7 +618,7 @@ async def test_as_many_peers_as_are_planned(tmp_path: Path, require: Callable[[o
             with pytest.raises(InvalidFieldError, match=f"{most} other daemons") as refused:
                 links.connect(f"ipc://{tmp_path}/one-more", "source_daemons[3]")
             assert refused.value.field == "source_daemons[3]"
-            assert open_files() - before <= peers.FILES_PER_PEER * most + OWN_FILES
+            assert open_files() - before <= PER_LINK * most + OWN_FILES
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -625,9 +626,9 @@ async def test_as_many_peers_as_are_planned(tmp_path: Path, require: Callable[[o
 async def test_few_open_files_mean_few_peers(
     tmp_path: Path, start: MakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, now = peers.FILES_PER_PEER * 20, time.monotonic()
+    now = time.monotonic()
     monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(resource, "getrlimit", lambda _which: (few, few))
+    monkeypatch.setattr(peers, "Descriptors", lambda: Descriptors(20 * 8 * PER_LINK))
     daemon = start(tmp_path / "peer.sock")
     for number in range(20):
         daemon.links.connect(f"ipc://{tmp_path}/{number}")

@@ -15,12 +15,13 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
+from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_checks import PoolTraits, check_same
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
-from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.pools import HostResources, PoolService
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
@@ -61,7 +62,7 @@ class Pools:
             Devices(DevicesConfig(), lambda _name, _error: None),
             self.registry,
             cast("EventRings", None),
-            HostMemory(self._read),
+            HostResources(HostMemory(self._read), Descriptors()),
             max_bytes=max_bytes,
             populate=True,
         )

@@ -80,6 +80,7 @@ def examine(host: Host, options: argparse.Namespace) -> dict[str, Finding]:
         "systemd unit": partial(unit.check_unit, host, needs, npu=npu),
         "runtime directory": partial(running.check_directory, daemon),
         "daemon": partial(running.check_daemon, daemon),
+        "descriptors": partial(running.check_descriptors, daemon),
         "devices": partial(running.check_devices, daemon),
     }
     findings = {"configuration": configuration}

@@ -94,6 +94,20 @@ def check_daemon(running: Running) -> Finding:
     return Finding("ok", said)
 
 
+def check_descriptors(running: Running) -> dict[str, Finding]:
+    """Report the running daemon's descriptors, where it says how many it has."""
+    said = running.report.descriptors if running.report else None
+    if said is None:
+        return {}
+    text = f"{said.open} of {said.limit} open, {said.promised} of {said.room} promised to engines and pools"
+    fix = "delete pools and end sessions that are not needed (kvferry status), or raise LimitNOFILE= in the unit"
+    if not said.listening:
+        return {"descriptors": Finding("missing", f"{text}; none is left, and new connections wait", fix)}
+    if said.promised > said.room * 3 // 4:
+        return {"descriptors": Finding("warning", f"{text}: new ones are refused soon", fix)}
+    return {"descriptors": Finding("ok", text)}
+
+
 def check_devices(running: Running) -> dict[str, Finding]:
     """Report the state of the devices that the daemon uses."""
     findings = {}

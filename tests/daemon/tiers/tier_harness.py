@@ -19,13 +19,14 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
 from kvferry.daemon.control.zmtp import ReceivedMessage
+from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.services.cache_reports import CacheReports
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
-from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.pools import HostResources, PoolService
 from kvferry.daemon.services.prefix_cache import PrefixCache
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.services.tiers import checks_of
@@ -97,9 +98,16 @@ class Harness:
         self.pools = PoolRegistry(LostPools(None), hub)
         self.executor = ThreadPoolExecutor(1)
         devices, no_socket = cast("Devices", _NoDevices()), cast("SessionSocket", None)
-        rings = EventRings(self.dispatcher, no_socket, devices, self.executor, hub)
+        rings = EventRings(self.dispatcher, no_socket, devices, self.executor, hub, Descriptors())
         self.pool_service = PoolService(
-            self.dispatcher, no_socket, devices, self.pools, rings, HostMemory(), max_bytes=1 << 30, populate=False
+            self.dispatcher,
+            no_socket,
+            devices,
+            self.pools,
+            rings,
+            HostResources(HostMemory(), Descriptors()),
+            max_bytes=1 << 30,
+            populate=False,
         )
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
         self.host = HostTier(config, self.counters, HostMemory())

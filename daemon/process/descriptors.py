@@ -1,0 +1,175 @@
+"""The descriptors that this process may open: who has how many of them, and the reserve that is never touched.
+
+Where none is left, nothing that needs one works any more, and some libraries end the process. So what engines and
+strangers make the daemon open is counted here before it is kept. Of the limit, apart from what is open at the start:
+
+- a *reserve* is for what nobody asks for: files of the disk tier, memory on its way, libraries.
+- four *shares* are for what has no session: connections to the control socket, connections of other daemons, those to
+  the session socket that have not opened one, and links to other daemons. New ones take the place of the oldest.
+- the *room* is for sessions, pools, rings and tables. One user may have three quarters of it, and half of it for pools,
+  so that pools do not keep sessions out. What does not fit is refused.
+
+Counts are of what is promised: a session has its control connection from its first moment on.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import weakref
+from collections.abc import Callable
+from typing import Final, Literal
+
+import structlog
+
+from kvferry.protocol.errors import ConfigError, OutOfDescriptorsError
+from kvferry.protocol.session_messages import DescriptorsStatus
+
+LEAST: Final = 128
+MOST: Final = 1 << 20
+"""More is not asked for: some libraries walk over all that there could be."""
+
+PER_REGION: Final = 2
+"""A region of host memory: its descriptor, and the one that Python's mmap keeps of it."""
+PER_POOL: Final = 2 * PER_REGION
+"""Its memory, and the record from which the next daemon adopts it."""
+PER_SESSION: Final = 3
+"""Its socket, the process's pidfd, and its control connection."""
+PER_RING: Final = PER_REGION + 1
+"""With the eventfd."""
+PER_LINK: Final = 6
+"""A link to another daemon: libzmq's DEALER and its monitor have a mailbox each, and there is the connection."""
+
+Kind = Literal["sessions", "pools"]
+log = structlog.get_logger(__name__)
+
+
+def raise_limit() -> int:
+    """Raise this process's soft limit of descriptors to its hard one; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return MOST if soft == resource.RLIM_INFINITY else soft
+
+
+def count_open() -> int:
+    """Return how many descriptors this process has open."""
+    return sum(1 for _ in os.scandir("/proc/self/fd")) - 1  # without the one that reads them
+
+
+class _Held:
+    """What a holder has; it counts until the holder is closed, given back, or gone."""
+
+    def __init__(self, user: int, kind: Kind, count: int) -> None:
+        self.user = user
+        self.kind = kind
+        self.count = count
+
+
+class Descriptors:
+    """The count of what is promised, for the control loop.
+
+    Attributes:
+        limit: how many the process may have open.
+        strangers: connections to the control socket without a session.
+        peers: connections of other daemons.
+        unopened: connections to the session socket that have not opened a session.
+        links: links to other daemons.
+    """
+
+    def __init__(self, limit: int = MOST, count: Callable[[], int] = count_open) -> None:
+        """``count`` returns how many are open.
+
+        Raises:
+            ConfigError: the limit is too low to serve anybody.
+        """
+        if limit < LEAST:
+            raise ConfigError(
+                f"this process may open {limit} descriptors; it needs {LEAST}, and a few for each engine and pool",
+                remedy="raise LimitNOFILE= in the unit, or ulimit -n",
+            )
+        self.limit = limit
+        self.strangers = self.peers = min(max(limit // 16, 8), 1024)
+        self.unopened = min(max(limit // 32, 4), 64)
+        self._reserve = min(max(limit // 8, 32), 1024)
+        self._count = count
+        self.links = min(max(limit // 8 // PER_LINK, 4), 1024)
+        shares = self.strangers + self.peers + self.unopened + self.links * PER_LINK
+        self._room = limit - self._reserve - shares
+        self._held: weakref.WeakKeyDictionary[object, _Held] = weakref.WeakKeyDictionary()
+        self._is_short = False
+
+    def __repr__(self) -> str:
+        """Show how much of the room is promised."""
+        return f"<Descriptors {self.promised()} of {self._room} promised, limit {self.limit}>"
+
+    def status(self, *, listening: bool) -> DescriptorsStatus:
+        """Return what STATUS shows."""
+        return DescriptorsStatus(
+            open=self._count(), limit=self.limit, promised=self.promised(), room=self._room, listening=listening
+        )
+
+    def begin(self) -> None:
+        """Take what is open now, before anybody has connected, out of the room, except what was adopted."""
+        sessions = self.promised(kind="sessions")  # a pidfd each so far
+        self._room -= self._count() - self.promised(kind="pools") - sessions // PER_SESSION
+        log.info(
+            "descriptors", limit=self.limit, room=self._room, of_one_user=self._room * 3 // 4, reserve=self._reserve
+        )
+
+    def promised(self, user: int | None = None, kind: Kind | None = None) -> int:
+        """Return how many are promised: to a user, for a kind, or in all."""
+        return sum(
+            held.count
+            for holder, held in self._held.items()
+            if getattr(holder, "fd", 0) >= 0 and user in {None, held.user} and kind in {None, held.kind}
+        )
+
+    def take(self, holder: object, user: int, kind: Kind, count: int) -> None:
+        """Promise ``count`` descriptors to a holder: a closed region of host memory gives them back by itself.
+
+        Raises:
+            OutOfDescriptorsError: the user, or all users together, would have too many; says whose bound it is.
+        """
+        self._check(user, kind, count)
+        self.promise(holder, user, kind, count)
+
+    def promise(self, holder: object, user: int, kind: Kind, count: int) -> None:
+        """Promise ``count`` descriptors to a holder, whatever is promised already: it was adopted."""
+        held = self._held.get(holder)
+        if held is None:
+            self._held[holder] = _Held(user, kind, count)
+        else:
+            held.count += count
+
+    def keep(self, holder: object, count: int) -> None:
+        """Record that a holder has only so many left."""
+        held = self._held.get(holder)
+        if held is not None:
+            held.count = count
+
+    def give(self, holder: object) -> None:
+        """Take back what a holder was promised. Twice does nothing."""
+        self._held.pop(holder, None)
+
+    def _check(self, user: int, kind: Kind, count: int) -> None:
+        bounds = [
+            (self.promised(user), self._room * 3 // 4, f"user {user} (your bound)"),
+            (self.promised(), self._room, "all users together (everybody's bound)"),
+        ]
+        if kind == "pools":
+            bounds.insert(0, (self.promised(user, kind), self._room // 2, f"pools of user {user} (your bound)"))
+        for promised, bound, whose in bounds:
+            if promised + count > bound:
+                self._refuse(f"{whose} would have {promised + count} of at most {bound} descriptors")
+        if 2 * bounds[-1][0] > self._room and self._count() + count > self.limit - self._reserve // 2:
+            self._refuse(f"{self._count()} of {self.limit} descriptors are open")
+        self._is_short = False
+
+    def _refuse(self, why: str) -> None:
+        if not self._is_short:  # once until there is room again
+            log.warning("descriptors are short", cause=why, limit=self.limit, remedy=OutOfDescriptorsError.remedy)
+        self._is_short = True
+        raise OutOfDescriptorsError(why)  # in no variable: its traceback would keep what the callers close alive
