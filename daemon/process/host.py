@@ -53,9 +53,25 @@ def configure_logs(config: LoggingConfig) -> None:
         processors += [structlog.processors.format_exc_info, _journal_line if journal else _json]
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(config.level.upper())),
+        wrapper_class=_unfailing(structlog.make_filtering_bound_logger(logging.getLevelName(config.level.upper()))),
         logger_factory=lambda *_: LineLogger(sys.stderr),
     )
+
+
+def _unfailing(kind: type[structlog.typing.FilteringBoundLogger]) -> type[structlog.typing.FilteringBoundLogger]:
+    """Return a kind of logger that loses a line rather than raise: whoever logs has something else to bring to its end.
+
+    A line with a traceback takes memory and, at first use, modules and descriptors.
+    """
+
+    class Unfailing(kind):  # type: ignore[valid-type,misc]
+        def _proxy_to_logger(self, method_name: str, event: str | None = None, **fields: object) -> object:
+            try:
+                return super()._proxy_to_logger(method_name, event, **fields)
+            except Exception:  # noqa: BLE001
+                return None
+
+    return Unfailing
 
 
 class LineLogger:

@@ -449,20 +449,27 @@ class MooncakeEngine:
 
     def _poll(self) -> None:
         self._poll_timer = None
-        in_flight, self._polled = self._polled, []
-        for write in in_flight:
-            status = self._native[0].transfer_check_status(write.batch_id)
-            if status not in (_DONE, _FAILED):
-                self._polled.append(write)
-                continue
-            self._progress_s = asyncio.get_running_loop().time()
-            error = None
-            if status == _FAILED:
-                detail = f"{write} failed: refused, or the peer or the link to it was lost"
-                error = WriteFailedError(detail, may_still_land=True)
-            self._finish(write, error)
-        self._schedule_poll()
-        self._pump()
+        in_flight = deque(self._polled)
+        self._polled.clear()
+        try:
+            while in_flight:
+                self._poll_one(in_flight.popleft())
+        finally:  # whatever one of them raised, the others are asked for again
+            self._polled += in_flight
+            self._schedule_poll()
+            self._pump()
+
+    def _poll_one(self, write: Write) -> None:
+        status = self._native[0].transfer_check_status(write.batch_id)
+        if status not in (_DONE, _FAILED):
+            self._polled.append(write)
+            return
+        self._progress_s = asyncio.get_running_loop().time()
+        error = None
+        if status == _FAILED:
+            detail = f"{write} failed: refused, or the peer or the link to it was lost"
+            error = WriteFailedError(detail, may_still_land=True)
+        self._finish(write, error)
 
     def _finish(self, write: Write, error: KvferryError | None) -> None:
         """Report the end of a write, once; the callback runs from the loop, so that it may write again."""

@@ -43,11 +43,14 @@ class FenceBounds(NamedTuple):
         quarantined_bytes: more quarantined bytes than this require a fence.
         quarantined_s: a bounce buffer that is quarantined for longer requires a fence.
         drain_timeout_s: how long a fence that is due waits for live grants to end.
+        pages_s: pages that are quarantined for longer require a fence; where nothing else is in flight, at once.
+            A transfer waits for them to settle, as for no bounce buffer.
     """
 
     quarantined_bytes: int
     quarantined_s: float
     drain_timeout_s: float
+    pages_s: float
 
 
 class Target(NamedTuple):
@@ -189,15 +192,17 @@ class BounceBuffers:
     def fence_due(self, now_s: float, *, writing: bool = False) -> bool:
         """Return whether to fence now. Where a bound is exceeded but grants are live, start draining and return False.
 
+        Pages are fenced at once where nothing is in flight: it disturbs nobody.
+
         ``writing``: this daemon has writes in flight, which a fence would abort, so it waits for those too.
         Draining ends without a fence when quarantine falls below its bounds again. False while a fence is in progress.
         """
-        if self._fencing or not self._bounds_exceeded(now_s):
+        idle = not self._granted and not writing
+        if self._fencing or not (self._bounds_exceeded(now_s) or (idle and self._oldest_pages_s(now_s) is not None)):
             self._draining_since_s = None
             return False
         if self._draining_since_s is None:
             self._draining_since_s = now_s
-        idle = not self._granted and not writing
         return idle or now_s - self._draining_since_s >= self.bounds.drain_timeout_s
 
     def fence_begins(self, now_s: float) -> list[int]:
@@ -231,10 +236,17 @@ class BounceBuffers:
             self._free.append(number)
 
     def _bounds_exceeded(self, now_s: float) -> bool:
+        pages_s = self._oldest_pages_s(now_s)
         return (
             self.quarantined_bytes > self.bounds.quarantined_bytes
             or self.oldest_quarantine_s(now_s) > self.bounds.quarantined_s
+            or (pages_s is not None and pages_s > self.bounds.pages_s)
         )
+
+    def _oldest_pages_s(self, now_s: float) -> float | None:
+        """Return the age in seconds of the oldest quarantine of pages; None where there is none."""
+        ages = (now_s - one.quarantined_since_s for number, one in self._quarantined.items() if number >= self.count)
+        return next(ages, None)
 
 
 def _take_out(states: dict[int, _Granted], number: int, peer: Incarnation, grant_id: int) -> _Granted | None:
@@ -328,7 +340,7 @@ class NetworkTuning(msgspec.Struct, frozen=True, kw_only=True):
     Outgoing bytes are gathered in ``staging`` buffers of ``bounce_buffer_bytes``. A write may take ``write_timeout_s``.
     Buffers in which a write may still land are quarantined: beyond ``quarantined_bytes`` (None: half of all), or after
     ``quarantined_s``, the engine is rebuilt to free them, after running transfers had ``drain_timeout_s`` to end. Pages
-    that peers may write directly are quarantined in the same way.
+    that peers may write directly are quarantined in the same way, but for ``pages_s`` at most.
     """
 
     staging: int = STAGING_BUFFERS
@@ -336,6 +348,7 @@ class NetworkTuning(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_bytes: int | None = None
     quarantined_s: float = 60.0
     drain_timeout_s: float = 5.0
+    pages_s: float = 5.0
 
 
 class NetworkMemory:
@@ -361,6 +374,7 @@ class NetworkMemory:
             buffers.size_bytes // 2 if tuning.quarantined_bytes is None else tuning.quarantined_bytes,
             tuning.quarantined_s,
             tuning.drain_timeout_s,
+            tuning.pages_s,
         )
         self.config = config
         self.tuning = tuning

@@ -30,7 +30,14 @@ from kvferry.daemon.transports.network_memory import NetworkMemory, Target
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import Walk
 from kvferry.pools.planning.copies import CopyChunk, copy_by_size, cut_copy_chunks, memory_runs
-from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
+from kvferry.protocol.errors import (
+    CancelledError,
+    InternalError,
+    KvferryError,
+    PeerLostError,
+    TransferFailedError,
+    raised,
+)
 from kvferry.protocol.peer_messages import MAX_RUNS, Grant, OpEnded, OpRequest, Written
 from kvferry.protocol.session_messages import NetworkStatus
 
@@ -165,7 +172,13 @@ class NetworkReceiver:
         incoming.granted -= 1
         if message.error is None and incoming.error is None:
             incoming.scattering.add(grant.number)
-            scattering = self._loop.run_in_executor(self._executor, self._verify_and_scatter, grant, message.checksum)
+            try:
+                scattering = self._loop.run_in_executor(
+                    self._executor, self._verify_and_scatter, grant, message.checksum
+                )
+            except Exception as cause:  # noqa: BLE001  no thread: as if it had failed there
+                scattering = self._loop.create_future()
+                scattering.set_exception(cause)
             scattering.add_done_callback(lambda done: self._on_scattered(grant, done))
             return
         self._release(grant, may_still_land=message.may_still_land)
@@ -220,12 +233,13 @@ class NetworkReceiver:
 
     def quarantine_unanswered(self, now_s: float) -> None:
         """Quarantine what is unanswered for too long: a live but silent peer must not hold memory forever."""
+        bounds = self._bounce_buffers.bounds
         silent = [
             grant
             for grant in self._grants.values()
             if grant.incoming.error is not None
             and grant.number not in grant.incoming.scattering
-            and now_s - grant.incoming.failed_s > self._bounce_buffers.bounds.quarantined_s
+            and now_s - grant.incoming.failed_s > (bounds.pages_s if grant.target.runs else bounds.quarantined_s)
         ]
         for grant in silent:
             incoming = grant.incoming
@@ -256,13 +270,28 @@ class NetworkReceiver:
             if not incoming.grantable or self._awaits_registration(incoming):
                 self._queue.popleft().queued = False
                 continue
-            number = next(self._grant_ids)
-            target = self._allocate(incoming, number)
-            if target is None:
-                return
-            self._queue.popleft().queued = False
+            try:
+                if not self._grant_next(incoming):
+                    return
+            except Exception as cause:
+                log.exception("a copy chunk could not be granted", op=incoming.op.op_id, cause=str(cause))
+                self._fail(incoming, InternalError(f"a grant failed: {type(cause).__name__}: {cause}"))
+
+    def _grant_next(self, incoming: _IncomingOp) -> bool:
+        """Grant the next copy chunk of the op at the head of the queue; return False where it has to wait."""
+        number = next(self._grant_ids)
+        target = self._allocate(incoming, number)
+        if target is None:
+            return False
+        self._queue.popleft().queued = False
+        try:
             self._grant(incoming, number, target)
-            self._enqueue(incoming)
+        except Exception:
+            if number not in self._grants:  # the peer has not heard of it
+                self._bounce_buffers.give_back(target.number, incoming.peer, number)
+            raise
+        self._enqueue(incoming)
+        return True
 
     def _enqueue(self, incoming: _IncomingOp) -> None:
         """Append a transfer op to the queue, if it needs another grant."""
@@ -288,13 +317,14 @@ class NetworkReceiver:
             size_bytes=copy_chunk.size_bytes,
             runs=target.runs,
         )
+        granted = _Grant(number, incoming, target, segment, copy_chunk)
         try:
             self._tell(incoming, grant)
         except KvferryError as error:
             self._bounce_buffers.give_back(target.number, incoming.peer, number)
             self._fail(incoming, error)
             return
-        self._grants[number] = _Grant(number, incoming, target, segment, copy_chunk)
+        self._grants[number] = granted
         incoming.granted += 1
         incoming.in_pages += bool(target.runs)
 
@@ -380,9 +410,15 @@ class NetworkReceiver:
             incoming.error = error
             incoming.failed_s = time.monotonic()
             incoming.copy_chunks.clear()
-            self._send(incoming.peer, OpEnded(op=incoming.op.op_id))
+            self._say_ended(incoming)
             self._watch.start_if_needed()
         self._check_done(incoming)
+
+    def _say_ended(self, incoming: _IncomingOp) -> None:
+        try:
+            self._send(incoming.peer, OpEnded(op=incoming.op.op_id))
+        except Exception as cause:  # no memory: the source ends it with the receive request
+            log.exception("the end of a transfer op could not be told", op=incoming.op.op_id, cause=str(cause))
 
     def _check_done(self, incoming: _IncomingOp) -> None:
         """Report the transfer op once no byte of its pages can move; bounce buffers may still be granted."""
@@ -392,10 +428,10 @@ class NetworkReceiver:
             return
         incoming.reported = True
         self._incoming.pop(incoming.op.op_id, None)
-        if incoming.error is None:
-            self._send(incoming.peer, OpEnded(op=incoming.op.op_id))
         if not self._closed:
             self._loop.call_soon(incoming.on_done, incoming.op.op_id, incoming.error)
+        if incoming.error is None:
+            self._say_ended(incoming)
 
 
 class FenceWatch:
@@ -456,7 +492,7 @@ class FenceWatch:
         self._receiver.fail_ops(numbers, TransferFailedError("its bounce buffer was fenced during the transfer"))
         try:
             await self._engine.rebuild()
-        except KvferryError as error:
+        except Exception as error:
             self._state = "broken"
             log.exception(
                 "the fence failed: bounce buffers stay quarantined, nothing is received; restart this daemon",

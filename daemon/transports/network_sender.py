@@ -1,7 +1,7 @@
 """The sending side of a transfer between hosts: granted segments are gathered and written to the peer's bounce buffer.
 
-Every grant is answered with WRITTEN, whatever its outcome. The pages of a transfer op stay held until none of its
-grants is in flight.
+Every grant is answered with WRITTEN, whatever its outcome. The pages of a transfer op stay held until nothing is
+gathered from them any more: a write that hangs reads staging.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from kvferry.protocol.peer_messages import Grant, OpRequest, Segment, Written
 MAX_OPS = 65_536
 MAX_GRANTS_PER_OP = 1024
 MAX_REFUSED = 1024
+ANSWER_AGAIN_S = 0.5
 log = structlog.get_logger(__name__)
 
 
@@ -50,7 +51,7 @@ class _Key(NamedTuple):
 
 
 class _Sending:
-    """A transfer op that a home has requested: its source segments and its grants in flight."""
+    """A transfer op that a home has requested: its source segments, its grants in flight, those not gathered yet."""
 
     def __init__(self, remote_endpoint: RemoteEndpoint, sides: list[PlanSide], memory: Region) -> None:
         self.remote_endpoint = remote_endpoint
@@ -58,14 +59,16 @@ class _Sending:
         self.memory = memory
         self.waiting: deque[Grant] = deque()
         self.in_flight = 0
+        self.reading = 0
         self.ended = False
 
 
 class _Writing:
     """A grant with a staging buffer, and its writes: one into a bounce buffer, or several into pages."""
 
-    def __init__(self, key: _Key, grant: Grant, buffer: int) -> None:
+    def __init__(self, key: _Key, sending: _Sending, grant: Grant, buffer: int) -> None:
         self.key = key
+        self.sending = sending
         self.grant = grant
         self.buffer = buffer
         self.checksum = 0
@@ -140,8 +143,9 @@ class NetworkSender:
         pool = remote_endpoint.send_request.holder
         assert pool is not None, remote_endpoint
         sides = [_side_of(segment, remote_endpoint, message.chunk) for segment in message.segments]
-        self._sendings[key] = _Sending(remote_endpoint, sides, pool.region)
+        sending = _Sending(remote_endpoint, sides, pool.region)
         self._state_machine.begin_sending(remote_endpoint, message.op, time.monotonic())
+        self._sendings[key] = sending
 
     def grant(self, peer: Incarnation, message: Grant) -> None:
         """Queue a granted write."""
@@ -154,6 +158,7 @@ class NetworkSender:
             self._answer(peer, message, error)
             return
         sending.in_flight += 1
+        sending.reading += 1
         sending.waiting.append(message)
         self._queue.append(key)
         self._pump()
@@ -167,7 +172,7 @@ class NetworkSender:
             self._end(key, sending)
 
     def stop(self, remote_endpoint: RemoteEndpoint) -> None:
-        """End the transfer ops of a remote endpoint; writes in flight complete."""
+        """End the transfer ops of a remote endpoint; what is being gathered or written completes."""
         for key, sending in [item for item in self._sendings.items() if item[1].remote_endpoint is remote_endpoint]:
             self._end(key, sending)
 
@@ -178,14 +183,14 @@ class NetworkSender:
 
     def _end(self, key: _Key, sending: _Sending) -> None:
         sending.ended = True
-        for grant in sending.waiting:
+        while sending.waiting:
             sending.in_flight -= 1
-            self._answer(key.peer, grant, CancelledError("the transfer is over"))
-        sending.waiting.clear()
+            sending.reading -= 1
+            self._answer(key.peer, sending.waiting.popleft(), CancelledError("the transfer is over"))
         self._check_settled(key, sending)
 
     def _check_settled(self, key: _Key, sending: _Sending) -> None:
-        if sending.ended and not sending.in_flight and self._sendings.pop(key, None) is not None:
+        if sending.ended and not sending.reading and self._sendings.pop(key, None) is not None:
             self._state_machine.sending_done(sending.remote_endpoint, key.op, time.monotonic())
             self._on_settled()
 
@@ -195,11 +200,16 @@ class NetworkSender:
             sending = self._sendings.get(key)
             if sending is None or not sending.waiting:
                 continue
-            writing = _Writing(key, sending.waiting.popleft(), self._free.pop())
-            gathering = self._loop.run_in_executor(self._executor, _gather, sending, writing.grant, writing.buffer)
+            writing = _Writing(key, sending, sending.waiting.popleft(), self._free.pop())
+            try:
+                gathering = self._loop.run_in_executor(self._executor, _gather, sending, writing.grant, writing.buffer)
+            except Exception as cause:  # noqa: BLE001  no thread: the home must hear of it
+                gathering = self._loop.create_future()
+                gathering.set_exception(cause)
             gathering.add_done_callback(functools.partial(self._on_gathered, writing))
 
     def _on_gathered(self, writing: _Writing, done: asyncio.Future[int]) -> None:
+        writing.sending.reading -= 1
         failed = done.exception()
         if failed is None:
             writing.checksum = done.result()
@@ -207,6 +217,7 @@ class NetworkSender:
         else:
             writing.error = failed if isinstance(failed, KvferryError) else InternalError(f"gathering failed: {failed}")
             self._finish(writing)
+        self._check_settled(writing.key, writing.sending)
 
     def _write(self, writing: _Writing) -> None:
         grant, address = writing.grant, writing.buffer
@@ -222,7 +233,8 @@ class NetworkSender:
                     timeout_s=self._timeout_s,
                     on_late=lambda _write: self._counters.add("network.late_writes"),
                 )
-            except KvferryError as error:
+            except Exception as cause:  # noqa: BLE001  what has begun ends by itself, and then the home hears of it
+                error = cause if isinstance(cause, KvferryError) else InternalError(f"the write failed: {cause!r}")
                 writing.failed(error)
                 break
             writing.in_flight += 1
@@ -238,22 +250,24 @@ class NetworkSender:
 
     def _finish(self, writing: _Writing) -> None:
         key, grant, error = writing.key, writing.grant, writing.error
-        sending = self._sendings[key]
         self._free.append(writing.buffer)
+        writing.sending.in_flight -= 1
         if error is None:
             self._counters.add("network.sent_bytes", grant.size_bytes)
         else:
-            context = about(sending.remote_endpoint)
+            context = about(writing.sending.remote_endpoint)
             log.warning("a grant was not written", home=key.peer.address, cause=str(error), **context)
         self._answer(key.peer, grant, error, writing.checksum)
-        sending.in_flight -= 1
-        self._check_settled(key, sending)
         self._pump()
 
     def _answer(self, peer: Incarnation, grant: Grant, error: KvferryError | None, checksum: int = 0) -> None:
-        info = error.info() if error else None
-        written = Written(grant=grant.grant, checksum=checksum, error=info, may_still_land=_may_still_land(error))
-        self._send(peer, written)
+        try:
+            info = error.info() if error else None
+            written = Written(grant=grant.grant, checksum=checksum, error=info, may_still_land=_may_still_land(error))
+            self._send(peer, written)
+        except Exception as cause:  # no memory: the home waits for it, and may hold pages until it has come
+            log.exception("a grant could not be answered yet", home=peer.address, cause=str(cause))
+            self._loop.call_later(ANSWER_AGAIN_S, self._answer, peer, grant, error, checksum)
 
 
 def _may_still_land(error: KvferryError | None) -> bool:

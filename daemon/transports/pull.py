@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, TransferOp
 from kvferry.daemon.transfer.registry import StartOp
@@ -25,6 +26,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     AccessDeniedError,
     CancelledError,
+    InternalError,
     KvferryError,
     PeerLostError,
     TransferFailedError,
@@ -44,6 +46,8 @@ from kvferry.protocol.settings import SESSION_SOCKET
 FETCH_TIMEOUT_S = 5.0
 _RECEIVE_BYTES = 4096
 _CREDENTIALS = struct.Struct("=iII")
+
+log = structlog.get_logger(__name__)
 
 FetchRegion = Callable[[str, RegionRequest, int], HostRegion]
 
@@ -132,9 +136,13 @@ class PullTransport:
         origin = pull.op.send_request.origin
         assert origin is not None, pull.op
         pull.confirming = True
-        confirm = Confirm(receive_request=pull.op.receive_request.name, send_request=origin.send_request, op=op_id)
-        if not self._send(pull.peer, confirm):
-            self._fail(pull, PeerLostError(f"the daemon at {pull.peer.address} is gone"))
+        try:
+            confirm = Confirm(receive_request=pull.op.receive_request.name, send_request=origin.send_request, op=op_id)
+            if not self._send(pull.peer, confirm):
+                self._fail(pull, PeerLostError(f"the daemon at {pull.peer.address} is gone"))
+        except Exception as cause:
+            log.exception("a copy could not be confirmed", op=op_id, cause=str(cause))
+            self._fail(pull, InternalError(f"the copy could not be confirmed: {cause!r}"))
 
     def _on_mapped(self, pool: RemotePool, done: asyncio.Future[HostRegion]) -> None:
         waiting = self._mapping.pop(pool)
@@ -151,13 +159,17 @@ class PullTransport:
             if failed is not None:
                 self._fail(pull, error)
             else:
-                self._copy(pull)
+                try:
+                    self._copy(pull)
+                except Exception as cause:
+                    log.exception("a copy could not begin", op=pull.op.op_id, cause=str(cause))
+                    self._fail(pull, InternalError(f"the copy could not begin: {cause!r}"))
 
     def _copy(self, pull: _Pull) -> None:
-        pull.copying = True
         pull.view = pull.pool.region.view()  # keeps the memory mapped until the copy has ended
         plans = tuple(planned_copy.plan for planned_copy in pull.op.planned_copies)
         self._copier.start(StartOp(pull.op.op_id, pull.pool, pull.op.receive_request.pool, plans), self._on_copied)
+        pull.copying = True
 
     def _fail(self, pull: _Pull, error: KvferryError) -> None:
         pull.error = pull.error or error

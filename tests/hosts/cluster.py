@@ -105,7 +105,10 @@ def cluster(
             folder.mkdir()
             config = CONFIG.format(address=host.address, port=PORT, timeout_ms=timeout_ms, direct=str(direct).lower())
             network = NetworkTuning(
-                quarantined_bytes=1 << 30 if direct else 0, quarantined_s=1.5, drain_timeout_s=0.2, write_timeout_s=5
+                quarantined_bytes=1 << 30 if direct else 0,
+                quarantined_s=60.0 if direct else 1.5,  # as in production: pages do not wait for it
+                drain_timeout_s=0.2,
+                write_timeout_s=5,
             )
             tuning = Tuning(whole_below_bytes=0, network=network)
             daemon = stack.enter_context(running_daemon(folder, config, ENVIRONMENT, host.command([]), tuning=tuning))

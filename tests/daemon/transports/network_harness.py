@@ -31,7 +31,7 @@ PAGES = 3
 SEGMENTS = PAGES * 4
 BYTES = SEGMENTS * PAGE_BYTES
 WRITE_TIMEOUT_S = 7.0
-NEVER = FenceBounds(quarantined_bytes=1 << 30, quarantined_s=1e9, drain_timeout_s=1e9)
+NEVER = FenceBounds(quarantined_bytes=1 << 30, quarantined_s=1e9, drain_timeout_s=1e9, pages_s=1e9)
 TURNS = 10
 """More than any report takes to come through the loop."""
 

@@ -35,7 +35,7 @@ B = A._replace(address="tcp://192.0.2.2:7801")
 """B says A's boot id: what it is granted is its own all the same."""
 PAGE_RUNS = ((BASE, 1000), (BASE + 5000, 2000))
 PAGES_BYTES = 3000
-BOUNDS = FenceBounds(quarantined_bytes=2 * BOUNCE_BUFFER_BYTES, quarantined_s=10.0, drain_timeout_s=3.0)
+BOUNDS = FenceBounds(quarantined_bytes=2 * BOUNCE_BUFFER_BYTES, quarantined_s=10.0, drain_timeout_s=3.0, pages_s=5.0)
 
 
 @pytest.fixture
@@ -169,7 +169,13 @@ class NetworkMachine(RuleBasedStateMachine):
             assert not self.network.fence_due(self.now_s)
             return
         since = [held[3] for held in self.states.values() if held[0] == "quarantined"]
-        too_much = self.resting_bytes() > 2 * BOUNCE_BUFFER_BYTES or any(self.now_s - one > 10.0 for one in since)
+        of_pages = [self.states[number][3] for number in self.held("quarantined") if number >= COUNT]
+        too_much = (
+            self.resting_bytes() > 2 * BOUNCE_BUFFER_BYTES
+            or any(self.now_s - one > 10.0 for one in since)
+            or any(self.now_s - one > 5.0 for one in of_pages)
+            or bool(of_pages and not self.held("granted"))
+        )
         if not too_much:
             self.asked_s = None
         elif self.asked_s is None:

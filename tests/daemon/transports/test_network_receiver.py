@@ -40,8 +40,8 @@ ANOTHER = Incarnation("tcp://192.0.2.9:7801", "f" * 32)
 GRANTS = 4
 """How many a transfer op may have at a time in these tests."""
 
-AT_ONCE = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=1e9)
-IMPATIENT = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=0.0)
+AT_ONCE = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=1e9, pages_s=1e9)
+IMPATIENT = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=0.0, pages_s=1e9)
 FAILED = DeadlineError("the write failed").info()
 
 
@@ -347,7 +347,7 @@ async def test_a_fence_waits_for_grants_and_for_own_writes(home_of: MakeHome, *,
 
 @pytest.mark.usefixtures("_checks_all_the_time")
 async def test_a_peer_that_lives_and_says_nothing_does_not_hold_bounce_buffers_for_ever(home_of: MakeHome) -> None:
-    home = home_of(bounce_buffers=GRANTS, bounds=FenceBounds(0, 0.0, 0.0))
+    home = home_of(bounce_buffers=GRANTS, bounds=FenceBounds(0, 0.0, 0.0, 0.0))
     op = home.start()
     assert home.bounce_buffers.free == 0
     assert list(home.receiver.status().held_by.values()) == [GRANTS]
@@ -464,6 +464,27 @@ async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(home_o
     home.notify(Written(grant=last.grant, checksum=0))
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
+
+
+@pytest.mark.host_only
+@pytest.mark.usefixtures("_checks_all_the_time")
+@pytest.mark.parametrize("how", ["may still land", "lost", "silent"])
+async def test_a_transfer_waits_for_a_fence_of_pages_no_longer_than_it_must(home_of: MakeHome, how: str) -> None:
+    bounds = FenceBounds(quarantined_bytes=1 << 30, quarantined_s=1e9, drain_timeout_s=1e9, pages_s=0.0)
+    home = home_of(BYTES, bounds=bounds, direct=True)
+    op = await home.start_direct()
+    (grant,) = home.grants(op)
+    if how == "lost":
+        home.receiver.peer_lost(home.harness.to_source, "its connection closed")
+    elif how == "silent":
+        home.receiver.stop(op.op_id)
+    else:
+        home.fails(grant)
+    home.engine.may_rebuild.set()
+    async with asyncio.timeout(10):
+        while not home.harness.outcomes:
+            await turns()
+    assert home.engine.rebuilds == 1
 
 
 @pytest.mark.host_only

@@ -135,15 +135,16 @@ async def test_grants_wait_for_staging_in_their_order() -> None:
     assert source.written == [(1, "OK")]
 
 
-async def test_an_op_is_sent_until_its_last_write_has_ended(source: Source) -> None:
+async def test_an_op_is_sent_until_its_last_page_is_gathered(source: Source) -> None:
     op, message = source.asked()
     source.halves(message)
-    await source.executor.run()
     source.sender.op_over(source.harness.to_home, op.op_id)
-    source.writer.begun[0].on_done(None)
     assert (source.sending(), source.settled) == ({op.op_id}, 0), "its pages are being read"
-    source.writer.begun[1].on_done(None)
-    assert (source.sending(), source.settled) == (set(), 1)
+    await source.executor.run()
+    assert (source.sending(), source.settled) == (set(), 1), "a write that hangs reads staging, not pages"
+    for begun in source.writer.begun:
+        begun.on_done(None)
+    assert source.written == [(1, "OK"), (2, "OK")]
     source.sender.op_over(source.harness.to_home, op.op_id)
     assert source.settled == 1, "once"
 
@@ -227,25 +228,26 @@ async def test_a_remote_that_ends_drops_what_waits_and_ends_what_is_written() ->
     source.halves(message)
     await source.executor.run()
     (remote_endpoint,) = source.harness.source.state_machine.endpoints.remote_endpoints.values()
+    assert source.sending() == {op.op_id}
     source.sender.stop(remote_endpoint)
     assert source.written == [(2, "CANCELLED")]
-    assert source.sending() == {op.op_id}
+    assert (source.sending(), source.settled) == (set(), 1)
     source.grant(message, 3)
     assert source.written[1:] == [(3, "UNKNOWN_TRANSFER")]
     source.writer.begun[0].on_done(None)
     assert source.written[2:] == [(1, "OK")]
-    assert (source.sending(), source.settled) == (set(), 1)
+    assert source.settled == 1
 
 
-async def test_pages_stay_held_until_the_last_write_to_a_home_that_is_gone(source: Source) -> None:
-    await source.granted()
+async def test_pages_stay_held_until_they_are_gathered_for_a_home_that_is_gone(source: Source) -> None:
+    source.grant(source.asked()[1])
     state_machine, home = source.harness.source.state_machine, source.harness.to_home
     source.said.gone.add(home)
     source.sender.peer_lost(home)
     state_machine.peers.peer_lost(home, "gone", source.harness.source.now)
     assert source.remote_states == [State.FINISHED]
     assert source.harness.source_pool.allocator.busy_count == PAGES
-    source.writer.begun[0].on_done(None)
+    await source.executor.run()
     assert source.remote_states == []
     assert source.harness.source_pool.allocator.busy_count == 0
 
