@@ -12,9 +12,9 @@ from typing import NoReturn, Self, cast
 import zmq
 
 from kvferry.clients.async_requests import AsyncRequests
-from kvferry.clients.connection import Connection, given_back_with
-from kvferry.clients.daemon_socket import LAST_WORDS_MS, open_control_socket
+from kvferry.clients.connection import Connection, Reconnected, given_back_with
 from kvferry.clients.exclusive_use import check_process
+from kvferry.clients.resuming import Loss
 from kvferry.protocol.client_core import BatchAnswered, News, Outgoing, ReplyArrived
 from kvferry.protocol.errors import (
     ClientClosedError,
@@ -44,19 +44,16 @@ class AsyncClient(AsyncRequests):
 
     def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
         super().__init__(connection)
-        assert connection is not None
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_control_socket(self._context, connection.runtime_dir)
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._news = asyncio.Event()
         self._drain_scheduled = False
-        self._lost: KvferryError | None = None
-        self._give_back = given_back_with(self, self._channel, (self._socket,), self._context)
+        self._readers: list[int] = []
+        self._seeking: asyncio.TimerHandle | None = None
+        self._sought = -1
+        self._give_back = given_back_with(self, self._link)
         self._use = LoopUse(self._loop)
-        self._loop.add_reader(self._socket.FD, self._drain)
-        if self._channel is not None:
-            self._loop.add_reader(self._channel.socket, self._session_readable)
+        self._connected()
 
     async def __aenter__(self) -> Self:
         """Return self."""
@@ -86,30 +83,50 @@ class AsyncClient(AsyncRequests):
             if self._channel is not None:
                 self._channel.close()
         elif self._loop.is_running() and running_loop() is not self._loop:
-            self._loop.call_soon_threadsafe(self._release)
+            self._loop.call_soon_threadsafe(self._free)
         else:
-            self._release()
+            self._free()
 
-    def _release(self) -> None:
+    def _free(self) -> None:
         if self._use.closed:
             return
         self._use.closed = True
         if not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.FD)
-            if self._channel is not None:
-                self._loop.remove_reader(self._channel.socket)
-        self._fail_all(ClientClosedError("the client was closed while this call waited"))
+            self._seek_later(None)
+            self._disconnected()
+        self._failed(ClientClosedError("the client was closed while this call waited"))
         self._give_back()
+
+    def _connected(self) -> None:
+        self._listen(self._socket.FD, self._drain)
+        if self._channel is not None:
+            self._listen(self._channel.socket.fileno(), self._session_readable)
+        if self._link.watch is not None:
+            self._listen(self._link.watch.FD, self._watch_readable)
+        self._schedule_drain()
+
+    def _disconnected(self) -> None:
+        for one in self._readers:
+            self._loop.remove_reader(one)
+        self._readers.clear()
+
+    def _listen(self, descriptor: int, call: Callable[[], None]) -> None:
+        self._loop.add_reader(descriptor, call)
+        self._readers.append(descriptor)
+
+    def _tell(self, event: Reconnected) -> None:
+        if self._on_reconnect is not None:
+            self._loop.call_soon(self._on_reconnect, event)
 
     def _has_reply(self, message_id: int) -> bool:
         self._drain()
-        if self._lost is not None:
-            raise self._lost
+        if self._dead is not None:
+            raise self._dead
         return message_id in self._replies
 
     async def _take_reply(self, message_id: int, left_s: float, timeout_s: float) -> None:
-        if self._lost is not None:
-            raise self._lost
+        if self._dead is not None:
+            raise self._dead
         arrived = self._waiting[message_id] = self._loop.create_future()
         try:
             async with asyncio.timeout(left_s):
@@ -137,18 +154,16 @@ class AsyncClient(AsyncRequests):
                         await self._next_news()
         else:
             await asyncio.sleep(0)  # the loop has to see that the daemon goes, too
-        if self._lost is not None and not self._changed:
-            raise self._lost
+        if self._dead is not None and not self._changed:
+            raise self._dead
 
     async def _next_news(self) -> None:
-        if self._lost is not None:
-            raise self._lost
+        if self._dead is not None:
+            raise self._dead
         self._news.clear()
         await self._news.wait()
 
-    def _put(self, outgoing: Outgoing) -> None:
-        if self._lost is not None:
-            raise self._lost
+    def _transmit(self, outgoing: Outgoing) -> None:
         self._socket.send_multipart(outgoing.frames, NOBLOCK)
         self._schedule_drain()
 
@@ -175,7 +190,7 @@ class AsyncClient(AsyncRequests):
         try:
             news = self._core.feed(frames)
         except KvferryError as error:
-            self._fail_all(DaemonLostError(f"what answers is no daemon of ours: {error.detail}"))
+            self._end(DaemonLostError(f"what answers is no daemon of ours: {error.detail}"))
             return
         if news is not None:
             self._hear(news)
@@ -194,11 +209,41 @@ class AsyncClient(AsyncRequests):
             self._channel.receive()
         except KvferryError as error:
             self._loop.remove_reader(self._channel.socket)
-            lost = error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail)
-            self._loop.call_later(LAST_WORDS_MS / 1000, self._fail_all, lost)
+            self._session_lost(error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail))
 
-    def _fail_all(self, error: KvferryError) -> None:
-        self._lost = error
+    def _watch_readable(self) -> None:
+        while not self._socket.closed and self._readable():  # what came before the connection was lost
+            self._drain()
+        if self._loss is not None:
+            self._seek_on()
+        elif self._link.is_cut():
+            self._control_lost()
+
+    def _begin_loss(self, loss: Loss) -> None:
+        super()._begin_loss(loss)
+        self._seek_later(0.0)
+
+    def _seek_later(self, wait_s: float | None) -> None:
+        """Take the next step towards the daemon in so many seconds, or as soon as it answers; None: no more."""
+        if self._seeking is not None:
+            self._seeking.cancel()
+        self._seeking = None if wait_s is None else self._loop.call_later(wait_s, self._seek_on)
+        opening = self._link.opening.socket.fileno() if self._link.opening and wait_s is not None else -1
+        if self._sought >= 0:
+            self._loop.remove_reader(self._sought)
+        if opening >= 0:
+            self._loop.add_reader(opening, self._seek_on)
+        self._sought = opening
+
+    def _seek_on(self) -> None:
+        if self._sought >= 0:
+            self._loop.remove_reader(self._sought)  # before it may be closed
+            self._sought = -1
+        wait_s = self._seek()
+        self._seek_later(wait_s if self._loss is not None and self._dead is None else None)
+
+    def _failed(self, error: KvferryError) -> None:
+        self._dead = error
         self._news.set()
         for arrived in self._waiting.values():
             if not arrived.done():

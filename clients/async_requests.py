@@ -7,6 +7,7 @@ Knows no socket: how one waits is said by ``async_client`` and ``sync_client``. 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -18,27 +19,28 @@ import numpy.typing as npt
 from kvferry.clients import calls
 from kvferry.clients.arguments import device_names, pool_spec, seconds, sequence, truth, whole
 from kvferry.clients.calls import NAME, TABLES, Call, asked, joined
-from kvferry.clients.connection import Connection, connecting, find_runtime_dir
+from kvferry.clients.connection import Connection, Reconnected, connecting, find_runtime_dir
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.registration import registered
+from kvferry.clients.resuming import Resuming, Said
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.clients.submissions import DEFAULT_WAIT_S, PendingReply, Submissions
+from kvferry.clients.submissions import DEFAULT_WAIT_S, PendingReply
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.client_core import TierOperation, Transfer
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import DaemonLostError, DeadlineError
+from kvferry.protocol.errors import DaemonLostError, DeadlineError, NoSessionError, UnknownTablesError
 from kvferry.protocol.events import Finished, TierDone
 from kvferry.protocol.ids import HOST, MAIN, ModelIdentity, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, Freed, RegisterPool
 from kvferry.protocol.session_messages import OpenEvents, Ping, Status, StatusReport, Verified, Verify
-from kvferry.protocol.session_stream import EventsFollow, MemoryFollows, ShareFollows
+from kvferry.protocol.session_stream import EventsFollow, ShareFollows
 from kvferry.protocol.table_messages import CreateTables, DeleteTables
 from kvferry.protocol.tier_messages import (
     CacheChanges,
@@ -70,7 +72,7 @@ PING: Final = asked(Ping())
 T = TypeVar("T")
 
 
-class AsyncRequests(Submissions):
+class AsyncRequests(Resuming):
     """One session with the daemon: its requests."""
 
     @classmethod
@@ -82,6 +84,8 @@ class AsyncRequests(Submissions):
         name: str = "",
         instance: str = "",
         session: bool = True,
+        reconnect: bool = True,
+        on_reconnect: Callable[[Reconnected], object] | None = None,
         keep: bool = False,
         resume: bytes = b"",
         devices: Mapping[str, str] | None = None,
@@ -96,9 +100,11 @@ class AsyncRequests(Submissions):
                 say of a scheduler and its workers, own pages, leases and snapshots together; these are given back when
                 the last of them ends. None: the session is an instance of its own.
             session: without one, only ping and status work.
-            keep: where the session's socket is lost while this process lives, let the daemon keep the session for its
-                ``limits.resume_grace_ms``.
-            resume: the ``secret`` of such a session, to take it over with what it has; nothing is resumed by itself.
+            reconnect: go on by itself where the daemon is lost, for as long as it keeps sessions that lost their socket
+                (``limits.resume_grace_ms``; 0: not at all), also with the daemon that follows it.
+            on_reconnect: called with what was lost, each time; it may not call the client, nor raise.
+            keep: without ``reconnect``: let the daemon keep the session as long, for who resumes it by hand.
+            resume: the ``secret`` of such a session, to take it over with what it has.
             devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
                 ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
             timeout_s: how long to wait for the daemon's first reply.
@@ -107,14 +113,15 @@ class AsyncRequests(Submissions):
             DaemonLostError: no daemon answers.
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
-            NoSessionError: there is no session to resume, or it has its socket still.
+            NoSessionError, SessionLostError: there is no session to resume, or it has its socket still.
         """
         hello, names = calls.hello(name), device_names(devices)
-        opening = calls.session_open(name, instance, keep=truth(keep, "keep"), resume=resume)
+        keeps = truth(reconnect, "reconnect") | truth(keep, "keep")
+        opening = calls.session_open(name, instance, keep=keeps, resume=resume)
         timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
         channel = await asyncio.to_thread(SessionChannel.open, directory, opening) if session else None
-        client = cls(Connection(directory, channel, names))
+        client = cls(Connection(directory, channel, names, opening, reconnect, on_reconnect))
         try:
             client.welcome = await client.call(hello, deadline_s=timeout_s, margin_s=0.0)
         except DeadlineError as cause:
@@ -196,9 +203,7 @@ class AsyncRequests(Submissions):
         """
         body = AttachPool(pool=name, layout_digest=layout_digest, device_pid=self._devices.process_id())
         with self._use:  # whole: the session's socket is read by one thread at a time
-            number, attached = await self._exchange(asked(body, NAME))
-            channel = self._open_channel()
-            channel.receive()
+            number, attached, channel = await self._described(asked(body, NAME))
             return await asyncio.to_thread(attached_pool, name, attached, number, channel, self._devices)
 
     async def register_pool(
@@ -242,7 +247,7 @@ class AsyncRequests(Submissions):
         )
         call = asked(body, NAME | {"arrays": "tensors"})
         with self._use:
-            _, made = await self._exchange(call, deadline_s=deadline_s, said=said, fds=fds)
+            _, made = await self._exchange(call, deadline_s=deadline_s, said=Said(said, fds))
         return made.manifest
 
     async def open_events(
@@ -262,15 +267,12 @@ class AsyncRequests(Submissions):
         def said(message_id: int) -> Sequence[ShareFollows]:
             if device == HOST:
                 return ()
-            found, frame = self._devices.events(device, events, message_id)
-            made.extend(found)
+            made[:], frame = self._devices.events(device, events, message_id)
             return (frame,)
 
         with self._use:
             call = asked(OpenEvents(device=device))
-            number, opened = await self._exchange(call, deadline_s=deadline_s, said=said)
-            channel = self._open_channel()
-            channel.receive()
+            number, opened, channel = await self._described(call, deadline_s=deadline_s, said=Said(said))
             _, (counters, eventfd) = channel.take(number, EventsFollow)
         return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
 
@@ -434,10 +436,9 @@ class AsyncRequests(Submissions):
             device_pid=self._devices.process_id(),
         )
         with self._use:
-            number, created = await self._exchange(asked(body, TABLES), deadline_s=deadline_s)
-            channel = self._open_channel()
+            undo = asked(DeleteTables(tables=name))
+            number, created, channel = await self._described(asked(body, TABLES), deadline_s=deadline_s, undo=undo)
             try:
-                channel.receive()
                 return await asyncio.to_thread(mapped_tables, created, max_batch, number, channel, self._devices)
             except BaseException:
                 self._begin(asked(DeleteTables(tables=name)))  # nobody here can use them
@@ -604,28 +605,60 @@ class AsyncRequests(Submissions):
 
     # -- within a call that is under way
 
+    async def _described(
+        self,
+        call: Call[T],
+        *,
+        deadline_s: float | None = None,
+        said: Said | None = None,
+        undo: Call[Any] | None = None,
+    ) -> tuple[int, T, SessionChannel]:
+        """Exchange a request whose reply comes with descriptors; return the socket that they came by, too.
+
+        Where they went with a connection that was lost, it is asked again, after ``undo``.
+        """
+        ends_at = time.monotonic() + self._times(call, deadline_s, 0.0)[1]
+        while True:
+            epoch = self._epoch
+            try:
+                number, reply = await self._exchange(call, deadline_s=deadline_s, said=said)
+            except NoSessionError:
+                self._read_channel()  # the daemon may have found the loss of the socket first
+                if not self._was_lost_since(epoch):
+                    raise
+            else:
+                channel = self._read_channel()
+                if channel.has(number) or not self._was_lost_since(epoch):
+                    return number, reply, channel
+            if undo is not None:
+                with contextlib.suppress(UnknownTablesError):  # the daemon has done so itself
+                    await self._exchange(undo)
+            deadline_s = max(0.001, ends_at - time.monotonic())
+
     async def _exchange(
         self,
         call: Call[T],
         *,
         deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
-        said: Callable[[int], Sequence[ShareFollows | MemoryFollows]] | None = None,
-        fds: Sequence[int] = (),
+        said: Said | None = None,
     ) -> tuple[int, T]:
-        """Send a request; return its number and the reply.
-
-        ``said`` is what the session socket has to say of it before, ``fds`` what goes with it.
-        """
+        """Send a request; return its number and the reply. ``said`` goes before it, also where it is sent again."""
         deadline_ms, timeout_s = self._times(call, deadline_s, margin_s)
         outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
-        if said is not None and self._channel is not None:
-            frames = await asyncio.to_thread(said, outgoing.message_id)
-            if frames:
-                await asyncio.to_thread(self._channel.send, frames, fds)
-        self._put(outgoing)
-        pending = PendingReply(self._core.token, call, outgoing.message_id, timeout_s)
-        return outgoing.message_id, await self._reply(pending)
+        number = outgoing.message_id
+        try:
+            if said is not None:
+                self._said[number] = said
+                frames = await asyncio.to_thread(said.frames, number)
+                epoch = -1
+                while epoch != self._epoch and not self._held:
+                    epoch = self._epoch
+                    await asyncio.to_thread(self._say, frames, said.fds)
+            self._put(outgoing)
+            return number, await self._reply(PendingReply(self._core.token, call, number, timeout_s))
+        finally:
+            self._said.pop(number, None)
 
     async def _reply(self, pending: PendingReply[T]) -> T:
         number, pending.taken = pending.message_id, True
@@ -634,8 +667,7 @@ class AsyncRequests(Submissions):
                 await self._take_reply(number, max(0.0, pending.ends_at - time.monotonic()), pending.timeout_s)
             reply = self._replies.pop(number)
         except BaseException:  # nobody will come for it any more
-            self._core.forget(number)
-            self._replies.pop(number, None)
+            self._forget(pending)
             raise
         if reply.error is not None:
             raise reply.error

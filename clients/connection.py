@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import os
+import socket
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from inspect import CORO_CREATED, CORO_SUSPENDED, getcoroutinestate
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
@@ -13,8 +16,16 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, NoReturn, ParamS
 import zmq
 
 from kvferry.clients import arguments, daemon_socket
-from kvferry.clients.session_channel import SessionChannel
-from kvferry.protocol.errors import MisuseError
+from kvferry.clients.daemon_socket import open_control_socket
+from kvferry.clients.session_channel import SessionChannel, SessionOpening
+from kvferry.protocol.client_core import TierOperation, Transfer
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import KvferryError, MisuseError
+from kvferry.protocol.session_stream import SessionOpen
+
+NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums are slow
+DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+_watches = itertools.count()
 
 
 class Closable(Protocol):
@@ -28,12 +39,128 @@ P = ParamSpec("P")
 ClientT = TypeVar("ClientT", bound=Closable)
 
 
+class Reconnected(NamedTuple):
+    """A client lost its daemon and has it again, or the next one, which has adopted the session.
+
+    Attributes:
+        old_boot_id: of the daemon before.
+        boot_id: of the daemon now. The same one: nothing was lost, and the rest is empty.
+        transfers: those that were under way: each has ended with STALE_BOOT, and has settled.
+        operations: OFFLOAD, RESTORE, STORE and LOAD that were under way: each has ended with STALE_BOOT.
+        tables: the names of graph tables: create them again, and capture graphs over them again.
+        rings: whether there were event rings: open them again.
+        pools: the names of pools whose memory this client knows and the daemon does not: their calls are POOL_LOST.
+        pages: pages that this session had and has no longer, by pool and page space: nobody may use them.
+    """
+
+    old_boot_id: str
+    boot_id: str
+    transfers: tuple[Transfer, ...] = ()
+    operations: tuple[TierOperation, ...] = ()
+    tables: tuple[str, ...] = ()
+    rings: bool = False
+    pools: tuple[str, ...] = ()
+    pages: Mapping[tuple[str, str], PageIds] = {}
+
+
 class Connection(NamedTuple):
-    """What a client is made of once the daemon has let it in."""
+    """What a client is made of once the daemon has let it in.
+
+    Attributes:
+        runtime_dir: where the daemon's sockets are.
+        channel: the session, if there is one.
+        devices: what this process calls the daemon's devices.
+        opening: how the session was opened.
+        reconnect: whether it is resumed where it is lost.
+        on_reconnect: told of it.
+    """
 
     runtime_dir: str
     channel: SessionChannel | None
     devices: Mapping[str, str]
+    opening: SessionOpen
+    reconnect: bool = False
+    on_reconnect: Callable[[Reconnected], object] | None = None
+
+
+class Link:
+    """A client's sockets. Those that are lost are replaced.
+
+    Attributes:
+        runtime_dir: where the daemon's sockets are.
+        context: of all ZeroMQ sockets.
+        control: the control socket.
+        channel: the session's socket, if there is a session.
+        watch: tells that the control socket's connection was lost; None without a session.
+        opening: the session's next socket, while it is being opened.
+        resumption: how the session is resumed; None: it is not.
+    """
+
+    def __init__(self, runtime_dir: str, channel: SessionChannel | None, resumption: SessionOpen | None) -> None:
+        self.resumption = resumption
+        self.runtime_dir = runtime_dir
+        self.channel = channel
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.opening: SessionOpening | None = None
+        self.bells: tuple[socket.socket, ...] = ()
+        self._pid = os.getpid()
+        self._open()
+
+    def __repr__(self) -> str:
+        """Show where it leads."""
+        return f"<Link {self.runtime_dir}>"
+
+    def _open(self) -> None:
+        self.control = open_control_socket(self.context, self.runtime_dir)
+        self.watch: zmq.Socket[bytes] | None = None
+        if self.channel is not None:
+            self.watch = self.control.get_monitor_socket(DISCONNECTED, f"inproc://watch-{next(_watches)}")
+            self.is_cut()  # its descriptor tells of changes only
+
+    def is_cut(self) -> bool:
+        """Return whether the control socket's connection was lost since the last call."""
+        cut = False
+        while self.watch is not None and int(self.watch.getsockopt(EVENTS)) & POLLIN:
+            self.watch.recv_multipart(NOBLOCK)
+            cut = True
+        return cut
+
+    def renew(self, channel: SessionChannel | None = None) -> None:
+        """Open the control socket anew; ``channel``: the session's, in place of the one that was lost."""
+        self.drop()
+        self.channel = channel or self.channel
+        self._open()
+
+    def drop(self) -> None:
+        """Close the control socket."""
+        if self.watch is not None and not self.watch.closed:
+            if os.getpid() == self._pid:
+                self.control.disable_monitor()
+            self.watch.close()
+        self.control.close()
+
+    def give_up_opening(self) -> None:
+        """Close the session's next socket, if there is one."""
+        if self.opening is not None:
+            self.opening.close()
+            self.opening = None
+
+    def close(self) -> None:
+        """End the session, and close everything; in a forked child only its copies."""
+        self.give_up_opening()
+        if self.channel is not None:
+            if os.getpid() == self._pid and not self.channel.end() and self.resumption is not None:
+                self._end_lost(self.resumption)
+            self.channel.close()
+        for one in self.bells:
+            one.close()
+        self.drop()  # zmq's closing, and its context's end, do nothing in a forked child
+        self.context.term()
+
+    def _end_lost(self, resumption: SessionOpen) -> None:
+        """End a session that has lost its socket, if the daemon is there: it would keep it for a while."""
+        with contextlib.suppress(KvferryError):
+            SessionOpening(self.runtime_dir, resumption).end()
 
 
 def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
@@ -52,28 +179,14 @@ def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
         raise arguments.wrong_kind(runtime_dir, "path", "runtime_dir") from None
 
 
-def given_back_with(
-    client: object, channel: SessionChannel | None, sockets: Sequence[Closable], context: zmq.Context[zmq.Socket[bytes]]
-) -> weakref.finalize[[int, SessionChannel | None, Sequence[Closable], zmq.Context[zmq.Socket[bytes]]], object]:
+def given_back_with(client: object, link: Link) -> weakref.finalize[[], object]:
     """Return what gives a client's connection back: when it is called, or the client is garbage that nobody closed.
 
     Left to the collector, a context may be ended before its socket is closed, and that waits for ever.
     """
-    finalizer = weakref.finalize(client, _give_back, os.getpid(), channel, sockets, context)
+    finalizer = weakref.finalize(client, link.close)
     finalizer.atexit = False  # the process's end does it
     return finalizer
-
-
-def _give_back(
-    pid: int, channel: SessionChannel | None, sockets: Sequence[Closable], context: zmq.Context[zmq.Socket[bytes]]
-) -> None:
-    if channel is not None:
-        if os.getpid() == pid:
-            channel.end()
-        channel.close()
-    for socket in sockets:
-        socket.close()  # zmq's, and its context's end, do nothing in a forked child
-    context.term()
 
 
 class Connecting(Coroutine[Any, Any, ClientT]):

@@ -1,4 +1,4 @@
-"""The client's end of the session socket: opens the session, receives descriptors, notices the daemon's end."""
+"""The client's end of the session socket: opens a session, or resumes it, receives descriptors, notices its end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from types import TracebackType
+from typing import NamedTuple, Self, TypeAlias, TypeVar
 
-from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError, OverloadedError, raised
+from kvferry.protocol.errors import (
+    AccessDeniedError,
+    DaemonLostError,
+    KvferryError,
+    MalformedError,
+    OverloadedError,
+    SessionLostError,
+    raised,
+)
 from kvferry.protocol.session_stream import (
     EventsFollow,
     FrameSplitter,
@@ -55,6 +64,7 @@ class SessionChannel:
         self.socket = channel
         self.opened = opened
         self._kept = kept
+        self._ended = False
         self._frames = FrameSplitter()
         self._fds: deque[int] = deque()
         self._followed: dict[int, Followed] = {}
@@ -65,32 +75,20 @@ class SessionChannel:
         """Connect and open a session; blocks for as long as the daemon takes to answer, at most ten seconds.
 
         Raises:
-            DaemonLostError: no daemon listens there, or it does not answer, or has nothing of the session to resume.
+            DaemonLostError: no daemon listens there, or it does not answer.
+            SessionLostError: it has nothing of the session to resume.
             AccessDeniedError: this user may not connect.
             OverloadedError: too many clients connect at once.
             KvferryError: the daemon refuses the session.
         """
-        path = os.path.join(runtime_dir, SESSION_SOCKET)  # noqa: PTH118  see ``protocol.settings``
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            channel.settimeout(OPENING_TIMEOUT_S)
-            channel.connect(path)
-            channel.sendall(pack(opening))
-            opened = _opened(channel, opening)
-        except PermissionError as cause:
-            channel.close()
-            raise AccessDeniedError(f"{path}: {cause.strerror}") from cause
-        except BlockingIOError as cause:
-            channel.close()
-            raise OverloadedError(f"{path}: too many clients wait to be accepted") from cause
-        except OSError as cause:
-            channel.close()
-            raise DaemonLostError(f"no daemon answers at {path}: {cause.strerror or cause}") from cause
-        except BaseException:
-            channel.close()
-            raise
-        channel.setblocking(False)  # noqa: FBT003  socket's own signature
-        return cls(channel, opened, kept=opening.keep)
+        ends_at = time.monotonic() + OPENING_TIMEOUT_S
+        with SessionOpening(runtime_dir, opening) as under_way:
+            while (channel := under_way.advance()) is None:
+                left_s = ends_at - time.monotonic()
+                if left_s <= 0:
+                    raise DaemonLostError(f"no daemon answers at {runtime_dir} within {OPENING_TIMEOUT_S:g} s")
+                under_way.wait(left_s)
+        return channel
 
     def receive(self) -> None:
         """Take what has arrived, without waiting.
@@ -114,6 +112,10 @@ class SessionChannel:
                 if isinstance(message, Following) and len(self._fds) >= count:
                     fds = [self._fds.popleft() for _ in range(count)]
                     self._followed[message.message_id] = Followed(message, fds)
+
+    def has(self, message_id: int) -> bool:
+        """Return whether something came for a request, which ``take`` has not returned yet."""
+        return message_id in self._followed
 
     def take(self, message_id: int, kind: type[FollowingT]) -> tuple[FollowingT, list[int]]:
         """Return what came for a request, and its descriptors, which the caller owns.
@@ -153,12 +155,19 @@ class SessionChannel:
         if timeout_s <= 0 or not poll.poll(timeout_s * 1000):
             raise DaemonLostError("the session's socket: the daemon does not read")
 
-    def end(self) -> None:
-        """End the session: the daemon takes back what it owns, though a forked child has the socket too."""
-        with contextlib.suppress(OSError):  # ended by the daemon, or closed
-            if self._kept:
-                self.socket.send(pack(SessionEnd()))
-            self.socket.shutdown(socket.SHUT_RDWR)
+    def end(self) -> bool:
+        """End the session: the daemon takes back what it owns, though a forked child has the socket too.
+
+        Return False if the daemon does not hear it, as the socket is lost, and keeps the session.
+        """
+        if not self._ended:
+            self._ended = not self._kept
+            with contextlib.suppress(OSError):  # ended by the daemon, or closed
+                if self._kept:
+                    self.socket.send(pack(SessionEnd()))
+                    self._ended = True
+                self.socket.shutdown(socket.SHUT_RDWR)
+        return self._ended
 
     def close(self) -> None:
         """Give this process's descriptors back. Closing twice does nothing."""
@@ -176,18 +185,88 @@ def _fds_of(message: SessionFrame) -> int:
     return {RegionFollows: 1, EventsFollow: 2}.get(type(message), 0)
 
 
-def _opened(channel: socket.socket, opening: SessionOpen) -> SessionOpened:
-    frames = FrameSplitter()
-    while True:
-        data = channel.recv(_RECEIVE_BYTES)
-        if not data:
-            raise DaemonLostError("the daemon closed the session socket without an answer")
-        for frame in frames.feed(data):
-            message = unpack_frame(frame)
-            if isinstance(message, SessionRefused):
-                raise raised(message.error)
-            if isinstance(message, SessionOpened) and opening.resume and not message.resumed:
-                raise DaemonLostError("this daemon has nothing of the session that was to be resumed")
-            if isinstance(message, SessionOpened):
-                return message
+class SessionOpening:
+    """A session that is being opened, without waiting: ``advance`` it when its socket is readable."""
+
+    def __init__(self, runtime_dir: str | os.PathLike[str], opening: SessionOpen) -> None:
+        """Connect, and ask for the session.
+
+        Raises:
+            DaemonLostError: no daemon listens there.
+            AccessDeniedError: this user may not connect.
+            OverloadedError: too many clients connect at once.
+        """
+        path = os.path.join(runtime_dir, SESSION_SOCKET)  # noqa: PTH118  see ``protocol.settings``
+        self._opening = opening
+        self._path = path
+        self._frames = FrameSplitter()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            self.socket.connect(path)
+            self.socket.send(pack(opening))  # a fresh socket's buffer holds it
+        except OSError as cause:
+            self.socket.close()
+            raise self._failed(cause) from cause
+
+    def __enter__(self) -> Self:
+        """Return self."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the socket, unless a channel has it."""
+        if error is not None:
+            self.close()
+
+    def advance(self) -> SessionChannel | None:
+        """Read what has arrived; return the open session, which has the socket then, or None: not yet.
+
+        Raises:
+            DaemonLostError: the daemon closed the socket.
+            SessionLostError: it has nothing of the session to resume.
+            KvferryError: it refuses the session.
+        """
+        while True:
+            try:
+                data = self.socket.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                return None
+            except OSError as cause:
+                raise self._failed(cause) from cause
+            if not data:
+                raise DaemonLostError("the daemon closed the session socket without an answer")
+            for frame in self._frames.feed(data):
+                return SessionChannel(self.socket, self._opened(unpack_frame(frame)), kept=self._opening.keep)
+
+    def end(self) -> None:
+        """Say that the session is to end as soon as it is open; the daemon hears it though the socket is closed."""
+        with contextlib.suppress(OSError):
+            self.socket.send(pack(SessionEnd()))
+        self.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is something to read, at most so long."""
+        poll = select.poll()
+        poll.register(self.socket.fileno(), select.POLLIN)
+        poll.poll(timeout_s * 1000)
+
+    def close(self) -> None:
+        """Give it up."""
+        self.socket.close()
+
+    def _opened(self, message: SessionFrame) -> SessionOpened:
+        if isinstance(message, SessionRefused):
+            raise raised(message.error)
+        if not isinstance(message, SessionOpened):
             raise MalformedError(f"the daemon opened with {type(message).__name__}")
+        if self._opening.resume and not message.resumed:
+            raise SessionLostError("this daemon has nothing of the session that was to be resumed")
+        return message
+
+    def _failed(self, cause: OSError) -> KvferryError:
+        if isinstance(cause, PermissionError):
+            return AccessDeniedError(f"{self._path}: {cause.strerror}")
+        if isinstance(cause, BlockingIOError):
+            return OverloadedError(f"{self._path}: too many clients wait to be accepted")
+        return DaemonLostError(f"no daemon answers at {self._path}: {cause.strerror or cause}")

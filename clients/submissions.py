@@ -34,6 +34,8 @@ from kvferry.protocol.client_core import (
     TierOperation,
     Transfer,
     TransferChanged,
+    Unclaimed,
+    unclaimed_pages,
 )
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.envelope import MAX_BATCH
@@ -520,7 +522,7 @@ class Submissions(Submitting, OfOneProcess):
         return Batch(
             self._core,
             self._use,
-            self.welcome.limits if self.welcome else Limits(),
+            self._limits(),
             deadline=self._deadline,
             send=self._put,
             refuse=lambda requests, error: self._hear(self._core.refuse(requests, error)),
@@ -532,7 +534,7 @@ class Submissions(Submitting, OfOneProcess):
         Raises:
             InvalidFieldError: it is no number of seconds, or longer than the daemon takes.
         """
-        limits = self.welcome.limits if self.welcome else Limits()
+        limits = self._limits()
         if deadline_s is None:
             return limits.default_deadline_ms / 1000, 0
         deadline_s = seconds(deadline_s, "deadline_s")
@@ -544,6 +546,17 @@ class Submissions(Submitting, OfOneProcess):
                 field="deadline_s",
             )
         return deadline_s, deadline_ms
+
+    def _forget(self, pending: PendingReply[T]) -> None:
+        """Give a reply up; pages that it brings, now or later, go back."""
+        self._core.forget(pending.message_id)
+        reply = self._replies.pop(pending.message_id, None)
+        unclaimed = reply and unclaimed_pages(pending.call.body, reply.body, reply.ids)
+        if unclaimed is not None:
+            self._put(self._core.give_back(unclaimed))
+
+    def _limits(self) -> Limits:
+        return self.welcome.limits if self.welcome else Limits()
 
     def _check_pending(self, pending: PendingReply[T]) -> None:
         """Check that a reply can be waited for here.
@@ -598,6 +611,8 @@ class Submissions(Submitting, OfOneProcess):
                 self._hear(one)
         elif isinstance(news, ReplyArrived):
             self._replies[news.message_id] = news
+        elif isinstance(news, Unclaimed):
+            self._put(self._core.give_back(news))
         else:
             self._changed[news.transfer if isinstance(news, TransferChanged) else news.operation] = None
             if len(self._changed) > CHANGES_KEPT:

@@ -12,16 +12,16 @@ import socket
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn, Self, cast
 
 import zmq
 
-from kvferry.clients.connection import Connection, given_back_with
-from kvferry.clients.daemon_socket import LAST_WORDS_MS, open_control_socket
+from kvferry.clients.connection import Connection, Reconnected, given_back_with
 from kvferry.clients.exclusive_use import ExclusiveUse
+from kvferry.clients.resuming import LOOK_S
 from kvferry.clients.sync_requests import SyncRequests
 from kvferry.protocol.client_core import Outgoing
-from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, MisuseError
+from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, MisuseError
 
 NOBLOCK = int(zmq.NOBLOCK)  # an enum costs a microsecond at every use
 CLOSED = "the client was closed while this call waited"
@@ -39,19 +39,11 @@ class Client(SyncRequests):
 
     def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
         super().__init__(connection)
-        assert connection is not None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_control_socket(self._context, connection.runtime_dir)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        if self._channel is not None:
-            self._poller.register(self._channel.socket.fileno(), zmq.POLLIN)
-        # Where no session's socket can, these two wake a call that waits when the client is closed.
-        self._bell: tuple[socket.socket, ...] = socket.socketpair() if self._channel is None else ()
-        for one in self._bell:
-            self._poller.register(one.fileno(), zmq.POLLIN)
-        self._give_back = given_back_with(self, self._channel, (self._socket, *self._bell), self._context)
-        self._use = ExclusiveUse(self._end, self._release)
+        if self._channel is None:  # where no session's socket can, these two wake a call that waits when it is closed
+            self._link.bells = socket.socketpair()
+        self._connected()
+        self._give_back = given_back_with(self, self._link)
+        self._use = ExclusiveUse(self._wake, self._free)
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -82,15 +74,38 @@ class Client(SyncRequests):
             return
         self._use.close()
 
-    def _end(self) -> None:
+    def _wake(self) -> None:
+        """Wake the call that is under way, if any, in whichever thread."""
         if self._channel is not None:
-            self._channel.end()  # wakes the call that is under way, if any
-        for one in self._bell:
+            self._channel.end()
+        for one in self._link.bells:
             with contextlib.suppress(OSError):  # another thread has closed the client at the same time
                 one.shutdown(socket.SHUT_RDWR)
 
-    def _release(self) -> None:
+    def _free(self) -> None:
         self._give_back()
+
+    def _connected(self) -> None:
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._watched = -1
+        if self._channel is not None:
+            self._poller.register(self._channel.socket.fileno(), zmq.POLLIN)
+        if self._link.watch is not None:
+            self._watched = self._link.watch.FD
+            self._poller.register(self._watched, zmq.POLLIN)
+        for one in self._link.bells:
+            self._poller.register(one.fileno(), zmq.POLLIN)
+
+    def _disconnected(self) -> None:
+        self._poller = zmq.Poller()
+
+    def _tell(self, event: Reconnected) -> None:
+        if self._on_reconnect is not None:
+            self._on_reconnect(event)
+
+    def _failed(self, error: KvferryError) -> None:
+        """Do nothing: whoever waits takes the next step himself."""
 
     def _has_reply(self, message_id: int) -> bool:
         while message_id not in self._replies and self._take(0.0):
@@ -116,27 +131,60 @@ class Client(SyncRequests):
         while self._take(0.0 if self._changed else max(0.0, ends_at - time.monotonic())):
             pass
 
-    def _put(self, outgoing: Outgoing) -> None:
+    def _transmit(self, outgoing: Outgoing) -> None:
         self._socket.send_multipart(outgoing.frames, NOBLOCK)
 
     def _take(self, timeout_s: float) -> bool:
-        """Take one message, waiting for it up to ``timeout_s``; return whether one came."""
+        """Take one message, waiting for it up to ``timeout_s``; return whether there may be more to take."""
+        if self._loss is not None:
+            return self._take_lost(timeout_s)
+        return self._take_ready(timeout_s)
+
+    def _take_ready(self, timeout_s: float) -> bool:
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
         if not ready:
             return False
         if ready[0][0] is not self._socket:
-            if self._channel is None:
-                raise ClientClosedError(CLOSED)
-            try:
-                self._channel.receive()
-            except DaemonLostError:
-                if self._use.closing:
-                    raise ClientClosedError(CLOSED) from None
-                if not self._socket.poll(LAST_WORDS_MS):
-                    raise
-            else:
-                return False
+            self._look_at(cast("int", ready[0][0]))
+            return True
         news = self._core.feed(self._socket.recv_multipart(NOBLOCK))
         if news is not None:
             self._hear(news)
         return True
+
+    def _look_at(self, descriptor: int) -> None:
+        """Read from another socket than the control socket."""
+        if descriptor == self._watched:
+            if self._link.is_cut():
+                self._control_lost()
+            return
+        if self._channel is None or self._use.closing:
+            raise ClientClosedError(CLOSED)
+        try:
+            self._channel.receive()
+        except KvferryError as error:
+            if self._use.closing:
+                raise ClientClosedError(CLOSED) from None
+            self._poller.unregister(descriptor)  # it would be readable for ever
+            self._session_lost(error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail))
+
+    def _take_lost(self, timeout_s: float) -> bool:
+        """Go a step towards the daemon, as ``_take`` does towards a message."""
+        if self._dead is not None:
+            raise self._dead
+        if self._use.closing:
+            raise ClientClosedError(CLOSED)
+        if self._is_heard and self._take_ready(0.0):
+            return True
+        idle_s = min(self._seek(), timeout_s, LOOK_S)
+        if self._dead is not None:
+            raise self._dead
+        if self._loss is None:
+            return True
+        if self._is_heard:
+            self._take_ready(idle_s)
+        elif self._link.opening is not None:
+            self._link.opening.wait(idle_s)
+        else:
+            time.sleep(idle_s)  # nothing tells that a daemon listens again
+        return timeout_s > 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Generic, TypeVar, get_args
+from typing import Annotated, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -46,6 +46,11 @@ class ReplyBody(Body, frozen=True, kw_only=True):
 ReplyT = TypeVar("ReplyT", bound=ReplyBody)
 
 
+AfterRestart: TypeAlias = Literal["again", "absent", "done", "unknown"]
+"""A request under way at a restart: ``again``: it is sent to the new daemon too, as a second time does no harm; else it
+fails with STALE_BOOT, and this is its effect. ``done``: what it was to end has ended with the old daemon."""
+
+
 class RequestBody(Body, frozen=True, kw_only=True):
     """The base of all requests."""
 
@@ -54,6 +59,8 @@ class RequestBody(Body, frozen=True, kw_only=True):
     needs_session: ClassVar[bool] = True
     in_batch: ClassVar[bool] = True
     """Whether it may be in a BATCH. Not those that need no session, or pass descriptors over the session socket."""
+    after_restart: ClassVar[AfterRestart] = "unknown"
+    """What a client does with it if the daemon was restarted before it replied."""
 
 
 class AnsweredBy(RequestBody, Generic[ReplyT], frozen=True, kw_only=True):

@@ -6,18 +6,34 @@ never blocks and uses no clock or socket.
 
 from __future__ import annotations
 
+import enum
 import itertools
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-from kvferry.protocol.base import Body, Busy, ErrorReply, RequestBody
+import msgspec
+
+from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, encoded_bytes
 from kvferry.protocol.envelope import Batch, Batched, Event, Request
-from kvferry.protocol.errors import KvferryError, MalformedError, MisuseError, OverloadedError, raised
+from kvferry.protocol.errors import (
+    DaemonLostError,
+    Effect,
+    KvferryError,
+    MalformedError,
+    MisuseError,
+    OverloadedError,
+    StaleBootError,
+    raised,
+)
 from kvferry.protocol.events import Finished, Matched, OperationKind, Settled, TierDone
 from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.pool_messages import Allocate, Allocated, Free
 from kvferry.protocol.tier_messages import Load, Offload, Offloading, OperationStarted, Restore, Store
 from kvferry.protocol.transfer_messages import Accepted, Receive, Send
+
+MAX_CUTS: Final = 3
+"""How often a connection may break under a request before it is given up: it may be what breaks it."""
 
 
 class TransferKey(NamedTuple):
@@ -141,7 +157,15 @@ class OperationChanged(NamedTuple):
     operation: TierOperation
 
 
-News: TypeAlias = ReplyArrived | TransferChanged | OperationChanged
+class Unclaimed(NamedTuple):
+    """Pages that an ALLOCATE has taken of which nobody waits for the reply any more; see ``ClientCore.give_back``."""
+
+    pool: str
+    space: str
+    ids: PageIds
+
+
+News: TypeAlias = ReplyArrived | TransferChanged | OperationChanged | Unclaimed
 
 
 class BatchAnswered(NamedTuple):
@@ -150,11 +174,41 @@ class BatchAnswered(NamedTuple):
     news: tuple[News, ...]
 
 
+class Sent(NamedTuple):
+    """A message without a reply.
+
+    Attributes:
+        outgoing: what it was made as.
+        at_s: when, by its shell's clock.
+        waits: whether it is to be sent once there is a connection.
+        cuts: how often a connection was lost after it was sent; 0 and ``waits``: no daemon has seen it.
+    """
+
+    outgoing: Outgoing
+    at_s: float
+    waits: bool
+    cuts: int = 0
+
+
+class Ended(NamedTuple):
+    """What a restart has ended.
+
+    Attributes:
+        news: of each transfer, operation and request.
+        transfers: those that were under way; their pages may be used.
+        operations: those that were under way.
+    """
+
+    news: tuple[News, ...]
+    transfers: tuple[Transfer, ...]
+    operations: tuple[TierOperation, ...]
+
+
 _KINDS: dict[type[Body], OperationKind] = {Offload: "offload", Restore: "restore", Store: "store", Load: "load"}
 
 
 class ClientCore:
-    """One conversation with one boot id of a daemon.
+    """One conversation with one boot id of a daemon, and after its restart with the next one.
 
     Attributes:
         boot_id: the daemon's boot id; empty until its first message.
@@ -167,11 +221,12 @@ class ClientCore:
         self.token: object = object()
         self._secret = secret
         self._ids = itertools.count(last_message + 1)
-        self._pending: dict[int, Transfer | TierOperation | None] = {}
+        self._pending: dict[int, Transfer | TierOperation | _Nobody | None] = {}
         self._operations: dict[int, TierOperation] = {}
         self._transfers: dict[TransferKey, Transfer] = {}
         self._seen_cursor = 0
-        self._batches: dict[int, tuple[int, ...]] = {}
+        self._batches: dict[int, tuple[Outgoing, ...]] = {}
+        self._sent: dict[int, Sent] = {}
         self._early: dict[int, tuple[TierDone, tuple[PageIds, ...]]] = {}  # of operations whose batch has no reply yet
 
     def __repr__(self) -> str:
@@ -198,7 +253,7 @@ class ClientCore:
     def batch(self, requests: Sequence[Outgoing]) -> Outgoing:
         """Return one message with several requests that were not sent yet; its reply contains theirs."""
         message_id = next(self._ids)
-        self._batches[message_id] = tuple(one.message_id for one in requests)
+        self._batches[message_id] = tuple(requests)
         deadlines_ms = tuple(one.request.deadline_ms for one in requests)
         body = Batch(
             requests=tuple(one.request.body for one in requests),
@@ -209,7 +264,7 @@ class ClientCore:
     def refuse(self, requests: Sequence[Outgoing], error: KvferryError) -> BatchAnswered:
         """Drop requests that were not sent, as if each had been refused with this error."""
         body = ErrorReply(error=error.info())
-        return self._results([(one.message_id, body, ()) for one in requests])
+        return self._results([(one, body, ()) for one in requests])
 
     def _envelope(self, message_id: int, body: RequestBody, deadline_ms: int) -> Request:
         return Request(message_id, self.boot_id, self._secret, deadline_ms, self._seen_cursor, body)
@@ -240,8 +295,18 @@ class ClientCore:
         return operation, outgoing
 
     def forget(self, message_id: int) -> None:
-        """Stop waiting for a reply; it is ignored if it still arrives."""
+        """Stop waiting for a reply; if it still arrives it is ignored, unless it brings pages: those are Unclaimed."""
         self._pending.pop(message_id, None)
+        sent = self._sent.get(message_id)
+        if sent is not None and not isinstance(sent.outgoing.request.body, Allocate):
+            del self._sent[message_id]
+
+    def give_back(self, unclaimed: Unclaimed) -> Outgoing:
+        """Return the request that frees pages of which nobody knows; its reply is news to nobody."""
+        body = Free(pool=unclaimed.pool, pages=len(unclaimed.ids), space=unclaimed.space)
+        outgoing = self.request(body, (unclaimed.ids,))
+        self._pending[outgoing.message_id] = NOBODY
+        return outgoing
 
     def feed(self, frames: Sequence[bytes]) -> News | BatchAnswered | None:
         """Process a message from the daemon; return what it changed, or None if it is obsolete.
@@ -255,31 +320,158 @@ class ClientCore:
         if isinstance(incoming.message, Event):
             return self._event(incoming.message, incoming.ids)
         message_id, body = incoming.message.message_id, incoming.message.body
+        sent = self._sent.pop(message_id, None)
         if message_id in self._batches:
             return self._batch_answered(self._batches.pop(message_id), body, incoming.ids)
-        return self._answered(message_id, body, incoming.ids)
+        return self._answered(message_id, body, incoming.ids, sent.outgoing if sent else None)
 
-    def _batch_answered(self, numbers: tuple[int, ...], body: Body, ids: tuple[PageIds, ...]) -> BatchAnswered:
+    # -- connections that are lost
+
+    def sent(self, outgoing: Outgoing, at_s: float, *, connected: bool) -> Outgoing:
+        """Remember a message until its reply, and return it as it is to be sent.
+
+        Args:
+            outgoing: it.
+            at_s: now.
+            connected: whether it is sent now; else ``waiting`` returns it.
+        """
+        if outgoing.request.boot_id is not self.boot_id:  # made before a restart
+            outgoing = self._enveloped(outgoing, outgoing.request.deadline_ms)
+        self._sent[outgoing.message_id] = Sent(outgoing, at_s, not connected)
+        return outgoing
+
+    def waiting(self, at_s: float, default_ms: int) -> tuple[Outgoing, ...]:
+        """Return what is to be sent now that there is a connection, in its order, with the time that each has left.
+
+        Args:
+            at_s: now, by the clock of ``sent``.
+            default_ms: the daemon's deadline for requests that name none.
+        """
+        due = [one for one in self._sent.values() if one.waits]
+        for one in due:
+            self._sent[one.outgoing.message_id] = one._replace(waits=False)
+        return tuple(self._shortened(one.outgoing, round((at_s - one.at_s) * 1000), default_ms) for one in due)
+
+    def disconnected(self) -> tuple[News, ...]:
+        """Take note that a connection was lost: whatever has no reply is sent again, under its number, and done once.
+
+        Returns:
+            What is given up, since it may be what breaks the connection.
+        """
+        news: list[News] = []
+        for number, one in list(self._sent.items()):
+            if one.waits:
+                continue
+            self._sent[number] = one._replace(waits=True, cuts=one.cuts + 1)
+            if one.cuts + 1 >= MAX_CUTS:
+                del self._sent[number]
+                news += self.refuse(self._batches.pop(number, (one.outgoing,)), _broken()).news
+        return tuple(news)
+
+    def restarted(self, boot_id: BootId, secret: bytes) -> Ended:
+        """Go on with another daemon, which has adopted the session: what was under way in the old one has ended.
+
+        What no daemon has seen yet is for the new one, as is what does no harm a second time; other requests fail with
+        STALE_BOOT. A batch goes on as the single requests that are left of it.
+        """
+        what = f"the daemon was restarted: {self.boot_id[:8]} is {boot_id[:8]} now"
+        self.boot_id, self._secret, self._seen_cursor = boot_id, secret, 0
+        messages = [one._replace(outgoing=part) for one in self._sent.values() for part in self._parts_of(one.outgoing)]
+        for known in (self._sent, self._batches, self._early):
+            known.clear()
+        under_way = self._under_way([one.outgoing.message_id for one in messages if one.cuts or not one.waits])
+        news: list[News] = [self._ended(one, what) for one in under_way]
+        for one in messages:
+            number, body = one.outgoing.message_id, one.outgoing.request.body
+            if self._pending.get(number) in under_way:
+                del self._pending[number]
+            elif (one.waits and not one.cuts) or body.after_restart == "again":
+                self._sent[number] = Sent(one.outgoing, one.at_s, waits=True)
+            elif number in self._pending:
+                error = _stale(f"{what}, and this request was under way", body.after_restart)
+                news += self.refuse([one.outgoing], error).news
+        transfers = tuple(one for one in under_way if isinstance(one, Transfer))
+        operations = tuple(one for one in under_way if isinstance(one, TierOperation))
+        return Ended(tuple(news), transfers, operations)
+
+    def lost(self, error: KvferryError) -> None:
+        """End everything: there is no daemon to go on with, and the pages are this session's no longer."""
+        for one in self._under_way(self._pending):
+            self._ended(one, error)
+        for known in (self._sent, self._batches, self._early, self._pending):
+            known.clear()
+
+    def _parts_of(self, message: Outgoing) -> tuple[Outgoing, ...]:
+        return self._batches.get(message.message_id, (message,))
+
+    def _under_way(self, sent: Iterable[int]) -> dict[Transfer | TierOperation, None]:
+        """Return the transfers and operations that the daemon knows, or may know by these messages."""
+        found: dict[Transfer | TierOperation, None] = {}
+        found.update((one, None) for one in self._transfers.values() if one.accepted is not None)
+        found.update((one, None) for one in self._operations.values())
+        asked = (self._pending.get(number) for number in sent)
+        found.update((one, None) for one in asked if isinstance(one, Transfer | TierOperation))
+        return found
+
+    def _ended(self, one: Transfer | TierOperation, cause: str | KvferryError) -> TransferChanged | OperationChanged:
+        """End a transfer or an operation; by a restart (``cause``: what was restarted) its pages are settled, too."""
+        restarted = isinstance(cause, str)
+        error = _stale(f"{cause}, and this was under way", "unknown") if isinstance(cause, str) else cause
+        if isinstance(one, TierOperation):
+            self._operations.pop(one.number or 0, None)
+            one.end(TierDone(operation=one.number or 0, kind=one.kind, error=error.info()), ())
+            return OperationChanged(one)
+        direction, request_id, pool = one.key
+        generation = one.accepted.generation if one.accepted else 0
+        if one.finished is None:
+            info = msgspec.structs.replace(error.info(), request_id=request_id)
+            one.finished = Finished(
+                request_id=request_id, pool=pool, direction=direction, generation=generation, error=info
+            )
+        if restarted:
+            one.settled = Settled(request_id=request_id, pool=pool, direction=direction, generation=generation)
+        if self._transfers.get(one.key) is one:
+            del self._transfers[one.key]
+        return TransferChanged(one)
+
+    def _shortened(self, outgoing: Outgoing, passed_ms: int, default_ms: int) -> Outgoing:
+        request = outgoing.request
+        body = request.body
+        if isinstance(body, Batch):
+            left = tuple(one and _left_ms(one, passed_ms) for one in body.deadlines_ms)
+            outgoing = Outgoing(
+                msgspec.structs.replace(request, body=msgspec.structs.replace(body, deadlines_ms=left)), outgoing.ids
+            )
+        return self._enveloped(outgoing, _left_ms(request.deadline_ms or default_ms, passed_ms))
+
+    def _enveloped(self, outgoing: Outgoing, deadline_ms: int) -> Outgoing:
+        return Outgoing(self._envelope(outgoing.message_id, outgoing.request.body, deadline_ms), outgoing.ids)
+
+    # -- replies and events
+
+    def _batch_answered(self, requests: tuple[Outgoing, ...], body: Body, ids: tuple[PageIds, ...]) -> BatchAnswered:
         if isinstance(body, ErrorReply | Busy):
-            news = self._results([(number, body, ()) for number in numbers])
-        elif isinstance(body, Batched) and len(body.results) == len(numbers):
+            news = self._results([(one, body, ()) for one in requests])
+        elif isinstance(body, Batched) and len(body.results) == len(requests):
             rest = iter(ids)
             its = [tuple(itertools.islice(rest, len(one.page_counts()))) for one in body.results]
-            news = self._results(list(zip(numbers, body.results, its, strict=True)))
+            news = self._results(list(zip(requests, body.results, its, strict=True)))
         else:
-            raise MalformedError(f"the daemon answered a batch of {len(numbers)} with {type(body).__name__}")
+            raise MalformedError(f"the daemon answered a batch of {len(requests)} with {type(body).__name__}")
         if not self._batches:
             self._early.clear()
         return news
 
-    def _results(self, results: Sequence[tuple[int, Body, tuple[PageIds, ...]]]) -> BatchAnswered:
-        found = [self._answered(*one) for one in results]
+    def _results(self, results: Sequence[tuple[Outgoing, ReplyBody, tuple[PageIds, ...]]]) -> BatchAnswered:
+        found = [self._answered(one.message_id, body, ids, one) for one, body, ids in results]
         return BatchAnswered(tuple(one for one in found if one is not None))
 
-    def _answered(self, message_id: int, body: Body, ids: tuple[PageIds, ...]) -> News | None:
+    def _answered(self, message_id: int, body: Body, ids: tuple[PageIds, ...], request: Outgoing | None) -> News | None:
         if message_id not in self._pending:
-            return None
+            return unclaimed_pages(request.request.body if request else None, body, ids)
         waiting = self._pending.pop(message_id)
+        if waiting is NOBODY:
+            return None
         reply = _read_reply(message_id, body, ids)
         if waiting is None:
             return reply
@@ -338,6 +530,50 @@ class ClientCore:
             transfer.settled = body
             self._transfers.pop(transfer.key, None)
         return TransferChanged(transfer)
+
+
+class _Nobody(enum.Enum):
+    """Who waits for the reply to a request that the library sends by itself."""
+
+    NOBODY = 0
+
+
+NOBODY: Final = _Nobody.NOBODY
+
+
+def unclaimed_pages(asked: Body | None, body: Body, ids: tuple[PageIds, ...]) -> Unclaimed | None:
+    """Return the pages that a request has taken by its reply, for nobody; None if it is no ALLOCATE that succeeded."""
+    if isinstance(asked, Allocate) and isinstance(body, Allocated):
+        return Unclaimed(asked.pool, asked.space, ids[0].copy())
+    return None
+
+
+def _left_ms(deadline_ms: int, passed_ms: int) -> int:
+    """Return what is left of a deadline; at least 1, so that the daemon says what has become of the request."""
+    return max(1, deadline_ms - passed_ms)
+
+
+def _stale(detail: str, effect: Effect) -> StaleBootError:
+    error = StaleBootError(detail, retryable=effect != "done", remedy=_REMEDIES[effect], fault="daemon")
+    error.effect = effect
+    return error
+
+
+_REMEDIES: Final[dict[Effect, str]] = {
+    "absent": "nothing of it is left: make what it named anew, and ask again",
+    "done": "what it was to end has ended with the old daemon",
+    "unknown": "nobody knows whether it was done. Its pages are still yours, and nothing writes them: do it again",
+}
+
+
+def _broken() -> DaemonLostError:
+    error = DaemonLostError(
+        f"the connection broke {MAX_CUTS} times under this request: it is not sent again",
+        retryable=False,
+        remedy="see the daemon's log: a message over the limits that HELLO gives is one cause",
+    )
+    error.effect = "unknown"
+    return error
 
 
 def _read_reply(message_id: int, body: Body, ids: tuple[PageIds, ...]) -> ReplyArrived:

@@ -76,23 +76,28 @@ which ``fault`` says in words, on the wire too::
         +-- CacheMissError            CACHE_MISS           cached blocks were evicted or damaged before they were loaded
         +-- SnapshotDamagedError      SNAPSHOT_DAMAGED     a checksum does not match: the bytes have changed
         +-- DaemonLostError           DAEMON_LOST          no daemon answers, or its connection closed
+        +-- SessionLostError          SESSION_LOST         the daemon that answers knows nothing of the session
         +-- InternalError             INTERNAL             a bug in the daemon
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 
 from kvferry.protocol.ids import PATTERNS
+
+Effect: TypeAlias = Literal["absent", "done", "unknown"]
+"""What a request has done that failed: nothing, all of it, or nobody can say."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``field`` is the path of the field at fault (``lists[0].pages``), or empty.
 
     ``request_id`` is that of the transfer concerned, in full; empty if no transfer is concerned. ``fault``: see
-    ``KvferryError``; empty from daemons that do not say.
+    ``KvferryError``; empty from daemons that do not say. ``effect`` is what the request has done all the same: nothing,
+    unless it says otherwise.
     """
 
     code: str
@@ -102,6 +107,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     remedy: str = ""
     request_id: str = ""
     fault: str = ""
+    effect: Effect = "absent"
 
 
 class KvferryError(Exception):
@@ -111,6 +117,7 @@ class KvferryError(Exception):
     is who has to do something about it: ``caller``, ``peer`` (the other side of a transfer), ``daemon``, or ``busy``,
     where time helps. It is the class's, or that of the case: what the daemon was asked alone and had no time for is a
     DEADLINE with the fault ``daemon``.
+    ``effect`` is what the request has done all the same: nothing (``absent``), all of it (``done``), or ``unknown``.
     """
 
     by_code: ClassVar[dict[str, type[KvferryError]]] = {}
@@ -118,6 +125,7 @@ class KvferryError(Exception):
     fault: str = "daemon"
     retryable: bool = False
     remedy: str = ""
+    effect: Effect = "absent"
 
     def __init_subclass__(cls) -> None:
         if "code" in vars(cls):
@@ -158,6 +166,7 @@ class KvferryError(Exception):
             remedy=self.remedy,
             request_id=self.request_id,
             fault=self.fault,
+            effect=self.effect,
         )
 
 
@@ -210,7 +219,7 @@ class NoSessionError(CallerError):
 
 
 class StaleBootError(CallerError):
-    """The message expects another boot id of the daemon."""
+    """The message, or what it began, was for another boot id of the daemon; ``effect`` says what it has done."""
 
     code = "STALE_BOOT"
     remedy = "the daemon was restarted: open a new session, attach the pools again, do not resend requests blindly"
@@ -670,6 +679,16 @@ class DaemonLostError(DaemonError):
     remedy = "start it with kvferry daemon or systemctl, or name its folder in KVFERRY_RUNTIME_DIR"
 
 
+class SessionLostError(DaemonError):
+    """The daemon that answers knows nothing of the session: it began anew, or the session was not resumed in time."""
+
+    code = "SESSION_LOST"
+    remedy = (
+        "close the client, connect again and create the pools anew: their pages are no longer this engine's, but what "
+        "was mapped can still be read"
+    )
+
+
 class InternalError(DaemonError):
     """A bug in the daemon, or an error code from a newer one that does not say whose fault it is."""
 
@@ -692,6 +711,7 @@ def raised(info: ErrorInfo) -> KvferryError:
     )
     error.code = info.code
     error.request_id = info.request_id
+    error.effect = info.effect
     return error
 
 

@@ -28,6 +28,8 @@ class PoolCreated(ReplyBody, frozen=True, kw_only=True, tag="POOL_CREATED"):
 class CreatePool(AnsweredBy[PoolCreated], frozen=True, kw_only=True, tag="CREATE_POOL"):
     """Create a pool of this tenant. If it exists with the same layout, size and model, it is not created again."""
 
+    after_restart = "again"
+
     pool: PoolName
     spec: PoolSpec
     device: DeviceName = HOST
@@ -56,6 +58,7 @@ class AttachPool(AnsweredBy[PoolAttached], frozen=True, kw_only=True, tag="ATTAC
     """Attach to a pool: its region's descriptor, or share, comes over the session socket before the reply."""
 
     in_batch = False
+    after_restart = "again"
 
     pool: PoolName
     layout_digest: Annotated[str, Meta(max_length=64)] = ""
@@ -98,6 +101,7 @@ class RegisterPool(AnsweredBy[PoolRegistered], frozen=True, kw_only=True, tag="R
     """
 
     in_batch = False
+    after_restart = "again"
 
     pool: PoolName
     spec: PoolSpec
@@ -135,6 +139,8 @@ class Allocated(ReplyBody, frozen=True, kw_only=True, tag="ALLOCATED"):
 
 class Allocate(AnsweredBy[Allocated], frozen=True, kw_only=True, tag="ALLOCATE"):
     """Allocate ``count`` pages of one page space for this session's instance: all or none."""
+
+    after_restart = "again"
 
     pool: PoolName
     count: Annotated[int, Meta(ge=1, lt=1 << 31)]

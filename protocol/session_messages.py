@@ -23,6 +23,7 @@ class Hello(AnsweredBy[Welcome], frozen=True, kw_only=True, tag="HELLO"):
 
     needs_session = False
     in_batch = False
+    after_restart = "again"
 
     protocol_min: int
     protocol_max: int
@@ -38,6 +39,7 @@ class Ping(AnsweredBy[Pong], frozen=True, kw_only=True, tag="PING"):
 
     needs_session = False
     in_batch = False
+    after_restart = "again"
 
 
 class StatusReport(ReplyBody, frozen=True, kw_only=True, tag="STATUS_REPORT"):
@@ -81,6 +83,7 @@ class Status(AnsweredBy[StatusReport], frozen=True, kw_only=True, tag="STATUS"):
 
     needs_session = False
     in_batch = False
+    after_restart = "again"
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -299,5 +302,6 @@ class OpenEvents(AnsweredBy[EventsOpened], frozen=True, kw_only=True, tag="OPEN_
     """
 
     in_batch = False
+    after_restart = "again"
 
     device: DeviceName = HOST

@@ -37,6 +37,7 @@ class CreateTables(AnsweredBy[TablesCreated], frozen=True, kw_only=True, tag="CR
     """
 
     in_batch = False
+    after_restart = "again"
 
     tables: PoolName
     pool: PoolName
@@ -75,6 +76,8 @@ class UpdateTables(AnsweredBy[TablesUpdated], frozen=True, kw_only=True, tag="UP
     and as many window pages.
     """
 
+    after_restart = "absent"
+
     one_frame = True
 
     tables: PoolName
@@ -102,5 +105,7 @@ class TablesDeleted(ReplyBody, frozen=True, kw_only=True, tag="TABLES_DELETED"):
 
 class DeleteTables(AnsweredBy[TablesDeleted], frozen=True, kw_only=True, tag="DELETE_TABLES"):
     """Delete tables; graphs that were captured with them must not be replayed any more."""
+
+    after_restart = "done"
 
     tables: PoolName

@@ -85,6 +85,8 @@ class SnapshotDropped(ReplyBody, frozen=True, kw_only=True, tag="SNAPSHOT_DROPPE
 class DropSnapshot(AnsweredBy[SnapshotDropped], frozen=True, kw_only=True, tag="DROP_SNAPSHOT"):
     """Drop a snapshot of this tenant. Running restores of it continue."""
 
+    after_restart = "again"
+
     snapshot: Hex128
 
 
@@ -96,6 +98,8 @@ class SnapshotReport(ReplyBody, frozen=True, kw_only=True, tag="SNAPSHOT_REPORT"
 
 class Snapshots(AnsweredBy[SnapshotReport], frozen=True, kw_only=True, tag="SNAPSHOTS"):
     """Ask for this tenant's snapshots."""
+
+    after_restart = "again"
 
 
 class SnapshotList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -139,6 +143,8 @@ class OperationCancelled(ReplyBody, frozen=True, kw_only=True, tag="OPERATION_CA
 class CancelOperation(AnsweredBy[OperationCancelled], frozen=True, kw_only=True, tag="CANCEL_OPERATION"):
     """Cancel an operation of this session. Answered once no byte of it moves any more."""
 
+    after_restart = "done"
+
     operation: OperationNumber
 
 
@@ -181,6 +187,8 @@ class Lookup(AnsweredBy[Found], frozen=True, kw_only=True, tag="LOOKUP"):
     Blocks of lower tiers are promoted to the host tier meanwhile. The pins form a lease, which ends with UNPIN, with
     the instance or with the daemon; blocks that an operation still reads stay until it has ended.
     """
+
+    after_restart = "again"
 
     pool: PoolName
     hashes: Hashes
@@ -243,6 +251,8 @@ class Unpinned(ReplyBody, frozen=True, kw_only=True, tag="UNPINNED"):
 class Unpin(AnsweredBy[Unpinned], frozen=True, kw_only=True, tag="UNPIN"):
     """End a lease of this session's instance."""
 
+    after_restart = "done"
+
     lease: LeaseNumber
 
 
@@ -280,6 +290,8 @@ class CacheList(AnsweredBy[CacheListed], frozen=True, kw_only=True, tag="CACHE_L
     first reply on.
     """
 
+    after_restart = "again"
+
     position: Position = 0
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 1000
 
@@ -292,6 +304,8 @@ class CachePinned(ReplyBody, frozen=True, kw_only=True, tag="CACHE_PINNED"):
 
 class CachePin(AnsweredBy[CachePinned], frozen=True, kw_only=True, tag="CACHE_PIN"):
     """Pin blocks against eviction, or unpin them: those with these hashes of every model, layout and page space."""
+
+    after_restart = "again"
 
     hashes: Hashes
     pinned: bool = True
@@ -307,6 +321,8 @@ class CacheEvicted(ReplyBody, frozen=True, kw_only=True, tag="CACHE_EVICTED"):
 
 class CacheEvict(AnsweredBy[CacheEvicted], frozen=True, kw_only=True, tag="CACHE_EVICT"):
     """Drop this tenant's blocks with these hashes, or all of them, from every tier; pinned blocks stay."""
+
+    after_restart = "again"
 
     hashes: Hashes = b""
     everything: bool = False
@@ -329,6 +345,8 @@ class CacheEvents(AnsweredBy[CacheChanges], frozen=True, kw_only=True, tag="CACH
     If nothing changes within the request's deadline, the reply has no changes. Cursors count from 1, the first change
     of this boot id of the daemon.
     """
+
+    after_restart = "absent"
 
     cursor: Annotated[int, Meta(ge=1, lt=1 << 62)]
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 1000

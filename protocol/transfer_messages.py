@@ -119,6 +119,8 @@ class Cancelled(ReplyBody, frozen=True, kw_only=True, tag="CANCELLED"):
 class Cancel(AnsweredBy[Cancelled], frozen=True, kw_only=True, tag="CANCEL"):
     """Cancel this session's endpoint of a transfer. Answered when it has settled or, without ``wait``, at once."""
 
+    after_restart = "done"
+
     request_id: Hex128
     pool: PoolName
     direction: Direction
@@ -138,6 +140,8 @@ class Abandon(AnsweredBy[Abandoned], frozen=True, kw_only=True, tag="ABANDON"):
     Every RECEIVE (or SEND) of the request that waits for one fails with PEER_CANCELLED and the reason, here and at
     ``daemons``; one that comes later fails at once, within the bounds of the daemon's tombstones.
     """
+
+    after_restart = "again"
 
     request_id: Hex128
     direction: Direction
@@ -159,6 +163,8 @@ class TransferResult(ReplyBody, frozen=True, kw_only=True, tag="TRANSFER_RESULT"
 
 class Result(AnsweredBy[TransferResult], frozen=True, kw_only=True, tag="RESULT"):
     """Ask for the state of this session's endpoint of a transfer; recovers a lost event."""
+
+    after_restart = "again"
 
     request_id: Hex128
     pool: PoolName

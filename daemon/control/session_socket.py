@@ -321,7 +321,9 @@ class SessionSocket:
         kept = self._kept.pop(session.session_id, None)
         if kept is None:
             raise NoSessionError(
-                f"session {session.session_id} still has its socket: there is nothing to resume", field="resume"
+                f"session {session.session_id} still has its socket: there is nothing to resume",
+                field="resume",
+                retryable=True,  # its loss may not have been noticed yet
             )
         kept.release()
         session.resumed_by(peer, keep=opening.keep)

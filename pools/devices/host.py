@@ -144,6 +144,13 @@ class HostRegion:
         """Return a number that no other region of this host has while this one exists."""
         return os.fstat(self._fd).st_ino
 
+    def is_same(self, fd: int) -> bool:
+        """Return whether a descriptor is of this very memory, whose mapping can then stay."""
+        if self._fd < 0:
+            return False
+        ours, other = os.fstat(self._fd), os.fstat(fd)
+        return (ours.st_dev, ours.st_ino, ours.st_size) == (other.st_dev, other.st_ino, other.st_size)
+
     def read_only_fd(self) -> int:
         """Return a new descriptor of the region that cannot be mapped for writing; the caller closes it.
 

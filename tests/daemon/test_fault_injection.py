@@ -50,7 +50,7 @@ def mortal(tmp_path: Path) -> Iterator[DaemonProcess]:
 @contextlib.contextmanager
 def surviving(daemon: DaemonProcess) -> Iterator[Client]:
     """Connect a client, once all pages that tests before have left are free again."""
-    with Client.connect(daemon.runtime_dir, name="survivor") as one:
+    with Client.connect(daemon.runtime_dir, name="survivor", reconnect=False) as one:
         for name in ("send", "receive"):
             one.create_pool(name, SPEC, device=DEVICE.name)
         wait_until_gone(one, 1)

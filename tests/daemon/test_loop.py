@@ -51,7 +51,7 @@ async def test_a_transfer_from_beginning_to_end() -> None:
 
 
 async def test_the_end_fails_what_waits_and_then_closes_the_sessions() -> None:
-    async with serving() as (path, _, stopping), await AsyncClient.connect(path) as client:
+    async with serving() as (path, _, stopping), await AsyncClient.connect(path, reconnect=False) as client:
         await client.create_pool("pool", SPEC)
         receiving = client.receive("pool", new_request_id(), [pages(await client.allocate("pool", 2))])
         await client.ping()

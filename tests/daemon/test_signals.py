@@ -175,7 +175,7 @@ def test_the_store_process_has_an_end_though_it_hangs_then() -> None:
 
 
 def test_signals_while_it_drains_do_not_cut_it_short(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, CONFIG) as daemon, Client.connect(daemon.runtime_dir) as client:
+    with running_daemon(tmp_path, CONFIG) as daemon, Client.connect(daemon.runtime_dir, reconnect=False) as client:
         client.create_pool("pool", SPEC)
         sent, received, waiting = (client.allocate("pool", 2) for _ in range(3))
         ring = client.open_events()

@@ -1,0 +1,263 @@
+"""Clients whose connections are cut while their daemon lives: every call ends, and what it does is done once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
+from kvferry.clients.connection import Reconnected
+from kvferry.protocol.client_core import Transfer
+from kvferry.protocol.errors import DaemonLostError, DeadlineError, SessionLostError
+from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
+from tests.clients.blocking import connected
+from tests.clients.cutting_proxy import CuttingProxy, cutting_proxy
+from tests.daemons import COMMAND, END_S, DaemonProcess, running_daemon, soon, start_and_wait_until_ready
+
+CONFIG: Final = "[service]\nresume_grace_s = 60.0\n[tiers]\nhost_bytes = 1048576\n"
+SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
+MESSAGES: Final = 20
+"""That the script sends and gets, at the least."""
+
+SOON_S: Final = 20.0
+KINDS: Final = pytest.mark.parametrize("kind", [Client, AsyncClient], ids=["sync", "async"])
+BOTH: Final = (CONTROL_SOCKET, SESSION_SOCKET)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Return a daemon that keeps sessions."""
+    with running_daemon(tmp_path_factory.mktemp("reconnecting"), CONFIG) as one:
+        yield one
+
+
+@pytest.fixture
+def proxy(daemon: DaemonProcess) -> Iterator[CuttingProxy]:
+    """Return a proxy before the daemon."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
+        cutting_proxy(daemon.runtime_dir, Path(folder)) as one,
+    ):
+        yield one
+
+
+@pytest.fixture
+def other(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return a client that nothing cuts, and the pools."""
+    with Client.connect(daemon.runtime_dir, name="other") as one:
+        one.create_pool("source", SPEC)
+        one.create_pool("pool", SPEC)
+        yield one
+
+
+@contextmanager
+def again(daemon: DaemonProcess, config: str) -> Iterator[None]:
+    """Start a daemon that adopts nothing where another one was."""
+    file = daemon.log.with_name("again.toml")
+    file.write_text(config)
+    command = [*COMMAND, "--config", os.fspath(file), "--runtime-dir", os.fspath(daemon.runtime_dir)]
+    notify = daemon.runtime_dir.with_name("notify-again")
+    process = start_and_wait_until_ready(command, notify, daemon.log.with_name("again.log"), {})
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(END_S)
+
+
+def held(client: Client, name: str = "cut") -> tuple[int, int]:
+    """Return how many pages and transfers the daemon says that a session has."""
+    return next((one.pages, one.transfers) for one in client.status().sessions if one.name == name)
+
+
+def script(client: Client, other: Client) -> list[Transfer]:
+    """Let a client say one of everything; return what it polled."""
+    pool = client.create_pool("pool", SPEC)
+    ids = client.allocate("pool", 4)
+    request_id = new_request_id()
+    received = client.receive("pool", request_id, [pages(ids[:2])])
+    source = other.allocate("source", 2)
+    sent = other.send("source", request_id, [pages(source)], first_token=7)
+    assert client.wait_finished(received).first_token == 7
+    client.wait_settled(received)
+    polled = [one for one in client.poll(0) if isinstance(one, Transfer)]
+    ring = client.open_events()
+    tables = client.create_tables("tables", "pool", max_batch=2, max_context_tokens=16)
+    client.wait(client.update_tables(tables, [4], rows={0: ids[:1]}, after=ring.record_event()))
+    assert tables.host_lengths().lengths == [4]
+    client.delete_tables(tables)
+    with client.batched() as step:
+        freed = step.free("pool", ids[2:], after=ring.record_event())
+        offloaded = step.offload("pool", [pages(ids[:2])], release=True)
+    assert client.wait(freed).freed == 2
+    client.wait_done(offloaded)
+    client.drop_snapshot(client.wait_accepted(offloaded).snapshot)
+    other.wait_settled(sent)
+    other.free("source", source)
+    pool.close()
+    ring.close()
+    return polled
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("cut", "forwards", "step"),
+    [(BOTH, False, 1), (BOTH, True, 1), (BOTH[:1], True, 2), (BOTH[1:], True, 3)],
+    ids=["before it", "after it", "control", "session"],
+)
+def test_a_cut_at_every_chunk(
+    proxy: CuttingProxy,
+    other: Client,
+    kind: type[Client | AsyncClient],
+    cut: tuple[str, ...],
+    step: int,
+    *,
+    forwards: bool,
+) -> None:
+    """Whatever breaks in the midst of whichever message, all is done once."""
+    told: list[Reconnected] = []
+    chunk = 1
+    while True:
+        with connected(kind, proxy.runtime_dir, name="cut", on_reconnect=told.append) as client:
+            before = proxy.cuts
+            proxy.cut_at(chunk, *cut, forwards=forwards)
+            polled = script(client, other)
+            assert len(polled) == 1, "each change once"
+            assert client.ping()
+            assert held(other) == (0, 0)
+            proxy.cut_at(0)  # the good-bye gets through
+            if proxy.cuts == before:
+                break
+        chunk += step
+    assert chunk > MESSAGES
+    assert told
+    assert {one.old_boot_id for one in told} == {one.boot_id for one in told} == {other.boot_id}
+    assert soon(lambda: all(one.name != "cut" for one in other.status().sessions))
+
+
+@KINDS
+def test_polling_alone_finds_the_daemon_again(
+    proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient]
+) -> None:
+    """A scheduler that only polls hears of everything, once."""
+    told: list[Reconnected] = []
+    with connected(kind, proxy.runtime_dir, name="cut", on_reconnect=told.append) as client:
+        ids = client.allocate("pool", 2)
+        request_id = new_request_id()
+        transfer = client.receive("pool", request_id, [pages(ids)])
+        assert soon(lambda: client.poll(0) == [transfer])
+        proxy.cut(*BOTH)
+        source = other.allocate("source", 2)
+        sent = other.send("source", request_id, [pages(source)])
+        other.wait_settled(sent)
+        other.free("source", source)
+        changed: list[object] = []
+
+        def is_over() -> bool:
+            changed.extend(client.poll(0))
+            return transfer.is_settled and bool(told)
+
+        assert soon(is_over)
+        changed += client.poll(0)
+        assert changed in ([transfer], [transfer] * 2), "finished, settled"
+        assert transfer.error is None
+        assert client.poll(0) == []
+
+
+@KINDS
+def test_a_request_that_breaks_every_connection_is_given_up(
+    proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient]
+) -> None:
+    with connected(kind, proxy.runtime_dir, name="cut") as client:
+        assert client.welcome is not None
+        too_much = pages(np.arange(1, client.welcome.limits.max_frame_bytes // 8 + 2))
+        with pytest.raises(DaemonLostError, match="broke 3 times") as refused:
+            client.wait_finished(client.send("pool", new_request_id(), [too_much]))
+        assert (refused.value.effect, refused.value.retryable) == ("unknown", False)
+        assert client.ping()
+        assert other.ping()
+
+
+@KINDS
+def test_what_was_taken_for_nobody_is_given_back(
+    daemon: DaemonProcess, other: Client, kind: type[Client | AsyncClient]
+) -> None:
+    """The pages of an ALLOCATE whose caller has given up come back as soon as the daemon answers."""
+    with connected(kind, daemon.runtime_dir, name="cut") as client:
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineError):
+                client.call(calls.allocate("pool", 3, "main"), deadline_s=0.01, margin_s=0.01)
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        assert client.ping()
+        assert soon(lambda: held(other) == (0, 0))
+        assert client.allocate("pool", 1).tolist() == [1]
+
+
+@KINDS
+def test_a_closed_client_is_not_kept(proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient]) -> None:
+    """Though its good-bye finds no connection."""
+    with connected(kind, proxy.runtime_dir, name="cut"):
+        proxy.cut(*BOTH)
+        assert soon(lambda: not next(one.connected for one in other.status().sessions if one.name == "cut"))
+    assert soon(lambda: all(one.name != "cut" for one in other.status().sessions))
+
+
+# -- when it cannot be
+
+
+@KINDS
+def test_no_daemon_within_the_grace(tmp_path: Path, kind: type[Client | AsyncClient]) -> None:
+    """Everything ends by the same error, and what was mapped stays."""
+    hasty = running_daemon(tmp_path, "[service]\nresume_grace_s = 0.3\n")
+    with hasty as daemon, connected(kind, daemon.runtime_dir) as client:
+        pool = client.create_pool("pool", SPEC)
+        k = pool.array("main", "k")
+        k[:] = 3
+        transfer = client.receive("pool", new_request_id(), [pages(client.allocate("pool", 2))])
+        assert soon(lambda: client.poll(0) == [transfer])
+        daemon.kill()
+        started = time.monotonic()
+        with pytest.raises(DaemonLostError, match=r"within 0.3 s \(limits.resume_grace_ms\)"):
+            client.allocate("pool", 1)
+        assert time.monotonic() - started >= 0.3
+        for call in (
+            lambda: client.poll(0),
+            lambda: client.wait_finished(transfer),
+            lambda: client.wait_settled(transfer),
+            lambda: client.send("pool", new_request_id(), [pages([1])]),
+        ):
+            with pytest.raises(DaemonLostError, match="no daemon came back"):
+                call()
+        assert isinstance(transfer.error, DaemonLostError)
+        assert not transfer.is_settled, "nobody can say so"
+        assert (k == 3).all()
+
+
+@KINDS
+def test_a_daemon_that_begins_anew(tmp_path: Path, kind: type[Client | AsyncClient]) -> None:
+    """It knows nothing of the session, whose pages and pools are gone."""
+    with ExitStack() as stack:
+        first = stack.enter_context(running_daemon(tmp_path, CONFIG))
+        client = stack.enter_context(connected(kind, first.runtime_dir))
+        k = client.create_pool("pool", SPEC).array("main", "k")
+        k[:] = 3
+        transfer = client.receive("pool", new_request_id(), [pages(client.allocate("pool", 2))])
+        assert soon(lambda: client.poll(0) == [transfer])
+        first.kill()
+        with again(first, CONFIG):
+            for call in (lambda: client.poll(SOON_S), client.ping, lambda: client.allocate("pool", 1)):
+                with pytest.raises(SessionLostError, match="cannot be resumed"):
+                    call()
+            assert isinstance(transfer.error, SessionLostError)
+            assert (k == 3).all()
