@@ -41,8 +41,8 @@ MAX_CONNECTIONS: Final = 1024
 """Besides those of sessions."""
 
 ACCEPT_PAUSE_S: Final = 1.0
-FIRST_MESSAGE_S: Final = 10.0
-"""A connection that has not sent a whole message by then is closed."""
+HANDSHAKE_S: Final = 10.0
+"""A connection that has not said by then that it is a ZeroMQ client is closed; one that has may be idle."""
 
 LAST_WORDS_S: Final = 0.1
 RECEIVE_BYTES: Final = 1 << 18
@@ -259,7 +259,6 @@ class _Connection:
         self._loop = loop
         self._channel = channel
         self._stream = IncomingStream(identity, owner.limits)
-        self._has_spoken = False
         self._held_bytes = 0
         self._waiting: list[ReceivedMessage] = []
         self._out: deque[bytes | memoryview] = deque()
@@ -270,7 +269,7 @@ class _Connection:
         self._more: asyncio.Handle | None = None
         self._closed = False
         self._silence_ms = 0
-        self._looking: asyncio.Handle = loop.call_later(FIRST_MESSAGE_S, self._look)
+        self._looking: asyncio.Handle = loop.call_later(HANDSHAKE_S, self._look)
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         loop.add_reader(channel, self.read)
 
@@ -346,12 +345,12 @@ class _Connection:
         if self._closed:
             return
         if self._paused:  # it is not it that is silent
-            self._looking = self._loop.call_later(FIRST_MESSAGE_S, self._look)
+            self._looking = self._loop.call_later(HANDSHAKE_S, self._look)
             return
         now, silence_s = time.monotonic(), self._silence_ms / 1000
         ends_at = self.heard_at + silence_s if silence_s else float("inf")
-        if not self._has_spoken:
-            ends_at = min(ends_at, self.accepted_at + FIRST_MESSAGE_S)
+        if not self._stream.is_ready:
+            ends_at = min(ends_at, self.accepted_at + HANDSHAKE_S)
         if ends_at <= now:
             self._owner.counters.add("connections.closed.silent")
             self.close()
@@ -390,7 +389,6 @@ class _Connection:
             self._looking = self._loop.call_soon(self._look)
         handle = self._owner.on_message
         if messages and handle is not None:
-            self._has_spoken = True
             for number, message in enumerate(messages, 1):
                 handle(message)
                 if self._queued_bytes > PAUSE_BYTES:

@@ -57,6 +57,7 @@ class IncomingStream:
 
     Attributes:
         answers: what the protocol itself answers; whoever sends it empties it.
+        is_ready: whether the handshake is over.
         silence_ms: the silence after which the other side wants the connection closed; 0: it has not said.
     """
 
@@ -69,7 +70,8 @@ class IncomingStream:
         self._chunks: list[bytes] = []
         self._chunks_bytes = 0
         self._wanted = len(GREETING)
-        self._greeted = self._ready = False
+        self._greeted = False
+        self.is_ready = False
         self._frames: list[bytes] = []
         self._size = self._count = 0
         self.answers = bytearray(GREETING)
@@ -132,7 +134,7 @@ class IncomingStream:
                 self._wanted = 9
                 return None
             size = int.from_bytes(data[start + 1 : at])
-        if flags > _MORE | _LONG or not self._ready:
+        if flags > _MORE | _LONG or not self.is_ready:
             self._check_command(flags, size)
         elif size > self._limits.max_frame_bytes:
             raise TooLargeError(f"a frame of {size} bytes")
@@ -172,10 +174,10 @@ class IncomingStream:
 
     def _command(self, body: bytes) -> None:
         name, rest = body[1 : 1 + body[0]] if body else b"", body[1 + body[0] :] if body else b""
-        if not self._ready:
+        if not self.is_ready:
             if name != b"READY" or not any(_property(b"Socket-Type", one) in rest for one in _TALK_TO_US):
                 raise MalformedError("the other side's socket is no DEALER")
-            self._ready = True
+            self.is_ready = True
         elif name == b"PING":
             self.silence_ms = int.from_bytes(rest[:2]) * TTL_STEP_MS
             self.answers += frame(_COMMAND, b"\4PONG" + rest[2:18])

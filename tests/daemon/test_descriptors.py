@@ -61,7 +61,7 @@ def engine(daemon: DaemonProcess) -> Iterator[Engine]:
         client.free("mine", one.ids)
         client.delete_pool("mine")
     assert soon(lambda: descriptors(daemon).promised == promised)
-    assert soon(lambda: process.num_fds() <= files + 1), (
+    assert soon(lambda: process.num_fds() <= files + 2), (
         "what is left open, but for its ping to itself, which comes and goes"
     )
 
