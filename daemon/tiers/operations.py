@@ -21,7 +21,7 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
-from kvferry.daemon.control.kept_bytes import OPERATION
+from kvferry.daemon.control.kept_bytes import OPERATION, SMALL_BYTES
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
@@ -290,13 +290,14 @@ class Operations:
 
         Raises:
             ShuttingDownError: the daemon is ending.
-            OverloadedError: the session has MAX_OPERATIONS live or unacknowledged ones.
+            OverloadedError: the session has MAX_OPERATIONS live or unacknowledged ones, or keeps too many bytes.
         """
         if self._draining:
             raise ShuttingDownError("the daemon is ending and accepts no new operations")
         known = self._unacknowledged[session.session_id]
         if known >= MAX_OPERATIONS:
             raise OverloadedError(f"{known} operations of the session are live or unacknowledged")
+        self._dispatcher.kept.check(session.session_id, SMALL_BYTES + 1)  # once it has begun it holds pages
 
     def begin(
         self,
@@ -309,7 +310,6 @@ class Operations:
     ) -> Operation:
         """Begin an operation with the deadline of its request. Raises what ``check`` does."""
         self.check(call.session)
-        self._dispatcher.kept.check(call.session.session_id, pages * KEPT_PAGE_BYTES)
         operation = self._add(call.session, kind, pool, pages, finish, holdings)
         self._unacknowledged[call.session.session_id] += 1
         self._dispatcher.kept.keep(call.session.session_id, (OPERATION, operation.number), pages * KEPT_PAGE_BYTES)
