@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
@@ -35,7 +35,7 @@ from kvferry.pools.planning.copies import (
     split_blocks,
     vectored_copy_works,
 )
-from kvferry.pools.planning.plan import Blocks, Plan
+from kvferry.pools.planning.plan import BlockParts, Blocks, Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError
 from kvferry.protocol.peer_messages import PeerBody
@@ -43,6 +43,13 @@ from kvferry.protocol.peer_messages import PeerBody
 MAX_BLOCK_BYTES = 1 << 20
 STAGING_BYTES: Final = 4 << 20
 """A thread's staging buffer for slices, small enough for the last-level cache; larger where a single page is."""
+
+PART_BLOCKS: Final = 1 << 16
+"""How many blocks are expanded at a time for one chunk, at most: 24 bytes each."""
+
+PART_CHUNKS: Final = 8
+CHUNKS_BLOCKS: Final = 4096
+"""Where blocks are large enough, so many chunks are expanded at a time, of so many blocks, and wait for their turns."""
 
 CHUNK_BYTES: Final = 4 << 20
 """How much is copied between two looks at the queue: smaller is fairer, larger is a little faster."""
@@ -103,10 +110,15 @@ class _Job:
     def __init__(self, op: StartOp, on_done: OnOpDone) -> None:
         self.op = op
         self.on_done = on_done
-        self.expanded = False
+        self.expansion: _Expansion | None = None
         self.chunks: deque[_CopyChunk] = deque()
         self.in_flight = 0
         self.error: KvferryError | None = None
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether chunks are left to copy."""
+        return bool(self.chunks) or self.expansion is None or not self.expansion.is_over
 
 
 class LocalTransport:
@@ -173,8 +185,8 @@ class LocalTransport:
                 if job.error is not None:
                     self._finish_if_idle(job)
                     continue
-                chunk = job.chunks.popleft() if job.expanded else None
-                if chunk is not None and job.chunks:
+                chunk = job.chunks.popleft() if job.chunks else None
+                if chunk is not None and job.has_more:
                     self._queue.append(job)
                     self._changed.notify()
                 job.in_flight += 1
@@ -183,20 +195,26 @@ class LocalTransport:
                 job.in_flight -= 1
                 if job.error is None:
                     job.error = error
-                if chunk is None and job.chunks and job.error is None:
-                    self._queue.append(job)
-                    self._changed.notify()
-                else:
-                    self._finish_if_idle(job)
+                self._finish_if_idle(job)
+
+    def _expand(self, job: _Job) -> _CopyChunk | None:
+        """Expand the next part of a transfer op, and return its first chunk; meanwhile no other thread has the job."""
+        if job.expansion is None:
+            job.expansion = _Expansion(job.op, self._chunk_bytes)
+        chunks = deque(job.expansion.take())
+        first = chunks.popleft() if chunks else None
+        with self._changed:
+            job.chunks = chunks
+            if job.has_more and job.error is None:  # a small transfer op takes one turn, on one thread
+                self._queue.append(job)
+                self._changed.notify()
+        return first
 
     def _step(self, job: _Job, chunk: _CopyChunk | None) -> KvferryError | None:
-        """Expand the transfer op, or copy one chunk of it; return the error, if any."""
+        """Copy a chunk of a transfer op, by default the first of its next part; return the error, if any."""
         try:
             if chunk is None:
-                job.chunks.extend(_copy_chunks_of(job.op, self._chunk_bytes))
-                job.expanded = True
-                if len(job.chunks) == 1:  # a small transfer op takes one turn, on one thread
-                    chunk = job.chunks.popleft()
+                chunk = self._expand(job)
             if isinstance(chunk, _Staged):
                 self._copy_staged(job.op, chunk)
             elif chunk is not None:
@@ -227,7 +245,7 @@ class LocalTransport:
 
     def _finish_if_idle(self, job: _Job) -> None:
         """Report the transfer op once nothing of it is in flight and nothing is left to do. Needs the lock."""
-        if job.in_flight or (job.chunks and job.error is None):
+        if job.in_flight or (job.has_more and job.error is None):
             return
         if self._jobs.pop(job.op.op_id, None) is not None:
             self._loop.call_soon_threadsafe(self._report, job)
@@ -237,38 +255,66 @@ class LocalTransport:
             job.on_done(job.op.op_id, job.error)
 
 
-def _copy_chunks_of(op: StartOp, chunk_bytes: int) -> list[_CopyChunk]:
-    """Return the op's copies: whole pages as absolute addresses, no block above MAX_BLOCK_BYTES, then the rest."""
-    source, destination = _region(op.source), _region(op.destination)
-    whole: list[Blocks] = []
-    staged: list[_CopyChunk] = []
-    for plan in op.plans:
-        through_staging = plan.sliced
-        if not (isinstance(source, HostRegion) and isinstance(destination, HostRegion)):
-            through_staging = np.ones_like(plan.sliced)
-        if not through_staging.any():
-            whole.append(plan.blocks())
-            continue
-        if not through_staging.all():
-            whole.append(plan.of(~through_staging).blocks())
-            plan = plan.of(through_staging)  # noqa: PLW2901  the remaining segments
-        max_bytes = max(min(chunk_bytes, STAGING_BYTES), int(plan.source.segment_bytes.max()))
-        staged += [_Staged(plan, *copy_chunk) for copy_chunk in cut_copy_chunks(plan.source, max_bytes)]
-    if not whole:
-        return staged
-    assert isinstance(source, HostRegion)
-    assert isinstance(destination, HostRegion)
-    return [*_whole_chunks(whole, source.address, destination.address, chunk_bytes), *staged]
+class _Expansion:
+    """An op's copies, expanded part by part: whole pages, no block above MAX_BLOCK_BYTES, then the rest.
 
+    A part is a few chunks, or one of many small blocks, or the many chunks of one long run.
+    """
 
-def _whole_chunks(
-    parts: Sequence[Blocks], source_address: int, destination_address: int, chunk_bytes: int
-) -> list[_CopyChunk]:
-    blocks = np.concatenate(parts)
-    blocks[:, 0] += np.uint64(source_address)
-    blocks[:, 1] += np.uint64(destination_address)
-    blocks = split_blocks(blocks, MAX_BLOCK_BYTES)
-    return [blocks[first:stop] for first, stop in pairwise(chunk_bounds(blocks, chunk_bytes).tolist())]
+    def __init__(self, op: StartOp, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._large_bytes = chunk_bytes // CHUNKS_BLOCKS
+        source, destination = _region(op.source), _region(op.destination)
+        within_host = isinstance(source, HostRegion) and isinstance(destination, HostRegion)
+        self._addresses = (np.uint64(0), np.uint64(0))
+        if isinstance(source, HostRegion) and isinstance(destination, HostRegion):
+            self._addresses = (np.uint64(source.address), np.uint64(destination.address))
+        self._whole: deque[BlockParts] = deque()
+        self._staged: list[_CopyChunk] = []
+        for plan in op.plans:
+            through_staging = plan.sliced if within_host else np.ones_like(plan.sliced)
+            if not through_staging.any():
+                self._whole.append(BlockParts(plan))
+                continue
+            if not through_staging.all():
+                self._whole.append(BlockParts(plan.of(~through_staging)))
+                plan = plan.of(through_staging)  # noqa: PLW2901  the remaining segments
+            max_bytes = max(min(chunk_bytes, STAGING_BYTES), int(plan.source.segment_bytes.max()))
+            self._staged += [_Staged(plan, *copy_chunk) for copy_chunk in cut_copy_chunks(plan.source, max_bytes)]
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether everything was taken."""
+        return not self._whole and not self._staged
+
+    def take(self) -> list[_CopyChunk]:
+        """Return the chunks of the next part."""
+        if not self._whole:
+            staged, self._staged = self._staged, []
+            return staged
+        parts: list[Blocks] = []
+        bytes_left, blocks_left = self._chunk_bytes, PART_BLOCKS
+        if self._whole[0].mean_bytes >= self._large_bytes:
+            bytes_left, blocks_left = PART_CHUNKS * self._chunk_bytes, CHUNKS_BLOCKS
+        while True:
+            parts.append(self._whole[0].take(bytes_left, blocks_left))
+            if self._whole[0].is_over:
+                self._whole.popleft()
+            if not self._whole:
+                break
+            bytes_left -= int(parts[-1][:, 2].sum())
+            blocks_left -= len(parts[-1])
+            if bytes_left <= 0 or blocks_left <= 0:
+                break
+        blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        source_address, destination_address = self._addresses
+        blocks[:, 0] += source_address
+        blocks[:, 1] += destination_address
+        blocks = split_blocks(blocks, MAX_BLOCK_BYTES)
+        chunks: list[_CopyChunk] = [
+            blocks[first:stop] for first, stop in pairwise(chunk_bounds(blocks, self._chunk_bytes).tolist())
+        ]
+        return chunks
 
 
 def _region(pool: SourcePool) -> Region:

@@ -8,7 +8,7 @@ like the entries' bases.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -116,6 +116,81 @@ class Plan(msgspec.Struct, frozen=True):
         return np.concatenate(parts)
 
 
+class BlockParts:
+    """The blocks of a plan of whole pages, a part at a time: ``Plan.blocks`` in the same order, but never all at once.
+
+    Pages that lie apart have a block each in every entry, which is many times what their ids take.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        """Begin with the first block; ``plan`` exchanges whole pages only."""
+        self._plan = plan
+        self._runs = len(plan.runs.pages)
+        self._count = self._runs * len(plan.source.base)
+        self._total_bytes = plan.total_bytes
+        self._first = 0
+        self._taken_bytes = 0
+        self._page_bytes = self._run_starts = self._entry_ends = np.empty(0, np.int64)
+
+    @property
+    def mean_bytes(self) -> int:
+        """Return the mean size of a block."""
+        return self._total_bytes // self._count
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all blocks were taken."""
+        return self._first == self._count
+
+    def take(self, max_bytes: int, max_blocks: int) -> Blocks:
+        """Return the next blocks, at least one: ``max_bytes`` or less than one block more, at most ``max_blocks``."""
+        first = self._first
+        if not first:
+            if self._count <= max_blocks and self._total_bytes <= max_bytes:
+                self._first = self._count
+                return _whole_blocks(self._plan)
+            self._measure()
+        stop = min(self._from(self._taken_bytes + max_bytes), first + max_blocks)
+        self._first = stop = max(stop, first + 1)
+        self._taken_bytes = self._offset(stop)
+        return self._between(first, stop)
+
+    def _measure(self) -> None:
+        runs = self._plan.runs
+        self._page_bytes = self._plan.source.page_bytes.astype(np.int64)
+        self._run_starts = np.cumsum(runs.pages) - runs.pages
+        self._entry_ends = np.cumsum(self._page_bytes * self._plan.pages)
+
+    def _from(self, offset_bytes: int) -> int:
+        """Return the first block that begins at or behind an offset among the bytes of all blocks."""
+        entry = int(np.searchsorted(self._entry_ends, offset_bytes, "right"))
+        if entry == len(self._entry_ends):
+            return self._count
+        within = offset_bytes - (int(self._entry_ends[entry - 1]) if entry else 0)
+        pages = -(-within // int(self._page_bytes[entry]))
+        return entry * self._runs + int(np.searchsorted(self._run_starts, pages))
+
+    def _offset(self, block: int) -> int:
+        entry, run = divmod(block, self._runs)
+        before = int(self._entry_ends[entry - 1]) if entry else 0
+        return before + (int(self._run_starts[run] * self._page_bytes[entry]) if run else 0)
+
+    def _between(self, first: int, stop: int) -> Blocks:
+        """Return blocks ``[first, stop)``: the rest of an entry, whole entries, the beginning of one."""
+        parts: list[Blocks] = []
+        while first < stop:
+            entry, run = divmod(first, self._runs)
+            last_entry, last_run = (stop // self._runs, self._runs) if not run else (entry + 1, self._runs)
+            if run or last_entry == entry:
+                last_entry, last_run = entry + 1, min(self._runs, run + stop - first)
+            parts.append(_whole_blocks(self._plan, slice(entry, last_entry), slice(run, last_run)))
+            first += len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+_ALL: Final = slice(None)
+
+
 def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageIds) -> Plan:
     """Check the page lists against every pair and return the plan.
 
@@ -183,14 +258,14 @@ def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
     return rows, row_bytes, heads.start * head_bytes, heads.count * head_bytes
 
 
-def _whole_blocks(plan: Plan) -> Blocks:
-    sizes = plan.source.page_bytes[:, None]
-    columns = np.empty((3, len(sizes), len(plan.runs.pages)), np.uint64)  # each column contiguous
-    np.multiply(sizes, plan.runs.source.astype(np.uint64), out=columns[0])
-    np.multiply(sizes, plan.runs.destination.astype(np.uint64), out=columns[1])
-    np.multiply(sizes, plan.runs.pages.astype(np.uint64), out=columns[2])
-    columns[0] += plan.source.base[:, None]
-    columns[1] += plan.destination.base[:, None]
+def _whole_blocks(plan: Plan, entries: slice = _ALL, runs: slice = _ALL) -> Blocks:
+    sizes, pages = plan.source.page_bytes[entries, None], plan.runs.pages[runs]
+    columns = np.empty((3, len(sizes), len(pages)), np.uint64)  # each column contiguous
+    np.multiply(sizes, plan.runs.source[runs].astype(np.uint64), out=columns[0])
+    np.multiply(sizes, plan.runs.destination[runs].astype(np.uint64), out=columns[1])
+    np.multiply(sizes, pages.astype(np.uint64), out=columns[2])
+    columns[0] += plan.source.base[entries, None]
+    columns[1] += plan.destination.base[entries, None]
     return columns.reshape(3, -1).T
 
 

@@ -21,7 +21,7 @@ from kvferry.pools.planning.copies import (
 )
 from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.pairing import pair_entries
-from kvferry.pools.planning.plan import Blocks, PlanSide, make_plan, make_side
+from kvferry.pools.planning.plan import BlockParts, Blocks, PlanSide, make_plan, make_side
 from kvferry.protocol.errors import (
     DuplicatePageError,
     EmptyPagesError,
@@ -79,6 +79,29 @@ def test_the_daemons_copies_move_the_same_bytes(case: TransferCase, block_bytes:
                 copy(split[start:stop])
 
         assert (memory_after(case, in_chunks) == expected).all()
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=40, unique=True),
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.integers(1, 400),
+    st.integers(1, 50),
+)
+def test_a_plan_expanded_in_parts_is_the_plan_expanded_at_once(
+    pages: list[int], sizes: list[int], max_bytes: int, max_blocks: int
+) -> None:
+    entries = [entry(layer=at, base=1000 * at, pages=61, page_bytes=size) for at, size in enumerate(sizes)]
+    ids = np.array(pages)
+    plan = make_plan(pair_entries(entries, entries), ids, np.roll(ids, 1))
+    whole, expansion, parts = plan.blocks(), BlockParts(plan), []
+    while not expansion.is_over:
+        part = expansion.take(max_bytes, max_blocks)
+        assert 1 <= len(part) <= max_blocks
+        assert int(part[:-1, 2].sum()) < max_bytes, "one block more than fits, at most"
+        parts.append(part)
+    assert np.concatenate(parts).tolist() == whole.tolist()
+    if int(whole[:, 2].sum()) <= max_bytes and len(whole) <= max_blocks:
+        assert len(parts) == 1
 
 
 def entry(**fields: Any) -> Entry:  # noqa: ANN401  any field of an entry

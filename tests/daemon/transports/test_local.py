@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,13 +15,15 @@ from structlog.testing import capture_logs
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports import local
-from kvferry.daemon.transports.local import LocalTransport, best_copy
+from kvferry.daemon.transports.local import PART_BLOCKS, LocalTransport, best_copy
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Blocks, make_plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, TransferFailedError
-from kvferry.protocol.manifests import Entry
+from kvferry.protocol.manifests import Entry, MhaSpec
 from tests.region_bytes import read_region, write_region
 from tests.transfer.transfer_harness import PAGE_BYTES, TransferHarness
 
@@ -109,6 +112,38 @@ async def closing(site: Site, copy: GatedCopy | None = None) -> AsyncIterator[Si
 
 
 pytestmark = pytest.mark.anyio
+ONE_TOKEN_BYTES = 16
+MOST_EXPANDED_BYTES = 12 * 24 * PART_BLOCKS
+"""Of a part under way and the arrays that it is made from."""
+
+
+async def test_scattered_pages_of_one_token_are_never_expanded_all_at_once() -> None:
+    """A million blocks for 16 MiB: they are made as they are copied, and still arrive in full."""
+    count = 1 << 17
+    manifest = manifest_of(MhaSpec(layers=4, tokens=count, page_size=1, kv_heads=1, head_dim=8, dtype="float16"))
+    source, destination = (HostRegion.create(name, manifest.region_bytes) for name in ("source", "destination"))
+    source.view()[:] = np.random.default_rng(1).integers(0, 256, manifest.region_bytes, np.uint8)
+    ids = np.arange(1, count + 1)
+    plan = make_plan(pair_entries(manifest.entries, manifest.entries), ids, ids[::-1])
+    pools = [Pool(0, name, manifest, region) for name, region in (("source", source), ("destination", destination))]
+    done = asyncio.Event()
+    transport = LocalTransport(asyncio.get_running_loop(), threads=2, copy=best_copy())
+    tracemalloc.start()
+    try:
+        transport.start(StartOp(1, pools[0], pools[1], (plan,)), lambda _op_id, _error: done.set())
+        await asyncio.wait_for(done.wait(), WAIT_S)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        await asyncio.get_running_loop().run_in_executor(None, transport.close)
+    assert peak_bytes < MOST_EXPANDED_BYTES
+    for entry in manifest.entries:
+        assert entry.page_bytes == ONE_TOKEN_BYTES
+        sent, arrived = (
+            region.view()[entry.base :][: (count + 1) * ONE_TOKEN_BYTES].reshape(-1, ONE_TOKEN_BYTES)
+            for region in (source, destination)
+        )
+        assert np.array_equal(arrived[1:], sent[:0:-1])
 
 
 @pytest.mark.any_device
