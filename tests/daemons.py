@@ -30,6 +30,8 @@ LOOK_EVERY_S = 0.5
 """How often is looked whether a daemon that says nothing still runs."""
 COMMAND: Final = ("-m", "kvferry.daemon")
 """What ``kvferry daemon`` becomes: it saves the time to import the command line."""
+FORKED_COMMAND: Final = os.fspath(Path(__file__).with_name("tuned_daemon.py"))
+"""The same, forked from a process that has imported it, with its tuning: for those that are started often."""
 
 
 class DaemonProcess(NamedTuple):
@@ -132,7 +134,7 @@ class RestartedDaemon:
 
     def _started(self) -> DaemonProcess:
         log = self._folder / "daemon.log"
-        command = [*COMMAND, "--keep", "--config", os.fspath(self._folder / "daemon.toml")]
+        command = [FORKED_COMMAND, "{}", "--keep", "--config", os.fspath(self._folder / "daemon.toml")]
         command += ["--runtime-dir", os.fspath(self.runtime_dir)]
         process = start_and_wait_until_ready(command, self._folder / "notify", log, {})
         return DaemonProcess(self.runtime_dir, process, log)

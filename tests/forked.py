@@ -27,8 +27,8 @@ from typing import IO, Final, NoReturn, Self
 from kvferry.protocol.ids import HOST
 from tests.devices import DEVICE
 
-PRELOADED: Final = ("torch", "kvferry.clients")
-PRELOADED_FOR_DEVICES: Final = ("torch", "torch_npu", "kvferry.clients", "kvferry.daemon.daemon")
+PRELOADED: Final = ("torch", "kvferry.clients", "kvferry.daemon.daemon")
+PRELOADED_FOR_DEVICES: Final = ("torch", "torch_npu", *PRELOADED[1:])
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 START_S: Final = 240.0
 COVERAGE: Final = "COVERAGE_PROCESS_START"
