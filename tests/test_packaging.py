@@ -16,7 +16,17 @@ import pytest
 
 from tests.installs import LAYERS, ROOT, build_sdist, build_wheel, copy_checkout, new_environment, run
 
-DATA_FILES: Final = ("hosts.conf", "kvferry.toml", "kvferry@.service", "npu.conf")
+DATA_FILES: Final = (
+    "254.conf",
+    "hosts.conf",
+    "kvferry-failed@.target",
+    "kvferry.toml",
+    "kvferry@.service",
+    "kvferry@.socket",
+    "npu.conf",
+    "sysusers.d/kvferry.conf",
+    "tmpfiles.d/kvferry.conf",
+)
 
 IMPORT_ALL: Final = """
 import importlib, json, sys

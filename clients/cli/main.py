@@ -42,6 +42,7 @@ PURPOSES: Final = {
     "verify": "check the daemon's books: pages, tiers and index against all that holds them",
     "plan": "print the copies of a transfer, without a daemon",
     "doctor": "check what this host has and lacks, with fixes",
+    "systemd": "install the units of the daemon for this installation",
 }
 MODULES: Final = {
     "ping": "kvferry.clients.cli.inspect",
@@ -52,6 +53,7 @@ MODULES: Final = {
     "verify": "kvferry.clients.cli.verify",
     "plan": "kvferry.clients.cli.planning",
     "doctor": "kvferry.clients.cli.doctor.command",
+    "systemd": "kvferry.clients.cli.units",
 }
 """The module of each command, with two functions: ``add_NAME`` declares its arguments, ``NAME`` runs it."""
 

@@ -1,22 +1,35 @@
-"""The unit under a real systemd: it becomes ready, answers, comes back after a kill, and stops cleanly."""
+"""The units under a real systemd: activation, restarts, hangs, two instances, wrong configurations, and their ends."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvferry.clients.cli.units import unit_files
+
 FOLDER = Path(__file__).parents[2] / "systemd"
 KVFERRY = str(Path(sys.executable).with_name("kvferry"))
-UNIT = "kvferry@test.service"
-TOOLS = ("unshare", "nsenter", "systemctl", "mount")
+TOOLS = ("unshare", "nsenter", "systemctl", "mount", "systemd-sysusers")
+PATIENCE_S = 60.0
+DROP_IN = f"""\
+[Service]
+# The checkout and its Python may lie in a home directory or in /tmp.
+ProtectHome=no
+PrivateTmp=no
+WatchdogSec=2s
+Environment=PYTHONPATH={FOLDER.parent / "src"}
+"""
 
 
 class Machine:
@@ -25,25 +38,61 @@ class Machine:
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command inside."""
-        inside = ["nsenter", "-t", str(self._pid), "-m", "-p", "-C", "-u", "-i", "--", *command]
-        return subprocess.run(inside, capture_output=True, text=True, check=False, timeout=60)
+    def inside(self, *command: str) -> list[str]:
+        """Return the command line that runs a command inside."""
+        return ["nsenter", "-t", str(self._pid), "-m", "-p", "-C", "-u", "-i", "--", *command]
 
-    def property(self, name: str) -> str:
-        """Return a property of the unit."""
-        return self.run("systemctl", "show", UNIT, "--value", "--property", name).stdout.strip()
+    def run(self, *command: str, status: int | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command inside; ``status``: what it must end with."""
+        done = subprocess.run(self.inside(*command), capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+        assert status in {None, done.returncode}, (done, self.log())
+        return done
+
+    def shell(self, script: str) -> str:
+        """Run a shell script inside, which must succeed; return what it prints."""
+        return self.run("bash", "-euc", script, status=0).stdout.strip()
+
+    def log(self) -> str:
+        """Return the journal of the daemons."""
+        units = [f"--unit=kvferry@{name}.{kind}" for name in ("test", "other") for kind in ("service", "socket")]
+        done = subprocess.run(
+            self.inside("journalctl", "--no-pager", *units), capture_output=True, text=True, check=False, timeout=60
+        )
+        return done.stdout
+
+    def property(self, name: str, unit: str = "kvferry@test.service") -> str:
+        """Return a property of a unit."""
+        return self.run("systemctl", "show", unit, "--value", "--property", name).stdout.strip()
+
+    def until(self, name: str, wanted: str, unit: str = "kvferry@test.service") -> None:
+        """Wait until a property of a unit has this value."""
+        ends_at = time.monotonic() + PATIENCE_S
+        while (found := self.property(name, unit)) != wanted:
+            assert time.monotonic() < ends_at, (unit, name, found, self.log())
+
+    def start(self, *units: str) -> None:
+        """Start units, and wait until they are up."""
+        self.run("systemctl", "start", *units, status=0)
+
+    def stop(self) -> None:
+        """Stop all daemons and their sockets."""
+        self.run("systemctl", "stop", "kvferry@*.socket", "kvferry@*.service", status=0)
+
+    def ping(self, name: str = "test", wait_s: int = 30) -> bool:
+        """Return whether a daemon answers in time."""
+        where = ("--runtime-dir", f"/run/kvferry/{name}")
+        return self.run(KVFERRY, "ping", "--timeout", str(wait_s), *where).returncode == 0
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory, require: Callable[[object, str], None]) -> Iterator[Machine]:
-    """Boot a systemd that has the unit, and the user and group it runs as."""
+def booted(tmp_path_factory: pytest.TempPathFactory, require: Callable[[object, str], None]) -> Iterator[Machine]:
+    """Boot a systemd that has the units, and the user that they run as."""
     require(os.geteuid() == 0, "root, to boot a systemd in namespaces")
     require(all(shutil.which(tool) for tool in TOOLS), f"{', '.join(TOOLS)}")
     require("overlay" in Path("/proc/filesystems").read_text(), "overlayfs")
     folder = tmp_path_factory.mktemp("machine")
     (folder / "overlay").mkdir()
-    _etc(folder / "etc")
+    _etc(folder)
     boot = subprocess.Popen([Path(__file__).with_name("boot.sh"), folder], stdout=subprocess.PIPE, text=True)
     assert boot.stdout is not None
     with boot:
@@ -51,25 +100,29 @@ def machine(tmp_path_factory: pytest.TempPathFactory, require: Callable[[object,
             assert boot.stdout.readline().strip() == "booted"
             one = Machine(int((folder / "pid").read_text()))
             _wait_until_booted(one, boot)
+            _let_everybody_run(sys.executable, one)
+            one.shell("systemd-sysusers; systemd-tmpfiles --create /etc/tmpfiles.d/kvferry.conf")
             yield one
         finally:
             boot.send_signal(signal.SIGTERM)
 
 
-def _etc(etc: Path) -> None:
-    """Write what goes into the machine's /etc: the unit, its configuration, user and group."""
-    (etc / "systemd" / "system").mkdir(parents=True)
-    (etc / "kvferry").mkdir()
-    unit = (FOLDER / "kvferry@.service").read_text().replace("/usr/bin/kvferry", KVFERRY)
-    # The checkout under test may lie in a home directory or in /tmp, and its files belong to root.
-    unit = unit.replace("ProtectHome=yes", "ProtectHome=no").replace("PrivateTmp=yes", "PrivateTmp=no")
-    unit = unit.replace("User=HwHiAiUser", "User=root")
-    (etc / "systemd" / "system" / "kvferry@.service").write_text(unit)
+def _etc(folder: Path) -> None:
+    """Write what goes into the machine's /etc: the units, as the command writes them, and two configurations."""
+    for file in unit_files(FOLDER, KVFERRY, version=0):
+        target = folder / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(file.text)
+    etc = folder / "etc"
+    drop_in = etc / "systemd" / "system" / "kvferry@.service.d" / "test.conf"
+    drop_in.parent.mkdir()
+    drop_in.write_text(DROP_IN)
     # With a disk tier, where the example has it: in the one place where the unit lets the daemon write.
     config = (FOLDER / "kvferry.toml").read_text()
     assert config.count("\n#path = ") == 1
-    (etc / "kvferry" / "test.toml").write_text(config.replace("\n#path = ", "\npath = "))
-    (etc / "group").write_text(Path("/etc/group").read_text() + "HwHiAiUser:x:1999:\n")
+    (etc / "kvferry").mkdir()
+    for name in ("test", "other"):
+        (etc / "kvferry" / f"{name}.toml").write_text(config.replace("\n#path = ", "\npath = ").replace("NAME", name))
 
 
 def _wait_until_booted(one: Machine, boot: subprocess.Popen[str]) -> None:
@@ -81,25 +134,149 @@ def _wait_until_booted(one: Machine, boot: subprocess.Popen[str]) -> None:
     pytest.fail("the machine did not boot")
 
 
+def _let_everybody_run(python: str, one: Machine) -> None:
+    """Open the way to the interpreter and the checkout, which may be root's alone, in the machine's own overlay."""
+    ways = {way for file in (python, os.path.realpath(python), __file__) for way in Path(file).parents}
+    one.shell(f"chmod o+x {' '.join(shlex.quote(str(way)) for way in ways)}")
+
+
+@pytest.fixture
+def machine(booted: Machine) -> Iterator[Machine]:
+    """Return a machine on which no daemon runs."""
+    yield booted
+    booted.stop()
+    booted.run("systemctl", "reset-failed")
+
+
 def test_start_answer_kill_and_stop(machine: Machine) -> None:
-    started = machine.run("systemctl", "start", UNIT)  # returns once the daemon has said READY
-    assert started.returncode == 0, machine.run("journalctl", "-u", UNIT, "--no-pager").stdout
-    assert machine.property("ActiveState") == "active"
+    machine.start("kvferry@test.service")  # returns once the daemon has said READY
+    assert machine.property("ActiveState", "kvferry@test.socket") == "active", "the service brings its sockets"
     assert machine.property("StatusText").startswith("serving")
-    assert "answers in" in machine.run(KVFERRY, "ping").stdout
-    assert machine.run("stat", "-c", "%a %G", "/run/kvferry").stdout.strip() == "750 HwHiAiUser"
-    assert machine.run("stat", "-c", "%a", "/var/lib/kvferry").stdout.strip() == "700"
-    tiers = json.loads(machine.run(KVFERRY, "status", "--json").stdout)["tiers"]
+    assert "answers in" in machine.run(KVFERRY, "ping", status=0).stdout, "found at its default place"
+    assert machine.shell("stat -c '%a %U %G' /run/kvferry /run/kvferry/test /var/lib/kvferry/test").splitlines() == [
+        "755 root root",
+        "750 kvferry kvferry",
+        "700 kvferry kvferry",
+    ]
+    assert machine.shell("stat -c '%a %U %G' /run/kvferry/test/*.sock").splitlines() == [
+        "660 kvferry kvferry",  # control
+        "600 kvferry kvferry",  # peer
+        "660 kvferry kvferry",  # session
+    ]
+    tiers = json.loads(machine.run(KVFERRY, "status", "--json", status=0).stdout)["tiers"]
     assert [(one["tier"], one["state"]) for one in tiers] == [("host", "ready"), ("disk", "ready")]
+    exposure = re.search(r"exposure level for .*: ([0-9.]+)", machine.shell("systemd-analyze security kvferry@test"))
+    assert exposure
+    assert float(exposure[1]) <= 2.0
 
     before = machine.property("MainPID")
-    machine.run("systemctl", "kill", "--kill-whom=main", "--signal=KILL", UNIT)
-    while machine.property("NRestarts") == "0" or machine.property("ActiveState") != "active":
-        assert machine.property("ActiveState") != "failed"
+    machine.run("systemctl", "kill", "--kill-whom=main", "--signal=KILL", "kvferry@test")
+    assert machine.ping(), "who connects meanwhile waits"
+    machine.until("ActiveState", "active")
     assert machine.property("MainPID") != before
-    assert "answers in" in machine.run(KVFERRY, "ping").stdout
 
-    assert machine.run("systemctl", "stop", UNIT).returncode == 0
-    assert machine.property("Result") == "success"
-    assert machine.property("ExecMainStatus") == "0"
+    machine.run("systemctl", "stop", "kvferry@test.socket", "kvferry@test.service", status=0)
+    assert (machine.property("Result"), machine.property("ExecMainStatus")) == ("success", "0")
     assert machine.run(KVFERRY, "ping").returncode == 1
+
+
+def test_an_engine_that_connects_starts_the_daemon_and_a_restart_only_lets_it_wait(machine: Machine) -> None:
+    machine.start("kvferry@test.socket")
+    assert machine.property("ActiveState") == "inactive"
+    assert machine.ping()
+    assert machine.property("ActiveState") == "active"
+    inode = machine.shell("stat -c %i /run/kvferry/test/control.sock")
+    before = machine.property("MainPID")
+    machine.run("systemctl", "restart", "--no-block", "kvferry@test.service", status=0)
+    assert machine.ping()
+    machine.until("ActiveState", "active")
+    assert machine.property("MainPID") != before
+    assert machine.shell("stat -c %i /run/kvferry/test/control.sock") == inode
+    machine.run("systemctl", "stop", "kvferry@test.service", status=0)
+    assert machine.ping(), "the sockets stay, and start it again"
+
+
+def test_the_watchdog_ends_a_daemon_that_hangs(machine: Machine) -> None:
+    machine.start("kvferry@test.service")
+    pid = machine.property("MainPID")
+    machine.run("kill", "-STOP", pid, status=0)
+    machine.until("NRestarts", "1")
+    assert machine.ping()
+    assert "Watchdog timeout" in machine.log()
+    assert machine.property("MainPID") != pid
+
+
+def test_one_instance_leaves_the_other_alone(machine: Machine) -> None:
+    machine.start("kvferry@test.service", "kvferry@other.service")
+    several = machine.run(KVFERRY, "ping")
+    assert several.returncode == 2
+    assert "/run/kvferry/other, /run/kvferry/test" in several.stderr
+    machine.run("systemctl", "stop", "kvferry@test.socket", "kvferry@test.service", status=0)
+    assert machine.ping("other")
+    assert not machine.ping("test")
+    assert machine.run(KVFERRY, "ping").returncode == 0, "there is but one"
+
+
+def test_a_wrong_configuration_ends_once_and_the_sockets_with_it(machine: Machine) -> None:
+    machine.shell("cp /etc/kvferry/test.toml /tmp/right.toml; echo 'colour = 1' > /etc/kvferry/test.toml")
+    since = machine.shell("date +%s")
+    machine.start("kvferry@test.socket")
+    assert not machine.ping(wait_s=1)
+    machine.until("ActiveState", "failed")
+    machine.until("ActiveState", "inactive", "kvferry@test.socket")
+    assert (machine.property("ExecMainStatus"), machine.property("NRestarts")) == ("2", "0")
+    said = machine.shell(f"journalctl --unit=kvferry@test.service --since=@{since} --no-pager")
+    assert said.count("CONFIG [colour]") == 1, said
+    assert not machine.ping()
+    machine.shell("cp /tmp/right.toml /etc/kvferry/test.toml")
+    machine.start("kvferry@test.service")
+    assert machine.property("ActiveState", "kvferry@test.socket") == "active"
+    assert machine.property("ActiveState", "kvferry-failed@test.target") == "inactive"
+    assert machine.ping()
+
+
+WAITING = """\
+CREATE_POOL {"pool": "d", "spec": {"kind": "mha", "layers": 2, "tokens": 64, "page_size": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float16"}}
+ALLOCATE {"as": "mine", "pool": "d", "count": 2}
+RECEIVE {"pool": "d", "request_id": "0123456789abcdef0123456789abcdef", "lists": [{"pages": "$mine.pages"}]}
+WAIT
+"""  # noqa: E501  a request has a line
+
+
+def test_a_stop_lets_what_waits_fail_and_ends_well(machine: Machine) -> None:
+    machine.start("kvferry@test.service")
+    command = machine.inside(KVFERRY, "probe", "--file", "-", "--timeout", "60")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as probe:
+        assert probe.stdin is not None
+        assert probe.stdout is not None
+        probe.stdin.write(WAITING)
+        probe.stdin.flush()
+        while '"ACCEPTED"' not in (line := probe.stdout.readline()):
+            assert line
+        machine.run("systemctl", "stop", "kvferry@test.socket", "kvferry@test.service", status=0)
+        assert "SHUTTING_DOWN" in probe.communicate()[0]
+    assert (machine.property("Result"), machine.property("ExecMainStatus")) == ("success", "0")
+
+
+ASK_FOR_DEVICES = """\
+import os
+for name in ("davinci0", "davinci16"):
+    try:
+        os.open("/dev/" + name, os.O_RDWR)
+    except OSError as error:
+        print(name, error.errno)
+"""
+
+
+def test_a_device_that_is_not_named_cannot_be_opened(machine: Machine) -> None:
+    """Both nodes have no driver: ENXIO (6) is what the driver would say, EPERM (1) what the unit says."""
+    machine.shell("mknod -m 666 /dev/davinci0 c 240 0; mknod -m 666 /dev/davinci16 c 240 16")
+    machine.shell(f"printf %s {shlex.quote(ASK_FOR_DEVICES)} > /opt/devices.py; chmod 644 /opt/devices.py")
+    drop_in = f"[Service]\nExecStartPre={sys.executable} /opt/devices.py\n"
+    place = "/etc/systemd/system/kvferry@.service.d/devices.conf"
+    machine.shell(f"printf %s {shlex.quote(drop_in)} > {place}; systemctl daemon-reload")
+    machine.start("kvferry@test.service")
+    said = machine.log()
+    machine.shell(f"rm {place}; systemctl daemon-reload")
+    assert "davinci0 6" in said, said
+    assert "davinci16 1" in said, said

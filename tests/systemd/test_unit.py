@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.daemon.daemon import EXIT_BAD_INPUT, EXIT_DEVICE_LOST
+from kvferry.daemon.daemon import EXIT_BAD_INPUT, EXIT_DEVICE_LOST, SOCKETS
+from kvferry.daemon.process.access import ACTIVATED, SOCKET_MODE
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.config.schema import Config
 
@@ -28,6 +29,8 @@ def unit(tmp_path: Path, require: Callable[[object, str], None]) -> Path:
     require(shutil.which("systemd-analyze"), "systemd-analyze")
     text = (FOLDER / "kvferry@.service").read_text()
     assert INSTALLED in text
+    for other in ("kvferry@test.socket", "kvferry-failed@test.target"):
+        (tmp_path / other).write_text((FOLDER / other.replace("@test", "@")).read_text())
     instance = tmp_path / "kvferry@test.service"
     instance.write_text(text.replace(INSTALLED, str(Path(sys.executable).with_name("kvferry"))))
     return instance
@@ -38,7 +41,9 @@ def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, check=False, timeout=60)
 
 
-DROP_INS = sorted(one.name for one in FOLDER.glob("*.conf"))
+DROP_INS = sorted(one.name for one in FOLDER.glob("*.conf") if not one.stem.isdecimal())
+NEWER = sorted(one.name for one in FOLDER.glob("*.conf") if one.stem.isdecimal())
+"""Each named by the version of systemd that it needs."""
 
 
 def with_drop_ins(unit: Path, *names: str) -> Path:
@@ -53,8 +58,9 @@ def with_drop_ins(unit: Path, *names: str) -> Path:
 @pytest.mark.parametrize("names", [[], *([name] for name in DROP_INS), DROP_INS], ids="+".join)
 def test_systemd_has_nothing_to_say_and_finds_it_hardened(unit: Path, names: Sequence[str]) -> None:
     with_drop_ins(unit, *names)
-    done = analyze("verify", unit)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    for one in (unit, *unit.parent.glob("*@test.[st]*et")):
+        done = analyze("verify", one)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     report = analyze("security", "--offline=true", unit).stdout
     found = re.search(r"Overall exposure level for .*: ([0-9.]+)", report)
     assert found, report
@@ -77,6 +83,39 @@ def test_systemd_would_say_so(unit: Path, file: str, old: str, new: str, said: s
 
 def test_the_drop_ins_that_are_meant_are_there() -> None:
     assert DROP_INS == ["hosts.conf", "npu.conf"]
+    assert NEWER == ["254.conf"]
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_what_a_newer_systemd_knows_is_kept_from_an_older_one(unit: Path, name: str) -> None:
+    said = analyze("verify", with_drop_ins(unit, name)).stderr
+    version = re.match(r"systemd (\d+)", analyze("--version").stdout)
+    assert version
+    is_known = int(version[1]) >= int(Path(name).stem)
+    assert said == "" if is_known else "Unknown key" in said
+    settings = assignments((FOLDER / name).read_text())
+    assert "RestartSteps" not in settings, "systemd does not forget its count"
+
+
+def test_the_store_of_descriptors_is_as_large_as_the_daemon_is_told() -> None:
+    settings = assignments((FOLDER / "kvferry@.service").read_text())
+    (most,) = settings["FileDescriptorStoreMax"]
+    assert f"FDSTORE={most}" in settings["Environment"], "systemd 252 does not say so itself"
+    assert settings["StartLimitIntervalSec"] == ["0"], "a limit that is reached empties the store"
+    assert settings["RuntimeDirectoryPreserve"] == ["yes"], "the sockets are in it, and which pools were lost"
+
+
+def test_the_sockets_are_where_the_daemon_looks_for_them() -> None:
+    service = assignments((FOLDER / "kvferry@.service").read_text())
+    sockets = assignments((FOLDER / "kvferry@.socket").read_text())
+    (given,) = re.findall(r"--runtime-dir (\S+)", service["ExecStart"][-1])
+    assert given == f"%t/{service['RuntimeDirectory'][-1]}"
+    assert sockets["ListenStream"] == [f"{given}/{name}" for name in ACTIVATED]
+    assert sockets["FileDescriptorName"] == [SOCKETS]
+    assert sockets["SocketMode"] == [f"{SOCKET_MODE:04o}"]
+    assert {*sockets["SocketUser"], *sockets["SocketGroup"]} == {*service["User"], *service["Group"]}
+    made = (FOLDER / "sysusers.d" / "kvferry.conf").read_text()
+    assert re.search(rf"^u {service['User'][-1]} ", made, re.MULTILINE)
 
 
 # Each keeps torch_npu from its device: no device nodes, no fabric, foreign process ids, no code made at run time.
@@ -97,7 +136,6 @@ def test_with_the_drop_in_nothing_keeps_the_daemon_from_an_npu() -> None:
     assert {"/dev/davinci0", "/dev/davinci15", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"} <= allowed
     assert settings["LimitMEMLOCK"][-1] == "infinity"
     assert settings["RemoveIPC"][-1] == "no", "an engine's reference counts in /dev/shm would go with the daemon"
-    assert settings["RuntimeDirectoryPreserve"][-1] == "restart", "the next daemon could not tell lost pools"
     assert settings["RestartForceExitStatus"] == [str(EXIT_DEVICE_LOST)]
 
 
@@ -113,7 +151,7 @@ def test_the_disk_tier_has_a_folder_of_its_own() -> None:
     settings = assignments((FOLDER / "kvferry@.service").read_text() + (FOLDER / "npu.conf").read_text())
     shown = re.search(r'^#path = "(.*)"$', (FOLDER / "kvferry.toml").read_text(), re.MULTILINE)
     assert shown
-    assert Path(shown[1]) == Path("/var/lib") / settings["StateDirectory"][-1]
+    assert Path(shown[1]) == Path("/var/lib") / settings["StateDirectory"][-1].replace("%i", "NAME")
     assert settings["StateDirectoryMode"][-1] == "0700", "the daemon takes no folder that others can write"
 
 

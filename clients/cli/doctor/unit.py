@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -23,6 +22,12 @@ DROP_INS: Final = f"/etc/systemd/system/{NAME}.d"
 
 PRIVATE: Final = ("/tmp", "/var/tmp")  # noqa: S108  only compared as names
 HOMES: Final = ("/home", "/root", "/run/user")
+GIB: Final = 1 << 30
+OVERHEAD_BYTES: Final = GIB
+"""Of the daemon itself: its code, plans and messages, staging."""
+
+DEFAULT_STOP: Final = "90s"
+STOP_MARGIN_S: Final = 20.0
 _BOOTED: Final = "/run/systemd/system"
 
 
@@ -70,13 +75,16 @@ def check_unit(host: Host, needs: Needs, *, npu: bool) -> Finding:
     if unit is None:
         if not host.path(_BOOTED).is_dir():
             return Finding("ok", "systemd is not running here")
-        fix = (
-            f"copy share/kvferry/systemd/{NAME} (below {sys.prefix}; in a checkout systemd/) to {FOLDERS[0]}, "
-            "name this kvferry in its ExecStart=, then systemctl daemon-reload"
-        )
+        fix = "kvferry systemd --install writes it, and says what to do then"
         return Finding("warning", f"{NAME} is not installed", fix)
     npu_faults = _npu_faults(host, unit) if npu else []
-    faults = [*_network_faults(unit, needs), *_disk_faults(unit, needs), *npu_faults]
+    faults = [
+        *_network_faults(unit, needs),
+        *_disk_faults(unit, needs),
+        *_memory_faults(unit, needs),
+        *_time_faults(unit, needs),
+        *npu_faults,
+    ]
     if faults:
         said, fixes = ("; ".join(texts) for texts in zip(*faults, strict=True))
         return Finding("missing", f"{unit.path}: {said}", f"{fixes}; then systemctl daemon-reload; {RESTART}")
@@ -119,21 +127,61 @@ def _disk_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
         return []
     path = PurePosixPath(needs.config.tiers.disk.path)
     own = [
-        PurePosixPath(folder, one)
+        PurePosixPath(folder, one.replace("%i", path.name if path.parent.name == "kvferry" else "%i"))
         for key, folder in (("StateDirectory", "/var/lib"), ("CacheDirectory", "/var/cache"))
         for one in unit.words(key)
     ]
     given = [PurePosixPath(one.lstrip("-+")) for one in unit.words("ReadWritePaths")]
     if any(path.is_relative_to(one) for one in PRIVATE) and unit.last("PrivateTmp") in {"yes", "true", "1"}:
-        fix = f"a persistent tiers.disk.path, such as {STATE_FOLDER}"
+        fix = f"a persistent tiers.disk.path, such as {STATE_FOLDER}/NAME"
         return [(f"it gives the daemon a private /tmp, which is removed with it, and {path} is there", fix)]
     if any(path.is_relative_to(one) for one in (*own, *given)):
         return []
     said = f"it forbids the daemon to write in {path} (tiers.disk.path)"
     hidden = any(path.is_relative_to(one) for one in HOMES) and unit.last("ProtectHome") not in {"", "no", "false"}
     if is_of_all(path) or hidden:
-        return [(said, f"a tiers.disk.path of the daemon's own outside of /home, such as {STATE_FOLDER}")]
+        return [(said, f"a tiers.disk.path of the daemon's own outside of /home, such as {STATE_FOLDER}/NAME")]
     return [(said, f"ReadWritePaths={path} in a drop-in in {DROP_INS}")]
+
+
+def _memory_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
+    """Return whether the configuration lets the daemon take more memory than the unit does, with the fix."""
+    limit = _bytes(unit.last("MemoryMax"))
+    config = needs.config
+    wanted = (config.pools.max_bytes or 0) + (config.tiers.host_bytes or 0) + OVERHEAD_BYTES
+    if needs.store:
+        wanted += config.tiers.remote.segment_bytes
+    if needs.mooncake:
+        wanted += config.network.bounce_buffers * config.network.bounce_buffer_bytes
+    if limit is None or wanted <= limit:
+        return []
+    said = f"MemoryMax={unit.last('MemoryMax')} is less than the {wanted / GIB:.1f} GiB of pools, tiers and the daemon"
+    return [(said, f"MemoryMax={-(-wanted // GIB)}G in a drop-in in {DROP_INS}, or smaller pools.max_bytes and tiers")]
+
+
+def _time_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
+    """Return whether the daemon is killed before it has drained, with the fix."""
+    drain_s = needs.config.service.drain_timeout_s
+    stop_s = _seconds(unit.last("TimeoutStopSec") or DEFAULT_STOP)
+    if stop_s is None or stop_s > drain_s:
+        return []
+    said = f"it ends the daemon after {stop_s:g} s, while transfers have {drain_s:g} s (service.drain_timeout_s)"
+    return [(said, f"TimeoutStopSec={drain_s + STOP_MARGIN_S:g}s in a drop-in in {DROP_INS}")]
+
+
+def _bytes(text: str) -> int | None:
+    """Return a size as systemd writes it; None for no limit, a part of the host's memory, and what is no size."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text)
+    return int(found[1]) << (" KMGT".index(found[2] or " ") * 10) if found else None
+
+
+def _seconds(text: str) -> float | None:
+    """Return a time as systemd writes it; None for none, and for what is not understood."""
+    units = {"": 1.0, "s": 1.0, "sec": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text)
+    if not re.fullmatch(r"(\d+(\.\d+)?\s*[a-z]*\s*)+", text) or any(unit not in units for _, unit in parts):
+        return None
+    return sum(float(number) * units[unit] for number, unit in parts) or None
 
 
 def _npu_faults(host: Host, unit: Unit) -> list[tuple[str, str]]:

@@ -18,6 +18,8 @@ PLACE: Final = "/etc/systemd/system/kvferry@.service"
 HERE: Final = needs_of()
 ACROSS: Final = needs_of('[peers]\nlisten = "tcp://127.0.0.1:7801"')
 STORE: Final = needs_of('[tiers.remote]\ntransport = "mooncake_store"')
+MEMORY: Final = needs_of('[pools]\nmax_bytes = "8GiB"\n[tiers]\nhost_bytes = "4GiB"')
+DRAINS: Final = needs_of("[service]\ndrain_timeout_s = 60")
 FORBIDS: Final = "forbids the daemon to reach other hosts"
 MORE: Final = "[Service]\nExecStart=kvferry daemon\nLimitMEMLOCK=infinity\n"
 
@@ -40,13 +42,14 @@ def on_disk(path: str, drop_in: str = "", *, fix: str = "") -> Case:
 
 CASES: Final = {
     "the project's own": Case("ok", npus=16),
-    "its drop-in": Case("ok", f"{PLACE}, user HwHiAiUser", drop_in=HOSTS, needs=ACROSS, npus=16),
+    "its drop-in": Case("ok", f"{PLACE}, user kvferry", drop_in=HOSTS, needs=ACROSS, npus=16),
     "other hosts": Case("missing", FORBIDS, "hosts.conf", needs=ACROSS, npus=16),
     "a store": Case("missing", FORBIDS, "hosts.conf", needs=STORE),
     "a store that may be reached": Case("ok", drop_in=HOSTS, needs=STORE),
     "any address": Case("ok", needs=ACROSS, unit=f"{MORE}RestrictAddressFamilies=~AF_PACKET\n"),
-    "the state folder": on_disk("/var/lib/kvferry"),
-    "below it": on_disk("/var/lib/kvferry/blocks"),
+    "the state folder": on_disk("/var/lib/kvferry/main"),
+    "below it": on_disk("/var/lib/blocks/main/x", "StateDirectory=blocks"),
+    "above it": on_disk("/var/lib/kvferry", fix="ReadWritePaths=/var/lib/kvferry"),
     "beside it": on_disk("/var/lib/other", fix="ReadWritePaths=/var/lib/other"),
     "a mount": on_disk("/mnt/blocks", fix="ReadWritePaths=/mnt/blocks"),
     "a mount that is given": on_disk("/mnt/blocks", "ReadWritePaths=/srv /mnt"),
@@ -59,6 +62,17 @@ CASES: Final = {
         "missing", "DeviceAllow leaves out davinci16, davinci17", "DeviceAllow=/dev/davinci16 rw", npus=18
     ),
     "every node": Case("ok", unit=f"{MORE}DeviceAllow=char-* rw\n", npus=16),
+    "enough memory": Case("ok", drop_in="MemoryMax=13G", needs=MEMORY),
+    "too little memory": Case(
+        "missing", "MemoryMax=12G is less than the 13.0 GiB", "MemoryMax=13G", "MemoryMax=12G", MEMORY
+    ),
+    "no limit to its memory": Case("ok", drop_in="MemoryMax=infinity", needs=MEMORY),
+    "a part of the host's memory": Case("ok", drop_in="MemoryMax=90%", needs=MEMORY),
+    "time to drain": Case("ok", drop_in="TimeoutStopSec=1min 30s", needs=DRAINS),
+    "too little time to drain": Case(
+        "missing", "after 60 s, while transfers have 60 s", "TimeoutStopSec=80s", "TimeoutStopSec=1min", DRAINS
+    ),
+    "all the time": Case("ok", drop_in="TimeoutStopSec=infinity", needs=DRAINS),
     "no policy": Case("ok", unit=f"{MORE}DevicePolicy=auto\n", npus=16),
 }
 TAKES_AWAY: Final = {
@@ -88,7 +102,7 @@ def test_not_installed(tmp_path: Path) -> None:
     assert check_unit(make_host(tmp_path), HERE, npu=False).found == "systemd is not running here"
     (tmp_path / "run/systemd/system").mkdir(parents=True)
     finding = check_unit(make_host(tmp_path), HERE, npu=False)
-    assert (finding.state, "daemon-reload" in finding.fix) == ("warning", True)
+    assert (finding.state, "kvferry systemd --install" in finding.fix) == ("warning", True)
 
 
 def test_drop_ins_in_systemds_order(tmp_path: Path) -> None:
