@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import encodings.idna  # noqa: F401  Python imports it at the first look at a host's name; see numpy.ma
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy.ma  # noqa: F401  numpy imports it at the first unique(), when there may be no descriptor left
 import structlog
 import uvloop
 
@@ -334,8 +338,10 @@ class Daemon:
             log.warning("transfers cut off", live=len(self._transfers.status()))
 
     def _watch_devices(self) -> None:
-        self._devices.check(time.monotonic())
-        self._loop.call_later(CHECK_S, self._watch_devices)
+        try:
+            self._devices.check(time.monotonic())
+        finally:
+            self._loop.call_later(CHECK_S, self._watch_devices)
 
     def _device_lost(self, device: str, error: DeviceLostError) -> None:
         """On any thread: nothing that a device does can be trusted any more, so this life of the daemon ends."""
@@ -373,17 +379,28 @@ class Daemon:
     def _session_ended(self, event: SessionEnded) -> None:
         """Let go of what a session had for itself: what waits for it first."""
         session = event.session
-        self._dispatcher.forget_session(session)
-        self._rings.session_lost(session.session_id)
-        self._tables.session_lost(session.session_id)
-        self._transfers.session_lost(session)
-        self._tiers.session_lost(session.session_id)
-        self._pools.session_lost(session.session_id)
+        for part, lost in (
+            ("dispatcher", partial(self._dispatcher.forget_session, session)),
+            ("event rings", partial(self._rings.session_lost, session.session_id)),
+            ("tables", partial(self._tables.session_lost, session.session_id)),
+            ("transfers", partial(self._transfers.session_lost, session)),
+            ("tiers", partial(self._tiers.session_lost, session.session_id)),
+            ("pools", partial(self._pools.session_lost, session.session_id)),
+        ):
+            self._let_go(part, lost)
 
     def _instance_ended(self, event: InstanceEnded) -> None:
         """Let go of what the sessions of an instance had together: its pages last."""
-        self._tiers.instance_lost(event.owner_id)
-        self._pools.instance_lost(event.owner_id)
+        self._let_go("tiers", partial(self._tiers.instance_lost, event.owner_id))
+        self._let_go("pools", partial(self._pools.instance_lost, event.owner_id))
+
+    def _let_go(self, part: str, lost: Callable[[], None]) -> None:
+        """Let one part go; what it raises must not keep the others from it: the engine's pages come last."""
+        try:
+            lost()
+        except Exception as cause:
+            self.counters.add("sessions.ends_failed")
+            log.exception("a session's end failed in part", part=part, cause=str(cause))
 
     def _hello(self, body: Body) -> Welcome:
         if not isinstance(body, Hello):

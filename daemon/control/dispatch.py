@@ -213,6 +213,10 @@ class Dispatcher:
         if answer is not None:
             self.answer(call.session, call.message_id, answer)
 
+    def answer_failure(self, call: Call, cause: Exception) -> None:
+        """Answer a request that a handler deferred with what was raised since; log what is a bug."""
+        self.answer(call.session, call.message_id, Answer(self._refusal(call.body, cause)))
+
     def answer_error(self, session: Session, message_id: int, error: KvferryError) -> None:
         """Refuse a request that a handler deferred."""
         self.answer(session, message_id, Answer(_error_body(error)))

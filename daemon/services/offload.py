@@ -35,6 +35,7 @@ from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     EmptyPagesError,
+    InternalError,
     InvalidFieldError,
     KvferryError,
     NotOwnerError,
@@ -63,6 +64,7 @@ class _Restoring:
         self.snapshot = snapshot
         self.ids: list[PageIds] = []
         self.hold = PageHold(write=True)
+        self.reads = False
 
 
 class OffloadService:
@@ -174,6 +176,19 @@ class OffloadService:
         except BaseException:
             held.release()
             raise
+        try:
+            operation, job = self._begin_offload(call, body, pool, held, lists, snapshot)
+        except Exception:
+            held.release()
+            self.filled(snapshot, None, InternalError("the offload could not begin"))
+            raise
+        self._operations.start(operation, job)
+        return Answer(Offloading(operation=operation.number, snapshot=snapshot.name))
+
+    def _begin_offload(
+        self, call: Call, body: Offload, pool: Pool, held: PageHold, lists: Sequence[PageRange], snapshot: Snapshot
+    ) -> tuple[Operation, BlockJob]:
+        """Begin the operation of an OFFLOAD; return it and the job that fills the snapshot."""
         job = self.filling(snapshot, pool, [one.ids for one in lists])
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
@@ -187,9 +202,7 @@ class OffloadService:
             return Ending(done)
 
         holdings = Holdings(pages=held)
-        operation = self._operations.begin(call, "offload", pool.name, snapshot.pages, finish, holdings)
-        self._operations.start(operation, job)
-        return Answer(Offloading(operation=operation.number, snapshot=snapshot.name))
+        return self._operations.begin(call, "offload", pool.name, snapshot.pages, finish, holdings), job
 
     # -- RESTORE
 
@@ -208,20 +221,26 @@ class OffloadService:
             lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
             restoring.ids = ids_for(snapshot, lists)
             restoring.hold = hold_pages(pool, call.session.owner_id, lists, write=True)
-        operation = self._operations.begin(
-            call,
-            "restore",
-            pool.name,
-            snapshot.pages,
-            lambda operation, error: self._restored(operation, restoring, error),
-            Holdings(pages=restoring.hold),
-        )
-        snapshot.readers += 1
-        if snapshot.state == "ready":
-            self._take_pages(operation, restoring)
-        else:
-            operation.waits_for = "the snapshot to be written"
-            snapshot.waiting.append(lambda error: self._snapshot_settled(operation, restoring, error))
+        try:
+            operation = self._operations.begin(
+                call,
+                "restore",
+                pool.name,
+                snapshot.pages,
+                lambda operation, error: self._restored(operation, restoring, error),
+                Holdings(pages=restoring.hold),
+            )
+        except Exception:
+            restoring.hold.release()
+            raise
+        with self._operations.guarded(operation):
+            restoring.reads = True
+            snapshot.readers += 1
+            if snapshot.state == "ready":
+                self._take_pages(operation, restoring)
+            else:
+                operation.waits_for = "the snapshot to be written"
+                snapshot.waiting.append(lambda error: self._snapshot_settled(operation, restoring, error))
         return Answer(OperationStarted(operation=operation.number))
 
     def _snapshot_settled(self, operation: Operation, restoring: _Restoring, error: KvferryError | None) -> None:
@@ -230,7 +249,8 @@ class OffloadService:
         elif not any(one is restoring.pool for one in self._pools):
             self._operations.give_up(operation, _deleted(restoring.pool))
         elif operation.stopped is None:
-            self._take_pages(operation, restoring)
+            with self._operations.guarded(operation):
+                self._take_pages(operation, restoring)
 
     def _check_allocatable(self, restoring: _Restoring) -> None:
         """Check that the pool, if it were empty, had enough pages for the snapshot.
@@ -271,13 +291,14 @@ class OffloadService:
             operation, restoring = self._waiting.popleft()
             if operation.stopped is not None:
                 continue
-            if restoring.pool in full or not self._allocate(restoring):
-                full.add(restoring.pool)
-                self._waiting.append((operation, restoring))
-                for allocator in restoring.pool.allocators.values():
-                    allocator.when_freed(self._pages_freed)
-            else:
-                self._copy_back(operation, restoring)
+            with self._operations.guarded(operation):
+                if restoring.pool in full or not self._allocate(restoring):
+                    full.add(restoring.pool)
+                    self._waiting.append((operation, restoring))
+                    for allocator in restoring.pool.allocators.values():
+                        allocator.when_freed(self._pages_freed)
+                else:
+                    self._copy_back(operation, restoring)
 
     def _pages_freed(self) -> None:
         if self._waiting and not self._looking:
@@ -294,8 +315,9 @@ class OffloadService:
         if any(space.free_count < count for space, count in wanted.items()):
             return False
         owner = restoring.call.session.owner_id
-        restoring.ids = [space.allocate(owner, segment.count) for space, segment in zip(spaces, segments, strict=True)]
-        for space, ids in zip(spaces, restoring.ids, strict=True):
+        for space, segment in zip(spaces, segments, strict=True):
+            ids = space.allocate(owner, segment.count)
+            restoring.ids.append(ids)  # at once: what raises later has its end give them back
             restoring.hold.add(space, owner, ids, "pages")
         return True
 
@@ -321,7 +343,8 @@ class OffloadService:
                 done = msgspec.structs.replace(done, lists=lists)
         elif body.allocate:
             _free_quietly(restoring)
-        snapshot.readers -= 1
+        snapshot.readers -= restoring.reads
+        restoring.reads = False
         if (error is None and body.drop and not unheard) or snapshot.dropped:
             self.drop(snapshot)
         return Ending(done, ids)

@@ -44,6 +44,7 @@ from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import ReplyBody
 from kvferry.protocol.errors import (
+    InternalError,
     InvalidFieldError,
     KvferryError,
     LayoutMismatchError,
@@ -354,11 +355,24 @@ class PoolService:
             error = failed if isinstance(failed, KvferryError) else OutOfMemoryError(f"no memory: {failed}")
             self._end_creation(key[1], creation, error)
             return
+        try:
+            self._add_made(key, creation, done.result())
+        except Exception as cause:
+            log.exception("a pool could not be added", pool=key[1], tenant=key[0], cause=str(cause))
+            pool = self._pools.find(*key)
+            if pool is not None:
+                self._remove(pool)
+            else:
+                done.result().close()
+            self._end_creation(key[1], creation, InternalError(f"the pool could not be added: {cause!r}"))
+
+    def _add_made(self, key: tuple[int, str], creation: _Creation, region: Region) -> None:
+        """Add a pool whose memory is there, and answer those who wait for it."""
         traits, is_registered = creation.traits, creation.traits.registered_by is not None
         pool = Pool(
             *key,
             traits.manifest,
-            done.result(),
+            region,
             registered_by=traits.registered_by,
             ends_with=traits.ends_with,
             model=traits.model,

@@ -269,21 +269,44 @@ class PrefixCache:
         self._operations.check(call.session)
         hold = PageHold(write=False)
         hold.add(pool.space(body.space), call.session.owner_id, call.ids[0], "pages")
+        fresh: list[CachedBlock] = []
+        offsets: Offsets = np.empty(0, np.int64)
         try:
             fresh, at, offsets = self._begin(namespace, hashes, body.parent or None, layout)
-        except KvferryError:
+            operation, job = self._begin_store(call, body, pool, hold, layout, fresh, ids[at], offsets)
+        except Exception:
             hold.release()
+            if fresh:
+                self._abandon(fresh, offsets, layout)
             raise
-        segment = BlockSegment(pool.region, BlockPages(layout, ids[at].reshape(-1), offsets.reshape(-1)))
+        if fresh:
+            self._operations.start(operation, job)
+        else:
+            asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
+        return Answer(OperationStarted(operation=operation.number))
+
+    def _begin_store(
+        self,
+        call: Call,
+        body: Store,
+        pool: Pool,
+        hold: PageHold,
+        layout: BlockLayout,
+        fresh: list[CachedBlock],
+        ids: PageIds,
+        offsets: Offsets,
+    ) -> tuple[Operation, BlockJob]:
+        """Begin the operation of a STORE; return it and the job that copies its ``fresh`` blocks."""
+        segment = BlockSegment(pool.region, BlockPages(layout, ids.reshape(-1), offsets.reshape(-1)))
         job = BlockJob("offload", [segment], self._host.region, checksums=self._host.checksums)
+        asked = len(body.hashes) // HASH_BYTES
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             hold.release()
             if error is None and fresh:
                 self._commit(fresh, offsets, job)
             elif fresh:
-                self._host.index.abandon(fresh)
-                self._host.arena.free(offsets.reshape(-1), layout.block_bytes)
+                self._abandon(fresh, offsets, layout)
             done = TierDone(operation=operation.number, kind="store")
             if error is not None:
                 return Ending(done)
@@ -291,17 +314,19 @@ class PrefixCache:
             moved = pages * layout.content_bytes
             return Ending(
                 msgspec.structs.replace(
-                    done, stored=len(fresh), present=len(hashes) - len(fresh), copied_pages=pages, moved_bytes=moved
+                    done, stored=len(fresh), present=asked - len(fresh), copied_pages=pages, moved_bytes=moved
                 )
             )
 
         holdings = Holdings(pages=hold, memory=Freed(offsets.reshape(-1), layout.block_bytes), writing=fresh)
-        operation = self._operations.begin(call, "store", pool.name, len(fresh) * body.block_pages, finish, holdings)
-        if fresh:
-            self._operations.start(operation, job)
-        else:
-            asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
-        return Answer(OperationStarted(operation=operation.number))
+        pages = len(fresh) * body.block_pages
+        return self._operations.begin(call, "store", pool.name, pages, finish, holdings), job
+
+    def _abandon(self, fresh: list[CachedBlock], offsets: Offsets, layout: BlockLayout) -> None:
+        """Stop writing blocks, those that are not visible yet, and free their memory."""
+        at = [number for number, one in enumerate(fresh) if one.state is BlockState.WRITING]
+        self._host.index.abandon([fresh[number] for number in at])
+        self._host.arena.free(offsets[at].reshape(-1), layout.block_bytes)
 
     def _begin(
         self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, layout: BlockLayout
@@ -359,21 +384,27 @@ class PrefixCache:
             return self._loaded(operation, loading, error)
 
         holdings = Holdings(pages=hold, pinned=blocks)
-        operation = self._operations.begin(call, "load", pool.name, len(call.ids[0]), finish, holdings)
-        loading.holder = OPERATIONS - operation.number
-        self._host.index.pin(blocks, loading.holder)
-        coming = [one for one in map(self._lower.promote, blocks) if one is not None]
-        if coming:
-            operation.waits_for = f"{len(coming)} blocks from lower tiers"
-            self._loads.spawn(self._when_up(operation, loading, coming))
-        else:
-            self._copy(operation, loading)
+        try:
+            operation = self._operations.begin(call, "load", pool.name, len(call.ids[0]), finish, holdings)
+        except Exception:
+            hold.release()
+            raise
+        with self._operations.guarded(operation):
+            loading.holder = OPERATIONS - operation.number
+            self._host.index.pin(blocks, loading.holder)
+            coming = [one for one in map(self._lower.promote, blocks) if one is not None]
+            if coming:
+                operation.waits_for = f"{len(coming)} blocks from lower tiers"
+                self._loads.spawn(self._when_up(operation, loading, coming))
+            else:
+                self._copy(operation, loading)
         return Answer(OperationStarted(operation=operation.number))
 
     async def _when_up(self, operation: Operation, loading: _Loading, coming: Sequence[asyncio.Future[bool]]) -> None:
         await asyncio.gather(*coming, return_exceptions=True)
         if operation.stopped is None:
-            self._copy(operation, loading)
+            with self._operations.guarded(operation):
+                self._copy(operation, loading)
 
     def _copy(self, operation: Operation, loading: _Loading) -> None:
         """Copy the leading blocks that are in the host tier."""
@@ -393,7 +424,7 @@ class PrefixCache:
         self._operations.start(operation, BlockJob("restore", [segment], self._host.region, digests=digests))
 
     def _loaded(self, operation: Operation, loading: _Loading, error: KvferryError | None) -> Ending:
-        self._host.free_all(self._host.index.unpin(loading.blocks, loading.holder))
+        self._host.free_all(self._host.index.unpin_holder(loading.holder))
         done = TierDone(operation=operation.number, kind="load")
         if isinstance(error, SnapshotDamagedError):
             self._damaged(loading, error)

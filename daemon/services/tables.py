@@ -268,15 +268,15 @@ class TableService:
             visible, share = done.result()
             try:
                 made = _Tables(*key, tables, visible)
-            except KvferryError:
+            except Exception:
                 self._loop.run_in_executor(self._executor, visible.close)
                 raise
             if not call.session.is_pending(call.message_id):  # answered with DEADLINE: the engine does not know of them
                 self._close_tables(made)
                 return
             answer = self._created(call, made, share)
-        except KvferryError as error:
-            self._dispatcher.answer_error(call.session, call.message_id, error)
+        except Exception as cause:  # noqa: BLE001  see Dispatcher.run_held
+            self._dispatcher.answer_failure(call, cause)
         else:
             self._dispatcher.answer(call.session, call.message_id, answer)
 
@@ -291,7 +291,7 @@ class TableService:
         try:
             self._descriptors.take(made.host, call.session.tenant, "sessions", PER_REGION * len(fds))
             self._session_socket.pass_frame(call.session, follows, fds)
-        except KvferryError:
+        except Exception:
             self._close_tables(made)
             raise
         self._tables[made.session_id, made.name] = made

@@ -491,5 +491,7 @@ class TransferService:
         self._timer = None
         try:
             self._state_machine.expire(time.monotonic())
+        except Exception as cause:  # noqa: BLE001  the timer is set again
+            self._failed("deadlines", cause, None)
         finally:
             self.execute()

@@ -450,7 +450,10 @@ class TierCopier:
 
     def _start_phase(self, running: _Running) -> None:
         """Queue a job's next phase, or report the job after its last one. Needs the lock; no shard may be open."""
-        shards = running.next_shards(len(self._threads))
+        try:
+            shards = running.next_shards(len(self._threads))
+        except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported forever
+            running.error, shards = _as_kvferry_error(cause), []
         running.open_shards = len(shards)
         self._queues[running.job.operation_class].extend(_Slot(running, one) for one in shards)
         self._changed.notify(len(shards))

@@ -7,6 +7,7 @@ says what each event does to it. Its ``finish`` callback releases what it holds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import itertools
 import time
@@ -365,7 +366,21 @@ class Operations:
         operation.first_copy_at = time.monotonic()
         operation.job = job
         self._by_job[job] = operation
-        self._copier.start(job, self._on_job_done)
+        try:
+            self._copier.start(job, self._on_job_done)
+        except Exception as cause:  # no byte of it moves
+            log.exception("a job could not begin", operation=operation.number, cause=str(cause))
+            error = InternalError(f"the {operation.kind} could not begin: {cause!r}")
+            self._loop.call_soon(self._on_job_done, job, error)
+
+    @contextlib.contextmanager
+    def guarded(self, operation: Operation) -> Iterator[None]:
+        """End an operation with INTERNAL where the block raises: it was accepted, and nobody else would end it."""
+        try:
+            yield
+        except Exception as cause:
+            log.exception("an operation failed", operation=operation.number, kind=operation.kind, cause=str(cause))
+            self._loop.call_soon(self.give_up, operation, InternalError(f"the {operation.kind} failed: {cause!r}"))
 
     def _register(self, device: Accelerator) -> None:
         try:
@@ -381,10 +396,13 @@ class Operations:
     def _on_registered(self, operation: Operation, job: BlockJob, done: asyncio.Future[None]) -> None:
         del done
         if operation.stopped is None:
-            self.start(operation, job)
+            with self.guarded(operation):
+                self.start(operation, job)
 
     def _on_job_done(self, job: BlockJob, error: KvferryError | None) -> None:
-        operation = self._by_job.pop(job)
+        operation = self._by_job.pop(job, None)
+        if operation is None:  # it was ended as one that could not begin, and began all the same
+            return
         operation.job = None
         self._apply(operation, Event.JOB_DONE if error is None else Event.JOB_FAILED, cause=error)
 
@@ -424,7 +442,6 @@ class Operations:
             operation.timer.cancel()
         ending = self._finish(operation, error)
         done = self._with_times(operation, ending.done, error)
-        self._record(operation, done)
         session = self._sessions.get(operation.session.session_id)
         if session is not None and not operation.quiet:
             session.add_event(done, ending.ids)
@@ -434,6 +451,7 @@ class Operations:
             self._loop.call_soon(self._dispatcher.push_events, session)
         if not self._live:
             self._idle.set()
+        self._record(operation, done)
 
     def session_lost(self, session_id: int) -> None:
         """Stop a lost session's operations."""
@@ -514,6 +532,10 @@ class Operations:
         except Exception as cause:  # a bug must not keep the session or shutdown waiting
             log.exception("ending an operation failed", operation=operation.number, kind=operation.kind)
             bug = InternalError(f"the end of the {operation.kind} failed: {type(cause).__name__}")
+            try:  # as if its job had failed: what was released is not released again
+                operation.finish(operation, bug)
+            except Exception:
+                log.exception("ending an operation failed again", operation=operation.number, kind=operation.kind)
             return Ending(TierDone(operation=operation.number, kind=operation.kind, error=bug.info()))
 
     def _with_times(self, operation: Operation, done: TierDone, error: KvferryError | None) -> TierDone:

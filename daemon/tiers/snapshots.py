@@ -283,24 +283,32 @@ class PageHold:
         Raises:
             KvferryError: they do not belong to it, or are busy: see ``PageAllocator``.
         """
-        if self._write:
-            allocator.begin_write(owner, ids, field)
-        else:
-            allocator.begin_read(owner, ids, field)
         self._held.append(_Held(allocator, ids))
+        try:
+            if self._write:
+                allocator.begin_write(owner, ids, field)
+            else:
+                allocator.begin_read(owner, ids, field)
+        except Exception:
+            self._held.pop()
+            raise
 
     def held(self, holder: str) -> Iterator[HeldPages]:
         """Yield the pages that it holds, in the name of ``holder``."""
         return (HeldPages(allocator, ids, self._write, holder) for allocator, ids in self._held)
 
     def release(self) -> None:
-        """Release the pages. Idempotent."""
-        for allocator, ids in self._held:
-            if self._write:
-                allocator.end_write(ids)
-            else:
-                allocator.end_read(ids)
-        self._held.clear()
+        """Release the pages, each once. Idempotent, also after it raised."""
+        while self._held:
+            held = self._held.pop()
+            try:
+                if self._write:
+                    held.allocator.end_write(held.ids)
+                else:
+                    held.allocator.end_read(held.ids)
+            except Exception:
+                self._held.append(held)
+                raise
 
     def give_back(self, owner: int) -> None:
         """Free those pages that ``owner`` still has, each once."""
@@ -321,7 +329,7 @@ def hold_pages(pool: Pool, owner: int, lists: Sequence[PageRange], *, write: boo
     try:
         for pages in lists:
             hold.add(pool.allocator_of(pages.component), owner, pages.ids, f"{pages.field}.pages")
-    except KvferryError:
+    except Exception:
         hold.release()
         raise
     return hold

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry.clients import AsyncClient, Transfer, new_request_id, pages
+from kvferry.daemon.control import dispatch
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import PeerLinks
+from kvferry.daemon.services import transfers
+from kvferry.daemon.services.event_rings import EventRings
+from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.services.receive_to_host import HostReceives
+from kvferry.daemon.services.tables import TableService
+from kvferry.daemon.services.tiers import Tiers
+from kvferry.daemon.services.transfers import TransferService
 from kvferry.daemon.transfer.registry import StartOp
+from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol import errors
 from tests.daemon.in_process import SPEC, client_of_one
@@ -167,3 +178,78 @@ async def test_a_source_daemon_that_cannot_be_called_refuses_the_receive(
     status = await client.status()
     assert status.transfers == ()
     assert [one.busy for one in status.pools] == [0]
+
+
+class Once:
+    """Raises at its first call, and does then what it stands for."""
+
+    def __init__(self, instead_of: Callable[..., Any]) -> None:
+        self.instead_of = instead_of
+        self.calls = 0
+
+    def __get__(self, owner: object, kind: type[object]) -> Callable[..., Any]:
+        """Be a method."""
+        return partial(self, owner)
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:  # noqa: ANN401
+        """Raise, or not."""
+        self.calls += 1
+        if self.calls == 1:
+            raise MemoryError("at first")
+        return self.instead_of(*arguments, **more)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (transfers, "record_finished"),
+        (HostReceives, "on_event"),
+        (dispatch, "encode"),
+        (PeerLinks, "connect"),
+        (TransferStateMachine, "expire"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_the_end_is_told_whatever_raises_on_the_way(
+    client: AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,  # noqa: ANN401
+    name: str,
+) -> None:
+    receiving = await receive(client, deadline_s=0.2, source_daemons=[NOWHERE])
+    await client.ping()
+    fails = Once(getattr(owner, name))
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(errors.DeadlineError):
+        await client.wait_finished(receiving)
+    await client.wait_settled(receiving)
+    assert fails.calls > 1 or name == "record_finished"
+    assert [one.busy for one in (await client.status()).pools] == [0]
+
+
+@pytest.mark.parametrize("part", [TableService, EventRings, TransferService, Tiers])
+async def test_an_engines_pages_come_back_whatever_raises_at_its_end(
+    client: AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    part: Any,  # noqa: ANN401
+) -> None:
+    path = (await client.status()).addresses[0].removeprefix("ipc://")
+    async with await AsyncClient.connect(Path(path).parent) as mortal:
+        await mortal.create_pool("other", SPEC)
+        await mortal.allocate("other", 3)
+        monkeypatch.setattr(part, "session_lost", Once(part.session_lost))
+    while len((await client.status()).sessions) > 1:
+        pass
+    status = await client.status()
+    assert status.counters["sessions.ends_failed"] == 1
+    assert [one.free for one in status.pools if one.pool == "other"] == [16]
+
+
+async def test_a_pool_that_cannot_be_added_is_refused_and_may_be_made_again(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PoolRegistry, "add", Once(PoolRegistry.add))
+    with pytest.raises(errors.InternalError, match="could not be added"):
+        await client.create_pool("other", SPEC)
+    await client.create_pool("other", SPEC)
+    assert len(await client.allocate("other", 16)) == 16

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import operations
-from kvferry.daemon.tiers.operations import TRANSITIONS, Event, Key, State, as_markdown
+from kvferry.daemon.tiers.operations import TRANSITIONS, Event, Key, Operations, State, as_markdown
+from kvferry.pools.allocator import PageAllocator
+from kvferry.pools.tiers.index import BlockIndex
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
@@ -22,6 +26,7 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.session_messages import OperationStatus
 from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled
 from tests.daemon.tiers.tier_harness import Engine, Harness, harness, settle, until
+from tests.scripted.scripted_copier import ScriptedCopier
 from tests.transition_tables import SeenRows, transitions_of
 
 pytestmark = pytest.mark.anyio
@@ -153,6 +158,65 @@ async def test_a_bug_in_a_operations_end_is_that_operations_error(tiers: Harness
     assert engine.error(operation) is InternalError
     await tiers.operations.drained()
     real(live, None)  # what it held
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (ScriptedCopier, "start"),
+        (PageAllocator, "end_read"),
+        (PageAllocator, "end_write"),
+        (BlockIndex, "commit"),
+        (BlockIndex, "pin"),
+        (Operations, "begin"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("kind", ["offload", "restore", "store", "load"])
+async def test_what_raises_ends_an_operation_and_what_it_held_comes_back(
+    tiers: Harness,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,  # noqa: ANN401
+    name: str,
+    kind: str,
+) -> None:
+    ids, hashes = engine.allocate(2), [b"0" * 16, b"1" * 16]
+    snapshot = engine.offload(ids).snapshot
+    engine.store(hashes, ids)
+    await tiers.finish()
+    lease = engine.lookup(hashes).lease
+    calls = 0
+    real = getattr(owner, name)
+
+    def fails_once(*arguments: Any, **more: Any) -> Any:  # noqa: ANN401
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise MemoryError("at first")
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(owner, name, fails_once)
+    operation: int | None = None
+    with capture_logs():
+        with contextlib.suppress(InternalError):  # nothing has begun
+            if kind == "offload":
+                operation = engine.offload(ids).operation
+            elif kind == "restore":
+                operation = engine.restore(snapshot, ids)
+            elif kind == "store":
+                operation = engine.store([b"2" * 16, b"3" * 16], ids)
+            else:
+                operation = engine.load(lease, ids)
+        await tiers.finish()
+    if operation is not None:
+        assert engine.error(operation) is (InternalError if calls else None)
+    monkeypatch.undo()
+    tiers.check()
+    assert not list(tiers.operations)
+    assert not any(one.busy_count for pool in tiers.pools for one in pool.allocators.values())
+    engine.free(ids)
+    assert all(pool.idle for pool in tiers.pools), "each page came back once"
 
 
 # -- the table of transitions

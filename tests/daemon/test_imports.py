@@ -1,0 +1,141 @@
+"""What a daemon needs it has imported when it says that it is ready: later there may be no descriptor to read it by."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.clients import BlockTableEntries, Client, MhaSpec, ModelIdentity, new_request_id, pages
+from kvferry.protocol.errors import CancelledError, DeadlineError, KvferryError
+from tests.daemons import running_daemon
+
+SPEC = MhaSpec(layers=2, tokens=256, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
+MODEL = ModelIdentity(name="m", revision="1")
+CONFIG = """
+[tiers]
+host_bytes = "1MiB"
+[tiers.disk]
+path = "{disk}"
+max_bytes = "1MiB"
+"""
+FAILS = """
+import asyncio, socket, sys, threading
+from kvferry.daemon import daemon
+from kvferry.daemon.process.host import configure_logs
+from kvferry.protocol.config.schema import LoggingConfig
+import structlog, uvloop
+
+print("imported", flush=True)
+
+async def fail():
+    loop = asyncio.get_running_loop()
+    loop.call_soon(lambda: {}["in a callback"])
+    loop.create_task(bug())
+    await loop.run_in_executor(None, lambda: None)
+    await asyncio.gather(bug(), return_exceptions=True)
+    try:
+        await asyncio.open_connection("localhost", 1)
+    except OSError:
+        pass
+
+async def bug():
+    raise RuntimeError("a bug") from ValueError("its cause")
+
+configure_logs(LoggingConfig(level="debug", format="json"))
+try:
+    [].index("what is not there")
+except ValueError:
+    structlog.get_logger("test").exception("failed", cause="b\\u00fcg")
+uvloop.run(fail())
+"""
+
+
+def environment(file: Path) -> dict[str, str]:
+    """Return what lets a process write down which modules it looks for."""
+    path = [str(Path(__file__).with_name("importing")), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(path), "KVFERRY_TEST_IMPORTS": str(file)}
+
+
+def works(client: Client, other: Client) -> None:
+    """Ask two daemons for everything, also for what fails; the pages of one go to the other."""
+    for number, one in enumerate((client, other)):
+        one.create_pool(f"pool{number}", SPEC, model=MODEL)
+    addresses = [client.status().addresses[0]]
+    ids, theirs = client.allocate("pool0", 8), other.allocate("pool1", 8)
+    ring = client.open_events()
+    steps = [ring.step(0, 1), ring.step(1, 1)]
+    request_id = new_request_id()
+    receiving = other.receive("pool1", request_id, [pages(theirs)], source_daemons=addresses)
+    sending = client.send("pool0", request_id, [pages(ids)], steps=steps, first_token=1, payload=b"state")
+    for step in steps:
+        ring.record(step)
+    other.wait_finished(receiving)
+    other.wait_settled(receiving)
+    client.wait_settled(sending)
+    fails(client, ids[:1].tolist())
+    offload = client.offload("pool0", [pages(ids)])
+    client.wait_done(offload)
+    client.wait_done(client.restore("pool0", offload.snapshot, lists=[pages(ids)]))
+    hashes = [bytes([number]) * 16 for number in range(len(ids))]
+    client.wait_done(client.store("pool0", hashes, ids))
+    found = client.lookup("pool0", hashes)
+    client.wait_done(client.load("pool0", found.lease, ids, unpin=True))
+    tables = client.create_tables("tables", "pool0", max_batch=2, max_context_tokens=64)
+    client.wait(client.update_tables(tables, [4, 4], entries=BlockTableEntries([0, 1], [0, 0], ids[:2])))
+    client.delete_tables(tables)
+    client.status()
+    client.free("pool0", ids)
+
+
+def fails(client: Client, ids: list[int]) -> None:
+    """Cancel, let deadlines pass, and ask for what is refused."""
+    for error in (CancelledError, DeadlineError):
+        alone = client.receive(
+            "pool0", new_request_id(), [pages(ids)], deadline_s=0.01 if error is DeadlineError else 9
+        )
+        if error is CancelledError:
+            client.cancel(alone)
+        with pytest.raises(error):
+            client.wait_finished(alone)
+        client.wait_settled(alone)
+    with pytest.raises(KvferryError):
+        client.wait_finished(client.send("pool0", new_request_id(), [pages([999])]))
+    with pytest.raises(KvferryError):
+        client.free("pool0", ids * 2)
+
+
+def test_nothing_is_imported_once_a_daemon_is_ready(tmp_path: Path) -> None:
+    files = [tmp_path / name / "imports" for name in ("one", "other")]
+    with contextlib.ExitStack() as stack:
+        daemons = []
+        for file in files:
+            disk = file.with_name("disk")
+            disk.mkdir(parents=True)
+            running = running_daemon(file.parent, CONFIG.format(disk=disk), environment(file))
+            daemons.append(stack.enter_context(running))
+        ready = [len(file.read_text().split()) for file in files]
+        works(*(stack.enter_context(Client.connect(daemon.runtime_dir)) for daemon in daemons))
+    assert all(ready), "nobody wrote anything down"
+    assert [file.read_text().split()[count:] for file, count in zip(files, ready, strict=True)] == [[], []]
+
+
+def test_nothing_is_imported_to_say_what_failed(tmp_path: Path) -> None:
+    file = tmp_path / "imports"
+    with subprocess.Popen(
+        [sys.executable, "-c", FAILS],
+        env=os.environ | environment(file),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as failing:
+        assert failing.stdout is not None
+        assert failing.stdout.readline() == b"imported\n"
+        ready = len(file.read_text().split())
+        _, said = failing.communicate(timeout=30)
+    assert failing.returncode == 0
+    assert b"a bug" in said
+    assert file.read_text().split()[ready:] == []
