@@ -42,6 +42,7 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import HostResources, PoolService
+from kvferry.daemon.services.status_view import seen_by
 from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfers import Movers, TransferService
@@ -246,7 +247,7 @@ class Daemon:
         hub.subscribe(SessionEnded, self._session_ended)
         hub.subscribe(InstanceEnded, self._instance_ended)
         self._dispatcher.handle_open("HELLO", self._hello)
-        self._dispatcher.handle_open("PING", lambda _body: Pong())
+        self._dispatcher.handle_open("PING", lambda _body, _identity: Pong())
         self._dispatcher.handle_open("STATUS", self._status)
         self._dispatcher.check_complete()
 
@@ -402,7 +403,7 @@ class Daemon:
             self.counters.add("sessions.ends_failed")
             log.exception("a session's end failed in part", part=part, cause=str(cause))
 
-    def _hello(self, body: Body) -> Welcome:
+    def _hello(self, body: Body, _identity: bytes) -> Welcome:
         if not isinstance(body, Hello):
             raise MalformedError("no HELLO")
         return Welcome(
@@ -412,7 +413,10 @@ class Daemon:
             limits=self._limits,
         )
 
-    def _status(self, _body: Body) -> StatusReport:
+    def _status(self, _body: Body, identity: bytes) -> StatusReport:
+        return seen_by(self._report(), self._control.user_of(identity))
+
+    def _report(self) -> StatusReport:
         owned = self._registry.pages_by_owner()
         return StatusReport(
             daemon_version=VERSION,

@@ -62,6 +62,21 @@ class StatusReport(ReplyBody, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     tiers: tuple[TierStatus, ...] = ()
     operations: tuple[OperationStatus, ...] = ()
     descriptors: DescriptorsStatus | None = None
+    others: OthersStatus | None = None
+    """Totals of what other users have; None: everything is listed, as it is for root and the daemon's own user."""
+
+
+class OthersStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What users have in STATUS who are not the one that asks. ``kept_bytes``: of their requests and replies."""
+
+    users: int = 0
+    pools: int = 0
+    region_bytes: int = 0
+    sessions: int = 0
+    transfers: int = 0
+    operations: int = 0
+    tables: int = 0
+    kept_bytes: int = 0
 
 
 class DescriptorsStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +94,10 @@ class DescriptorsStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(AnsweredBy[StatusReport], frozen=True, kw_only=True, tag="STATUS"):
-    """Ask for the daemon's pools, sessions, transfers, tiers and counters."""
+    """Ask for the daemon's pools, sessions, transfers, tiers and counters.
+
+    A user is shown its own, and totals of what others have; root and the daemon's own user are shown all.
+    """
 
     needs_session = False
     in_batch = False
@@ -194,6 +212,7 @@ class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
     arrived: int
     waits_for: str
     request_id: str = ""
+    tenant: int = 0
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import msgspec
 from kvferry.clients.cli.console import add_daemon, table
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.printable import json_line
 from kvferry.protocol.tier_messages import HASH_BYTES, CacheChange, CachedBlockStatus, SnapshotStatus
 
 MIB = 1 << 20
@@ -54,7 +55,7 @@ def _list(client: Client, options: argparse.Namespace) -> int:
     blocks = list(client.cached_blocks())
     if options.json:
         for one in blocks:
-            print(msgspec.json.encode(one).decode())
+            print(json_line(one))
     else:
         head = ("hash", "tiers", "MiB", "pages", "space", "layout", "model", "parent", "pinned by")
         print("\n".join(table("cached blocks", head, [_block_row(one) for one in blocks])))
@@ -80,9 +81,9 @@ def _watch(client: Client, options: argparse.Namespace) -> int:
     while True:
         changes = client.cache_events(cursor, timeout_s=watch_s)
         if changes.lost:
-            print(msgspec.json.encode({"lost_before": changes.cursor, "boot_id": client.boot_id}).decode(), flush=True)
+            print(json_line({"lost_before": changes.cursor, "boot_id": client.boot_id}), flush=True)
         for one in changes.changes:
-            print(msgspec.json.encode(_shown(one)).decode(), flush=True)
+            print(json_line(_shown(one)), flush=True)
         cursor = changes.cursor
 
 
@@ -90,7 +91,7 @@ def _snapshots(client: Client, options: argparse.Namespace) -> int:
     snapshots = client.snapshots()
     if options.json:
         for one in snapshots:
-            print(msgspec.json.encode(one).decode())
+            print(json_line(one))
     else:
         head = ("snapshot", "pool", "model", "pages", "tokens", "MiB", "age s", "session", "state", "restores")
         print("\n".join(table("snapshots", head, [_snapshot_row(one) for one in snapshots])))

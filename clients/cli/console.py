@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, invalid_field
+from kvferry.protocol.printable import json_line, printable
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ def read_json(name: str, kind: type[T]) -> T:
 
 def print_json(value: Any) -> int:  # noqa: ANN401  whatever msgspec can encode
     """Print a value as JSON on one line; return the exit status of success."""
-    print(msgspec.json.encode(value).decode())
+    print(json_line(value))
     return 0
 
 
@@ -47,7 +48,7 @@ def refuse(command: str, error: KvferryError, *, as_json: bool) -> int:
     if as_json:
         print_json({"error": shown(error)})
     else:
-        print(f"kvferry {command}: {error}", file=sys.stderr)
+        print(printable(f"kvferry {command}: {error}"), file=sys.stderr)
     return BAD_INPUT
 
 
@@ -125,7 +126,7 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> 
     if not rows:
         yield f"no {title}"
         return
-    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    cells = [list(head), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     yield title
     for row in cells:

@@ -10,9 +10,11 @@ import msgspec
 
 from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.console import add_daemon, table
+from kvferry.protocol.printable import json_line, printable
 from kvferry.protocol.session_messages import (
     DescriptorsStatus,
     DeviceStatus,
+    OthersStatus,
     PeerStatus,
     Ping,
     PoolStatus,
@@ -39,7 +41,7 @@ def ping(options: argparse.Namespace) -> int:
         connection.call(Ping(), timeout_s=options.timeout)
         elapsed_us = (time.perf_counter() - started) * 1e6
         version = connection.welcome.daemon_version
-        print(f"kvferry {version} boot {connection.boot_id[:8]} answers in {elapsed_us:.0f} us")
+        print(printable(f"kvferry {version} boot {connection.boot_id[:8]} answers in {elapsed_us:.0f} us"))
     return 0
 
 
@@ -55,9 +57,9 @@ def status(options: argparse.Namespace) -> int:
         report = connection.call(Status(), timeout_s=options.timeout)
         boot_id = connection.boot_id
     if options.json:
-        print(msgspec.json.encode({"boot_id": boot_id, **msgspec.to_builtins(report)}).decode())
+        print(json_line({"boot_id": boot_id, **msgspec.to_builtins(report)}))
     else:
-        print("\n".join(status_lines(report, boot_id)))
+        print("\n".join(map(printable, status_lines(report, boot_id))))
     return 0
 
 
@@ -89,6 +91,9 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
             for r in report.transfers
         ],
     )
+    if report.others is not None:
+        yield ""
+        yield _others_line(report.others)
     if report.devices:
         of_device = ("device", "GiB", "free GiB", "pools GiB", "state")
         yield from table("devices", of_device, [_device_row(device) for device in report.devices])
@@ -124,6 +129,13 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         quarantined = (slots.quarantined, f"{slots.quarantined_bytes / MIB:.1f}")
         yield from table("network", (*of_slots, *of_quarantine), [(*row, *quarantined, holders)])
     yield from table("counters", ("name", "count"), list(report.counters.items()))
+
+
+def _others_line(others: OthersStatus) -> str:
+    return (
+        f"{others.users} other users have {others.pools} pools of {others.region_bytes / GIB:.2f} GiB, "
+        f"{others.sessions} sessions, {others.transfers} transfers, {others.operations} operations"
+    )
 
 
 def _peer_row(peer: PeerStatus) -> tuple[object, ...]:

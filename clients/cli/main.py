@@ -89,11 +89,12 @@ def _run(module: ModuleType, name: str, arguments: Sequence[str]) -> int:
 
     from kvferry.clients.cli.console import FAILED, INTERRUPTED, status_of  # noqa: PLC0415  --help does not need it
     from kvferry.protocol.errors import KvferryError  # noqa: PLC0415  the same
+    from kvferry.protocol.printable import printable  # noqa: PLC0415  the same
 
     try:
         return run(options)
     except KvferryError as error:
-        print(f"kvferry {name}: {error}", file=sys.stderr)
+        print(printable(f"kvferry {name}: {error}"), file=sys.stderr)
         return status_of(error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,6 +15,7 @@ from kvferry.pools.planning.pairing import Pair
 from kvferry.pools.planning.plan import Plan
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import Entry
+from kvferry.protocol.printable import printable
 
 # -- ``kvferry plan --explain``: what a dry run decided and why, for people and as JSON.
 
@@ -327,5 +328,5 @@ def _print_explanation(given: PlanInput, run: DryRun, *, as_json: bool) -> int:
     if as_json:
         print_json(explanation)
     else:
-        print("\n".join(lines_of(explanation)).lstrip("\n"))
+        print("\n".join(map(printable, lines_of(explanation))).lstrip("\n"))
     return BAD_INPUT if run.error else WORKED

@@ -21,6 +21,7 @@ from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.protocol.conversation import EVENT, Arrived
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError
 from kvferry.protocol.json_form import body_to_fields, request_from_fields
+from kvferry.protocol.printable import json_line
 from kvferry.protocol.requests import request_type
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -288,4 +289,4 @@ def _refuse(name: str, error: KvferryError) -> int:
 
 
 def _print(fields: dict[str, Any]) -> None:
-    print(msgspec.json.encode(fields).decode(), flush=True)
+    print(json_line(fields), flush=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-import msgspec
-
 from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.console import FAILED, WORKED, add_daemon
+from kvferry.protocol.printable import json_line, printable
 from kvferry.protocol.session_messages import Finding, Verified, Verify
 
 TIMEOUT_S = 60.0
@@ -25,10 +24,10 @@ def verify(options: argparse.Namespace) -> int:
     with Connection.open(options.runtime_dir, "verify", timeout_s=options.timeout, session=True) as connection:
         verified = connection.call(Verify(deep=options.deep), timeout_s=options.timeout)
     if options.json:
-        print(msgspec.json.encode(verified).decode())
+        print(json_line(verified))
     else:
         for finding in verified.findings:
-            print(finding_line(finding))
+            print(printable(finding_line(finding)))
         print(closing_line(verified))
     return FAILED if verified.findings else WORKED
 

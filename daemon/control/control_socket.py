@@ -182,6 +182,11 @@ class ControlSocket:
                 if not connection.read():
                     break
 
+    def user_of(self, identity: bytes) -> int | None:
+        """Return the number of the user who made a connection; None over the network, or where it is gone."""
+        connection = self._connections.get(identity)
+        return connection.origin if connection is not None and isinstance(connection.origin, int) else None
+
     def forget(self, identity: bytes) -> None:
         """Remove a connection that was closed."""
         self._connections.pop(identity, None)

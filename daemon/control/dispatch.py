@@ -71,8 +71,8 @@ class Handler(Protocol):
         """Return the reply, or None if ``Dispatcher.answer`` is called later; raise KvferryError to refuse."""
 
 
-OpenHandler = Callable[[Body], ReplyBody]
-"""Handles a type of request that needs no session."""
+OpenHandler = Callable[[Body, bytes], ReplyBody]
+"""Handles a type of request that needs no session, of the connection with this identity."""
 
 SendFrames = Callable[[bytes, Frames], bool]
 
@@ -265,7 +265,7 @@ class Dispatcher:
         kind = type(request.body)
         open_handler = self._open_handlers.get(kind)
         if open_handler is not None:
-            self._send(identity, encode(Reply(request.message_id, self._boot_id, open_handler(request.body))))
+            self._send(identity, encode(Reply(request.message_id, self._boot_id, open_handler(request.body, identity))))
         elif session is None:
             raise NoSessionError(f"{kind.__name__} needs a session", field="secret")
         elif not request.boot_id:

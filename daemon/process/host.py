@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import logging
 import os
 import socket
@@ -19,6 +20,7 @@ from typing import Final, TextIO
 import structlog
 
 from kvferry.protocol.config.schema import LoggingConfig
+from kvferry.protocol.printable import printable
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -47,7 +49,7 @@ def configure_logs(config: LoggingConfig) -> None:
         structlog.processors.TimeStamper(fmt="iso"),
     ]
     if console:
-        processors.append(structlog.dev.ConsoleRenderer())
+        processors += [_printable, structlog.dev.ConsoleRenderer(exception_formatter=_traceback)]
     else:
         journal = bool(os.environ.get("JOURNAL_STREAM"))
         processors += [structlog.processors.format_exc_info, _journal_line if journal else _json]
@@ -72,6 +74,20 @@ def _unfailing(kind: type[structlog.typing.FilteringBoundLogger]) -> type[struct
                 return None
 
     return Unfailing
+
+
+def _printable(
+    logger: structlog.typing.WrappedLogger, method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Escape what an engine or a peer said, which a terminal would obey; JSON lines are escaped as they are."""
+    del logger, method
+    return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
+
+
+def _traceback(out: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    out.write("\n".join(map(printable, text.getvalue().split("\n"))))
 
 
 class LineLogger:

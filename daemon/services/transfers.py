@@ -210,6 +210,7 @@ class TransferService:
                 pages=endpoint.pages,
                 arrived=endpoint.arrived_pages if isinstance(endpoint, ReceiveRequest) else 0,
                 waits_for=endpoint.waits_for(),
+                tenant=endpoint.key.tenant,
             )
             for endpoint in self._state_machine.endpoints
         )

@@ -21,6 +21,7 @@ from kvferry.clients.cli.doctor import kernel, npus, ports, running, tiers, unit
 from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, summary
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
 from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.printable import json_line, printable
 
 Found = Finding | dict[str, Finding] | None
 """One finding, or several, each with a name of its own."""
@@ -58,10 +59,10 @@ def doctor(options: argparse.Namespace) -> int:
             "status": status,
             "findings": [{"name": name, **msgspec.to_builtins(one)} for name, one in findings.items()],
         }
-        print(msgspec.json.encode(report).decode())
+        print(json_line(report))
     else:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-        print("\n".join(lines(findings, columns)))
+        print("\n".join(map(printable, lines(findings, columns))))
     return status
 
 
