@@ -23,6 +23,7 @@ import structlog
 
 from kvferry.daemon.process.signals import ENDING, IGNORED, held_back
 from kvferry.daemon.tiers.store_process import (
+    ARENA,
     INVALID_PARAMS,
     LENGTH,
     MAX_HEADER_BYTES,
@@ -60,7 +61,7 @@ class StoreLink:
 
         Args:
             begin: the first message to the process.
-            arena_fd: a memfd of ``begin.arena_bytes``; inherited by the process.
+            arena_fd: a memfd of ``begin.arena_bytes``; passed to the process.
             environment: variables for the process, added to this one's.
         """
         self._begin = begin
@@ -168,17 +169,18 @@ class StoreLink:
         self._channel.setblocking(False)  # noqa: FBT003  socket's own signature
         self._output_fd, output = os.pipe()
         try:
-            command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(self._arena_fd)]
+            command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())]
             with held_back(ENDING + IGNORED):  # inherited: signals are for the daemon, which ends it in order
                 self._process = subprocess.Popen(  # noqa: S603  no part of it is user input
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    pass_fds=[theirs.fileno(), self._arena_fd],
+                    pass_fds=[theirs.fileno()],
                     env=self._environment,
                     start_new_session=True,  # so that a terminal's signals do not reach it
                 )
+            socket.send_fds(self._channel, [ARENA], [self._arena_fd])
         finally:
             theirs.close()
             os.close(output)

@@ -40,12 +40,17 @@ from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import msgspec
 
+from kvferry.daemon.process.inspection import forbid_inspection
 from kvferry.daemon.process.signals import end_within, ignore_but_for_libraries
 
 # -- messages between the daemon and its store process: length-prefixed msgpack over a socketpair.
 #
 # Ranges of the arena are raw int64 pairs (offset, size) in the host's byte order, as both ends are on one host.
 
+
+ARENA: Final = b"A"
+"""What the arena's descriptor comes with, ahead of the first message: it is not inherited, as a process that has just
+been started can still be looked into."""
 
 LENGTH: Final = struct.Struct("<I")
 MAX_MESSAGE_BYTES: Final = 256 << 20
@@ -393,15 +398,17 @@ def give_memory(store: Any, begin: Begin, memory: Memory) -> list[str]:  # noqa:
     return segments
 
 
-def main(socket_fd: int, arena_fd: int) -> NoReturn:
+def main(socket_fd: int) -> NoReturn:
     """Serve until the daemon's end of the socket closes."""
+    forbid_inspection()  # before there is anything to see
     ignore_but_for_libraries()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # users' content does not belong in core files
     channel = socket.socket(fileno=socket_fd)
+    _, fds, _, _ = socket.recv_fds(channel, len(ARENA), 1, socket.MSG_CMSG_CLOEXEC)
     begin = receive(channel)
-    if not isinstance(begin, Begin):
+    if not fds or not isinstance(begin, Begin):
         os._exit(2)
-    memory = Memory(arena_fd, begin.arena_bytes, begin.threads)
+    memory = Memory(fds[0], begin.arena_bytes, begin.threads)
     try:
         store = open_store(begin)
         segments = give_memory(store, begin, memory)
@@ -431,4 +438,4 @@ def _receive_exactly(channel: socket.socket, size_bytes: int) -> bytes | None:
 _decoder: Final = msgspec.msgpack.Decoder(FromDaemon)
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]))
