@@ -15,6 +15,7 @@ from benchmarks import (
     contention,
     control_messages,
     device_overlap,
+    engine_death,
     eviction,
     local_transfer,
     network,
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "prefix_cache": prefix_cache.measure,
     "allocation": allocation.measure,
     "tables": tables.measure,
+    "engine_death": engine_death.measure,
     "device_overlap": device_overlap.measure,
     "npu_transfer": npu_transfer.measure,
 }

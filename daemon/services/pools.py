@@ -37,7 +37,7 @@ from kvferry.daemon.services.pool_registry import (
 )
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
-from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.host import STEP_BYTES, HostRegion
 from kvferry.pools.index_file import PoolRecord, manifest_digest
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
@@ -142,6 +142,7 @@ class PoolService:
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._leaving: list[Pool] = []
         self._executor = started_threads(1, "populate")
+        self._freeing = started_threads(1, "free")
         self._device_executor = started_threads(1, "device-memory")  # populating host memory takes long
         for kind, handler in (
             ("CREATE_POOL", self._create),
@@ -188,7 +189,7 @@ class PoolService:
         """Free all memory, without waiting for a lost device."""
         for creation in self._creations.values():
             creation.stopped.set()
-        for executor in (self._executor, self._device_executor):
+        for executor in (self._executor, self._device_executor, self._freeing):
             executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
         for pool in (*self._pools, *self._leaving):
             pool.close()
@@ -437,12 +438,19 @@ class PoolService:
         if self._leaving:
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
-    def _close_pool(self, pool: Pool) -> None:
-        """Close a pool: on a device this may block, so it runs on a thread."""
-        if pool.region.device == HOST:
-            pool.close()
-        else:
-            asyncio.get_running_loop().run_in_executor(self._device_executor, pool.close)
+    def _close_pool(self, pool: Pool) -> asyncio.Future[None] | None:
+        """Close a pool. On a device, and where there is much memory, this takes long: it is done on a thread then.
+
+        Return what to wait for until the host has its memory back; None: it has.
+        """
+        loop, region = asyncio.get_running_loop(), pool.region
+        if not isinstance(region, HostRegion):
+            loop.run_in_executor(self._device_executor, pool.close)
+            return None
+        if region.size_bytes > STEP_BYTES:
+            return loop.run_in_executor(self._freeing, region.release())
+        pool.close()
+        return None
 
     def _attach(self, call: Call) -> Answer | None:
         body = expect(call, AttachPool)
@@ -497,9 +505,13 @@ class PoolService:
             )
         self._pools.remove(pool)
         self._pools.lost.deleted(pool.tenant, pool.name)
-        self._close_pool(pool)
+        closing = self._close_pool(pool)
         log.info("pool deleted", pool=pool.name, tenant=pool.tenant)
-        return Answer(PoolDeleted(pool=body.pool))
+        deleted = Answer(PoolDeleted(pool=body.pool))
+        if closing is None:
+            return deleted
+        closing.add_done_callback(lambda _: self._dispatcher.answer(call.session, call.message_id, deleted))
+        return None
 
     def _allocate(self, call: Call) -> Answer:
         body = expect(call, Allocate)

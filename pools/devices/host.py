@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import weakref
@@ -35,7 +36,8 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.ids import HOST
 
-POPULATE_CHUNK_BYTES: Final = 64 << 20
+STEP_BYTES: Final = 8 << 20
+"""How much is populated, or given back, at a time: meanwhile no other thread can map or unmap anything."""
 _BLOCK_BYTES: Final = 512  # st_blocks, see stat(2)
 _MADV_POPULATE_WRITE: Final = 23
 _MAP_FIXED_NOREPLACE: Final = 0x100000
@@ -226,8 +228,8 @@ class HostRegion:
             OutOfMemoryError: the host has too little memory; what was allocated is freed with the region.
         """
         address, end = self.address, self.size_bytes if stop is None else stop
-        for offset in range(start, end, POPULATE_CHUNK_BYTES):
-            size = min(POPULATE_CHUNK_BYTES, end - offset)
+        for offset in range(start, end, STEP_BYTES):
+            size = min(STEP_BYTES, end - offset)
             if not go_on(size):
                 return
             if _libc.madvise(address + offset, size, _MADV_POPULATE_WRITE):
@@ -239,10 +241,15 @@ class HostRegion:
     def close(self) -> None:
         """Close the descriptor and, once no view is left, the mapping. Closing twice does nothing."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            with contextlib.suppress(BufferError):  # views exist: the last one unmaps
-                self._map.close()
+            self.release()()
+
+    def release(self) -> Callable[[], None]:
+        """Close the region, but for what takes long where there is much memory: the call that is returned.
+
+        That may be made on any thread, once; it releases the GIL.
+        """
+        fd, self._fd = self._fd, -1
+        return functools.partial(_give_back, fd, self._map)
 
     @property
     def is_ours(self) -> bool:
@@ -257,6 +264,19 @@ class HostRegion:
         """
         if not self.is_ours:
             raise ForkedError(f"process {self._pid} mapped this memory, not its child {os.getpid()}")
+
+
+def _give_back(fd: int, mapping: mmap.mmap) -> None:
+    """Close a descriptor and its mapping, in steps."""
+    if fd < 0:
+        return
+    for offset in range(0, 0 if mapping.closed else len(mapping), STEP_BYTES):
+        # Drops what this process has mapped; the memory is the file's, and whoever else has mapped it keeps it.
+        with contextlib.suppress(OSError):  # locked memory stays until it is unmapped
+            mapping.madvise(mmap.MADV_DONTNEED, offset, min(STEP_BYTES, len(mapping) - offset))
+    with contextlib.suppress(BufferError):  # views exist: the last one unmaps
+        mapping.close()
+    os.close(fd)
 
 
 def _registered_bytes(fd: int) -> int:
