@@ -184,8 +184,18 @@ class Proxy:
             A function that waits for it, for so many seconds, and returns whether it has come.
         """
         mark = _Mark(data, route, way, passes, threading.Event())
-        self._call(lambda: self._marks.append(mark))
+
+        def now() -> None:
+            for one in self._through:
+                one.tails = {"out": b"", "back": b""}  # what came before does not count
+            self._marks.append(mark)
+
+        self._call(now)
         return mark.seen.wait
+
+    def unmark(self) -> None:
+        """Forget what it was to be held at."""
+        self._call(self._marks.clear)
 
     @property
     def connections(self) -> int:

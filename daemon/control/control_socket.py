@@ -100,6 +100,7 @@ class ControlSocket:
         self.on_message: OnMessage | None = None
         self._name = name
         self._spared: Callable[[], Collection[bytes]] = _nobody
+        self._on_end: Callable[[bytes], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._connections: dict[bytes, _Connection] = {}
@@ -138,14 +139,17 @@ class ControlSocket:
         loop: asyncio.AbstractEventLoop,
         on_message: OnMessage,
         spared: Callable[[], Collection[bytes]] = _nobody,
+        on_end: Callable[[bytes], None] | None = None,
     ) -> None:
         """Serve on this loop: each message goes to ``on_message``.
 
-        ``spared`` returns the identities whose connections are never closed for others.
+        ``spared`` returns the identities whose connections are never closed for others; ``on_end`` is told, on its own
+        turn of the loop, the identity of each connection that has ended, after all of its messages.
         """
         self._loop = loop
         self.on_message = on_message
         self._spared = spared
+        self._on_end = on_end
         for listener in self._listeners:
             loop.add_reader(listener, self._accept, listener)
 
@@ -189,7 +193,8 @@ class ControlSocket:
 
     def forget(self, identity: bytes) -> None:
         """Remove a connection that was closed."""
-        self._connections.pop(identity, None)
+        if self._connections.pop(identity, None) is not None and self._on_end is not None and self._loop is not None:
+            self._loop.call_soon(self._on_end, identity)
 
     def too_much_held(self) -> None:
         """Close the connection that has most bytes of incomplete messages."""

@@ -10,11 +10,11 @@ said before. Who is on the path, or listens at an address of his own, is not kep
 to firewall.
 
 The peer is *up* once it has said our key again. Each side detects the other's end by itself: at once where the peer's
-process ends and its host closes the connection, otherwise once it has not answered a ZMTP heartbeat for ``timeout_ms``.
-Its daemon answers heartbeats of ours as well: it is *silent* while one is unanswered. Then, or where it reads too
-slowly, the peer is *lost*: unsent messages are dropped, and a new key makes its messages void that are received only
-later. The two directions may break at different times, so the last messages of one side may have been processed by the
-other before that one noticed.
+process ends and its host closes one of the two connections, otherwise once one of them was silent for ``timeout_ms``
+and a heartbeat. Its daemon answers heartbeats of ours as well: it is *silent* while one is unanswered. Where it is for
+too long, or reads too slowly, it is lost, too. When a peer is *lost*, unsent messages are dropped, and a new key makes
+its messages void that are received only later. The two directions may break at different times, so the last messages of
+one side may have been processed by the other before that one noticed.
 
 A link that is down is kept while a receive request waits for the peer, and for a minute after its last use; where there
 are too many, the least recently used one is dropped for a new one, and first those that only a stranger has named.
@@ -76,7 +76,7 @@ WARNING_S = 1.0
 """How often a dropped message is logged at most; all are counted."""
 
 RECONNECT_MS = 100
-RECONNECT_MAX_MS = 2000
+RECONNECT_MAX_MS = 500
 RETRY_S = 0.01
 TTL_STEP_MS = 100
 MAX_TTL_STEPS = 655
@@ -340,9 +340,14 @@ class PeerLink:
 
     def _check_answered(self, now: float) -> None:
         if self._unanswered_since is not None and self._incarnation is not None:
-            self._lose(f"its daemon did not answer for {now - self._unanswered_since:.1f} s")
-            self._renew_key()
-            self._greet()
+            self.begin_anew(f"its daemon did not answer for {now - self._unanswered_since:.1f} s")
+
+    def begin_anew(self, why: str) -> None:
+        """Mark the peer as lost although our connection to it stands, and greet again."""
+        self._lose(why)
+        self._renew_key()
+        self._clear()
+        self._greet()
 
     def cut_off(self, why: str) -> None:
         """Mark the peer as lost for good, as this link is replaced."""
@@ -522,7 +527,7 @@ class PeerLinks:
         """Serve on this loop, and notify the listener."""
         self.loop = loop
         self.listener = listener
-        self._router.start(loop, self._received, self._spoken_on)
+        self._router.start(loop, self._received, self._spoken_on, self._ended)
         self._timers["beat"] = loop.call_later(self.interval_s, self._beat)
         self._timers["tidy"] = loop.call_later(TIDY_S, self._tidy)
 
@@ -640,6 +645,12 @@ class PeerLinks:
     def _spoken_on(self) -> set[bytes]:
         """Return the connections on which peers that are up have spoken: no stranger takes their places."""
         return {link.heard_on for link in self._links.values() if link.peer is not None}
+
+    def _ended(self, connection: bytes) -> None:
+        """Process that a connection to this daemon has ended: who spoke on it cannot be heard any more."""
+        for link in list(self._links.values()):
+            if link.heard_on == connection and link.peer is not None:
+                link.begin_anew("its connection to this daemon has ended, or was silent")
 
     def _received(self, message: ReceivedMessage) -> None:
         self.counters.add("peers.received")

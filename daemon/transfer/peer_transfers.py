@@ -41,6 +41,7 @@ from kvferry.protocol.errors import (
     KvferryError,
     OverloadedError,
     PageGapError,
+    PeerLostError,
     TransferExistsError,
     UnexpectedSourceError,
     UnknownTransferError,
@@ -66,6 +67,8 @@ from kvferry.protocol.transfer_messages import LayerStep
 MAX_ANNOUNCEMENTS = 65_536
 MAX_REMOTE_POOLS = 4096
 LONGEST_ANNOUNCEMENT_S = 86_400.0
+MAX_CUT_OFF = 4096
+"""How many receive requests are remembered whose send requests here ended with the connection to their daemon."""
 NO_SEND = 0
 """In SEND_REFUSED and SEND_WITHDRAWN: the message is about the announced receive request, not about a send request."""
 
@@ -105,6 +108,7 @@ class PeerTransfers:
         self._activity = activity
         self._payloads = payloads
         self.remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
+        self._cut_off: dict[tuple[Incarnation, ReceiveName], KvferryError] = {}
 
     # -- at the home: send requests of other daemons for receive requests here
 
@@ -242,6 +246,7 @@ class PeerTransfers:
                 self._join(announcement, endpoint)
                 self._endpoints.notify_matched(endpoint)
         self._notify_of_ends(announcement, now)
+        self._notify_of_break(announcement)
 
     def send_chunk(self, send_request: SendRequest, number: int) -> None:
         """Send a chunk to other daemons' receive requests; the first chunk joins those that were announced here."""
@@ -394,8 +399,12 @@ class PeerTransfers:
             with self._completion.whole(send_request.request_id, now):
                 self._completion.apply(send_request, Event.DAEMON_LOST, now, detail=lost)
         for announcement in [one for one in self._endpoints.announcements.values() if one.home == peer]:
+            if announcement.remote_endpoints:  # it may not know of them, and announces itself again if it lives
+                self._cut_off[peer, announcement.receive_request] = PeerLostError(lost)
             with self._completion.whole(announcement.receive_request.request_id, now):
                 self._completion.close(announcement, Event.DAEMON_LOST, now, detail=lost)
+        while len(self._cut_off) > MAX_CUT_OFF:
+            del self._cut_off[next(iter(self._cut_off))]
         for key in [one for one in self.remote_pools if one[0] == peer]:
             self.remote_pools.pop(key).unmap()
 
@@ -452,12 +461,21 @@ class PeerTransfers:
 
     def _notify_of_ends(self, announcement: Announcement, now: float) -> None:
         """Tell a receive request's home if SENDs for it ended here before it was announced."""
-        home, name = announcement.home, announcement.receive_request
-        message = (home.boot_id, name.epoch)
+        message = (announcement.home.boot_id, announcement.receive_request.epoch)
         ended = self._endpoints.tombstones.notices_for(announcement.half.other, announcement.listener, now, message)
         if ended:
-            body = SendWithdrawn(receive_request=name, send_request=NO_SEND, error=ended[0].info())
-            self._endpoints.effects.append(SendToPeer(home, body))
+            self._withdraw(announcement, ended[0])
+
+    def _notify_of_break(self, announcement: Announcement) -> None:
+        """Tell a receive request's home if its SENDs here ended when the connection broke, which it may not know."""
+        lost = self._cut_off.pop((announcement.home, announcement.receive_request), None)
+        if lost is not None and not announcement.remote_endpoints:
+            self._withdraw(announcement, lost)
+
+    def _withdraw(self, announcement: Announcement, error: KvferryError) -> None:
+        """Tell a receive request's home that the SENDs here have ended, and how."""
+        body = SendWithdrawn(receive_request=announcement.receive_request, send_request=NO_SEND, error=error.info())
+        self._endpoints.effects.append(SendToPeer(announcement.home, body))
 
 
 def _without_epoch(name: ReceiveName) -> tuple[str, str, int]:

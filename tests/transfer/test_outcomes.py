@@ -814,10 +814,24 @@ def test_receives_are_announced_again_when_a_link_is_up_again(apart: Transfer) -
     apart.harness.notice(apart.home, apart.source)
     assert "no connection to" in apart.waits_for
     apart.harness.heal()
-    assert "no connection to" not in apart.waits_for
-    assert apart.told == ("PEER_LOST settled", ""), "what became of the send request nobody can tell"
+    assert apart.told == ("PEER_LOST settled",) * 2, "the receive request, too, would wait for nobody"
+    apart.prefill.acknowledge("send")
+    apart.decode.acknowledge("receive")
+    apart.receive()
+    apart.send()
+    apart.ends("PEER_LOST settled OK", "PEER_LOST settled OK")
+
+
+def test_a_send_that_came_meanwhile_fills_what_is_announced_again(apart: Transfer) -> None:
+    apart.announce()
+    apart.harness.cut(apart.source, apart.home)
+    apart.send()
+    apart.harness.run()
+    for one, other in ((apart.home, apart.source), (apart.source, apart.home)):
+        apart.harness.notice(one, other)
     apart.prefill.acknowledge("send")
     apart.send()
+    apart.harness.heal()
     apart.ends("PEER_LOST settled OK", "OK")
 
 

@@ -1,0 +1,300 @@
+"""Two daemons on a link that breaks at each phase of a transfer: both halves end, and the next transfer works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kvferry.clients import AttachedPool, Client, MhaSpec, Transfer, new_request_id, pages
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.session_messages import PeerStatus
+from kvferry.protocol.settings import PEER_SOCKET
+from tests.daemons import COMMAND, DaemonProcess, running_daemon, soon, start_and_wait_until_ready
+from tests.tcp_proxy import PATIENCE_S, Proxy
+
+TIMEOUT_MS = 600
+CONFIG = f"[peers]\ntimeout_ms = {TIMEOUT_MS}\n"
+SPEC = MhaSpec(layers=2, tokens=512, page_size=16, kv_heads=2, head_dim=16, dtype="float32")
+PAGES = 8
+PHASES = {
+    "before the announcement": b"ANNOUNCE",
+    "before the chunk": b"SEND_REQUEST",
+    "between copy and question": b"\xa7CONFIRM",
+    "between question and answer": b"\xa9CONFIRMED",
+    "before the end": b"RECEIVE_CLOSED",
+}
+
+
+class Side(NamedTuple):
+    """A daemon, an engine of its, and the engine's pool and pages."""
+
+    daemon: DaemonProcess
+    client: Client
+    pool: AttachedPool
+    pages: PageIds
+
+    @property
+    def address(self) -> str:
+        """Return where other daemons find it."""
+        return self.client.status().addresses[0]
+
+    @property
+    def peer(self) -> PeerStatus:
+        """Return the other daemon as this one sees it."""
+        (peer,) = self.client.status().peers
+        return peer
+
+    def lost(self) -> int:
+        """Return how often it has lost the other one."""
+        return self.client.status().counters.get("peers.lost", 0)
+
+    def fill(self, seed: int) -> None:
+        """Write what no other seed's pages hold."""
+        for role in ("k", "v"):
+            self.pool.tensor("main", role)[:, torch.from_numpy(self.pages)] = float(seed)
+
+    def content(self) -> torch.Tensor:
+        """Return a copy of its pages."""
+        ids = torch.from_numpy(self.pages)
+        return torch.stack([self.pool.tensor("main", role)[:, ids] for role in ("k", "v")]).clone()
+
+    def outcome(self, transfer: Transfer) -> str:
+        """Wait until its half has settled; return OK or the error's code."""
+        code = "OK"
+        try:
+            self.client.wait_finished(transfer, timeout_s=PATIENCE_S)
+        except KvferryError as error:
+            code = error.code
+        self.client.wait_settled(transfer, timeout_s=PATIENCE_S)
+        return code
+
+    def busy(self) -> int:
+        """Return how many of its pages a transfer still holds."""
+        return sum(pool.busy for pool in self.client.status().pools)
+
+
+class Pair:
+    """A source and a home, and what is between them.
+
+    Attributes:
+        to_source: what the home's messages go through.
+        to_home: what the source's messages go through.
+    """
+
+    def __init__(self, source: Side, home: Side, to_source: Proxy, to_home: Proxy) -> None:
+        self.source, self.home = source, home
+        self.to_source, self.to_home = to_source, to_home
+        self._seed = 0
+
+    @property
+    def proxies(self) -> tuple[Proxy, Proxy]:
+        """Return both ways."""
+        return self.to_source, self.to_home
+
+    @property
+    def is_up(self) -> bool:
+        """Return whether each daemon hears the other's answers."""
+        return all(side.peer.state == "up" for side in (self.source, self.home))
+
+    def begin(self, deadline_s: float = 60.0) -> tuple[Transfer, Transfer]:
+        """Begin a transfer of new bytes; return both halves, the sender's first."""
+        self._seed += 1
+        self.source.fill(self._seed)
+        self.home.fill(-self._seed)
+        request = new_request_id()
+        received = self.home.client.receive(
+            "kv", request, [pages(self.home.pages)], source_daemons=[self.source.address], deadline_s=deadline_s
+        )
+        sent = self.source.client.send("kv", request, [pages(self.source.pages)], deadline_s=deadline_s)
+        for client, one in ((self.home.client, received), (self.source.client, sent)):
+            while one.accepted is None and one.error is None:
+                client.poll(PATIENCE_S)
+        return sent, received
+
+    def end(self, halves: tuple[Transfer, Transfer]) -> tuple[str, str]:
+        """Wait for the end of both halves, compare what arrived, and return their outcomes."""
+        outcomes = self.source.outcome(halves[0]), self.home.outcome(halves[1])
+        if outcomes[1] == "OK":
+            assert torch.equal(self.home.content(), self.source.content())
+        assert (self.source.busy(), self.home.busy()) == (0, 0)
+        assert soon(lambda: not any(side.peer.announced or side.peer.waiting for side in (self.source, self.home)))
+        return outcomes
+
+    def hand_over(self) -> None:
+        """Let a whole transfer succeed."""
+        assert self.end(self.begin()) == ("OK", "OK")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with (
+        running_daemon(tmp_path_factory.mktemp("source"), CONFIG) as source,
+        running_daemon(tmp_path_factory.mktemp("home"), CONFIG) as home,
+        Proxy() as to_source,
+        Proxy() as to_home,
+        Client.connect(source.runtime_dir, name="prefill") as prefill,
+        Client.connect(home.runtime_dir, name="decode") as decode,
+    ):
+        to_source.route_unix(source.runtime_dir / PEER_SOCKET)
+        to_home.route_unix(home.runtime_dir / PEER_SOCKET)
+        sides = [
+            Side(daemon, client, client.create_pool("kv", SPEC), client.allocate("kv", PAGES))
+            for daemon, client in ((source, prefill), (home, decode))
+        ]
+        made = Pair(sides[0], sides[1], to_source, to_home)
+        made.hand_over()
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _whole(pair: Pair) -> Iterator[None]:
+    """Let each test begin and end with a link that is up."""
+    assert soon(lambda: pair.is_up)
+    yield
+    for proxy in pair.proxies:
+        proxy.heal()
+    assert soon(lambda: pair.is_up)
+    pair.hand_over()
+
+
+def broken_at(pair: Pair, phase: str, action: Callable[[Proxy], None]) -> tuple[Transfer, Transfer]:
+    """Begin a transfer, and break both ways where it comes to a phase; return its halves."""
+    reached = [proxy.hold_at(PHASES[phase], passes=False) for proxy in pair.proxies]
+    halves = pair.begin()
+    ends_at = time.monotonic() + PATIENCE_S
+    while not any(one(0.01) for one in reached):
+        assert time.monotonic() < ends_at, phase
+    for proxy in pair.proxies:
+        action(proxy)
+        proxy.unmark()
+    return halves
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_link_is_silent_for_less_than_the_timeout(pair: Pair, phase: str) -> None:
+    lost = pair.source.lost(), pair.home.lost()
+    assert pair.end(broken_at(pair, phase, Proxy.heal)) == ("OK", "OK")
+    assert (pair.source.lost(), pair.home.lost()) == lost
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_link_is_cut_and_is_there_again_at_once(pair: Pair, phase: str) -> None:
+    def cut(proxy: Proxy) -> None:
+        proxy.drop_connections()
+        proxy.heal()
+
+    check_outcomes(phase, pair.end(broken_at(pair, phase, cut)))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_link_is_half_open_for_longer_than_the_timeout(pair: Pair, phase: str) -> None:
+    lost = pair.source.lost(), pair.home.lost()
+    halves = broken_at(pair, phase, Proxy.black_hole)
+    assert soon(lambda: pair.source.lost() > lost[0] and pair.home.lost() > lost[1])
+    for side in (pair.source, pair.home):
+        assert (side.peer.state, bool(side.peer.why)) == ("lost", True)
+    for proxy in pair.proxies:
+        proxy.drop_connections()  # as a host that comes back answers what it does not know
+        proxy.heal()
+    check_outcomes(phase, pair.end(halves))
+
+
+@pytest.mark.parametrize("way", ["to_source", "to_home"])
+def test_one_way_alone_is_half_open(pair: Pair, way: str) -> None:
+    """Both daemons notice: who cannot be heard, and who hears nothing any more although it is heard."""
+    lost = pair.source.lost(), pair.home.lost()
+    proxy: Proxy = getattr(pair, way)
+    reached = proxy.hold_at(
+        PHASES["before the announcement" if way == "to_source" else "before the chunk"], passes=False
+    )
+    halves = pair.begin()
+    assert reached(PATIENCE_S)
+    assert soon(lambda: pair.source.lost() > lost[0] and pair.home.lost() > lost[1])
+    proxy.drop_connections()
+    proxy.heal()
+    assert pair.end(halves) == (("OK", "OK") if way == "to_source" else ("PEER_LOST", "PEER_LOST"))
+
+
+def test_a_daemon_is_stopped_for_longer_than_the_timeout(pair: Pair) -> None:
+    lost = pair.home.lost()
+    reached = pair.to_source.hold_at(PHASES["between copy and question"], passes=False)
+    halves = pair.begin()
+    assert reached(PATIENCE_S)
+    os.kill(pair.source.daemon.process.pid, signal.SIGSTOP)
+    try:
+        pair.to_source.heal()
+        assert soon(lambda: pair.home.lost() > lost)
+        assert pair.home.peer.state == "lost"
+    finally:
+        os.kill(pair.source.daemon.process.pid, signal.SIGCONT)
+    assert pair.end(halves) == ("PEER_LOST", "PEER_LOST")
+
+
+@pytest.mark.parametrize("direction", ["send", "receive"])
+def test_an_abandoned_half_ends_the_other_one_at_another_daemon(pair: Pair, direction: str) -> None:
+    request = new_request_id()
+    source, home = pair.source.client, pair.home.client
+    if direction == "send":
+        waiting = home.receive("kv", request, [pages(pair.home.pages)], source_daemons=[pair.source.address])
+        source.abandon(request, "send", reason="prefill gave up", daemons=[pair.home.address])
+        assert pair.home.outcome(waiting) == "PEER_CANCELLED"
+    else:
+        waiting = source.send("kv", request, [pages(pair.source.pages)])
+        home.abandon(request, "receive", reason="decode gave up", daemons=[pair.source.address])
+        assert pair.source.outcome(waiting) == "PEER_CANCELLED"
+    assert (pair.source.busy(), pair.home.busy()) == (0, 0)
+
+
+def check_outcomes(phase: str, outcomes: tuple[str, str]) -> None:
+    """Check the outcomes where a link was lost: what had not begun goes on, what had begun fails on both sides."""
+    if phase == "before the announcement":
+        assert outcomes == ("OK", "OK")
+    elif phase == "before the end":
+        assert outcomes == ("PEER_LOST", "OK"), "all had arrived; the source does not hear of it"
+    else:
+        assert outcomes == ("PEER_LOST", "PEER_LOST")
+
+
+def test_a_daemon_is_killed_and_started_again_at_once(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No timeout can be what notices it: that is a minute here."""
+    patient = "[peers]\ntimeout_ms = 60000\n"
+    with (
+        running_daemon(tmp_path, patient) as source,
+        running_daemon(tmp_path_factory.mktemp("home"), patient) as home,
+        Client.connect(home.runtime_dir, name="decode") as decode,
+    ):
+        survivor = Side(home, decode, decode.create_pool("kv", SPEC), decode.allocate("kv", PAGES))
+        address = f"ipc://{source.runtime_dir / PEER_SOCKET}"
+        with Client.connect(source.runtime_dir, name="prefill") as prefill:
+            prefill.create_pool("kv", SPEC)
+            request = new_request_id()
+            received = decode.receive("kv", request, [pages(survivor.pages)], source_daemons=[address])
+            prefill.send("kv", request, [pages(prefill.allocate("kv", PAGES)[:1])], last=False)
+            assert soon(lambda: "last SEND" in decode.status().transfers[0].waits_for)
+            old = survivor.peer
+            source.kill()
+        assert survivor.outcome(received) == "PEER_LOST"
+        assert survivor.busy() == 0
+        command = [*COMMAND, "--config", str(tmp_path / "daemon.toml"), "--runtime-dir", str(source.runtime_dir)]
+        process = start_and_wait_until_ready(command, tmp_path / "notify", tmp_path / "again.log", {})
+        again = DaemonProcess(source.runtime_dir, process, tmp_path / "again.log")
+        try:
+            with Client.connect(again.runtime_dir, name="prefill") as prefill:
+                other = Side(again, prefill, prefill.create_pool("kv", SPEC), prefill.allocate("kv", PAGES))
+                assert (old.state, old.address) == ("up", address)
+                request = new_request_id()
+                received = decode.receive("kv", request, [pages(survivor.pages)], source_daemons=[address])
+                other.fill(5)
+                sent = prefill.send("kv", request, [pages(other.pages)])
+                assert (other.outcome(sent), survivor.outcome(received)) == ("OK", "OK")
+                assert torch.equal(survivor.content(), other.content())
+        finally:
+            again.end()
