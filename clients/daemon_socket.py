@@ -82,6 +82,14 @@ def _usable(directory: str) -> str:
     return directory
 
 
+def no_answer(runtime_dir: str | os.PathLike[str], timeout_s: float) -> DaemonLostError:
+    """Return the error for a daemon whose sockets are there, but which says nothing."""
+    return DaemonLostError(
+        f"the daemon at {os.fspath(runtime_dir)} does not answer within {timeout_s:g} s, though its sockets are there",
+        remedy="see whether it is stopped or hangs (ps, systemctl status, its log), and restart it; or wait longer",
+    )
+
+
 def open_control_socket(
     context: zmq.Context[zmq.Socket[bytes]], runtime_dir: str | os.PathLike[str]
 ) -> zmq.Socket[bytes]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias, TypeVar
 
+from kvferry.clients.daemon_socket import no_answer
 from kvferry.protocol.errors import (
     AccessDeniedError,
     DaemonLostError,
@@ -71,8 +72,10 @@ class SessionChannel:
         self._saying = threading.Lock()
 
     @classmethod
-    def open(cls, runtime_dir: str | os.PathLike[str], opening: SessionOpen) -> SessionChannel:
-        """Connect and open a session; blocks for as long as the daemon takes to answer, at most ten seconds.
+    def open(
+        cls, runtime_dir: str | os.PathLike[str], opening: SessionOpen, timeout_s: float = OPENING_TIMEOUT_S
+    ) -> SessionChannel:
+        """Connect and open a session; blocks for as long as the daemon takes to answer, at most ``timeout_s``.
 
         Raises:
             DaemonLostError: no daemon listens there, or it does not answer.
@@ -81,12 +84,12 @@ class SessionChannel:
             OverloadedError: too many clients connect at once.
             KvferryError: the daemon refuses the session.
         """
-        ends_at = time.monotonic() + OPENING_TIMEOUT_S
+        ends_at = time.monotonic() + timeout_s
         with SessionOpening(runtime_dir, opening) as under_way:
             while (channel := under_way.advance()) is None:
                 left_s = ends_at - time.monotonic()
                 if left_s <= 0:
-                    raise DaemonLostError(f"no daemon answers at {runtime_dir} within {OPENING_TIMEOUT_S:g} s")
+                    raise no_answer(runtime_dir, timeout_s)
                 under_way.wait(left_s)
         return channel
 

@@ -20,7 +20,7 @@ from kvferry.clients import calls
 from kvferry.clients.arguments import device_names, pool_spec, seconds, sequence, truth, whole
 from kvferry.clients.calls import NAME, TABLES, Call, asked, joined
 from kvferry.clients.connection import Connection, Reconnected, find_runtime_dir
-from kvferry.clients.daemon_socket import REPLY_MARGIN_S
+from kvferry.clients.daemon_socket import REPLY_MARGIN_S, no_answer
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.pool import AttachedPool
@@ -33,7 +33,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.client_core import TierOperation, Transfer
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import DaemonLostError, DeadlineError, NoSessionError, UnknownTablesError
+from kvferry.protocol.errors import DeadlineError, NoSessionError, UnknownTablesError
 from kvferry.protocol.events import Finished, TierDone
 from kvferry.protocol.ids import HOST, MAIN, ModelIdentity, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 LIST_LIMIT: Final = 1000
 VERIFY_S: Final = 60.0
+MIN_LEFT_S: Final = 0.001
 PING: Final = asked(Ping())
 
 T = TypeVar("T")
@@ -106,10 +107,10 @@ class SyncRequests(Resuming):
             resume: the ``secret`` of such a session, to take it over with what it has.
             devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
                 ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
-            timeout_s: how long to wait for the daemon's first reply.
+            timeout_s: how long to wait for the daemon.
 
         Raises:
-            DaemonLostError: no daemon answers.
+            DaemonLostError: no daemon is there, or it does not answer.
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
             NoSessionError, SessionLostError: there is no session to resume, or it has its socket still.
@@ -119,13 +120,15 @@ class SyncRequests(Resuming):
         opening = calls.session_open(name, instance, keep=keeps, resume=resume)
         timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = find_runtime_dir(runtime_dir)
-        channel = SessionChannel.open(directory, opening) if session else None
+        ends_at = time.monotonic() + timeout_s
+        channel = SessionChannel.open(directory, opening, timeout_s) if session else None
         client = cls(Connection(directory, channel, names, opening, reconnect, on_reconnect))
         try:
-            client.welcome = client.call(hello, deadline_s=timeout_s, margin_s=0.0)
+            left_s = max(MIN_LEFT_S, ends_at - time.monotonic())
+            client.welcome = client.call(hello, deadline_s=left_s, margin_s=0.0)
         except DeadlineError as cause:
             client.close()
-            raise DaemonLostError(f"no daemon answers at {directory} within {timeout_s:g} s") from cause
+            raise no_answer(directory, timeout_s) from cause
         except BaseException:
             client.close()
             raise

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import zmq
 
-from kvferry.clients.daemon_socket import LAST_WORDS_MS, find_runtime_dir, open_control_socket
+from kvferry.clients.daemon_socket import LAST_WORDS_MS, find_runtime_dir, no_answer, open_control_socket
 from kvferry.protocol.base import AnsweredBy, ReplyBody, RequestBody
 from kvferry.protocol.conversation import Arrived, Conversation
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
@@ -33,8 +33,9 @@ class Connection:
 
     welcome: Welcome
 
-    def __init__(self, runtime_dir: str, channel: SessionChannel | None) -> None:
+    def __init__(self, runtime_dir: str, channel: SessionChannel | None, ends_at: float) -> None:
         """Use ``open``."""
+        self._ends_at = ends_at
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = open_control_socket(self._context, runtime_dir)
         self._channel = channel
@@ -60,7 +61,7 @@ class Connection:
         Args:
             runtime_dir: where the daemon's sockets are; by default the directory that ``kvferry daemon`` chooses.
             name: shown in the daemon's status and logs.
-            timeout_s: how long to wait for the daemon's first reply.
+            timeout_s: how long to wait for the daemon.
             session: whether to open one.
             instance: whose session it is to be; see ``SessionOpen``.
 
@@ -69,21 +70,21 @@ class Connection:
             AccessDeniedError: this user may not use the daemon.
             VersionMismatchError: the daemon supports other versions of the protocol.
         """
-        directory = find_runtime_dir(runtime_dir)
+        directory, ends_at = find_runtime_dir(runtime_dir), time.monotonic() + timeout_s
         channel = None
         if session:
             from kvferry.clients.session_channel import SessionChannel  # noqa: PLC0415  ping and status do not need it
             from kvferry.protocol.session_stream import SessionOpen  # noqa: PLC0415  the same
 
             opening = SessionOpen(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, name=name, instance=instance)
-            channel = SessionChannel.open(directory, opening)
-        connection = cls(directory, channel)
+            channel = SessionChannel.open(directory, opening, timeout_s)
+        connection = cls(directory, channel, ends_at)
         hello = Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=name)
         try:
-            connection.welcome = connection.call(hello, timeout_s=timeout_s)
+            connection.welcome = connection.call(hello, timeout_s=max(0.0, ends_at - time.monotonic()))
         except DeadlineError as cause:
             connection.close()
-            raise DaemonLostError(f"no daemon answers at {directory} within {timeout_s:g} s") from cause
+            raise no_answer(directory, timeout_s) from cause
         except BaseException:
             connection.close()
             raise
@@ -107,6 +108,11 @@ class Connection:
     def boot_id(self) -> str:
         """Return the daemon's boot id."""
         return self._conversation.boot_id
+
+    @property
+    def left_s(self) -> float:
+        """Return what is left of the time that ``open`` was given: a command's first request has that."""
+        return max(0.0, self._ends_at - time.monotonic())
 
     def close(self) -> None:
         """End the session. Closing twice does nothing."""

@@ -38,7 +38,7 @@ def ping(options: argparse.Namespace) -> int:
     """Print which daemon answers, and the round-trip time."""
     with Connection.open(options.runtime_dir, "ping", timeout_s=options.timeout) as connection:
         started = time.perf_counter()
-        connection.call(Ping(), timeout_s=options.timeout)
+        connection.call(Ping(), timeout_s=connection.left_s)
         elapsed_us = (time.perf_counter() - started) * 1e6
         version = connection.welcome.daemon_version
         print(printable(f"kvferry {version} boot {connection.boot_id[:8]} answers in {elapsed_us:.0f} us"))
@@ -54,7 +54,7 @@ def add_status(command: argparse.ArgumentParser) -> None:
 def status(options: argparse.Namespace) -> int:
     """Print the daemon's pools, sessions, transfers, devices, graph tables and counters."""
     with Connection.open(options.runtime_dir, "status", timeout_s=options.timeout) as connection:
-        report = connection.call(Status(), timeout_s=options.timeout)
+        report = connection.call(Status(), timeout_s=connection.left_s)
         boot_id = connection.boot_id
     if options.json:
         print(json_line({"boot_id": boot_id, **msgspec.to_builtins(report)}))
