@@ -19,7 +19,7 @@ LMCACHE := 0.5.6
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check bench mutants census sync-client peers clean
+.PHONY: help demo test test-full torture check bench mutants census sync-client peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/wheels $(STAMPS
 
 test-full: FULL := --full
 test-full: test  ## run the tests with four times the examples of property tests
+
+torture: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system  ## kill, stop and starve daemons and engines at work, and check every byte and page (MINUTES=60, SEED=7 repeats, ARGS="--engines 8")
+	@$(BIN)/python -m tests.torture $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and layers
 	$(BIN)/ruff check

@@ -7,7 +7,6 @@ used up, and handles a full or failing disk: the node continues without it and l
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,8 +34,8 @@ PAUSE_S: Final = 30.0
 """How long nothing is written after the disk was full or failed."""
 
 FOLDERS_SHOWN: Final = 8
-MAX_SUSPECTS: Final = 64
-"""Files that differ from what is known and are looked at again, each by itself."""
+MAX_WRONG: Final = 64
+"""Files that differ from what is known and are told, each by itself."""
 
 log = structlog.get_logger(__name__)
 
@@ -199,10 +198,15 @@ class DiskTier:
                 await asyncio.sleep(0)
         if whole:
             suspects.update(dict.fromkeys(sizes))
-        for key in itertools.islice(suspects, MAX_SUSPECTS):
-            problems += await self._look_again(key)
-        if len(suspects) > MAX_SUSPECTS:
-            problems.append(Problem("more files differ from the index", total=len(suspects) - MAX_SUSPECTS))
+        wrong = 0
+        for number, key in enumerate(suspects):  # most are blocks that came or went meanwhile
+            differing = await self._look_again(key)
+            wrong += len(differing)
+            problems += differing
+            if wrong >= MAX_WRONG or loop.time() > until_s:
+                if left := len(suspects) - number - 1:
+                    problems.append(Problem("files that may differ, too, were not looked at again", total=left))
+                break
         return count, problems
 
     async def _look_again(self, key: BlockKey) -> list[Problem]:
@@ -236,6 +240,9 @@ class DiskTier:
                 self._pause(error)
             except Exception as cause:  # the next attempt may succeed
                 log.exception("syncing cached blocks to disk failed", cause=str(cause))
+            for key in self._store.take_removed():
+                if (block := self._host.index.get(*key)) is not None:
+                    self._forget(block)
 
     async def _scan(self) -> None:
         """Adopt the blocks in the folder, least recently used first."""

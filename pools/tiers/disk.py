@@ -247,6 +247,7 @@ class DiskStore:
         self._written: set[BlockKey] | None = set()  # what a scan need not report; None once it has ended
         self._cooling: dict[BlockKey, int] = {}
         self._dirty: dict[BlockKey, None] = {}
+        self._removed: list[BlockKey] = []
         self._dirty_folders: dict[Path, None] = {}
 
     def __repr__(self) -> str:
@@ -331,26 +332,55 @@ class DiskStore:
     def sync_dirty(self, max_files: int = 64) -> int:
         """Write out what was stored since the last call, at most ``max_files`` files; return how many are left.
 
-        Does nothing unless the fsync policy is ``interval``. A file that cannot be written out is removed, as it is
-        unknown what the disk has of it.
+        Does nothing unless the fsync policy is ``interval``. A file that the disk does not take is removed, as it is
+        unknown what the disk has of it: ``take_removed`` tells. One that cannot even be opened, as where no descriptor
+        is left, stays, and is written out the next time.
 
         Raises:
             DiskFullError: no space is left after all.
-            DiskFailedError: the disk failed.
+            DiskFailedError: the disk failed, or a file could not be opened.
         """
-        for key in self._taken(self._dirty, max_files):
-            path = self._path(key)
+        taken = self._taken(self._dirty, max_files)
+        while taken:
             try:
-                with disk_errors(path), suppress(FileNotFoundError):
-                    _sync_file(path)
-            except DiskError:
-                self.remove(key)
+                self._sync(taken[0])
+            except BaseException:
+                with self._mutex:
+                    again = [key for key in taken if key not in self._removed]
+                    self._dirty = {**dict.fromkeys(again), **self._dirty}
                 raise
+            taken.pop(0)
         if not self._dirty:
             for folder in self._taken(self._dirty_folders, len(self._dirty_folders)):
                 with disk_errors(folder), suppress(FileNotFoundError):
                     _sync_folder(folder)
         return len(self._dirty)
+
+    def take_removed(self) -> list[BlockKey]:
+        """Return the blocks whose files were removed since the last call, because the disk did not take them."""
+        with self._mutex:
+            removed, self._removed = self._removed, []
+            return removed
+
+    def _sync(self, key: BlockKey) -> None:
+        """Write out a file; what the disk did not take is removed."""
+        path = self._path(key)
+        with disk_errors(path):
+            try:
+                fd = os.open(path, READ_FLAGS)
+            except FileNotFoundError:
+                return
+        try:
+            with disk_errors(path):
+                os.fdatasync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except DiskError:
+            self.remove(key)
+            with self._mutex:
+                self._removed.append(key)
+            raise
+        finally:
+            os.close(fd)
 
     def scan(self, files_a_step: int = 32) -> Generator[tuple[FoundBlock, ...], None, None]:
         """Yield, step by step, the complete blocks that exist under the root, least recently used first.
@@ -458,7 +488,8 @@ class DiskStore:
                 self.remove(writer.key)
                 raise
         else:
-            self._cool(writer.key, os.dup(writer.fd))
+            with suppress(OSError):  # no descriptor is left; the block has its name already
+                self._cool(writer.key, os.dup(writer.fd))
 
     def _create(self, part: Path) -> int:
         """Open a new file, creating missing folders."""
@@ -522,15 +553,6 @@ class DiskStore:
 def _drop_and_close(fd: int) -> None:
     """Drop a file from the page cache and close it."""
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
-def _sync_file(path: Path) -> None:
-    fd = os.open(path, READ_FLAGS)
-    try:
-        os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)

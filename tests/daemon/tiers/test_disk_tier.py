@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,21 @@ async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
     tiers.now_s += PAUSE_S + 1
     await written(tiers, 3)
     assert tiers.lower.status()[0].state == "ready"
+
+
+async def test_what_the_disk_did_not_take_is_no_longer_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.daemon.tiers.disk_tier.SYNC_EVERY_S", 0.001)
+    async with harness(8, disk=folder) as tiers:
+        monkeypatch.setattr(os, "fdatasync", _fails)
+        [block] = await tiers.stored(1)
+        await until(lambda: bool(tiers.counters.snapshot().get("tiers.disk.failed")))
+        await until(lambda: not block.on_disk)
+        assert files(folder) == []
+        assert tiers.lower.status()[0].used_bytes == 0
+
+
+def _fails(*_: object) -> None:
+    raise OSError(errno.EIO, "broken")
 
 
 async def test_a_block_that_goes_while_it_is_written_leaves_no_file(tiers: Harness, folder: Path) -> None:

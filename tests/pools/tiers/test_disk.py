@@ -265,7 +265,31 @@ def test_what_an_interval_cannot_write_out_is_not_kept(tmp_path: Path, monkeypat
         with pytest.raises(DiskFailedError):
             store.sync_dirty()
         assert files_under(tmp_path) == []
+        assert store.take_removed() == [block().key]
+        assert store.take_removed() == []
         assert store.sync_dirty() == 0
+
+
+def test_what_an_interval_cannot_open_is_written_out_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskStore(tmp_path, "interval") as store:
+        written = [block(seed=1), block(seed=2)]
+        for one in written:
+            one.write_to(store)
+        monkeypatch.setattr(os, "open", _fails)
+        with pytest.raises(DiskFailedError):
+            store.sync_dirty()
+        monkeypatch.undo()
+        assert len(files_under(tmp_path)) == len(written)
+        assert store.take_removed() == []
+        assert store.sync_dirty(max_files=1) == 1, "both wait still, and one is left"
+        assert store.sync_dirty() == 0
+
+
+def test_a_block_that_has_its_name_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskStore(tmp_path) as store:
+        monkeypatch.setattr(os, "dup", _fails)  # no descriptor is left to drop it from the page cache by
+        block().write_to(store)
+        assert len(files_under(tmp_path)) == 1
 
 
 def test_an_error_of_the_disk_while_reading_is_no_damage(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:

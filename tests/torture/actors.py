@@ -1,0 +1,316 @@
+"""An engine of a run: does what it is told, one JSON object a line, at the same time, and says how each thing ended.
+
+It connects anew where its daemon is lost. Bytes are checked when they have arrived, and once more before pages go back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.clients import AsyncClient, AttachedPool, ModelIdentity, Transfer, pages, pages_wanted
+from kvferry.protocol.client_core import TierOperation
+from kvferry.protocol.errors import DaemonLostError, DeadlineError, KvferryError
+from kvferry.protocol.events import Finished, TierDone
+from tests.torture import oracle
+
+POOL: Final = "kv"
+MODEL: Final = ModelIdentity(name="torture")
+LAST_S: Final = 60.0
+"""For so long an engine that is to end waits for what it does."""
+
+AGAIN_S: Final = 0.05
+NEVER_ENDED: Final = "NEVER_ENDED"
+WRONG: Final = "WRONG_BYTES"
+OK: Final = "OK"
+
+
+class Order(msgspec.Struct):
+    """What an engine is told; ``part`` is send, receive, offload, cache, tables or keep. See ``plan.Task``."""
+
+    number: int
+    part: str
+    request: str
+    pages: int
+    chunks: int = 1
+    begins_later: bool = False
+    cancels: bool = False
+    lasts_s: float = 0.0
+    into: str = "pages"
+    source_daemon: str = ""
+    deadline_s: float = 4.0
+    margin_s: float = 20.0
+    """After its deadline a request must have ended within this time, whatever the machine's load."""
+
+
+class Ended(msgspec.Struct):
+    """How it ended: ``OK``, the code of an error, NEVER_ENDED or WRONG_BYTES; and how many bytes were checked."""
+
+    number: int
+    outcome: str
+    detail: str = ""
+    checked_bytes: int = 0
+
+
+class WrongBytesError(Exception):
+    """Bytes that were acknowledged are not what was sent."""
+
+
+class NeverEndedError(Exception):
+    """A request has not ended long after its deadline."""
+
+
+class Engine:
+    """One session after the other, and what runs in it."""
+
+    def __init__(self, client: AsyncClient, pool: AttachedPool) -> None:
+        self.client = client
+        self.pool = pool
+
+    async def run(self, order: Order) -> Ended:
+        """Do what an order says."""
+        parts: dict[str, Callable[[Order], Awaitable[int]]] = {
+            "send": self.send,
+            "receive": self.receive,
+            "offload": self.offload,
+            "cache": self.cache,
+            "tables": self.tables,
+            "keep": self.keep,
+        }
+        try:
+            checked = await parts[order.part](order)
+        except KvferryError as error:
+            return Ended(order.number, error.code, error.detail)
+        except WrongBytesError as error:
+            return Ended(order.number, WRONG, f"{order.part}: {error}")
+        except NeverEndedError as error:
+            return Ended(order.number, NEVER_ENDED, f"{order.part}: {error}")
+        return Ended(order.number, OK, checked_bytes=checked * oracle.page_bytes())
+
+    async def send(self, order: Order) -> int:
+        """Send pages full of the request's bytes, in chunks; they must be as they were when they are given back."""
+        ids = await self._allocate(order.pages)
+        oracle.fill(self.pool, ids, order.request)
+        if order.begins_later:
+            await asyncio.sleep(AGAIN_S)
+        cuts = np.array_split(np.arange(order.pages), min(order.chunks, order.pages))
+        transfer: Transfer | None = None
+        try:
+            for number, part in enumerate(cuts):
+                listed = [pages(ids[part], first_page=int(part[0]))]
+                last = number == len(cuts) - 1
+                transfer = self.client.send(POOL, order.request, listed, last=last, deadline_s=order.deadline_s)
+            if order.cancels and transfer is not None:
+                await self.client.cancel(transfer)
+            if transfer is not None:
+                await self._finished(order, transfer)
+        finally:
+            if transfer is not None:
+                await self._settled(order, transfer)
+            self._check(ids, order.request)
+            await self._free(ids)
+        return order.pages
+
+    async def receive(self, order: Order) -> int:
+        """Receive pages and check them; after a failure nobody may write them any more."""
+        if order.into == "host":
+            return await self._receive_to_host(order)
+        ids = await self._allocate(order.pages)
+        oracle.fill(self.pool, ids, oracle.LATE)
+        if order.begins_later:
+            await asyncio.sleep(AGAIN_S)
+        name, daemons = oracle.LATE, [order.source_daemon] if order.source_daemon else []
+        listed = [pages(ids, first_page=0)]
+        transfer = self.client.receive(POOL, order.request, listed, source_daemons=daemons, deadline_s=order.deadline_s)
+        try:
+            if order.cancels:
+                await self.client.cancel(transfer)
+            await self._finished(order, transfer)
+            name = order.request
+            self._check(ids, name)
+        finally:
+            await self._settled(order, transfer)
+            if name == oracle.LATE:
+                oracle.fill(self.pool, ids, name)
+            await asyncio.sleep(order.lasts_s)
+            self._check(ids, name)
+            await self._free(ids)
+        return order.pages
+
+    async def _receive_to_host(self, order: Order) -> int:
+        daemons = [order.source_daemon] if order.source_daemon else []
+        wanted = [pages_wanted(order.pages, first_page=0)]
+        transfer = self.client.receive(
+            POOL, order.request, wanted, source_daemons=daemons, into="host", deadline_s=order.deadline_s
+        )
+        try:
+            finished = await self._finished(order, transfer)
+        finally:
+            await self._settled(order, transfer)
+        return await self._restore(order, finished.snapshot)
+
+    async def offload(self, order: Order) -> int:
+        """Offload pages, give them back, and restore them into others."""
+        ids = await self._allocate(order.pages)
+        oracle.fill(self.pool, ids, order.request)
+        try:
+            operation = self.client.offload(POOL, [pages(ids, first_page=0)], deadline_s=order.deadline_s)
+            snapshot = (await self._done(order, operation)).snapshot
+        finally:
+            await self._free(ids)
+        await asyncio.sleep(order.lasts_s)
+        return await self._restore(order, snapshot)
+
+    async def _restore(self, order: Order, snapshot: str) -> int:
+        operation = self.client.restore(POOL, snapshot, drop=True, deadline_s=order.deadline_s)
+        await self._done(order, operation)
+        ids = operation.pages["main"]
+        self._check(ids, order.request)
+        await self._free(ids)
+        return len(ids)
+
+    async def cache(self, order: Order) -> int:
+        """Store blocks, find them again, and load them; blocks of other engines' orders are as good."""
+        ids = await self._allocate(order.pages)
+        hashes = [
+            hashlib.blake2b(f"{order.request}{at}".encode(), digest_size=16).digest() for at in range(order.pages)
+        ]
+        oracle.fill(self.pool, ids, order.request)
+        try:
+            await self._done(order, self.client.store(POOL, hashes, ids, deadline_s=order.deadline_s))
+            found = await self.client.lookup(POOL, hashes, deadline_s=order.deadline_s)
+            if not found.blocks:
+                return 0
+            oracle.fill(self.pool, ids, oracle.LATE)
+            await asyncio.sleep(order.lasts_s)
+            there = ids[: found.blocks]
+            await self._done(order, self.client.load(POOL, found.lease, there, unpin=True, deadline_s=order.deadline_s))
+            self._check(there, order.request)
+        finally:
+            await self._free(ids)
+        return len(there)
+
+    async def tables(self, order: Order) -> int:
+        """Make graph tables, put pages into a row, and look at it."""
+        tables = await self.client.create_tables(
+            order.request[:16],
+            POOL,
+            max_batch=4,
+            max_context_tokens=16 * oracle.SPEC.page_size,
+            deadline_s=order.deadline_s,
+        )
+        ids = await self._allocate(order.pages)
+        try:
+            lengths = np.array([order.pages * oracle.SPEC.page_size], np.int64)
+            await self.client.wait(
+                self.client.update_tables(tables, lengths, rows={0: ids}, deadline_s=order.deadline_s)
+            )
+            row = tables.block_tables[0, : order.pages].numpy()
+            if not np.array_equal(row, ids):
+                raise WrongBytesError(f"a row of graph tables is {row.tolist()}, and should be {ids.tolist()}")
+        finally:
+            await self._free(ids)
+            await self.client.delete_tables(tables)
+        return 0
+
+    async def keep(self, order: Order) -> int:
+        """Hold pages for longer, and look at them now and then."""
+        ids = await self._allocate(order.pages)
+        oracle.fill(self.pool, ids, order.request)
+        for _ in range(10):
+            await asyncio.sleep(order.lasts_s)
+            self._check(ids, order.request)
+        await self._free(ids)
+        return order.pages
+
+    def _check(self, ids: npt.NDArray[np.int64], name: str) -> None:
+        found = oracle.wrong(self.pool, ids, name)
+        if found:
+            raise WrongBytesError(found)
+
+    async def _allocate(self, count: int) -> npt.NDArray[np.int64]:
+        return await self.client.allocate(POOL, count)
+
+    async def _free(self, ids: npt.NDArray[np.int64]) -> None:
+        with contextlib.suppress(DaemonLostError):
+            await self.client.free(POOL, ids)
+
+    async def _finished(self, order: Order, transfer: Transfer) -> Finished:
+        try:
+            return await self.client.wait_finished(transfer, order.deadline_s + order.margin_s)
+        except DeadlineError as error:
+            if not transfer.is_finished:
+                raise NeverEndedError(str(transfer)) from error
+            raise
+
+    async def _settled(self, order: Order, transfer: Transfer) -> None:
+        try:
+            await self.client.wait_settled(transfer, order.deadline_s + order.margin_s)
+        except DeadlineError as error:
+            raise NeverEndedError(f"not settled: {transfer}") from error
+        except DaemonLostError:
+            pass
+
+    async def _done(self, order: Order, operation: TierOperation) -> TierDone:
+        try:
+            return await self.client.wait_done(operation, order.deadline_s + order.margin_s)
+        except DeadlineError as error:
+            if not operation.is_done:
+                raise NeverEndedError(str(operation)) from error
+            raise
+
+
+class Actor:
+    """Reads orders and has an engine run them, all at the same time."""
+
+    def __init__(self, runtime_dir: str, name: str) -> None:
+        self._runtime_dir = runtime_dir
+        self._name = name
+        self._engine: Engine | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Run orders until standard input ends, then what is under way to its end."""
+        loop = asyncio.get_running_loop()
+        orders = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+        connecting = asyncio.create_task(self._stay_connected())
+        while line := await orders.readline():
+            task = asyncio.create_task(self._run(msgspec.json.decode(line, type=Order)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_S)
+        connecting.cancel()
+
+    async def _run(self, order: Order) -> None:
+        if self._engine is None:
+            ended = Ended(order.number, DaemonLostError.code, "not connected")
+        else:
+            ended = await self._engine.run(order)
+        os.write(sys.stdout.fileno(), msgspec.json.encode(ended) + b"\n")
+
+    async def _stay_connected(self) -> None:
+        while True:
+            with contextlib.suppress(KvferryError):
+                async with await AsyncClient.connect(self._runtime_dir, name=self._name) as client:
+                    pool = await client.create_pool(POOL, oracle.SPEC, model=MODEL)
+                    self._engine = Engine(client, pool)
+                    while True:
+                        await client.ping()
+                        await asyncio.sleep(AGAIN_S)
+            self._engine = None
+            await asyncio.sleep(AGAIN_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(Actor(*sys.argv[1:3]).serve())

@@ -1,0 +1,97 @@
+"""Doing the planned faults to the world, and undoing those that pass."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from tests.torture.plan import Fault, Planned
+from tests.torture.world import Daemon, Engine
+
+HEADROOM_BYTES: Final = 8 << 20
+
+
+class Faults:
+    """What can be done to these daemons and engines."""
+
+    def __init__(self, daemons: Sequence[Daemon], engines: Sequence[Engine]) -> None:
+        self._daemons = daemons
+        self._engines = engines
+        self._kinds: dict[Fault, Callable[[Planned], Awaitable[None]]] = {
+            Fault.KILL_ENGINE: self._kill_engine,
+            Fault.STOP_ENGINE: self._stop_engine,
+            Fault.KILL_DAEMON: self._restart_daemon,
+            Fault.END_DAEMON: self._restart_daemon,
+            Fault.STOP_DAEMON: self._stop_daemon,
+            Fault.NO_DESCRIPTORS: self._limit_daemon,
+            Fault.NO_MEMORY: self._limit_daemon,
+        }
+
+    @property
+    def kinds(self) -> list[Fault]:
+        """Return the faults that are possible here."""
+        return list(self._kinds)
+
+    async def do(self, planned: Planned) -> None:
+        """Do a fault, and undo it if it is one that passes."""
+        await self._kinds[planned.fault](planned)
+
+    async def _kill_engine(self, planned: Planned) -> None:
+        engine = self._engines[planned.target]
+        await engine.end()
+        await engine.start()
+
+    async def _stop_engine(self, planned: Planned) -> None:
+        engine = self._engines[planned.target]
+        engine.send(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(planned.lasts_s)
+        finally:
+            engine.send(signal.SIGCONT)
+
+    async def _restart_daemon(self, planned: Planned) -> None:
+        daemon = self._daemons[planned.target]
+        await daemon.end(signal.SIGKILL if planned.fault is Fault.KILL_DAEMON else signal.SIGTERM)
+        await daemon.start()
+
+    async def _stop_daemon(self, planned: Planned) -> None:
+        daemon = self._daemons[planned.target]
+        daemon.send(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(planned.lasts_s)
+        finally:
+            daemon.send(signal.SIGCONT)
+
+    async def _limit_daemon(self, planned: Planned) -> None:
+        daemon = self._daemons[planned.target]
+        if planned.fault is Fault.NO_DESCRIPTORS:
+            kind, most = resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{daemon.pid}/fd"))  # noqa: PTH208
+        else:
+            kind, most = resource.RLIMIT_AS, _address_space(daemon.pid) + HEADROOM_BYTES
+        with limited(daemon.pid, kind, most):
+            await asyncio.sleep(planned.lasts_s)
+
+
+@contextlib.contextmanager
+def limited(pid: int, kind: int, most: int) -> Iterator[None]:
+    """Lower a process's limit for a while."""
+    with contextlib.suppress(ProcessLookupError):
+        before = resource.prlimit(pid, kind)
+        resource.prlimit(pid, kind, (most, before[1]))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, kind, before)
+        return
+    yield
+
+
+def _address_space(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()

@@ -1,0 +1,67 @@
+"""What a run has done and found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+from tests.torture.actors import NEVER_ENDED, OK, WRONG, Ended
+from tests.torture.plan import Fault
+
+BUGS: Final = frozenset(
+    {NEVER_ENDED, WRONG, "INTERNAL", "MALFORMED", "PAGE_GAP", "FIRST_TOKEN_TWICE", "SNAPSHOT_DAMAGED"}
+)
+"""Outcomes that no fault excuses."""
+
+STOPS: Final = (Fault.STOP_ENGINE, Fault.STOP_DAEMON)
+RESTARTS: Final = (Fault.KILL_DAEMON, Fault.END_DAEMON)
+
+
+class Report:
+    """Counts of faults, outcomes and checks, and what was found."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.faults: Counter[Fault] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self.transfers = 0
+        self.verified = 0
+        self.checked_bytes = 0
+        self.findings: list[str] = []
+
+    def ended(self, part: str, ended: Ended) -> None:
+        """Record how an order ended."""
+        self.outcomes[f"{part}: {ended.outcome}"] += 1
+        if ended.outcome in BUGS:
+            self.findings.append(f"{part}: {ended.outcome}: {ended.detail}")
+
+    def heard(self, ended: Ended) -> None:
+        """Record the bytes that an engine has found right."""
+        self.checked_bytes += ended.checked_bytes
+
+    @property
+    def kills(self) -> int:
+        """Return how many processes were killed."""
+        return self.faults[Fault.KILL_ENGINE] + self.faults[Fault.KILL_DAEMON]
+
+    def lines(self) -> Iterable[str]:
+        """Yield the counts of each fault and each outcome."""
+        for fault, count in sorted(self.faults.items()):
+            yield f"  {count:6} x {fault.value}"
+        for outcome, count in sorted(self.outcomes.items()):
+            yield f"  {count:6} x {outcome}"
+        yield f"  {self.verified:6} x verified"
+
+    def closing(self) -> str:
+        """Return the last line of a run that found nothing."""
+        stops, restarts = (sum(self.faults[one] for one in some) for some in (STOPS, RESTARTS))
+        return (
+            f"torture: ok seed={self.seed} kills={self.kills} stops={stops} cuts={self.faults[Fault.CUT]} "
+            f"restarts={restarts} transfers={self.transfers} bytes={self.checked_bytes}"
+        )
+
+
+def is_ok(ended: Ended | None) -> bool:
+    """Return whether an order succeeded."""
+    return ended is not None and ended.outcome == OK

@@ -1,0 +1,54 @@
+"""Torture: the plan is the seed's, a short run finds nothing wrong, and each sabotage is found."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.torture import plan
+from tests.torture.report import Report
+from tests.torture.run import Run, Size
+from tests.torture.sabotage import KINDS
+
+SOON = Size(seconds=30.0, daemons=1, engines=2, workers=8, deadline_s=1.0, margin_s=1.0, harm=False)
+"""It ends with the first finding."""
+
+
+def run(seed: int, size: Size, folder: Path, sabotage: str = "") -> Report:
+    one = Run(seed, size, folder, sabotage)
+    asyncio.run(one.run())
+    return one.report
+
+
+def test_the_same_seed_gives_the_same_faults_and_the_same_load() -> None:
+    def first(seed: int) -> list[object]:
+        faults = plan.faults(seed, engines=4, daemons=2, kinds=list(plan.Fault))
+        return [*itertools.islice(faults, 100), *itertools.islice(plan.tasks(seed, 1, engines=4), 100)]
+
+    assert first(7) == first(7) != first(8)
+
+
+def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
+    report = run(11, Size(seconds=4.0, daemons=1, engines=2, workers=4), tmp_path)
+    assert report.findings == []
+    assert report.faults
+    assert report.verified > 0
+    assert report.closing().startswith("torture: ok seed=11 kills=")
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "found"),
+    [
+        ("flip", "WRONG_BYTES"),
+        ("late", "WRONG_BYTES"),
+        ("leak", "readers, its holders say"),
+        ("swallow", "NEVER_ENDED"),
+    ],
+)
+def test_what_is_sabotaged_is_found(tmp_path: Path, sabotage: str, found: str) -> None:
+    assert sabotage in KINDS
+    report = run(1, SOON, tmp_path, sabotage)
+    assert found in "\n".join(report.findings)

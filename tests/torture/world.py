@@ -1,0 +1,225 @@
+"""The daemons and engines of a run: real processes, started, ended, and started anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvferry.clients import AsyncClient
+from kvferry.protocol.errors import KvferryError
+from tests.started import REPOSITORY, Started, started
+from tests.torture.actors import LAST_S, Ended, Order
+
+ACTORS: Final = Path(__file__).with_name("actors.py")
+START_S: Final = 60.0
+END_S: Final = 40.0
+CONFIG: Final = """
+[service]
+drain_timeout_s = 2
+[tiers]
+host_bytes = 33554432
+[tiers.disk]
+path = "{disk}"
+max_bytes = 16777216
+[logging]
+format = "json"
+"""
+
+
+class RunFailedError(Exception):
+    """The run has found something: what, and where."""
+
+
+class Daemon:
+    """A daemon in a runtime directory of its own, in one life after the other.
+
+    Attributes:
+        ready: set while it serves.
+        address: where the other daemons of this host find it; known once it has served.
+        lives: how often it was started.
+        stopped: whether it is stopped at the moment.
+    """
+
+    def __init__(self, number: int, folder: Path, sabotage: str) -> None:
+        self.number = number
+        self.folder = folder / f"daemon-{number}"
+        self.runtime_dir = self.folder / "run"
+        self.log = self.folder / "daemon.log"
+        self.disk = self.folder / "disk"
+        self.ready = asyncio.Event()
+        self.lives = 0
+        self.address = ""
+        self.stopped = False
+        self._sabotage = sabotage
+        self._process: asyncio.subprocess.Process | None = None
+        self.disk.mkdir(parents=True, mode=0o700)
+        (self.folder / "daemon.toml").write_text(CONFIG.format(disk=self.disk))
+
+    @property
+    def pid(self) -> int:
+        """Return the process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start it, and return when it serves.
+
+        Raises:
+            RunFailedError: it does not, or ends.
+        """
+        command = ["-m", "tests.torture.sabotage", self._sabotage] if self._sabotage else ["-P", "-m", "kvferry.daemon"]
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *command,
+                *("--config", os.fspath(self.folder / "daemon.toml"), "--runtime-dir", os.fspath(self.runtime_dir)),
+                stderr=log,
+                stdout=log,
+                stdin=asyncio.subprocess.DEVNULL,
+                cwd=REPOSITORY,
+            )
+        self.lives += 1
+        try:
+            async with asyncio.timeout(START_S):
+                while not await self._answers():
+                    if self._process.returncode is not None:
+                        raise RunFailedError(f"daemon {self.number} ended with {self._process.returncode} at its start")
+        except TimeoutError:
+            raise RunFailedError(f"daemon {self.number} did not serve within {START_S:g} s") from None
+        self.ready.set()
+
+    async def end(self, number: signal.Signals) -> None:
+        """End it by a signal, and wait for its end.
+
+        Raises:
+            RunFailedError: it does not end, or not as it should.
+        """
+        assert self._process is not None
+        self.ready.clear()
+        self.send(number)
+        try:
+            status = await asyncio.wait_for(self._process.wait(), END_S)
+        except TimeoutError:
+            raise RunFailedError(f"daemon {self.number} did not end within {END_S:g} s of {number.name}") from None
+        wanted = -number if number == signal.SIGKILL else 0
+        if status != wanted:
+            raise RunFailedError(f"daemon {self.number} ended with status {status} after {number.name}")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def kill(self) -> None:
+        """Kill it, if it runs, and wait for its end."""
+        if self._process is not None:
+            self.send(signal.SIGKILL)
+            await self._process.wait()
+
+    def check_alive(self) -> None:
+        """Check that it has not ended by itself.
+
+        Raises:
+            RunFailedError: it has.
+        """
+        if self.ready.is_set() and self._process is not None and self._process.returncode is not None:
+            raise RunFailedError(f"daemon {self.number} ended by itself with status {self._process.returncode}")
+
+    async def _answers(self) -> bool:
+        with contextlib.suppress(KvferryError):
+            async with await AsyncClient.connect(self.runtime_dir, name="torture") as client:
+                self.address = (await client.status()).addresses[0]
+                return True
+        await asyncio.sleep(0.05)
+        return False
+
+
+class Engine:
+    """An engine process, in one life after the other; each order gets its end, if only by the process's."""
+
+    def __init__(self, number: int, daemon: Daemon, heard: Callable[[Ended], None]) -> None:
+        """Call ``heard`` with each end that an engine tells."""
+        self.number = number
+        self.daemon = daemon
+        self._heard = heard
+        self._process: Started | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[Ended]] = {}
+        self._last = 0
+
+    async def start(self) -> None:
+        """Start the process, forked from one that has imported torch; it connects by itself."""
+        program = [os.fspath(ACTORS), os.fspath(self.daemon.runtime_dir), f"engine-{self.number}"]
+        with (self.daemon.folder / f"engine-{self.number}.log").open("ab") as log:
+            self._process = started(program, stderr=log.fileno())  # milliseconds, but for the first
+        told = asyncio.StreamReader()
+        assert self._process.stdout is not None
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), self._process.stdout)
+        self._reading = asyncio.create_task(self._read(told))
+
+    async def run(self, order: Order) -> Ended | None:
+        """Have an order run; return how it ended, None where the engine ended first.
+
+        Raises:
+            RunFailedError: it did not end in time.
+        """
+        process = self._process
+        if process is None or process.stdin is None or self._reading is None or self._reading.done():
+            return None
+        self._last += 1
+        order.number = self._last
+        ended = self._waiting[order.number] = asyncio.get_running_loop().create_future()
+        try:
+            os.write(process.stdin.fileno(), msgspec.json.encode(order) + b"\n")  # less than the pipe holds
+            return await asyncio.wait_for(ended, LAST_S + 2 * (order.deadline_s + order.margin_s))
+        except TimeoutError:
+            raise RunFailedError(f"engine {self.number} has not ended {order.part} {order.request}") from None
+        except (asyncio.CancelledError, OSError, ValueError):
+            if not ended.cancelled() and not self._reading.done():
+                raise
+            return None
+        finally:
+            self._waiting.pop(order.number, None)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    async def kill(self) -> None:
+        """Kill it, if it runs, and wait for its end."""
+        await self.end()
+
+    async def end(self, *, kindly: bool = False) -> None:
+        """Kill it, or let it finish what it does; wait for its end."""
+        process = self._process
+        if process is None or self._reading is None:
+            return
+        if kindly and process.stdin is not None:
+            process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._reading), 2 * LAST_S)
+        self.send(signal.SIGKILL)
+        await asyncio.to_thread(process.wait)
+        await self._reading
+        if process.stdin is not None and not kindly:
+            process.stdin.close()
+
+    async def _read(self, told: asyncio.StreamReader) -> None:
+        while line := await told.readline():
+            ended = msgspec.json.decode(line, type=Ended)
+            self._heard(ended)
+            waiting = self._waiting.get(ended.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(ended)
+        for waiting in self._waiting.values():
+            waiting.cancel()
