@@ -29,6 +29,7 @@ from benchmarks import (
     trace_replay,
     transfer,
     unequal_tp,
+    warm_restart,
 )
 from benchmarks.measure import Effort, Row
 
@@ -52,6 +53,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "allocation": allocation.measure,
     "tables": tables.measure,
     "engine_death": engine_death.measure,
+    "warm_restart": warm_restart.measure,
     "device_overlap": device_overlap.measure,
     "npu_transfer": npu_transfer.measure,
 }

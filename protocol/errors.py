@@ -75,6 +75,7 @@ which ``fault`` says in words, on the wire too::
         +-- TransferFailedError       TRANSFER_FAILED      a copy failed
         +-- CacheMissError            CACHE_MISS           cached blocks were evicted or damaged before they were loaded
         +-- SnapshotDamagedError      SNAPSHOT_DAMAGED     a checksum does not match: the bytes have changed
+        +-- SnapshotLostError         SNAPSHOT_LOST        the snapshot's memory ended with the daemon that made it
         +-- DaemonLostError           DAEMON_LOST          no daemon answers, or its connection closed
         +-- SessionLostError          SESSION_LOST         the daemon that answers knows nothing of the session
         +-- InternalError             INTERNAL             a bug in the daemon
@@ -669,6 +670,13 @@ class SnapshotDamagedError(DaemonError):
 
     code = "SNAPSHOT_DAMAGED"
     remedy = "recompute the request's tokens, and check the host's memory: the target pages are unchanged"
+
+
+class SnapshotLostError(DaemonError):
+    """The snapshot's memory ended with the daemon that made it."""
+
+    code = "SNAPSHOT_LOST"
+    remedy = "compute again what it held"
 
 
 class DaemonLostError(DaemonError):

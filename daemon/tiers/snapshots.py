@@ -29,6 +29,7 @@ from kvferry.protocol.errors import (
     LayoutMismatchError,
     LengthMismatchError,
     OverloadedError,
+    SnapshotLostError,
     UnknownComponentError,
     UnknownSnapshotError,
 )
@@ -36,6 +37,9 @@ from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.tier_messages import SnapshotList, SnapshotStatus
 
 State = Literal["network", "writing", "ready"]
+_BOOT_BYTES: Final = 4
+_RANDOM_BYTES: Final = 10
+_CHECK_DIGITS: Final = 4
 MAX_SNAPSHOTS: Final = 4096
 """Per tenant: what SNAPSHOTS lists in one reply."""
 
@@ -63,7 +67,7 @@ class Snapshot:
     """
 
     def __init__(self, pool: Pool, owner_id: int | None, segments: Sequence[SnapshotSegment]) -> None:
-        self.name = secrets.token_hex(16)
+        self.name = ""
         self.tenant = pool.tenant
         self.owner_id = owner_id
         self.pool = pool.name
@@ -132,6 +136,7 @@ class SnapshotRegistry:
     """All snapshots, by name."""
 
     def __init__(self) -> None:
+        self._boot = secrets.token_hex(_BOOT_BYTES)
         self._snapshots: dict[str, Snapshot] = {}
         self._counts: Counter[int] = Counter()
 
@@ -153,7 +158,9 @@ class SnapshotRegistry:
             raise OverloadedError(f"user {tenant} has {MAX_SNAPSHOTS} snapshots: drop or restore some")
 
     def add(self, snapshot: Snapshot) -> None:
-        """Register a snapshot."""
+        """Register a snapshot, under a new name."""
+        stem = self._boot + secrets.token_hex(_RANDOM_BYTES)
+        snapshot.name = stem + _check_digits(stem)
         self._snapshots[snapshot.name] = snapshot
         self._counts[snapshot.tenant] += 1
 
@@ -162,8 +169,12 @@ class SnapshotRegistry:
 
         Raises:
             UnknownSnapshotError: there is none of that name, or it is another tenant's, or dropped.
+            SnapshotLostError: an earlier daemon made it.
         """
         found = self._snapshots.get(name)
+        stem, digits = name[:-_CHECK_DIGITS], name[-_CHECK_DIGITS:]
+        if found is None and not stem.startswith(self._boot) and digits == _check_digits(stem):
+            raise SnapshotLostError(f"snapshot {name} ended with the daemon that made it", field="snapshot")
         if found is None or found.tenant != tenant or found.dropped:
             raise UnknownSnapshotError(f"no snapshot {name} of user {tenant}", field="snapshot")
         return found
@@ -179,6 +190,11 @@ class SnapshotRegistry:
         """Unregister a snapshot. Idempotent."""
         if self._snapshots.pop(snapshot.name, None) is not None:
             self._counts[snapshot.tenant] -= 1
+
+
+def _check_digits(stem: str) -> str:
+    """Return the end of a name, which tells names that a daemon gave from others."""
+    return xxhash.xxh3_64_hexdigest(stem.encode())[:_CHECK_DIGITS]
 
 
 def new_segments(pool: Pool, lists: Sequence[PageRange]) -> list[SnapshotSegment]:

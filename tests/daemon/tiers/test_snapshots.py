@@ -28,6 +28,7 @@ from kvferry.protocol.errors import (
     LayoutMismatchError,
     NotOwnerError,
     PageBusyError,
+    SnapshotLostError,
     UnknownComponentError,
     UnknownSnapshotError,
 )
@@ -124,6 +125,18 @@ def test_the_registry_knows_each_users_own_until_it_is_removed() -> None:
     for _ in range(2):  # a second time does nothing
         registry.remove(mine)
     assert not list(registry)
+
+
+def test_a_snapshot_of_an_earlier_daemon_is_lost_and_one_that_never_was_is_unknown() -> None:
+    before, registry, mine = SnapshotRegistry(), SnapshotRegistry(), snapshot_of(pool_of(SPEC), main=1)
+    before.add(mine)
+    assert before.get(mine.tenant, mine.name) is mine
+    with pytest.raises(SnapshotLostError):
+        registry.get(mine.tenant, mine.name)
+    before.remove(mine)
+    for registry_, name in ((before, mine.name), (registry, "0" * 32), (registry, mine.name[::-1])):
+        with pytest.raises(UnknownSnapshotError):
+            registry_.get(mine.tenant, name)
 
 
 # -- pages that an operation reads or writes: all or none of them, and no longer than it says.
