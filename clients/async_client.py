@@ -30,7 +30,7 @@ NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # 
 
 
 class AsyncClient(AsyncRequests):
-    """One session with the daemon of this node. Leaving it gives back everything that the session owns.
+    """One session with the daemon of this node. Leaving it gives back all that the session owns.
 
     What waits is awaited: ``connect``, ``wait_finished`` and all other calls but those that return at once, as they do
     in ``Client``: ``send``, ``receive``, ``offload``, ``restore``, ``store``, ``load``, ``update_tables``, ``begin``,

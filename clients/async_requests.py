@@ -25,7 +25,7 @@ from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.registration import registered
-from kvferry.clients.resuming import Resuming, Said
+from kvferry.clients.resuming import Registration, Resuming, Said
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.submissions import DEFAULT_WAIT_S, PendingReply
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
@@ -207,7 +207,10 @@ class AsyncRequests(Resuming):
         body = AttachPool(pool=name, layout_digest=layout_digest, device_pid=self._devices.process_id())
         with self._use:  # whole: the session's socket is read by one thread at a time
             number, attached, channel = await self._described(asked(body, NAME))
-            return await asyncio.to_thread(attached_pool, name, attached, number, channel, self._devices)
+            pool = await asyncio.to_thread(attached_pool, name, attached, number, channel, self._devices)
+            self._keeps.add_pool(pool)
+            self._lost_pools.discard(name)
+            return pool
 
     async def register_pool(
         self,
@@ -251,6 +254,8 @@ class AsyncRequests(Resuming):
         call = asked(body, NAME | {"arrays": "tensors"})
         with self._use:
             _, made = await self._exchange(call, deadline_s=deadline_s, said=Said(said, fds))
+            self._keeps.add_registration(name, Registration(call, said, fds))
+            self._lost_pools.discard(name)
         return made.manifest
 
     async def open_events(
@@ -277,7 +282,9 @@ class AsyncRequests(Resuming):
             call = asked(OpenEvents(device=device))
             number, opened, channel = await self._described(call, deadline_s=deadline_s, said=Said(said))
             _, (counters, eventfd) = channel.take(number, EventsFollow)
-        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
+            ring = EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
+            self._keeps.rings.add(ring)
+            return ring
 
     async def delete_pool(self, name: str) -> None:
         """Delete a pool that has no owned page.
@@ -286,6 +293,15 @@ class AsyncRequests(Resuming):
             PoolInUseError: pages are owned or in flight.
         """
         await self.call(asked(DeletePool(pool=name), NAME))
+        self._keeps.forget_pool(name)
+        self._lost_pools.discard(name)
+
+    async def owned_pages(self, pool: str) -> dict[str, PageIds]:
+        """Return the pages of a pool that this session's instance owns, by page space, each ``(n,)`` int64, ascending.
+
+        Those included of which nobody here has heard: another session of the instance has them, or a reply was lost.
+        """
+        return await self.call(calls.list_owned(pool))
 
     async def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
         """Return ``count`` pages for this session, ascending, ``(count,)`` int64.
@@ -442,14 +458,17 @@ class AsyncRequests(Resuming):
             undo = asked(DeleteTables(tables=name))
             number, created, channel = await self._described(asked(body, TABLES), deadline_s=deadline_s, undo=undo)
             try:
-                return await asyncio.to_thread(mapped_tables, created, max_batch, number, channel, self._devices)
+                made = await asyncio.to_thread(mapped_tables, created, max_batch, number, channel, self._devices)
             except BaseException:
                 self._begin(asked(DeleteTables(tables=name)))  # nobody here can use them
                 raise
+            self._keeps.tables.add(made)
+            return made
 
     async def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
         await self.call(asked(DeleteTables(tables=tables_name(tables))))
+        self._keeps.tables.discard(tables)
         tables.close()
 
     # -- offload and restore
@@ -626,7 +645,8 @@ class AsyncRequests(Resuming):
             try:
                 number, reply = await self._exchange(call, deadline_s=deadline_s, said=said)
             except NoSessionError:
-                self._read_channel()  # the daemon may have found the loss of the socket first
+                if self._channel is not None:
+                    self._read_channel()  # the daemon may have found the loss of the socket first
                 if not self._was_lost_since(epoch):
                     raise
             else:
@@ -648,6 +668,8 @@ class AsyncRequests(Resuming):
     ) -> tuple[int, T]:
         """Send a request; return its number and the reply. ``said`` goes before it, also where it is sent again."""
         deadline_ms, timeout_s = self._times(call, deadline_s, margin_s)
+        if self._lost_pools:
+            self._check_pool(call.body)
         outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
         number = outgoing.message_id
         try:

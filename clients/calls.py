@@ -15,7 +15,7 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN
-from kvferry.protocol.pool_messages import Allocate, Free, Freed
+from kvferry.protocol.pool_messages import Allocate, Free, Freed, ListOwned
 from kvferry.protocol.session_messages import Hello, Welcome
 from kvferry.protocol.session_stream import SessionOpen
 from kvferry.protocol.tier_messages import HASH_BYTES
@@ -182,6 +182,17 @@ def free(pool: str, ids: npt.ArrayLike, space: str, after: DeviceEvent | None) -
     array = page_ids(ids, "ids")
     body = Free(pool=pool, pages=len(array), space=space, after=after)
     return asked(body, IDS, (array,))
+
+
+def list_owned(pool: str) -> Call[dict[str, PageIds]]:
+    """Ask which pages are this instance's."""
+    asking = asked(ListOwned(pool=pool))
+
+    def read(reply: ReplyArrived) -> dict[str, PageIds]:
+        owned = asking.read(reply)
+        return {one.space: ids.copy() for one, ids in zip(owned.spaces, reply.ids, strict=True)}
+
+    return Call(asking.body, (), read)
 
 
 def table_lists(

@@ -103,6 +103,7 @@ class Link:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.opening: SessionOpening | None = None
         self.bells: tuple[socket.socket, ...] = ()
+        self.closes: list[Closable] = []
         self._pid = os.getpid()
         self._open()
 
@@ -152,7 +153,7 @@ class Link:
             if os.getpid() == self._pid and not self.channel.end() and self.resumption is not None:
                 self._end_lost(self.resumption)
             self.channel.close()
-        for one in self.bells:
+        for one in (*self.bells, *self.closes):
             one.close()
         self.drop()  # zmq's closing, and its context's end, do nothing in a forked child
         self.context.term()

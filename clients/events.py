@@ -23,7 +23,7 @@ from kvferry.clients.arguments import whole, wrong_kind
 from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
+from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, StaleBootError
 from kvferry.protocol.transfer_messages import LayerStep
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class EventRing(OfOneProcess):
         self._planned: list[int] = self._counters.tolist()  # not 0 if the session opened its ring before
         self._next = 0
         self._making = threading.Lock()
+        self._stale = False
 
     def __repr__(self) -> str:
         """Show how many steps were made and recorded."""
@@ -75,6 +76,10 @@ class EventRing(OfOneProcess):
         """Return the ring's memory, ``(slots,)`` int64, for engines that record from native code by incrementing it."""
         return self._counters
 
+    def outlive(self) -> None:
+        """Take note that the ring went with its daemon: what is recorded is nobody's, and there is no new event."""
+        self._stale = True
+
     def fileno(self) -> int:
         """Return the eventfd that wakes the daemon: add 1 to it after changing counters."""
         return self._eventfd
@@ -90,8 +95,11 @@ class EventRing(OfOneProcess):
         Raises:
             ClientClosedError: the ring is closed.
             ForkedError: a forked child has no ring.
+            StaleBootError: the ring went with a daemon that was restarted: open a new one.
         """
         self._check_open()
+        if self._stale:
+            raise StaleBootError("the event ring went with the daemon before this one", remedy="call open_events again")
         with self._making:
             slot = self._next
             self._next = (slot + 1) % len(self._planned)

@@ -82,6 +82,11 @@ class AttachedPool(OfOneProcess):
         """Return where its memory is: ``host``, ``npu:0`` and the like."""
         return self.region.device
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether it was not closed."""
+        return not isinstance(self.region, HostRegion) or self.region.fd >= 0
+
     def engine_lists(self) -> EngineLists:
         """Return the pointer lists that an engine registers, with addresses in this process."""
         region = self.region

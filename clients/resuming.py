@@ -8,26 +8,41 @@ becomes of those that were under way.
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvferry.clients import calls
-from kvferry.clients.calls import Call
+from kvferry.clients.calls import Call, asked
 from kvferry.clients.connection import Connection, Link, Reconnected
 from kvferry.clients.daemon_socket import LAST_WORDS_MS
+from kvferry.clients.events import EventRing
+from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel, SessionOpening
 from kvferry.clients.submissions import Submissions
-from kvferry.protocol.client_core import BatchAnswered, News, Outgoing, ReplyArrived
-from kvferry.protocol.errors import DaemonLostError, KvferryError
+from kvferry.clients.tables import Tables
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.base import ReplyBody
+from kvferry.protocol.client_core import BatchAnswered, Ended, News, Outgoing, ReplyArrived, stale
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import DaemonLostError, KvferryError, OverloadedError
+from kvferry.protocol.held_pages import HeldPages
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.pool_messages import AttachPool, Free, Freed
 from kvferry.protocol.reconnection import Reconnection
-from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows
+from kvferry.protocol.session_stream import MemoryFollows, RegionFollows, SessionOpen, ShareFollows
 
 LOOK_S: Final = 0.05
 """How long a wait for the daemon's return may be at a time: a client that is closed meanwhile is told after it."""
+
+BUSY_TRIES: Final = 100
+"""How often a daemon that has just begun may say BUSY to what a client asks it first."""
 
 REOPEN_S: Final = 0.01
 """After how long a control socket is opened anew: by then it is known whether the session is gone, too."""
@@ -38,6 +53,50 @@ class Said(NamedTuple):
 
     frames: Callable[[int], Sequence[ShareFollows | MemoryFollows]]
     fds: Sequence[int] = ()
+
+
+class Registration(NamedTuple):
+    """How a pool is registered: it holds the memory."""
+
+    call: Call[Any]
+    frames: Callable[[int], Sequence[ShareFollows | MemoryFollows]]
+    fds: tuple[int, ...]
+
+
+class Keeps:
+    """What a client has of its daemon, and compares with the next one's."""
+
+    def __init__(self) -> None:
+        self.pools: weakref.WeakSet[AttachedPool] = weakref.WeakSet()
+        self.rings: weakref.WeakSet[EventRing] = weakref.WeakSet()
+        self.tables: weakref.WeakSet[Tables] = weakref.WeakSet()
+        self.registered: dict[str, Registration] = {}
+
+    def __repr__(self) -> str:
+        """Show the pools."""
+        return f"<Keeps {[one.name for one in self.pools]} {list(self.registered)}>"
+
+    def add_pool(self, pool: AttachedPool) -> None:
+        """Remember a pool as long as somebody has it."""
+        self.pools.add(pool)
+
+    def add_registration(self, name: str, one: Registration) -> None:
+        """Remember how a pool was registered, and hold its memory."""
+        self.forget_pool(name)
+        self.registered[name] = one._replace(fds=tuple(os.dup(fd) for fd in one.fds))
+
+    def forget_pool(self, name: str) -> None:
+        """Forget a pool that is deleted."""
+        gone = self.registered.pop(name, None)
+        for fd in gone.fds if gone else ():
+            os.close(fd)
+        for pool in [one for one in self.pools if one.name == name]:
+            self.pools.discard(pool)
+
+    def close(self) -> None:
+        """Give the registered pools' descriptors back."""
+        for name in list(self.registered):
+            self.forget_pool(name)
 
 
 class Loss:
@@ -75,7 +134,12 @@ class Resuming(Submissions):
         self._said: dict[int, Said] = {}
         self._steps: Steps | None = None
         self._asked = 0
+        self._saying: Registration | None = None
         self._epoch = 0
+        self._keeps = Keeps()
+        self._link.closes.append(self._keeps)
+        self._recovered = self.boot_id
+        self._ended: list[Ended] = []
 
     # -- what each kind of client does in its own way
 
@@ -151,6 +215,15 @@ class Resuming(Submissions):
         """Begin a loss. The daemon's last words may still be read from the control socket."""
         if self._loss is None or not self._loss.session:
             self._begin_loss(Loss(error, time.monotonic() + LAST_WORDS_MS / 1000, session=True))
+
+    def _other_daemon(self, boot_id: BootId) -> None:
+        if self._channel is not None:
+            self._session_lost(DaemonLostError(f"the daemon was restarted: another one answers, {boot_id[:8]}"))
+        elif boot_id != self.boot_id:  # without a session nothing can be lost
+            for one in self._core.restarted(boot_id, b"").news:
+                self._hear(one)
+        if self._channel is None:
+            self._release()
 
     def _control_lost(self) -> None:
         """Begin the loss of the control socket alone: the session is there still."""
@@ -244,10 +317,109 @@ class Resuming(Submissions):
         self._socket = self._link.control
         self._epoch += 1
         self._connected()
-        if channel.opened.boot_id == self._core.boot_id:
-            self._begin_steps(self._greet())
-        else:
-            self._end(DaemonLostError("another daemon"))
+        opened = channel.opened
+        if opened.boot_id != self._core.boot_id:
+            ended = self._core.restarted(BootId(opened.boot_id), opened.secret)
+            self._ended.append(ended)
+            for one in ended.news:
+                self._hear(one)
+        self._begin_steps(self._greet() if opened.boot_id == self._recovered else self._recover())
+
+    # -- going on with the next daemon
+
+    def _recover(self) -> Steps:
+        """Go on with the daemon that has adopted the session: see what it has of ours, and believe what is proved."""
+        keeps, old = self._keeps, self._recovered
+        yield from self._hello()
+        for ring in keeps.rings:
+            ring.outlive()
+        tables, rings = tuple(sorted(one.name for one in keeps.tables)), bool(keeps.rings)
+        for pool in list(keeps.pools):
+            yield from self._see_again(pool)
+        for name, one in list(keeps.registered.items()):
+            yield from self._register_again(name, one)
+        pages: dict[tuple[str, str], PageIds] = {}
+        frees = [one for ended in self._ended for one in ended.frees]
+        held = self._core.held
+        if held is not None:
+            named = {body.pool for body in self._core.pages_wanted()}
+            for name in sorted((held.pools | named | {_freed(one).pool for one in frees}) - keeps.registered.keys()):
+                its = [one for one in frees if _freed(one).pool == name]
+                yield from self._settle_books(held, name, its, pages)
+        ended, self._ended = self._ended, []
+        keeps.rings.clear()
+        keeps.tables.clear()
+        self._recovered = self.boot_id
+        self._release()
+        self._tell(
+            Reconnected(
+                old,
+                self.boot_id,
+                transfers=tuple(one for each in ended for one in each.transfers),
+                operations=tuple(one for each in ended for one in each.operations),
+                tables=tables,
+                rings=rings,
+                pools=tuple(sorted(self._lost_pools)),
+                pages=pages,
+            )
+        )
+
+    def _see_again(self, pool: AttachedPool) -> Steps:
+        """See whether the daemon's pool of that name is the memory that is mapped here; else it is lost."""
+        if pool.name in self._keeps.registered or not pool.is_open:
+            return
+        same = False
+        if isinstance(pool.region, HostRegion):
+            body = AttachPool(pool=pool.name, layout_digest=pool.manifest.layout_digest)
+            reply = yield from _answer(asked(body))
+            if reply.error is None:
+                same = self._is_mapped(pool.region, reply.message_id)
+        if not same:
+            self._lost_pools.add(pool.name)
+            self._keeps.pools.discard(pool)
+
+    def _is_mapped(self, region: HostRegion, message_id: int) -> bool:
+        channel = self._read_channel()
+        if not channel.has(message_id):
+            return False
+        _, fds = channel.take(message_id, RegionFollows)
+        same = all(region.is_same(fd) for fd in fds)
+        for fd in fds:
+            os.close(fd)
+        return same
+
+    def _register_again(self, name: str, one: Registration) -> Steps:
+        self._saying = one
+        reply = yield from _answer(one.call)
+        if reply.error is not None:
+            self._lost_pools.add(name)
+            self._keeps.forget_pool(name)
+
+    def _settle_books(
+        self, held: HeldPages, pool: str, frees: Sequence[Outgoing], lost: dict[tuple[str, str], PageIds]
+    ) -> Steps:
+        """Compare who owns which page of a pool: what nobody here knows of goes back, what is missing is said."""
+        call = calls.list_owned(pool)
+        reply = yield from _answer(call)
+        owned = {} if reply.error is not None else call.read(reply)
+        for one in frees:
+            body, [ids] = _freed(one), one.ids
+            still = bool(np.isin(ids, owned.get(body.space, ids[:0])).any())
+            if reply.error is not None:
+                result: ReplyBody | KvferryError = reply.error
+            elif still and body.after is not None:
+                result = stale("the daemon was restarted before the pages were free: their event is no more", "absent")
+            else:
+                held.gave(pool, body.space, ids)
+                result = Freed(freed=len(ids), deferred=0)
+            for news in self._core.resolve(one, result):
+                self._hear(news)
+        for space, ids in owned.items():
+            unknown, missing = held.compare(pool, space, ids)
+            if len(missing):
+                lost[pool, space] = missing
+            if len(unknown):
+                yield calls.free(pool, unknown, space, None)
 
     def _greet(self) -> Steps:
         """Go on with the same daemon, which has everything still."""
@@ -257,8 +429,7 @@ class Resuming(Submissions):
 
     def _hello(self) -> Steps:
         call = calls.hello(self._name)
-        reply = yield call
-        assert reply is not None
+        reply = yield from _answer(call)
         if reply.error is not None:
             self._end(reply.error)
         else:
@@ -279,9 +450,29 @@ class Resuming(Submissions):
         if self._steps is steps:  # it was not lost meanwhile
             outgoing = self._core.request(call.body, call.ids)
             self._asked = outgoing.message_id
+            saying, self._saying = self._saying, None
+            if saying is not None and self._say(saying.frames(outgoing.message_id), saying.fds):
+                return  # the loss of the socket is about to be found
             self._transmit(self._core.sent(outgoing, time.monotonic(), connected=True))
 
     def _hear(self, news: News | BatchAnswered) -> None:
         super()._hear(news)
         if self._steps is not None and isinstance(news, ReplyArrived) and news.message_id == self._asked:
             self._advance(self._replies.pop(news.message_id))
+
+
+def _answer(call: Call[Any]) -> Generator[Call[Any], ReplyArrived | None, ReplyArrived]:
+    """Ask, again where the daemon is busy, and return the reply."""
+    tries = 0
+    while True:
+        reply = yield call
+        assert reply is not None
+        tries += 1
+        if tries == BUSY_TRIES or not isinstance(reply.error, OverloadedError):
+            return reply
+
+
+def _freed(request: Outgoing) -> Free:
+    body = request.request.body
+    assert isinstance(body, Free), body
+    return body

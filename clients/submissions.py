@@ -24,11 +24,12 @@ from kvferry.clients.devices import EngineDevices
 from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.tables import Tables, tables_name
-from kvferry.protocol.base import DeviceEvent
+from kvferry.protocol.base import DeviceEvent, RequestBody
 from kvferry.protocol.client_core import (
     BatchAnswered,
     ClientCore,
     News,
+    OtherDaemon,
     Outgoing,
     ReplyArrived,
     TierOperation,
@@ -39,10 +40,17 @@ from kvferry.protocol.client_core import (
 )
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.envelope import MAX_BATCH
-from kvferry.protocol.errors import CancelledError, InvalidFieldError, KvferryError, MisuseError, NoSessionError
+from kvferry.protocol.errors import (
+    CancelledError,
+    InvalidFieldError,
+    KvferryError,
+    MisuseError,
+    NoSessionError,
+    PoolLostError,
+)
 from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.pool_messages import Freed
+from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, Freed, RegisterPool
 from kvferry.protocol.requests import check_batched
 from kvferry.protocol.session_messages import Welcome
 from kvferry.protocol.table_messages import TablesUpdated, UpdateTables
@@ -59,6 +67,8 @@ ENVELOPE_BYTES = 1 << 16
 """More than the envelope and what surrounds the bodies of a BATCH take."""
 
 T = TypeVar("T")
+
+_MAKE_ANEW: Final = (CreatePool, AttachPool, RegisterPool, DeletePool)
 
 
 class PendingReply(Generic[T]):
@@ -82,6 +92,17 @@ class Submitting(ABC):
 
     _core: ClientCore
     _use: AbstractContextManager[None]
+    _lost_pools: set[str]
+
+    def _check_pool(self, body: RequestBody) -> None:
+        """Check that a request does not name a pool whose memory this client has mapped, and the daemon has not.
+
+        Raises:
+            PoolLostError: it does: a pool of the same name may be there by now, with other pages.
+        """
+        pool = getattr(body, "pool", None)
+        if pool in self._lost_pools and not isinstance(body, _MAKE_ANEW):
+            raise PoolLostError(f"pool {pool!r} went with the daemon before this one", field="pool")
 
     @abstractmethod
     def _put(self, outgoing: Outgoing) -> None:
@@ -103,6 +124,8 @@ class Submitting(ABC):
     def _begin(self, call: Call[T], *, deadline_s: float | None = None) -> PendingReply[T]:
         """Send a request, in a call that is under way."""
         deadline_ms, timeout_s = self._times(call, deadline_s, REPLY_MARGIN_S)
+        if self._lost_pools:
+            self._check_pool(call.body)
         outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
         self._put(outgoing)
         return PendingReply(self._core.token, call, outgoing.message_id, timeout_s)
@@ -360,6 +383,8 @@ class Submitting(ABC):
         body = checked(body)
         _, deadline_ms = self._deadline(deadline_s)
         with self._use:
+            if self._lost_pools:
+                self._check_pool(body)
             transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms, wakes_on_match=wakes_on_match)
             self._put(outgoing)
         return transfer
@@ -370,6 +395,8 @@ class Submitting(ABC):
         body = checked(body, IDS)
         _, deadline_ms = self._deadline(deadline_s)
         with self._use:
+            if self._lost_pools:
+                self._check_pool(body)
             operation, outgoing = self._core.operation(body, ids, deadline_ms=deadline_ms)
             self._put(outgoing)
         return operation
@@ -401,6 +428,7 @@ class Batch(Submitting):
         deadline: Callable[[float | None], tuple[float, int]],
         send: Callable[[Outgoing], None],
         refuse: Callable[[Sequence[Outgoing], KvferryError], None],
+        lost_pools: set[str],
     ) -> None:
         """Use ``client.batched()``."""
         self._core = core
@@ -409,6 +437,7 @@ class Batch(Submitting):
         self._deadline_of = deadline
         self._send = send
         self._refuse = refuse
+        self._lost_pools = lost_pools
         self._requests: list[Outgoing] = []
         self._ended = False
 
@@ -489,8 +518,14 @@ class Submissions(Submitting, OfOneProcess):
             raise MisuseError(f"{client}(...) is in no session: make one by {client}.connect(runtime_dir, name=...)")
         self._channel = channel = connection.channel
         self._devices = EngineDevices(connection.devices)
+        self._lost_pools = set()
         self._core = (
-            ClientCore(BootId(channel.opened.boot_id), channel.opened.secret, last_message=channel.opened.last_message)
+            ClientCore(
+                BootId(channel.opened.boot_id),
+                channel.opened.secret,
+                last_message=channel.opened.last_message,
+                owns_alone=connection.reconnect and not connection.opening.instance and not connection.opening.resume,
+            )
             if channel
             else ClientCore(NO_BOOT)
         )
@@ -526,6 +561,7 @@ class Submissions(Submitting, OfOneProcess):
             deadline=self._deadline,
             send=self._put,
             refuse=lambda requests, error: self._hear(self._core.refuse(requests, error)),
+            lost_pools=self._lost_pools,
         )
 
     def _deadline(self, deadline_s: float | None) -> tuple[float, int]:
@@ -604,6 +640,10 @@ class Submissions(Submitting, OfOneProcess):
             raise NoSessionError("the client was connected with session=False", field="session")
         return self._channel
 
+    @abstractmethod
+    def _other_daemon(self, boot_id: BootId) -> None:
+        """Find out what has become of the session: another daemon is there."""
+
     def _hear(self, news: News | BatchAnswered) -> None:
         """Take what a message from the daemon means: keep a reply for ``wait``, a change for ``poll``."""
         if isinstance(news, BatchAnswered):
@@ -611,6 +651,8 @@ class Submissions(Submitting, OfOneProcess):
                 self._hear(one)
         elif isinstance(news, ReplyArrived):
             self._replies[news.message_id] = news
+        elif isinstance(news, OtherDaemon):
+            self._other_daemon(news.boot_id)
         elif isinstance(news, Unclaimed):
             self._put(self._core.give_back(news))
         else:

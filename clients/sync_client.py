@@ -28,7 +28,7 @@ CLOSED = "the client was closed while this call waited"
 
 
 class Client(SyncRequests):
-    """One session with the daemon of this node. Leaving it gives back everything that the session owns.
+    """One session with the daemon of this node. Leaving it gives back all that the session owns.
 
     One thread at a time: a call that comes while another thread's is under way raises ConcurrentUseError and sends
     nothing. It may be handed from one thread to another between two calls, and any thread may ``close`` it. A forked

@@ -25,7 +25,7 @@ from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.registration import registered
-from kvferry.clients.resuming import Resuming, Said
+from kvferry.clients.resuming import Registration, Resuming, Said
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.submissions import DEFAULT_WAIT_S, PendingReply
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
@@ -206,7 +206,10 @@ class SyncRequests(Resuming):
         body = AttachPool(pool=name, layout_digest=layout_digest, device_pid=self._devices.process_id())
         with self._use:  # whole: the session's socket is read by one thread at a time
             number, attached, channel = self._described(asked(body, NAME))
-            return attached_pool(name, attached, number, channel, self._devices)
+            pool = attached_pool(name, attached, number, channel, self._devices)
+            self._keeps.add_pool(pool)
+            self._lost_pools.discard(name)
+            return pool
 
     def register_pool(
         self,
@@ -250,6 +253,8 @@ class SyncRequests(Resuming):
         call = asked(body, NAME | {"arrays": "tensors"})
         with self._use:
             _, made = self._exchange(call, deadline_s=deadline_s, said=Said(said, fds))
+            self._keeps.add_registration(name, Registration(call, said, fds))
+            self._lost_pools.discard(name)
         return made.manifest
 
     def open_events(
@@ -276,7 +281,9 @@ class SyncRequests(Resuming):
             call = asked(OpenEvents(device=device))
             number, opened, channel = self._described(call, deadline_s=deadline_s, said=Said(said))
             _, (counters, eventfd) = channel.take(number, EventsFollow)
-        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
+            ring = EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
+            self._keeps.rings.add(ring)
+            return ring
 
     def delete_pool(self, name: str) -> None:
         """Delete a pool that has no owned page.
@@ -285,6 +292,15 @@ class SyncRequests(Resuming):
             PoolInUseError: pages are owned or in flight.
         """
         self.call(asked(DeletePool(pool=name), NAME))
+        self._keeps.forget_pool(name)
+        self._lost_pools.discard(name)
+
+    def owned_pages(self, pool: str) -> dict[str, PageIds]:
+        """Return the pages of a pool that this session's instance owns, by page space, each ``(n,)`` int64, ascending.
+
+        Those included of which nobody here has heard: another session of the instance has them, or a reply was lost.
+        """
+        return self.call(calls.list_owned(pool))
 
     def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
         """Return ``count`` pages for this session, ascending, ``(count,)`` int64.
@@ -439,14 +455,17 @@ class SyncRequests(Resuming):
             undo = asked(DeleteTables(tables=name))
             number, created, channel = self._described(asked(body, TABLES), deadline_s=deadline_s, undo=undo)
             try:
-                return mapped_tables(created, max_batch, number, channel, self._devices)
+                made = mapped_tables(created, max_batch, number, channel, self._devices)
             except BaseException:
                 self._begin(asked(DeleteTables(tables=name)))  # nobody here can use them
                 raise
+            self._keeps.tables.add(made)
+            return made
 
     def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
         self.call(asked(DeleteTables(tables=tables_name(tables))))
+        self._keeps.tables.discard(tables)
         tables.close()
 
     # -- offload and restore
@@ -618,7 +637,8 @@ class SyncRequests(Resuming):
             try:
                 number, reply = self._exchange(call, deadline_s=deadline_s, said=said)
             except NoSessionError:
-                self._read_channel()  # the daemon may have found the loss of the socket first
+                if self._channel is not None:
+                    self._read_channel()  # the daemon may have found the loss of the socket first
                 if not self._was_lost_since(epoch):
                     raise
             else:
@@ -640,6 +660,8 @@ class SyncRequests(Resuming):
     ) -> tuple[int, T]:
         """Send a request; return its number and the reply. ``said`` goes before it, also where it is sent again."""
         deadline_ms, timeout_s = self._times(call, deadline_s, margin_s)
+        if self._lost_pools:
+            self._check_pool(call.body)
         outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
         number = outgoing.message_id
         try:

@@ -27,8 +27,9 @@ from kvferry.protocol.errors import (
     raised,
 )
 from kvferry.protocol.events import Finished, Matched, OperationKind, Settled, TierDone
+from kvferry.protocol.held_pages import HeldPages
 from kvferry.protocol.ids import NO_BOOT, BootId
-from kvferry.protocol.pool_messages import Allocate, Allocated, Free
+from kvferry.protocol.pool_messages import Allocate, Allocated, Free, Freed, PoolAttached, PoolCreated
 from kvferry.protocol.tier_messages import Load, Offload, Offloading, OperationStarted, Restore, Store
 from kvferry.protocol.transfer_messages import Accepted, Receive, Send
 
@@ -165,7 +166,13 @@ class Unclaimed(NamedTuple):
     ids: PageIds
 
 
-News: TypeAlias = ReplyArrived | TransferChanged | OperationChanged | Unclaimed
+class OtherDaemon(NamedTuple):
+    """Another daemon has refused a request that was for this conversation's; it is kept for ``ClientCore.waiting``."""
+
+    boot_id: BootId
+
+
+News: TypeAlias = ReplyArrived | TransferChanged | OperationChanged | Unclaimed | OtherDaemon
 
 
 class BatchAnswered(NamedTuple):
@@ -197,11 +204,13 @@ class Ended(NamedTuple):
         news: of each transfer, operation and request.
         transfers: those that were under way; their pages may be used.
         operations: those that were under way.
+        frees: FREEs that were under way: whoever knows who owns the pages answers them by ``resolve``.
     """
 
     news: tuple[News, ...]
     transfers: tuple[Transfer, ...]
     operations: tuple[TierOperation, ...]
+    frees: tuple[Outgoing, ...]
 
 
 _KINDS: dict[type[Body], OperationKind] = {Offload: "offload", Restore: "restore", Store: "store", Load: "load"}
@@ -213,10 +222,18 @@ class ClientCore:
     Attributes:
         boot_id: the daemon's boot id; empty until its first message.
         token: identifies this core in the ``conversation`` of its transfers and operations.
+        held: the pages that its session owns, as far as is known here; None where others own them, too.
     """
 
-    def __init__(self, boot_id: BootId = NO_BOOT, secret: bytes = b"", *, last_message: int = 0) -> None:
-        """Number requests after ``last_message``: the last message id of a resumed session, else 0."""
+    def __init__(
+        self, boot_id: BootId = NO_BOOT, secret: bytes = b"", *, last_message: int = 0, owns_alone: bool = False
+    ) -> None:
+        """Number requests after ``last_message``: the last message id of a resumed session, else 0.
+
+        ``owns_alone``: whether all pages of the session's instance are given to and taken from this core; it keeps a
+        list of them then.
+        """
+        self.held = HeldPages() if owns_alone else None
         self.boot_id = boot_id
         self.token: object = object()
         self._secret = secret
@@ -227,6 +244,7 @@ class ClientCore:
         self._seen_cursor = 0
         self._batches: dict[int, tuple[Outgoing, ...]] = {}
         self._sent: dict[int, Sent] = {}
+        self._movers: dict[TierOperation, tuple[Offload | Restore | Store | Load, tuple[PageIds, ...]]] = {}
         self._early: dict[int, tuple[TierDone, tuple[PageIds, ...]]] = {}  # of operations whose batch has no reply yet
 
     def __repr__(self) -> str:
@@ -290,6 +308,8 @@ class ClientCore:
     ) -> tuple[TierOperation, Outgoing]:
         """Return a new operation and its request."""
         operation = TierOperation(_KINDS[type(body)], body.snapshot if isinstance(body, Restore) else "", self.token)
+        if self.held is not None:
+            self._movers[operation] = (body, tuple(ids))
         outgoing = self.request(body, ids, deadline_ms=deadline_ms)
         self._pending[outgoing.message_id] = operation
         return operation, outgoing
@@ -320,10 +340,19 @@ class ClientCore:
         if isinstance(incoming.message, Event):
             return self._event(incoming.message, incoming.ids)
         message_id, body = incoming.message.message_id, incoming.message.body
+        if incoming.message.boot_id != self.boot_id:
+            return self._from_another(BootId(incoming.message.boot_id), message_id)
         sent = self._sent.pop(message_id, None)
         if message_id in self._batches:
             return self._batch_answered(self._batches.pop(message_id), body, incoming.ids)
         return self._answered(message_id, body, incoming.ids, sent.outgoing if sent else None)
+
+    def _from_another(self, boot_id: BootId, message_id: int) -> OtherDaemon:
+        """Keep a request that ZeroMQ gave to the next daemon, which has done nothing of it."""
+        sent = self._sent.get(message_id)
+        if sent is not None:
+            self._sent[message_id] = sent._replace(waits=True)
+        return OtherDaemon(boot_id)
 
     # -- connections that are lost
 
@@ -381,18 +410,34 @@ class ClientCore:
             known.clear()
         under_way = self._under_way([one.outgoing.message_id for one in messages if one.cuts or not one.waits])
         news: list[News] = [self._ended(one, what) for one in under_way]
+        frees: list[Outgoing] = []
         for one in messages:
             number, body = one.outgoing.message_id, one.outgoing.request.body
+            takes, after = self.held is not None and isinstance(body, Allocate), body.after_restart
             if self._pending.get(number) in under_way:
                 del self._pending[number]
-            elif (one.waits and not one.cuts) or body.after_restart == "again":
+            elif number not in self._pending:
+                continue  # given up: what it has taken is unknown to ``held``
+            elif (one.waits and not one.cuts) or takes or after == "again":
                 self._sent[number] = Sent(one.outgoing, one.at_s, waits=True)
-            elif number in self._pending:
-                error = _stale(f"{what}, and this request was under way", body.after_restart)
+            elif self.held is not None and isinstance(body, Free):
+                frees.append(one.outgoing)
+            else:
+                error = stale(f"{what}, and this request was under way", after)
                 news += self.refuse([one.outgoing], error).news
         transfers = tuple(one for one in under_way if isinstance(one, Transfer))
         operations = tuple(one for one in under_way if isinstance(one, TierOperation))
-        return Ended(tuple(news), transfers, operations)
+        return Ended(tuple(news), transfers, operations, tuple(frees))
+
+    def pages_wanted(self) -> tuple[Allocate, ...]:
+        """Return the ALLOCATEs that were sent and have no reply."""
+        found = (one.outgoing.request.body for one in self._sent.values())
+        return tuple(one for one in found if isinstance(one, Allocate))
+
+    def resolve(self, request: Outgoing, result: ReplyBody | KvferryError) -> tuple[News, ...]:
+        """Answer a request whose reply was lost in a restart, by what is known of it now."""
+        body = ErrorReply(error=result.info()) if isinstance(result, KvferryError) else result
+        return self._results([(request, body, ())]).news
 
     def lost(self, error: KvferryError) -> None:
         """End everything: there is no daemon to go on with, and the pages are this session's no longer."""
@@ -416,9 +461,10 @@ class ClientCore:
     def _ended(self, one: Transfer | TierOperation, cause: str | KvferryError) -> TransferChanged | OperationChanged:
         """End a transfer or an operation; by a restart (``cause``: what was restarted) its pages are settled, too."""
         restarted = isinstance(cause, str)
-        error = _stale(f"{cause}, and this was under way", "unknown") if isinstance(cause, str) else cause
+        error = stale(f"{cause}, and this was under way", "unknown") if isinstance(cause, str) else cause
         if isinstance(one, TierOperation):
             self._operations.pop(one.number or 0, None)
+            self._movers.pop(one, None)
             one.end(TierDone(operation=one.number or 0, kind=one.kind, error=error.info()), ())
             return OperationChanged(one)
         direction, request_id, pool = one.key
@@ -470,6 +516,8 @@ class ClientCore:
         if message_id not in self._pending:
             return unclaimed_pages(request.request.body if request else None, body, ids)
         waiting = self._pending.pop(message_id)
+        if self.held is not None and request is not None:
+            _keep_books(self.held, request, body, ids)
         if waiting is NOBODY:
             return None
         reply = _read_reply(message_id, body, ids)
@@ -482,6 +530,7 @@ class ClientCore:
     def _operation_answered(self, operation: TierOperation, reply: ReplyArrived) -> OperationChanged:
         if reply.error is not None:
             operation.refused = reply.error
+            self._movers.pop(operation, None)
         elif isinstance(reply.body, Offloading | OperationStarted):
             operation.number = reply.body.operation
             self._operations[operation.number] = operation
@@ -490,8 +539,18 @@ class ClientCore:
             early = self._early.pop(operation.number, None)
             if early is not None:
                 del self._operations[operation.number]
-                operation.end(*early)
+                self._operation_ended(operation, *early)
         return OperationChanged(operation)
+
+    def _operation_ended(self, operation: TierOperation, done: TierDone, ids: tuple[PageIds, ...]) -> None:
+        operation.end(done, ids)
+        request = self._movers.pop(operation, None)
+        if self.held is None or request is None:
+            return
+        body, its = request
+        if isinstance(body, Offload) and body.release and done.error is None:
+            self.held.gave_lists(body.pool, body.lists, its)
+        self.held.took_lists(body.pool, done.lists, ids)
 
     def _transfer_answered(self, transfer: Transfer, reply: ReplyArrived) -> TransferChanged:
         if reply.error is not None:
@@ -516,7 +575,7 @@ class ClientCore:
                 if self._batches:  # its event may come before the reply of its batch
                     self._early[body.operation] = (body, ids)
                 return None
-            operation.end(body, ids)
+            self._operation_ended(operation, body, ids)
             return OperationChanged(operation)
         transfer = self._transfers.get(TransferKey(body.direction, body.request_id, body.pool))
         if transfer is None:
@@ -541,6 +600,17 @@ class _Nobody(enum.Enum):
 NOBODY: Final = _Nobody.NOBODY
 
 
+def _keep_books(held: HeldPages, request: Outgoing, body: Body, ids: tuple[PageIds, ...]) -> None:
+    """Take note of the pages that a reply gives, or takes."""
+    asked = request.request.body
+    if isinstance(body, Allocated) and isinstance(asked, Allocate):
+        held.took(asked.pool, asked.space, ids[0])
+    elif isinstance(body, Freed) and isinstance(asked, Free):
+        held.gave(asked.pool, asked.space, request.ids[0])
+    elif isinstance(body, PoolCreated | PoolAttached):
+        held.learn(body.pool, body.manifest)
+
+
 def unclaimed_pages(asked: Body | None, body: Body, ids: tuple[PageIds, ...]) -> Unclaimed | None:
     """Return the pages that a request has taken by its reply, for nobody; None if it is no ALLOCATE that succeeded."""
     if isinstance(asked, Allocate) and isinstance(body, Allocated):
@@ -553,7 +623,8 @@ def _left_ms(deadline_ms: int, passed_ms: int) -> int:
     return max(1, deadline_ms - passed_ms)
 
 
-def _stale(detail: str, effect: Effect) -> StaleBootError:
+def stale(detail: str, effect: Effect) -> StaleBootError:
+    """Return why something that was under way at a restart has ended."""
     error = StaleBootError(detail, retryable=effect != "done", remedy=_REMEDIES[effect], fault="daemon")
     error.effect = effect
     return error

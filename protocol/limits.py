@@ -86,6 +86,7 @@ FEATURES = (
     "instances",
     "batch",
     "sessions.resume",
+    "pools.owned",
     "verify",
 )
 """The features of this version of kvferry, by stable names; clients ignore unknown names."""

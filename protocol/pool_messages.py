@@ -166,3 +166,28 @@ class Free(AnsweredBy[Freed], frozen=True, kw_only=True, tag="FREE"):
     def page_counts(self) -> tuple[int, ...]:
         """Return the one list's length."""
         return (self.pages,)
+
+
+class OwnedSpace(msgspec.Struct, frozen=True, kw_only=True):
+    """The pages of one page space that an instance owns; their ids follow in a frame, ascending."""
+
+    space: str
+    pages: PageCount
+
+
+class OwnedPages(ReplyBody, frozen=True, kw_only=True, tag="OWNED_PAGES"):
+    """LIST_OWNED's reply: the pages of each page space of the pool."""
+
+    spaces: tuple[OwnedSpace, ...]
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return the length of each space's list."""
+        return tuple(one.pages for one in self.spaces)
+
+
+class ListOwned(AnsweredBy[OwnedPages], frozen=True, kw_only=True, tag="LIST_OWNED"):
+    """Ask which pages of a pool this session's instance owns: an engine may not have heard of all of them."""
+
+    after_restart = "again"
+
+    pool: PoolName

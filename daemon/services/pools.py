@@ -67,6 +67,9 @@ from kvferry.protocol.pool_messages import (
     DeletePool,
     Free,
     Freed,
+    ListOwned,
+    OwnedPages,
+    OwnedSpace,
     PoolAttached,
     PoolCreated,
     PoolDeleted,
@@ -151,6 +154,7 @@ class PoolService:
             ("DELETE_POOL", self._delete),
             ("ALLOCATE", self._allocate),
             ("FREE", self._free),
+            ("LIST_OWNED", self._list_owned),
         ):
             dispatcher.handle(kind, handler)
 
@@ -536,6 +540,13 @@ class PoolService:
             )
         freed = pool.space(body.space).free(call.session.owner_id, call.ids[0])
         return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
+
+    def _list_owned(self, call: Call) -> Answer:
+        body = expect(call, ListOwned)
+        pool = self._pools.get(call.session.tenant, body.pool)
+        ids = {name: space.pages_of(call.session.owner_id) for name, space in pool.allocators.items()}
+        spaces = tuple(OwnedSpace(space=name, pages=len(its)) for name, its in ids.items())
+        return Answer(OwnedPages(spaces=spaces), tuple(ids.values()))
 
     def _holders(self, pool: Pool, call: Call) -> str:
         """Return a text saying who holds pages of a pool; empty where nobody does."""

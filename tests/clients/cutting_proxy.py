@@ -7,7 +7,7 @@ import os
 import selectors
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -24,6 +24,14 @@ class _End(NamedTuple):
     kind: str
     socket: socket.socket
     other: socket.socket
+
+
+class _Stop(NamedTuple):
+    """What is done when a chunk is read."""
+
+    kind: str
+    chunk: int
+    then: Callable[[], object]
 
 
 class CuttingProxy:
@@ -43,6 +51,7 @@ class CuttingProxy:
         self._cut_at = 0
         self._kinds: tuple[str, ...] = ()
         self._forwards = True
+        self._stop: _Stop | None = None
         self._selector = selectors.DefaultSelector()
         self._ends: dict[socket.socket, _End] = {}
         self._bell, self._ring = socket.socketpair()
@@ -64,6 +73,10 @@ class CuttingProxy:
         """
         self._kinds, self._forwards = kinds, forwards
         self._cut_at = self.chunks + chunk
+
+    def stop_at(self, chunk: int, kind: str, then: Callable[[], object]) -> None:
+        """Keep the chunk of that number of this kind back, do something, and cut all connections."""
+        self._stop = _Stop(kind, chunk, then)
 
     def cut(self, *kinds: str) -> None:
         """Cut the connections of these kinds now."""
@@ -111,6 +124,8 @@ class CuttingProxy:
         except OSError:
             data, fds = b"", []
         self.chunks += bool(data)
+        if data and self._is_stopped(end):
+            return
         cuts = bool(data) and self.chunks == self._cut_at
         if data and not (cuts and end.kind in self._kinds and not self._forwards):
             with contextlib.suppress(OSError):  # the other end is gone: it is read next
@@ -122,6 +137,18 @@ class CuttingProxy:
             self._drop(end)
         if cuts:
             self._cut_now()
+
+    def _is_stopped(self, end: _End) -> bool:
+        stop = self._stop
+        if stop is None or stop.kind != end.kind:
+            return False
+        self._stop = stop._replace(chunk=stop.chunk - 1)
+        if self._stop.chunk:
+            return False
+        self._stop, self._kinds = None, (CONTROL_SOCKET, SESSION_SOCKET)
+        stop.then()
+        self._cut_now()
+        return True
 
     def _cut_now(self) -> None:
         self.cuts += 1

@@ -111,7 +111,7 @@ def script(client: Client, other: Client) -> list[Transfer]:
 @KINDS
 @pytest.mark.parametrize(
     ("cut", "forwards", "step"),
-    [(BOTH, False, 1), (BOTH, True, 1), (BOTH[:1], True, 2), (BOTH[1:], True, 3)],
+    [(BOTH, False, 2), (BOTH, True, 2), (BOTH[:1], True, 3), (BOTH[1:], True, 3)],
     ids=["before it", "after it", "control", "session"],
 )
 def test_a_cut_at_every_chunk(

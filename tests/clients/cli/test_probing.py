@@ -66,6 +66,7 @@ ANSWERS: dict[str, tuple[str, object]] = {
     "DELETE_POOL": ("", {"pool": f"{OWN}-new"}),
     "ABANDON": ("", {"request_id": REQUEST_ID[::-1], "direction": "send"}),
     "ALLOCATE": ("", {"pool": OWN, "count": 2}),
+    "LIST_OWNED": ("", {"pool": OWN}),
     "CREATE_TABLES": ("", {"tables": "t", "pool": OWN, "max_batch": 2, "max_context_tokens": 256}),
     "LOOKUP": ("", {"pool": OWN, "hashes": HASH}),
     "CACHE_PIN": ("", {"hashes": HASH}),

@@ -1,0 +1,104 @@
+"""The pages that a session was given and has not given back, as far as its client has heard. Without I/O.
+
+After a restart the daemon's books may differ: what a request has taken whose reply was lost is known there only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.manifests import Manifest
+
+LEAST_PAGES: Final = 64
+_Mask = npt.NDArray[np.bool_]
+
+
+class Differences(NamedTuple):
+    """How the daemon's books of a page space differ.
+
+    Attributes:
+        unknown: pages that are ours by its word, and of which nobody here has heard.
+        missing: pages that were given to us, and are not ours by its word.
+    """
+
+    unknown: PageIds
+    missing: PageIds
+
+
+class HeldPages:
+    """Pages by pool and page space."""
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[str, str], _Mask] = {}
+        self._spaces: dict[str, dict[str, str]] = {}
+        self._unsure: set[str] = set()
+
+    def __repr__(self) -> str:
+        """Show how many there are."""
+        return f"<HeldPages {sum(int(one.sum()) for one in self._masks.values())}>"
+
+    @property
+    def pools(self) -> set[str]:
+        """Return the pools of which there may be pages."""
+        return {pool for pool, _ in self._masks} | self._unsure
+
+    def learn(self, pool: str, manifest: Manifest) -> None:
+        """Take note of which component of a pool is in which page space."""
+        self._spaces[pool] = {one.name: one.space for one in manifest.components}
+
+    def took(self, pool: str, space: str, ids: PageIds) -> None:
+        """Take note of pages that were given to us."""
+        if not len(ids):
+            return
+        mask = self._masks.get((pool, space))
+        most = int(ids.max())
+        if mask is None or most >= len(mask):
+            grown = np.zeros(max(LEAST_PAGES, 2 * most), np.bool_)
+            if mask is not None:
+                grown[: len(mask)] = mask
+            mask = self._masks[pool, space] = grown
+        mask[ids] = True
+
+    def gave(self, pool: str, space: str, ids: PageIds) -> None:
+        """Take note of pages that went back."""
+        mask = self._masks.get((pool, space))
+        if mask is not None:
+            mask[ids[ids < len(mask)]] = False
+
+    def took_lists(self, pool: str, heads: Sequence[PageList], ids: Sequence[PageIds]) -> None:
+        """Take note of pages of components that were given to us."""
+        for head, its in zip(heads, ids, strict=True):
+            if (space := self._space_of(pool, head.component)) is not None:
+                self.took(pool, space, its)
+
+    def gave_lists(self, pool: str, heads: Sequence[PageList], ids: Sequence[PageIds]) -> None:
+        """Take note of pages of components that went back."""
+        for head, its in zip(heads, ids, strict=True):
+            if (space := self._space_of(pool, head.component)) is not None:
+                self.gave(pool, space, its)
+
+    def compare(self, pool: str, space: str, owned: PageIds) -> Differences:
+        """Return how the daemon's books differ, which then hold.
+
+        Of a pool whose components' spaces are not known here, none is said to be unknown.
+        """
+        ours = self._masks.pop((pool, space), np.zeros(0, np.bool_))
+        size = max(len(ours), int(owned.max(initial=0)) + 1)
+        known, theirs = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
+        known[: len(ours)], theirs[owned] = ours, True
+        unsure = pool in self._unsure
+        self.took(pool, space, owned if unsure else np.flatnonzero(known & theirs))
+        unknown = np.zeros(0, np.int64) if unsure else np.flatnonzero(theirs & ~known)
+        return Differences(unknown, np.flatnonzero(known & ~theirs))
+
+    def _space_of(self, pool: str, component: str) -> str | None:
+        space = self._spaces.get(pool, {}).get(component)
+        if space is None:
+            self._unsure.add(pool)
+        return space

@@ -1,0 +1,154 @@
+"""Engines that ride through their daemon's restart: what goes on, what has ended, and what nobody can lose."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from kvferry.clients import AsyncClient, Client, MhaSpec, SharedMemory, new_request_id, pages
+from kvferry.clients.connection import Reconnected
+from kvferry.protocol.errors import ShuttingDownError, StaleBootError, UnknownTablesError
+from kvferry.protocol.settings import CONTROL_SOCKET
+from tests.clients.blocking import connected
+from tests.clients.cutting_proxy import cutting_proxy
+from tests.daemons import RestartedDaemon, restarted_daemon, soon
+
+CONFIG: Final = "[service]\nresume_grace_s = 60.0\n[tiers]\nhost_bytes = 1048576\n"
+SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
+REQUEST: Final = 1
+REPLY: Final = 2
+
+
+@pytest.fixture(scope="module")
+def life() -> Iterator[RestartedDaemon]:
+    """Return a daemon that outlives its process."""
+    with restarted_daemon(CONFIG) as one:
+        yield one
+
+
+class Told:
+    """What a client was told of its daemon's losses, and what it polled meanwhile."""
+
+    def __init__(self) -> None:
+        self.events: list[Reconnected] = []
+        self.changed: list[Any] = []
+
+    def polls(self, client: Client) -> bool:
+        """Poll once; return whether the client has been told."""
+        self.changed += client.poll(0)
+        return bool(self.events)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [(Client, signal.SIGKILL), (AsyncClient, signal.SIGKILL), (Client, signal.SIGTERM)]
+)
+def test_an_engine_rides_through(life: RestartedDaemon, kind: type[Client | AsyncClient], number: int) -> None:
+    told = Told()
+    with connected(kind, life.runtime_dir, name="engine", on_reconnect=told.events.append) as client:
+        pool = client.create_pool("pool", SPEC)
+        memory = SharedMemory(1 << 20)
+        k, v = (memory.array((1, 17, 4, 1, 8), "float16") for _ in range(2))
+        client.register_pool("own", SPEC, {("main", "k"): k, ("main", "v"): v}, device="host")
+        array, ids, before = pool.array("main", "k"), client.allocate("pool", 6), client.boot_id
+        array[:, ids] = 7
+        address, request_id = array.ctypes.data, new_request_id()
+        ring = client.open_events()
+        tables = client.create_tables("tables", "pool", max_batch=2, max_context_tokens=16)
+        receiving = client.receive("pool", request_id, [pages(ids[:2])])
+        sending = client.send("own", new_request_id(), [pages([3])])
+        waiting = client.offload("pool", [pages(ids[4:])], after=ring.event())
+        assert soon(lambda: client.poll(0) is not None and None not in {receiving.accepted, sending.accepted})
+        client.poll(0)
+        life.restart(number)
+        assert soon(lambda: told.polls(client))
+        told.polls(client)
+
+        # all that was under way has ended, once
+        [event] = told.events
+        assert (event.old_boot_id, event.boot_id) == (before, client.boot_id)
+        assert {*told.changed} == {receiving, sending, waiting}
+        assert {type(one.error) for one in told.changed} <= {StaleBootError, ShuttingDownError}
+        assert (receiving.is_settled, sending.is_settled) == (True, True)
+        assert (event.tables, event.rings) == (("tables",), True)
+        if number == signal.SIGKILL:
+            assert {*event.transfers, *event.operations} == {*told.changed}
+            assert len(told.changed) == 3
+            assert {one.error.effect for one in told.changed} == {"unknown"}
+        with pytest.raises(StaleBootError, match="event ring"):
+            ring.event()
+        with pytest.raises(UnknownTablesError):
+            client.wait(client.update_tables(tables, [4], rows={0: ids[:1]}))
+
+        # all else is there, in place
+        assert (event.pools, event.pages) == ((), {})
+        assert (pool.array("main", "k").ctypes.data, array[0, ids].min()) == (address, 7)
+        k[:, 5] = 3
+        sent = client.send("own", request_id, [pages([5, 6])])
+        client.wait_finished(client.receive("pool", request_id, [pages(ids[:2])]))
+        client.wait_settled(sent)
+        assert (array[:, ids[0]] == 3).all()
+        assert client.free("pool", ids).freed == 6
+        client.delete_pool("pool")
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_who_is_idle_meanwhile(life: RestartedDaemon, kind: type[Client | AsyncClient]) -> None:
+    """A request that ZeroMQ itself brings to the next daemon is done there, once; with a session or without one."""
+    with connected(kind, life.runtime_dir) as client, connected(kind, life.runtime_dir, session=False) as looker:
+        client.create_pool("idle", SPEC)
+        assert looker.ping()
+        life.restart()
+        assert len(client.allocate("idle", 3)) == 3
+        assert [one.free for one in looker.status().pools if one.pool == "idle"] == [13]
+        assert client.boot_id == looker.boot_id
+
+
+@pytest.mark.parametrize(
+    ("asked", "lost", "kind"),
+    [
+        ("allocate", REQUEST, Client),
+        ("allocate", REPLY, AsyncClient),
+        ("free", REPLY, Client),
+        ("free after", REQUEST, AsyncClient),
+        ("batch", REPLY, Client),
+    ],
+)
+def test_no_page_is_lost_in_flight(
+    life: RestartedDaemon, asked: str, lost: int, kind: type[Client | AsyncClient]
+) -> None:
+    """A request or its reply is lost with the daemon: afterwards both sides know the same pages."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
+        cutting_proxy(life.runtime_dir, Path(folder)) as proxy,
+        Client.connect(life.runtime_dir) as looker,
+    ):
+        with connected(kind, proxy.runtime_dir, name="flight") as client:
+            client.create_pool("flight", SPEC)
+            ids = client.allocate("flight", 6)
+            mark = client.open_events().record_event()
+            proxy.stop_at(lost, CONTROL_SOCKET, life.restart)
+            if asked == "allocate":
+                ids = np.concatenate([ids, client.allocate("flight", 3)])
+            elif asked == "free after":
+                with pytest.raises(StaleBootError, match="their event is no more") as refused:
+                    client.free("flight", ids[:2], after=mark)
+                assert refused.value.effect == "absent"
+            else:
+                with client.batched() as step:
+                    freed = step.free("flight", ids[:2])
+                    begun = step.send("flight", new_request_id(), [pages(ids[2:])]) if asked == "batch" else None
+                assert client.wait(freed).freed == 2
+                assert begun is None or isinstance(begun.error, StaleBootError)
+                ids = ids[2:]
+            assert client.ping()
+            assert proxy.cuts == 1
+            [its] = [one for one in looker.status().sessions if one.name == "flight"]
+            assert its.pages == len(ids)
+            assert client.free("flight", ids).freed == its.pages, "exactly these"
+        assert soon(lambda: all(one.name != "flight" for one in looker.status().sessions))
