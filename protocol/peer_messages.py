@@ -21,6 +21,8 @@ from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
 from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, Direction, PageLists, Payload
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Amount = Annotated[int, Meta(ge=0, le=1 << 50)]
+"""Bytes or pages that were moved: sums of many still fit 64 bits."""
 Checksum = Annotated[int, Meta(ge=0)]
 MAX_RUNS = 1 << 16
 MAX_ENTRIES = 1 << 16
@@ -134,7 +136,7 @@ class ReceiveClosed(Body, frozen=True, kw_only=True, tag="RECEIVE_CLOSED"):
 
     receive_request: ReceiveName
     error: ErrorInfo | None = None
-    moved: Annotated[tuple[tuple[Number, Number, Number], ...], Meta(max_length=MAX_POOLS)] = ()
+    moved: Annotated[tuple[tuple[Number, Amount, Amount], ...], Meta(max_length=MAX_POOLS)] = ()
     """(send request, bytes moved, pages trimmed) of each send request of this source."""
     unmet: Number = 0
     """Number of sources that had not sent when the receiver ended the receive request; they are told when they do."""

@@ -65,8 +65,10 @@ from kvferry.protocol.peer_messages import (
 from kvferry.protocol.transfer_messages import LayerStep
 
 MAX_ANNOUNCEMENTS = 65_536
+MAX_ANNOUNCEMENTS_OF_A_PEER = 16_384
 MAX_REMOTE_POOLS = 4096
-LONGEST_ANNOUNCEMENT_S = 86_400.0
+MAX_REMOTE_POOLS_OF_A_PEER = 1024
+LONGEST_ANNOUNCEMENT_MS = 86_400_000
 MAX_CUT_OFF = 4096
 """How many receive requests are remembered whose send requests here ended with the connection to their daemon."""
 NO_SEND = 0
@@ -165,10 +167,15 @@ class PeerTransfers:
             self._completion.check_done(receive_request, now)
 
     def step_ready(self, peer: Incarnation, body: StepReady, now: float) -> None:
-        """Start the transfer ops of another daemon's chunk whose steps are ready."""
+        """Start the transfer ops of another daemon's chunk whose steps are ready.
+
+        Raises:
+            InvalidFieldError: more steps are ready than the chunk has.
+        """
         send_request = self._endpoints.remote_sends.get(Origin(peer, body.receive_request, body.send_request))
         if send_request is None or body.chunk >= len(send_request.ready):
             return
+        check_ready(body.ready, len(send_request.chunks[body.chunk].steps))
         with self._completion.whole(send_request.request_id, now):
             send_request.ready[body.chunk] = max(send_request.ready[body.chunk], body.ready)
             for receive_request in list(send_request.receive_requests):
@@ -230,15 +237,12 @@ class PeerTransfers:
             if older.home.address == home.address and same_receive:  # the message of its end was lost, or is late
                 self._completion.close(older, Event.BEGUN_ANEW, now, detail="the receiver has begun anew")
         endpoints = self._endpoints.of_request(name.request_id)
-        refusal: KvferryError | None = None
-        if any(one.pool.tenant != name.tenant for one in endpoints):
-            refusal = TransferExistsError("the request id is in use by another tenant", field="request_id")
-        elif len(self._endpoints.announcements) >= MAX_ANNOUNCEMENTS:
-            refusal = OverloadedError(f"{MAX_ANNOUNCEMENTS} receive requests of other daemons are announced here")
-        if refusal is not None:
+        try:
+            self._check_announcement(home, body)
+        except KvferryError as refusal:
             self._endpoints.refuse(Origin(home, name, NO_SEND), refusal)
             return
-        announcement = Announcement(home, name, now + min(body.deadline_ms / 1000, LONGEST_ANNOUNCEMENT_S))
+        announcement = Announcement(home, name, now + body.deadline_ms / 1000)
         self._endpoints.announce(announcement)
         self._endpoints.tombstones.renewed(announcement.half)
         for endpoint in endpoints:
@@ -247,6 +251,26 @@ class PeerTransfers:
                 self._endpoints.notify_matched(endpoint)
         self._notify_of_ends(announcement, now)
         self._notify_of_break(announcement)
+
+    def _check_announcement(self, home: Incarnation, body: Announce) -> None:
+        """Check a new announcement.
+
+        Raises:
+            TransferExistsError: its request id is another tenant's here.
+            InvalidFieldError: its daemon would wait for longer than any engine may.
+            OverloadedError: too many are announced, by this daemon or by all.
+        """
+        name, known = body.receive_request, self._endpoints.announcements
+        if any(one.pool.tenant != name.tenant for one in self._endpoints.of_request(name.request_id)):
+            raise TransferExistsError("the request id is in use by another tenant", field="request_id")
+        if body.deadline_ms > LONGEST_ANNOUNCEMENT_MS:
+            raise InvalidFieldError(
+                f"{body.deadline_ms} ms: a day at most, {LONGEST_ANNOUNCEMENT_MS} ms", field="deadline_ms"
+            )
+        if self._endpoints.announced_by[home] >= (most := MAX_ANNOUNCEMENTS_OF_A_PEER):
+            raise OverloadedError(f"{most} receive requests of the same daemon are announced here")
+        if len(known) >= MAX_ANNOUNCEMENTS:
+            raise OverloadedError(f"{MAX_ANNOUNCEMENTS} receive requests of other daemons are announced here")
 
     def send_chunk(self, send_request: SendRequest, number: int) -> None:
         """Send a chunk to other daemons' receive requests; the first chunk joins those that were announced here."""
@@ -437,6 +461,8 @@ class PeerTransfers:
             raise InvalidFieldError(f"pool {body.pool!r} was not described", field="manifest")
         if known is None and len(self.remote_pools) >= MAX_REMOTE_POOLS:
             raise OverloadedError(f"{MAX_REMOTE_POOLS} pools of other daemons are known here")
+        if known is None and sum(one == peer for one, _, _ in self.remote_pools) >= MAX_REMOTE_POOLS_OF_A_PEER:
+            raise OverloadedError(f"{MAX_REMOTE_POOLS_OF_A_PEER} pools of the same daemon are known here")
         if known is not None:
             known.unmap()
         check_manifest(body.manifest)
@@ -525,11 +551,22 @@ def chunk_of(message: PeerSend, ids: Sequence[PageIds], manifest: Manifest) -> S
     Raises:
         KvferryError: a page list does not fit the manifest, see ``page_ranges``.
     """
+    check_ready(message.ready, len(message.steps))
     steps = tuple(
         LayerStep(first_layer=first, layers=layers, event=ANY_EVENT, value=ANY_VALUE) for first, layers in message.steps
     )
     ranges = page_ranges(message.lists, ids, manifest, may_end_inside=message.last, may_lack=True)
     return SendChunk(ranges, message.last, message.first_token, message.payload, steps)
+
+
+def check_ready(ready: int, steps: int) -> None:
+    """Check how many of a chunk's steps are said to be ready; one is of a chunk without steps.
+
+    Raises:
+        InvalidFieldError: it has fewer.
+    """
+    if ready > max(1, steps):
+        raise InvalidFieldError(f"{ready} steps are ready of {steps}", field="ready")
 
 
 def op_of(op: TransferOp) -> OpRequest:

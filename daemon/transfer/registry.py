@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -205,6 +206,7 @@ class Endpoints:
         receive_requests: the receive requests of this daemon's sessions.
         remote_sends: other daemons' send requests that joined receive requests here.
         announcements: other daemons' receive requests that wait for send requests from here.
+        announced_by: how many of them each daemon has.
         remote_endpoints: other daemons' receive requests that send requests here have joined, by number, until they
             have settled.
         ops: the transfer ops into receive requests here that are waiting or in progress.
@@ -219,6 +221,7 @@ class Endpoints:
         self.receive_requests: dict[EndpointKey, ReceiveRequest] = {}
         self.remote_sends: dict[Origin, SendRequest] = {}
         self.announcements: dict[tuple[Incarnation, ReceiveName], Announcement] = {}
+        self.announced_by: Counter[Incarnation] = Counter()
         self.remote_endpoints: dict[int, RemoteEndpoint] = {}
         self.ops: dict[int, TransferOp] = {}
         self.effects: list[Effect] = []
@@ -277,13 +280,17 @@ class Endpoints:
         """Add another daemon's receive request."""
         self.announcements[announcement.home, announcement.receive_request] = announcement
         self._announced.add(announcement.receive_request.request_id, announcement)
+        self.announced_by[announcement.home] += 1
         self.deadlines.set(announcement, announcement.deadline_at)
 
     def withdraw(self, announcement: Announcement) -> None:
         """Remove another daemon's receive request, if it is there."""
         self.deadlines.drop(announcement)
         self._announced.drop(announcement.receive_request.request_id, announcement)
-        self.announcements.pop((announcement.home, announcement.receive_request), None)
+        if self.announcements.pop((announcement.home, announcement.receive_request), None) is not None:
+            self.announced_by[announcement.home] -= 1
+            if not self.announced_by[announcement.home]:
+                del self.announced_by[announcement.home]
 
     def enter(self, endpoint: SendRequest | ReceiveRequest) -> None:
         """Add an endpoint of a session here."""

@@ -92,6 +92,8 @@ RECEIVE_REQUEST = ["f" * 32, "decode", 7, 2]
         with_field("ANNOUNCE", "deadline_ms", -1),
         with_field("PEER_HELLO", "dialled", "nowhere"),
         with_field("RECEIVE_CLOSED", "moved", [[1]]),
+        with_field("RECEIVE_CLOSED", "moved", [[1, (1 << 50) + 1, 0]]),
+        with_field("RECEIVE_CLOSED", "moved", [[1, 0, 1 << 62]]),
         with_field("RECEIVE_CLOSED", "error", "PEER_LOST"),
         with_field("WRITTEN", "checksum", -1),
         with_field("SEND_REQUEST", "lists", [{"pages": 2}] * 65),

@@ -21,6 +21,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     CancelledError,
+    InvalidFieldError,
     NotOwnerError,
     PageBusyError,
     TransferExistsError,
@@ -37,6 +38,7 @@ from kvferry.protocol.peer_messages import (
     PeerSend,
     PoolGone,
     ReceiveClosed,
+    ReceiveName,
     SendRefused,
     SendWithdrawn,
     StepReady,
@@ -378,11 +380,6 @@ def test_the_deadline_of_a_receive_that_nobody_joined(apart: Transfer) -> None:
     apart.check_over("", "DEADLINE")
 
 
-def test_an_announcement_is_not_kept_for_ever(apart: Transfer) -> None:
-    apart.announce(deadline_s=1e9)
-    assert apart.source.state_machine.next_deadline() == apart.harness.now + 86_400
-
-
 def test_a_receive_that_is_over_is_forgotten(apart: Transfer) -> None:
     apart.meet()
     receives = [weakref.ref(one) for one in apart.home.state_machine.endpoints.receive_requests.values()]
@@ -584,6 +581,74 @@ def test_too_many_announcements_are_refused(apart: Transfer, monkeypatch: pytest
     apart.announce()
     assert not apart.source.state_machine.endpoints.announcements
     assert "0 receive requests of other daemons are announced here" in apart.waits_for
+
+
+def test_what_one_peer_announces_is_bounded_for_itself(apart: Transfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_transfers, "MAX_ANNOUNCEMENTS_OF_A_PEER", 1)
+    apart.announce()
+    late = apart.home.engine("late")
+    apart.receive(into=late)
+    apart.harness.deliver_all()
+    of_home = [one.receive_request.pool for one in apart.source.state_machine.endpoints.announcements.values()]
+    assert of_home == ["decode"]
+    other = apart.third.engine("other")
+    apart.receive(into=other)
+    apart.harness.deliver_all()
+    assert len(apart.source.state_machine.endpoints.announcements) == 2, "another daemon has its own share"
+    apart.harness.pass_time(1e12)
+    assert (late.told, other.told) == ("DEADLINE settled",) * 2
+    assert "1 receive requests of the same daemon are announced here" in late.reason
+    assert not apart.source.state_machine.endpoints.announced_by
+
+
+def test_a_receive_that_would_wait_for_ever_is_not_announced(apart: Transfer) -> None:
+    apart.greet()
+    name = ReceiveName("0" * 32, "decode", 7, 1)
+    (connection,) = apart.source.links.connections.values()
+    assert connection.peer is not None
+    for deadline_ms in (peer_transfers.LONGEST_ANNOUNCEMENT_MS + 1, (1 << 63) - 1):
+        announce = Announce(receive_request=name, deadline_ms=deadline_ms)
+        apart.source.links.told.on_message(connection.peer, announce, ())
+        assert not apart.source.state_machine.endpoints.announcements
+        refused = decode_peer(apart.harness.connection(apart.source, apart.home).on_its_way.pop()).envelope.body
+        assert isinstance(refused, SendRefused)
+        assert (refused.error.code, refused.error.field) == ("INVALID_FIELD", "deadline_ms")
+
+
+def test_epochs_of_the_future_are_unknown(apart: Transfer) -> None:
+    apart.announce()
+    apart.send()
+    said = decode_peer(apart.harness.connection(apart.source, apart.home).on_its_way.pop())
+    assert isinstance(said.envelope.body, PeerSend)
+    name = said.envelope.body.receive_request
+    later = msgspec.structs.replace(
+        said.envelope.body, receive_request=msgspec.structs.replace(name, epoch=name.epoch + 1)
+    )
+    source = Incarnation(said.envelope.address, said.envelope.key)
+    apart.home.links.told.on_message(source, later, said.ids)
+    refused = decode_peer(apart.harness.connection(apart.home, apart.source).on_its_way.pop()).envelope.body
+    assert isinstance(refused, SendRefused)
+    assert refused.error.code == "UNKNOWN_TRANSFER"
+    assert "no SEND yet" in apart.waits_for
+
+
+@pytest.mark.parametrize("ready", [3, (1 << 63) - 1])
+def test_no_more_steps_are_ready_than_there_are(apart: Transfer, ready: int) -> None:
+    apart.announce()
+    apart.send()
+    said = decode_peer(apart.harness.connection(apart.source, apart.home).on_its_way.pop())
+    assert isinstance(said.envelope.body, PeerSend)
+    source = Incarnation(said.envelope.address, said.envelope.key)
+    wrong = msgspec.structs.replace(said.envelope.body, ready=ready)
+    apart.home.links.told.on_message(source, wrong, said.ids)
+    assert "INVALID_FIELD [ready]" in apart.waits_for
+    apart.harness.connection(apart.home, apart.source).on_its_way.clear()  # the source has not said it
+    apart.home.links.told.on_message(source, said.envelope.body, said.ids)
+    body = StepReady(receive_request=wrong.receive_request, send_request=wrong.send_request, chunk=0, ready=ready)
+    with pytest.raises(InvalidFieldError, match="steps are ready"):
+        apart.home.links.told.on_message(source, body, ())
+    apart.harness.run()
+    assert apart.decode.told == "OK settled"
 
 
 def test_a_receive_is_begun_anew_on_another_source(apart: Transfer) -> None:
