@@ -159,7 +159,7 @@ def _check_magic(buffer: Buffer, magic: bytes, what: str) -> None:
         raise UnreadableFileError(f"the {what} has format {version}, this daemon reads {FORMAT}")
 
 
-# -- the index: the boot id, the highest number, and the sessions
+# -- the index: the boot, the highest number, and the sessions
 
 _LAST_AT: Final = _MAGIC.size
 _BOOT_AT: Final = _LAST_AT + 2 * _LAST.size
@@ -179,6 +179,16 @@ class FoundSessions(NamedTuple):
 
     records: tuple[SessionRecord, ...]
     unreadable: int
+
+
+class _Boot(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Who has used an index last: ``tries`` counts the boots that have begun since one has said that it ``came_up``."""
+
+    boot_id: Annotated[str, Meta(max_length=32)] = ""
+    tries: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+
+
+_boot_decoder: Final = msgspec.msgpack.Decoder(_Boot)
 
 
 class SessionIndex:
@@ -205,7 +215,25 @@ class SessionIndex:
     @property
     def boot_id(self) -> str:
         """Return the boot id of the daemon that wrote last; empty if that is not known."""
-        return (_read(self._buffer, _BOOT_AT, _BOOT_BYTES) or b"").decode("ascii", "replace")
+        return self._boot().boot_id
+
+    @property
+    def tries(self) -> int:
+        """Return how many boots have begun with this index, one after the other, and have not come up."""
+        return self._boot().tries
+
+    def came_up(self) -> None:
+        """Record that this boot has adopted what there was."""
+        self._write_boot(msgspec.structs.replace(self._boot(), tries=0))
+
+    def _boot(self) -> _Boot:
+        try:
+            return _boot_decoder.decode(_read(self._buffer, _BOOT_AT, _BOOT_BYTES) or b"")
+        except (msgspec.MsgspecError, ValueError):
+            return _Boot()
+
+    def _write_boot(self, boot: _Boot) -> None:
+        _write(self._buffer, _BOOT_AT, _encoder.encode(boot))
 
     @property
     def last(self) -> int:
@@ -239,7 +267,7 @@ class SessionIndex:
         self._places = {session: place for session, (place, _) in best.items()}
         taken = set(self._places.values())
         self._free = [place for place in range(self._room) if place not in taken]
-        _write(self._buffer, _BOOT_AT, boot_id.encode("ascii"))
+        self._write_boot(_Boot(boot_id=boot_id, tries=self.tries + 1))
         return FoundSessions(tuple(best[session][1] for session in sorted(best)), unreadable)
 
     def give(self, number: int) -> None:

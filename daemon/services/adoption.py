@@ -50,6 +50,9 @@ INDEX: Final = f"{PREFIX}index"
 _POOL: Final = f"{PREFIX}pool."
 _MEMORY: Final = ".memory"
 _RECORD: Final = ".record"
+MOST_TRIES: Final = 3
+"""Daemons that may end while they adopt; the next one drops everything, rather than that none ever comes up."""
+
 LEAST_HOLD_S: Final = 10.0
 """How long the holder waits for the next daemon after an orderly end, at least."""
 
@@ -114,6 +117,7 @@ class Adoption:
         for key in [name[len(_POOL) : -len(_RECORD)] for name in self._stored if _is_record(name)]:
             self._adopt_pool(key)
         self._drop_rest("nothing knows them")
+        self._index.came_up()
         log.info(
             "adopted",
             of_boot=self._before,
@@ -194,7 +198,7 @@ class Adoption:
         if fd is not None:
             try:
                 region = HostRegion(fd, INDEX_BYTES)
-                SessionIndex(region.buffer)
+                _check_tries(SessionIndex(region.buffer).tries)
             except (KvferryError, UnreadableFileError) as cause:
                 self._drop_rest(f"the index: {cause}", INDEX)
             else:
@@ -233,10 +237,10 @@ class Adoption:
         memory, record = (self._stored.pop(name, -1) for name in names)
         try:
             self._pools.add(self._pool_of(key, memory, record))
-        except (KvferryError, UnreadableFileError) as cause:
+        except Exception as cause:  # noqa: BLE001  no record may keep the daemon from its start, again and again
             self._store.remove(names)
             self._count("pools_dropped", 1)
-            log.warning("a pool is not adopted", memory=key, cause=str(cause))
+            log.warning("a pool is not adopted", memory=key, cause=str(cause) or type(cause).__name__)
         else:
             self._count("pools", 1)
 
@@ -315,6 +319,16 @@ class Adoption:
             cause=cause,
             remedy="restart it when no engine needs them",
         )
+
+
+def _check_tries(tries: int) -> None:
+    """Check that the daemons before this one have not all ended by what this one is about to adopt.
+
+    Raises:
+        UnreadableFileError: they have.
+    """
+    if tries >= MOST_TRIES:
+        raise UnreadableFileError(f"{tries} daemons have ended while they adopted it")
 
 
 def _is_record(name: str) -> bool:

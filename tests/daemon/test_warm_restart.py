@@ -22,6 +22,8 @@ from kvferry.clients.session_channel import SessionChannel
 from kvferry.daemon.process.access import HOLDER_SOCKET
 from kvferry.daemon.process.fd_store import open_store
 from kvferry.daemon.process.inherited import Inherited
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.index_file import INDEX_BYTES, SessionIndex
 from kvferry.protocol.client_core import ClientCore
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import NoSessionError, NotOwnerError, StaleBootError, UnknownPoolError
@@ -255,6 +257,26 @@ def test_another_format_drops_everything_and_says_so_once(life: RestartedDaemon)
     life.restart()
     with Client.connect(life.runtime_dir) as client:
         assert [one.pool for one in client.status().pools] == [POOL]
+
+
+def test_what_no_daemon_can_adopt_is_dropped_in_the_end(life: RestartedDaemon) -> None:
+    """As if each one had ended in the middle of it: it begins with the index, and never says that it came up."""
+    with Client.connect(life.runtime_dir) as client:
+        client.create_pool(POOL, SPEC)
+    life.end()
+    for is_there in (True, False):
+        with life.store() as store:
+            held = store.take()
+            with HostRegion(held.pop("kvferry.index"), INDEX_BYTES) as region:
+                for _ in range(2 if is_there else 3):
+                    SessionIndex(region.buffer).begin("0" * 32)
+            for fd in held.values():
+                os.close(fd)
+        life.start()
+        with Client.connect(life.runtime_dir) as client:
+            assert [one.pool for one in client.status().pools] == [POOL] * is_there
+        life.end()
+    assert "3 daemons have ended while they adopted it" in life.daemon.log.read_text()
 
 
 @pytest.mark.parametrize("seed", range(4))
