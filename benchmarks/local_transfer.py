@@ -33,6 +33,8 @@ from kvferry.protocol.manifests import Entry, Manifest
 
 LAYERS = 4
 TARGETS = {16 * KIB: 0.6, 128 * KIB: 1.0, 1 * MIB: 1.0}
+CHECKSUMS = 0.2
+"""Of what it copies, a transfer with checksums gathers both sides anew, and hashes both."""
 MEMCPY = "one numpy.copyto of one contiguous range, one thread"
 
 
@@ -48,6 +50,9 @@ def measure(effort: Effort) -> list[Row]:
                 for size_mib in sizes_mib
                 for order in ("random", "contiguous")
             ]
+            rows.append(
+                copier.measure_checksums(f"local_transfer/checksums/{page_bytes // KIB}KiB", sizes_mib[0], effort)
+            )
     return rows
 
 
@@ -88,20 +93,36 @@ class Copier:
         check_last_pages(source, destination)
         return row
 
+    def measure_checksums(self, name: str, size_mib: int, effort: Effort) -> Row:
+        """Return the row of transfers of random pages whose bytes are compared with the source's."""
+        size_bytes, entries = size_mib * MIB, self.source.manifest.entries
+        count = size_bytes // sum(entry.page_bytes for entry in entries)
+        plan = make_plan(pair_entries(entries, entries), *[self._pages("random", count, seed) for seed in (1, 2)])
+        return compare(
+            name,
+            GIGABYTES_A_SECOND,
+            ours=partial(self._copied_gigabytes_a_second, plan, checksums=True),
+            peer=partial(self._copied_gigabytes_a_second, plan),
+            peer_is="the same transfer without checksums",
+            rounds=effort.pick(11, 2),
+            target=Target(CHECKSUMS),
+        )
+
     def _pages(self, order: str, count: int, seed: int) -> PageIds:
         ids = np.arange(1, self.source.manifest.pages)
         return np.random.default_rng(seed).permutation(ids)[:count] if order == "random" else ids[:count]
 
-    def _copied_gigabytes_a_second(self, plan: Plan) -> float:
-        return plan.total_bytes / self._loop.run_until_complete(self._copy(plan)) / 1e9
+    def _copied_gigabytes_a_second(self, plan: Plan, *, checksums: bool = False) -> float:
+        return plan.total_bytes / self._loop.run_until_complete(self._copy(plan, checksums=checksums)) / 1e9
 
     def _op_done(self, _op_id: int, error: KvferryError | None) -> None:
         self._ended.set_result(error)
 
-    async def _copy(self, plan: Plan) -> float:
+    async def _copy(self, plan: Plan, *, checksums: bool) -> float:
         self._ended = self._loop.create_future()
+        op = StartOp(next(self._op_ids), self.source, self.destination, (plan,), checksums=checksums)
         started = time.perf_counter()
-        self.transport.start(StartOp(next(self._op_ids), self.source, self.destination, (plan,)), self._op_done)
+        self.transport.start(op, self._op_done)
         error = await self._ended
         if error is not None:
             raise error

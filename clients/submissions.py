@@ -132,7 +132,7 @@ class Submitting(ABC):
 
     # -- transfers
 
-    def send(
+    def send(  # noqa: PLR0913  as many as SEND has fields
         self,
         pool: str,
         request_id: str,
@@ -144,6 +144,7 @@ class Submitting(ABC):
         destinations: int = 1,
         steps: Sequence[LayerStep] = (),
         wake_on_match: bool = False,
+        checksums: bool = False,
         deadline_s: float | None = None,
     ) -> Transfer:
         """Send filled pages to the request's receivers. Return at once; follow it with ``poll`` or ``wait_…``.
@@ -162,6 +163,8 @@ class Submitting(ABC):
             steps: which layers are ready after which event, in that order; none: the pages are filled.
             wake_on_match: whether ``poll`` returns the transfer, too, when another receiver has come; ``matched`` of
                 the transfer counts them either way.
+            checksums: whether what arrives in the receivers' pages is compared with checksums of these pages before it
+                counts (TRANSFER_FAILED); see docs/engines.md for what that costs, and covers.
             deadline_s: for the whole transfer.
         """
         heads, ids = page_lists(lists)
@@ -174,6 +177,7 @@ class Submitting(ABC):
             first_token=first_token,
             payload=payload,
             steps=sequence(steps, "steps, as ring.step makes them", "steps"),
+            checksums=checksums,
         )
         return self._begin_transfer(body, ids, deadline_s, wakes_on_match=wake_on_match)
 
@@ -188,6 +192,7 @@ class Submitting(ABC):
         after: DeviceEvent | None = None,
         into: ReceiveInto = "pages",
         any_model: bool = False,
+        checksums: bool = False,
         deadline_s: float | None = None,
     ) -> Transfer:
         """Make a transfer for the request in pages of this session. Returns at once, like ``send``.
@@ -206,6 +211,7 @@ class Submitting(ABC):
             into: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
                 ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
             any_model: whether pages of another model's pool are taken too; else they are refused (MODEL_MISMATCH).
+            checksums: as in ``send``, whatever the senders say.
             deadline_s: for the whole transfer.
         """
         in_pages = str(into) != "host"
@@ -219,6 +225,7 @@ class Submitting(ABC):
             after=after,
             into=into,
             any_model=any_model,
+            checksums=checksums,
         )
         return self._begin_transfer(body, ids if in_pages else (), deadline_s)
 

@@ -88,6 +88,7 @@ FEATURES = (
     "sessions.resume",
     "pools.owned",
     "verify",
+    "transfers.checksums",
 )
 """The features of this version of kvferry, by stable names; clients ignore unknown names."""
 

@@ -94,6 +94,8 @@ class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
     """Number of steps that are ready; 1 for a chunk without steps."""
     model: ModelIdentity | None = None
     """The pool's model identity without the salt, sent with the manifest."""
+    checksums: bool = False
+    """As in SEND."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""

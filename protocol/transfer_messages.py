@@ -74,6 +74,8 @@ class Receive(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="RECEIVE"):
     tier, which FINISHED names, and which RESTORE brings into pages later."""
     any_model: bool = False
     """Accept pages of a pool with another model identity too: the engine knows that the KV is compatible."""
+    checksums: bool = False
+    """Compare what arrived in the pages with checksums of the source's bytes, before FINISHED says that all is well."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length; empty for the host tier, for which no ids follow."""
@@ -102,6 +104,8 @@ class Send(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="SEND"):
     """At most ``max_payload_bytes`` of its own pool and of each receiver's."""
     steps: Annotated[tuple[LayerStep, ...], Meta(max_length=MAX_STEPS)] = ()
     """In which order, and after which events, its layers are ready; none: all of them are ready now."""
+    checksums: bool = False
+    """As in RECEIVE, for this SEND's pages and those of later ones of its request and pool."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""

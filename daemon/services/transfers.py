@@ -220,7 +220,7 @@ class TransferService:
         sender = self._sender(call, body)
         manifest = sender.pool.manifest
         ranges = page_ranges(body.lists, call.ids, manifest, may_end_inside=body.last, may_lack=not body.last)
-        chunk = SendChunk(ranges, body.last, body.first_token, body.payload, body.steps)
+        chunk = SendChunk(ranges, body.last, body.first_token, body.payload, body.steps, body.checksums)
         reached = self._reached(sender.session_id, body)
         accepted = self._state_machine.send(sender, chunk, body.destinations)
         self._keep_lists(call, "send", ranges)
@@ -267,7 +267,9 @@ class TransferService:
         daemons = body.source_daemons
         if daemons:
             daemons = self._peers.source_daemons(daemons)
-        accepted = self._state_machine.receive(sender, ranges, body.sources, daemons, any_model=body.any_model)
+        accepted = self._state_machine.receive(
+            sender, ranges, body.sources, daemons, any_model=body.any_model, checksums=body.checksums
+        )
         self._keep_lists(call, "receive", ranges)
         self.execute()
         return Answer(accepted)

@@ -223,7 +223,14 @@ class CopyScheduler:
                 endpoint.first_copy_at = now if endpoint.first_copy_at is None else endpoint.first_copy_at
             plans = tuple(planned_copy.plan for planned_copy in op.planned_copies)
             started.append(
-                StartOp(op.op_id, op.send_request.pool, receive_request.pool, plans, receive_request.request_id)
+                StartOp(
+                    op.op_id,
+                    op.send_request.pool,
+                    receive_request.pool,
+                    plans,
+                    receive_request.request_id,
+                    op.checksums,
+                )
             )
         self._endpoints.effects.extend(started)
         receive_request.waiting = waiting  # nothing between the two may raise: an op waits, or is started

@@ -168,6 +168,7 @@ class SendChunk(NamedTuple):
     first_token: int | None
     payload: bytes
     steps: tuple[LayerStep, ...] = ()
+    checksums: bool = False
 
     @property
     def carries_token(self) -> bool:
@@ -205,6 +206,11 @@ class TransferOp(NamedTuple):
     planned_copies: tuple[PlannedCopy, ...]
     chunk: int
     step: int
+
+    @property
+    def checksums(self) -> bool:
+        """Return whether either side asks for what arrives to be compared with checksums of the source's bytes."""
+        return self.send_request.checksums or self.receive_request.checksums
 
     @property
     def ready(self) -> bool:
@@ -331,6 +337,7 @@ class SendRequest(Endpoint):
         self.origin = origin
         self.kind = Kind.SEND if origin is None else Kind.REMOTE_SEND
         self.chunks: list[SendChunk] = []
+        self.checksums = False
         self.ready: list[int] = []
         self.receive_requests: list[ReceiveRequest | RemoteEndpoint] = []
         self.outcomes: dict[ReceiveRequest | RemoteEndpoint, KvferryError | None] = {}
@@ -386,6 +393,7 @@ class SendRequest(Endpoint):
     def add(self, chunk: SendChunk) -> None:
         """Add an accepted chunk."""
         self.chunks.append(chunk)
+        self.checksums |= chunk.checksums
         self.ready.append(0 if chunk.steps else 1)
 
     def waits_for(self) -> str:
@@ -420,12 +428,14 @@ class ReceiveRequest(Endpoint):
         source_daemons: tuple[str, ...] = (),
         *,
         any_model: bool = False,
+        checksums: bool = False,
     ) -> None:
         super().__init__(pool, request_id, session_id, times)
         self.pool: Pool = pool
         self.sources = sources
         self.source_daemons = source_daemons
         self.any_model = any_model
+        self.checksums = checksums
         self.ranges = {one.component: one for one in ranges}
         self.coverage = {
             one.component: Coverage(

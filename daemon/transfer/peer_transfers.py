@@ -541,6 +541,7 @@ def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> SendToPeer:
         steps=tuple((step.first_layer, step.layers) for step in chunk.steps),
         ready=send_request.ready[number],
         model=pool.model.public if pool.model and number == 0 else None,
+        checksums=chunk.checksums,
     )
     return SendToPeer(remote_endpoint.announcement.home, body, [ids for _, ids in lists])
 
@@ -556,7 +557,7 @@ def chunk_of(message: PeerSend, ids: Sequence[PageIds], manifest: Manifest) -> S
         LayerStep(first_layer=first, layers=layers, event=ANY_EVENT, value=ANY_VALUE) for first, layers in message.steps
     )
     ranges = page_ranges(message.lists, ids, manifest, may_end_inside=message.last, may_lack=True)
-    return SendChunk(ranges, message.last, message.first_token, message.payload, steps)
+    return SendChunk(ranges, message.last, message.first_token, message.payload, steps, message.checksums)
 
 
 def check_ready(ready: int, steps: int) -> None:

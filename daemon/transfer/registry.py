@@ -36,13 +36,17 @@ from kvferry.protocol.peer_messages import HalfAbandoned, PeerBody, ReceiveClose
 
 
 class StartOp(NamedTuple):
-    """Execute these plans, then call ``op_done``; the pages are held until then."""
+    """Execute these plans, then call ``op_done``; the pages are held until then.
+
+    With ``checksums``, compare what is in the destination's pages then with the source's bytes.
+    """
 
     op_id: int
     source: SourcePool
     destination: Pool
     plans: tuple[Plan, ...]
     request_id: str = ""
+    checksums: bool = False
 
 
 class StopOp(NamedTuple):

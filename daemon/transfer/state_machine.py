@@ -126,6 +126,7 @@ class TransferStateMachine:
         source_daemons: tuple[str, ...] = (),
         *,
         any_model: bool = False,
+        checksums: bool = False,
     ) -> Accepted:
         """Make a receive request, start the copies of send requests that wait for it, and announce it to other daemons.
 
@@ -135,6 +136,7 @@ class TransferStateMachine:
             sources: how many send requests fill it, over all daemons.
             source_daemons: the other daemons that may have send requests for it.
             any_model: whether it accepts another model's KV too.
+            checksums: whether what arrives is compared with checksums of the source's bytes.
 
         Raises:
             TransferExistsError: the request id is in use.
@@ -153,6 +155,7 @@ class TransferStateMachine:
             sources,
             source_daemons,
             any_model=any_model,
+            checksums=checksums,
         )
         if receive_request.key in self.endpoints.receive_requests:
             raise TransferExistsError("a RECEIVE of this request into this pool is live", field="request_id")

@@ -23,6 +23,7 @@ import structlog
 from kvferry.daemon.control.metrics import about
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePool
 from kvferry.daemon.transfer.registry import StartOp
+from kvferry.daemon.transports.arrival import check_arrived
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -100,8 +101,17 @@ class _Staged(NamedTuple):
     size_bytes: int
 
 
-_CopyChunk = Blocks | _Staged
-"""A copy chunk: whole pages as blocks of absolute addresses, or what goes through staging."""
+class _Check(NamedTuple):
+    """Segments of a plan that have been copied and are compared with the source's."""
+
+    plan: Plan
+    first: int
+    stop: int
+    size_bytes: int
+
+
+_CopyChunk = Blocks | _Staged | _Check
+"""A copy chunk: whole pages as blocks of absolute addresses, what goes through staging, or what is to be compared."""
 
 
 class _Job:
@@ -110,7 +120,8 @@ class _Job:
     def __init__(self, op: StartOp, on_done: OnOpDone) -> None:
         self.op = op
         self.on_done = on_done
-        self.expansion: _Expansion | None = None
+        self.checking = False
+        self.expansion: _Expansion | _Checks | None = None
         self.chunks: deque[_CopyChunk] = deque()
         self.in_flight = 0
         self.error: KvferryError | None = None
@@ -200,7 +211,7 @@ class LocalTransport:
     def _expand(self, job: _Job) -> _CopyChunk | None:
         """Expand the next part of a transfer op, and return its first chunk; meanwhile no other thread has the job."""
         if job.expansion is None:
-            job.expansion = _Expansion(job.op, self._chunk_bytes)
+            job.expansion = (_Checks if job.checking else _Expansion)(job.op, self._chunk_bytes)
         chunks = deque(job.expansion.take())
         first = chunks.popleft() if chunks else None
         with self._changed:
@@ -217,6 +228,8 @@ class LocalTransport:
                 chunk = self._expand(job)
             if isinstance(chunk, _Staged):
                 self._copy_staged(job.op, chunk)
+            elif isinstance(chunk, _Check):
+                self._check(job.op, chunk)
             elif chunk is not None:
                 self._copy(chunk)
         except KvferryError as error:
@@ -236,16 +249,32 @@ class LocalTransport:
         ):
             destination.copy_from(source, plan, first, stop)
             return
-        staging: npt.NDArray[np.uint8] | None = getattr(self._staging, "buffer", None)
-        if staging is None or len(staging) < chunk.size_bytes:
-            staging = self._staging.buffer = np.empty(max(chunk.size_bytes, STAGING_BYTES), np.uint8)
-        at = staging.ctypes.data
+        at = self._staging_of(chunk.size_bytes).ctypes.data
         source.gather(plan.source, first, stop, at, self._copy)
         destination.scatter(plan.destination, first, stop, at, self._copy)
+
+    def _check(self, op: StartOp, chunk: _Check) -> None:
+        plan, first, stop, size_bytes = chunk
+        both = self._staging_of(2 * size_bytes)[: 2 * size_bytes].reshape(2, size_bytes)
+        for memory, side, into in ((op.source, plan.source, both[0]), (op.destination, plan.destination, both[1])):
+            _region(memory).gather(side, first, stop, into.ctypes.data, self._copy)
+        check_arrived(both[0], both[1], plan.destination, first, op.destination.manifest)
+
+    def _staging_of(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return this thread's staging buffer, of so many bytes at least."""
+        staging: npt.NDArray[np.uint8] | None = getattr(self._staging, "buffer", None)
+        if staging is None or len(staging) < size_bytes:
+            staging = self._staging.buffer = np.empty(max(size_bytes, STAGING_BYTES), np.uint8)
+        return staging
 
     def _finish_if_idle(self, job: _Job) -> None:
         """Report the transfer op once nothing of it is in flight and nothing is left to do. Needs the lock."""
         if job.in_flight or (job.has_more and job.error is None):
+            return
+        if job.op.checksums and job.error is None and not job.checking:
+            job.checking, job.expansion = True, None
+            self._queue.append(job)
+            self._changed.notify()
             return
         if self._jobs.pop(job.op.op_id, None) is not None:
             self._loop.call_soon_threadsafe(self._report, job)
@@ -253,6 +282,26 @@ class LocalTransport:
     def _report(self, job: _Job) -> None:
         if not self._closing:
             job.on_done(job.op.op_id, job.error)
+
+
+class _Checks:
+    """What an op has copied, to be compared: all in one part."""
+
+    def __init__(self, op: StartOp, chunk_bytes: int) -> None:
+        self._checks: list[_CopyChunk] = []
+        for plan in op.plans:
+            max_bytes = max(min(chunk_bytes, STAGING_BYTES) // 2, int(plan.source.segment_bytes.max()))
+            self._checks += [_Check(plan, *chunk) for chunk in cut_copy_chunks(plan.source, max_bytes)]
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether everything was taken."""
+        return not self._checks
+
+    def take(self) -> list[_CopyChunk]:
+        """Return all chunks."""
+        checks, self._checks = self._checks, []
+        return checks
 
 
 class _Expansion:

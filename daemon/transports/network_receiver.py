@@ -19,12 +19,14 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Literal, NamedTuple
 
+import numpy as np
 import structlog
 import xxhash
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
 from kvferry.daemon.transfer.peer_transfers import op_of
+from kvferry.daemon.transports.arrival import check_arrived
 from kvferry.daemon.transports.local import OnOpDone, SendToPeer
 from kvferry.daemon.transports.network_memory import NetworkMemory, Target
 from kvferry.pools.devices.host import HostRegion
@@ -364,13 +366,19 @@ class NetworkReceiver:
         found = digest.intdigest()
         if found != checksum:
             raise TransferFailedError(f"the received bytes have checksum {found:016x}, the source sent {checksum:016x}")
-        if grant.target.runs:
+        if grant.target.runs:  # what was verified are the pages
             return
-        plan = grant.incoming.op.planned_copies[grant.segment].plan
-        memory = grant.incoming.op.receive_request.pool.region
-        memory.scatter(
-            plan.destination, grant.copy_chunk.first, grant.copy_chunk.stop, grant.target.address, copy_by_size
+        side, pool = (
+            grant.incoming.op.planned_copies[grant.segment].plan.destination,
+            grant.incoming.op.receive_request.pool,
         )
+        first, stop, size_bytes = grant.copy_chunk
+        pool.region.scatter(side, first, stop, grant.target.address, copy_by_size)
+        if grant.incoming.op.checksums:
+            arrived = np.empty(size_bytes, np.uint8)
+            pool.region.gather(side, first, stop, arrived.ctypes.data, copy_by_size)
+            sent = np.frombuffer(memoryview((ctypes.c_char * size_bytes).from_address(grant.target.address)), np.uint8)
+            check_arrived(sent, arrived, side, first, pool.manifest)
 
     def _on_scattered(self, grant: _Grant, done: asyncio.Future[None]) -> None:
         incoming = grant.incoming

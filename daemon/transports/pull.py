@@ -168,7 +168,8 @@ class PullTransport:
     def _copy(self, pull: _Pull) -> None:
         pull.view = pull.pool.region.view()  # keeps the memory mapped until the copy has ended
         plans = tuple(planned_copy.plan for planned_copy in pull.op.planned_copies)
-        self._copier.start(StartOp(pull.op.op_id, pull.pool, pull.op.receive_request.pool, plans), self._on_copied)
+        op = StartOp(pull.op.op_id, pull.pool, pull.op.receive_request.pool, plans, checksums=pull.op.checksums)
+        self._copier.start(op, self._on_copied)
         pull.copying = True
 
     def _fail(self, pull: _Pull, error: KvferryError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -22,7 +23,7 @@ from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Blocks, make_plan
 from kvferry.pools.pool import Pool
-from kvferry.protocol.errors import KvferryError, TransferFailedError
+from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
 from kvferry.protocol.manifests import Entry, MhaSpec
 from tests.region_bytes import read_region, write_region
 from tests.transfer.transfer_harness import PAGE_BYTES, TransferHarness
@@ -346,3 +347,65 @@ async def test_without_the_fast_copy_there_is_one_warning(monkeypatch: pytest.Mo
         assert best_copy() is copy_one_by_one
     (warning,) = logs
     assert (warning["log_level"], bool(warning["cause"]), bool(warning["remedy"])) == ("warning", True, True)
+
+
+# -- checksums
+
+
+class Flipping:
+    """Copies, and flips a bit of a byte whenever it was written, as memory or a bug would."""
+
+    def __init__(self) -> None:
+        self.address = 0
+
+    def __call__(self, blocks: Blocks) -> None:
+        """Copy."""
+        copy_one_by_one(blocks)
+        for _, start, size_bytes in blocks.tolist():
+            if start <= self.address < start + size_bytes:
+                flip(self.address)
+
+
+def flip(address: int) -> None:
+    """Flip a bit."""
+    (ctypes.c_uint8 * 1).from_address(address)[0] ^= 1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("wrong", ["first", "middle", "last", None])
+async def test_checksums_find_a_byte_that_is_not_the_sources(wrong: str | None, threads: int) -> None:
+    copy = Flipping()
+    async with closing(Site(copy, threads=threads, chunk_bytes=8 * ONE_BLOCK)) as site:
+        op = site.op(1, 10, 40)
+        assert isinstance(site.destination.region, HostRegion)
+        entries = site.destination.manifest.entries
+        entry, page = {"first": (entries[0], 49), "middle": (entries[1], 30), "last": (entries[-1], 10)}.get(
+            wrong or "", (entries[0], 64)
+        )
+        copy.address = site.destination.region.address + entry.base + page * entry.page_bytes + 3
+        site.start(op._replace(checksums=True))
+        ((_, error),) = await site.reported(1)
+        assert site.arrived(10, 40) == (wrong is None)
+        if wrong is None:
+            assert error is None
+        else:
+            assert isinstance(error, TransferFailedError)
+            assert error.field == f"{entry.name}[{page}]"
+            assert f"page {page} of {entry.name}" in error.detail
+            assert "from byte 3 on" in error.detail
+        site.start(op._replace(op_id=2))
+        assert (await site.reported(2))[1] == (2, None), "nobody has asked for checksums"
+
+
+async def test_a_stopped_op_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[object] = []
+    monkeypatch.setattr(local, "check_arrived", lambda *arguments: compared.append(arguments))
+    copy = GatedCopy()
+    async with closing(Site(copy, threads=1), copy) as site:
+        site.start(site.op(1, 1, 20)._replace(checksums=True))
+        await copy.entered.wait()
+        site.transport.stop(1)
+        copy.gate.set()
+        ((_, error),) = await site.reported(1)
+    assert isinstance(error, CancelledError)
+    assert not compared

@@ -15,7 +15,8 @@ from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
 from kvferry.daemon.transports import network_receiver
 from kvferry.daemon.transports.network_memory import FenceBounds
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
-from kvferry.pools.planning.copies import copy_one_by_one
+from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
+from kvferry.pools.planning.plan import PlanSide
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
 from kvferry.protocol.peer_messages import Grant, OpEnded, OpRequest, Written
 from tests.daemon.transports.network_harness import (
@@ -502,3 +503,25 @@ async def test_pages_in_which_something_may_land_are_held_until_a_fence(home_of:
     home.engine.may_rebuild.set()
     await turns()
     assert home.harness.outcomes == [(op.op_id, "PEER_LOST" if how == "lost" else "DEADLINE")]
+
+
+@pytest.mark.parametrize("asked", ["by the sender", "by the receiver", "by nobody"])
+async def test_what_was_scattered_wrongly_is_found_where_checksums_are_asked_for(
+    home_of: MakeHome, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    home = home_of(BYTES)
+    op = home.start()
+    op.send_request.checksums = asked == "by the sender"
+    op.receive_request.checksums = asked == "by the receiver"
+    region = type(home.harness.home_pool.region)
+    scatter = region.scatter
+
+    def wrong(self: Any, side: PlanSide, first: int, stop: int, in_address: int, copy: CopyBlocks) -> None:  # noqa: ANN401
+        scatter(self, side, first, stop, in_address, copy)
+        scatter(self, side, first, first + 1, in_address + BYTES // 2, copy)
+
+    monkeypatch.setattr(region, "scatter", wrong)
+    await home.land_all(op)
+    outcome = "OK" if asked == "by nobody" else "TRANSFER_FAILED"
+    assert home.harness.outcomes == [(op.op_id, outcome)]
+    assert not home.harness.arrived(op)
