@@ -14,6 +14,8 @@ from typing import Final
 import msgspec
 
 from kvferry.clients import AsyncClient
+from kvferry.daemon.process.fd_store import open_store
+from kvferry.daemon.process.inherited import Inherited
 from kvferry.protocol.errors import KvferryError
 from tests.started import REPOSITORY, Started, started
 from tests.torture.actors import LAST_S, Ended, Order
@@ -44,11 +46,14 @@ class Daemon:
     Attributes:
         ready: set while it serves.
         address: where the other daemons of this host find it; known once it has served.
+        warm: whether its pools and sessions outlive it, with ``--keep``.
         lives: how often it was started.
         stopped: whether it is stopped at the moment.
     """
 
     def __init__(self, number: int, folder: Path, sabotage: str) -> None:
+        """Prepare one; those with even numbers are warm."""
+        self.warm = number % 2 == 0
         self.number = number
         self.folder = folder / f"daemon-{number}"
         self.runtime_dir = self.folder / "run"
@@ -80,6 +85,7 @@ class Daemon:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *command,
+                *(["--keep"] if self.warm else []),
                 *("--config", os.fspath(self.folder / "daemon.toml"), "--runtime-dir", os.fspath(self.runtime_dir)),
                 stderr=log,
                 stdout=log,
@@ -123,6 +129,7 @@ class Daemon:
         if self._process is not None:
             self.send(signal.SIGKILL)
             await self._process.wait()
+        await asyncio.to_thread(open_store, self.runtime_dir, Inherited(), {})  # ends what held its memory
 
     def check_alive(self) -> None:
         """Check that it has not ended by itself.
@@ -183,8 +190,10 @@ class Engine:
             return await asyncio.wait_for(ended, LAST_S + 2 * (order.deadline_s + order.margin_s))
         except TimeoutError:
             raise RunFailedError(f"engine {self.number} has not ended {order.part} {order.request}") from None
-        except (asyncio.CancelledError, OSError, ValueError):
-            if not ended.cancelled() and not self._reading.done():
+        except (OSError, ValueError):  # it has just ended: the pipe is broken, or closed
+            return None
+        except asyncio.CancelledError:
+            if not ended.cancelled():
                 raise
             return None
         finally:
