@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvferry.clients import AsyncClient, AttachedPool, ModelIdentity, Transfer, pages, pages_wanted
 from kvferry.protocol.client_core import TierOperation
-from kvferry.protocol.errors import DaemonLostError, DeadlineError, KvferryError
+from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, SessionLostError
 from kvferry.protocol.events import Finished, TierDone
 from tests.torture import oracle
 
@@ -91,10 +91,18 @@ class Engine:
         except KvferryError as error:
             return Ended(order.number, error.code, error.detail)
         except WrongBytesError as error:
-            return Ended(order.number, WRONG, f"{order.part}: {error}")
+            return await self._blamed(order, error)
         except NeverEndedError as error:
             return Ended(order.number, NEVER_ENDED, f"{order.part}: {error}")
         return Ended(order.number, OK, checked_bytes=checked * oracle.page_bytes())
+
+    async def _blamed(self, order: Order, wrong: WrongBytesError) -> Ended:
+        """Return that bytes are wrong, unless the session is lost: then its pages may be others' by now."""
+        try:
+            await self.client.snapshots()
+        except (DaemonLostError, SessionLostError, ClientClosedError) as error:
+            return Ended(order.number, error.code, "its bytes were looked at after the session had gone")
+        return Ended(order.number, WRONG, f"{order.part}: {wrong}")
 
     async def send(self, order: Order) -> int:
         """Send pages full of the request's bytes, in chunks; they must be as they were when they are given back."""

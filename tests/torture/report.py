@@ -10,7 +10,7 @@ from tests.torture.actors import NEVER_ENDED, OK, WRONG, Ended
 from tests.torture.plan import Fault
 
 BUGS: Final = frozenset(
-    {NEVER_ENDED, WRONG, "INTERNAL", "MALFORMED", "PAGE_GAP", "FIRST_TOKEN_TWICE", "SNAPSHOT_DAMAGED"}
+    {NEVER_ENDED, WRONG, "INTERNAL", "MALFORMED", "NOT_OWNER", "PAGE_GAP", "FIRST_TOKEN_TWICE", "SNAPSHOT_DAMAGED"}
 )
 """Outcomes that no fault excuses."""
 

@@ -1,0 +1,60 @@
+"""docs/promises.md: each promise has a test, and each test that it names is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "promises.md"
+TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
+
+
+class Promise(NamedTuple):
+    """A line of the page."""
+
+    promise: str
+    tests: str
+    limits: str
+
+
+def promises(page: str) -> list[Promise]:
+    """Return the lines of the page's tables of three columns."""
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    return [Promise(*row) for row in cells if row != ["promise", "test", "limits"]]
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the names of a module's tests."""
+    tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {node.name for node in functions if node.name.startswith("test_")}
+
+
+def missing(promise: Promise) -> list[str]:
+    """Return the tests that a promise names and that are not there; what is no name of a test, too."""
+    named = TEST.findall(promise.tests)
+    lost = [f"{file}::{name}" for file, name in named if name not in names_in(TESTS / file)]
+    return lost + [one for one in TEST.sub("", promise.tests).split(",") if one.strip()]
+
+
+def test_each_promise_has_a_test_that_is_there() -> None:
+    page = promises(PAGE.read_text())
+    assert len(page) > 30
+    assert [one.promise for one in page if not TEST.search(one.tests)] == []
+    assert [lost for one in page for lost in missing(one)] == []
+    assert len({one.promise for one in page}) == len(page)
+
+
+def test_what_is_missing_is_found() -> None:
+    (good, gone, none) = promises(
+        "| promise | test | limits |\n|---|---|---|\n"
+        "| a | `test_promises.py::test_what_is_missing_is_found` | |\n"
+        "| b | `test_promises.py::test_gone`, `nowhere.py::test_x` | |\n| c | by hand | d |\n"
+    )
+    assert missing(good) == []
+    assert missing(gone) == ["test_promises.py::test_gone", "nowhere.py::test_x"]
+    assert missing(none) == ["by hand"]
