@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients.cli.units import unit_files
+from tests.installs import build_wheel
 
 FOLDER = Path(__file__).parents[2] / "systemd"
 KVFERRY = str(Path(sys.executable).with_name("kvferry"))
@@ -29,6 +30,9 @@ ProtectHome=no
 PrivateTmp=no
 WatchdogSec=2s
 Environment=PYTHONPATH={FOLDER.parent / "src"}
+# As an installed package has it: what is imported was compiled before.
+CacheDirectory=kvferry-test
+Environment=PYTHONPYCACHEPREFIX=/var/cache/kvferry-test
 """
 
 
@@ -313,6 +317,58 @@ def test_a_device_that_is_not_named_cannot_be_opened(machine: Machine) -> None:
     machine.shell(f"printf %s {shlex.quote(drop_in)} > {place}; systemctl daemon-reload")
     machine.start("kvferry@test.service")
     said = machine.log()
-    machine.shell(f"rm {place}; systemctl daemon-reload")
+    machine.shell(f"rm {place} /dev/davinci*; systemctl daemon-reload")
     assert "davinci0 6" in said, said
     assert "davinci16 1" in said, said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("systemctl", "kill", "--kill-whom=main", "--signal=KILL"), ("systemctl", "restart", "--no-block")],
+    ids=["kill -9", "restart"],
+)
+def test_a_pool_outlives_the_daemon_and_its_engine_only_waits(machine: Machine, command: tuple[str, ...]) -> None:
+    machine.start("kvferry@test.service")
+    engine = str(Path(__file__).with_name("patient_engine.py"))
+    done = machine.run(sys.executable, engine, "/run/kvferry/test", *command, "kvferry@test.service")
+    assert done.returncode == 0, f"{done.stderr}\n{machine.log()}"
+    report = json.loads(done.stdout)
+    sys.stdout.write(f"{report}\n")  # shown by pytest -s
+    assert report["size_bytes"] >= 256 << 20
+    assert report["restarted"]
+    assert report["same"]
+    assert report["same_for_others"]
+
+
+@pytest.fixture
+def installed(machine: Machine, tmp_path: Path) -> Iterator[str]:
+    """Install the wheel into an environment in /opt, with its units in place of the checkout's; return its folder."""
+    wheel = build_wheel(FOLDER.parent, tmp_path)
+    with wheel.open("rb") as packed:
+        subprocess.run(machine.inside("sh", "-c", f"cat >/opt/{wheel.name}"), stdin=packed, check=True, timeout=60)
+    dependencies = next(path for path in sys.path if path.endswith("site-packages"))
+    units = "/etc/systemd/system"
+    machine.shell(f"""
+        unset PYTHONPATH
+        cp -a {units} /opt/units
+        {sys.executable} -m venv --without-pip /opt/kvferry
+        echo {dependencies} >"$(echo /opt/kvferry/lib/python3*/site-packages)/dependencies.pth"
+        {sys.executable} -m pip --python /opt/kvferry/bin/python install -q --disable-pip-version-check \\
+            --ignore-installed --no-deps --no-index /opt/{wheel.name}
+        printf '[Service]\\nProtectHome=no\\n' >{units}/kvferry@.service.d/test.conf  # the interpreter may lie in one
+        /opt/kvferry/bin/kvferry systemd --install
+        systemctl daemon-reload
+    """)
+    yield "/opt/kvferry"
+    machine.stop()
+    machine.shell(f"rm -r {units}; mv /opt/units {units}; systemctl daemon-reload")
+
+
+def test_an_installed_package_brings_the_units_that_start_it(machine: Machine, installed: str) -> None:
+    machine.start("kvferry@test.socket")
+    assert machine.ping()
+    assert f"{installed}/bin/kvferry daemon" in machine.property("ExecStart")
+    command = machine.shell(f"tr '\\0' ' ' </proc/{machine.property('MainPID')}/cmdline")
+    assert command.startswith(f"{installed}/bin/python -P -m kvferry.daemon ")
+    found = machine.shell(f"cd /; env -u PYTHONPATH {installed}/bin/kvferry doctor --config /etc/kvferry/test.toml")
+    assert re.search(r"systemd unit +ok +/etc/systemd/system/kvferry@.service, user kvferry", found), found
