@@ -138,7 +138,10 @@ def attached_pool(
     size_bytes = attached.manifest.region_bytes
     if attached.device == HOST:
         _, [fd] = channel.take(message_id, RegionFollows)
-        return AttachedPool(name, attached.manifest, HostRegion(fd, size_bytes), attached.model)
+        memory = HostRegion(fd, size_bytes, inherited=channel.is_inherited)
+        if channel.is_inherited:
+            channel.inherited(memory.buffer)
+        return AttachedPool(name, attached.manifest, memory, attached.model)
     share, _ = channel.take(message_id, ShareFollows)
     region = devices.map(attached.device, share, size_bytes)
     return AttachedPool(name, attached.manifest, region, attached.model)

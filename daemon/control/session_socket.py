@@ -19,6 +19,7 @@ from typing import Final
 
 import structlog
 
+from kvferry.daemon.control.holders import Holders
 from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded, SessionResumed
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
@@ -39,6 +40,7 @@ from kvferry.protocol.ids import BootId
 from kvferry.protocol.limits import agree
 from kvferry.protocol.session_stream import (
     FrameSplitter,
+    HoldersFollow,
     MemoryFollows,
     RegionFollows,
     RegionRequest,
@@ -121,6 +123,20 @@ class Attachments:
         else:
             self._note_memory(said.message_id)
 
+    def take_unexplained(self) -> int:
+        """Return the descriptor that came with a frame; the caller owns it from now on.
+
+        Raises:
+            MalformedError: none did.
+            OutOfDescriptorsError: it was not kept, as its user has too many.
+        """
+        if not self._fds:
+            raise MalformedError("a frame that needs a descriptor came without one")
+        fd = self._fds.pop(0)
+        if fd == NOT_KEPT:
+            raise OutOfDescriptorsError("a descriptor more (your bound) was not kept")
+        return fd
+
     def close(self) -> None:
         """Drop everything and close the descriptors."""
         for fd in (*self._fds, *self._memory.values()):
@@ -197,6 +213,7 @@ class SessionSocket:
         self.region_of = region_of
         self.descriptors = descriptors
         self._hub = hub
+        self.holders = Holders(descriptors)
         self._unopened: dict[_Connection, None] = {}
         self._connections: dict[int, _Connection] = {}
         self._kept: dict[int, _Connection | _Awaited] = {}
@@ -470,6 +487,11 @@ class _Connection:
         self._attachments.close()
         self._owner.descriptors.give(self._attachments)
 
+    def _process_ended(self) -> None:
+        """Read what the process has said last, of its children say, and end its session."""
+        self.read_all()
+        self.close("its process ended")
+
     def _lost(self, why: str) -> None:
         """Handle the loss of the socket: keep a session with ``keep`` for the grace period while its process lives."""
         session, grace_s = self._session, self._owner.resume_grace_s
@@ -524,9 +546,14 @@ class _Connection:
                     fds[at] = NOT_KEPT
         self._attachments.add_descriptors(fds)
 
-    def _handle_frame(self, frame: ShareFollows | MemoryFollows | SessionEnd) -> None:
+    def _handle_frame(self, frame: ShareFollows | MemoryFollows | HoldersFollow | SessionEnd) -> None:
         if isinstance(frame, SessionEnd):
             self.close("its engine ended it")
+        elif isinstance(frame, HoldersFollow):
+            assert self._session is not None
+            fd = self._attachments.take_unexplained()
+            self._owner.descriptors.keep(self._attachments, self._attachments.kept)
+            self._owner.holders.add(self._session, fd)
         else:
             self._attachments.note(frame)
 
@@ -577,7 +604,7 @@ class _Connection:
         )
         self._answer(pack(opened))
         if self._pidfd >= 0 and not self._closed:
-            self._loop.add_reader(self._pidfd, self.close, "its process ended")
+            self._loop.add_reader(self._pidfd, self._process_ended)
 
     def _pass_region(self, asked: RegionRequest) -> None:
         """Pass a pool's memory, read-only, to another daemon of this host that runs as root or as our own user."""

@@ -61,8 +61,8 @@ class HostRegion:
 
     device = HOST
 
-    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
-        """Map ``fd``, which this object owns from now on, even if this raises.
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True, inherited: bool = False) -> None:
+        """Map ``fd``, which this object owns from now on, even if this raises; children have it if ``inherited``.
 
         Raises:
             InvalidFieldError: the descriptor's size differs from the manifest's, or it is not sealed.
@@ -78,7 +78,9 @@ class HostRegion:
             raise
         self._pid = os.getpid()
         self._map.madvise(mmap.MADV_DONTDUMP)
-        keep_from_children(self._map)
+        self._inherited = inherited
+        if not inherited:
+            keep_from_children(self._map)
 
     def __repr__(self) -> str:
         """Show size and state."""
@@ -262,7 +264,7 @@ class HostRegion:
         Raises:
             ForkedError: this is a child that was forked since.
         """
-        if not self.is_ours:
+        if not self._inherited and not self.is_ours:
             raise ForkedError(f"process {self._pid} mapped this memory, not its child {os.getpid()}")
 
 

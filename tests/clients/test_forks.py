@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvferry.clients import Client
-from tests.daemons import DaemonProcess
+from kvferry.protocol.errors import PoolFullError
+from tests.daemons import DaemonProcess, soon
 
 ENGINE = Path(__file__).with_name("forking_engine.py")
 SOON_S = 60.0
@@ -43,6 +48,42 @@ def test_a_child_that_gives_its_parents_pool_up_keeps_its_own_memory(daemon: Dae
 
 def test_a_child_that_wants_a_pool_attaches(daemon: DaemonProcess, name: str) -> None:
     assert scene("attaches", daemon, name) == ["exit 0", "3.0"]
+
+
+def test_children_that_inherit_keep_a_dead_engines_pages_from_others(daemon: DaemonProcess, name: str) -> None:
+    command = [sys.executable, "-P", str(ENGINE), "inherits", str(daemon.runtime_dir), name]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine,
+        Client.connect(daemon.runtime_dir) as client,
+    ):
+        assert engine.stdin is not None
+        assert engine.stdout is not None
+        child = int(engine.stdout.readline())
+
+        def quarantined() -> list[int]:
+            return [one.quarantined for one in client.status().pools if one.pool == name]
+
+        assert soon(lambda: not any(one.name == "engine" for one in client.status().sessions))
+        assert quarantined() == [1]
+        tensor = client.attach_pool(name).tensor("main", "k")
+        ids = client.allocate(name, 15)
+        tensor[0, ids] = 2.0
+        with pytest.raises(PoolFullError, match="1 held by children of process") as refused:
+            client.allocate(name, 1)
+        assert "pages quarantined" in daemon.log.read_text(), refused
+        engine.stdin.write("write\n")
+        engine.stdin.flush()
+        page = int(engine.stdout.readline())
+        assert page not in ids
+        assert bool((tensor[0, ids] == 2.0).all()), "what was given to others is theirs"
+        os.kill(child, signal.SIGKILL)
+        assert soon(lambda: quarantined() == [0])
+        assert client.allocate(name, 1).tolist() == [page]
+        assert engine.wait(SOON_S) == 0
+
+
+def test_children_inherit_until_the_client_is_closed(daemon: DaemonProcess, name: str) -> None:
+    assert scene("closes", daemon, name) == ["5.0", "exit 0", "SIGSEGV", "MISUSE"]
 
 
 def test_closing_gives_pages_back_though_a_child_holds_the_session_open(daemon: DaemonProcess, name: str) -> None:
