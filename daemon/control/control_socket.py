@@ -179,6 +179,12 @@ class ControlSocket:
         connection = self._connections.get(identity)
         return None if connection is None else connection.origin
 
+    def end(self, identity: bytes) -> None:
+        """Close a connection, if it is there."""
+        connection = self._connections.get(identity)
+        if connection is not None:
+            connection.close()
+
     def drain_received(self) -> None:
         """Handle the messages that have arrived by now, before something that happened after them is handled."""
         for connection in list(self._connections.values()):

@@ -26,7 +26,7 @@ import asyncio
 import heapq
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -67,6 +67,8 @@ NEEDED_CHECKS = 32
 """How many links are checked at a time for being needed, as each check scans all receive requests."""
 LINGER_MS = 300
 """How long the last messages may take to leave when the daemon ends."""
+MAX_UNPROVEN = 4096
+"""Messages that prove nothing until their connection is closed: more than a peer has under way when a link breaks."""
 GREETING_S = 0.1
 """How often an address is greeted at most because of messages that prove nothing."""
 SILENCE_S = 10.0
@@ -511,6 +513,7 @@ class PeerLinks:
             self.addresses["tcp"] = self._router.endpoint
         self.by_key: dict[str, PeerLink] = {}
         self._links: dict[str, PeerLink] = {}
+        self._unproven: Counter[bytes] = Counter()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._warned_at = -WARNING_S
 
@@ -648,6 +651,7 @@ class PeerLinks:
 
     def _ended(self, connection: bytes) -> None:
         """Process that a connection to this daemon has ended: who spoke on it cannot be heard any more."""
+        self._unproven.pop(connection, None)
         for link in list(self._links.values()):
             if link.heard_on == connection and link.peer is not None:
                 link.begin_anew("its connection to this daemon has ended, or was silent")
@@ -678,6 +682,7 @@ class PeerLinks:
     def _process(self, head: PeerHead, message: ReceivedMessage) -> None:
         link = self.by_key.get(head.to_key)
         if link is None or link.address != head.address:
+            self._count_unproven(message.identity)
             self._hint(head, self._router.origin_of(message.identity))
             return
         if message.too_large:
@@ -699,13 +704,19 @@ class PeerLinks:
             except KvferryError as error:
                 self._dropped(error, head, message, body)
 
+    def _count_unproven(self, connection: bytes) -> None:
+        self.counters.add("peers.unproven")
+        self._unproven[connection] += 1
+        if self._unproven[connection] > MAX_UNPROVEN:
+            self.counters.add("peers.closed")
+            self._router.end(connection)
+
     def _hint(self, head: PeerHead, origin: object) -> None:
         """Greet the address that a message names, as it does not prove who has sent it. Nothing else is read of it.
 
         Raises:
             InvalidFieldError: no daemon can be at that address.
         """
-        self.counters.add("peers.unproven")
         is_local = not isinstance(origin, str)  # a user of this host, not the address of another one
         if (scheme(head.address) == IPC) != is_local or self.is_own(head.address):
             raise MalformedError(f"{head.address} cannot be who speaks on this socket")

@@ -43,6 +43,8 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.peer_messages import MAX_RUNS, Grant, OpEnded, OpRequest, Written
 from kvferry.protocol.session_messages import NetworkStatus
 
+KEPT_FOR_OTHERS = 8
+"""A peer has all bounce buffers but one of so many: one that does not answer its grants leaves others the rest."""
 GRANTS_PER_OP = 8
 """Concurrent grants of one transfer op: enough for its source to have the next one when a staging buffer is free."""
 
@@ -114,6 +116,8 @@ class NetworkReceiver:
         self._loop = asyncio.get_running_loop()
         self._incoming: dict[int, _IncomingOp] = {}
         self._grants: dict[int, _Grant] = {}
+        self._granted_to: Counter[Incarnation] = Counter()
+        self._most_of_a_peer = self._bounce_buffers.count - self._bounce_buffers.count // KEPT_FOR_OTHERS
         self._grant_ids = itertools.count(1)
         self._queue: deque[_IncomingOp] = deque()
         self._watch = FenceWatch(memory, self, counters)
@@ -267,14 +271,20 @@ class NetworkReceiver:
 
     def pump(self) -> None:
         """Grant the free bounce buffers, one copy chunk per transfer op in turn."""
-        while self._queue:
+        passed_over = 0  # one after another, as their peers have their share
+        while passed_over < len(self._queue):
             incoming = self._queue[0]
             if not incoming.grantable or self._awaits_registration(incoming):
                 self._queue.popleft().queued = False
                 continue
+            if self._granted_to[incoming.peer] >= self._most_of_a_peer:
+                self._queue.rotate(-1)
+                passed_over += 1
+                continue
             try:
                 if not self._grant_next(incoming):
                     return
+                passed_over = 0
             except Exception as cause:
                 log.exception("a copy chunk could not be granted", op=incoming.op.op_id, cause=str(cause))
                 self._fail(incoming, InternalError(f"a grant failed: {type(cause).__name__}: {cause}"))
@@ -327,6 +337,7 @@ class NetworkReceiver:
             self._fail(incoming, error)
             return
         self._grants[number] = granted
+        self._granted_to[incoming.peer] += 1
         incoming.granted += 1
         incoming.in_pages += bool(target.runs)
 
@@ -403,15 +414,23 @@ class NetworkReceiver:
             self._forget(grant)
             self._watch.start_if_needed()
         else:
-            self._grants.pop(grant.number, None)
+            self._drop(grant)
             self._bounce_buffers.give_back(target.number, incoming.peer, grant.number)
             incoming.in_pages -= bool(target.runs)
 
     def _forget(self, grant: _Grant) -> None:
         """Forget a grant whose bounce buffer or pages are quarantined."""
-        self._grants.pop(grant.number, None)
+        self._drop(grant)
         if grant.target.runs:
             self._quarantined_pages[grant.target.number] = grant.incoming
+
+    def _drop(self, grant: _Grant) -> None:
+        if self._grants.pop(grant.number, None) is None:
+            return
+        peer = grant.incoming.peer
+        self._granted_to[peer] -= 1
+        if not self._granted_to[peer]:
+            del self._granted_to[peer]
 
     def _fail(self, incoming: _IncomingOp, error: KvferryError) -> None:
         if incoming.error is None:

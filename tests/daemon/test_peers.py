@@ -460,6 +460,21 @@ async def test_strangers_can_have_few_addresses_called(tmp_path: Path, start: Ma
     assert states(daemon) == [(other.address, "up")]
 
 
+async def test_who_proves_nothing_for_long_is_cut_off(
+    make: MakeDaemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "MAX_UNPROVEN", 20)
+    one, other = make(), make()
+    await one.meets(other)
+    for _ in range(3):
+        await stranger.say(other, OpEnded(op=1), address=one.address, times=20)
+        await stranger.say(other, LARGE, address=one.address)
+    await other.until(lambda: other.counters.snapshot().get("peers.closed"))
+    assert one.links.send(other.incarnation, OpEnded(op=2))
+    await other.until(lambda: other.said)
+    assert (one.lost, other.lost) == ([], [])
+
+
 async def test_what_comes_over_tcp_names_no_unix_socket(daemon: Daemon, stranger: Stranger) -> None:
     """The daemon would connect to whatever socket of this host a stranger on another one names."""
     frames = encode_peer(PeerEnvelope(stranger.address, stranger.key, "", OpEnded(op=1)))

@@ -177,6 +177,23 @@ async def test_a_wrong_checksum_fails_the_op_and_touches_no_page(home_of: MakeHo
     assert home.all_free(), "nothing more can land there"
 
 
+async def test_a_peer_that_does_not_answer_leaves_others_some_bounce_buffers(home_of: MakeHome) -> None:
+    home = home_of(PAGE_BYTES, bounce_buffers=8)
+    silent = [home.start() for _ in range(3)]
+    assert sum(len(home.grants(op)) for op in silent) == 7
+    other = home.harness.op()
+    assert other.send_request.origin is not None
+    other.send_request.origin = other.send_request.origin._replace(peer=ANOTHER)
+    home.receiver.start(other, home.harness.report)
+    assert (len(home.grants(other)), home.bounce_buffers.free) == (1, 0)
+    (grant,) = home.grants(other)
+    home.receiver.written(ANOTHER, Written(grant=grant.grant, error=FAILED))
+    assert home.bounce_buffers.free == 1, "nor does the silent peer get it"
+    await home.land_all(*silent)  # once it answers all goes on
+    assert all(home.harness.arrived(op) for op in silent)
+    assert home.all_free()
+
+
 async def test_ops_wait_for_bounce_buffers_and_take_turns(home_of: MakeHome) -> None:
     home = home_of(bounce_buffers=2)
     one, other = home.start(), home.start()
