@@ -6,7 +6,7 @@ signal                    effect
 SIGTERM, SIGINT, SIGQUIT  an orderly end: running transfers get ``service.drain_timeout_s``; no core file
 SIGHUP, SIGUSR1, SIGUSR2  logged and ignored: there is no reload yet
 timers, real-time, …      the same: all others that would end a process and have no meaning here
-SIGSEGV, SIGABRT, …       the default: they indicate a fault
+SIGSEGV, SIGABRT, …       the default, as they indicate a fault, after where each thread stands was written to the log
 ========================  ==============================================================================================
 
 Before the control loop runs and after it has ended, the second kind is blocked; signals from before are logged as soon

@@ -242,7 +242,9 @@ def test_the_watchdog_ends_a_daemon_that_hangs(machine: Machine) -> None:
     machine.run("kill", "-STOP", pid, status=0)
     machine.until("NRestarts", "1")
     assert machine.ping()
-    assert "Watchdog timeout" in machine.log()
+    log = machine.log()
+    assert "Watchdog timeout" in log
+    assert "Fatal Python error: Aborted" in log, "nobody could tell where it hung"
     assert machine.property("MainPID") != pid
 
 
@@ -335,7 +337,6 @@ def test_a_pool_outlives_the_daemon_and_its_engine_only_waits(machine: Machine, 
     report = json.loads(done.stdout)
     sys.stdout.write(f"{report}\n")  # shown by pytest -s
     assert report["size_bytes"] >= 256 << 20
-    assert report["restarted"]
     assert report["same"]
     assert report["same_for_others"]
 
