@@ -329,16 +329,27 @@ class AsyncRequests(Resuming):
         return await self.call(calls.allocate(pool, count, space))
 
     async def free(
-        self, pool: str, ids: npt.ArrayLike, space: str = MAIN, *, after: DeviceEvent | None = None
+        self,
+        pool: str,
+        ids: npt.ArrayLike,
+        space: str = MAIN,
+        *,
+        after: DeviceEvent | None = None,
+        deadline_s: float | None = None,
     ) -> Freed:
         """Give pages back; those in flight follow when their transfers settle.
 
-        ``after``: work that still uses the pages, see ``EventRing.record_event``; nobody gets them before it is done.
+        Args:
+            pool: their pool.
+            ids: which.
+            space: their page space.
+            after: work that still uses the pages, see ``EventRing.record_event``; nobody gets them before it is done.
+            deadline_s: for the daemon's reply, which waits for ``after``.
 
         Raises:
             NotOwnerError, DuplicatePageError, PageOutOfRangeError, EmptyPagesError: nothing was freed.
         """
-        return await self.call(calls.free(pool, ids, space, after))
+        return await self.call(calls.free(pool, ids, space, after), deadline_s=deadline_s)
 
     # -- transfers
 

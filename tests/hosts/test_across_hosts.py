@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,36 @@ def test_pages_written_directly_are_held_back_until_nothing_can_land(tmp_path: P
         decode.client.free(POOL, marked)
         decode.client.delete_pool(POOL)
         hand_over(prefill, decode._replace(pool=decode.client.create_pool(POOL, spec())), 20, seed=5)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["bounce buffers", "direct"])
+def test_a_sender_that_stands_still_and_goes_on_later_writes_into_no_page(tmp_path: Path, *, direct: bool) -> None:
+    with cluster(tmp_path, [spec(), spec()], direct=direct) as (prefill, decode):
+        hand_over(prefill, decode, 20, seed=1)
+        prefill.host.slow_down(mbit_s=200)
+        sent, received = prefill.client.allocate(POOL, 200), decode.client.allocate(POOL, 200)
+        prefill.fill(sent, 2)
+        request = new_request_id()
+        transfer = decode.client.receive(POOL, request, [pages(received)], source_daemons=[prefill.address])
+        send_request = prefill.client.send(POOL, request, [pages(sent)])
+        wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > 8 << 20)
+        os.kill(prefill.daemon.process.pid, signal.SIGSTOP)
+        try:
+            assert outcome(decode, transfer) == "PEER_LOST"
+            decode.client.wait_settled(transfer, timeout_s=PATIENCE_S)
+            decode.client.free(POOL, received)
+            marked = decode.client.allocate(POOL, 200)
+            decode.fill(marked, 3)
+            before = decode.content(marked)
+        finally:
+            os.kill(prefill.daemon.process.pid, signal.SIGCONT)
+        assert outcome(prefill, send_request) == "PEER_LOST"
+        prefill.client.wait_settled(send_request, timeout_s=PATIENCE_S)
+        wait_until(lambda: decode.network().quarantined_bytes == 0)
+        prefill.client.free(POOL, sent)
+        hand_over(prefill, decode, 20, seed=4)  # with it come the bytes that were held back, if any do
+        assert torch.equal(decode.content(marked), before), "a late write reached a page"
+        assert decode.counters()["network.fences"] >= 1
 
 
 def test_a_partition_that_nobody_notices_ends_at_the_deadline(tmp_path: Path) -> None:
