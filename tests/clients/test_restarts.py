@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from kvferry import clients
 from kvferry.clients import AsyncClient, Client, MhaSpec, SharedMemory, new_request_id, pages
 from kvferry.clients.connection import Reconnected
 from kvferry.protocol.errors import ShuttingDownError, StaleBootError, UnknownTablesError
@@ -18,6 +19,7 @@ from kvferry.protocol.settings import CONTROL_SOCKET
 from tests.clients.blocking import connected
 from tests.clients.cutting_proxy import cutting_proxy
 from tests.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.documents import blocks, page
 
 CONFIG: Final = "[service]\nresume_grace_s = 60.0\n[tiers]\nhost_bytes = 1048576\n"
 SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
@@ -152,3 +154,30 @@ def test_no_page_is_lost_in_flight(
             assert its.pages == len(ids)
             assert client.free("flight", ids).freed == its.pages, "exactly these"
         assert soon(lambda: all(one.name != "flight" for one in looker.status().sessions))
+
+
+def test_what_the_documentation_says_an_engine_does(life: RestartedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(life.runtime_dir))
+    [code] = blocks(page("engines.md"), "When the daemon restarts")
+    calls: list[Any] = []
+    names: dict[str, Any] = {name: getattr(clients, name) for name in clients.__all__}
+    names |= {"spec": SPEC, "StaleBootError": StaleBootError, "again": calls, "capture_again": calls.append}
+    exec(compile(code, "docs", "exec"), names)  # noqa: S102  our own text
+    client, ring, ids = names["client"], names["ring"], names["ids"]
+    client.create_tables("tables", "decode", max_batch=2, max_context_tokens=16)
+    transfer = client.receive("decode", new_request_id(), [pages(ids)])
+    held = client.create_tables("more", "decode", max_batch=2, max_context_tokens=16)
+    life.restart()
+
+    def stepped() -> bool:
+        names["step"]()
+        return len(calls) == 2
+
+    assert soon(stepped)
+    assert calls == [transfer.key.request_id, "more"]
+    assert names["ring"] is not ring
+    assert held.name == "more", "tables that nobody has are nobody's loss"
+    assert client.owned_pages("decode")["main"].tolist() == ids.tolist()
+    client.free("decode", ids)
+    client.delete_pool("decode")
+    client.close()
