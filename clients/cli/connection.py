@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -19,6 +20,7 @@ from kvferry.protocol.base import AnsweredBy, ReplyBody, RequestBody
 from kvferry.protocol.conversation import Arrived, Conversation
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN
+from kvferry.protocol.printable import printable
 from kvferry.protocol.session_messages import Hello, Welcome
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 ReplyT = TypeVar("ReplyT", bound=ReplyBody)
 NOBLOCK = int(zmq.NOBLOCK)
+LOOK_S = 0.1
 
 
 class Connection:
@@ -55,6 +58,7 @@ class Connection:
         timeout_s: float,
         session: bool = False,
         instance: str = "",
+        wait_s: float = 0.0,
     ) -> Connection:
         """Connect and negotiate the protocol version.
 
@@ -64,12 +68,30 @@ class Connection:
             timeout_s: how long to wait for the daemon.
             session: whether to open one.
             instance: whose session it is to be; see ``SessionOpen``.
+            wait_s: how long to wait for a daemon that is not there, as while it restarts; says so on standard error.
 
         Raises:
             DaemonLostError: no daemon answers.
             AccessDeniedError: this user may not use the daemon.
             VersionMismatchError: the daemon supports other versions of the protocol.
         """
+        waits_until, told = time.monotonic() + wait_s, False
+        while True:
+            try:
+                return cls._open(runtime_dir, name, timeout_s, session=session, instance=instance)
+            except DaemonLostError as error:
+                if time.monotonic() >= waits_until:
+                    raise
+                if not told:
+                    waiting = f"kvferry {name}: {error.detail}; waiting for a daemon, at most {wait_s:g} s"
+                    print(printable(waiting), file=sys.stderr, flush=True)
+                told = True
+                time.sleep(LOOK_S)  # nothing tells that a daemon listens again
+
+    @classmethod
+    def _open(
+        cls, runtime_dir: str | os.PathLike[str] | None, name: str, timeout_s: float, *, session: bool, instance: str
+    ) -> Connection:
         directory, ends_at = find_runtime_dir(runtime_dir), time.monotonic() + timeout_s
         channel = None
         if session:

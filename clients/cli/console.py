@@ -73,6 +73,13 @@ def add_daemon(command: argparse.ArgumentParser, timeout_s: float = DEFAULT_TIME
     )
 
 
+def add_wait(command: argparse.ArgumentParser) -> None:
+    """Add the argument that waits for a daemon."""
+    command.add_argument(
+        "--wait", type=seconds, default=0.0, metavar="SECONDS", help="wait so long for a daemon that is not there (0)"
+    )
+
+
 def add_runtime_dir(command: argparse.ArgumentParser) -> None:
     """Add the argument that selects the daemon."""
     command.add_argument("--runtime-dir", type=_folder, metavar="DIR", help="where the daemon's sockets are")

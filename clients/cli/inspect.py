@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvferry.clients.cli.connection import Connection
-from kvferry.clients.cli.console import add_daemon, table
+from kvferry.clients.cli.console import add_daemon, add_wait, table
 from kvferry.protocol.printable import json_line, printable
 from kvferry.protocol.session_messages import (
     DescriptorsStatus,
@@ -48,12 +48,13 @@ def ping(options: argparse.Namespace) -> int:
 def add_status(command: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_daemon(command)
+    add_wait(command)
     command.add_argument("--json", action="store_true", help="for programs")
 
 
 def status(options: argparse.Namespace) -> int:
     """Print the daemon's pools, sessions, transfers, devices, graph tables and counters."""
-    with Connection.open(options.runtime_dir, "status", timeout_s=options.timeout) as connection:
+    with Connection.open(options.runtime_dir, "status", timeout_s=options.timeout, wait_s=options.wait) as connection:
         report = connection.call(Status(), timeout_s=connection.left_s)
         boot_id = connection.boot_id
     if options.json:

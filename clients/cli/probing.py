@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvferry.clients.cli.connection import Connection
-from kvferry.clients.cli.console import BAD_INPUT, FAILED, WORKED, add_runtime_dir, seconds
+from kvferry.clients.cli.console import BAD_INPUT, FAILED, WORKED, add_runtime_dir, add_wait, seconds
 from kvferry.clients.cli.probe_messages import WAIT, Answers, ProbeMessage, Reader, Reference, references, resolved
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.protocol.conversation import EVENT, Arrived
@@ -177,6 +177,7 @@ def add_probe(command: argparse.ArgumentParser) -> None:
     command.epilog = GUIDE
     command.set_defaults(complain=command.error)
     add_runtime_dir(command)
+    add_wait(command)
     command.add_argument(
         "--timeout",
         type=seconds,
@@ -209,7 +210,12 @@ def probe(options: argparse.Namespace) -> int:
     )
     opening_s = min(options.timeout or DEFAULT_TIMEOUT_S, OPENING_TIMEOUT_S)
     with Connection.open(
-        options.runtime_dir, "probe", timeout_s=opening_s, session=session, instance=options.instance
+        options.runtime_dir,
+        "probe",
+        timeout_s=opening_s,
+        session=session,
+        instance=options.instance,
+        wait_s=options.wait,
     ) as connection:
         most_s = connection.welcome.limits.max_deadline_ms / 1000
         run = ProbeRun(connection, options.timeout or min(DEFAULT_TIMEOUT_S, most_s), _print)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -261,3 +263,23 @@ def test_a_daemon_that_begins_anew(tmp_path: Path, kind: type[Client | AsyncClie
                     call()
             assert isinstance(transfer.error, SessionLostError)
             assert (k == 3).all()
+
+
+@pytest.mark.parametrize("command", ["status", "probe"])
+def test_a_command_waits_for_the_daemon(tmp_path: Path, command: str) -> None:
+    with running_daemon(tmp_path, CONFIG) as first:
+        first.kill()
+        words = [command, "--wait", "60", "--runtime-dir", str(first.runtime_dir)]
+        words += ["ATTACH_POOL", '{"pool": "none"}'] if command == "probe" else []
+        waiting = subprocess.Popen(
+            [sys.executable, "-m", "kvferry.clients.cli.main", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert waiting.stderr is not None
+        assert "waiting for a daemon, at most 60 s" in waiting.stderr.readline()
+        with again(first, CONFIG):
+            printed, complaint = waiting.communicate(timeout=60)
+        assert complaint == ""
+        assert ("UNKNOWN_POOL" if command == "probe" else " serving, up for") in printed
