@@ -140,8 +140,6 @@ class Allocated(ReplyBody, frozen=True, kw_only=True, tag="ALLOCATED"):
 class Allocate(AnsweredBy[Allocated], frozen=True, kw_only=True, tag="ALLOCATE"):
     """Allocate ``count`` pages of one page space for this session's instance: all or none."""
 
-    after_restart = "again"
-
     pool: PoolName
     count: Annotated[int, Meta(ge=1, lt=1 << 31)]
     space: ComponentName = MAIN
