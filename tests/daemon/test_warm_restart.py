@@ -24,9 +24,10 @@ from kvferry.daemon.process.fd_store import open_store
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.index_file import INDEX_BYTES, SessionIndex
+from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.client_core import ClientCore
-from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import NoSessionError, NotOwnerError, StaleBootError, UnknownPoolError
+from kvferry.protocol.codec import PageIds, decode_from_daemon
+from kvferry.protocol.errors import NoSessionError, NotOwnerError, UnknownPoolError
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import CreatePool, DeletePool
 from kvferry.protocol.session_stream import SessionOpened
@@ -36,6 +37,7 @@ from tests.started import started
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
 ALL = 16
+SOON_MS = 20_000
 POOL = "pool"
 GRACE = "[service]\nresume_grace_s = 600.0\n"
 
@@ -110,9 +112,12 @@ def test_what_names_the_old_boot_is_stale(life: RestartedDaemon) -> None:
         before = engine.channel.opened
         life.restart()
         with resumed(life.runtime_dir, before) as again:
-            stale = RawEngine(again.channel, again.control, ClientCore(BootId(before.boot_id), before.secret))
-            with pytest.raises(StaleBootError):
-                stale.call(calls.allocate(POOL, 1, "main"))
+            stale = ClientCore(BootId(before.boot_id), before.secret).request(calls.allocate(POOL, 1, "main").body)
+            again.control.send_multipart(stale.frames)
+            assert again.control.poll(SOON_MS)
+            refused = decode_from_daemon(again.control.recv_multipart()).message.body
+            assert isinstance(refused, ErrorReply)
+            assert refused.error.code == "STALE_BOOT"
             assert len(again.call(calls.allocate(POOL, ALL, "main"))) == ALL
 
 
