@@ -3,16 +3,15 @@
 And other processes are kept out: the descriptors of pools that a service manager has stored are open already.
 """
 
-import faulthandler
 import sys
 
-from kvferry.daemon.process.inspection import forbid_inspection
+from kvferry.daemon.process.inspection import forbid_inspection, report_faults
 from kvferry.daemon.process.signals import hold_back
 
 if __name__ == "__main__":
     forbid_inspection()
     hold_back()
-    faulthandler.enable()  # where its threads stand, on SIGABRT by a watchdog and on faults; there are no core files
+    report_faults()
     from kvferry.daemon.daemon import main
 
     sys.exit(main())
