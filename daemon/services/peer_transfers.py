@@ -167,12 +167,17 @@ class PeerTransferService:
         if peer is not None:
             self._links.send(peer, body)
         elif isinstance(body, HalfAbandoned):
-            self._unsent[address, Half(body.tenant, body.request_id, body.direction)] = (
-                body,
-                self._clock() + UNSENT_S,
-            )
+            self._forget_unsent()
+            key = address, Half(body.tenant, body.request_id, body.direction)
+            self._unsent.pop(key, None)  # to its end
+            self._unsent[key] = (body, self._clock() + UNSENT_S)
             while len(self._unsent) > MAX_UNSENT:
                 del self._unsent[next(iter(self._unsent))]
+
+    def _forget_unsent(self) -> None:
+        """Forget what has been kept for too long; the oldest comes first."""
+        while self._unsent and next(iter(self._unsent.values()))[1] <= self._clock():
+            del self._unsent[next(iter(self._unsent))]
 
     def _send_unsent(self, peer: Incarnation) -> None:
         """Send a newly connected daemon the HALF_ABANDONED messages that are kept for it."""
@@ -183,8 +188,8 @@ class PeerTransferService:
 
     def is_needed(self, address: str) -> bool:
         """See ``PeerListener.is_needed``."""
-        now = self._clock()
-        has_unsent = any(until > now for (known, _), (_, until) in self._unsent.items() if known == address)
+        self._forget_unsent()
+        has_unsent = any(known == address for known, _ in self._unsent)
         return has_unsent or bool(self._endpoints.receives_expecting(address))
 
     def on_up(self, peer: Incarnation) -> None:

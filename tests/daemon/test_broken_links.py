@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +14,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import zmq
 
 from kvferry.clients import AttachedPool, Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.peer_messages import PeerEnvelope, PeerHello, encode_peer
 from kvferry.protocol.session_messages import PeerStatus
 from kvferry.protocol.settings import PEER_SOCKET
 from tests.daemons import COMMAND, DaemonProcess, running_daemon, soon, start_and_wait_until_ready
@@ -24,6 +29,7 @@ TIMEOUT_MS = 600
 CONFIG = f"[peers]\ntimeout_ms = {TIMEOUT_MS}\n"
 SPEC = MhaSpec(layers=2, tokens=512, page_size=16, kv_heads=2, head_dim=16, dtype="float32")
 PAGES = 8
+HELLO = PeerHello(boot_id="f" * 32, protocol_min=2, protocol_max=2, dialled="ipc:///run/kvferry/peer.sock")
 PHASES = {
     "before the announcement": b"ANNOUNCE",
     "before the chunk": b"SEND_REQUEST",
@@ -212,6 +218,9 @@ def test_one_way_alone_is_half_open(pair: Pair, way: str) -> None:
     """Both daemons notice: who cannot be heard, and who hears nothing any more although it is heard."""
     lost = pair.source.lost(), pair.home.lost()
     proxy: Proxy = getattr(pair, way)
+    pinged = proxy.hold_at(b"\4PING", passes=True)  # who listens knows from the first one how often they come
+    assert pinged(PATIENCE_S)
+    proxy.heal()
     reached = proxy.hold_at(
         PHASES["before the announcement" if way == "to_source" else "before the chunk"], passes=False
     )
@@ -251,6 +260,47 @@ def test_an_abandoned_half_ends_the_other_one_at_another_daemon(pair: Pair, dire
         home.abandon(request, "receive", reason="decode gave up", daemons=[pair.source.address])
         assert pair.source.outcome(waiting) == "PEER_CANCELLED"
     assert (pair.source.busy(), pair.home.busy()) == (0, 0)
+
+
+def test_a_flood_at_the_peers_socket_harms_no_transfer(pair: Pair) -> None:
+    """Strangers who say what they can, as fast as they can; who stop in the middle of a frame; who never read."""
+    lost = pair.source.lost(), pair.home.lost()
+    unproven = pair.home.client.status().counters.get("peers.unproven", 0)
+    address = f"{pair.home.address}.aside"  # past the proxy
+    forged = encode_peer(PeerEnvelope(pair.source.address, new_request_id(), new_request_id(), HELLO))
+    stop = threading.Event()
+    with contextlib.ExitStack() as stack:
+        for frames in (forged, [forged[0], b"\0" * (4 << 20)], [b"\xc1" * 9] * 30):
+            stack.enter_context(_flood(address, [bytes(one) for one in frames], stop))
+        for _ in range(20):
+            half = stack.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
+            half.connect(address.removeprefix("ipc://"))
+            half.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01NULL")
+        stack.callback(stop.set)
+        assert soon(lambda: pair.home.client.status().counters.get("peers.unproven", 0) > unproven + 100)
+        for _ in range(5):
+            pair.hand_over()
+    assert (pair.source.lost(), pair.home.lost()) == lost
+
+
+@contextlib.contextmanager
+def _flood(address: str, frames: list[bytes], stop: threading.Event) -> Iterator[None]:
+    """Let a thread send a message again and again, and read nothing."""
+
+    def send() -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            for option, value in ((zmq.LINGER, 0), (zmq.SNDTIMEO, 100), (zmq.SNDHWM, 10)):
+                dealer.setsockopt(option, value)
+            dealer.connect(address)
+            while not stop.is_set():
+                with contextlib.suppress(zmq.Again):
+                    dealer.send_multipart(frames)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    stop.set()
+    thread.join(PATIENCE_S)
 
 
 def check_outcomes(phase: str, outcomes: tuple[str, str]) -> None:
