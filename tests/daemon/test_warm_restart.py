@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -262,6 +263,26 @@ def test_another_format_drops_everything_and_says_so_once(life: RestartedDaemon)
     life.restart()
     with Client.connect(life.runtime_dir) as client:
         assert [one.pool for one in client.status().pools] == [POOL]
+
+
+def test_another_process_with_the_same_pid_is_not_taken_for_the_engine(life: RestartedDaemon) -> None:
+    with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", keep=True)) as engine:
+        engine.ask(CreatePool(pool=POOL, spec=SPEC))
+        engine.call(calls.allocate(POOL, 5, "main"))
+        life.end()
+        with life.store() as store:
+            held = store.take()
+            with HostRegion(held.pop("kvferry.index"), INDEX_BYTES) as region:
+                index = SessionIndex(region.buffer)
+                (its,) = index.begin("0" * 32).records
+                assert its.pid == os.getpid()
+                index.put(msgspec.structs.replace(its, started=its.started + 1, turn=its.turn + 1))
+            for fd in held.values():
+                os.close(fd)
+        life.start()
+        with Client.connect(life.runtime_dir) as client:
+            assert free_pages(client) == ALL
+            assert counters(client) == {"sessions_ended": 1, "pools": 1, "pages_dropped": 5}
 
 
 def test_what_no_daemon_can_adopt_is_dropped_in_the_end(life: RestartedDaemon) -> None:
