@@ -19,7 +19,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvferry.daemon.control import control_socket
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.zmtp import GREETING, frame
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks, new_key
 from kvferry.daemon.process.access import PEER_SOCKET_MODE, Listener, listen_on
@@ -761,3 +763,24 @@ def test_an_idle_link_is_heard_from_before_its_time_is_up(timeout_ms: int) -> No
     peers = PeersConfig(timeout_ms=timeout_ms)
     assert 3 * peers.heartbeat_ms <= timeout_ms
     assert Heartbeat(peers.heartbeat_ms, timeout_ms).time_to_live_ms > 2 * peers.heartbeat_ms
+
+
+async def test_only_who_never_shakes_hands_is_closed_for_its_silence(
+    tmp_path: Path, start: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_socket, "HANDSHAKE_S", 0.05)
+    daemon = start(tmp_path / "peer.sock")
+    hands = frame(4, b"\5READY\x0bSocket-Type\0\0\0\6DEALER")
+    async with asyncio.timeout(PATIENCE_S):
+        idle, to_idle = await asyncio.open_unix_connection(tmp_path / "peer.sock")
+        to_idle.write(GREETING + hands)
+        silent, to_silent = await asyncio.open_unix_connection(tmp_path / "peer.sock")
+        to_silent.write(GREETING)
+        assert (await silent.read()).startswith(GREETING), "to its end"
+        assert daemon.counters.snapshot()["connections.closed.silent"] == 1
+        to_idle.write(frame(4, b"\4PING\0\0there"))
+        assert (await idle.readuntil(b"there")).endswith(b"\4PONGthere")
+        for one in (to_idle, to_silent):
+            one.close()
+            with contextlib.suppress(ConnectionError):
+                await one.wait_closed()
