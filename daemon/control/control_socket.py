@@ -50,6 +50,13 @@ SENT_AT_ONCE: Final = 64
 MAX_HELD_BYTES: Final = 256 << 20
 """Bytes of incomplete messages, of all connections: then the connection that has most of them is closed."""
 
+TURN_S: Final = 0.001
+"""A connection's messages are handled for so long in a row, or one of them; then others have their turn.
+
+Connections that are no session's, and those whose last turn took longer, share as much in each turn of the loop. So an
+engine waits for little of them, however many connections a stranger makes, and however long another's lists are.
+"""
+
 FLUSH_BYTES: Final = 1 << 20
 """Replies to messages that came together leave together, up to so many bytes."""
 
@@ -104,6 +111,7 @@ class ControlSocket:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._connections: dict[bytes, _Connection] = {}
+        self._background: deque[_Connection] = deque()
         self._paused: set[socket.socket] = set()
         self._listeners = [listener.socket]
         self.endpoint = f"ipc://{listener.path}"
@@ -189,7 +197,7 @@ class ControlSocket:
         """Handle the messages that have arrived by now, before something that happened after them is handled."""
         for connection in list(self._connections.values()):
             for _ in range(DRAIN_RECEIVED_BOUND):
-                if not connection.read():
+                if not connection.take_turn():
                     break
 
     def user_of(self, identity: bytes) -> int | None:
@@ -207,6 +215,26 @@ class ControlSocket:
         most = max(self._connections.values(), key=lambda one: one.held_bytes)
         self.counters.add("connections.closed.held")
         most.close()
+
+    def is_of_session(self, identity: bytes) -> bool:
+        """Return whether a session is answered there; always where nobody is spared: its connections are all alike."""
+        return self._spared is _nobody or identity in self._spared()
+
+    def in_background(self, connection: _Connection) -> None:
+        """Give a connection its turn once those that wait already have had theirs."""
+        self._background.append(connection)
+        if len(self._background) == 1 and self._loop is not None:
+            self._loop.call_soon(self._serve_background)
+
+    def _serve_background(self) -> None:
+        ends_at = time.perf_counter() + TURN_S
+        for _ in range(len(self._background)):
+            self._background[0].take_turn()
+            self._background.popleft()
+            if time.perf_counter() >= ends_at:
+                break
+        if self._background and self._loop is not None:
+            self._loop.call_soon(self._serve_background)
 
     def too_much_queued(self) -> None:
         """Close the connection whose peer has left most bytes unread."""
@@ -282,7 +310,11 @@ class _Connection:
         self._paused = False
         self._corked = False
         self._writing = False
+        self._has_more = False
         self._more: asyncio.Handle | None = None
+        self._is_of_session = False
+        self._is_heavy = False
+        self._awaits_turn = False
         self._closed = False
         self._silence_ms = 0
         self._looking: asyncio.Handle = loop.call_later(HANDSHAKE_S, self._look)
@@ -311,11 +343,20 @@ class _Connection:
             owner.too_much_queued()
         return not self._closed
 
-    def read(self) -> bool:
+    def read(self) -> None:
+        """Handle what has arrived: now, or in the background."""
+        if self._is_of_session and not self._is_heavy:
+            self.take_turn()
+        elif not self._awaits_turn and not self._closed:
+            self._awaits_turn = True
+            self._owner.in_background(self)
+
+    def take_turn(self) -> bool:
         """Handle what has arrived, within a bound; return whether there may be more."""
+        self._awaits_turn = False
         if self._closed or self._corked or self._paused:
             return False
-        if self._more is None and not self._waiting and not self._receive():
+        if not self._has_more and not self._waiting and not self._receive():
             return False
         self._corked = True  # the replies to what came together leave together
         try:
@@ -357,7 +398,7 @@ class _Connection:
 
     def _look(self) -> None:
         """Close the connection if it has been silent for too long; else look again when that could be."""
-        self.read()  # the loop may have been busy for as long
+        self.take_turn()  # the loop may have been busy for as long
         if self._closed:
             return
         if self._paused:  # it is not it that is silent
@@ -391,7 +432,7 @@ class _Connection:
 
     def _handle(self) -> bool:
         """Handle messages, within a bound; return whether there may be more."""
-        self._more = None
+        self._has_more = False
         try:
             taken_before = self._waiting
             messages = taken_before or self._stream.take(DRAIN_BOUND)
@@ -403,15 +444,20 @@ class _Connection:
             self._silence_ms = self._stream.silence_ms
             self._looking.cancel()
             self._looking = self._loop.call_soon(self._look)
-        handle = self._owner.on_message
+        handle, started, number = self._owner.on_message, time.perf_counter(), 0
         if messages and handle is not None:
             for number, message in enumerate(messages, 1):
                 handle(message)
                 if self._queued_bytes > PAUSE_BYTES:
                     self._pause(messages[number:])
                     return False
-        self._waiting = []
-        if (taken_before or len(messages) == DRAIN_BOUND) and not self._closed:
+                if time.perf_counter() - started > TURN_S:
+                    break
+            self._is_of_session = self._is_of_session or self._owner.is_of_session(self.identity)
+        self._is_heavy = time.perf_counter() - started > TURN_S
+        self._waiting = messages[number:]
+        if (taken_before or self._waiting or len(messages) == DRAIN_BOUND) and not self._closed:
+            self._has_more = True
             self._more = self._loop.call_soon(self.read)
         return not self._closed
 
@@ -424,6 +470,7 @@ class _Connection:
     def _resume(self) -> None:
         self._paused = False
         self._loop.add_reader(self._channel, self.read)
+        self._has_more = True
         self._more = self._loop.call_soon(self.read)  # also what was taken from the stream, or is complete in it
 
     def _count_held(self) -> None:

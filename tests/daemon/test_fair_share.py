@@ -1,0 +1,115 @@
+"""An engine waits for little of strangers, and of others' long lists, however much of them there is to do."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.daemon.control.control_socket import TURN_S, ControlSocket
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.zmtp import GREETING, ReceivedMessage, encoded, frame
+from kvferry.daemon.process.access import Listener
+from kvferry.protocol.limits import Limits
+
+COMMAND = 4
+OPENING = GREETING + frame(COMMAND, b"\5READY\x0bSocket-Type\0\0\0\6DEALER")
+STRANGERS = 6
+MANY = 40
+WAIT_S = 20.0
+
+pytestmark = pytest.mark.anyio
+
+
+class Served:
+    """A control socket whose messages take time by the word: ``long`` ones twice a turn, on a clock of its own."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.handled: list[bytes] = []
+        self.engine = b""
+        self._now_s = 0.0
+        self._news = asyncio.Event()
+        self._path = path
+        monkeypatch.setattr(time, "perf_counter", lambda: self._now_s)
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(path))
+        listening.listen()
+        listening.setblocking(False)  # noqa: FBT003  socket's own signature
+        self.control = ControlSocket(Listener(path, listening), Limits(), Counters())
+        self.control.start(asyncio.get_running_loop(), self._handle, lambda: {self.engine})
+
+    def connect(self) -> socket.socket:
+        """Return a client's socket that has shaken hands."""
+        one = socket.socket(socket.AF_UNIX)
+        one.connect(str(self._path))
+        one.sendall(OPENING)
+        return one
+
+    async def until(self, word: bytes, count: int) -> None:
+        """Wait until so many messages of that word were handled."""
+        async with asyncio.timeout(WAIT_S):
+            while self.handled.count(word) < count:
+                self._news.clear()
+                await self._news.wait()
+
+    def _handle(self, message: ReceivedMessage) -> None:
+        (word,) = message.frames
+        if word == b"engine":
+            self.engine = message.identity
+        self._now_s += 2 * TURN_S if word.endswith(b"long") else 0.0
+        self.handled.append(word)
+        self._news.set()
+
+
+@pytest.mark.parametrize("word", [b"long", b"short"])
+async def test_an_engine_waits_for_at_most_a_turn_of_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: bytes
+) -> None:
+    site = Served(tmp_path / "control.sock", monkeypatch)
+    engine, strangers = site.connect(), [site.connect() for _ in range(STRANGERS)]
+    try:
+        engine.sendall(encoded([b"engine"]))
+        await site.until(b"engine", 1)
+        for one in strangers:
+            one.sendall(encoded([word]) * MANY)
+        await site.until(word, 1)  # they are at it
+        before = site.handled.count(word)
+        engine.sendall(encoded([b"request"]))
+        await site.until(b"request", 1)
+        between = site.handled[: site.handled.index(b"request")].count(word) - before
+        if word == b"long":
+            assert between <= 2, "one message a turn, of all strangers together"
+        await site.until(word, STRANGERS * MANY)
+    finally:
+        for one in (engine, *strangers):
+            one.close()
+        site.control.close()
+
+
+async def test_an_engine_with_long_requests_waits_for_its_turn_with_the_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Served(tmp_path / "control.sock", monkeypatch)
+    engine, heavy = site.connect(), site.connect()
+    try:
+        heavy.sendall(encoded([b"engine"]))
+        await site.until(b"engine", 1)
+        site.engine, first = b"", site.engine
+        engine.sendall(encoded([b"engine"]))
+        await site.until(b"engine", 2)
+        assert first != site.engine
+        heavy.sendall(encoded([b"long"]) * MANY)
+        await site.until(b"long", 1)
+        engine.sendall(encoded([b"request"]) * 3)
+        await site.until(b"request", 3)
+        at = [number for number, word in enumerate(site.handled) if word == b"request"]
+        assert at[-1] - at[0] == 2, "what came together is handled together"
+        assert site.handled[: at[0]].count(b"long") <= 4
+        await site.until(b"long", MANY)
+    finally:
+        engine.close()
+        heavy.close()
+        site.control.close()
