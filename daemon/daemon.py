@@ -248,6 +248,7 @@ class Daemon:
             state_machine.endpoints,
             self._tiers,
             self._remote.receiver,
+            self._adoption,
         )
         hub.subscribe(SessionEnded, self._session_ended)
         hub.subscribe(InstanceEnded, self._instance_ended)

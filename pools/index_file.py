@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 from typing import Annotated, Final, NamedTuple, Protocol, overload
 
 import msgspec
@@ -291,6 +292,16 @@ class SessionIndex:
         self.remove(record.session)
         self._places[record.session] = place
         return True
+
+    @property
+    def sessions(self) -> AbstractSet[int]:
+        """Return the sessions that have a record."""
+        return self._places.keys()
+
+    def get(self, session: int) -> SessionRecord | None:
+        """Return a session's record, read again; None where it has none that is valid."""
+        place = self._places.get(session)
+        return None if place is None else self._record(_place(place))
 
     def remove(self, session: int) -> None:
         """Remove a session's record, if it has one."""

@@ -40,6 +40,7 @@ from kvferry.pools.index_file import (
     read_pool_record,
     write_pool_file,
 )
+from kvferry.pools.integrity import Problem, Walk, problem_at
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
@@ -167,6 +168,31 @@ class Adoption:
         if self._memory is not None:
             self._memory.close()
 
+    def problems(self) -> Walk:
+        """Yield the sessions and pools whose records are not theirs; pages' owners are kept in the record alone."""
+        if self._memory is None:
+            return
+        for session in self._sessions:
+            record = self._index.get(session.session_id)
+            if record is None and session.session_id not in self._index.sessions:
+                continue  # there was no room for it, which was said then
+            if record is None or record != _record_of(session, record.started):
+                yield Problem("a session's record is not its own", holder=f"session {session.session_id}")
+        extra = self._index.sessions - {one.session_id for one in self._sessions}
+        if extra:
+            yield problem_at("a session has a record, and has ended", sorted(extra))
+        for pool in list(self._pools):
+            if pool.file is None:
+                continue
+            try:
+                its = read_pool_record(pool.file.buffer)
+            except UnreadableFileError as cause:
+                yield Problem(f"the record of pool {pool.name!r} cannot be read: {cause}")
+                continue
+            if (its.tenant, its.name, its.memory) != (pool.tenant, pool.name, pool.region.identity):
+                yield Problem(f"the record of pool {pool.name!r} is another one's", holder=its.name)
+        yield None
+
     # -- recording
 
     def _session_began(self, session: Session) -> None:
@@ -174,19 +200,7 @@ class Adoption:
         self._record(session)
 
     def _record(self, session: Session) -> None:
-        record = SessionRecord(
-            session=session.session_id,
-            owner=session.owner_id,
-            uid=session.peer.uid,
-            gid=session.peer.gid,
-            pid=session.peer.pid,
-            started=started_at(session.peer.pid),
-            name=session.name,
-            instance=session.instance,
-            secret=session.secret,
-            turn=session.turn,
-        )
-        if not self._index.put(record):
+        if not self._index.put(_record_of(session, started_at(session.peer.pid))):
             self._counters.add("adoption.not_kept")
             log.warning("a session does not outlive the daemon", session=session.session_id, cause="the index is full")
 
@@ -329,6 +343,21 @@ def _check_tries(tries: int) -> None:
     """
     if tries >= MOST_TRIES:
         raise UnreadableFileError(f"{tries} daemons have ended while they adopted it")
+
+
+def _record_of(session: Session, started: int) -> SessionRecord:
+    return SessionRecord(
+        session=session.session_id,
+        owner=session.owner_id,
+        uid=session.peer.uid,
+        gid=session.peer.gid,
+        pid=session.peer.pid,
+        started=started,
+        name=session.name,
+        instance=session.instance,
+        secret=session.secret,
+        turn=session.turn,
+    )
 
 
 def _is_record(name: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Final
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.pools import PoolService
 from kvferry.daemon.services.tiers import Tiers
@@ -65,6 +66,7 @@ class Verification:
         endpoints: Endpoints,
         tiers: Tiers,
         receiver: NetworkReceiver | None,
+        adoption: Adoption,
     ) -> None:
         self._dispatcher = dispatcher
         self._registry = registry
@@ -72,7 +74,9 @@ class Verification:
         self._endpoints = endpoints
         self._tiers = tiers
         self._receiver = receiver
+        self._adoption = adoption
         self._background = Background("a VERIFY")
+        self._in_progress = False
         self._longest_s = 0.0
         dispatcher.handle("VERIFY", self._verify)
 
@@ -91,8 +95,9 @@ class Verification:
                 f"VERIFY names every user's pools and requests: user {call.session.tenant} is neither root nor the "
                 f"daemon's own user {os.geteuid()}"
             )
-        if len(self._background):
+        if self._in_progress:
             raise OverloadedError("another VERIFY is in progress")
+        self._in_progress = True
         self._background.spawn(self._answer(call, deep=body.deep))
         return None
 
@@ -103,8 +108,10 @@ class Verification:
         except Exception as cause:  # what checks for bugs may have one
             log.exception("VERIFY failed", cause=str(cause))
             error = InternalError(f"VERIFY failed: {type(cause).__name__}")
+            self._in_progress = False
             self._dispatcher.answer_error(call.session, call.message_id, error)
         else:
+            self._in_progress = False
             self._dispatcher.answer(call.session, call.message_id, Answer(verified))
 
     async def _verified(self, *, deep: bool, until_s: float) -> Verified:
@@ -142,6 +149,7 @@ class Verification:
             yield from self._checks_of(pool, owned=False)  # their pages end with the transfer, whoever owns them
         now_s = time.monotonic()
         yield Check("the transfers", lambda: self._endpoints.problems(now_s), lambda: None, RESTART)
+        yield Check("what the next daemon is left", self._adoption.problems, lambda: None, RESTART)
         if self._receiver is not None:
             yield Check("the bounce buffers", self._receiver.problems, lambda: None, RESTART)
         yield from self._tiers.checks()
@@ -156,7 +164,8 @@ class Verification:
         yield from allocator.problems()
         yield from allocator.holder_problems(self._held_pages())
         if owned:
-            yield from allocator.owner_problems({session.owner_id for session in self._dispatcher.sessions})
+            sessions = self._dispatcher.sessions
+            yield from allocator.owner_problems({one.owner_id for one in sessions} | sessions.mourned.keys())
 
     async def _walked(self, check: Check) -> list[Problem]:
         """Return the problems that a walk finds, all of one moment."""

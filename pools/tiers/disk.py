@@ -13,6 +13,7 @@ policy decides how much of the cache survives a power cut::
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -436,6 +437,13 @@ class DiskStore:
         except MissingBlockError:
             return  # removed since
         except DiskError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno in {
+                errno.EMFILE,
+                errno.ENFILE,
+            }:  # it says nothing of the file
+                yield ExaminedFiles({} if (size := self.size_of(key)) is None else {key: size}, [])
+                return
             yield ExaminedFiles({key: -1}, [Problem(str(error).replace(f"{self._base}/", ""))])
             return
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import mmap
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import AsyncClient, ModelIdentity, new_request_id, pages, pages_wanted
+from kvferry.clients import AsyncClient, Client, ModelIdentity, new_request_id, pages, pages_wanted
 from kvferry.clients.cli.main import main
 from kvferry.clients.cli.verify import closing_line, finding_line
+from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.snapshots import Snapshot, SnapshotRegistry
@@ -24,13 +27,14 @@ from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.pools.allocator import HeldPages, PageAllocator
 from kvferry.pools.integrity import Problem
 from kvferry.pools.pool import Pool
+from kvferry.pools.tiers.block_file import DiskFailedError
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.protocol.config.schema import DiskTierConfig, TiersConfig
 from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.session_messages import Finding, Verified
 from tests.daemon.in_process import CONFIG as BARE
 from tests.daemon.in_process import PATIENCE_S, SPEC, serving
-from tests.daemons import DaemonProcess, said_by_another_user
+from tests.daemons import DaemonProcess, restarted_daemon, said_by_another_user
 
 pytestmark = pytest.mark.anyio
 NOBODY = 4711
@@ -122,6 +126,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[type[Any], Any]:
 
     for where, kind in (
         ("daemon", PoolRegistry),
+        ("daemon", SessionRegistry),
         ("daemon", TransferStateMachine),
         ("services.tiers", HostTier),
         ("services.offload", SnapshotRegistry),
@@ -304,6 +309,15 @@ async def test_a_damaged_page_on_disk_is_found_by_reading_it(busy: Busy) -> None
     )
 
 
+async def test_where_no_descriptor_is_left_files_are_not_blamed(busy: Busy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise DiskFailedError("too many") from OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr("kvferry.pools.tiers.disk.open_block", none_left)
+    verified = await busy.client.verify()
+    assert (verified.findings, verified.checked["files"]) == ((), 3)
+
+
 async def test_one_at_a_time(busy: Busy) -> None:
     busy.allocator.allocate(NOBODY, 1)  # what is wrong is looked at again a moment later
     async with await AsyncClient.connect(busy.path) as other:
@@ -381,3 +395,35 @@ def test_other_users_are_refused(daemon: DaemonProcess) -> None:
         "with Client.connect(sys.argv[1]) as client:\n    try: client.verify()\n    except KvferryError as e: print(e)",
     )
     assert said.startswith("ACCESS_DENIED")
+
+
+def spoil(pid: int, memory: str, content: bytes) -> None:
+    """Flip a bit of these bytes in a daemon's memory of that name."""
+    folder = Path(f"/proc/{pid}/fd")
+    (found,) = {one.resolve(): one for one in folder.iterdir() if memory in os.fspath(one.readlink())}.values()
+    with found.open("r+b", buffering=0) as file, mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size) as mapped:
+        at = mapped.find(content)
+        mapped[at] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("memory", "content", "what"),
+    [
+        ("kvferry:index", b"a-name-of-its-own", "a session's record is not its own"),
+        ("kvferry:record", b"the-pool", "the record of pool 'the-pool' cannot be read"),
+    ],
+)
+def test_a_spoiled_record_for_the_next_daemon_is_found(memory: str, content: bytes, what: str) -> None:
+    with restarted_daemon() as life, Client.connect(life.runtime_dir, name="a-name-of-its-own") as client:
+        client.create_pool("the-pool", SPEC)
+        assert not client.verify().findings
+        spoil(life.daemon.process.pid, memory, content)
+        (finding,) = client.verify().findings
+        assert what in finding.what
+
+
+async def test_pages_of_an_ended_instance_whose_children_live_are_in_order(busy: Busy) -> None:
+    an_owner_has_ended(busy)
+    sessions: SessionRegistry = busy.made[SessionRegistry]
+    sessions.mourned[NOBODY] = "children of process 1"
+    assert not (await busy.client.verify()).findings

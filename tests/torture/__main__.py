@@ -28,9 +28,10 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=Size().engines)
     parser.add_argument("--daemons", type=int, default=Size().daemons)
     parser.add_argument("--workers", type=int, default=Size().workers, help="pieces of work at the same time")
+    parser.add_argument("--pace", type=float, default=Size().pace, help="how much faster faults come")
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
-    size = Size(60 * options.minutes, options.daemons, options.engines, options.workers)
+    size = Size(60 * options.minutes, options.daemons, options.engines, options.workers, pace=options.pace)
     folder = Path(tempfile.mkdtemp(prefix="kvferry-torture-"))
     again = f"python -m tests.torture --seed {seed} --minutes {options.minutes:g}"
     print(f"torture: seed={seed} (again: {again}), logs in {folder}", flush=True)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.torture.plan import Fault, Planned
+from tests.torture.plan import CUT_S, Fault, Planned
 from tests.torture.world import Daemon, Engine
 
 HEADROOM_BYTES: Final = 8 << 20
@@ -31,7 +31,10 @@ class Faults:
             Fault.STOP_DAEMON: self._stop_daemon,
             Fault.NO_DESCRIPTORS: self._limit_daemon,
             Fault.NO_MEMORY: self._limit_daemon,
+            Fault.CUT: self._stop_daemon,
         }
+        if all(daemon.small_disk for daemon in daemons):
+            self._kinds[Fault.FILL_DISK] = self._fill_disk
 
     @property
     def kinds(self) -> list[Fault]:
@@ -64,9 +67,20 @@ class Faults:
         daemon = self._daemons[planned.target]
         daemon.send(signal.SIGSTOP)
         try:
-            await asyncio.sleep(planned.lasts_s)
+            await asyncio.sleep(planned.lasts_s + (CUT_S if planned.fault is Fault.CUT else 0.0))
         finally:
             daemon.send(signal.SIGCONT)
+
+    async def _fill_disk(self, planned: Planned) -> None:
+        filler = self._daemons[planned.target].disk / "filler"
+        with filler.open("wb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                while file.write(bytes(HEADROOM_BYTES)) == HEADROOM_BYTES:
+                    pass
+            try:
+                await asyncio.sleep(planned.lasts_s)
+            finally:
+                filler.unlink()
 
     async def _limit_daemon(self, planned: Planned) -> None:
         daemon = self._daemons[planned.target]

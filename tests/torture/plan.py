@@ -29,7 +29,7 @@ class Fault(enum.StrEnum):
     STOP_DAEMON = "stop a daemon"
     NO_DESCRIPTORS = "take a daemon's free descriptors away"
     NO_MEMORY = "take a daemon's free address space away"
-    CUT = "cut the link between two daemons"
+    CUT = "break a daemon's links, by its silence, and let them heal"
     FILL_DISK = "fill a daemon's disk"
 
 
@@ -45,6 +45,10 @@ WEIGHTS: Final = {
     Fault.FILL_DISK: 3,
 }
 OF_ENGINES: Final = {Fault.KILL_ENGINE, Fault.STOP_ENGINE}
+
+
+CUT_S: Final = 1.2
+"""For so long, and as long as planned, a daemon is silent where its links are to break."""
 
 
 class Planned(NamedTuple):

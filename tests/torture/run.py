@@ -22,7 +22,7 @@ QUIET_S: Final = 60.0
 
 
 class Size(NamedTuple):
-    """How large a run is: for how long, with how many, and how long a request may take; ``harm``: with faults."""
+    """How large a run is: how long, with how many, how long a request may take, and how fast faults come."""
 
     seconds: float = 120.0
     daemons: int = 2
@@ -31,6 +31,7 @@ class Size(NamedTuple):
     deadline_s: float = 4.0
     margin_s: float = 20.0
     harm: bool = True
+    pace: float = 1.0
 
 
 class Run:
@@ -127,7 +128,7 @@ class Run:
         )
         async with asyncio.TaskGroup() as group:
             for one in planned:
-                await asyncio.sleep(one.after_s)
+                await asyncio.sleep(one.after_s / self._size.pace)
                 if self._over:
                     return
                 lock = held.setdefault((one.fault in plan.OF_ENGINES, one.target), asyncio.Lock())

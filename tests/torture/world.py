@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,12 @@ from tests.torture.actors import LAST_S, Ended, Order
 ACTORS: Final = Path(__file__).with_name("actors.py")
 START_S: Final = 60.0
 END_S: Final = 40.0
+DISK_BYTES: Final = 24 << 20
 CONFIG: Final = """
 [service]
 drain_timeout_s = 2
+[peers]
+timeout_ms = 1000
 [tiers]
 host_bytes = 33554432
 [tiers.disk]
@@ -47,6 +51,7 @@ class Daemon:
         ready: set while it serves.
         address: where the other daemons of this host find it; known once it has served.
         warm: whether its pools and sessions outlive it, with ``--keep``.
+        small_disk: whether its disk tier has a file system of its own, which can be filled.
         lives: how often it was started.
         stopped: whether it is stopped at the moment.
     """
@@ -66,6 +71,7 @@ class Daemon:
         self._sabotage = sabotage
         self._process: asyncio.subprocess.Process | None = None
         self.disk.mkdir(parents=True, mode=0o700)
+        self.small_disk = os.geteuid() == 0 and _mounted(self.disk)
         (self.folder / "daemon.toml").write_text(CONFIG.format(disk=self.disk))
 
     @property
@@ -130,6 +136,9 @@ class Daemon:
             self.send(signal.SIGKILL)
             await self._process.wait()
         await asyncio.to_thread(open_store, self.runtime_dir, Inherited(), {})  # ends what held its memory
+        if self.small_disk:
+            self.small_disk = False
+            await asyncio.to_thread(_unmount, self.disk)
 
     def check_alive(self) -> None:
         """Check that it has not ended by itself.
@@ -147,6 +156,16 @@ class Daemon:
                 return True
         await asyncio.sleep(0.05)
         return False
+
+
+def _mounted(folder: Path) -> bool:
+    """Mount a small file system, and return whether that is allowed here."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "kvferry-torture", os.fspath(folder)]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def _unmount(folder: Path) -> None:
+    subprocess.run(["umount", "--lazy", os.fspath(folder)], check=True)
 
 
 class Engine:
