@@ -507,6 +507,7 @@ class PeerLinks:
         )
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed socket counts a little longer
+        self.context.socket(zmq.DEALER).close()  # its threads begin now: without a descriptor libzmq ends the process
         self._max_links = min(MAX_PEERS, self._descriptors.links)
         self.addresses = {"ipc": f"ipc://{listener.path}"}
         if listen:

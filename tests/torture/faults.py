@@ -84,6 +84,7 @@ class Faults:
 
     async def _limit_daemon(self, planned: Planned) -> None:
         daemon = self._daemons[planned.target]
+        daemon.check_alive()
         if planned.fault is Fault.NO_DESCRIPTORS:
             kind, most = resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{daemon.pid}/fd"))  # noqa: PTH208
         else:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import resource
 from pathlib import Path
 
 import pytest
 
-from tests.torture import plan
+from kvferry.clients import Client, pages
+from tests.daemons import running_daemon
+from tests.torture import oracle, plan
+from tests.torture.faults import limited
 from tests.torture.report import Report
 from tests.torture.run import Run, Size
 from tests.torture.sabotage import KINDS
@@ -52,3 +56,15 @@ def test_what_is_sabotaged_is_found(tmp_path: Path, sabotage: str, found: str) -
     assert sabotage in KINDS
     report = run(1, SOON, tmp_path, sabotage)
     assert found in "\n".join(report.findings)
+
+
+def test_a_first_link_without_a_descriptor_does_not_end_the_daemon(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with running_daemon(tmp_path) as daemon, Client.connect(daemon.runtime_dir) as client:
+        client.create_pool("kv", oracle.SPEC)
+        ids = client.allocate("kv", 1)
+        pid = daemon.process.pid
+        with limited(pid, resource.RLIMIT_NOFILE, len(list(Path(f"/proc/{pid}/fd").iterdir()))):
+            client.receive("kv", "0" * 32, [pages(ids)], source_daemons=[f"ipc://{tmp_path}/other/peer.sock"])
+            client.ping()
+            client.ping()

@@ -178,7 +178,7 @@ class Engine:
         self._heard = heard
         self._process: Started | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._waiting: dict[int, asyncio.Future[Ended]] = {}
+        self._waiting: dict[int, asyncio.Future[Ended | None]] = {}
         self._last = 0
 
     async def start(self) -> None:
@@ -210,10 +210,6 @@ class Engine:
         except TimeoutError:
             raise RunFailedError(f"engine {self.number} has not ended {order.part} {order.request}") from None
         except (OSError, ValueError):  # it has just ended: the pipe is broken, or closed
-            return None
-        except asyncio.CancelledError:
-            if not ended.cancelled():
-                raise
             return None
         finally:
             self._waiting.pop(order.number, None)
@@ -250,4 +246,5 @@ class Engine:
             if waiting is not None and not waiting.done():
                 waiting.set_result(ended)
         for waiting in self._waiting.values():
-            waiting.cancel()
+            if not waiting.done():
+                waiting.set_result(None)
