@@ -489,6 +489,8 @@ class _Connection:
 
     def _process_ended(self) -> None:
         """Read what the process has said last, of its children say, and end its session."""
+        if self._session is not None:
+            self._session.keep = False  # nobody is left to resume it
         self.read_all()
         self.close("its process ended")
 
