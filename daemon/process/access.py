@@ -36,6 +36,11 @@ OURS: Final = {*MODES, LOCK_FILE, DEVICE_POOLS_FILE, f"{DEVICE_POOLS_FILE}.new",
 _FIELD: Final = "runtime_dir"
 
 
+def may_see_all(user: int | None) -> bool:
+    """Return whether a user is shown what is others'; None: unknown, as of a connection over the network."""
+    return user in {0, os.geteuid()}
+
+
 class Listener(NamedTuple):
     """A listening Unix socket, and the path by which it is reached."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Final, NamedTuple
 
@@ -220,7 +220,9 @@ class PoolService:
             asyncio.get_running_loop().call_later(SWEEP_S, self._look_at_holders)
 
     def _check_quarantine(self, session: Session) -> None:
-        """Check that the user's quarantined pages are few and recent, where the session would make more of them.
+        """Check that quarantined pages are few, and the user's recent, where the session would make more of them.
+
+        A user may have a quarter of ``max_bytes`` quarantined, and all users together half of it.
 
         Raises:
             PoolFullError: they are not.
@@ -229,22 +231,28 @@ class PoolService:
             return
         tenants = [pool for pool in self._pools if pool.tenant == session.tenant]
         mine = [one for one in self._quarantined if any(_owned(pool, one) for pool in tenants)]
-        held = sum(
-            bytes_per_page(pool.manifest, space) * allocator.pages_by_owner().get(one, 0)
-            for pool in tenants
-            for space, allocator in pool.allocators.items()
-            for one in mine
-        )
         oldest_s = max((time.monotonic() - self._quarantined[one] for one in mine), default=0.0)
-        bound = self._max_bytes // 4
-        if held > bound or oldest_s > QUARANTINE_S:
-            whose = in_words(self._dispatcher.sessions.mourned[one] for one in mine)
-            raise PoolFullError(
-                f"{held} bytes of user {session.tenant} are quarantined, for up to {oldest_s:.0f} s; at most {bound} "
-                f"bytes, for {QUARANTINE_S:.0f} s; held by {whose}",
-                field="pool",
-                remedy="end the children that have the memory mapped, or let no children inherit",
-            )
+        for whose, held, bound in (
+            (f"user {session.tenant}", self._quarantined_bytes(tenants), self._max_bytes // 4),
+            ("all users", self._quarantined_bytes(self._pools), self._max_bytes // 2),
+        ):
+            if held > bound or oldest_s > QUARANTINE_S:
+                holders = in_words(self._dispatcher.sessions.mourned[one] for one in mine) or "others' children"
+                raise PoolFullError(
+                    f"{held} bytes of {whose} are quarantined, the user's for up to {oldest_s:.0f} s; at most {bound} "
+                    f"bytes, for {QUARANTINE_S:.0f} s; held by {holders}",
+                    field="pool",
+                    remedy="end the children that have the memory mapped, or let no children inherit",
+                )
+
+    def _quarantined_bytes(self, pools: Iterable[Pool]) -> int:
+        return sum(
+            bytes_per_page(pool.manifest, space) * count
+            for pool in pools
+            for space, allocator in pool.allocators.items()
+            for owner, count in allocator.pages_by_owner().items()
+            if owner in self._quarantined
+        )
 
     def status(self) -> tuple[PoolStatus, ...]:
         """Return the pools as STATUS shows them."""

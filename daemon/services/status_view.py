@@ -6,16 +6,10 @@ daemons, descriptors and counters are the daemon's, without anybody's names, and
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
+from kvferry.daemon.process.access import may_see_all
 from kvferry.protocol.session_messages import OthersStatus, StatusReport
-
-
-def may_see_all(user: int | None) -> bool:
-    """Return whether a user is shown everything; None: unknown, as of a connection over the network."""
-    return user in {0, os.geteuid()}
 
 
 def seen_by(report: StatusReport, user: int | None) -> StatusReport:

@@ -19,6 +19,7 @@ from typing import Final
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.process.access import may_see_all
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.pools import PoolService
@@ -90,7 +91,7 @@ class Verification:
 
     def _verify(self, call: Call) -> Answer | None:
         body = expect(call, Verify)
-        if call.session.tenant not in {0, os.geteuid()}:
+        if not may_see_all(call.session.tenant):
             raise AccessDeniedError(
                 f"VERIFY names every user's pools and requests: user {call.session.tenant} is neither root nor the "
                 f"daemon's own user {os.geteuid()}"

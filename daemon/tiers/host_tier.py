@@ -18,6 +18,7 @@ import numpy as np
 import structlog
 
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.process.access import may_see_all
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.threads import started_threads
 from kvferry.pools.devices.host import HostRegion
@@ -143,7 +144,7 @@ class HostTier:
             fitting = self.arena.fitting(size_bytes)
             self._grow(self.arena.size_bytes + (count - fitting) * whole_units(size_bytes))
             if self.arena.fitting(size_bytes) < count:
-                self._evict_for(size_bytes, wanted)
+                self._evict_for(tenant, size_bytes, wanted)
             offsets = self.arena.allocate(count, size_bytes)
         if not counted:
             account.charged_bytes += wanted
@@ -257,11 +258,11 @@ class HostTier:
             return
         if account.evictable_bytes < missing:
             raise self._full(
-                wanted, f"user {tenant} has {account.used_bytes} of its {account.quota_bytes} bytes in use"
+                tenant, wanted, f"user {tenant} has {account.used_bytes} of its {account.quota_bytes} bytes in use"
             )
         self._evict(self.index.host_victims(tenant), missing)
 
-    def _evict_for(self, size_bytes: int, wanted: int) -> None:
+    def _evict_for(self, tenant: int, size_bytes: int, wanted: int) -> None:
         """Evict until the blocks fit; evict nothing where that could not be enough."""
         if self.arena.free_bytes + self.index.accounts.evictable_bytes >= wanted:
             victims = self.index.host_victims()
@@ -273,7 +274,7 @@ class HostTier:
         why = f"{self.arena.free_bytes} of {self.arena.size_bytes} bytes are free"
         if self._too_little:
             why += f" and it cannot grow to its {self.arena.max_bytes} ({self._too_little})"
-        raise self._full(wanted, why)
+        raise self._full(tenant, wanted, why)
 
     def _evict(self, victims: Iterator[CachedBlock], size_bytes: int) -> bool:
         """Evict the next victims until ``size_bytes`` are freed; return whether any block was evicted."""
@@ -287,15 +288,19 @@ class HostTier:
         self.free_all(freed)
         return bool(freed)
 
-    def _full(self, wanted: int, why: str) -> OverloadedError:
+    def _full(self, tenant: int, wanted: int, why: str) -> OverloadedError:
+        """Name what is the tenant's own and sums of what is others': see ``may_see_all``."""
         self._counters.add("tiers.host.busy")
-        holders = sorted(self.index.pinned_by().items(), key=lambda one: -one[1])[:HOLDERS_SHOWN]
-        pinned = ", ".join(f"{size} by {holder_name(holder)}" for holder, size in holders) or "nothing"
-        usage = sorted(self.index.accounts.items(), key=lambda one: -one[1].charged_bytes)[:HOLDERS_SHOWN]
-        charged = ", ".join(f"{one.charged_bytes} of user {tenant}" for tenant, one in usage if one.charged_bytes)
+        shown = None if may_see_all(tenant) else tenant
+        pins = self.index.pinned_by(shown)
+        pinned = {f"by {holder_name(holder)}": size for holder, size in pins.items()}
+        pinned["of other users"] = sum(self.index.pinned_by().values()) - sum(pins.values())
+        charges = {user: one.charged_bytes for user, one in self.index.accounts.items()}
+        charged = {f"of user {user}": size for user, size in charges.items() if shown in {None, user}}
+        charged["of other users"] = sum(charges.values()) - sum(charged.values())
         return OverloadedError(
             f"the host tier is full: {wanted} bytes are needed, {why}; snapshots and running operations use: "
-            f"{charged or 'nothing'}; cached blocks are pinned: {pinned}"
+            f"{_largest(charged)}; cached blocks are pinned: {_largest(pinned)}"
         )
 
 
@@ -350,6 +355,11 @@ class Demotions:
 def _log_populate_failure(done: Future[None]) -> None:
     if not done.cancelled() and done.exception() is not None:
         log.warning("the host tier's memory was not populated ahead of its use", cause=str(done.exception()))
+
+
+def _largest(sizes: dict[str, int]) -> str:
+    shown = sorted(sizes.items(), key=lambda one: -one[1])[:HOLDERS_SHOWN]
+    return ", ".join(f"{size} {whose}" for whose, size in shown if size) or "nothing"
 
 
 def holder_name(holder: int) -> str:

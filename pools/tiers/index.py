@@ -402,10 +402,17 @@ class BlockIndex:
             self._unhold(block, holder, freed)
         return freed
 
-    def pinned_by(self) -> dict[int, int]:
-        """Return the bytes in the host tier that each holder pins; a block with two holders counts for both."""
+    def pinned_by(self, tenant: int | None = None) -> dict[int, int]:
+        """Return the bytes in the host tier, of a tenant or of all, that each holder pins; two holders count for both.
+
+        A holder that pins nothing there is left out.
+        """
         pinned = {
-            holder: sum(block.size_bytes for block in held if block.offsets is not None)
+            holder: sum(
+                block.size_bytes
+                for block in held
+                if block.offsets is not None and tenant in {None, block.namespace.tenant}
+            )
             for holder, held in self._held.items()
         }
         return {holder: size_bytes for holder, size_bytes in pinned.items() if size_bytes}

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
@@ -157,15 +158,16 @@ def holds(runtime_dir: str, pool_name: str) -> None:
     os.wait()
 
 
-def inherits(runtime_dir: str, pool_name: str) -> None:
-    """Let a child inherit a pool, die, and let the child write to the engine's page when it is told to."""
+def inherits(runtime_dir: str, pool_name: str, pages_owned: str = "1") -> None:
+    """Let a child inherit a pool, die, and let the child write to an engine's page when it is told to."""
     read, write = os.pipe()
     engine = os.fork()
     if engine == 0:
         client = Client.connect(runtime_dir, name="engine", reconnect=False)
         client.let_children_inherit()
-        tensor = client.create_pool(pool_name, SPEC).tensor("main", "k")
-        [page] = client.allocate(pool_name, 1)
+        spec = msgspec.structs.replace(SPEC, tokens=4 * (int(pages_owned) + 15))
+        tensor = client.create_pool(pool_name, spec).tensor("main", "k")
+        page = int(client.allocate(pool_name, int(pages_owned))[0])
         tensor[0, page] = 1.0
         if os.fork() == 0:
             os.write(write, b"%d" % os.getpid())

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.clients import Client
 from kvferry.protocol.errors import PoolFullError
-from tests.daemons import DaemonProcess, soon
+from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
 
 ENGINE = Path(__file__).with_name("forking_engine.py")
 SOON_S = 60.0
@@ -80,6 +80,50 @@ def test_children_that_inherit_keep_a_dead_engines_pages_from_others(daemon: Dae
         assert soon(lambda: quarantined() == [0])
         assert client.allocate(name, 1).tolist() == [page]
         assert engine.wait(SOON_S) == 0
+
+
+@pytest.mark.parametrize("kib", [300, 550])
+def test_what_is_quarantined_has_a_bound_for_a_user_and_for_all(tmp_path: Path, kib: int) -> None:
+    """Of 1 MiB: 256 KiB of a user, 512 KiB of all. Who lets no children inherit may go on."""
+    pages_owned = 2 * kib  # of 512 bytes
+    with (
+        running_daemon(tmp_path, f"[pools]\nmax_bytes = {1 << 20}\n") as daemon,
+        subprocess.Popen(
+            [sys.executable, "-P", str(ENGINE), "inherits", str(daemon.runtime_dir), "held", str(pages_owned)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as engine,
+        Client.connect(daemon.runtime_dir) as plain,
+    ):
+        assert engine.stdout is not None
+        child = int(engine.stdout.readline())
+        assert soon(lambda: [one.quarantined for one in plain.status().pools] == [pages_owned])
+        with Client.connect(daemon.runtime_dir, reconnect=False) as mine:
+            mine.let_children_inherit()
+            with pytest.raises(
+                PoolFullError, match=f"{kib << 10} bytes of user {os.geteuid()} .* at most {1 << 18} .*children of"
+            ):
+                mine.allocate("held", 1)
+            assert len(plain.allocate("held", 1)) == 1
+            asks = """
+with Client.connect(sys.argv[1], reconnect=False) as client:
+    client.let_children_inherit()
+    client.create_pool("theirs", MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32"))
+    try:
+        print(len(client.allocate("theirs", 1)))
+    except KvferryError as error:
+        print(error.code, error.detail)
+"""
+            said = said_by_another_user(daemon, asks)
+            if kib << 10 <= 1 << 19:
+                assert said == "1"
+            else:
+                assert said.startswith(f"POOL_FULL {kib << 10} bytes of all users are quarantined")
+                assert said.endswith("held by others' children"), "nobody is named to another user"
+            os.kill(child, signal.SIGKILL)
+            assert soon(lambda: plain.status().pools[0].quarantined == 0)
+            assert len(mine.allocate("held", 1)) == 1
 
 
 def test_children_inherit_until_the_client_is_closed(daemon: DaemonProcess, name: str) -> None:

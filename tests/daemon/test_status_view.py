@@ -8,7 +8,8 @@ import os
 import pytest
 
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
-from kvferry.daemon.services.status_view import may_see_all, seen_by
+from kvferry.daemon.process.access import may_see_all
+from kvferry.daemon.services.status_view import seen_by
 from kvferry.protocol.session_messages import (
     OperationStatus,
     PoolStatus,

@@ -122,9 +122,7 @@ def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most_of_its_quota
 def test_nobody_goes_where_that_could_not_help(host: HostTier) -> None:
     held = host.reserve(THEIRS, 5, UNIT)
     cache(host, 1, 2)
-    with pytest.raises(
-        OverloadedError, match=rf"16384 bytes are needed, 4096 of 32768 .* use: 20480 of user {THEIRS};"
-    ):
+    with pytest.raises(OverloadedError, match=r"16384 bytes are needed, 4096 of 32768 .* use: 20480 of other users;"):
         host.reserve(MINE, 4, UNIT)
     assert cached(host) == [1, 2]
     host.release(THEIRS, held, UNIT)
@@ -142,6 +140,21 @@ def test_who_pins_what_is_said(host: HostTier) -> None:
     assert error.value.detail.endswith("12288 by instance 7, 8192 by an operator (kvferry cache)")
     assert cached(host) == [1, 2, 3, 4, 5]
     assert host.status(0).pinned_bytes == 5 * UNIT
+
+
+def test_what_others_have_is_named_to_root_alone(host: HostTier) -> None:
+    cache(host, 1)
+    host.index.pin(cache(host, 2, 3, tenant=THEIRS), 9)
+    theirs = host.reserve(THEIRS, 4, UNIT)
+    said = {}
+    for asks in (MINE, 0):
+        with pytest.raises(OverloadedError) as error:
+            host.reserve(asks, 3, UNIT)
+        said[asks] = error.value.detail.partition("; ")[2]
+    host.release(THEIRS, theirs, UNIT)
+    begins, pinned = "snapshots and running operations use: 16384 ", "cached blocks are pinned: 8192 "
+    assert said[MINE] == f"{begins}of other users; {pinned}of other users"
+    assert said[0] == f"{begins}of user {THEIRS}; {pinned}by instance 9"
 
 
 def test_holders_have_names() -> None:
