@@ -31,7 +31,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import ReplyBody
 from kvferry.protocol.client_core import BatchAnswered, Ended, News, Outgoing, ReplyArrived, stale
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import DaemonLostError, KvferryError, OverloadedError
+from kvferry.protocol.errors import DaemonLostError, KvferryError, OverloadedError, PoolLostError, UnknownPoolError
 from kvferry.protocol.held_pages import HeldPages
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import AttachPool, Free, Freed
@@ -342,8 +342,7 @@ class Resuming(Submissions):
         frees = [one for ended in self._ended for one in ended.frees]
         held = self._core.held
         if held is not None:
-            named = {body.pool for body in self._core.pages_wanted()}
-            for name in sorted((held.pools | named | {_freed(one).pool for one in frees}) - keeps.registered.keys()):
+            for name in sorted((held.pools | {_freed(one).pool for one in frees}) - keeps.registered.keys()):
                 its = [one for one in frees if _freed(one).pool == name]
                 yield from self._settle_books(held, name, its, pages)
         ended, self._ended = self._ended, []
@@ -401,7 +400,11 @@ class Resuming(Submissions):
         """Compare who owns which page of a pool: what nobody here knows of goes back, what is missing is said."""
         call = calls.list_owned(pool)
         reply = yield from _answer(call)
-        owned = {} if reply.error is not None else call.read(reply)
+        owned: dict[str, PageIds] = {}
+        if reply.error is None:
+            owned = call.read(reply)
+        elif isinstance(reply.error, UnknownPoolError | PoolLostError):
+            owned = dict.fromkeys(held.spaces_of(pool), np.zeros(0, np.int64))
         for one in frees:
             body, [ids] = _freed(one), one.ids
             still = bool(np.isin(ids, owned.get(body.space, ids[:0])).any())

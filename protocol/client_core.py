@@ -408,6 +408,11 @@ class ClientCore:
         messages = [one._replace(outgoing=part) for one in self._sent.values() for part in self._parts_of(one.outgoing)]
         for known in (self._sent, self._batches, self._early):
             known.clear()
+        if self.held is not None:
+            moves = (body for body, _ in self._movers.values())
+            for body in (*(one.outgoing.request.body for one in messages), *moves):
+                if isinstance(body, Allocate | Restore):
+                    self.held.asked(body.pool)
         under_way = self._under_way([one.outgoing.message_id for one in messages if one.cuts or not one.waits])
         news: list[News] = [self._ended(one, what) for one in under_way]
         frees: list[Outgoing] = []
@@ -428,11 +433,6 @@ class ClientCore:
         transfers = tuple(one for one in under_way if isinstance(one, Transfer))
         operations = tuple(one for one in under_way if isinstance(one, TierOperation))
         return Ended(tuple(news), transfers, operations, tuple(frees))
-
-    def pages_wanted(self) -> tuple[Allocate, ...]:
-        """Return the ALLOCATEs that were sent and have no reply."""
-        found = (one.outgoing.request.body for one in self._sent.values())
-        return tuple(one for one in found if isinstance(one, Allocate))
 
     def resolve(self, request: Outgoing, result: ReplyBody | KvferryError) -> tuple[News, ...]:
         """Answer a request whose reply was lost in a restart, by what is known of it now."""

@@ -38,6 +38,7 @@ class HeldPages:
         self._masks: dict[tuple[str, str], _Mask] = {}
         self._spaces: dict[str, dict[str, str]] = {}
         self._unsure: set[str] = set()
+        self._asked: set[str] = set()
 
     def __repr__(self) -> str:
         """Show how many there are."""
@@ -46,7 +47,15 @@ class HeldPages:
     @property
     def pools(self) -> set[str]:
         """Return the pools of which there may be pages."""
-        return {pool for pool, _ in self._masks} | self._unsure
+        return {pool for pool, _ in self._masks} | self._unsure | self._asked
+
+    def spaces_of(self, pool: str) -> tuple[str, ...]:
+        """Return the page spaces of a pool of which there may be pages, as far as they are known."""
+        return tuple(space for its, space in self._masks if its == pool)
+
+    def asked(self, pool: str) -> None:
+        """Take note of a pool of which pages may be ours by a request whose reply nobody has heard."""
+        self._asked.add(pool)
 
     def learn(self, pool: str, manifest: Manifest) -> None:
         """Take note of which component of a pool is in which page space."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvferry import clients
-from kvferry.clients import AsyncClient, Client, MhaSpec, SharedMemory, new_request_id, pages
+from kvferry.clients import AsyncClient, Client, MhaSpec, SharedMemory, calls, new_request_id, pages
 from kvferry.clients.connection import Reconnected
-from kvferry.protocol.errors import ShuttingDownError, StaleBootError, UnknownTablesError
+from kvferry.protocol.errors import DeadlineError, ShuttingDownError, StaleBootError, UnknownTablesError
 from kvferry.protocol.settings import CONTROL_SOCKET
 from tests.clients.blocking import connected
 from tests.clients.cutting_proxy import cutting_proxy
@@ -181,3 +182,53 @@ def test_what_the_documentation_says_an_engine_does(life: RestartedDaemon, monke
     client.free("decode", ids)
     client.delete_pool("decode")
     client.close()
+
+
+@pytest.mark.parametrize("asked", ["restore", "allocate"])
+def test_pages_of_what_nobody_heard_of_go_back(life: RestartedDaemon, asked: str) -> None:
+    """A session whose first pages of a pool come by a RESTORE, or an ALLOCATE given up, whose reply is lost."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
+        cutting_proxy(life.runtime_dir, Path(folder)) as proxy,
+        Client.connect(life.runtime_dir) as looker,
+        Client.connect(proxy.runtime_dir, name="unheard") as client,
+    ):
+        looker.create_pool("unheard", SPEC)
+        ids = looker.allocate("unheard", 3)
+        kept = looker.offload("unheard", [pages(ids)])
+        looker.wait_done(kept)
+        proxy.stop_at(REPLY, CONTROL_SOCKET, life.restart)
+        if asked == "allocate":
+            with pytest.raises(DeadlineError):  # the restart takes longer
+                client.call(calls.allocate("unheard", 2, "main"), deadline_s=0.01, margin_s=0.0)
+        else:
+            with pytest.raises(StaleBootError):
+                client.wait_done(client.restore("unheard", kept.snapshot))
+        assert client.ping()
+        assert [one.pages for one in looker.status().sessions if one.name == "unheard"] == [0]
+        looker.free("unheard", ids)
+        looker.delete_pool("unheard")
+
+
+def test_who_only_allocates_hears_that_its_pages_are_gone(life: RestartedDaemon) -> None:
+    """Of a pool that the next daemon does not have, whose memory another process maps."""
+    told = Told()
+    with (
+        Client.connect(life.runtime_dir, name="worker") as worker,
+        Client.connect(life.runtime_dir, name="scheduler", on_reconnect=told.events.append) as scheduler,
+    ):
+        worker.create_pool("gone", SPEC)
+        ids = scheduler.allocate("gone", 5)
+        life.end()
+        with life.store() as store:
+            held = store.take()
+            store.remove([name for name in held if name.endswith(".record")])
+            for fd in held.values():
+                os.close(fd)
+        life.start()
+        assert soon(lambda: told.polls(scheduler))
+        [event] = told.events
+        assert [(where, its.tolist()) for where, its in event.pages.items()] == [(("gone", "main"), ids.tolist())]
+        life.restart()
+        assert soon(lambda: (scheduler.poll(0), len(told.events) == 2)[1])
+        assert told.events[1].pages == {}, "once"
