@@ -5,6 +5,7 @@ Loads nothing that an engine's client needs beyond that.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ def _daemons_at(place: str) -> list[str]:
 def _has_socket(directory: str) -> bool | None:
     """Return whether it has a control socket; None where this user may not look."""
     try:
-        os.stat(os.path.join(directory, CONTROL_SOCKET))  # noqa: PTH116, PTH118  see ``protocol.settings``
+        os.stat(_control_socket(directory))  # noqa: PTH116  see ``protocol.settings``
     except PermissionError:
         return None
     except OSError:
@@ -73,19 +74,31 @@ def _has_socket(directory: str) -> bool | None:
     return True
 
 
+def _control_socket(directory: str) -> str:
+    return os.path.join(directory, CONTROL_SOCKET)  # noqa: PTH118  see ``protocol.settings``
+
+
 def _usable(directory: str) -> str:
     if not _has_socket(directory):
         raise AccessDeniedError(f"{directory}: {os.strerror(errno.EACCES)}")
-    socket = os.path.join(directory, CONTROL_SOCKET)  # noqa: PTH118  see ``protocol.settings``
-    if not os.access(socket, os.R_OK | os.W_OK):
-        raise AccessDeniedError(f"{socket}: this user may not write to it")
+    path = _control_socket(directory)
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise AccessDeniedError(f"{path}: this user may not write to it")
     return directory
 
 
 def no_answer(runtime_dir: str | os.PathLike[str], timeout_s: float) -> DaemonLostError:
-    """Return the error for a daemon whose sockets are there, but which says nothing."""
+    """Return the error for a daemon that said nothing: whose sockets are there, or which was killed and left them."""
+    import socket  # noqa: PLC0415  quick commands need it only here
+
+    directory = os.fspath(runtime_dir)
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as one:
+        one.setblocking(False)  # noqa: FBT003  socket's own signature
+        refused = one.connect_ex(_control_socket(directory)) == errno.ECONNREFUSED
+    if refused:
+        return DaemonLostError(f"no daemon answers at {directory}: it has ended and left its sockets")
     return DaemonLostError(
-        f"the daemon at {os.fspath(runtime_dir)} does not answer within {timeout_s:g} s, though its sockets are there",
+        f"the daemon at {directory} does not answer within {timeout_s:g} s, though its sockets are there",
         remedy="see whether it is stopped or hangs (ps, systemctl status, its log), and restart it; or wait longer",
     )
 

@@ -436,7 +436,7 @@ class _Connection:
     def read_all(self) -> Attachments:
         """Read what was sent before a message, in any number of frames, but bounded; return what has come so far."""
         for _ in range(MAX_BYTES_SAID_AHEAD // _RECEIVE_BYTES):
-            if self._closed or not self._readable():
+            if self._closed or self._is_kept or not self._readable():
                 break
         return self._attachments
 

@@ -242,6 +242,7 @@ def test_its_process_dies(daemon: DaemonProcess, other: Client, tmp_path: Path) 
         os.kill(process.pid, signal.SIGKILL)
         assert soon(lambda: "mortal" not in connected(other))
         assert free_pages(other) == ALL
+    assert "its process ended" in daemon.log.read_text()
 
 
 def test_another_user(daemon: DaemonProcess, other: Client, require: Callable[[object, str], None]) -> None:

@@ -20,7 +20,7 @@ from kvferry.protocol.errors import AccessDeniedError, InvalidFieldError, Kvferr
 from kvferry.protocol.session_messages import Status, StatusReport
 from kvferry.protocol.settings import CONTROL_SOCKET, runtime_dirs
 
-RESTART = "systemctl restart kvferry@NAME, once engines no longer need its pools: they are lost"
+RESTART = "systemctl restart kvferry@NAME, once engines can lose their device pools: host pools outlive it"
 
 
 class Running(msgspec.Struct, frozen=True):

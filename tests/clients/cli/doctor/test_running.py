@@ -76,6 +76,7 @@ def test_a_socket_that_was_left_behind(tmp_path: Path) -> None:
         left.bind(str(tmp_path / "control.sock"))
     finding = check_daemon(ask(tmp_path, timeout_s=0.1))
     assert (finding.state, "nobody answers" in finding.found) == ("missing", True)
+    assert "it has ended and left its sockets" in finding.found
 
 
 def test_one_that_stands_still(tmp_path: Path) -> None:
