@@ -194,8 +194,8 @@ class ControlSocket:
             connection.close()
 
     def drain_received(self) -> None:
-        """Handle the messages that have arrived by now, before something that happened after them is handled."""
-        for connection in list(self._connections.values()):
+        """Handle what has arrived by now on spared connections, before something that happened after it is handled."""
+        for connection in [self._connections[one] for one in self._spared() if one in self._connections]:
             for _ in range(DRAIN_RECEIVED_BOUND):
                 if not connection.take_turn():
                     break
@@ -211,10 +211,9 @@ class ControlSocket:
             self._loop.call_soon(self._on_end, identity)
 
     def too_much_held(self) -> None:
-        """Close the connection that has most bytes of incomplete messages."""
-        most = max(self._connections.values(), key=lambda one: one.held_bytes)
+        """Close a connection with many bytes of incomplete messages."""
         self.counters.add("connections.closed.held")
-        most.close()
+        self._close_most(lambda one: one.held_bytes)
 
     def is_of_session(self, identity: bytes) -> bool:
         """Return whether a session is answered there; always where nobody is spared: its connections are all alike."""
@@ -228,21 +227,31 @@ class ControlSocket:
 
     def _serve_background(self) -> None:
         ends_at = time.perf_counter() + TURN_S
-        for _ in range(len(self._background)):
-            self._background[0].take_turn()
-            self._background.popleft()
-            if time.perf_counter() >= ends_at:
-                break
-        if self._background and self._loop is not None:
-            self._loop.call_soon(self._serve_background)
+        try:
+            for _ in range(len(self._background)):
+                connection = self._background.popleft()
+                connection.awaits_turn = False
+                connection.take_turn()
+                if time.perf_counter() >= ends_at:
+                    break
+        finally:  # no failure of one keeps the others from their turns
+            if self._background and self._loop is not None:
+                self._loop.call_soon(self._serve_background)
 
     def too_much_queued(self) -> None:
-        """Close the connection whose peer has left most bytes unread."""
-        most = max(self._connections.values(), key=lambda one: one.queued_bytes)
+        """Close a connection whose peer has left many bytes unread."""
         self.counters.add("connections.closed.unread")
-        most.close()
+        self._close_most(lambda one: one.queued_bytes)
+
+    def _close_most(self, bytes_of: Callable[[_Connection], int]) -> None:
+        """Close the connection with most bytes of the user, or host, who has most of them in all."""
+        whole: Counter[object] = Counter()
+        for one in self._connections.values():
+            whole[one.origin] += bytes_of(one)
+        max(self._connections.values(), key=lambda one: (whole[one.origin], bytes_of(one))).close()
 
     def _accept(self, listener: socket.socket) -> None:
+        ends_at = time.perf_counter() + TURN_S
         for _ in range(ACCEPT_BOUND):
             try:
                 channel, address = listener.accept()
@@ -257,6 +266,8 @@ class ControlSocket:
             self._make_room()
             identity = next(self._numbers).to_bytes(8)
             self._connections[identity] = _Connection(self, self._loop, channel, identity, _origin(channel, address))
+            if time.perf_counter() >= ends_at:
+                return
 
     def _make_room(self) -> None:
         if len(self._connections) < self.max_connections:
@@ -314,7 +325,7 @@ class _Connection:
         self._more: asyncio.Handle | None = None
         self._is_of_session = False
         self._is_heavy = False
-        self._awaits_turn = False
+        self.awaits_turn = False
         self._closed = False
         self._silence_ms = 0
         self._looking: asyncio.Handle = loop.call_later(HANDSHAKE_S, self._look)
@@ -347,20 +358,20 @@ class _Connection:
         """Handle what has arrived: now, or in the background."""
         if self._is_of_session and not self._is_heavy:
             self.take_turn()
-        elif not self._awaits_turn and not self._closed:
-            self._awaits_turn = True
+        elif not self.awaits_turn and not self._closed:
+            self.awaits_turn = True
             self._owner.in_background(self)
 
     def take_turn(self) -> bool:
         """Handle what has arrived, within a bound; return whether there may be more."""
-        self._awaits_turn = False
         if self._closed or self._corked or self._paused:
-            return False
-        if not self._has_more and not self._waiting and not self._receive():
             return False
         self._corked = True  # the replies to what came together leave together
         try:
-            return self._handle()
+            return (self._has_more or bool(self._waiting) or self._receive()) and self._handle()
+        except Exception:  # no memory, say: what is lost of its messages is not known, so its client connects anew
+            self.close()
+            raise
         finally:
             self._corked = False
             if not self._writing and (self._out or self._stream.answers):
@@ -398,21 +409,25 @@ class _Connection:
 
     def _look(self) -> None:
         """Close the connection if it has been silent for too long; else look again when that could be."""
-        self.take_turn()  # the loop may have been busy for as long
         if self._closed:
-            return
-        if self._paused:  # it is not it that is silent
-            self._looking = self._loop.call_later(HANDSHAKE_S, self._look)
             return
         now, silence_s = time.monotonic(), self._silence_ms / 1000
         ends_at = self.heard_at + silence_s if silence_s else float("inf")
         if not self._stream.is_ready:
             ends_at = min(ends_at, self.accepted_at + HANDSHAKE_S)
-        if ends_at <= now:
+        if ends_at <= now and (self._paused or self.awaits_turn or self._is_unread()):  # it is not it that is silent
+            self._looking = self._loop.call_later(silence_s or HANDSHAKE_S, self._look)
+        elif ends_at <= now:
             self._owner.counters.add("connections.closed.silent")
             self.close()
         elif ends_at < float("inf"):
             self._looking = self._loop.call_later(ends_at - now, self._look)
+
+    def _is_unread(self) -> bool:
+        """Return whether something has come that the loop, which may have been busy, has not read."""
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _receive(self) -> bool:
         """Read once; return whether there was anything."""
@@ -434,8 +449,7 @@ class _Connection:
         """Handle messages, within a bound; return whether there may be more."""
         self._has_more = False
         try:
-            taken_before = self._waiting
-            messages = taken_before or self._stream.take(DRAIN_BOUND)
+            messages = self._waiting or self._stream.take(DRAIN_BOUND)
         except KvferryError:
             self.close()
             return False
@@ -456,7 +470,7 @@ class _Connection:
             self._is_of_session = self._is_of_session or self._owner.is_of_session(self.identity)
         self._is_heavy = time.perf_counter() - started > TURN_S
         self._waiting = messages[number:]
-        if (taken_before or self._waiting or len(messages) == DRAIN_BOUND) and not self._closed:
+        if (self._waiting or self._stream.has_more) and not self._closed:
             self._has_more = True
             self._more = self._loop.call_soon(self.read)
         return not self._closed

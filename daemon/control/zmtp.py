@@ -20,6 +20,14 @@ _TALK_TO_US: Final = frozenset({b"DEALER", b"REQ", b"ROUTER"})
 MAX_COMMAND_BYTES: Final = 512
 _SHORT: Final = 256
 TTL_STEP_MS: Final = 100
+FRAMES_AT_ONCE: Final = 1024
+"""Frames read in a row: commands, and frames of a message that never ends, take time as well."""
+
+MAX_ANSWERS_BYTES: Final = 4096
+"""With so many unsent bytes of answers, a PING gets none: its sender does not read."""
+
+CHUNK_BYTES: Final = 64
+"""What Python needs for a piece of received bytes, besides them."""
 
 
 def frame(flags: int, body: bytes | memoryview) -> bytes:
@@ -58,6 +66,7 @@ class IncomingStream:
     Attributes:
         answers: what the protocol itself answers; whoever sends it empties it.
         is_ready: whether the handshake is over.
+        has_more: whether ``take`` stopped at a bound, so that more may be there without more bytes.
         silence_ms: the silence after which the other side wants the connection closed; 0: it has not said.
     """
 
@@ -71,7 +80,7 @@ class IncomingStream:
         self._chunks_bytes = 0
         self._wanted = len(GREETING)
         self._greeted = False
-        self.is_ready = False
+        self.is_ready = self.has_more = False
         self._frames: list[bytes] = []
         self._size = self._count = 0
         self.answers = bytearray(GREETING)
@@ -83,8 +92,12 @@ class IncomingStream:
 
     @property
     def held_bytes(self) -> int:
-        """Return how many bytes of messages that are not complete, or not taken yet, are kept."""
-        return len(self._data) - self._at + self._chunks_bytes + min(self._size, self._limits.max_message_bytes)
+        """Return how many bytes are kept: of messages that are not complete or not taken yet, and what goes with them.
+
+        A stranger may send byte by byte, so the pieces count as well.
+        """
+        pieces = self._chunks_bytes + CHUNK_BYTES * len(self._chunks)
+        return len(self._data) + pieces + min(self._size, self._limits.max_message_bytes)
 
     def feed(self, data: bytes) -> None:
         """Add received bytes."""
@@ -92,7 +105,7 @@ class IncomingStream:
         self._chunks_bytes += len(data)
 
     def take(self, bound: int) -> list[ReceivedMessage]:
-        """Return the messages that are complete by now, at most ``bound``; with so many, more may be there.
+        """Return the messages that are complete by now, at most ``bound``; see ``has_more``.
 
         Raises:
             MalformedError: it is not ZMTP, or not of a client.
@@ -102,9 +115,16 @@ class IncomingStream:
         if len(self._data) - self._at + self._chunks_bytes < self._wanted:
             return messages
         self._join()
-        if not self._greeted and not self._take_greeting():
-            return messages
-        while len(messages) < bound and (found := self._frame()) is not None:
+        if not self._greeted:
+            self._take_greeting()
+        for _ in range(FRAMES_AT_ONCE):
+            if len(messages) == bound:
+                break
+            found = self._frame()
+            if found is None:
+                self._data, self._at = self._data[self._at :], 0  # what was taken is not kept until more comes
+                self.has_more = False
+                return messages
             flags, body = found
             if flags & _COMMAND:
                 self._command(body)
@@ -117,6 +137,7 @@ class IncomingStream:
                 messages.append(ReceivedMessage(self._identity, self._frames, len(self._frames) < self._count))
                 self._frames = []
                 self._size = self._count = 0
+        self.has_more = True
         return messages
 
     def _frame(self) -> tuple[int, bytes] | None:
@@ -153,20 +174,14 @@ class IncomingStream:
             self._chunks.clear()
         self._wanted = 0
 
-    def _take_greeting(self) -> bool:
-        """Read the greeting; return False where it is not complete."""
+    def _take_greeting(self) -> None:
         found = self._data[: len(GREETING)]
-        is_signed = found[:1] == _SIGNATURE[:1] and (len(found) < len(_SIGNATURE) or found[9] & 1)
-        if found and not is_signed:
+        if found[:1] != _SIGNATURE[:1] or not found[9] & 1:
             raise MalformedError("the other side does not speak ZMTP")
-        if len(found) < len(GREETING):
-            self._wanted = len(GREETING)
-            return False
         if found[10] < GREETING[10] or found[12:32] != _MECHANISM:
             raise MalformedError("the other side speaks ZMTP before 3.0, or wants security")
         self._at, self._greeted = len(GREETING), True
         self.answers += READY
-        return True
 
     def _check_command(self, flags: int, size: int) -> None:
         if flags & ~_LONG != _COMMAND or size > MAX_COMMAND_BYTES:
@@ -180,4 +195,5 @@ class IncomingStream:
             self.is_ready = True
         elif name == b"PING":
             self.silence_ms = int.from_bytes(rest[:2]) * TTL_STEP_MS
-            self.answers += frame(_COMMAND, b"\4PONG" + rest[2:18])
+            if len(self.answers) < MAX_ANSWERS_BYTES:
+                self.answers += frame(_COMMAND, b"\4PONG" + rest[2:18])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.daemon.control import control_socket
 from kvferry.daemon.control.control_socket import TURN_S, ControlSocket
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.zmtp import GREETING, ReceivedMessage, encoded, frame
@@ -19,6 +20,7 @@ COMMAND = 4
 OPENING = GREETING + frame(COMMAND, b"\5READY\x0bSocket-Type\0\0\0\6DEALER")
 STRANGERS = 6
 MANY = 40
+MOST = 20
 WAIT_S = 20.0
 
 pytestmark = pytest.mark.anyio
@@ -29,6 +31,7 @@ class Served:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.handled: list[bytes] = []
+        """What was done, in order: the words of the messages, connections that were let in, and turns of the loop."""
         self.engine = b""
         self._now_s = 0.0
         self._news = asyncio.Event()
@@ -38,8 +41,11 @@ class Served:
         listening.bind(str(path))
         listening.listen()
         listening.setblocking(False)  # noqa: FBT003  socket's own signature
-        self.control = ControlSocket(Listener(path, listening), Limits(), Counters())
-        self.control.start(asyncio.get_running_loop(), self._handle, lambda: {self.engine})
+        self.loop = asyncio.get_running_loop()
+        self.control = ControlSocket(
+            Listener(path, listening), Limits(), Counters(), also="tcp://127.0.0.1:0", max_connections=MOST
+        )
+        self.control.start(self.loop, self._handle, self._spared)
 
     def connect(self) -> socket.socket:
         """Return a client's socket that has shaken hands."""
@@ -55,8 +61,27 @@ class Served:
                 self._news.clear()
                 await self._news.wait()
 
+    def count_turns(self) -> None:
+        """Note each turn of the loop from now on."""
+        self.handled.append(b"turn")
+        self.loop.call_soon(self.count_turns)
+
+    def most_a_turn(self, word: bytes) -> int:
+        """Return how often a word occurs at most between two turns."""
+        return max(part.split().count(word) for part in b" ".join(self.handled).split(b"turn"))
+
+    def _spared(self) -> set[bytes]:
+        """Take twice a turn, when somebody has to make room."""
+        if len(self.control) >= MOST:
+            self._now_s += 2 * TURN_S
+            self.handled.append(b"let_in")
+            self._news.set()
+        return {self.engine}
+
     def _handle(self, message: ReceivedMessage) -> None:
         (word,) = message.frames
+        if word == b"fails":
+            raise MemoryError
         if word == b"engine":
             self.engine = message.identity
         self._now_s += 2 * TURN_S if word.endswith(b"long") else 0.0
@@ -112,4 +137,79 @@ async def test_an_engine_with_long_requests_waits_for_its_turn_with_the_stranger
     finally:
         engine.close()
         heavy.close()
+        site.control.close()
+
+
+def ping(ttl: int) -> bytes:
+    return frame(COMMAND, b"\4PING" + ttl.to_bytes(2))
+
+
+async def test_heartbeats_give_strangers_no_turns_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Served(tmp_path / "control.sock", monkeypatch)
+    strangers = [site.connect() for _ in range(STRANGERS)]
+    try:
+        site.count_turns()
+        for ttl in range(100, 100 + MANY):
+            for one in strangers:
+                one.sendall(ping(ttl) + encoded([b"long"]) * 2)
+            await site.until(b"long", 2 * STRANGERS * (ttl - 99))
+        assert site.most_a_turn(b"long") == 1
+    finally:
+        for one in strangers:
+            one.close()
+        site.control.close()
+
+
+async def test_who_connects_again_and_again_takes_a_turn_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Served(tmp_path / "control.sock", monkeypatch)
+    site.count_turns()
+    strangers = [site.connect() for _ in range(2 * MOST)]
+    try:
+        await site.until(b"let_in", MOST)
+        assert site.most_a_turn(b"let_in") == 1
+    finally:
+        for one in strangers:
+            one.close()
+        site.control.close()
+
+
+async def test_a_failure_closes_its_connection_and_the_others_have_their_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Served(tmp_path / "control.sock", monkeypatch)
+    failed: list[object] = []
+    site.loop.set_exception_handler(lambda _, context: failed.append(context.get("exception")))
+    strangers = [site.connect() for _ in range(STRANGERS)]
+    try:
+        for one in strangers:
+            one.sendall(encoded([b"fails" if one is strangers[0] else b"long"]) * 2)
+        await site.until(b"long", 2 * (STRANGERS - 1))
+        assert [type(one) for one in failed] == [MemoryError]
+        assert len(site.control) == STRANGERS - 1
+    finally:
+        for one in strangers:
+            one.close()
+        site.control.close()
+
+
+async def test_who_holds_little_pays_for_no_other_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_socket, "MAX_HELD_BYTES", 10_000)
+    site = Served(tmp_path / "control.sock", monkeypatch)
+    engine = site.connect()
+    port = int(site.control.endpoint.rpartition(":")[2])
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(STRANGERS)]
+    try:
+        engine.sendall(encoded([b"engine"]) + encoded([bytes(5000)])[:4000])
+        await site.until(b"engine", 1)
+        for one in strangers:
+            one.sendall(OPENING + encoded([b"stranger"]) + encoded([bytes(5000)])[:2000])
+        await site.until(b"stranger", STRANGERS)
+        engine.sendall(encoded([bytes(5000)])[4000:] + encoded([b"lives"]))
+        await site.until(b"lives", 1)
+        assert len(site.control) < 1 + STRANGERS
+    finally:
+        for one in (engine, *strangers):
+            one.close()
         site.control.close()

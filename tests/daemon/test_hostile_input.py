@@ -56,8 +56,8 @@ def _still_well(daemon: DaemonProcess) -> Iterator[None]:
 
 
 def counters(daemon: DaemonProcess) -> dict[str, int]:
-    """Return the daemon's counters."""
-    with Client.connect(daemon.runtime_dir, session=False) as client:
+    """Return the daemon's counters as they are now: those without a session may be told them a little late."""
+    with Client.connect(daemon.runtime_dir) as client:
         return client.status().counters
 
 

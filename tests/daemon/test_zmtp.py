@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.control.zmtp import GREETING, IncomingStream, ReceivedMessage, encoded, frame
+from kvferry.daemon.control.zmtp import (
+    CHUNK_BYTES,
+    FRAMES_AT_ONCE,
+    GREETING,
+    MAX_ANSWERS_BYTES,
+    IncomingStream,
+    ReceivedMessage,
+    encoded,
+    frame,
+)
 from kvferry.protocol.errors import KvferryError, MalformedError, TooLargeError
 from kvferry.protocol.limits import Limits
 from tests.devices import DEVICE
@@ -44,7 +54,8 @@ def test_the_same_messages_however_the_bytes_are_cut(messages: list[list[bytes]]
     data = OPENING + b"".join(encoded(one) for one in messages)
     places = [0, *sorted(min(one, len(data)) for one in cuts), len(data)]
     for start, stop in itertools.pairwise(places):
-        stream.feed(data[start:stop])
+        if start < stop:
+            stream.feed(data[start:stop])
         found += taken(stream)
     assert found == messages
     assert stream.held_bytes == 0
@@ -54,8 +65,64 @@ def test_at_most_so_many_at_a_time_and_the_rest_without_more_bytes() -> None:
     stream = opened()
     stream.feed(b"".join(encoded([bytes((number,))]) for number in range(5)))
     assert taken(stream, 2) == [[b"\0"], [b"\1"]]
-    assert stream.held_bytes == 9
+    assert stream.has_more
     assert taken(stream, 9) == [[b"\2"], [b"\3"], [b"\4"]]
+    assert not stream.has_more
+
+
+@pytest.mark.parametrize("unit", [frame(COMMAND, b""), frame(COMMAND, b"\4PING\0\0ab"), b"\1\0", b"\0\0"])
+def test_a_take_is_short_whatever_the_frames_are(unit: bytes) -> None:
+    stream, takes = opened(), 0
+    stream.feed(unit * 10 * FRAMES_AT_ONCE + b"\0\0" + encoded([b"last"]))
+    found: list[list[bytes]] = []
+    while [b"last"] not in found:
+        assert takes == 0 or stream.has_more
+        found += taken(stream, 20 * FRAMES_AT_ONCE)
+        takes += 1
+    assert takes > 10
+
+
+def test_who_pings_and_does_not_read_is_answered_only_so_much() -> None:
+    stream = opened()
+    for _ in range(100):
+        stream.feed(frame(COMMAND, b"\4PING\0\0" + bytes(16)) * 100)
+        stream.take(1)
+    assert 0 < len(stream.answers) < 2 * MAX_ANSWERS_BYTES
+    stream.answers.clear()
+    stream.feed(frame(COMMAND, b"\4PING\0\0again"))
+    stream.take(1)
+    assert bytes(stream.answers) == frame(COMMAND, b"\4PONGagain")
+
+
+@pytest.mark.parametrize("rest", [b"", b"\0"])
+def test_a_message_that_was_taken_is_not_kept(rest: bytes) -> None:
+    stream = IncomingStream(IDENTITY, Limits())
+    stream.feed(OPENING)
+    stream.take(1)
+    tracemalloc.start()
+    try:
+        stream.feed(encoded([bytes(1 << 20)]) + rest)
+        assert len(stream.take(2)) == 1
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert stream.held_bytes == len(rest)
+    assert kept < 1 << 16
+
+
+def test_what_comes_byte_by_byte_counts_for_what_it_takes() -> None:
+    stream, byte = opened(), memoryview(bytes(1))
+    stream.feed(b"\2" + (1000).to_bytes(8))
+    stream.take(1)
+    tracemalloc.start()
+    try:
+        for _ in range(900):
+            stream.feed(bytes(byte))
+            stream.take(1)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert stream.held_bytes >= kept * 0.8
 
 
 def test_the_handshake_is_answered_once_it_is_there() -> None:
@@ -120,4 +187,4 @@ def test_any_bytes_are_messages_or_refused(data: bytes, begins: bytes) -> None:
             stream.feed((begins + data)[at : at + 7])
             for message in stream.take(100):
                 assert sum(map(len, message.frames)) <= LIMITS.max_message_bytes
-    assert stream.held_bytes <= len(begins + data)
+    assert stream.held_bytes <= (1 + CHUNK_BYTES) * len(begins + data)
