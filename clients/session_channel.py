@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import select
 import socket
@@ -13,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias, TypeVar
 
 from kvferry.clients.daemon_socket import no_answer
 from kvferry.protocol.errors import (
@@ -42,6 +41,9 @@ from kvferry.protocol.session_stream import (
     pack,
     unpack_frame,
 )
+
+if TYPE_CHECKING:
+    import mmap
 from kvferry.protocol.settings import SESSION_SOCKET
 
 OPENING_TIMEOUT_S = 10.0

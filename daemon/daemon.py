@@ -319,9 +319,8 @@ class Daemon:
             self._remote.close()
             if self._network is not None:
                 await self._network.stop()
-            await self._loop.run_in_executor(
-                self._fetcher, self._executor.shutdown
-            )  # its threads know the network's memory by its address
+            # Its threads know the network's memory by its address.
+            await self._loop.run_in_executor(self._fetcher, self._executor.shutdown)
             if self._network is not None:
                 self._network.close()
             await self._verification.close()

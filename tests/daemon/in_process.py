@@ -37,7 +37,11 @@ async def serving(config: Config = CONFIG) -> AsyncIterator[Serving]:
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         directory = await asyncio.to_thread(RuntimeDirectory(Path(folder) / "run").__enter__)
         ends = asyncio.ensure_future(Daemon(config, directory, stopping, tuning=Tuning(copy_threads=1)).serve(manager))
-        await manager.is_ready.wait()
+        ready = asyncio.ensure_future(manager.is_ready.wait())
+        await asyncio.wait([ends, ready], return_when=asyncio.FIRST_COMPLETED)
+        if ends.done():  # it failed before it could serve
+            ready.cancel()
+            await ends
         try:
             yield Serving(directory.path, manager, stopping)
         finally:

@@ -17,7 +17,7 @@ from tests.daemon.in_process import SPEC, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 TIERS = ("copier", "host_tier", "disk_tier", "remote_tier")
-ENDING = ("transports/local", "services/pools", *(f"tiers/{tier}" for tier in TIERS))
+ENDING = ("transports/local", "services/pools", "services/tables", *(f"tiers/{tier}" for tier in TIERS))
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,7 @@ def _no_blocking_calls() -> Iterator[None]:
         for module in ENDING:
             blockbuster.functions["threading.Lock.acquire"].can_block_in(f"daemon/{module}.py", "close")
         blockbuster.functions["os.read"].can_block_in("protocol/config/memory.py", "read_file")  # the kernel's own
+        blockbuster.functions["os.scandir"].can_block_in("daemon/process/descriptors.py", "count_open")
         yield
 
 
