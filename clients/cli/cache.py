@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import threading
+import time
 from collections.abc import Sequence
 
 import msgspec
 
+from kvferry.clients.async_requests import LIST_LIMIT
+from kvferry.clients.calls import asked
 from kvferry.clients.cli.console import add_daemon, table
 from kvferry.clients.sync_client import Client
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import ClientClosedError, DeadlineError, InvalidFieldError
 from kvferry.protocol.printable import json_line
-from kvferry.protocol.tier_messages import HASH_BYTES, CacheChange, CachedBlockStatus, SnapshotStatus
+from kvferry.protocol.tier_messages import (
+    HASH_BYTES,
+    CacheChange,
+    CacheChanges,
+    CachedBlockStatus,
+    CacheEvents,
+    CacheList,
+    SnapshotStatus,
+)
 
 MIB = 1 << 20
 WATCH_S = 5.0
@@ -45,9 +57,24 @@ def add_cache(command: argparse.ArgumentParser) -> None:
 
 
 def cache(options: argparse.Namespace) -> int:
-    """Run the selected action."""
+    """Run the selected action, within ``--timeout``; a watch goes on for as long as the daemon answers within it.
+
+    Raises:
+        KvferryError: it was refused, or the daemon has not answered in time.
+    """
+    ends_at = time.monotonic() + options.timeout
     with Client.connect(options.runtime_dir, name="cache", timeout_s=options.timeout) as client:
-        status: int = options.act(client, options)
+        if options.action == "watch":
+            return _watch(client, options)
+        ends = threading.Timer(max(0.0, ends_at - time.monotonic()), client.close)  # whatever the action asks then
+        ends.daemon = True
+        ends.start()
+        try:
+            status: int = options.act(client, options)
+        except ClientClosedError as cause:
+            raise DeadlineError(f"the daemon did not answer within {options.timeout:g} s (--timeout)") from cause
+        finally:
+            ends.cancel()
     return status
 
 
@@ -76,10 +103,17 @@ def _evict(client: Client, options: argparse.Namespace) -> int:
 
 
 def _watch(client: Client, options: argparse.Namespace) -> int:
-    cursor = client.cache_cursor() if options.cursor is None else options.cursor
-    watch_s = min(WATCH_S, client.welcome.limits.max_deadline_ms / 1000) if client.welcome else WATCH_S
+    half_s = options.timeout / 2  # for changes to come; and the other half for the answer without any
+    watch_s = min(half_s, WATCH_S, client.welcome.limits.max_deadline_ms / 1000) if client.welcome else half_s
+
+    def changes_from(cursor: int) -> CacheChanges:
+        return client.call(asked(CacheEvents(cursor=cursor, limit=LIST_LIMIT)), deadline_s=watch_s, margin_s=half_s)
+
+    cursor = options.cursor
+    if cursor is None:
+        cursor = client.call(asked(CacheList(position=0, limit=1)), deadline_s=half_s, margin_s=half_s).cursor
     while True:
-        changes = client.cache_events(cursor, timeout_s=watch_s)
+        changes = changes_from(cursor)
         if changes.lost:
             print(json_line({"lost_before": changes.cursor, "boot_id": client.boot_id}), flush=True)
         for one in changes.changes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
 import subprocess
@@ -13,15 +14,24 @@ from typing import Final
 import pytest
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
+from kvferry.clients.cli.cache import cache
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, KvferryError
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess, running_daemon, soon
 from tests.kvferry_command import COMMAND
 
 TIMEOUT_S: Final = 0.3
 MARGIN_S: Final = 5.0
 """For what a loaded machine takes beside; ten seconds were waited for a session, whatever the time given."""
 SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
-COMMANDS: Final = (("ping",), ("status",), ("verify",), ("cache", "list"), ("probe", "SNAPSHOTS"), ("probe", "STATUS"))
+COMMANDS: Final = (
+    ("ping",),
+    ("status",),
+    ("verify",),
+    ("cache", "list"),
+    ("doctor",),
+    ("probe", "SNAPSHOTS"),
+    ("probe", "STATUS"),
+)
 
 
 @pytest.fixture
@@ -73,6 +83,28 @@ def test_calls_and_the_end_of_a_client_take_no_longer(daemon: DaemonProcess) -> 
     assert client.poll(TIMEOUT_S) == []
     client.close()
     assert time.monotonic() - started < TIMEOUT_S + MARGIN_S
+
+
+def test_a_command_of_the_cache_that_has_connected_takes_no_longer(daemon: DaemonProcess) -> None:
+    def freeze(client: Client, _: argparse.Namespace) -> int:
+        daemon.process.send_signal(signal.SIGSTOP)
+        return len(list(client.cached_blocks()))
+
+    options = argparse.Namespace(action="list", act=freeze, runtime_dir=daemon.runtime_dir, timeout=2.0)
+    assert "did not answer within 2 s" in fails_in_time(lambda: cache(options), DeadlineError)
+
+
+def test_a_watch_of_the_cache_ends_where_the_daemon_does_not_answer_any_more(daemon: DaemonProcess) -> None:
+    command = [str(COMMAND), "cache", "watch", "--runtime-dir", str(daemon.runtime_dir), "--timeout", "2"]
+    with Client.connect(daemon.runtime_dir) as looker:
+        watching = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert soon(lambda: any(one.name == "cache" for one in looker.status().sessions))
+        daemon.process.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        _, said = watching.communicate(timeout=60)
+        assert watching.returncode == 1
+        assert "within 2 s" in said
+        assert time.monotonic() - started < TIMEOUT_S + MARGIN_S
 
 
 def test_commands_take_no_longer(daemon: DaemonProcess) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import struct
+import time
 from pathlib import Path
 
 import msgspec
@@ -43,7 +44,8 @@ def ask_daemon(
     timeout_s: float,
     instance: str = "",
 ) -> Running:
-    """Ask the daemon for its status, within twice ``timeout_s``; ``instance`` is looked for first, if it is given."""
+    """Ask the daemon for its status, within ``timeout_s``; ``instance`` is looked for first, if it is given."""
+    ends_at = time.monotonic() + timeout_s
     named = runtime_dir or configured
     dirs = [os.fspath(named)] if named else runtime_dirs(host.environ)
     below = [Path(one, instance) for one in dirs if instance and not named]
@@ -52,10 +54,14 @@ def ask_daemon(
     try:
         directory = Path(choose([*map(os.fspath, places)]))
         with Client.connect(directory, name="doctor", session=False, timeout_s=timeout_s) as client:
-            report = client.call(calls.asked(Status()), deadline_s=timeout_s, margin_s=0.0)
+            report = client.call(calls.asked(Status()), deadline_s=_left_s(ends_at), margin_s=0.0)
     except KvferryError as error:
         return Running(directory, error=error)
-    return Running(directory, report, pid=process_behind(directory / CONTROL_SOCKET, report.pid, timeout_s))
+    return Running(directory, report, pid=process_behind(directory / CONTROL_SOCKET, report.pid, _left_s(ends_at)))
+
+
+def _left_s(ends_at: float) -> float:
+    return max(0.001, ends_at - time.monotonic())
 
 
 def check_directory(running: Running) -> Finding:
