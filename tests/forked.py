@@ -189,7 +189,7 @@ def _serve(channel: socket.socket) -> Sequence[str] | None:
                 *stdio, ended = fds
                 pid = os.fork()
                 if pid == 0:
-                    for one in (channel.fileno(), ended, *children, *(told.fileno() for _, told in children.values())):
+                    for one in (channel.detach(), ended, *children, *(told.detach() for _, told in children.values())):
                         os.close(one)
                     return _become(json.loads(data), stdio)
                 told = socket.socket(fileno=ended)
