@@ -28,7 +28,7 @@ from kvferry.clients.session_channel import SessionChannel, SessionOpening
 from kvferry.clients.submissions import Submissions
 from kvferry.clients.tables import Tables
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.base import ReplyBody
+from kvferry.protocol.base import ErrorReply, ReplyBody
 from kvferry.protocol.client_core import BatchAnswered, Ended, News, Outgoing, ReplyArrived, stale
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DaemonLostError, KvferryError, OverloadedError, PoolLostError, UnknownPoolError
@@ -60,7 +60,7 @@ class Registration(NamedTuple):
 
     call: Call[Any]
     frames: Callable[[int], Sequence[ShareFollows | MemoryFollows]]
-    fds: tuple[int, ...]
+    fds: tuple[int, ...] = ()
 
 
 class Keeps:
@@ -110,7 +110,7 @@ class Loss:
         self.attempts: Reconnection | None = None
 
 
-Steps = Generator[Call[Any], ReplyArrived | None, None]
+Steps = Generator[Call[Any] | Registration, ReplyArrived | None, None]
 """Requests that the client sends by itself, one after another; each gets its reply, the first one None."""
 
 
@@ -134,7 +134,6 @@ class Resuming(Submissions):
         self._said: dict[int, Said] = {}
         self._steps: Steps | None = None
         self._asked = 0
-        self._saying: Registration | None = None
         self._epoch = 0
         self._keeps = Keeps()
         self._link.closes.append(self._keeps)
@@ -388,8 +387,7 @@ class Resuming(Submissions):
         return same
 
     def _register_again(self, name: str, one: Registration) -> Steps:
-        self._saying = one
-        reply = yield from _answer(one.call)
+        reply = yield from _answer(one)
         if reply.error is not None:
             self._lost_pools.add(name)
             self._keeps.forget_pool(name)
@@ -446,15 +444,21 @@ class Resuming(Submissions):
         steps = self._steps
         assert steps is not None
         try:
-            call = steps.send(reply)
+            asks = steps.send(reply)
         except StopIteration:
             self._steps = None
             return
         if self._steps is steps:  # it was not lost meanwhile
-            outgoing = self._core.request(call.body, call.ids)
+            one = asks if isinstance(asks, Registration) else Registration(asks, lambda _: ())
+            outgoing = self._core.request(one.call.body, one.call.ids)
             self._asked = outgoing.message_id
-            saying, self._saying = self._saying, None
-            if saying is not None and self._say(saying.frames(outgoing.message_id), saying.fds):
+            try:
+                frames = one.frames(self._asked)
+            except KvferryError as error:  # of memory that is no more
+                self._core.forget(self._asked)
+                self._advance(ReplyArrived(self._asked, ErrorReply(error=error.info()), (), error))
+                return
+            if self._say(frames, one.fds):
                 return  # the loss of the socket is about to be found
             self._transmit(self._core.sent(outgoing, time.monotonic(), connected=True))
 
@@ -464,7 +468,7 @@ class Resuming(Submissions):
             self._advance(self._replies.pop(news.message_id))
 
 
-def _answer(call: Call[Any]) -> Generator[Call[Any], ReplyArrived | None, ReplyArrived]:
+def _answer(call: Call[Any] | Registration) -> Generator[Call[Any] | Registration, ReplyArrived | None, ReplyArrived]:
     """Ask, again where the daemon is busy, and return the reply."""
     tries = 0
     while True:

@@ -156,6 +156,8 @@ def export(kind: str, tensor: torch.Tensor) -> TorchShare:
         raise InvalidFieldError(f"the tensor is on {tensor.device}, not on {kind}", field="device")
     if not tensor.is_contiguous():
         raise InvalidFieldError("only a contiguous tensor can be registered", field="strides")
+    if not tensor.untyped_storage().nbytes():
+        raise InvalidFieldError("the tensor's storage is empty: its memory was given up", field="storage")
     try:
         fields = getattr(tensor.untyped_storage(), f"_share_{kind}_")()
     except RuntimeError as cause:  # for example a pool's memory; says nothing about the state of the device
