@@ -14,6 +14,8 @@ import errno
 import os
 import socket
 import struct
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -56,7 +58,7 @@ from kvferry.protocol.session_stream import (
 )
 
 OPENING_TIMEOUT_S: Final = 5.0
-ACCEPT_BOUND: Final = 64
+ACCEPT_BOUND: Final = 16
 """Connections accepted in a row."""
 ACCEPT_PAUSE_S: Final = 1.0
 _RECEIVE_BYTES: Final = 4096
@@ -73,6 +75,9 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 MAX_BYTES_SAID_AHEAD: Final = 8 << 20
 """More than a socket's buffer holds, so that everything sent before a message is read."""
+
+REFUSAL_LOG_S: Final = 1.0
+"""Of the connections that open no session in such a time the first is logged; strangers may make any number of them."""
 
 log = structlog.get_logger(__name__)
 
@@ -214,7 +219,8 @@ class SessionSocket:
         self.descriptors = descriptors
         self._hub = hub
         self.holders = Holders(descriptors)
-        self._unopened: dict[_Connection, None] = {}
+        self._unopened: dict[_Connection, int] = {}
+        self._refusal_logged_at = -REFUSAL_LOG_S
         self._connections: dict[int, _Connection] = {}
         self._kept: dict[int, _Connection | _Awaited] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -306,11 +312,26 @@ class SessionSocket:
         return connection.read_all() if connection is not None else None
 
     def came(self, connection: _Connection) -> None:
-        """Record a connection without a session; the oldest such one makes room for it."""
-        if len(self._unopened) >= self.descriptors.unopened:
-            oldest = next(iter(self._unopened))
-            oldest.refuse(OverloadedError("too many clients connect and open no session"))
-        self._unopened[connection] = None
+        """Record a connection without a session; the oldest such one of the user who has most makes room for it.
+
+        What that one has said by now counts: in a flood it may not have been read yet.
+        """
+        while len(self._unopened) >= self.descriptors.unopened:
+            counts = Counter(self._unopened.values())
+            most = max(counts.values())
+            oldest = next(one for one, user in self._unopened.items() if counts[user] == most)
+            oldest.read_all()
+            if oldest in self._unopened:
+                oldest.refuse(OverloadedError("too many clients connect and open no session"))
+        self._unopened[connection] = connection.user
+
+    def refused(self, why: str) -> None:
+        """Count a connection that has opened no session; of many in a short time only the first is logged."""
+        self.counters.add("sessions.refused")
+        now = time.monotonic()
+        if now - self._refusal_logged_at >= REFUSAL_LOG_S:
+            self._refusal_logged_at = now
+            log.info("session refused", cause=why)
 
     def left(self, connection: _Connection) -> None:
         """Record that a connection has opened its session, or is closed. Twice does nothing."""
@@ -421,6 +442,7 @@ class _Connection:
     def __init__(self, owner: SessionSocket, channel: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         self._owner = owner
         self._channel = channel
+        self.user = peer_of(channel).uid
         self._loop = loop
         self._frames = FrameSplitter()
         self._session: Session | None = None
@@ -460,8 +482,7 @@ class _Connection:
         self.release()
         self._owner.left(self)
         if self._session is None and not self._served:
-            self._owner.counters.add("sessions.refused")
-            log.info("session refused", cause=why)
+            self._owner.refused(why)
         elif self._session is not None:
             log.info("session ended", session=self._session.session_id, pid=self._session.peer.pid, cause=why)
             self._owner.closed(self._session)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,14 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvferry.clients import Client
+from kvferry.clients.calls import session_open
 from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.codec import encode
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Ping
-from tests.daemons import DaemonProcess
+from kvferry.protocol.session_stream import pack
+from tests.daemons import DaemonProcess, said_by_another_user, soon
 from tests.devices import DEVICE
 from tests.raw_engine import raw_engine
 
@@ -160,6 +163,36 @@ def test_many_connections_that_say_nothing(daemon: DaemonProcess) -> None:
         for _ in range(200):
             stack.enter_context(_connected(daemon.runtime_dir / "session.sock"))
         assert counters(daemon)["sessions.refused"] - before >= 200 - MOST_UNOPENED, "the bound on unopened sessions"
+
+
+def test_an_engine_among_many_that_say_nothing_has_its_session(daemon: DaemonProcess) -> None:
+    log_lines = daemon.log.read_text().count("session refused")
+    path = daemon.runtime_dir / "session.sock"
+    with contextlib.ExitStack() as stack:
+        daemon.process.send_signal(signal.SIGSTOP)  # so that all of them wait when it goes on
+        stack.callback(daemon.process.send_signal, signal.SIGCONT)
+        engine = stack.enter_context(_connected(path))
+        engine.sendall(pack(session_open("patient")))
+        for _ in range(4 * MOST_UNOPENED):
+            stack.enter_context(_connected(path))
+        daemon.process.send_signal(signal.SIGCONT)
+        assert b"OPENED" in engine.recv(4096)
+        assert soon(lambda: counters(daemon)["sessions.refused"] >= 3 * MOST_UNOPENED)
+    assert daemon.log.read_text().count("session refused") - log_lines < MOST_UNOPENED
+
+
+def test_who_has_most_connections_without_a_session_makes_room(daemon: DaemonProcess) -> None:
+    code = (
+        "import socket\n"
+        "def one():\n    it = socket.socket(socket.AF_UNIX)\n"
+        "    it.connect(sys.argv[1] + '/session.sock')\n    return it\n"
+        f"held = [one() for _ in range({4 * MOST_UNOPENED})]\n"
+        "print(Client.connect(sys.argv[1]).ping() > 0)"
+    )
+    with _connected(daemon.runtime_dir / "session.sock") as slow:
+        assert said_by_another_user(daemon, code) == "True"
+        slow.sendall(pack(session_open("slow")))
+        assert b"OPENED" in slow.recv(4096)
 
 
 def test_bytes_after_the_opening_end_the_session(daemon: DaemonProcess) -> None:
