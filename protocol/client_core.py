@@ -652,7 +652,7 @@ def _read_reply(message_id: int, body: Body, ids: tuple[PageIds, ...]) -> ReplyA
     if isinstance(body, ErrorReply):
         error = raised(body.error)
     elif isinstance(body, Busy):
-        error = OverloadedError(f"{body.detail}; try again after {body.retry_after_ms} ms")
+        error = OverloadedError(f"{body.detail}; try again after {body.retry_after_ms} ms").after(body.retry_after_ms)
     return ReplyArrived(message_id, body, ids, error)
 
 

@@ -53,7 +53,9 @@ class Arrived(msgspec.Struct, frozen=True):
         if isinstance(self.body, ErrorReply):
             return raised(self.body.error)
         if isinstance(self.body, Busy):
-            return OverloadedError(f"{self.body.detail}; try again after {self.body.retry_after_ms} ms")
+            return OverloadedError(f"{self.body.detail}; try again after {self.body.retry_after_ms} ms").after(
+                self.body.retry_after_ms
+            )
         return None
 
 

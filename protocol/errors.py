@@ -83,7 +83,7 @@ which ``fault`` says in words, on the wire too::
 
 from __future__ import annotations
 
-from typing import ClassVar, Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -93,12 +93,19 @@ Effect: TypeAlias = Literal["absent", "done", "unknown"]
 """What a request has done that failed: nothing, all of it, or nobody can say."""
 
 
+RETRY_AT_ONCE_MS: Final = 5
+"""For what has just changed."""
+RETRY_LATER_MS: Final = 1000
+"""For what an engine, an operator or a process has to give up first, not the daemon."""
+RETRY_LAST_MS: Final = 5000
+
+
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``field`` is the path of the field at fault (``lists[0].pages``), or empty.
 
     ``request_id`` is that of the transfer concerned, in full; empty if no transfer is concerned. ``fault``: see
     ``KvferryError``; empty from daemons that do not say. ``effect`` is what the request has done all the same: nothing,
-    unless it says otherwise.
+    unless it says otherwise. ``retry_after_ms``: of BUSY, when to try again.
     """
 
     code: str
@@ -109,6 +116,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: str = ""
     fault: str = ""
     effect: Effect = "absent"
+    retry_after_ms: int = 0
 
 
 class KvferryError(Exception):
@@ -119,6 +127,7 @@ class KvferryError(Exception):
     where time helps. It is the class's, or that of the case: what the daemon was asked alone and had no time for is a
     DEADLINE with the fault ``daemon``.
     ``effect`` is what the request has done all the same: nothing (``absent``), all of it (``done``), or ``unknown``.
+    ``retry_after_ms``, of BUSY alone, is when what it waits for is typically there: 5 ms to 5 s from now; others: 0.
     """
 
     by_code: ClassVar[dict[str, type[KvferryError]]] = {}
@@ -127,6 +136,7 @@ class KvferryError(Exception):
     retryable: bool = False
     remedy: str = ""
     effect: Effect = "absent"
+    retry_after_ms: int = 0
 
     def __init_subclass__(cls) -> None:
         if "code" in vars(cls):
@@ -168,6 +178,7 @@ class KvferryError(Exception):
             request_id=self.request_id,
             fault=self.fault,
             effect=self.effect,
+            retry_after_ms=self.retry_after_ms,
         )
 
 
@@ -599,6 +610,12 @@ class OverloadedError(BusyError):
 
     code = "BUSY"
     remedy = "wait for retry_after_ms, acknowledge events, keep fewer requests in flight"
+    retry_after_ms = 50
+
+    def after(self, retry_after_ms: int) -> Self:
+        """Set when to try again, at least 5 and at most 5000 ms from now, and return the error."""
+        self.retry_after_ms = min(max(retry_after_ms, RETRY_AT_ONCE_MS), RETRY_LAST_MS)
+        return self
 
 
 class ShuttingDownError(BusyError):
@@ -720,6 +737,8 @@ def raised(info: ErrorInfo) -> KvferryError:
     error.code = info.code
     error.request_id = info.request_id
     error.effect = info.effect
+    if isinstance(error, OverloadedError) and info.retry_after_ms:
+        error.after(info.retry_after_ms)
     return error
 
 

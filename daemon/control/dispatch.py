@@ -39,7 +39,7 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 
-RETRY_AFTER_MS = 50
+EVENT_AGAIN_S: Final = 0.05
 SMALL_BYTES: Final = 1024
 """A result of up to this size is never left out: the client must learn what its request did."""
 
@@ -231,7 +231,7 @@ class Dispatcher:
                 session.unsent.popleft()
         except Exception as cause:  # no memory: the engine may wait for nothing else, so it is tried again
             log.exception("an event could not be sent", session=session.session_id, cause=str(cause))
-            asyncio.get_running_loop().call_later(RETRY_AFTER_MS / 1000, self._push_again, session)
+            asyncio.get_running_loop().call_later(EVENT_AGAIN_S, self._push_again, session)
 
     def _push_again(self, session: Session) -> None:
         if not session.ended:
@@ -385,7 +385,7 @@ class Dispatcher:
 
 def _error_body(error: KvferryError) -> ErrorReply | Busy:
     if isinstance(error, OverloadedError):
-        return Busy(retry_after_ms=RETRY_AFTER_MS, detail=error.detail)
+        return Busy(retry_after_ms=error.retry_after_ms, detail=error.detail)
     return ErrorReply(error=error.info())
 
 

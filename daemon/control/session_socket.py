@@ -31,6 +31,7 @@ from kvferry.daemon.process.host import started_at
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
+    RETRY_LATER_MS,
     AccessDeniedError,
     KvferryError,
     MalformedError,
@@ -602,7 +603,7 @@ class _Connection:
                 self._owner.descriptors.take(session, peer.uid, "sessions", PER_SESSION)
             except OutOfDescriptorsError as error:
                 self._owner.sessions.close(session)
-                raise OverloadedError(error.detail, remedy=error.remedy) from None
+                raise OverloadedError(error.detail, remedy=error.remedy).after(RETRY_LATER_MS) from None
             session.keep = opening.keep
         self._session = session
         self._timeout.cancel()

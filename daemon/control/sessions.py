@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from kvferry.pools.index_file import SessionRecord
 from kvferry.protocol.codec import Frames, PageIds
-from kvferry.protocol.errors import InvalidFieldError, OverloadedError, ReplyGoneError
+from kvferry.protocol.errors import RETRY_LATER_MS, InvalidFieldError, OverloadedError, ReplyGoneError
 from kvferry.protocol.events import EventBody
 from kvferry.protocol.ids import new_secret
 from kvferry.protocol.limits import Limits
@@ -251,7 +251,7 @@ class SessionRegistry:
             OverloadedError: ``max_sessions`` sessions are live.
         """
         if len(self._by_id) >= self._limits.max_sessions:
-            raise OverloadedError(f"{len(self._by_id)} sessions live")
+            raise OverloadedError(f"{len(self._by_id)} sessions live").after(RETRY_LATER_MS)
         self._last_id += 1
         session_id = self._last_id
         owner_id = self._owners.get((peer.uid, instance), session_id) if instance else session_id

@@ -47,6 +47,7 @@ from kvferry.pools.planning.manifest import bytes_per_page, total_bytes
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import ReplyBody
 from kvferry.protocol.errors import (
+    RETRY_AT_ONCE_MS,
     InternalError,
     InvalidFieldError,
     KvferryError,
@@ -288,7 +289,9 @@ class PoolService:
             return Answer(PoolCreated(pool=body.pool, created=False, manifest=existing.manifest))
         if creation is not None:
             if creation.traits.registered_by is None and not self._is_wanted(creation):
-                raise OverloadedError(f"pool {body.pool!r} was deleted, or its instance ended, while it was populated")
+                raise OverloadedError(
+                    f"pool {body.pool!r} was deleted, or its instance ended, while it was populated"
+                ).after(RETRY_AT_ONCE_MS)
             self._check_found(call, body.pool, creation.traits, wanted)
             creation.waiting.append(call)
             return None

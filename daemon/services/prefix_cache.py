@@ -33,6 +33,7 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace,
 from kvferry.pools.tiers.index import PinnedBlocks
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
+    RETRY_LATER_MS,
     CacheMissError,
     InvalidFieldError,
     KvferryError,
@@ -246,12 +247,14 @@ class PrefixCache:
 
     def _check_leases(self, owner_id: int) -> None:
         if len(self._leases.get(owner_id, ())) >= MAX_LEASES:
-            raise OverloadedError(f"the instance has {MAX_LEASES} leases: UNPIN some")
+            raise OverloadedError(f"the instance has {MAX_LEASES} leases: UNPIN some").after(RETRY_LATER_MS)
 
     def _check_pins(self, owner_id: int, more: int) -> None:
         pins = sum(len(lease.blocks) for lease in self._leases.get(owner_id, {}).values())
         if pins + more > MAX_PINS:
-            raise OverloadedError(f"the instance's leases have {pins} blocks; {more} more exceed {MAX_PINS}")
+            raise OverloadedError(f"the instance's leases have {pins} blocks; {more} more exceed {MAX_PINS}").after(
+                RETRY_LATER_MS
+            )
 
     def _unpin(self, call: Call) -> Answer:
         lease = self.lease(call, expect(call, Unpin).lease)

@@ -31,6 +31,7 @@ from kvferry.pools.devices.vendor import on_stream
 from kvferry.pools.planning.manifest import component_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
+    RETRY_LATER_MS,
     InvalidFieldError,
     KvferryError,
     OverloadedError,
@@ -238,7 +239,7 @@ class TableService:
         if key in self._tables or key in self._coming:
             raise TablesExistError(f"the session has tables {body.tables!r}", field="tables")
         if sum(one[0] == key[0] for one in (*self._tables, *self._coming)) >= MAX_TABLES_PER_SESSION:
-            raise OverloadedError(f"the session has {MAX_TABLES_PER_SESSION} tables")
+            raise OverloadedError(f"the session has {MAX_TABLES_PER_SESSION} tables").after(RETRY_LATER_MS)
         pool = self._pools.get(call.session.tenant, body.pool)
         tables = _tables_for(pool, body)
         if pool.region.device == HOST:

@@ -30,7 +30,7 @@ from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.pools.allocator import HeldPages, PageAllocator
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
 from kvferry.pools.pool import Pool
-from kvferry.protocol.errors import AccessDeniedError, InternalError, OverloadedError
+from kvferry.protocol.errors import RETRY_LATER_MS, AccessDeniedError, InternalError, OverloadedError
 from kvferry.protocol.session_messages import Finding, Verified, Verify
 
 SLICE_S: Final = 0.5e-3
@@ -97,7 +97,7 @@ class Verification:
                 f"daemon's own user {os.geteuid()}"
             )
         if self._in_progress:
-            raise OverloadedError("another VERIFY is in progress")
+            raise OverloadedError("another VERIFY is in progress").after(RETRY_LATER_MS)
         self._in_progress = True
         self._background.spawn(self._answer(call, deep=body.deep))
         return None

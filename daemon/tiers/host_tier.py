@@ -29,7 +29,7 @@ from kvferry.pools.tiers.index import BlockIndex, PinnedBlocks, TenantAccount
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.protocol.config.memory import smallest_limit
 from kvferry.protocol.config.schema import TiersConfig
-from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
+from kvferry.protocol.errors import RETRY_LATER_MS, OutOfMemoryError, OverloadedError, TierOffError
 from kvferry.protocol.session_messages import TierStatus
 
 log = structlog.get_logger(__name__)
@@ -40,6 +40,9 @@ AHEAD_BYTES = 256 << 20
 
 GROW_AGAIN_S = 1.0
 """After there was too little memory, so long nobody looks whether there is enough by now."""
+
+AGAIN_MS = 250
+"""When a full tier is worth another try: operations end and leases are given up meanwhile."""
 
 JOURNAL_CHANGES = 1 << 16
 MAX_LABELS = 4096
@@ -301,7 +304,7 @@ class HostTier:
         return OverloadedError(
             f"the host tier is full: {wanted} bytes are needed, {why}; snapshots and running operations use: "
             f"{_largest(charged)}; cached blocks are pinned: {_largest(pinned)}"
-        )
+        ).after(RETRY_LATER_MS if self._too_little else AGAIN_MS)
 
 
 class Demotions:

@@ -24,6 +24,7 @@ from kvferry.pools.tiers.arena import Extent, Offsets
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
+    RETRY_LATER_MS,
     InternalError,
     KvferryError,
     LayoutMismatchError,
@@ -155,7 +156,9 @@ class SnapshotRegistry:
             OverloadedError: it has MAX_SNAPSHOTS.
         """
         if self._counts[tenant] >= MAX_SNAPSHOTS:
-            raise OverloadedError(f"user {tenant} has {MAX_SNAPSHOTS} snapshots: drop or restore some")
+            raise OverloadedError(f"user {tenant} has {MAX_SNAPSHOTS} snapshots: drop or restore some").after(
+                RETRY_LATER_MS
+            )
 
     def add(self, snapshot: Snapshot) -> None:
         """Register a snapshot, under a new name."""

@@ -47,8 +47,9 @@ def receive(client: Client, ids: PageIds) -> Transfer:
 def test_transfers_of_a_session(client: Client) -> None:
     ids = client.allocate("decode", 3)
     first, second, third = (receive(client, ids[at : at + 1]) for at in range(3))
-    with pytest.raises(OverloadedError, match="2 transfers of the session"):
+    with pytest.raises(OverloadedError, match="2 transfers of the session") as refused:
         client.wait_finished(third)
+    assert refused.value.retry_after_ms == 50, "transfers end by themselves"
     client.cancel(first)
     client.wait_settled(first)
     client.ping()  # acknowledges it
@@ -109,8 +110,9 @@ def test_events_that_are_never_acknowledged(daemon: DaemonProcess, client: Clien
 
 def test_sessions(daemon: DaemonProcess, client: Client) -> None:
     with Client.connect(daemon.runtime_dir), Client.connect(daemon.runtime_dir) as last:
-        with pytest.raises(OverloadedError, match="3 sessions live"):
+        with pytest.raises(OverloadedError, match="3 sessions live") as refused:
             Client.connect(daemon.runtime_dir)
+        assert refused.value.retry_after_ms == 1000, "an engine has to go first"
         with Client.connect(daemon.runtime_dir, session=False) as looker:
             looker.ping()
         last.close()

@@ -140,6 +140,7 @@ def test_a_refusal_is_an_error_of_its_class_and_busy_says_when(core: ClientCore)
     error = reply(core, core.request(Ping()), Busy(retry_after_ms=50, detail="256 requests")).error
     assert isinstance(error, OverloadedError)
     assert "50 ms" in error.detail
+    assert error.retry_after_ms == 50
 
 
 def test_without_a_session_the_first_reply_says_which_daemon_it_is() -> None:

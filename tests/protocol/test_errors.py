@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from kvferry.protocol import errors
-from kvferry.protocol.errors import CancelledError, ErrorInfo, InternalError, KvferryError, raised
+from kvferry.protocol.errors import CancelledError, ErrorInfo, InternalError, KvferryError, OverloadedError, raised
 
 _ERRORS = (one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, KvferryError))
 CLASSES = [one for one in _ERRORS if one is not KvferryError]
@@ -98,3 +99,12 @@ def test_the_text_has_everything_a_log_needs() -> None:
         "which sessions hold them)"
     )
     assert str(CancelledError("cancelled")) == "CANCELLED: cancelled"
+
+
+@pytest.mark.parametrize(("said_ms", "waited_ms"), [(-7, 5), (1, 5), (300, 300), (1 << 40, 5000)])
+def test_when_to_try_again_travels_and_is_neither_at_once_nor_for_ever(said_ms: int, waited_ms: int) -> None:
+    info = msgspec.structs.replace(OverloadedError("full").info(), retry_after_ms=said_ms)
+    error = raised(info)
+    assert error.retry_after_ms == waited_ms
+    assert raised(error.info()).retry_after_ms == waited_ms
+    assert raised(CancelledError("gone").info()).retry_after_ms == 0

@@ -151,6 +151,7 @@ def test_what_others_have_is_named_to_root_alone(host: HostTier) -> None:
         with pytest.raises(OverloadedError) as error:
             host.reserve(asks, 3, UNIT)
         said[asks] = error.value.detail.partition("; ")[2]
+        assert error.value.retry_after_ms == 250
     host.release(THEIRS, theirs, UNIT)
     begins, pinned = "snapshots and running operations use: 16384 ", "cached blocks are pinned: 8192 "
     assert said[MINE] == f"{begins}of other users; {pinned}of other users"
