@@ -37,9 +37,9 @@ NEXT: Final = """\
 Then, with NAME for your configuration:
   systemd-sysusers && systemd-tmpfiles --create && systemctl daemon-reload
   usermod -aG kvferry USER                    # for the user of each engine
-  install -D -m 0644 {example} /etc/kvferry/NAME.toml
+  test -e /etc/kvferry/NAME.toml || install -D -m 0644 {example} /etc/kvferry/NAME.toml
   kvferry doctor --config /etc/kvferry/NAME.toml
-  systemctl enable --now kvferry@NAME.socket kvferry@NAME.service
+  systemctl enable --now kvferry@NAME.socket kvferry@NAME.service    # after an upgrade: systemctl restart kvferry@NAME
 Drop-ins for other hosts and for NPUs, hosts.conf and npu.conf, are in {folder}."""
 
 

@@ -47,6 +47,20 @@ def test_without_the_option_nothing_is_written(tmp_path: Path, capsys: pytest.Ca
     )
 
 
+def test_what_is_to_be_done_then_keeps_a_configuration_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["systemd", "--root", str(tmp_path)]) == 0
+    configured = tmp_path / "kvferry" / "NAME.toml"
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if "install -D" in one)
+    copy = ["sh", "-ec", line.replace("/etc/kvferry/NAME.toml", str(configured))]
+    subprocess.run(copy, check=True)
+    assert "[service]" in configured.read_text()
+    configured.write_text("# mine\n")
+    subprocess.run(copy, check=True)
+    assert configured.read_text() == "# mine\n", "who upgrades is told to run all of it again"
+
+
 def test_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "etc").touch()
     assert main(["systemd", "--install", "--root", str(tmp_path)]) == 1
