@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvferry.clients import AsyncClient, MhaSpec
 from kvferry.daemon.daemon import Daemon, Tuning
 from kvferry.daemon.process.access import RuntimeDirectory
+from kvferry.daemon.process.fd_store import FdStore
 from kvferry.daemon.process.host import configure_logs
 from kvferry.protocol.config.schema import Config, LoggingConfig, ServiceConfig
 from tests.scripted.recording_service_manager import RecordingServiceManager
@@ -30,13 +31,17 @@ class Serving(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(config: Config = CONFIG) -> AsyncIterator[Serving]:
-    """Run a daemon; it is stopped in the end, if it was not before, and must have ended well."""
+async def serving(config: Config = CONFIG, store: FdStore | None = None) -> AsyncIterator[Serving]:
+    """Run a daemon; it is stopped in the end, if it was not before, and must have ended well.
+
+    ``store`` keeps what outlives it.
+    """
     configure_logs(CONFIG.logging)
     stopping, manager = asyncio.Event(), RecordingServiceManager()
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         directory = await asyncio.to_thread(RuntimeDirectory(Path(folder) / "run").__enter__)
-        ends = asyncio.ensure_future(Daemon(config, directory, stopping, tuning=Tuning(copy_threads=1)).serve(manager))
+        daemon = Daemon(config, directory, stopping, tuning=Tuning(copy_threads=1), store=store)
+        ends = asyncio.ensure_future(daemon.serve(manager))
         ready = asyncio.ensure_future(manager.is_ready.wait())
         await asyncio.wait([ends, ready], return_when=asyncio.FIRST_COMPLETED)
         if ends.done():  # it failed before it could serve

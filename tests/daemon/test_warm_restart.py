@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import signal
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
 
-from kvferry.clients import Client, MhaSpec, calls
+from kvferry.clients import AsyncClient, Client, MhaSpec, calls
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.daemon.process.access import HOLDER_SOCKET
 from kvferry.daemon.process.fd_store import open_store
 from kvferry.daemon.process.inherited import Inherited
+from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.index_file import INDEX_BYTES, SessionIndex
+from kvferry.pools.pool import Pool
 from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.client_core import ClientCore
 from kvferry.protocol.codec import PageIds, decode_from_daemon
@@ -32,6 +36,7 @@ from kvferry.protocol.errors import NoSessionError, NotOwnerError, UnknownPoolEr
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import CreatePool, DeletePool
 from kvferry.protocol.session_stream import SessionOpened
+from tests.daemon.in_process import serving
 from tests.daemons import RestartedDaemon, restarted_daemon, soon
 from tests.raw_engine import RawEngine, raw_engine
 from tests.started import started
@@ -39,6 +44,7 @@ from tests.started import started
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
 ALL = 16
 SOON_MS = 20_000
+T = TypeVar("T")
 POOL = "pool"
 GRACE = "[service]\nresume_grace_s = 600.0\n"
 
@@ -366,3 +372,56 @@ def test_what_an_earlier_daemon_left_ends_where_nobody_keeps_anything() -> None:
         life.start()
         with Client.connect(life.runtime_dir) as again:
             assert not again.status().pools
+
+
+class ScriptedStore:
+    """A store of descriptors in this process."""
+
+    where = "this test"
+    pid = 0
+
+    def __init__(self) -> None:
+        self.kept: dict[str, int] = {}
+
+    def take(self) -> dict[str, int]:
+        return {name: os.dup(fd) for name, fd in self.kept.items()}
+
+    def put(self, descriptors: Mapping[str, int]) -> None:
+        self.kept |= {name: os.dup(fd) for name, fd in descriptors.items()}
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            os.close(self.kept.pop(name))
+
+    def leave(self, grace_s: float | None) -> None:
+        pass
+
+
+def test_a_bug_that_one_pool_meets_costs_that_pool_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next daemon does not meet it again."""
+    store, add = ScriptedStore(), PoolRegistry.add
+
+    def fails(self: PoolRegistry, pool: Pool) -> None:
+        if pool.name == "bad":
+            raise ZeroDivisionError("a bug")
+        add(self, pool)
+
+    async def makes(client: AsyncClient) -> None:
+        for name in ("good", "bad", "better"):
+            await client.create_pool(name, SPEC)
+
+    async def finds(client: AsyncClient) -> tuple[set[str], int, int]:
+        status = await client.status()
+        counts = [status.counters.get(f"adoption.{name}", 0) for name in ("pools", "pools_dropped")]
+        return {one.pool for one in status.pools}, counts[0], counts[1]
+
+    async def life(does: Callable[[AsyncClient], Awaitable[T]]) -> T:
+        async with serving(store=store) as one, await AsyncClient.connect(one.path) as client:
+            return await does(client)
+
+    asyncio.run(life(makes))
+    monkeypatch.setattr(PoolRegistry, "add", fails)
+    assert asyncio.run(life(finds)) == ({"good", "better"}, 2, 1)
+    assert asyncio.run(life(finds)) == ({"good", "better"}, 2, 0)
+    assert len(store.kept) == 1 + 2 * 2, "the index, and of each pool its memory and its record"
+    store.remove(list(store.kept))
