@@ -36,7 +36,7 @@ from kvferry.pools.planning.copies import (
     split_blocks,
     vectored_copy_works,
 )
-from kvferry.pools.planning.plan import BlockParts, Blocks, Plan
+from kvferry.pools.planning.plan import BlockParts, Blocks, Plan, whole_blocks
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError
 from kvferry.protocol.peer_messages import PeerBody
@@ -121,7 +121,7 @@ class _Job:
         self.op = op
         self.on_done = on_done
         self.checking = False
-        self.expansion: _Expansion | _Checks | None = None
+        self.expansion: _Expansion | _Checks | _NoMore | None = None
         self.chunks: deque[_CopyChunk] = deque()
         self.in_flight = 0
         self.error: KvferryError | None = None
@@ -211,6 +211,9 @@ class LocalTransport:
     def _expand(self, job: _Job) -> _CopyChunk | None:
         """Expand the next part of a transfer op, and return its first chunk; meanwhile no other thread has the job."""
         if job.expansion is None:
+            if not job.checking and (blocks := _small_blocks(job.op, self._chunk_bytes)) is not None:
+                job.expansion = _NO_MORE
+                return blocks
             job.expansion = (_Checks if job.checking else _Expansion)(job.op, self._chunk_bytes)
         chunks = deque(job.expansion.take())
         first = chunks.popleft() if chunks else None
@@ -282,6 +285,19 @@ class LocalTransport:
     def _report(self, job: _Job) -> None:
         if not self._closing:
             job.on_done(job.op.op_id, job.error)
+
+
+class _NoMore:
+    """Nothing but what was taken already."""
+
+    is_over = True
+
+    def take(self) -> list[_CopyChunk]:
+        """Return no chunk."""
+        return []
+
+
+_NO_MORE: Final = _NoMore()
 
 
 class _Checks:
@@ -364,6 +380,24 @@ class _Expansion:
             blocks[first:stop] for first, stop in pairwise(chunk_bounds(blocks, self._chunk_bytes).tolist())
         ]
         return chunks
+
+
+def _small_blocks(op: StartOp, chunk_bytes: int) -> Blocks | None:
+    """Return all of an op that is one part of one chunk, as most are, and without more ado; None where it is not."""
+    if len(op.plans) != 1:
+        return None
+    source, destination, plan = _region(op.source), _region(op.destination), op.plans[0]
+    if (
+        not (isinstance(source, HostRegion) and isinstance(destination, HostRegion))
+        or len(plan.runs.pages) * len(plan.source.base) > CHUNKS_BLOCKS
+        or not 0 < plan.total_bytes <= min(chunk_bytes, MAX_BLOCK_BYTES)
+        or plan.sliced.any()
+    ):
+        return None
+    blocks = whole_blocks(plan)
+    blocks[:, 0] += np.uint64(source.address)
+    blocks[:, 1] += np.uint64(destination.address)
+    return blocks
 
 
 def _region(pool: SourcePool) -> Region:

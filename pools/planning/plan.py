@@ -108,11 +108,11 @@ class Plan(msgspec.Struct, frozen=True):
         """
         sliced = self.sliced
         if not sliced.any():
-            return _whole_blocks(self)
+            return whole_blocks(self)
         parts = []
         for entry, cut in enumerate(sliced.tolist()):
             alone = self.of(np.arange(len(sliced)) == entry)
-            parts.append(_token_blocks(alone) if cut else _whole_blocks(alone))
+            parts.append(_token_blocks(alone) if cut else whole_blocks(alone))
         return np.concatenate(parts)
 
 
@@ -148,7 +148,7 @@ class BlockParts:
         if not first:
             if self._count <= max_blocks and self._total_bytes <= max_bytes:
                 self._first = self._count
-                return _whole_blocks(self._plan)
+                return whole_blocks(self._plan)
             self._measure()
         stop = min(self._from(self._taken_bytes + max_bytes), first + max_blocks)
         self._first = stop = max(stop, first + 1)
@@ -183,7 +183,7 @@ class BlockParts:
             last_entry, last_run = (stop // self._runs, self._runs) if not run else (entry + 1, self._runs)
             if run or last_entry == entry:
                 last_entry, last_run = entry + 1, min(self._runs, run + stop - first)
-            parts.append(_whole_blocks(self._plan, slice(entry, last_entry), slice(run, last_run)))
+            parts.append(whole_blocks(self._plan, slice(entry, last_entry), slice(run, last_run)))
             first += len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -258,7 +258,8 @@ def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
     return rows, row_bytes, heads.start * head_bytes, heads.count * head_bytes
 
 
-def _whole_blocks(plan: Plan, entries: slice = _ALL, runs: slice = _ALL) -> Blocks:
+def whole_blocks(plan: Plan, entries: slice = _ALL, runs: slice = _ALL) -> Blocks:
+    """Return the copies of a plan of whole pages, or of some of its entries and runs: ``(n, 3)`` uint64."""
     sizes, pages = plan.source.page_bytes[entries, None], plan.runs.pages[runs]
     columns = np.empty((3, len(sizes), len(pages)), np.uint64)  # each column contiguous
     np.multiply(sizes, plan.runs.source[runs].astype(np.uint64), out=columns[0])
