@@ -329,7 +329,8 @@ class Resuming(Submissions):
     def _recover(self) -> Steps:
         """Go on with the daemon that has adopted the session: see what it has of ours, and believe what is proved."""
         keeps, old = self._keeps, self._recovered
-        yield from self._hello()
+        if not (yield from self._hello()):
+            return
         for ring in keeps.rings:
             ring.outlive()
         tables, rings = tuple(sorted(one.name for one in keeps.tables)), bool(keeps.rings)
@@ -425,16 +426,18 @@ class Resuming(Submissions):
     def _greet(self) -> Steps:
         """Go on with the same daemon, which has everything still."""
         self._release()
-        yield from self._hello()
-        self._tell(Reconnected(self.boot_id, self.boot_id))
+        if (yield from self._hello()):
+            self._tell(Reconnected(self.boot_id, self.boot_id))
 
-    def _hello(self) -> Steps:
+    def _hello(self) -> Generator[Call[Any] | Registration, ReplyArrived | None, bool]:
+        """Hear what the daemon's limits are; return False if it refuses that: this client is dead then."""
         call = calls.hello(self._name)
         reply = yield from _answer(call)
         if reply.error is not None:
             self._end(reply.error)
-        else:
-            self.welcome = call.read(reply)
+            return False
+        self.welcome = call.read(reply)
+        return True
 
     def _begin_steps(self, steps: Steps) -> None:
         self._steps = steps

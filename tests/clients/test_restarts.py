@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -15,7 +16,13 @@ import pytest
 from kvferry import clients
 from kvferry.clients import AsyncClient, Client, MhaSpec, SharedMemory, calls, new_request_id, pages
 from kvferry.clients.connection import Reconnected
-from kvferry.protocol.errors import DeadlineError, ShuttingDownError, StaleBootError, UnknownTablesError
+from kvferry.protocol.errors import (
+    DeadlineError,
+    SessionLostError,
+    ShuttingDownError,
+    StaleBootError,
+    UnknownTablesError,
+)
 from kvferry.protocol.settings import CONTROL_SOCKET
 from tests.clients.blocking import connected
 from tests.clients.cutting_proxy import cutting_proxy
@@ -232,3 +239,36 @@ def test_who_only_allocates_hears_that_its_pages_are_gone(life: RestartedDaemon)
         life.restart()
         assert soon(lambda: (scheduler.poll(0), len(told.events) == 2)[1])
         assert told.events[1].pages == {}, "once"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_who_stands_still_for_too_long_hears_of_it(kind: type[Client | AsyncClient]) -> None:
+    """By polling alone; what it asks before it has heard is not done with pages that are another's by then."""
+    with (
+        restarted_daemon("[service]\nresume_grace_s = 0.2\n") as life,
+        connected(kind, life.runtime_dir, name="still") as polls,
+        connected(kind, life.runtime_dir, name="still") as asks,
+        connected(kind, life.runtime_dir, name="still") as sends,
+    ):
+        polls.create_pool("pool", SPEC)
+        still = (polls, asks, sends)
+        _, asked, sent = (one.allocate("pool", 3) for one in still)
+        life.restart()
+        with Client.connect(life.runtime_dir) as other:
+            assert soon(lambda: not any(one.name == "still" for one in other.status().sessions))
+            other.allocate("pool", 16)
+            with pytest.raises(SessionLostError):
+                asks.free("pool", asked)
+            sending = sends.send("pool", new_request_id(), [pages(sent)])
+
+            def hears(client: Client) -> bool:
+                with contextlib.suppress(SessionLostError):
+                    client.poll(0)
+                    return False
+                return True
+
+            assert soon(lambda: hears(polls))
+            assert soon(lambda: hears(sends))
+            assert isinstance(sending.error, SessionLostError)
+            assert not other.status().transfers
+            assert len(other.owned_pages("pool")["main"]) == 16
