@@ -200,42 +200,6 @@ def test_an_engine_that_connects_starts_the_daemon_and_a_restart_only_lets_it_wa
     assert machine.ping(), "the sockets stay, and start it again"
 
 
-POOL = """{"pool": "d", "spec": {"kind": "mha", "layers": 2, "tokens": 64, "page_size": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float16"}}"""  # noqa: E501
-ENGINE = """
-import sys, time
-from kvferry.clients import calls
-from kvferry.clients.session_channel import SessionChannel
-from kvferry.protocol.errors import KvferryError
-where = sys.argv[1]
-before = SessionChannel.open(where, calls.session_open("engine", keep=True)).opened
-print("open", flush=True)
-sys.stdin.readline()
-opened = SessionChannel.open(where, calls.session_open("", resume=before.secret)).opened
-print(opened.resumed, opened.session == before.session, opened.boot_id != before.boot_id)
-"""
-
-
-def test_pools_and_sessions_outlive_a_kill_and_a_restart(machine: Machine) -> None:
-    """What systemd stores: an index and, for each pool, its memory and its record."""
-    machine.start("kvferry@test.service")
-    machine.run(KVFERRY, "probe", "CREATE_POOL", POOL, status=0)
-    command = machine.inside(sys.executable, "-c", ENGINE, "/run/kvferry/test")
-    for end in (("kill", "--kill-whom=main", "--signal=KILL", "kvferry@test"), ("restart", "kvferry@test")):
-        assert machine.property("NFileDescriptorStore") == "3", machine.log()
-        before = machine.property("MainPID")
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
-            assert engine.stdout is not None
-            assert engine.stdout.readline() == "open\n"
-            machine.run("systemctl", *end, status=0)
-            assert machine.ping()
-            assert machine.property("MainPID") != before
-            assert engine.communicate("go\n")[0] == "True True True\n", machine.log()
-        status = json.loads(machine.run(KVFERRY, "status", "--json", status=0).stdout)
-        assert [one["pool"] for one in status["pools"]] == ["d"]
-    machine.run(KVFERRY, "probe", "DELETE_POOL", '{"pool": "d"}', status=0)
-    machine.until("NFileDescriptorStore", "1")
-
-
 def test_the_watchdog_ends_a_daemon_that_hangs(machine: Machine) -> None:
     machine.start("kvferry@test.service")
     pid = machine.property("MainPID")
@@ -339,6 +303,9 @@ def test_a_pool_outlives_the_daemon_and_its_engine_only_waits(machine: Machine, 
     assert report["size_bytes"] >= 256 << 20
     assert report["same"]
     assert report["same_for_others"]
+    assert machine.property("NFileDescriptorStore") == "3", "the index, the pool's memory and its record"
+    machine.run(KVFERRY, "probe", "DELETE_POOL", '{"pool": "patient"}', status=0)
+    machine.until("NFileDescriptorStore", "1")
 
 
 @pytest.fixture
