@@ -44,6 +44,10 @@ ACCEPT_PAUSE_S: Final = 1.0
 HANDSHAKE_S: Final = 10.0
 """A connection that has not said by then that it is a ZeroMQ client is closed; one that has may be idle."""
 
+SWEEP_S: Final = 1.0
+"""How often every connection is read. libuv reports a socket's error once and watches it no more, so a connection that
+was reset with bytes unread would stay as it is for ever once they are read."""
+
 LAST_WORDS_S: Final = 0.1
 RECEIVE_BYTES: Final = 1 << 18
 SENT_AT_ONCE: Final = 64
@@ -109,6 +113,7 @@ class ControlSocket:
         self._spared: Callable[[], Collection[bytes]] = _nobody
         self._on_end: Callable[[bytes], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
         self._numbers = itertools.count(1)
         self._connections: dict[bytes, _Connection] = {}
         self._background: deque[_Connection] = deque()
@@ -160,9 +165,12 @@ class ControlSocket:
         self._on_end = on_end
         for listener in self._listeners:
             loop.add_reader(listener, self._accept, listener)
+        self._sweeping = loop.call_later(SWEEP_S, self._sweep)
 
     def close(self) -> None:
         """Stop serving; queued replies have ``LAST_WORDS_S`` to leave. Closing twice does nothing."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         if self._loop is not None:
             for listener in self._listeners:
                 self._loop.remove_reader(listener)
@@ -237,6 +245,12 @@ class ControlSocket:
         finally:  # no failure of one keeps the others from their turns
             if self._background and self._loop is not None:
                 self._loop.call_soon(self._serve_background)
+
+    def _sweep(self) -> None:
+        if self._loop is not None:
+            for connection in self._connections.values():
+                connection.await_turn()
+            self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
 
     def too_much_queued(self) -> None:
         """Close a connection whose peer has left many bytes unread."""
@@ -358,7 +372,12 @@ class _Connection:
         """Handle what has arrived: now, or in the background."""
         if self._is_of_session and not self._is_heavy:
             self.take_turn()
-        elif not self.awaits_turn and not self._closed:
+        else:
+            self.await_turn()
+
+    def await_turn(self) -> None:
+        """Handle what has arrived in the background."""
+        if not self.awaits_turn and not self._closed:
             self.awaits_turn = True
             self._owner.in_background(self)
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvferry.clients import Client
 from kvferry.clients.calls import session_open
+from kvferry.daemon.control.zmtp import GREETING, frame
 from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.codec import encode
 from kvferry.protocol.envelope import Reply, Request
@@ -29,6 +30,7 @@ from tests.devices import DEVICE
 from tests.raw_engine import raw_engine
 
 REPLY_MS = 10_000
+MANY = 20
 MOST_UNOPENED = 64
 MUCH_MEMORY = 256 << 20
 
@@ -179,6 +181,25 @@ def test_an_engine_among_many_that_say_nothing_has_its_session(daemon: DaemonPro
         assert b"OPENED" in engine.recv(4096)
         assert soon(lambda: counters(daemon)["sessions.refused"] >= 3 * MOST_UNOPENED)
     assert daemon.log.read_text().count("session refused") - log_lines < MOST_UNOPENED
+
+
+def test_connections_that_are_reset_leave_nothing_open(daemon: DaemonProcess) -> None:
+    process = psutil.Process(daemon.process.pid)
+    counters(daemon)
+    before = process.num_fds()
+    hands = GREETING + frame(4, b"\5READY\x0bSocket-Type\0\0\0\6DEALER")
+    with contextlib.ExitStack() as stack:
+        channels = [stack.enter_context(_connected(daemon.runtime_dir / "control.sock")) for _ in range(MANY)]
+        for channel in channels:
+            channel.sendall(hands)
+            assert channel.recv(1), "an answer, the rest of which stays unread"
+        daemon.process.send_signal(signal.SIGSTOP)  # so that it sees what comes and the end together
+        stack.callback(daemon.process.send_signal, signal.SIGCONT)
+        for channel in channels:
+            channel.sendall(b"\0")  # half a frame's head: nothing to answer
+            channel.close()
+        daemon.process.send_signal(signal.SIGCONT)
+        assert soon(lambda: process.num_fds() < before + MANY // 2)
 
 
 def test_who_has_most_connections_without_a_session_makes_room(daemon: DaemonProcess) -> None:
