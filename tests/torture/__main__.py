@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.cann_simulator.build import NPU_PYTHON
 from tests.torture.run import Run, Size
 from tests.torture.sabotage import KINDS
 
@@ -31,10 +32,11 @@ def main() -> int:
     parser.add_argument("--pace", type=float, default=Size().pace, help="how much faster faults come")
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
-    size = Size(60 * options.minutes, options.daemons, options.engines, options.workers, pace=options.pace)
+    npu = NPU_PYTHON.exists() and not options.sabotage
+    size = Size(60 * options.minutes, options.daemons, options.engines, options.workers, pace=options.pace, npu=npu)
     folder = Path(tempfile.mkdtemp(prefix="kvferry-torture-"))
     again = f"python -m tests.torture --seed {seed} --minutes {options.minutes:g}"
-    print(f"torture: seed={seed} (again: {again}), logs in {folder}", flush=True)
+    print(f"torture: seed={seed} (again: {again}), {'with' if npu else 'without'} an NPU, logs in {folder}", flush=True)
     run = Run(seed, size, folder, options.sabotage)
     asyncio.run(run.run())
     print("\n".join(run.report.lines()))

@@ -16,11 +16,21 @@ from typing import Final
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from kvferry.clients import AsyncClient, AttachedPool, ModelIdentity, Transfer, pages, pages_wanted
+from kvferry.clients import AsyncClient, ModelIdentity, Transfer, pages, pages_wanted
+from kvferry.clients.connection import Reconnected
 from kvferry.protocol.client_core import TierOperation
-from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, SessionLostError
+from kvferry.protocol.errors import (
+    ClientClosedError,
+    DaemonLostError,
+    DeadlineError,
+    KvferryError,
+    PoolFullError,
+    SessionLostError,
+)
 from kvferry.protocol.events import Finished, TierDone
+from kvferry.protocol.ids import HOST
 from tests.torture import oracle
 
 POOL: Final = "kv"
@@ -28,10 +38,15 @@ MODEL: Final = ModelIdentity(name="torture")
 LAST_S: Final = 60.0
 """For so long an engine that is to end waits for what it does."""
 
+HOST_TENSORS: Final = "cpu"
 AGAIN_S: Final = 0.05
+OPENING_S: Final = 60.0
+"""The first pool on a device takes the daemon so long at most: it imports torch_npu."""
+
 NEVER_ENDED: Final = "NEVER_ENDED"
 WRONG: Final = "WRONG_BYTES"
 OK: Final = "OK"
+READY: Final = "READY"
 
 
 class Order(msgspec.Struct):
@@ -72,9 +87,12 @@ class NeverEndedError(Exception):
 class Engine:
     """One session after the other, and what runs in it."""
 
-    def __init__(self, client: AsyncClient, pool: AttachedPool) -> None:
+    def __init__(self, client: AsyncClient, pool: str, memory: oracle.Memory, own: list[int] | None = None) -> None:
+        """``own``: the free pages of a pool that this engine has registered: it gives them out itself."""
         self.client = client
         self.pool = pool
+        self.memory = memory
+        self._own = own
 
     async def run(self, order: Order) -> Ended:
         """Do what an order says."""
@@ -107,7 +125,7 @@ class Engine:
     async def send(self, order: Order) -> int:
         """Send pages full of the request's bytes, in chunks; they must be as they were when they are given back."""
         ids = await self._allocate(order.pages)
-        oracle.fill(self.pool, ids, order.request)
+        oracle.fill(self.memory, ids, order.request)
         if order.begins_later:
             await asyncio.sleep(AGAIN_S)
         cuts = np.array_split(np.arange(order.pages), min(order.chunks, order.pages))
@@ -116,7 +134,7 @@ class Engine:
             for number, part in enumerate(cuts):
                 listed = [pages(ids[part], first_page=int(part[0]))]
                 last = number == len(cuts) - 1
-                transfer = self.client.send(POOL, order.request, listed, last=last, deadline_s=order.deadline_s)
+                transfer = self.client.send(self.pool, order.request, listed, last=last, deadline_s=order.deadline_s)
             if order.cancels and transfer is not None:
                 await self.client.cancel(transfer)
             if transfer is not None:
@@ -133,12 +151,14 @@ class Engine:
         if order.into == "host":
             return await self._receive_to_host(order)
         ids = await self._allocate(order.pages)
-        oracle.fill(self.pool, ids, oracle.LATE)
+        oracle.fill(self.memory, ids, oracle.LATE)
         if order.begins_later:
             await asyncio.sleep(AGAIN_S)
         name, daemons = oracle.LATE, [order.source_daemon] if order.source_daemon else []
         listed = [pages(ids, first_page=0)]
-        transfer = self.client.receive(POOL, order.request, listed, source_daemons=daemons, deadline_s=order.deadline_s)
+        transfer = self.client.receive(
+            self.pool, order.request, listed, source_daemons=daemons, deadline_s=order.deadline_s
+        )
         try:
             if order.cancels:
                 await self.client.cancel(transfer)
@@ -148,7 +168,7 @@ class Engine:
         finally:
             await self._settled(order, transfer)
             if name == oracle.LATE:
-                oracle.fill(self.pool, ids, name)
+                oracle.fill(self.memory, ids, name)
             await asyncio.sleep(order.lasts_s)
             self._check(ids, name)
             await self._free(ids)
@@ -158,7 +178,7 @@ class Engine:
         daemons = [order.source_daemon] if order.source_daemon else []
         wanted = [pages_wanted(order.pages, first_page=0)]
         transfer = self.client.receive(
-            POOL, order.request, wanted, source_daemons=daemons, into="host", deadline_s=order.deadline_s
+            self.pool, order.request, wanted, source_daemons=daemons, into="host", deadline_s=order.deadline_s
         )
         try:
             finished = await self._finished(order, transfer)
@@ -169,9 +189,9 @@ class Engine:
     async def offload(self, order: Order) -> int:
         """Offload pages, give them back, and restore them into others."""
         ids = await self._allocate(order.pages)
-        oracle.fill(self.pool, ids, order.request)
+        oracle.fill(self.memory, ids, order.request)
         try:
-            operation = self.client.offload(POOL, [pages(ids, first_page=0)], deadline_s=order.deadline_s)
+            operation = self.client.offload(self.pool, [pages(ids, first_page=0)], deadline_s=order.deadline_s)
             snapshot = (await self._done(order, operation)).snapshot
         finally:
             await self._free(ids)
@@ -179,7 +199,7 @@ class Engine:
         return await self._restore(order, snapshot)
 
     async def _restore(self, order: Order, snapshot: str) -> int:
-        operation = self.client.restore(POOL, snapshot, drop=True, deadline_s=order.deadline_s)
+        operation = self.client.restore(self.pool, snapshot, drop=True, deadline_s=order.deadline_s)
         await self._done(order, operation)
         ids = operation.pages["main"]
         self._check(ids, order.request)
@@ -192,26 +212,30 @@ class Engine:
         hashes = [
             hashlib.blake2b(f"{order.request}{at}".encode(), digest_size=16).digest() for at in range(order.pages)
         ]
-        oracle.fill(self.pool, ids, order.request)
+        oracle.fill(self.memory, ids, order.request)
         try:
-            await self._done(order, self.client.store(POOL, hashes, ids, deadline_s=order.deadline_s))
-            found = await self.client.lookup(POOL, hashes, deadline_s=order.deadline_s)
+            await self._done(order, self.client.store(self.pool, hashes, ids, deadline_s=order.deadline_s))
+            found = await self.client.lookup(self.pool, hashes, deadline_s=order.deadline_s)
             if not found.blocks:
                 return 0
-            oracle.fill(self.pool, ids, oracle.LATE)
+            oracle.fill(self.memory, ids, oracle.LATE)
             await asyncio.sleep(order.lasts_s)
             there = ids[: found.blocks]
-            await self._done(order, self.client.load(POOL, found.lease, there, unpin=True, deadline_s=order.deadline_s))
+            await self._done(
+                order, self.client.load(self.pool, found.lease, there, unpin=True, deadline_s=order.deadline_s)
+            )
             self._check(there, order.request)
         finally:
             await self._free(ids)
         return len(there)
 
     async def tables(self, order: Order) -> int:
-        """Make graph tables, put pages into a row, and look at it."""
+        """Make graph tables, put pages into a row, and look at it; those on devices are read by graphs alone."""
+        if self.memory[oracle.ROLES[0]].device.type != HOST_TENSORS:
+            return await self.keep(order)
         tables = await self.client.create_tables(
             order.request[:16],
-            POOL,
+            self.pool,
             max_batch=4,
             max_context_tokens=16 * oracle.SPEC.page_size,
             deadline_s=order.deadline_s,
@@ -222,7 +246,7 @@ class Engine:
             await self.client.wait(
                 self.client.update_tables(tables, lengths, rows={0: ids}, deadline_s=order.deadline_s)
             )
-            row = tables.block_tables[0, : order.pages].numpy()
+            row = tables.block_tables[0, : order.pages].cpu().numpy()
             if not np.array_equal(row, ids):
                 raise WrongBytesError(f"a row of graph tables is {row.tolist()}, and should be {ids.tolist()}")
         finally:
@@ -233,7 +257,7 @@ class Engine:
     async def keep(self, order: Order) -> int:
         """Hold pages for longer, and look at them now and then."""
         ids = await self._allocate(order.pages)
-        oracle.fill(self.pool, ids, order.request)
+        oracle.fill(self.memory, ids, order.request)
         for _ in range(10):
             await asyncio.sleep(order.lasts_s)
             self._check(ids, order.request)
@@ -241,16 +265,24 @@ class Engine:
         return order.pages
 
     def _check(self, ids: npt.NDArray[np.int64], name: str) -> None:
-        found = oracle.wrong(self.pool, ids, name)
+        found = oracle.wrong(self.memory, ids, name)
         if found:
             raise WrongBytesError(found)
 
     async def _allocate(self, count: int) -> npt.NDArray[np.int64]:
-        return await self.client.allocate(POOL, count)
+        if self._own is None:
+            return await self.client.allocate(self.pool, count)
+        if len(self._own) < count:
+            raise PoolFullError(f"{len(self._own)} pages of its own left, {count} wanted")
+        taken, self._own[:] = self._own[:count], self._own[count:]
+        return np.array(taken, np.int64)
 
     async def _free(self, ids: npt.NDArray[np.int64]) -> None:
+        if self._own is not None:
+            self._own += ids.tolist()
+            return
         with contextlib.suppress(DaemonLostError):
-            await self.client.free(POOL, ids)
+            await self.client.free(self.pool, ids)
 
     async def _finished(self, order: Order, transfer: Transfer) -> Finished:
         try:
@@ -280,9 +312,13 @@ class Engine:
 class Actor:
     """Reads orders and has an engine run them, all at the same time."""
 
-    def __init__(self, runtime_dir: str, name: str) -> None:
+    def __init__(self, runtime_dir: str, name: str, device: str, registers: str) -> None:
+        """``registers``: "yes" where the pool's memory is the engine's own."""
         self._runtime_dir = runtime_dir
         self._name = name
+        self._device = device
+        self._registers = registers == "yes"
+        self._lost_pools = 0
         self._engine: Engine | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -305,20 +341,55 @@ class Actor:
             ended = Ended(order.number, DaemonLostError.code, "not connected")
         else:
             ended = await self._engine.run(order)
-        os.write(sys.stdout.fileno(), msgspec.json.encode(ended) + b"\n")
+        self._say(ended)
+
+    def _say(self, ended: Ended) -> None:
+        os.write(sys.stdout.fileno(), b"\n" + msgspec.json.encode(ended) + b"\n")  # others may print, too
 
     async def _stay_connected(self) -> None:
         while True:
             with contextlib.suppress(KvferryError):
-                async with await AsyncClient.connect(self._runtime_dir, name=self._name) as client:
-                    pool = await client.create_pool(POOL, oracle.SPEC, model=MODEL)
-                    self._engine = Engine(client, pool)
-                    while True:
-                        await client.ping()
-                        await asyncio.sleep(AGAIN_S)
+                async with await AsyncClient.connect(
+                    self._runtime_dir, name=self._name, on_reconnect=self._reconnected
+                ) as client:
+                    await self._stay_in(client)
             self._engine = None
             await asyncio.sleep(AGAIN_S)
 
+    def _reconnected(self, event: Reconnected) -> None:
+        """See whether the daemon's restart has cost the pool: its memory was on a device, and the daemon's."""
+        if self._engine is not None and self._engine.pool in event.pools:
+            if self._registers or self._device == HOST:
+                self._say(Ended(0, WRONG, f"{self._name}: {self._engine.pool} is POOL_LOST, and its memory is not"))
+            self._lost_pools += 1
+            self._engine = None
+
+    async def _stay_in(self, client: AsyncClient) -> None:
+        while True:
+            if self._engine is None:
+                self._engine = await self._new_engine(client)
+                self._say(Ended(0, READY))
+            await client.ping()
+            await asyncio.sleep(AGAIN_S)
+
+    async def _new_engine(self, client: AsyncClient) -> Engine:
+        """Make the pool: on the host all engines share one; on a device a new one has a new name."""
+        if self._registers:
+            shape = (oracle.SPEC.layers, oracle.PAGES + 1, oracle.SPEC.page_size, oracle.SPEC.kv_heads)
+            memory = {
+                role: torch.zeros((*shape, oracle.SPEC.head_dim), dtype=torch.float16, device=self._device)
+                for role in oracle.ROLES
+            }
+            tensors = {("main", role): tensor for role, tensor in memory.items()}
+            name = f"own-{self._name}"
+            await client.register_pool(
+                name, oracle.SPEC, tensors, device=self._device, model=MODEL, deadline_s=OPENING_S
+            )
+            return Engine(client, name, memory, list(range(1, oracle.PAGES + 1)))
+        name = POOL if self._device == HOST else f"{self._device[:3]}-{self._name}-{self._lost_pools}"
+        pool = await client.create_pool(name, oracle.SPEC, device=self._device, model=MODEL, deadline_s=OPENING_S)
+        return Engine(client, name, {role: pool.tensor("main", role) for role in oracle.ROLES})
+
 
 if __name__ == "__main__":
-    asyncio.run(Actor(*sys.argv[1:3]).serve())
+    asyncio.run(Actor(*sys.argv[1:5]).serve())

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.clients import AttachedPool, MhaSpec
+from kvferry.clients import MhaSpec
 
 SPEC: Final = MhaSpec(layers=2, tokens=16 * 256, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
 PAGES: Final = 256
 ROLES: Final = ("k", "v")
 LATE: Final = "nobody"
 """The name of the bytes in pages that nobody writes any more: a late write would be seen in them."""
+
+Memory: TypeAlias = Mapping[str, torch.Tensor]
+"""A pool's tensors by role: ``(layers, pages, tokens, heads, dim)``, on the host or a device."""
 
 _MIX: Final = np.uint32(0x9E3779B1)
 
@@ -41,19 +44,22 @@ def wanted(name: str, logical: Sequence[int], shape: tuple[int, ...], role: int)
     return value.astype(np.int16)
 
 
-def fill(pool: AttachedPool, ids: npt.NDArray[np.int64], name: str, first: int = 0) -> None:
+def fill(memory: Memory, ids: npt.NDArray[np.int64], name: str, first: int = 0) -> None:
     """Write the bytes of a name into pages, of logical pages from ``first`` on."""
     for number, role in enumerate(ROLES):
-        memory = _memory(pool, role)
-        shape = (memory.shape[0], len(ids), *memory.shape[2:])
-        memory[:, ids] = wanted(name, range(first, first + len(ids)), shape, number)
+        tensor = memory[role].view(torch.int16)
+        shape = (tensor.shape[0], len(ids), *tensor.shape[2:])
+        values = torch.from_numpy(wanted(name, range(first, first + len(ids)), shape, number))
+        tensor[:, torch.from_numpy(ids).to(tensor.device)] = values.to(tensor.device)
+        if tensor.device.type != "cpu":
+            torch.accelerator.synchronize()
 
 
-def wrong(pool: AttachedPool, ids: npt.NDArray[np.int64], name: str, first: int = 0) -> str:
+def wrong(memory: Memory, ids: npt.NDArray[np.int64], name: str, first: int = 0) -> str:
     """Return where the bytes in pages are not those of a name, in words; empty where all are right."""
     for number, role in enumerate(ROLES):
-        memory = _memory(pool, role)
-        found = memory[:, ids]
+        tensor = memory[role].view(torch.int16)
+        found = tensor[:, torch.from_numpy(ids).to(tensor.device)].cpu().numpy()
         bad = found != wanted(name, range(first, first + len(ids)), found.shape, number)
         if bad.any():
             layer, page, token, head, at = (int(one[0]) for one in np.nonzero(bad))
@@ -67,8 +73,3 @@ def wrong(pool: AttachedPool, ids: npt.NDArray[np.int64], name: str, first: int 
 def page_bytes() -> int:
     """Return the bytes of a page over all entries."""
     return len(ROLES) * SPEC.layers * SPEC.page_size * SPEC.kv_heads * SPEC.head_dim * 2
-
-
-def _memory(pool: AttachedPool, role: str) -> npt.NDArray[np.int16]:
-    """Return a role's memory: ``(layers, pages, tokens, heads, dim)`` int16."""
-    return pool.tensor("main", role).view(torch.int16).numpy()

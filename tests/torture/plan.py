@@ -100,13 +100,16 @@ class Task(NamedTuple):
     destination: int
 
 
-def faults(seed: int, *, engines: int, daemons: int, kinds: Sequence[Fault]) -> Iterator[Planned]:
-    """Yield faults of these kinds without end."""
+def faults(
+    seed: int, *, engines: Sequence[float], daemons: Sequence[float], kinds: Sequence[Fault]
+) -> Iterator[Planned]:
+    """Yield faults of these kinds without end; ``engines``, ``daemons``: how often each of them is hit."""
     chance = random.Random(f"faults of {seed}")  # noqa: S311  repeatable
     weights = [WEIGHTS[kind] for kind in kinds]
     while True:
         (fault,) = chance.choices(kinds, weights)
-        target = chance.randrange(engines if fault in OF_ENGINES else daemons)
+        targets = engines if fault in OF_ENGINES else daemons
+        (target,) = chance.choices(range(len(targets)), targets)
         yield Planned(fault, chance.uniform(*GAP_S), target, chance.uniform(*STOPPED_S))
 
 

@@ -37,7 +37,9 @@ class Report:
             self.findings.append(f"{part}: {ended.outcome}: {ended.detail}")
 
     def heard(self, ended: Ended) -> None:
-        """Record the bytes that an engine has found right."""
+        """Record the bytes that an engine has found right, and what it says unasked."""
+        if not ended.number and ended.outcome in BUGS:
+            self.findings.append(ended.detail)
         self.checked_bytes += ended.checked_bytes
 
     @property

@@ -10,12 +10,15 @@ from typing import Final, NamedTuple
 from kvferry.clients import AsyncClient
 from kvferry.clients.cli.verify import finding_line
 from kvferry.protocol.errors import DaemonLostError, KvferryError
+from kvferry.protocol.ids import HOST
+from tests.cann_simulator.simulator import Simulator
 from tests.torture import plan
 from tests.torture.actors import Order
 from tests.torture.faults import Faults
 from tests.torture.report import Report, is_ok
 from tests.torture.world import Daemon, Engine, RunFailedError
 
+NPU: Final = "npu:0"
 VERIFY_EVERY_S: Final = 1.0
 QUIET_S: Final = 60.0
 """At the end, everything must be given back within this time: sessions end, snapshots and leases go with them."""
@@ -32,6 +35,7 @@ class Size(NamedTuple):
     margin_s: float = 20.0
     harm: bool = True
     pace: float = 1.0
+    npu: bool = False
 
 
 class Run:
@@ -45,6 +49,8 @@ class Run:
         self._engines = [
             Engine(number, self._daemons[number % size.daemons], self.report.heard) for number in range(size.engines)
         ]
+        if size.npu:
+            self._add_npu(folder)
         self._faults = Faults(self._daemons, self._engines)
         self._ends_at = 0.0
 
@@ -57,6 +63,8 @@ class Run:
         try:
             await asyncio.gather(*(daemon.start() for daemon in self._daemons))
             await asyncio.gather(*(engine.start() for engine in self._engines))
+            for engine in self._engines:
+                await engine.until_ready()
             self._ends_at = time.monotonic() + self._size.seconds
             async with asyncio.TaskGroup() as group:
                 for number in range(self._size.workers):
@@ -72,15 +80,26 @@ class Run:
             await asyncio.gather(*(engine.kill() for engine in self._engines))
             await asyncio.gather(*(daemon.kill() for daemon in self._daemons))
 
+    def _add_npu(self, folder: Path) -> None:
+        """Add a daemon on a simulated NPU, and three engines: with a pool there, with memory there, on the host."""
+        simulator = Simulator(folder / "npu", ordering=False)
+        daemon = Daemon(2 * len(self._daemons), folder, "", simulator.environment())
+        self._daemons.append(daemon)
+        for device, registers in ((NPU, False), (NPU, True), (HOST, False)):
+            number = len(self._engines)
+            self._engines.append(Engine(number, daemon, self.report.heard, device, registers=registers))
+
     @property
     def _over(self) -> bool:
         return time.monotonic() >= self._ends_at or bool(self.report.findings)
 
     async def _work(self, number: int) -> None:
-        for task in plan.tasks(self._seed, number, engines=self._size.engines):
+        for task in plan.tasks(self._seed, number, engines=len(self._engines)):
             if self._over:
                 return
-            if task.work is plan.Work.TRANSFER:
+            if not all(self._engines[one].ready.is_set() for one in (task.source, task.destination)):
+                await asyncio.sleep(plan.GAP_S[0])
+            elif task.work is plan.Work.TRANSFER:
                 await self._transfer(task)
             else:
                 await self._order(self._engines[task.source], task, task.work.value)
@@ -124,7 +143,10 @@ class Run:
         """Do one fault after the other; they overlap, but for two that are done to one process."""
         held: dict[object, asyncio.Lock] = {}
         planned = plan.faults(
-            self._seed, engines=self._size.engines, daemons=self._size.daemons, kinds=self._faults.kinds
+            self._seed,
+            engines=[one.hit for one in self._engines],
+            daemons=[one.hit for one in self._daemons],
+            kinds=self._faults.kinds,
         )
         async with asyncio.TaskGroup() as group:
             for one in planned:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +18,10 @@ from kvferry.clients import AsyncClient
 from kvferry.daemon.process.fd_store import open_store
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.ids import HOST
+from tests.cann_simulator.build import NPU_PYTHON
 from tests.started import REPOSITORY, Started, started
-from tests.torture.actors import LAST_S, Ended, Order
+from tests.torture.actors import LAST_S, READY, Ended, Order
 
 ACTORS: Final = Path(__file__).with_name("actors.py")
 START_S: Final = 60.0
@@ -40,6 +42,10 @@ format = "json"
 """
 
 
+COSTLY: Final = 0.1
+"""So much rarer than others are those hit whose start takes seconds: on a device."""
+
+
 class RunFailedError(Exception):
     """The run has found something: what, and where."""
 
@@ -56,8 +62,9 @@ class Daemon:
         stopped: whether it is stopped at the moment.
     """
 
-    def __init__(self, number: int, folder: Path, sabotage: str) -> None:
-        """Prepare one; those with even numbers are warm."""
+    def __init__(self, number: int, folder: Path, sabotage: str, simulated: Mapping[str, str] | None = None) -> None:
+        """Prepare one; those with even numbers are warm. ``simulated``: the environment of one on simulated NPUs."""
+        self.simulated = simulated
         self.warm = number % 2 == 0
         self.number = number
         self.folder = folder / f"daemon-{number}"
@@ -75,6 +82,16 @@ class Daemon:
         (self.folder / "daemon.toml").write_text(CONFIG.format(disk=self.disk))
 
     @property
+    def hit(self) -> float:
+        """Return how often a fault is to hit it."""
+        return 1.0 if self.simulated is None else 3 * COSTLY
+
+    @property
+    def python(self) -> Path | None:
+        """Return the interpreter of it and its engines, where that is not this process's."""
+        return None if self.simulated is None else NPU_PYTHON
+
+    @property
     def pid(self) -> int:
         """Return the process id."""
         assert self._process is not None
@@ -89,7 +106,7 @@ class Daemon:
         command = ["-m", "tests.torture.sabotage", self._sabotage] if self._sabotage else ["-P", "-m", "kvferry.daemon"]
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
+                os.fspath(self.python or sys.executable),
                 *command,
                 *(["--keep"] if self.warm else []),
                 *("--config", os.fspath(self.folder / "daemon.toml"), "--runtime-dir", os.fspath(self.runtime_dir)),
@@ -97,6 +114,7 @@ class Daemon:
                 stdout=log,
                 stdin=asyncio.subprocess.DEVNULL,
                 cwd=REPOSITORY,
+                env={**os.environ, **(self.simulated or {})},
             )
         self.lives += 1
         try:
@@ -169,10 +187,25 @@ def _unmount(folder: Path) -> None:
 
 
 class Engine:
-    """An engine process, in one life after the other; each order gets its end, if only by the process's."""
+    """An engine process, in one life after the other; each order gets its end, if only by the process's.
 
-    def __init__(self, number: int, daemon: Daemon, heard: Callable[[Ended], None]) -> None:
-        """Call ``heard`` with each end that an engine tells."""
+    Attributes:
+        ready: set once the process has its pool; what it is told before would only wait.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        daemon: Daemon,
+        heard: Callable[[Ended], None],
+        device: str = HOST,
+        *,
+        registers: bool = False,
+    ) -> None:
+        """Call ``heard`` with each end that an engine tells. Its pool is on ``device``; it ``registers`` its memory."""
+        self._on_device = device != HOST
+        self.ready = asyncio.Event()
+        self._where = [device, "yes" if registers else "no"]
         self.number = number
         self.daemon = daemon
         self._heard = heard
@@ -181,16 +214,38 @@ class Engine:
         self._waiting: dict[int, asyncio.Future[Ended | None]] = {}
         self._last = 0
 
+    @property
+    def hit(self) -> float:
+        """Return how often a fault is to hit it."""
+        return COSTLY if self._on_device else 1.0
+
     async def start(self) -> None:
         """Start the process, forked from one that has imported torch; it connects by itself."""
-        program = [os.fspath(ACTORS), os.fspath(self.daemon.runtime_dir), f"engine-{self.number}"]
+        script = ["-m", "tests.torture.actors"] if self._on_device else [os.fspath(ACTORS)]
+        program = [*script, os.fspath(self.daemon.runtime_dir), f"engine-{self.number}", *self._where]
         with (self.daemon.folder / f"engine-{self.number}.log").open("ab") as log:
-            self._process = started(program, stderr=log.fileno())  # milliseconds, but for the first
+            self._process = started(  # forked in milliseconds, but for the first, and for those on devices
+                program,
+                stderr=log.fileno(),
+                environment=self.daemon.simulated if self._on_device else None,
+                python=self.daemon.python if self._on_device else None,
+            )
         told = asyncio.StreamReader()
         assert self._process.stdout is not None
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), self._process.stdout)
         self._reading = asyncio.create_task(self._read(told))
+
+    async def until_ready(self) -> None:
+        """Return once it has its pool.
+
+        Raises:
+            RunFailedError: it does not come so far.
+        """
+        try:
+            await asyncio.wait_for(self.ready.wait(), START_S)
+        except TimeoutError:
+            raise RunFailedError(f"engine {self.number} had no pool within {START_S:g} s") from None
 
     async def run(self, order: Order) -> Ended | None:
         """Have an order run; return how it ended, None where the engine ended first.
@@ -215,9 +270,10 @@ class Engine:
             self._waiting.pop(order.number, None)
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send it a signal, unless it has ended."""
         if self._process is not None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
 
     async def kill(self) -> None:
         """Kill it, if it runs, and wait for its end."""
@@ -226,6 +282,7 @@ class Engine:
     async def end(self, *, kindly: bool = False) -> None:
         """Kill it, or let it finish what it does; wait for its end."""
         process = self._process
+        self.ready.clear()
         if process is None or self._reading is None:
             return
         if kindly and process.stdin is not None:
@@ -240,7 +297,11 @@ class Engine:
 
     async def _read(self, told: asyncio.StreamReader) -> None:
         while line := await told.readline():
+            if not line.startswith(b"{"):
+                continue  # torch_npu says that CANN is not installed
             ended = msgspec.json.decode(line, type=Ended)
+            if ended.outcome == READY:
+                self.ready.set()
             self._heard(ended)
             waiting = self._waiting.get(ended.number)
             if waiting is not None and not waiting.done():
