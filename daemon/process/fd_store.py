@@ -255,24 +255,26 @@ def _check(answer: bytes) -> None:
 def open_store(
     directory: Path, inherited: Inherited, environ: Mapping[str, str] = os.environ, *, keep: bool = False
 ) -> FdStore:
-    """Return where this daemon keeps descriptors: with a holder if it is told to ``keep``, with systemd if that does.
+    """Return where this daemon keeps descriptors: with systemd if that does, with a holder if it is told to ``keep``.
 
-    A holder that nobody asks for any more is told to end. ``directory`` is the runtime directory, locked.
+    systemd would end a holder with the unit, so it is not asked for there. A holder that nobody asks for any more is
+    told to end. ``directory`` is the runtime directory, locked.
     """
     path = directory / HOLDER_SOCKET
+    stores = (
+        environ.get("NOTIFY_SOCKET") and environ.get("FDSTORE", "0").isdecimal() and int(environ.get("FDSTORE", "0"))
+    )
     try:
-        if keep:
+        if keep and not stores:
             return HolderStore(_connected(path) or _started(path))
         left = _connected(path)
         if left is not None:
             HolderStore(left).leave(None)
             path.unlink(missing_ok=True)
     except (FdStoreError, OSError, subprocess.SubprocessError) as cause:
-        log.warning("nothing outlives this daemon", cause=str(cause), remedy="start it again with --keep")
-        return NoStore()
-    if environ.get("NOTIFY_SOCKET") and environ.get("FDSTORE", "0").isdecimal() and int(environ.get("FDSTORE", "0")):
-        return SystemdStore(inherited, environ)
-    return NoStore()
+        said = "a holder is not ended" if stores else "nothing outlives this daemon"
+        log.warning(said, cause=str(cause), remedy="end that process (holder.py), and start this daemon again")
+    return SystemdStore(inherited, environ) if stores else NoStore()
 
 
 def _connected(path: Path) -> socket.socket | None:

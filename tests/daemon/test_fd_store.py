@@ -140,6 +140,8 @@ def test_one_daemon_at_a_time(directory: Path, monkeypatch: pytest.MonkeyPatch) 
         with monkeypatch.context() as quick:
             quick.setattr("kvferry.daemon.process.fd_store.ANSWER_S", 0.2)
             assert isinstance(open_store(directory, Inherited(), {}, keep=True), NoStore), "it goes on without"
+            its = open_store(directory, Inherited(), environ(directory))
+            assert isinstance(its, SystemdStore), "which needs no holder"
         second = threading.Thread(target=lambda: found.append(left(directory)))
         second.start()
     second.join()
@@ -286,6 +288,18 @@ def test_what_systemd_passes_is_taken_by_name(tmp_path: Path, manager: socket.so
     assert heard(manager)[0] == "FDSTOREREMOVE=1\nFDNAME=kvferry.twice"
     assert inherited.names == ("other",)
     inherited.close_rest()
+
+
+def test_systemd_comes_before_a_holder(directory: Path) -> None:
+    """It would end the holder with the unit; one that is there, of a daemon by hand, is ended, and its memory free."""
+    with held_with(directory) as store:
+        put(store, a=b"1")
+        pidfd = os.pidfd_open(store.pid)
+    try:
+        assert isinstance(open_store(directory, Inherited(), environ(directory), keep=True), SystemdStore)
+        assert ends(pidfd)
+    finally:
+        os.close(pidfd)
 
 
 @pytest.mark.parametrize("variables", [{}, {"FDSTORE": "0"}, {"FDSTORE": "many"}])
