@@ -20,10 +20,12 @@ from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session
 from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.process.devices import Devices
+from kvferry.daemon.services import event_rings
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.config.schema import DevicesConfig
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import InvalidFieldError, OverloadedError
 from kvferry.protocol.limits import EVENT_RING_SLOTS, Limits
 from kvferry.protocol.session_messages import EventsOpened, OpenEvents
 from kvferry.protocol.session_stream import EventsFollow
@@ -118,6 +120,24 @@ async def test_what_an_engine_writes_is_told_once_it_says_so(daemon: Daemon) -> 
     assert daemon.rings.values(1) == written
     os.eventfd_write(engine.eventfd, 1)
     assert await daemon.told() == (1, written)
+
+
+def answered(call: Call) -> Answer:
+    return Answer(EventsOpened(slots=call.message_id))
+
+
+async def test_requests_that_wait_for_a_sessions_events_are_bounded(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_rings, "MAX_HELD", 2)
+    daemon.open(1)
+    call = Call(18, Session(1, "prefill", Peer(1, 2, 3), Limits()), OpenEvents(), (), 1.0)
+    after = DeviceEvent(event=3, value=1)
+    for _ in range(2):
+        assert daemon.rings.hold(call, after, answered) is None
+    with pytest.raises(OverloadedError, match="2 requests of the session wait"):
+        daemon.rings.hold(call, after, answered)
+    assert daemon.rings.hold(call, None, answered) == answered(call), "what need not wait is handled"
 
 
 async def test_many_wake_ups_are_told_as_one(daemon: Daemon) -> None:

@@ -145,6 +145,15 @@ async def test_a_session_may_have_so_many_pins(engine: Engine, monkeypatch: pyte
     assert engine.lookup(names(1)).lease > lease
 
 
+async def test_an_instance_may_have_so_many_leases(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "MAX_LEASES", 1)
+    await engine.stored(1, 2)
+    lease = engine.lookup(names(1)).lease
+    with pytest.raises(OverloadedError, match="1 leases"):
+        engine.lookup(names(1))
+    assert engine.lookup(names(1, 2), lease=lease).blocks == 2
+
+
 async def test_another_users_blocks_are_not_there(tiers: Harness, engine: Engine) -> None:
     other = tiers.engine(uid=2)
     await engine.stored(1)
