@@ -453,7 +453,7 @@ class _Connection:
         self._is_kept = False
         self._attachments = Attachments()
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
-        loop.add_reader(channel, self._readable)
+        loop.add_reader(channel, self.read_all)  # to its end: libuv reports an error once, and watches it no more
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
 
     def read_all(self) -> Attachments:

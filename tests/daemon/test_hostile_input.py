@@ -202,6 +202,20 @@ def test_connections_that_are_reset_leave_nothing_open(daemon: DaemonProcess) ->
         assert soon(lambda: process.num_fds() < before + MANY // 2)
 
 
+def test_a_session_whose_socket_is_reset_ends(daemon: DaemonProcess) -> None:
+    with contextlib.ExitStack() as stack, Client.connect(daemon.runtime_dir) as client:
+        channel = stack.enter_context(_connected(daemon.runtime_dir / "session.sock"))
+        channel.sendall(pack(session_open("reset")))
+        assert channel.recv(1), "an answer, the rest of which stays unread"
+        assert any(one.name == "reset" for one in client.status().sessions)
+        daemon.process.send_signal(signal.SIGSTOP)  # so that it sees what comes and the end together
+        stack.callback(daemon.process.send_signal, signal.SIGCONT)
+        channel.sendall(b"\0")
+        channel.close()
+        daemon.process.send_signal(signal.SIGCONT)
+        assert soon(lambda: all(one.name != "reset" for one in client.status().sessions))
+
+
 def test_who_has_most_connections_without_a_session_makes_room(daemon: DaemonProcess) -> None:
     code = (
         "import socket\n"
