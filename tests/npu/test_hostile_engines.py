@@ -18,7 +18,7 @@ from kvferry.protocol.pool_messages import AttachPool, RegisteredArrays, Registe
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
 from tests.cann_simulator.simulator import Simulator
-from tests.daemons import DaemonProcess
+from tests.daemons import DaemonProcess, soon
 from tests.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
@@ -139,6 +139,7 @@ def test_a_registered_tensor_may_begin_at_any_element(client: Client, other: Cli
     with pytest.raises(PoolExistsError):
         client.create_pool("registered", SPEC, device=device)
     pool = client.attach_pool("pool")
+    assert soon(lambda: client.status().pools[0].free == 4), "an engine that has just ended has a moment on a device"
     ids, request_id = client.allocate("pool", 3), new_request_id()
     pool.tensor("main", "k").copy_(torch.arange(count, device=device).view(2, 5, 16, 1, 8))
     torch.accelerator.synchronize()
