@@ -226,7 +226,10 @@ class AsyncRequests(Resuming):
         with self._use:
             channel = self._open_channel()
             if channel.is_kept:
-                raise MisuseError("let_children_inherit needs connect(reconnect=False): see docs/engines.md")
+                raise MisuseError(
+                    "let_children_inherit needs connect(reconnect=False) without keep: a restarted daemon knows none "
+                    "of the children, and would give their pages to others; see docs/engines.md"
+                )
             channel.let_inherit()
 
     async def register_pool(

@@ -225,7 +225,10 @@ class SyncRequests(Resuming):
         with self._use:
             channel = self._open_channel()
             if channel.is_kept:
-                raise MisuseError("let_children_inherit needs connect(reconnect=False): see docs/engines.md")
+                raise MisuseError(
+                    "let_children_inherit needs connect(reconnect=False) without keep: a restarted daemon knows none "
+                    "of the children, and would give their pages to others; see docs/engines.md"
+                )
             channel.let_inherit()
 
     def register_pool(
