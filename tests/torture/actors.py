@@ -11,6 +11,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -32,6 +33,7 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.events import Finished, TierDone
 from kvferry.protocol.ids import HOST
 from tests.torture import oracle
+from tests.torture.claims import ANY_PAGE, Claims
 
 POOL: Final = "kv"
 MODEL: Final = ModelIdentity(name="torture")
@@ -79,6 +81,11 @@ class Ended(msgspec.Struct):
 class WrongBytesError(Exception):
     """Bytes that were acknowledged are not what was sent."""
 
+    def __init__(self, found: str, ids: npt.NDArray[np.int64] | None = None, name: str = "") -> None:
+        super().__init__(found)
+        self.ids = ids
+        self.name = name
+
 
 class NeverEndedError(Exception):
     """A request has not ended long after its deadline."""
@@ -87,12 +94,16 @@ class NeverEndedError(Exception):
 class Engine:
     """One session after the other, and what runs in it."""
 
-    def __init__(self, client: AsyncClient, pool: str, memory: oracle.Memory, own: list[int] | None = None) -> None:
+    def __init__(
+        self, client: AsyncClient, pool: str, memory: oracle.Memory, claims: Claims, own: list[int] | None = None
+    ) -> None:
         """``own``: the free pages of a pool that this engine has registered: it gives them out itself."""
         self.client = client
         self.pool = pool
         self.memory = memory
         self._own = own
+        self._claims = claims
+        self._noted: dict[str, int] = {}
 
     async def run(self, order: Order) -> Ended:
         """Do what an order says."""
@@ -115,16 +126,22 @@ class Engine:
         return Ended(order.number, OK, checked_bytes=checked * oracle.page_bytes())
 
     async def _blamed(self, order: Order, wrong: WrongBytesError) -> Ended:
-        """Return that bytes are wrong, unless the session is lost: then its pages may be others' by now."""
+        """Return that bytes are wrong; of a lost session, unless they are those of whoever got the pages since."""
         try:
             await self.client.snapshots()
         except (DaemonLostError, SessionLostError, ClientClosedError) as error:
-            return Ended(order.number, error.code, "its bytes were looked at after the session had gone")
+            if wrong.ids is None:
+                return Ended(order.number, error.code, str(wrong))
+            since = self._noted.get(order.request, 0)
+            unexplained = self._claims.unexplained(self.memory, wrong.ids, since)
+            if not unexplained:
+                return Ended(order.number, error.code, "its pages were others' after the session had gone")
+            return Ended(order.number, WRONG, f"{order.part}, its session lost: {unexplained}; {wrong}")
         return Ended(order.number, WRONG, f"{order.part}: {wrong}")
 
     async def send(self, order: Order) -> int:
         """Send pages full of the request's bytes, in chunks; they must be as they were when they are given back."""
-        ids = await self._allocate(order.pages)
+        ids = await self._allocate(order)
         oracle.fill(self.memory, ids, order.request)
         if order.begins_later:
             await asyncio.sleep(AGAIN_S)
@@ -150,7 +167,7 @@ class Engine:
         """Receive pages and check them; after a failure nobody may write them any more."""
         if order.into == "host":
             return await self._receive_to_host(order)
-        ids = await self._allocate(order.pages)
+        ids = await self._allocate(order)
         oracle.fill(self.memory, ids, oracle.LATE)
         if order.begins_later:
             await asyncio.sleep(AGAIN_S)
@@ -188,7 +205,7 @@ class Engine:
 
     async def offload(self, order: Order) -> int:
         """Offload pages, give them back, and restore them into others."""
-        ids = await self._allocate(order.pages)
+        ids = await self._allocate(order)
         oracle.fill(self.memory, ids, order.request)
         try:
             operation = self.client.offload(self.pool, [pages(ids, first_page=0)], deadline_s=order.deadline_s)
@@ -199,6 +216,8 @@ class Engine:
         return await self._restore(order, snapshot)
 
     async def _restore(self, order: Order, snapshot: str) -> int:
+        logical = np.full(order.pages, ANY_PAGE)
+        self._claims.note(logical, order.request)
         operation = self.client.restore(self.pool, snapshot, drop=True, deadline_s=order.deadline_s)
         await self._done(order, operation)
         ids = operation.pages["main"]
@@ -208,7 +227,7 @@ class Engine:
 
     async def cache(self, order: Order) -> int:
         """Store blocks, find them again, and load them; blocks of other engines' orders are as good."""
-        ids = await self._allocate(order.pages)
+        ids = await self._allocate(order)
         hashes = [
             hashlib.blake2b(f"{order.request}{at}".encode(), digest_size=16).digest() for at in range(order.pages)
         ]
@@ -240,7 +259,7 @@ class Engine:
             max_context_tokens=16 * oracle.SPEC.page_size,
             deadline_s=order.deadline_s,
         )
-        ids = await self._allocate(order.pages)
+        ids = await self._allocate(order)
         try:
             lengths = np.array([order.pages * oracle.SPEC.page_size], np.int64)
             await self.client.wait(
@@ -256,7 +275,7 @@ class Engine:
 
     async def keep(self, order: Order) -> int:
         """Hold pages for longer, and look at them now and then."""
-        ids = await self._allocate(order.pages)
+        ids = await self._allocate(order)
         oracle.fill(self.memory, ids, order.request)
         for _ in range(10):
             await asyncio.sleep(order.lasts_s)
@@ -267,11 +286,15 @@ class Engine:
     def _check(self, ids: npt.NDArray[np.int64], name: str) -> None:
         found = oracle.wrong(self.memory, ids, name)
         if found:
-            raise WrongBytesError(found)
+            raise WrongBytesError(found, ids, name)
 
-    async def _allocate(self, count: int) -> npt.NDArray[np.int64]:
+    async def _allocate(self, order: Order) -> npt.NDArray[np.int64]:
+        count = order.pages
         if self._own is None:
-            return await self.client.allocate(self.pool, count)
+            ids = await self.client.allocate(self.pool, count)
+            noted = self._claims.note(ids, order.request)
+            self._noted[order.request] = max(noted, self._noted.get(order.request, 0))
+            return ids
         if len(self._own) < count:
             raise PoolFullError(f"{len(self._own)} pages of its own left, {count} wanted")
         taken, self._own[:] = self._own[:count], self._own[count:]
@@ -374,6 +397,7 @@ class Actor:
 
     async def _new_engine(self, client: AsyncClient) -> Engine:
         """Make the pool: on the host all engines share one; on a device a new one has a new name."""
+        claims = Claims(Path(self._runtime_dir).parent / "claims")
         if self._registers:
             shape = (oracle.SPEC.layers, oracle.PAGES + 1, oracle.SPEC.page_size, oracle.SPEC.kv_heads)
             memory = {
@@ -385,10 +409,10 @@ class Actor:
             await client.register_pool(
                 name, oracle.SPEC, tensors, device=self._device, model=MODEL, deadline_s=OPENING_S
             )
-            return Engine(client, name, memory, list(range(1, oracle.PAGES + 1)))
+            return Engine(client, name, memory, claims, list(range(1, oracle.PAGES + 1)))
         name = POOL if self._device == HOST else f"{self._device[:3]}-{self._name}-{self._lost_pools}"
         pool = await client.create_pool(name, oracle.SPEC, device=self._device, model=MODEL, deadline_s=OPENING_S)
-        return Engine(client, name, {role: pool.tensor("main", role) for role in oracle.ROLES})
+        return Engine(client, name, {role: pool.tensor("main", role) for role in oracle.ROLES}, claims)
 
 
 if __name__ == "__main__":

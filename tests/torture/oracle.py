@@ -33,10 +33,19 @@ def wanted(name: str, logical: Sequence[int], shape: tuple[int, ...], role: int)
         shape: of the pages.
         role: 0 for k, 1 for v.
     """
+    return pattern(seed(name), logical, shape, role)
+
+
+def seed(name: str) -> int:
+    """Return the 32 bits that a name's bytes follow from."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+
+
+def pattern(seed: int, logical: Sequence[int], shape: tuple[int, ...], role: int) -> npt.NDArray[np.int16]:
+    """Return what ``wanted`` does, for a name's seed."""
     layers, _, tokens, heads, dim = shape
-    seed = np.uint32(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little"))
     parts = np.ix_(range(layers), logical, range(tokens), range(heads), range(dim))
-    value = np.full(tuple(len(one.reshape(-1)) for one in parts), seed ^ np.uint32(role), np.uint32)
+    value = np.full(tuple(len(one.reshape(-1)) for one in parts), seed ^ role, np.uint32)
     with np.errstate(over="ignore"):
         for part in parts:
             value = (value ^ part.astype(np.uint32)) * _MIX
@@ -58,8 +67,7 @@ def fill(memory: Memory, ids: npt.NDArray[np.int64], name: str, first: int = 0) 
 def wrong(memory: Memory, ids: npt.NDArray[np.int64], name: str, first: int = 0) -> str:
     """Return where the bytes in pages are not those of a name, in words; empty where all are right."""
     for number, role in enumerate(ROLES):
-        tensor = memory[role].view(torch.int16)
-        found = tensor[:, torch.from_numpy(ids).to(tensor.device)].cpu().numpy()
+        found = read(memory[role], ids)
         bad = found != wanted(name, range(first, first + len(ids)), found.shape, number)
         if bad.any():
             layer, page, token, head, at = (int(one[0]) for one in np.nonzero(bad))
@@ -68,6 +76,12 @@ def wrong(memory: Memory, ids: npt.NDArray[np.int64], name: str, first: int = 0)
                 f"{first + page} (page {int(ids[page])}), token {token}, head {head}, {at}"
             )
     return ""
+
+
+def read(tensor: torch.Tensor, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int16]:
+    """Return a copy of a role's pages."""
+    copy = tensor.view(torch.int16)[:, torch.from_numpy(ids).to(tensor.device)].cpu()
+    return copy.numpy()
 
 
 def page_bytes() -> int:

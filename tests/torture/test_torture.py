@@ -7,11 +7,14 @@ import itertools
 import resource
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvferry.clients import Client, pages
+from kvferry.clients import AsyncClient, Client, pages
 from tests.daemons import running_daemon
 from tests.torture import oracle, plan
+from tests.torture.actors import Engine, Order
+from tests.torture.claims import Claims
 from tests.torture.faults import limited
 from tests.torture.report import Report
 from tests.torture.run import Run, Size
@@ -36,7 +39,7 @@ def test_the_same_seed_gives_the_same_faults_and_the_same_load() -> None:
 
 
 def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
-    report = run(11, Size(seconds=4.0, daemons=1, engines=2, workers=4), tmp_path)
+    report = run(11, Size(seconds=2.5, daemons=1, engines=2, workers=4), tmp_path)
     assert report.findings == []
     assert report.faults
     assert report.verified > 0
@@ -56,6 +59,33 @@ def test_what_is_sabotaged_is_found(tmp_path: Path, sabotage: str, found: str) -
     assert sabotage in KINDS
     report = run(1, SOON, tmp_path, sabotage)
     assert found in "\n".join(report.findings)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("spoiled", [False, True])
+async def test_bytes_of_a_lost_session_must_be_those_of_who_got_its_pages(tmp_path: Path, *, spoiled: bool) -> None:
+    """A page is lost with its session, and another engine gets it: its bytes are no finding, a late write is."""
+    order = Order(1, "keep", "a" * 32, 2)
+    with running_daemon(tmp_path) as daemon:
+        claims = Claims(tmp_path / "claims")
+        first = await AsyncClient.connect(daemon.runtime_dir)
+        memory = {role: (await first.create_pool("kv", oracle.SPEC)).tensor("main", role) for role in oracle.ROLES}
+        holder = Engine(first, "kv", memory, claims)
+        holding = asyncio.create_task(holder.run(msgspec.structs.replace(order, lasts_s=0.3)))
+        while not (await first.status()).pools[0].free < oracle.PAGES:
+            pass
+        first.close()
+        async with await AsyncClient.connect(daemon.runtime_dir) as second:
+            await second.create_pool("kv", oracle.SPEC)
+            while (await second.status()).pools[0].free < oracle.PAGES:
+                pass
+            ids = await second.allocate("kv", 2)
+            claims.note(ids, "b" * 32)
+            oracle.fill(memory, ids, "b" * 32)
+            if spoiled:
+                memory["v"][1, int(ids[1]), 3, 1, 5] += 1
+            ended = await holding
+    assert (ended.outcome == "WRONG_BYTES") is spoiled, ended
 
 
 def test_a_first_link_without_a_descriptor_does_not_end_the_daemon(tmp_path: Path) -> None:
