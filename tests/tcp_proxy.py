@@ -94,6 +94,10 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every connection and the thread."""
         self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE_S)
@@ -126,7 +130,11 @@ class Proxy:
 
         def dial() -> socket.socket:
             far = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            far.connect(os.fspath(aside))
+            try:
+                far.connect(os.fspath(aside))
+            except OSError:
+                far.close()
+                raise
             return far
 
         self.route(listener, dial, name)

@@ -23,12 +23,13 @@ are too many, the least recently used one is dropped for a new one, and first th
 from __future__ import annotations
 
 import asyncio
+import errno
 import heapq
 import os
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import structlog
 import zmq
@@ -42,7 +43,14 @@ from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.addresses import IPC, is_numeric, is_v6, scheme, wrong_address, wrong_port
 from kvferry.protocol.codec import Frames, PageIds
-from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError, MalformedError, TooLargeError
+from kvferry.protocol.errors import (
+    ConfigError,
+    InvalidFieldError,
+    KvferryError,
+    MalformedError,
+    OverloadedError,
+    TooLargeError,
+)
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN, Limits, agree
 from kvferry.protocol.peer_messages import (
@@ -89,6 +97,9 @@ WAITING_MESSAGES = 65_536
 WAITING_BYTES = 256 << 20
 SOCKETS_PER_LINK = 3
 """The DEALER and both ends of its monitor."""
+
+_NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What libzmq says where the process, not the address, is why there is no socket."""
 
 LinkState = Literal["connecting", "greeting", "up", "silent", "refused", "lost"]
 log = structlog.get_logger(__name__)
@@ -190,7 +201,8 @@ class PeerLink:
         """Start connecting.
 
         Raises:
-            InvalidFieldError: libzmq refuses the address, or has no socket left.
+            InvalidFieldError: libzmq refuses the address.
+            OverloadedError: no descriptor, or no memory, is left for it.
         """
         self.address = address
         self.used_at = time.monotonic()
@@ -222,6 +234,8 @@ class PeerLink:
             self._connect()
         except zmq.ZMQError as cause:
             self.close()
+            if cause.errno in _NO_ROOM:
+                raise OverloadedError(f"{address}: {cause.strerror}", field=field) from cause
             raise InvalidFieldError(f"{address}: {cause.strerror}", field=field) from cause
 
     def __repr__(self) -> str:
@@ -749,7 +763,7 @@ class PeerLinks:
         link.cut_off(f"it read too slowly: {waiting} messages were waiting")
         try:
             self.connect(link.address)
-        except InvalidFieldError as error:
+        except (InvalidFieldError, OverloadedError) as error:
             log.warning("a peer was not connected to again", cause=str(error))
 
     def drain_received(self) -> None:

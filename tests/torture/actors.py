@@ -216,6 +216,8 @@ class Engine:
         return await self._restore(order, snapshot)
 
     async def _restore(self, order: Order, snapshot: str) -> int:
+        if self._own is not None:
+            return await self._restore_to_own(order, snapshot)
         logical = np.full(order.pages, ANY_PAGE)
         self._claims.note(logical, order.request)
         operation = self.client.restore(self.pool, snapshot, drop=True, deadline_s=order.deadline_s)
@@ -224,6 +226,18 @@ class Engine:
         self._check(ids, order.request)
         await self._free(ids)
         return len(ids)
+
+    async def _restore_to_own(self, order: Order, snapshot: str) -> int:
+        ids = await self._allocate(order)
+        listed = [pages(ids, first_page=0)]
+        try:
+            await self._done(
+                order, self.client.restore(self.pool, snapshot, listed, drop=True, deadline_s=order.deadline_s)
+            )
+            self._check(ids, order.request)
+        finally:
+            await self._free(ids)
+        return order.pages
 
     async def cache(self, order: Order) -> int:
         """Store blocks, find them again, and load them; blocks of other engines' orders are as good."""

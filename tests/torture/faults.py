@@ -11,16 +11,24 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.torture.plan import CUT_S, Fault, Planned
+from tests.tcp_proxy import Proxy
+from tests.torture.plan import LATE, SILENCE_S, Fault, Planned
 from tests.torture.world import Daemon, Engine
 
 HEADROOM_BYTES: Final = 8 << 20
 
 
 class Faults:
-    """What can be done to these daemons and engines."""
+    """What can be done to these daemons and engines.
 
-    def __init__(self, daemons: Sequence[Daemon], engines: Sequence[Engine]) -> None:
+    Attributes:
+        broken: how many connections were cut, or led nowhere for a while.
+    """
+
+    def __init__(self, daemons: Sequence[Daemon], engines: Sequence[Engine], links: Proxy) -> None:
+        """``links``: what the daemons say to each other goes through it."""
+        self.broken = 0
+        self._links = links
         self._daemons = daemons
         self._engines = engines
         self._kinds: dict[Fault, Callable[[Planned], Awaitable[None]]] = {
@@ -31,8 +39,10 @@ class Faults:
             Fault.STOP_DAEMON: self._stop_daemon,
             Fault.NO_DESCRIPTORS: self._limit_daemon,
             Fault.NO_MEMORY: self._limit_daemon,
-            Fault.CUT: self._stop_daemon,
+            Fault.SILENCE: self._stop_daemon,
         }
+        if len(daemons) > 1:
+            self._kinds |= {Fault.CUT: self._break_links, Fault.HOLE: self._break_links, Fault.DELAY: self._delay_links}
         if all(daemon.small_disk for daemon in daemons):
             self._kinds[Fault.FILL_DISK] = self._fill_disk
 
@@ -67,9 +77,27 @@ class Faults:
         daemon = self._daemons[planned.target]
         daemon.send(signal.SIGSTOP)
         try:
-            await asyncio.sleep(planned.lasts_s + (CUT_S if planned.fault is Fault.CUT else 0.0))
+            await asyncio.sleep(planned.lasts_s + (SILENCE_S if planned.fault is Fault.SILENCE else 0.0))
         finally:
             daemon.send(signal.SIGCONT)
+
+    async def _break_links(self, planned: Planned) -> None:
+        self.broken += self._links.connections
+        if planned.fault is Fault.CUT:
+            self._links.cut()
+        else:
+            self._links.black_hole()
+        try:
+            await asyncio.sleep(planned.lasts_s)
+        finally:
+            self._links.heal()
+
+    async def _delay_links(self, planned: Planned) -> None:
+        self._links.delay(LATE * planned.lasts_s)
+        try:
+            await asyncio.sleep(planned.lasts_s)
+        finally:
+            self._links.delay(0.0)
 
     async def _fill_disk(self, planned: Planned) -> None:
         filler = self._daemons[planned.target].disk / "filler"

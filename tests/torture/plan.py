@@ -29,7 +29,10 @@ class Fault(enum.StrEnum):
     STOP_DAEMON = "stop a daemon"
     NO_DESCRIPTORS = "take a daemon's free descriptors away"
     NO_MEMORY = "take a daemon's free address space away"
-    CUT = "break a daemon's links, by its silence, and let them heal"
+    SILENCE = "stop a daemon for longer than others wait for it"
+    CUT = "cut the links between daemons and refuse new ones"
+    HOLE = "let nothing through between daemons"
+    DELAY = "delay what daemons say to each other"
     FILL_DISK = "fill a daemon's disk"
 
 
@@ -41,14 +44,21 @@ WEIGHTS: Final = {
     Fault.STOP_DAEMON: 5,
     Fault.NO_DESCRIPTORS: 4,
     Fault.NO_MEMORY: 3,
-    Fault.CUT: 6,
+    Fault.SILENCE: 3,
+    Fault.CUT: 5,
+    Fault.HOLE: 4,
+    Fault.DELAY: 3,
     Fault.FILL_DISK: 3,
 }
 OF_ENGINES: Final = {Fault.KILL_ENGINE, Fault.STOP_ENGINE}
+OF_LINKS: Final = {Fault.CUT, Fault.HOLE, Fault.DELAY}
+"""Of all links of the daemons at once: their targets say nothing."""
 
+SILENCE_S: Final = 1.2
+"""For so long, and as long as planned, a daemon is silent where others are to give it up."""
 
-CUT_S: Final = 1.2
-"""For so long, and as long as planned, a daemon is silent where its links are to break."""
+LATE: Final = 0.2
+"""So late is what daemons say where it is delayed: this part of the time that the fault lasts."""
 
 
 class Planned(NamedTuple):

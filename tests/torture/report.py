@@ -7,14 +7,25 @@ from collections.abc import Iterable
 from typing import Final
 
 from tests.torture.actors import NEVER_ENDED, OK, WRONG, Ended
-from tests.torture.plan import Fault
+from tests.torture.plan import OF_LINKS, Fault
 
 BUGS: Final = frozenset(
-    {NEVER_ENDED, WRONG, "INTERNAL", "MALFORMED", "NOT_OWNER", "PAGE_GAP", "FIRST_TOKEN_TWICE", "SNAPSHOT_DAMAGED"}
+    {
+        NEVER_ENDED,
+        WRONG,
+        "INTERNAL",
+        "MALFORMED",
+        "INVALID_FIELD",
+        "ACCESS_DENIED",
+        "NOT_OWNER",
+        "PAGE_GAP",
+        "FIRST_TOKEN_TWICE",
+        "SNAPSHOT_DAMAGED",
+    }
 )
 """Outcomes that no fault excuses."""
 
-STOPS: Final = (Fault.STOP_ENGINE, Fault.STOP_DAEMON)
+STOPS: Final = (Fault.STOP_ENGINE, Fault.STOP_DAEMON, Fault.SILENCE)
 RESTARTS: Final = (Fault.KILL_DAEMON, Fault.END_DAEMON)
 
 
@@ -25,6 +36,7 @@ class Report:
         self.seed = seed
         self.faults: Counter[Fault] = Counter()
         self.outcomes: Counter[str] = Counter()
+        self.broken = 0
         self.transfers = 0
         self.verified = 0
         self.checked_bytes = 0
@@ -53,13 +65,14 @@ class Report:
             yield f"  {count:6} x {fault.value}"
         for outcome, count in sorted(self.outcomes.items()):
             yield f"  {count:6} x {outcome}"
+        yield f"  {self.broken:6} x a connection between daemons broken"
         yield f"  {self.verified:6} x verified"
 
     def closing(self) -> str:
         """Return the last line of a run that found nothing."""
-        stops, restarts = (sum(self.faults[one] for one in some) for some in (STOPS, RESTARTS))
+        stops, cuts, restarts = (sum(self.faults[one] for one in some) for some in (STOPS, OF_LINKS, RESTARTS))
         return (
-            f"torture: ok seed={self.seed} kills={self.kills} stops={stops} cuts={self.faults[Fault.CUT]} "
+            f"torture: ok seed={self.seed} kills={self.kills} stops={stops} cuts={cuts} "
             f"restarts={restarts} transfers={self.transfers} bytes={self.checked_bytes}"
         )
 

@@ -12,6 +12,7 @@ from kvferry.clients.cli.verify import finding_line
 from kvferry.protocol.errors import DaemonLostError, KvferryError
 from kvferry.protocol.ids import HOST
 from tests.cann_simulator.simulator import Simulator
+from tests.tcp_proxy import Proxy
 from tests.torture import plan
 from tests.torture.actors import Order
 from tests.torture.faults import Faults
@@ -45,13 +46,14 @@ class Run:
         self.report = Report(seed)
         self._seed = seed
         self._size = size
-        self._daemons = [Daemon(number, folder, sabotage) for number in range(size.daemons)]
+        self._links = Proxy()
+        self._daemons = [Daemon(number, folder, sabotage, links=self._links) for number in range(size.daemons)]
         self._engines = [
             Engine(number, self._daemons[number % size.daemons], self.report.heard) for number in range(size.engines)
         ]
         if size.npu:
             self._add_npu(folder)
-        self._faults = Faults(self._daemons, self._engines)
+        self._faults = Faults(self._daemons, self._engines, self._links)
         self._ends_at = 0.0
 
     async def run(self) -> None:
@@ -79,11 +81,13 @@ class Run:
         finally:
             await asyncio.gather(*(engine.kill() for engine in self._engines))
             await asyncio.gather(*(daemon.kill() for daemon in self._daemons))
+            self._links.close()
+            self.report.broken = self._faults.broken
 
     def _add_npu(self, folder: Path) -> None:
         """Add a daemon on a simulated NPU, and three engines: with a pool there, with memory there, on the host."""
         simulator = Simulator(folder / "npu", ordering=False)
-        daemon = Daemon(2 * len(self._daemons), folder, "", simulator.environment())
+        daemon = Daemon(2 * len(self._daemons), folder, "", simulator.environment(), links=self._links)
         self._daemons.append(daemon)
         for device, registers in ((NPU, False), (NPU, True), (HOST, False)):
             number = len(self._engines)
@@ -106,6 +110,8 @@ class Run:
 
     async def _transfer(self, task: plan.Task) -> None:
         source, destination = self._engines[task.source], self._engines[task.destination]
+        if source.on_device and source.daemon is not destination.daemon:
+            source, destination = destination, source  # memory of a device is shared with no other daemon
         sent, received = await asyncio.gather(
             self._order(source, task, "send"),
             self._order(
@@ -153,7 +159,8 @@ class Run:
                 await asyncio.sleep(one.after_s / self._size.pace)
                 if self._over:
                     return
-                lock = held.setdefault((one.fault in plan.OF_ENGINES, one.target), asyncio.Lock())
+                hit = "links" if one.fault in plan.OF_LINKS else (one.fault in plan.OF_ENGINES, one.target)
+                lock = held.setdefault(hit, asyncio.Lock())
                 if not lock.locked():
                     await lock.acquire()
                     self.report.faults[one.fault] += 1

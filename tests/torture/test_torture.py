@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import resource
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvferry.clients import AsyncClient, Client, pages
+from kvferry.clients import AsyncClient, Client, KvferryError, pages
 from tests.daemons import running_daemon
+from tests.tcp_proxy import Proxy
 from tests.torture import oracle, plan
 from tests.torture.actors import Engine, Order
 from tests.torture.claims import Claims
-from tests.torture.faults import limited
+from tests.torture.faults import Faults, limited
 from tests.torture.report import Report
 from tests.torture.run import Run, Size
 from tests.torture.sabotage import KINDS
+from tests.torture.world import Daemon
 
 SOON = Size(seconds=30.0, daemons=1, engines=2, workers=8, deadline_s=1.0, margin_s=1.0, harm=False)
 """It ends with the first finding."""
@@ -88,6 +91,31 @@ async def test_bytes_of_a_lost_session_must_be_those_of_who_got_its_pages(tmp_pa
     assert (ended.outcome == "WRONG_BYTES") is spoiled, ended
 
 
+@pytest.mark.anyio
+async def test_links_are_cut_and_heal_also_those_of_a_daemons_next_life(tmp_path: Path) -> None:
+    with Proxy() as links:
+        home, source = daemons = [Daemon(number, tmp_path, "", links=links) for number in (1, 3)]
+        faults = Faults(daemons, [], links)
+        try:
+            await asyncio.gather(*(daemon.start() for daemon in daemons))
+            async with await AsyncClient.connect(home.runtime_dir) as client, asyncio.timeout(60):
+                await client.create_pool("kv", oracle.SPEC)
+                waiting = [pages(await client.allocate("kv", 1))]
+                client.receive("kv", "0" * 32, waiting, source_daemons=[source.address], deadline_s=60)
+                for fault in (plan.Fault.CUT, plan.Fault.HOLE):
+                    while (await client.status()).peers[0].state != "up":
+                        pass
+                    lost, broken = (await client.status()).counters.get("peers.lost", 0), faults.broken
+                    await faults.do(plan.Planned(fault, 0.0, 0, 1.5))
+                    assert faults.broken > broken
+                    while (await client.status()).counters.get("peers.lost", 0) == lost:
+                        pass
+                    await source.end(signal.SIGKILL)
+                    await source.start()
+        finally:
+            await asyncio.gather(*(daemon.kill() for daemon in daemons))
+
+
 def test_a_first_link_without_a_descriptor_does_not_end_the_daemon(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with running_daemon(tmp_path) as daemon, Client.connect(daemon.runtime_dir) as client:
@@ -95,6 +123,8 @@ def test_a_first_link_without_a_descriptor_does_not_end_the_daemon(tmp_path: Pat
         ids = client.allocate("kv", 1)
         pid = daemon.process.pid
         with limited(pid, resource.RLIMIT_NOFILE, len(list(Path(f"/proc/{pid}/fd").iterdir()))):
-            client.receive("kv", "0" * 32, [pages(ids)], source_daemons=[f"ipc://{tmp_path}/other/peer.sock"])
+            first = client.receive("kv", "0" * 32, [pages(ids)], source_daemons=[f"ipc://{tmp_path}/other/peer.sock"])
+            with pytest.raises(KvferryError) as refused:
+                client.wait_finished(first, timeout_s=20)
             client.ping()
-            client.ping()
+        assert refused.value.code == "BUSY", refused.value

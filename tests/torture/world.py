@@ -19,8 +19,10 @@ from kvferry.daemon.process.fd_store import open_store
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import HOST
+from kvferry.protocol.settings import PEER_SOCKET
 from tests.cann_simulator.build import NPU_PYTHON
 from tests.started import REPOSITORY, Started, started
+from tests.tcp_proxy import Proxy
 from tests.torture.actors import LAST_S, READY, Ended, Order
 
 ACTORS: Final = Path(__file__).with_name("actors.py")
@@ -62,8 +64,19 @@ class Daemon:
         stopped: whether it is stopped at the moment.
     """
 
-    def __init__(self, number: int, folder: Path, sabotage: str, simulated: Mapping[str, str] | None = None) -> None:
-        """Prepare one; those with even numbers are warm. ``simulated``: the environment of one on simulated NPUs."""
+    def __init__(
+        self, number: int, folder: Path, sabotage: str, simulated: Mapping[str, str] | None = None, *, links: Proxy
+    ) -> None:
+        """Prepare one; those with even numbers are warm.
+
+        Args:
+            number: of it.
+            folder: where its own folder is made.
+            sabotage: its own fault, or "".
+            simulated: the environment of one on simulated NPUs.
+            links: what other daemons say to it goes through this from its first answer on.
+        """
+        self._links = links
         self.simulated = simulated
         self.warm = number % 2 == 0
         self.number = number
@@ -124,6 +137,8 @@ class Daemon:
                         raise RunFailedError(f"daemon {self.number} ended with {self._process.returncode} at its start")
         except TimeoutError:
             raise RunFailedError(f"daemon {self.number} did not serve within {START_S:g} s") from None
+        # a new life takes the place of the route's file, so nothing is to be moved back
+        self._links.route_unix(self.runtime_dir / PEER_SOCKET, f"daemon {self.number}")
         self.ready.set()
 
     async def end(self, number: signal.Signals) -> None:
@@ -191,6 +206,7 @@ class Engine:
 
     Attributes:
         ready: set once the process has its pool; what it is told before would only wait.
+        on_device: whether its pool's memory is a device's.
     """
 
     def __init__(
@@ -203,7 +219,7 @@ class Engine:
         registers: bool = False,
     ) -> None:
         """Call ``heard`` with each end that an engine tells. Its pool is on ``device``; it ``registers`` its memory."""
-        self._on_device = device != HOST
+        self.on_device = device != HOST
         self.ready = asyncio.Event()
         self._where = [device, "yes" if registers else "no"]
         self.number = number
@@ -217,18 +233,18 @@ class Engine:
     @property
     def hit(self) -> float:
         """Return how often a fault is to hit it."""
-        return COSTLY if self._on_device else 1.0
+        return COSTLY if self.on_device else 1.0
 
     async def start(self) -> None:
         """Start the process, forked from one that has imported torch; it connects by itself."""
-        script = ["-m", "tests.torture.actors"] if self._on_device else [os.fspath(ACTORS)]
+        script = ["-m", "tests.torture.actors"] if self.on_device else [os.fspath(ACTORS)]
         program = [*script, os.fspath(self.daemon.runtime_dir), f"engine-{self.number}", *self._where]
         with (self.daemon.folder / f"engine-{self.number}.log").open("ab") as log:
             self._process = started(  # forked in milliseconds, but for the first, and for those on devices
                 program,
                 stderr=log.fileno(),
-                environment=self.daemon.simulated if self._on_device else None,
-                python=self.daemon.python if self._on_device else None,
+                environment=self.daemon.simulated if self.on_device else None,
+                python=self.daemon.python if self.on_device else None,
             )
         told = asyncio.StreamReader()
         assert self._process.stdout is not None
