@@ -254,8 +254,8 @@ class Proxy:
                     self.passed_bytes[way] += len(part)
                 if mark is not None and mark.passes:
                     self._reach(mark)
-        if through in self._through:
-            await self._open.wait()  # a black hole swallows the end, too
+        await self._open.wait()  # a black hole swallows the end, too
+        if through in self._through:  # else the other way, or a cut, has closed it meanwhile
             self._through.discard(through)
             through.close(reset=False)
 
