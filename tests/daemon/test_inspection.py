@@ -67,15 +67,16 @@ def test_nobody_of_the_same_user_gets_at_what_is_open(
 
 # Runs the daemon as another user: what it imports lies where only root can read, perhaps.
 DAEMON = """
-import ctypes, os, runpy, sys
+import ctypes, importlib.util, os, sys
 import kvferry.daemon.daemon, kvferry.clients, structlog.dev, encodings.idna, uvloop
+program = importlib.util.find_spec("kvferry.daemon.__main__").loader.get_code("kvferry.daemon.__main__")
 os.setgroups([]); os.setgid(12345); os.setuid(12345)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # see PROGRAM
 if os.fork():
     _, status = os.wait()
     sys.exit(os.waitstatus_to_exitcode(status))
 sys.argv[1:] = ["--runtime-dir", sys.argv[1]]
-runpy.run_module("kvferry.daemon", run_name="__main__")
+exec(program, {"__name__": "__main__"})
 """
 LOOK = """
 import os, sys
