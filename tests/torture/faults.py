@@ -111,7 +111,9 @@ class Faults:
                 filler.unlink()
 
     async def _limit_daemon(self, planned: Planned) -> None:
-        daemon = self._daemons[planned.target]
+        # A device that lacks them is a device lost, at which a daemon ends (status 3): only those of the host are hit.
+        hosts = [daemon for daemon in self._daemons if daemon.simulated is None]
+        daemon = hosts[planned.target % len(hosts)]
         daemon.check_alive()
         if planned.fault is Fault.NO_DESCRIPTORS:
             kind, most = resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{daemon.pid}/fd"))  # noqa: PTH208
