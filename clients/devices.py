@@ -17,7 +17,6 @@ from kvferry.pools.devices.npu import NpuVendor
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import viewed_as
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
-from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import PoolAttached
 from kvferry.protocol.session_stream import MAX_SHARED_EVENTS, MAX_SHARES, RegionFollows, SharedEvents, ShareFollows
@@ -129,21 +128,24 @@ class EngineDevices:
 
 
 def attached_pool(
-    name: str, attached: PoolAttached, message_id: int, channel: SessionChannel, devices: EngineDevices
+    name: str,
+    attached: PoolAttached,
+    follows: RegionFollows | ShareFollows,
+    fds: list[int],
+    channel: SessionChannel,
+    devices: EngineDevices,
 ) -> AttachedPool:
     """Return the pool that ATTACH_POOL's reply speaks of, mapped by what came over the session socket.
 
-    On a device this may take seconds the first time.
+    It takes its descriptor out of ``fds``. On a device this may take seconds the first time.
     """
     size_bytes = attached.manifest.region_bytes
-    if attached.device == HOST:
-        _, [fd] = channel.take(message_id, RegionFollows)
-        memory = HostRegion(fd, size_bytes, inherited=channel.is_inherited)
+    if isinstance(follows, RegionFollows):
+        memory = HostRegion(fds.pop(), size_bytes, inherited=channel.is_inherited)
         if channel.is_inherited:
             channel.inherited(memory.buffer)
         return AttachedPool(name, attached.manifest, memory, attached.model)
-    share, _ = channel.take(message_id, ShareFollows)
-    region = devices.map(attached.device, share, size_bytes)
+    region = devices.map(attached.device, follows, size_bytes)
     return AttachedPool(name, attached.manifest, region, attached.model)
 
 

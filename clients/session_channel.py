@@ -53,7 +53,7 @@ _MAX_FDS = 8
 Following: TypeAlias = RegionFollows | EventsFollow | ShareFollows | TablesFollow
 """What the daemon says of a request before it replies."""
 
-FollowingT = TypeVar("FollowingT", RegionFollows, EventsFollow, ShareFollows, TablesFollow)
+FollowingT = TypeVar("FollowingT", bound=Following)
 
 
 class Followed(NamedTuple):
@@ -226,6 +226,12 @@ class SessionChannel:
             os.close(fd)
         self._fds.clear()
         self._followed.clear()
+
+
+def close_left(fds: list[int]) -> None:
+    """Close the descriptors that nobody has taken out of the list."""
+    while fds:
+        os.close(fds.pop())
 
 
 def _fds_of(message: SessionFrame) -> int:

@@ -26,7 +26,7 @@ from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.registration import registered
 from kvferry.clients.resuming import Registration, Resuming, Said
-from kvferry.clients.session_channel import SessionChannel
+from kvferry.clients.session_channel import SessionChannel, close_left
 from kvferry.clients.submissions import DEFAULT_WAIT_S, PendingReply
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
 from kvferry.pools.devices.host import HostRegion
@@ -40,7 +40,7 @@ from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, Freed, RegisterPool
 from kvferry.protocol.session_messages import OpenEvents, Ping, Status, StatusReport, Verified, Verify
-from kvferry.protocol.session_stream import EventsFollow, ShareFollows
+from kvferry.protocol.session_stream import EventsFollow, RegionFollows, ShareFollows, TablesFollow
 from kvferry.protocol.table_messages import CreateTables, DeleteTables
 from kvferry.protocol.tier_messages import (
     CacheChanges,
@@ -206,7 +206,12 @@ class SyncRequests(Resuming):
         body = AttachPool(pool=name, layout_digest=layout_digest, device_pid=self._devices.process_id())
         with self._use:  # whole: the session's socket is read by one thread at a time
             number, attached, channel = self._described(asked(body, NAME))
-            pool = attached_pool(name, attached, number, channel, self._devices)
+            kind: type[RegionFollows | ShareFollows] = RegionFollows if attached.device == HOST else ShareFollows
+            follows, fds = channel.take(number, kind)  # before the thread: a loss meanwhile closes the channel
+            try:
+                pool = attached_pool(name, attached, follows, fds, channel, self._devices)
+            finally:
+                close_left(fds)
             self._keeps.add_pool(pool)
             self._lost_pools.discard(name)
             return pool
@@ -487,11 +492,15 @@ class SyncRequests(Resuming):
         with self._use:
             undo = asked(DeleteTables(tables=name))
             number, created, channel = self._described(asked(body, TABLES), deadline_s=deadline_s, undo=undo)
+            fds: list[int] = []
             try:
-                made = mapped_tables(created, max_batch, number, channel, self._devices)
+                follows, fds = channel.take(number, TablesFollow)  # before the thread, as in attach_pool
+                made = mapped_tables(created, max_batch, follows, fds, self._devices)
             except BaseException:
                 self._begin(asked(DeleteTables(tables=name)))  # nobody here can use them
                 raise
+            finally:
+                close_left(fds)
             self._keeps.tables.add(made)
             return made
 

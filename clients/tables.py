@@ -23,7 +23,6 @@ from kvferry.clients.arguments import text, whole, wrong_kind
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.elements import import_torch
 from kvferry.clients.exclusive_use import OfOneProcess
-from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
@@ -172,14 +171,15 @@ def tables_name(tables: Tables) -> str:
 
 
 def mapped_tables(
-    created: TablesCreated, max_batch: int, message_id: int, channel: SessionChannel, devices: EngineDevices
+    created: TablesCreated, max_batch: int, follows: TablesFollow, fds: list[int], devices: EngineDevices
 ) -> Tables:
-    """Return the tables of a CREATE_TABLES reply, mapped by the descriptors received over the session socket."""
-    follows, fds = channel.take(message_id, TablesFollow)
+    """Return the tables of a CREATE_TABLES reply, mapped by the descriptors, which it takes out of ``fds``."""
     host = HostRegion(fds.pop(0), created.host_bytes, writable=False)
     if created.device == HOST:
         return Tables(created, max_batch, HostRegion(fds.pop(0), created.region_bytes), host, None)
-    said = ShareFollows(message_id=message_id, shares=(follows.share,) if follows.share else (), events=follows.events)
+    said = ShareFollows(
+        message_id=follows.message_id, shares=(follows.share,) if follows.share else (), events=follows.events
+    )
     region = devices.map(created.device, said, created.region_bytes)
     ordered = (devices.open(created.device), devices.open_event(created.device, said))
     return Tables(created, max_batch, region, host, ordered)

@@ -61,5 +61,7 @@ def connected(kind: type[Client | AsyncClient], *arguments: Any, **named: Any) -
 
     with asyncio.Runner() as runner:
         blocking = Blocking(runner, runner.run(connect()))
-        yield cast("Client", blocking)
-        blocking.close()
+        try:
+            yield cast("Client", blocking)
+        finally:
+            blocking.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import socket
 import threading
@@ -119,15 +120,20 @@ class CuttingProxy:
             self._selector.register(one.socket, selectors.EVENT_READ, one)
 
     def _forward(self, end: _End) -> None:
+        if not select.select([end.socket], [], [], 0)[0]:  # read already, with a message
+            return
         try:
             data, fds, _, _ = socket.recv_fds(end.socket, CHUNK_BYTES, MAX_FDS)
         except OSError:
             data, fds = b"", []
+        if end.kind == CONTROL_SOCKET:
+            self._forward_said_before()
         self.chunks += bool(data)
         if data and self._is_stopped(end):
             return
         cuts = bool(data) and self.chunks == self._cut_at
-        if data and not (cuts and end.kind in self._kinds and not self._forwards):
+        gone = end.socket not in self._ends  # cut with what was said before
+        if data and not gone and not (cuts and end.kind in self._kinds and not self._forwards):
             with contextlib.suppress(OSError):  # the other end is gone: it is read next
                 sent = socket.send_fds(end.other, [data], fds)
                 end.other.sendall(data[sent:])
@@ -137,6 +143,12 @@ class CuttingProxy:
             self._drop(end)
         if cuts:
             self._cut_now()
+
+    def _forward_said_before(self) -> None:
+        """Forward what the session sockets have: what comes with a message was said there before the message."""
+        for one in [one for one in self._ends.values() if one.kind == SESSION_SOCKET]:
+            if one.socket in self._ends:
+                self._forward(one)
 
     def _is_stopped(self, end: _End) -> bool:
         stop = self._stop

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
+from kvferry.clients import AsyncClient, Client, MhaSpec, async_requests, calls, new_request_id, pages
 from kvferry.clients.connection import Reconnected
 from kvferry.protocol.client_core import Transfer
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, SessionLostError
@@ -61,6 +62,12 @@ def other(daemon: DaemonProcess) -> Iterator[Client]:
         yield one
 
 
+@pytest.fixture
+def name() -> str:
+    """Return a name for a client that is cut: another test's may be kept still, where that failed."""
+    return f"cut-{new_request_id()}"
+
+
 @contextmanager
 def again(daemon: DaemonProcess, config: str) -> Iterator[None]:
     """Start a daemon that adopts nothing where another one was."""
@@ -76,7 +83,7 @@ def again(daemon: DaemonProcess, config: str) -> Iterator[None]:
         process.wait(END_S)
 
 
-def held(client: Client, name: str = "cut") -> tuple[int, int]:
+def held(client: Client, name: str) -> tuple[int, int]:
     """Return how many pages and transfers the daemon says that a session has."""
     return next((one.pages, one.transfers) for one in client.status().sessions if one.name == name)
 
@@ -120,6 +127,7 @@ def test_a_cut_at_every_chunk(
     proxy: CuttingProxy,
     other: Client,
     kind: type[Client | AsyncClient],
+    name: str,
     cut: tuple[str, ...],
     step: int,
     *,
@@ -129,13 +137,13 @@ def test_a_cut_at_every_chunk(
     told: list[Reconnected] = []
     chunk = 1
     while True:
-        with connected(kind, proxy.runtime_dir, name="cut", on_reconnect=told.append) as client:
+        with connected(kind, proxy.runtime_dir, name=name, on_reconnect=told.append) as client:
             before = proxy.cuts
             proxy.cut_at(chunk, *cut, forwards=forwards)
             polled = script(client, other)
             assert len(polled) == 1, "each change once"
             assert client.ping()
-            assert held(other) == (0, 0)
+            assert held(other, name) == (0, 0)
             proxy.cut_at(0)  # the good-bye gets through
             if proxy.cuts == before:
                 break
@@ -143,16 +151,66 @@ def test_a_cut_at_every_chunk(
     assert chunk > MESSAGES
     assert told
     assert {one.old_boot_id for one in told} == {one.boot_id for one in told} == {other.boot_id}
-    assert soon(lambda: all(one.name != "cut" for one in other.status().sessions))
+    assert soon(lambda: all(one.name != name for one in other.status().sessions))
+
+
+@KINDS
+@pytest.mark.parametrize("call", ["attach_pool", "open_events", "create_tables"])
+def test_descriptors_that_are_lost_come_again(
+    proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient], name: str, call: str
+) -> None:
+    """A cut between them and the reply, which is kept: the reply that comes again comes alone."""
+    with connected(kind, proxy.runtime_dir, name=name) as client:
+        client.create_pool("pool", SPEC)
+        before = proxy.cuts
+        proxy.stop_at(1, SESSION_SOCKET, lambda: None)
+        if call == "attach_pool":
+            assert client.attach_pool("pool").array("main", "k").shape
+        elif call == "open_events":
+            with client.open_events() as ring:
+                assert not ring.counters.any()
+        else:
+            tables = client.create_tables("tables", "pool", max_batch=2, max_context_tokens=16)
+            assert not tables.array("block_tables").any()
+            client.delete_tables(tables)
+        assert proxy.cuts == before + 1
+        assert other.ping()
+
+
+@pytest.mark.parametrize("mapping", ["attached_pool", "mapped_tables"])
+def test_a_loss_while_descriptors_are_mapped(
+    proxy: CuttingProxy, other: Client, name: str, mapping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop finds the loss, and a new connection, while a thread maps what came by the old one."""
+    back = threading.Event()
+    where = f"kvferry.clients.async_requests.{mapping}"
+    maps = getattr(async_requests, mapping)
+
+    def late(*arguments: object) -> object:
+        proxy.cut(*BOTH)
+        assert back.wait(SOON_S)
+        return maps(*arguments)
+
+    with connected(AsyncClient, proxy.runtime_dir, name=name, on_reconnect=lambda _: back.set()) as client:
+        client.create_pool("pool", SPEC)
+        monkeypatch.setattr(where, late)
+        if mapping == "attached_pool":
+            assert client.attach_pool("pool").array("main", "k").shape
+        else:
+            tables = client.create_tables("tables", "pool", max_batch=2, max_context_tokens=16)
+            assert not tables.array("block_tables").any()
+            client.delete_tables(tables)
+        assert back.is_set()
+        assert other.ping()
 
 
 @KINDS
 def test_polling_alone_finds_the_daemon_again(
-    proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient]
+    proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient], name: str
 ) -> None:
     """A scheduler that only polls hears of everything, once."""
     told: list[Reconnected] = []
-    with connected(kind, proxy.runtime_dir, name="cut", on_reconnect=told.append) as client:
+    with connected(kind, proxy.runtime_dir, name=name, on_reconnect=told.append) as client:
         ids = client.allocate("pool", 2)
         request_id = new_request_id()
         transfer = client.receive("pool", request_id, [pages(ids)])
@@ -177,9 +235,9 @@ def test_polling_alone_finds_the_daemon_again(
 
 @KINDS
 def test_a_request_that_breaks_every_connection_is_given_up(
-    proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient]
+    proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient], name: str
 ) -> None:
-    with connected(kind, proxy.runtime_dir, name="cut") as client:
+    with connected(kind, proxy.runtime_dir, name=name) as client:
         assert client.welcome is not None
         too_much = pages(np.arange(1, client.welcome.limits.max_frame_bytes // 8 + 2))
         with pytest.raises(DaemonLostError, match="broke 3 times") as refused:
@@ -191,10 +249,10 @@ def test_a_request_that_breaks_every_connection_is_given_up(
 
 @KINDS
 def test_what_was_taken_for_nobody_is_given_back(
-    daemon: DaemonProcess, other: Client, kind: type[Client | AsyncClient]
+    daemon: DaemonProcess, other: Client, kind: type[Client | AsyncClient], name: str
 ) -> None:
     """The pages of an ALLOCATE whose caller has given up come back as soon as the daemon answers."""
-    with connected(kind, daemon.runtime_dir, name="cut") as client:
+    with connected(kind, daemon.runtime_dir, name=name) as client:
         daemon.process.send_signal(signal.SIGSTOP)
         try:
             with pytest.raises(DeadlineError):
@@ -202,17 +260,19 @@ def test_what_was_taken_for_nobody_is_given_back(
         finally:
             daemon.process.send_signal(signal.SIGCONT)
         assert client.ping()
-        assert soon(lambda: held(other) == (0, 0))
+        assert soon(lambda: held(other, name) == (0, 0))
         assert client.allocate("pool", 1).tolist() == [1]
 
 
 @KINDS
-def test_a_closed_client_is_not_kept(proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient]) -> None:
+def test_a_closed_client_is_not_kept(
+    proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient], name: str
+) -> None:
     """Though its good-bye finds no connection."""
-    with connected(kind, proxy.runtime_dir, name="cut"):
+    with connected(kind, proxy.runtime_dir, name=name):
         proxy.cut(*BOTH)
-        assert soon(lambda: not next(one.connected for one in other.status().sessions if one.name == "cut"))
-    assert soon(lambda: all(one.name != "cut" for one in other.status().sessions))
+        assert soon(lambda: not next(one.connected for one in other.status().sessions if one.name == name))
+    assert soon(lambda: all(one.name != name for one in other.status().sessions))
 
 
 # -- when it cannot be
