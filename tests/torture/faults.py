@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.tcp_proxy import Proxy
-from tests.torture.plan import LATE, SILENCE_S, Fault, Planned
+from tests.torture.plan import LATE, OF_LIMITS, SILENCE_S, Fault, Planned
 from tests.torture.world import Daemon, Engine
 
 HEADROOM_BYTES: Final = 8 << 20
@@ -50,6 +50,10 @@ class Faults:
     def kinds(self) -> list[Fault]:
         """Return the faults that are possible here."""
         return list(self._kinds)
+
+    def can_take(self, planned: Planned) -> bool:
+        """Return whether the fault is one for its target: a device that lacks what a daemon needs is lost by that."""
+        return planned.fault not in OF_LIMITS or self._daemons[planned.target].simulated is None
 
     async def do(self, planned: Planned) -> None:
         """Do a fault, and undo it if it is one that passes."""
@@ -111,9 +115,7 @@ class Faults:
                 filler.unlink()
 
     async def _limit_daemon(self, planned: Planned) -> None:
-        # A device that lacks them is a device lost, at which a daemon ends (status 3): only those of the host are hit.
-        hosts = [daemon for daemon in self._daemons if daemon.simulated is None]
-        daemon = hosts[planned.target % len(hosts)]
+        daemon = self._daemons[planned.target]
         daemon.check_alive()
         if planned.fault is Fault.NO_DESCRIPTORS:
             kind, most = resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{daemon.pid}/fd"))  # noqa: PTH208

@@ -51,6 +51,7 @@ WEIGHTS: Final = {
     Fault.FILL_DISK: 3,
 }
 OF_ENGINES: Final = {Fault.KILL_ENGINE, Fault.STOP_ENGINE}
+OF_LIMITS: Final = {Fault.NO_DESCRIPTORS, Fault.NO_MEMORY}
 OF_LINKS: Final = {Fault.CUT, Fault.HOLE, Fault.DELAY}
 """Of all links of the daemons at once: their targets say nothing."""
 

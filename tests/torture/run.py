@@ -77,7 +77,7 @@ class Run:
             if not self.report.findings:
                 await self._settle_accounts()
         except* RunFailedError as several:
-            self.report.findings += map(str, several.exceptions)
+            self.report.findings += _texts(several)
         finally:
             await asyncio.gather(*(engine.kill() for engine in self._engines))
             await asyncio.gather(*(daemon.kill() for daemon in self._daemons))
@@ -159,6 +159,8 @@ class Run:
                 await asyncio.sleep(one.after_s / self._size.pace)
                 if self._over:
                     return
+                if not self._faults.can_take(one):
+                    continue
                 hit = "links" if one.fault in plan.OF_LINKS else (one.fault in plan.OF_ENGINES, one.target)
                 lock = held.setdefault(hit, asyncio.Lock())
                 if not lock.locked():
@@ -207,6 +209,13 @@ class Run:
                 left = await _left(daemon)
             except DaemonLostError as error:
                 left = [str(error)]
+
+
+def _texts(error: BaseException) -> list[str]:
+    """Return what an error says, or each one of a group."""
+    if isinstance(error, BaseExceptionGroup):
+        return [text for one in error.exceptions for text in _texts(one)]
+    return [str(error)]
 
 
 async def _left(daemon: Daemon) -> list[str]:
