@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import mmap
 import os
@@ -399,9 +400,15 @@ def test_other_users_are_refused(daemon: DaemonProcess) -> None:
 
 def spoil(pid: int, memory: str, content: bytes) -> None:
     """Flip a bit of these bytes in a daemon's memory of that name."""
-    folder = Path(f"/proc/{pid}/fd")
-    (found,) = {one.resolve(): one for one in folder.iterdir() if memory in os.fspath(one.readlink())}.values()
-    with found.open("r+b", buffering=0) as file, mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size) as mapped:
+    found: dict[str, Path] = {}
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            found[os.fspath(one.readlink())] = one
+    (memory_file,) = (one for name, one in found.items() if memory in name)
+    with (
+        memory_file.open("r+b", buffering=0) as file,
+        mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size) as mapped,
+    ):
         at = mapped.find(content)
         mapped[at] ^= 1
 
