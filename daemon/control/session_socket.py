@@ -308,6 +308,17 @@ class SessionSocket:
             self.descriptors.keep(found, found.kept)
         return fd
 
+    def inherits(self, session: Session) -> bool:
+        """Return whether children of the session's instance inherit its pools, by all that it has said before this.
+
+        Raises:
+            NoSessionError: what it has said ended it.
+        """
+        self._attachments(session)
+        if self.sessions.get(session.session_id) is not session:
+            raise NoSessionError("the session has ended", field="secret")
+        return self.holders.inherits(session.owner_id)
+
     def _attachments(self, session: Session) -> Attachments | None:
         connection = self._connections.get(session.session_id)
         return connection.read_all() if connection is not None else None

@@ -227,8 +227,9 @@ class PoolService:
 
         Raises:
             PoolFullError: they are not.
+            NoSessionError: the session has ended.
         """
-        if not self._quarantined or not self._session_socket.holders.inherits(session.owner_id):
+        if not self._quarantined or not self._session_socket.inherits(session):
             return
         tenants = [pool for pool in self._pools if pool.tenant == session.tenant]
         mine = [one for one in self._quarantined if any(_owned(pool, one) for pool in tenants)]
