@@ -35,6 +35,7 @@ class Hung(NamedTuple):
     client: AsyncClient
     ids: Any
     ring: Any
+    copying: threading.Event
     gate: threading.Event
 
 
@@ -46,9 +47,10 @@ def _no_blocking_calls() -> None:
 @pytest.fixture
 async def hung(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Hung]:  # noqa: ARG001
     """Run the daemon, with a pool, a block and an event ring from before it hung."""
-    gate = threading.Event()
+    copying, gate = threading.Event(), threading.Event()
 
     def stands(_blocks: Blocks) -> None:
+        copying.set()
         gate.wait(MARGIN_S)
 
     async def asks(*_: object) -> list[object]:
@@ -66,7 +68,7 @@ async def hung(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncI
         monkeypatch.setattr(LowerTiers, "has_remote", True)
         monkeypatch.setattr(LowerTiers, "find", asks)
         try:
-            yield Hung(client, ids, await client.open_events(), gate)
+            yield Hung(client, ids, await client.open_events(), copying, gate)
         finally:
             gate.set()
 
@@ -105,7 +107,7 @@ async def receive_after(one: Hung) -> None:
 async def cancel(one: Hung) -> None:
     receiving = one.client.receive("pool", REQUEST, [pages(one.ids[:2])])
     one.client.send("pool", REQUEST, [pages(one.ids[2:])])
-    await one.client.ping()
+    assert await asyncio.to_thread(one.copying.wait, MARGIN_S)  # one that has not begun is cancelled at once
     await one.client.cancel(receiving, deadline_s=DEADLINE_S)
 
 
