@@ -1,7 +1,141 @@
-"""What SGLang calls in each of its processes, before it reads its arguments."""
+"""What SGLang calls in each of its processes before it reads its arguments, and what of SGLang is hooked.
+
+SGLang leaves closed which transfer backends there are and what its token pools are made of. Both are hooked through its
+HookRegistry, once what is hooked has proved to be as this module knows it. Where kvferry was not chosen, the hooks do
+what was there before.
+"""
 
 from __future__ import annotations
 
+import enum
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+BACKEND: Final = "kvferry"
+SUPPORTED: Final = ("0.5.23",)
+"""The releases of SGLang with which this was tested."""
+
+
+class Known(NamedTuple):
+    """Something of SGLang's that this plugin hooks or calls, by its path, and its parameters."""
+
+    path: str
+    parameters: tuple[str, ...]
+
+
+_SRT: Final = "sglang.srt."
+_POOL: Final = f"{_SRT}mem_cache.memory_pool."
+_CONN: Final = f"{_SRT}disaggregation.common.conn."
+KNOWN: Final = (
+    Known(f"{_SRT}server_args.add_disagg_transfer_backend_choices", ("choices",)),
+    Known(f"{_SRT}disaggregation.utils.get_kv_class", ("transfer_backend", "class_type")),
+    Known(f"{_POOL}MHATokenToKVPool._create_buffers_normal", ("self",)),
+    Known(f"{_POOL}MLATokenToKVPool._create_buffers", ("self",)),
+    Known(
+        f"{_CONN}CommonKVManager.__init__", ("self", "args", "disaggregation_mode", "server_args", "is_mla_backend")
+    ),
+    Known(f"{_CONN}CommonKVManager.register_to_bootstrap", ("self",)),
+    Known(f"{_CONN}CommonKVManager.update_status", ("self", "bootstrap_room", "status")),
+    Known(f"{_CONN}CommonKVManager._handle_node_failure", ("self", "failed_bootstrap_addr")),
+    Known(
+        f"{_CONN}CommonKVSender.__init__",
+        ("self", "mgr", "bootstrap_addr", "bootstrap_room", "req_has_disagg_prefill_dp_rank"),
+    ),
+    Known(f"{_CONN}CommonKVSender.init", ("self", "num_kv_indices", "aux_index")),
+    Known(
+        f"{_CONN}CommonKVSender.send", ("self", "kv_indices", "state_indices", "num_kv_tokens", "indices_event")
+    ),
+    Known(f"{_CONN}CommonKVSender._record_transfer_indices", ("self", "kv_indices", "state_indices")),
+    Known(f"{_CONN}CommonKVReceiver.__init__", ("self", "mgr", "bootstrap_addr", "bootstrap_room")),
+    Known(f"{_CONN}CommonKVReceiver.init", ("self", "prefill_dp_rank")),
+    Known(
+        f"{_CONN}CommonKVReceiver.send_metadata",
+        (
+            "self", "kv_indices", "aux_index", "state_indices", "decode_prefix_len", "destination", "device_kv_indices",
+        ),
+    ),
+    Known(f"{_CONN}CommonKVReceiver._register_kv_args", ("self",)),
+    Known(f"{_CONN}CommonKVReceiver.ensure_abort_notified", ("self", "force_arm")),
+    Known(f"{_CONN}CommonKVBootstrapServer.__init__", ("self", "host", "port")),
+    Known(f"{_CONN}CommonKVBootstrapServer._setup_routes", ("self",)),
+)  # fmt: skip
+
 
 def register() -> None:
-    """Let SGLang know kvferry."""
+    """Let SGLang choose kvferry. It never raises: what does not fit is said where kvferry is chosen."""
+    try:
+        unknown = differences()
+        _register(unknown)
+    except Exception:
+        logger.exception("kvferry cannot be chosen in this SGLang")
+
+
+def differences() -> list[str]:
+    """Return what of this SGLang is not as the plugin knows it, by name; nothing if it can be used."""
+    found = []
+    installed = installed_version()
+    if installed not in SUPPORTED:
+        found.append(f"SGLang is {installed}, known are {', '.join(SUPPORTED)}")
+    for one in KNOWN:
+        try:
+            parameters = tuple(inspect.signature(pkgutil.resolve_name(one.path)).parameters)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            found.append(f"{one.path} is not there ({error})")
+        else:
+            if parameters != one.parameters:
+                found.append(f"{one.path} takes ({', '.join(parameters)}), known is ({', '.join(one.parameters)})")
+    return found
+
+
+def installed_version() -> str:
+    """Return the version of SGLang in this environment."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _register(unknown: list[str]) -> None:
+    from sglang.srt.disaggregation import utils  # noqa: PLC0415  SGLang need not be there
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+    from sglang.srt.server_args import add_disagg_transfer_backend_choices  # noqa: PLC0415
+
+    def get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:  # noqa: ANN401
+        if transfer_backend.value != BACKEND or class_type.name == "KVARGS":
+            return original(transfer_backend, class_type)
+        if unknown:
+            raise RuntimeError(
+                f"kvferry does not know this SGLang: {'; '.join(unknown)}. Install a supported version, "
+                "see docs/sglang.md"
+            )
+        return _kv_class(class_type.name)
+
+    add_disagg_transfer_backend_choices([BACKEND])
+    # An enumeration with members cannot be derived from: it is made anew with one more.
+    members = {one.name: one.value for one in utils.TransferBackend} | {"KVFERRY": BACKEND}
+    backends = enum.Enum("TransferBackend", members, module=utils.__name__)  # type: ignore[misc]  # of SGLang's members
+    HookRegistry.register(f"{_SRT}disaggregation.utils.TransferBackend", backends, HookType.REPLACE)
+    HookRegistry.register(f"{_SRT}disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)
+    if unknown:
+        return
+    from kvferry.clients.sglang import pools  # noqa: PLC0415  imports torch's users only now
+
+    HookRegistry.register(f"{_POOL}MHATokenToKVPool._create_buffers_normal", pools.create_mha_buffers, HookType.AROUND)
+    HookRegistry.register(f"{_POOL}MLATokenToKVPool._create_buffers", pools.create_mla_buffers, HookType.AROUND)
+
+
+def _kv_class(kind: str) -> type[Any]:
+    from kvferry.clients.sglang import transfer  # noqa: PLC0415  derives from SGLang's classes
+
+    return {
+        "MANAGER": transfer.KvferryKVManager,
+        "SENDER": transfer.KvferryKVSender,
+        "RECEIVER": transfer.KvferryKVReceiver,
+        "BOOTSTRAP_SERVER": transfer.KvferryKVBootstrapServer,
+    }[kind]

@@ -1,0 +1,248 @@
+"""A SGLang process's way to the daemon: what the environment says of it, its session, and going on after a loss.
+
+A scheduler process has one ``Engine``. Its scheduler's thread calls the client, and never waits for a daemon that is
+away: what it asks then raises, and a thread of the engine's own looks for the daemon. That thread also takes what has
+arrived while the scheduler computes for longer than the daemon keeps a session without a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Literal, NamedTuple, Protocol, cast, get_args
+
+from kvferry.clients import Client, KvferryError
+from kvferry.clients.connection import Reconnected
+from kvferry.protocol.errors import (
+    DaemonLostError,
+    InvalidFieldError,
+    NoSessionError,
+    OverloadedError,
+    PoolExistsError,
+    PoolLostError,
+    SessionLostError,
+)
+
+logger = logging.getLogger(__name__)
+
+Memory = Literal["daemon", "engine"]
+"""Who allocates the pools: ``daemon``, or ``engine``, which registers them; docs/sglang.md: what each survives."""
+
+LOOK_S: Final = 0.25
+"""How often the engine's thread looks at the session, or for the daemon."""
+
+CONNECT_S: Final = 5.0
+PREDECESSOR_S: Final = 60.0
+"""For how long a pool of this name may still be that of an engine that has ended."""
+
+
+class Settings(NamedTuple):
+    """What the environment says.
+
+    Attributes:
+        runtime_dir: KVFERRY_RUNTIME_DIR, the daemon's; None: where a client looks by itself.
+        pool: KVFERRY_SGLANG_POOL, the name of this server's pools without ranks; empty: of its mode and port.
+        memory: KVFERRY_SGLANG_MEMORY.
+    """
+
+    runtime_dir: str | None
+    pool: str
+    memory: Memory
+
+
+def settings(environment: Mapping[str, str] = os.environ) -> Settings:
+    """Return what the environment says.
+
+    Raises:
+        InvalidFieldError: a variable has a value that it cannot have; ``field`` is its name.
+    """
+    memory = environment.get("KVFERRY_SGLANG_MEMORY", "daemon")
+    if memory not in get_args(Memory):
+        raise InvalidFieldError(
+            f"KVFERRY_SGLANG_MEMORY is {memory!r}: say daemon or engine", field="KVFERRY_SGLANG_MEMORY"
+        )
+    pool = environment.get("KVFERRY_SGLANG_POOL", "")
+    return Settings(environment.get("KVFERRY_RUNTIME_DIR") or None, pool, cast("Memory", memory))
+
+
+class Returning(Protocol):
+    """A pool of this process, which must be the daemon's again after the session had to be opened anew."""
+
+    name: str
+
+    def come_back(self, client: Client, *, resumed: bool) -> None:
+        """Make the daemon know the pool again.
+
+        Raises:
+            PoolLostError: it never will.
+            KvferryError: it does not yet.
+        """
+
+
+class Engine:
+    """One session of this process, and the thread that holds on to it."""
+
+    def __init__(self, name: str, runtime_dir: str | None) -> None:
+        """Connect.
+
+        Raises:
+            KvferryError: there is no daemon, or it refuses the session.
+        """
+        self.name = name
+        self.runtime_dir = runtime_dir
+        self.instance = f"{name}-{uuid.uuid4().hex[:12]}"
+        self.lost: PoolLostError | None = None
+        """Why the pool's memory is gone: this engine cannot go on."""
+        self._lock = threading.Lock()
+        self._client: Client | None = self._connect(b"")
+        self._secret = self._client.secret
+        self._away: KvferryError | None = None
+        self._pools: list[Returning] = []
+        self._later: list[Callable[[Client], object]] = []
+        threading.Thread(target=self._hold_on, name="kvferry", daemon=True).start()
+
+    def __repr__(self) -> str:
+        """Show the session's name, and whether it is there."""
+        return f"<Engine {self.name!r}{' away' if self._client is None else ''}>"
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Client]:
+        """Lend the client to one thread.
+
+        Raises:
+            DaemonLostError, SessionLostError: the daemon is away; the engine looks for it.
+            PoolLostError: it came back without this engine's memory.
+        """
+        with self._lock:
+            if self.lost is not None:
+                raise self.lost
+            if self._client is None:
+                assert self._away is not None
+                raise self._away
+            yield self._client
+
+    def add(self, pool: Returning) -> None:
+        """Hold on to a pool of this session."""
+        self._pools.append(pool)
+
+    def later(self, call: Callable[[Client], object]) -> None:
+        """Have the engine's thread make a call that nobody waits for; from any thread, and from a finalizer."""
+        self._later.append(call)
+
+    def poll(self) -> None:
+        """Take what has arrived; never waits. Transfers that were under way when the daemon was lost have ended.
+
+        Raises:
+            PoolLostError: the daemon came back without this engine's memory.
+        """
+        if self.lost is not None:
+            raise self.lost
+        with self._lock:
+            self._take()
+
+    def _connect(self, resume: bytes) -> Client:
+        return Client.connect(
+            self.runtime_dir,
+            name=self.name,
+            instance=self.instance,
+            on_reconnect=self._reconnected,
+            resume=resume,
+            timeout_s=CONNECT_S,
+        )
+
+    def _take(self) -> None:
+        if self._client is None:
+            return
+        try:
+            self._client.poll(0)
+        except KvferryError as error:
+            self._lose(error)
+
+    def _reconnected(self, event: Reconnected) -> None:
+        """Note what the daemon that is back has not; called by the client."""
+        logger.warning("kvferry: the daemon is back, boot %s; %d transfers ended", event.boot_id, len(event.transfers))
+        missing = {*event.pools, *(pool for pool, _ in event.pages)} & {one.name for one in self._pools}
+        if missing:
+            self._give_up(PoolLostError(f"the daemon came back without the memory of {', '.join(sorted(missing))}"))
+
+    def _lose(self, error: KvferryError) -> None:
+        """Give up a client that says that it has: every transfer of it has ended."""
+        if self._client is None:
+            return
+        logger.error("kvferry: the daemon is away: %s: %s", error.code, error)
+        self._away = error if isinstance(error, DaemonLostError | SessionLostError) else DaemonLostError(error.detail)
+        self._client.close()
+        self._client = None
+
+    def _give_up(self, error: PoolLostError) -> None:
+        if self.lost is None:
+            self.lost = error
+            logger.critical("kvferry: POOL_LOST: %s; this engine ends", error)
+            os.kill(os.getppid(), signal.SIGQUIT)  # as SGLang's schedulers tell the server of their end
+
+    def _hold_on(self) -> None:
+        while self.lost is None:
+            time.sleep(LOOK_S)
+            if self._client is None:
+                self._look_for_daemon()
+            elif self._lock.acquire(blocking=False):
+                try:
+                    self._take()
+                    self._call_later()
+                finally:
+                    self._lock.release()
+
+    def _call_later(self) -> None:
+        while self._later and self._client is not None:
+            call = self._later.pop()
+            with contextlib.suppress(KvferryError):
+                call(self._client)
+
+    def _look_for_daemon(self) -> None:
+        resumed = True
+        try:
+            try:
+                client = self._connect(self._secret)
+            except (NoSessionError, SessionLostError):
+                resumed = False
+                client = self._connect(b"")
+        except KvferryError:
+            return
+        try:
+            for pool in self._pools:
+                pool.come_back(client, resumed=resumed)
+        except PoolLostError as error:
+            client.close()
+            self._give_up(error)
+        except KvferryError as error:
+            client.close()
+            logger.info("kvferry: not back yet: %s: %s", error.code, error)
+        else:
+            with self._lock:
+                self._client, self._secret, self._away = client, client.secret, None
+            logger.warning("kvferry: the daemon is back, boot %s", client.boot_id)
+
+
+def while_predecessor_ends(make: Callable[[], object]) -> None:
+    """Make a pool, waiting where the name is still that of an engine that has ended.
+
+    Raises:
+        PoolExistsError: it is another living engine's.
+        KvferryError: the daemon refuses it.
+    """
+    ends_at = time.monotonic() + PREDECESSOR_S
+    while True:
+        try:
+            make()
+        except (PoolExistsError, OverloadedError):
+            if time.monotonic() > ends_at:
+                raise
+            time.sleep(LOOK_S)
+        else:
+            return

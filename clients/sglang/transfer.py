@@ -1,0 +1,483 @@
+"""The four classes that SGLang asks a transfer backend for.
+
+A request is one transfer. Prefill's sender opens it without pages when the request comes, and hears by it whether
+decode has pages (SGLang's back-pressure); each chunk is a SEND; the last one has the row of metadata (first token,
+logprobs, hidden states) as its payload. Decode's receiver says RECEIVE for the pages that it lacks. SGLang uses pages
+again as soon as it is told of the end, so Success and Failed are told when the transfer has settled.
+
+All methods are called by the scheduler's thread, but ``_handle_node_failure``, which SGLang's heartbeat thread calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import requests
+from aiohttp import web
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_disagg, get_parallel
+from sglang.srt.utils.network import NetworkAddress
+
+from kvferry.clients import Transfer, pages
+from kvferry.clients.sglang import pools
+from kvferry.clients.sglang.pools import DevicePool
+from kvferry.protocol.errors import InvalidFieldError, KvferryError
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE: Final = 1
+"""What both servers must have alike: how a transfer's id is made of a room, and what its payload is."""
+
+ROUTE: Final = "/kvferry"
+ASK_S: Final = 5.0
+LONGEST_S: Final = 3600.0
+"""What a daemon allows for a transfer."""
+
+CANCEL_S: Final = 5.0
+"""How long an aborted sender waits until no byte of its pages is read any more."""
+
+
+class PrefillRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rank of the prefill server says of itself at its bootstrap server.
+
+    ``daemons``: the addresses at which other daemons reach its own; ``boot_id`` of that.
+    """
+
+    handshake: int
+    rank: str
+    pool: str
+    host: str
+    daemons: tuple[str, ...]
+    boot_id: str
+
+
+class KvferryKVManager(CommonKVManager):
+    """One of a scheduler process, over the pool that this process has in the daemon's memory."""
+
+    def __init__(
+        self,
+        args: Any,  # noqa: ANN401  SGLang's KVArgs
+        disaggregation_mode: DisaggregationMode,
+        server_args: Any,  # noqa: ANN401  SGLang's
+        is_mla_backend: bool | None = False,  # noqa: FBT001, FBT002  SGLang's signature
+    ) -> None:
+        """Check that what is to be transferred is the daemon's pool.
+
+        Raises:
+            InvalidFieldError: it is not, or the server does what is not carried yet; says what.
+        """
+        pool = pools.current()
+        _check_carried(args, pool)
+        assert pool is not None
+        self.pool: DevicePool = pool
+        self._prefill_ranks: dict[tuple[str, str], PrefillRank] = {}
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        if disaggregation_mode == DisaggregationMode.DECODE:
+            self._start_heartbeat_checker_thread()  # finds a prefill server that ended before it opened its transfer
+
+    def register_to_bootstrap(self) -> None:
+        """Say at the bootstrap server which ranks there are, and where their daemon is."""
+        super().register_to_bootstrap()
+        with self.pool.engine.client() as client:
+            status = client.status()
+            rank = PrefillRank(
+                handshake=HANDSHAKE,
+                rank=f"{self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank}/{self.attn_tp_rank}",
+                pool=self.pool.name,
+                host=self.local_ip,
+                daemons=status.addresses,
+                boot_id=client.boot_id,
+            )
+        host = NetworkAddress.parse(self.dist_init_addr).resolved().host if self.dist_init_addr else self.bootstrap_host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  what SGLang listens at
+        url = f"{NetworkAddress(host, self.bootstrap_port).to_url()}{ROUTE}"
+        requests.put(url, data=msgspec.json.encode(rank), timeout=ASK_S).raise_for_status()
+
+    def prefill_rank(self, bootstrap_addr: str, dp_rank: int) -> PrefillRank:
+        """Return what the prefill server's rank of this one's number says of itself.
+
+        Raises:
+            InvalidFieldError: it is another version, or does not transfer by kvferry.
+            OSError: its bootstrap server does not answer.
+        """
+        key = bootstrap_addr, f"{dp_rank}/{self.attn_tp_rank}"
+        if key not in self._prefill_ranks:
+            reply = requests.get(f"http://{bootstrap_addr}{ROUTE}", params={"rank": key[1]}, timeout=ASK_S)
+            try:
+                reply.raise_for_status()
+                found = msgspec.json.decode(reply.content, type=PrefillRank)
+            except (requests.HTTPError, msgspec.MsgspecError) as error:
+                raise InvalidFieldError(
+                    f"the prefill server at {bootstrap_addr} does not say where its daemon is ({error}): start it with "
+                    "--disaggregation-transfer-backend kvferry and the same kvferry",
+                    field="bootstrap_addr",
+                ) from error
+            if found.handshake != HANDSHAKE:
+                raise InvalidFieldError(
+                    f"the prefill server at {bootstrap_addr} has another version of kvferry's plugin (handshake "
+                    f"{found.handshake}, {HANDSHAKE} here): install the same kvferry",
+                    field="bootstrap_addr",
+                )
+            self._prefill_ranks[key] = found
+        return self._prefill_ranks[key]
+
+    def forget_prefill(self, bootstrap_addr: str) -> None:
+        """Ask anew next time: the server may be another one by then."""
+        for key in [one for one in self._prefill_ranks if one[0] == bootstrap_addr]:
+            self._prefill_ranks.pop(key, None)
+
+    def request_id(self, room: int) -> str:
+        """Return the id of a request's transfer: both sides make it of the room and the rank."""
+        return f"{room & (1 << 64) - 1:016x}{self.attn_tp_rank:04x}".ljust(32, "0")
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        self.forget_prefill(failed_bootstrap_addr)
+        super()._handle_node_failure(failed_bootstrap_addr)
+
+
+class _Half:
+    """What sender and receiver have in common: from a transfer's state to SGLang's."""
+
+    kv_mgr: KvferryKVManager
+    bootstrap_room: int
+    conclude_state: int | None
+    _transfer: Transfer | None = None
+    _cancelled = False
+
+    def _fail(self, reason: str) -> None:
+        """Record why; the first reason counts."""
+        with self.kv_mgr.failure_lock:
+            self.kv_mgr.failure_records.setdefault(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
+    def _is_failed(self) -> bool:
+        """Return whether it was aborted, or its prefill server has gone."""
+        return bool(self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Failed)
+
+    def _conclude(self, state: int) -> int:
+        self.kv_mgr.update_status(self.bootstrap_room, state)
+        self.conclude_state = state
+        return state
+
+    def _look(self) -> int | None:
+        """Take what has arrived, and return how it ended; None: it has not."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        self.kv_mgr.pool.engine.poll()
+        transfer = self._transfer
+        if transfer is None:
+            return self._conclude(KVPoll.Failed) if self._is_failed() else None
+        if transfer.error is not None:
+            self._fail(f"{transfer.error.code}: {transfer.error}")
+        if self._is_failed() and transfer.finished is None and not transfer.is_settled and not self._cancelled:
+            self._cancelled = True
+            self._cancel(transfer, wait=False)
+        if not transfer.is_settled:
+            return None
+        return self._conclude(KVPoll.Failed if self._is_failed() else KVPoll.Success)
+
+    def _cancel(self, transfer: Transfer, *, wait: bool) -> None:
+        try:
+            with self.kv_mgr.pool.engine.client() as client:
+                client.cancel(transfer, wait=wait, deadline_s=CANCEL_S)
+        except KvferryError as error:
+            logger.warning("kvferry: CANCEL of room %s: %s: %s", self.bootstrap_room, error.code, error)
+
+
+class KvferryKVSender(_Half, CommonKVSender):
+    """Prefill's half of a request's transfer."""
+
+    curr_idx: int
+    num_kv_indices: int
+    _transfer_start_time: float | None
+
+    def __init__(
+        self,
+        mgr: KvferryKVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,  # noqa: FBT001, FBT002  SGLang's signature
+    ) -> None:
+        """Open the transfer, so that decode's coming is heard, and decode hears of this one's end."""
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        self._is_last_sent = False
+        if not self._is_failed():
+            self._send([], is_last=False)
+
+    def poll(self) -> int:
+        """Return how far it is."""
+        ended = self._look()
+        if ended is not None:
+            return ended
+        assert self._transfer is not None
+        if self._is_last_sent:
+            return int(KVPoll.Transferring)
+        return int(KVPoll.WaitingForInput if self._transfer.matched else KVPoll.Bootstrapping)
+
+    def poll_pp_consensus(self) -> int:
+        """Return how far it is: there is one stage."""
+        return self.poll()
+
+    def send(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        state_indices: list[Any] | None = None,  # noqa: ARG002  pools with states are refused
+        num_kv_tokens: int | None = None,
+        indices_event: object = None,  # noqa: ARG002  a stream's, of other backends
+    ) -> None:
+        """Send a chunk: the pages that follow those before."""
+        if self.conclude_state is not None or self._is_failed():
+            return
+        if self._transfer_start_time is None:
+            self._transfer_start_time = time.perf_counter()
+        first, self.curr_idx = self.curr_idx, self.curr_idx + len(kv_indices)
+        self._is_last_sent = self.curr_idx == self.num_kv_indices
+        ids = np.asarray(kv_indices, np.int64)
+        lists = [pages(ids, first_page=first, tokens=num_kv_tokens)] if len(ids) else []
+        self._send(lists, is_last=self._is_last_sent)
+        self._record_transfer_indices(kv_indices, None)
+
+    def abort(self) -> None:
+        """Give it up. SGLang may use the pages again at once, so this waits until none is read any more."""
+        super().abort()
+        if self._transfer is not None and not self._transfer.is_settled:
+            self._cancel(self._transfer, wait=True)
+
+    def _send(self, lists: list[Any], *, is_last: bool) -> None:
+        mgr = self.kv_mgr
+        try:
+            row = metadata_row(mgr.kv_args, self.aux_index) if is_last else b""
+            with mgr.pool.engine.client() as client:
+                self._transfer = client.send(
+                    mgr.pool.name,
+                    mgr.request_id(self.bootstrap_room),
+                    lists,
+                    last=is_last,
+                    payload=row,
+                    deadline_s=min(mgr.bootstrap_timeout, LONGEST_S),
+                )
+        except KvferryError as error:
+            self._fail(f"{error.code}: {error}")
+
+
+class KvferryKVReceiver(_Half, CommonKVReceiver):
+    """Decode's half of a request's transfer."""
+
+    _source: PrefillRank | None = None
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Learn where prefill's daemon is, and that both servers fit each other."""
+        super().init(prefill_dp_rank)
+        if self.conclude_state is not None:
+            return
+        info, mgr = self.prefill_info, self.kv_mgr
+        theirs = info.attn_tp_size, info.attn_cp_size, info.pp_size
+        if theirs != (mgr.attn_tp_size, 1, 1):
+            self._fail(
+                f"INVALID_FIELD: tp_size: prefill's ranks (tensor {theirs[0]}, context {theirs[1]}, pipeline "
+                f"{theirs[2]}) are not those of decode ({mgr.attn_tp_size}, 1, 1): kvferry does not carry that yet"
+            )
+            return
+        try:
+            self._source = mgr.prefill_rank(self.bootstrap_addr, prefill_dp_rank)
+        except InvalidFieldError as error:
+            self._fail(f"{error.code}: {error}")
+        except OSError as error:  # requests' errors are such ones
+            self._fail(f"the prefill server's bootstrap server at {self.bootstrap_addr} does not answer: {error}")
+
+    def poll(self) -> int:
+        """Return how far it is."""
+        ended = self._look()
+        if ended is not None:
+            if ended == KVPoll.Failed:
+                self.kv_mgr.forget_prefill(self.bootstrap_addr)
+            return ended
+        if self._transfer is not None:
+            return int(KVPoll.Transferring)
+        return int(KVPoll.Bootstrapping if self._source is None else KVPoll.WaitingForInput)
+
+    def send_metadata(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,  # noqa: ARG002  pools with states are refused
+        decode_prefix_len: int | None = None,
+        destination: object = None,  # noqa: ARG002  host destinations are not announced
+        device_kv_indices: object = None,  # noqa: ARG002  of other backends
+    ) -> None:
+        """Have the pages filled that follow the prefix which is here; none where all of the prompt is."""
+        if self.conclude_state is not None or self._is_failed() or self._source is None:
+            return
+        mgr = self.kv_mgr
+        self._row = aux_index
+        self.init_time = time.time()
+        first = (decode_prefix_len or 0) // mgr.kv_args.page_size
+        ids = np.asarray(kv_indices, np.int64)
+        try:
+            with mgr.pool.engine.client() as client:
+                self._transfer = client.receive(
+                    mgr.pool.name,
+                    mgr.request_id(self.bootstrap_room),
+                    [pages(ids, first_page=first)] if len(ids) else [],
+                    source_daemons=_source_daemons(self._source, client.boot_id, mgr.local_ip),
+                    deadline_s=min(mgr.waiting_timeout, LONGEST_S),
+                )
+        except KvferryError as error:
+            self._fail(f"{error.code}: {error}")
+
+    def abort(self) -> None:
+        """Give it up; ``poll`` says Failed once nothing can be written into its pages any more."""
+        self._fail("Aborted by AbortReq.")
+        if self._transfer is not None or self._source is None:
+            return
+        try:
+            with self.kv_mgr.pool.engine.client() as client:
+                client.abandon(
+                    self.kv_mgr.request_id(self.bootstrap_room),
+                    "receive",
+                    daemons=_source_daemons(self._source, client.boot_id, self.kv_mgr.local_ip),
+                    reason="decode aborted the request",
+                    deadline_s=CANCEL_S,
+                )
+        except KvferryError as error:
+            logger.warning("kvferry: ABANDON of room %s: %s: %s", self.bootstrap_room, error.code, error)
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Do nothing: the daemon tells the other side."""
+
+    def _register_kv_args(self) -> bool:
+        return True  # no pointers travel: each daemon knows its pools
+
+    def _conclude(self, state: int) -> int:
+        if state == KVPoll.Success:
+            assert self._transfer is not None
+            assert self._transfer.finished is not None
+            try:
+                set_metadata_row(self.kv_mgr.kv_args, self._row, self._transfer.finished.payload)
+            except InvalidFieldError as error:
+                self._fail(f"{error.code}: {error}")
+                state = KVPoll.Failed
+        return super()._conclude(state)
+
+
+class KvferryKVBootstrapServer(CommonKVBootstrapServer):
+    """SGLang's own, at which decode also learns where prefill's daemons are."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Serve."""
+        self._ranks: dict[str, bytes] = {}
+        super().__init__(host, port)
+
+    def _setup_routes(self) -> None:
+        super()._setup_routes()
+        self.app.router.add_put(ROUTE, self._put_rank)
+        self.app.router.add_get(ROUTE, self._get_rank)
+
+    async def _put_rank(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        try:
+            rank = msgspec.json.decode(body, type=PrefillRank)
+        except msgspec.MsgspecError as error:
+            return web.Response(text=str(error), status=400)
+        self._ranks[rank.rank] = body
+        return web.Response()
+
+    async def _get_rank(self, request: web.Request) -> web.Response:
+        body = self._ranks.get(request.query.get("rank", ""))
+        if body is None:
+            return web.Response(text="no such rank has registered", status=404)
+        return web.Response(body=body, content_type="application/json")
+
+
+def metadata_row(args: Any, index: int | None) -> bytes:  # noqa: ANN401  SGLang's KVArgs
+    """Return a request's row of metadata, one buffer after another."""
+    assert index is not None
+    lengths = args.aux_item_lens
+    return b"".join(
+        ctypes.string_at(at + index * one, one) for at, one in zip(args.aux_data_ptrs, lengths, strict=True)
+    )
+
+
+def set_metadata_row(args: Any, index: int | None, row: bytes) -> None:  # noqa: ANN401  SGLang's KVArgs
+    """Write a request's row of metadata.
+
+    Raises:
+        InvalidFieldError: prefill's row is not as long as ours.
+    """
+    assert index is not None
+    lengths = args.aux_item_lens
+    if len(row) != sum(lengths):
+        raise InvalidFieldError(
+            f"prefill's metadata is {len(row)} bytes a request, {sum(lengths)} here: start both servers with the same "
+            "options (speculative decoding, sampling masks)",
+            field="payload",
+        )
+    start = 0
+    for at, one in zip(args.aux_data_ptrs, lengths, strict=True):
+        ctypes.memmove(at + index * one, row[start : start + one], one)
+        start += one
+
+
+def _source_daemons(source: PrefillRank, boot_id: str, host: str) -> tuple[str, ...]:
+    """Return the address of prefill's daemon for ours; none where it is the same one.
+
+    Raises:
+        InvalidFieldError: it has none that reaches there.
+    """
+    if source.boot_id == boot_id:
+        return ()
+    kind = "ipc://" if source.host == host else "tcp://"
+    found = [one for one in source.daemons if one.startswith(kind)] or (source.daemons if kind == "ipc://" else [])
+    if not found:
+        raise InvalidFieldError(
+            f"the daemon of pool {source.pool} at {source.host} listens for no other daemon at {kind}: set its "
+            "peers.listen",
+            field="peers.listen",
+        )
+    return (found[0],)
+
+
+def _check_carried(args: Any, pool: DevicePool | None) -> None:  # noqa: ANN401  SGLang's KVArgs
+    """Refuse what is not carried yet, by name."""
+    parallel = get_parallel()
+    refused = [f"state of the kind {one.value}" for one in args.state_types]
+    if args.num_draft_entries:
+        refused.append("a draft model's KV (speculative decoding)")
+    if getattr(args, "is_hybrid_mla_backend", False):
+        refused.append("hybrid MLA")
+    for what, size in (
+        ("pipeline stages", parallel.pp_size),
+        ("context-parallel ranks", parallel.attn_cp_size),
+        ("decode context-parallel ranks", parallel.attn_dcp_size),
+    ):
+        if size > 1:
+            refused.append(f"{size} {what}")
+    if parallel.enable_kv_cache_sharding:
+        refused.append("--enable-kv-cache-sharding")
+    if get_disagg().disaggregation_decode_allocation_policy != "early":
+        refused.append("--disaggregation-decode-allocation-policy other than early")
+    if pool is None and not refused:
+        refused.append("this kind of KV pool")
+    if refused:
+        raise InvalidFieldError(
+            f"kvferry does not carry {', '.join(refused)} yet", field="disaggregation_transfer_backend"
+        )
+    assert pool is not None
+    ours, theirs = pool.lists, (args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+    if (list(ours.data_ptrs), list(ours.data_lens), list(ours.item_lens)) != tuple(list(one) for one in theirs):
+        raise InvalidFieldError(
+            f"SGLang's KV memory is not pool {pool.name}: addresses, lengths or page sizes differ", field="kv_data_ptrs"
+        )
