@@ -23,6 +23,9 @@ LayerGroups = Annotated[tuple[LayerNumbers, ...], Meta(max_length=16)]
 
 ComponentNames = Annotated[tuple[ComponentName, ...], Meta(max_length=16)]
 View = Literal["paged", "fia", "nz"]
+HostView = Literal["page_first", "page_first_direct"]
+"""Orders of a host cache's bytes, as SGLang names them: a page of a role holds all layers."""
+
 Scale = Annotated[float, Meta(gt=0)]
 MAX_SCALES = 4096
 """Per entry."""
@@ -72,7 +75,9 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     here, of ``total_heads`` (default: all) starting at ``head_start``; ``first_layer`` the model's number of the first
     layer; ``replicas`` the number of ranks that hold the same heads. ``view`` is how engines see the same bytes, per
     layer: ``paged`` ``(pages, page_size, heads, dim)`` or ``fia`` ``(pages * page_size, 1, heads, dim)``; ``nz`` is
-    another order of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for 2-byte elements. ``k_scale`` and
+    another order of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for 2-byte elements. ``page_first``
+    ``(pages, page_size, layers, heads, dim)`` and ``page_first_direct`` ``(pages, layers, page_size, heads, dim)`` have
+    one array per role, whose pages hold all layers; without draft, groups and scales per layer. ``k_scale`` and
     ``v_scale`` apply to 8-bit dtypes only.
 
     ``groups`` are the KV cache groups of an engine with a block table per group and page ids from one allocator:
@@ -90,7 +95,7 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     head_dim: Count
     v_head_dim: Count | None = None
     dtype: str
-    view: View = "paged"
+    view: View | HostView = "paged"
     replicas: Count = 1
     draft: DraftSpec | None = None
     optional_components: ComponentNames = ("draft",)
@@ -109,7 +114,7 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     rope of a token, both in ``dtype``, in one row of k of ``kv_lora_rank + qk_rope_head_dim`` elements. ``replicas`` is
     the number of tensor-parallel ranks, which all hold the same content. ``k_scale`` applies to latent and rope, one
     for all layers or one per layer; packed tokens contain their scales, the indexer's keys use ``index_scale``.
-    ``groups``: see ``MhaSpec``.
+    ``groups`` and ``view``: see ``MhaSpec``; ``page_first`` and ``page_first_direct`` without an indexer too.
     """
 
     layers: LayerCount
@@ -125,7 +130,7 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     dtype: str
     packed: Literal["ds_mla", "ascend"] | None = None
     joined: bool = False
-    view: Literal["paged", "nz"] = "paged"
+    view: Literal["paged", "nz"] | HostView = "paged"
     replicas: Count = 1
     draft: DraftSpec | None = None
     optional_components: ComponentNames = ("draft",)

@@ -2,7 +2,9 @@
 
 Device arrays are k ``(layers, pages, page_size, heads, head_dim)`` and v ``(layers, pages, page_size, heads,
 v_head_dim)``; an entry is one layer of one of them. The FIA view of a layer is ``(pages * page_size, 1, heads, dim)``:
-the same bytes, but one row is one token. Source: SGLang's Ascend pools (``ASCEND_USE_FIA``).
+the same bytes, but one row is one token. Source: SGLang's Ascend pools (``ASCEND_USE_FIA``). In a host cache a page
+may hold all layers: ``(pages, page_size, layers, heads, dim)`` or ``(pages, layers, page_size, heads, dim)``, an entry
+then is all of k or all of v. Source: SGLang's HiCache layouts ``page_first`` and ``page_first_direct``.
 
 With sliding windows (``HybridSwaSpec``), the component ``main`` holds the full-attention layers, with one page for each
 ``page_size`` tokens of a request; ``swa`` holds the window layers, in a page space of its own, with pages for the last
@@ -18,6 +20,7 @@ from kvferry.pools.layouts.parts import (
     attention_entries,
     check_apart,
     check_ascending,
+    check_view,
     heads_beside,
     lay_out_groups,
     layers_from,
@@ -38,8 +41,9 @@ def manifest_of(spec: MhaSpec) -> Manifest:
     """Return the manifest: k of all layers, then v of all layers, then the draft's.
 
     Raises:
-        InvalidFieldError: the layers, heads, dtype, groups or size are invalid.
+        InvalidFieldError: the layers, heads, dtype, view, groups or size are invalid.
     """
+    check_view(spec)
     layers = layers_from(spec.first_layer, spec.layers)
     part = main_part(spec, layers, spec.tokens, spec.page_size, spec.kv_heads)
     return lay_out_groups(

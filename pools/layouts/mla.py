@@ -28,6 +28,7 @@ from kvferry.pools.layouts.parts import (
     Paged,
     check_absent,
     check_ascending,
+    check_view,
     lay_out_groups,
     layers_from,
     mha_draft_entries,
@@ -57,8 +58,9 @@ def manifest_of(spec: MlaSpec) -> Manifest:
     """Return the manifest: k, v, index_k and index_scale, each of all its layers, then the draft's.
 
     Raises:
-        InvalidFieldError: the layers, dtypes, size, groups, or the packed or joined form are invalid.
+        InvalidFieldError: the layers, dtypes, size, view, groups, or the packed or joined form are invalid.
     """
+    check_view(spec)
     part = Paged(
         component=MAIN,
         layers=layers_from(spec.first_layer, spec.layers),
@@ -168,7 +170,8 @@ def _separate(spec: MlaSpec, part: Paged) -> list[Entry]:
 
 def _joined(spec: MlaSpec, part: Paged) -> list[Entry]:
     rows = paged_entries(part, "k", spec.kv_lora_rank + spec.qk_rope_head_dim)
-    form = f"{JOINED_FORMATS[spec.view]}_{spec.kv_lora_rank}_{spec.qk_rope_head_dim}"
+    split = f"{spec.kv_lora_rank}_{spec.qk_rope_head_dim}"
+    form = f"{JOINED_FORMATS[spec.view]}_{split}" if spec.view in JOINED_FORMATS else f"{rows[0].format}_{split}"
     return [msgspec.structs.replace(entry, format=form) for entry in rows]
 
 

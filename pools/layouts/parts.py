@@ -18,6 +18,7 @@ from kvferry.protocol.manifests import (
     Component,
     DraftSpec,
     Entry,
+    HostView,
     HybridSwaSpec,
     MambaSpec,
     Manifest,
@@ -32,6 +33,9 @@ ND = "ND"
 
 FIA_NZ = "FIA_NZ"
 """Fractals: a page is ``(heads, dim / n, page_size, n)``, n elements in 32 bytes. Pairs only with itself."""
+
+PAGE_FIRST_FORMATS = {"page_first": "PAGE_FIRST", "page_first_direct": "PAGE_FIRST_DIRECT"}
+"""Format names by view; the number of layers in a page is appended."""
 
 FRACTAL_BYTES = 32
 SCALE_DTYPE = "float32"
@@ -48,7 +52,7 @@ class Paged(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     heads: RankHeads
     dtype: str
-    view: View = "paged"
+    view: View | HostView = "paged"
     scales: KeyValueScales = KeyValueScales()
 
 
@@ -132,6 +136,22 @@ def check_apart(layers: Iterable[int], others: Iterable[int], field: str) -> Non
         raise InvalidFieldError(f"layer {both[0]} is in both lists of layers", field=field)
 
 
+def check_view(spec: MhaSpec | MlaSpec) -> None:
+    """Check that a spec whose pages hold all layers has nothing that differs between layers.
+
+    Raises:
+        InvalidFieldError: it has a draft, groups, an indexer, or other scales than one for all.
+    """
+    if spec.view not in PAGE_FIRST_FORMATS:
+        return
+    for field in ("draft", "groups", "index_head_dim"):
+        if getattr(spec, field, None):
+            raise InvalidFieldError(f"view {spec.view} has one array for all layers: omit {field}", field=field)
+    for field in ("k_scale", "v_scale"):
+        if isinstance(getattr(spec, field, None), tuple | str):
+            raise InvalidFieldError(f"view {spec.view} has one array for all layers: give one scale", field=field)
+
+
 def main_components(pages: int, draft: DraftSpec | None) -> list[Component]:
     """Return the component ``main``, and ``draft`` where there is one, in the page space ``main``."""
     names = [MAIN] if draft is None else [MAIN, DRAFT]
@@ -177,6 +197,9 @@ def attention_entries(part: Paged, head_dim: int, v_head_dim: int | None) -> lis
 def paged_entries(part: Paged, role: str, dim: int, layers: Sequence[int] | None = None) -> list[Entry]:
     """Return a role's entries: per layer one array ``(pages, page_size, heads, dim)``, in the part's view.
 
+    Where a page holds all layers there is one entry, numbered as the last layer: a step of a SEND that has filled this
+    layer has filled the others.
+
     Args:
         part: the component.
         role: the role of the entries.
@@ -186,12 +209,16 @@ def paged_entries(part: Paged, role: str, dim: int, layers: Sequence[int] | None
     Raises:
         InvalidFieldError: the dtype is unknown, or the width is not a multiple of a fractal's.
     """
-    shape = _shape(part, dim)
+    layers = part.layers if layers is None else layers
     token_bytes = part.heads.count * dim * dtype_bytes(part.dtype)
-    return [
-        paged_entry(part, role, layer, shape, token_bytes, form=FIA_NZ if part.view == "nz" else ND)
-        for layer in (part.layers if layers is None else layers)
-    ]
+    if part.view in PAGE_FIRST_FORMATS:
+        inner = (part.page_size, len(layers)) if part.view == "page_first" else (len(layers), part.page_size)
+        shape: tuple[int, ...] = (part.pages, *inner, part.heads.count, dim)
+        form = f"{PAGE_FIRST_FORMATS[part.view]}_{len(layers)}"
+        return [paged_entry(part, role, layers[-1], shape, token_bytes * len(layers), form=form)]
+    shape = _shape(part, dim)
+    form = FIA_NZ if part.view == "nz" else ND
+    return [paged_entry(part, role, layer, shape, token_bytes, form=form) for layer in layers]
 
 
 def paged_entry(part: Paged, role: str, layer: int, shape: tuple[int, ...], token_bytes: int, *, form: str) -> Entry:
@@ -258,7 +285,7 @@ def shard_of(heads: RankHeads, field: str) -> RankHeads:
 def _scaled_entries(part: Paged, role: str, dim: int) -> list[Entry]:
     """Return the entries of k or v with the fixed scales of each layer."""
     entries = paged_entries(part, role, dim)
-    fixed = fixed_scales(part.scales.of(role), len(part.layers), part.heads.count, part.dtype, part.scales.field(role))
+    fixed = fixed_scales(part.scales.of(role), len(entries), part.heads.count, part.dtype, part.scales.field(role))
     return [msgspec.structs.replace(entry, scales=its) for entry, its in zip(entries, fixed, strict=True)]
 
 

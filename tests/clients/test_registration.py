@@ -38,6 +38,10 @@ SPECS: Final[dict[str, PoolSpec]] = {
     ),
     "packed": MlaSpec(layers=2, kv_lora_rank=128, dtype="float8_e4m3fn", packed="ds_mla", **LATENTS),
     "joined": MlaSpec(layers=2, kv_lora_rank=32, dtype="bfloat16", joined=True, **LATENTS),
+    "page-first": MhaSpec(head_dim=8, dtype="bfloat16", view="page_first", **HEADS),
+    "page-first-direct": MlaSpec(
+        layers=2, kv_lora_rank=32, dtype="bfloat16", joined=True, view="page_first_direct", **LATENTS
+    ),
     "hybrid": HybridSwaSpec(
         full_layers=(0, 2), window_layers=(1, 3), window_tokens=32, window=16, kv_heads=1, head_dim=8, dtype="float16",
         **POOL,

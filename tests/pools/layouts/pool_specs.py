@@ -220,6 +220,24 @@ def mamba_specs(draw: st.DrawFn) -> MambaSpec:
     )
 
 
+@st.composite
+def page_first_specs(draw: st.DrawFn) -> MhaSpec | MlaSpec:
+    """Draw pools of a host cache, whose pages hold all layers."""
+    fields: dict[str, Any] = {
+        "layers": draw(st.integers(1, 4)),
+        "first_layer": draw(st.integers(0, 40)),
+        "view": draw(_view("page_first", "page_first_direct")),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        **draw(_pages()),
+    }
+    if draw(st.booleans()):
+        widths: dict[str, Any] = {"kv_lora_rank": draw(st.integers(1, 9)), "qk_rope_head_dim": draw(st.integers(1, 9))}
+        return MlaSpec(joined=draw(st.booleans()), **widths, **fields)
+    return MhaSpec(
+        head_dim=draw(st.integers(1, 9)), v_head_dim=draw(st.none() | st.integers(1, 9)), **draw(_heads()), **fields
+    )
+
+
 def pool_specs() -> st.SearchStrategy[PoolSpec]:
     """Return specs of every kind."""
-    return mha_specs() | mla_specs() | hybrid_swa_specs() | mamba_specs()
+    return mha_specs() | mla_specs() | hybrid_swa_specs() | mamba_specs() | page_first_specs()

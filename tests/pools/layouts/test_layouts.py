@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 
@@ -28,8 +30,12 @@ from tests.pools.layouts.pool_specs import (
     mamba_specs,
     mha_specs,
     mla_specs,
+    page_first_specs,
     pool_specs,
 )
+
+PAGE_FIRST = msgspec.structs.replace(MHA, view="page_first")
+PAGE_FIRST_LATENT = msgspec.structs.replace(JOINED, index_head_dim=None, view="page_first")
 
 
 @given(pool_specs())
@@ -155,6 +161,14 @@ def test_the_optional_components_are_the_specs(spec: PoolSpec) -> None:
         (MLA, {"joined": True}),
         (MLA, {"page_size": 64}),
         (MLA, {"draft": DraftSpec(layers=1)}),
+        (PAGE_FIRST, {"view": "paged"}),
+        (PAGE_FIRST, {"view": "page_first_direct"}),
+        (PAGE_FIRST, {"layers": 6, "head_dim": 4, "v_head_dim": 2}),  # the same bytes a page
+        (PAGE_FIRST, {"layers": 1, "first_layer": 2, "kv_heads": 6}),  # the same entries with the same bytes
+        (PAGE_FIRST_LATENT, {"view": "paged"}),
+        (PAGE_FIRST_LATENT, {"view": "page_first_direct"}),
+        (PAGE_FIRST_LATENT, {"kv_lora_rank": 448, "qk_rope_head_dim": 128}),
+        (PAGE_FIRST_LATENT, {"joined": False, "kv_lora_rank": 576}),
     ],
     ids=str,
 )
@@ -231,6 +245,13 @@ STATES_ONLY = msgspec.structs.replace(
         (MAMBA, "head_dim", {"head_dim": None}),
         (MAMBA, "slots", {"slots": (1 << 31) - 1}),
         (MAMBA, "dtype", {"ssm_dtype": "float31"}),
+        (PAGE_FIRST, "draft", {"draft": DraftSpec(layers=1)}),
+        (PAGE_FIRST, "groups", {"groups": ((0, 1), (2,))}),
+        (PAGE_FIRST, "k_scale", {"k_scale": (0.5, 0.5, 0.5), "dtype": "int8"}),
+        (PAGE_FIRST, "v_scale", {"v_scale": "page_head", "dtype": "int8"}),
+        (PAGE_FIRST_LATENT, "index_head_dim", {"index_head_dim": 128}),
+        (PAGE_FIRST_LATENT, "draft", {"draft": DraftSpec(layers=1)}),
+        (PACKED, "view", {"view": "page_first", "index_head_dim": None, "index_scale": False}),
         (STATES_ONLY, "tokens", {"tokens": 65, "page_size": 16}),
         (STATES_ONLY, "k_scale", {"k_scale": 2.0}),
         (STATES_ONLY, "v_scale", {"v_scale": "page"}),
@@ -267,3 +288,55 @@ def test_page_bytes_are_the_formula(spec: MhaSpec) -> None:
 
 def test_a_million_pages_is_a_matter_of_numbers() -> None:
     assert changed(MHA, tokens=128 << 20).layout_digest == manifest_of(MHA).layout_digest
+
+
+# -- pages that hold all layers
+
+
+def _by_hand(spec: MhaSpec | MlaSpec, width: int) -> npt.NDArray[np.uint8]:
+    """Return what SGLang's host pool of this layout has in place of a role: shape (pages, ...), each byte its place."""
+    heads = spec.kv_heads if isinstance(spec, MhaSpec) else 1
+    pages = spec.tokens // spec.page_size + 1
+    inner = (pages * spec.page_size, spec.layers) if spec.view == "page_first" else (pages, spec.layers, spec.page_size)
+    shape = (*inner, heads, width * DTYPE_BYTES[spec.dtype])
+    return np.random.default_rng(width).integers(0, 256, shape, np.uint8)
+
+
+@given(page_first_specs())
+def test_a_page_that_holds_all_layers_is_where_sglangs_host_pool_has_it(spec: MhaSpec | MlaSpec) -> None:
+    manifest = manifest_of(spec)
+    if isinstance(spec, MhaSpec):
+        widths = {"k": spec.head_dim, "v": spec.v_head_dim or spec.head_dim}
+    elif spec.joined:
+        widths = {"k": spec.kv_lora_rank + spec.qk_rope_head_dim}
+    else:
+        widths = {"k": spec.kv_lora_rank, "v": spec.qk_rope_head_dim}
+    assert [one.role for one in manifest.entries] == list(widths)
+    for entry, width in zip(manifest.entries, widths.values(), strict=True):
+        array = _by_hand(spec, width)
+        assert entry.shape is not None
+        inner = (spec.page_size, spec.layers) if spec.view == "page_first" else (spec.layers, spec.page_size)
+        assert entry.shape[:3] == (entry.pages, *inner)
+        page = array.reshape((*entry.shape[:-1], -1))[1]
+        flat = array.reshape(-1)
+        assert np.array_equal(flat[entry.page_bytes : 2 * entry.page_bytes], page.reshape(-1))
+        tokens = spec.page_size if spec.view == "page_first" else 1
+        assert np.array_equal(page.reshape(-1), array[tokens : 2 * tokens].reshape(-1))
+        assert (entry.layer, entry.page_tokens) == (spec.first_layer + spec.layers - 1, spec.page_size)
+
+
+@pytest.mark.parametrize("spec", [PAGE_FIRST, PAGE_FIRST_LATENT])
+def test_a_page_that_holds_all_layers_pairs_with_no_other_order_and_is_not_cut_by_heads(
+    spec: MhaSpec | MlaSpec,
+) -> None:
+    ours = manifest_of(spec)
+    for other in ("paged", "page_first_direct"):
+        theirs = changed(spec, view=other)
+        last = [one for one in theirs.entries if one.layer == ours.entries[0].layer]
+        with pytest.raises(GeometryMismatchError) as refused:
+            pair_entries(ours.entries, last)
+        assert refused.value.field == "destination.entries[0].format"
+    if isinstance(spec, MhaSpec):
+        with pytest.raises(GeometryMismatchError) as refused:
+            pair_entries(ours.entries, changed(spec, kv_heads=1, total_heads=2).entries)
+        assert refused.value.field == "destination.entries[0].format"
