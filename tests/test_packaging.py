@@ -56,6 +56,9 @@ for folder, name in json.loads(sys.argv[1]):
     importlib.invalidate_caches()
 print(json.dumps(said))
 """
+OF_ENGINES: Final = {"kvferry.clients.sglang.transfer"}
+"""What derives from classes of an engine, and is imported where that is installed."""
+
 CONSUMER: Final = """
 from kvferry.clients import Client
 from kvferry.clients.pool import AttachedPool
@@ -190,7 +193,7 @@ def all_modules() -> list[str]:
 
 
 def test_every_module_is_imported_from_the_wheel(environment: Path) -> None:
-    names = all_modules()
+    names = [name for name in all_modules() if name not in OF_ENGINES]
     files = json.loads(run(environment / "bin" / "python", "-c", IMPORT_ALL, *names, cwd=environment))
     assert [name for name in names if not Path(files[name]).is_relative_to(environment)] == []
 

@@ -33,7 +33,7 @@ _SRT: Final = "sglang.srt."
 _POOL: Final = f"{_SRT}mem_cache.memory_pool."
 _CONN: Final = f"{_SRT}disaggregation.common.conn."
 KNOWN: Final = (
-    Known(f"{_SRT}server_args.add_disagg_transfer_backend_choices", ("choices",)),
+    Known(f"{_SRT}server_args.add_disagg_transfer_backend_choices", ("iterable",)),
     Known(f"{_SRT}disaggregation.utils.get_kv_class", ("transfer_backend", "class_type")),
     Known(f"{_POOL}MHATokenToKVPool._create_buffers_normal", ("self",)),
     Known(f"{_POOL}MLATokenToKVPool._create_buffers", ("self",)),
