@@ -99,6 +99,8 @@ class Engine:
         self.instance = f"{name}-{uuid.uuid4().hex[:12]}"
         self.lost: PoolLostError | None = None
         """Why the pool's memory is gone: this engine cannot go on."""
+        self.generation = 0
+        """How many clients were given up: what they had under way has ended, and their daemon with it."""
         self._lock = threading.Lock()
         self._client: Client | None = self._connect(b"")
         self._secret = self._client.secret
@@ -175,15 +177,16 @@ class Engine:
         """Give up a client that says that it has: every transfer of it has ended."""
         if self._client is None:
             return
-        logger.error("kvferry: the daemon is away: %s: %s", error.code, error)
+        logger.error("kvferry: the daemon is away: %s", error)
         self._away = error if isinstance(error, DaemonLostError | SessionLostError) else DaemonLostError(error.detail)
         self._client.close()
         self._client = None
+        self.generation += 1
 
     def _give_up(self, error: PoolLostError) -> None:
         if self.lost is None:
             self.lost = error
-            logger.critical("kvferry: POOL_LOST: %s; this engine ends", error)
+            logger.critical("kvferry: %s; this engine ends", error)
             os.kill(os.getppid(), signal.SIGQUIT)  # as SGLang's schedulers tell the server of their end
 
     def _hold_on(self) -> None:
@@ -222,7 +225,7 @@ class Engine:
             self._give_up(error)
         except KvferryError as error:
             client.close()
-            logger.info("kvferry: not back yet: %s: %s", error.code, error)
+            logger.info("kvferry: not back yet: %s", error)
         else:
             with self._lock:
                 self._client, self._secret, self._away = client, client.secret, None

@@ -155,6 +155,7 @@ class _Half:
     bootstrap_room: int
     conclude_state: int | None
     _transfer: Transfer | None = None
+    _generation = 0
     _cancelled = False
 
     def _fail(self, reason: str) -> None:
@@ -176,16 +177,19 @@ class _Half:
         """Take what has arrived, and return how it ended; None: it has not."""
         if self.conclude_state is not None:
             return self.conclude_state
-        self.kv_mgr.pool.engine.poll()
+        engine = self.kv_mgr.pool.engine
+        engine.poll()
         transfer = self._transfer
         if transfer is None:
             return self._conclude(KVPoll.Failed) if self._is_failed() else None
         if transfer.error is not None:
-            self._fail(f"{transfer.error.code}: {transfer.error}")
+            self._fail(str(transfer.error))
         if self._is_failed() and transfer.finished is None and not transfer.is_settled and not self._cancelled:
             self._cancelled = True
             self._cancel(transfer, wait=False)
-        if not transfer.is_settled:
+        if self._generation != engine.generation:  # its daemon is no more, and nothing that wrote for it
+            self._fail("DAEMON_LOST: the daemon ended, and the request's transfer with it")
+        elif not transfer.is_settled:
             return None
         return self._conclude(KVPoll.Failed if self._is_failed() else KVPoll.Success)
 
@@ -194,7 +198,7 @@ class _Half:
             with self.kv_mgr.pool.engine.client() as client:
                 client.cancel(transfer, wait=wait, deadline_s=CANCEL_S)
         except KvferryError as error:
-            logger.warning("kvferry: CANCEL of room %s: %s: %s", self.bootstrap_room, error.code, error)
+            logger.warning("kvferry: CANCEL of room %s: %s", self.bootstrap_room, error)
 
 
 class KvferryKVSender(_Half, CommonKVSender):
@@ -261,6 +265,9 @@ class KvferryKVSender(_Half, CommonKVSender):
         try:
             row = metadata_row(mgr.kv_args, self.aux_index) if is_last else b""
             with mgr.pool.engine.client() as client:
+                if self._transfer is not None and self._transfer.is_finished:
+                    return  # ``poll`` says why; another SEND would be a second try, which nobody waits for
+                self._generation = mgr.pool.engine.generation
                 self._transfer = client.send(
                     mgr.pool.name,
                     mgr.request_id(self.bootstrap_room),
@@ -270,7 +277,7 @@ class KvferryKVSender(_Half, CommonKVSender):
                     deadline_s=min(mgr.bootstrap_timeout, LONGEST_S),
                 )
         except KvferryError as error:
-            self._fail(f"{error.code}: {error}")
+            self._fail(str(error))
 
 
 class KvferryKVReceiver(_Half, CommonKVReceiver):
@@ -294,7 +301,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         try:
             self._source = mgr.prefill_rank(self.bootstrap_addr, prefill_dp_rank)
         except InvalidFieldError as error:
-            self._fail(f"{error.code}: {error}")
+            self._fail(str(error))
         except OSError as error:  # requests' errors are such ones
             self._fail(f"the prefill server's bootstrap server at {self.bootstrap_addr} does not answer: {error}")
 
@@ -328,6 +335,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         ids = np.asarray(kv_indices, np.int64)
         try:
             with mgr.pool.engine.client() as client:
+                self._generation = mgr.pool.engine.generation
                 self._transfer = client.receive(
                     mgr.pool.name,
                     mgr.request_id(self.bootstrap_room),
@@ -336,7 +344,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
                     deadline_s=min(mgr.waiting_timeout, LONGEST_S),
                 )
         except KvferryError as error:
-            self._fail(f"{error.code}: {error}")
+            self._fail(str(error))
 
     def abort(self) -> None:
         """Give it up; ``poll`` says Failed once nothing can be written into its pages any more."""
@@ -353,7 +361,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
                     deadline_s=CANCEL_S,
                 )
         except KvferryError as error:
-            logger.warning("kvferry: ABANDON of room %s: %s: %s", self.bootstrap_room, error.code, error)
+            logger.warning("kvferry: ABANDON of room %s: %s", self.bootstrap_room, error)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Do nothing: the daemon tells the other side."""
@@ -368,7 +376,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
             try:
                 set_metadata_row(self.kv_mgr.kv_args, self._row, self._transfer.finished.payload)
             except InvalidFieldError as error:
-                self._fail(f"{error.code}: {error}")
+                self._fail(str(error))
                 state = KVPoll.Failed
         return super()._conclude(state)
 
