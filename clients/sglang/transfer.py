@@ -83,6 +83,8 @@ class KvferryKVManager(CommonKVManager):
         _check_carried(args, pool)
         assert pool is not None
         self.pool: DevicePool = pool
+        with pool.engine.client() as client:
+            self._boot_id, self._addresses = client.boot_id, client.status().addresses
         self._prefill_ranks: dict[tuple[str, str], PrefillRank] = {}
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
@@ -91,16 +93,14 @@ class KvferryKVManager(CommonKVManager):
     def register_to_bootstrap(self) -> None:
         """Say at the bootstrap server which ranks there are, and where their daemon is."""
         super().register_to_bootstrap()
-        with self.pool.engine.client() as client:
-            status = client.status()
-            rank = PrefillRank(
-                handshake=HANDSHAKE,
-                rank=f"{self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank}/{self.attn_tp_rank}",
-                pool=self.pool.name,
-                host=self.local_ip,
-                daemons=status.addresses,
-                boot_id=client.boot_id,
-            )
+        rank = PrefillRank(
+            handshake=HANDSHAKE,
+            rank=f"{self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank}/{self.attn_tp_rank}",
+            pool=self.pool.name,
+            host=self.local_ip,
+            daemons=self._addresses,
+            boot_id=self._boot_id,
+        )
         host = NetworkAddress.parse(self.dist_init_addr).resolved().host if self.dist_init_addr else self.bootstrap_host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  what SGLang listens at
         url = f"{NetworkAddress(host, self.bootstrap_port).to_url()}{ROUTE}"
@@ -133,6 +133,25 @@ class KvferryKVManager(CommonKVManager):
                 )
             self._prefill_ranks[key] = found
         return self._prefill_ranks[key]
+
+    def source_daemons(self, source: PrefillRank) -> tuple[str, ...]:
+        """Return the address of prefill's daemon, for RECEIVE; none where it is our own, also after its restart.
+
+        Raises:
+            InvalidFieldError: it has none that reaches here.
+        """
+        here = source.host == self.local_ip
+        if source.boot_id == self._boot_id or (here and source.daemons and source.daemons == self._addresses):
+            return ()
+        kind = "ipc://" if here else "tcp://"
+        found = [one for one in source.daemons if one.startswith(kind)]
+        if not found:
+            raise InvalidFieldError(
+                f"the daemon of pool {source.pool} at {source.host} has no address {kind} for other daemons: set its "
+                "peers.listen",
+                field="peers.listen",
+            )
+        return (found[0],)
 
     def forget_prefill(self, bootstrap_addr: str) -> None:
         """Ask anew next time: the server may be another one by then."""
@@ -340,7 +359,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
                     mgr.pool.name,
                     mgr.request_id(self.bootstrap_room),
                     [pages(ids, first_page=first)] if len(ids) else [],
-                    source_daemons=_source_daemons(self._source, client.boot_id, mgr.local_ip),
+                    source_daemons=mgr.source_daemons(self._source),
                     deadline_s=min(mgr.waiting_timeout, LONGEST_S),
                 )
         except KvferryError as error:
@@ -356,7 +375,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
                 client.abandon(
                     self.kv_mgr.request_id(self.bootstrap_room),
                     "receive",
-                    daemons=_source_daemons(self._source, client.boot_id, self.kv_mgr.local_ip),
+                    daemons=self.kv_mgr.source_daemons(self._source),
                     reason="decode aborted the request",
                     deadline_s=CANCEL_S,
                 )
@@ -437,25 +456,6 @@ def set_metadata_row(args: Any, index: int | None, row: bytes) -> None:  # noqa:
     for at, one in zip(args.aux_data_ptrs, lengths, strict=True):
         ctypes.memmove(at + index * one, row[start : start + one], one)
         start += one
-
-
-def _source_daemons(source: PrefillRank, boot_id: str, host: str) -> tuple[str, ...]:
-    """Return the address of prefill's daemon for ours; none where it is the same one.
-
-    Raises:
-        InvalidFieldError: it has none that reaches there.
-    """
-    if source.boot_id == boot_id:
-        return ()
-    kind = "ipc://" if source.host == host else "tcp://"
-    found = [one for one in source.daemons if one.startswith(kind)] or (source.daemons if kind == "ipc://" else [])
-    if not found:
-        raise InvalidFieldError(
-            f"the daemon of pool {source.pool} at {source.host} listens for no other daemon at {kind}: set its "
-            "peers.listen",
-            field="peers.listen",
-        )
-    return (found[0],)
 
 
 def _check_carried(args: Any, pool: DevicePool | None) -> None:  # noqa: ANN401  SGLang's KVArgs
