@@ -16,13 +16,18 @@ PEERS := .peers
 SGLANG := 0.5.23
 LMCACHE := 0.5.6
 
+# The tests with servers of SGLang: of several of its requirements it needs other versions than kvferry is tested with.
+VENV_SGLANG := .venv-sglang
+SERVERS := $(VENV_SGLANG)/bin
+SGLANG_ROUTER := 0.3.2
+
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full torture check bench mutants census sync-client peers clean
+.PHONY: help demo test test-full test-sglang test-sglang-full torture check bench mutants census sync-client peers clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
 	@$(BIN)/python -m examples.demo $(ARGS)
@@ -45,6 +50,14 @@ test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/wheels $(STAMPS
 
 test-full: FULL := --full
 test-full: test  ## run the tests with four times the examples of property tests
+
+# A test's time-out is that of several starts of servers.
+test-sglang: SELECTED ?= -m "not long"
+test-sglang: $(STAMPS)/sglang $(STAMPS)/models  ## run the tests with servers of SGLang: one pair, some minutes (ARGS="tests/sglang -k abort")
+	@$(SERVERS)/python -m pytest --timeout 900 $(SELECTED) $(or $(ARGS),tests/sglang)
+
+test-sglang-full: SELECTED :=
+test-sglang-full: test-sglang  ## run all tests with servers of SGLang, half an hour
 
 torture: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system  ## kill, stop and starve daemons and engines at work, and check every byte and page (MINUTES=60, SEED=7 repeats, ARGS="--engines 8")
 	@$(BIN)/python -m tests.torture $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -158,6 +171,28 @@ $(PEERS)/lmcache/installed-$(LMCACHE): $(STAMPS)/venv benchmarks/peers/lmcache.t
 	@$(PEERS)/lmcache/bin/python -m pip install --disable-pip-version-check --no-compile \
 	    -r benchmarks/peers/lmcache.txt
 	@$(PEERS)/lmcache/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps lmcache==$(LMCACHE)
+	@touch $@
+
+# Where SGLang's own requirements are not wanted, its stubs take their place.
+$(STAMPS)/sglang-server: $(STAMPS)/venv tests/sglang/requirements.txt
+	@echo "==> making the environment $(VENV_SGLANG)"
+	@$(PYTHON) -m venv --clear $(VENV_SGLANG)
+	@echo "==> installing SGLang $(SGLANG) and what it needs into $(VENV_SGLANG): 2.6 GB, some minutes"
+	@$(SERVERS)/python -m pip install --disable-pip-version-check --no-compile -r tests/sglang/requirements.txt
+	@$(SERVERS)/python -m pip install --disable-pip-version-check --no-compile --no-deps -c constraints.txt \
+	    sglang==$(SGLANG) sglang-router==$(SGLANG_ROUTER) mooncake-transfer-engine-non-cuda
+	@echo "$(CURDIR)/tests/sglang/stubs" \
+	    > "$$($(SERVERS)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/stubs.pth"
+	@touch $@
+
+$(STAMPS)/sglang: $(STAMPS)/sglang-server $(PINS)
+	@echo "==> installing kvferry into $(VENV_SGLANG)"
+	@$(SERVERS)/python -m pip install --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(STAMPS)/models: $(STAMPS)/demo tests/sglang/models.py
+	@echo "==> making the models of the tests with SGLang in .models"
+	@$(BIN)/python -m tests.sglang.models .models
 	@touch $@
 
 # Without these the tests that need them are skipped, so a missing one does not stop the others.

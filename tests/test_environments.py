@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Final
 import pytest
 
 from tests.daemons import running_daemon
+from tests.forked import REPOSITORY
 from tests.installs import (
     PYTHONS,
     WHEELS,
@@ -102,6 +104,13 @@ def test_an_environment_with_torch(wheel: Path, tmp_path: Path) -> None:
     """Its torch, and what else kvferry needs, are those of the running one."""
     versions = transfer(new_environment(tmp_path / "environment", wheel), tmp_path, "--tensors")
     assert versions["torch"] == metadata.version("torch")
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "tests/sglang/requirements.txt"])
+def test_every_version_is_pinned(name: str) -> None:
+    lines = [line for line in (REPOSITORY / name).read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", line)] == []
+    assert len({line.partition("==")[0].lower() for line in lines}) == len(lines) > 50
 
 
 ENGINES: Final[dict[str, dict[str, str]]] = {

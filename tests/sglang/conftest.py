@@ -1,0 +1,37 @@
+"""These tests are run by ``make test-sglang``, in the environment that has SGLang; elsewhere there are none."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemons import RestartedDaemon, restarted_daemon
+from tests.sglang.expected import Expected, ask_plain_server
+from tests.sglang.folders import SMOLLM2, TINY_MLA
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave them out where there is no SGLang."""
+    return None if importlib.util.find_spec("sglang") or collection_path.suffix != ".py" else True
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """Return what a plain server of SmolLM2 answers."""
+    return ask_plain_server(tmp_path_factory.mktemp("plain"), SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def expected_of_mla(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """Return what a plain server of the MLA model answers."""
+    return ask_plain_server(tmp_path_factory.mktemp("plain-mla"), TINY_MLA)
+
+
+@pytest.fixture(scope="module")
+def kept_daemon() -> Iterator[RestartedDaemon]:
+    """Return a daemon whose pools outlive it."""
+    with restarted_daemon() as daemon:
+        yield daemon
