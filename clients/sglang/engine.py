@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Final, Literal, NamedTuple, Protocol, cast, get_args
 
 from kvferry.clients import Client, KvferryError
@@ -99,9 +100,11 @@ class Engine:
         self.instance = f"{name}-{uuid.uuid4().hex[:12]}"
         self.lost: PoolLostError | None = None
         """Why the pool's memory is gone: this engine cannot go on."""
+        self.generation = 0
+        """How many clients were given up: what they had under way has ended, and their daemon with it."""
         self._lock = threading.Lock()
         self._client: Client | None = self._connect(b"")
-        self._secret = self._client.secret
+        self._secret, self._boot_id = self._client.secret, self._client.boot_id
         self._away: KvferryError | None = None
         self._pools: list[Returning] = []
         self._later: list[Callable[[Client], object]] = []
@@ -166,6 +169,7 @@ class Engine:
 
     def _reconnected(self, event: Reconnected) -> None:
         """Note what the daemon that is back has not; called by the client."""
+        self._boot_id = event.boot_id
         logger.warning("kvferry: the daemon is back, boot %s; %d transfers ended", event.boot_id, len(event.transfers))
         missing = {*event.pools, *(pool for pool, _ in event.pages)} & {one.name for one in self._pools}
         if missing:
@@ -175,15 +179,16 @@ class Engine:
         """Give up a client that says that it has: every transfer of it has ended."""
         if self._client is None:
             return
-        logger.error("kvferry: the daemon is away: %s: %s", error.code, error)
+        logger.error("kvferry: the daemon is away: %s", error)
         self._away = error if isinstance(error, DaemonLostError | SessionLostError) else DaemonLostError(error.detail)
         self._client.close()
         self._client = None
+        self.generation += 1
 
     def _give_up(self, error: PoolLostError) -> None:
         if self.lost is None:
             self.lost = error
-            logger.critical("kvferry: POOL_LOST: %s; this engine ends", error)
+            logger.critical("kvferry: %s; this engine ends", error)
             os.kill(os.getppid(), signal.SIGQUIT)  # as SGLang's schedulers tell the server of their end
 
     def _hold_on(self) -> None:
@@ -209,28 +214,32 @@ class Engine:
         try:
             try:
                 client = self._connect(self._secret)
+                resumed = client.boot_id != self._boot_id
+                if not resumed:  # the old daemon: what was under way may still be, and ends with the session
+                    client.close()
             except (NoSessionError, SessionLostError):
                 resumed = False
+            if not resumed:
                 client = self._connect(b"")
         except KvferryError:
             return
         try:
             for pool in self._pools:
-                pool.come_back(client, resumed=resumed)
+                while_predecessor_ends(partial(pool.come_back, client, resumed=resumed))
         except PoolLostError as error:
             client.close()
             self._give_up(error)
         except KvferryError as error:
             client.close()
-            logger.info("kvferry: not back yet: %s: %s", error.code, error)
+            logger.info("kvferry: not back yet: %s", error)
         else:
             with self._lock:
-                self._client, self._secret, self._away = client, client.secret, None
+                self._client, self._secret, self._boot_id, self._away = client, client.secret, client.boot_id, None
             logger.warning("kvferry: the daemon is back, boot %s", client.boot_id)
 
 
 def while_predecessor_ends(make: Callable[[], object]) -> None:
-    """Make a pool, waiting where the name is still that of an engine that has ended.
+    """Make a pool, waiting where the name is still that of an engine that has ended, or the daemon is busy.
 
     Raises:
         PoolExistsError: it is another living engine's.

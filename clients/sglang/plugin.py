@@ -31,12 +31,19 @@ class Known(NamedTuple):
 
 _SRT: Final = "sglang.srt."
 _POOL: Final = f"{_SRT}mem_cache.memory_pool."
+_REQ: Final = f"{_SRT}managers.schedule_batch.Req"
 _CONN: Final = f"{_SRT}disaggregation.common.conn."
 KNOWN: Final = (
     Known(f"{_SRT}server_args.add_disagg_transfer_backend_choices", ("iterable",)),
     Known(f"{_SRT}disaggregation.utils.get_kv_class", ("transfer_backend", "class_type")),
     Known(f"{_POOL}MHATokenToKVPool._create_buffers_normal", ("self",)),
     Known(f"{_POOL}MLATokenToKVPool._create_buffers", ("self",)),
+    *(
+        Known(f"{_POOL}{kind}.{call}", ("self", *given, "indices", "mamba_indices", "req_pool_index"))
+        for kind in ("MHATokenToKVPool", "MLATokenToKVPool")
+        for call, given in (("get_cpu_copy", ()), ("load_cpu_copy", ("kv_cache_cpu",)))
+    ),
+    Known(f"{_REQ}.load_kv_cache", ("self", "req_to_token_pool", "token_to_kv_pool_allocator")),
     Known(
         f"{_CONN}CommonKVManager.__init__", ("self", "args", "disaggregation_mode", "server_args", "is_mla_backend")
     ),
@@ -124,10 +131,16 @@ def _register(unknown: list[str]) -> None:
     HookRegistry.register(f"{_SRT}disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)
     if unknown:
         return
-    from kvferry.clients.sglang import pools  # noqa: PLC0415  imports torch's users only now
+    from kvferry.clients.sglang import pools, retraction  # noqa: PLC0415  numpy and the client only now
 
-    HookRegistry.register(f"{_POOL}MHATokenToKVPool._create_buffers_normal", pools.create_mha_buffers, HookType.AROUND)
-    HookRegistry.register(f"{_POOL}MLATokenToKVPool._create_buffers", pools.create_mla_buffers, HookType.AROUND)
+    for target, hook in (
+        (f"{_POOL}MHATokenToKVPool._create_buffers_normal", pools.create_mha_buffers),
+        (f"{_POOL}MLATokenToKVPool._create_buffers", pools.create_mla_buffers),
+        *((f"{_POOL}{kind}.get_cpu_copy", retraction.get_cpu_copy) for kind in pools.KINDS),
+        *((f"{_POOL}{kind}.load_cpu_copy", retraction.load_cpu_copy) for kind in pools.KINDS),
+        (f"{_REQ}.load_kv_cache", retraction.load_kv_cache),
+    ):
+        HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def _kv_class(kind: str) -> type[Any]:

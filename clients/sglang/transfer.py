@@ -83,6 +83,8 @@ class KvferryKVManager(CommonKVManager):
         _check_carried(args, pool)
         assert pool is not None
         self.pool: DevicePool = pool
+        with pool.engine.client() as client:
+            self._boot_id, self._addresses = client.boot_id, client.status().addresses
         self._prefill_ranks: dict[tuple[str, str], PrefillRank] = {}
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
@@ -91,16 +93,14 @@ class KvferryKVManager(CommonKVManager):
     def register_to_bootstrap(self) -> None:
         """Say at the bootstrap server which ranks there are, and where their daemon is."""
         super().register_to_bootstrap()
-        with self.pool.engine.client() as client:
-            status = client.status()
-            rank = PrefillRank(
-                handshake=HANDSHAKE,
-                rank=f"{self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank}/{self.attn_tp_rank}",
-                pool=self.pool.name,
-                host=self.local_ip,
-                daemons=status.addresses,
-                boot_id=client.boot_id,
-            )
+        rank = PrefillRank(
+            handshake=HANDSHAKE,
+            rank=f"{self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank}/{self.attn_tp_rank}",
+            pool=self.pool.name,
+            host=self.local_ip,
+            daemons=self._addresses,
+            boot_id=self._boot_id,
+        )
         host = NetworkAddress.parse(self.dist_init_addr).resolved().host if self.dist_init_addr else self.bootstrap_host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  what SGLang listens at
         url = f"{NetworkAddress(host, self.bootstrap_port).to_url()}{ROUTE}"
@@ -134,6 +134,25 @@ class KvferryKVManager(CommonKVManager):
             self._prefill_ranks[key] = found
         return self._prefill_ranks[key]
 
+    def source_daemons(self, source: PrefillRank) -> tuple[str, ...]:
+        """Return the address of prefill's daemon, for RECEIVE; none where it is our own, also after its restart.
+
+        Raises:
+            InvalidFieldError: it has none that reaches here.
+        """
+        here = source.host == self.local_ip
+        if source.boot_id == self._boot_id or (here and source.daemons and source.daemons == self._addresses):
+            return ()
+        kind = "ipc://" if here else "tcp://"
+        found = [one for one in source.daemons if one.startswith(kind)]
+        if not found:
+            raise InvalidFieldError(
+                f"the daemon of pool {source.pool} at {source.host} has no address {kind} for other daemons: set its "
+                "peers.listen",
+                field="peers.listen",
+            )
+        return (found[0],)
+
     def forget_prefill(self, bootstrap_addr: str) -> None:
         """Ask anew next time: the server may be another one by then."""
         for key in [one for one in self._prefill_ranks if one[0] == bootstrap_addr]:
@@ -155,6 +174,7 @@ class _Half:
     bootstrap_room: int
     conclude_state: int | None
     _transfer: Transfer | None = None
+    _generation = 0
     _cancelled = False
 
     def _fail(self, reason: str) -> None:
@@ -176,16 +196,19 @@ class _Half:
         """Take what has arrived, and return how it ended; None: it has not."""
         if self.conclude_state is not None:
             return self.conclude_state
-        self.kv_mgr.pool.engine.poll()
+        engine = self.kv_mgr.pool.engine
+        engine.poll()
         transfer = self._transfer
         if transfer is None:
             return self._conclude(KVPoll.Failed) if self._is_failed() else None
         if transfer.error is not None:
-            self._fail(f"{transfer.error.code}: {transfer.error}")
+            self._fail(str(transfer.error))
         if self._is_failed() and transfer.finished is None and not transfer.is_settled and not self._cancelled:
             self._cancelled = True
             self._cancel(transfer, wait=False)
-        if not transfer.is_settled:
+        if self._generation != engine.generation:  # its daemon is no more, and nothing that wrote for it
+            self._fail("DAEMON_LOST: the daemon ended, and the request's transfer with it")
+        elif not transfer.is_settled:
             return None
         return self._conclude(KVPoll.Failed if self._is_failed() else KVPoll.Success)
 
@@ -194,7 +217,7 @@ class _Half:
             with self.kv_mgr.pool.engine.client() as client:
                 client.cancel(transfer, wait=wait, deadline_s=CANCEL_S)
         except KvferryError as error:
-            logger.warning("kvferry: CANCEL of room %s: %s: %s", self.bootstrap_room, error.code, error)
+            logger.warning("kvferry: CANCEL of room %s: %s", self.bootstrap_room, error)
 
 
 class KvferryKVSender(_Half, CommonKVSender):
@@ -261,6 +284,9 @@ class KvferryKVSender(_Half, CommonKVSender):
         try:
             row = metadata_row(mgr.kv_args, self.aux_index) if is_last else b""
             with mgr.pool.engine.client() as client:
+                if self._transfer is not None and self._transfer.is_finished:
+                    return  # ``poll`` says why; another SEND would be a second try, which nobody waits for
+                self._generation = mgr.pool.engine.generation
                 self._transfer = client.send(
                     mgr.pool.name,
                     mgr.request_id(self.bootstrap_room),
@@ -270,7 +296,7 @@ class KvferryKVSender(_Half, CommonKVSender):
                     deadline_s=min(mgr.bootstrap_timeout, LONGEST_S),
                 )
         except KvferryError as error:
-            self._fail(f"{error.code}: {error}")
+            self._fail(str(error))
 
 
 class KvferryKVReceiver(_Half, CommonKVReceiver):
@@ -294,7 +320,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         try:
             self._source = mgr.prefill_rank(self.bootstrap_addr, prefill_dp_rank)
         except InvalidFieldError as error:
-            self._fail(f"{error.code}: {error}")
+            self._fail(str(error))
         except OSError as error:  # requests' errors are such ones
             self._fail(f"the prefill server's bootstrap server at {self.bootstrap_addr} does not answer: {error}")
 
@@ -328,15 +354,16 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         ids = np.asarray(kv_indices, np.int64)
         try:
             with mgr.pool.engine.client() as client:
+                self._generation = mgr.pool.engine.generation
                 self._transfer = client.receive(
                     mgr.pool.name,
                     mgr.request_id(self.bootstrap_room),
                     [pages(ids, first_page=first)] if len(ids) else [],
-                    source_daemons=_source_daemons(self._source, client.boot_id, mgr.local_ip),
+                    source_daemons=mgr.source_daemons(self._source),
                     deadline_s=min(mgr.waiting_timeout, LONGEST_S),
                 )
         except KvferryError as error:
-            self._fail(f"{error.code}: {error}")
+            self._fail(str(error))
 
     def abort(self) -> None:
         """Give it up; ``poll`` says Failed once nothing can be written into its pages any more."""
@@ -348,12 +375,12 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
                 client.abandon(
                     self.kv_mgr.request_id(self.bootstrap_room),
                     "receive",
-                    daemons=_source_daemons(self._source, client.boot_id, self.kv_mgr.local_ip),
+                    daemons=self.kv_mgr.source_daemons(self._source),
                     reason="decode aborted the request",
                     deadline_s=CANCEL_S,
                 )
         except KvferryError as error:
-            logger.warning("kvferry: ABANDON of room %s: %s: %s", self.bootstrap_room, error.code, error)
+            logger.warning("kvferry: ABANDON of room %s: %s", self.bootstrap_room, error)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Do nothing: the daemon tells the other side."""
@@ -368,7 +395,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
             try:
                 set_metadata_row(self.kv_mgr.kv_args, self._row, self._transfer.finished.payload)
             except InvalidFieldError as error:
-                self._fail(f"{error.code}: {error}")
+                self._fail(str(error))
                 state = KVPoll.Failed
         return super()._conclude(state)
 
@@ -429,25 +456,6 @@ def set_metadata_row(args: Any, index: int | None, row: bytes) -> None:  # noqa:
     for at, one in zip(args.aux_data_ptrs, lengths, strict=True):
         ctypes.memmove(at + index * one, row[start : start + one], one)
         start += one
-
-
-def _source_daemons(source: PrefillRank, boot_id: str, host: str) -> tuple[str, ...]:
-    """Return the address of prefill's daemon for ours; none where it is the same one.
-
-    Raises:
-        InvalidFieldError: it has none that reaches there.
-    """
-    if source.boot_id == boot_id:
-        return ()
-    kind = "ipc://" if source.host == host else "tcp://"
-    found = [one for one in source.daemons if one.startswith(kind)] or (source.daemons if kind == "ipc://" else [])
-    if not found:
-        raise InvalidFieldError(
-            f"the daemon of pool {source.pool} at {source.host} listens for no other daemon at {kind}: set its "
-            "peers.listen",
-            field="peers.listen",
-        )
-    return (found[0],)
 
 
 def _check_carried(args: Any, pool: DevicePool | None) -> None:  # noqa: ANN401  SGLang's KVArgs

@@ -1,0 +1,110 @@
+"""Decode's retraction: the pages of a request that has to make room become a snapshot of the host tier.
+
+SGLang copies them into tensors of its own (``--disaggregation-decode-retraction-backup cpu_tensor``), and back into
+other pages once there are some. Here that is OFFLOAD and RESTORE: no copy passes through the engine. Where the daemon
+cannot take a request's pages, SGLang's own copy is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Final
+
+import numpy as np
+
+from kvferry.clients import Client, KvferryError, pages, pages_from_slots
+from kvferry.clients.sglang import pools
+from kvferry.clients.sglang.pools import DevicePool
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_S: Final = 20.0
+MARGIN_S: Final = 5.0
+"""How much longer than its deadline the end of an operation is waited for."""
+
+
+class Backup:
+    """A request's pages in the host tier. Dropped there when nobody has this any more, as SGLang drops its tensors.
+
+    Attributes:
+        snapshot: its name.
+    """
+
+    def __init__(self, pool: DevicePool, snapshot: str) -> None:
+        self.snapshot = snapshot
+        self._drop = weakref.finalize(self, pool.engine.later, partial(Client.drop_snapshot, snapshot=snapshot))
+        self._drop.atexit = False
+
+    def __repr__(self) -> str:
+        """Show its name."""
+        return f"<Backup {self.snapshot}>"
+
+    def restored(self) -> None:
+        """Note that the daemon has dropped it."""
+        self._drop.detach()
+
+
+def get_cpu_copy(original: Callable[..., Any], pool: Any, indices: Any, *rest: Any, **more: Any) -> Any:  # noqa: ANN401
+    """Offload the pages of a request's tokens: ``indices`` are their slots, from the first token on.
+
+    Returns:
+        A ``Backup``; where the pool is not the daemon's, or the daemon cannot take them, what ``original`` returns.
+    """
+    ours = _ours(pool)
+    if ours is None or not len(indices):
+        return original(pool, indices, *rest, **more)
+    try:
+        ids = pages_from_slots(np.asarray(indices), ours.spec.page_size)
+        with ours.engine.client() as client:
+            leaving = client.offload(ours.name, [pages(ids)], deadline_s=DEADLINE_S)
+            client.wait_done(leaving, DEADLINE_S + MARGIN_S)
+        assert leaving.snapshot is not None
+    except KvferryError as error:
+        logger.warning("kvferry: SGLang copies a retracted request's pages by itself: %s", error)
+        return original(pool, indices, *rest, **more)
+    return Backup(ours, leaving.snapshot)
+
+
+def load_cpu_copy(
+    original: Callable[..., Any],
+    pool: Any,  # noqa: ANN401  SGLang's object
+    kv_cache_cpu: Any,  # noqa: ANN401  what ``get_cpu_copy`` has returned
+    indices: Any,  # noqa: ANN401  a tensor
+    *rest: Any,  # noqa: ANN401
+    **more: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Restore them into the pages of other slots.
+
+    Raises:
+        KvferryError: they do not come back, see ``load_kv_cache``.
+    """
+    if not isinstance(kv_cache_cpu, Backup):
+        return original(pool, kv_cache_cpu, indices, *rest, **more)
+    ours = _ours(pool)
+    assert ours is not None, "a backup is of this process's pool"
+    ids = pages_from_slots(np.asarray(indices), ours.spec.page_size)
+    with ours.engine.client() as client:
+        back = client.restore(ours.name, kv_cache_cpu.snapshot, [pages(ids)], drop=True, deadline_s=DEADLINE_S)
+        client.wait_done(back, DEADLINE_S + MARGIN_S)
+    kv_cache_cpu.restored()
+    return None
+
+
+def load_kv_cache(original: Callable[..., Any], req: Any, *rest: Any, **more: Any) -> None:  # noqa: ANN401
+    """Abort a request whose pages do not come back, with the reason in its answer: the scheduler goes on."""
+    try:
+        original(req, *rest, **more)
+    except KvferryError as error:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT  # noqa: PLC0415  SGLang need not be there
+
+        logger.error("kvferry: the pages of request %s do not come back: %s", req.rid, error)  # noqa: TRY400
+        req.kv.retraction_backup = None
+        req.to_finish = FINISH_ABORT(str(error), status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _ours(pool: Any) -> DevicePool | None:  # noqa: ANN401  SGLang's object
+    return pools.current() if type(pool).__name__ in pools.KINDS else None
