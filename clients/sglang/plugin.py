@@ -36,6 +36,13 @@ _CONN: Final = f"{_SRT}disaggregation.common.conn."
 KNOWN: Final = (
     Known(f"{_SRT}server_args.add_disagg_transfer_backend_choices", ("iterable",)),
     Known(f"{_SRT}disaggregation.utils.get_kv_class", ("transfer_backend", "class_type")),
+    Known(
+        f"{_POOL}KVCache.__init__",
+        (
+            "self", "size", "page_size", "dtype", "layer_num", "device", "enable_memory_saver", "start_layer",
+            "end_layer", "allocation_label",
+        ),
+    ),
     Known(f"{_POOL}MHATokenToKVPool._create_buffers_normal", ("self",)),
     Known(f"{_POOL}MLATokenToKVPool._create_buffers", ("self",)),
     *(
@@ -133,6 +140,7 @@ def _register(unknown: list[str]) -> None:
         return
     from kvferry.clients.sglang import pools, retraction  # noqa: PLC0415  numpy and the client only now
 
+    HookRegistry.register(f"{_POOL}KVCache.__init__", pools.check_kind, HookType.BEFORE)
     for target, hook in (
         (f"{_POOL}MHATokenToKVPool._create_buffers_normal", pools.create_mha_buffers),
         (f"{_POOL}MLATokenToKVPool._create_buffers", pools.create_mla_buffers),

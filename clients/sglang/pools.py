@@ -162,6 +162,13 @@ def chosen() -> bool:
     return told[0] in MODES and told[1] == "kvferry"
 
 
+def check_kind(pool: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401  SGLang's object and arguments
+    """Refuse a pool of another class before it is made, where kvferry was chosen."""
+    kind = type(pool).__name__
+    if kind not in KINDS and chosen():
+        raise _refusal(f"the KV pool {kind}")
+
+
 def create_mha_buffers(original: Callable[[Any], None], pool: Any) -> None:  # noqa: ANN401  SGLang's object
     """Create the buffers of an ``MHATokenToKVPool`` in the daemon's pool, where kvferry was chosen."""
     if not chosen():
@@ -240,9 +247,7 @@ def model_identity() -> ModelIdentity:
 
 def _check(pool: Any) -> None:  # noqa: ANN401  SGLang's object
     """Refuse what is not carried, by name, before anything is made."""
-    kind = type(pool).__name__
-    if kind not in KINDS:
-        raise _refusal(f"the KV pool {kind}")
+    check_kind(pool)
     if str(pool.device) != "cpu":
         raise _refusal(f"a KV pool on {pool.device}")
     if current() is not None:
