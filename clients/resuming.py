@@ -140,6 +140,11 @@ class Resuming(Submissions):
         self._recovered = self.boot_id
         self._ended: list[Ended] = []
 
+    @property
+    def is_away(self) -> bool:
+        """Return whether it has lost its daemon: requests are kept, or, once it has given up, refused."""
+        return self._loss is not None
+
     # -- what each kind of client does in its own way
 
     @abstractmethod

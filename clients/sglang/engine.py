@@ -89,8 +89,8 @@ class Returning(Protocol):
 class Engine:
     """One session of this process, and the thread that holds on to it."""
 
-    def __init__(self, name: str, runtime_dir: str | None) -> None:
-        """Connect.
+    def __init__(self, name: str, runtime_dir: str | None, *, ends_server: bool = True) -> None:
+        """Connect. ``ends_server``: without the pool's memory this server cannot go on, and ends.
 
         Raises:
             KvferryError: there is no daemon, or it refuses the session.
@@ -102,13 +102,16 @@ class Engine:
         """Why the pool's memory is gone: this engine cannot go on."""
         self.generation = 0
         """How many clients were given up: what they had under way has ended, and their daemon with it."""
+        self._ends_server = ends_server
         self._lock = threading.Lock()
         self._client: Client | None = self._connect(b"")
         self._secret, self._boot_id = self._client.secret, self._client.boot_id
         self._away: KvferryError | None = None
         self._pools: list[Returning] = []
         self._later: list[Callable[[Client], object]] = []
-        threading.Thread(target=self._hold_on, name="kvferry", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._hold_on, name="kvferry", daemon=True)
+        self._thread.start()
 
     def __repr__(self) -> str:
         """Show the session's name, and whether it is there."""
@@ -130,6 +133,26 @@ class Engine:
                 raise self._away
             yield self._client
 
+    @property
+    def is_away(self) -> bool:
+        """Return whether the daemon, or its memory, is not there now; never waits."""
+        client = self._client
+        return self.lost is not None or client is None or client.is_away
+
+    @property
+    def boot_id(self) -> str:
+        """Return which incarnation of the daemon the session is with; empty while it is away."""
+        client = self._client
+        return "" if client is None else client.boot_id
+
+    def connect(self, name: str) -> Client:
+        """Return a client of another session of this engine's instance, for another thread.
+
+        Raises:
+            KvferryError: there is no daemon, or it refuses the session.
+        """
+        return Client.connect(self.runtime_dir, name=name, instance=self.instance, timeout_s=CONNECT_S)
+
     def add(self, pool: Returning) -> None:
         """Hold on to a pool of this session."""
         self._pools.append(pool)
@@ -148,6 +171,15 @@ class Engine:
             raise self.lost
         with self._lock:
             self._take()
+
+    def close(self) -> None:
+        """End the session, and what ends with it; its thread ends too."""
+        self._closed.set()
+        self._thread.join()
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+            self._client, self._away = None, DaemonLostError("this engine was closed")
 
     def _connect(self, resume: bytes) -> Client:
         return Client.connect(
@@ -188,12 +220,14 @@ class Engine:
     def _give_up(self, error: PoolLostError) -> None:
         if self.lost is None:
             self.lost = error
+            if not self._ends_server:
+                logger.error("kvferry: %s; this server goes on without it", error)
+                return
             logger.critical("kvferry: %s; this engine ends", error)
             os.kill(os.getppid(), signal.SIGQUIT)  # as SGLang's schedulers tell the server of their end
 
     def _hold_on(self) -> None:
-        while self.lost is None:
-            time.sleep(LOOK_S)
+        while self.lost is None and not self._closed.wait(LOOK_S):
             if self._client is None:
                 self._look_for_daemon()
             elif self._lock.acquire(blocking=False):

@@ -33,6 +33,11 @@ _SRT: Final = "sglang.srt."
 _POOL: Final = f"{_SRT}mem_cache.memory_pool."
 _REQ: Final = f"{_SRT}managers.schedule_batch.Req"
 _CONN: Final = f"{_SRT}disaggregation.common.conn."
+_HOST: Final = f"{_SRT}mem_cache.pool_host."
+_STORAGE: Final = f"{_SRT}mem_cache.hicache_storage.HiCacheStorage."
+_WEIGHTS: Final = (
+    f"{_SRT}managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update"
+)
 KNOWN: Final = (
     Known(f"{_SRT}server_args.add_disagg_transfer_backend_choices", ("iterable",)),
     Known(f"{_SRT}disaggregation.utils.get_kv_class", ("transfer_backend", "class_type")),
@@ -78,6 +83,16 @@ KNOWN: Final = (
     Known(f"{_CONN}CommonKVReceiver.ensure_abort_notified", ("self", "force_arm")),
     Known(f"{_CONN}CommonKVBootstrapServer.__init__", ("self", "host", "port")),
     Known(f"{_CONN}CommonKVBootstrapServer._setup_routes", ("self",)),
+    Known(f"{_HOST}base.HostKVCache._allocate_host_buffer", ("self",)),
+    Known(f"{_HOST}base.HostKVCache.clear", ("self",)),
+    Known(f"{_HOST}common.HostTensorAllocator.allocate", ("self", "dims", "dtype", "device")),
+    Known(f"{_STORAGE}register_mem_pool_host", ("self", "mem_pool_host")),
+    Known(f"{_STORAGE}register_mem_host_pool_v2", ("self", "host_pool", "host_pool_name")),
+    Known(f"{_STORAGE}on_host_pools_registered", ("self",)),
+    Known(f"{_STORAGE}batch_exists", ("self", "keys", "extra_info")),
+    Known(f"{_STORAGE}batch_get_v1", ("self", "keys", "host_indices", "extra_info")),
+    Known(f"{_STORAGE}batch_set_v1", ("self", "keys", "host_indices", "extra_info")),
+    Known(_WEIGHTS, ("self", "recv_req", "success", "message")),
 )  # fmt: skip
 
 
@@ -138,7 +153,7 @@ def _register(unknown: list[str]) -> None:
     HookRegistry.register(f"{_SRT}disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)
     if unknown:
         return
-    from kvferry.clients.sglang import pools, retraction  # noqa: PLC0415  numpy and the client only now
+    from kvferry.clients.sglang import hicache, pools, retraction  # noqa: PLC0415  numpy and the client only now
 
     HookRegistry.register(f"{_POOL}KVCache.__init__", pools.check_kind, HookType.BEFORE)
     for target, hook in (
@@ -147,8 +162,11 @@ def _register(unknown: list[str]) -> None:
         *((f"{_POOL}{kind}.get_cpu_copy", retraction.get_cpu_copy) for kind in pools.KINDS),
         *((f"{_POOL}{kind}.load_cpu_copy", retraction.load_cpu_copy) for kind in pools.KINDS),
         (f"{_REQ}.load_kv_cache", retraction.load_kv_cache),
+        (f"{_HOST}base.HostKVCache.clear", hicache.clear_all_but_padding),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.register(f"{_HOST}base.HostKVCache._allocate_host_buffer", hicache.choose_allocator, HookType.BEFORE)
+    HookRegistry.register(_WEIGHTS, hicache.weights_changed, HookType.AFTER)
 
 
 def _kv_class(kind: str) -> type[Any]:

@@ -19,6 +19,7 @@ from kvferry.clients.sglang.engine import Engine, Memory, settings, while_predec
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import PointerList, array_of, engine_lists
+from kvferry.pools.planning.manifest import bytes_per_page
 from kvferry.protocol.errors import InvalidFieldError, PoolExistsError, PoolLostError, UnknownPoolError
 from kvferry.protocol.ids import HOST
 
@@ -43,6 +44,7 @@ class DevicePool:
         engine: the session that it belongs to.
         spec: what it holds.
         memory: who allocated it.
+        model: whose KV it holds.
         lists: the pointer, length and item lists that SGLang must have for it.
     """
 
@@ -58,7 +60,7 @@ class DevicePool:
         self.engine = engine
         self.spec = spec
         self.memory = memory
-        self._model = model
+        self.model = model
         self._manifest = manifest_of(spec)
         self._attached: AttachedPool | None = None
         self._again: AttachedPool | None = None
@@ -89,6 +91,22 @@ class DevicePool:
         layers = torch.from_numpy(view).view(torch_dtype(array.dtype)).view(array.shape)
         return [one.flatten(0, 1) for one in layers]
 
+    def whole(self) -> torch.Tensor:
+        """Return the memory of all arrays, one after another as the manifest has them: uint8."""
+        import torch  # noqa: PLC0415  of the engine
+
+        return torch.from_numpy(self._region().view()[: self._manifest.region_bytes])
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the bytes of a page over all layers and roles."""
+        return bytes_per_page(self._manifest)
+
+    @property
+    def layout_digest(self) -> str:
+        """Return the digest of its layout."""
+        return self._manifest.layout_digest
+
     def come_back(self, client: Client, *, resumed: bool) -> None:
         """Make the daemon know the pool again.
 
@@ -116,7 +134,7 @@ class DevicePool:
 
     def _create(self, client: Client) -> None:
         limit = _payload_limit(client)
-        pool = client.create_pool(self.name, self.spec, model=self._model, lifetime="instance", max_payload_bytes=limit)
+        pool = client.create_pool(self.name, self.spec, model=self.model, lifetime="instance", max_payload_bytes=limit)
         ids = client.allocate(self.name, self._manifest.pages - 1)
         if not np.array_equal(ids, np.arange(1, self._manifest.pages)):
             raise InvalidFieldError(f"pool {self.name} is used by others", field="KVFERRY_SGLANG_POOL")
@@ -132,7 +150,7 @@ class DevicePool:
             part = whole[array.start : array.start + array.size_bytes]
             tensors["main", role] = part.view(array_dtype(array.dtype)).reshape(array.shape)
         limit = _payload_limit(client)
-        client.register_pool(self.name, self.spec, tensors, device=HOST, model=self._model, max_payload_bytes=limit)
+        client.register_pool(self.name, self.spec, tensors, device=HOST, model=self.model, max_payload_bytes=limit)
 
     def _region(self) -> HostRegion:
         if self._shared is not None:
@@ -177,7 +195,7 @@ def create_mha_buffers(original: Callable[[Any], None], pool: Any) -> None:  # n
     _check(pool)
     if pool.kv_cache_layout != "nhd":
         raise _refusal(f"the KV layout {pool.kv_cache_layout!r}")
-    heads, rank, size = pool.head_num, *_tensor_parallel()
+    heads, rank, size = pool.head_num, *tensor_parallel()
     spec = MhaSpec(
         layers=pool.layer_num,
         first_layer=pool.start_layer,
@@ -212,7 +230,7 @@ def create_mla_buffers(original: Callable[[Any], None], pool: Any) -> None:  # n
         qk_rope_head_dim=pool.qk_rope_head_dim,
         dtype=_dtype(pool),
         joined=True,
-        replicas=_tensor_parallel()[1],
+        replicas=tensor_parallel()[1],
     )
     pool.kv_buffer = [one.view(pool.store_dtype) for one in _make(spec).rows("k")]
 
@@ -267,7 +285,7 @@ def _refusal(what: str) -> InvalidFieldError:
     return InvalidFieldError(f"kvferry does not carry {what} yet", field="disaggregation_transfer_backend")
 
 
-def _tensor_parallel() -> tuple[int, int]:
+def tensor_parallel() -> tuple[int, int]:
     """Return this rank and the number of ranks that share the heads."""
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
 

@@ -272,3 +272,15 @@ def test_who_stands_still_for_too_long_hears_of_it(kind: type[Client | AsyncClie
             assert isinstance(sending.error, SessionLostError)
             assert not other.status().transfers
             assert len(other.owned_pages("pool")["main"]) == 16
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_client_says_that_its_daemon_is_away(life: RestartedDaemon, kind: type[Client | AsyncClient]) -> None:
+    with connected(kind, life.runtime_dir) as client:
+        assert client.ping()
+        assert not client.is_away
+        life.end()
+        assert soon(lambda: client.poll(0.05) == [] and client.is_away)
+        life.start()
+        assert client.ping()
+        assert not client.is_away

@@ -13,6 +13,12 @@ from tests.sglang.expected import Expected, ask_plain_server
 from tests.sglang.folders import SMOLLM2, TINY_MLA
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Ignore warnings of SGLang and of what it imports, where tests import it."""
+    for one in ("ignore", "error:::kvferry", "error:::tests"):
+        config.addinivalue_line("filterwarnings", one)
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave them out where there is no SGLang."""
     return None if importlib.util.find_spec("sglang") or collection_path.suffix != ".py" else True

@@ -1,0 +1,579 @@
+"""SGLang's HiCache: its host pool (L2) in a kvferry pool, and the daemon's prefix cache as its storage (L3).
+
+SGLang copies between its device pool and the host pool by itself. From there to the daemon's tiers and back it is STORE
+and LOAD of the host pool's pages: no byte goes through Python. SGLang calls the storage from several threads, which it
+makes anew at each flush; each call has a session to itself. What fails is a miss, never an exception, and a storage
+that is away is none: no call waits for a daemon that has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import msgspec
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, PoolName
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, HostTensorAllocator, alloc_with_host_register
+
+from kvferry.clients import Client, MhaSpec, MlaSpec, ModelIdentity, TierOperation
+from kvferry.clients.sglang import plugin
+from kvferry.clients.sglang.engine import Engine, settings
+from kvferry.clients.sglang.pools import DevicePool, model_identity, pool_name, tensor_parallel
+from kvferry.clients.slots import pages_from_slots
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import (
+    DaemonLostError,
+    DeadlineError,
+    InvalidFieldError,
+    KvferryError,
+    LengthMismatchError,
+    NoSessionError,
+    SessionLostError,
+)
+from kvferry.protocol.tier_messages import HASH_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+VIEWS: Final = {"layer_first": "paged", "page_first": "page_first", "page_first_direct": "page_first_direct"}
+"""The view of a pool in each of SGLang's layouts."""
+
+LOOKUP_S: Final = 2.0
+"""How long a question may take; the daemon's remote tier has half a second."""
+
+LIST_BLOCKS: Final = 32768
+"""In one message."""
+
+SHA256_DIGITS: Final = 64
+SAMPLE_BYTES: Final = 65536
+WEIGHTS: Final = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+COMPUTED_WITH: Final = (
+    "dtype",
+    "quantization",
+    "quantization_param_path",
+    "kv_cache_dtype",
+    "json_model_override_args",
+    "load_format",
+    "model_impl",
+)
+"""Arguments of SGLang's under which the same weights and tokens give other KV, or other bytes of it."""
+
+
+class HostPool(NamedTuple):
+    """SGLang's host pool in the daemon's memory: of one model, one rank, one process."""
+
+    pool: DevicePool
+    page_size: int
+    address: int
+
+
+_allocators: weakref.WeakSet[HostAllocator] = weakref.WeakSet()
+
+
+# -- the host pool
+
+
+def chosen() -> bool:
+    """Return whether this server was told to have kvferry as its HiCache storage."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
+
+    try:
+        memory = get_memory()
+        if memory.hicache_storage_backend != "dynamic":
+            return False
+        told = HybridCacheController.parse_storage_backend_extra_config(memory.hicache_storage_backend_extra_config)[0]
+    except Exception:  # noqa: BLE001  a pool that is made without a server has no configuration; SGLang says what is wrong
+        return False
+    return (told.get("module_path"), told.get("class_name")) == (__name__, KvferryHiCacheStorage.__name__)
+
+
+def choose_allocator(host_pool: Any) -> None:  # noqa: ANN401  SGLang's object
+    """Have a host pool allocated in the daemon's pool, where kvferry was chosen."""
+    if chosen():
+        host_pool.allocator = HostAllocator(host_pool)
+
+
+def clear_all_but_padding(original: Callable[[Any], None], host_pool: Any) -> None:  # noqa: ANN401
+    """Clear a host pool; page 0 of ours is the padding page, and never free."""
+    if not isinstance(host_pool.allocator, HostAllocator):
+        original(host_pool)
+        return
+    with host_pool.lock:
+        original(host_pool)
+        host_pool.free_slots = host_pool.free_slots[host_pool.free_slots >= host_pool.page_size]
+
+
+def weights_changed(*_: object) -> None:
+    """Note that what is computed from now on is another model's KV; SGLang has flushed its own caches."""
+    for one in _allocators:
+        one.weights = uuid.uuid4().bytes
+        logger.info("kvferry: the weights were changed: the storage begins anew, for this process alone")
+
+
+class HostAllocator(HostTensorAllocator):
+    """Allocates a host pool as the daemon's pool.
+
+    Attributes:
+        host: what it has allocated, or None.
+        weights: of which weights the KV is, where they were changed since the start.
+    """
+
+    def __init__(self, host_pool: Any) -> None:  # noqa: ANN401
+        """``host_pool``: SGLang's, whose geometry is known already."""
+        super().__init__()
+        self.host: HostPool | None = None
+        self.weights = b""
+        _allocators.add(self)
+        self._host_pool = weakref.proxy(host_pool)  # which has this
+
+    def __repr__(self) -> str:
+        """Show the pool."""
+        return f"<HostAllocator {self.host and self.host.pool.name!r}>"
+
+    def allocate(self, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+        """Return the pool's memory as SGLang wants it: k of all layers, then v, or one array of latents.
+
+        Raises:
+            InvalidFieldError: it is a host pool that is not carried yet; says which.
+            KvferryError: there is no daemon, or it refuses the pool.
+        """
+        self.dims, self.dtype = dims, dtype
+        spec = _spec(self._host_pool)
+        told = settings()
+        name = f"{pool_name(told.pool)}-hicache"
+        pool = DevicePool(Engine(name, told.runtime_dir, ends_server=False), name, spec, _identity(), told.memory)
+        memory = pool.whole()
+        if device != "cpu" or math.prod(dims) * dtype.itemsize != memory.nbytes:
+            raise _refusal(f"a host pool of {dims} {dtype} on {device}, where a pool has {memory.nbytes} bytes")
+        self.host = HostPool(pool, spec.page_size, memory.data_ptr())
+        return memory.view(dtype).view(dims)
+
+
+def _spec(host_pool: Any) -> MhaSpec | MlaSpec:  # noqa: ANN401
+    """Return what describes a host pool.
+
+    Raises:
+        InvalidFieldError: it is not carried yet; says what of it.
+    """
+    kind, label = host_pool.__class__.__name__, host_pool.pool_label
+    if label != "kv" or kind not in {"MHATokenToKVPoolHost", "MLATokenToKVPoolHost"}:
+        raise _refusal(f"the {label!r} host pool {kind} (hybrid and draft models, indexers)")
+    if host_pool.layout not in VIEWS:
+        raise _refusal(f"the layout {host_pool.layout}: give --hicache-mem-layout {' or '.join(VIEWS)}")
+    drafts = host_pool.layer_num - host_pool.target_layer_num
+    if drafts or getattr(host_pool, "dsa_kv_cache_store_fp8", False):
+        raise _refusal(f"{drafts} draft layers in the host pool" if drafts else "packed latents (DSA, NSA)")
+    if host_pool.dcp_size > 1 or getattr(host_pool, "_layer_shard_enabled", False):
+        raise _refusal("context parallelism of decode, or layers split over ranks")
+    where = host_pool._transfer_device.type  # noqa: SLF001  nothing else of SGLang says it
+    if ALLOC_MEMORY_FUNCS[where] is not alloc_with_host_register:
+        raise _refusal(f"the host pool of a device of kind {where}, which allocates for itself")
+    if host_pool.page_num < 2:  # noqa: PLR2004  one is the padding page
+        raise _refusal("a host pool without a page: give --hicache-size or --hicache-ratio")
+    rank, ranks = tensor_parallel()
+    common: dict[str, Any] = {
+        "layers": host_pool.layer_num,
+        "first_layer": host_pool.start_layer,
+        "tokens": host_pool.size - host_pool.page_size,
+        "page_size": host_pool.page_size,
+        "dtype": str(host_pool.dtype).removeprefix("torch."),
+        "view": VIEWS[host_pool.layout],
+    }
+    if kind == "MLATokenToKVPoolHost":
+        widths = host_pool.kv_lora_rank, host_pool.qk_rope_head_dim
+        if sum(widths) != host_pool.kv_cache_dim:
+            raise _refusal(f"latents of {host_pool.kv_cache_dim} elements, which are not {widths[0]} + {widths[1]}")
+        return MlaSpec(kv_lora_rank=widths[0], qk_rope_head_dim=widths[1], joined=True, replicas=ranks, **common)
+    heads = host_pool.head_num
+    return MhaSpec(
+        kv_heads=heads, head_start=heads * rank, total_heads=heads * ranks, head_dim=host_pool.head_dim, **common
+    )
+
+
+def _identity() -> ModelIdentity:
+    """Return whose KV it is: the served model, the very weights, and what they are computed with."""
+    from sglang.srt.runtime_context import get_model  # noqa: PLC0415
+
+    model, identity = get_model(), model_identity()
+    told = {name: str(getattr(model, name)) for name in COMPUTED_WITH}
+    settings_digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+    weights = weights_revision(str(model.model_path), model.revision, model.download_dir)
+    return msgspec.structs.replace(identity, revision=f"{weights}-{settings_digest}")
+
+
+def weights_revision(model_path: str, revision: str | None, download_dir: str | None) -> str:
+    """Return what tells these weights from others, wherever they lie.
+
+    Of files it is a digest over their names, sizes and samples of their bytes: a checkpoint that was put in the place
+    of another one is another. Of a repository it is the commit of its files here, else its name and revision as told.
+    """
+    path = Path(model_path)
+    if path.exists():
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        digest = hashlib.sha256()
+        for file in files:
+            if file.suffix not in WEIGHTS and file.name != "config.json":
+                continue
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as opened:
+                for start in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
+                    opened.seek(start)
+                    digest.update(opened.read(SAMPLE_BYTES))
+        return digest.hexdigest()[:16]
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  SGLang's own dependency
+
+    with contextlib.suppress(ValueError):  # no name of a repository
+        found = try_to_load_from_cache(model_path, "config.json", cache_dir=download_dir, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent.name
+    return hashlib.sha256(f"{model_path}@{revision or ''}".encode()).hexdigest()[:16]
+
+
+def _refusal(what: str) -> InvalidFieldError:
+    return InvalidFieldError(f"kvferry does not carry {what} yet", field="hicache_storage_backend")
+
+
+# -- the storage
+
+
+class KvferryHiCacheStorage(HiCacheStorage):
+    """SGLang's ``dynamic`` storage backend, with ``interface_v1``: the daemon's prefix cache.
+
+    A key of SGLang's is the hash of a page and of all before it, and names a block of one page.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, _: object = None) -> None:
+        """Check what the server was told.
+
+        Raises:
+            InvalidFieldError: it is not carried yet, or SGLang is not as known; says what.
+        """
+        unknown = plugin.differences()
+        if unknown:
+            raise InvalidFieldError(
+                f"kvferry does not know this SGLang: {'; '.join(unknown)}. Install a supported version, "
+                "see docs/sglang.md",
+                field="hicache_storage_backend",
+            )
+        if not (storage_config.extra_config or {}).get("interface_v1"):
+            raise InvalidFieldError(
+                'it copies nothing through Python: give "interface_v1": 1', field="hicache_storage_backend_extra_config"
+            )
+        for name in ("pp_size", "attn_cp_size", "dcp_size"):
+            if getattr(storage_config, name) > 1:
+                raise _refusal(f"{name} {getattr(storage_config, name)}")
+        if storage_config.should_split_heads:
+            raise _refusal("heads split for another tensor parallelism (tp_lcm_size)")
+        self._measures = bool(storage_config.enable_storage_metrics)
+        self._host: HostPool | None = None
+        self._sessions: Sessions | None = None
+        self._allocator: HostAllocator | None = None
+        self._failures: set[tuple[str, str]] = set()
+        self._measured: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
+
+    def __repr__(self) -> str:
+        """Show the pool."""
+        return f"<KvferryHiCacheStorage {self._host and self._host.pool.name!r}>"
+
+    # -- SGLang's beginning and end
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # noqa: ANN401
+        """Take the host pool.
+
+        Raises:
+            InvalidFieldError: its memory is not the daemon's.
+        """
+        found, buffer = getattr(mem_pool_host, "allocator", None), getattr(mem_pool_host, "kv_buffer", None)
+        host = found.host if isinstance(found, HostAllocator) else None
+        if host is None or buffer is None or buffer.data_ptr() != host.address:
+            raise InvalidFieldError(
+                "the host pool is not in the daemon's memory: the storage must be chosen when the server starts",
+                field="hicache_storage_backend",
+            )
+        super().register_mem_pool_host(mem_pool_host)
+        self._host, self._sessions, self._allocator = host, Sessions(host.pool.engine), found
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:  # noqa: ANN401
+        """Take a pool by name: the KV's, which it has already.
+
+        Raises:
+            InvalidFieldError: it is a pool beside it, which is not carried yet.
+        """
+        if host_pool_name != PoolName.KV:
+            raise _refusal(f"the {str(host_pool_name)!r} host pool {type(host_pool).__name__}")
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def on_host_pools_registered(self) -> None:
+        """Ask the daemon once.
+
+        Raises:
+            KvferryError: it has no host tier, or does not answer: the server had better not start.
+        """
+        host, sessions = self._registered()
+        with sessions.client() as client:
+            client.lookup(host.pool.name, [bytes(HASH_BYTES)], pin=False)
+
+    def close(self) -> None:
+        """End the threads' sessions. The host pool stays SGLang's, and this process's."""
+        if self._sessions is not None:
+            self._sessions.close()
+
+    # -- what its threads call
+
+    def batch_exists(self, keys: list[str], extra_info: object = None) -> int:  # noqa: ARG002  SGLang's signature
+        """Return how many leading keys are stored."""
+
+        def ask(client: Client, host: HostPool) -> tuple[int, None]:
+            names, found = self._names(keys), 0
+            for start in range(0, len(names), LIST_BLOCKS):
+                part = names[start : start + LIST_BLOCKS]
+                blocks = client.lookup(host.pool.name, part, pin=False, deadline_s=LOOKUP_S).blocks
+                found += blocks
+                if blocks < len(part):
+                    break
+            return found, None
+
+        return self._try("lookup", ask, 0)
+
+    def exists(self, key: str) -> bool:
+        """Return whether a key is stored."""
+        return self.batch_exists([key]) == 1
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: object = None,  # noqa: ARG002
+    ) -> list[bool]:
+        """Load pages of the host pool, up to the first that is not stored; return which are loaded."""
+
+        def load(client: Client, host: HostPool) -> tuple[int, KvferryError | None]:
+            ids = _pages(keys, host_indices, host.page_size)
+            found = client.lookup(host.pool.name, self._names(keys), deadline_s=LOOKUP_S)
+            if not found.blocks:
+                return 0, None
+            with self._measure("prefetch", found.blocks):
+                operation = client.load(host.pool.name, found.lease, ids[: found.blocks], unpin=True)
+                error = _end_of(client, operation)
+            return (operation.done.loaded if operation.done else 0), error
+
+        loaded = self._try("load", load, 0)
+        return [number < loaded for number in range(len(keys))]
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:  # noqa: ANN401
+        """Store pages of the host pool, those that are not stored yet; return for each whether it is."""
+
+        def store(client: Client, host: HostPool) -> tuple[bool, KvferryError | None]:
+            ids = _pages(keys, host_indices, host.page_size)
+            before = self._names((getattr(extra_info, "prefix_keys", None) or [])[-1:])
+            with self._measure("backup", len(keys)):
+                operation = client.store(host.pool.name, self._names(keys), ids, parent=before[0] if before else None)
+                error = _end_of(client, operation)
+            return error is None, error
+
+        return [self._try("store", store, otherwise=False)] * len(keys)
+
+    def clear(self) -> bool:
+        """Drop what is stored of this model in this layout, also what other engines of this user have stored.
+
+        Raises:
+            KvferryError: the daemon does not answer; SGLang says so.
+        """
+        host, sessions = self._registered()
+        with sessions.client() as client:
+            mine = host.pool.model.label
+            names = [
+                bytes.fromhex(one.hash)
+                for one in client.cached_blocks()
+                if (one.model, one.layout_digest) == (mine, host.pool.layout_digest)
+            ]
+            for start in range(0, len(names), LIST_BLOCKS):
+                client.evict_cached(names[start : start + LIST_BLOCKS])
+        return True
+
+    def get_stats(self) -> Any:  # noqa: ANN401  SGLang's StorageMetrics
+        """Return what was moved since the last time; pages, and GB/s as SGLang's other backends count."""
+        if not self._measures:
+            return None
+        from sglang.srt.observability.metrics_collector import StorageMetrics  # noqa: PLC0415
+
+        metrics = StorageMetrics()
+        for what, moved in self._measured.items():
+            taken, moved[:] = moved[:], []
+            getattr(metrics, f"{what}_pgs").extend(count for count, _ in taken)
+            getattr(metrics, f"{what}_bandwidth").extend(rate for _, rate in taken)
+        return metrics
+
+    # -- what SGLang calls only without interface_v1
+
+    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> None:
+        """Find nothing: pages go to the host pool alone."""
+
+    def batch_get(self, keys: list[str], target_locations: object = None, target_sizes: object = None) -> list[None]:  # noqa: ARG002
+        """Find nothing."""
+        return [None] * len(keys)
+
+    def set(self, *_: object, **__: object) -> bool:
+        """Store nothing: pages come from the host pool alone."""
+        return False
+
+    def batch_set(self, *_: object, **__: object) -> bool:
+        """Store nothing."""
+        return False
+
+    # -- within
+
+    def _registered(self) -> tuple[HostPool, Sessions]:
+        if self._host is None or self._sessions is None:
+            raise InvalidFieldError("no host pool was registered", field="hicache_storage_backend")
+        return self._host, self._sessions
+
+    def _try(self, what: str, call: Callable[[Client, HostPool], tuple[T, KvferryError | None]], otherwise: T) -> T:
+        """Call with a session; return what the call has done, or ``otherwise`` where it raises."""
+        try:
+            host, sessions = self._registered()
+            if host.pool.engine.is_away:
+                raise host.pool.engine.lost or DaemonLostError("the daemon is away")
+            with sessions.client() as client:
+                done, error = call(client, host)
+        except (KvferryError, OSError) as failure:
+            self._failed(what, failure)
+            return otherwise
+        if error is None:
+            self._worked(what)
+        else:
+            self._failed(what, error)
+        return done
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Say why, once."""
+        cause = what, error.code if isinstance(error, KvferryError) else type(error).__name__
+        if cause not in self._failures:
+            self._failures.add(cause)
+            logger.warning("kvferry: HiCache storage: %s failed, %s: %s; it counts as a miss", what, cause[1], error)
+
+    def _worked(self, what: str) -> None:
+        if self._failures:
+            again = {one for one in self._failures if one[0] == what}
+            self._failures -= again
+            if again:
+                logger.warning("kvferry: HiCache storage: %s works again", what)
+
+    def _names(self, keys: Sequence[str]) -> list[bytes]:
+        weights = b"" if self._allocator is None else self._allocator.weights
+        return [name_of(key, weights) for key in keys]
+
+    @contextlib.contextmanager
+    def _measure(self, what: str, count: int) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self._measures and self._host is not None:
+            moved = count * self._host.pool.page_bytes
+            self._measured[what].append((count, moved / (time.perf_counter() - began) / 1e9))
+
+
+def name_of(key: str, weights: bytes = b"") -> bytes:
+    """Return the name of a block: of SGLang's hash its first 16 bytes; ``weights`` keeps changed ones apart."""
+    if weights:
+        return hashlib.blake2b(key.encode(), digest_size=HASH_BYTES, key=weights).digest()
+    if len(key) == SHA256_DIGITS:
+        with contextlib.suppress(ValueError):
+            return bytes.fromhex(key)[:HASH_BYTES]
+    return hashlib.sha256(key.encode()).digest()[:HASH_BYTES]
+
+
+def _pages(keys: Sequence[str], host_indices: torch.Tensor, page_size: int) -> PageIds:
+    """Return the pages of token slots, one a key."""
+    ids = pages_from_slots(host_indices.cpu().numpy(), page_size)
+    if len(ids) != len(keys) or len(host_indices) != len(keys) * page_size:
+        raise LengthMismatchError(f"{len(host_indices)} slots for {len(keys)} keys", field="host_indices")
+    return ids
+
+
+def _end_of(client: Client, operation: TierOperation) -> KvferryError | None:
+    """Wait until no byte of an operation can move any more: SGLang uses its pages again. Return why it failed.
+
+    Raises:
+        KvferryError: the client has given the daemon up.
+    """
+    while True:
+        try:
+            client.wait_done(operation)
+        except DeadlineError as error:
+            if operation.is_done:
+                return error
+        except KvferryError as error:
+            if not operation.is_done:
+                raise
+            return error
+        else:
+            return None
+
+
+class Sessions:
+    """Sessions of one instance for any number of threads, each lent to one call at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        """``engine``: of the instance; it knows whether the daemon is there."""
+        self._engine = engine
+        self._idle: deque[Client] = deque()
+        self._closed = threading.Event()
+
+    def __repr__(self) -> str:
+        """Show how many are idle."""
+        return f"<Sessions of {self._engine!r}: {len(self._idle)} idle>"
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Client]:
+        """Lend a client.
+
+        Raises:
+            KvferryError: there is no daemon, or it refuses a session.
+        """
+        client = self._taken()
+        try:
+            yield client
+        except (DaemonLostError, SessionLostError, NoSessionError):
+            client.close()
+            raise
+        except BaseException:
+            self._give_back(client)
+            raise
+        self._give_back(client)
+
+    def close(self) -> None:
+        """End all of them, those that are lent when they come back."""
+        self._closed.set()
+        while self._idle:
+            self._idle.pop().close()
+
+    def _taken(self) -> Client:
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                client = self._idle.pop()
+                if not client.is_away and client.boot_id == self._engine.boot_id:
+                    return client
+                client.close()
+        return self._engine.connect(f"{self._engine.name}-io")
+
+    def _give_back(self, client: Client) -> None:
+        self._idle.append(client)
+        if self._closed.is_set():
+            self.close()

@@ -1,0 +1,467 @@
+"""SGLang's real host pools in the daemon's memory, and the storage as SGLang's threads call it: byte by byte."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+
+from kvferry.clients import Client
+from kvferry.protocol.errors import InvalidFieldError, KvferryError
+from tests.daemons import (
+    COMMAND,
+    END_S,
+    DaemonProcess,
+    restarted_daemon,
+    running_daemon,
+    soon,
+    start_and_wait_until_ready,
+)
+from tests.sglang.host_pools import EXTRA, LAYOUTS, Kind, Layout, Opened, keys_of, made_storage, opened, same
+
+CONFIG = "[tiers]\nhost_bytes = 67108864\n"
+PAGES = 7
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Return a daemon with a host tier."""
+    with running_daemon(tmp_path_factory.mktemp("hicache"), CONFIG) as one:
+        yield one
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """Return a name for a server's pools."""
+    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)[:60]
+
+
+def stored(one: Opened, prompt: str, pages: int = PAGES, seed: int = 1) -> list[torch.Tensor]:
+    """Fill pages of a host pool, store them as a prompt's, give them back; return what was in them."""
+    slots = one.take(pages)
+    one.fill(slots, seed)
+    content = one.content(slots)
+    assert one.storage.batch_set_v1(keys_of(prompt, pages), slots) == [True] * pages
+    one.host.free(slots)
+    return content
+
+
+def assert_loads(one: Opened, prompt: str, content: list[torch.Tensor], pages: int = PAGES) -> None:
+    """Check that a prompt's pages come into other pages of a host pool, and that no other page changes."""
+    skipped = one.take(2)  # so that they are others than those that it was stored from
+    slots = one.take(pages)
+    rest = torch.arange(one.host.page_size, one.host.size)
+    rest = rest[~torch.isin(rest, slots)]
+    one.fill(slots, seed=99)
+    before = one.content(rest)
+    keys = keys_of(prompt, pages)
+    assert one.storage.batch_exists(keys) == pages
+    assert one.storage.batch_get_v1(keys, slots) == [True] * pages
+    assert same(one.content(slots), content)
+    assert same(one.content(rest), before)
+    one.host.free(skipped)
+    one.host.free(slots)
+
+
+# -- bytes
+
+
+@pytest.mark.parametrize("memory", ["daemon", "engine"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_pages_come_back_as_they_were_and_to_another_engine_too(
+    daemon: DaemonProcess, name: str, kind: Kind, layout: Layout, memory: str
+) -> None:
+    which: dict[str, Any] = {"kind": kind, "layout": layout, "memory": memory}
+    with opened(daemon.runtime_dir, name, **which) as one:
+        content = stored(one, name)
+        assert_loads(one, name, content)
+        with opened(daemon.runtime_dir, f"{name}-other", pages=40, **which) as other:
+            assert_loads(other, name, content)
+    with opened(daemon.runtime_dir, f"{name}-later", **which) as later:  # an engine that has begun since
+        assert_loads(later, name, content)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("mha", "layer_first"), ("mha", "page_first"), ("mla", "page_first_direct")]
+)
+def test_page_sizes_and_dtypes(
+    daemon: DaemonProcess, name: str, kind: Kind, layout: Layout, page_size: int, dtype: torch.dtype
+) -> None:
+    with opened(daemon.runtime_dir, name, kind=kind, layout=layout, page_size=page_size, dtype=dtype) as one:
+        assert_loads(one, name, stored(one, name))
+
+
+@pytest.mark.parametrize("memory", ["daemon", "engine"])
+def test_the_host_pool_is_the_daemons_and_sglang_never_has_its_page_0(
+    daemon: DaemonProcess, name: str, memory: str
+) -> None:
+    with opened(daemon.runtime_dir, name, memory=memory, page_size=16, pages=24) as one:
+        pool = one.host.allocator.host.pool
+        assert [one.host.k_buffer[0].data_ptr(), one.host.v_buffer[0].data_ptr()] == [*pool.lists.data_ptrs][::3]
+        for _ in range(2):
+            slots = one.take(24)
+            assert one.host.alloc(16) is None
+            assert sorted(set((slots // 16).tolist())) == list(range(1, 25))
+            one.host.clear()
+
+
+# -- what is found
+
+
+def test_a_gap_ends_a_prefix(daemon: DaemonProcess, name: str) -> None:
+    with opened(daemon.runtime_dir, name) as one:
+        content = stored(one, name)
+        keys = keys_of(name, PAGES)
+        gapped = [*keys[:3], "e" * 64, *keys[3:]]
+        assert (one.storage.batch_exists(gapped), one.storage.batch_exists(gapped[3:])) == (3, 0)
+        assert (one.storage.exists(keys[5]), one.storage.exists("f" * 64)) == (True, False)
+        slots = one.take(len(gapped))
+        one.fill(slots, seed=5)
+        untouched = one.content(slots[3 * one.host.page_size :])
+        assert one.storage.batch_get_v1(gapped, slots) == [True] * 3 + [False] * (len(gapped) - 3)
+        tokens = 3 * one.host.page_size
+        assert same([part[:tokens] for part in one.content(slots)], [part[:tokens] for part in content])
+        assert same(one.content(slots[tokens:]), untouched)
+
+
+def test_only_what_is_new_is_stored(daemon: DaemonProcess, name: str) -> None:
+    with opened(daemon.runtime_dir, name) as one, Client.connect(daemon.runtime_dir) as client:
+        content = stored(one, name)
+        before = len(list(client.cached_blocks()))
+        slots = one.take(PAGES)
+        one.fill(slots, seed=2)  # under the same keys: SGLang would have the same bytes
+        assert all(one.storage.batch_set_v1(keys_of(name, PAGES), slots))
+        assert len(list(client.cached_blocks())) == before
+        one.host.clear()
+        assert_loads(one, name, content)
+
+
+def test_blocks_know_what_comes_before_them(daemon: DaemonProcess, name: str) -> None:
+    with opened(daemon.runtime_dir, name) as one, Client.connect(daemon.runtime_dir) as client:
+        keys, slots = keys_of(name, 4), one.take(4)
+        assert all(one.storage.batch_set_v1(keys[:2], slots[:32], HiCacheStorageExtraInfo(prefix_keys=None)))
+        assert all(one.storage.batch_set_v1(keys[2:], slots[32:], HiCacheStorageExtraInfo(prefix_keys=keys[:2])))
+        parents = {block.hash: block.parent for block in client.cached_blocks()}
+        assert [parents[key[:32]] for key in keys] == ["", *(key[:32] for key in keys[:3])]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"served_model_name": "another"},
+        {"revision": "2"},
+        {"model_path": "nobody/another"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"quantization": "fp8"},
+        {"json_model_override_args": '{"rope_theta": 5}'},
+        {"dtype": torch.bfloat16},
+        {"layout": "page_first"},
+        {"layout": "page_first_direct"},
+        {"page_size": 32},
+        {"kind": "mla"},
+        {"rank": 1, "ranks": 2},
+        {"rank": 0, "ranks": 2},
+    ],
+    ids=str,
+)
+def test_another_model_finds_nothing(daemon: DaemonProcess, name: str, other: dict[str, Any]) -> None:
+    with opened(daemon.runtime_dir, name) as one:
+        stored(one, name)
+        with opened(daemon.runtime_dir, f"{name}-other", **other) as theirs:
+            assert theirs.storage.batch_exists(keys_of(name, PAGES)) == 0
+            assert theirs.storage.batch_get_v1(keys_of(name, 2), theirs.take(2)) == [False, False]
+        with opened(daemon.runtime_dir, f"{name}-same") as same_model:
+            assert same_model.storage.batch_exists(keys_of(name, PAGES)) == PAGES
+
+
+def test_ranks_of_latents_share(daemon: DaemonProcess, name: str) -> None:
+    with opened(daemon.runtime_dir, name, kind="mla", rank=0, ranks=2) as one:
+        content = stored(one, name)
+        with opened(daemon.runtime_dir, name, kind="mla", rank=1, ranks=2) as other:
+            assert_loads(other, name, content)
+
+
+def test_a_checkpoint_in_the_place_of_another_is_another(daemon: DaemonProcess, name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(1 << 20))
+    with opened(daemon.runtime_dir, name, model_path=str(tmp_path)) as one:
+        stored(one, name)
+    weights.write_bytes(bytes(1 << 19) + b"tuned" + bytes((1 << 19) - 5))
+    with opened(daemon.runtime_dir, name, model_path=str(tmp_path)) as one:
+        assert one.storage.batch_exists(keys_of(name, 1)) == 0
+    weights.write_bytes(bytes(1 << 20))
+    with opened(daemon.runtime_dir, name, model_path=str(tmp_path)) as one:
+        assert one.storage.batch_exists(keys_of(name, 1)) == 1
+
+
+def test_changed_weights_find_nothing_of_before_and_their_own(daemon: DaemonProcess, name: str) -> None:
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager  # noqa: PLC0415
+
+    class Request:
+        flush_cache = False
+
+    with opened(daemon.runtime_dir, name) as one:
+        stored(one, name)
+        done = SchedulerWeightUpdaterManager.flush_cache_after_weight_update(None, Request(), True, "done")  # noqa: FBT003
+        assert done == (True, "done")
+        assert one.storage.batch_exists(keys_of(name, PAGES)) == 0
+        content = stored(one, name, seed=8)
+        assert_loads(one, name, content)
+
+
+def test_clear_drops_this_models_blocks_alone(daemon: DaemonProcess, name: str) -> None:
+    with opened(daemon.runtime_dir, name) as one, opened(daemon.runtime_dir, f"{name}-other", revision="2") as other:
+        stored(one, f"{name}-a")
+        content = stored(other, f"{name}-b")
+        one.storage.clear()
+        assert one.storage.batch_exists(keys_of(f"{name}-a", PAGES)) == 0
+        assert_loads(other, f"{name}-b", content)
+
+
+def test_more_keys_than_a_message_holds(daemon: DaemonProcess, name: str) -> None:
+    with opened(daemon.runtime_dir, name) as one:
+        stored(one, name)
+        assert one.storage.batch_exists(keys_of(name, PAGES) + keys_of("never", 70000)) == PAGES
+        assert one.storage.batch_exists(keys_of("never", 70000)) == 0
+
+
+# -- threads
+
+
+def test_two_threads_store_and_load_at_once(daemon: DaemonProcess, name: str) -> None:
+    """As SGLang's backup and prefetch threads do; each prompt is loaded once it was stored."""
+    with opened(daemon.runtime_dir, name, pages=64) as one:
+        prompts = [f"{name}-{number}" for number in range(40)]
+        contents: dict[str, list[torch.Tensor]] = {}
+        there = {prompt: threading.Event() for prompt in prompts}
+        wrong: list[str] = []
+
+        def back_up() -> None:
+            for number, prompt in enumerate(prompts):
+                contents[prompt] = stored(one, prompt, seed=number)
+                there[prompt].set()
+
+        def prefetch() -> None:
+            for prompt in prompts:
+                assert there[prompt].wait(30)
+                slots = one.take(PAGES)
+                got = one.storage.batch_get_v1(keys_of(prompt, PAGES), slots)
+                if got != [True] * PAGES or not same(one.content(slots), contents[prompt]):
+                    wrong.append(prompt)
+                one.host.free(slots)
+
+        threads = [threading.Thread(target=run) for run in (back_up, prefetch)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not wrong
+        assert len(contents) == len(prompts)
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("which", "says"),
+    [
+        ({"layout": "page_head"}, "layout page_head"),
+        ({"extra": {**EXTRA, "interface_v1": 0}}, "interface_v1"),
+        ({"config": {"pp_size": 2}}, "pp_size 2"),
+        ({"config": {"attn_cp_size": 2}}, "attn_cp_size 2"),
+        ({"config": {"should_split_heads": True}}, "heads split"),
+        ({"memory": "somebody"}, "KVFERRY_SGLANG_MEMORY"),
+    ],
+    ids=str,
+)
+def test_what_is_not_carried_is_named(daemon: DaemonProcess, name: str, which: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidFieldError, match=says), opened(daemon.runtime_dir, name, **which):
+        pass
+
+
+def test_pools_beside_the_kv_are_named(daemon: DaemonProcess, name: str) -> None:
+    with opened(daemon.runtime_dir, name) as one, pytest.raises(InvalidFieldError, match="'draft' host pool"):
+        one.storage.register_mem_host_pool_v2(one.host, "draft")
+
+
+def test_a_host_pool_elsewhere_is_refused_and_other_storages_have_their_own(daemon: DaemonProcess, name: str) -> None:
+    other = {**EXTRA, "class_name": "Another"}
+    with (
+        pytest.raises(AttributeError, match="Another"),
+        opened(daemon.runtime_dir, name, extra=other),
+    ):
+        pass
+    with opened(daemon.runtime_dir, name) as one:
+        one.host.kv_buffer = one.host.kv_buffer.clone()
+        with pytest.raises(InvalidFieldError, match="not in the daemon's memory"):
+            made_storage(one.host, is_mla=False, extra=EXTRA)
+
+
+def test_no_daemon_is_an_error_at_start(tmp_path: Path, name: str) -> None:
+    with pytest.raises(KvferryError, match="daemon"), opened(tmp_path, name):
+        pass
+
+
+def test_a_daemon_without_a_host_tier_is_an_error_at_start(tmp_path: Path, name: str) -> None:
+    with (
+        running_daemon(tmp_path, "[tiers]\nhost_bytes = 0\n") as bare,
+        pytest.raises(KvferryError, match="host_bytes"),
+        opened(bare.runtime_dir, name),
+    ):
+        pass
+
+
+# -- failures
+
+
+def test_wrong_lists_of_slots_are_misses_and_said_once(
+    daemon: DaemonProcess, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(daemon.runtime_dir, name) as one, caplog.at_level(logging.WARNING, "kvferry"):
+        keys, slots = keys_of(name, 2), one.take(2)
+        for wrong in (slots[:16], slots[1:], torch.arange(0, 32), slots.flip(0), slots + 1000):
+            assert one.storage.batch_set_v1(keys, wrong) == [False, False]
+            assert one.storage.batch_set_v1(keys, wrong) == [False, False]
+        assert one.storage.batch_exists(keys) == 0
+        said = [record.message for record in caplog.records if "store failed" in record.message]
+        assert len(said) == len(set(said)) <= 4
+
+
+def test_a_full_tier_is_a_miss(tmp_path: Path, name: str) -> None:
+    with running_daemon(tmp_path, "[tiers]\nhost_bytes = 65536\n") as small, opened(small.runtime_dir, name) as one:
+        slots = one.take(20)
+        assert one.storage.batch_set_v1(keys_of(name, 20), slots) == [False] * 20
+        assert one.storage.batch_exists(keys_of(name, 20)) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("memory", ["daemon", "engine"])
+def test_a_killed_daemon_is_a_miss_and_comes_back(tmp_path: Path, name: str, memory: str) -> None:
+    """What lies on disk is found again; the host pool is the same memory."""
+    (tmp_path / "disk").mkdir(mode=0o700)
+    disk = f"{CONFIG}[tiers.disk]\npath = '{tmp_path}/disk'\nmax_bytes = 67108864\n"
+    with restarted_daemon(disk) as life, opened(life.runtime_dir, name, memory=memory) as one:
+        content = stored(one, name)
+        with Client.connect(life.runtime_dir) as client:
+            assert soon(lambda: all("disk" in block.tiers for block in client.cached_blocks()))
+        address = one.host.kv_buffer.data_ptr()
+        life.end()
+        assert_misses(one, name)
+        life.start()
+        assert soon(lambda: is_back(one, life.runtime_dir))
+        assert soon(lambda: one.storage.batch_exists(keys_of(name, PAGES)) == PAGES)  # the disk is listed meanwhile
+        assert_loads(one, name, content)
+        assert one.host.kv_buffer.data_ptr() == address
+        assert_loads(one, f"{name}-new", stored(one, f"{name}-new", seed=6))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("memory", ["daemon", "engine"])
+def test_a_daemon_that_adopts_nothing(tmp_path: Path, name: str, memory: str) -> None:
+    """Registered memory is the next one's; memory of the daemon's own stays the host pool's, without a storage."""
+    with running_daemon(tmp_path, CONFIG) as first, opened(first.runtime_dir, name, memory=memory) as one:
+        stored(one, name)
+        slots = one.take(PAGES)
+        one.fill(slots, seed=4)
+        content = one.content(slots)
+        first.kill()
+        assert_misses(one, name)
+        with another_daemon(first):
+            if memory == "daemon":
+                assert soon(lambda: one.host.allocator.host.pool.engine.lost is not None)
+                assert_misses(one, name)
+                assert same(one.content(slots), content)
+            else:
+                assert soon(lambda: all(one.storage.batch_set_v1(keys_of(name, PAGES), slots)))
+                one.host.free(slots)
+                assert_loads(one, name, content)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("memory", ["daemon", "engine"])
+@pytest.mark.parametrize("call", ["store", "load"])
+def test_a_daemon_that_is_killed_in_the_midst_of_it(name: str, memory: str, call: str) -> None:
+    """The call ends, by a miss or with all of it; the next daemon has no block that is not whole."""
+    with (
+        restarted_daemon(f"{CONFIG}") as life,
+        opened(life.runtime_dir, name, memory=memory, pages=400, page_size=64) as one,
+    ):
+        pages = 128
+        content = stored(one, name, pages)
+        slots = one.take(pages)
+        one.fill(slots, seed=3)
+        others, ended = one.content(slots), threading.Event()
+        results: list[list[bool]] = []
+
+        def go_on() -> None:
+            while not ended.is_set():
+                if call == "store":
+                    results.append(one.storage.batch_set_v1(keys_of(f"{name}-{len(results)}", pages), slots))
+                else:
+                    results.append(one.storage.batch_get_v1(keys_of(name, pages), slots))
+                if not all(results[-1]):
+                    return
+
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        assert soon(lambda: len(results) > 2)
+        life.restart()
+        ended.set()
+        thread.join(30)
+        assert not thread.is_alive()
+        loaded = results[-1].count(True) * 64
+        if call == "load":
+            assert same([part[:loaded] for part in one.content(slots)], [part[:loaded] for part in content])
+        else:
+            assert same(one.content(slots), others)
+        assert soon(lambda: is_back(one, life.runtime_dir))
+        assert soon(lambda: all(one.storage.batch_set_v1(keys_of(f"{name}-after", pages), slots)))  # registered again
+        content = one.content(slots)
+        one.host.free(slots)
+        assert_loads(one, f"{name}-after", content, pages)
+
+
+def is_back(one: Opened, runtime_dir: Path) -> bool:
+    """Return whether a server's session is with the daemon that runs now."""
+    with Client.connect(runtime_dir, session=False) as client:
+        assert client.ping()
+        return bool(one.host.allocator.host.pool.engine.boot_id == client.boot_id)
+
+
+def assert_misses(one: Opened, prompt: str) -> None:
+    """Check that nothing is found, loaded or stored, at once and without an exception."""
+    keys, slots = keys_of(prompt, PAGES), one.take(PAGES)
+    assert soon(lambda: one.host.allocator.host.pool.engine.is_away)
+    began = time.monotonic()
+    assert one.storage.batch_exists(keys) == 0
+    assert one.storage.batch_get_v1(keys, slots) == [False] * PAGES
+    assert one.storage.batch_set_v1(keys, slots) == [False] * PAGES
+    assert time.monotonic() - began < 1.0
+    one.host.free(slots)
+
+
+@contextlib.contextmanager
+def another_daemon(first: DaemonProcess) -> Iterator[None]:
+    """Run a daemon where another one was, of which it adopts nothing."""
+    command = [*COMMAND, "--config", str(first.log.with_name("daemon.toml")), "--runtime-dir", str(first.runtime_dir)]
+    notify = first.runtime_dir.with_name("notify-again")
+    process = start_and_wait_until_ready(command, notify, first.log.with_name("again.log"), {})
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(END_S)
