@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from itertools import count, islice
@@ -97,6 +98,16 @@ def _check(folder: OwnFolder) -> None:
         raise ConfigError(f"{folder.path} cannot be read and written by user {os.geteuid()}", field=CONFIG_KEY)
 
 
+SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Errors that say nothing of a file or folder: no descriptor or memory was left."""
+SHORT_S = 0.05
+"""After how long a scan tries again."""
+
+
+def _is_short(error: DiskError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORT
+
+
 _LEVELS = (TENANT_NAME, FORM_NAME, SPACE_NAME, LEAF_NAME)
 _FORM_LEVEL = 1
 
@@ -145,9 +156,9 @@ class DiskWalk:
 
     def _folders(self, folder: Path, level: int) -> Iterator[list[Candidate]]:
         if level == len(_LEVELS):
-            yield self._files(folder)
+            yield self._files(folder, (yield from self._entries(folder)))
             return
-        for entry in self._entries(folder):
+        for entry in (yield from self._entries(folder)):
             if entry.is_dir(follow_symlinks=False) and _LEVELS[level].match(entry.name):
                 yield from self._folders(Path(entry.path), level + 1)
             elif level == _FORM_LEVEL and OUTDATED_NAME.match(entry.name):
@@ -156,10 +167,10 @@ class DiskWalk:
                 self._counts.foreign += 1
         yield []
 
-    def _files(self, folder: Path) -> list[Candidate]:
+    def _files(self, folder: Path, entries: Sequence[os.DirEntry[str]]) -> list[Candidate]:
         found = []
         namespace = namespace_of(folder)
-        for entry in self._entries(folder):
+        for entry in entries:
             part = PART_NAME.match(entry.name)
             if not entry.is_file(follow_symlinks=False) or not (part or self._is_block(entry.name, folder)):
                 self._counts.foreign += 1
@@ -169,15 +180,20 @@ class DiskWalk:
                 self._counts.leftovers += self._removed(entry)
         return found
 
-    def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
-        try:
-            with os.scandir(folder) as entries:
-                return list(entries)
-        except FileNotFoundError:
-            return []
-        except OSError:
-            self._counts.unreadable += 1
-            return []
+    def _entries(self, folder: Path) -> Generator[list[Candidate], None, list[os.DirEntry[str]]]:
+        """Return what is in a folder; yield nothing, time and again, while no descriptor is left to read it."""
+        while True:
+            try:
+                with os.scandir(folder) as entries:
+                    return list(entries)
+            except FileNotFoundError:
+                return []
+            except OSError as cause:
+                if cause.errno not in SHORT:
+                    self._counts.unreadable += 1
+                    return []
+            time.sleep(SHORT_S)
+            yield []
 
     @staticmethod
     def _is_block(name: str, folder: Path) -> re.Match[str] | None:
@@ -410,7 +426,12 @@ class DiskStore:
             ahead = [candidates[index] for index in order[first : first + files_a_step].tolist()]
             for candidate in ahead:
                 ask_for_header(self._path(candidate.key))
-            yield tuple(filter(None, map(self._found, step)))
+            while True:
+                found, step = self._readable(step)
+                yield found
+                if not step:
+                    break
+                time.sleep(SHORT_S)
             step = ahead
 
     def examine(self, *, deep: bool) -> Iterator[ExaminedFiles]:
@@ -420,6 +441,7 @@ class DiskStore:
         between the steps.
         """
         for candidates in DiskWalk(self._base, self._token, DiskCounts(), tidy=False).steps():
+            yield ExaminedFiles({}, [])
             for candidate in candidates:
                 yield from self._examine(candidate.key, deep=deep)
 
@@ -437,11 +459,7 @@ class DiskStore:
         except MissingBlockError:
             return  # removed since
         except DiskError as error:
-            cause = error.__cause__
-            if isinstance(cause, OSError) and cause.errno in {
-                errno.EMFILE,
-                errno.ENFILE,
-            }:  # it says nothing of the file
+            if _is_short(error):  # it says nothing of the file
                 yield ExaminedFiles({} if (size := self.size_of(key)) is None else {key: size}, [])
                 return
             yield ExaminedFiles({key: -1}, [Problem(str(error).replace(f"{self._base}/", ""))])
@@ -460,14 +478,33 @@ class DiskStore:
         finally:
             os.close(opened.fd)
 
+    def _readable(self, candidates: Sequence[Candidate]) -> tuple[tuple[FoundBlock, ...], list[Candidate]]:
+        """Return the blocks, and those of the candidates that no descriptor was left for."""
+        found: list[FoundBlock] = []
+        again = []
+        for one in candidates:
+            try:
+                block = self._found(one)
+            except DiskError:
+                again.append(one)
+            else:
+                found += [] if block is None else [block]
+        return tuple(found), again
+
     def _found(self, candidate: Candidate) -> FoundBlock | None:
-        """Return the block, unless this store has written it, or it is gone, damaged or cannot be read."""
+        """Return the block, unless this store has written it, or it is gone, damaged or cannot be read.
+
+        Raises:
+            DiskError: no descriptor is left.
+        """
         key = candidate.key
         try:
             opened = open_block(self._path(key), key, self._drop_damaged)
         except (MissingBlockError, DamagedBlockError):
             return None
-        except DiskError:
+        except DiskError as error:
+            if _is_short(error):
+                raise
             self.counts.unreadable += 1
             return None
         os.close(opened.fd)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -60,6 +63,34 @@ def test_a_scan_opens_few_files_in_a_step(store: DiskStore) -> None:
     with reopened(store) as after:
         steps = [len(step) for step in after.scan(files_a_step=4)]
     assert [size for size in steps if size] == [4, 4, 2]
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("steps_before", range(14))
+def test_a_scan_waits_for_descriptors(store: DiskStore, steps_before: int) -> None:
+    """Without any for some steps, wherever in the scan: it finds every block all the same."""
+    blocks = [block(seed) for seed in range(5)]
+    for one in blocks:
+        one.write_to(store)
+    with reopened(store) as after:
+        steps = after.scan(files_a_step=2)
+        found = [one for step in itertools.islice(steps, steps_before) for one in step]
+        with no_descriptor_left():
+            found += [one for step in itertools.islice(steps, 2) for one in step]
+        found += [one for step in steps for one in step]
+        assert sorted(one.header.key for one in found) == sorted(one.key for one in blocks)
+        assert after.counts.unreadable == 0
 
 
 def test_a_scan_that_is_given_up_remembers_nothing(store: DiskStore) -> None:
