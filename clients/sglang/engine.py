@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Final, Literal, NamedTuple, Protocol, cast, get_args
 
+import msgspec
+
 from kvferry.clients import Client, KvferryError
 from kvferry.clients.connection import Reconnected
 from kvferry.protocol.errors import (
@@ -29,6 +31,7 @@ from kvferry.protocol.errors import (
     PoolLostError,
     SessionLostError,
 )
+from kvferry.protocol.ids import PoolName
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,15 @@ def settings(environment: Mapping[str, str] = os.environ) -> Settings:
             f"KVFERRY_SGLANG_MEMORY is {memory!r}: say daemon or engine", field="KVFERRY_SGLANG_MEMORY"
         )
     pool = environment.get("KVFERRY_SGLANG_POOL", "")
+    try:
+        if pool:
+            msgspec.convert(pool, PoolName)
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError(
+            f"KVFERRY_SGLANG_POOL is {pool!r}: up to 128 letters, digits, dots, dashes and underscores, the first a "
+            "letter or digit",
+            field="KVFERRY_SGLANG_POOL",
+        ) from error
     return Settings(environment.get("KVFERRY_RUNTIME_DIR") or None, pool, cast("Memory", memory))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -53,11 +53,12 @@ CANCEL_S: Final = 5.0
 class PrefillRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rank of the prefill server says of itself at its bootstrap server.
 
-    ``daemons``: the addresses at which other daemons reach its own; ``boot_id`` of that.
+    ``rank``: data-parallel and tensor-parallel. ``daemons``: the addresses at which other daemons reach its own;
+    ``boot_id`` of that.
     """
 
     handshake: int
-    rank: str
+    rank: Annotated[str, msgspec.Meta(pattern=r"^\d{1,5}/\d{1,5}$")]
     pool: str
     host: str
     daemons: tuple[str, ...]
@@ -212,6 +213,17 @@ class _Half:
             return None
         return self._conclude(KVPoll.Failed if self._is_failed() else KVPoll.Success)
 
+    def clear(self) -> None:
+        """Forget it. SGLang may use the pages again at once, also where only another rank has failed."""
+        self._give_up()
+        super().clear()  # type: ignore[misc]  # of SGLang's class, which the halves have as well
+
+    def _give_up(self) -> None:
+        """Return when no byte of its pages moves any more."""
+        transfer = self._transfer
+        if transfer is not None and not transfer.is_settled and self._generation == self.kv_mgr.pool.engine.generation:
+            self._cancel(transfer, wait=True)
+
     def _cancel(self, transfer: Transfer, *, wait: bool) -> None:
         try:
             with self.kv_mgr.pool.engine.client() as client:
@@ -276,8 +288,7 @@ class KvferryKVSender(_Half, CommonKVSender):
     def abort(self) -> None:
         """Give it up. SGLang may use the pages again at once, so this waits until none is read any more."""
         super().abort()
-        if self._transfer is not None and not self._transfer.is_settled:
-            self._cancel(self._transfer, wait=True)
+        self._give_up()
 
     def _send(self, lists: list[Any], *, is_last: bool) -> None:
         mgr = self.kv_mgr
@@ -368,15 +379,26 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
     def abort(self) -> None:
         """Give it up; ``poll`` says Failed once nothing can be written into its pages any more."""
         self._fail("Aborted by AbortReq.")
-        if self._transfer is not None or self._source is None:
+        if self._transfer is None:
+            self._abandon()
+
+    def _give_up(self) -> None:
+        super()._give_up()
+        if self._transfer is None and self.conclude_state != KVPoll.Success:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Tell prefill, once, that there will be no RECEIVE."""
+        source, self._source = self._source, None
+        if source is None:
             return
         try:
             with self.kv_mgr.pool.engine.client() as client:
                 client.abandon(
                     self.kv_mgr.request_id(self.bootstrap_room),
                     "receive",
-                    daemons=self.kv_mgr.source_daemons(self._source),
-                    reason="decode aborted the request",
+                    daemons=self.kv_mgr.source_daemons(source),
+                    reason="decode gave the request up",
                     deadline_s=CANCEL_S,
                 )
         except KvferryError as error:
