@@ -1,0 +1,277 @@
+"""Manager, sender, receiver and bootstrap server as SGLang's schedulers call them, without servers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import requests
+from sglang.srt.disaggregation.base.conn import KVPoll, StateType
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_context, get_parallel
+
+from kvferry.clients.sglang import transfer
+from kvferry.protocol.errors import InvalidFieldError
+from tests.daemons import RestartedDaemon, soon
+from tests.sglang.in_process import PAGE, ROW_BYTES, Halves, current_pool, halves, manager, mha_pool, mla_pool, polled
+
+FROM: Final = [1, 2, 3, 4]
+TO: Final = [40, 30, 20, 10]
+POOLS: Final[dict[str, tuple[Any, dict[str, str]]]] = {
+    "mha": (mha_pool, {}),
+    "mla": (mla_pool, {}),
+    "mha-of-the-engine": (mha_pool, {"KVFERRY_SGLANG_MEMORY": "engine"}),
+}
+
+
+@pytest.fixture(scope="module", params=POOLS)
+def both(request: pytest.FixtureRequest, kept_daemon: RestartedDaemon) -> Iterator[Halves]:
+    make, environment = POOLS[request.param]
+    with halves(kept_daemon.runtime_dir, make, KVFERRY_SGLANG_POOL=request.param, **environment) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def mha(kept_daemon: RestartedDaemon) -> Iterator[Halves]:
+    with halves(kept_daemon.runtime_dir, mha_pool, KVFERRY_SGLANG_POOL="of-mha") as one:
+        yield one
+
+
+def ids(page_ids: list[int]) -> Any:  # noqa: ANN401  an array
+    return np.array(page_ids, np.int32)
+
+
+def reason(half: Any) -> str:  # noqa: ANN401  SGLang's class
+    with pytest.raises(KVTransferError) as raised:
+        half.failure_exception()
+    return str(raised.value)
+
+
+def test_pool_of_sglang_is_the_daemons(both: Halves) -> None:
+    lists = both.made.daemon.lists
+    theirs = both.made.sglang.get_contiguous_buf_infos()
+    assert tuple(map(list, theirs)) == (list(lists.data_ptrs), list(lists.data_lens), list(lists.item_lens))
+
+
+@pytest.mark.parametrize("field", ["kv_data_ptrs", "kv_data_lens", "kv_item_lens"])
+def test_lists_that_differ_are_refused(mha: Halves, field: str) -> None:
+    args = copy.copy(mha.prefill.kv_args)
+    setattr(args, field, [*getattr(args, field)[:-1], getattr(args, field)[-1] + 64])
+    with pytest.raises(InvalidFieldError, match="addresses, lengths or page sizes differ"):
+        manager(args, DisaggregationMode.DECODE)
+
+
+@pytest.mark.parametrize("state", StateType)
+def test_states_are_refused_by_name(mha: Halves, state: StateType) -> None:
+    args = copy.copy(mha.prefill.kv_args)
+    args.state_types = [state]
+    with pytest.raises(InvalidFieldError, match=f"does not carry state of the kind {state.value} yet"):
+        manager(args, DisaggregationMode.PREFILL)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"pp_size": 2}, "2 pipeline stages"),
+        ({"attn_cp_size": 2, "tp_size": 2, "moe_tp_size": 2}, "2 context-parallel ranks"),
+        ({"attn_dcp_size": 2}, "2 decode context-parallel ranks"),
+        ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+    ],
+)
+def test_parallelism_is_refused_by_name(mha: Halves, sizes: dict[str, Any], name: str) -> None:
+    with get_parallel().override(**sizes), pytest.raises(InvalidFieldError, match=f"does not carry {name} yet"):
+        manager(mha.prefill.kv_args, DisaggregationMode.PREFILL)
+
+
+def test_draft_pools_are_refused_by_name(mha: Halves) -> None:
+    args = copy.copy(mha.prefill.kv_args)
+    args.num_draft_entries = 3
+    with pytest.raises(InvalidFieldError, match="a draft model's KV"):
+        manager(args, DisaggregationMode.PREFILL)
+
+
+def test_late_allocation_is_refused_by_name(mha: Halves) -> None:
+    with (
+        get_context().override_server_args(
+            disaggregation_mode="prefill", disaggregation_decode_allocation_policy="prefill_complete"
+        ),
+        pytest.raises(InvalidFieldError, match="--disaggregation-decode-allocation-policy"),
+    ):
+        manager(mha.prefill.kv_args, DisaggregationMode.PREFILL)
+
+
+def test_pool_that_is_not_the_daemons_is_refused_by_name(mha: Halves) -> None:
+    with current_pool(lambda: None), pytest.raises(InvalidFieldError, match="this kind of KV pool"):
+        manager(mha.prefill.kv_args, DisaggregationMode.PREFILL)
+
+
+def test_pages_and_metadata_arrive(both: Halves) -> None:
+    room = both.new_room()
+    both.fill(FROM, 7.0)
+    both.fill(TO, 1.0)
+    both.rows[1], both.rows[2] = np.arange(ROW_BYTES) % 251, 0
+    sender, receiver = both.sender(room, len(FROM), row=1), both.receiver(room)
+    assert sender.poll() == KVPoll.Bootstrapping
+    assert receiver.poll() == KVPoll.WaitingForInput
+    receiver.send_metadata(ids(TO), 2)
+    assert polled(sender, KVPoll.WaitingForInput)
+    sender.send(ids(FROM[:3]))
+    assert receiver.poll() == KVPoll.Transferring
+    sender.send(ids(FROM[3:]))
+    assert polled(receiver, KVPoll.Success)
+    assert polled(sender, KVPoll.Success)
+    assert (both.tokens(TO) == 7).all()
+    assert (both.rows[2] == both.rows[1]).all()
+    sender.clear()
+    receiver.clear()
+    assert both.transfers() == []
+
+
+def test_prefix_at_decode_is_not_written(both: Halves) -> None:
+    room = both.new_room()
+    both.fill(FROM, 7.0)
+    both.fill(TO, 1.0)
+    receiver, sender = both.receiver(room), both.sender(room, len(FROM))
+    receiver.send_metadata(ids(TO[2:]), 2, decode_prefix_len=2 * PAGE)
+    sender.send(ids(FROM))
+    assert polled(receiver, KVPoll.Success)
+    assert polled(sender, KVPoll.Success)
+    assert (both.tokens(TO[:2]) == 1).all()
+    assert (both.tokens(TO[2:]) == 7).all()
+
+
+def test_whole_prompt_at_decode_needs_only_metadata(both: Halves) -> None:
+    room = both.new_room()
+    both.rows[1], both.rows[2] = 5, 0
+    receiver, sender = both.receiver(room), both.sender(room, len(FROM), row=1)
+    receiver.send_metadata(ids([]), 2, decode_prefix_len=len(FROM) * PAGE)
+    sender.send(ids(FROM))
+    assert polled(receiver, KVPoll.Success)
+    assert polled(sender, KVPoll.Success)
+    assert (both.rows[2] == 5).all()
+
+
+@pytest.mark.parametrize("way", ["abort", "clear"])
+@pytest.mark.parametrize("reached", ["opened", "waiting", "sending"])
+def test_prefill_that_gives_up_is_heard(mha: Halves, way: str, reached: str) -> None:
+    """SGLang clears a request whose other ranks have failed without an abort."""
+    room = mha.new_room()
+    sender, receiver = mha.sender(room, len(FROM)), mha.receiver(room)
+    if reached != "opened":
+        receiver.send_metadata(ids(TO), 2)
+        assert polled(sender, KVPoll.WaitingForInput)
+    if reached == "sending":
+        sender.send(ids(FROM[:2]))
+    getattr(sender, way)()
+    if reached == "opened":
+        receiver.send_metadata(ids(TO), 2)
+    assert polled(receiver, KVPoll.Failed)
+    assert "PEER_CANCELLED" in reason(receiver)
+    assert mha.transfers() == []
+
+
+@pytest.mark.parametrize("way", ["abort", "clear"])
+@pytest.mark.parametrize("reached", ["opened", "waiting", "sending"])
+def test_decode_that_gives_up_is_heard(mha: Halves, way: str, reached: str) -> None:
+    room = mha.new_room()
+    sender, receiver = mha.sender(room, len(FROM)), mha.receiver(room)
+    if reached != "opened":
+        receiver.send_metadata(ids(TO), 2)
+        assert polled(sender, KVPoll.WaitingForInput)
+    if reached == "sending":
+        sender.send(ids(FROM[:2]))
+    getattr(receiver, way)()
+    if way == "abort":
+        assert polled(receiver, KVPoll.Failed)
+        assert "Aborted" in reason(receiver)
+    assert polled(sender, KVPoll.Failed)
+    assert "PEER_CANCELLED" in reason(sender)
+    assert mha.transfers() == []
+
+
+def test_pages_are_free_once_a_half_is_cleared(mha: Halves) -> None:
+    """SGLang uses a cleared request's pages at once: nothing may be written into them afterwards."""
+    room = mha.new_room()
+    mha.fill(FROM, 7.0)
+    mha.fill(TO, 1.0)
+    sender, receiver = mha.sender(room, len(FROM)), mha.receiver(room)
+    receiver.send_metadata(ids(TO), 2)
+    receiver.clear()
+    sender.send(ids(FROM))
+    assert polled(sender, KVPoll.Failed)
+    assert (mha.tokens(TO) == 1).all()
+
+
+def test_metadata_of_another_length_fails_at_decode(mha: Halves) -> None:
+    room = mha.new_room()
+    args = copy.copy(mha.decode.kv_args)
+    args.aux_item_lens = [ROW_BYTES - 8]
+    other = mha.decode_with(args)
+    sender, receiver = mha.sender(room, len(FROM)), transfer.KvferryKVReceiver(other, mha.address, room)
+    receiver.init(0)
+    receiver.send_metadata(ids(TO), 2)
+    sender.send(ids(FROM))
+    assert polled(receiver, KVPoll.Failed)
+    assert "start both servers with the same options" in reason(receiver)
+    assert polled(sender, KVPoll.Success)
+
+
+RANK: Final[dict[str, Any]] = {
+    "handshake": 1,
+    "rank": "7/0",
+    "pool": "p",
+    "host": "127.0.0.1",
+    "daemons": ["ipc:///x"],
+    "boot_id": "b",
+}
+
+
+def route(both: Halves) -> str:
+    return f"http://{both.address}{transfer.ROUTE}"
+
+
+def test_bootstrap_server_returns_what_a_rank_says(mha: Halves) -> None:
+    assert requests.put(route(mha), json=RANK, timeout=5).status_code == 200
+    assert requests.get(route(mha), params={"rank": "7/0"}, timeout=5).json() == RANK
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b"", "truncated"),
+        (b"[]", "Expected `object`"),
+        (b'{"handshake": 1}', "missing required field `rank`"),
+        ({**RANK, "daemons": "ipc:///x"}, "daemons"),
+        ({**RANK, "handshake": "1"}, "handshake"),
+        ({**RANK, "rank": "../7"}, "rank"),
+        ({**RANK, "more": 1}, "more"),
+    ],
+)
+def test_bootstrap_server_refuses_what_is_no_rank(mha: Halves, body: bytes | dict[str, Any], what: str) -> None:
+    sent: Any = {"data": body} if isinstance(body, bytes) else {"json": body}
+    reply = requests.put(route(mha), timeout=5, **sent)
+    assert reply.status_code == 400
+    assert what in reply.text
+
+
+def test_bootstrap_server_does_not_know_every_rank(mha: Halves) -> None:
+    assert requests.get(route(mha), params={"rank": "9/9"}, timeout=5).status_code == 404
+
+
+def test_prefill_of_another_version_is_refused(mha: Halves) -> None:
+    requests.put(route(mha), json={**RANK, "rank": "5/0", "handshake": 99}, timeout=5)
+    with pytest.raises(InvalidFieldError, match="another version of kvferry's plugin"):
+        mha.decode.prefill_rank(mha.address, 5)
+
+
+def test_prefill_that_is_not_kvferrys_is_refused(mha: Halves) -> None:
+    with pytest.raises(InvalidFieldError, match="--disaggregation-transfer-backend kvferry"):
+        mha.decode.prefill_rank(mha.address, 6)
+
+
+def test_nothing_is_left_in_the_daemon(mha: Halves) -> None:
+    assert soon(lambda: mha.transfers() == [])
