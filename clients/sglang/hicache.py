@@ -369,10 +369,14 @@ class KvferryHiCacheStorage(HiCacheStorage):
             found = client.lookup(host.pool.name, self._names(keys), deadline_s=LOOKUP_S)
             if not found.blocks:
                 return 0, None
-            with self._measure("prefetch", found.blocks):
-                operation = client.load(host.pool.name, found.lease, ids[: found.blocks], unpin=True)
-                error = _end_of(client, operation)
-            return (operation.done.loaded if operation.done else 0), error
+            began = time.perf_counter()
+            operation = client.load(host.pool.name, found.lease, ids[: found.blocks], unpin=True)
+            error = _end_of(client, operation)
+            if operation.refused is not None:  # it has not ended its lease
+                client.unpin(found.lease)
+            loaded = operation.done.loaded if operation.done else 0
+            self._moved("prefetch", loaded, began)
+            return loaded, error
 
         loaded = self._try("load", load, 0)
         return [number < loaded for number in range(len(keys))]
@@ -383,9 +387,10 @@ class KvferryHiCacheStorage(HiCacheStorage):
         def store(client: Client, host: HostPool) -> tuple[bool, KvferryError | None]:
             ids = _pages(keys, host_indices, host.page_size)
             before = self._names((getattr(extra_info, "prefix_keys", None) or [])[-1:])
-            with self._measure("backup", len(keys)):
-                operation = client.store(host.pool.name, self._names(keys), ids, parent=before[0] if before else None)
-                error = _end_of(client, operation)
+            began = time.perf_counter()
+            operation = client.store(host.pool.name, self._names(keys), ids, parent=before[0] if before else None)
+            error = _end_of(client, operation)
+            self._moved("backup", 0 if error else len(keys), began)
             return error is None, error
 
         return [self._try("store", store, otherwise=False)] * len(keys)
@@ -480,13 +485,10 @@ class KvferryHiCacheStorage(HiCacheStorage):
         weights = b"" if self._allocator is None else self._allocator.weights
         return [name_of(key, weights) for key in keys]
 
-    @contextlib.contextmanager
-    def _measure(self, what: str, count: int) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        if self._measures and self._host is not None:
-            moved = count * self._host.pool.page_bytes
-            self._measured[what].append((count, moved / (time.perf_counter() - began) / 1e9))
+    def _moved(self, what: str, count: int, began: float) -> None:
+        if self._measures and self._host is not None and count:
+            rate = count * self._host.pool.page_bytes / (time.perf_counter() - began) / 1e9
+            self._measured[what].append((count, rate))
 
 
 def name_of(key: str, weights: bytes = b"") -> bytes:

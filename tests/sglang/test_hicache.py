@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -239,6 +241,24 @@ def test_more_keys_than_a_message_holds(daemon: DaemonProcess, name: str) -> Non
         assert one.storage.batch_exists(keys_of("never", 70000)) == 0
 
 
+def test_what_was_moved_is_counted_where_sglang_asks_for_it(daemon: DaemonProcess, name: str) -> None:
+    with opened(daemon.runtime_dir, name, config={"enable_storage_metrics": True}) as one:
+        assert_loads(one, name, stored(one, name))
+        moved = one.storage.get_stats()
+        assert (moved.backup_pgs, moved.prefetch_pgs) == ([PAGES], [PAGES])
+        assert min(*moved.backup_bandwidth, *moved.prefetch_bandwidth) > 0
+        assert one.storage.get_stats().backup_pgs == []
+    with opened(daemon.runtime_dir, f"{name}-none") as one:
+        assert one.storage.get_stats() is None
+
+
+def test_nothing_stays_pinned(daemon: DaemonProcess, name: str) -> None:
+    with opened(daemon.runtime_dir, name) as one, Client.connect(daemon.runtime_dir) as client:
+        assert_loads(one, name, stored(one, name))
+        assert one.storage.batch_get_v1(keys_of(name, PAGES), one.take(PAGES)[16:]) == [False] * PAGES
+        assert not [block for block in client.cached_blocks() if block.pinned_by]
+
+
 # -- threads
 
 
@@ -346,6 +366,44 @@ def test_a_full_tier_is_a_miss(tmp_path: Path, name: str) -> None:
         slots = one.take(20)
         assert one.storage.batch_set_v1(keys_of(name, 20), slots) == [False] * 20
         assert one.storage.batch_exists(keys_of(name, 20)) == 0
+
+
+@pytest.mark.long
+def test_a_damaged_block_ends_what_is_loaded(tmp_path: Path, name: str) -> None:
+    (tmp_path / "disk").mkdir(mode=0o700)
+    disk = f"{CONFIG}[tiers.disk]\npath = '{tmp_path}/disk'\nmax_bytes = 67108864\n"
+    with restarted_daemon(disk) as life, opened(life.runtime_dir, name) as one:
+        content = stored(one, name)
+        with Client.connect(life.runtime_dir) as client:
+            assert soon(lambda: all("disk" in block.tiers for block in client.cached_blocks()))
+        life.restart()  # nothing is left in memory
+        assert soon(lambda: is_back(one, life.runtime_dir))
+        keys = keys_of(name, PAGES)
+        assert soon(lambda: one.storage.batch_exists(keys) == PAGES)
+        (damaged,) = (file for file in (tmp_path / "disk").rglob("*") if keys[4][:32] in file.name)
+        bits = bytearray(damaged.read_bytes())
+        bits[-1] ^= 1
+        damaged.write_bytes(bits)
+        slots = one.take(PAGES)
+        assert one.storage.batch_get_v1(keys, slots) == [True] * 4 + [False] * (PAGES - 4)
+        tokens = 4 * one.host.page_size
+        assert same([part[:tokens] for part in one.content(slots)], [part[:tokens] for part in content])
+        assert one.storage.batch_exists(keys) == 4
+
+
+@pytest.mark.long
+def test_a_daemon_that_stands_still_holds_up_a_question_for_seconds(tmp_path: Path, name: str) -> None:
+    with running_daemon(tmp_path, CONFIG) as still, opened(still.runtime_dir, name) as one:
+        content = stored(one, name)
+        os.kill(still.process.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            assert one.storage.batch_exists(keys_of(name, PAGES)) == 0
+            assert time.monotonic() - began < 10
+        finally:
+            os.kill(still.process.pid, signal.SIGCONT)
+        assert soon(lambda: one.storage.batch_exists(keys_of(name, PAGES)) == PAGES)
+        assert_loads(one, name, content)
 
 
 @pytest.mark.long
