@@ -52,11 +52,10 @@ test-full: FULL := --full
 test-full: test  ## run the tests with four times the examples of property tests
 
 # A test's time-out is that of several starts of servers.
-test-sglang: SELECTED ?= -m "not long"
 test-sglang: $(STAMPS)/sglang $(STAMPS)/models  ## run the tests with servers of SGLang: one pair, some minutes (ARGS="tests/sglang -k abort")
-	@$(SERVERS)/python -m pytest --timeout 900 $(SELECTED) $(or $(ARGS),tests/sglang)
+	@$(SERVERS)/python -m pytest --timeout 900 -o faulthandler_timeout=600 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/sglang)
 
-test-sglang-full: SELECTED :=
+test-sglang-full: LONG := yes
 test-sglang-full: test-sglang  ## run all tests with servers of SGLang, half an hour
 
 torture: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system  ## kill, stop and starve daemons and engines at work, and check every byte and page (MINUTES=60, SEED=7 repeats, ARGS="--engines 8")

@@ -88,15 +88,16 @@ def running_daemon(
 
 
 class RestartedDaemon:
-    """A daemon with ``--keep`` in a runtime directory of its own, which is killed and started again at will.
+    """A daemon in a runtime directory of its own, which is killed and started again at will; mostly with ``--keep``.
 
     Attributes:
         runtime_dir: where it serves, in each of its lives.
     """
 
-    def __init__(self, folder: Path, config: str = "") -> None:
+    def __init__(self, folder: Path, config: str = "", *, keep: bool = True) -> None:
         """Start it for the first time; ``folder`` is a short path."""
         self.runtime_dir = folder / "run"
+        self._keep = ["--keep"] if keep else []
         self._folder = folder
         (folder / "daemon.toml").write_text(config)
         self.daemon = self._started()
@@ -134,17 +135,17 @@ class RestartedDaemon:
 
     def _started(self) -> DaemonProcess:
         log = self._folder / "daemon.log"
-        command = [FORKED_COMMAND, "{}", "--keep", "--config", os.fspath(self._folder / "daemon.toml")]
+        command = [FORKED_COMMAND, "{}", *self._keep, "--config", os.fspath(self._folder / "daemon.toml")]
         command += ["--runtime-dir", os.fspath(self.runtime_dir)]
         process = start_and_wait_until_ready(command, self._folder / "notify", log, {})
         return DaemonProcess(self.runtime_dir, process, log)
 
 
 @contextlib.contextmanager
-def restarted_daemon(config: str = "") -> Iterator[RestartedDaemon]:
+def restarted_daemon(config: str = "", *, keep: bool = True) -> Iterator[RestartedDaemon]:
     """Run a daemon that is killed and started again at will; at last it must end in order, unless it was killed."""
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
-        one = RestartedDaemon(Path(folder), config)
+        one = RestartedDaemon(Path(folder), config, keep=keep)
         try:
             yield one
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,15 +25,28 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 @pytest.fixture(scope="session")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """Return what a plain server of SmolLM2 answers."""
-    return ask_plain_server(tmp_path_factory.mktemp("plain"), SMOLLM2)
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
+    """Return what a plain server of a model answers, which is run once."""
+    known: dict[str, Expected] = {}
+
+    def of(model: str) -> Expected:
+        if model not in known:
+            known[model] = ask_plain_server(tmp_path_factory.mktemp(f"plain-{model}"), model)
+        return known[model]
+
+    return of
 
 
 @pytest.fixture(scope="session")
-def expected_of_mla(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+def expected(answers: Callable[[str], Expected]) -> Expected:
+    """Return what a plain server of SmolLM2 answers."""
+    return answers(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def expected_of_mla(answers: Callable[[str], Expected]) -> Expected:
     """Return what a plain server of the MLA model answers."""
-    return ask_plain_server(tmp_path_factory.mktemp("plain-mla"), TINY_MLA)
+    return answers(TINY_MLA)
 
 
 @pytest.fixture(scope="module")

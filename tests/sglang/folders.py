@@ -12,5 +12,7 @@ STUBS: Final = Path(__file__).with_name("stubs")
 
 SMOLLM2: Final = "smollm2-135m"
 """MHA: 30 layers, 3 KV heads of 64."""
+TINY_MHA: Final = "tiny-mha"
+"""MHA: 3 layers, 2 KV heads of 32."""
 TINY_MLA: Final = "tiny-mla"
 """MLA: 3 layers, rows of 64 + 16."""

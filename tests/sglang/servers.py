@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -37,6 +37,11 @@ SIDES: Final[tuple[Side, ...]] = ("prefill", "decode")
 UP_S: Final = 240.0
 END_S: Final = 30.0
 REPLY_S: Final = 120.0
+SERVED_S: Final = 30.0
+"""For a short request, or its error."""
+
+READY: Final = "/readiness"
+"""Of the router: it knows a prefill and a decode server that are healthy."""
 LOOK_EVERY_S: Final = 0.1
 NEW_TOKENS: Final = 16
 
@@ -127,7 +132,7 @@ class Program:
         """Return once it answers this with 200; fails the test if it ends, or not in time."""
         self.wait_for(lambda: self.get(path).status == 200, f"answer {path}", UP_S)
 
-    def wait_for(self, condition: Any, what: str, within_s: float = REPLY_S) -> None:  # noqa: ANN401  a callable
+    def wait_for(self, condition: Callable[[], bool], what: str, within_s: float = REPLY_S) -> None:
         """Return once a condition is true; fails the test if the program ends, or not in time."""
         ends_at = time.monotonic() + within_s
         while not condition():
@@ -159,6 +164,14 @@ class Program:
         """Return whether its first process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def wait_until_ended(self) -> None:
+        """Return once its first process has ended; fails the test if it does not in time."""
+        assert self._process is not None
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.name} did not end within {END_S} s:\n{self.log_tail()}")
+
     def kill(self) -> None:
         """Kill all of its processes, and wait for the end."""
         if self._process is not None:
@@ -177,7 +190,7 @@ class Program:
 
     def get(self, path: str, timeout_s: float = REPLY_S) -> Reply:
         """Ask for a path."""
-        return self._on_host(_ask, self.url, "GET", path, None, timeout_s).result()
+        return self._asked("GET", path, None, timeout_s).result()
 
     def post(self, path: str, body: Mapping[str, object], timeout_s: float = REPLY_S) -> Reply:
         """Send a request, and wait for the answer."""
@@ -185,13 +198,13 @@ class Program:
 
     def posted(self, path: str, body: Mapping[str, object], timeout_s: float = REPLY_S) -> Future[Reply]:
         """Send a request, whose answer will be there."""
-        return self._on_host(_ask, self.url, "POST", path, body, timeout_s)
+        return self._asked("POST", path, body, timeout_s)
 
-    def _on_host(self, call: Any, *arguments: object) -> Future[Reply]:  # noqa: ANN401  a callable
-        """Call in a thread of its own, which is on this program's host."""
+    def _asked(self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float) -> Future[Reply]:
+        """Ask in a thread of its own, which is on this program's host."""
         threads = ThreadPoolExecutor(1, initializer=None if self.host is None else self.host.enter)
         try:
-            return threads.submit(call, *arguments)
+            return threads.submit(_ask, self.url, method, path, body, timeout_s)
         finally:
             threads.shutdown(wait=False)
 
@@ -271,6 +284,13 @@ def running(*programs: Program, up: str = "/model_info") -> Iterator[None]:
             program.end()
 
 
+class Prompt(NamedTuple):
+    """What says which prompt: its number of tokens, and which one of so many."""
+
+    length: int
+    seed: int = 0
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Return random token ids, always the same ones."""
     chance = random.Random(length * 1000 + seed)  # noqa: S311  a test's
@@ -314,6 +334,24 @@ class Pair:
     def abort(self, side: Side, rid: str) -> None:
         """Abort a request at one of the two."""
         assert self.side(side).post("/abort_request", {"rid": rid}).status == 200
+
+    def restart(self, side: Side) -> None:
+        """Start a server that was killed, and return once the router knows it again."""
+        self.side(side).start()
+        self.side(side).wait_until_up()
+        self.router.wait_until_up(READY)
+
+    def wait_until_served(self, ids: Sequence[int], tokens: Sequence[int]) -> None:
+        """Return once a request succeeds; fails the test where one hangs, or the tokens are others."""
+        replies: list[Reply] = []
+
+        def is_served() -> bool:
+            replies.append(self.router.post("/generate", request(ids), SERVED_S))
+            assert replies[-1].status, (replies[-1], self.prefill.log_tail(), self.decode.log_tail())
+            return replies[-1].status == 200
+
+        self.router.wait_for(is_served, "serve again")
+        assert replies[-1].tokens == list(tokens)
 
     def assert_healthy(self) -> None:
         """Check that both servers say that they are."""
@@ -372,13 +410,15 @@ def running_pair(
     )  # fmt: skip
     arguments = ["-m", "sglang_router.launch_router", "--pd-disaggregation", "--disable-retries"]
     arguments += ["--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url]
+    arguments += ["--health-check-interval-secs", "2", "--health-success-threshold", "1", "--disable-circuit-breaker"]
+    arguments += ["--log-level", "warn"]
     arguments += ["--host", prefill.address, "--port", str(router_port), "--prometheus-port", str(prometheus_port)]
     router = Program("router", arguments, folder, router_port, host=hosts[0])
-    with running(prefill, decode), running(router, up="/readiness"):
+    with running(prefill, decode), running(router, up=READY):
         yield Pair(prefill, decode, router, bootstrap_port)
 
 
-def in_parallel(calls: Sequence[Any]) -> list[Any]:
-    """Return what calls return that are made at once."""
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return list(threads.map(lambda call: call(), calls))
+def at_once(ask: Callable[[Prompt], Reply], prompts: Sequence[Prompt]) -> list[Reply]:
+    """Return the answers to prompts that are sent at once."""
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(ask, prompts))
