@@ -482,23 +482,11 @@ def set_metadata_row(args: Any, index: int | None, row: bytes) -> None:  # noqa:
 
 def _check_carried(args: Any, pool: DevicePool | None) -> None:  # noqa: ANN401  SGLang's KVArgs
     """Refuse what is not carried yet, by name."""
-    parallel = get_parallel()
-    refused = [f"state of the kind {one.value}" for one in args.state_types]
+    refused = [f"state of the kind {one.value}" for one in args.state_types] + _refused_options()
     if args.num_draft_entries:
         refused.append("a draft model's KV (speculative decoding)")
     if getattr(args, "is_hybrid_mla_backend", False):
         refused.append("hybrid MLA")
-    for what, size in (
-        ("pipeline stages", parallel.pp_size),
-        ("context-parallel ranks", parallel.attn_cp_size),
-        ("decode context-parallel ranks", parallel.attn_dcp_size),
-    ):
-        if size > 1:
-            refused.append(f"{size} {what}")
-    if parallel.enable_kv_cache_sharding:
-        refused.append("--enable-kv-cache-sharding")
-    if get_disagg().disaggregation_decode_allocation_policy != "early":
-        refused.append("--disaggregation-decode-allocation-policy other than early")
     if pool is None and not refused:
         refused.append("this kind of KV pool")
     if refused:
@@ -511,3 +499,22 @@ def _check_carried(args: Any, pool: DevicePool | None) -> None:  # noqa: ANN401 
         raise InvalidFieldError(
             f"SGLang's KV memory is not pool {pool.name}: addresses, lengths or page sizes differ", field="kv_data_ptrs"
         )
+
+
+def _refused_options() -> list[str]:
+    """Return what SGLang was told to do that is not carried yet."""
+    parallel, told = get_parallel(), get_disagg()
+    sizes = (
+        ("pipeline stages", parallel.pp_size),
+        ("context-parallel ranks", parallel.attn_cp_size),
+        ("decode context-parallel ranks", parallel.attn_dcp_size),
+    )
+    refused = [f"{size} {what}" for what, size in sizes if size > 1]
+    if parallel.enable_kv_cache_sharding:
+        refused.append("--enable-kv-cache-sharding")
+    if told.disaggregation_decode_allocation_policy != "early":
+        refused.append("--disaggregation-decode-allocation-policy other than early")
+    if told.disaggregation_enable_kv_checksum and told.disaggregation_decode_enable_radix_cache:
+        # Prefill does not hear what decode has already: its checksum is of all pages, decode's of those that came.
+        refused.append("--disaggregation-enable-kv-checksum with --disaggregation-decode-enable-radix-cache")
+    return refused

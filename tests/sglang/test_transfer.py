@@ -94,12 +94,20 @@ def test_draft_pools_are_refused_by_name(mha: Halves) -> None:
         manager(args, DisaggregationMode.PREFILL)
 
 
-def test_late_allocation_is_refused_by_name(mha: Halves) -> None:
-    with (
-        get_context().override_server_args(
-            disaggregation_mode="prefill", disaggregation_decode_allocation_policy="prefill_complete"
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "--disaggregation-decode-allocation-policy"),
+        (
+            {"disaggregation_enable_kv_checksum": True, "disaggregation_decode_enable_radix_cache": True},
+            "--disaggregation-enable-kv-checksum with --disaggregation-decode-enable-radix-cache",
         ),
-        pytest.raises(InvalidFieldError, match="--disaggregation-decode-allocation-policy"),
+    ],
+)
+def test_options_are_refused_by_name(mha: Halves, options: dict[str, Any], name: str) -> None:
+    with (
+        get_context().override_server_args(disaggregation_mode="prefill", **options),
+        pytest.raises(InvalidFieldError, match=name),
     ):
         manager(mha.prefill.kv_args, DisaggregationMode.PREFILL)
 
