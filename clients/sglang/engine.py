@@ -119,6 +119,7 @@ class Engine:
         self._client: Client | None = self._connect(b"")
         self._secret, self._boot_id = self._client.secret, self._client.boot_id
         self._away: KvferryError | None = None
+        self._has_news = False
         self._pools: list[Returning] = []
         self._later: list[Callable[[Client], object]] = []
         self._closed = threading.Event()
@@ -184,6 +185,13 @@ class Engine:
         with self._lock:
             self._take()
 
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Return once something has arrived that nobody has looked for since this was called last, or at the time."""
+        with self._lock:
+            if self._client is not None and not self._has_news:
+                self._take(timeout_s)
+            self._has_news = False
+
     def close(self) -> None:
         """End the session, and what ends with it; its thread ends too."""
         self._closed.set()
@@ -203,11 +211,11 @@ class Engine:
             timeout_s=CONNECT_S,
         )
 
-    def _take(self) -> None:
+    def _take(self, timeout_s: float = 0.0) -> None:
         if self._client is None:
             return
         try:
-            self._client.poll(0)
+            self._has_news |= bool(self._client.poll(timeout_s))
         except KvferryError as error:
             self._lose(error)
 

@@ -33,6 +33,7 @@ _SRT: Final = "sglang.srt."
 _POOL: Final = f"{_SRT}mem_cache.memory_pool."
 _REQ: Final = f"{_SRT}managers.schedule_batch.Req"
 _CONN: Final = f"{_SRT}disaggregation.common.conn."
+_SCHEDULER: Final = f"{_SRT}managers.scheduler.Scheduler"
 _HOST: Final = f"{_SRT}mem_cache.pool_host."
 _STORAGE: Final = f"{_SRT}mem_cache.hicache_storage.HiCacheStorage."
 _WEIGHTS: Final = (
@@ -93,6 +94,8 @@ KNOWN: Final = (
     Known(f"{_STORAGE}batch_get_v1", ("self", "keys", "host_indices", "extra_info")),
     Known(f"{_STORAGE}batch_set_v1", ("self", "keys", "host_indices", "extra_info")),
     Known(_WEIGHTS, ("self", "recv_req", "success", "message")),
+    Known(f"{_SCHEDULER}.on_idle", ("self",)),
+    Known(f"{_SCHEDULER}.is_fully_idle", ("self", "for_health_check", "ignore_waiting")),
 )  # fmt: skip
 
 
@@ -153,7 +156,7 @@ def _register(unknown: list[str]) -> None:
     HookRegistry.register(f"{_SRT}disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)
     if unknown:
         return
-    from kvferry.clients.sglang import hicache, pools, retraction  # noqa: PLC0415  numpy and the client only now
+    from kvferry.clients.sglang import hicache, pools, retraction, waiting  # noqa: PLC0415  numpy and the client only now
 
     HookRegistry.register(f"{_POOL}KVCache.__init__", pools.check_kind, HookType.BEFORE)
     for target, hook in (
@@ -163,6 +166,7 @@ def _register(unknown: list[str]) -> None:
         *((f"{_POOL}{kind}.load_cpu_copy", retraction.load_cpu_copy) for kind in pools.KINDS),
         (f"{_REQ}.load_kv_cache", retraction.load_kv_cache),
         (f"{_HOST}base.HostKVCache.clear", hicache.clear_all_but_padding),
+        (f"{_SCHEDULER}.on_idle", waiting.on_idle),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.register(f"{_HOST}base.HostKVCache._allocate_host_buffer", hicache.choose_allocator, HookType.BEFORE)
