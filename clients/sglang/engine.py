@@ -14,14 +14,17 @@ import signal
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Final, Literal, NamedTuple, Protocol, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast, get_args
 
 import msgspec
 
 from kvferry.clients import Client, KvferryError
+from kvferry.clients.calls import Call
 from kvferry.clients.connection import Reconnected
+from kvferry.clients.submissions import PendingReply
 from kvferry.protocol.errors import (
     DaemonLostError,
     InvalidFieldError,
@@ -42,6 +45,9 @@ LOOK_S: Final = 0.25
 """How often the engine's thread looks at the session, or for the daemon."""
 
 CONNECT_S: Final = 5.0
+SAY_S: Final = 5.0
+"""How long the daemon may take to do what nobody waits for."""
+
 PREDECESSOR_S: Final = 60.0
 """For how long a pool of this name may still be that of an engine that has ended."""
 
@@ -121,7 +127,8 @@ class Engine:
         self._away: KvferryError | None = None
         self._has_news = False
         self._pools: list[Returning] = []
-        self._later: list[Callable[[Client], object]] = []
+        self._unsaid: deque[Call[Any]] = deque()
+        self._unanswered: list[PendingReply[Any]] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._hold_on, name="kvferry", daemon=True)
         self._thread.start()
@@ -170,9 +177,12 @@ class Engine:
         """Hold on to a pool of this session."""
         self._pools.append(pool)
 
-    def later(self, call: Callable[[Client], object]) -> None:
-        """Have the engine's thread make a call that nobody waits for; from any thread, and from a finalizer."""
-        self._later.append(call)
+    def say(self, call: Call[Any]) -> None:
+        """Have the daemon told what nobody waits for the answer of, soon, or once it is back.
+
+        From any thread, and from a finalizer.
+        """
+        self._unsaid.append(call)
 
     def poll(self) -> None:
         """Take what has arrived; never waits. Transfers that were under way when the daemon was lost have ended.
@@ -183,6 +193,7 @@ class Engine:
         if self.lost is not None:
             raise self.lost
         with self._lock:
+            self._say_all()
             self._take()
 
     def wait_for_news(self, timeout_s: float) -> None:
@@ -235,6 +246,7 @@ class Engine:
         self._away = error if isinstance(error, DaemonLostError | SessionLostError) else DaemonLostError(error.detail)
         self._client.close()
         self._client = None
+        self._unanswered.clear()
         self.generation += 1
 
     def _give_up(self, error: PoolLostError) -> None:
@@ -252,16 +264,25 @@ class Engine:
                 self._look_for_daemon()
             elif self._lock.acquire(blocking=False):
                 try:
+                    self._say_all()
                     self._take()
-                    self._call_later()
                 finally:
                     self._lock.release()
 
-    def _call_later(self) -> None:
-        while self._later and self._client is not None:
-            call = self._later.pop()
-            with contextlib.suppress(KvferryError):
-                call(self._client)
+    def _say_all(self) -> None:
+        """Say what is to be said, and drop the answers that have come; never waits."""
+        if self._client is None or not (self._unsaid or self._unanswered):
+            return
+        try:
+            while self._unsaid:
+                self._unanswered.append(self._client.begin(self._unsaid[0], deadline_s=SAY_S))
+                self._unsaid.popleft()
+            for one in [one for one in self._unanswered if self._client.is_ready(one)]:
+                self._unanswered.remove(one)
+                with contextlib.suppress(KvferryError):
+                    self._client.wait(one)
+        except KvferryError:
+            pass  # ``_take`` finds it, and what was not said is said later
 
     def _look_for_daemon(self) -> None:
         resumed = True

@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
 import numpy as np
 
-from kvferry.clients import Client, KvferryError, pages, pages_from_slots
+from kvferry.clients import KvferryError, pages, pages_from_slots
+from kvferry.clients.calls import asked
 from kvferry.clients.sglang import pools
 from kvferry.clients.sglang.pools import DevicePool
+from kvferry.protocol.tier_messages import DropSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Backup:
 
     def __init__(self, pool: DevicePool, snapshot: str) -> None:
         self.snapshot = snapshot
-        self._drop = weakref.finalize(self, pool.engine.later, partial(Client.drop_snapshot, snapshot=snapshot))
+        self._drop = weakref.finalize(self, pool.engine.say, asked(DropSnapshot(snapshot=snapshot)))
         self._drop.atexit = False
 
     def __repr__(self) -> str:

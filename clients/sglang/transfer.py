@@ -32,9 +32,11 @@ from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry.clients import Transfer, pages
+from kvferry.clients.calls import asked
 from kvferry.clients.sglang import pools
 from kvferry.clients.sglang.pools import DevicePool
-from kvferry.protocol.errors import InvalidFieldError, KvferryError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, StaleBootError
+from kvferry.protocol.transfer_messages import Abandon, Cancel, Direction
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +179,8 @@ class _Half:
     _transfer: Transfer | None = None
     _generation = 0
     _cancelled = False
+    _abandoned = False
+    _direction: Direction
 
     def _fail(self, reason: str) -> None:
         """Record why; the first reason counts."""
@@ -191,7 +195,30 @@ class _Half:
     def _conclude(self, state: int) -> int:
         self.kv_mgr.update_status(self.bootstrap_room, state)
         self.conclude_state = state
+        if state == KVPoll.Failed and (self._transfer is None or self._ended_with_daemon()):
+            self._abandon()
         return state
+
+    def _ended_with_daemon(self) -> bool:
+        """Return whether a daemon that is no more was the only one that knew of this half."""
+        transfer = self._transfer
+        if transfer is None:
+            return False
+        return self._generation != self.kv_mgr.pool.engine.generation or isinstance(transfer.error, StaleBootError)
+
+    def _abandon(self) -> None:
+        """Tell the other half, once, that this one does not come; if need be as soon as the daemon is back."""
+        if self._abandoned:
+            return
+        self._abandoned = True
+        request_id = self.kv_mgr.request_id(self.bootstrap_room)
+        reason = "the other server gave the request up"
+        body = Abandon(request_id=request_id, direction=self._direction, daemons=self._others(), reason=reason)
+        self.kv_mgr.pool.engine.say(asked(body))
+
+    def _others(self) -> tuple[str, ...]:
+        """Return the addresses of the daemons at which the other half may wait, but for those that ask ours."""
+        return ()
 
     def _look(self) -> int | None:
         """Take what has arrived, and return how it ended; None: it has not."""
@@ -206,8 +233,10 @@ class _Half:
             self._fail(str(transfer.error))
         if self._is_failed() and transfer.finished is None and not transfer.is_settled and not self._cancelled:
             self._cancelled = True
-            self._cancel(transfer, wait=False)
-        if self._generation != engine.generation:  # its daemon is no more, and nothing that wrote for it
+            key = transfer.key
+            cancel = Cancel(request_id=key.request_id, pool=key.pool, direction=key.direction, wait=False)
+            engine.say(asked(cancel))
+        if self._generation != engine.generation:  # nothing that wrote for it is there any more
             self._fail("DAEMON_LOST: the daemon ended, and the request's transfer with it")
         elif not transfer.is_settled:
             return None
@@ -221,20 +250,21 @@ class _Half:
     def _give_up(self) -> None:
         """Return when no byte of its pages moves any more."""
         transfer = self._transfer
-        if transfer is not None and not transfer.is_settled and self._generation == self.kv_mgr.pool.engine.generation:
-            self._cancel(transfer, wait=True)
-
-    def _cancel(self, transfer: Transfer, *, wait: bool) -> None:
-        try:
-            with self.kv_mgr.pool.engine.client() as client:
-                client.cancel(transfer, wait=wait, deadline_s=CANCEL_S)
-        except KvferryError as error:
-            logger.warning("kvferry: CANCEL of room %s: %s", self.bootstrap_room, error)
+        if transfer is None:
+            if self.conclude_state != KVPoll.Success:
+                self._abandon()
+        elif not transfer.is_settled and self._generation == self.kv_mgr.pool.engine.generation:
+            try:
+                with self.kv_mgr.pool.engine.client() as client:
+                    client.cancel(transfer, deadline_s=CANCEL_S)
+            except KvferryError as error:
+                logger.warning("kvferry: CANCEL of room %s: %s", self.bootstrap_room, error)
 
 
 class KvferryKVSender(_Half, CommonKVSender):
     """Prefill's half of a request's transfer."""
 
+    _direction = "send"
     curr_idx: int
     num_kv_indices: int
     _transfer_start_time: float | None
@@ -313,6 +343,7 @@ class KvferryKVSender(_Half, CommonKVSender):
 class KvferryKVReceiver(_Half, CommonKVReceiver):
     """Decode's half of a request's transfer."""
 
+    _direction = "receive"
     _source: PrefillRank | None = None
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -382,27 +413,11 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         if self._transfer is None:
             self._abandon()
 
-    def _give_up(self) -> None:
-        super()._give_up()
-        if self._transfer is None and self.conclude_state != KVPoll.Success:
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """Tell prefill, once, that there will be no RECEIVE."""
-        source, self._source = self._source, None
-        if source is None:
-            return
+    def _others(self) -> tuple[str, ...]:
         try:
-            with self.kv_mgr.pool.engine.client() as client:
-                client.abandon(
-                    self.kv_mgr.request_id(self.bootstrap_room),
-                    "receive",
-                    daemons=self.kv_mgr.source_daemons(source),
-                    reason="decode gave the request up",
-                    deadline_s=CANCEL_S,
-                )
-        except KvferryError as error:
-            logger.warning("kvferry: ABANDON of room %s: %s", self.bootstrap_room, error)
+            return () if self._source is None else self.kv_mgr.source_daemons(self._source)
+        except InvalidFieldError:  # none that reaches there
+            return ()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Do nothing: the daemon tells the other side."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -199,6 +200,26 @@ def test_decode_that_gives_up_is_heard(mha: Halves, way: str, reached: str) -> N
     assert polled(sender, KVPoll.Failed)
     assert "PEER_CANCELLED" in reason(sender)
     assert mha.transfers() == []
+
+
+@pytest.mark.parametrize("early", ["send", "receive"])
+def test_half_that_ended_with_its_daemon_is_heard_by_the_one_that_comes_to_the_next(
+    mha: Halves, kept_daemon: RestartedDaemon, early: str
+) -> None:
+    """The next daemon knows nothing of it: the late half would wait for its whole deadline."""
+    room = mha.new_room()
+    first = mha.sender(room, len(FROM)) if early == "send" else mha.receiver(room)
+    if early == "receive":
+        first.send_metadata(ids(TO), 2)
+    assert first.poll() != KVPoll.Failed
+    kept_daemon.restart(signal.SIGKILL)
+    assert polled(first, KVPoll.Failed)
+    assert "STALE_BOOT" in reason(first)
+    late = mha.receiver(room) if early == "send" else mha.sender(room, len(FROM))
+    if early == "send":
+        late.send_metadata(ids(TO), 2)
+    assert polled(late, KVPoll.Failed)
+    assert "PEER_CANCELLED" in reason(late)
 
 
 def test_pages_are_free_once_a_half_is_cleared(mha: Halves) -> None:
