@@ -195,15 +195,15 @@ class _Half:
     def _conclude(self, state: int) -> int:
         self.kv_mgr.update_status(self.bootstrap_room, state)
         self.conclude_state = state
-        if state == KVPoll.Failed and (self._transfer is None or self._ended_with_daemon()):
+        if state == KVPoll.Failed and self._is_unknown():
             self._abandon()
         return state
 
-    def _ended_with_daemon(self) -> bool:
-        """Return whether a daemon that is no more was the only one that knew of this half."""
+    def _is_unknown(self) -> bool:
+        """Return whether no daemon knows of this half: it never came, was refused, or its daemon is no more."""
         transfer = self._transfer
-        if transfer is None:
-            return False
+        if transfer is None or (transfer.refused is not None and transfer.accepted is None):
+            return True
         return self._generation != self.kv_mgr.pool.engine.generation or isinstance(transfer.error, StaleBootError)
 
     def _abandon(self) -> None:
@@ -357,8 +357,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
             self._fail(
                 f"INVALID_FIELD: tp_size: prefill's ranks (tensor {theirs[0]}, context {theirs[1]}, pipeline "
                 f"{theirs[2]}) are not those of decode ({mgr.attn_tp_size}, 1, 1): kvferry does not carry that yet"
-            )
-            return
+            )  # prefill is told, too
         try:
             self._source = mgr.prefill_rank(self.bootstrap_addr, prefill_dp_rank)
         except InvalidFieldError as error:

@@ -194,12 +194,52 @@ def test_decode_that_gives_up_is_heard(mha: Halves, way: str, reached: str) -> N
     if reached == "sending":
         sender.send(ids(FROM[:2]))
     getattr(receiver, way)()
+    if reached != "opened":
+        assert receiver.poll() is not None  # by which the scheduler, in this state, gives up
+    assert polled(sender, KVPoll.Failed)
+    assert "PEER_CANCELLED" in reason(sender)
     if way == "abort":
         assert polled(receiver, KVPoll.Failed)
         assert "Aborted" in reason(receiver)
+    assert mha.transfers() == []
+
+
+def test_prefill_of_another_width_hears_of_it(mha: Halves) -> None:
+    room = mha.new_room()
+    sender = mha.sender(room, len(FROM))
+    before = mha.decode.prefill_info_table[mha.address]
+    other = copy.copy(before)
+    other.attn_tp_size = 2
+    mha.decode.prefill_info_table[mha.address] = other
+    receiver = mha.receiver(room)
+    mha.decode.prefill_info_table[mha.address] = before
+    assert polled(receiver, KVPoll.Failed)
+    assert "INVALID_FIELD: tp_size: prefill's ranks (tensor 2," in reason(receiver)
+    assert polled(sender, KVPoll.Failed)
+
+
+def test_decode_that_is_refused_is_heard(mha: Halves) -> None:
+    room = mha.new_room()
+    sender, receiver = mha.sender(room, len(FROM)), mha.receiver(room)
+    receiver.send_metadata(ids([1 << 20]), 2)
+    assert polled(receiver, KVPoll.Failed)
+    assert "PAGE_OUT_OF_RANGE" in reason(receiver)
     assert polled(sender, KVPoll.Failed)
     assert "PEER_CANCELLED" in reason(sender)
-    assert mha.transfers() == []
+
+
+def test_prefill_that_is_refused_is_heard(mha: Halves) -> None:
+    room = mha.new_room()
+    receiver = mha.receiver(room)
+    receiver.send_metadata(ids(TO), 2)
+    name = mha.made.daemon.name
+    mha.made.daemon.name = "no-such-pool"
+    sender = mha.sender(room, len(FROM))
+    assert polled(sender, KVPoll.Failed)
+    assert "no-such-pool" in reason(sender)
+    mha.made.daemon.name = name
+    assert polled(receiver, KVPoll.Failed)
+    assert "PEER_CANCELLED" in reason(receiver)
 
 
 @pytest.mark.parametrize("early", ["send", "receive"])
