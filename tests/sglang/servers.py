@@ -113,7 +113,8 @@ class Program:
         self.url = f"http://{self.address}:{port}"
         self.log = folder / f"{name}.log"
         self._command = ["setpriv", "--pdeathsig", "KILL", sys.executable, *arguments]
-        self._environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        where = {} if host is None else {"SGLANG_HOST_IP": host.address}  # else it asks a route to the Internet
+        self._environment = {**os.environ, **ENVIRONMENT, **where, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __repr__(self) -> str:
