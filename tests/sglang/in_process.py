@@ -94,11 +94,13 @@ def made(make: Callable[[], Any]) -> Made:
     return Made(pool, ours)
 
 
-def kv_args(pool: Any, rows: npt.NDArray[np.uint8]) -> Any:  # noqa: ANN401  SGLang's classes
-    """Return what the scheduler tells a manager of a pool and of the rows of metadata."""
+def kv_args(pool: Any, *metadata: npt.NDArray[Any]) -> Any:  # noqa: ANN401  SGLang's classes
+    """Return what the scheduler tells a manager of a pool and of the buffers of metadata, of a row a request each."""
     args = KVArgs()
     args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = pool.get_contiguous_buf_infos()
-    args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = [rows.ctypes.data], [rows.nbytes], [rows[0].nbytes]
+    args.aux_data_ptrs = [one.ctypes.data for one in metadata]
+    args.aux_data_lens = [one.nbytes for one in metadata]
+    args.aux_item_lens = [one[0].nbytes for one in metadata]
     args.state_types, args.state_item_lens = [], []
     args.page_size, args.kv_cache_dtype_str = PAGE, "float32"
     args.engine_rank, args.system_dp_rank, args.pp_rank = 0, 0, 0
@@ -117,7 +119,7 @@ class Halves:
 
     Attributes:
         made: their pool.
-        rows: of metadata, ROW_BYTES each.
+        rows, counts: of metadata, ROW_BYTES and 16 bytes each.
         address: the bootstrap server's.
         prefill, decode: the managers.
     """
@@ -125,10 +127,11 @@ class Halves:
     def __init__(self, one: Made, bootstrap_port: int) -> None:
         self.made = one
         self.rows = np.zeros((ROWS, ROW_BYTES), np.uint8)
+        self.counts = np.zeros((ROWS, 2), np.int64)
         self.address = f"127.0.0.1:{bootstrap_port}"
         self._rooms = 0
         self._bootstrap = transfer.KvferryKVBootstrapServer("127.0.0.1", bootstrap_port)
-        args = kv_args(one.sglang, self.rows)
+        args = kv_args(one.sglang, self.rows, self.counts)
         self.prefill = manager(args, DisaggregationMode.PREFILL)
         self.decode = self.decode_with(args)
 

@@ -123,6 +123,7 @@ def test_pages_and_metadata_arrive(both: Halves) -> None:
     both.fill(FROM, 7.0)
     both.fill(TO, 1.0)
     both.rows[1], both.rows[2] = np.arange(ROW_BYTES) % 251, 0
+    both.counts[1], both.counts[2] = (7, -8), 0
     sender, receiver = both.sender(room, len(FROM), row=1), both.receiver(room)
     assert sender.poll() == KVPoll.Bootstrapping
     assert receiver.poll() == KVPoll.WaitingForInput
@@ -135,6 +136,7 @@ def test_pages_and_metadata_arrive(both: Halves) -> None:
     assert polled(sender, KVPoll.Success)
     assert (both.tokens(TO) == 7).all()
     assert (both.rows[2] == both.rows[1]).all()
+    assert (both.counts[2] == both.counts[1]).all()
     sender.clear()
     receiver.clear()
     assert both.transfers() == []
@@ -278,7 +280,7 @@ def test_pages_are_free_once_a_half_is_cleared(mha: Halves) -> None:
 def test_metadata_of_another_length_fails_at_decode(mha: Halves) -> None:
     room = mha.new_room()
     args = copy.copy(mha.decode.kv_args)
-    args.aux_item_lens = [ROW_BYTES - 8]
+    args.aux_item_lens = [ROW_BYTES - 8, 16]
     other = mha.decode_with(args)
     sender, receiver = mha.sender(room, len(FROM)), transfer.KvferryKVReceiver(other, mha.address, room)
     receiver.init(0)
