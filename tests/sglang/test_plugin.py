@@ -32,10 +32,17 @@ def test_installed_sglang_is_known() -> None:
     assert plugin.differences() == []
 
 
-def test_another_signature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("other", "taken"),
+    [
+        (lambda choices: None, "choices"),  # noqa: ARG005  its parameters are what counts
+        (lambda iterable, more: None, "iterable, more"),  # noqa: ARG005
+    ],
+)
+def test_another_signature_is_named(monkeypatch: pytest.MonkeyPatch, other: object, taken: str) -> None:
     path = "sglang.srt.server_args.add_disagg_transfer_backend_choices"
-    monkeypatch.setattr(path, lambda choices, more: None)  # noqa: ARG005  its parameters are what counts
-    assert plugin.differences() == [f"{path} takes (choices, more), known is (iterable)"]
+    monkeypatch.setattr(path, other)
+    assert plugin.differences() == [f"{path} takes ({taken}), known is (iterable)"]
 
 
 def test_another_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
