@@ -36,6 +36,7 @@ from kvferry.clients.calls import asked
 from kvferry.clients.sglang import pools
 from kvferry.clients.sglang.pools import DevicePool
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, StaleBootError
+from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
 from kvferry.protocol.transfer_messages import Abandon, Cancel, Direction
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,10 @@ class PrefillRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     handshake: int
     rank: Annotated[str, msgspec.Meta(pattern=r"^\d{1,5}/\d{1,5}$")]
-    pool: str
+    pool: PoolName
     host: str
-    daemons: tuple[str, ...]
-    boot_id: str
+    daemons: tuple[PeerAddress, ...]
+    boot_id: Hex128
 
 
 class KvferryKVManager(CommonKVManager):

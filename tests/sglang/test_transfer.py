@@ -297,7 +297,7 @@ RANK: Final[dict[str, Any]] = {
     "pool": "p",
     "host": "127.0.0.1",
     "daemons": ["ipc:///x"],
-    "boot_id": "b",
+    "boot_id": "0" * 32,
 }
 
 
@@ -317,6 +317,9 @@ def test_bootstrap_server_returns_what_a_rank_says(mha: Halves) -> None:
         (b"[]", "Expected `object`"),
         (b'{"handshake": 1}', "missing required field `rank`"),
         ({**RANK, "daemons": "ipc:///x"}, "daemons"),
+        ({**RANK, "daemons": ["tcp://no address"]}, "daemons[0]"),
+        ({**RANK, "boot_id": "b"}, "boot_id"),
+        ({**RANK, "pool": "../p"}, "pool"),
         ({**RANK, "handshake": "1"}, "handshake"),
         ({**RANK, "rank": "../7"}, "rank"),
         ({**RANK, "more": 1}, "more"),
