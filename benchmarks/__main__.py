@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.catalogue import BENCHMARKS, TRACE, run_apart, run_here
+from benchmarks.catalogue import BENCHMARKS, BY_NAME_ONLY, TRACE, run_apart, run_here
 from benchmarks.measure import Effort, MissingPeerError, Row
 from benchmarks.report import summary, table, write_report
 
@@ -15,7 +15,12 @@ from benchmarks.report import summary, table, write_report
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks named, or all; return the exit status: 1 where a peer is missing, or with --strict a miss."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure kvferry against its peers.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}; all by default")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of: {', '.join(BENCHMARKS)}; all but {' and '.join(BY_NAME_ONLY)} by default",
+    )
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help=f"replay a trace, named {TRACE!r}; alone unless others are named"
     )
@@ -33,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{TRACE!r} needs --trace FILE")
     if options.trace and not options.trace.is_file():
         parser.error(f"no file {options.trace}")
-    names = [name for name in options.names if name != TRACE] or ([] if options.trace else list(BENCHMARKS))
+    names = [name for name in options.names if name != TRACE] or (
+        [] if options.trace else [name for name in BENCHMARKS if name not in BY_NAME_ONLY]
+    )
     if options.trace:
         names.append(TRACE)
     run = run_here if options.quick else run_apart

@@ -26,6 +26,7 @@ from benchmarks import (
     page_ids,
     planning,
     prefix_cache,
+    sglang,
     tables,
     trace_replay,
     transfer,
@@ -36,6 +37,9 @@ from benchmarks.measure import Effort, Row
 
 TRACE = "trace"
 """The benchmark that needs a file."""
+
+BY_NAME_ONLY = ("sglang",)
+"""What takes ten minutes, and an environment of 2.6 GB."""
 
 BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "command_line": command_line.measure,
@@ -58,6 +62,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "warm_restart": warm_restart.measure,
     "device_overlap": device_overlap.measure,
     "npu_transfer": npu_transfer.measure,
+    "sglang": sglang.measure,
 }
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks import on_device
 from benchmarks.__main__ import main
-from benchmarks.catalogue import BENCHMARKS, TRACE
+from benchmarks.catalogue import BENCHMARKS, BY_NAME_ONLY, TRACE
 from benchmarks.measure import Effort, MissingPeerError, Row, Target, Unit, compare
 from benchmarks.on_device import SIMULATED
 from benchmarks.report import Report, summary, table
@@ -47,7 +47,9 @@ WITHOUT_TARGET: Final = ("transfer", "prefix_cache", "npu_transfer", "flood")
 ON_A_DEVICE: Final = ("device_overlap", "npu_transfer")
 SIMULATOR: Final = "the environment .venv-npu and g++"
 
-ON_THE_HOST: Final = [name for name in BENCHMARKS if name not in ON_A_DEVICE]
+ON_THE_HOST: Final = [name for name in BENCHMARKS if name not in (*ON_A_DEVICE, *BY_NAME_ONLY)]
+"""That of SGLang's servers runs in ``make test-sglang-full``."""
+
 Require = Callable[[object, str], None]
 
 
@@ -131,6 +133,28 @@ def test_what_cannot_be_measured_is_said_and_does_not_stop_the_others(tmp_path: 
     assert "not measured: " in found.stdout
     assert "libibverbs.so.1: no such file; install kvferry[mooncake]" in found.stdout
     assert [one.stem for one in (tmp_path / "out").iterdir()] == ["allocation"]
+
+
+def test_what_takes_long_is_measured_only_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(name: str, *_: object) -> list[Row]:
+        measured.append(name)
+        return []
+
+    monkeypatch.setattr("benchmarks.__main__.run_apart", measure)
+    assert main(["--output", str(tmp_path)]) == 0
+    assert set(BENCHMARKS) - set(measured) == {"sglang"}
+    assert main(["sglang", "--output", str(tmp_path)]) == 0
+    assert measured[-1] == "sglang"
+
+
+def test_without_sglang_its_benchmark_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.sglang.PYTHON", tmp_path / "python")
+    assert main(["sglang", "--quick", "--output", str(tmp_path)]) == 1
+    assert f"not measured: there is no {tmp_path / 'python'}: `make bench NAMES=sglang`" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
