@@ -29,8 +29,14 @@ SGLANG_ROUTER := 0.3.2
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
-	@$(BIN)/python -m examples.demo $(ARGS)
+# ENGINE=sglang has an environment of its own, in which SGLang's servers run.
+ifeq ($(ENGINE),sglang)
+demo: $(STAMPS)/sglang $(STAMPS)/models
+	@$(SERVERS)/python -m examples.demo --engine sglang $(ARGS)
+else
+demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep"; ENGINE=sglang: with its servers)
+	@$(BIN)/python -m examples.demo $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
+endif
 
 # The tests of a file stay together: they share daemons. What ARGS selects is seldom worth more than a process.
 WORKERS ?= 2
@@ -67,7 +73,7 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another device, STRICT=1 fails where a target is missed)
+bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu $(if $(filter sglang,$(NAMES)),$(STAMPS)/sglang $(STAMPS)/models)  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another device, STRICT=1 fails where a target is missed)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE)) $(if $(STRICT),--strict)
 
 mutants: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## put seeded faults into the code and see which no test notices

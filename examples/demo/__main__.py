@@ -25,6 +25,7 @@ OFFLINE: Final = {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
 """The environment of every process that loads the model; set before torch or transformers is imported."""
+NEEDED_BY_SGLANG: Final = ("sglang", "sglang-router", "transformers")
 MOST_HOSTS: Final = 3
 LEAST_TO_RETRACT: Final = 8
 """New tokens; with fewer, requests would end before any was retracted."""
@@ -37,8 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
     try:
-        check_possible(options.hosts)
-        from examples.demo.router import run  # noqa: PLC0415  takes seconds, and needs OFFLINE set
+        if options.engine == "sglang":
+            check_installed(NEEDED_BY_SGLANG, "make demo ENGINE=sglang")
+            from examples.demo.sglang import run  # noqa: PLC0415  takes seconds, and needs OFFLINE set
+        else:
+            check_possible(options.hosts)
+            from examples.demo.router import run  # noqa: PLC0415  the same
 
         with contextlib.ExitStack() as stack:
             return run(options, stack)
@@ -59,18 +64,26 @@ def check_possible(hosts: int = 1) -> None:
     Raises:
         DemoError: names what is missing, and how to get it.
     """
+    mooncake = importlib.util.find_spec("mooncake") is not None
+    check_installed((*NEEDED, *(() if hosts == 1 or mooncake else ("mooncake-transfer-engine-non-cuda",))), "make demo")
+    if hosts > 1 and os.geteuid() != 0:
+        raise DemoError("several hosts are network namespaces, which only root can make: run this as root")
+
+
+def check_installed(names: Sequence[str], made_by: str) -> None:
+    """Check that these distributions are installed.
+
+    Raises:
+        DemoError: names what is missing; ``made_by`` is what installs it.
+    """
     missing = []
-    for name in NEEDED:
+    for name in names:
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:
             missing.append(name)
-    if hosts > 1 and importlib.util.find_spec("mooncake") is None:
-        missing.append("mooncake-transfer-engine-non-cuda")
     if missing:
-        raise DemoError(f"not installed: {', '.join(missing)}; `make demo` installs all that it needs")
-    if hosts > 1 and os.geteuid() != 0:
-        raise DemoError("several hosts are network namespaces, which only root can make: run this as root")
+        raise DemoError(f"not installed: {', '.join(missing)}; `{made_by}` installs all that it needs")
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -81,6 +94,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("argument --transport: local is for --hosts 1, mooncake for more")
     if options.retract and options.hosts != 1:
         parser.error("argument --retract: requests take turns in one pool, which is on one host")
+    if options.engine == "sglang" and (options.hosts != 1 or options.retract or options.keep):
+        parser.error("argument --engine: sglang is for one host, without --retract and --keep")
     if options.retract and options.max_new_tokens < LEAST_TO_RETRACT:
         parser.error(f"argument --retract: needs --max-new-tokens {LEAST_TO_RETRACT} or more")
     return options
@@ -89,6 +104,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="make demo", description="Hand a real model's KV cache from prefill to decode."
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("small", "sglang"),
+        default="small",
+        help="the demo's own (the default), or SGLang's servers",
     )
     at_least = _number_from(AT_LEAST)
     parser.add_argument("--prompts", type=at_least, default=AT_LEAST, metavar="N", help=f"how many, {AT_LEAST} or more")

