@@ -54,10 +54,15 @@ def register() -> None:
         note(LOADED, operation.request_id, time.monotonic() - started)
         return loaded
 
+    def read_page(original: Any, host_pool: Any) -> Any:  # noqa: ANN401
+        host_pool.pin_memory = False  # there is nothing on a CPU to pin it for
+        return original(host_pool)
+
     for target, hook in (
         ("disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk", send),
         ("disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req", take),
         ("managers.cache_controller.HiCacheController._page_transfer", load),
+        ("mem_cache.pool_host.mha.MHATokenToKVPoolHost.get_dummy_flat_data_page", read_page),
     ):
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
     _let_mooncake_send_from_a_cpu()
