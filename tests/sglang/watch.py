@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.clients import Client
 from kvferry.protocol.session_messages import TransferStatus
-from tests.sglang.servers import Side
+from tests.sglang.servers import Pair, Side
 
 WITHIN_S = 30.0
 DIRECTIONS: dict[Side, str] = {"prefill": "send", "decode": "receive"}
@@ -54,6 +54,15 @@ class Watch:
     def wait_until_idle(self) -> None:
         """Return once nothing is under way."""
         self._wait(lambda: not self.transfers(), "nothing is under way")
+
+    def assert_all_is_free(self, pair: Pair) -> None:
+        """Check that neither SGLang, which looks by itself when it is idle, nor the daemon keeps pages of requests."""
+        self.wait_until_idle()
+        self._wait(lambda: not any(one.snapshots for one in self._client.status().tiers), "no snapshot is left")
+        pair.assert_healthy()
+        for program in (pair.prefill, pair.decode):
+            assert program.post("/flush_cache", {}).status == 200, program.log_tail()
+            assert "leak detected" not in program.logged()
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         ends_at = time.monotonic() + WITHIN_S

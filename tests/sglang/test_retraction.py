@@ -1,0 +1,120 @@
+"""Decode with too few tokens for its requests retracts some: their pages go to the host tier, and come back.
+
+Which requests run together is not that of a plain server, which has tokens for all of them, but their tokens are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.daemons import RestartedDaemon, restarted_daemon
+from tests.sglang.folders import SMOLLM2, TINY_MLA
+from tests.sglang.servers import Pair, Prompt, Reply, at_once, prompt, request, running, running_pair, server
+from tests.sglang.watch import Watch
+
+pytestmark = pytest.mark.long
+
+TIER: Final = "[tiers]\nhost_bytes = 268435456\n"
+PROMPTS: Final = [Prompt(30 + 17 * seed, seed) for seed in range(6)]
+NEW: Final = 80
+TOKENS: Final = 608
+"""Of the prompts 435, and of the answers 480."""
+DECODE: Final = ("--num-reserved-decode-tokens", "16", "--page-size", "16")
+RETRACTED: Final = "Retract requests|Testing retraction"
+
+
+@pytest.fixture(scope="module")
+def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[int]]]:
+    """Return what returns what a plain server of a model answers."""
+
+    @functools.cache
+    def of(model: str) -> list[list[int]]:
+        plain = server(tmp_path_factory.mktemp("plain"), "plain", model=model)
+        with running(plain):
+            replies = at_once(lambda one: plain.post("/generate", request(prompt(*one), NEW)), PROMPTS)
+        return [reply.tokens for reply in replies]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def plain(plain_of: Callable[[str], list[list[int]]], model: str) -> list[list[int]]:
+    return plain_of(model)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RestartedDaemon]:
+    with restarted_daemon(TIER) as one:
+        yield one
+
+
+@pytest.fixture
+def watch(daemon: RestartedDaemon) -> Iterator[Watch]:
+    with Watch(daemon.runtime_dir) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def pair(
+    plain: list[list[int]],  # noqa: ARG001  before, so that three servers never run at once
+    model: str,
+    daemon: RestartedDaemon,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("retraction")
+    with running_pair(folder, daemon.runtime_dir, model=model, tokens=TOKENS, options=DECODE) as one:
+        yield one
+
+
+def ask_all(pair: Pair) -> list[Reply]:
+    return at_once(lambda one: pair.generate(prompt(*one), NEW), PROMPTS)
+
+
+@pytest.mark.parametrize("model", [SMOLLM2, TINY_MLA], indirect=True, scope="module")
+def test_retracted_requests_answer_the_same(pair: Pair, watch: Watch, plain: list[list[int]]) -> None:
+    assert [reply.tokens for reply in ask_all(pair)] == plain
+    pair.decode.wait_until_logged(RETRACTED)
+    assert "SGLang copies a retracted request's pages by itself" not in pair.decode.logged()
+    watch.assert_all_is_free(pair)
+
+
+@pytest.mark.parametrize("model", [SMOLLM2], indirect=True, scope="module")
+def test_daemon_that_restarts_in_between_costs_the_retracted_ones(
+    pair: Pair, daemon: RestartedDaemon, plain: list[list[int]]
+) -> None:
+    since = pair.decode.log_size()
+    posted = [pair.router.posted("/generate", request(prompt(*one), NEW)) for one in PROMPTS]
+    pair.decode.wait_until_logged(RETRACTED, since)
+    daemon.restart()
+    replies = [one.result() for one in posted]
+    lost = [reply for reply in replies if reply.status != 200]
+    assert lost
+    assert all("SNAPSHOT_LOST" in reply.reason for reply in lost)
+    kept = [(reply.tokens, tokens) for reply, tokens in zip(replies, plain, strict=True) if reply.status == 200]
+    assert kept
+    assert all(ours == theirs for ours, theirs in kept)
+    with Watch(daemon.runtime_dir) as watch:
+        watch.assert_all_is_free(pair)
+
+
+def test_without_a_tier_sglang_copies_by_itself(plain_of: Callable[[str], list[list[int]]], tmp_path: Path) -> None:
+    tokens = plain_of(TINY_MLA)
+    with (
+        restarted_daemon("[tiers]\nhost_bytes = 0\n") as without,
+        running_pair(tmp_path, without.runtime_dir, model=TINY_MLA, tokens=TOKENS, options=DECODE) as one,
+        Watch(without.runtime_dir) as watch,
+    ):
+        assert [reply.tokens for reply in ask_all(one)] == tokens
+        assert "SGLang copies a retracted request's pages by itself: TIER_OFF" in one.decode.logged()
+        watch.assert_all_is_free(one)
