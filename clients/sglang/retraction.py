@@ -19,6 +19,7 @@ from kvferry.clients import KvferryError, pages, pages_from_slots
 from kvferry.clients.calls import asked
 from kvferry.clients.sglang import pools
 from kvferry.clients.sglang.pools import DevicePool
+from kvferry.protocol.errors import DaemonLostError
 from kvferry.protocol.tier_messages import DropSnapshot
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,9 @@ def get_cpu_copy(original: Callable[..., Any], pool: Any, indices: Any, *rest: A
         return original(pool, indices, *rest, **more)
     try:
         ids = pages_from_slots(np.asarray(indices), ours.spec.page_size)
+        ours.engine.poll()
+        if ours.engine.is_away:
+            raise DaemonLostError("the daemon is away, and the scheduler does not wait for it")
         with ours.engine.client() as client:
             leaving = client.offload(ours.name, [pages(ids)], deadline_s=DEADLINE_S)
             client.wait_done(leaving, DEADLINE_S + MARGIN_S)

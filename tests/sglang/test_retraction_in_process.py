@@ -103,6 +103,8 @@ def test_sglang_copies_by_itself_while_the_daemon_is_away(with_tier: RestartedDa
         with_tier.end()
         backup = pool.get_cpu_copy(slots(FROM))
         assert not isinstance(backup, Backup)
+        both.made.daemon.engine.poll()
+        assert both.made.daemon.engine.generation == 0, "the scheduler has waited until the client gave up"
         with_tier.start()
         pool.load_cpu_copy(backup, slots(TO))
         assert same(values(pool, slots(TO)), before)
