@@ -99,8 +99,12 @@ class RestartedDaemon:
         self.runtime_dir = folder / "run"
         self._keep = ["--keep"] if keep else []
         self._folder = folder
-        (folder / "daemon.toml").write_text(config)
+        self.configure(config)
         self.daemon = self._started()
+
+    def configure(self, config: str) -> None:
+        """Give it another configuration, which it reads when it starts."""
+        (self._folder / "daemon.toml").write_text(config)
 
     def restart(self, number: int = signal.SIGKILL) -> DaemonProcess:
         """End it by a signal, and start it anew."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Protocol, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, cast, get_args
 
 import msgspec
 
@@ -256,7 +257,7 @@ class Engine:
                 logger.error("kvferry: %s; this server goes on without it", error)
                 return
             logger.critical("kvferry: %s; this engine ends", error)
-            os.kill(os.getppid(), signal.SIGQUIT)  # as SGLang's schedulers tell the server of their end
+            _end_server()
 
     def _hold_on(self) -> None:
         while self.lost is None and not self._closed.wait(LOOK_S):
@@ -311,6 +312,18 @@ class Engine:
             with self._lock:
                 self._client, self._secret, self._boot_id, self._away = client, client.secret, client.boot_id, None
             logger.warning("kvferry: the daemon is back, boot %s", client.boot_id)
+
+
+def _end_server() -> NoReturn:
+    """End this scheduler process, and tell the server of it as SGLang's schedulers do.
+
+    The process must not stay: for one that lives SGLang waits a minute for core dumps of a CUDA device, and answers
+    nobody meanwhile.
+    """
+    server = multiprocessing.parent_process()
+    if server is not None and server.pid is not None:  # else something other than SGLang started this process
+        os.kill(server.pid, signal.SIGQUIT)
+    os._exit(1)
 
 
 def while_predecessor_ends(make: Callable[[], object]) -> None:

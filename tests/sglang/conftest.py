@@ -25,13 +25,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 @pytest.fixture(scope="session")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
     """Return what a plain server of a model answers, which is run once."""
     known: dict[str, Expected] = {}
+    long = any(item.get_closest_marker("long") for item in request.session.items)
 
     def of(model: str) -> Expected:
         if model not in known:
-            known[model] = ask_plain_server(tmp_path_factory.mktemp(f"plain-{model}"), model)
+            known[model] = ask_plain_server(tmp_path_factory.mktemp(f"plain-{model}"), model, long=long)
         return known[model]
 
     return of

@@ -13,6 +13,11 @@ AT_ONCE: Final = [Prompt(40 + 37 * seed, seed) for seed in range(1, 7)]
 """The prompts that are sent at once."""
 NEW: Final = 16
 
+RETRACTED: Final = [Prompt(30 + 17 * seed, seed) for seed in range(6)]
+"""The prompts of requests that decode retracts: 435 tokens."""
+RETRACTED_NEW: Final = 80
+"""After each of these."""
+
 
 class Answer(NamedTuple):
     """A plain server's answer.
@@ -29,8 +34,8 @@ class Answer(NamedTuple):
 class Expected:
     """The answers to the prompts of the tests."""
 
-    def __init__(self, answers: dict[Prompt, Answer]) -> None:
-        self._answers = answers
+    def __init__(self, answers: dict[Prompt, Answer], retracted: list[list[int]]) -> None:
+        self._answers, self._retracted = answers, retracted
 
     def answer(self, length: int, seed: int = 0) -> Answer:
         """Return the answer to ``prompt(length, seed)``."""
@@ -40,15 +45,22 @@ class Expected:
         """Return the new tokens after ``prompt(length, seed)``."""
         return self.answer(length, seed).tokens
 
+    @property
+    def retracted(self) -> list[list[int]]:
+        """Return the new tokens after each of ``RETRACTED``, where the run has long tests."""
+        return self._retracted
 
-def ask_plain_server(folder: Path, model: str) -> Expected:
-    """Run a plain server, and return its answers."""
+
+def ask_plain_server(folder: Path, model: str, *, long: bool) -> Expected:
+    """Run a plain server, and return its answers; ``long``: also those that long tests need."""
     wanted = [*(Prompt(length) for length in LENGTHS), *AT_ONCE]
     plain = server(folder, "plain", model=model)
     with running(plain):
         replies = at_once(lambda one: plain.post("/generate", request(prompt(*one), NEW, return_logprob=True)), wanted)
+        more = RETRACTED if long else []
+        retracted = at_once(lambda one: plain.post("/generate", request(prompt(*one), RETRACTED_NEW)), more)
     answers = {}
     for one, reply in zip(wanted, replies, strict=True):
         logprobs = [row[0] for row in reply.body["meta_info"]["output_token_logprobs"]]
         answers[one] = Answer(reply.tokens, logprobs)
-    return Expected(answers)
+    return Expected(answers, [reply.tokens for reply in retracted])

@@ -182,11 +182,16 @@ class Program:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(END_S)
 
-    def end(self) -> None:
-        """End it: by SIGTERM, if it heeds that."""
+    def terminate(self) -> None:
+        """Send SIGTERM if it runs, and do not wait."""
         if self.is_running():
             assert self._process is not None
             self._process.terminate()
+
+    def end(self) -> None:
+        """Return once it has ended after SIGTERM, or kill it if it does not heed that."""
+        if self.is_running():
+            assert self._process is not None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
         self.kill()
@@ -202,6 +207,10 @@ class Program:
     def posted(self, path: str, body: Mapping[str, object], timeout_s: float = REPLY_S) -> Future[Reply]:
         """Send a request, whose answer will be there."""
         return self._asked("POST", path, body, timeout_s)
+
+    def flush(self) -> None:
+        """Empty SGLang's prefix caches, once it is idle: a look at its health is a request, too."""
+        self.wait_for(lambda: self.post("/flush_cache", {}).status == 200, "flush its cache", SERVED_S)
 
     def _asked(self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float) -> Future[Reply]:
         """Ask in a thread of its own, which is on this program's host."""
@@ -283,7 +292,9 @@ def running(*programs: Program, up: str = "/model_info") -> Iterator[None]:
             program.wait_until_up(up)
         yield
     finally:
-        for program in reversed(programs):
+        for program in programs:  # all at once: each looks for the signal every five seconds
+            program.terminate()
+        for program in programs:
             program.end()
 
 
@@ -423,5 +434,5 @@ def running_pair(
 
 def at_once(ask: Callable[[Prompt], Reply], prompts: Sequence[Prompt]) -> list[Reply]:
     """Return the answers to prompts that are sent at once."""
-    with ThreadPoolExecutor(len(prompts)) as threads:
+    with ThreadPoolExecutor(len(prompts) or 1) as threads:
         return list(threads.map(ask, prompts))

@@ -1,12 +1,13 @@
 """Servers with HiCache and kvferry as its storage: the same tokens as a plain server's, and where they came from.
 
-SGLang copies between its device pool and its host pool on accelerators only; ``stubs`` has these copies in torch.
+Most tests share a server, and begin with nothing stored. SGLang copies between its device pool and
+its host pool on accelerators only; ``stubs`` has these copies in torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -16,7 +17,7 @@ import pytest
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from tests.daemons import RestartedDaemon, restarted_daemon, soon
 from tests.sglang.expected import NEW, Expected
-from tests.sglang.folders import SMOLLM2
+from tests.sglang.folders import SMOLLM2, TINY_MLA
 from tests.sglang.host_pools import EXTRA, Layout
 from tests.sglang.servers import Program, Reply, prompt, request, running, server
 
@@ -36,10 +37,12 @@ class Kind(NamedTuple):
     io: str = "direct"
 
 
-KINDS: Final = {
-    "mha": Kind(SMOLLM2, "layer_first", "daemon"),
-    "mha-page-first": Kind(SMOLLM2, "page_first", "engine", "kernel"),
+KIND: Final = Kind(SMOLLM2, "layer_first", "daemon")
+OTHERS: Final = {
+    "page-first-of-the-engine": Kind(SMOLLM2, "page_first", "engine", "kernel"),
+    "latents-page-first-direct": Kind(TINY_MLA, "page_first_direct", "daemon"),
 }
+"""The other layouts, memory and models."""
 
 
 @contextmanager
@@ -58,6 +61,19 @@ def serving(kind: Kind, daemon: RestartedDaemon, folder: Path) -> Iterator[Progr
         yield one
 
 
+@pytest.fixture(scope="module")
+def daemon(expected: Expected) -> Iterator[RestartedDaemon]:  # noqa: ARG001  before, so that three servers never run at once
+    with restarted_daemon() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def one(daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """Return the server that most tests share."""
+    with serving(KIND, daemon, tmp_path_factory.mktemp("hicache")) as server:
+        yield server
+
+
 def ask(one: Program, length: int) -> Reply:
     """Ask for the tokens after a prompt."""
     return one.post("/generate", request(prompt(length), NEW))
@@ -69,11 +85,6 @@ def from_storage(reply: Reply) -> int:
     return int(details.get("storage") or 0)
 
 
-def flush(one: Program) -> None:
-    """Empty SGLang's own caches, once it is idle."""
-    assert soon(lambda: one.post("/flush_cache", {}).status == 200)
-
-
 def assert_answers(one: Program, expected: Expected, *, stored: bool) -> None:
     """Check tokens, and that all whole pages of the prompts came from the storage, or nothing did."""
     for length in LENGTHS:
@@ -82,50 +93,75 @@ def assert_answers(one: Program, expected: Expected, *, stored: bool) -> None:
         assert from_storage(reply) == (length // PAGE * PAGE if stored else 0), (length, reply)
 
 
-def stored_blocks(daemon: RestartedDaemon, tier: str) -> int:
-    """Return how many blocks lie in a tier."""
+def wait_until_all_is_stored(daemon: RestartedDaemon, one: Program) -> None:
+    """Return once all pages of the prompts and their answers lie in the host tier."""
+    assert soon(lambda: stored_blocks(daemon) == STORED), one.log_tail()
+
+
+def begin(one: Program, daemon: RestartedDaemon, expected: Expected) -> None:
+    """Have nothing stored; ask, and have all of it stored."""
+    one.flush()
+    assert one.post("/hicache/storage-backend/clear", {}).status == 200
+    assert stored_blocks(daemon) == 0
+    assert_answers(one, expected, stored=False)
+    wait_until_all_is_stored(daemon, one)
+
+
+def stored_blocks(daemon: RestartedDaemon) -> int:
+    """Return how many blocks lie in the host tier."""
     with Client.connect(daemon.runtime_dir) as client:
-        return sum(tier in one.tiers for one in client.cached_blocks())
+        return sum("host" in one.tiers for one in client.cached_blocks())
 
 
-def story(kind: Kind, expected: Expected, folder: Path) -> None:
-    """Ask a server, ask it again after a flush, and ask another one after its end."""
-    with restarted_daemon() as daemon:
-        with serving(kind, daemon, folder) as one:
-            assert_answers(one, expected, stored=False)
-            assert soon(lambda: stored_blocks(daemon, "host") >= STORED), one.log_tail()
-            flush(one)
-            assert_answers(one, expected, stored=True)
-        with serving(kind, daemon, folder) as other:
-            assert_answers(other, expected, stored=True)
+def test_found_after_a_flush_and_by_another_server(
+    one: Program, daemon: RestartedDaemon, expected: Expected, tmp_path: Path
+) -> None:
+    begin(one, daemon, expected)
+    one.flush()
+    assert_answers(one, expected, stored=True)
+    with serving(KIND, daemon, tmp_path) as other:
+        assert_answers(other, expected, stored=True)
 
 
-def test_found_after_a_flush_and_by_another_server(expected: Expected, tmp_path: Path) -> None:
-    story(KINDS["mha"], expected, tmp_path)
+@pytest.mark.parametrize("name", OTHERS)
+def test_found_after_a_flush(name: str, answers: Callable[[str], Expected], tmp_path: Path) -> None:
+    expected = answers(OTHERS[name].model)
+    with restarted_daemon() as daemon, serving(OTHERS[name], daemon, tmp_path) as one:
+        begin(one, daemon, expected)
+        one.flush()
+        assert_answers(one, expected, stored=True)
 
 
-def test_another_layout_registered_by_the_server(expected: Expected, tmp_path: Path) -> None:
-    story(KINDS["mha-page-first"], expected, tmp_path)
-
-
-def test_other_bytes_give_other_tokens(expected: Expected, tmp_path: Path) -> None:
+def test_other_bytes_give_other_tokens(one: Program, daemon: RestartedDaemon, expected: Expected) -> None:
     """The control: with zeros in the place of what was stored, the answer is another one."""
-    with restarted_daemon() as daemon, serving(KINDS["mha"], daemon, tmp_path) as one:
-        assert_answers(one, expected, stored=False)
-        assert soon(lambda: stored_blocks(daemon, "host") >= STORED)
-        with Client.connect(daemon.runtime_dir) as client:
-            blocks = list(client.cached_blocks())
-            name, revision = blocks[0].model.rsplit("@", 1)
-            hashes = [bytes.fromhex(block.hash) for block in blocks]
-            spec = MhaSpec(
-                layers=30, tokens=PAGE * len(blocks), page_size=PAGE, kv_heads=3, head_dim=64, dtype="float32"
-            )
-            client.create_pool("zeros", spec, model=ModelIdentity(name=name, revision=revision))
-            ids = client.allocate("zeros", len(blocks))
-            assert client.evict_cached(hashes).blocks == len(blocks)
-            assert client.wait_done(client.store("zeros", hashes, ids)).stored == len(blocks)
-        flush(one)
-        for length in LENGTHS:
-            reply = ask(one, length)
-            assert from_storage(reply) == length // PAGE * PAGE
-            assert reply.tokens != expected.tokens(length)
+    begin(one, daemon, expected)
+    with Client.connect(daemon.runtime_dir) as client:
+        blocks = list(client.cached_blocks())
+        name, revision = blocks[0].model.rsplit("@", 1)
+        hashes = [bytes.fromhex(block.hash) for block in blocks]
+        spec = MhaSpec(layers=30, tokens=PAGE * len(blocks), page_size=PAGE, kv_heads=3, head_dim=64, dtype="float32")
+        client.create_pool("zeros", spec, model=ModelIdentity(name=name, revision=revision))
+        ids = client.allocate("zeros", len(blocks))
+        assert client.evict_cached(hashes).blocks == len(blocks)
+        assert client.wait_done(client.store("zeros", hashes, ids)).stored == len(blocks)
+    one.flush()
+    for length in LENGTHS:
+        reply = ask(one, length)
+        assert from_storage(reply) == length // PAGE * PAGE
+        assert reply.tokens != expected.tokens(length)
+
+
+def test_a_killed_daemon_is_a_miss_and_stores_again_once_it_is_back(
+    one: Program, daemon: RestartedDaemon, expected: Expected
+) -> None:
+    begin(one, daemon, expected)
+    since = one.log_size()
+    daemon.end()
+    one.flush()
+    assert_answers(one, expected, stored=False)
+    assert "it counts as a miss" in one.logged(since)
+    daemon.start()
+    one.wait_until_logged("the daemon is back", since)
+    begin(one, daemon, expected)
+    one.flush()
+    assert_answers(one, expected, stored=True)

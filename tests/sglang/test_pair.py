@@ -85,7 +85,7 @@ def test_decode_computes_with_the_pages_that_prefill_has_in_the_daemon(
         for role in ("k", "v"):
             pool.tensor("main", role)[:, 1:] = 0
     assert pair.generate(ids).tokens != as_it_is
-    assert pair.prefill.post("/flush_cache", {}).status == 200
+    pair.prefill.flush()
     assert pair.generate(ids).tokens == as_it_is
     assert pair.generate(prompt(64)).tokens == expected.tokens(64)
 
@@ -175,7 +175,7 @@ def test_an_abort_while_decode_generates(well: Pair, watch: Watch) -> None:
 def test_an_abort_of_a_request_that_waits_behind_another(
     well: Pair, expected: Expected, watch: Watch, side: Side
 ) -> None:
-    assert well.prefill.post("/flush_cache", {}).status == 200
+    well.prefill.flush()
     first, second = new_room(), new_room()
     before = {one: well.half(one, prompt(1000), first) for one in SIDES}
     watch.wait_until_opened(first, "decode")

@@ -5,41 +5,25 @@ Which requests run together is not that of a plain server, which has tokens for 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.daemons import RestartedDaemon, restarted_daemon
+from tests.sglang.expected import RETRACTED, RETRACTED_NEW, Expected
 from tests.sglang.folders import SMOLLM2, TINY_MLA
-from tests.sglang.servers import Pair, Prompt, Reply, at_once, prompt, request, running, running_pair, server
+from tests.sglang.servers import NEW_TOKENS, Pair, Reply, at_once, prompt, request, running_pair
 from tests.sglang.watch import Watch
 
 pytestmark = pytest.mark.long
 
 TIER: Final = "[tiers]\nhost_bytes = 268435456\n"
-PROMPTS: Final = [Prompt(30 + 17 * seed, seed) for seed in range(6)]
-NEW: Final = 80
+NO_TIER: Final = "[tiers]\nhost_bytes = 0\n"
 TOKENS: Final = 608
 """Of the prompts 435, and of the answers 480."""
 DECODE: Final = ("--num-reserved-decode-tokens", "16", "--page-size", "16")
-RETRACTED: Final = "Retract requests|Testing retraction"
-
-
-@pytest.fixture(scope="module")
-def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[int]]]:
-    """Return what returns what a plain server of a model answers."""
-
-    @functools.cache
-    def of(model: str) -> list[list[int]]:
-        plain = server(tmp_path_factory.mktemp("plain"), "plain", model=model)
-        with running(plain):
-            replies = at_once(lambda one: plain.post("/generate", request(prompt(*one), NEW)), PROMPTS)
-        return [reply.tokens for reply in replies]
-
-    return of
+RETRACTS: Final = "Retract requests|Testing retraction"
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +33,8 @@ def model(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def plain(plain_of: Callable[[str], list[list[int]]], model: str) -> list[list[int]]:
-    return plain_of(model)
+def plain(answers: Callable[[str], Expected], model: str) -> list[list[int]]:
+    return answers(model).retracted
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +62,13 @@ def pair(
 
 
 def ask_all(pair: Pair) -> list[Reply]:
-    return at_once(lambda one: pair.generate(prompt(*one), NEW), PROMPTS)
+    return at_once(lambda one: pair.generate(prompt(*one), RETRACTED_NEW), RETRACTED)
 
 
 @pytest.mark.parametrize("model", [SMOLLM2, TINY_MLA], indirect=True, scope="module")
 def test_retracted_requests_answer_the_same(pair: Pair, watch: Watch, plain: list[list[int]]) -> None:
     assert [reply.tokens for reply in ask_all(pair)] == plain
-    pair.decode.wait_until_logged(RETRACTED)
+    pair.decode.wait_until_logged(RETRACTS)
     assert "SGLang copies a retracted request's pages by itself" not in pair.decode.logged()
     watch.assert_all_is_free(pair)
 
@@ -94,8 +78,8 @@ def test_daemon_that_restarts_in_between_costs_the_retracted_ones(
     pair: Pair, daemon: RestartedDaemon, plain: list[list[int]]
 ) -> None:
     since = pair.decode.log_size()
-    posted = [pair.router.posted("/generate", request(prompt(*one), NEW)) for one in PROMPTS]
-    pair.decode.wait_until_logged(RETRACTED, since)
+    posted = [pair.router.posted("/generate", request(prompt(*one), RETRACTED_NEW)) for one in RETRACTED]
+    pair.decode.wait_until_logged(RETRACTS, since)
     daemon.restart()
     replies = [one.result() for one in posted]
     lost = [reply for reply in replies if reply.status != 200]
@@ -108,13 +92,16 @@ def test_daemon_that_restarts_in_between_costs_the_retracted_ones(
         watch.assert_all_is_free(pair)
 
 
-def test_without_a_tier_sglang_copies_by_itself(plain_of: Callable[[str], list[list[int]]], tmp_path: Path) -> None:
-    tokens = plain_of(TINY_MLA)
-    with (
-        restarted_daemon("[tiers]\nhost_bytes = 0\n") as without,
-        running_pair(tmp_path, without.runtime_dir, model=TINY_MLA, tokens=TOKENS, options=DECODE) as one,
-        Watch(without.runtime_dir) as watch,
-    ):
-        assert [reply.tokens for reply in ask_all(one)] == tokens
-        assert "SGLang copies a retracted request's pages by itself: TIER_OFF" in one.decode.logged()
-        watch.assert_all_is_free(one)
+@pytest.mark.parametrize("model", [TINY_MLA], indirect=True, scope="module")
+def test_without_a_tier_sglang_copies_by_itself(pair: Pair, daemon: RestartedDaemon, plain: list[list[int]]) -> None:
+    daemon.configure(NO_TIER)
+    daemon.restart()
+    try:
+        pair.wait_until_served(prompt(*RETRACTED[0]), plain[0][:NEW_TOKENS])
+        assert [reply.tokens for reply in ask_all(pair)] == plain
+        assert "SGLang copies a retracted request's pages by itself: TIER_OFF" in pair.decode.logged()
+        with Watch(daemon.runtime_dir) as watch:
+            watch.assert_all_is_free(pair)
+    finally:
+        daemon.configure(TIER)
+        daemon.restart()
