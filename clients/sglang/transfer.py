@@ -35,7 +35,7 @@ from kvferry.clients import Transfer, pages
 from kvferry.clients.calls import asked
 from kvferry.clients.sglang import pools
 from kvferry.clients.sglang.pools import DevicePool
-from kvferry.protocol.errors import InvalidFieldError, KvferryError, StaleBootError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, StaleBootError, UnknownTransferError
 from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
 from kvferry.protocol.transfer_messages import Abandon, Cancel, Direction
 
@@ -50,7 +50,12 @@ LONGEST_S: Final = 3600.0
 """What a daemon allows for a transfer."""
 
 CANCEL_S: Final = 5.0
-"""How long an aborted sender waits until no byte of its pages is read any more."""
+"""How long the daemon may take to end a half whose pages SGLang is about to use again, before the log says so."""
+
+CANCEL_AGAIN_S: Final = 0.1
+
+ABORTED: Final = "Aborted by AbortReq."
+"""As SGLang says it."""
 
 
 class PrefillRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -232,16 +237,24 @@ class _Half:
             return self._conclude(KVPoll.Failed) if self._is_failed() else None
         if transfer.error is not None:
             self._fail(str(transfer.error))
-        if self._is_failed() and transfer.finished is None and not transfer.is_settled and not self._cancelled:
-            self._cancelled = True
-            key = transfer.key
-            cancel = Cancel(request_id=key.request_id, pool=key.pool, direction=key.direction, wait=False)
-            engine.say(asked(cancel))
+        if self._is_failed():
+            self._cancel()
         if self._generation != engine.generation:  # nothing that wrote for it is there any more
             self._fail("DAEMON_LOST: the daemon ended, and the request's transfer with it")
         elif not transfer.is_settled:
             return None
         return self._conclude(KVPoll.Failed if self._is_failed() else KVPoll.Success)
+
+    def _cancel(self) -> None:
+        """Have the daemon end it, once; ``poll`` says when it has."""
+        transfer = self._transfer
+        if transfer is None:
+            self._abandon()
+        elif transfer.finished is None and not transfer.is_settled and not self._cancelled:
+            self._cancelled = True
+            key = transfer.key
+            cancel = Cancel(request_id=key.request_id, pool=key.pool, direction=key.direction, wait=False)
+            self.kv_mgr.pool.engine.say(asked(cancel))
 
     def clear(self) -> None:
         """Forget it. SGLang may use the pages again at once, also where only another rank has failed."""
@@ -249,17 +262,26 @@ class _Half:
         super().clear()  # type: ignore[misc]  # of SGLang's class, which the halves have as well
 
     def _give_up(self) -> None:
-        """Return when no byte of its pages moves any more."""
-        transfer = self._transfer
+        """Return when no byte of its pages moves any more: SGLang cannot hold them back, and has to wait here."""
+        transfer, engine = self._transfer, self.kv_mgr.pool.engine
         if transfer is None:
             if self.conclude_state != KVPoll.Success:
                 self._abandon()
-        elif not transfer.is_settled and self._generation == self.kv_mgr.pool.engine.generation:
+            return
+        while not transfer.is_settled and self._generation == engine.generation and engine.lost is None:
             try:
-                with self.kv_mgr.pool.engine.client() as client:
+                with engine.client() as client:
                     client.cancel(transfer, deadline_s=CANCEL_S)
+            except UnknownTransferError:  # it has ended
+                return
             except KvferryError as error:
-                logger.warning("kvferry: CANCEL of room %s: %s", self.bootstrap_room, error)
+                logger.error(  # noqa: TRY400
+                    "kvferry: room %s has not ended, this server waits until its pages can be used again: %s",
+                    self.bootstrap_room, error,
+                )  # fmt: skip
+                engine.wait_for_news(CANCEL_AGAIN_S)
+            else:
+                return
 
 
 class KvferryKVSender(_Half, CommonKVSender):
@@ -317,9 +339,15 @@ class KvferryKVSender(_Half, CommonKVSender):
         self._record_transfer_indices(kv_indices, None)
 
     def abort(self) -> None:
-        """Give it up. SGLang may use the pages again at once, so this waits until none is read any more."""
-        super().abort()
-        self._give_up()
+        """Give it up; ``poll`` says Failed once no page is read any more.
+
+        A prompt of which only some chunks are sent is not polled again, and SGLang uses its pages at once: this waits.
+        """
+        self._fail(ABORTED)
+        if self.curr_idx and not self._is_last_sent:
+            self._give_up()
+        else:
+            self._cancel()
 
     def _send(self, lists: list[Any], *, is_last: bool) -> None:
         mgr = self.kv_mgr
@@ -409,9 +437,8 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
 
     def abort(self) -> None:
         """Give it up; ``poll`` says Failed once nothing can be written into its pages any more."""
-        self._fail("Aborted by AbortReq.")
-        if self._transfer is None:
-            self._abandon()
+        self._fail(ABORTED)
+        self._cancel()
 
     def _others(self) -> tuple[str, ...]:
         try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -18,7 +21,18 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from kvferry.clients.sglang import transfer
 from kvferry.protocol.errors import InvalidFieldError
 from tests.daemons import RestartedDaemon, soon
-from tests.sglang.in_process import PAGE, ROW_BYTES, Halves, current_pool, halves, manager, mha_pool, mla_pool, polled
+from tests.sglang.in_process import (
+    PAGE,
+    ROW_BYTES,
+    SOON_S,
+    Halves,
+    current_pool,
+    halves,
+    manager,
+    mha_pool,
+    mla_pool,
+    polled,
+)
 
 FROM: Final = [1, 2, 3, 4]
 TO: Final = [40, 30, 20, 10]
@@ -166,17 +180,23 @@ def test_whole_prompt_at_decode_needs_only_metadata(both: Halves) -> None:
     assert (both.rows[2] == 5).all()
 
 
+def have_reached(both: Halves, state: str) -> tuple[Any, Any]:
+    """Return both halves of a request: prefill's is open, has been found by decode, or has sent a chunk."""
+    room = both.new_room()
+    sender, receiver = both.sender(room, len(FROM)), both.receiver(room)
+    if state != "opened":
+        receiver.send_metadata(ids(TO), 2)
+        assert polled(sender, KVPoll.WaitingForInput)
+    if state == "sending":
+        sender.send(ids(FROM[:2]))
+    return sender, receiver
+
+
 @pytest.mark.parametrize("way", ["abort", "clear"])
 @pytest.mark.parametrize("reached", ["opened", "waiting", "sending"])
 def test_prefill_that_gives_up_is_heard(mha: Halves, way: str, reached: str) -> None:
     """SGLang clears a request whose other ranks have failed without an abort."""
-    room = mha.new_room()
-    sender, receiver = mha.sender(room, len(FROM)), mha.receiver(room)
-    if reached != "opened":
-        receiver.send_metadata(ids(TO), 2)
-        assert polled(sender, KVPoll.WaitingForInput)
-    if reached == "sending":
-        sender.send(ids(FROM[:2]))
+    sender, receiver = have_reached(mha, reached)
     getattr(sender, way)()
     if reached == "opened":
         receiver.send_metadata(ids(TO), 2)
@@ -188,13 +208,7 @@ def test_prefill_that_gives_up_is_heard(mha: Halves, way: str, reached: str) -> 
 @pytest.mark.parametrize("way", ["abort", "clear"])
 @pytest.mark.parametrize("reached", ["opened", "waiting", "sending"])
 def test_decode_that_gives_up_is_heard(mha: Halves, way: str, reached: str) -> None:
-    room = mha.new_room()
-    sender, receiver = mha.sender(room, len(FROM)), mha.receiver(room)
-    if reached != "opened":
-        receiver.send_metadata(ids(TO), 2)
-        assert polled(sender, KVPoll.WaitingForInput)
-    if reached == "sending":
-        sender.send(ids(FROM[:2]))
+    sender, receiver = have_reached(mha, reached)
     getattr(receiver, way)()
     if reached != "opened":
         assert receiver.poll() is not None  # by which the scheduler, in this state, gives up
@@ -275,6 +289,53 @@ def test_pages_are_free_once_a_half_is_cleared(mha: Halves) -> None:
     sender.send(ids(FROM))
     assert polled(sender, KVPoll.Failed)
     assert (mha.tokens(TO) == 1).all()
+
+
+@contextlib.contextmanager
+def stopped(daemon: RestartedDaemon) -> Iterator[None]:
+    """Have the daemon do nothing meanwhile."""
+    process = daemon.daemon.process
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("side", "way"), [("receive", "clear"), ("send", "clear"), ("send", "abort")])
+def test_pages_are_held_back_for_as_long_as_the_daemon_does_not_let_go_of_them(
+    mha: Halves,
+    kept_daemon: RestartedDaemon,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    side: str,
+    way: str,
+) -> None:
+    """SGLang uses the pages again as soon as these calls return."""
+    monkeypatch.setattr(transfer, "CANCEL_S", 0.1)
+    sender, receiver = have_reached(mha, "sending")
+    first, other = (sender, receiver) if side == "send" else (receiver, sender)
+    with stopped(kept_daemon):
+        waits = threading.Thread(target=getattr(first, way))
+        waits.start()
+        assert soon(lambda: "this server waits until its pages can be used again" in caplog.text)
+        assert waits.is_alive()
+    waits.join(SOON_S)
+    assert not waits.is_alive()
+    assert polled(other, KVPoll.Failed)
+    assert "PEER_CANCELLED" in reason(other)
+
+
+def test_prefill_that_gives_up_after_its_last_chunk_does_not_wait(mha: Halves, kept_daemon: RestartedDaemon) -> None:
+    """SGLang asks until it is told Failed, and uses the pages only then."""
+    sender, receiver = have_reached(mha, "sending")
+    with stopped(kept_daemon):
+        sender.send(ids(FROM[2:]))
+        sender.abort()
+        assert sender.poll() == KVPoll.Transferring
+    assert polled(sender, KVPoll.Failed)
+    assert "Aborted" in reason(sender)
+    receiver.clear()
 
 
 def test_metadata_of_another_length_fails_at_decode(mha: Halves) -> None:
