@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,7 @@ class Served:
         self._now_s = 0.0
         self._news = asyncio.Event()
         self._path = path
+        self._clients: list[socket.socket] = []
         monkeypatch.setattr(time, "perf_counter", lambda: self._now_s)
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(path))
@@ -51,8 +54,23 @@ class Served:
         """Return a client's socket that has shaken hands."""
         one = socket.socket(socket.AF_UNIX)
         one.connect(str(self._path))
+        return self._greeted(one)
+
+    def connect_from_a_host(self) -> socket.socket:
+        """Return the socket of a client that comes by TCP."""
+        port = int(self.control.endpoint.rpartition(":")[2])
+        return self._greeted(socket.create_connection(("127.0.0.1", port)))
+
+    def _greeted(self, one: socket.socket) -> socket.socket:
+        self._clients.append(one)
         one.sendall(OPENING)
         return one
+
+    def close(self) -> None:
+        """End it, and its clients."""
+        for one in self._clients:
+            one.close()
+        self.control.close()
 
     async def until(self, word: bytes, count: int) -> None:
         """Wait until so many messages of that word were handled."""
@@ -89,127 +107,89 @@ class Served:
         self._news.set()
 
 
+@pytest.fixture
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    with contextlib.closing(Served(tmp_path / "control.sock", monkeypatch)) as one:
+        yield one
+
+
 @pytest.mark.parametrize("word", [b"long", b"short"])
-async def test_an_engine_waits_for_at_most_a_turn_of_strangers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: bytes
-) -> None:
-    site = Served(tmp_path / "control.sock", monkeypatch)
+async def test_an_engine_waits_for_at_most_a_turn_of_strangers(site: Served, word: bytes) -> None:
     engine, strangers = site.connect(), [site.connect() for _ in range(STRANGERS)]
-    try:
-        engine.sendall(encoded([b"engine"]))
-        await site.until(b"engine", 1)
-        for one in strangers:
-            one.sendall(encoded([word]) * MANY)
-        await site.until(word, 1)  # they are at it
-        before = site.handled.count(word)
-        engine.sendall(encoded([b"request"]))
-        await site.until(b"request", 1)
-        between = site.handled[: site.handled.index(b"request")].count(word) - before
-        if word == b"long":
-            assert between <= 2, "one message a turn, of all strangers together"
-        await site.until(word, STRANGERS * MANY)
-    finally:
-        for one in (engine, *strangers):
-            one.close()
-        site.control.close()
+    engine.sendall(encoded([b"engine"]))
+    await site.until(b"engine", 1)
+    for one in strangers:
+        one.sendall(encoded([word]) * MANY)
+    await site.until(word, 1)  # they are at it
+    before = site.handled.count(word)
+    engine.sendall(encoded([b"request"]))
+    await site.until(b"request", 1)
+    between = site.handled[: site.handled.index(b"request")].count(word) - before
+    if word == b"long":
+        assert between <= 2, "one message a turn, of all strangers together"
+    await site.until(word, STRANGERS * MANY)
 
 
-async def test_an_engine_with_long_requests_waits_for_its_turn_with_the_strangers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Served(tmp_path / "control.sock", monkeypatch)
+async def test_an_engine_with_long_requests_waits_for_its_turn_with_the_strangers(site: Served) -> None:
     engine, heavy = site.connect(), site.connect()
-    try:
-        heavy.sendall(encoded([b"engine"]))
-        await site.until(b"engine", 1)
-        site.engine, first = b"", site.engine
-        engine.sendall(encoded([b"engine"]))
-        await site.until(b"engine", 2)
-        assert first != site.engine
-        heavy.sendall(encoded([b"long"]) * MANY)
-        await site.until(b"long", 1)
-        engine.sendall(encoded([b"request"]) * 3)
-        await site.until(b"request", 3)
-        at = [number for number, word in enumerate(site.handled) if word == b"request"]
-        assert at[-1] - at[0] == 2, "what came together is handled together"
-        assert site.handled[: at[0]].count(b"long") <= 4
-        await site.until(b"long", MANY)
-    finally:
-        engine.close()
-        heavy.close()
-        site.control.close()
+    heavy.sendall(encoded([b"engine"]))
+    await site.until(b"engine", 1)
+    site.engine, first = b"", site.engine
+    engine.sendall(encoded([b"engine"]))
+    await site.until(b"engine", 2)
+    assert first != site.engine
+    heavy.sendall(encoded([b"long"]) * MANY)
+    await site.until(b"long", 1)
+    engine.sendall(encoded([b"request"]) * 3)
+    await site.until(b"request", 3)
+    at = [number for number, word in enumerate(site.handled) if word == b"request"]
+    assert at[-1] - at[0] == 2, "what came together is handled together"
+    assert site.handled[: at[0]].count(b"long") <= 4
+    await site.until(b"long", MANY)
 
 
 def ping(ttl: int) -> bytes:
     return frame(COMMAND, b"\4PING" + ttl.to_bytes(2))
 
 
-async def test_heartbeats_give_strangers_no_turns_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = Served(tmp_path / "control.sock", monkeypatch)
+async def test_heartbeats_give_strangers_no_turns_of_their_own(site: Served) -> None:
     strangers = [site.connect() for _ in range(STRANGERS)]
-    try:
-        site.count_turns()
-        for ttl in range(100, 100 + MANY):
-            for one in strangers:
-                one.sendall(ping(ttl) + encoded([b"long"]) * 2)
-            await site.until(b"long", 2 * STRANGERS * (ttl - 99))
-        assert site.most_a_turn(b"long") == 1
-    finally:
-        for one in strangers:
-            one.close()
-        site.control.close()
-
-
-async def test_who_connects_again_and_again_takes_a_turn_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Served(tmp_path / "control.sock", monkeypatch)
     site.count_turns()
-    strangers = [site.connect() for _ in range(2 * MOST)]
-    try:
-        await site.until(b"let_in", MOST)
-        assert site.most_a_turn(b"let_in") == 1
-    finally:
+    for ttl in range(100, 100 + MANY):
         for one in strangers:
-            one.close()
-        site.control.close()
+            one.sendall(ping(ttl) + encoded([b"long"]) * 2)
+        await site.until(b"long", 2 * STRANGERS * (ttl - 99))
+    assert site.most_a_turn(b"long") == 1
 
 
-async def test_a_failure_closes_its_connection_and_the_others_have_their_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Served(tmp_path / "control.sock", monkeypatch)
+async def test_who_connects_again_and_again_takes_a_turn_as_well(site: Served) -> None:
+    site.count_turns()
+    for _ in range(2 * MOST):
+        site.connect()
+    await site.until(b"let_in", MOST)
+    assert site.most_a_turn(b"let_in") == 1
+
+
+async def test_a_failure_closes_its_connection_and_the_others_have_their_turns(site: Served) -> None:
     failed: list[object] = []
     site.loop.set_exception_handler(lambda _, context: failed.append(context.get("exception")))
     strangers = [site.connect() for _ in range(STRANGERS)]
-    try:
-        for one in strangers:
-            one.sendall(encoded([b"fails" if one is strangers[0] else b"long"]) * 2)
-        await site.until(b"long", 2 * (STRANGERS - 1))
-        assert [type(one) for one in failed] == [MemoryError]
-        assert len(site.control) == STRANGERS - 1
-    finally:
-        for one in strangers:
-            one.close()
-        site.control.close()
+    for one in strangers:
+        one.sendall(encoded([b"fails" if one is strangers[0] else b"long"]) * 2)
+    await site.until(b"long", 2 * (STRANGERS - 1))
+    assert [type(one) for one in failed] == [MemoryError]
+    assert len(site.control) == STRANGERS - 1
 
 
-async def test_who_holds_little_pays_for_no_other_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_holds_little_pays_for_no_other_host(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_socket, "MAX_HELD_BYTES", 10_000)
-    site = Served(tmp_path / "control.sock", monkeypatch)
     engine = site.connect()
-    port = int(site.control.endpoint.rpartition(":")[2])
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(STRANGERS)]
-    try:
-        engine.sendall(encoded([b"engine"]) + encoded([bytes(5000)])[:4000])
-        await site.until(b"engine", 1)
-        for one in strangers:
-            one.sendall(OPENING + encoded([b"stranger"]) + encoded([bytes(5000)])[:2000])
-        await site.until(b"stranger", STRANGERS)
-        engine.sendall(encoded([bytes(5000)])[4000:] + encoded([b"lives"]))
-        await site.until(b"lives", 1)
-        assert len(site.control) < 1 + STRANGERS
-    finally:
-        for one in (engine, *strangers):
-            one.close()
-        site.control.close()
+    strangers = [site.connect_from_a_host() for _ in range(STRANGERS)]
+    engine.sendall(encoded([b"engine"]) + encoded([bytes(5000)])[:4000])
+    await site.until(b"engine", 1)
+    for one in strangers:
+        one.sendall(encoded([b"stranger"]) + encoded([bytes(5000)])[:2000])
+    await site.until(b"stranger", STRANGERS)
+    engine.sendall(encoded([bytes(5000)])[4000:] + encoded([b"lives"]))
+    await site.until(b"lives", 1)
+    assert len(site.control) < 1 + STRANGERS

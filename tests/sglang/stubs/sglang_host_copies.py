@@ -11,6 +11,9 @@ import importlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
+Tensors = Sequence[Tensor]
 
 _HOST = "sglang.srt.mem_cache.pool_host."
 
@@ -34,11 +37,7 @@ def _put_copies(_: object) -> None:
 
 
 def transfer_kv_direct(
-    src_layers: Sequence[torch.Tensor],
-    dst_layers: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    page_size: int,  # noqa: ARG001
+    src_layers: Tensors, dst_layers: Tensors, src_indices: Tensor, dst_indices: Tensor, **_: int
 ) -> None:
     """Copy tokens, layout layer_first, both ways."""
     for source, destination in zip(src_layers, dst_layers, strict=True):
@@ -46,12 +45,7 @@ def transfer_kv_direct(
 
 
 def transfer_kv_per_layer_direct_pf_lf(
-    src_ptrs: Sequence[torch.Tensor],
-    dst_ptrs: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    layer_id: int,
-    page_size: int,
+    src_ptrs: Tensors, dst_ptrs: Tensors, src_indices: Tensor, dst_indices: Tensor, layer_id: int, page_size: int
 ) -> None:
     """Copy a layer's tokens from a host pool of layout page_first_direct."""
     for source, destination in zip(src_ptrs, dst_ptrs, strict=True):
@@ -59,11 +53,7 @@ def transfer_kv_per_layer_direct_pf_lf(
 
 
 def transfer_kv_all_layer_direct_lf_pf(
-    src_ptrs: Sequence[torch.Tensor],
-    dst_ptrs: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    page_size: int,
+    src_ptrs: Tensors, dst_ptrs: Tensors, src_indices: Tensor, dst_indices: Tensor, page_size: int
 ) -> None:
     """Copy all layers' tokens to a host pool of layout page_first_direct."""
     layers = len(src_ptrs) // len(dst_ptrs)
@@ -76,12 +66,12 @@ def transfer_kv_all_layer_direct_lf_pf(
 
 
 def transfer_kv_per_layer_pf_lf(
-    src_k: torch.Tensor,
-    dst_k: torch.Tensor,
-    src_v: torch.Tensor,
-    dst_v: torch.Tensor,
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
     layer_id: int,
     **_: int,
 ) -> None:
@@ -91,24 +81,19 @@ def transfer_kv_per_layer_pf_lf(
 
 
 def transfer_kv_per_layer_mla_pf_lf(
-    src: torch.Tensor,
-    dst: torch.Tensor,
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    layer_id: int,
-    **_: int,
+    src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, layer_id: int, **_: int
 ) -> None:
     """Copy a layer's latents from a host pool of layout page_first."""
     dst[dst_indices] = src[src_indices, layer_id]
 
 
 def transfer_kv_all_layer_lf_pf(
-    src_k_layers: torch.Tensor,
-    dst_k: torch.Tensor,
-    src_v_layers: torch.Tensor,
-    dst_v: torch.Tensor,
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
+    src_k_layers: Tensor,
+    dst_k: Tensor,
+    src_v_layers: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
     **_: int,
 ) -> None:
     """Copy all layers' tokens to a host pool of layout page_first."""
@@ -117,15 +102,13 @@ def transfer_kv_all_layer_lf_pf(
 
 
 def transfer_kv_all_layer_mla_lf_pf(
-    src_layers: torch.Tensor, dst: torch.Tensor, src_indices: torch.Tensor, dst_indices: torch.Tensor, **_: int
+    src_layers: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, **_: int
 ) -> None:
     """Copy all layers' latents to a host pool of layout page_first."""
     _to_page_first(src_layers, dst, src_indices, dst_indices)
 
 
-def _to_page_first(
-    layers: torch.Tensor, destination: torch.Tensor, src_indices: torch.Tensor, dst_indices: torch.Tensor
-) -> None:
+def _to_page_first(layers: Tensor, destination: Tensor, src_indices: Tensor, dst_indices: Tensor) -> None:
     """Copy from tensors that are given by their addresses."""
     if not len(src_indices):
         return
