@@ -10,9 +10,13 @@ All methods are called by the scheduler's thread, but ``_handle_node_failure``, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -36,7 +40,7 @@ from kvferry.clients.calls import asked
 from kvferry.clients.sglang import pools
 from kvferry.clients.sglang.pools import DevicePool
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, StaleBootError, UnknownTransferError
-from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
+from kvferry.protocol.ids import Hex128, PeerAddress, PlainText, PoolName
 from kvferry.protocol.transfer_messages import Abandon, Cancel, Direction
 
 logger = logging.getLogger(__name__)
@@ -58,18 +62,26 @@ ABORTED: Final = "Aborted by AbortReq."
 """As SGLang says it."""
 
 
+MOST_CHARACTERS: Final = 256
+MOST_RANKS: Final = 4096
+"""Of which a bootstrap server keeps what they say: anybody may say it."""
+
+KERNEL: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
 class PrefillRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rank of the prefill server says of itself at its bootstrap server.
 
     ``rank``: data-parallel and tensor-parallel. ``daemons``: the addresses at which other daemons reach its own;
-    ``boot_id`` of that.
+    ``boot_id`` of that, and ``place`` where that listens, see ``place_of``.
     """
 
     handshake: int
     rank: Annotated[str, msgspec.Meta(pattern=r"^\d{1,5}/\d{1,5}$")]
     pool: PoolName
-    host: str
-    daemons: tuple[PeerAddress, ...]
+    host: Annotated[PlainText, msgspec.Meta(max_length=MOST_CHARACTERS)]
+    place: Annotated[PlainText, msgspec.Meta(max_length=MOST_CHARACTERS)]
+    daemons: Annotated[tuple[PeerAddress, ...], msgspec.Meta(max_length=8)]
     boot_id: Hex128
 
 
@@ -100,20 +112,31 @@ class KvferryKVManager(CommonKVManager):
             self._start_heartbeat_checker_thread()  # finds a prefill server that ended before it opened its transfer
 
     def register_to_bootstrap(self) -> None:
-        """Say at the bootstrap server which ranks there are, and where their daemon is."""
+        """Say at the bootstrap server which ranks there are, and where their daemon is.
+
+        Raises:
+            InvalidFieldError: it is not kvferry's.
+        """
         super().register_to_bootstrap()
         rank = PrefillRank(
             handshake=HANDSHAKE,
             rank=f"{self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank}/{self.attn_tp_rank}",
             pool=self.pool.name,
             host=self.local_ip,
+            place=place_of(self._addresses),
             daemons=self._addresses,
             boot_id=self._boot_id,
         )
         host = NetworkAddress.parse(self.dist_init_addr).resolved().host if self.dist_init_addr else self.bootstrap_host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  what SGLang listens at
         url = f"{NetworkAddress(host, self.bootstrap_port).to_url()}{ROUTE}"
-        requests.put(url, data=msgspec.json.encode(rank), timeout=ASK_S).raise_for_status()
+        try:
+            requests.put(url, data=msgspec.json.encode(rank), timeout=ASK_S).raise_for_status()
+        except OSError as error:  # requests' errors are such ones
+            raise InvalidFieldError(
+                f"the bootstrap server does not take where the daemon is ({error}): is another server at its port?",
+                field="disaggregation_bootstrap_port",
+            ) from error
 
     def prefill_rank(self, bootstrap_addr: str, dp_rank: int) -> PrefillRank:
         """Return what the prefill server's rank of this one's number says of itself.
@@ -149,22 +172,22 @@ class KvferryKVManager(CommonKVManager):
         Raises:
             InvalidFieldError: it has none that reaches here.
         """
-        here = source.host == self.local_ip
-        if source.boot_id == self._boot_id or (here and source.daemons and source.daemons == self._addresses):
+        same_place = bool(source.place) and source.place == place_of(source.daemons)
+        if source.boot_id == self._boot_id or (same_place and source.daemons == self._addresses):
             return ()
-        kind = "ipc://" if here else "tcp://"
-        found = [one for one in source.daemons if one.startswith(kind)]
+        kind = "ipc://" if same_place and source.host == self.local_ip else "tcp://"
+        found = [one for one in source.daemons if one.startswith(kind) and one not in self._addresses]
         if not found:
             raise InvalidFieldError(
-                f"the daemon of pool {source.pool} at {source.host} has no address {kind} for other daemons: set its "
-                "peers.listen",
+                f"the daemon of pool {source.pool} at {source.host} has no address {kind} of its own for other "
+                "daemons: set its peers.listen",
                 field="peers.listen",
             )
         return (found[0],)
 
     def forget_prefill(self, bootstrap_addr: str) -> None:
-        """Ask anew next time: the server may be another one by then."""
-        for key in [one for one in self._prefill_ranks if one[0] == bootstrap_addr]:
+        """Ask anew next time: the server may be another one by then. From any thread."""
+        for key in [one for one in tuple(self._prefill_ranks) if one[0] == bootstrap_addr]:
             self._prefill_ranks.pop(key, None)
 
     def request_id(self, room: int) -> str:
@@ -483,7 +506,9 @@ class KvferryKVBootstrapServer(CommonKVBootstrapServer):
             rank = msgspec.json.decode(body, type=PrefillRank)
         except msgspec.MsgspecError as error:
             return web.Response(text=str(error), status=400)
-        self._ranks[rank.rank] = body
+        if rank.rank not in self._ranks and len(self._ranks) >= MOST_RANKS:
+            return web.Response(text=f"{MOST_RANKS} ranks have registered", status=HTTPStatus.INSUFFICIENT_STORAGE)
+        self._ranks[rank.rank] = msgspec.json.encode(rank)
         return web.Response()
 
     async def _get_rank(self, request: web.Request) -> web.Response:
@@ -491,6 +516,19 @@ class KvferryKVBootstrapServer(CommonKVBootstrapServer):
         if body is None:
             return web.Response(text="no such rank has registered", status=404)
         return web.Response(body=body, content_type="application/json")
+
+
+def place_of(daemons: Sequence[str]) -> str:
+    """Return what tells where a daemon's ipc address is: another host or container may have it for another daemon.
+
+    It is the kernel's boot and the folder's device and inode; empty where that cannot be seen from here.
+    """
+    with contextlib.suppress(OSError):
+        for one in daemons:
+            if one.startswith("ipc://"):
+                folder = Path(one.removeprefix("ipc://")).parent.stat()
+                return f"{KERNEL.read_text('ascii').strip()}/{folder.st_dev}/{folder.st_ino}"
+    return ""
 
 
 def metadata_row(args: Any, index: int | None) -> bytes:  # noqa: ANN401  SGLang's KVArgs

@@ -8,8 +8,10 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 import requests
@@ -357,6 +359,7 @@ RANK: Final[dict[str, Any]] = {
     "rank": "7/0",
     "pool": "p",
     "host": "127.0.0.1",
+    "place": "boot/1/2",
     "daemons": ["ipc:///x"],
     "boot_id": "0" * 32,
 }
@@ -383,6 +386,9 @@ def test_bootstrap_server_returns_what_a_rank_says(mha: Halves) -> None:
         ({**RANK, "pool": "../p"}, "pool"),
         ({**RANK, "handshake": "1"}, "handshake"),
         ({**RANK, "rank": "../7"}, "rank"),
+        ({**RANK, "host": "h" * 257}, "host"),
+        ({**RANK, "place": "a\nb"}, "place"),
+        ({**RANK, "daemons": ["ipc:///x"] * 9}, "daemons"),
         ({**RANK, "more": 1}, "more"),
     ],
 )
@@ -395,6 +401,56 @@ def test_bootstrap_server_refuses_what_is_no_rank(mha: Halves, body: bytes | dic
 
 def test_bootstrap_server_does_not_know_every_rank(mha: Halves) -> None:
     assert requests.get(route(mha), params={"rank": "9/9"}, timeout=5).status_code == 404
+
+
+def test_bootstrap_server_keeps_so_many_ranks(mha: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "MOST_RANKS", 0)
+    assert requests.put(route(mha), json={**RANK, "rank": "8/0"}, timeout=5).status_code == 507
+    assert requests.get(route(mha), params={"rank": "8/0"}, timeout=5).status_code == 404
+    known = requests.get(route(mha), params={"rank": "0/0"}, timeout=5).json()
+    assert requests.put(route(mha), json=known, timeout=5).status_code == 200
+
+
+@pytest.fixture
+def rank(mha: Halves, tmp_path: Path) -> transfer.PrefillRank:
+    """Return what a rank of another daemon on this host says."""
+    daemons = (f"ipc://{tmp_path}/peer.sock", "tcp://10.0.0.1:7801")
+    place = transfer.place_of(daemons)
+    assert place
+    return msgspec.convert(
+        {**RANK, "host": mha.decode.local_ip, "place": place, "daemons": daemons}, transfer.PrefillRank
+    )
+
+
+def test_daemon_of_this_host_is_found_by_ipc(mha: Halves, rank: transfer.PrefillRank) -> None:
+    assert mha.decode.source_daemons(rank) == (rank.daemons[0],)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"place": "another-kernel/1/2"},
+        {"place": ""},
+        {"host": "10.0.0.1"},
+        {"daemons": ["ipc:///nowhere/peer.sock", "tcp://10.0.0.1:7801"]},
+    ],
+)
+def test_daemon_elsewhere_is_found_by_tcp(mha: Halves, rank: transfer.PrefillRank, other: dict[str, Any]) -> None:
+    """Two machines, or containers, may have the same address, and the same path for another daemon's socket."""
+    elsewhere = msgspec.convert({**msgspec.to_builtins(rank), **other}, transfer.PrefillRank)
+    assert mha.decode.source_daemons(elsewhere) == ("tcp://10.0.0.1:7801",)
+
+
+def test_daemon_elsewhere_without_tcp_is_refused_by_name(mha: Halves, rank: transfer.PrefillRank) -> None:
+    with pytest.raises(InvalidFieldError, match=r"no address tcp:// of its own .* peers\.listen"):
+        mha.decode.source_daemons(msgspec.structs.replace(rank, place="another-kernel/1/2", daemons=rank.daemons[:1]))
+
+
+def test_own_daemon_is_known_after_its_restart(mha: Halves) -> None:
+    with mha.made.daemon.engine.client() as client:
+        daemons = client.status().addresses
+    said = {**RANK, "host": "10.0.0.1", "place": transfer.place_of(daemons), "daemons": daemons}
+    assert mha.decode.source_daemons(msgspec.convert(said, transfer.PrefillRank)) == ()
 
 
 def test_prefill_of_another_version_is_refused(mha: Halves) -> None:
