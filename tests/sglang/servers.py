@@ -163,10 +163,6 @@ class Program:
         """Return the end of its log."""
         return "\n".join(line[:400] for line in self.logged().splitlines()[-lines:])
 
-    def is_running(self) -> bool:
-        """Return whether its first process runs."""
-        return self._process is not None and self._process.poll() is None
-
     def wait_until_ended(self) -> None:
         """Return once its first process has ended; fails the test if it does not in time."""
         assert self._process is not None
@@ -183,18 +179,9 @@ class Program:
             self._process.wait(END_S)
 
     def terminate(self) -> None:
-        """Send SIGTERM if it runs, and do not wait."""
-        if self.is_running():
-            assert self._process is not None
-            self._process.terminate()
-
-    def end(self) -> None:
-        """Return once it has ended after SIGTERM, or kill it if it does not heed that."""
-        if self.is_running():
-            assert self._process is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
-        self.kill()
+        """End it as operators do, by SIGTERM, which it looks for every five seconds; do not wait."""
+        assert self._process is not None
+        self._process.terminate()
 
     def get(self, path: str, timeout_s: float = REPLY_S) -> Reply:
         """Ask for a path."""
@@ -284,7 +271,7 @@ def server(
 
 @contextlib.contextmanager
 def running(*programs: Program, up: str = "/model_info") -> Iterator[None]:
-    """Run programs, and end them."""
+    """Run programs, and kill them."""
     try:
         for program in programs:
             program.start()
@@ -292,10 +279,8 @@ def running(*programs: Program, up: str = "/model_info") -> Iterator[None]:
             program.wait_until_up(up)
         yield
     finally:
-        for program in programs:  # all at once: each looks for the signal every five seconds
-            program.terminate()
-        for program in programs:
-            program.end()
+        for program in reversed(programs):
+            program.kill()
 
 
 class Prompt(NamedTuple):
@@ -369,9 +354,20 @@ class Pair:
 
     def assert_healthy(self) -> None:
         """Check that both servers say that they are."""
-        for program in (self.prefill, self.decode):
-            reply = program.get("/health")
+        both = self.prefill, self.decode
+        with ThreadPoolExecutor(len(both)) as threads:  # each takes a second to answer
+            replies = list(threads.map(lambda program: program.get("/health"), both))
+        for program, reply in zip(both, replies, strict=True):
             assert reply.status == 200, (program, reply, program.log_tail())
+
+    def end_in_order(self) -> None:
+        """End both servers as operators do; fails the test where one does not end, or complains."""
+        both = self.prefill, self.decode
+        for program in both:
+            program.terminate()
+        for program in both:
+            program.wait_until_ended()
+            assert "Traceback" not in program.logged().rpartition("SIGTERM received")[2], program.log_tail()
 
 
 def new_room() -> int:

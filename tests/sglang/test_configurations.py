@@ -85,8 +85,10 @@ def test_two_daemons_on_two_hosts(expected: Expected, tmp_path: Path, require: C
             ) as pair,
         ):
             assert_tokens(pair, expected)
-            with Client.connect(ours.runtime_dir) as client:
+            with Client.connect(ours.runtime_dir) as client, Client.connect(theirs.runtime_dir) as other:
                 assert client.status().counters["network.sent_bytes"] > 0
+                pair.end_in_order()
+                assert soon(lambda: not client.status().pools + other.status().pools), "pools end with their servers"
 
 
 @pytest.fixture(scope="module")

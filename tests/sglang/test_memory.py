@@ -1,4 +1,4 @@
-"""Who allocated the KV memory, and what becomes of servers whose daemon ends where nothing keeps its pools."""
+"""Who allocated the KV memory, and what becomes of it, and of servers, when one of them ends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemons import RestartedDaemon, restarted_daemon
+from kvferry.clients import Client
+from tests.daemons import RestartedDaemon, restarted_daemon, soon
 from tests.sglang.expected import Expected
-from tests.sglang.servers import prompt, running_pair
+from tests.sglang.servers import Pair, prompt, running_pair
 
 pytestmark = pytest.mark.long
 
@@ -32,6 +33,7 @@ def test_memory_of_the_engine_outlives_the_daemon(
         pair.wait_until_served(prompt(600), expected.tokens(600))
         assert pair.generate(prompt(333)).tokens == expected.tokens(333)
         pair.assert_healthy()
+        assert_pools_end_with_servers(pair, forgetful_daemon)
 
 
 def test_servers_end_whose_memory_the_daemon_has_lost(
@@ -43,3 +45,11 @@ def test_servers_end_whose_memory_the_daemon_has_lost(
         for server in (pair.prefill, pair.decode):
             server.wait_until_ended()
             assert "POOL_LOST" in server.logged()
+
+
+def assert_pools_end_with_servers(pair: Pair, daemon: RestartedDaemon) -> None:
+    """End the servers in order, and check that no pool is left of them."""
+    with Client.connect(daemon.runtime_dir) as client:
+        assert len(client.status().pools) == 2
+        pair.end_in_order()
+        assert soon(lambda: not client.status().pools)
