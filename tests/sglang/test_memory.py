@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from kvferry.clients import Client
+from kvferry.clients.sglang.engine import Engine
+from kvferry.protocol.errors import PoolLostError
 from tests.daemons import RestartedDaemon, restarted_daemon, soon
 from tests.sglang.expected import Expected
 from tests.sglang.servers import Pair, prompt, running_pair
 
-pytestmark = pytest.mark.long
+SOON_S: Final = 20.0
+
+
+class Lost:
+    """A pool whose memory the next daemon has not."""
+
+    name = "lost"
+
+    def come_back(self, client: Client, *, resumed: bool) -> None:  # noqa: ARG002
+        """Say so."""
+        raise PoolLostError("the next daemon has not adopted it")
+
+
+def scheduler(runtime_dir: str, started: Connection) -> None:
+    """Be a scheduler process of a server, for as long as it is let."""
+    Engine("scheduler", runtime_dir).add(Lost())
+    started.send_bytes(b"")
+    started.recv_bytes()
+
+
+def test_a_scheduler_whose_memory_is_lost_ends_and_tells_its_server() -> None:
+    """One that stayed would keep SGLang waiting for a minute."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGQUIT, lambda number, _: told.append(number))
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    try:
+        with restarted_daemon(keep=False) as daemon:
+            process = spawn.Process(target=scheduler, args=(str(daemon.runtime_dir), theirs))
+            process.start()
+            try:
+                assert ours.poll(SOON_S)
+                daemon.restart()
+                process.join(SOON_S)
+                assert (process.exitcode, told) == (1, [signal.SIGQUIT])
+            finally:
+                process.kill()
+                process.join()
+    finally:
+        signal.signal(signal.SIGQUIT, before)
 
 
 @pytest.fixture
@@ -22,6 +67,7 @@ def forgetful_daemon(expected: Expected) -> Iterator[RestartedDaemon]:  # noqa: 
         yield daemon
 
 
+@pytest.mark.long
 def test_memory_of_the_engine_outlives_the_daemon(
     forgetful_daemon: RestartedDaemon, expected: Expected, tmp_path: Path
 ) -> None:
@@ -36,6 +82,7 @@ def test_memory_of_the_engine_outlives_the_daemon(
         assert_pools_end_with_servers(pair, forgetful_daemon)
 
 
+@pytest.mark.long
 def test_servers_end_whose_memory_the_daemon_has_lost(
     forgetful_daemon: RestartedDaemon, expected: Expected, tmp_path: Path
 ) -> None:
