@@ -22,7 +22,7 @@ LayerGroups = Annotated[tuple[LayerNumbers, ...], Meta(max_length=16)]
 """Layer numbers per group, ascending; each layer of the pool is in one group. A stage may have none of a group."""
 
 ComponentNames = Annotated[tuple[ComponentName, ...], Meta(max_length=16)]
-View = Literal["paged", "fia", "nz"]
+View = Literal["paged", "fia", "nz", "hnd"]
 HostView = Literal["page_first", "page_first_direct"]
 """Orders of a host cache's bytes, as SGLang names them: a page of a role holds all layers."""
 
@@ -75,10 +75,12 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     here, of ``total_heads`` (default: all) starting at ``head_start``; ``first_layer`` the model's number of the first
     layer; ``replicas`` the number of ranks that hold the same heads. ``view`` is how engines see the same bytes, per
     layer: ``paged`` ``(pages, page_size, heads, dim)`` or ``fia`` ``(pages * page_size, 1, heads, dim)``; ``nz`` is
-    another order of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for 2-byte elements. ``page_first``
-    ``(pages, page_size, layers, heads, dim)`` and ``page_first_direct`` ``(pages, layers, page_size, heads, dim)`` have
-    one array per role, whose pages hold all layers; without draft, groups and scales per layer. ``k_scale`` and
-    ``v_scale`` apply to 8-bit dtypes only.
+    another order of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for 2-byte elements, and so is ``hnd``,
+    ``(pages, heads, page_size, dim)``. ``page_first`` ``(pages, page_size, layers, heads, dim)`` and
+    ``page_first_direct`` ``(pages, layers, page_size, heads, dim)`` have one array per role, whose pages hold all
+    layers; without draft, groups and scales per layer. ``joined`` stores k and v of a token's head side by side in one
+    row of k, of ``head_dim + v_head_dim`` elements, without v and scales. ``k_scale`` and ``v_scale`` apply to 8-bit
+    dtypes only.
 
     ``groups`` are the KV cache groups of an engine with a block table per group and page ids from one allocator:
     components ``main``, ``group1``, ``group2`` and so on, all in the page space ``main``. A page belongs to one group
@@ -102,6 +104,7 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     k_scale: Scales | None = None
     v_scale: Scales | None = None
     groups: LayerGroups = ()
+    joined: bool = False
 
 
 class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):

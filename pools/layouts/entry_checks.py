@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 
 from kvferry.pools.layouts.mla import is_one_row
-from kvferry.pools.layouts.parts import FIA_NZ, ND
-from kvferry.pools.planning.geometry import PAGE_HEADS, dtype_bytes, page_bytes_of, page_rows
+from kvferry.pools.layouts.parts import FIA_NZ, ND, is_joined
+from kvferry.pools.planning.geometry import HND, PAGE_HEADS, dtype_bytes, page_bytes_of, page_rows
 from kvferry.pools.planning.scales import check_scales
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import Entry
@@ -22,6 +22,9 @@ STATE_ROLES = ("conv", "ssm")
 
 _TOKENS = {"page_tokens": 1, "heads": 2}
 """Axes of ``(pages, page_size, heads, dim)``: keys, values, packed rows, and (without dim) the indexer's scales."""
+
+_HEADS_FIRST = {"page_tokens": 2, "heads": 1}
+"""Axes of ``(pages, heads, page_size, dim)``."""
 
 _FRACTALS = {"page_tokens": 3, "heads": 1}
 """Axes of ``(pages, heads, dim / n, page_size, n)``."""
@@ -93,7 +96,8 @@ def _check_shape(entry: Entry) -> None:
 
 def _axes(entry: Entry, shape: tuple[int, ...]) -> Mapping[str, int]:
     """Return the axis of the shape that each field gives; empty for formats that no layout here makes."""
-    if not shape or not (entry.format in {None, ND, PAGE_HEADS} or _is_nz(entry) or is_one_row(entry.format)):
+    known = entry.format in {None, ND, PAGE_HEADS} or _is_nz(entry) or _is_hnd(entry)
+    if not shape or not (known or is_one_row(entry.format or "") or is_joined(entry.format or "")):
         return {}
     if _is_of_tokens(entry, shape):
         return {"heads": 2} if entry.page_tokens else {}
@@ -104,6 +108,8 @@ def _page_axes(entry: Entry, axes: int) -> Mapping[str, int]:
     """Return the same for the axes after the page axis; without tokens they depend on the role."""
     if _is_nz(entry):
         return _FRACTALS if axes == 5 else {}  # noqa: PLR2004  see _FRACTALS
+    if _is_hnd(entry):
+        return _HEADS_FIRST if axes == 4 else {}  # noqa: PLR2004  see _HEADS_FIRST
     if entry.format == PAGE_HEADS:
         return {"heads": 1} if axes == 2 else {}  # noqa: PLR2004  (pages, heads)
     if entry.role in STATE_ROLES:
@@ -115,11 +121,15 @@ def _is_nz(entry: Entry) -> bool:
     return entry.format is not None and entry.format.startswith(FIA_NZ)
 
 
+def _is_hnd(entry: Entry) -> bool:
+    return entry.format is not None and entry.format.startswith(HND)
+
+
 def _is_of_tokens(entry: Entry, shape: tuple[int, ...]) -> bool:
     """Return whether the shape may be the FIA view (fused infer attention), in which a row is a token, not a page."""
     if len(shape) != 4 or shape[1] != 1:  # noqa: PLR2004  (tokens, 1, heads, dim)
         return False
-    if entry.format not in {None, ND} or entry.role in STATE_ROLES:
+    if not (entry.format in {None, ND} or is_joined(entry.format or "")) or entry.role in STATE_ROLES:
         return False
     if entry.page_tokens is None:
         return shape[0] % entry.pages == 0

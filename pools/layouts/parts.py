@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvferry.pools.planning.geometry import PAGE_HEADS, RankHeads, dtype_bytes, page_bytes_of, page_count
+from kvferry.pools.planning.geometry import HND, PAGE_HEADS, RankHeads, dtype_bytes, page_bytes_of, page_count
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.scales import PAGE, KeyValueScales, fixed_scales, inherited
 from kvferry.protocol.errors import InvalidFieldError
@@ -34,6 +34,9 @@ ND = "ND"
 FIA_NZ = "FIA_NZ"
 """Fractals: a page is ``(heads, dim / n, page_size, n)``, n elements in 32 bytes. Pairs only with itself."""
 
+JOINED = "KV"
+"""Is in the formats whose rows of k are a token's k and v, before the two widths."""
+
 PAGE_FIRST_FORMATS = {"page_first": "PAGE_FIRST", "page_first_direct": "PAGE_FIRST_DIRECT"}
 """Format names by view; the number of layers in a page is appended."""
 
@@ -54,6 +57,7 @@ class Paged(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     view: View | HostView = "paged"
     scales: KeyValueScales = KeyValueScales()
+    joined: bool = False
 
 
 def heads_of(start: int, count: int, total: int | None, replicas: int, *, prefix: str = "") -> RankHeads:
@@ -175,20 +179,24 @@ def main_part(
         dtype=spec.dtype,
         view=spec.view,
         scales=KeyValueScales(spec.k_scale, spec.v_scale),
+        joined=isinstance(spec, MhaSpec) and spec.joined,
     )
 
 
 def attention_entries(part: Paged, head_dim: int, v_head_dim: int | None) -> list[Entry]:
     """Return k of all layers, then v of all layers, then the scales that travel with their pages.
 
-    ``v_head_dim`` defaults to ``head_dim``.
+    ``v_head_dim`` defaults to ``head_dim``. Where k and v are joined, there is only k.
 
     Raises:
         InvalidFieldError: the dtype is unknown, a width is not a multiple of a fractal's, or the scales are invalid.
     """
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    if part.joined:
+        return _joined_entries(part, head_dim, v_head_dim)
     return [
         *_scaled_entries(part, "k", head_dim),
-        *_scaled_entries(part, "v", head_dim if v_head_dim is None else v_head_dim),
+        *_scaled_entries(part, "v", v_head_dim),
         *_scale_entries(part, "k"),
         *_scale_entries(part, "v"),
     ]
@@ -217,7 +225,7 @@ def paged_entries(part: Paged, role: str, dim: int, layers: Sequence[int] | None
         form = f"{PAGE_FIRST_FORMATS[part.view]}_{len(layers)}"
         return [paged_entry(part, role, layers[-1], shape, token_bytes * len(layers), form=form)]
     shape = _shape(part, dim)
-    form = FIA_NZ if part.view == "nz" else ND
+    form = {"nz": FIA_NZ, "hnd": HND}.get(part.view, ND)
     return [paged_entry(part, role, layer, shape, token_bytes, form=form) for layer in layers]
 
 
@@ -282,6 +290,22 @@ def shard_of(heads: RankHeads, field: str) -> RankHeads:
     return RankHeads(heads.start // heads.count, 1, heads.total // heads.count, heads.replicas)
 
 
+def _joined_entries(part: Paged, head_dim: int, v_head_dim: int) -> list[Entry]:
+    """Return k, whose rows are k and v; the format has the two widths, so that it pairs with no other split."""
+    for role in ("k", "v"):
+        if part.scales.of(role) is not None:
+            raise InvalidFieldError("joined rows take no scales: omit it", field=part.scales.field(role))
+    rows = paged_entries(part, "k", head_dim + v_head_dim)
+    order = "" if rows[0].format == ND else f"{rows[0].format}_"
+    form = f"{order}{JOINED}_{head_dim}_{v_head_dim}"
+    return [msgspec.structs.replace(entry, format=form) for entry in rows]
+
+
+def is_joined(form: str) -> bool:
+    """Return whether rows of tokens, in this format, are k and v of each head."""
+    return form.startswith(f"{JOINED}_")
+
+
 def _scaled_entries(part: Paged, role: str, dim: int) -> list[Entry]:
     """Return the entries of k or v with the fixed scales of each layer."""
     entries = paged_entries(part, role, dim)
@@ -314,6 +338,8 @@ def _shape(part: Paged, dim: int) -> tuple[int, ...]:
         return (part.pages * part.page_size, 1, part.heads.count, dim)
     if part.view == "paged":
         return (part.pages, part.page_size, part.heads.count, dim)
+    if part.view == "hnd":
+        return (part.pages, part.heads.count, part.page_size, dim)
     fractal = FRACTAL_BYTES // dtype_bytes(part.dtype)
     if dim % fractal:
         raise InvalidFieldError(

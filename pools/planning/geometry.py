@@ -24,6 +24,9 @@ DTYPE_BYTES = {
 PAGE_HEADS = "PAGE_HEADS"
 """Format of arrays ``(pages, heads)``: one number per page and head, no token axis."""
 
+HND = "HND"
+"""Begins the formats whose pages are ``(heads, page_size, dim)``: a head of a page is contiguous."""
+
 MAX_PAGES = (1 << 31) - 1
 """Page numbers are int32 in graph tables."""
 
@@ -41,8 +44,9 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def page_rows(entry: Entry) -> int | None:
-    """Return the rows of a page, each with all heads: its tokens, 1 for ``PAGE_HEADS``, None if not given."""
-    return 1 if entry.format == PAGE_HEADS else entry.page_tokens
+    """Return the rows of a page, each with all heads: its tokens, 1 where the heads come first, None if not given."""
+    heads_first = entry.format is not None and entry.format.startswith((PAGE_HEADS, HND))
+    return 1 if heads_first else entry.page_tokens
 
 
 def page_count(tokens: int, page_size: int, field: str = "tokens") -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvferry.pools.planning.geometry import PAGE_HEADS, Heads, intersect, page_rows
+from kvferry.pools.planning.geometry import HND, PAGE_HEADS, Heads, intersect, page_rows
 from kvferry.pools.planning.manifest import check_unique, key_of
 from kvferry.pools.planning.scales import check_same_scales
 from kvferry.protocol.errors import GeometryMismatchError, ScaleMismatchError, UncoveredEntryError
@@ -24,8 +24,8 @@ MUST_AGREE = ("dtype", "format", "page_tokens", "head_start", "heads", "total_he
 MUST_AGREE_SLICED = ("page_tokens", "total_heads", "dtype", "format")
 """Fields that must be equal where the entries hold different heads; so must the bytes of one head of one token."""
 
-SLICEABLE_FORMATS = (None, "ND", PAGE_HEADS)
-"""Formats in which one head of one token (or of one page, without tokens) is contiguous."""
+SLICEABLE_FORMATS = ("ND", PAGE_HEADS, HND, "KV_")
+"""How the formats begin in which one head of one token, or of one page, is contiguous."""
 
 SCALE_ROLES = {"k": "k_scale", "v": "v_scale", "index_k": "index_scale"}
 """The role of the scales that travel with each role's pages."""
@@ -140,8 +140,12 @@ def _heads_of(entry: Entry) -> Heads | None:
     return Heads(entry.head_start, entry.heads)
 
 
+def _is_sliceable(entry: Entry) -> bool:
+    return entry.format is None or entry.format.startswith(SLICEABLE_FORMATS)
+
+
 def _check_sliceable(source: Entry, destination: Entry, index: int) -> None:
-    if destination.format not in SLICEABLE_FORMATS or source.format not in SLICEABLE_FORMATS:
+    if not (_is_sliceable(destination) and _is_sliceable(source)):
         raise GeometryMismatchError(
             f"{destination.name}: the two sides hold different heads, and pages of format "
             f"{destination.format or source.format} cannot be cut by heads",

@@ -38,11 +38,15 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Array(NamedTuple):
-    """What a page of one key is in the whole model: ``(tokens, heads, head_bytes)``, over all ranks."""
+    """What a page of one key is in the whole model: ``(tokens, heads, head_bytes)``, over all ranks.
+
+    ``heads_first``: in memory it is ``(heads, tokens, head_bytes)``.
+    """
 
     tokens: int
     heads: int
     head_bytes: int
+    heads_first: bool = False
 
 
 class Rank(NamedTuple):
@@ -210,7 +214,7 @@ def tagged_page(key: Key, array: Array, rank: Rank, logical: int) -> Memory:
     places = ((token << 24) + (head << 16) + byte).astype(np.uint64)[:, heads]
     tags = places + (np.uint64(page_tag) << np.uint64(32))
     mixed: Memory = ((tags * _MIX) >> np.uint64(56)).astype(np.uint8)
-    return mixed.reshape(-1)
+    return (mixed.swapaxes(0, 1) if array.heads_first else mixed).reshape(-1)
 
 
 def put_pages(memory: Memory, manifest: Manifest, arrays: dict[Key, Array], rank: Rank, held: Held) -> None:

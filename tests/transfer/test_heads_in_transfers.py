@@ -32,20 +32,22 @@ TOKENS = 2
 WIDTHS = {"k": 3, "v": 5}
 LAYERS = 2
 ENTRIES = LAYERS * len(WIDTHS)
-View: TypeAlias = Literal["paged", "fia", "nz"]
+View: TypeAlias = Literal["paged", "fia", "nz", "hnd"]
 
 
 class Ranks:
     """A model of some heads; ranks of both sides join as a test says, each an engine with some pages."""
 
-    def __init__(self, heads: int, view: View = "paged", width: int = 1) -> None:
+    def __init__(self, heads: int, view: View = "paged", width: int = 1, *, joined: bool = False) -> None:
         self.harness = TransferHarness()
         self.heads = heads
         self.view: View = view
+        self.joined = joined
         self.widths = {role: its * width for role, its in WIDTHS.items()}
+        rows = {"k": sum(self.widths.values())} if joined else self.widths
         self.arrays: dict[Key, Array] = {
-            ("main", role, layer): Array(TOKENS, heads, its)
-            for role, its in self.widths.items()
+            ("main", role, layer): Array(TOKENS, heads, its, heads_first=view == "hnd")
+            for role, its in rows.items()
             for layer in range(LAYERS)
         }
         self.ranks: dict[Engine, Rank] = {}
@@ -57,7 +59,7 @@ class Ranks:
             MhaSpec(
                 layers=LAYERS, tokens=8 * TOKENS, page_size=TOKENS, kv_heads=held.count, head_start=held.start,
                 total_heads=self.heads, head_dim=self.widths["k"], v_head_dim=self.widths["v"], dtype="int8",
-                replicas=held.replicas, view=self.view,
+                replicas=held.replicas, view=self.view, joined=self.joined,
             )
         )  # fmt: skip
 
@@ -105,12 +107,14 @@ SIZES = [(2, 1, 2), (2, 2, 1), (2, 2, 4), (2, 4, 2), (4, 1, 4), (4, 4, 2), (6, 2
 
 
 @RECEIVE_FIRST
-@pytest.mark.parametrize("view", ["paged", "fia"])
+@pytest.mark.parametrize(
+    ("view", "joined"), [("paged", False), ("fia", False), ("hnd", False), ("paged", True), ("hnd", True)]
+)
 @pytest.mark.parametrize(("heads", "sending", "receiving"), SIZES)
 def test_each_rank_gets_its_heads_each_once(
-    heads: int, sending: int, receiving: int, view: View, *, receive_first: bool
+    heads: int, sending: int, receiving: int, view: View, *, joined: bool, receive_first: bool
 ) -> None:
-    ranks = Ranks(heads, view)
+    ranks = Ranks(heads, view, joined=joined)
     sources = [ranks.source(sending, number) for number in range(sending)]
     receivers = [ranks.engine(receiving, number) for number in range(receiving)]
     ranks.speak(sources, receivers, receive_first=receive_first)

@@ -19,6 +19,7 @@ DTYPES = sorted(DTYPE_BYTES)
 # -- one spec of each kind, to be changed in a field.
 
 MHA = MhaSpec(layers=3, tokens=256, page_size=128, kv_heads=2, head_dim=8, v_head_dim=4, dtype="float16")
+JOINED_MHA = msgspec.structs.replace(MHA, joined=True)
 MLA = MlaSpec(
     layers=4,
     first_layer=10,
@@ -115,13 +116,15 @@ def _draft(draw: st.DrawFn, view: str) -> DraftSpec | None:
 
 @st.composite
 def mha_specs(draw: st.DrawFn) -> MhaSpec:
-    view = draw(_view("paged", "fia", "nz"))
+    view = draw(_view("paged", "fia", "nz", "hnd"))
+    joined = draw(st.booleans())
     return MhaSpec(
         layers=draw(st.integers(1, 4)),
         first_layer=draw(st.integers(0, 40)),
         head_dim=draw(_width(view)),
         v_head_dim=draw(st.none() | _width(view)),
-        **draw(_scaled()),
+        **({"dtype": draw(st.sampled_from(DTYPES))} if joined else draw(_scaled())),
+        joined=joined,
         view=view,
         replicas=draw(st.integers(1, 3)),
         draft=draw(_draft(view)),

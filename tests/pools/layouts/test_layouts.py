@@ -20,6 +20,7 @@ from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
 from tests.pools.layouts.pool_specs import (
     JOINED,
+    JOINED_MHA,
     MAMBA,
     MHA,
     MLA,
@@ -149,6 +150,10 @@ def test_the_optional_components_are_the_specs(spec: PoolSpec) -> None:
         (MHA, {"head_dim": 4, "v_head_dim": 8}),  # the same bytes in all
         (MHA, {"dtype": "bfloat16"}),  # the same bytes a page
         (MHA, {"dtype": "float32"}),
+        (MHA, {"view": "hnd"}),
+        (MHA, {"joined": True}),
+        (JOINED_MHA, {"view": "hnd"}),
+        (JOINED_MHA, {"head_dim": 4, "v_head_dim": 8}),  # the same bytes a row
         (MLA, {"layers": 3}),
         (MLA, {"kv_lora_rank": 256}),
         (MLA, {"qk_rope_head_dim": 32}),
@@ -193,6 +198,8 @@ STATES_ONLY = msgspec.structs.replace(
         (MHA, "dtype", {"dtype": "float7"}),
         (MHA, "first_layer", {"first_layer": (1 << 31) - 1}),
         (MHA, "head_start", {"head_start": (1 << 31) - 1}),
+        (JOINED_MHA, "k_scale", {"dtype": "int8", "k_scale": 0.5}),
+        (JOINED_MHA, "v_scale", {"dtype": "int8", "v_scale": "page_head"}),
         (MLA, "index_layers", {"index_layers": 5}),
         (MLA, "index_layers[1]", {"index_layers": (10, 14)}),
         (MLA, "index_layers[1]", {"index_layers": (11, 11)}),
@@ -273,7 +280,7 @@ def test_a_spec_that_makes_no_sense_is_refused(spec: PoolSpec, field: str, field
 @given(mha_specs())
 def test_k_of_all_layers_comes_before_v(spec: MhaSpec) -> None:
     layers = range(spec.first_layer, spec.first_layer + spec.layers)
-    expected = [(role, layer) for role in ("k", "v") for layer in layers]
+    expected = [(role, layer) for role in (("k",) if spec.joined else ("k", "v")) for layer in layers]
     found = [(one.role, one.layer) for one in manifest_of(spec).entries if one.component == "main"]
     assert found[: len(expected)] == expected
 
@@ -282,7 +289,8 @@ def test_k_of_all_layers_comes_before_v(spec: MhaSpec) -> None:
 def test_page_bytes_are_the_formula(spec: MhaSpec) -> None:
     for entry in manifest_of(spec).entries:
         if entry.component == "main" and entry.role in {"k", "v"}:
-            dim = spec.head_dim if entry.role == "k" or spec.v_head_dim is None else spec.v_head_dim
+            widths = {"k": spec.head_dim, "v": spec.v_head_dim or spec.head_dim}
+            dim = sum(widths.values()) if spec.joined else widths[entry.role]
             assert entry.page_bytes == spec.page_size * spec.kv_heads * dim * DTYPE_BYTES[spec.dtype]
 
 
