@@ -594,7 +594,7 @@ def _refused_options() -> list[str]:
         refused.append("--enable-kv-cache-sharding")
     if told.disaggregation_decode_allocation_policy != "early":
         refused.append("--disaggregation-decode-allocation-policy other than early")
-    if told.disaggregation_enable_kv_checksum and told.disaggregation_decode_enable_radix_cache:
-        # Prefill does not hear what decode has already: its checksum is of all pages, decode's of those that came.
-        refused.append("--disaggregation-enable-kv-checksum with --disaggregation-decode-enable-radix-cache")
+    if told.disaggregation_enable_kv_checksum:
+        # On a CPU its first request ends the server; with decode's radix cache prefill takes it of other pages, too.
+        refused.append("--disaggregation-enable-kv-checksum (SGLang computes it with CUDA)")
     return refused

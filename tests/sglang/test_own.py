@@ -16,7 +16,7 @@ from tests.sglang.servers import ENVIRONMENT
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("name", ["TestParity", "TestAbort", "TestRecovery"])
+@pytest.mark.parametrize("name", ["TestParity", "TestParityOfMla", "TestAbort", "TestRecovery"])
 def test_of_sglang_passes(kept_daemon: RestartedDaemon, name: str) -> None:
     folder = Path(sys.executable).parent
     environment = {

@@ -115,10 +115,7 @@ def test_draft_pools_are_refused_by_name(mha: Halves) -> None:
     ("options", "name"),
     [
         ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "--disaggregation-decode-allocation-policy"),
-        (
-            {"disaggregation_enable_kv_checksum": True, "disaggregation_decode_enable_radix_cache": True},
-            "--disaggregation-enable-kv-checksum with --disaggregation-decode-enable-radix-cache",
-        ),
+        ({"disaggregation_enable_kv_checksum": True}, "--disaggregation-enable-kv-checksum"),
     ],
 )
 def test_options_are_refused_by_name(mha: Halves, options: dict[str, Any], name: str) -> None:
