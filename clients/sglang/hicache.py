@@ -119,6 +119,19 @@ def clear_all_but_padding(original: Callable[[Any], None], host_pool: Any) -> No
         host_pool.free_slots = host_pool.free_slots[host_pool.free_slots >= host_pool.page_size]
 
 
+def fits_beside_padding(
+    original: Callable[[Any, Any, int], bool],
+    controller: Any,  # noqa: ANN401
+    operation: Any,  # noqa: ANN401
+    need_size: int,
+) -> bool:
+    """Return whether what was found fits into an empty host pool; else SGLang would wait for the padding page."""
+    host = controller.mem_pool_host
+    host = host.anchor_entry.host_pool if hasattr(host, "anchor_entry") else host  # of a group, or alone
+    padding = host.page_size if isinstance(host.allocator, HostAllocator) else 0
+    return original(controller, operation, need_size + padding)
+
+
 def weights_changed(*_: object) -> None:
     """Note that what is computed from now on is another model's KV; SGLang has flushed its own caches."""
     for one in _allocators:

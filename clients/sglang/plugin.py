@@ -35,6 +35,7 @@ _REQ: Final = f"{_SRT}managers.schedule_batch.Req"
 _CONN: Final = f"{_SRT}disaggregation.common.conn."
 _SCHEDULER: Final = f"{_SRT}managers.scheduler.Scheduler"
 _HOST: Final = f"{_SRT}mem_cache.pool_host."
+_FITS: Final = f"{_SRT}managers.cache_controller.HiCacheController.can_fit_prefetch_host_buffers"
 _STORAGE: Final = f"{_SRT}mem_cache.hicache_storage.HiCacheStorage."
 _WEIGHTS: Final = (
     f"{_SRT}managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update"
@@ -87,6 +88,7 @@ KNOWN: Final = (
     Known(f"{_HOST}base.HostKVCache._allocate_host_buffer", ("self",)),
     Known(f"{_HOST}base.HostKVCache.clear", ("self",)),
     Known(f"{_HOST}common.HostTensorAllocator.allocate", ("self", "dims", "dtype", "device")),
+    Known(_FITS, ("self", "operation", "need_size")),
     Known(f"{_STORAGE}register_mem_pool_host", ("self", "mem_pool_host")),
     Known(f"{_STORAGE}register_mem_host_pool_v2", ("self", "host_pool", "host_pool_name")),
     Known(f"{_STORAGE}on_host_pools_registered", ("self",)),
@@ -166,6 +168,7 @@ def _register(unknown: list[str]) -> None:
         *((f"{_POOL}{kind}.load_cpu_copy", retraction.load_cpu_copy) for kind in pools.KINDS),
         (f"{_REQ}.load_kv_cache", retraction.load_kv_cache),
         (f"{_HOST}base.HostKVCache.clear", hicache.clear_all_but_padding),
+        (_FITS, hicache.fits_beside_padding),
         (f"{_SCHEDULER}.on_idle", waiting.on_idle),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, Final
 
 import pytest
@@ -21,6 +22,7 @@ from tests.daemons import DaemonProcess, running_daemon
 from tests.sglang.host_pools import EXTRA
 
 PAGES: Final = 6
+CONFIGURED: Final = {**EXTRA, "prefetch_threshold": 1}
 IO: Final = {"layer_first": "direct", "page_first_direct": "direct", "page_first": "kernel"}
 
 
@@ -34,6 +36,7 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
         super().__init__("run")
         self.cfg = CacheConfig(page_size=page_size, num_layers=4, kv_size=page_size * 16, dtype=torch.bfloat16)
         self.layout, self.patch, self.servers = layout, patch, 0
+        self.ratio = 2.0
 
     def run(self, *_: object) -> None:
         """Do nothing: pytest runs its functions."""
@@ -66,34 +69,93 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
         for part, wanted in zip(self._snapshot_full_kv(allocator, loaded), expected, strict=True):
             assert torch.equal(part, wanted)
 
+    def buffer_story(self) -> None:
+        """Have one tree store a sequence through host memory that is a buffer only, and another one load it."""
+        sequence = self._make_seq(1, PAGES)
+        _, expected = self._produce_buffer_l3("", sequence, marker=7)
+        tree, allocator, _ = self._build_buffer_hicache_fixture("")
+        self._fill_full_kv(allocator, torch.arange(self.cfg.kv_size), marker=0)
+        self._consume_prefetch(tree, sequence, CacheRequestHandle("request", 0))
+        found = fixtures.match_prefix(tree, sequence)
+        assert found.device_prefix_len == len(sequence)
+        loaded = tree.path_device_indices(found.last_device_node)
+        for part, wanted in zip(self._snapshot_full_kv(allocator, loaded), expected, strict=True):
+            assert torch.equal(part, wanted)
+        host = tree.cache_controller.mem_pool_host
+        assert host.available_size() == host.size - self.cfg.page_size  # of page 0 nothing is ever free
+
+    def full_story(self) -> None:
+        """Have a tree find as many pages as its host memory has with the padding page: SGLang must not wait for it."""
+        pages = self.cfg.kv_size // self.cfg.page_size // 2 + 1
+        sequence = self._make_seq(1, pages)
+        self._produce_buffer_l3("", sequence)
+        self.ratio = 0.5
+        tree, _, _ = self._build_buffer_hicache_fixture("")
+        assert tree.cache_controller.mem_pool_host.size == pages * self.cfg.page_size
+        for length, found in ((pages, 0), (pages - 1, pages - 1)):
+            part = sequence[: length * self.cfg.page_size]
+            self._consume_prefetch(tree, part, CacheRequestHandle(f"of {length}", 0))
+            assert fixtures.match_prefix(tree, part).device_prefix_len == found * self.cfg.page_size
+
+    def attach_story(self) -> None:
+        """Take the storage away from a tree and give it back; refuse it to a tree that was made without it."""
+        sequence = self._make_seq(1, PAGES)
+        expected = self._l3_produce("", sequence, marker=7)
+        tree, allocator, _ = self._l3_consumer("")
+        assert tree.detach_storage_backend()[0]
+        self._consume_prefetch(tree, sequence, CacheRequestHandle("without", 0))
+        assert fixtures.match_prefix(tree, sequence).host_hit_length == 0
+        for policy in ("timeout", "wait_complete"):  # the second changes it alone
+            done, said = tree.attach_storage_backend("dynamic", json.dumps(CONFIGURED), "model", policy)
+            assert done, said
+        self.load(tree, allocator, sequence, expected)
+        assert tree.detach_storage_backend()[0]
+        assert tree.detach_storage_backend()[0]
+        without = fixtures.build_fixture(self.cfg)[0]
+        self._init_hicache(without, storage_backend=None)
+        done, said = without.attach_storage_backend("dynamic", json.dumps(CONFIGURED), "model")
+        assert not done
+        assert "the storage must be chosen when the server starts" in said
+        assert not without.enable_storage
+
     def tree(self) -> Any:  # noqa: ANN401  SGLang's objects
         """Build a tree, its pools and its controller."""
+        return self._l3_consumer("")
+
+    def _init_hicache(
+        self,
+        cache: Any,  # noqa: ANN401
+        *,
+        storage_backend: str | None = "kvferry",
+        host_memory_mode: str = "cache",
+        **_: object,
+    ) -> None:
+        """Give a tree its controller, as SGLang's fixtures do; whichever storage they name, it is kvferry."""
         self.servers += 1
         self.patch.setenv("KVFERRY_SGLANG_POOL", f"tree-{self.cfg.page_size}-{self.servers}")
-        self.patch.setattr(fixtures, "get_device", lambda: "cpu")
-        built = fixtures.build_fixture(self.cfg)
         arguments = ServerArgs(
             model_path="dummy",
             served_model_name="model",
             page_size=self.cfg.page_size,
             hicache_io_backend=IO[self.layout],
             hicache_mem_layout=self.layout,
-            hicache_ratio=2.0,
+            hicache_ratio=self.ratio,
             hicache_write_policy="write_through",
-            hicache_storage_backend="dynamic",
-            hicache_storage_backend_extra_config=json.dumps({**EXTRA, "prefetch_threshold": 1}),
+            hicache_storage_backend=storage_backend and "dynamic",
+            hicache_storage_backend_extra_config=storage_backend and json.dumps(CONFIGURED),
             hicache_storage_prefetch_policy="wait_complete",
+            hicache_host_memory_mode=host_memory_mode,
         )
         set_global_server_args_for_scheduler(arguments)
-        cache = built[0]
         cache.init_hicache(arguments, cache.cache_init_params)
         self.addCleanup(fixtures.drop_hicache_atexit_pin, cache)
         self.addCleanup(cache.release_host_resources)
-        self.addCleanup(cache.cache_controller.mem_pool_host.anchor_entry.host_pool.allocator.host.pool.engine.close)
+        if storage_backend:
+            allocator = cache.cache_controller.mem_pool_host.anchor_entry.host_pool.allocator
+            self.addCleanup(allocator.host.pool.engine.close)
         self.addCleanup(cache.cache_controller.detach_storage_backend)
         cache.write_through_threshold = 1 << 30
         cache.load_back_threshold = 0
-        return built
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +165,42 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield one
 
 
-@pytest.mark.parametrize(("page_size", "layout"), [(16, "layer_first"), (64, "page_first"), (1, "page_first_direct")])
-def test_what_one_tree_stores_others_load_and_itself_after_a_flush(
-    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, page_size: int, layout: str
-) -> None:
+@pytest.fixture
+def made(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Trees]]:
+    """Return what makes trees of a page size and a layout."""
     load_plugins()
     monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(daemon.runtime_dir))
-    trees = Trees(page_size, layout, monkeypatch)
-    with get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_tp_rank=0, dp_rank=None):
-        try:
-            trees.story()
-        finally:
-            trees.doCleanups()
+    monkeypatch.setattr(fixtures, "get_device", lambda: "cpu")
+    with ExitStack() as stack:
+        stack.enter_context(
+            get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_tp_rank=0, dp_rank=None)
+        )
+
+        def make(page_size: int, layout: str) -> Trees:
+            trees = Trees(page_size, layout, monkeypatch)
+            stack.callback(trees.doCleanups)
+            return trees
+
+        yield make
+
+
+@pytest.mark.parametrize(("page_size", "layout"), [(16, "layer_first"), (64, "page_first"), (1, "page_first_direct")])
+def test_what_one_tree_stores_others_load_and_itself_after_a_flush(
+    made: Callable[[int, str], Trees], page_size: int, layout: str
+) -> None:
+    made(page_size, layout).story()
+
+
+@pytest.mark.parametrize(("page_size", "layout"), [(16, "layer_first"), (64, "page_first_direct")])
+def test_host_memory_that_is_a_buffer_only(made: Callable[[int, str], Trees], page_size: int, layout: str) -> None:
+    made(page_size, layout).buffer_story()
+
+
+def test_what_fits_only_with_the_padding_page_is_computed(made: Callable[[int, str], Trees]) -> None:
+    made(16, "layer_first").full_story()
+
+
+def test_the_storage_is_taken_away_and_given_back_and_refused_to_those_that_began_without(
+    made: Callable[[int, str], Trees],
+) -> None:
+    made(16, "layer_first").attach_story()
