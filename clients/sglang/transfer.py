@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -39,7 +40,13 @@ from kvferry.clients import Transfer, pages
 from kvferry.clients.calls import asked
 from kvferry.clients.sglang import pools
 from kvferry.clients.sglang.pools import DevicePool
-from kvferry.protocol.errors import InvalidFieldError, KvferryError, StaleBootError, UnknownTransferError
+from kvferry.protocol.errors import (
+    InvalidFieldError,
+    KvferryError,
+    OverloadedError,
+    StaleBootError,
+    UnknownTransferError,
+)
 from kvferry.protocol.ids import Hex128, PeerAddress, PlainText, PoolName
 from kvferry.protocol.transfer_messages import Abandon, Cancel, Direction
 
@@ -57,6 +64,10 @@ CANCEL_S: Final = 5.0
 """How long the daemon may take to end a half whose pages SGLang is about to use again, before the log says so."""
 
 CANCEL_AGAIN_S: Final = 0.1
+
+OPEN_AGAIN_S: Final = 0.05
+OPEN_AT_ONCE: Final = 64
+"""How often, and for how many at once, a daemon is asked again that had no room for their transfers."""
 
 ABORTED: Final = "Aborted by AbortReq."
 """As SGLang says it."""
@@ -107,6 +118,9 @@ class KvferryKVManager(CommonKVManager):
         with pool.engine.client() as client:
             self._boot_id, self._addresses = client.boot_id, client.status().addresses
         self._prefill_ranks: dict[tuple[str, str], PrefillRank] = {}
+        self.unopened: dict[_Half, None] = {}
+        """Whose transfers the daemon had no room for, as they came."""
+        self._opens_at = 0.0
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._start_heartbeat_checker_thread()  # finds a prefill server that ended before it opened its transfer
@@ -190,6 +204,20 @@ class KvferryKVManager(CommonKVManager):
         for key in [one for one in tuple(self._prefill_ranks) if one[0] == bootstrap_addr]:
             self._prefill_ranks.pop(key, None)
 
+    def wait_for_room(self, half: _Half, error: KvferryError) -> None:
+        """Have the daemon asked again for a half's transfer; who waits already keeps its place."""
+        if not self.unopened:
+            logger.warning("kvferry: requests wait (limits.max_transfers_per_session allows for more): %s", error)
+        self.unopened.setdefault(half)
+
+    def open_waiting(self) -> None:
+        """Ask again, now and then: for those that came first."""
+        now_s = time.monotonic()
+        if self.unopened and now_s >= self._opens_at:
+            self._opens_at = now_s + OPEN_AGAIN_S
+            for one in tuple(itertools.islice(self.unopened, OPEN_AT_ONCE)):
+                one.open()
+
     def request_id(self, room: int) -> str:
         """Return the id of a request's transfer: both sides make it of the room and the rank."""
         return f"{room & (1 << 64) - 1:016x}{self.attn_tp_rank:04x}".ljust(32, "0")
@@ -211,6 +239,20 @@ class _Half:
     _abandoned = False
     _direction: Direction
 
+    def open(self) -> None:
+        """Begin the transfer, unless it is begun."""
+        raise NotImplementedError
+
+    def _has_no_room(self) -> bool:
+        """Return whether the daemon had no room for the transfer: it is asked again."""
+        transfer, mgr = self._transfer, self.kv_mgr
+        if transfer is not None and transfer.accepted is None and isinstance(transfer.refused, OverloadedError):
+            mgr.wait_for_room(self, transfer.refused)
+            self._transfer = None
+        elif transfer is not None and (transfer.accepted is not None or transfer.refused is not None):
+            mgr.unopened.pop(self, None)
+        return self in mgr.unopened
+
     def _fail(self, reason: str) -> None:
         """Record why; the first reason counts."""
         with self.kv_mgr.failure_lock:
@@ -222,6 +264,7 @@ class _Half:
         return bool(self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Failed)
 
     def _conclude(self, state: int) -> int:
+        self.kv_mgr.unopened.pop(self, None)
         self.kv_mgr.update_status(self.bootstrap_room, state)
         self.conclude_state = state
         if state == KVPoll.Failed and self._is_unknown():
@@ -255,6 +298,9 @@ class _Half:
             return self.conclude_state
         engine = self.kv_mgr.pool.engine
         engine.poll()
+        self.kv_mgr.open_waiting()
+        if not self._is_failed() and self._has_no_room():
+            return None
         transfer = self._transfer
         if transfer is None:
             return self._conclude(KVPoll.Failed) if self._is_failed() else None
@@ -270,6 +316,7 @@ class _Half:
 
     def _cancel(self) -> None:
         """Have the daemon end it, once; ``poll`` says when it has."""
+        self.kv_mgr.unopened.pop(self, None)
         transfer = self._transfer
         if transfer is None:
             self._abandon()
@@ -287,6 +334,7 @@ class _Half:
     def _give_up(self) -> None:
         """Return when no byte of its pages moves any more: SGLang cannot hold them back, and has to wait here."""
         transfer, engine = self._transfer, self.kv_mgr.pool.engine
+        self.kv_mgr.unopened.pop(self, None)
         if transfer is None:
             if self.conclude_state != KVPoll.Success:
                 self._abandon()
@@ -325,7 +373,14 @@ class KvferryKVSender(_Half, CommonKVSender):
         """Open the transfer, so that decode's coming is heard, and decode hears of this one's end."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._is_last_sent = False
-        if not self._is_failed():
+        if mgr.unopened:
+            mgr.unopened[self] = None
+        else:
+            self.open()
+
+    def open(self) -> None:
+        """Begin the transfer, unless it is begun."""
+        if self._transfer is None and not self._is_failed():
             self._send([], is_last=False)
 
     def poll(self) -> int:
@@ -333,10 +388,12 @@ class KvferryKVSender(_Half, CommonKVSender):
         ended = self._look()
         if ended is not None:
             return ended
-        assert self._transfer is not None
         if self._is_last_sent:
             return int(KVPoll.Transferring)
-        return int(KVPoll.WaitingForInput if self._transfer.matched else KVPoll.Bootstrapping)
+        if self._transfer is not None and self._transfer.matched:
+            return int(KVPoll.WaitingForInput)
+        self._check_bootstrap_timeout()  # SGLang's own: what has failed is given up at the next look
+        return int(KVPoll.Bootstrapping)
 
     def poll_pp_consensus(self) -> int:
         """Return how far it is: there is one stage."""
@@ -386,7 +443,7 @@ class KvferryKVSender(_Half, CommonKVSender):
                     lists,
                     last=is_last,
                     payload=row,
-                    deadline_s=min(mgr.bootstrap_timeout, LONGEST_S),
+                    deadline_s=LONGEST_S,  # SGLang bounds how long decode may take to come, and decode all the rest
                 )
         except KvferryError as error:
             self._fail(str(error))
@@ -397,6 +454,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
 
     _direction = "receive"
     _source: PrefillRank | None = None
+    init_time: float
 
     def init(self, prefill_dp_rank: int) -> None:
         """Learn where prefill's daemon is, and that both servers fit each other."""
@@ -426,6 +484,8 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
             return ended
         if self._transfer is not None:
             return int(KVPoll.Transferring)
+        if self in self.kv_mgr.unopened and time.time() - self.init_time >= self.kv_mgr.waiting_timeout:
+            self._fail(f"BUSY: the daemon had no room for the transfer within {self.kv_mgr.waiting_timeout} s")
         return int(KVPoll.Bootstrapping if self._source is None else KVPoll.WaitingForInput)
 
     def send_metadata(
@@ -440,18 +500,25 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         """Have the pages filled that follow the prefix which is here; none where all of the prompt is."""
         if self.conclude_state is not None or self._is_failed() or self._source is None:
             return
-        mgr = self.kv_mgr
         self._row = aux_index
         self.init_time = time.time()
-        first = (decode_prefix_len or 0) // mgr.kv_args.page_size
+        first = (decode_prefix_len or 0) // self.kv_mgr.kv_args.page_size
         ids = np.asarray(kv_indices, np.int64)
+        self._lists = [pages(ids, first_page=first)] if len(ids) else []
+        self.open()
+
+    def open(self) -> None:
+        """Begin the transfer, unless it is begun."""
+        mgr = self.kv_mgr
+        if self._transfer is not None or self._source is None or self._is_failed():
+            return
         try:
             with mgr.pool.engine.client() as client:
                 self._generation = mgr.pool.engine.generation
                 self._transfer = client.receive(
                     mgr.pool.name,
                     mgr.request_id(self.bootstrap_room),
-                    [pages(ids, first_page=first)] if len(ids) else [],
+                    self._lists,
                     source_daemons=mgr.source_daemons(self._source),
                     deadline_s=min(mgr.waiting_timeout, LONGEST_S),
                 )

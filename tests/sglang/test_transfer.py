@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from kvferry.clients.sglang import transfer
 from kvferry.protocol.errors import InvalidFieldError
-from tests.daemons import RestartedDaemon, soon
+from tests.daemons import RestartedDaemon, restarted_daemon, soon
 from tests.sglang.in_process import (
     PAGE,
     ROW_BYTES,
@@ -335,6 +335,73 @@ def test_prefill_that_gives_up_after_its_last_chunk_does_not_wait(mha: Halves, k
     assert polled(sender, KVPoll.Failed)
     assert "Aborted" in reason(sender)
     receiver.clear()
+
+
+@pytest.fixture
+def narrow() -> Iterator[Halves]:
+    """Return halves whose daemon has room for two of them."""
+    with (
+        restarted_daemon("[limits]\nmax_transfers_per_session = 2\n") as daemon,
+        halves(daemon.runtime_dir, mha_pool, KVFERRY_SGLANG_POOL="narrow") as one,
+    ):
+        yield one
+
+
+def test_requests_that_the_daemon_has_no_room_for_wait_in_turn(narrow: Halves) -> None:
+    """SGLang opens a transfer for each request that has come, however many they are."""
+    rooms = [narrow.new_room() for _ in range(4)]
+    senders = [narrow.sender(room, len(FROM)) for room in rooms]
+    of = [narrow.prefill.request_id(room) for room in rooms]
+    assert soon(lambda: looked(*senders) and len(waiting(narrow)) == 2)
+    assert [one.poll() for one in senders] == [KVPoll.Bootstrapping] * 4
+    for number, first in enumerate(senders[:2]):
+        assert sorted(narrow.transfers()) == of[number : number + 2]
+        first.abort()
+        assert polled(first, KVPoll.Failed)
+        assert soon(lambda: looked(*senders) and len(narrow.transfers()) == 2)
+    assert sorted(narrow.transfers()) == of[2:]
+    assert soon(lambda: looked(*senders) and not waiting(narrow))
+
+
+def test_decode_waits_for_room_too(narrow: Halves) -> None:
+    narrow.fill(FROM, 7.0)
+    narrow.fill(TO, 1.0)
+    room = narrow.new_room()
+    sender, other, receiver = narrow.sender(room, len(FROM)), narrow.sender(narrow.new_room()), narrow.receiver(room)
+    receiver.send_metadata(ids(TO), 2)
+    assert polled(receiver, KVPoll.WaitingForInput)
+    other.abort()
+    assert soon(lambda: looked(receiver) and bool(sender.poll() == KVPoll.WaitingForInput))
+    sender.send(ids(FROM))
+    assert polled(receiver, KVPoll.Success)
+    assert (narrow.tokens(TO) == 7).all()
+
+
+def test_who_waits_for_room_for_too_long_fails(narrow: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = narrow.new_room()
+    senders, receiver = (
+        [narrow.sender(room), *(narrow.sender(narrow.new_room()) for _ in range(2))],
+        narrow.receiver(room),
+    )
+    receiver.send_metadata(ids(TO), 2)
+    assert soon(lambda: looked(receiver, *senders) and len(waiting(narrow)) == 2)
+    monkeypatch.setattr(narrow.prefill, "bootstrap_timeout", 0)
+    monkeypatch.setattr(narrow.decode, "waiting_timeout", 0)
+    for one in (receiver, *senders):
+        assert polled(one, KVPoll.Failed)
+    assert "BUSY" in reason(receiver)
+    assert "timed out" in reason(senders[2])
+    assert waiting(narrow) == []
+
+
+def looked(*some: Any) -> bool:  # noqa: ANN401  of SGLang's methods, too
+    """Have these halves asked, as the scheduler does in each of its rounds."""
+    return [one.poll() for one in some] != []
+
+
+def waiting(both: Halves) -> list[Any]:
+    """Return the halves that wait for room in the daemon."""
+    return [*both.prefill.unopened, *both.decode.unopened]
 
 
 def test_metadata_of_another_length_fails_at_decode(mha: Halves) -> None:
