@@ -22,12 +22,13 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, cast, ge
 
 import msgspec
 
-from kvferry.clients import Client, KvferryError
+from kvferry.clients import Client, KvferryError, TierOperation
 from kvferry.clients.calls import Call
 from kvferry.clients.connection import Reconnected
 from kvferry.clients.submissions import PendingReply
 from kvferry.protocol.errors import (
     DaemonLostError,
+    DeadlineError,
     InvalidFieldError,
     NoSessionError,
     OverloadedError,
@@ -48,6 +49,9 @@ LOOK_S: Final = 0.25
 CONNECT_S: Final = 5.0
 SAY_S: Final = 5.0
 """How long the daemon may take to do what nobody waits for."""
+
+MOST_UNSAID: Final = 4096
+"""What is kept for a daemon that is away; the oldest of more is dropped: who waits for it has a deadline, too."""
 
 PREDECESSOR_S: Final = 60.0
 """For how long a pool of this name may still be that of an engine that has ended."""
@@ -128,7 +132,7 @@ class Engine:
         self._away: KvferryError | None = None
         self._has_news = False
         self._pools: list[Returning] = []
-        self._unsaid: deque[Call[Any]] = deque()
+        self._unsaid: deque[Call[Any]] = deque(maxlen=MOST_UNSAID)
         self._unanswered: list[PendingReply[Any]] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._hold_on, name="kvferry", daemon=True)
@@ -343,3 +347,23 @@ def while_predecessor_ends(make: Callable[[], object]) -> None:
             time.sleep(LOOK_S)
         else:
             return
+
+
+def end_of(client: Client, operation: TierOperation) -> KvferryError | None:
+    """Wait until no byte of an operation can move any more: SGLang uses its pages again. Return why it failed.
+
+    Raises:
+        KvferryError: the client has given the daemon up.
+    """
+    while True:
+        try:
+            client.wait_done(operation)
+        except DeadlineError as error:
+            if operation.is_done:
+                return error
+        except KvferryError as error:
+            if not operation.is_done:
+                raise
+            return error
+        else:
+            return None

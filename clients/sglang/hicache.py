@@ -26,15 +26,14 @@ import msgspec
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, HostTensorAllocator, alloc_with_host_register
 
-from kvferry.clients import Client, MhaSpec, MlaSpec, ModelIdentity, TierOperation
+from kvferry.clients import Client, MhaSpec, MlaSpec, ModelIdentity
 from kvferry.clients.sglang import plugin
-from kvferry.clients.sglang.engine import Engine, settings
+from kvferry.clients.sglang.engine import Engine, end_of, settings
 from kvferry.clients.sglang.pools import DevicePool, model_identity, pool_name, tensor_parallel
 from kvferry.clients.slots import pages_from_slots
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     DaemonLostError,
-    DeadlineError,
     InvalidFieldError,
     KvferryError,
     LengthMismatchError,
@@ -90,10 +89,10 @@ _allocators: weakref.WeakSet[HostAllocator] = weakref.WeakSet()
 
 def chosen() -> bool:
     """Return whether this server was told to have kvferry as its HiCache storage."""
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController  # noqa: PLC0415
-    from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
-
     try:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController  # noqa: PLC0415
+        from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
+
         memory = get_memory()
         if memory.hicache_storage_backend != "dynamic":
             return False
@@ -384,7 +383,7 @@ class KvferryHiCacheStorage(HiCacheStorage):
                 return 0, None
             began = time.perf_counter()
             operation = client.load(host.pool.name, found.lease, ids[: found.blocks], unpin=True)
-            error = _end_of(client, operation)
+            error = end_of(client, operation)
             if operation.refused is not None:  # it has not ended its lease
                 client.unpin(found.lease)
             loaded = operation.done.loaded if operation.done else 0
@@ -402,7 +401,7 @@ class KvferryHiCacheStorage(HiCacheStorage):
             before = self._names((getattr(extra_info, "prefix_keys", None) or [])[-1:])
             began = time.perf_counter()
             operation = client.store(host.pool.name, self._names(keys), ids, parent=before[0] if before else None)
-            error = _end_of(client, operation)
+            error = end_of(client, operation)
             self._moved("backup", 0 if error else len(keys), began)
             return error is None, error
 
@@ -520,26 +519,6 @@ def _pages(keys: Sequence[str], host_indices: torch.Tensor, page_size: int) -> P
     if len(ids) != len(keys) or len(host_indices) != len(keys) * page_size:
         raise LengthMismatchError(f"{len(host_indices)} slots for {len(keys)} keys", field="host_indices")
     return ids
-
-
-def _end_of(client: Client, operation: TierOperation) -> KvferryError | None:
-    """Wait until no byte of an operation can move any more: SGLang uses its pages again. Return why it failed.
-
-    Raises:
-        KvferryError: the client has given the daemon up.
-    """
-    while True:
-        try:
-            client.wait_done(operation)
-        except DeadlineError as error:
-            if operation.is_done:
-                return error
-        except KvferryError as error:
-            if not operation.is_done:
-                raise
-            return error
-        else:
-            return None
 
 
 class Sessions:

@@ -18,6 +18,7 @@ import numpy as np
 from kvferry.clients import KvferryError, pages, pages_from_slots
 from kvferry.clients.calls import asked
 from kvferry.clients.sglang import pools
+from kvferry.clients.sglang.engine import end_of
 from kvferry.clients.sglang.pools import DevicePool
 from kvferry.protocol.errors import DaemonLostError
 from kvferry.protocol.tier_messages import DropSnapshot
@@ -94,7 +95,9 @@ def load_cpu_copy(
     ids = pages_from_slots(np.asarray(indices), ours.spec.page_size)
     with ours.engine.client() as client:
         back = client.restore(ours.name, kv_cache_cpu.snapshot, [pages(ids)], drop=True, deadline_s=DEADLINE_S)
-        client.wait_done(back, DEADLINE_S + MARGIN_S)
+        error = end_of(client, back)  # SGLang uses the pages for others where this fails
+    if error is not None:
+        raise error
     kv_cache_cpu.restored()
     return None
 

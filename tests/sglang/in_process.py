@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from kvferry.clients.sglang import pools, transfer
 from kvferry.clients.sglang.pools import DevicePool
+from tests.daemons import RestartedDaemon
 from tests.sglang.servers import free_ports
 
 PAGE: Final = 4
@@ -193,3 +195,14 @@ def polled(half: Any, state: int) -> bool:  # noqa: ANN401  of SGLang's methods,
     while (now := half.poll()) != state and time.monotonic() < ends_at:
         pass
     return bool(now == state)
+
+
+@contextlib.contextmanager
+def stopped(daemon: RestartedDaemon) -> Iterator[None]:
+    """Have the daemon do nothing meanwhile."""
+    process = daemon.daemon.process
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any, Final
@@ -11,9 +12,10 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, RetractionBackup
 
 from kvferry.clients import Client
+from kvferry.clients.sglang import retraction
 from kvferry.clients.sglang.retraction import Backup
 from tests.daemons import RestartedDaemon, restarted_daemon, soon
-from tests.sglang.in_process import PAGE, halves, mha_pool, mla_pool
+from tests.sglang.in_process import PAGE, SOON_S, halves, mha_pool, mla_pool, stopped
 
 TIER: Final = "[tiers]\nhost_bytes = 16777216\n"
 FROM: Final = [3, 5, 4]
@@ -107,6 +109,24 @@ def test_sglang_copies_by_itself_while_the_daemon_is_away(with_tier: RestartedDa
         assert both.made.daemon.engine.generation == 0, "the scheduler has waited until the client gave up"
         with_tier.start()
         pool.load_cpu_copy(backup, slots(TO))
+        assert same(values(pool, slots(TO)), before)
+
+
+def test_pages_that_come_back_late_are_waited_for(with_tier: RestartedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang gives them to others where it is told that they do not come."""
+    monkeypatch.setattr(retraction, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(retraction, "MARGIN_S", 0.5)
+    with halves(with_tier.runtime_dir, mha_pool) as both:
+        pool = both.made.sglang
+        before = fill(pool)
+        backup = pool.get_cpu_copy(slots(FROM))
+        loads = threading.Thread(target=pool.load_cpu_copy, args=(backup, slots(TO)))
+        with stopped(with_tier):
+            loads.start()
+            loads.join(2.0)
+            assert loads.is_alive()
+        loads.join(SOON_S)
+        assert not loads.is_alive()
         assert same(values(pool, slots(TO)), before)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -34,6 +32,7 @@ from tests.sglang.in_process import (
     mha_pool,
     mla_pool,
     polled,
+    stopped,
 )
 
 FROM: Final = [1, 2, 3, 4]
@@ -288,17 +287,6 @@ def test_pages_are_free_once_a_half_is_cleared(mha: Halves) -> None:
     sender.send(ids(FROM))
     assert polled(sender, KVPoll.Failed)
     assert (mha.tokens(TO) == 1).all()
-
-
-@contextlib.contextmanager
-def stopped(daemon: RestartedDaemon) -> Iterator[None]:
-    """Have the daemon do nothing meanwhile."""
-    process = daemon.daemon.process
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(("side", "way"), [("receive", "clear"), ("send", "clear"), ("send", "abort")])
