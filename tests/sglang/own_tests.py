@@ -6,24 +6,42 @@ the models and the daemon are; ``python3`` and ``sglang`` on PATH must be this e
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
+from sglang.test import kl_multiturn_utils
+from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
 from sglang.test.kits.pd_parity_kit import PDLogprobParityMixin
+from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 from sglang.test.manual.disaggregation import (
     test_chunked_prefill_abort,
     test_disaggregation_chunked_prefill_abort,
     test_disaggregation_peer_liveness_abort,
 )
 from sglang.test.server_fixtures.disaggregation_fixture import PDDisaggregationServerBase
+from sglang.test.test_utils import (
+    DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH,
+    DEFAULT_URL_FOR_TEST,
+    CustomTestCase,
+    popen_launch_server,
+    terminate_and_kill_process_tree,
+)
 
-from tests.sglang.servers import DECODE_OPTIONS, OPTIONS
+from tests.sglang.host_pools import EXTRA
+from tests.sglang.servers import DECODE_OPTIONS, OPTIONS, prompt
 
 MODEL: Final = os.environ.get("MODEL", "")
 MLA_MODEL: Final = os.environ.get("MLA_MODEL", "")
 PAGE_SIZE: Final = ["--page-size", "64"]
+HICACHE: Final = [
+    *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-mem-layout", "layer_first", *PAGE_SIZE),
+    *("--hicache-io-backend", "direct", "--hicache-write-policy", "write_through", "--enable-cache-report"),
+    *("--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", "wait_complete"),
+    *("--hicache-storage-backend-extra-config", json.dumps({**EXTRA, "prefetch_threshold": 64})),
+]
 BOTH: Final = [*OPTIONS, *DECODE_OPTIONS, *PAGE_SIZE, "--max-total-tokens", "16384"]
 
 
@@ -73,10 +91,18 @@ class _Parity(PDLogprobParityMixin):
     parity_cached_prefix_min_prompt_tokens: Final = 128
 
 
-class TestParity(_Parity, PDDisaggregationServerBase):
-    """The log-probabilities are a plain server's."""
+class TestParity(_Parity, PauseResumeInPlaceMixin, PDDisaggregationServerBase):
+    """The log-probabilities are a plain server's; a pause holds requests at both servers, and loses none."""
 
     model = MODEL
+    pause_num_requests = 8
+    pause_max_new_tokens = 256
+    pause_ignore_eos = True
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        cls.pause_generate_url, cls.pause_target_urls = cls.lb_url, [cls.prefill_url, cls.decode_url]
 
 
 class TestParityOfMla(_Parity, PDDisaggregationServerBase):
@@ -105,3 +131,37 @@ class TestRecovery(test_disaggregation_peer_liveness_abort.TestDisaggregationPee
     """An abort by the request's name, and no harm to others."""
 
     decode_base_gpu_id: Final = 0
+
+
+class TestConversations(UnifiedRadixTreeTestMixin, CustomTestCase):
+    """Log-probabilities after the turns of conversations; what was said before comes from HiCache's storage alone."""
+
+    base_url: Final = DEFAULT_URL_FOR_TEST
+    model: Final = MODEL
+    max_new_tokens: Final = 16
+    num_groups: Final = 2
+    branches_per_group: Final = 2
+    test_gsm8k: Final = None  # needs a data set
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.input_ids = [prompt(576, seed) for seed in range(4)]
+        cls.process = _launch(
+            popen_launch_server, MODEL, cls.base_url, DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH, other_args=HICACHE
+        )
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        terminate_and_kill_process_tree(cls.process)
+
+    def setUp(self) -> None:
+        generate = vars(kl_multiturn_utils)["_generate"]
+        self.addCleanup(vars(kl_multiturn_utils).__setitem__, "_generate", generate)
+        vars(kl_multiturn_utils)["_generate"] = partial(_generate_from_storage, generate)
+
+
+def _generate_from_storage(generate: Any, base_url: str, *arguments: object, **more: object) -> Any:  # noqa: ANN401
+    """Generate after a flush; what was generated before is stored during another request, as SGLang's tests have it."""
+    generate(base_url, [[7] * 3], 20)
+    vars(kl_multiturn_utils)["_flush_cache"](base_url)
+    return generate(base_url, *arguments, **more)

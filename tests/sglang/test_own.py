@@ -16,7 +16,9 @@ from tests.sglang.servers import ENVIRONMENT
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("name", ["TestParity", "TestParityOfMla", "TestAbort", "TestRecovery"])
+@pytest.mark.parametrize(
+    "name", ["TestParity", "TestParityOfMla", "TestAbort", "TestPlainAbort", "TestRecovery", "TestConversations"]
+)
 def test_of_sglang_passes(kept_daemon: RestartedDaemon, name: str) -> None:
     folder = Path(sys.executable).parent
     environment = {
