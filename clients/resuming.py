@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
+import zmq
 
 from kvferry.clients import calls
 from kvferry.clients.calls import Call, asked
@@ -144,6 +145,22 @@ class Resuming(Submissions):
     def is_away(self) -> bool:
         """Return whether it has lost its daemon: requests are kept, or, once it has given up, refused."""
         return self._loss is not None
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes] | int]:
+        """Return what becomes readable when there may be something for ``poll``.
+
+        An engine that waits for other things, too, waits for all of them with one ``zmq.Poller``, and calls ``poll(0)``
+        then. They are others after each loss of the daemon, and none while it is away: ask each time.
+        """
+        if self._loss is not None or self._socket.closed:
+            return []
+        found: list[zmq.Socket[bytes] | int] = [self._socket]
+        if self._channel is not None:
+            found.append(self._channel.socket.fileno())
+        if self._link.watch is not None:
+            found.append(self._link.watch.FD)
+        return found
 
     # -- what each kind of client does in its own way
 

@@ -87,15 +87,9 @@ class Client(SyncRequests):
 
     def _connected(self) -> None:
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._watched = -1
-        if self._channel is not None:
-            self._poller.register(self._channel.socket.fileno(), zmq.POLLIN)
-        if self._link.watch is not None:
-            self._watched = self._link.watch.FD
-            self._poller.register(self._watched, zmq.POLLIN)
-        for one in self._link.bells:
-            self._poller.register(one.fileno(), zmq.POLLIN)
+        self._watched = -1 if self._link.watch is None else self._link.watch.FD
+        for one in (*self.sockets, *(bell.fileno() for bell in self._link.bells)):
+            self._poller.register(one, zmq.POLLIN)
 
     def _disconnected(self) -> None:
         self._poller = zmq.Poller()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -16,11 +17,12 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, cast, get_args
 
 import msgspec
+import zmq
 
 from kvferry.clients import Client, KvferryError, TierOperation
 from kvferry.clients.calls import Call
@@ -201,11 +203,18 @@ class Engine:
             self._say_all()
             self._take()
 
-    def wait_for_news(self, timeout_s: float) -> None:
-        """Return once something has arrived that nobody has looked for since this was called last, or at the time."""
+    def wait_for_news(self, timeout_s: float, others: Sequence[zmq.Socket[bytes]] = ()) -> None:
+        """Return once something has arrived that nobody has looked for since this was called last, or at the time.
+
+        Or once one of ``others`` is readable: this thread's own sockets.
+        """
+        ends_at = time.monotonic() + timeout_s
         with self._lock:
-            if self._client is not None and not self._has_news:
-                self._take(timeout_s)
+            while self._client is not None and not self._has_news:
+                left_s = ends_at - time.monotonic()
+                if left_s <= 0.0 or _is_readable(others, self._client.sockets, left_s):
+                    break
+                self._take(0.0 if self._client.sockets else left_s)
             self._has_news = False
 
     def close(self) -> None:
@@ -328,6 +337,15 @@ def _end_server() -> NoReturn:
     if server is not None and server.pid is not None:  # else something other than SGLang started this process
         os.kill(server.pid, signal.SIGQUIT)
     os._exit(1)
+
+
+def _is_readable(others: Sequence[zmq.Socket[bytes]], ours: Sequence[zmq.Socket[bytes] | int], wait_s: float) -> bool:
+    """Wait for any of them; return whether one of the others is readable. Without ours there is no waiting."""
+    poller = zmq.Poller()
+    for one in (*others, *ours):
+        poller.register(one, zmq.POLLIN)
+    ready = poller.poll(math.ceil(wait_s * 1000) if ours else 0)
+    return any(one in others for one, _ in ready)
 
 
 def while_predecessor_ends(make: Callable[[], object]) -> None:

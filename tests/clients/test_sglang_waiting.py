@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
+import zmq
 
 from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.clients.sglang import pools, waiting
 from kvferry.clients.sglang.engine import Engine
-from tests.daemons import DaemonProcess, soon
+from tests.daemons import DaemonProcess, running_daemon, soon
 
 SHORT_S: Final = 0.05
 LONG_S: Final = 60.0
@@ -86,12 +88,56 @@ def test_it_does_not_wait_for_what_a_look_has_taken(engine: Engine, peer: Client
     assert soon(lambda: seconds_waited(engine, SHORT_S) >= SHORT_S)
 
 
+def test_what_else_the_scheduler_has_to_read_ends_it(engine: Engine, received: Waiting) -> None:
+    assert soon(lambda: seconds_waited(engine, SHORT_S) >= SHORT_S)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://requests")
+        theirs.connect("inproc://requests")
+        theirs.send(b"a request")
+        started = time.monotonic()
+        engine.wait_for_news(LONG_S, [ours])
+        assert time.monotonic() - started < SOON_S
+        assert ours.recv(zmq.NOBLOCK) == b"a request"
+    assert not received.transfer.is_finished
+
+
+def test_what_the_client_waits_for_is_readable_when_something_comes(
+    engine: Engine, peer: Client, received: Waiting
+) -> None:
+    assert soon(lambda: seconds_waited(engine, SHORT_S) >= SHORT_S)
+    poller = zmq.Poller()
+    with engine.client() as client:
+        for one in client.sockets:
+            poller.register(one, zmq.POLLIN)
+        assert not poller.poll(0)
+        send(peer, received)
+        while not received.transfer.is_settled:
+            assert poller.poll(round(SOON_S * 1000))
+            client.poll()
+
+
+def test_a_client_without_its_daemon_has_nothing_to_wait_for(tmp_path: Path) -> None:
+    with running_daemon(tmp_path) as one, Client.connect(one.runtime_dir, name="engine") as client:
+        assert client.sockets
+        one.kill()
+        assert soon(lambda: not client.poll() and client.is_away)
+        assert not client.sockets
+
+
+class Channels(NamedTuple):
+    """Where a scheduler's requests come from; only that of the first rank has such."""
+
+    recv_from_tokenizer: object
+    recv_from_rpc: object
+
+
 class Scheduler:
     """What SGLang's scheduler says of itself."""
 
-    def __init__(self, *, idle: bool) -> None:
+    def __init__(self, *, idle: bool, requests: object = None) -> None:
         self.idle = idle
         self.calls = 0
+        self.ipc_channels = Channels(requests, None)
 
     def on_idle(self) -> None:
         self.calls += 1
@@ -104,14 +150,14 @@ class Engines:
     """Notes who waits."""
 
     def __init__(self) -> None:
-        self.waited: list[float] = []
+        self.waited: list[tuple[float, list[zmq.Socket[bytes]]]] = []
 
     @property
     def engine(self) -> Engines:
         return self
 
-    def wait_for_news(self, timeout_s: float) -> None:
-        self.waited.append(timeout_s)
+    def wait_for_news(self, timeout_s: float, others: Sequence[zmq.Socket[bytes]] = ()) -> None:
+        self.waited.append((timeout_s, list(others)))
 
 
 @pytest.mark.parametrize(("chosen", "idle", "waits"), [(True, False, True), (True, True, False), (False, False, False)])
@@ -122,3 +168,12 @@ def test_only_a_scheduler_with_transfers_under_way_waits(
     monkeypatch.setattr(pools, "current", lambda: pool if chosen else None)
     waiting.on_idle(Scheduler.on_idle, scheduler)
     assert (scheduler.calls, bool(pool.waited)) == (1, waits)
+
+
+def test_it_waits_for_the_schedulers_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Engines()
+    monkeypatch.setattr(pools, "current", lambda: pool)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as requests:
+        for one in (requests, object()):  # an object: SGLang's server in Rust has no socket
+            waiting.on_idle(Scheduler.on_idle, Scheduler(idle=False, requests=one))
+    assert [others for _, others in pool.waited] == [[requests], []]
