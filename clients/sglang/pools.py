@@ -65,6 +65,8 @@ class DevicePool:
         self._attached: AttachedPool | None = None
         self._again: AttachedPool | None = None
         self._shared: SharedMemory | None = None
+        self.largest_payload_bytes = 0
+        """Of what a transfer carries beside pages."""
         make = self._create
         if memory == "engine":
             self._shared = SharedMemory(self._manifest.region_bytes)
@@ -133,8 +135,13 @@ class DevicePool:
         self._again = again  # by which this client compares the memory of the next daemon
 
     def _create(self, client: Client) -> None:
-        limit = _payload_limit(client)
-        pool = client.create_pool(self.name, self.spec, model=self.model, lifetime="instance", max_payload_bytes=limit)
+        pool = client.create_pool(
+            self.name,
+            self.spec,
+            model=self.model,
+            lifetime="instance",
+            max_payload_bytes=self._payload_limit(client),
+        )
         ids = client.allocate(self.name, self._manifest.pages - 1)
         if not np.array_equal(ids, np.arange(1, self._manifest.pages)):
             raise InvalidFieldError(f"pool {self.name} is used by others", field="KVFERRY_SGLANG_POOL")
@@ -149,8 +156,14 @@ class DevicePool:
             array = array_of(self._manifest, "main", role)
             part = whole[array.start : array.start + array.size_bytes]
             tensors["main", role] = part.view(array_dtype(array.dtype)).reshape(array.shape)
-        limit = _payload_limit(client)
+        limit = self._payload_limit(client)
         client.register_pool(self.name, self.spec, tensors, device=HOST, model=self.model, max_payload_bytes=limit)
+
+    def _payload_limit(self, client: Client) -> int:
+        """Return the largest payload that the daemon allows: SGLang's row of metadata grows with the model's width."""
+        assert client.welcome is not None
+        self.largest_payload_bytes = client.welcome.limits.largest_payload_bytes
+        return self.largest_payload_bytes
 
     def _region(self) -> HostRegion:
         if self._shared is not None:
@@ -295,9 +308,3 @@ def tensor_parallel() -> tuple[int, int]:
 
 def _dtype(pool: Any) -> str:  # noqa: ANN401  SGLang's object
     return str(pool.dtype).removeprefix("torch.")
-
-
-def _payload_limit(client: Client) -> int:
-    """Return the largest payload that the daemon allows: SGLang's row of metadata grows with the model's width."""
-    assert client.welcome is not None
-    return client.welcome.limits.largest_payload_bytes

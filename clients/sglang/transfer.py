@@ -646,6 +646,13 @@ def _check_carried(args: Any, pool: DevicePool | None) -> None:  # noqa: ANN401 
         raise InvalidFieldError(
             f"SGLang's KV memory is not pool {pool.name}: addresses, lengths or page sizes differ", field="kv_data_ptrs"
         )
+    row_bytes = sum(args.aux_item_lens)
+    if row_bytes > pool.largest_payload_bytes:
+        raise InvalidFieldError(
+            f"a request's metadata is {row_bytes} bytes, the daemon takes {pool.largest_payload_bytes}: start the "
+            "server without what makes it so large (sampling masks, hidden states)",
+            field="aux_item_lens",
+        )
 
 
 def _refused_options() -> list[str]:
