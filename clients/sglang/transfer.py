@@ -120,6 +120,7 @@ class KvferryKVManager(CommonKVManager):
         self._prefill_ranks: dict[tuple[str, str], PrefillRank] = {}
         self.unopened: dict[_Half, None] = {}
         """Whose transfers the daemon had no room for, as they came."""
+        self.turns = itertools.count()
         self._opens_at = 0.0
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
@@ -205,10 +206,15 @@ class KvferryKVManager(CommonKVManager):
             self._prefill_ranks.pop(key, None)
 
     def wait_for_room(self, half: _Half, error: KvferryError) -> None:
-        """Have the daemon asked again for a half's transfer; who waits already keeps its place."""
+        """Have the daemon asked again for a half's transfer, in turn; who waits already keeps its place."""
+        if half in self.unopened:
+            return
         if not self.unopened:
             logger.warning("kvferry: requests wait (limits.max_transfers_per_session allows for more): %s", error)
-        self.unopened.setdefault(half)
+        is_late = bool(self.unopened) and next(reversed(self.unopened)).turn > half.turn
+        self.unopened[half] = None
+        if is_late:  # those that came after it were looked at before it
+            self.unopened = dict.fromkeys(sorted(self.unopened, key=lambda one: one.turn))
 
     def open_waiting(self) -> None:
         """Ask again, now and then: for those that came first."""
@@ -233,6 +239,8 @@ class _Half:
     kv_mgr: KvferryKVManager
     bootstrap_room: int
     conclude_state: int | None
+    turn = 0
+    """Its place among those of this process that wait for room in the daemon."""
     _transfer: Transfer | None = None
     _generation = 0
     _cancelled = False
@@ -373,6 +381,7 @@ class KvferryKVSender(_Half, CommonKVSender):
         """Open the transfer, so that decode's coming is heard, and decode hears of this one's end."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._is_last_sent = False
+        self.turn = next(mgr.turns)
         if mgr.unopened:
             mgr.unopened[self] = None
         else:
@@ -505,6 +514,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         first = (decode_prefix_len or 0) // self.kv_mgr.kv_args.page_size
         ids = np.asarray(kv_indices, np.int64)
         self._lists = [pages(ids, first_page=first)] if len(ids) else []
+        self.turn = next(self.kv_mgr.turns)
         self.open()
 
     def open(self) -> None:
