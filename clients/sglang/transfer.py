@@ -132,7 +132,6 @@ class KvferryKVManager(CommonKVManager):
         Raises:
             InvalidFieldError: it is not kvferry's.
         """
-        super().register_to_bootstrap()
         rank = PrefillRank(
             handshake=HANDSHAKE,
             rank=f"{self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank}/{self.attn_tp_rank}",
@@ -152,6 +151,7 @@ class KvferryKVManager(CommonKVManager):
                 f"the bootstrap server does not take where the daemon is ({error}): is another server at its port?",
                 field="disaggregation_bootstrap_port",
             ) from error
+        super().register_to_bootstrap()  # now this rank counts as ready
 
     def prefill_rank(self, bootstrap_addr: str, dp_rank: int) -> PrefillRank:
         """Return what the prefill server's rank of this one's number says of itself.

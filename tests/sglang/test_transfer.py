@@ -413,6 +413,21 @@ def test_metadata_of_another_length_fails_at_decode(mha: Halves) -> None:
     assert polled(sender, KVPoll.Success)
 
 
+def test_prefill_says_where_its_daemon_is_before_it_counts_as_ready(
+    mha: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    put = requests.put
+
+    def noted(url: str, **options: Any) -> requests.Response:  # noqa: ANN401  requests'
+        said.append(url.rpartition("/")[2])
+        return put(url, **options)
+
+    monkeypatch.setattr(requests, "put", noted)
+    mha.prefill.register_to_bootstrap()
+    assert said == ["kvferry", "route"]
+
+
 RANK: Final[dict[str, Any]] = {
     "handshake": 1,
     "rank": "7/0",
