@@ -26,6 +26,7 @@ View = Literal["paged", "fia", "nz", "hnd"]
 HostView = Literal["page_first", "page_first_direct"]
 """Orders of a host cache's bytes, as SGLang names them: a page of a role holds all layers."""
 
+Packing = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*\\Z", max_length=32)]
 Scale = Annotated[float, Meta(gt=0)]
 MAX_SCALES = 4096
 """Per entry."""
@@ -80,7 +81,8 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     ``page_first_direct`` ``(pages, layers, page_size, heads, dim)`` have one array per role, whose pages hold all
     layers; without draft, groups and scales per layer. ``joined`` stores k and v of a token's head side by side in one
     row of k, of ``head_dim + v_head_dim`` elements, without v and scales. ``k_scale`` and ``v_scale`` apply to 8-bit
-    dtypes only.
+    dtypes only. ``packing`` names an engine's own order of the bytes of a head within a page, with ``joined`` and
+    ``hnd`` only: such pages pair with those of the same name, and can be cut by heads.
 
     ``groups`` are the KV cache groups of an engine with a block table per group and page ids from one allocator:
     components ``main``, ``group1``, ``group2`` and so on, all in the page space ``main``. A page belongs to one group
@@ -105,6 +107,7 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     v_scale: Scales | None = None
     groups: LayerGroups = ()
     joined: bool = False
+    packing: Packing | None = None
 
 
 class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
@@ -114,7 +117,8 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     by default all layers have one if ``index_head_dim`` is given. ``index_scale`` adds one float32 per token.
     ``index_dtype`` defaults to ``dtype``. ``packed`` stores latent (float8), its scales and rope (bfloat16) of a token
     in one row of k, without v: ``ds_mla`` in this order, ``ascend`` with the scales last. ``joined`` stores latent and
-    rope of a token, both in ``dtype``, in one row of k of ``kv_lora_rank + qk_rope_head_dim`` elements. ``replicas`` is
+    rope of a token, both in ``dtype``, in one row of k of ``kv_lora_rank + qk_rope_head_dim`` elements; ``packing``
+    names an engine's own order of the bytes of a page of such rows, which pairs with the same name. ``replicas`` is
     the number of tensor-parallel ranks, which all hold the same content. ``k_scale`` applies to latent and rope, one
     for all layers or one per layer; packed tokens contain their scales, the indexer's keys use ``index_scale``.
     ``groups`` and ``view``: see ``MhaSpec``; ``page_first`` and ``page_first_direct`` without an indexer too.
@@ -139,6 +143,7 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     optional_components: ComponentNames = ("draft",)
     k_scale: Scale | LayerScales | None = None
     groups: LayerGroups = ()
+    packing: Packing | None = None
 
 
 class HybridSwaSpec(_Spec, frozen=True, kw_only=True, tag="hybrid_swa"):

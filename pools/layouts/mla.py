@@ -32,6 +32,7 @@ from kvferry.pools.layouts.parts import (
     lay_out_groups,
     layers_from,
     mha_draft_entries,
+    packed_as,
     paged_entries,
     paged_entry,
 )
@@ -61,6 +62,8 @@ def manifest_of(spec: MlaSpec) -> Manifest:
         InvalidFieldError: the layers, dtypes, size, view, groups, or the packed or joined form are invalid.
     """
     check_view(spec)
+    if spec.packing is not None and not spec.joined:
+        raise InvalidFieldError("a packing is of joined rows: omit it", field="packing")
     part = Paged(
         component=MAIN,
         layers=layers_from(spec.first_layer, spec.layers),
@@ -172,7 +175,7 @@ def _joined(spec: MlaSpec, part: Paged) -> list[Entry]:
     rows = paged_entries(part, "k", spec.kv_lora_rank + spec.qk_rope_head_dim)
     split = f"{spec.kv_lora_rank}_{spec.qk_rope_head_dim}"
     form = f"{JOINED_FORMATS[spec.view]}_{split}" if spec.view in JOINED_FORMATS else f"{rows[0].format}_{split}"
-    return [msgspec.structs.replace(entry, format=form) for entry in rows]
+    return [msgspec.structs.replace(entry, format=packed_as(form, spec.packing)) for entry in rows]
 
 
 def _indexer(spec: MlaSpec, part: Paged) -> list[Entry]:

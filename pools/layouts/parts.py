@@ -58,6 +58,7 @@ class Paged(msgspec.Struct, frozen=True, kw_only=True):
     view: View | HostView = "paged"
     scales: KeyValueScales = KeyValueScales()
     joined: bool = False
+    packing: str | None = None
 
 
 def heads_of(start: int, count: int, total: int | None, replicas: int, *, prefix: str = "") -> RankHeads:
@@ -180,6 +181,7 @@ def main_part(
         view=spec.view,
         scales=KeyValueScales(spec.k_scale, spec.v_scale),
         joined=isinstance(spec, MhaSpec) and spec.joined,
+        packing=spec.packing if isinstance(spec, MhaSpec) else None,
     )
 
 
@@ -192,6 +194,8 @@ def attention_entries(part: Paged, head_dim: int, v_head_dim: int | None) -> lis
         InvalidFieldError: the dtype is unknown, a width is not a multiple of a fractal's, or the scales are invalid.
     """
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    if part.packing is not None and not (part.joined and part.view == "hnd"):
+        raise InvalidFieldError("a packing is of joined pages with heads outermost: omit it", field="packing")
     if part.joined:
         return _joined_entries(part, head_dim, v_head_dim)
     return [
@@ -297,8 +301,13 @@ def _joined_entries(part: Paged, head_dim: int, v_head_dim: int) -> list[Entry]:
             raise InvalidFieldError("joined rows take no scales: omit it", field=part.scales.field(role))
     rows = paged_entries(part, "k", head_dim + v_head_dim)
     order = "" if rows[0].format == ND else f"{rows[0].format}_"
-    form = f"{order}{JOINED}_{head_dim}_{v_head_dim}"
+    form = packed_as(f"{order}{JOINED}_{head_dim}_{v_head_dim}", part.packing)
     return [msgspec.structs.replace(entry, format=form) for entry in rows]
+
+
+def packed_as(form: str, packing: str | None) -> str:
+    """Return the format of pages of such a form in which an engine orders the bytes in a way of its own."""
+    return form if packing is None else f"{form}_{packing.upper()}"
 
 
 def is_joined(form: str) -> bool:

@@ -60,6 +60,7 @@ class Ranks:
                 layers=LAYERS, tokens=8 * TOKENS, page_size=TOKENS, kv_heads=held.count, head_start=held.start,
                 total_heads=self.heads, head_dim=self.widths["k"], v_head_dim=self.widths["v"], dtype="int8",
                 replicas=held.replicas, view=self.view, joined=self.joined,
+                packing="rows" if self.joined and self.view == "hnd" else None,
             )
         )  # fmt: skip
 

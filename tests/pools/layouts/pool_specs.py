@@ -125,6 +125,7 @@ def mha_specs(draw: st.DrawFn) -> MhaSpec:
         v_head_dim=draw(st.none() | _width(view)),
         **({"dtype": draw(st.sampled_from(DTYPES))} if joined else draw(_scaled())),
         joined=joined,
+        packing=draw(st.sampled_from([None, "amx"])) if joined and view == "hnd" else None,
         view=view,
         replicas=draw(st.integers(1, 3)),
         draft=draw(_draft(view)),

@@ -116,7 +116,7 @@ def test_the_digest_leaves_out_the_window_and_its_capacity(spec: HybridSwaSpec) 
 
 @given(mha_specs())
 def test_the_fia_view_is_the_same_layout_and_fia_nz_is_not(spec: MhaSpec) -> None:
-    wide = msgspec.structs.replace(spec, head_dim=32, v_head_dim=64, draft=None)
+    wide = msgspec.structs.replace(spec, head_dim=32, v_head_dim=64, draft=None, packing=None)
     paged, fia, nz = [manifest_of(msgspec.structs.replace(wide, view=view)) for view in ("paged", "fia", "nz")]
     assert paged.layout_digest == fia.layout_digest != nz.layout_digest
     assert [one.page_bytes for one in paged.entries] == [one.page_bytes for one in nz.entries]
@@ -153,6 +153,8 @@ def test_the_optional_components_are_the_specs(spec: PoolSpec) -> None:
         (MHA, {"view": "hnd"}),
         (MHA, {"joined": True}),
         (JOINED_MHA, {"view": "hnd"}),
+        (msgspec.structs.replace(JOINED_MHA, view="hnd"), {"packing": "amx"}),
+        (msgspec.structs.replace(MLA, joined=True, packed=None, dtype="float16"), {"packing": "amx"}),
         (JOINED_MHA, {"head_dim": 4, "v_head_dim": 8}),  # the same bytes a row
         (MLA, {"layers": 3}),
         (MLA, {"kv_lora_rank": 256}),
@@ -200,6 +202,9 @@ STATES_ONLY = msgspec.structs.replace(
         (MHA, "head_start", {"head_start": (1 << 31) - 1}),
         (JOINED_MHA, "k_scale", {"dtype": "int8", "k_scale": 0.5}),
         (JOINED_MHA, "v_scale", {"dtype": "int8", "v_scale": "page_head"}),
+        (JOINED_MHA, "packing", {"packing": "amx"}),
+        (MHA, "packing", {"view": "hnd", "packing": "amx"}),
+        (MLA, "packing", {"packing": "amx"}),
         (MLA, "index_layers", {"index_layers": 5}),
         (MLA, "index_layers[1]", {"index_layers": (10, 14)}),
         (MLA, "index_layers[1]", {"index_layers": (11, 11)}),
