@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -50,6 +51,8 @@ from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.tier_messages import HASH_BYTES, Found, Load, Lookup, OperationStarted, Store, Unpin, Unpinned
 
 MAX_LEASES = 4096
+_NUMBER_BITS = 52
+"""What JSON has exactly."""
 MAX_PINS = 1 << 20
 """Bounds of one instance; a block counts once in each lease."""
 
@@ -95,7 +98,8 @@ class PrefixCache:
         self._operations = operations
         self._lower = lower
         self._counters = counters
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(secrets.randbits(_NUMBER_BITS) + 1)
+        """Of leases: an engine may still have those of the daemon before, which must not be of other blocks here."""
         self._leases: dict[int, dict[int, Lease]] = {}
         self._looking: dict[tuple[int, int], list[CachedBlock]] = {}
         """The blocks that each lookup pins while lower tiers are asked, by session and message."""

@@ -154,6 +154,19 @@ async def test_an_instance_may_have_so_many_leases(engine: Engine, monkeypatch: 
     assert engine.lookup(names(1, 2), lease=lease).blocks == 2
 
 
+async def test_no_lease_of_the_daemon_before_is_one_of_other_blocks_here() -> None:
+    """An engine that has a lease of it must not load what others have found since."""
+    leases = []
+    for number in (1, 2):
+        async with harness(8) as daemon:
+            engine = daemon.engine()
+            await engine.stored(number)
+            leases.append(engine.lookup(names(number)).lease)
+            with pytest.raises(UnknownLeaseError):
+                engine.load(leases[0] if number > 1 else leases[0] + 1, engine.allocate(1))
+    assert 0 < min(leases) < max(leases) < 1 << 53
+
+
 async def test_another_users_blocks_are_not_there(tiers: Harness, engine: Engine) -> None:
     other = tiers.engine(uid=2)
     await engine.stored(1)
