@@ -107,6 +107,21 @@ class SharedMemory(OfOneProcess):
         return self.view()[start : start + wanted], sizes
 
 
+class InheritedMemory(SharedMemory):
+    """What this process has mapped of a pool whose daemon is no more, to be registered at the next one.
+
+    It has the region from now on. Arrays are cut out of ``view`` by hand: all of it is used.
+    """
+
+    def __init__(self, region: HostRegion) -> None:
+        """Take the region."""
+        self.region = region
+        self.address = region.address
+        self._used = region.size_bytes
+        with _live_lock:
+            _live.add(self)
+
+
 def _let_go(memory: SharedMemory) -> None:
     """Do nothing: until then an array holds the memory."""
 

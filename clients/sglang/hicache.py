@@ -19,7 +19,6 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -27,9 +26,12 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, HostTensorAllocator, alloc_with_host_register
 
 from kvferry.clients import Client, MhaSpec, MlaSpec, ModelIdentity
+from kvferry.clients.engine import Engine, end_of
+from kvferry.clients.engine_pool import EnginePool
+from kvferry.clients.model_weights import weights_revision
 from kvferry.clients.sglang import plugin
-from kvferry.clients.sglang.engine import Engine, end_of, settings
-from kvferry.clients.sglang.pools import DevicePool, model_identity, pool_name, tensor_parallel
+from kvferry.clients.sglang.pools import model_identity, pool_name, tensor_parallel
+from kvferry.clients.sglang.settings import settings
 from kvferry.clients.slots import pages_from_slots
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
@@ -59,8 +61,6 @@ LIST_BLOCKS: Final = 32768
 """In one message."""
 
 SHA256_DIGITS: Final = 64
-SAMPLE_BYTES: Final = 65536
-WEIGHTS: Final = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 COMPUTED_WITH: Final = (
     "dtype",
     "quantization",
@@ -76,7 +76,7 @@ COMPUTED_WITH: Final = (
 class HostPool(NamedTuple):
     """SGLang's host pool in the daemon's memory: of one model, one rank, one process."""
 
-    pool: DevicePool
+    pool: EnginePool
     page_size: int
     address: int
 
@@ -169,7 +169,7 @@ class HostAllocator(HostTensorAllocator):
         spec = _spec(self._host_pool)
         told = settings()
         name = f"{pool_name(told.pool)}-hicache"
-        pool = DevicePool(Engine(name, told.runtime_dir, ends_server=False), name, spec, _identity(), told.memory)
+        pool = EnginePool(Engine(name, told.runtime_dir), name, spec, _identity(), told.memory)
         memory = pool.whole()
         if device != "cpu" or math.prod(dims) * dtype.itemsize != memory.nbytes:
             raise _refusal(f"a host pool of {dims} {dtype} on {device}, where a pool has {memory.nbytes} bytes")
@@ -227,35 +227,6 @@ def _identity() -> ModelIdentity:
     settings_digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     weights = weights_revision(str(model.model_path), model.revision, model.download_dir)
     return msgspec.structs.replace(identity, revision=f"{weights}-{settings_digest}")
-
-
-def weights_revision(model_path: str, revision: str | None, download_dir: str | None) -> str:
-    """Return what tells these weights from others, wherever they lie.
-
-    Of files it is a digest over their names, sizes and samples of their bytes: a checkpoint that was put in the place
-    of another one is another. Of a repository it is the commit of its files here, else its name and revision as told.
-    """
-    path = Path(model_path)
-    if path.exists():
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        digest = hashlib.sha256()
-        for file in files:
-            if file.suffix not in WEIGHTS and file.name != "config.json":
-                continue
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode())
-            with file.open("rb") as opened:
-                for start in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
-                    opened.seek(start)
-                    digest.update(opened.read(SAMPLE_BYTES))
-        return digest.hexdigest()[:16]
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  SGLang's own dependency
-
-    with contextlib.suppress(ValueError):  # no name of a repository
-        found = try_to_load_from_cache(model_path, "config.json", cache_dir=download_dir, revision=revision)
-        if isinstance(found, str):
-            return Path(found).parent.name
-    return hashlib.sha256(f"{model_path}@{revision or ''}".encode()).hexdigest()[:16]
 
 
 def _refusal(what: str) -> InvalidFieldError:

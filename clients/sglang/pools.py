@@ -7,177 +7,24 @@ out the pages by itself, so all of them belong to its session.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-import numpy as np
-
-from kvferry.clients import AttachedPool, Client, MhaSpec, MlaSpec, ModelIdentity, SharedMemory
-from kvferry.clients.elements import array_dtype, torch_dtype
-from kvferry.clients.sglang.engine import Engine, Memory, settings, while_predecessor_ends
-from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.arrays import PointerList, array_of, engine_lists
-from kvferry.pools.planning.manifest import bytes_per_page
-from kvferry.protocol.errors import InvalidFieldError, PoolExistsError, PoolLostError, UnknownPoolError
-from kvferry.protocol.ids import HOST
-
-if TYPE_CHECKING:
-    import torch
-
-logger = logging.getLogger(__name__)
+from kvferry.clients import MhaSpec, MlaSpec, ModelIdentity
+from kvferry.clients.engine import Engine
+from kvferry.clients.engine_pool import EnginePool
+from kvferry.clients.sglang.settings import end_server, settings
+from kvferry.protocol.errors import InvalidFieldError
 
 KINDS: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
 """The classes themselves: what is derived from them keeps its bytes in other ways."""
 
 MODES: Final = ("prefill", "decode")
 
-_current: DevicePool | None = None
+_current: EnginePool | None = None
 
 
-class DevicePool:
-    """The memory of this process's token-to-KV pool.
-
-    Attributes:
-        name: of the daemon's pool.
-        engine: the session that it belongs to.
-        spec: what it holds.
-        memory: who allocated it.
-        model: whose KV it holds.
-        lists: the pointer, length and item lists that SGLang must have for it.
-    """
-
-    def __init__(
-        self, engine: Engine, name: str, spec: MhaSpec | MlaSpec, model: ModelIdentity, memory: Memory
-    ) -> None:
-        """Make the pool.
-
-        Raises:
-            KvferryError: the daemon refuses it.
-        """
-        self.name = name
-        self.engine = engine
-        self.spec = spec
-        self.memory = memory
-        self.model = model
-        self._manifest = manifest_of(spec)
-        self._attached: AttachedPool | None = None
-        self._again: AttachedPool | None = None
-        self._shared: SharedMemory | None = None
-        self.largest_payload_bytes = 0
-        """Of what a transfer carries beside pages."""
-        make = self._create
-        if memory == "engine":
-            self._shared = SharedMemory(self._manifest.region_bytes)
-            make = self._register
-        with engine.client() as client:
-            while_predecessor_ends(lambda: make(client))
-        self.lists: PointerList = engine_lists(self._manifest, self._address()).main
-        engine.add(self)
-        logger.info(
-            "kvferry: pool %s of %d pages of %d tokens, %.2f GiB of the host, allocated by the %s",
-            name, self._manifest.pages - 1, spec.page_size, self._manifest.region_bytes / (1 << 30), memory,
-        )  # fmt: skip
-
-    def __repr__(self) -> str:
-        """Show the name."""
-        return f"<DevicePool {self.name!r}>"
-
-    def rows(self, role: str) -> list[torch.Tensor]:
-        """Return a role's layers, each (size + page_size, heads, dim): a row a token."""
-        import torch  # noqa: PLC0415  of the engine; nothing else here needs it
-
-        array = array_of(self._manifest, "main", role)
-        view = self._region().view()[array.start : array.start + array.size_bytes]
-        layers = torch.from_numpy(view).view(torch_dtype(array.dtype)).view(array.shape)
-        return [one.flatten(0, 1) for one in layers]
-
-    def whole(self) -> torch.Tensor:
-        """Return the memory of all arrays, one after another as the manifest has them: uint8."""
-        import torch  # noqa: PLC0415  of the engine
-
-        return torch.from_numpy(self._region().view()[: self._manifest.region_bytes])
-
-    @property
-    def page_bytes(self) -> int:
-        """Return the bytes of a page over all layers and roles."""
-        return bytes_per_page(self._manifest)
-
-    @property
-    def layout_digest(self) -> str:
-        """Return the digest of its layout."""
-        return self._manifest.layout_digest
-
-    def come_back(self, client: Client, *, resumed: bool) -> None:
-        """Make the daemon know the pool again.
-
-        Raises:
-            PoolLostError: its memory was the daemon before's, and is not this one's.
-            KvferryError: it does not know it yet.
-        """
-        if self.memory == "engine":
-            try:
-                self._register(client)
-            except PoolExistsError:
-                if not resumed:  # else it is still this session's, else that of the one before, which is about to end
-                    raise
-            return
-        if not resumed:
-            raise PoolLostError(f"{self.name}: the daemon ended, and the one after it has not adopted its pools")
-        try:
-            again = client.attach_pool(self.name)
-        except UnknownPoolError as error:
-            raise PoolLostError(f"{self.name}: {error.detail}") from error
-        ours, theirs = self._region(), again.region
-        if not isinstance(theirs, HostRegion) or not ours.is_same(theirs.fd):
-            raise PoolLostError(f"{self.name}: the daemon has another memory of this name")
-        self._again = again  # by which this client compares the memory of the next daemon
-
-    def _create(self, client: Client) -> None:
-        pool = client.create_pool(
-            self.name,
-            self.spec,
-            model=self.model,
-            lifetime="instance",
-            max_payload_bytes=self._payload_limit(client),
-        )
-        ids = client.allocate(self.name, self._manifest.pages - 1)
-        if not np.array_equal(ids, np.arange(1, self._manifest.pages)):
-            raise InvalidFieldError(f"pool {self.name} is used by others", field="KVFERRY_SGLANG_POOL")
-        self._attached = pool
-
-    def _register(self, client: Client) -> None:
-        """Register it; what the next session of this engine finds is the same memory."""
-        assert self._shared is not None
-        whole = self._shared.view()
-        tensors = {}
-        for role in ("k",) if isinstance(self.spec, MlaSpec) else ("k", "v"):
-            array = array_of(self._manifest, "main", role)
-            part = whole[array.start : array.start + array.size_bytes]
-            tensors["main", role] = part.view(array_dtype(array.dtype)).reshape(array.shape)
-        limit = self._payload_limit(client)
-        client.register_pool(self.name, self.spec, tensors, device=HOST, model=self.model, max_payload_bytes=limit)
-
-    def _payload_limit(self, client: Client) -> int:
-        """Return the largest payload that the daemon allows: SGLang's row of metadata grows with the model's width."""
-        assert client.welcome is not None
-        self.largest_payload_bytes = client.welcome.limits.largest_payload_bytes
-        return self.largest_payload_bytes
-
-    def _region(self) -> HostRegion:
-        if self._shared is not None:
-            return self._shared.region
-        assert self._attached is not None
-        region = self._attached.region
-        assert isinstance(region, HostRegion)
-        return region
-
-    def _address(self) -> int:
-        return self._region().address
-
-
-def current() -> DevicePool | None:
+def current() -> EnginePool | None:
     """Return this process's pool, if SGLang's is the daemon's."""
     return _current
 
@@ -248,12 +95,12 @@ def create_mla_buffers(original: Callable[[Any], None], pool: Any) -> None:  # n
     pool.kv_buffer = [one.view(pool.store_dtype) for one in _make(spec).rows("k")]
 
 
-def _make(spec: MhaSpec | MlaSpec) -> DevicePool:
+def _make(spec: MhaSpec | MlaSpec) -> EnginePool:
     global _current  # noqa: PLW0603  as SGLang's own pool, one a process
     told = settings()
     name = pool_name(told.pool)
-    engine = Engine(name, told.runtime_dir)
-    _current = DevicePool(engine, name, spec, model_identity(), told.memory)
+    engine = Engine(name, told.runtime_dir, on_pool_lost=end_server)
+    _current = EnginePool(engine, name, spec, model_identity(), told.memory)
     return _current
 
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from kvferry.clients import KvferryError, pages, pages_from_slots
 from kvferry.clients.calls import asked
+from kvferry.clients.engine import end_of
+from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import pools
-from kvferry.clients.sglang.engine import end_of
-from kvferry.clients.sglang.pools import DevicePool
 from kvferry.protocol.errors import DaemonLostError
 from kvferry.protocol.tier_messages import DropSnapshot
 
@@ -37,7 +37,7 @@ class Backup:
         snapshot: its name.
     """
 
-    def __init__(self, pool: DevicePool, snapshot: str) -> None:
+    def __init__(self, pool: EnginePool, snapshot: str) -> None:
         self.snapshot = snapshot
         self._drop = weakref.finalize(self, pool.engine.say, asked(DropSnapshot(snapshot=snapshot)))
         self._drop.atexit = False
@@ -114,5 +114,5 @@ def load_kv_cache(original: Callable[..., Any], req: Any, *rest: Any, **more: An
         req.to_finish = FINISH_ABORT(str(error), status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def _ours(pool: Any) -> DevicePool | None:  # noqa: ANN401  SGLang's object
+def _ours(pool: Any) -> EnginePool | None:  # noqa: ANN401  SGLang's object
     return pools.current() if type(pool).__name__ in pools.KINDS else None

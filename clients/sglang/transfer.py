@@ -10,14 +10,11 @@ All methods are called by the scheduler's thread, but ``_handle_node_failure``, 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import logging
 import time
-from collections.abc import Sequence
 from http import HTTPStatus
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -38,8 +35,9 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kvferry.clients import Transfer, pages
 from kvferry.clients.calls import asked
+from kvferry.clients.engine_pool import EnginePool
+from kvferry.clients.places import DaemonPlace, place_of
 from kvferry.clients.sglang import pools
-from kvferry.clients.sglang.pools import DevicePool
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
@@ -47,7 +45,7 @@ from kvferry.protocol.errors import (
     StaleBootError,
     UnknownTransferError,
 )
-from kvferry.protocol.ids import Hex128, PeerAddress, PlainText, PoolName
+from kvferry.protocol.ids import PoolName
 from kvferry.protocol.transfer_messages import Abandon, Cancel, Direction
 
 logger = logging.getLogger(__name__)
@@ -73,27 +71,19 @@ ABORTED: Final = "Aborted by AbortReq."
 """As SGLang says it."""
 
 
-MOST_CHARACTERS: Final = 256
 MOST_RANKS: Final = 4096
 """Of which a bootstrap server keeps what they say: anybody may say it."""
 
-KERNEL: Final = Path("/proc/sys/kernel/random/boot_id")
 
+class PrefillRank(DaemonPlace, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rank of the prefill server says of itself, and of its daemon, at its bootstrap server.
 
-class PrefillRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a rank of the prefill server says of itself at its bootstrap server.
-
-    ``rank``: data-parallel and tensor-parallel. ``daemons``: the addresses at which other daemons reach its own;
-    ``boot_id`` of that, and ``place`` where that listens, see ``place_of``.
+    ``rank``: data-parallel and tensor-parallel.
     """
 
     handshake: int
     rank: Annotated[str, msgspec.Meta(pattern=r"^\d{1,5}/\d{1,5}$")]
     pool: PoolName
-    host: Annotated[PlainText, msgspec.Meta(max_length=MOST_CHARACTERS)]
-    place: Annotated[PlainText, msgspec.Meta(max_length=MOST_CHARACTERS)]
-    daemons: Annotated[tuple[PeerAddress, ...], msgspec.Meta(max_length=8)]
-    boot_id: Hex128
 
 
 class KvferryKVManager(CommonKVManager):
@@ -114,7 +104,7 @@ class KvferryKVManager(CommonKVManager):
         pool = pools.current()
         _check_carried(args, pool)
         assert pool is not None
-        self.pool: DevicePool = pool
+        self.pool: EnginePool = pool
         with pool.engine.client() as client:
             self._boot_id, self._addresses = client.boot_id, client.status().addresses
         self._prefill_ranks: dict[tuple[str, str], PrefillRank] = {}
@@ -187,18 +177,7 @@ class KvferryKVManager(CommonKVManager):
         Raises:
             InvalidFieldError: it has none that reaches here.
         """
-        same_place = bool(source.place) and source.place == place_of(source.daemons)
-        if source.boot_id == self._boot_id or (same_place and source.daemons == self._addresses):
-            return ()
-        kind = "ipc://" if same_place and source.host == self.local_ip else "tcp://"
-        found = [one for one in source.daemons if one.startswith(kind) and one not in self._addresses]
-        if not found:
-            raise InvalidFieldError(
-                f"the daemon of pool {source.pool} at {source.host} has no address {kind} of its own for other "
-                "daemons: set its peers.listen",
-                field="peers.listen",
-            )
-        return (found[0],)
+        return source.reached_from(self.local_ip, self._addresses, self._boot_id)
 
     def forget_prefill(self, bootstrap_addr: str) -> None:
         """Ask anew next time: the server may be another one by then. From any thread."""
@@ -595,19 +574,6 @@ class KvferryKVBootstrapServer(CommonKVBootstrapServer):
         return web.Response(body=body, content_type="application/json")
 
 
-def place_of(daemons: Sequence[str]) -> str:
-    """Return what tells where a daemon's ipc address is: another host or container may have it for another daemon.
-
-    It is the kernel's boot and the folder's device and inode; empty where that cannot be seen from here.
-    """
-    with contextlib.suppress(OSError):
-        for one in daemons:
-            if one.startswith("ipc://"):
-                folder = Path(one.removeprefix("ipc://")).parent.stat()
-                return f"{KERNEL.read_text('ascii').strip()}/{folder.st_dev}/{folder.st_ino}"
-    return ""
-
-
 def metadata_row(args: Any, index: int | None) -> bytes:  # noqa: ANN401  SGLang's KVArgs
     """Return a request's row of metadata, one buffer after another."""
     assert index is not None
@@ -637,7 +603,7 @@ def set_metadata_row(args: Any, index: int | None, row: bytes) -> None:  # noqa:
         start += one
 
 
-def _check_carried(args: Any, pool: DevicePool | None) -> None:  # noqa: ANN401  SGLang's KVArgs
+def _check_carried(args: Any, pool: EnginePool | None) -> None:  # noqa: ANN401  SGLang's KVArgs
     """Refuse what is not carried yet, by name."""
     refused = [f"state of the kind {one.value}" for one in args.state_types] + _refused_options()
     if args.num_draft_entries:

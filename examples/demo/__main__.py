@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import os
 import signal
@@ -25,7 +26,8 @@ OFFLINE: Final = {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
 """The environment of every process that loads the model; set before torch or transformers is imported."""
-NEEDED_BY_SGLANG: Final = ("sglang", "sglang-router", "transformers")
+NEEDED_BY: Final = {"sglang": ("sglang", "sglang-router", "transformers"), "vllm": ("vllm", "httpx", "transformers")}
+"""The engines whose own servers are run, and what they need."""
 MOST_HOSTS: Final = 3
 LEAST_TO_RETRACT: Final = 8
 """New tokens; with fewer, requests would end before any was retracted."""
@@ -38,13 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
     try:
-        if options.engine == "sglang":
-            check_installed(NEEDED_BY_SGLANG, "make demo ENGINE=sglang")
-            from examples.demo.sglang import run  # noqa: PLC0415  takes seconds, and needs OFFLINE set
+        if options.engine in NEEDED_BY:
+            check_installed(NEEDED_BY[options.engine], f"make demo ENGINE={options.engine}")
         else:
             check_possible(options.hosts)
-            from examples.demo.router import run  # noqa: PLC0415  the same
-
+        run = _run_of(options.engine)
         with contextlib.ExitStack() as stack:
             return run(options, stack)
     except DemoError as error:
@@ -56,6 +56,13 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("demo: failed: interrupted", flush=True)
     return 1
+
+
+def _run_of(engine: str) -> Callable[[argparse.Namespace, contextlib.ExitStack], int]:
+    """Return what runs an engine's demo; takes seconds, and needs OFFLINE set."""
+    run: Callable[[argparse.Namespace, contextlib.ExitStack], int]
+    run = importlib.import_module(f"examples.demo.{engine if engine in NEEDED_BY else 'router'}").run
+    return run
 
 
 def check_possible(hosts: int = 1) -> None:
@@ -94,8 +101,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("argument --transport: local is for --hosts 1, mooncake for more")
     if options.retract and options.hosts != 1:
         parser.error("argument --retract: requests take turns in one pool, which is on one host")
-    if options.engine == "sglang" and (options.hosts != 1 or options.retract or options.keep):
-        parser.error("argument --engine: sglang is for one host, without --retract and --keep")
+    if options.engine in NEEDED_BY and (options.hosts != 1 or options.retract or options.keep):
+        parser.error(f"argument --engine: {options.engine} is for one host, without --retract and --keep")
     if options.retract and options.max_new_tokens < LEAST_TO_RETRACT:
         parser.error(f"argument --retract: needs --max-new-tokens {LEAST_TO_RETRACT} or more")
     return options
@@ -107,9 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--engine",
-        choices=("small", "sglang"),
+        choices=("small", *NEEDED_BY),
         default="small",
-        help="the demo's own (the default), or SGLang's servers",
+        help="the demo's own (the default), or the servers of SGLang or vLLM",
     )
     at_least = _number_from(AT_LEAST)
     parser.add_argument("--prompts", type=at_least, default=AT_LEAST, metavar="N", help=f"how many, {AT_LEAST} or more")

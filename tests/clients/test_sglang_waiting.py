@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
+from kvferry.clients.engine import Engine
 from kvferry.clients.sglang import pools, waiting
-from kvferry.clients.sglang.engine import Engine
 from tests.daemons import DaemonProcess, running_daemon, soon
 
 SHORT_S: Final = 0.05

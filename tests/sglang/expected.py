@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tests.sglang.servers import Prompt, at_once, prompt, request, running, server
+from tests.servers import Prompt, at_once, prompt, running
+from tests.sglang.servers import request, server
 
 LENGTHS: Final = (5, 17, 64, 129, 333, 600, 1000)
 """Less than a page, all of a page, pages and a part of one, and chunks."""

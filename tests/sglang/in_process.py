@@ -23,10 +23,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_context, get_parallel
 
+from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import pools, transfer
-from kvferry.clients.sglang.pools import DevicePool
 from tests.daemons import RestartedDaemon
-from tests.sglang.servers import free_ports
+from tests.servers import free_ports
 
 PAGE: Final = 4
 TOKENS: Final = 256
@@ -73,7 +73,7 @@ def mla_pool(tokens: int = TOKENS, **more: object) -> Any:  # noqa: ANN401  SGLa
 
 
 @contextlib.contextmanager
-def current_pool(pool: Callable[[], DevicePool | None]) -> Iterator[None]:
+def current_pool(pool: Callable[[], EnginePool | None]) -> Iterator[None]:
     """Have the plugin find this as the process's pool: these tests make several in one process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pools, "current", pool)
@@ -84,7 +84,7 @@ class Made(NamedTuple):
     """A pool of SGLang's, and the daemon's that it is."""
 
     sglang: Any
-    daemon: DevicePool
+    daemon: EnginePool
 
 
 def made(make: Callable[[], Any]) -> Made:

@@ -30,8 +30,9 @@ from sglang.test.test_utils import (
     terminate_and_kill_process_tree,
 )
 
+from tests.servers import prompt
 from tests.sglang.host_pools import EXTRA
-from tests.sglang.servers import DECODE_OPTIONS, OPTIONS, prompt
+from tests.sglang.servers import DECODE_OPTIONS, OPTIONS
 
 MODEL: Final = os.environ.get("MODEL", "")
 MLA_MODEL: Final = os.environ.get("MLA_MODEL", "")

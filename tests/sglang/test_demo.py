@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from benchmarks.measure import Effort, Row
-from tests.sglang.folders import REPOSITORY
+from tests.folders import REPOSITORY
 
 NEW_TOKENS: Final = 4
 

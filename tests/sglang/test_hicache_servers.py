@@ -16,10 +16,11 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from tests.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.folders import SMOLLM2, TINY_MLA
+from tests.servers import Reply, prompt, running
 from tests.sglang.expected import NEW, Expected
-from tests.sglang.folders import SMOLLM2, TINY_MLA
 from tests.sglang.host_pools import EXTRA, Layout
-from tests.sglang.servers import Program, Reply, prompt, request, running, server
+from tests.sglang.servers import Server, request, server
 
 pytestmark = pytest.mark.long
 LENGTHS: Final = (333, 600, 1000)
@@ -46,7 +47,7 @@ OTHERS: Final = {
 
 
 @contextmanager
-def serving(kind: Kind, daemon: RestartedDaemon, folder: Path) -> Iterator[Program]:
+def serving(kind: Kind, daemon: RestartedDaemon, folder: Path) -> Iterator[Server]:
     """Run a server with HiCache."""
     options: Sequence[str] = (
         *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--page-size", str(PAGE)),
@@ -68,13 +69,13 @@ def daemon(expected: Expected) -> Iterator[RestartedDaemon]:  # noqa: ARG001  be
 
 
 @pytest.fixture(scope="module")
-def one(daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+def one(daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Return the server that most tests share."""
     with serving(KIND, daemon, tmp_path_factory.mktemp("hicache")) as server:
         yield server
 
 
-def ask(one: Program, length: int) -> Reply:
+def ask(one: Server, length: int) -> Reply:
     """Ask for the tokens after a prompt."""
     return one.post("/generate", request(prompt(length), NEW))
 
@@ -85,7 +86,7 @@ def from_storage(reply: Reply) -> int:
     return int(details.get("storage") or 0)
 
 
-def assert_answers(one: Program, expected: Expected, *, stored: bool) -> None:
+def assert_answers(one: Server, expected: Expected, *, stored: bool) -> None:
     """Check tokens, and that all whole pages of the prompts came from the storage, or nothing did."""
     for length in LENGTHS:
         reply = ask(one, length)
@@ -93,12 +94,12 @@ def assert_answers(one: Program, expected: Expected, *, stored: bool) -> None:
         assert from_storage(reply) == (length // PAGE * PAGE if stored else 0), (length, reply)
 
 
-def wait_until_all_is_stored(daemon: RestartedDaemon, one: Program) -> None:
+def wait_until_all_is_stored(daemon: RestartedDaemon, one: Server) -> None:
     """Return once all pages of the prompts and their answers lie in the host tier."""
     assert soon(lambda: stored_blocks(daemon) == STORED), one.log_tail()
 
 
-def begin(one: Program, daemon: RestartedDaemon, expected: Expected) -> None:
+def begin(one: Server, daemon: RestartedDaemon, expected: Expected) -> None:
     """Have nothing stored; ask, and have all of it stored."""
     one.flush()
     assert one.post("/hicache/storage-backend/clear", {}).status == 200
@@ -114,7 +115,7 @@ def stored_blocks(daemon: RestartedDaemon) -> int:
 
 
 def test_found_after_a_flush_and_by_another_server(
-    one: Program, daemon: RestartedDaemon, expected: Expected, tmp_path: Path
+    one: Server, daemon: RestartedDaemon, expected: Expected, tmp_path: Path
 ) -> None:
     begin(one, daemon, expected)
     one.flush()
@@ -132,7 +133,7 @@ def test_found_after_a_flush(name: str, answers: Callable[[str], Expected], tmp_
         assert_answers(one, expected, stored=True)
 
 
-def test_other_bytes_give_other_tokens(one: Program, daemon: RestartedDaemon, expected: Expected) -> None:
+def test_other_bytes_give_other_tokens(one: Server, daemon: RestartedDaemon, expected: Expected) -> None:
     """The control: with zeros in the place of what was stored, the answer is another one."""
     begin(one, daemon, expected)
     with Client.connect(daemon.runtime_dir) as client:
@@ -152,7 +153,7 @@ def test_other_bytes_give_other_tokens(one: Program, daemon: RestartedDaemon, ex
 
 
 def test_a_killed_daemon_is_a_miss_and_stores_again_once_it_is_back(
-    one: Program, daemon: RestartedDaemon, expected: Expected
+    one: Server, daemon: RestartedDaemon, expected: Expected
 ) -> None:
     begin(one, daemon, expected)
     since = one.log_size()

@@ -12,11 +12,13 @@ from typing import Final
 import pytest
 
 from kvferry.clients import Client
-from kvferry.clients.sglang.engine import Engine
+from kvferry.clients.engine import Engine
+from kvferry.clients.sglang.settings import end_server
 from kvferry.protocol.errors import PoolLostError
 from tests.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.servers import prompt
 from tests.sglang.expected import Expected
-from tests.sglang.servers import Pair, prompt, running_pair
+from tests.sglang.servers import Pair, running_pair
 
 SOON_S: Final = 20.0
 
@@ -25,6 +27,7 @@ class Lost:
     """A pool whose memory the next daemon has not."""
 
     name = "lost"
+    keeps_memory = False
 
     def come_back(self, client: Client, *, resumed: bool) -> None:  # noqa: ARG002
         """Say so."""
@@ -33,7 +36,7 @@ class Lost:
 
 def scheduler(runtime_dir: str, started: Connection) -> None:
     """Be a scheduler process of a server, for as long as it is let."""
-    Engine("scheduler", runtime_dir).add(Lost())
+    Engine("scheduler", runtime_dir, on_pool_lost=end_server).add(Lost())
     started.send_bytes(b"")
     started.recv_bytes()
 

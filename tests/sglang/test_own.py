@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemons import RestartedDaemon
-from tests.sglang.folders import MODELS, SMOLLM2, TINY_MLA
+from tests.folders import MODELS, SMOLLM2, TINY_MLA
 from tests.sglang.servers import ENVIRONMENT
 
 pytestmark = pytest.mark.long

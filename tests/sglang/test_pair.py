@@ -13,9 +13,10 @@ import pytest
 
 from kvferry.clients import Client
 from tests.daemons import RestartedDaemon
+from tests.servers import Reply, at_once, prompt
 from tests.sglang.expected import AT_ONCE, LENGTHS, Expected
-from tests.sglang.servers import SIDES, Pair, Reply, Side, at_once, new_room, prompt, running_pair
-from tests.sglang.watch import Watch
+from tests.sglang.servers import SIDES, Pair, Side, new_room, running_pair
+from tests.sglang.watch import RoomWatch
 
 CHUNK = 256
 LONG = 2000
@@ -38,9 +39,9 @@ def pair(
 
 
 @pytest.fixture
-def watch(kept_daemon: RestartedDaemon) -> Iterator[Watch]:
+def watch(kept_daemon: RestartedDaemon) -> Iterator[RoomWatch]:
     """Return what looks at the daemon."""
-    with Watch(kept_daemon.runtime_dir) as one:
+    with RoomWatch(kept_daemon.runtime_dir) as one:
         yield one
 
 
@@ -63,7 +64,7 @@ def test_tokens_of_requests_at_once(pair: Pair, expected: Expected) -> None:
 
 
 @pytest.mark.parametrize("first", SIDES)
-def test_either_side_may_come_first(pair: Pair, expected: Expected, watch: Watch, first: Side) -> None:
+def test_either_side_may_come_first(pair: Pair, expected: Expected, watch: RoomWatch, first: Side) -> None:
     room = new_room()
     other: Side = "decode" if first == "prefill" else "prefill"
     halves = {first: pair.half(first, prompt(333), room)}
@@ -91,7 +92,7 @@ def test_decode_computes_with_the_pages_that_prefill_has_in_the_daemon(
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_an_abort_of_a_half_that_waits_for_the_other(well: Pair, watch: Watch, side: Side) -> None:
+def test_an_abort_of_a_half_that_waits_for_the_other(well: Pair, watch: RoomWatch, side: Side) -> None:
     room = new_room()
     alone = well.half(side, prompt(129, seed=1), room, rid=f"alone-{side}")
     watch.wait_until_opened(room, side)
@@ -101,7 +102,7 @@ def test_an_abort_of_a_half_that_waits_for_the_other(well: Pair, watch: Watch, s
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_an_abort_amid_the_chunks_ends_both_halves(well: Pair, watch: Watch, side: Side) -> None:
+def test_an_abort_amid_the_chunks_ends_both_halves(well: Pair, watch: RoomWatch, side: Side) -> None:
     halves = both_amid_chunks(well, watch, seed=SIDES.index(side))
     well.abort(side, f"{side}-{SIDES.index(side)}")
     for half in halves.values():
@@ -109,7 +110,7 @@ def test_an_abort_amid_the_chunks_ends_both_halves(well: Pair, watch: Watch, sid
     watch.wait_until_idle()
 
 
-def test_prefill_killed_amid_the_chunks_comes_back(well: Pair, watch: Watch) -> None:
+def test_prefill_killed_amid_the_chunks_comes_back(well: Pair, watch: RoomWatch) -> None:
     halves = both_amid_chunks(well, watch, seed=2)
     well.prefill.kill()
     assert halves["decode"].result(SOON_S).reason
@@ -119,7 +120,7 @@ def test_prefill_killed_amid_the_chunks_comes_back(well: Pair, watch: Watch) -> 
 
 
 def test_a_daemon_killed_amid_the_chunks_comes_back(
-    well: Pair, expected: Expected, kept_daemon: RestartedDaemon, watch: Watch
+    well: Pair, expected: Expected, kept_daemon: RestartedDaemon, watch: RoomWatch
 ) -> None:
     """The servers stay: the daemon after it adopts their pools."""
     halves = both_amid_chunks(well, watch, seed=3)
@@ -133,7 +134,7 @@ def test_a_daemon_killed_amid_the_chunks_comes_back(
 
 
 @pytest.mark.long
-def test_decode_killed_amid_the_chunks_comes_back(well: Pair, watch: Watch) -> None:
+def test_decode_killed_amid_the_chunks_comes_back(well: Pair, watch: RoomWatch) -> None:
     halves = both_amid_chunks(well, watch, seed=4)
     well.decode.kill()
     assert halves["prefill"].result(SOON_S).reason
@@ -143,7 +144,7 @@ def test_decode_killed_amid_the_chunks_comes_back(well: Pair, watch: Watch) -> N
 
 
 @pytest.mark.long
-def test_prefill_killed_while_decode_waits_for_it(well: Pair, watch: Watch) -> None:
+def test_prefill_killed_while_decode_waits_for_it(well: Pair, watch: RoomWatch) -> None:
     room = new_room()
     alone = well.half("decode", prompt(129, seed=5), room)
     watch.wait_until_opened(room, "decode")
@@ -154,7 +155,7 @@ def test_prefill_killed_while_decode_waits_for_it(well: Pair, watch: Watch) -> N
 
 
 @pytest.mark.long
-def test_decode_killed_while_it_generates(well: Pair, watch: Watch) -> None:
+def test_decode_killed_while_it_generates(well: Pair, watch: RoomWatch) -> None:
     halves = both_with_decode_generating(well, seed=6)
     well.decode.kill()
     assert halves["decode"].result(SOON_S).status == 0
@@ -163,7 +164,7 @@ def test_decode_killed_while_it_generates(well: Pair, watch: Watch) -> None:
 
 
 @pytest.mark.long
-def test_an_abort_while_decode_generates(well: Pair, watch: Watch) -> None:
+def test_an_abort_while_decode_generates(well: Pair, watch: RoomWatch) -> None:
     halves = both_with_decode_generating(well, seed=7)
     well.abort("decode", "decode-7")
     assert "abort" in halves["decode"].result(SOON_S).reason.lower()
@@ -173,7 +174,7 @@ def test_an_abort_while_decode_generates(well: Pair, watch: Watch) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("side", SIDES)
 def test_an_abort_of_a_request_that_waits_behind_another(
-    well: Pair, expected: Expected, watch: Watch, side: Side
+    well: Pair, expected: Expected, watch: RoomWatch, side: Side
 ) -> None:
     well.prefill.flush()
     first, second = new_room(), new_room()
@@ -204,7 +205,7 @@ def test_a_daemon_killed_while_decode_generates_is_not_noticed(
 @pytest.mark.long
 @pytest.mark.parametrize("side", SIDES)
 def test_a_daemon_killed_while_a_half_waits_for_the_other(
-    well: Pair, expected: Expected, kept_daemon: RestartedDaemon, watch: Watch, side: Side
+    well: Pair, expected: Expected, kept_daemon: RestartedDaemon, watch: RoomWatch, side: Side
 ) -> None:
     room = new_room()
     alone = well.half(side, prompt(129, seed=9), room)
@@ -216,7 +217,7 @@ def test_a_daemon_killed_while_a_half_waits_for_the_other(
 
 @pytest.mark.long
 def test_a_daemon_killed_and_soon_back_amid_the_chunks(
-    well: Pair, expected: Expected, kept_daemon: RestartedDaemon, watch: Watch
+    well: Pair, expected: Expected, kept_daemon: RestartedDaemon, watch: RoomWatch
 ) -> None:
     halves = both_amid_chunks(well, watch, seed=10)
     kept_daemon.restart()
@@ -225,12 +226,12 @@ def test_a_daemon_killed_and_soon_back_amid_the_chunks(
     well.wait_until_served(prompt(64), expected.tokens(64))
 
 
-def both_amid_chunks(pair: Pair, watch: Watch, seed: int) -> dict[Side, Future[Reply]]:
+def both_amid_chunks(pair: Pair, watch: RoomWatch, seed: int) -> dict[Side, Future[Reply]]:
     """Send both halves of a long request, and return once some of its chunks are at decode."""
     room = new_room()
     ids = prompt(LONG, seed)
     halves = {side: pair.half(side, ids, room, rid=f"{side}-{seed}") for side in SIDES}
-    watch.wait_until_some_arrived(room)
+    watch.wait_until_room_arrives(room)
     return halves
 
 

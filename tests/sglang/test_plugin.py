@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from kvferry.clients.sglang import plugin, pools
-from kvferry.clients.sglang.engine import settings
+from kvferry.clients.sglang.settings import settings
 from kvferry.protocol.errors import InvalidFieldError
 from tests.sglang.in_process import current_pool, mha_pool, mla_pool, told
 

@@ -11,10 +11,11 @@ from typing import Final
 import pytest
 
 from tests.daemons import RestartedDaemon, restarted_daemon
+from tests.folders import SMOLLM2, TINY_MLA
+from tests.servers import Reply, at_once, prompt
 from tests.sglang.expected import RETRACTED, RETRACTED_NEW, Expected
-from tests.sglang.folders import SMOLLM2, TINY_MLA
-from tests.sglang.servers import NEW_TOKENS, Pair, Reply, at_once, prompt, request, running_pair
-from tests.sglang.watch import Watch
+from tests.sglang.servers import NEW_TOKENS, Pair, request, running_pair
+from tests.sglang.watch import RoomWatch
 
 pytestmark = pytest.mark.long
 
@@ -44,8 +45,8 @@ def daemon() -> Iterator[RestartedDaemon]:
 
 
 @pytest.fixture
-def watch(daemon: RestartedDaemon) -> Iterator[Watch]:
-    with Watch(daemon.runtime_dir) as one:
+def watch(daemon: RestartedDaemon) -> Iterator[RoomWatch]:
+    with RoomWatch(daemon.runtime_dir) as one:
         yield one
 
 
@@ -66,7 +67,7 @@ def ask_all(pair: Pair) -> list[Reply]:
 
 
 @pytest.mark.parametrize("model", [SMOLLM2, TINY_MLA], indirect=True, scope="module")
-def test_retracted_requests_answer_the_same(pair: Pair, watch: Watch, plain: list[list[int]]) -> None:
+def test_retracted_requests_answer_the_same(pair: Pair, watch: RoomWatch, plain: list[list[int]]) -> None:
     assert [reply.tokens for reply in ask_all(pair)] == plain
     pair.decode.wait_until_logged(RETRACTS)
     assert "SGLang copies a retracted request's pages by itself" not in pair.decode.logged()
@@ -88,7 +89,7 @@ def test_daemon_that_restarts_in_between_costs_the_retracted_ones(
     kept = [(reply.tokens, tokens) for reply, tokens in zip(replies, plain, strict=True) if reply.status == 200]
     assert kept
     assert all(ours == theirs for ours, theirs in kept)
-    with Watch(daemon.runtime_dir) as watch:
+    with RoomWatch(daemon.runtime_dir) as watch:
         watch.assert_all_is_free(pair)
 
 
@@ -100,7 +101,7 @@ def test_without_a_tier_sglang_copies_by_itself(pair: Pair, daemon: RestartedDae
         pair.wait_until_served(prompt(*RETRACTED[0]), plain[0][:NEW_TOKENS])
         assert [reply.tokens for reply in ask_all(pair)] == plain
         assert "SGLang copies a retracted request's pages by itself: TIER_OFF" in pair.decode.logged()
-        with Watch(daemon.runtime_dir) as watch:
+        with RoomWatch(daemon.runtime_dir) as watch:
             watch.assert_all_is_free(pair)
     finally:
         daemon.configure(TIER)

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_context, get_parallel
 
+from kvferry.clients.places import place_of
 from kvferry.clients.sglang import transfer
 from kvferry.protocol.errors import InvalidFieldError
 from tests.daemons import RestartedDaemon, restarted_daemon, soon
@@ -453,7 +454,7 @@ def test_bootstrap_server_returns_what_a_rank_says(mha: Halves) -> None:
     [
         (b"", "truncated"),
         (b"[]", "Expected `object`"),
-        (b'{"handshake": 1}', "missing required field `rank`"),
+        (b'{"handshake": 1}', "missing required field `host`"),
         ({**RANK, "daemons": "ipc:///x"}, "daemons"),
         ({**RANK, "daemons": ["tcp://no address"]}, "daemons[0]"),
         ({**RANK, "boot_id": "b"}, "boot_id"),
@@ -489,7 +490,7 @@ def test_bootstrap_server_keeps_so_many_ranks(mha: Halves, monkeypatch: pytest.M
 def rank(mha: Halves, tmp_path: Path) -> transfer.PrefillRank:
     """Return what a rank of another daemon on this host says."""
     daemons = (f"ipc://{tmp_path}/peer.sock", "tcp://10.0.0.1:7801")
-    place = transfer.place_of(daemons)
+    place = place_of(daemons)
     assert place
     return msgspec.convert(
         {**RANK, "host": mha.decode.local_ip, "place": place, "daemons": daemons}, transfer.PrefillRank
@@ -523,7 +524,7 @@ def test_daemon_elsewhere_without_tcp_is_refused_by_name(mha: Halves, rank: tran
 def test_own_daemon_is_known_after_its_restart(mha: Halves) -> None:
     with mha.made.daemon.engine.client() as client:
         daemons = client.status().addresses
-    said = {**RANK, "host": "10.0.0.1", "place": transfer.place_of(daemons), "daemons": daemons}
+    said = {**RANK, "host": "10.0.0.1", "place": place_of(daemons), "daemons": daemons}
     assert mha.decode.source_daemons(msgspec.convert(said, transfer.PrefillRank)) == ()
 
 

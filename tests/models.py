@@ -1,8 +1,9 @@
-"""The models of the tests with SGLang, as folders in Hugging Face's format: ``python -m tests.sglang.models FOLDER``.
+"""The models of the tests with real engines, as folders in Hugging Face's format: ``python -m tests.models FOLDER``.
 
-``smollm2-135m`` is the demo's converted model, the others are random. ``tiny-mha`` has heads for two ranks.
-``tiny-mla`` is a MiniCPM3: of SGLang's MLA models it alone always attends to the latent rows. DeepSeek's first expands
-them for a prompt with no cached prefix, and on a CPU no attention backend of SGLang has both.
+``smollm2-135m`` is the demo's converted model, the others are random. ``tiny-mha`` and ``tiny-gqa`` have heads for two
+ranks. ``tiny-mla`` is a MiniCPM3: of SGLang's MLA models it alone always attends to the latent rows. DeepSeek's first
+expands them for a prompt with no cached prefix, and on a CPU no attention backend of SGLang has both.
+``tiny-deepseek`` is a DeepSeek V3 without experts: of vLLM's MLA models on a CPU, those of its rows alone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MiniCPM3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MiniCPM3Config
 
 from examples.demo.model import converted_model
-from tests.sglang.folders import SMOLLM2, TINY_MHA, TINY_MLA
+from tests.folders import SMOLLM2, TINY_DEEPSEEK, TINY_GQA, TINY_MHA, TINY_MLA
 
 SPREAD: Final = 0.2
 """Of the random weights: ten times the usual, so that a token depends on all the tokens before it."""
@@ -27,7 +28,6 @@ COMMON: Final[dict[str, Any]] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
     "max_position_embeddings": 8192,
     "initializer_range": SPREAD,
     "tie_word_embeddings": False,
@@ -45,9 +45,11 @@ def main() -> None:
     link = folder / SMOLLM2
     link.unlink(missing_ok=True)
     link.symlink_to(demo)
-    mha = LlamaConfig(**COMMON, num_key_value_heads=2, head_dim=32)
+    mha = LlamaConfig(**COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    gqa = LlamaConfig(**COMMON, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
     mla = MiniCPM3Config(
         **COMMON,
+        num_attention_heads=4,
         num_key_value_heads=4,
         q_lora_rank=64,
         kv_lora_rank=64,
@@ -58,7 +60,18 @@ def main() -> None:
         scale_depth=1.4,
         dim_model_base=128,
     )
-    for name, config in ((TINY_MHA, mha), (TINY_MLA, mla)):
+    deepseek = DeepseekV3Config(
+        **COMMON,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        first_k_dense_replace=COMMON["num_hidden_layers"],
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    )
+    for name, config in ((TINY_MHA, mha), (TINY_GQA, gqa), (TINY_MLA, mla), (TINY_DEEPSEEK, deepseek)):
         save_random(config, folder / name)
         for file in demo.glob("tokenizer*"):
             shutil.copy(file, folder / name)

@@ -1,8 +1,8 @@
-"""A SGLang process's way to the daemon: what the environment says of it, its session, and going on after a loss.
+"""An inference engine's way to the daemon: its session, and going on after a loss. What the adapters have in common.
 
-A scheduler process has one ``Engine``. Its scheduler's thread calls the client, and never waits for a daemon that is
-away: what it asks then raises, and a thread of the engine's own looks for the daemon. That thread also takes what has
-arrived while the scheduler computes for longer than the daemon keeps a session without a socket.
+A process has one ``Engine`` for the thread that schedules or computes. That thread calls the client, and never waits
+for a daemon that is away: what it asks then raises, and a thread of the engine's own looks for the daemon. That thread
+also takes what has arrived while the other computes for longer than the daemon keeps a session without a socket.
 """
 
 from __future__ import annotations
@@ -10,18 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import multiprocessing
-import os
-import signal
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, cast, get_args
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-import msgspec
 import zmq
 
 from kvferry.clients import Client, KvferryError, TierOperation
@@ -31,19 +27,16 @@ from kvferry.clients.submissions import PendingReply
 from kvferry.protocol.errors import (
     DaemonLostError,
     DeadlineError,
-    InvalidFieldError,
     NoSessionError,
     OverloadedError,
     PoolExistsError,
     PoolLostError,
     SessionLostError,
 )
-from kvferry.protocol.ids import PoolName
 
 logger = logging.getLogger(__name__)
 
-Memory = Literal["daemon", "engine"]
-"""Who allocates the pools: ``daemon``, or ``engine``, which registers them; docs/sglang.md: what each survives."""
+T = TypeVar("T")
 
 LOOK_S: Final = 0.25
 """How often the engine's thread looks at the session, or for the daemon."""
@@ -55,52 +48,21 @@ SAY_S: Final = 5.0
 MOST_UNSAID: Final = 4096
 """What is kept for a daemon that is away; the oldest of more is dropped: who waits for it has a deadline, too."""
 
+MOST_UNANSWERED: Final = 64
+"""Of what is said: a session may have more requests under way, but others need them."""
+
 PREDECESSOR_S: Final = 60.0
 """For how long a pool of this name may still be that of an engine that has ended."""
 
 
-class Settings(NamedTuple):
-    """What the environment says.
-
-    Attributes:
-        runtime_dir: KVFERRY_RUNTIME_DIR, the daemon's; None: where a client looks by itself.
-        pool: KVFERRY_SGLANG_POOL, the name of this server's pools without ranks; empty: of its mode and port.
-        memory: KVFERRY_SGLANG_MEMORY.
-    """
-
-    runtime_dir: str | None
-    pool: str
-    memory: Memory
-
-
-def settings(environment: Mapping[str, str] = os.environ) -> Settings:
-    """Return what the environment says.
-
-    Raises:
-        InvalidFieldError: a variable has a value that it cannot have; ``field`` is its name.
-    """
-    memory = environment.get("KVFERRY_SGLANG_MEMORY", "daemon")
-    if memory not in get_args(Memory):
-        raise InvalidFieldError(
-            f"KVFERRY_SGLANG_MEMORY is {memory!r}: say daemon or engine", field="KVFERRY_SGLANG_MEMORY"
-        )
-    pool = environment.get("KVFERRY_SGLANG_POOL", "")
-    try:
-        if pool:
-            msgspec.convert(pool, PoolName)
-    except msgspec.ValidationError as error:
-        raise InvalidFieldError(
-            f"KVFERRY_SGLANG_POOL is {pool!r}: up to 128 letters, digits, dots, dashes and underscores, the first a "
-            "letter or digit",
-            field="KVFERRY_SGLANG_POOL",
-        ) from error
-    return Settings(environment.get("KVFERRY_RUNTIME_DIR") or None, pool, cast("Memory", memory))
-
-
 class Returning(Protocol):
-    """A pool of this process, which must be the daemon's again after the session had to be opened anew."""
+    """A pool of this process, which must be the daemon's again after the session had to be opened anew.
+
+    ``keeps_memory``: it can be made again from this process's memory, whatever the next daemon has.
+    """
 
     name: str
+    keeps_memory: bool
 
     def come_back(self, client: Client, *, resumed: bool) -> None:
         """Make the daemon know the pool again.
@@ -111,31 +73,58 @@ class Returning(Protocol):
         """
 
 
+class Word(NamedTuple):
+    """What nobody waits for the answer of, and which daemon it is for."""
+
+    call: Call[Any]
+    boot_id: str
+
+    def is_for(self, boot_id: str) -> bool:
+        """Return whether it is to be said to this daemon: what ended with another one need not be ended there."""
+        return self.boot_id == boot_id or self.call.body.after_restart != "done"
+
+
 class Engine:
     """One session of this process, and the thread that holds on to it."""
 
-    def __init__(self, name: str, runtime_dir: str | None, *, ends_server: bool = True) -> None:
-        """Connect. ``ends_server``: without the pool's memory this server cannot go on, and ends.
+    def __init__(
+        self,
+        name: str,
+        runtime_dir: str | None,
+        *,
+        instance: str = "",
+        on_pool_lost: Callable[[PoolLostError], None] | None = None,
+    ) -> None:
+        """Connect.
+
+        Args:
+            name: of the session; sessions of an instance may have it too.
+            runtime_dir: the daemon's; None: where a client looks by itself.
+            instance: which owns what the session allocates, see docs/engines.md; empty: one of its own.
+            on_pool_lost: told, once and by any thread, that the memory of a pool of this process is gone.
 
         Raises:
             KvferryError: there is no daemon, or it refuses the session.
         """
         self.name = name
         self.runtime_dir = runtime_dir
-        self.instance = f"{name}-{uuid.uuid4().hex[:12]}"
+        self.instance = instance or f"{name}-{uuid.uuid4().hex[:12]}"
         self.lost: PoolLostError | None = None
         """Why the pool's memory is gone: this engine cannot go on."""
         self.generation = 0
         """How many clients were given up: what they had under way has ended, and their daemon with it."""
-        self._ends_server = ends_server
+        self._on_pool_lost = on_pool_lost
         self._lock = threading.Lock()
         self._client: Client | None = self._connect(b"")
         self._secret, self._boot_id = self._client.secret, self._client.boot_id
         self._away: KvferryError | None = None
         self._has_news = False
+        self._must_renew = False
+        """Whether the daemon that came back has not a pool that can be made again: by a session of its own."""
         self._pools: list[Returning] = []
-        self._unsaid: deque[Call[Any]] = deque(maxlen=MOST_UNSAID)
-        self._unanswered: list[PendingReply[Any]] = []
+        self._unsaid: deque[Word] = deque(maxlen=MOST_UNSAID)
+        self._unanswered: list[tuple[Word, PendingReply[Any]]] = []
+        self._awaited: list[tuple[PendingReply[Any], Callable[[Any], None]]] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._hold_on, name="kvferry", daemon=True)
         self._thread.start()
@@ -187,9 +176,17 @@ class Engine:
     def say(self, call: Call[Any]) -> None:
         """Have the daemon told what nobody waits for the answer of, soon, or once it is back.
 
-        From any thread, and from a finalizer.
+        From any thread, and from a finalizer. It is said again where the daemon is busy. The next daemon is not told to
+        end what has ended with this one: by its number that may be something else there.
         """
-        self._unsaid.append(call)
+        self._unsaid.append(Word(call, self._boot_id))
+
+    def when_answered(self, pending: PendingReply[T], then: Callable[[T], None]) -> None:
+        """Have ``then`` told an answer that nobody else takes, by this engine's thread or in ``poll``, if it comes.
+
+        It may ``say``, and nothing else of the engine's.
+        """
+        self._awaited.append((pending, then))
 
     def poll(self) -> None:
         """Take what has arrived; never waits. Transfers that were under way when the daemon was lost have ended.
@@ -243,12 +240,17 @@ class Engine:
             self._has_news |= bool(self._client.poll(timeout_s))
         except KvferryError as error:
             self._lose(error)
+        if self._must_renew:
+            self._must_renew = False
+            self._lose(DaemonLostError("it came back without this engine's pools, which are made again"))
 
     def _reconnected(self, event: Reconnected) -> None:
         """Note what the daemon that is back has not; called by the client."""
         self._boot_id = event.boot_id
         logger.warning("kvferry: the daemon is back, boot %s; %d transfers ended", event.boot_id, len(event.transfers))
-        missing = {*event.pools, *(pool for pool, _ in event.pages)} & {one.name for one in self._pools}
+        lost = {*event.pools, *(pool for pool, _ in event.pages)}
+        self._must_renew |= any(one.name in lost and one.keeps_memory for one in self._pools)
+        missing = {one.name for one in self._pools if one.name in lost and not one.keeps_memory}
         if missing:
             self._give_up(PoolLostError(f"the daemon came back without the memory of {', '.join(sorted(missing))}"))
 
@@ -260,17 +262,17 @@ class Engine:
         self._away = error if isinstance(error, DaemonLostError | SessionLostError) else DaemonLostError(error.detail)
         self._client.close()
         self._client = None
+        self._unsaid.extend(word for word, _ in self._unanswered)
         self._unanswered.clear()
+        self._awaited.clear()
         self.generation += 1
 
     def _give_up(self, error: PoolLostError) -> None:
         if self.lost is None:
             self.lost = error
-            if not self._ends_server:
-                logger.error("kvferry: %s; this server goes on without it", error)
-                return
-            logger.critical("kvferry: %s; this engine ends", error)
-            _end_server()
+            logger.error("kvferry: %s", error)
+            if self._on_pool_lost is not None:
+                self._on_pool_lost(error)
 
     def _hold_on(self) -> None:
         while self.lost is None and not self._closed.wait(LOOK_S):
@@ -285,31 +287,45 @@ class Engine:
 
     def _say_all(self) -> None:
         """Say what is to be said, and drop the answers that have come; never waits."""
-        if self._client is None or not (self._unsaid or self._unanswered):
+        client = self._client
+        if client is None or not (self._unsaid or self._unanswered or self._awaited):
             return
         try:
-            while self._unsaid:
-                self._unanswered.append(self._client.begin(self._unsaid[0], deadline_s=SAY_S))
-                self._unsaid.popleft()
-            for one in [one for one in self._unanswered if self._client.is_ready(one)]:
-                self._unanswered.remove(one)
+            for pending, then in [one for one in self._awaited if client.is_ready(one[0])]:
+                self._awaited.remove((pending, then))
                 with contextlib.suppress(KvferryError):
-                    self._client.wait(one)
+                    then(client.wait(pending))
+            while self._unsaid and len(self._unanswered) < MOST_UNANSWERED:
+                word = self._unsaid[0]
+                if word.is_for(client.boot_id):
+                    self._unanswered.append((word, client.begin(word.call, deadline_s=SAY_S)))
+                self._unsaid.popleft()
+            now_s = time.monotonic()
+            for one in [one for one in self._unanswered if one[1].ends_at <= now_s or client.is_ready(one[1])]:
+                self._unanswered.remove(one)
+                try:
+                    client.wait(one[1])
+                except OverloadedError:
+                    self._unsaid.append(one[0])
+                except KvferryError:
+                    pass
         except KvferryError:
             pass  # ``_take`` finds it, and what was not said is said later
 
-    def _look_for_daemon(self) -> None:
-        resumed = True
+    def _resume(self) -> tuple[Client, bool]:
+        """Return a client of the next daemon, and whether that knows the session."""
         try:
-            try:
-                client = self._connect(self._secret)
-                resumed = client.boot_id != self._boot_id
-                if not resumed:  # the old daemon: what was under way may still be, and ends with the session
-                    client.close()
-            except (NoSessionError, SessionLostError):
-                resumed = False
-            if not resumed:
-                client = self._connect(b"")
+            client = self._connect(self._secret)
+        except (NoSessionError, SessionLostError):
+            return self._connect(b""), False
+        if client.boot_id != self._boot_id:
+            return client, True
+        client.close()  # the old daemon: what was under way may still be, and ends with the session
+        return self._connect(b""), False
+
+    def _look_for_daemon(self) -> None:
+        try:
+            client, resumed = self._resume()
         except KvferryError:
             return
         try:
@@ -325,18 +341,6 @@ class Engine:
             with self._lock:
                 self._client, self._secret, self._boot_id, self._away = client, client.secret, client.boot_id, None
             logger.warning("kvferry: the daemon is back, boot %s", client.boot_id)
-
-
-def _end_server() -> NoReturn:
-    """End this scheduler process, and tell the server of it as SGLang's schedulers do.
-
-    The process must not stay: for one that lives SGLang waits a minute for core dumps of a CUDA device, and answers
-    nobody meanwhile.
-    """
-    server = multiprocessing.parent_process()
-    if server is not None and server.pid is not None:  # else something other than SGLang started this process
-        os.kill(server.pid, signal.SIGQUIT)
-    os._exit(1)
 
 
 def _is_readable(others: Sequence[zmq.Socket[bytes]], ours: Sequence[zmq.Socket[bytes] | int], wait_s: float) -> bool:
@@ -368,7 +372,7 @@ def while_predecessor_ends(make: Callable[[], object]) -> None:
 
 
 def end_of(client: Client, operation: TierOperation) -> KvferryError | None:
-    """Wait until no byte of an operation can move any more: SGLang uses its pages again. Return why it failed.
+    """Wait until no byte of an operation can move any more: its pages are used again. Return why it failed.
 
     Raises:
         KvferryError: the client has given the daemon up.

@@ -1,0 +1,86 @@
+"""What an engine has its daemon told, of which nobody waits for the answer; and what the next daemon is told of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from kvferry.clients import Client, MhaSpec, new_request_id, pages
+from kvferry.clients.calls import Call, asked
+from kvferry.clients.engine import Engine, Word
+from kvferry.protocol.errors import PeerCancelledError
+from kvferry.protocol.session_messages import Status, StatusReport
+from kvferry.protocol.tier_messages import CancelOperation, Unpin
+from kvferry.protocol.transfer_messages import Abandon, Cancel
+from tests.daemons import RestartedDaemon, restarted_daemon, soon
+
+SPEC: Final = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
+MANY: Final = 400
+"""More than a session may have requests under way."""
+
+
+@pytest.fixture
+def kept_daemon() -> Iterator[RestartedDaemon]:
+    with restarted_daemon() as one:
+        yield one
+
+
+@pytest.fixture
+def engine(kept_daemon: RestartedDaemon) -> Iterator[Engine]:
+    one = Engine("engine", str(kept_daemon.runtime_dir))
+    yield one
+    one.close()
+
+
+def test_many_words_at_once(engine: Engine) -> None:
+    with engine.client() as client:
+        client.create_pool("kv", SPEC)
+        ids = client.allocate("kv", MANY)
+        waiting = [client.receive("kv", new_request_id(), [pages(ids[at : at + 1])]) for at in range(MANY)]
+    for one in waiting:
+        engine.say(asked(Cancel(request_id=one.key.request_id, pool="kv", direction="receive", wait=False)))
+    assert soon(lambda: all(one.is_settled for one in waiting))
+
+
+def test_a_word_waits_for_the_daemon_to_be_back(engine: Engine, kept_daemon: RestartedDaemon) -> None:
+    request_id = new_request_id()
+    kept_daemon.end()
+    engine.say(asked(Abandon(request_id=request_id, direction="receive", reason="nobody comes")))
+    kept_daemon.start()
+    with contextlib.closing(Client.connect(kept_daemon.runtime_dir)) as peer:
+        peer.create_pool("kv", SPEC)
+        ids = peer.allocate("kv", 1)
+
+        def is_told() -> bool:
+            sent = peer.send("kv", request_id, [pages(ids)])
+            with contextlib.suppress(PeerCancelledError):
+                peer.cancel(sent)
+            return isinstance(sent.error, PeerCancelledError)
+
+        assert soon(is_told)
+
+
+def test_the_next_daemon_is_not_told_to_end_what_ended_with_another() -> None:
+    """By its number it may be something else there."""
+    request_id = new_request_id()
+    ends: list[Call[Any]] = [
+        asked(Cancel(request_id=request_id, pool="kv", direction="send")),
+        asked(CancelOperation(operation=1)),
+        asked(Unpin(lease=1)),
+    ]
+    for one in ends:
+        word = Word(one, "this")
+        assert word.is_for("this")
+        assert not word.is_for("next")
+    assert Word(asked(Abandon(request_id=request_id, direction="send")), "this").is_for("next")
+
+
+def test_an_answer_that_nobody_takes_is_heard_of_all_the_same(engine: Engine) -> None:
+    """What a late lookup has pinned is given back, also where the engine has nothing else to do."""
+    heard: list[StatusReport] = []
+    with engine.client() as client:
+        engine.when_answered(client.begin(asked(Status())), heard.append)
+    assert soon(lambda: len(heard) == 1)

@@ -1,0 +1,20 @@
+"""Where the tests with real engines find what the Makefile has made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+REPOSITORY: Final = Path(__file__).resolve().parents[1]
+MODELS: Final = REPOSITORY / ".models"
+
+SMOLLM2: Final = "smollm2-135m"
+"""MHA: 30 layers, 3 KV heads of 64."""
+TINY_MHA: Final = "tiny-mha"
+"""MHA: 3 layers, 2 KV heads of 32."""
+TINY_GQA: Final = "tiny-gqa"
+"""MHA: 3 layers, 4 KV heads of 32, 8 heads: for two ranks."""
+TINY_MLA: Final = "tiny-mla"
+"""MLA: 3 layers, rows of 64 + 16. For SGLang."""
+TINY_DEEPSEEK: Final = "tiny-deepseek"
+"""MLA: 3 layers, rows of 512 + 64. For vLLM."""
