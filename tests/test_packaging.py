@@ -56,7 +56,14 @@ for folder, name in json.loads(sys.argv[1]):
     importlib.invalidate_caches()
 print(json.dumps(said))
 """
-OF_ENGINES: Final = {"kvferry.clients.sglang.hicache", "kvferry.clients.sglang.transfer"}
+OF_ENGINES: Final = {
+    "kvferry.clients.sglang.hicache",
+    "kvferry.clients.sglang.transfer",
+    *(
+        f"kvferry.clients.vllm.{name}"
+        for name in ("connector", "events", "memory", "metadata", "metrics", "scheduler", "worker")
+    ),
+}
 """What derives from classes of an engine, and is imported where that is installed."""
 
 CONSUMER: Final = """

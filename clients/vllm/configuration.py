@@ -1,0 +1,182 @@
+"""What an operator says of the connector, and what of vLLM's configuration it needs; what is not carried, by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from kvferry.clients.model_weights import weights_revision
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import ModelIdentity, PoolName
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+FIELD: Final = "kv_connector_extra_config"
+LONGEST_POOL_NAME: Final = 100
+"""Ranks are appended."""
+
+Memory = Literal["auto", "owned", "registered", "staged"]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+
+COMPUTED_WITH: Final = ("dtype", "quantization", "hf_overrides", "rope_scaling", "rope_theta")
+"""Arguments of vLLM's model configuration under which the same weights and tokens give other KV."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The connector's own configuration: ``kv_connector_extra_config``.
+
+    Attributes:
+        runtime_dir: the daemon's; empty: where a client looks by itself.
+        pool: the name of this engine's pools, without ranks; empty: made of vLLM's engine id.
+        memory: who allocates vLLM's KV memory; ``auto``: the daemon where that is possible, else ``staged``.
+        required: whether the server ends at its start where there is no daemon; else it does without.
+        cache: whether blocks are looked up and stored in the prefix cache.
+        layer_by_layer: whether long prompts travel while their last chunk is computed.
+        hold_s: how long prefill keeps a prompt's blocks for a decode server that does not come.
+        receive_s: how long decode waits for a prompt's blocks.
+        cache_s: how long a load or store of the prefix cache may take.
+    """
+
+    runtime_dir: str = ""
+    pool: Literal[""] | PoolName = ""
+    memory: Memory = "auto"
+    required: bool = True
+    cache: bool = True
+    layer_by_layer: bool = True
+    hold_s: Seconds = 480.0
+    receive_s: Seconds = 120.0
+    cache_s: Seconds = 60.0
+
+
+class Parallel(NamedTuple):
+    """A place among the ranks of an engine: those of tensor parallelism."""
+
+    rank: int
+    size: int
+
+
+class Configuration(NamedTuple):
+    """All that both sides of the connector know.
+
+    Attributes:
+        settings: the operator's.
+        instance: in the daemon, of all processes of this engine.
+        pool: the name of its pools, without ranks.
+        ranks: of tensor parallelism.
+        block_size: tokens of a block.
+        is_producer: whether it hands prompts to others.
+        is_consumer: whether it takes prompts of others.
+    """
+
+    settings: Settings
+    instance: str
+    pool: str
+    ranks: int
+    block_size: int
+    is_producer: bool
+    is_consumer: bool
+
+    def pool_of(self, rank: int) -> str:
+        """Return the name of a rank's pool."""
+        return self.pool if self.ranks == 1 else f"{self.pool}-tp{rank}"
+
+
+def configuration_of(vllm_config: VllmConfig) -> Configuration:
+    """Return what both sides know.
+
+    Raises:
+        InvalidFieldError: the extra configuration is wrong, or vLLM is to do what is not carried; says what.
+    """
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    settings = settings_of(transfer.kv_connector_extra_config)
+    check_carried(vllm_config)
+    engine = re.sub(r"[^A-Za-z0-9._-]", "-", str(transfer.engine_id))[:LONGEST_POOL_NAME]
+    parallel = vllm_config.parallel_config
+    pool = settings.pool
+    if pool and parallel.data_parallel_size > 1:
+        pool += f"-dp{parallel.data_parallel_rank}"
+    return Configuration(
+        settings=settings,
+        instance=f"vllm-{engine}",
+        pool=pool or f"vllm-{engine}",
+        ranks=parallel.tensor_parallel_size,
+        block_size=vllm_config.cache_config.block_size,
+        is_producer=transfer.is_kv_producer,
+        is_consumer=transfer.is_kv_consumer,
+    )
+
+
+def settings_of(extra: dict[str, Any]) -> Settings:
+    """Return the operator's settings.
+
+    Raises:
+        InvalidFieldError: a key is unknown, or has a value that it cannot have.
+    """
+    try:
+        return msgspec.convert(extra, Settings)
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError(
+            f"{FIELD}: {error}; the keys are {', '.join(Settings.__struct_fields__)}, see docs/vllm.md", field=FIELD
+        ) from error
+
+
+def check_carried(vllm_config: VllmConfig) -> None:
+    """Refuse by name what is not carried yet.
+
+    Raises:
+        InvalidFieldError: ``field`` is vLLM's option.
+    """
+    parallel = vllm_config.parallel_config
+    for option in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "nnodes",
+    ):
+        size = getattr(parallel, option, 1)
+        if size > 1:
+            raise refusal(f"{option} {size}", option)
+    if getattr(vllm_config.scheduler_config, "async_scheduling", False) and not _keeps_freed_blocks():
+        raise refusal("async scheduling with this release of vLLM", "async_scheduling")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in {"ngram", "ngram_gpu", "suffix"}:
+        raise refusal(f"a draft model ({speculative.method}), whose KV would have to travel too", "speculative_config")
+
+
+def _keeps_freed_blocks() -> bool:
+    """Return whether vLLM gives nobody a block that a step in flight still writes: releases before 0.32 do."""
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415  the connector's frontend needs none of it
+
+    return hasattr(Scheduler, "_request_blocks_can_be_freed")
+
+
+def refusal(what: str, field: str) -> InvalidFieldError:
+    """Return the error for what is not carried."""
+    return InvalidFieldError(f"kvferry's connector does not carry {what} yet: see docs/vllm.md", field=field)
+
+
+def model_identity(vllm_config: VllmConfig) -> ModelIdentity:
+    """Return whose KV it is: the served model, the very weights, and what they are computed with."""
+    model = vllm_config.model_config
+    told = {name: str(getattr(model, name, None)) for name in COMPUTED_WITH}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+    weights = weights_revision(str(model.model), model.revision, vllm_config.load_config.download_dir)
+    names = model.served_model_name
+    name = names if isinstance(names, str) else (names or [model.model])[0]
+    return ModelIdentity(name=name, revision=f"{weights}-{digest}")
+
+
+def shares_blocks(vllm_config: VllmConfig) -> bool:
+    """Return whether other processes give the same tokens the same hash; else each starts from a random one."""
+    from vllm.v1.core import kv_cache_utils  # noqa: PLC0415  the connector's frontend needs none of it
+
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    is_fixed = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and not algorithm.startswith("xxhash")
+    return is_fixed or os.environ.get("PYTHONHASHSEED") is not None

@@ -1,0 +1,274 @@
+"""The connector that vLLM creates: once in its scheduler's process, and once in each worker's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.utils.network_utils import get_ip
+from vllm.v1.request import RequestStatus
+
+from kvferry.clients import KvferryError
+from kvferry.clients.engine import Engine
+from kvferry.clients.engine_pool import EnginePool
+from kvferry.clients.vllm.configuration import (
+    Configuration,
+    Parallel,
+    configuration_of,
+    model_identity,
+    shares_blocks,
+)
+from kvferry.clients.vllm.metadata import StepWork
+from kvferry.clients.vllm.metrics import Moved, MovedPrometheus
+from kvferry.clients.vllm.scheduler import Scheduler
+from kvferry.protocol.errors import DaemonLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvferry.clients.vllm.memory import RankMemory
+    from kvferry.clients.vllm.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+COMPLETE: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclass
+class StoresDone(KVConnectorWorkerMetadata):
+    """The numbers of stores that ranks have done: each as often as ranks have."""
+
+    numbers: list[int] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StoresDone:
+        """Return those of both."""
+        return StoresDone(self.numbers + other.numbers)
+
+
+@dataclass
+class WithoutDaemon(KVConnectorHandshakeMetadata):
+    """What a rank says at its start that has found no daemon, and does without."""
+
+
+class KvferryConnector(KVConnectorBase_V1):
+    """vLLM's KV cache, its transfers and its prefix cache in the daemon's hands; see docs/vllm.md."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Connect.
+
+        Raises:
+            InvalidFieldError: the configuration is wrong, or vLLM is to do what is not carried; says what.
+            KvferryError: there is no daemon, or it refuses the session or the pool.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        told = configuration_of(vllm_config)
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
+        self._memory: RankMemory | None = None
+        try:
+            if role == KVConnectorRole.SCHEDULER:
+                self._scheduler = self._make_scheduler(told)
+            else:
+                self._memory, self._worker = self._make_worker(told)
+        except DaemonLostError as error:
+            if told.settings.required:
+                raise
+            logger.warning('kvferry: this server runs without it ("required": false): %s', error)
+
+    # -- a worker's
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """Give vLLM the daemon's memory for its KV cache."""
+        return None if self._memory is None else self._memory.allocation()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Compare vLLM's KV cache with what the daemon was told of it."""
+        from kvferry.clients.vllm.memory import in_order  # noqa: PLC0415  torch
+
+        if self._memory is not None and self._worker is not None:
+            self._memory.take(kv_caches)
+            self._worker.signals.name(in_order(kv_caches))
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Return once nothing reads blocks that are about to be written."""
+        if self._worker is not None:
+            self._worker.give_up(kv_connector_metadata.preempted)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step: its loads arrive while it is computed."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401  vLLM's signature
+        """Do nothing: loads began with the step."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: requests are scheduled once all of their blocks are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+        """Tell the daemon that a layer is filled, where a prompt travels layer by layer."""
+        worker = self._worker
+        if worker is not None and worker.signals.pending:  # looked at here: every layer of every step comes by
+            worker.filled(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Begin the stores and sends of the step that was computed; their blocks are kept until they are over."""
+        if self._worker is not None:
+            self._worker.end_step(self._get_connector_metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
+        """Return the requests whose blocks may be freed, and those whose blocks have come."""
+        return (None, None) if self._worker is None else self._worker.finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that have not come."""
+        return set() if self._worker is None else self._worker.invalid_blocks()
+
+    def get_kv_connector_stats(self) -> Moved | None:
+        """Return what was moved since the last step."""
+        return None if self._worker is None else self._worker.moved.taken()
+
+    def build_connector_worker_meta(self) -> StoresDone | None:
+        """Return which stores are done, for events."""
+        numbers = [] if self._worker is None else self._worker.stored()
+        return StoresDone(numbers) if numbers else None
+
+    def get_handshake_metadata(self) -> WithoutDaemon | None:
+        """Tell the scheduler's side if this rank can do nothing for it."""
+        return WithoutDaemon() if self._worker is None else None
+
+    # -- the scheduler's
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        """Do without a daemon where a rank does: nobody would answer for it."""
+        ranks = sorted(rank for rank, one in metadata.items() if isinstance(one, WithoutDaemon))
+        if ranks and self._scheduler is not None:
+            logger.warning("kvferry: this server runs without it: ranks %s found no daemon at their start", ranks)
+            self._scheduler.close()
+            self._scheduler = None
+
+    def on_new_request(self, request: Request) -> None:
+        """Ask what of a request is cached."""
+        if self._scheduler is not None:
+            self._scheduler.came(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be had beyond those computed, and that they come between steps."""
+        return (0, False) if self._scheduler is None else self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Have the blocks filled that were allocated for them."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepWork:
+        """Return what the workers are to do in this step."""
+        return StepWork() if self._scheduler is None else self._scheduler.work(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take note of what the workers have done."""
+        if self._scheduler is not None:
+            self._scheduler.arrived(connector_output.finished_recving or ())
+            done = getattr(connector_output, "kv_connector_worker_meta", None)
+            if isinstance(done, StoresDone):
+                self._scheduler.stored(done.numbers)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+        """Return whether its blocks are still being read, and what its answer says to decode."""
+        if self._scheduler is None:
+            return False, None
+        return self._scheduler.ended(request, is_complete=request.status in COMPLETE)
+
+    def take_events(self) -> Iterable[Any]:
+        """Return what was stored in the prefix cache, and what is gone."""
+        return () if self._scheduler is None else self._scheduler.events()
+
+    def reset_cache(self) -> bool:
+        """Drop what is stored of this model in this layout, also what other engines of this user have stored."""
+        return self._scheduler is None or self._scheduler.clear()
+
+    # -- both
+
+    def shutdown(self) -> None:
+        """End the session, and with it what it had under way."""
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Moved:
+        """Return statistics as another process has counted them."""
+        return Moved(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MovedPrometheus:
+        """Return the same for Prometheus."""
+        return MovedPrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- within
+
+    def _make_scheduler(self, told: Configuration) -> Scheduler:
+        from kvferry.clients.vllm.memory import choose  # noqa: PLC0415  torch
+
+        specs = [
+            choose(self._vllm_config, self._kv_cache_config, told, Parallel(rank, told.ranks))[1]
+            for rank in range(told.ranks)
+        ]
+        if told.settings.cache and not shares_blocks(self._vllm_config):
+            logger.warning(
+                "kvferry: this vLLM hashes blocks from a random beginning, so nothing of its prefix cache is found by "
+                "other engines, nor after a restart: set PYTHONHASHSEED to the same value for all of them"
+            )
+        engine = Engine(f"{told.pool}-scheduler", told.settings.runtime_dir or None, instance=told.instance)
+        events = None
+        kv_events = self._vllm_config.kv_events_config
+        if kv_events is not None and kv_events.enable_kv_cache_events and told.settings.cache:
+            from kvferry.clients.vllm.events import CacheEventLog  # noqa: PLC0415
+
+            events = CacheEventLog(engine, told.block_size, told.ranks)
+        return Scheduler(engine, told, get_ip(), specs, events, model=model_identity(self._vllm_config))
+
+    def _make_worker(self, told: Configuration) -> tuple[RankMemory, Worker]:
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415
+
+        from kvferry.clients.vllm.memory import RankMemory, choose  # noqa: PLC0415
+        from kvferry.clients.vllm.worker import Worker  # noqa: PLC0415
+
+        rank = get_tensor_model_parallel_rank()
+        kind, spec = choose(self._vllm_config, self._kv_cache_config, told, Parallel(rank, told.ranks))
+        name = told.pool_of(rank)
+        engine = Engine(f"{name}-{kind}", told.settings.runtime_dir or None, instance=told.instance)
+        memory: Literal["daemon", "engine"] = "engine" if kind == "registered" else "daemon"
+        model = model_identity(self._vllm_config)
+        try:
+            pool = EnginePool(engine, name, spec, model, memory, keeps_memory=True)
+        except KvferryError:
+            engine.close()
+            raise
+        blocks = RankMemory(kind, pool)
+        return blocks, Worker(engine, blocks, told.settings, rank)

@@ -1,0 +1,133 @@
+"""What the scheduler's side tells the workers' side each step, and what it hears of it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvferry.clients.places import DaemonPlace
+from kvferry.protocol.ids import PeerAddress
+
+HANDSHAKE = 1
+"""Of what prefill says to decode; another number is refused."""
+
+MOST_RANKS = 1024
+
+TransferId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What ``kv_transfer_params`` say of a prompt that travels; keys of others are ignored.
+
+    Attributes:
+        do_remote_decode: this request is to be prefilled here, and handed on.
+        do_remote_prefill: its prompt was, or is, prefilled elsewhere.
+        transfer_id: by which both sides know the request; prefill makes one where the router gives none.
+        remote_place: where prefill's daemon is; absent: the same daemon as here, or one of ``remote_daemons``.
+        remote_daemons: addresses of prefill's daemon, from a router that asks both sides at once.
+        remote_tp_size: prefill's ranks.
+        remote_engine_id: for logs.
+        handshake: the version of what prefill says.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    transfer_id: TransferId | None = None
+    remote_place: DaemonPlace | None = None
+    remote_daemons: Annotated[tuple[PeerAddress, ...], msgspec.Meta(max_length=8)] | None = None
+    remote_tp_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)] | None = None
+    remote_engine_id: str | None = None
+    handshake: int = HANDSHAKE
+
+
+class Blocks(NamedTuple):
+    """Blocks of a request: their ids, and which of its prompt the first one is."""
+
+    ids: list[int]
+    first: int
+
+
+class Load(NamedTuple):
+    """Load blocks of the prefix cache; ``leases``: one of each rank, which has them from ``skipped`` on."""
+
+    request: str
+    blocks: Blocks
+    leases: tuple[int, ...]
+    skipped: int
+
+
+class Receive(NamedTuple):
+    """Receive a prompt's blocks; ``refused``: it is not begun, and why."""
+
+    request: str
+    blocks: Blocks
+    tokens: int
+    transfer: str
+    sources: tuple[str, ...]
+    prompt: bytes
+    refused: str = ""
+
+
+class Store(NamedTuple):
+    """Store blocks in the prefix cache."""
+
+    number: int
+    request: str
+    blocks: Blocks
+    names: list[bytes]
+    parent: bytes | None
+
+
+class Send(NamedTuple):
+    """Send blocks of a prompt; ``tokens`` are those in these blocks."""
+
+    request: str
+    blocks: Blocks
+    tokens: int
+    transfer: str
+    is_last: bool
+    prompt: bytes
+
+
+@dataclass
+class StepWork(KVConnectorMetadata):
+    """A step's work.
+
+    ``preempted``: requests whose blocks are about to be others'. ``ended``: requests that have finished while blocks
+    of them were being read, which each rank answers once nothing reads them. ``aborted``: of those and of requests that
+    still receive, the ones whose transfers are to be given up. ``is_idle``: nothing is computed in this step.
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    receives: list[Receive] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+
+def joined_chunks(first: Send, second: Send) -> Send:
+    """Return two chunks of a prompt, of which the second one continues the first, as one."""
+    blocks = Blocks(first.blocks.ids + second.blocks.ids, first.blocks.first)
+    return second._replace(blocks=blocks, tokens=first.tokens + second.tokens)
+
+
+def request_id(transfer: str, rank: int) -> str:
+    """Return the daemon's id of a rank's part of a transfer: both sides make it so."""
+    return hashlib.blake2b(f"{transfer}/{rank}".encode(), digest_size=16).hexdigest()
+
+
+def prompt_digest(request: Any) -> bytes:  # noqa: ANN401  vLLM's Request
+    """Return what tells a prompt from others: its tokens, its adapter, and its images."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(msgspec.msgpack.encode(list(request.prompt_token_ids or ())))
+    adapter = request.lora_request
+    digest.update(b"" if adapter is None else str(adapter.lora_name).encode())
+    for one in request.mm_features or ():
+        digest.update(str(one.identifier).encode())
+    return digest.digest()

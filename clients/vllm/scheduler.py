@@ -1,0 +1,646 @@
+"""The scheduler's side of the connector: which blocks are loaded, received, stored and sent in a step.
+
+It asks the daemon which blocks are cached, and never waits for it for long. What the workers have under way it knows by
+what it has told them: a request that ends while its blocks may be being read keeps them until each rank has answered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvferry.clients import Client, KvferryError, new_request_id
+from kvferry.clients.calls import asked, joined
+from kvferry.clients.model_weights import weights_revision
+from kvferry.clients.places import DaemonPlace, place_of
+from kvferry.clients.submissions import PendingReply
+from kvferry.clients.vllm.metadata import (
+    HANDSHAKE,
+    Blocks,
+    Handoff,
+    Load,
+    Receive,
+    Send,
+    StepWork,
+    Store,
+    prompt_digest,
+    request_id,
+)
+from kvferry.pools.layouts import manifest_of
+from kvferry.protocol.errors import DeadlineError, InvalidFieldError
+from kvferry.protocol.session_messages import Status
+from kvferry.protocol.tier_messages import HASH_BYTES, Found, Lookup, Unpin
+from kvferry.protocol.transfer_messages import Abandon, Direction
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvferry.clients.engine import Engine
+    from kvferry.clients.vllm.configuration import Configuration
+    from kvferry.clients.vllm.events import CacheEventLog
+    from kvferry.clients.vllm.memory import Spec
+    from kvferry.protocol.ids import ModelIdentity
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_S: Final = 2.0
+"""What a lookup may take, lower tiers included; what is late counts as a miss."""
+
+WAIT_S: Final = 0.002
+"""How long a step waits for lookups; those that come later are looked at again at the next step."""
+
+LONGEST_LIST: Final = 65536
+"""Of hashes in a message."""
+
+
+class Lookups:
+    """A request's lookup: of each rank's pool, under way or answered. ``ends_at_s``: when it counts as a miss."""
+
+    def __init__(self, client_generation: int, pending: list[PendingReply[Found]]) -> None:
+        self.generation = client_generation
+        self.pending = pending
+        self.ends_at_s = time.monotonic() + LOOKUP_S
+        self.found: list[Found] = []
+
+
+class Known:
+    """What is known of a request.
+
+    Attributes:
+        request: vLLM's.
+        handoff: what its parameters say, if they say anything that can be done.
+        refused: why they cannot be followed, though it is to be prefilled elsewhere.
+        blocks: its block ids, the prompt's first.
+        local: how many tokens vLLM has found by itself, when it last asked.
+        lookups: of the prefix cache; None: not asked, or used.
+        stored: how many leading blocks are in the cache, or were told to be stored.
+        sent: how many leading blocks were told to be sent.
+        transfer: under which its prompt is sent; empty: it is not, or no longer.
+        boot_id: of the daemon that it was sent by.
+        is_sent: whether all of the prompt was told to be sent.
+        is_read: whether its blocks may be being read.
+        is_receiving: whether the workers were told to receive or load.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.handoff: Handoff | None = None
+        self.refused = ""
+        self.blocks: list[int] = []
+        self.local = 0
+        self.lookups: Lookups | None = None
+        self.stored = 0
+        self.sent = 0
+        self.transfer = ""
+        self.boot_id = ""
+        self.is_sent = False
+        self.is_read = False
+        self.is_receiving = False
+        self.names: list[bytes] = []
+        self.prompt = b""
+
+
+class Scheduler:
+    """One engine's, of its scheduler's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        told: Configuration,
+        host: str,
+        specs: Sequence[Spec],
+        events: CacheEventLog | None,
+        *,
+        model: ModelIdentity,
+    ) -> None:
+        """Take the session.
+
+        Args:
+            engine: of this process.
+            told: what both sides know.
+            host: this engine's own address.
+            specs: of each rank's pool.
+            events: what is told of the prefix cache; None: nothing is.
+            model: whose KV it is.
+        """
+        self._engine = engine
+        self._told = told
+        self._host = host
+        self._digests = {manifest_of(one).layout_digest for one in specs}
+        self._model = model
+        self._events = events
+        self._block_size = told.block_size
+        self._caches = told.settings.cache and self._has_cache()
+        self._known: dict[str, Known] = {}
+        self._work = StepWork()
+        self._stores = 0
+        self._place: DaemonPlace | None = None
+        self._patience_s = WAIT_S
+
+    def __repr__(self) -> str:
+        """Show how many requests are known."""
+        return f"<Scheduler of {self._engine!r}: {len(self._known)} requests>"
+
+    # -- a request comes
+
+    def came(self, request: Request) -> None:
+        """Take note of a request, and ask what of it is cached."""
+        if request.request_id in self._known:
+            return
+        known = self._known[request.request_id] = Known(request)
+        self._read_parameters(known)
+        if known.handoff is None or not known.handoff.do_remote_prefill:
+            self._look_up(known)
+
+    def matched(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the local ones can be had, and that they come meanwhile.
+
+        None: it is not known yet.
+        """
+        self.came(request)
+        known = self._known[request.request_id]
+        known.local = local_tokens
+        if known.handoff is not None and known.handoff.do_remote_prefill:
+            missing = request.num_prompt_tokens - local_tokens
+            return missing, missing > 0
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        if known.lookups is None:
+            self._look_up(known)
+        blocks = self._found(known)
+        if blocks is None:
+            return None, False
+        known.stored = max(known.stored, blocks)
+        more = blocks * self._block_size - local_tokens
+        if more > 0:
+            return more, True
+        self._give_back(known)
+        return 0, False
+
+    def allocated(self, request: Request, ids: list[int], external_tokens: int) -> None:
+        """Have the blocks that were given to external tokens filled."""
+        known = self._known[request.request_id]
+        known.blocks = ids
+        handoff = None
+        if known.handoff is not None and known.handoff.do_remote_prefill:
+            handoff, known.handoff = known.handoff, None  # once: what is missing of it is computed here
+        if not external_tokens:
+            self._give_back(known)
+            if handoff is not None:
+                self._abandon(handoff)
+            return
+        known.is_receiving = True
+        if handoff is not None:
+            self._receive(known, handoff)
+            return
+        assert known.lookups is not None
+        first = known.local // self._block_size
+        stop = first + external_tokens // self._block_size
+        leases = tuple(one.lease for one in known.lookups.found)
+        self._work.loads.append(Load(request.request_id, Blocks(ids[first:stop], first), leases, first))
+        known.lookups = None
+        known.stored = stop
+
+    # -- a step
+
+    def work(self, step: SchedulerOutput) -> StepWork:
+        """Return what the workers are to do in a step."""
+        work, self._work = self._work, StepWork()
+        self._patience_s = WAIT_S
+        # One that goes on with other blocks was preempted, also where vLLM has not said so.
+        preempted = {*(step.preempted_req_ids or ()), *step.scheduled_cached_reqs.resumed_req_ids}
+        for name in preempted:
+            self._preempted(self._known.get(name))
+        work.preempted.extend(preempted)
+        for known, tokens in self._computed(step):
+            if known.transfer and not known.is_sent:
+                self._send(work, known, tokens)
+            if self._caches and tokens // self._block_size > known.stored:
+                self._store(work, known, tokens)
+        return work
+
+    def _computed(self, step: SchedulerOutput) -> Iterator[tuple[Known, int]]:
+        """Yield the requests of a step, with how many tokens are computed after it."""
+        counts = step.num_scheduled_tokens
+        for new in step.scheduled_new_reqs:
+            known = self._known.get(new.req_id)
+            if known is not None:
+                known.blocks = list(new.block_ids[0])
+                yield known, new.num_computed_tokens + counts[new.req_id]
+        cached = step.scheduled_cached_reqs
+        for name, more, tokens in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            known = self._known.get(name)
+            if known is None:
+                continue
+            if name in cached.resumed_req_ids:
+                known.blocks = list(more[0]) if more else []
+            elif more:
+                known.blocks.extend(more[0])
+            yield known, tokens + counts[name]
+
+    def ended(self, request: Request, *, is_complete: bool) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether vLLM keeps the request's blocks, and what its answer says of its prompt.
+
+        Args:
+            request: vLLM's.
+            is_complete: whether it has ended as it should.
+        """
+        name = request.request_id
+        known = self._known.pop(name, None)
+        if known is None:
+            return False, None
+        self._give_back(known)
+        if known.handoff is not None and known.handoff.do_remote_prefill:
+            self._abandon(known.handoff)
+        said = None
+        is_there = not self._engine.is_away and known.boot_id == self._engine.boot_id
+        if known.transfer and known.is_sent and is_complete and is_there:
+            said = self._parameters(known)
+        elif known.transfer or known.is_receiving:
+            self._work.aborted.append(name)
+            if known.transfer and not known.sent:
+                self._abandon_sending(known)
+        if known.is_receiving:  # the workers say when that is over, and vLLM keeps the blocks until then
+            return False, said
+        if known.is_read:
+            self._work.ended.append(name)
+        return known.is_read, said
+
+    def arrived(self, requests: Iterable[str]) -> None:
+        """Take note of requests whose blocks are there."""
+        for name in requests:
+            known = self._known.get(name)
+            if known is not None:
+                known.is_receiving = False
+
+    def stored(self, numbers: Iterable[int]) -> None:
+        """Take note of stores that ranks have done."""
+        if self._events is not None:
+            self._events.stored(numbers)
+
+    def events(self) -> list[KVCacheEvent]:
+        """Return what was stored and what is gone since the last step."""
+        return [] if self._events is None else self._events.take()
+
+    def clear(self) -> bool:
+        """Drop what is stored of this model in this layout; return whether that was done."""
+        if not self._caches:
+            return True
+        try:
+            with self._engine.client() as client:
+                self._wait_for_stores(client)
+                mine = [
+                    bytes.fromhex(one.hash)
+                    for one in client.cached_blocks()
+                    if one.model == self._model.label and one.layout_digest in self._digests
+                ]
+                for start in range(0, len(mine), LONGEST_LIST):
+                    client.evict_cached(mine[start : start + LONGEST_LIST])
+        except KvferryError as error:
+            logger.warning("kvferry: the prefix cache was not reset: %s", error)
+            return False
+        return True
+
+    def _wait_for_stores(self, client: Client) -> None:
+        """Return once nothing is being stored: it would be there after the reset.
+
+        Raises:
+            KvferryError: it takes too long.
+        """
+        pools = {self._told.pool_of(rank) for rank in range(self._told.ranks)}
+        ends_at_s = time.monotonic() + LOOKUP_S
+        while any(one.kind == "store" and one.pool in pools for one in client.status().operations):
+            if time.monotonic() > ends_at_s:
+                raise DeadlineError("blocks are still being stored")
+            client.poll(WAIT_S)
+
+    def close(self) -> None:
+        """End the session."""
+        if self._events is not None:
+            self._events.close()
+        self._engine.close()
+
+    def _has_cache(self) -> bool:
+        """Return whether the daemon has a prefix cache for this engine's pools."""
+        try:
+            with self._engine.client() as client:
+                client.lookup(self._told.pool_of(0), [bytes(HASH_BYTES)], pin=False)
+        except KvferryError as error:
+            logger.warning("kvferry: this engine has no prefix cache beyond its own: %s", error)
+            return False
+        return True
+
+    # -- the parameters of a request
+
+    def _read_parameters(self, known: Known) -> None:
+        request = known.request
+        params = request.kv_transfer_params
+        if not params or not (params.get("do_remote_prefill") or params.get("do_remote_decode")):
+            return
+        handoff = Handoff(do_remote_prefill=bool(params.get("do_remote_prefill")))
+        try:
+            handoff = _handoff_of(params)
+            self._check(handoff)
+        except InvalidFieldError as error:
+            logger.warning("kvferry: kv_transfer_params of %s: %s", request.request_id, error)
+            if handoff.do_remote_prefill:
+                known.handoff, known.refused = handoff, f"{error.field}: {error.detail}"
+            return
+        known.handoff = handoff
+        known.prompt = prompt_digest(request)
+        if handoff.do_remote_decode:
+            known.transfer = handoff.transfer_id or new_request_id()
+
+    def _check(self, handoff: Handoff) -> None:
+        """Raise InvalidFieldError where the other engine says what does not fit this one."""
+        told = self._told
+        if handoff.do_remote_decode and not told.is_producer:
+            raise InvalidFieldError("this engine is a kv_consumer", field="do_remote_decode")
+        if not handoff.do_remote_prefill:
+            return
+        if not told.is_consumer:
+            raise InvalidFieldError("this engine is a kv_producer", field="do_remote_prefill")
+        if not handoff.transfer_id:
+            raise InvalidFieldError(
+                "there is none: pass on all that prefill's answer has as kv_transfer_params, or give both sides one",
+                field="transfer_id",
+            )
+        if handoff.handshake != HANDSHAKE:
+            raise InvalidFieldError(
+                f"prefill has another version of the connector (handshake {handoff.handshake}, {HANDSHAKE} here)",
+                field="handshake",
+            )
+        if handoff.remote_tp_size not in {None, told.ranks}:
+            raise InvalidFieldError(
+                f"prefill has {handoff.remote_tp_size} ranks of tensor parallelism, this engine {told.ranks}: unequal "
+                "ones are not carried yet",
+                field="remote_tp_size",
+            )
+
+    def _parameters(self, known: Known) -> dict[str, Any]:
+        """Return what prefill's answer says: a router passes it on to decode."""
+        place = self._own_place()
+        said: dict[str, Any] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": known.transfer,
+            "remote_engine_id": self._told.instance,
+            "remote_tp_size": self._told.ranks,
+            "handshake": HANDSHAKE,
+        }
+        if place is not None:
+            said["remote_place"] = msgspec.to_builtins(place)
+        return said
+
+    def _own_place(self) -> DaemonPlace | None:
+        """Return where this engine's daemon is; None: it is away."""
+        is_old = self._place is None or self._place.boot_id != self._engine.boot_id
+        if is_old and not self._engine.is_away:
+            try:
+                with self._engine.client() as client:
+                    daemons = client.call(asked(Status()), deadline_s=LOOKUP_S).addresses
+                    self._place = DaemonPlace(
+                        host=self._host, place=place_of(daemons), daemons=daemons, boot_id=client.boot_id
+                    )
+            except KvferryError as error:
+                logger.warning("kvferry: the daemon does not say where it is: %s", error)
+        return self._place
+
+    def _sources(self, handoff: Handoff) -> tuple[str, ...]:
+        """Return the address of prefill's daemon; none where it is this engine's.
+
+        Raises:
+            InvalidFieldError: it has none that reaches here, or was this one before it restarted.
+        """
+        ours, theirs = self._own_place(), handoff.remote_place
+        if theirs is not None and ours is not None:
+            sources = theirs.reached_from(self._host, ours.daemons, ours.boot_id)
+            if not sources and theirs.boot_id != ours.boot_id:
+                raise InvalidFieldError(
+                    "the daemon has been restarted since, and what prefill sent ended with it", field="remote_place"
+                )
+            return sources
+        daemons = handoff.remote_daemons or ()
+        return () if ours is None or set(daemons) & set(ours.daemons) else daemons[:1]
+
+    # -- prefill to decode
+
+    def _receive(self, known: Known, handoff: Handoff) -> None:
+        request = known.request
+        first = known.local // self._block_size
+        stop = -(-request.num_prompt_tokens // self._block_size)
+        sources: tuple[str, ...] = ()
+        if not known.refused:
+            try:
+                sources = self._sources(handoff)
+            except InvalidFieldError as error:
+                logger.warning("kvferry: kv_transfer_params of %s: %s", request.request_id, error)
+                known.refused = f"{error.field}: {error.detail}"
+        if known.refused:
+            self._abandon(handoff)
+        self._work.receives.append(
+            Receive(
+                request=request.request_id,
+                blocks=Blocks(known.blocks[first:stop], first),
+                tokens=request.num_prompt_tokens - first * self._block_size,
+                transfer="" if known.refused else handoff.transfer_id or "",
+                sources=sources,
+                prompt=known.prompt,
+                refused=known.refused,
+            )
+        )
+
+    def _send(self, work: StepWork, known: Known, tokens: int) -> None:
+        """Send what a step completes: whole blocks, and at the prompt's end all that is left."""
+        request = known.request
+        prompt = request.num_prompt_tokens
+        known.is_sent = tokens >= prompt
+        stop = -(-prompt // self._block_size) if known.is_sent else tokens // self._block_size
+        if stop <= known.sent and not known.is_sent:
+            return
+        blocks = Blocks(known.blocks[known.sent : stop], known.sent)
+        count = min(prompt, stop * self._block_size) - known.sent * self._block_size
+        work.sends.append(Send(request.request_id, blocks, count, known.transfer, known.is_sent, known.prompt))
+        if not known.sent:
+            known.boot_id = self._engine.boot_id
+        known.sent, known.is_read = stop, True
+
+    def _abandon(self, handoff: Handoff) -> None:
+        """Tell prefill that nobody comes for a prompt."""
+        if not handoff.transfer_id:
+            return
+        try:
+            daemons = self._sources(handoff)
+        except KvferryError:
+            daemons = ()
+        ranks = handoff.remote_tp_size or self._told.ranks
+        self._say_abandoned(handoff.transfer_id, "receive", daemons, ranks)
+
+    def _abandon_sending(self, known: Known) -> None:
+        """Tell decode that a prompt does not come."""
+        handoff = known.handoff
+        if handoff is not None and handoff.transfer_id:  # else nobody else knows of it
+            self._say_abandoned(handoff.transfer_id, "send", handoff.remote_daemons or (), self._told.ranks)
+
+    def _say_abandoned(self, transfer: str, direction: Direction, daemons: Sequence[str], ranks: int) -> None:
+        for rank in range(ranks):
+            body = Abandon(
+                request_id=request_id(transfer, rank),
+                direction=direction,
+                daemons=tuple(daemons),
+                reason="the other server gave the request up",
+            )
+            self._engine.say(asked(body))
+
+    def _preempted(self, known: Known | None) -> None:
+        """Forget what was read of blocks that are others' now."""
+        if known is None:
+            return
+        self._give_back(known)
+        if known.transfer and known.sent:
+            given = known.handoff is not None and known.handoff.transfer_id
+            # Who waits under a given id has been told of the end; else nobody knows of it yet, and another one will do.
+            known.transfer = "" if given else new_request_id()
+        known.sent, known.is_sent = 0, False
+
+    # -- the prefix cache
+
+    def _names(self, known: Known, stop: int) -> list[bytes]:
+        """Return the names of a request's first blocks, as far as vLLM has hashed them."""
+        hashes = known.request.block_hashes
+        have = len(known.names)
+        if have < min(stop, len(hashes)):
+            adapter = known.request.lora_request
+            key = b"" if adapter is None else _adapter_key(adapter.lora_path, adapter.lora_int_id)
+            known.names += [name_of(bytes(one), key) for one in hashes[have:stop]]
+        return known.names[:stop]
+
+    def _look_up(self, known: Known) -> None:
+        """Ask for the longest cached prefix; all but the last token, which must be computed."""
+        if not self._caches or getattr(known.request, "skip_reading_prefix_cache", False):
+            return
+        names = self._names(known, min(LONGEST_LIST, (known.request.num_tokens - 1) // self._block_size))
+        if not names or self._engine.is_away:
+            return
+        bodies = [Lookup(pool=self._told.pool_of(rank), hashes=joined(names)) for rank in range(self._told.ranks)]
+        try:
+            with self._engine.client() as client:
+                generation = self._engine.generation
+                if len(bodies) == 1:
+                    pending = [client.begin(asked(bodies[0]), deadline_s=LOOKUP_S)]
+                else:
+                    with client.batched() as step:
+                        pending = [step.begin(asked(body), deadline_s=LOOKUP_S) for body in bodies]
+        except KvferryError as error:
+            logger.debug("kvferry: no lookup: %s", error)
+            return
+        known.lookups = Lookups(generation, pending)
+
+    def _found(self, known: Known) -> int | None:
+        """Return how many leading blocks all ranks have; None: they have not answered yet."""
+        lookups = known.lookups
+        if lookups is None:
+            return 0
+        if self._engine.is_away:  # it may be so for long, and need not know the lease then
+            self._give_back(known)
+            return 0
+        began_s = time.monotonic()
+        is_answered = self._answered(lookups, self._patience_s)
+        self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began_s))
+        if not is_answered:
+            if time.monotonic() < lookups.ends_at_s:
+                return None
+            self._give_back(known)  # the daemon stands still
+            known.lookups = Lookups(lookups.generation, [])
+            return 0
+        return min((one.blocks for one in lookups.found), default=0)
+
+    def _answered(self, lookups: Lookups, wait_s: float) -> bool:
+        """Take the answers that have come; return whether all have, or none ever will."""
+        if lookups.generation != self._engine.generation:
+            lookups.pending, lookups.found = [], []
+        if not lookups.pending:
+            return True
+        ends_at = time.monotonic() + wait_s
+        try:
+            with self._engine.client() as client:
+                while not all(client.is_ready(one) for one in lookups.pending):
+                    left_s = ends_at - time.monotonic()
+                    if left_s <= 0.0 or client.is_away:
+                        return False
+                    client.poll(left_s)
+                for one in lookups.pending:
+                    try:
+                        lookups.found.append(client.wait(one))
+                    except KvferryError as error:
+                        lookups.found.append(Found(blocks=0))
+                        logger.debug("kvferry: a lookup failed: %s", error)
+        except KvferryError:
+            lookups.found = []
+        lookups.pending = []
+        return True
+
+    def _give_back(self, known: Known) -> None:
+        """Give up what a request's lookup has pinned, or will."""
+        lookups, known.lookups = known.lookups, None
+        if lookups is not None and lookups.generation == self._engine.generation:
+            for one in lookups.found:
+                self._unpin(one)
+            for pending in lookups.pending:
+                self._engine.when_answered(pending, self._unpin)
+
+    def _unpin(self, found: Found) -> None:
+        if found.lease:
+            self._engine.say(asked(Unpin(lease=found.lease)))
+
+    def _store(self, work: StepWork, known: Known, tokens: int) -> None:
+        """Store what a step completes of blocks whose hash is known: those of drafts that fail have none."""
+        stop = min(tokens // self._block_size, len(known.request.block_hashes), len(known.blocks))
+        first = known.stored
+        if stop <= first:
+            return
+        names = self._names(known, stop)
+        parent = names[first - 1] if first else None
+        self._stores += 1
+        blocks = Blocks(known.blocks[first:stop], first)
+        work.stores.append(Store(self._stores, known.request.request_id, blocks, names[first:stop], parent))
+        known.stored, known.is_read = stop, True
+        if self._events is not None:
+            self._events.stores(self._stores, known.request, names[first:stop], first)
+
+
+def _handoff_of(params: dict[str, Any]) -> Handoff:
+    """Return what a request's parameters say.
+
+    Raises:
+        InvalidFieldError: they are not what they should be.
+    """
+    try:
+        return msgspec.convert(params, Handoff, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError(str(error), field="kv_transfer_params") from error
+
+
+def name_of(block_hash: bytes, adapter: bytes = b"") -> bytes:
+    """Return a block's name: of vLLM's hash the last 16 bytes, by which its events name it too.
+
+    ``adapter``: of the LoRA's very weights; vLLM's hash has its name and path only.
+    """
+    if adapter or len(block_hash) < HASH_BYTES:
+        return hashlib.blake2b(block_hash, digest_size=HASH_BYTES, key=adapter).digest()
+    return block_hash[-HASH_BYTES:]
+
+
+@lru_cache(maxsize=1024)
+def _adapter_key(path: str, number: int) -> bytes:
+    """Return what tells a LoRA's weights from others; ``number`` is vLLM's, another one each time it is loaded."""
+    del number
+    return weights_revision(path, None, None).encode()

@@ -1,0 +1,352 @@
+"""vLLM's KV memory and what the daemon is told of it: byte by byte, and with real engines over each kind of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvferry.clients import Client, ModelIdentity
+from kvferry.clients.engine import Engine as Session
+from kvferry.clients.engine_pool import EnginePool
+from kvferry.clients.vllm.configuration import Configuration, Parallel, Settings
+from kvferry.clients.vllm.memory import RankMemory, Spec, choose, spec_of
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.planning.arrays import array_of
+from kvferry.protocol.errors import InvalidFieldError
+from tests.daemons import RestartedDaemon
+from tests.folders import TINY_MHA
+from tests.vllm.cached import NOTHING, left
+from tests.vllm.in_process import PROMPTS, Engine, EngineFailedError, Plain, Served, engine, reset
+
+LAYERS, BLOCKS, BLOCK = 11, 5, 8
+"""More than ten layers: as text, layer 10 would come before layer 2."""
+HEADS, WIDTH = 2, 16
+RANK, ROPE = 16, 8
+MHA = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=WIDTH, dtype=torch.float32)
+NARROW_V = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=WIDTH, head_size_v=4, dtype=torch.float32)
+MLA = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=RANK + ROPE, dtype=torch.bfloat16)
+ONE_RANK = Parallel(0, 1)
+
+
+def names(count: int = LAYERS) -> list[str]:
+    """Return the names of layers."""
+    return [f"model.layers.{number}.self_attn.attn" for number in range(count)]
+
+
+def vllm_config(total_heads: int = HEADS, *, device: str = "cuda", dtype: str = "auto") -> Any:  # noqa: ANN401
+    """Return what of vLLM's configuration says what KV is."""
+    text = SimpleNamespace(kv_lora_rank=RANK, qk_rope_head_dim=ROPE)
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: total_heads, hf_text_config=text, enable_sleep_mode=False)
+    return SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype=dtype),
+        device_config=SimpleNamespace(device_type=device),
+    )
+
+
+def kv_cache_config(kind: Any = MHA, layout: str = "LBHNC", layers: list[str] | None = None) -> KVCacheConfig:  # noqa: ANN401
+    """Return what vLLM would say of its KV memory, all of it in one allocation."""
+    layers = names() if layers is None else layers
+    page, count = kind.page_size_bytes, len(layers)
+    of_layer, of_block = (page * BLOCKS, page) if layout.startswith("L") else (page, page * count)
+    tensor = KVCacheTensor(size=page * BLOCKS * count, layers=layers, layer_stride=of_layer, block_stride=of_block)
+    return KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(layers, kind)],
+        kv_cache_layout=layout,
+    )
+
+
+def owned_spec(kind: Any, layout: str, **more: Any) -> Spec | None:  # noqa: ANN401  vLLM's
+    """Return what the daemon is told of vLLM's own memory."""
+    return spec_of(vllm_config(**more), kv_cache_config(kind, layout), ONE_RANK, staged=False)
+
+
+# -- byte by byte
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (MHA, "LBHNC"),
+        (MHA, "LBNHC"),
+        (MHA, "BLNHC"),
+        (NARROW_V, "LBNHC"),
+        (MLA, "LBHNC"),
+        (MLA, "LBNHC"),
+        (MLA, "BLHNC"),
+        (MLA, "BLNHC"),
+    ],
+)
+def test_every_element_is_where_the_manifest_says(kind: Any, layout: str) -> None:  # noqa: ANN401
+    """What vLLM's own views have written is read by the manifest's arrays."""
+    told = kv_cache_config(kind, layout)
+    raw = torch.zeros(told.kv_cache_tensors[0].size, dtype=torch.int8)
+    views = create_kv_cache_views(raw, kind, BLOCKS, KVCacheLayout[layout], told.kv_cache_tensors[0])
+    bits = torch.int32 if kind.dtype == torch.float32 else torch.int16
+    for number, view in enumerate(views):
+        count = view.numel()
+        view.view(bits)[:] = (torch.arange(count) + number * count).to(bits).view(view.shape)
+    spec = owned_spec(kind, layout)
+    assert spec is not None
+    manifest = manifest_of(spec)
+    assert (manifest.region_bytes, manifest.pages) == (raw.numel(), BLOCKS)
+    array = array_of(manifest, "main", "k")
+    found = raw.numpy()[array.start : array.start + array.size_bytes].view(
+        np.int32 if bits == torch.int32 else np.int16
+    )
+    assert (as_vllm(found.reshape(array.shape), layout) == np.stack([view.view(bits).numpy() for view in views])).all()
+    entry = manifest.entries[0]
+    keys, values = (RANK, ROPE) if kind is MLA else (kind.head_size, kind.head_size_v)
+    assert entry.format is not None
+    assert entry.format.endswith(f"_{keys}_{values}")
+    assert (entry.dtype, entry.page_tokens) == (str(kind.dtype).removeprefix("torch."), BLOCK)
+
+
+def as_vllm(array: npt.NDArray[Any], layout: str) -> npt.NDArray[Any]:
+    """Return a manifest's array in vLLM's logical order: layers, blocks, heads, tokens, content."""
+    array = array.reshape(array.shape[-5:])
+    axes = layout.lower() if array.shape[layout.index("H")] == HEADS else layout[:2].lower() + "nhc"  # of one head
+    return array.transpose([axes.index(axis) for axis in "lbhnc"])
+
+
+@pytest.mark.parametrize("layout", ["BHLNC", "LHBNC", "BLHNC"])
+def test_layout_that_the_daemon_has_not_is_staged(layout: str) -> None:
+    assert owned_spec(MHA, layout) is None
+    with pytest.raises(
+        InvalidFieldError, match="memory 'owned' is not possible here: this vLLM, or this layout"
+    ) as told:
+        choose(vllm_config(device="cpu"), kv_cache_config(MHA, layout), configuration("owned"), ONE_RANK)
+    assert told.value.field == "memory"
+    assert (
+        choose(vllm_config(device="cpu"), kv_cache_config(MHA, layout), configuration("auto"), ONE_RANK)[0] == "staged"
+    )
+
+
+def test_gaps_and_another_order_of_layers_are_staged() -> None:
+    gap = kv_cache_config()
+    gap.kv_cache_tensors[0].layer_stride += 64
+    offset = kv_cache_config()
+    offset.kv_cache_tensors[0].offset = 64
+    several = kv_cache_config()
+    several.kv_cache_tensors.append(several.kv_cache_tensors[0])
+    by_text = kv_cache_config(layers=sorted(names()))
+    unsaid = kv_cache_config()
+    unsaid.kv_cache_layout = None
+    for one in (gap, offset, several, by_text, unsaid):
+        assert spec_of(vllm_config(), one, ONE_RANK, staged=False) is None
+        assert spec_of(vllm_config(), one, ONE_RANK, staged=True) is not None
+
+
+def test_heads_of_a_rank() -> None:
+    told = kv_cache_config()
+    parts = [spec_of(vllm_config(8), told, Parallel(rank, 4), staged=False) for rank in range(4)]
+    assert [manifest_of(one).entries[0].head_start for one in parts if one] == [0, 2, 4, 6]
+    single = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32)
+    same = [spec_of(vllm_config(2), kv_cache_config(single), Parallel(rank, 4), staged=False) for rank in range(4)]
+    assert [manifest_of(one).entries[0].head_start for one in same if one] == [0, 0, 1, 1]
+
+
+def test_order_of_bytes_on_a_cpu_is_named() -> None:
+    cpu, other = owned_spec(MHA, "LBHNC", device="cpu"), owned_spec(MHA, "LBHNC")
+    assert cpu is not None
+    assert other is not None
+    assert "_CPU_" in str(manifest_of(cpu).entries[0].format)
+    assert manifest_of(cpu).layout_digest != manifest_of(other).layout_digest
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        (
+            SlidingWindowSpec(block_size=8, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=64),
+            {},
+            "SlidingWindowSpec",
+        ),
+        (
+            FullAttentionSpec(block_size=8, num_kv_heads=2, head_size=16, dtype=torch.float32, state_content_bytes=136),
+            {},
+            "state_content_bytes",
+        ),
+        (MLAAttentionSpec(block_size=8, num_kv_heads=1, head_size=80, dtype=torch.bfloat16), {}, "latents of 80"),
+        (
+            FullAttentionSpec(block_size=8, num_kv_heads=2, head_size=16, dtype=torch.uint8),
+            {"dtype": "fp8_ds_mla"},
+            "fp8_ds_mla",
+        ),
+    ],
+    ids=["window", "scales", "latents", "dtype"],
+)
+def test_what_is_not_carried_is_refused_by_name(kind: Any, more: dict[str, Any], said: str) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidFieldError, match=said):
+        spec_of(vllm_config(**more), kv_cache_config(kind), ONE_RANK, staged=True)
+
+
+def test_several_groups_are_refused_by_name() -> None:
+    told = kv_cache_config()
+    told.kv_cache_groups.append(told.kv_cache_groups[0])
+    with pytest.raises(InvalidFieldError, match="2 KV cache groups"):
+        spec_of(vllm_config(), told, ONE_RANK, staged=True)
+
+
+def test_memory_of_a_device_is_staged() -> None:
+    told = kv_cache_config()
+    assert choose(vllm_config(), told, configuration("auto"), ONE_RANK)[0] == "staged"
+    for wanted in ("owned", "registered"):
+        with pytest.raises(InvalidFieldError, match="memory of the device cuda is vLLM's own"):
+            choose(vllm_config(), told, configuration(wanted), ONE_RANK)
+
+
+def configuration(memory: Any) -> Configuration:  # noqa: ANN401  a literal
+    """Return the connector's configuration."""
+    return Configuration(Settings(memory=memory), "instance", "pool", 1, BLOCK, is_producer=True, is_consumer=True)
+
+
+# -- a rank's memory
+
+
+@pytest.fixture
+def rank(kept_daemon: RestartedDaemon, request: pytest.FixtureRequest) -> Iterator[RankMemory]:
+    """Return a rank's memory of the kind that a test's parameter says."""
+    session = Session("rank", str(kept_daemon.runtime_dir))
+    told = kv_cache_config(MHA, "LBNHC")
+    spec = spec_of(vllm_config(), told, ONE_RANK, staged=request.param == "staged")
+    assert spec is not None
+    model = ModelIdentity(name="model", revision="1")
+    try:
+        yield RankMemory(request.param, EnginePool(session, "rank", spec, model, "daemon"))
+    finally:
+        session.close()
+
+
+def caches(raw: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return vLLM's views of an allocation of its."""
+    told = kv_cache_config(MHA, "LBNHC")
+    views = create_kv_cache_views(raw, MHA, BLOCKS, KVCacheLayout.LBNHC, told.kv_cache_tensors[0])
+    return dict(zip(names(), views, strict=True))
+
+
+@pytest.mark.parametrize("rank", ["staged"], indirect=True)
+def test_staged_blocks_are_copied_and_no_others(rank: RankMemory) -> None:
+    raw = torch.randint(-128, 127, (rank.pool.elements().numel(),), dtype=torch.int8)
+    layers = caches(raw)
+    rank.take(dict(reversed(layers.items())))  # vLLM's order is not that of layers
+    copies = rank.pool.layers("k")
+    rank.copy_out([1, 3])
+    bits = [
+        (layer.view(torch.int32), copy.view(torch.int32)) for layer, copy in zip(layers.values(), copies, strict=True)
+    ]
+    for layer, copy in bits:
+        assert torch.equal(copy[[1, 3]], layer[[1, 3]])
+        assert not copy[[0, 2, 4]].any()
+        copy.fill_(7)
+    before = [layer.clone() for layer, _ in bits]
+    rank.copy_in([4])
+    for (layer, _), was in zip(bits, before, strict=True):
+        assert (layer[4] == 7).all()
+        assert torch.equal(layer[:4], was[:4])
+
+
+@pytest.mark.parametrize("rank", ["owned"], indirect=True)
+def test_vllm_gets_the_pools_memory_once(rank: RankMemory) -> None:
+    allocation = rank.allocation()
+    assert allocation is not None
+    size = rank.pool.elements().numel()
+    with allocation:
+        raw = torch.zeros(size, dtype=torch.int8)
+        other = torch.zeros(size, dtype=torch.float32)
+    assert raw.data_ptr() == rank.pool.elements().data_ptr() != other.data_ptr()
+    rank.take(caches(raw))
+    with allocation:
+        torch.zeros(size, dtype=torch.int8)
+    with pytest.raises(InvalidFieldError, match='say "memory": "staged"'):
+        rank.take(caches(raw))
+
+
+@pytest.mark.parametrize("rank", ["owned"], indirect=True)
+def test_memory_of_others_is_refused(rank: RankMemory) -> None:
+    allocation = rank.allocation()
+    assert allocation is not None
+    with pytest.raises(InvalidFieldError, match=f"{LAYERS} layers lie elsewhere"):
+        rank.take(caches(torch.zeros(rank.pool.elements().numel(), dtype=torch.int8)))
+
+
+@pytest.mark.parametrize("rank", ["owned", "staged"], indirect=True)
+def test_layers_of_another_shape_are_refused(rank: RankMemory) -> None:
+    layers = caches(torch.zeros(rank.pool.elements().numel(), dtype=torch.int8))
+    with pytest.raises(InvalidFieldError, match="10 layers in 11"):
+        rank.take(dict(list(layers.items())[1:]))
+    layers[names()[3]] = layers[names()[3]][:4]
+    with pytest.raises(InvalidFieldError, match=r"layer model.layers.3.self_attn.attn of the shape \(4, 2, 8, 32\)"):
+        rank.take(layers)
+
+
+# -- real engines
+
+
+@pytest.mark.parametrize("memory", ["staged", pytest.param("registered", marks=pytest.mark.long)])
+def test_engine_over_each_kind_of_memory(
+    kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path, memory: str
+) -> None:
+    want = plain.tokens(*PROMPTS)
+    told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": f"engine-{memory}", "memory": memory}
+    with engine(tmp_path, told) as one, Client.connect(kept_daemon.runtime_dir) as client:
+        assert [answer.tokens for answer in one.ask(*PROMPTS)] == want
+        one.drain()
+        status = client.status()
+        (pool,) = [pool for pool in status.pools if pool.pool == f"engine-{memory}"]
+        (session,) = [session for session in status.sessions if session.name == f"engine-{memory}-{memory}"]
+        assert pool.registered_by == (session.session if memory == "registered" else None)
+        if memory == "staged":
+            assert_same_blocks(one, client, pool.pool)
+        assert one.call(reset)
+        again = one.ask(*PROMPTS)
+        assert [answer.tokens for answer in again] == want
+        assert [answer.cached for answer in again] == [128, 128, 0, 128]
+        one.drain()
+        assert left(kept_daemon.runtime_dir) == NOTHING
+        assert any(f"vLLM's KV memory is {memory}" in line for line in one.log())
+
+
+def assert_same_blocks(one: Engine, client: Client, pool: str) -> None:
+    """Check that a pool has the bytes of vLLM's blocks, where it has any, which it has of several."""
+    copy = client.attach_pool(pool).array("main", "k")
+    blocks = one.call(content)
+    filled = [block for block in range(1, copy.shape[1]) if copy[:, block].any()]
+    assert len(filled) >= 8
+    assert all((copy[:, block].reshape(blocks[:, block].shape) == blocks[:, block]).all() for block in filled)
+
+
+def content(served: Served) -> npt.NDArray[Any]:
+    """Return all of vLLM's KV memory, as (layers, blocks, …)."""
+    return np.stack([layer.numpy() for layer in served.runner.kv_caches])
+
+
+@pytest.mark.long
+def test_engine_is_refused_by_name_what_is_not_carried(kept_daemon: RestartedDaemon, tmp_path: Path) -> None:
+    told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "refused"}
+    for extra, said in (
+        ({"memory": "borrowed"}, "Invalid enum value 'borrowed'"),
+        ({"memroy": "owned"}, "unknown field `memroy`"),
+        ({"pool": "a/b"}, "pool"),
+    ):
+        with pytest.raises(EngineFailedError, match=said), engine(tmp_path, {**told, **extra}, model=TINY_MHA):
+            pytest.fail("it has started")
