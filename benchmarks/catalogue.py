@@ -31,6 +31,7 @@ from benchmarks import (
     trace_replay,
     transfer,
     unequal_tp,
+    vllm,
     warm_restart,
 )
 from benchmarks.measure import Effort, Row
@@ -38,8 +39,8 @@ from benchmarks.measure import Effort, Row
 TRACE = "trace"
 """The benchmark that needs a file."""
 
-BY_NAME_ONLY = ("sglang",)
-"""What takes ten minutes, and an environment of 2.6 GB."""
+BY_NAME_ONLY = ("sglang", "vllm")
+"""What takes ten minutes, and an environment of 2.6 GB, each."""
 
 BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "command_line": command_line.measure,
@@ -63,6 +64,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "device_overlap": device_overlap.measure,
     "npu_transfer": npu_transfer.measure,
     "sglang": sglang.measure,
+    "vllm": vllm.measure,
 }
 
 

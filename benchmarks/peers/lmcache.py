@@ -26,6 +26,7 @@ ENVIRONMENT = Path(__file__).resolve().parents[2] / ".peers" / "lmcache"
 
 DRIVER = Path(__file__).with_name("lmcache_driver.py")
 START_TIMEOUT_S = 240.0
+UNTRACKED = {"LMCACHE_TRACK_USAGE": "false"}
 Operation = Literal["store", "lookup", "retrieve"]
 
 
@@ -110,20 +111,38 @@ def running_lmcache(peer: LMCache, shape: Shape, memory_gb: int) -> Iterator[LMC
     Raises:
         LMCacheError: the server does not start; says the end of its log.
     """
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        log = Path(folder) / "log"
+        with running_server(peer, log, memory_gb) as (rpc_url, http_url), log.open("ab") as out:
+            client = [
+                str(peer.bin_dir / "python"),
+                "-P",
+                str(DRIVER),
+                rpc_url,
+                http_url,
+                str(shape.tokens),
+                shape.spec(),
+            ]
+            pipe = subprocess.PIPE
+            with running(client, stdin=pipe, stdout=pipe, stderr=out, env=os.environ | UNTRACKED) as driver:
+                yield LMCacheClient(driver, log)
+
+
+@contextmanager
+def running_server(peer: LMCache, log: Path, memory_gb: int, *options: str) -> Iterator[tuple[str, str]]:
+    """Run the server with so much memory; yield the URLs of its own protocol and of HTTP.
+
+    Raises:
+        LMCacheError: it does not start; says the end of its log.
+    """
     rpc_port, http_port = free_port(), free_port()
     server = [str(peer.bin_dir / "lmcache"), "server", "--host", "127.0.0.1"]
     server += ["--port", str(rpc_port), "--http-host", "127.0.0.1", "--http-port", str(http_port)]
-    server += ["--l1-size-gb", str(memory_gb), "--eviction-policy", "LRU", "--max-workers", "2"]
+    server += ["--l1-size-gb", str(memory_gb), "--eviction-policy", "LRU", "--max-workers", "2", *options]
     rpc_url, http_url = f"tcp://127.0.0.1:{rpc_port}", f"http://127.0.0.1:{http_port}"
-    client = [str(peer.bin_dir / "python"), "-P", str(DRIVER), rpc_url, http_url, str(shape.tokens), shape.spec()]
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        log = Path(folder) / "log"
-        environment = os.environ | {"LMCACHE_TRACK_USAGE": "false"}
-        pipe = subprocess.PIPE
-        with log.open("wb") as out, running(server, stdout=out, stderr=out, env=environment) as process:
-            _wait_until_served(process, http_url, log)
-            with running(client, stdin=pipe, stdout=pipe, stderr=out, env=environment) as driver:
-                yield LMCacheClient(driver, log)
+    with log.open("ab") as out, running(server, stdout=out, stderr=out, env=os.environ | UNTRACKED) as process:
+        _wait_until_served(process, http_url, log)
+        yield rpc_url, http_url
 
 
 def _wait_until_served(server: subprocess.Popen[bytes], http_url: str, log: Path) -> None:

@@ -48,7 +48,7 @@ ON_A_DEVICE: Final = ("device_overlap", "npu_transfer")
 SIMULATOR: Final = "the environment .venv-npu and g++"
 
 ON_THE_HOST: Final = [name for name in BENCHMARKS if name not in (*ON_A_DEVICE, *BY_NAME_ONLY)]
-"""That of SGLang's servers runs in ``make test-sglang-full``."""
+"""Those of SGLang and vLLM run in ``make test-sglang-full`` and ``make test-vllm-full``."""
 
 Require = Callable[[object, str], None]
 
@@ -144,17 +144,18 @@ def test_what_takes_long_is_measured_only_by_its_name(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("benchmarks.__main__.run_apart", measure)
     assert main(["--output", str(tmp_path)]) == 0
-    assert set(BENCHMARKS) - set(measured) == {"sglang"}
+    assert set(BENCHMARKS) - set(measured) == {"sglang", "vllm"}
     assert main(["sglang", "--output", str(tmp_path)]) == 0
     assert measured[-1] == "sglang"
 
 
-def test_without_sglang_its_benchmark_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", BY_NAME_ONLY)
+def test_without_an_engine_its_benchmark_says_how_to_get_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.sglang.PYTHON", tmp_path / "python")
-    assert main(["sglang", "--quick", "--output", str(tmp_path)]) == 1
-    assert f"not measured: there is no {tmp_path / 'python'}: `make bench NAMES=sglang`" in capsys.readouterr().out
+    monkeypatch.setattr(f"benchmarks.{name}.PYTHON", tmp_path / "python")
+    assert main([name, "--quick", "--output", str(tmp_path)]) == 1
+    assert f"not measured: there is no {tmp_path / 'python'}: `make bench NAMES={name}`" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
