@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import requests
 from aiohttp import web
+from requests.adapters import HTTPAdapter
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -32,6 +33,7 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.utils.network import NetworkAddress
+from urllib3.util import Retry
 
 from kvferry.clients import Transfer, pages
 from kvferry.clients.calls import asked
@@ -55,6 +57,9 @@ HANDSHAKE: Final = 1
 
 ROUTE: Final = "/kvferry"
 ASK_S: Final = 5.0
+WHILE_IT_STARTS: Final = Retry(connect=10, read=False, redirect=False, status=0, backoff_factor=0.05, backoff_max=5.0)
+"""The server that starts the ranks starts the bootstrap server meanwhile: some 20 s are long enough for it."""
+
 LONGEST_S: Final = 3600.0
 """What a daemon allows for a transfer."""
 
@@ -135,7 +140,9 @@ class KvferryKVManager(CommonKVManager):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  what SGLang listens at
         url = f"{NetworkAddress(host, self.bootstrap_port).to_url()}{ROUTE}"
         try:
-            requests.put(url, data=msgspec.json.encode(rank), timeout=ASK_S).raise_for_status()
+            with requests.Session() as session:
+                session.mount(url, HTTPAdapter(max_retries=WHILE_IT_STARTS))
+                session.put(url, data=msgspec.json.encode(rank), timeout=ASK_S).raise_for_status()
         except OSError as error:  # requests' errors are such ones
             raise InvalidFieldError(
                 f"the bootstrap server does not take where the daemon is ({error}): is another server at its port?",

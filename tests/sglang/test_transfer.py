@@ -17,11 +17,13 @@ from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_context, get_parallel
+from urllib3.util import Retry
 
 from kvferry.clients.places import place_of
 from kvferry.clients.sglang import transfer
 from kvferry.protocol.errors import InvalidFieldError
 from tests.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.servers import free_ports
 from tests.sglang.in_process import (
     PAGE,
     ROW_BYTES,
@@ -418,15 +420,33 @@ def test_prefill_says_where_its_daemon_is_before_it_counts_as_ready(
     mha: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    put = requests.put
+    request = requests.Session.request
 
-    def noted(url: str, **options: Any) -> requests.Response:  # noqa: ANN401  requests'
+    def noted(session: requests.Session, method: str, url: str, **options: Any) -> requests.Response:  # noqa: ANN401
         said.append(url.rpartition("/")[2])
-        return put(url, **options)
+        return request(session, method, url, **options)
 
-    monkeypatch.setattr(requests, "put", noted)
+    monkeypatch.setattr(requests.Session, "request", noted)
     mha.prefill.register_to_bootstrap()
     assert said == ["kvferry", "route"]
+
+
+def test_ranks_wait_until_the_bootstrap_server_has_started(mha: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang starts it after them."""
+    servers: list[transfer.KvferryKVBootstrapServer] = []
+    port = free_ports(1)[0]
+    wait = Retry.sleep
+
+    def start_and_wait(retry: Retry, response: Any = None) -> None:  # noqa: ANN401  urllib3's
+        if not servers:
+            servers.append(transfer.KvferryKVBootstrapServer("127.0.0.1", port))
+        wait(retry, response)
+
+    monkeypatch.setattr(Retry, "sleep", start_and_wait)
+    monkeypatch.setattr(mha.prefill, "bootstrap_port", port)
+    mha.prefill.register_to_bootstrap()
+    known = requests.get(f"http://127.0.0.1:{port}{transfer.ROUTE}", params={"rank": "0/0"}, timeout=5)
+    assert known.json()["pool"] == "of-mha"
 
 
 RANK: Final[dict[str, Any]] = {
