@@ -155,15 +155,9 @@ class Prompts:
         """Take note of vLLM's own."""
         self._expected[tuple(prompt)] = tokens
 
-    def check(self, who: str, prompt: Sequence[int], tokens: list[int]) -> None:
-        """Compare.
-
-        Raises:
-            WrongResultError: they differ.
-        """
-        expected = self._expected[tuple(prompt)]
-        if tokens != expected:
-            raise WrongResultError(f"{who}: after {len(prompt)} tokens came {tokens}, not {expected}")
+    def after(self, prompt: Sequence[int]) -> list[int]:
+        """Return them."""
+        return self._expected[tuple(prompt)]
 
 
 class Engines:
@@ -263,7 +257,12 @@ class Engines:
     def _check(self, prompt: list[int], reply: Reply) -> int:
         """Raise for what is wrong with a reply; return how many bytes its connector has moved."""
         who = self.contender.name
-        self.prompts.check(who, prompt, reply.tokens)
+        expected = self.prompts.after(prompt)
+        if reply.tokens != expected:
+            logged = " ".join(filter(None, (one.last_error() for one in self._all())))
+            raise WrongResultError(
+                f"{who}: after {len(prompt)} tokens came {reply.tokens} ({reply.ended_by}), not {expected}. {logged}"
+            )
         if self._prefill is None:
             return 0
         noted = self._decode.notes()

@@ -146,6 +146,18 @@ class RestartedDaemon:
 
 
 @contextlib.contextmanager
+def stopped(daemon: RestartedDaemon) -> Iterator[None]:
+    """Have the daemon do nothing meanwhile; it may be killed."""
+    process = daemon.daemon.process
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
 def restarted_daemon(config: str = "", *, keep: bool = True) -> Iterator[RestartedDaemon]:
     """Run a daemon that is killed and started again at will; at last it must end in order, unless it was killed."""
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:

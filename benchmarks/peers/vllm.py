@@ -65,6 +65,7 @@ class Reply(msgspec.Struct, frozen=True):
         scheduled_at: when it was to be computed first: what its connector brings meanwhile has come.
         first_token_at: when the engine's core had it.
         tokens: the new ones.
+        ended_by: as vLLM calls it: ``length``, or ``error``.
         params: what the connector says to the other engine.
     """
 
@@ -72,6 +73,7 @@ class Reply(msgspec.Struct, frozen=True):
     scheduled_at: float
     first_token_at: float
     tokens: list[int]
+    ended_by: str
     params: dict[str, Any] | None
 
 
@@ -118,6 +120,11 @@ class Engine:
     def tokenize(self, text: str) -> list[int]:
         """Return a text's token ids."""
         return self._do("tokenize", text=text).tokens
+
+    def last_error(self) -> str:
+        """Return the last line of its log that is an error, or nothing."""
+        lines = (self._folder / "log").read_text(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if "ERROR" in line), "")
 
     def notes(self) -> list[Note]:
         """Return what the hooks have noted since the last time."""

@@ -74,6 +74,7 @@ def _reply(output: Any, asked_at: float) -> dict[str, Any]:  # noqa: ANN401  vLL
         "scheduled_at": output.metrics.scheduled_ts,
         "first_token_at": output.metrics.first_token_ts,
         "tokens": list(output.outputs[0].token_ids),
+        "ended_by": output.outputs[0].finish_reason,
         "params": output.kv_transfer_params,
     }
 

@@ -3,8 +3,8 @@
 Any connector's public methods are timed that it has itself and that do something: those of each layer often do not. In
 the scheduler's process they are summed up to a step of the engine core, in the worker's to the last call of a step, by
 which its metadata is cleared. What timing itself takes is measured at the start, and not counted. Besides: how many
-tokens of a request come from elsewhere, how many blocks failed to, and what the connector says of itself. Knows nothing
-of kvferry.
+tokens of a request come from elsewhere, how many blocks failed to, and what the connector says of itself. And engines
+that wait spin less than vLLM has them. Knows nothing of kvferry.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ NOTES: Final = "VLLM_BENCH_NOTES"
 """The environment variable that names the file of notes: a JSON object a line."""
 
 CALIBRATION: Final = 2000
+LOOK_MS: Final = 1
+SPIN_S: Final = 0.05
 NOTHING: Final = ["RESUME", "LOAD_CONST", "RETURN_VALUE"]
 Side = Literal["scheduler", "worker"]
 
@@ -149,6 +151,39 @@ def register() -> None:
 
     KVConnectorFactory.create_connector = create_connector
     EngineCore.step = timed_step
+    _spin_within_steps_only()
+
+
+def _spin_within_steps_only() -> None:
+    """Have vLLM's processes wait for one another without spinning, but for a moment within and after computed steps.
+
+    They spin for a second after each message: two engines take both cores of a small machine for hundreds of
+    milliseconds from all else that a hand-over needs. Without spinning one may miss being notified, so it looks again
+    each millisecond.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: PLC0415
+    from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: PLC0415
+
+    spin_s = SPIN_S
+    wait: Any = SpinCondition.wait
+
+    def noting(execute: Any) -> Any:  # noqa: ANN401  methods of both classes
+        @functools.wraps(execute)
+        def run(self: Any, step: Any, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+            nonlocal spin_s
+            spin_s = SPIN_S if step.total_num_scheduled_tokens else -1.0
+            return execute(self, step, *arguments, **named)
+
+        return run
+
+    def wait_shortly(condition: Any, timeout_ms: int | None = None) -> None:  # noqa: ANN401, ARG001
+        condition.busy_loop_s = spin_s
+        wait(condition, LOOK_MS)
+
+    for one in (MultiprocExecutor, WorkerWrapperBase):
+        one.execute_model = noting(one.execute_model)
+    SpinCondition.wait = wait_shortly
 
 
 def _end_steps(connector: Any, clock: Clock, note: Callable[[Note], None]) -> None:  # noqa: ANN401

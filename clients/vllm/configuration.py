@@ -163,14 +163,17 @@ def refusal(what: str, field: str) -> InvalidFieldError:
 
 
 def model_identity(vllm_config: VllmConfig) -> ModelIdentity:
-    """Return whose KV it is: the served model, the very weights, and what they are computed with."""
+    """Return whose KV it is: the served model, the very weights, and what they are computed with.
+
+    Of the latter the dtype is readable: it is what two servers most often have different.
+    """
     model = vllm_config.model_config
     told = {name: str(getattr(model, name, None)) for name in COMPUTED_WITH}
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     weights = weights_revision(str(model.model), model.revision, vllm_config.load_config.download_dir)
     names = model.served_model_name
     name = names if isinstance(names, str) else (names or [model.model])[0]
-    return ModelIdentity(name=name, revision=f"{weights}-{digest}")
+    return ModelIdentity(name=name, revision=f"{weights}-{told['dtype'].removeprefix('torch.')}-{digest}")
 
 
 def shares_blocks(vllm_config: VllmConfig) -> bool:

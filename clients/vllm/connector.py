@@ -83,6 +83,8 @@ class KvferryConnector(KVConnectorBase_V1):
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._memory: RankMemory | None = None
+        self._has_work = False
+        """Whether this worker has anything to do in the step that is bound."""
         try:
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = self._make_scheduler(told)
@@ -109,14 +111,17 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Return once nothing reads blocks that are about to be written."""
-        if self._worker is not None:
+        if self._worker is not None and kv_connector_metadata.preempted:
             self._worker.give_up(kv_connector_metadata.preempted)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step: its loads arrive while it is computed."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None:
+        self._has_work = self._worker is not None and not connector_metadata.is_empty
+        if self._worker is not None and self._has_work:
             self._worker.begin_step(connector_metadata)
+            if self._worker.signals.pending:
+                self.save_kv_layer = self._filled  # type: ignore[method-assign]  # all layers of all steps come by
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401  vLLM's signature
         """Do nothing: loads began with the step."""
@@ -124,15 +129,13 @@ class KvferryConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests are scheduled once all of their blocks are there."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """Tell the daemon that a layer is filled, where a prompt travels layer by layer."""
-        worker = self._worker
-        if worker is not None and worker.signals.pending:  # looked at here: every layer of every step comes by
-            worker.filled(layer_name)
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Do nothing; ``_filled`` is in its place while a prompt travels layer by layer."""
 
     def wait_for_save(self) -> None:
         """Begin the stores and sends of the step that was computed; their blocks are kept until they are over."""
-        if self._worker is not None:
+        if self._worker is not None and self._has_work:
+            self.__dict__.pop("save_kv_layer", None)
             self._worker.end_step(self._get_connector_metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
@@ -187,7 +190,8 @@ class KvferryConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take note of what the workers have done."""
         if self._scheduler is not None:
-            self._scheduler.arrived(connector_output.finished_recving or ())
+            if connector_output.finished_recving:
+                self._scheduler.arrived(connector_output.finished_recving)
             done = getattr(connector_output, "kv_connector_worker_meta", None)
             if isinstance(done, StoresDone):
                 self._scheduler.stored(done.numbers)
@@ -231,6 +235,11 @@ class KvferryConnector(KVConnectorBase_V1):
         return MovedPrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- within
+
+    def _filled(self, layer_name: str, *_: object, **__: object) -> None:
+        """Tell the daemon that a layer is filled."""
+        assert self._worker is not None
+        self._worker.filled(layer_name)
 
     def _make_scheduler(self, told: Configuration) -> Scheduler:
         from kvferry.clients.vllm.memory import choose  # noqa: PLC0415  torch

@@ -99,7 +99,7 @@ class StepWork(KVConnectorMetadata):
 
     ``preempted``: requests whose blocks are about to be others'. ``ended``: requests that have finished while blocks
     of them were being read, which each rank answers once nothing reads them. ``aborted``: of those and of requests that
-    still receive, the ones whose transfers are to be given up. ``is_idle``: nothing is computed in this step.
+    still receive, the ones whose transfers are to be given up.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -109,6 +109,12 @@ class StepWork(KVConnectorMetadata):
     preempted: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to do, as in most steps."""
+        begun = self.loads or self.receives or self.stores or self.sends
+        return not (begun or self.preempted or self.ended or self.aborted)
 
 
 def joined_chunks(first: Send, second: Send) -> Send:

@@ -26,6 +26,7 @@ class Moved(KVConnectorStats):
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         """Take what another process has counted, or begin with nothing."""
         super().__init__(data=data or {})
+        self._has_new = False
         if not self.data:
             self.reset()
 
@@ -41,19 +42,22 @@ class Moved(KVConnectorStats):
 
     def record(self, kind: Kind, size_bytes: int, seconds: float) -> None:
         """Count one that has succeeded."""
+        self._has_new = True
         self.data[f"{kind}_bytes"] += size_bytes
         self.data[f"{kind}_seconds"].append(seconds)
 
     def failed(self, kind: Kind, code: str) -> None:
         """Count one that has failed."""
+        self._has_new = True
         failures = self.data[f"{kind}_failures"]
         failures[code] = failures.get(code, 0) + 1
 
     def taken(self) -> Moved | None:
         """Return what was counted, and begin anew; None: nothing was."""
-        if self.is_empty():
+        if not self._has_new:
             return None
         taken = copy.copy(self)
+        self._has_new = False
         self.reset()
         return taken
 

@@ -216,10 +216,12 @@ class Scheduler:
         work, self._work = self._work, StepWork()
         self._patience_s = WAIT_S
         # One that goes on with other blocks was preempted, also where vLLM has not said so.
-        preempted = {*(step.preempted_req_ids or ()), *step.scheduled_cached_reqs.resumed_req_ids}
-        for name in preempted:
-            self._preempted(self._known.get(name))
-        work.preempted.extend(preempted)
+        resumed = step.scheduled_cached_reqs.resumed_req_ids
+        if step.preempted_req_ids or resumed:
+            preempted = {*(step.preempted_req_ids or ()), *resumed}
+            for name in preempted:
+                self._preempted(self._known.get(name))
+            work.preempted.extend(preempted)
         for known, tokens in self._computed(step):
             if known.transfer and not known.is_sent:
                 self._send(work, known, tokens)

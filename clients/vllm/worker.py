@@ -378,9 +378,9 @@ class Worker:
                     for one in given:
                         if isinstance(one, Load | Receive):
                             begun[id(one)] = self._begin_write(step, one)
-                        elif isinstance(one, Store) or self._sends[one.request].may_go(
-                            generation
-                        ):  # it may just have ended
+                            continue
+                        sending = self._sends[one.request] if isinstance(one, Send) else None
+                        if sending is None or sending.may_go(generation):  # it may just have ended
                             begun[id(one)] = self._begin_read(step, one)
         except KvferryError as error:
             self._log("begin", error)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import pools, transfer
-from tests.daemons import RestartedDaemon
 from tests.servers import free_ports
 
 PAGE: Final = 4
@@ -195,14 +193,3 @@ def polled(half: Any, state: int) -> bool:  # noqa: ANN401  of SGLang's methods,
     while (now := half.poll()) != state and time.monotonic() < ends_at:
         pass
     return bool(now == state)
-
-
-@contextlib.contextmanager
-def stopped(daemon: RestartedDaemon) -> Iterator[None]:
-    """Have the daemon do nothing meanwhile."""
-    process = daemon.daemon.process
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(process.pid, signal.SIGCONT)

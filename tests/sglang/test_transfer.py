@@ -22,7 +22,7 @@ from urllib3.util import Retry
 from kvferry.clients.places import place_of
 from kvferry.clients.sglang import transfer
 from kvferry.protocol.errors import InvalidFieldError
-from tests.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.daemons import RestartedDaemon, restarted_daemon, soon, stopped
 from tests.servers import free_ports
 from tests.sglang.in_process import (
     PAGE,
@@ -35,7 +35,6 @@ from tests.sglang.in_process import (
     mha_pool,
     mla_pool,
     polled,
-    stopped,
 )
 
 FROM: Final = [1, 2, 3, 4]

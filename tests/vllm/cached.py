@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -57,18 +55,6 @@ def forget_cached(runtime_dir: Path) -> None:
     """Drop all cached blocks that nobody has pinned."""
     with Client.connect(runtime_dir) as client:
         client.evict_cached()
-
-
-@contextlib.contextmanager
-def stopped(daemon: RestartedDaemon) -> Iterator[None]:
-    """Have the daemon do nothing meanwhile; it may be killed."""
-    process = daemon.daemon.process
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager

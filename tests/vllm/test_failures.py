@@ -6,19 +6,20 @@ import contextlib
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from kvferry.clients import Client
-from kvferry.clients.vllm.configuration import settings_of
+from kvferry.clients.vllm.configuration import check_carried, settings_of
 from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.tier_messages import CachedBlockStatus
-from tests.daemons import RestartedDaemon, restarted_daemon, running_daemon, soon
+from tests.daemons import RestartedDaemon, restarted_daemon, running_daemon, soon, stopped
 from tests.folders import TINY_MHA
-from tests.vllm.cached import HOST_TIER, NOTHING, cached_blocks, instance_client, left, pinned_bytes, stopped
+from tests.vllm.cached import HOST_TIER, NOTHING, cached_blocks, instance_client, left, pinned_bytes
 from tests.vllm.in_process import (
     BLOCKS,
     PROMPTS,
@@ -354,3 +355,37 @@ def test_wrong_configuration_is_refused_by_name(extra: dict[str, Any], said: str
         settings_of(extra)
     assert "kv_connector_extra_config: " in str(error.value)
     assert said in str(error.value)
+
+
+def options(**parts: SimpleNamespace | None) -> Any:  # noqa: ANN401  of vLLM's configuration, what is looked at
+    """Return a configuration that is carried, but for these parts."""
+    usual = {"parallel_config": SimpleNamespace(), "speculative_config": None}
+    return SimpleNamespace(**{**usual, "scheduler_config": SimpleNamespace(async_scheduling=True), **parts})
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_without_a_model_are_carried(method: str) -> None:
+    check_carried(options(speculative_config=SimpleNamespace(method=method)))
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size", "nnodes"],
+)
+def test_options_that_are_not_carried_are_refused_by_name(option: str) -> None:
+    with pytest.raises(InvalidFieldError, match=f"does not carry {option} 2 yet") as error:
+        check_carried(options(parallel_config=SimpleNamespace(**{option: 2})))
+    assert error.value.field == option
+
+
+def test_draft_models_are_refused_by_name() -> None:
+    with pytest.raises(InvalidFieldError, match=r"a draft model \(eagle\)"):
+        check_carried(options(speculative_config=SimpleNamespace(method="eagle")))
+
+
+def test_async_scheduling_is_refused_where_vllm_frees_blocks_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in flight would write blocks that another request's load fills: so does 0.23."""
+    monkeypatch.delattr("vllm.v1.core.sched.scheduler.Scheduler._request_blocks_can_be_freed")
+    check_carried(options(scheduler_config=SimpleNamespace(async_scheduling=False)))
+    with pytest.raises(InvalidFieldError, match="async scheduling with this release of vLLM"):
+        check_carried(options())

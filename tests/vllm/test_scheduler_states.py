@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.daemons import RestartedDaemon
+from tests.daemons import RestartedDaemon, stopped
 from tests.vllm.in_process import PROMPTS, Answer, Asked, Engine, Plain, Served, by_hand, drained, engine
 
 
@@ -91,11 +89,8 @@ def test_a_daemon_that_does_not_answer_is_not_waited_for(
     stepped: Engine, plain: Plain, kept_daemon: RestartedDaemon
 ) -> None:
     want = plain.tokens(*PROMPTS)
-    os.kill(kept_daemon.daemon.process.pid, signal.SIGSTOP)
-    try:
+    with stopped(kept_daemon):
         assert [one.tokens for one in stepped.ask(*PROMPTS)] == want
-    finally:
-        os.kill(kept_daemon.daemon.process.pid, signal.SIGCONT)
     stepped.drain()
     assert [one.tokens for one in stepped.ask(*PROMPTS)] == want
 

@@ -283,11 +283,14 @@ class Scripted:
                 self._notes.append(Failed(self._failed))
             tokens = [sum(one.prompt) + self._wrong] * one.new
             at = self._now_s
-            replies.append(Reply(at, at + self._seconds / 2, at + self._seconds, tokens, one.params))
+            replies.append(Reply(at, at + self._seconds / 2, at + self._seconds, tokens, "length", one.params))
         return replies
 
     def reset(self) -> None:
         assert not self.is_still
+
+    def last_error(self) -> str:
+        return ""
 
     def tokenize(self, text: str) -> list[int]:
         return list(range(len(text)))
