@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import signal
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import pytest
+
 from kvferry.clients import Client
+from kvferry.protocol.transfer_messages import LayerStep
 from tests.daemons import soon
 from tests.vllm.in_process import BLOCK, TOKENS, Answer, Asked, Engine, Plain, Served, engine
+from tests.vllm.servers import REMOTE_DECODE
 
 CHUNK: Final = 3 * BLOCK
 """Tokens of a step of prefill; of SmolLM2 as many bytes as go layer by layer, of the tiny models fewer."""
-
-ASKED_OF_PREFILL: Final[Mapping[str, Any]] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""As vLLM's proxies ask."""
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -50,7 +46,7 @@ class Pair(NamedTuple):
 
     def prefilled(self, *prompts: tuple[int, ...], **more: Any) -> list[dict[str, Any]]:  # noqa: ANN401
         """Have prompts prefilled, and return what the answers say to decode."""
-        answers = self.prefill.ask(*(Asked(one, 1, {**ASKED_OF_PREFILL, **more}) for one in prompts))
+        answers = self.prefill.ask(*(Asked(one, 1, {**REMOTE_DECODE, **more}) for one in prompts))
         assert [one.ended for one in answers] == ["length"] * len(prompts)
         return [through_router(one) for one in answers]
 
@@ -184,6 +180,34 @@ def stepped(served: Served, count: int = 1) -> None:
     """Do so many steps."""
     for _ in range(count):
         served.step()
+
+
+def layers_told(served: Served, kill: int | None = None) -> tuple[int, int]:
+    """Do one step; return of how many groups of layers the daemon was told meanwhile, and of how many at its end.
+
+    ``kill``: a process that is killed when the second one is told.
+    """
+    from kvferry.clients.events import EventRing  # noqa: PLC0415  only here there is a torch
+    from kvferry.clients.vllm.layers import LayerSignals  # noqa: PLC0415
+
+    record, end = EventRing.record, LayerSignals.end
+    told, left = [], [0]
+
+    def recorded(ring: EventRing, step: LayerStep) -> None:
+        told.append(step)
+        if kill is not None and len(told) > 1:
+            os.kill(kill, signal.SIGKILL)
+        record(ring, step)
+
+    def ended(signals: LayerSignals) -> None:
+        left.append(len(signals.pending))
+        end(signals)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EventRing, "record", recorded)
+        patch.setattr(LayerSignals, "end", ended)
+        served.step()
+    return len(told) - sum(left), sum(left)
 
 
 def stepped_until(served: Served, name: str, *states: str) -> None:

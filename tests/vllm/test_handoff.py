@@ -18,12 +18,12 @@ from tests.daemons import RestartedDaemon, restarted_daemon, soon
 from tests.folders import TINY_DEEPSEEK, TINY_MHA
 from tests.vllm.in_process import BLOCK, TOKENS, Asked, Plain, by_hand, engine
 from tests.vllm.pairs import (
-    ASKED_OF_PREFILL,
     CHUNK,
     Pair,
     aborted,
     aborted_before_it_began,
     both_given,
+    layers_told,
     preempted,
     preemptions_until_ended,
     prompt,
@@ -35,10 +35,14 @@ from tests.vllm.pairs import (
     want,
     zeroed,
 )
+from tests.vllm.servers import REMOTE_DECODE
 
 LATENT: Final = 512 + 64
 """Of tiny-deepseek: elements of a token's row."""
 LENGTHS: Final = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 300)
+LAYER_GROUPS: Final = 8
+"""Of SmolLM2's 30 layers, four each."""
+
 NEVER: Final = {"hold_s": 3000.0, "receive_s": 3000.0}
 
 
@@ -75,6 +79,19 @@ def test_decode_first_while_prefill_computes(pair: Pair, plain: Plain) -> None:
             pair.prefill.wait(other)
         (answer,) = pair.decode.wait(name)
     assert [answer.tokens] == want(plain, one)
+    pair.assert_nothing_left()
+
+
+def test_layers_travel_while_the_next_ones_are_computed(pair: Pair, plain: Plain) -> None:
+    one = prompt(CHUNK + 3, seed=15)
+    to_prefill, to_decode = both_given()
+    name = pair.decode.add(Asked(one, TOKENS, to_decode))
+    with by_hand(pair.prefill):
+        other = pair.prefill.add(Asked(one, 1, to_prefill))
+        assert pair.prefill.call(layers_told) == (LAYER_GROUPS, 0)
+        assert pair.prefill.call(layers_told) == (0, 0), "three tokens are less than pays"
+        pair.prefill.wait(other)
+    assert [one.tokens for one in pair.decode.wait(name)] == want(plain, one)
     pair.assert_nothing_left()
 
 
@@ -183,7 +200,7 @@ def test_prefill_is_preempted_in_the_midst_of_a_prompt(pair: Pair, plain: Plain)
     """It is sent anew, under another id, of which the answer tells."""
     one = prompt(5 * CHUNK, seed=70)
     with by_hand(pair.prefill):
-        name = pair.prefill.add(Asked(one, 1, dict(ASKED_OF_PREFILL)))
+        name = pair.prefill.add(Asked(one, 1, dict(REMOTE_DECODE)))
         pair.prefill.call(stepped, 2)
         assert pair.prefill.call(preempted) == 1
         (answer,) = pair.prefill.wait(name)

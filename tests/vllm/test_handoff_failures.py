@@ -22,7 +22,7 @@ from tests.vllm.in_process import (
     set_steps_alone,
     wait_until_back,
 )
-from tests.vllm.pairs import CHUNK, both_given, prompt, running_pair, stepped, through_router, want
+from tests.vllm.pairs import CHUNK, both_given, layers_told, prompt, running_pair, stepped, through_router, want
 
 SHORT: Final = {"hold_s": 1.0, "receive_s": 1.0}
 ASKED: Final = {"do_remote_decode": True}
@@ -87,9 +87,9 @@ def test_prefill_dies(kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path
             pair._replace(prefill=anew).assert_nothing_left()
 
 
-OTHERS: Final[dict[str, tuple[dict[str, Any], tuple[str, str]]]] = {
+OTHERS: Final[dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
     "block-size": ({"block_size": 64}, ("64", "32")),
-    "dtype": ({"dtype": "bfloat16"}, ("MODEL_MISMATCH", TINY_MHA)),
+    "dtype": ({"dtype": "bfloat16"}, ("MODEL_MISMATCH", "-bfloat16-", "-float32-")),
     "model": ({"model": SMOLLM2}, (SMOLLM2, TINY_MHA)),
 }
 
@@ -141,3 +141,26 @@ def test_the_daemon_is_killed_while_prompts_travel(plain: Plain, tmp_path: Path)
                 (answer,) = anew.handed_on(prompts[3])
             assert [answer.tokens] == want(plain, prompts[3], model=TINY_MHA)
             anew.assert_nothing_left()
+
+
+def test_the_daemon_is_killed_between_two_layers(plain: Plain, tmp_path: Path) -> None:
+    """The step goes on, and decode computes the prompt."""
+    prompts = [prompt(CHUNK, seed=50 + number) for number in range(2)]
+    to_prefill, to_decode = both_given()
+    with restarted_daemon(HOST_TIER) as daemon, running_pair(tmp_path, daemon.runtime_dir) as pair:
+        name = pair.decode.add(Asked(prompts[0], TOKENS, to_decode))
+        with by_hand(pair.prefill):
+            other = pair.prefill.add(Asked(prompts[0], 1, to_prefill))
+            told, _ = pair.prefill.call(layers_told, kill=daemon.daemon.process.pid)
+            assert told > 1
+            daemon.restart()
+            pair.prefill.wait(other)
+        answers = pair.decode.wait(name)
+        with contextlib.closing(Client.connect(daemon.runtime_dir)) as client:
+            anew = pair._replace(client=client, other=client)
+            for side in (pair.prefill, pair.decode):
+                wait_until_back(side)
+            with anew.counts("transfers.receive.ok", 1):
+                answers += anew.handed_on(prompts[1])
+            anew.assert_nothing_left()
+    assert [one.tokens for one in answers] == want(plain, *prompts)
