@@ -116,9 +116,12 @@ def does_something(method: object) -> bool:
 
 def register() -> None:
     """Hook this process; vLLM calls it."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole  # noqa: PLC0415
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: PLC0415
+    from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: PLC0415
 
     file = os.open(os.environ[NOTES], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     clock = Clock()
@@ -151,22 +154,22 @@ def register() -> None:
 
     KVConnectorFactory.create_connector = create_connector
     EngineCore.step = timed_step
-    _spin_within_steps_only()
+    spin_within_steps_only(SpinCondition, MultiprocExecutor, WorkerWrapperBase)
 
 
-def _spin_within_steps_only() -> None:
+def spin_within_steps_only(condition: Any, *executors: Any) -> None:  # noqa: ANN401  vLLM's classes
     """Have vLLM's processes wait for one another without spinning, but for a moment within and after computed steps.
 
     They spin for a second after each message: two engines take both cores of a small machine for hundreds of
     milliseconds from all else that a hand-over needs. Without spinning one may miss being notified, so it looks again
     each millisecond.
-    """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: PLC0415
-    from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: PLC0415
 
+    Args:
+        condition: the class of what they wait for.
+        executors: classes that are told each step, and whether it computes.
+    """
     spin_s = SPIN_S
-    wait: Any = SpinCondition.wait
+    wait = condition.wait
 
     def noting(execute: Any) -> Any:  # noqa: ANN401  methods of both classes
         @functools.wraps(execute)
@@ -177,13 +180,13 @@ def _spin_within_steps_only() -> None:
 
         return run
 
-    def wait_shortly(condition: Any, timeout_ms: int | None = None) -> None:  # noqa: ANN401, ARG001
-        condition.busy_loop_s = spin_s
-        wait(condition, LOOK_MS)
+    def wait_shortly(self: Any, timeout_ms: int | None = None) -> None:  # noqa: ANN401, ARG001
+        self.busy_loop_s = spin_s
+        wait(self, LOOK_MS)
 
-    for one in (MultiprocExecutor, WorkerWrapperBase):
+    for one in executors:
         one.execute_model = noting(one.execute_model)
-    SpinCondition.wait = wait_shortly
+    condition.wait = wait_shortly
 
 
 def _end_steps(connector: Any, clock: Clock, note: Callable[[Note], None]) -> None:  # noqa: ANN401

@@ -153,7 +153,8 @@ def test_the_daemon_is_killed_between_two_layers(plain: Plain, tmp_path: Path) -
             other = pair.prefill.add(Asked(prompts[0], 1, to_prefill))
             told, _ = pair.prefill.call(layers_told, kill=daemon.daemon.process.pid)
             assert told > 1
-            daemon.restart()
+            daemon.daemon.process.wait()
+            daemon.start()
             pair.prefill.wait(other)
         answers = pair.decode.wait(name)
         with contextlib.closing(Client.connect(daemon.runtime_dir)) as client:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import psutil
@@ -19,7 +20,18 @@ import pytest
 from benchmarks import vllm as benchmark
 from benchmarks.measure import Effort, MissingPeerError, Row
 from benchmarks.peers.vllm import Engine, EngineError, Reply, Request, running_engine
-from benchmarks.peers.vllm_hooks import Clock, External, Failed, Note, Said, Step, does_something
+from benchmarks.peers.vllm_hooks import (
+    LOOK_MS,
+    SPIN_S,
+    Clock,
+    External,
+    Failed,
+    Note,
+    Said,
+    Step,
+    does_something,
+    spin_within_steps_only,
+)
 from benchmarks.vllm import BLOCK_SIZE, TOKEN_BYTES, Baseline, Contender, Engines, Prompts, Steps
 
 MODULES: Final = {
@@ -68,7 +80,7 @@ class LLM:
             assert params.temperature == 0 and params.ignore_eos
             times = SimpleNamespace(scheduled_ts=time.monotonic(), first_token_ts=time.monotonic())
             told = (params.extra_args or {}).get("kv_transfer_params")
-            text = SimpleNamespace(token_ids=[sum(prompt)] * params.max_tokens)
+            text = SimpleNamespace(token_ids=[sum(prompt)] * params.max_tokens, finish_reason="length")
             done.append(
                 SimpleNamespace(request_id=name, finished=True, metrics=times, outputs=[text], kv_transfer_params=told)
             )
@@ -138,6 +150,21 @@ class KVConnectorFactory:
     def create_connector(cls, extra, role):
         return Connector(extra, role)
 ''',
+    "vllm/distributed/device_communicators/shm_broadcast.py": """
+class SpinCondition:
+    def wait(self, timeout_ms=None):
+        pass
+""",
+    "vllm/v1/executor/multiproc_executor.py": """
+class MultiprocExecutor:
+    def execute_model(self, step):
+        pass
+""",
+    "vllm/v1/worker/worker_base.py": """
+class WorkerWrapperBase:
+    def execute_model(self, step):
+        pass
+""",
     "vllm/v1/engine/core.py": """
 from types import SimpleNamespace
 
@@ -236,6 +263,36 @@ def test_what_timing_takes_is_not_counted() -> None:
         nothing()
     assert clock.take_us() < 1000  # a microsecond each: only a fault takes as long
     assert clock.take_us() == 0
+
+
+class Waiting:
+    """Stands for vLLM's SpinCondition, and notes how long each wait spins, and for how long it sleeps then."""
+
+    busy_loop_s = 1.0
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[float, int | None]] = []
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        self.waits.append((self.busy_loop_s, timeout_ms))
+
+
+class Executing:
+    """Stands for vLLM's executor; a step is how many tokens it computes."""
+
+    def execute_model(self, step: SimpleNamespace, *, non_block: bool) -> int:
+        assert non_block
+        return int(step.total_num_scheduled_tokens)
+
+
+def test_engines_spin_within_steps_that_compute() -> None:
+    spin_within_steps_only(Waiting, Executing)
+    waiting, executing = Waiting(), Executing()
+    for tokens in (3, 0, 2):
+        assert executing.execute_model(SimpleNamespace(total_num_scheduled_tokens=tokens), non_block=True) == tokens
+        waiting.wait()
+        waiting.wait(5000)
+    assert waiting.waits == [(SPIN_S, LOOK_MS)] * 2 + [(-1.0, LOOK_MS)] * 2 + [(SPIN_S, LOOK_MS)] * 2
 
 
 class Methods:
@@ -350,7 +407,7 @@ def test_a_peer_that_loads_within_a_step_or_finds_nothing_has_fewer_rows(prompts
 @pytest.mark.parametrize(
     ("faults", "said"),
     [
-        ({"wrong": 1}, r"peer: after 130 tokens came \[\d+, .*\], not \["),
+        ({"wrong": 1}, r"peer: after 130 tokens came \[\d+, .*\] \(length\), not \["),
         ({"failed": 2}, "peer: 130 of 130 tokens came from elsewhere, 2 blocks failed"),
         ({"missing": 3}, "peer: 127 of 130 tokens came from elsewhere, 0 blocks failed"),
     ],
