@@ -127,9 +127,16 @@ class Handover(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Steps of an engine, in microseconds: in its connector's methods, of either side together, and all of it."""
+    """Steps of an engine, in microseconds.
+
+    Attributes:
+        connector: in its connector's methods, of either side together.
+        scheduling: those of the scheduler's side alone, in the thread of the engine's core.
+        whole: all of it.
+    """
 
     connector: list[float]
+    scheduling: list[float]
     whole: list[float]
 
 
@@ -247,7 +254,7 @@ class Engines:
             for one in computed
         ]
         spent = [one.us + more for one, more in zip(computed, within, strict=True)]
-        return Steps(spent, [one.whole_us for one in computed])
+        return Steps(spent, [one.us for one in computed], [one.whole_us for one in computed])
 
     def _forget(self) -> None:
         """Have decode's own cache emptied, and what was noted so far."""
@@ -545,7 +552,10 @@ def _all_steps(engines: Engines, effort: Effort) -> Baseline:
 
 
 def _busy_note(steps: Baseline) -> str:
-    return f"the mean of {len(steps.busy.connector)} steps, with the stores of {IN_FLIGHT} blocks"
+    return (
+        f"the mean of {len(steps.busy.connector)} steps, with the stores of {IN_FLIGHT} blocks; "
+        f"{fmean(steps.busy.scheduling):.0f} us of it in the scheduler"
+    )
 
 
 def _length(prompts: Sequence[Sequence[int]]) -> int:

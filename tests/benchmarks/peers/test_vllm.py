@@ -430,7 +430,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, *, lost: Sequence[str] = (), wrong
         decode = Scripted(seconds=1.0, wrong=int(name in wrong))
         made = engines(name, filled, decode=decode, prefill=name != "plain")
         monkeypatch.setattr(made, "wait_until_ready", lambda: None)
-        steps = Steps([20.0, 30.0, 40.0], [50_000.0] * 3)
+        steps = Steps([20.0, 30.0, 40.0], [10.0] * 3, [50_000.0] * 3)
         monkeypatch.setattr(made, "idle_steps", lambda _steps: steps)
         monkeypatch.setattr(made, "busy_steps", lambda _requests, _steps: steps)
         yield made
@@ -475,5 +475,5 @@ def test_a_step_has_the_workers_part_within_it(monkeypatch: pytest.MonkeyPatch, 
     noted.insert(7, Step("worker", 99.0, 0, 0, 3.2))  # between two steps
     made = engines("one", prompts, decode=decode)
     monkeypatch.setattr(decode, "notes", lambda: noted)
-    assert made.idle_steps(6) == Steps([7.0] * 3, [500_000.0] * 3)
+    assert made.idle_steps(6) == Steps([7.0] * 3, [2.0] * 3, [500_000.0] * 3)
     assert Baseline(made.idle_steps(6), made.idle_steps(6)).idle.connector == [7.0] * 3
