@@ -76,7 +76,7 @@ test-vllm: $(STAMPS)/vllm $(STAMPS)/models  ## run the tests with vLLM, some min
 	@$(VLLM_BIN)/python -m pytest --timeout 900 -o faulthandler_timeout=600 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/vllm)
 
 test-vllm-full: LONG := yes
-test-vllm-full: test-vllm  ## run all tests with vLLM
+test-vllm-full: test-vllm  ## run all tests with vLLM, half an hour
 
 torture: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system  ## kill, stop and starve daemons and engines at work, and check every byte and page (MINUTES=60, SEED=7 repeats, ARGS="--engines 8")
 	@$(BIN)/python -m tests.torture $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
