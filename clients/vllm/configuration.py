@@ -143,14 +143,14 @@ def check_carried(vllm_config: VllmConfig) -> None:
         size = getattr(parallel, option, 1)
         if size > 1:
             raise refusal(f"{option} {size}", option)
-    if getattr(vllm_config.scheduler_config, "async_scheduling", False) and not _keeps_freed_blocks():
+    if getattr(vllm_config.scheduler_config, "async_scheduling", False) and not keeps_freed_blocks():
         raise refusal("async scheduling with this release of vLLM", "async_scheduling")
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in {"ngram", "ngram_gpu", "suffix"}:
         raise refusal(f"a draft model ({speculative.method}), whose KV would have to travel too", "speculative_config")
 
 
-def _keeps_freed_blocks() -> bool:
+def keeps_freed_blocks() -> bool:
     """Return whether vLLM gives nobody a block that a step in flight still writes: releases before 0.32 do."""
     from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415  the connector's frontend needs none of it
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvferry.clients import Client
+from kvferry.clients.vllm import configuration
 from kvferry.clients.vllm.configuration import check_carried, settings_of
 from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import InvalidFieldError
@@ -385,7 +386,8 @@ def test_draft_models_are_refused_by_name() -> None:
 
 def test_async_scheduling_is_refused_where_vllm_frees_blocks_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in flight would write blocks that another request's load fills: so does 0.23."""
-    monkeypatch.delattr("vllm.v1.core.sched.scheduler.Scheduler._request_blocks_can_be_freed")
+    assert configuration.keeps_freed_blocks(), "0.32 does not"
+    monkeypatch.setattr(configuration, "keeps_freed_blocks", lambda: False)
     check_carried(options(scheduler_config=SimpleNamespace(async_scheduling=False)))
     with pytest.raises(InvalidFieldError, match="async scheduling with this release of vLLM"):
         check_carried(options())
