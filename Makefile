@@ -129,7 +129,11 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS)
 	@touch $@
 
-$(STAMPS)/base: $(STAMPS)/venv $(PINS)
+# Without a compiler kvferry works too: Python then copies pages, several times slower.
+$(STAMPS)/base: $(STAMPS)/venv $(PINS) src/kvferry/pools/native_kernel.c
+	@{ command -v cc >/dev/null && $(BIN)/python -c \
+	    'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null; } || \
+	    { $(call apt_install,gcc libc6-dev python3-dev); } || echo "==> without them pages are copied several times slower"
 	$(call install,the build tools,setuptools)
 	$(call install,kvferry,-e .)
 	@touch $@

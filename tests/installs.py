@@ -36,7 +36,7 @@ def run(*command: str | Path, cwd: Path, stdin: str = "", **environment: str) ->
 
 def copy_checkout(folder: Path) -> Path:
     """Return a copy of the checkout below ``folder``, as a clone would be: links are links, without what was built."""
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
     return Path(shutil.copytree(ROOT, folder / "checkout", symlinks=True, ignore=ignored))
 
 

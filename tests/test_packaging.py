@@ -91,6 +91,10 @@ def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+NATIVE = "kvferry.pools.native_kernel"
+"""Built from C."""
+
+
 def source_files() -> set[str]:
     """Return the path of each of the package's modules, relative to the repository."""
     found = (path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
@@ -177,6 +181,7 @@ def test_wheel_holds_the_package_and_the_unit_files_only(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     expected = {f"kvferry/{path}" for path in source_files()}
     expected |= {f"kvferry/{layer}/py.typed" for layer in LAYERS}
+    expected |= {"kvferry/pools/native_kernel.abi3.so", "kvferry/pools/native_kernel.pyi"}
     expected |= {f"kvferry-{version}.data/data/share/kvferry/systemd/{name}" for name in DATA_FILES}
     assert {name for name in names if not name.startswith(f"kvferry-{version}.dist-info/")} == expected
 
@@ -220,10 +225,12 @@ def test_an_editable_install_is_a_path_and_no_import_hook(editable: Path, checko
 def test_checkout_editable_install_and_wheel_have_the_same_modules(
     environment: Path, editable: Path, checkout: Path, bare: Path
 ) -> None:
-    installed = run(environment / "bin" / "python", "-c", WALK, cwd=environment)
-    assert run(editable / "bin" / "python", "-c", WALK, cwd=editable) == installed
-    assert run(bare / "bin" / "python", "-c", WALK, cwd=bare, PYTHONPATH=str(checkout / "src")) == installed
-    assert set(json.loads(installed)) == {module_name(path) for path in source_files()}
+    modules = {module_name(path) for path in source_files()}
+    installed = set(json.loads(run(environment / "bin" / "python", "-c", WALK, cwd=environment)))
+    assert installed == {*modules, NATIVE}
+    assert set(json.loads(run(editable / "bin" / "python", "-c", WALK, cwd=editable))) == installed
+    found = json.loads(run(bare / "bin" / "python", "-c", WALK, cwd=bare, PYTHONPATH=str(checkout / "src")))
+    assert {*found, NATIVE} == installed, "which the editable install has built there, if it came before"
 
 
 def test_no_package_is_imported_under_a_second_name(editable: Path, checkout: Path) -> None:

@@ -1,0 +1,174 @@
+"""Copies of many blocks between addresses of this process, with or without their checksums.
+
+The work is done by a small C module, ``native_kernel.c``, which says how. Where it was not built, or is switched off
+with ``KVFERRY_COPY_KERNEL=python``, Python does the same, several times slower: ``DESCRIPTION`` says which and why.
+Checksums are XXH3-64: of libxxhash where the host has it, in the pass that copies, else of the xxhash package, which
+every installation has, in a second one; all give the same values. Callers have checked every address: one that is not
+mapped ends the process, as it does with memcpy.
+
+Copies are lists: ``(n, 3)`` uint64 of source address, destination address and size in bytes, or ``(n, 6)`` with the
+number of rows, and the distance in bytes from one row to the next at the source and at the destination.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Copies: TypeAlias = npt.NDArray[np.uint64]
+"""``(n, 3)`` or ``(n, 6)`` uint64, see above; any strides. Sources and destinations do not overlap."""
+
+Digests: TypeAlias = npt.NDArray[np.uint64]
+"""``(n,)`` uint64, XXH3-64."""
+
+Ends: TypeAlias = npt.NDArray[np.int64]
+"""``(m,)`` int64, ascending: each digest is of the rows since the last one up to this row."""
+
+SWITCH: Final = "KVFERRY_COPY_KERNEL"
+LIBRARIES: Final = ("libxxhash.so.0", str(getattr(getattr(xxhash, "_xxhash", None), "__file__", "")))
+"""Where XXH3-64 is looked for; the package's own module has it under the same names."""
+
+
+class Kernel(Protocol):
+    """One of the two ways."""
+
+    def copy(self, copies: Copies) -> None:
+        """Copy, in order. Releases the GIL where it takes more than a few microseconds.
+
+        Raises:
+            TypeError: not an array of that form.
+        """
+
+    def new_hash(self) -> Any:  # noqa: ANN401  the way's own
+        """Return the state of a hash, for ``copy_hashed``; one thread at a time may use it."""
+
+    def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: Any) -> None:  # noqa: ANN401
+        """Copy, in order, and hash the sources; a row with destination 0 is hashed alone.
+
+        Args:
+            copies: what to copy.
+            ends: where digests end; what comes after the last one continues with the next call's rows.
+            digests: ``(m,)``, filled in.
+            state: what a hash has seen so far.
+        """
+
+
+class PythonKernel:
+    """One memmove a row. See ``Kernel``."""
+
+    def copy(self, copies: Copies) -> None:
+        """See ``Kernel``."""
+        for source, destination, size in _rows(copies):
+            ctypes.memmove(destination, source, size)
+
+    def new_hash(self) -> xxhash.xxh3_64:
+        """See ``Kernel``."""
+        return xxhash.xxh3_64()
+
+    def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: xxhash.xxh3_64) -> None:
+        """See ``Kernel``."""
+        first = 0
+        for number, end in enumerate(ends.tolist()):
+            self._hash(copies[first:end], state)
+            digests[number], first = state.intdigest(), end
+            state.reset()
+        self._hash(copies[first:], state)
+
+    def _hash(self, copies: Copies, state: xxhash.xxh3_64) -> None:
+        for source, destination, size in _rows(copies):
+            state.update((ctypes.c_char * size).from_address(source))
+            if destination:
+                ctypes.memmove(destination, source, size)
+
+
+class SecondPassKernel(PythonKernel):
+    """The C module, which has no hash here: hashed are the sources once they are copied. See ``Kernel``."""
+
+    def __init__(self, native: Kernel) -> None:
+        self.copy = native.copy  # type: ignore[method-assign]
+
+    def _hash(self, copies: Copies, state: xxhash.xxh3_64) -> None:
+        self.copy(copies[copies[:, 1] != 0])
+        for source, _, size in _rows(copies):
+            state.update((ctypes.c_char * size).from_address(source))
+
+
+def _rows(copies: Copies) -> list[tuple[int, int, int]]:
+    """Return (source, destination, bytes) of each row."""
+    if copies.shape[1:] == (3,):
+        return [tuple(one) for one in copies.tolist()]
+    return [
+        (source + row * source_step, (destination + row * step) if destination else 0, size)
+        for source, destination, size, rows, source_step, step in copies.tolist()
+        for row in range(rows)
+    ]
+
+
+class Description(NamedTuple):
+    """Which way pages are copied.
+
+    Attributes:
+        stores: the kind of its stores, ``avx512``, ``avx2``, ``sse2``, ``stnp`` or ``memcpy``; ``python`` without it.
+        hash_from: where checksums are computed: the path of a library, or ``xxhash``, the package.
+        why_not: why the C module does not copy; empty if it does.
+    """
+
+    stores: str
+    hash_from: str
+    why_not: str = ""
+
+    @property
+    def native(self) -> bool:
+        """Return whether the C module copies."""
+        return not self.why_not
+
+
+def _choose() -> tuple[Kernel, Description]:
+    """Return the best way here."""
+    if os.environ.get(SWITCH) == "python":
+        return PythonKernel(), Description("python", "xxhash", f"it is switched off by {SWITCH}=python")
+    try:
+        from kvferry.pools import native_kernel as native  # noqa: PLC0415
+    except ImportError as cause:
+        return PythonKernel(), Description("python", "xxhash", f"it was not built for here: {cause}")
+    found = next((path for path in LIBRARIES if path and native.load_hash(path)), None)
+    if found is None:
+        return SecondPassKernel(native), Description(native.kinds()[0], "xxhash")
+    return native, Description(native.kinds()[0], found)
+
+
+_KERNEL, DESCRIPTION = _choose()
+
+
+def copy(copies: Copies) -> None:
+    """Copy, in order; see ``Kernel.copy``."""
+    _KERNEL.copy(copies)
+
+
+def copy_hashed(copies: Copies, ends: Ends, state: Any = None) -> Digests:  # noqa: ANN401  the kernel's own
+    """Copy, in order, and return the digest of the sources up to each end; see ``Kernel.copy_hashed``.
+
+    Args:
+        copies: what to copy; where the destination is 0, a row is only hashed.
+        ends: ``(m,)`` int64, row numbers, ascending.
+        state: of ``new_hash``, for digests that begin or end in other calls; by default none does.
+    """
+    digests = np.zeros(len(ends), np.uint64)
+    _KERNEL.copy_hashed(copies, ends, digests, _KERNEL.new_hash() if state is None else state)
+    return digests
+
+
+def new_hash() -> Any:  # noqa: ANN401  the kernel's own
+    """Return the state of a hash that goes over several calls; one thread at a time may use it."""
+    return _KERNEL.new_hash()
+
+
+def digest(*extents: tuple[int, int]) -> int:
+    """Return the digest of some extents of memory together, each its address and its size in bytes."""
+    rows = np.array([(address, 0, size_bytes) for address, size_bytes in extents], np.uint64)
+    return int(copy_hashed(rows, np.array([len(rows)]))[0])

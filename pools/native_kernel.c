@@ -1,0 +1,398 @@
+/* Copies of many blocks of host memory at the memory's speed, on one thread and without Python's lock.
+
+   A copy of many pages that nobody reads at once is limited by the memory. A plain store first reads the line that it
+   is going to replace; a streaming store does not, which saves a third of the traffic. memcpy streams only from many
+   megabytes a call on, which a page never has. So blocks are copied here: with streaming stores where a call moves much,
+   with the next block's beginning fetched early, and where blocks are long in four places at a time, since processors
+   fetch ahead within 4 KiB only. The checksum, XXH3-64, is libxxhash's, and takes each 8 KiB while they are in the
+   first-level cache.
+
+   Which stores are used is decided once, at run time. Everything else is in copy_kernel.py, with a twin in Python. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <dlfcn.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum {
+    LINE = 64,
+    CHUNK = 8 << 10,         /* what is hashed, and then copied, at a time */
+    AHEAD = 2 << 10,         /* of the next block, fetched before a short one is copied */
+    DISTANCE = 1 << 10,      /* how far ahead lines are fetched within a block */
+    LONG = 64 << 10,         /* from here on a block is copied in four places at a time */
+    SHORT = 512,             /* shorter rows are left to memcpy */
+    STREAMED = 512 << 10,    /* less than this in a call may stay in the caches: somebody reads it soon */
+    UNLOCKED = 64 << 10      /* from here on Python's lock is released: less takes some microseconds */
+};
+
+typedef struct {
+    char *to;
+    const char *from;
+    size_t bytes;
+} Span;
+
+/* -- streaming stores: for each kind, whole lines in one place and in four. `to` is aligned to a line. */
+
+typedef struct {
+    const char *name;
+    /* Copies `bytes`, a multiple of LINE, and fetches as many at `ahead`. */
+    void (*lines)(char *to, const char *from, size_t bytes, const char *ahead);
+    /* Copies four parts of `bytes` each, a multiple of LINE, that follow each other. */
+    void (*four)(char *to, const char *from, size_t bytes);
+    void (*fence)(void);
+} Stores;
+
+#define FETCH(address) __builtin_prefetch((address), 0, 3)
+
+#define STREAMING(NAME, TARGET, COPY_LINE)                                                                  \
+    TARGET static void lines_##NAME(char *to, const char *from, size_t bytes, const char *ahead) {          \
+        for (size_t at = 0; at < bytes; at += LINE) {                                                       \
+            FETCH(ahead + at);                                                                              \
+            COPY_LINE(to + at, from + at);                                                                  \
+        }                                                                                                   \
+    }                                                                                                       \
+    TARGET static void four_##NAME(char *to, const char *from, size_t bytes) {                              \
+        for (size_t at = 0; at < bytes; at += LINE)                                                         \
+            for (size_t part = 0; part < 4; part++) {                                                       \
+                FETCH(from + part * bytes + at + DISTANCE / 2);                                             \
+                COPY_LINE(to + part * bytes + at, from + part * bytes + at);                                \
+            }                                                                                               \
+    }
+
+#if defined(__x86_64__)
+#define LINE_AVX512(to, from) _mm512_stream_si512((void *)(to), _mm512_loadu_si512(from))
+#define LINE_AVX2(to, from)                                                                     \
+    do {                                                                                        \
+        __m256i first = _mm256_loadu_si256((const void *)(from));                               \
+        __m256i second = _mm256_loadu_si256((const void *)((from) + 32));                       \
+        _mm256_stream_si256((void *)(to), first);                                               \
+        _mm256_stream_si256((void *)((to) + 32), second);                                       \
+    } while (0)
+#define LINE_SSE2(to, from)                                                                     \
+    for (size_t part_of_line = 0; part_of_line < LINE; part_of_line += 16)                      \
+    _mm_stream_si128((void *)((to) + part_of_line), _mm_loadu_si128((const void *)((from) + part_of_line)))
+STREAMING(avx512, __attribute__((target("avx512f"))), LINE_AVX512)
+STREAMING(avx2, __attribute__((target("avx2"))), LINE_AVX2)
+STREAMING(sse2, , LINE_SSE2)
+static void fence(void) { _mm_sfence(); }
+#elif defined(__aarch64__)
+#define LINE_STNP(to, from)                                                                     \
+    __asm__ volatile("ldp q0, q1, [%1]\n ldp q2, q3, [%1, 32]\n"                                \
+                     "stnp q0, q1, [%0]\n stnp q2, q3, [%0, 32]"                                \
+                     :                                                                          \
+                     : "r"(to), "r"(from)                                                       \
+                     : "v0", "v1", "v2", "v3", "memory")
+STREAMING(stnp, , LINE_STNP)
+static void fence(void) { __asm__ volatile("dmb ishst" ::: "memory"); }
+#endif
+
+static const Stores KINDS[] = {
+#if defined(__x86_64__)
+    {"avx512", lines_avx512, four_avx512, fence},
+    {"avx2", lines_avx2, four_avx2, fence},
+    {"sse2", lines_sse2, four_sse2, fence},
+#elif defined(__aarch64__)
+    {"stnp", lines_stnp, four_stnp, fence},
+#endif
+    {"memcpy", NULL, NULL, NULL},
+};
+enum { KIND_COUNT = sizeof KINDS / sizeof *KINDS };
+
+static const Stores *stores = &KINDS[KIND_COUNT - 1];
+
+static int is_supported(const Stores *kind) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (kind->lines == lines_avx512) return __builtin_cpu_supports("avx512f");
+    if (kind->lines == lines_avx2) return __builtin_cpu_supports("avx2");
+#endif
+    (void)kind;
+    return 1;
+}
+
+/* Copies one span with streaming stores; the ends, which share a line with others' bytes, with plain ones. `ahead` is
+   read next: of a long span NULL, since its own lines are fetched within it. */
+static void stream(Span span, const char *ahead) {
+    size_t head = -(uintptr_t)span.to & (LINE - 1);
+    if (span.bytes < head + LINE) {
+        memcpy(span.to, span.from, span.bytes);
+        return;
+    }
+    memcpy(span.to, span.from, head);
+    char *to = span.to + head;
+    const char *from = span.from + head;
+    size_t left = span.bytes - head;
+    if (left >= LONG) {
+        size_t part = left / 4 & ~(size_t)(LINE - 1);
+        stores->four(to, from, part);
+        to += 4 * part, from += 4 * part, left -= 4 * part;
+    }
+    size_t whole = left & ~(size_t)(LINE - 1);
+    stores->lines(to, from, whole, ahead ? ahead : from + DISTANCE);
+    memcpy(to + whole, from + whole, left - whole);
+}
+
+/* -- the hash, from a library that is loaded at run time */
+
+typedef struct {
+    void *(*create)(void);
+    int (*free)(void *state);
+    int (*reset)(void *state);
+    int (*update)(void *state, const void *bytes, size_t count);
+    uint64_t (*digest)(const void *state);
+} Hash;
+
+static Hash hash;
+
+/* -- lists of copies: rows of three (from, to, bytes), or of six (…, rows, distances between rows on both sides) */
+
+typedef struct {
+    Py_buffer view;
+    Py_ssize_t count;
+    int with_rows;
+} Copies;
+
+typedef struct {
+    Span span; /* of the first row */
+    size_t rows, from_stride, to_stride;
+} Block;
+
+static uint64_t column(const Copies *copies, Py_ssize_t row, int column_number) {
+    uint64_t value;
+    memcpy(&value, (char *)copies->view.buf + row * copies->view.strides[0] + column_number * copies->view.strides[1],
+           sizeof value);
+    return value;
+}
+
+static Block block_of(const Copies *copies, Py_ssize_t row) {
+    Block block = {{(char *)(uintptr_t)column(copies, row, 1), (const char *)(uintptr_t)column(copies, row, 0),
+                    column(copies, row, 2)},
+                   1, 0, 0};
+    if (copies->with_rows) {
+        block.rows = column(copies, row, 3);
+        block.from_stride = column(copies, row, 4);
+        block.to_stride = column(copies, row, 5);
+    }
+    return block;
+}
+
+static int open_copies(PyObject *object, Copies *copies) {
+    if (PyObject_GetBuffer(object, &copies->view, PyBUF_STRIDES | PyBUF_FORMAT) < 0) return -1;
+    const Py_buffer *view = &copies->view;
+    int numbers = view->itemsize == 8 && view->format && strchr("LQ", view->format[0]) && !view->format[1];
+    if (!numbers || view->ndim != 2 || (view->shape[1] != 3 && view->shape[1] != 6)) {
+        PyBuffer_Release(&copies->view);
+        PyErr_SetString(PyExc_TypeError, "copies must be (n, 3) or (n, 6) uint64");
+        return -1;
+    }
+    copies->count = view->shape[0];
+    copies->with_rows = view->shape[1] == 6;
+    return 0;
+}
+
+static uint64_t total_bytes(const Copies *copies) {
+    uint64_t total = 0;
+    for (Py_ssize_t row = 0; row < copies->count; row++)
+        total += column(copies, row, 2) * (copies->with_rows ? column(copies, row, 3) : 1);
+    return total;
+}
+
+static void copy_all(const Copies *copies, int streamed) {
+    for (Py_ssize_t row = 0; row < copies->count; row++) {
+        Block block = block_of(copies, row);
+        int short_rows = block.span.bytes < SHORT;
+        if (row + 1 < copies->count && block.span.bytes < LONG) {
+            const char *next = (const char *)(uintptr_t)column(copies, row + 1, 0);
+            uint64_t most = column(copies, row + 1, 2);
+            for (size_t at = 0; at < most && at < AHEAD; at += LINE) FETCH(next + at);
+        }
+        for (size_t done = 0; done < block.rows; done++) {
+            if (streamed && !short_rows)
+                stream(block.span, NULL);
+            else
+                memcpy(block.span.to, block.span.from, block.span.bytes);
+            block.span.from += block.from_stride;
+            block.span.to += block.to_stride;
+        }
+    }
+    if (streamed) stores->fence();
+}
+
+/* Hashes one row, and copies it in the same pass, unless it has no destination. */
+static void hash_row(void *state, Span span, int streamed, const char *next) {
+    for (size_t at = 0; at < span.bytes; at += CHUNK) {
+        size_t bytes = span.bytes - at < CHUNK ? span.bytes - at : CHUNK;
+        hash.update(state, span.from + at, bytes);
+        if (!span.to) continue;
+        Span chunk = {span.to + at, span.from + at, bytes};
+        if (streamed && bytes >= SHORT)
+            stream(chunk, at + bytes < span.bytes ? chunk.from + bytes : next);
+        else
+            memcpy(chunk.to, chunk.from, bytes);
+    }
+}
+
+static void hash_all(const Copies *copies, int streamed, const Py_buffer *ends, const Py_buffer *digests, void *state) {
+    Py_ssize_t ended = 0, count = ends->shape[0];
+    for (Py_ssize_t row = 0; row < copies->count; row++) {
+        Block block = block_of(copies, row);
+        const char *next = row + 1 < copies->count ? (const char *)(uintptr_t)column(copies, row + 1, 0) : NULL;
+        for (size_t done = 0; done < block.rows; done++) {
+            hash_row(state, block.span, streamed, next);
+            block.span.from += block.from_stride;
+            if (block.span.to) block.span.to += block.to_stride;
+        }
+        for (; ended < count && ((const int64_t *)ends->buf)[ended] == row + 1; ended++) {
+            ((uint64_t *)digests->buf)[ended] = hash.digest(state);
+            hash.reset(state);
+        }
+    }
+    if (streamed) stores->fence();
+}
+
+/* -- the module */
+
+static PyObject *kernel_copy(PyObject *self, PyObject *argument) {
+    Copies copies;
+    (void)self;
+    if (open_copies(argument, &copies) < 0) return NULL;
+    uint64_t total = total_bytes(&copies);
+    int streamed = total >= STREAMED && stores->lines;
+    if (total >= UNLOCKED) {
+        Py_BEGIN_ALLOW_THREADS copy_all(&copies, streamed);
+        Py_END_ALLOW_THREADS
+    } else {
+        copy_all(&copies, 0);
+    }
+    PyBuffer_Release(&copies.view);
+    Py_RETURN_NONE;
+}
+
+static const char STATE[] = "kvferry.hash";
+
+static void free_state(PyObject *capsule) { hash.free(PyCapsule_GetPointer(capsule, STATE)); }
+
+static PyObject *kernel_new_hash(PyObject *self, PyObject *arguments) {
+    (void)self, (void)arguments;
+    void *state = hash.create ? hash.create() : NULL;
+    if (!state) return PyErr_NoMemory();
+    hash.reset(state);
+    PyObject *capsule = PyCapsule_New(state, STATE, free_state);
+    if (!capsule) hash.free(state);
+    return capsule;
+}
+
+static int open_numbers(PyObject *object, Py_buffer *view, int flags, const char *kinds, const char *what) {
+    if (PyObject_GetBuffer(object, view, PyBUF_ND | PyBUF_FORMAT | flags) < 0) return -1;
+    if (view->itemsize == 8 && view->ndim == 1 && view->format && strchr(kinds, view->format[0]) && !view->format[1])
+        return 0;
+    PyBuffer_Release(view);
+    PyErr_SetString(PyExc_TypeError, what);
+    return -1;
+}
+
+static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments) {
+    PyObject *list, *end_list, *digest_list, *capsule;
+    Copies copies;
+    Py_buffer ends, digests;
+    (void)self;
+    if (!PyArg_ParseTuple(arguments, "OOOO", &list, &end_list, &digest_list, &capsule)) return NULL;
+    void *state = PyCapsule_GetPointer(capsule, STATE);
+    if (!state || open_copies(list, &copies) < 0) return NULL;
+    if (open_numbers(end_list, &ends, 0, "lq", "ends must be (m,) int64") < 0) goto no_ends;
+    if (open_numbers(digest_list, &digests, PyBUF_WRITABLE, "LQ", "digests must be (m,) uint64") < 0) goto no_digests;
+    if (digests.shape[0] != ends.shape[0]) {
+        PyErr_SetString(PyExc_ValueError, "there must be as many digests as ends");
+        goto failed;
+    }
+    uint64_t total = total_bytes(&copies);
+    int streamed = total >= STREAMED && stores->lines;
+    if (total >= UNLOCKED) {
+        Py_BEGIN_ALLOW_THREADS hash_all(&copies, streamed, &ends, &digests, state);
+        Py_END_ALLOW_THREADS
+    } else {
+        hash_all(&copies, 0, &ends, &digests, state);
+    }
+failed:
+    PyBuffer_Release(&digests);
+no_digests:
+    PyBuffer_Release(&ends);
+no_ends:
+    PyBuffer_Release(&copies.view);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *kernel_load_hash(PyObject *self, PyObject *argument) {
+    (void)self;
+    PyObject *path = NULL;
+    if (!PyUnicode_FSConverter(argument, &path)) return NULL;
+    void *library = dlopen(PyBytes_AsString(path), RTLD_NOW | RTLD_LOCAL);
+    Py_DECREF(path);
+    if (!library) Py_RETURN_FALSE;
+    /* Some builds of libxxhash for x86 choose the widest instructions at run time, under names of their own. */
+    void *update = dlsym(library, "XXH3_64bits_update_dispatch");
+    if (!update) update = dlsym(library, "XXH3_64bits_update");
+    Hash found;
+    *(void **)&found.update = update;
+    *(void **)&found.create = dlsym(library, "XXH3_createState");
+    *(void **)&found.free = dlsym(library, "XXH3_freeState");
+    *(void **)&found.reset = dlsym(library, "XXH3_64bits_reset");
+    *(void **)&found.digest = dlsym(library, "XXH3_64bits_digest");
+    if (!found.create || !found.free || !found.reset || !found.update || !found.digest) {
+        dlclose(library);
+        Py_RETURN_FALSE;
+    }
+    hash = found; /* stays loaded, like any module */
+    Py_RETURN_TRUE;
+}
+
+static PyObject *kernel_kinds(PyObject *self, PyObject *arguments) {
+    (void)self, (void)arguments;
+    PyObject *names = PyList_New(0);
+    for (int kind = 0; names && kind < KIND_COUNT; kind++) {
+        if (!is_supported(&KINDS[kind])) continue;
+        PyObject *name = PyUnicode_FromString(KINDS[kind].name);
+        if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+static PyObject *kernel_use(PyObject *self, PyObject *argument) {
+    (void)self;
+    for (int kind = 0; kind < KIND_COUNT; kind++) {
+        if (PyUnicode_CompareWithASCIIString(argument, KINDS[kind].name) || !is_supported(&KINDS[kind])) continue;
+        stores = &KINDS[kind];
+        Py_RETURN_NONE;
+    }
+    PyErr_SetString(PyExc_ValueError, "this processor does not have that kind of stores");
+    return NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"copy", kernel_copy, METH_O, "Copy (n, 3) or (n, 6) uint64."},
+    {"copy_hashed", kernel_copy_hashed, METH_VARARGS, "Copy, and fill in the digests of the rows up to each end."},
+    {"new_hash", kernel_new_hash, METH_NOARGS, "Return the state of a hash."},
+    {"load_hash", kernel_load_hash, METH_O, "Take XXH3-64 from a library; return whether that worked."},
+    {"kinds", kernel_kinds, METH_NOARGS, "Return the kinds of stores that this processor has, the fastest first."},
+    {"use", kernel_use, METH_O, "Choose a kind of stores."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "native_kernel", "See copy_kernel.py.", 0, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit_native_kernel(void) {
+    for (int kind = KIND_COUNT - 1; kind >= 0; kind--)
+        if (is_supported(&KINDS[kind])) stores = &KINDS[kind];
+    return PyModule_Create(&module);
+}

@@ -1,0 +1,201 @@
+"""The two copy kernels against numpy's slices: every size and alignment, rows, checksums, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvferry.pools import copy_kernel
+from kvferry.pools import native_kernel as native
+from kvferry.pools.copy_kernel import LIBRARIES, SWITCH, Copies, Kernel, PythonKernel, SecondPassKernel
+
+Memory = npt.NDArray[np.uint8]
+UNTOUCHED = 0x5A
+MIB = 1 << 20
+SIZES = st.integers(0, 300) | st.integers(0, 20_000) | st.integers(0, 3 * MIB)
+ALIGNMENTS = st.integers(0, 4096)
+WAIT_S = 30.0
+
+
+@pytest.fixture(params=[*native.kinds(), "second pass", "python"], scope="module")
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    """Return each kernel, the native one with each kind of stores that this processor has."""
+    if request.param == "python":
+        yield PythonKernel()
+        return
+    native.use(request.param if request.param in native.kinds() else native.kinds()[0])
+    yield SecondPassKernel(native) if request.param == "second pass" else native
+    native.use(native.kinds()[0])
+
+
+def noise(size: int) -> Memory:
+    return np.random.default_rng(size).integers(0, 256, size, np.uint8)
+
+
+def copies_of(source: Memory, destination: Memory, rows: list[tuple[int, int, int]]) -> Copies:
+    at = np.array(rows, np.uint64).reshape(-1, 3)
+    at[:, 0] += np.uint64(source.ctypes.data)
+    at[:, 1] += np.uint64(destination.ctypes.data)
+    return at
+
+
+@pytest.mark.parametrize("way", ["plain", "hashed"])
+@given(st.lists(st.tuples(ALIGNMENTS, ALIGNMENTS, SIZES), min_size=1, max_size=6), st.sampled_from("CF"))
+@example([(0, 0, 3 * MIB)], "C")
+@example([(1, 63, 3 * MIB - 1), (0, 64, 65_536)], "F")
+def test_every_byte_arrives_and_no_other_changes(
+    kernel: Kernel, way: str, blocks: list[tuple[int, int, int]], order: Literal["C", "F"]
+) -> None:
+    rows, at = [], [0, 0]
+    for ahead, behind, size in blocks:
+        at = [at[0] + ahead, at[1] + behind]
+        rows.append((at[0], at[1], size))
+        at = [one + size for one in at]
+    source, destination = noise(at[0] + 64), np.full(at[1] + 64, UNTOUCHED, np.uint8)
+    expected = destination.copy()
+    for start, to, size in rows:
+        expected[to : to + size] = source[start : start + size]
+    copies = np.asarray(copies_of(source, destination, rows), order=order)
+    if way == "hashed":
+        digests = np.zeros(len(rows), np.uint64)
+        kernel.copy_hashed(copies, np.arange(1, len(rows) + 1), digests, kernel.new_hash())
+        assert digests.tolist() == [xxhash.xxh3_64_intdigest(source[a : a + size].tobytes()) for a, _, size in rows]
+    else:
+        kernel.copy(copies)
+    assert (destination == expected).all()
+
+
+@pytest.mark.parametrize("way", ["plain", "hashed"])
+@given(st.integers(1, 40), st.integers(0, 5000), st.integers(0, 700), st.integers(0, 700), ALIGNMENTS)
+@example(3, 300_000, 64, 0, 0)
+def test_rows_arrive_at_their_distances(
+    kernel: Kernel, way: str, rows: int, size: int, source_gap: int, gap: int, shift: int
+) -> None:
+    source = noise(rows * (size + source_gap) + shift)
+    destination = np.full(rows * (size + gap) + shift, UNTOUCHED, np.uint8)
+    expected = destination.copy()
+    for row in range(rows):
+        start, to = shift + row * (size + source_gap), row * (size + gap)
+        expected[to : to + size] = source[start : start + size]
+    one = [source.ctypes.data + shift, destination.ctypes.data, size, rows, size + source_gap, size + gap]
+    copies = np.array([one], np.uint64)
+    if way == "hashed":
+        digests = np.zeros(1, np.uint64)
+        kernel.copy_hashed(copies, np.ones(1, np.int64), digests, kernel.new_hash())
+        steps = [shift + row * (size + source_gap) for row in range(rows)]
+        assert int(digests[0]) == xxhash.xxh3_64_intdigest(b"".join(source[a : a + size].tobytes() for a in steps))
+    else:
+        kernel.copy(copies)
+    assert (destination == expected).all()
+
+
+@given(st.lists(st.integers(0, 9000), min_size=1, max_size=8), st.data())
+def test_a_digest_may_take_several_rows_and_several_calls(
+    kernel: Kernel, sizes: list[int], data: st.DataObject
+) -> None:
+    source = noise(sum(sizes) + 1)
+    starts = (np.cumsum(sizes) - sizes).tolist()
+    copies = copies_of(source, source, [(start, 0, size) for start, size in zip(starts, sizes, strict=True)])
+    copies[:, 1] = 0  # hashed alone
+    state, first, found = kernel.new_hash(), 0, []
+    while first < len(sizes):
+        stop = data.draw(st.integers(first + 1, len(sizes)))
+        ends = [stop - first] if stop == len(sizes) else []
+        digests = np.zeros(len(ends), np.uint64)
+        kernel.copy_hashed(copies[first:stop], np.array(ends, np.int64), digests, state)
+        found += digests.tolist()
+        first = stop
+    assert found == [xxhash.xxh3_64_intdigest(source[: sum(sizes)].tobytes())]
+
+
+def test_each_library_has_the_same_hash(kernel: Kernel) -> None:
+    """So that nodes agree, and what was stored with another one stays readable."""
+    content = noise(3 * MIB)
+    expected = xxhash.xxh3_64_intdigest(content.tobytes())
+    for library in LIBRARIES:
+        if native.load_hash(library):
+            digests = np.zeros(1, np.uint64)
+            one = np.array([[content.ctypes.data, 0, len(content)]], np.uint64)
+            kernel.copy_hashed(one, np.ones(1, np.int64), digests, kernel.new_hash())
+            assert int(digests[0]) == expected, library
+    assert copy_kernel.digest((content.ctypes.data, MIB), (content.ctypes.data + MIB, 2 * MIB)) == expected
+
+
+def test_what_is_no_library_of_hashes_is_said_to_be_none() -> None:
+    assert not native.load_hash("libno-such-thing.so")
+    assert not native.load_hash("libc.so.6")
+    assert copy_kernel.DESCRIPTION.native
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros((2, 4), np.uint64),
+        np.zeros(3, np.uint64),
+        np.zeros((1, 3), np.int64),
+        np.zeros((1, 3), np.float64),
+        np.zeros((1, 3), np.uint32),
+    ],
+)
+def test_other_arrays_are_refused(wrong: Copies) -> None:
+    with pytest.raises(TypeError, match=r"copies must be \(n, 3\) or \(n, 6\) uint64"):
+        native.copy(wrong)
+
+
+def test_digests_and_ends_of_another_form_are_refused() -> None:
+    copies, state = np.zeros((0, 3), np.uint64), native.new_hash()
+    one, ends = np.zeros(1, np.uint64), np.zeros(1, np.int64)
+    with pytest.raises(TypeError, match="ends must be"):
+        native.copy_hashed(copies, np.zeros(1, np.int32), one, state)
+    with pytest.raises(TypeError, match="digests must be"):
+        native.copy_hashed(copies, ends, np.zeros(1, np.float64), state)
+    with pytest.raises(ValueError, match="as many digests as ends"):
+        native.copy_hashed(copies, ends, np.zeros(2, np.uint64), state)
+    with pytest.raises(ValueError, match="that kind of stores"):
+        native.use("no such kind")
+
+
+@pytest.mark.parametrize("way", ["plain", "hashed"])
+def test_it_copies_without_the_lock_of_the_interpreter(way: str) -> None:
+    source, destination, rounds = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), 50
+    copies = copies_of(source, destination, [(0, 0, 4 * MIB)])
+    begun, done = threading.Event(), [0]
+
+    def copy_on() -> None:
+        begun.set()
+        for _ in range(rounds):
+            if way == "plain":
+                native.copy(copies)
+            else:
+                copy_kernel.copy_hashed(copies, np.ones(1, np.int64))
+            done[0] += 1
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(WAIT_S)  # the other thread keeps the lock until it gives it away
+    try:
+        thread = threading.Thread(target=copy_on)
+        thread.start()
+        begun.wait(WAIT_S)
+        done_by_now = done[0]
+        thread.join(WAIT_S)
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert done_by_now < done[0] == rounds
+
+
+def test_it_can_be_switched_off() -> None:
+    code = "from kvferry.pools import copy_kernel as c; print(c.DESCRIPTION.native, c.DESCRIPTION.why_not)"
+    told = subprocess.run(
+        [sys.executable, "-c", code], env={SWITCH: "python"}, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() == f"False it is switched off by {SWITCH}=python"
