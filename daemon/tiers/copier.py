@@ -19,9 +19,9 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import structlog
-import xxhash
 
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.pools import copy_kernel
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending, Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, BlockSteps
@@ -75,7 +75,7 @@ class Shard:
         self._segments = segments
         self._arena = arena
         self._digests = digests
-        self._hash = xxhash.xxh3_64()
+        self._hash = copy_kernel.new_hash()
         self._ahead: deque[tuple[int, BlockSteps]] = deque(
             (number, BlockSteps(segments[number].pages.layout, first, stop))
             for number, (first, stop) in enumerate(blocks)
@@ -129,15 +129,12 @@ class Shard:
         pages = self._segments[segment].pages
         ends = stop_byte == pages.layout.content_bytes
         end = pages.layout.block_bytes if ends else stop_byte
-        if first_byte or not ends:
-            at = int(pages.offsets[first])
-            self._hash.update(self._arena[at + first_byte : at + end].data)
-            if ends:
-                self._on_digest(segment, first, self._hash.intdigest())
-                self._hash.reset()
-            return
-        for number, at in enumerate(pages.offsets[first:stop].tolist(), first):
-            self._on_digest(segment, number, xxhash.xxh3_64_intdigest(self._arena[at : at + end].data))
+        hashed = np.zeros((stop - first, 3), np.uint64)  # to nowhere: the bytes are where they belong
+        hashed[:, 0] = pages.offsets[first:stop] + (self._arena.ctypes.data + first_byte)
+        hashed[:, 2] = end - first_byte
+        blocks = np.arange(1, stop - first + 1) if ends else np.zeros(0, np.int64)
+        for number, digest in enumerate(copy_kernel.copy_hashed(hashed, blocks, self._hash).tolist(), first):
+            self._on_digest(segment, number, digest)
 
     def _on_digest(self, segment: int, number: int, digest: int) -> None:
         assert self._digests is not None

@@ -24,6 +24,7 @@ from kvferry.daemon.control.metrics import about
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePool
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.arrival import check_arrived
+from kvferry.pools import copy_kernel
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -81,15 +82,15 @@ class Transport(Protocol):
 
 
 def best_copy() -> CopyBlocks:
-    """Return the fastest copy function that works here; warn where that is not the vectored one."""
-    if vectored_copy_works():
-        return copy_by_size
+    """Return the fastest copy function that works here; warn where that is not the native one."""
+    if copy_kernel.DESCRIPTION.native:
+        return copy_kernel.copy
     log.warning(
         "copies are slower than they could be",
-        cause="process_vm_readv is forbidden here",
-        remedy="allow it in the container's seccomp profile (or add CAP_SYS_PTRACE)",
+        cause=f"the native copy kernel does not copy: {copy_kernel.DESCRIPTION.why_not}",
+        remedy="install a C compiler and Python's headers, then kvferry again; or end what switches it off",
     )
-    return copy_one_by_one
+    return copy_by_size if vectored_copy_works() else copy_one_by_one
 
 
 class _Staged(NamedTuple):

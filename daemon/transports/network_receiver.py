@@ -21,7 +21,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import structlog
-import xxhash
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
@@ -29,9 +28,10 @@ from kvferry.daemon.transfer.peer_transfers import op_of
 from kvferry.daemon.transports.arrival import check_arrived
 from kvferry.daemon.transports.local import OnOpDone, SendToPeer
 from kvferry.daemon.transports.network_memory import NetworkMemory, Target
+from kvferry.pools import copy_kernel
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import Walk
-from kvferry.pools.planning.copies import CopyChunk, copy_by_size, cut_copy_chunks, memory_runs
+from kvferry.pools.planning.copies import CopyChunk, cut_copy_chunks, memory_runs
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,
@@ -371,10 +371,8 @@ class NetworkReceiver:
 
     def _verify_and_scatter(self, grant: _Grant, checksum: int) -> None:
         """On a thread: verify the checksum of the received bytes and scatter them into their pages."""
-        digest = xxhash.xxh3_64()
-        for address, size_bytes in grant.target.runs or ((grant.target.address, grant.copy_chunk.size_bytes),):
-            digest.update((ctypes.c_char * size_bytes).from_address(address))
-        found = digest.intdigest()
+        runs = grant.target.runs or ((grant.target.address, grant.copy_chunk.size_bytes),)
+        found = copy_kernel.digest(*runs)
         if found != checksum:
             raise TransferFailedError(f"the received bytes have checksum {found:016x}, the source sent {checksum:016x}")
         if grant.target.runs:  # what was verified are the pages
@@ -384,10 +382,10 @@ class NetworkReceiver:
             grant.incoming.op.receive_request.pool,
         )
         first, stop, size_bytes = grant.copy_chunk
-        pool.region.scatter(side, first, stop, grant.target.address, copy_by_size)
+        pool.region.scatter(side, first, stop, grant.target.address, copy_kernel.copy)
         if grant.incoming.op.checksums:
             arrived = np.empty(size_bytes, np.uint8)
-            pool.region.gather(side, first, stop, arrived.ctypes.data, copy_by_size)
+            pool.region.gather(side, first, stop, arrived.ctypes.data, copy_kernel.copy)
             sent = np.frombuffer(memoryview((ctypes.c_char * size_bytes).from_address(grant.target.address)), np.uint8)
             check_arrived(sent, arrived, side, first, pool.manifest)
 

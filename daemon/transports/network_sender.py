@@ -7,7 +7,6 @@ gathered from them any more: a write that hangs reads staging.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import time
 from collections import deque
@@ -16,7 +15,6 @@ from concurrent.futures import Executor
 from typing import NamedTuple
 
 import structlog
-import xxhash
 
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint
@@ -24,8 +22,9 @@ from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transports.local import SendToPeer
 from kvferry.daemon.transports.mooncake import WriteFailedError
 from kvferry.daemon.transports.network_memory import NetworkMemory
+from kvferry.pools import copy_kernel
 from kvferry.pools.devices.base import Region
-from kvferry.pools.planning.copies import copy_by_size, total_segments
+from kvferry.pools.planning.copies import total_segments
 from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.plan import PlanSide, make_side
 from kvferry.protocol.errors import (
@@ -276,8 +275,8 @@ def _may_still_land(error: KvferryError | None) -> bool:
 
 def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
     """On a thread: gather the granted segments into ``buffer``; return their checksum."""
-    sending.memory.gather(sending.sides[grant.segment], grant.first, grant.stop, buffer, copy_by_size)
-    return xxhash.xxh3_64_intdigest((ctypes.c_char * grant.size_bytes).from_address(buffer))
+    sending.memory.gather(sending.sides[grant.segment], grant.first, grant.stop, buffer, copy_kernel.copy)
+    return copy_kernel.digest((buffer, grant.size_bytes))
 
 
 def _grant_error(sending: _Sending | None, grant: Grant, staging_bytes: int) -> KvferryError | None:

@@ -1,9 +1,9 @@
 """Copies of planned bytes: blocks between addresses of this process, plan sides to and from contiguous memory.
 
-Small blocks are copied by ``process_vm_readv`` on this process, up to 1024 per call: no Python object or call per
-block. Larger blocks use one memmove each, because the kernel pins every 4 KiB page that ``process_vm_readv`` copies,
-which costs more than the calls. Where a sandbox forbids ``process_vm_readv``, memmove copies everything. Callers have
-checked every address.
+Where the native copy kernel is not built, small blocks are copied by ``process_vm_readv`` on this process, up to 1024
+per call: no Python object or call per block. Larger blocks use one memmove each, because the kernel pins every 4 KiB
+page that ``process_vm_readv`` copies, which costs more than the calls. Where a sandbox forbids ``process_vm_readv``,
+memmove copies everything. Callers have checked every address.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools import copy_kernel
 from kvferry.pools.planning.page_ids import Runs, coalesce
 from kvferry.pools.planning.plan import Blocks, PlanSide, Sizes
 from kvferry.protocol.codec import PageIds
@@ -43,7 +44,7 @@ _readv.argtypes = (
 class CopyBlocks(Protocol):
     """Copies blocks at absolute addresses, in order; source and destination blocks must not overlap."""
 
-    def __call__(self, blocks: Blocks) -> None:
+    def __call__(self, blocks: Blocks, /) -> None:
         """Copy ``(n, 3)`` blocks; n may be 0.
 
         Raises:
@@ -123,12 +124,10 @@ def _vectors(addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]) -
 # -- the segments of one plan side: a segment is one page of one entry, numbered ``entry * pages + page``.
 #
 # The order in contiguous memory is entry by entry, page by page, row by row; both sides compute it independently. Whole
-# pages in few runs are copied as blocks, many per call; scattered pages and slices by numpy, one call per entry. Both
-# release the GIL and create no Python object per page or token. Callers have checked addresses and ids.
+# pages are copied as blocks, all in one call; slices by numpy, one call per entry. Both release the GIL and create no
+# Python object per page or token. Callers have checked addresses and ids.
 
 MAX_WORD_BYTES: Final = 8
-MANY_RUNS: Final = 8
-"""From this many runs on, one numpy call per entry is faster than a memmove per run, each of which retakes the GIL."""
 
 
 class CopyChunk(NamedTuple):
@@ -146,7 +145,7 @@ class _Rectangle(NamedTuple):
         first_entry: index of the entry that the ``(entries,)`` arrays below begin with.
         ids: page ids.
         runs: the runs of ``ids``; pages of the contiguous side count from 0.
-        by_row: mask of the entries that numpy copies, by page or by slice.
+        by_row: mask of the entries that numpy copies, by slice.
         sizes: bytes of a segment.
         base: address of the entry.
         flat: address of the entry's first segment in the contiguous memory.
@@ -196,7 +195,7 @@ def cut_copy_chunks(side: PlanSide, max_bytes: int) -> list[CopyChunk]:
 
 
 def gather(
-    side: PlanSide, memory_address: int, first: int, stop: int, out_address: int, copy: CopyBlocks = copy_by_size
+    side: PlanSide, memory_address: int, first: int, stop: int, out_address: int, copy: CopyBlocks = copy_kernel.copy
 ) -> None:
     """Copy segments ``[first, stop)`` into contiguous memory.
 
@@ -206,7 +205,7 @@ def gather(
         first: the first segment.
         stop: the segment after the last.
         out_address: the contiguous memory; ``cut_copy_chunks`` gives its size.
-        copy: copies whole pages in few runs.
+        copy: copies whole pages.
 
     Raises:
         TransferFailedError: an address is not mapped.
@@ -220,7 +219,7 @@ def gather(
 
 
 def scatter(
-    side: PlanSide, memory_address: int, first: int, stop: int, in_address: int, copy: CopyBlocks = copy_by_size
+    side: PlanSide, memory_address: int, first: int, stop: int, in_address: int, copy: CopyBlocks = copy_kernel.copy
 ) -> None:
     """Copy segments ``[first, stop)`` from contiguous memory into the side's pages: the reverse of ``gather``."""
     for one in _rectangles(side, first, stop, memory_address, in_address):
@@ -262,7 +261,7 @@ def _rectangles(side: PlanSide, first: int, stop: int, memory_address: int, flat
         ends = np.cumsum(held) + np.uint64(flat_address)
         base = side.base[entries] + np.uint64(memory_address)
         runs = coalesce(ids, np.arange(len(ids)))
-        by_row = sliced[entries] | (len(runs.pages) >= MANY_RUNS)
+        by_row = sliced[entries]
         yield _Rectangle(entry, ids, runs, by_row, sizes[entries], base, ends - held)
         flat_address = int(ends[-1])
         first += (entries.stop - entry) * len(ids)
@@ -288,17 +287,16 @@ def _slices_of(side: PlanSide, part: _Rectangle) -> Iterator[_Slices]:
 
 
 class _Slices:
-    """The slices of one entry on some pages, and their contiguous memory. A whole page is one row and one slice."""
+    """The slices of one entry on some pages, and their contiguous memory."""
 
     def __init__(self, side: PlanSide, entry: int, ids: PageIds, base: int, flat: int) -> None:
         self.ids = ids
         self.start = base + int(side.slice_offset[entry])
         self.flat = flat
         self.page_bytes = int(side.page_bytes[entry])
-        whole = not side.sliced[entry]
-        self.rows = 1 if whole else int(side.rows[entry])
-        self.row_bytes = self.page_bytes if whole else int(side.row_bytes[entry])
-        self.slice_bytes = self.page_bytes if whole else int(side.slice_bytes[entry])
+        self.rows = int(side.rows[entry])
+        self.row_bytes = int(side.row_bytes[entry])
+        self.slice_bytes = int(side.slice_bytes[entry])
 
     def gather(self) -> None:
         """Gather cells of gcd(row bytes, slice bytes) bytes.

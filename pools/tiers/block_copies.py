@@ -1,9 +1,6 @@
-"""Steps between pages and blocks in host memory.
+"""Steps between pages and blocks in host memory: lists of copies, one for each entry of each page.
 
-A page's evenly spaced entries are copied by one numpy call, which does one memcpy per entry and releases the GIL. Of
-all the ways this comes closest to the speed of a single copy: a memmove per entry takes the GIL each time,
-``process_vm_readv`` pins every 4 KiB, and numpy's gather by index needs adjacent blocks. The caller has checked the
-lists.
+The caller has checked the lists.
 """
 
 from __future__ import annotations
@@ -16,6 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools import copy_kernel
+from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.planning.copies import Cells
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 from kvferry.protocol.codec import PageIds
@@ -25,37 +24,28 @@ Bytes = npt.NDArray[np.uint8]
 
 def offload_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
     """Copy a step from pages in ``memory``, ``(region_bytes,)``, to blocks in ``arena``, ``(arena_bytes,)``."""
-    for page, block in _pairs(memory, pages, step, arena):
-        block[...] = page
+    copy_kernel.copy(_copies(memory, pages, step, arena))
 
 
 def restore_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
     """Copy a step from blocks to pages: the reverse of ``offload_step``."""
-    for page, block in _pairs(memory, pages, step, arena):
-        page[...] = block
+    copy_kernel.copy(_copies(memory, pages, step, arena)[:, [1, 0, 2]])
 
 
-def _pairs(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-    """Yield corresponding views, block by block: ``(entries, bytes)`` uint8 of a page and of its block."""
-    stacks = [
-        (
-            np.ndarray(
-                (pages.layout.pages, one.entries, one.size_bytes),
-                np.uint8,
-                memory,
-                one.base,
-                (one.page_bytes, one.spacing_bytes, 1),
-            ),
-            one.offset,
-            one.entries * one.size_bytes,
-        )
-        for one in pages.layout.stacks_of(step.first_byte, step.stop_byte)
-    ]
-    ids, offsets = pages.ids[step.first : step.stop].tolist(), pages.offsets[step.first : step.stop].tolist()
-    for page, at in zip(ids, offsets, strict=True):
-        for of_pages, offset, size_bytes in stacks:
-            here = of_pages[page]
-            yield here, arena[at + offset : at + offset + size_bytes].reshape(here.shape)
+def _copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
+    """Return a step's copies from pages to blocks, block by block: ``(n, 3)``."""
+    ids, offsets = pages.ids[step.first : step.stop, None], pages.offsets[step.first : step.stop, None]
+    sources, destinations, sizes = [], [], []
+    for one in pages.layout.stacks_of(step.first_byte, step.stop_byte):
+        entries = np.arange(one.entries)
+        sources.append(one.base + entries * one.spacing_bytes + ids * one.page_bytes)
+        destinations.append(offsets + one.offset + entries * one.size_bytes)
+        sizes.append(np.full(one.entries, one.size_bytes))
+    copies = np.empty((len(ids), sum(map(len, sizes)), 3), np.uint64)
+    copies[:, :, 0] = np.concatenate(sources, axis=1) + memory.ctypes.data
+    copies[:, :, 1] = np.concatenate(destinations, axis=1) + arena.ctypes.data
+    copies[:, :, 2] = np.concatenate(sizes)
+    return copies.reshape(-1, 3)
 
 
 # -- a layout's blocks as cells: numbered rows of one width, for memory that only a device can access.

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.copies import MANY_RUNS, total_segments
+from kvferry.pools.planning.copies import total_segments
 from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.plan import PlanSide, make_side
 from kvferry.protocol.codec import PageIds
@@ -47,7 +47,7 @@ def side_of(
 @st.composite
 def sides(draw: st.DrawFn) -> PlanSide:
     """Draw a side on some pages in any order: in few runs, or in many."""
-    pages = draw(st.integers(1, 2 * MANY_RUNS))
+    pages = draw(st.integers(1, 16))
     ids = draw(st.permutations(range(1, pages + 1)) | st.just(list(range(1, pages + 1))))
     taken = ids[: draw(st.integers(1, pages))]
     cut, held = draw(st.booleans()), draw(st.integers(1, 3))

@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.pools.planning.copies import (
-    MANY_RUNS,
     MAX_VECTOR,
     CopyBlocks,
     CopyChunk,
@@ -119,9 +118,7 @@ def test_blocks_before_an_unmapped_one_are_copied(require: Callable[[object, str
 
 MARGIN = 16
 WAIT_S = 30.0
-SIDES = st.builds(
-    lambda sizes, pages, cut: side_of(sizes, pages, cut=cut), SIZES, st.integers(1, 2 * MANY_RUNS), st.booleans()
-)
+SIDES = st.builds(lambda sizes, pages, cut: side_of(sizes, pages, cut=cut), SIZES, st.integers(1, 16), st.booleans())
 
 
 WIDE = Entry(component="main", role="k", layer=0, base=0, pages=9, page_bytes=48, page_tokens=1, heads=2)

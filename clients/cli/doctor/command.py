@@ -136,7 +136,7 @@ def _host_checks(host: Host, needs: Needs, daemon: running.Running, *, npu: bool
         "shared memory": partial(kernel.check_shm, host, npu=npu),
         "memlock": partial(kernel.check_memlock, host, daemon.pid, pool_bytes + tier_bytes, npu=npu),
         "open files": partial(kernel.check_files, host, daemon.pid),
-        "process_vm_readv": kernel.check_copies,
+        "copies": kernel.check_copies,
     }
 
 

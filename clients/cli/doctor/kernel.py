@@ -1,4 +1,4 @@
-"""Checks of what the kernel gives: its version, limits, copies by ``process_vm_readv``, memory.
+"""Checks of what the kernel gives: its version, limits, memory; and how pages are copied.
 
 Limits are the running daemon's if it is known, else those of this shell: a service has its own limits.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Final
 
 from kvferry.clients.cli.doctor.host import Finding, Host, parse_version
 from kvferry.clients.cli.doctor.needs import memory_limit
-from kvferry.pools.planning.copies import vectored_copy_works
+from kvferry.pools.copy_kernel import DESCRIPTION, Description
 from kvferry.protocol.config.memory import MACHINE
 
 MIB: Final = 1 << 20
@@ -70,12 +71,12 @@ def check_files(host: Host, daemon_pid: int | None) -> Finding:
     return Finding("warning", f"{limit} for {whose}, wanted: {FILES_WANTED}", fix)
 
 
-def check_copies() -> Finding:
-    """Check whether this process may copy with ``process_vm_readv``, which the daemon uses for small blocks."""
-    if vectored_copy_works():
-        return Finding("ok", "allowed")
-    fix = "allow process_vm_readv in the container's seccomp profile"
-    return Finding("warning", "forbidden here: copies of small blocks are slower", fix)
+def check_copies(copies: Description = DESCRIPTION) -> Finding:
+    """Report what copies pages, and what computes their checksums."""
+    if copies.native:
+        return Finding("ok", f"native, {copies.stores} stores; checksums by {Path(copies.hash_from).name}")
+    fix = "install a C compiler and Python's headers, then kvferry again; or end what switches it off"
+    return Finding("warning", f"in Python, several times slower than the native kernel: {copies.why_not}", fix)
 
 
 def size(count_bytes: int) -> str:

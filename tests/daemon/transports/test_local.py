@@ -17,6 +17,8 @@ from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports import local
 from kvferry.daemon.transports.local import PART_BLOCKS, LocalTransport, best_copy
+from kvferry.pools import copy_kernel
+from kvferry.pools.copy_kernel import Description
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
@@ -341,8 +343,11 @@ async def test_close_waits_until_no_byte_moves_and_then_nothing_is_reported() ->
     assert copy.calls == calls <= 2
 
 
-async def test_without_the_fast_copy_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_native_copy_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Description(stores="python", hash_from="xxhash", why_not="it was not built for here")
+    monkeypatch.setattr(copy_kernel, "DESCRIPTION", slow)
     monkeypatch.setattr(local, "vectored_copy_works", lambda: False)
+    assert best_copy() is copy_one_by_one
     with capture_logs() as logs:
         assert best_copy() is copy_one_by_one
     (warning,) = logs

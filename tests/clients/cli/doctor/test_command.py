@@ -61,7 +61,7 @@ def test_a_host_without_npus_is_well(tmp_path: Path) -> None:
     assert found["npu"] == Finding("ok", "no NPU on this host: host pools only")
     assert not found.keys() & NPU_ONLY
     assert {name for name, one in found.items() if one.state != "ok"} <= {
-        "runtime directory", "daemon", "process_vm_readv"
+        "runtime directory", "daemon", "copies"
     }  # fmt: skip
 
 

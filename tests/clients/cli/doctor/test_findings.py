@@ -16,6 +16,7 @@ from kvferry.clients.cli.doctor.kernel import GIB
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.ports import Listener
 from kvferry.clients.cli.doctor.wheels import CUDA_WHEEL, NPU_WHEEL, PLAIN_WHEEL, TorchFound
+from kvferry.pools.copy_kernel import Description
 from tests.clients.cli.doctor.fake_host import (
     GIB_IN_KIB,
     MODERN_KERNEL,
@@ -484,7 +485,11 @@ def test_a_check_finds(tmp_path: Path, name: str) -> None:
 
 
 def test_copies() -> None:
-    assert kernel.check_copies().state in {"ok", "warning"}
+    assert kernel.check_copies(Description("avx2", "/usr/lib/libxxhash.so.0")) == Finding(
+        "ok", "native, avx2 stores; checksums by libxxhash.so.0"
+    )
+    slow = kernel.check_copies(Description("python", "xxhash", "it was not built for here"))
+    assert (slow.state, slow.found.endswith("it was not built for here"), bool(slow.fix)) == ("warning", True, True)
 
 
 @pytest.mark.parametrize(
