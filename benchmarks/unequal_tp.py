@@ -1,6 +1,7 @@
-"""Unequal tensor parallelism: slices of pages through staging, against one copy for each token of each page.
+"""Unequal tensor parallelism: slices of pages, against whole pages of as many bytes, and writes by token.
 
-Both run on one thread and move the same bytes between the same two host regions; the peer has its list of copies ready.
+The transport is the daemon's own, as in ``local_transfer``; pages are random. The writes are made by one thread, from a
+list that is ready.
 """
 
 from __future__ import annotations
@@ -9,37 +10,47 @@ import ctypes
 
 import numpy as np
 
-from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare, gigabytes_a_second
-from benchmarks.pools import PAGE_SIZE, check_last_pages, regions
+from benchmarks.local_transfer import Copier, between
+from benchmarks.measure import (
+    GIGABYTES_A_SECOND,
+    Contender,
+    Effort,
+    Row,
+    Target,
+    gigabytes_a_second,
+    interleave,
+    row_of,
+)
+from benchmarks.pools import PAGE_SIZE
 from kvferry.daemon.process.host import keep_freed_memory
-from kvferry.daemon.transports.local import STAGING_BYTES
-from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.planning.copies import cut_copy_chunks, gather, scatter
 from kvferry.pools.planning.geometry import rank_heads
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Plan, make_plan
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.manifests import Entry
 
 LAYERS = 8
 HEADS = 8
 HEAD_BYTES = {"k": 256, "v": 128}  # 16-bit elements; V half as wide
-SPLITS = ((1, 2), (1, 8), (4, 2), (8, 1))
+SPLITS = {(1, 2): Target(0.7), (2, 1): Target(0.7), (1, 8): None, (4, 2): None, (8, 1): None}
 WRITES = "one memmove for each token of each page, from a list made before, one thread"
+EQUAL = "equal TP of the same bytes: whole pages, the same transport"
 
 
 def measure(effort: Effort) -> list[Row]:
     """Measure splits in both directions, rank 0 to rank 0, random pages."""
     keep_freed_memory()
     rows, pages = [], effort.pick(128, 8)
-    for split in SPLITS:
-        manifests = [lay_out(entries_of(size, pages)) for size in split]
-        rng = np.random.default_rng(0)
-        ids = [rng.permutation(np.arange(1, pages + 1)) for _ in split]
-        plan = make_plan(pair_entries(*(one.entries for one in manifests)), *ids)
-        with regions(*(one.region_bytes for one in manifests)) as (source, target):
-            rows.append(_row("unequal_tp/{}_to_{}".format(*split), plan, source, target, effort))
-            check_last_pages((manifests[0], source, ids[0]), (manifests[1], target, ids[1]))
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(np.arange(1, pages + 1)), rng.permutation(np.arange(1, pages + 1))
+    for split, target in SPLITS.items():
+        whole = lay_out(entries_of(max(split), pages))
+        with (
+            between(*(lay_out(entries_of(size, pages)) for size in split)) as sliced,
+            between(whole, whole) as equal,
+        ):
+            rows += _rows("unequal_tp/{}_to_{}".format(*split), sliced, equal, ids, target, effort)
     return rows
 
 
@@ -64,30 +75,39 @@ def entries_of(size: int, pages: int) -> list[Entry]:
     ]
 
 
-def _row(name: str, plan: Plan, source: HostRegion, target: HostRegion, effort: Effort) -> Row:
-    staging = np.empty(STAGING_BYTES, np.uint8).ctypes
-    copy_chunks = cut_copy_chunks(plan.source, STAGING_BYTES)
-    blocks = plan.blocks()
-    starts = blocks[:, :2] + np.array([source.address, target.address], np.uint64)
-    writes = list(zip(starts[:, 0].tolist(), starts[:, 1].tolist(), blocks[:, 2].tolist(), strict=True))
+def _rows(
+    name: str, sliced: Copier, equal: Copier, ids: tuple[PageIds, PageIds], target: Target | None, effort: Effort
+) -> list[Row]:
+    plan, whole = (
+        make_plan(pair_entries(one.source.manifest.entries, one.destination.manifest.entries), *ids)
+        for one in (sliced, equal)
+    )
+    assert plan.total_bytes == whole.total_bytes
+    ours, written, in_whole_pages = interleave(
+        effort.pick(11, 2),
+        lambda: sliced.copied_gigabytes_a_second(plan),
+        _written_by_token(sliced, plan),
+        lambda: equal.copied_gigabytes_a_second(whole),
+    )
+    sliced.check(*ids)
+    count = len(plan.blocks())
+    note = f"{plan.total_bytes >> 20} MiB, {count} slices of {plan.total_bytes // count} bytes on average"
+    return [
+        row_of(
+            f"{name}/against_equal", GIGABYTES_A_SECOND, ours, in_whole_pages, peer_is=EQUAL, target=target, note=note
+        ),
+        row_of(name, GIGABYTES_A_SECOND, ours, written, peer_is=WRITES, target=Target(2), note=note),
+    ]
 
-    def staged() -> None:  # as the local transport's threads do
-        for chunk in copy_chunks:
-            gather(plan.source, source.address, chunk.first, chunk.stop, staging.data)
-            scatter(plan.destination, target.address, chunk.first, chunk.stop, staging.data)
+
+def _written_by_token(copier: Copier, plan: Plan) -> Contender:
+    blocks = plan.blocks()
+    starts = blocks[:, :2] + np.array(copier.addresses, np.uint64)
+    writes = list(zip(starts[:, 0].tolist(), starts[:, 1].tolist(), blocks[:, 2].tolist(), strict=True))
 
     def written() -> None:
         memmove = ctypes.memmove
         for start, to, size in writes:
             memmove(to, start, size)
 
-    return compare(
-        name,
-        GIGABYTES_A_SECOND,
-        ours=gigabytes_a_second(staged, plan.total_bytes),
-        peer=gigabytes_a_second(written, plan.total_bytes),
-        peer_is=WRITES,
-        rounds=effort.pick(11, 2),
-        target=Target(2),
-        note=f"{plan.total_bytes >> 20} MiB, {len(writes)} writes of {plan.total_bytes // len(writes)} bytes each",
-    )
+    return gigabytes_a_second(written, plan.total_bytes)

@@ -26,6 +26,9 @@ Copies: TypeAlias = npt.NDArray[np.uint64]
 Digests: TypeAlias = npt.NDArray[np.uint64]
 """``(n,)`` uint64, XXH3-64."""
 
+HashState: TypeAlias = Any
+"""What a hash has seen so far: made by ``new_hash``, and of use for the kernel that made it alone."""
+
 Ends: TypeAlias = npt.NDArray[np.int64]
 """``(m,)`` int64, ascending: each digest is of the rows since the last one up to this row."""
 
@@ -44,10 +47,10 @@ class Kernel(Protocol):
             TypeError: not an array of that form.
         """
 
-    def new_hash(self) -> Any:  # noqa: ANN401  the way's own
+    def new_hash(self) -> HashState:
         """Return the state of a hash, for ``copy_hashed``; one thread at a time may use it."""
 
-    def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: Any) -> None:  # noqa: ANN401
+    def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: HashState) -> None:
         """Copy, in order, and hash the sources; a row with destination 0 is hashed alone.
 
         Args:
@@ -59,11 +62,15 @@ class Kernel(Protocol):
 
 
 class PythonKernel:
-    """One memmove a row. See ``Kernel``."""
+    """One memmove, or one copy of numpy's, a row. See ``Kernel``."""
 
     def copy(self, copies: Copies) -> None:
         """See ``Kernel``."""
-        for source, destination, size in _rows(copies):
+        if copies.shape[1:] == (6,):
+            for source, destination, size, rows, source_step, step in copies.tolist():
+                _rows_at(destination, rows, step, size)[...] = _rows_at(source, rows, source_step, size)
+            return
+        for source, destination, size in copies.tolist():
             ctypes.memmove(destination, source, size)
 
     def new_hash(self) -> xxhash.xxh3_64:
@@ -98,6 +105,19 @@ class SecondPassKernel(PythonKernel):
             state.update((ctypes.c_char * size).from_address(source))
 
 
+class _Memory:
+    """Memory at an address, for numpy's array interface."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def _rows_at(address: int, rows: int, step_bytes: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return a view of rows at an address, ``(rows, size_bytes)`` uint8; the memory must outlive it."""
+    interface = {"data": (address, False), "shape": (rows, size_bytes), "strides": (step_bytes, 1), "typestr": "|u1"}
+    return np.asarray(_Memory({**interface, "version": 3}))
+
+
 def _rows(copies: Copies) -> list[tuple[int, int, int]]:
     """Return (source, destination, bytes) of each row."""
     if copies.shape[1:] == (3,):
@@ -113,7 +133,8 @@ class Description(NamedTuple):
     """Which way pages are copied.
 
     Attributes:
-        stores: the kind of its stores, ``avx512``, ``avx2``, ``sse2``, ``stnp`` or ``memcpy``; ``python`` without it.
+        stores: the widest of its stores, ``avx512``, ``avx2``, ``sse2``, ``stnp`` or ``memcpy``; ``python`` without it.
+            Which way is taken with them, or whether memcpy is faster, large calls find out while they copy.
         hash_from: where checksums are computed: the path of a library, or ``xxhash``, the package.
         why_not: why the C module does not copy; empty if it does.
     """
@@ -138,8 +159,8 @@ def _choose() -> tuple[Kernel, Description]:
         return PythonKernel(), Description("python", "xxhash", f"it was not built for here: {cause}")
     found = next((path for path in LIBRARIES if path and native.load_hash(path)), None)
     if found is None:
-        return SecondPassKernel(native), Description(native.kinds()[0], "xxhash")
-    return native, Description(native.kinds()[0], found)
+        return SecondPassKernel(native), Description(native.ways()[0], "xxhash")
+    return native, Description(native.ways()[0], found)
 
 
 _KERNEL, DESCRIPTION = _choose()
@@ -150,7 +171,7 @@ def copy(copies: Copies) -> None:
     _KERNEL.copy(copies)
 
 
-def copy_hashed(copies: Copies, ends: Ends, state: Any = None) -> Digests:  # noqa: ANN401  the kernel's own
+def copy_hashed(copies: Copies, ends: Ends, state: HashState = None) -> Digests:
     """Copy, in order, and return the digest of the sources up to each end; see ``Kernel.copy_hashed``.
 
     Args:
@@ -163,7 +184,7 @@ def copy_hashed(copies: Copies, ends: Ends, state: Any = None) -> Digests:  # no
     return digests
 
 
-def new_hash() -> Any:  # noqa: ANN401  the kernel's own
+def new_hash() -> HashState:
     """Return the state of a hash that goes over several calls; one thread at a time may use it."""
     return _KERNEL.new_hash()
 

@@ -3,11 +3,12 @@
    A copy of many pages that nobody reads at once is limited by the memory. A plain store first reads the line that it
    is going to replace; a streaming store does not, which saves a third of the traffic. memcpy streams only from many
    megabytes a call on, which a page never has. So blocks are copied here: with streaming stores where a call moves much,
-   with the next block's beginning fetched early, and where blocks are long in four places at a time, since processors
-   fetch ahead within 4 KiB only. The checksum, XXH3-64, is libxxhash's, and takes each 8 KiB while they are in the
-   first-level cache.
+   with the next block's beginning fetched early, and in one place or in two at a time, since processors fetch ahead
+   within 4 KiB only. The checksum, XXH3-64, is libxxhash's, and takes each 8 KiB while they are in the first-level cache.
 
-   Which stores are used is decided once, at run time. Everything else is in copy_kernel.py, with a twin in Python. */
+   Which of these ways is the fastest depends on the processor and on the memory: what is 1.8 of memcpy on one is 0.5 on
+   another. So the first large calls try each way a few times, and the later ones take the best. Everything else is in
+   copy_kernel.py, with a twin in Python. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -16,6 +17,7 @@
 #include <dlfcn.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -26,7 +28,9 @@ enum {
     CHUNK = 8 << 10,         /* what is hashed, and then copied, at a time */
     AHEAD = 2 << 10,         /* of the next block, fetched before a short one is copied */
     DISTANCE = 1 << 10,      /* how far ahead lines are fetched within a block */
-    LONG = 64 << 10,         /* from here on a block is copied in four places at a time */
+    GRAIN = 256,             /* what is copied in one place before the other one has its turn */
+    LONG = 64 << 10,         /* from here on lines are fetched within a block, and the next block's are not */
+    TWO_PLACES = 8 << 10,    /* shorter blocks are copied in one place */
     SHORT = 512,             /* shorter rows are left to memcpy */
     STREAMED = 512 << 10,    /* less than this in a call may stay in the caches: somebody reads it soon */
     UNLOCKED = 64 << 10      /* from here on Python's lock is released: less takes some microseconds */
@@ -38,16 +42,10 @@ typedef struct {
     size_t bytes;
 } Span;
 
-/* -- streaming stores: for each kind, whole lines in one place and in four. `to` is aligned to a line. */
+/* -- streaming stores: for each kind, whole lines in one place or in two. `to` is aligned to a line. */
 
-typedef struct {
-    const char *name;
-    /* Copies `bytes`, a multiple of LINE, and fetches as many at `ahead`. */
-    void (*lines)(char *to, const char *from, size_t bytes, const char *ahead);
-    /* Copies four parts of `bytes` each, a multiple of LINE, that follow each other. */
-    void (*four)(char *to, const char *from, size_t bytes);
-    void (*fence)(void);
-} Stores;
+/* Copies `bytes`, a multiple of LINE, and fetches as many at `ahead`. */
+typedef void (*CopyLines)(char *to, const char *from, size_t bytes, const char *ahead);
 
 #define FETCH(address) __builtin_prefetch((address), 0, 3)
 
@@ -58,12 +56,15 @@ typedef struct {
             COPY_LINE(to + at, from + at);                                                                  \
         }                                                                                                   \
     }                                                                                                       \
-    TARGET static void four_##NAME(char *to, const char *from, size_t bytes) {                              \
-        for (size_t at = 0; at < bytes; at += LINE)                                                         \
-            for (size_t part = 0; part < 4; part++) {                                                       \
-                FETCH(from + part * bytes + at + DISTANCE / 2);                                             \
-                COPY_LINE(to + part * bytes + at, from + part * bytes + at);                                \
-            }                                                                                               \
+    TARGET static void two_##NAME(char *to, const char *from, size_t bytes, const char *ahead) {            \
+        size_t half = bytes / 2 / GRAIN * GRAIN;                                                            \
+        for (size_t at = 0; at < half; at += GRAIN)                                                         \
+            for (size_t place = 0; place <= half; place += half)                                            \
+                for (size_t line = place + at; line < place + at + GRAIN; line += LINE) {                   \
+                    FETCH(from + line + DISTANCE / 2);                                                      \
+                    COPY_LINE(to + line, from + line);                                                      \
+                }                                                                                           \
+        lines_##NAME(to + 2 * half, from + 2 * half, bytes - 2 * half, ahead);                              \
     }
 
 #if defined(__x86_64__)
@@ -91,35 +92,46 @@ static void fence(void) { _mm_sfence(); }
                      : "v0", "v1", "v2", "v3", "memory")
 STREAMING(stnp, , LINE_STNP)
 static void fence(void) { __asm__ volatile("dmb ishst" ::: "memory"); }
+#else
+static void fence(void) {}
 #endif
 
-static const Stores KINDS[] = {
+typedef struct {
+    const char *name;
+    CopyLines lines; /* NULL: memcpy */
+    CopyLines long_lines;
+    const char *needs; /* of the processor; NULL: all have it */
+} Way;
+
+static const Way WAYS[] = {
 #if defined(__x86_64__)
-    {"avx512", lines_avx512, four_avx512, fence},
-    {"avx2", lines_avx2, four_avx2, fence},
-    {"sse2", lines_sse2, four_sse2, fence},
+    {"avx512", lines_avx512, lines_avx512, "avx512f"},
+    {"avx512 in two places", lines_avx512, two_avx512, "avx512f"},
+    {"avx2", lines_avx2, lines_avx2, "avx2"},
+    {"avx2 in two places", lines_avx2, two_avx2, "avx2"},
+    {"sse2", lines_sse2, lines_sse2, NULL},
+    {"sse2 in two places", lines_sse2, two_sse2, NULL},
 #elif defined(__aarch64__)
-    {"stnp", lines_stnp, four_stnp, fence},
+    {"stnp", lines_stnp, lines_stnp, NULL},
+    {"stnp in two places", lines_stnp, two_stnp, NULL},
 #endif
     {"memcpy", NULL, NULL, NULL},
 };
-enum { KIND_COUNT = sizeof KINDS / sizeof *KINDS };
+enum { WAY_COUNT = sizeof WAYS / sizeof *WAYS };
 
-static const Stores *stores = &KINDS[KIND_COUNT - 1];
-
-static int is_supported(const Stores *kind) {
+static int is_supported(const Way *way) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (kind->lines == lines_avx512) return __builtin_cpu_supports("avx512f");
-    if (kind->lines == lines_avx2) return __builtin_cpu_supports("avx2");
+    if (way->needs && !strcmp(way->needs, "avx512f")) return __builtin_cpu_supports("avx512f");
+    if (way->needs && !strcmp(way->needs, "avx2")) return __builtin_cpu_supports("avx2");
 #endif
-    (void)kind;
+    (void)way;
     return 1;
 }
 
 /* Copies one span with streaming stores; the ends, which share a line with others' bytes, with plain ones. `ahead` is
    read next: of a long span NULL, since its own lines are fetched within it. */
-static void stream(Span span, const char *ahead) {
+static void stream(const Way *way, Span span, const char *ahead) {
     size_t head = -(uintptr_t)span.to & (LINE - 1);
     if (span.bytes < head + LINE) {
         memcpy(span.to, span.from, span.bytes);
@@ -129,14 +141,55 @@ static void stream(Span span, const char *ahead) {
     char *to = span.to + head;
     const char *from = span.from + head;
     size_t left = span.bytes - head;
-    if (left >= LONG) {
-        size_t part = left / 4 & ~(size_t)(LINE - 1);
-        stores->four(to, from, part);
-        to += 4 * part, from += 4 * part, left -= 4 * part;
-    }
     size_t whole = left & ~(size_t)(LINE - 1);
-    stores->lines(to, from, whole, ahead ? ahead : from + DISTANCE);
+    (whole < TWO_PLACES ? way->lines : way->long_lines)(to, from, whole, ahead ? ahead : from + DISTANCE);
     memcpy(to + whole, from + whole, left - whole);
+}
+
+/* -- which way: calls of one class, by what a block has and whether it is hashed, try each way, and take the best. */
+
+enum { TRIES = 4, CLASSES = 6 };
+
+static const Way *forced; /* NULL: by measurement */
+
+typedef struct {
+    int tries;
+    double best; /* nanoseconds a byte, the least that was seen: what disturbs only makes it more */
+} Trial;
+
+static Trial trials[CLASSES][WAY_COUNT];
+
+static int class_of(uint64_t mean_bytes, int hashed) {
+    int size = mean_bytes < TWO_PLACES ? 0 : mean_bytes < LONG ? 1 : 2;
+    return hashed ? size + 3 : size;
+}
+
+/* Returns the way that has been tried too seldom, else the best one. Needs the interpreter's lock. */
+static const Way *choose(int class) {
+    if (forced) return forced;
+    const Way *best = NULL, *untried = NULL;
+    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
+        const Trial *trial = &trials[class][way - WAYS];
+        if (!is_supported(way)) continue;
+        if (trial->tries < TRIES && (!untried || trial->tries < trials[class][untried - WAYS].tries)) untried = way;
+        if (!best || trial->best < trials[class][best - WAYS].best) best = way;
+    }
+    return untried ? untried : best;
+}
+
+/* Takes note of how long a call took. Needs the interpreter's lock. */
+static void note(int class, const Way *way, double nanoseconds, uint64_t bytes) {
+    Trial *trial = &trials[class][way - WAYS];
+    double found = nanoseconds / (double)bytes;
+    if (trial->tries >= TRIES) return;
+    if (!trial->tries || found < trial->best) trial->best = found;
+    trial->tries++;
+}
+
+static double now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return 1e9 * (double)now.tv_sec + (double)now.tv_nsec;
 }
 
 /* -- the hash, from a library that is loaded at run time */
@@ -197,14 +250,21 @@ static int open_copies(PyObject *object, Copies *copies) {
     return 0;
 }
 
-static uint64_t total_bytes(const Copies *copies) {
-    uint64_t total = 0;
-    for (Py_ssize_t row = 0; row < copies->count; row++)
-        total += column(copies, row, 2) * (copies->with_rows ? column(copies, row, 3) : 1);
+typedef struct {
+    uint64_t bytes, rows;
+} Total;
+
+static Total total_of(const Copies *copies) {
+    Total total = {0, 0};
+    for (Py_ssize_t row = 0; row < copies->count; row++) {
+        uint64_t rows = copies->with_rows ? column(copies, row, 3) : 1;
+        total.bytes += column(copies, row, 2) * rows;
+        total.rows += rows;
+    }
     return total;
 }
 
-static void copy_all(const Copies *copies, int streamed) {
+static void copy_all(const Copies *copies, const Way *way) {
     for (Py_ssize_t row = 0; row < copies->count; row++) {
         Block block = block_of(copies, row);
         int short_rows = block.span.bytes < SHORT;
@@ -214,38 +274,38 @@ static void copy_all(const Copies *copies, int streamed) {
             for (size_t at = 0; at < most && at < AHEAD; at += LINE) FETCH(next + at);
         }
         for (size_t done = 0; done < block.rows; done++) {
-            if (streamed && !short_rows)
-                stream(block.span, NULL);
+            if (way->lines && !short_rows)
+                stream(way, block.span, NULL);
             else
                 memcpy(block.span.to, block.span.from, block.span.bytes);
             block.span.from += block.from_stride;
             block.span.to += block.to_stride;
         }
     }
-    if (streamed) stores->fence();
+    if (way->lines) fence();
 }
 
 /* Hashes one row, and copies it in the same pass, unless it has no destination. */
-static void hash_row(void *state, Span span, int streamed, const char *next) {
+static void hash_row(void *state, Span span, const Way *way, const char *next) {
     for (size_t at = 0; at < span.bytes; at += CHUNK) {
         size_t bytes = span.bytes - at < CHUNK ? span.bytes - at : CHUNK;
         hash.update(state, span.from + at, bytes);
         if (!span.to) continue;
         Span chunk = {span.to + at, span.from + at, bytes};
-        if (streamed && bytes >= SHORT)
-            stream(chunk, at + bytes < span.bytes ? chunk.from + bytes : next);
+        if (way->lines && bytes >= SHORT)
+            stream(way, chunk, at + bytes < span.bytes ? chunk.from + bytes : next);
         else
             memcpy(chunk.to, chunk.from, bytes);
     }
 }
 
-static void hash_all(const Copies *copies, int streamed, const Py_buffer *ends, const Py_buffer *digests, void *state) {
+static void hash_all(const Copies *copies, const Way *way, const Py_buffer *ends, const Py_buffer *digests, void *state) {
     Py_ssize_t ended = 0, count = ends->shape[0];
     for (Py_ssize_t row = 0; row < copies->count; row++) {
         Block block = block_of(copies, row);
         const char *next = row + 1 < copies->count ? (const char *)(uintptr_t)column(copies, row + 1, 0) : NULL;
         for (size_t done = 0; done < block.rows; done++) {
-            hash_row(state, block.span, streamed, next);
+            hash_row(state, block.span, way, next);
             block.span.from += block.from_stride;
             if (block.span.to) block.span.to += block.to_stride;
         }
@@ -254,23 +314,47 @@ static void hash_all(const Copies *copies, int streamed, const Py_buffer *ends, 
             hash.reset(state);
         }
     }
-    if (streamed) stores->fence();
+    if (way->lines) fence();
 }
 
 /* -- the module */
+
+typedef struct {
+    Total total;
+    const Way *way;
+    int class; /* of trials; -1: none */
+    double begun_ns;
+} Call;
+
+static const Way *const PLAIN = &WAYS[WAY_COUNT - 1];
+
+/* Decides how a call copies: what is small stays in the caches, and what is only hashed is copied in no way. */
+static Call begin_call(const Copies *copies, int hashed) {
+    Call call = {total_of(copies), PLAIN, -1, 0};
+    if (call.total.bytes < STREAMED) return call;
+    int class = class_of(call.total.bytes / call.total.rows, hashed);
+    call.way = choose(class);
+    if (!hashed || column(copies, 0, 1)) call.class = class;
+    call.begun_ns = now_ns();
+    return call;
+}
+
+static void end_call(const Call *call) {
+    if (call->class >= 0) note(call->class, call->way, now_ns() - call->begun_ns, call->total.bytes);
+}
 
 static PyObject *kernel_copy(PyObject *self, PyObject *argument) {
     Copies copies;
     (void)self;
     if (open_copies(argument, &copies) < 0) return NULL;
-    uint64_t total = total_bytes(&copies);
-    int streamed = total >= STREAMED && stores->lines;
-    if (total >= UNLOCKED) {
-        Py_BEGIN_ALLOW_THREADS copy_all(&copies, streamed);
+    Call call = begin_call(&copies, 0);
+    if (call.total.bytes >= UNLOCKED) {
+        Py_BEGIN_ALLOW_THREADS copy_all(&copies, call.way);
         Py_END_ALLOW_THREADS
     } else {
-        copy_all(&copies, 0);
+        copy_all(&copies, call.way);
     }
+    end_call(&call);
     PyBuffer_Release(&copies.view);
     Py_RETURN_NONE;
 }
@@ -312,14 +396,14 @@ static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, "there must be as many digests as ends");
         goto failed;
     }
-    uint64_t total = total_bytes(&copies);
-    int streamed = total >= STREAMED && stores->lines;
-    if (total >= UNLOCKED) {
-        Py_BEGIN_ALLOW_THREADS hash_all(&copies, streamed, &ends, &digests, state);
+    Call call = begin_call(&copies, 1);
+    if (call.total.bytes >= UNLOCKED) {
+        Py_BEGIN_ALLOW_THREADS hash_all(&copies, call.way, &ends, &digests, state);
         Py_END_ALLOW_THREADS
     } else {
-        hash_all(&copies, 0, &ends, &digests, state);
+        hash_all(&copies, call.way, &ends, &digests, state);
     }
+    end_call(&call);
 failed:
     PyBuffer_Release(&digests);
 no_digests:
@@ -354,12 +438,12 @@ static PyObject *kernel_load_hash(PyObject *self, PyObject *argument) {
     Py_RETURN_TRUE;
 }
 
-static PyObject *kernel_kinds(PyObject *self, PyObject *arguments) {
+static PyObject *kernel_ways(PyObject *self, PyObject *arguments) {
     (void)self, (void)arguments;
     PyObject *names = PyList_New(0);
-    for (int kind = 0; names && kind < KIND_COUNT; kind++) {
-        if (!is_supported(&KINDS[kind])) continue;
-        PyObject *name = PyUnicode_FromString(KINDS[kind].name);
+    for (const Way *way = WAYS; names && way < WAYS + WAY_COUNT; way++) {
+        if (!is_supported(way)) continue;
+        PyObject *name = PyUnicode_FromString(way->name);
         if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
         Py_XDECREF(name);
     }
@@ -368,12 +452,17 @@ static PyObject *kernel_kinds(PyObject *self, PyObject *arguments) {
 
 static PyObject *kernel_use(PyObject *self, PyObject *argument) {
     (void)self;
-    for (int kind = 0; kind < KIND_COUNT; kind++) {
-        if (PyUnicode_CompareWithASCIIString(argument, KINDS[kind].name) || !is_supported(&KINDS[kind])) continue;
-        stores = &KINDS[kind];
+    if (argument == Py_None) {
+        forced = NULL;
+        memset(trials, 0, sizeof trials);
         Py_RETURN_NONE;
     }
-    PyErr_SetString(PyExc_ValueError, "this processor does not have that kind of stores");
+    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
+        if (PyUnicode_CompareWithASCIIString(argument, way->name) || !is_supported(way)) continue;
+        forced = way;
+        Py_RETURN_NONE;
+    }
+    PyErr_SetString(PyExc_ValueError, "this processor does not have that way");
     return NULL;
 }
 
@@ -382,8 +471,8 @@ static PyMethodDef methods[] = {
     {"copy_hashed", kernel_copy_hashed, METH_VARARGS, "Copy, and fill in the digests of the rows up to each end."},
     {"new_hash", kernel_new_hash, METH_NOARGS, "Return the state of a hash."},
     {"load_hash", kernel_load_hash, METH_O, "Take XXH3-64 from a library; return whether that worked."},
-    {"kinds", kernel_kinds, METH_NOARGS, "Return the kinds of stores that this processor has, the fastest first."},
-    {"use", kernel_use, METH_O, "Choose a kind of stores."},
+    {"ways", kernel_ways, METH_NOARGS, "Return the ways that this processor has."},
+    {"use", kernel_use, METH_O, "Take one way from now on; None: by measurement, anew."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -391,8 +480,4 @@ static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "native_kernel", "See copy_kernel.py.", 0, methods, NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit_native_kernel(void) {
-    for (int kind = KIND_COUNT - 1; kind >= 0; kind--)
-        if (is_supported(&KINDS[kind])) stores = &KINDS[kind];
-    return PyModule_Create(&module);
-}
+PyMODINIT_FUNC PyInit_native_kernel(void) { return PyModule_Create(&module); }

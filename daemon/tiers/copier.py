@@ -22,7 +22,7 @@ import structlog
 
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools import copy_kernel
-from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending, Region
+from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Hashed, Pending, Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, BlockSteps
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, SnapshotDamagedError
@@ -114,11 +114,13 @@ class Shard:
         region, pages = self._segments[step.segment]
         if self.phase is Phase.VERIFY:
             return NOTHING_PENDING
+        if self.phase is Phase.OFFLOAD and self._digests is not None and isinstance(region, HostRegion):
+            return region.offload_hashed(pages, step.step, self._arena, self._hash)
         begin = region.begin_offload if self.phase is Phase.OFFLOAD else region.begin_restore
         return begin(pages, step.step, self._arena)
 
-    def complete(self, step: ShardStep) -> None:
-        """Hash or verify a step whose bytes have been copied.
+    def complete(self, step: ShardStep, pending: Pending) -> None:
+        """Hash or verify a step whose bytes have been copied; ``pending`` is what ``begin`` has returned.
 
         Raises:
             SnapshotDamagedError: a block's checksum is not the expected one.
@@ -126,6 +128,10 @@ class Shard:
         if self._digests is None or self.phase is Phase.RESTORE:
             return
         segment, (first, stop, first_byte, stop_byte) = step
+        if isinstance(pending, Hashed):
+            for number, digest in enumerate(pending.digests.tolist(), first):
+                self._on_digest(segment, number, digest)
+            return
         pages = self._segments[segment].pages
         ends = stop_byte == pages.layout.content_bytes
         end = pages.layout.block_bytes if ends else stop_byte
@@ -406,7 +412,7 @@ class TierCopier:
         size_bytes = step.step.size_bytes
         try:
             in_flight.pending.wait()
-            slot.shard.complete(step)
+            slot.shard.complete(step, in_flight.pending)
         except Exception as cause:  # noqa: BLE001
             self._fail(slot.running, _as_kvferry_error(cause))
         finally:

@@ -30,6 +30,7 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import (
     CopyBlocks,
+    between,
     chunk_bounds,
     copy_by_size,
     copy_one_by_one,
@@ -94,7 +95,7 @@ def best_copy() -> CopyBlocks:
 
 
 class _Staged(NamedTuple):
-    """A copy chunk of a plan's segments that goes through staging: slices, and everything on a device."""
+    """A copy chunk of a plan's segments: slices between host memory, or, from or to a device, through staging."""
 
     plan: Plan
     first: int
@@ -246,6 +247,9 @@ class LocalTransport:
     def _copy_staged(self, op: StartOp, chunk: _Staged) -> None:
         source, destination = _region(op.source), _region(op.destination)
         plan, first, stop, _ = chunk
+        if isinstance(source, HostRegion) and isinstance(destination, HostRegion):
+            copy_kernel.copy(between(plan, source.address, destination.address, first, stop))
+            return
         if (
             isinstance(source, AcceleratorRegion)
             and isinstance(destination, AcceleratorRegion)
@@ -345,7 +349,8 @@ class _Expansion:
             if not through_staging.all():
                 self._whole.append(BlockParts(plan.of(~through_staging)))
                 plan = plan.of(through_staging)  # noqa: PLW2901  the remaining segments
-            max_bytes = max(min(chunk_bytes, STAGING_BYTES), int(plan.source.segment_bytes.max()))
+            max_bytes = chunk_bytes if within_host else min(chunk_bytes, STAGING_BYTES)
+            max_bytes = max(max_bytes, int(plan.source.segment_bytes.max()))
             self._staged += [_Staged(plan, *copy_chunk) for copy_chunk in cut_copy_chunks(plan.source, max_bytes)]
 
     @property

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools.copy_kernel import Digests
 from kvferry.pools.planning.copies import CopyBlocks
 from kvferry.pools.planning.plan import PlanSide
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep
@@ -44,6 +45,17 @@ class NothingPending:
 
 
 NOTHING_PENDING: Final = NothingPending()
+
+
+class Hashed(NothingPending):
+    """A step that was copied and hashed in one pass.
+
+    Attributes:
+        digests: ``(n,)`` uint64, of the blocks that end in it.
+    """
+
+    def __init__(self, digests: Digests) -> None:
+        self.digests = digests
 
 
 class Region(Protocol):

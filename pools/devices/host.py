@@ -21,11 +21,12 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
+from kvferry.pools.copy_kernel import HashState
+from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Hashed, Pending
 from kvferry.pools.planning.copies import CopyBlocks, gather, scatter
 from kvferry.pools.planning.plan import PlanSide
-from kvferry.pools.tiers.block_copies import offload_step, restore_step
-from kvferry.pools.tiers.blocks import BlockPages, BlockStep, zero_padding
+from kvferry.pools.tiers.block_copies import offload_step, offload_step_hashed, restore_step
+from kvferry.pools.tiers.blocks import BlockPages, BlockStep
 from kvferry.protocol.errors import (
     AccessDeniedError,
     ClientClosedError,
@@ -202,8 +203,11 @@ class HostRegion:
     def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
         """See ``Region.begin_offload``."""
         offload_step(self.view(), pages, step, arena)
-        zero_padding(pages, step, arena)
         return NOTHING_PENDING
+
+    def offload_hashed(self, pages: BlockPages, step: BlockStep, arena: Arena, state: HashState) -> Hashed:
+        """Offload a step as ``begin_offload`` does, and hash it in the same pass; see ``offload_step_hashed``."""
+        return Hashed(offload_step_hashed(self.view(), pages, step, arena, state))
 
     def begin_restore(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
         """See ``Region.begin_restore``."""

@@ -11,14 +11,15 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools import copy_kernel
+from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.planning.page_ids import Runs, coalesce
-from kvferry.pools.planning.plan import Blocks, PlanSide, Sizes
+from kvferry.pools.planning.plan import Blocks, Plan, PlanSide, Sizes
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import BounceBufferTooSmallError, TransferFailedError
 
@@ -124,10 +125,8 @@ def _vectors(addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]) -
 # -- the segments of one plan side: a segment is one page of one entry, numbered ``entry * pages + page``.
 #
 # The order in contiguous memory is entry by entry, page by page, row by row; both sides compute it independently. Whole
-# pages are copied as blocks, all in one call; slices by numpy, one call per entry. Both release the GIL and create no
-# Python object per page or token. Callers have checked addresses and ids.
-
-MAX_WORD_BYTES: Final = 8
+# pages are copied as blocks, a run each; slices as the rows of a page each. No Python object per page or token is made.
+# Callers have checked addresses and ids.
 
 
 class CopyChunk(NamedTuple):
@@ -142,17 +141,13 @@ class _Rectangle(NamedTuple):
     """Consecutive segments: some entries times some pages.
 
     Attributes:
-        first_entry: index of the entry that the ``(entries,)`` arrays below begin with.
-        ids: page ids.
-        runs: the runs of ``ids``; pages of the contiguous side count from 0.
-        by_row: mask of the entries that numpy copies, by slice.
+        runs: of page ids; pages of the contiguous side count from 0.
+        by_row: mask of the entries that are copied by slice.
         sizes: bytes of a segment.
         base: address of the entry.
         flat: address of the entry's first segment in the contiguous memory.
     """
 
-    first_entry: int
-    ids: PageIds
     runs: Runs
     by_row: npt.NDArray[np.bool_]
     sizes: Sizes
@@ -214,8 +209,8 @@ def gather(
         blocks = _whole_blocks(one)
         if len(blocks):
             copy(blocks)
-        for slices in _slices_of(side, one):
-            slices.gather()
+    if side.sliced.any():
+        copy_kernel.copy(_slices(side, first, stop, memory_address, out_address))
 
 
 def scatter(
@@ -226,8 +221,24 @@ def scatter(
         blocks = _whole_blocks(one)
         if len(blocks):
             copy(blocks[:, [1, 0, 2]])
-        for slices in _slices_of(side, one):
-            slices.scatter()
+    if side.sliced.any():
+        copy_kernel.copy(_slices(side, first, stop, memory_address, in_address)[:, [1, 0, 2, 3, 5, 4]])
+
+
+def between(plan: Plan, source_address: int, destination_address: int, first: int, stop: int) -> Copies:
+    """Return the copies of segments ``[first, stop)`` from the source's pages into the destination's: ``(n, 6)``.
+
+    The addresses are added to the sides' bases; see ``copy_kernel`` for the columns.
+    """
+    entries, pages = np.divmod(np.arange(first, stop), len(plan.source.ids))
+    copies = np.empty((6, stop - first), np.uint64)
+    rows = np.maximum(plan.source.rows, plan.destination.rows)[entries]
+    copies[2] = plan.source.segment_bytes[entries] // rows
+    copies[3] = rows
+    for column, side, address in ((0, plan.source, source_address), (1, plan.destination, destination_address)):
+        copies[column] = _slice_starts(side, entries, pages) + np.uint64(address)
+        copies[column + 4] = np.where(side.sliced[entries], side.row_bytes[entries], copies[2])
+    return copies.T
 
 
 def memory_runs(side: PlanSide, memory_address: int, first: int, stop: int) -> list[tuple[int, int]]:
@@ -261,10 +272,31 @@ def _rectangles(side: PlanSide, first: int, stop: int, memory_address: int, flat
         ends = np.cumsum(held) + np.uint64(flat_address)
         base = side.base[entries] + np.uint64(memory_address)
         runs = coalesce(ids, np.arange(len(ids)))
-        by_row = sliced[entries]
-        yield _Rectangle(entry, ids, runs, by_row, sizes[entries], base, ends - held)
+        yield _Rectangle(runs, sliced[entries], sizes[entries], base, ends - held)
         flat_address = int(ends[-1])
         first += (entries.stop - entry) * len(ids)
+
+
+def _slices(side: PlanSide, first: int, stop: int, memory_address: int, flat_address: int) -> Copies:
+    """Return the copies of the slices in segments ``[first, stop)``, from the pages to the contiguous memory."""
+    entries, pages = np.divmod(np.arange(first, stop), len(side.ids))
+    sizes = side.segment_bytes[entries]
+    flat = np.cumsum(sizes) - sizes + np.uint64(flat_address)
+    cut = side.sliced[entries]
+    entries, pages = entries[cut], pages[cut]
+    copies = np.empty((6, len(entries)), np.uint64)
+    copies[0] = _slice_starts(side, entries, pages) + np.uint64(memory_address)
+    copies[1] = flat[cut]
+    copies[2] = copies[5] = side.slice_bytes[entries]
+    copies[3] = side.rows[entries]
+    copies[4] = side.row_bytes[entries]
+    return copies.T
+
+
+def _slice_starts(side: PlanSide, entries: PageIds, pages: PageIds) -> npt.NDArray[np.uint64]:
+    """Return where the first slice of each segment begins: ``entries`` and ``pages`` are indices, ``(n,)`` int64."""
+    ids = side.ids[pages].astype(np.uint64)
+    return side.base[entries] + side.slice_offset[entries] + ids * side.page_bytes[entries]
 
 
 def _whole_blocks(part: _Rectangle) -> Blocks:
@@ -278,69 +310,6 @@ def _whole_blocks(part: _Rectangle) -> Blocks:
     columns[0] += part.base[whole, None]
     columns[1] += part.flat[whole, None]
     return columns.reshape(3, -1).T
-
-
-def _slices_of(side: PlanSide, part: _Rectangle) -> Iterator[_Slices]:
-    """Yield the slices of each entry in ``by_row``."""
-    for at in part.by_row.nonzero()[0].tolist():
-        yield _Slices(side, part.first_entry + at, part.ids, int(part.base[at]), int(part.flat[at]))
-
-
-class _Slices:
-    """The slices of one entry on some pages, and their contiguous memory."""
-
-    def __init__(self, side: PlanSide, entry: int, ids: PageIds, base: int, flat: int) -> None:
-        self.ids = ids
-        self.start = base + int(side.slice_offset[entry])
-        self.flat = flat
-        self.page_bytes = int(side.page_bytes[entry])
-        self.rows = int(side.rows[entry])
-        self.row_bytes = int(side.row_bytes[entry])
-        self.slice_bytes = int(side.slice_bytes[entry])
-
-    def gather(self) -> None:
-        """Gather cells of gcd(row bytes, slice bytes) bytes.
-
-        numpy's ``take`` copies each cell with one memcpy to its destination; indexing a strided view would copy
-        everything twice.
-        """
-        cell = int(np.gcd(self.row_bytes, self.slice_bytes))
-        a_row, a_slice = self.row_bytes // cell, self.slice_bytes // cell
-        rows = self.ids[:, None] * self.rows + np.arange(self.rows)
-        cells = (rows.reshape(-1, 1) * a_row + np.arange(a_slice)).reshape(-1)
-        # The view ends with the last slice: the rest of its row may lie beyond the end of the memory.
-        memory = _at(self.start, (int(cells.max()) + 1, cell), (cell, 1), 1)
-        out = _at(self.flat, (len(cells), cell), (cell, 1), 1)
-        np.take(memory, cells, axis=0, out=out, mode="clip")  # "raise" would buffer all of out
-
-    def scatter(self) -> None:
-        """Assign to a strided view in the widest words that fit: faster than cells in this direction."""
-        word = self._word_bytes()
-        words = self.slice_bytes // word
-        memory = _at(
-            self.start, (int(self.ids.max()) + 1, self.rows, words), (self.page_bytes, self.row_bytes, word), word
-        )
-        shape = (len(self.ids), self.rows, words)
-        memory[self.ids] = _at(self.flat, shape, (self.rows * self.slice_bytes, self.slice_bytes, word), word)
-
-    def _word_bytes(self) -> int:
-        """Return the widest word, in bytes, that all addresses and sizes are multiples of."""
-        together = self.start | self.flat | self.page_bytes | self.row_bytes | self.slice_bytes
-        return min(MAX_WORD_BYTES, together & -together)
-
-
-class _Memory:
-    """Memory at an address, for numpy's array interface."""
-
-    def __init__(self, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
-
-
-def _at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], word: int) -> npt.NDArray[Any]:
-    """Return a view of ``word``-byte unsigned integers; the memory must outlive it."""
-    return np.asarray(
-        _Memory({"data": (address, False), "shape": shape, "strides": strides, "typestr": f"<u{word}", "version": 3})
-    )
 
 
 # -- segments as gather cells: equal-width rows of a two-dimensional view, from which a device gathers by row index.

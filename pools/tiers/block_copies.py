@@ -14,26 +14,47 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools import copy_kernel
-from kvferry.pools.copy_kernel import Copies
+from kvferry.pools.copy_kernel import Copies, Digests, HashState
 from kvferry.pools.planning.copies import Cells
-from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
+from kvferry.pools.tiers.blocks import BLOCK_ALIGNMENT, BlockLayout, BlockPages, BlockStep
 from kvferry.protocol.codec import PageIds
 
 Bytes = npt.NDArray[np.uint8]
 
+_ZEROS: Final = np.zeros(BLOCK_ALIGNMENT, np.uint8)
+
 
 def offload_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
-    """Copy a step from pages in ``memory``, ``(region_bytes,)``, to blocks in ``arena``, ``(arena_bytes,)``."""
-    copy_kernel.copy(_copies(memory, pages, step, arena))
+    """Copy a step from pages in ``memory``, ``(region_bytes,)``, to blocks in ``arena``, ``(arena_bytes,)``.
+
+    The padding of blocks whose end is in the step becomes zero.
+    """
+    copy_kernel.copy(_with_padding(_copies(memory, pages, step, arena), pages, step, arena).reshape(-1, 3))
+
+
+def offload_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
+    """Copy as ``offload_step`` does, and return the digest of each block that ends in the step, in the same pass.
+
+    Args:
+        memory: of the pages.
+        pages: what the step is of.
+        step: the one after that of the last call with the same state.
+        arena: of the blocks.
+        state: of ``copy_kernel.new_hash``: what it has of a block that began in an earlier step.
+    """
+    copies = _with_padding(_copies(memory, pages, step, arena), pages, step, arena)
+    blocks, rows = copies.shape[:2]
+    ends = np.arange(1, blocks + 1) * rows if step.stop_byte == pages.layout.content_bytes else np.zeros(0, np.int64)
+    return copy_kernel.copy_hashed(copies.reshape(-1, 3), ends, state)
 
 
 def restore_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
     """Copy a step from blocks to pages: the reverse of ``offload_step``."""
-    copy_kernel.copy(_copies(memory, pages, step, arena)[:, [1, 0, 2]])
+    copy_kernel.copy(_copies(memory, pages, step, arena).reshape(-1, 3)[:, [1, 0, 2]])
 
 
 def _copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
-    """Return a step's copies from pages to blocks, block by block: ``(n, 3)``."""
+    """Return a step's copies from pages to blocks: ``(blocks, copies of a block, 3)``."""
     ids, offsets = pages.ids[step.first : step.stop, None], pages.offsets[step.first : step.stop, None]
     sources, destinations, sizes = [], [], []
     for one in pages.layout.stacks_of(step.first_byte, step.stop_byte):
@@ -45,7 +66,19 @@ def _copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> 
     copies[:, :, 0] = np.concatenate(sources, axis=1) + memory.ctypes.data
     copies[:, :, 1] = np.concatenate(destinations, axis=1) + arena.ctypes.data
     copies[:, :, 2] = np.concatenate(sizes)
-    return copies.reshape(-1, 3)
+    return copies
+
+
+def _with_padding(copies: Copies, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
+    """Add one copy a block, of zeros to its padding, where the step ends blocks that have any."""
+    layout = pages.layout
+    if step.stop_byte < layout.content_bytes or layout.block_bytes == layout.content_bytes:
+        return copies
+    zeros = np.empty((len(copies), 1, 3), np.uint64)
+    zeros[:, 0, 0] = _ZEROS.ctypes.data
+    zeros[:, 0, 1] = pages.offsets[step.first : step.stop] + (arena.ctypes.data + layout.content_bytes)
+    zeros[:, 0, 2] = layout.block_bytes - layout.content_bytes
+    return np.concatenate((copies, zeros), axis=1)
 
 
 # -- a layout's blocks as cells: numbered rows of one width, for memory that only a device can access.

@@ -27,15 +27,15 @@ ALIGNMENTS = st.integers(0, 4096)
 WAIT_S = 30.0
 
 
-@pytest.fixture(params=[*native.kinds(), "second pass", "python"], scope="module")
+@pytest.fixture(params=[*native.ways(), "by measurement", "second pass", "python"], scope="module")
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return each kernel, the native one with each kind of stores that this processor has."""
+    """Return each kernel, the native one with each way that this processor has."""
     if request.param == "python":
         yield PythonKernel()
         return
-    native.use(request.param if request.param in native.kinds() else native.kinds()[0])
+    native.use(request.param if request.param in native.ways() else None)
     yield SecondPassKernel(native) if request.param == "second pass" else native
-    native.use(native.kinds()[0])
+    native.use(None)
 
 
 def noise(size: int) -> Memory:
@@ -161,7 +161,7 @@ def test_digests_and_ends_of_another_form_are_refused() -> None:
         native.copy_hashed(copies, ends, np.zeros(1, np.float64), state)
     with pytest.raises(ValueError, match="as many digests as ends"):
         native.copy_hashed(copies, ends, np.zeros(2, np.uint64), state)
-    with pytest.raises(ValueError, match="that kind of stores"):
+    with pytest.raises(ValueError, match="that way"):
         native.use("no such kind")
 
 
