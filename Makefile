@@ -130,7 +130,7 @@ $(STAMPS)/venv:
 	@touch $@
 
 # Without a compiler kvferry works too: Python then copies pages, several times slower.
-$(STAMPS)/base: $(STAMPS)/venv $(PINS) src/kvferry/pools/native_kernel.c
+$(STAMPS)/base: $(STAMPS)/venv $(PINS) src/kvferry/pools/native_kernel.c src/kvferry/pools/native_copies.h
 	@{ command -v cc >/dev/null && $(BIN)/python -c \
 	    'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null; } || \
 	    { $(call apt_install,gcc libc6-dev python3-dev); } || echo "==> without them pages are copied several times slower"
@@ -255,10 +255,14 @@ $(STAMPS)/models: $(STAMPS)/demo tests/models.py
 	@$(BIN)/python -m tests.models .models
 	@touch $@
 
-# Without these the tests that need them are skipped, so a missing one does not stop the others.
+# Without these the tests that need them are skipped, so a missing one does not stop the others. The copy kernel is tested
+# on aarch64 too, which is what Ascend hosts have.
+SYSTEM_TOOLS := systemctl systemd-analyze unshare ip aarch64-linux-gnu-gcc qemu-aarch64
+SYSTEM_PACKAGES := systemd util-linux iproute2 libibverbs1 libnuma1 libcurl4 gcc-aarch64-linux-gnu libc6-dev-arm64-cross \
+    qemu-user
 $(STAMPS)/system: $(STAMPS)/venv
-	@missing=; for tool in systemctl systemd-analyze unshare ip; do command -v $$tool >/dev/null || missing=1; done; \
+	@missing=; for tool in $(SYSTEM_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \
 	for library in ibverbs.so.1 numa.so.1 curl.so.4; do \
 	    $(BIN)/python -c "import ctypes; ctypes.CDLL('lib$$library')" 2>/dev/null || missing=1; done; \
 	if [ -z "$$missing" ] || \
-	    { $(call apt_install,systemd util-linux iproute2 libibverbs1 libnuma1 libcurl4); }; then touch $@; fi
+	    { $(call apt_install,$(SYSTEM_PACKAGES)); }; then touch $@; fi

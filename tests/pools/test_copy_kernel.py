@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -18,13 +20,18 @@ from hypothesis import strategies as st
 from kvferry.pools import copy_kernel
 from kvferry.pools import native_kernel as native
 from kvferry.pools.copy_kernel import LIBRARIES, SWITCH, Copies, Kernel, PythonKernel, SecondPassKernel
+from tests.devices import DEVICE
 
 Memory = npt.NDArray[np.uint8]
+Require = Callable[[object, str], None]
 UNTOUCHED = 0x5A
 MIB = 1 << 20
 SIZES = st.integers(0, 300) | st.integers(0, 20_000) | st.integers(0, 3 * MIB)
 ALIGNMENTS = st.integers(0, 4096)
 WAIT_S = 30.0
+CHECK = Path(__file__).with_name("native_copies_check.c")
+HEADERS = Path(copy_kernel.__file__).parent
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 @pytest.fixture(params=[*native.ways(), "by measurement", "second pass", "python"], scope="module")
@@ -50,6 +57,7 @@ def copies_of(source: Memory, destination: Memory, rows: list[tuple[int, int, in
 
 
 @pytest.mark.parametrize("way", ["plain", "hashed"])
+@DEVICE.examples(60)
 @given(st.lists(st.tuples(ALIGNMENTS, ALIGNMENTS, SIZES), min_size=1, max_size=6), st.sampled_from("CF"))
 @example([(0, 0, 3 * MIB)], "C")
 @example([(1, 63, 3 * MIB - 1), (0, 64, 65_536)], "F")
@@ -76,6 +84,7 @@ def test_every_byte_arrives_and_no_other_changes(
 
 
 @pytest.mark.parametrize("way", ["plain", "hashed"])
+@DEVICE.examples(60)
 @given(st.integers(1, 40), st.integers(0, 5000), st.integers(0, 700), st.integers(0, 700), ALIGNMENTS)
 @example(3, 300_000, 64, 0, 0)
 def test_rows_arrive_at_their_distances(
@@ -99,6 +108,7 @@ def test_rows_arrive_at_their_distances(
     assert (destination == expected).all()
 
 
+@DEVICE.examples(60)
 @given(st.lists(st.integers(0, 9000), min_size=1, max_size=8), st.data())
 def test_a_digest_may_take_several_rows_and_several_calls(
     kernel: Kernel, sizes: list[int], data: st.DataObject
@@ -191,6 +201,23 @@ def test_it_copies_without_the_lock_of_the_interpreter(way: str) -> None:
     finally:
         sys.setswitchinterval(interval_s)
     assert done_by_now < done[0] == rounds
+
+
+@pytest.mark.parametrize(
+    ("compiler", "flags", "emulator"),
+    [("gcc", SANITIZED, ()), ("aarch64-linux-gnu-gcc", ("-O3", "-static"), ("qemu-aarch64",))],
+    ids=["sanitizers", "aarch64"],
+)
+def test_every_way_alone(
+    compiler: str, flags: tuple[str, ...], emulator: tuple[str, ...], tmp_path: Path, require: Require
+) -> None:
+    """The C code without Python: it touches only what is its own, and another processor does the same."""
+    require(all(map(shutil.which, (compiler, *emulator))), f"{' and '.join((compiler, *emulator))}")
+    program = tmp_path / "check"
+    subprocess.run([compiler, *flags, "-Wno-unused-function", f"-I{HEADERS}", CHECK, "-o", program], check=True)
+    told = subprocess.run([*emulator, program, "30"], capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert told.stdout.rstrip().endswith(": ok")
 
 
 def test_it_can_be_switched_off() -> None:

@@ -1,0 +1,89 @@
+/* The copies of native_copies.h against a loop over bytes: random sizes, alignments and rows, each way that the processor
+   has, hashed and not, and no byte beside them changes. Ends with status 0, or says what differs. */
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "native_copies.h"
+
+enum { MEMORY = 8 << 20, MOST = 6, MIB = 1 << 20 };
+
+static uint64_t state = 88172645463325252ULL;
+
+static uint64_t below(uint64_t bound) {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return state % bound;
+}
+
+static uint64_t some_size(void) {
+    switch (below(8)) {
+    case 0: return below(3 * MIB / 2);
+    case 1: return below(200 << 10);
+    case 2: return 64 * below(40);
+    case 3: case 4: return below(20000);
+    default: return below(300);
+    }
+}
+
+/* A hash that shows in which order it is given which bytes: FNV-1a. */
+static int reset_fnv(void *one) { return *(uint64_t *)one = 14695981039346656037ULL, 0; }
+static int update_fnv(void *one, const void *bytes, size_t count) {
+    for (size_t at = 0; at < count; at++) *(uint64_t *)one = (*(uint64_t *)one ^ ((const uint8_t *)bytes)[at]) * 1099511628211ULL;
+    return 0;
+}
+static uint64_t digest_fnv(const void *one) { return *(const uint64_t *)one; }
+
+static int check(const Way *way, char *from, char *to, char *expected, int hashed) {
+    uint64_t numbers[MOST][6], digests[MOST], wanted[MOST], fnv, mine;
+    int64_t ends[MOST];
+    size_t count = 1 + below(MOST), read = 0, written = 0;
+    memset(to, 0x5a, MEMORY);
+    memset(expected, 0x5a, MEMORY);
+    reset_fnv(&fnv);
+    for (size_t row = 0; row < count; row++) {
+        uint64_t bytes = some_size(), rows = bytes < 2000 ? below(30) : 1;
+        uint64_t read_step = bytes + below(600), write_step = bytes + below(600);
+        read += below(200), written += below(200);
+        if (read + rows * read_step > MEMORY || written + rows * write_step > MEMORY) bytes = rows = 0;
+        int nowhere = hashed && !below(5);
+        uint64_t one[6] = {(uintptr_t)(from + read), nowhere ? 0 : (uintptr_t)(to + written), bytes, rows, read_step, write_step};
+        memcpy(numbers[row], one, sizeof one);
+        reset_fnv(&mine);
+        for (uint64_t at = 0; at < rows; at++) {
+            update_fnv(&mine, from + read + at * read_step, bytes);
+            for (uint64_t byte = 0; byte < bytes && !nowhere; byte++)
+                expected[written + at * write_step + byte] = from[read + at * read_step + byte];
+        }
+        wanted[row] = mine, ends[row] = (int64_t)row + 1;
+        read += rows * read_step, written += rows * write_step;
+    }
+    Copies copies = {(const char *)numbers, sizeof *numbers, sizeof **numbers, count, 1};
+    if (hashed)
+        hash_all(&copies, way, ends, digests, count, &fnv);
+    else
+        copy_all(&copies, way);
+    if (memcmp(to, expected, MEMORY)) return printf("%s: the memory differs\n", way->name), 1;
+    if (hashed && memcmp(digests, wanted, count * sizeof *wanted)) return printf("%s: the digests differ\n", way->name), 1;
+    return 0;
+}
+
+int main(int count, char **arguments) {
+    int rounds = count > 1 ? atoi(arguments[1]) : 100, failed = 0, ways = 0;
+    char *from = malloc(MEMORY), *to = malloc(MEMORY), *expected = malloc(MEMORY);
+    for (size_t at = 0; at < MEMORY; at++) from[at] = (char)below(256);
+    hash = (Hash){NULL, NULL, reset_fnv, update_fnv, digest_fnv};
+    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
+        if (!is_supported(way)) continue;
+        ways++;
+        for (int round = 0; round < rounds && !failed; round++) failed = check(way, from, to, expected, round % 2);
+    }
+    for (int class = 0; class < CLASSES; class++) /* each way is tried, then the one that took the least time is taken */
+        for (int round = 0; round < ways * TRIES; round++) {
+            const Way *way = choose(class);
+            note(class, way, way == &WAYS[WAY_COUNT - 1] ? 1 : 2, 1);
+        }
+    for (int class = 0; class < CLASSES; class++) failed |= choose(class) != &WAYS[WAY_COUNT - 1];
+    free(from), free(to), free(expected);
+    printf("%d ways, %d rounds each: %s\n", ways, rounds, failed ? "failed" : "ok");
+    return failed;
+}
