@@ -50,7 +50,7 @@ from kvferry.daemon.services.verification import Verification
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
-from kvferry.daemon.transports.local import LocalTransport, best_copy
+from kvferry.daemon.transports.local import AT_ONCE_S, LocalTransport, best_copy
 from kvferry.daemon.transports.network_memory import NetworkMemory, NetworkTuning, open_network
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
@@ -92,6 +92,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         limits: in place of those that follow from the configuration.
         copy_threads: threads that copy pages.
+        at_once_s: how long the control loop itself may copy in one of its turns; 0: never.
         whole_below_bytes: a SEND that releases its layers step by step but moves less is sent as a whole at its last
             step: for small prompts the steps cost more than the overlap saves.
         stuck_after_s: a device call that has not returned for so long counts as the loss of the device.
@@ -100,6 +101,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 
     limits: Limits | None = None
     copy_threads: int = msgspec.field(default_factory=lambda: min(4, len(os.sched_getaffinity(0))))
+    at_once_s: float = AT_ONCE_S
     whole_below_bytes: int = 4 << 20
     stuck_after_s: float = STUCK_AFTER_S
     network: NetworkTuning = NetworkTuning()
@@ -217,7 +219,9 @@ class Daemon:
             KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes),
             tuning.whole_below_bytes,
         )
-        self._transport = LocalTransport(loop, threads=tuning.copy_threads, copy=best_copy())
+        self._transport = LocalTransport(
+            loop, threads=tuning.copy_threads, at_once_s=tuning.at_once_s, copy=best_copy()
+        )
         self._executor = started_threads(tuning.copy_threads, "network")
         self._network = network
         self._remote = RemoteTransports(

@@ -182,13 +182,16 @@ class ControlSocket:
             connection.close()
         self._loop = None
 
-    def send(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> bool:
-        """Queue a message; return False, with nothing queued, if the peer is gone or its queue is full."""
+    def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, more: bool = False) -> bool:
+        """Queue a message; return False, with nothing queued, if the peer is gone or its queue is full.
+
+        With ``more``, another one follows at once, and both leave together.
+        """
         connection = self._connections.get(identity)
         if connection is None:
             self.counters.add("replies.peer_gone")
             return False
-        return connection.put(encoded(frames))
+        return connection.put(encoded(frames), more=more)
 
     def origin_of(self, identity: bytes) -> object:
         """Return whose connection it is: a user's id or, over TCP, the address of a host; None where it is gone."""
@@ -354,15 +357,17 @@ class _Connection:
     def queued_bytes(self) -> int:
         return self._queued_bytes
 
-    def put(self, data: bytes) -> bool:
+    def put(self, data: bytes, *, more: bool = False) -> bool:
         owner, size_bytes = self._owner, len(data)
         if len(self._out) >= owner.max_queued or self._queued_bytes > owner.limits.max_message_bytes:
             owner.counters.add("replies.queue_full")
+            if not self._writing and not self._corked:  # what this one was to follow
+                self._flush()
             return False
         self._out.append(data)
         self._queued_bytes += size_bytes
         owner.queued_bytes += size_bytes
-        if not self._writing and (not self._corked or self._queued_bytes > FLUSH_BYTES):
+        if not self._writing and (not (self._corked or more) or self._queued_bytes > FLUSH_BYTES):
             self._flush()
         if owner.queued_bytes > owner.limits.max_kept_reply_bytes:
             owner.too_much_queued()

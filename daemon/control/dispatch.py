@@ -74,7 +74,12 @@ class Handler(Protocol):
 OpenHandler = Callable[[Body, bytes], ReplyBody]
 """Handles a type of request that needs no session, of the connection with this identity."""
 
-SendFrames = Callable[[bytes, Frames], bool]
+
+class SendFrames(Protocol):
+    """Sends a message to the connection with this identity; see ``ControlSocket.send``."""
+
+    def __call__(self, identity: bytes, frames: Frames, /, *, more: bool = False) -> bool:
+        """Return False if the peer is gone or its queue is full."""
 
 
 class OpenBatch:
@@ -226,7 +231,8 @@ class Dispatcher:
         try:
             while session.unsent and session.identity is not None:
                 event = session.unsent[0]
-                if not self._send(session.identity, encode(Event(event.cursor, self._boot_id, event.body), event.ids)):
+                frames = encode(Event(event.cursor, self._boot_id, event.body), event.ids)
+                if not self._send(session.identity, frames, more=len(session.unsent) > 1):
                     return
                 session.unsent.popleft()
         except Exception as cause:  # no memory: the engine may wait for nothing else, so it is tried again

@@ -62,24 +62,31 @@ from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cance
 log = structlog.get_logger(__name__)
 
 
-def record_finished(event: Finished, counters: Counters) -> None:
-    """Count and log the outcome of one side of a transfer."""
-    outcome = event.error.code if event.error else "OK"
-    counters.add(f"transfers.{event.direction}.{outcome.lower()}")
+def count_finished(event: Finished, counters: Counters) -> None:
+    """Count the outcome of one side of a transfer."""
+    counters.add(f"transfers.{event.direction}.{_outcome(event).lower()}")
     if event.direction == "receive" and not event.error:
         counters.add("transfers.moved_bytes", event.moved_bytes)
+
+
+def log_finished(event: Finished) -> None:
+    """Log the outcome of one side of a transfer."""
     log.info(
         "transfer finished",
         request_id=event.request_id,
         direction=event.direction,
         pool=event.pool,
-        outcome=outcome,
+        outcome=_outcome(event),
         detail=event.error.detail if event.error else "",
         pages=event.pages,
         moved_bytes=event.moved_bytes,
         waited_us=event.waited_us,
         moved_us=event.moved_us,
     )
+
+
+def _outcome(event: Finished) -> str:
+    return event.error.code if event.error else "OK"
 
 
 def warn_trimmed(effect: WarnTrimmed, counters: Counters) -> None:
@@ -226,7 +233,7 @@ class TransferService:
         self._keep_lists(call, "send", ranges)
         if body.steps:
             self._state_machine.events_reached(sender.session_id, reached, time.monotonic())
-        self.execute()
+        self.execute(call.session)
         return Answer(accepted)
 
     def _reached(self, session_id: int, body: Send) -> list[int]:
@@ -271,7 +278,7 @@ class TransferService:
             sender, ranges, body.sources, daemons, any_model=body.any_model, checksums=body.checksums
         )
         self._keep_lists(call, "receive", ranges)
-        self.execute()
+        self.execute(call.session)
         return Answer(accepted)
 
     def _keep_lists(self, call: Call, direction: str, ranges: tuple[PageRange, ...]) -> None:
@@ -305,7 +312,7 @@ class TransferService:
         if body.wait:
             self._cancels.setdefault((session_id, key), []).append((call, was_finished))
         self._state_machine.cancel(session_id, key, time.monotonic())
-        self.execute()
+        self.execute(call.session)
         if body.wait:
             return None
         return Answer(
@@ -318,7 +325,7 @@ class TransferService:
         half = Half(call.session.tenant, body.request_id, body.direction)
         error = PeerCancelledError(f"the peer abandoned the request{body.reason and f': {body.reason}'}")
         failed = self._state_machine.abandon(half, error, time.monotonic(), daemons)
-        self.execute()
+        self.execute(call.session)
         return Answer(Abandoned(failed=failed))
 
     def _result(self, call: Call) -> Answer:
@@ -354,24 +361,33 @@ class TransferService:
         key = EndpointKey(session.tenant, event.request_id, event.pool, event.direction)
         self._state_machine.results.acknowledged(session.session_id, key, event.generation)
 
-    def execute(self) -> None:
-        """Execute the state machine's effects in order; effects that these cause are executed after them."""
+    def execute(self, asking: Session | None = None) -> None:
+        """Execute the state machine's effects in order; effects that these cause are executed after them.
+
+        Their events leave at once, but those of ``asking``, a session that has a request in hand, in the loop's next
+        turn: they never overtake its reply.
+        """
         if self._executing:
             return
         self._executing = True
+        notified: dict[int, Session] = {}
         try:
             while effects := self._state_machine.effects():
-                self._do(effects)
+                self._do(effects, notified)
         finally:
             self._executing = False
+            for session in notified.values():
+                if session is asking:
+                    self._loop.call_soon(self._dispatcher.push_events, session)
+                else:
+                    self._dispatcher.push_events(session)
             self._set_timer()
             if any(True for _ in self._state_machine.endpoints):
                 self._idle.clear()
             else:
                 self._idle.set()
 
-    def _do(self, effects: list[Effect]) -> None:
-        notified: dict[int, Session] = {}
+    def _do(self, effects: list[Effect], notified: dict[int, Session]) -> None:
         not_started: dict[int, KvferryError] = {}
         for effect in effects:
             try:
@@ -388,9 +404,6 @@ class TransferService:
                         self._failed(type(effect).__name__, again, effect)
         for op_id, error in not_started.items():
             self._not_started(op_id, error)
-        # In the loop's next turn: events never overtake the reply to the request that caused them.
-        for session in notified.values():
-            self._loop.call_soon(self._dispatcher.push_events, session)
 
     def _do_one(self, effect: Effect, notified: dict[int, Session]) -> None:
         if isinstance(effect, Notify):
@@ -417,6 +430,8 @@ class TransferService:
         """End a transfer op whose transport raised on start: no byte of it moves."""
         with contextlib.suppress(Exception):  # the transport may have begun it before it raised
             self._stop(op_id)
+        if op_id not in self._state_machine.endpoints.ops:  # it was done, at once, before its transport raised
+            return
         try:
             self._state_machine.op_done(op_id, error, time.monotonic())
         finally:
@@ -457,7 +472,8 @@ class TransferService:
             self._dispatcher.kept.drop(effect.session_id, key)
         try:
             if isinstance(event, Finished):
-                record_finished(event, self._counters)
+                count_finished(event, self._counters)
+                self._loop.call_soon(log_finished, event)  # after the engines hear of it
             self._host_receives.on_event(effect.session_id, event)
             if session is not None and isinstance(event, Settled):
                 self._answer_cancels(session, event)

@@ -1,20 +1,22 @@
 """The protocol of transports, and the local one, which copies within this process's mappings.
 
-It copies on a few threads that release the GIL.
-Transfer ops take turns: a thread copies one chunk of the transfer op at the head of the queue and puts it back at the
-tail, so that a large transfer does not delay a small one. Plans are expanded into blocks on the threads as well. Slices
-of pages, which unequal tensor parallelism exchanges, go through a staging buffer small enough to stay in a cache. So do
-copies between a device and the host; copies within one device stay on it. While a device copies, a thread here waits.
+What takes less time than to wake a thread is copied on the control loop, within a budget for each of its turns; all
+else on a few threads that release the GIL. There transfer ops take turns: a thread copies one chunk of the transfer op
+at the head of the queue and puts it back at the tail, so that a large transfer does not delay a small one. Plans are
+expanded into blocks on the threads as well. Copies between a device and the host go through a staging buffer small
+enough to stay in a cache; copies within one device stay on it. While a device copies, a thread here waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,11 +56,20 @@ PART_CHUNKS: Final = 8
 CHUNKS_BLOCKS: Final = 4096
 """Where blocks are large enough, so many chunks are expanded at a time, of so many blocks, and wait for their turns."""
 
+AT_ONCE_S: Final = 50e-6
+"""How long the control loop may copy in one of its turns."""
+
+AT_ONCE_BYTES_S: Final = 4e9
+AT_ONCE_BLOCK_S: Final = 0.25e-6
+"""What a copy is expected to take: the memory's speed with much else going on, and what it waits for a block's first
+line. An op within the budget takes less than waking a thread and being told by it."""
+
 CHUNK_BYTES: Final = 4 << 20
 """How much is copied between two looks at the queue: smaller is fairer, larger is a little faster."""
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
 OnOpDone = Callable[[int, KvferryError | None], None]
 """Called on the control loop, once per transfer op, with its id and its error."""
 
@@ -73,7 +84,10 @@ class Transport(Protocol):
     """
 
     def start(self, op: StartOp, on_done: OnOpDone) -> None:
-        """Start copying; ``on_done`` is called exactly once, when no byte of the transfer op can move any more."""
+        """Start copying; ``on_done`` is called exactly once, when no byte of the transfer op can move any more.
+
+        What is copied at once is done before this returns.
+        """
 
     def stop(self, op_id: int) -> None:
         """Stop at the next copy chunk, if the transfer op is still running; ``on_done`` is called in any case."""
@@ -134,8 +148,39 @@ class _Job:
         return bool(self.chunks) or self.expansion is None or not self.expansion.is_over
 
 
+class LoopBudget:
+    """How long the control loop may copy in one of its turns: in all, so that many small copies do not hold it up."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, turn_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._turn_s = self._left_s = turn_s
+
+    def __repr__(self) -> str:
+        """Show what is left of this turn's."""
+        return f"<LoopBudget {self._left_s * 1e6:.0f} us left>"
+
+    def allows(self, blocks: int, size_bytes: int) -> bool:
+        """Return whether so much may be copied in this turn."""
+        return blocks * AT_ONCE_BLOCK_S + size_bytes / AT_ONCE_BYTES_S <= self._left_s
+
+    def spend(self, call: Callable[[], T]) -> T:
+        """Call, and take the time that it needed from what is left until the loop's next turn."""
+        if self._left_s == self._turn_s:
+            self._loop.call_soon(self._next_turn)
+        began_s = self._clock()
+        result = call()
+        self._left_s -= max(self._clock() - began_s, 1e-9)
+        return result
+
+    def _next_turn(self) -> None:
+        self._left_s = self._turn_s
+
+
 class LocalTransport:
-    """See ``Transport``. Copies ``chunk_bytes`` at a time on each of ``threads``."""
+    """See ``Transport``. Copies ``chunk_bytes`` at a time on each of ``threads``, what is small at once on the loop."""
 
     def __init__(
         self,
@@ -143,11 +188,13 @@ class LocalTransport:
         *,
         threads: int,
         chunk_bytes: int = CHUNK_BYTES,
+        at_once_s: float = AT_ONCE_S,
         copy: CopyBlocks,
     ) -> None:
         self._loop = loop
         self._chunk_bytes = chunk_bytes
         self._copy = copy
+        self._budget = LoopBudget(loop, at_once_s)
         self._jobs: dict[int, _Job] = {}
         self._queue: deque[_Job] = deque()
         self._changed = threading.Condition()
@@ -165,6 +212,10 @@ class LocalTransport:
 
     def start(self, op: StartOp, on_done: OnOpDone) -> None:
         """See ``Transport.start``."""
+        blocks = self._blocks_at_once(op)
+        if blocks is not None:
+            on_done(op.op_id, self._budget.spend(functools.partial(self._try, op, self._copy, blocks)))
+            return
         job = _Job(op, on_done)
         with self._changed:
             self._jobs[op.op_id] = job
@@ -187,6 +238,19 @@ class LocalTransport:
         for thread in self._threads:
             thread.join()
 
+    def _blocks_at_once(self, op: StartOp) -> Blocks | None:
+        """Return the blocks of an op that is copied sooner than a thread wakes up; None for any other.
+
+        Both pools are in populated memory of this daemon's host: the loop must not wait for the kernel either.
+        """
+        if self._closing or op.checksums or len(op.plans) != 1:
+            return None
+        plan = op.plans[0]
+        if not self._budget.allows(len(plan.runs.pages) * len(plan.source.base), plan.total_bytes):
+            return None
+        is_there = _is_populated(op.source) and _is_populated(op.destination)
+        return _small_blocks(op, self._chunk_bytes) if is_there else None
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -203,7 +267,7 @@ class LocalTransport:
                     self._queue.append(job)
                     self._changed.notify()
                 job.in_flight += 1
-            error = self._step(job, chunk)
+            error = self._try(job.op, self._step, job, chunk)
             with self._changed:
                 job.in_flight -= 1
                 if job.error is None:
@@ -226,21 +290,25 @@ class LocalTransport:
                 self._changed.notify()
         return first
 
-    def _step(self, job: _Job, chunk: _CopyChunk | None) -> KvferryError | None:
-        """Copy a chunk of a transfer op, by default the first of its next part; return the error, if any."""
+    def _step(self, job: _Job, chunk: _CopyChunk | None) -> None:
+        """Copy a chunk of a transfer op, by default the first of its next part."""
+        if chunk is None:
+            chunk = self._expand(job)
+        if isinstance(chunk, _Staged):
+            self._copy_staged(job.op, chunk)
+        elif isinstance(chunk, _Check):
+            self._check(job.op, chunk)
+        elif chunk is not None:
+            self._copy(chunk)
+
+    def _try(self, op: StartOp, call: Callable[..., None], *arguments: object) -> KvferryError | None:
+        """Do some of a transfer op's work; return the error, if any."""
         try:
-            if chunk is None:
-                chunk = self._expand(job)
-            if isinstance(chunk, _Staged):
-                self._copy_staged(job.op, chunk)
-            elif isinstance(chunk, _Check):
-                self._check(job.op, chunk)
-            elif chunk is not None:
-                self._copy(chunk)
+            call(*arguments)
         except KvferryError as error:
             return error
         except Exception as error:  # a thread that dies would leave its transfer op unsettled forever
-            log.exception("copy failed", op=job.op.op_id, **about(job.op))
+            log.exception("copy failed", op=op.op_id, **about(op))
             return InternalError(f"the copy failed: {type(error).__name__}: {error}")
         return None
 
@@ -404,6 +472,11 @@ def _small_blocks(op: StartOp, chunk_bytes: int) -> Blocks | None:
     blocks[:, 0] += np.uint64(source.address)
     blocks[:, 1] += np.uint64(destination.address)
     return blocks
+
+
+def _is_populated(pool: SourcePool) -> bool:
+    """Return whether a pool of this daemon is in host memory that is all there."""
+    return isinstance(pool, Pool) and isinstance(pool.region, HostRegion) and pool.region.is_populated
 
 
 def _region(pool: SourcePool) -> Region:

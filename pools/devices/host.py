@@ -71,6 +71,7 @@ class HostRegion:
         """
         self._fd = fd
         self.size_bytes = size_bytes
+        self._is_populated = False
         try:
             self._map = _map(fd, size_bytes, writable=writable)
         except KvferryError:
@@ -78,6 +79,7 @@ class HostRegion:
             self._fd = -1
             raise
         self._pid = os.getpid()
+        self._address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         self._map.madvise(mmap.MADV_DONTDUMP)
         self._inherited = inherited
         if not inherited:
@@ -171,8 +173,10 @@ class HostRegion:
 
     @property
     def address(self) -> int:
-        """Return the region's address in this process."""
-        return int(self.view().ctypes.data)
+        """Return the region's address in this process; see ``view``."""
+        self.check_process()
+        self._check_open()
+        return self._address
 
     @property
     def buffer(self) -> mmap.mmap:
@@ -188,9 +192,12 @@ class HostRegion:
             ClientClosedError: the region is closed.
         """
         self.check_process()
+        self._check_open()
+        return np.frombuffer(self._map, np.uint8)
+
+    def _check_open(self) -> None:
         if self._map.closed:
             raise ClientClosedError(f"{self!r} is no longer mapped")
-        return np.frombuffer(self._map, np.uint8)
 
     def gather(self, side: PlanSide, first: int, stop: int, out_address: int, copy: CopyBlocks) -> None:
         """See ``Region.gather``."""
@@ -218,6 +225,12 @@ class HostRegion:
     def allocated_bytes(self) -> int:
         """Return how much of the region has memory by now."""
         return os.fstat(self._fd).st_blocks * _BLOCK_BYTES
+
+    @property
+    def is_populated(self) -> bool:
+        """Return whether all of the region has memory. What it has once, it keeps."""
+        self._is_populated = self._is_populated or (self._fd >= 0 and self.allocated_bytes >= self.size_bytes)
+        return self._is_populated
 
     def populate(self, go_on: Callable[[int], bool], start: int = 0, stop: int | None = None) -> None:
         """Allocate memory now, all of it by default, so that no copy pays for page faults. Slow: not on the event loop.

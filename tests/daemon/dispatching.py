@@ -46,8 +46,9 @@ class Dispatching:
         self.accepts = True
         self.on_call: Callable[[Call], object] = lambda _call: None
 
-    def send(self, identity: bytes, frames: Frames) -> bool:
+    def send(self, identity: bytes, frames: Frames, *, more: bool = False) -> bool:
         """Take a message to a client, if its queue has room."""
+        del more
         self.said.set()
         if self.accepts:
             self.sent.append((identity, *decode_from_daemon([bytes(one) for one in frames])))

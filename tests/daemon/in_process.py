@@ -19,6 +19,9 @@ from tests.scripted.recording_service_manager import RecordingServiceManager
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 CONFIG = Config(service=ServiceConfig(drain_timeout_s=10), logging=LoggingConfig(level="error", format="json"))
+TUNING = Tuning(copy_threads=1)
+ON_THREADS = Tuning(copy_threads=1, at_once_s=0)
+"""No copy on the control loop, which a test's may not hold up."""
 PATIENCE_S = 20.0
 
 
@@ -31,7 +34,9 @@ class Serving(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(config: Config = CONFIG, store: FdStore | None = None) -> AsyncIterator[Serving]:
+async def serving(
+    config: Config = CONFIG, store: FdStore | None = None, *, tuning: Tuning = TUNING
+) -> AsyncIterator[Serving]:
     """Run a daemon; it is stopped in the end, if it was not before, and must have ended well.
 
     ``store`` keeps what outlives it.
@@ -40,7 +45,7 @@ async def serving(config: Config = CONFIG, store: FdStore | None = None) -> Asyn
     stopping, manager = asyncio.Event(), RecordingServiceManager()
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         directory = await asyncio.to_thread(RuntimeDirectory(Path(folder) / "run").__enter__)
-        daemon = Daemon(config, directory, stopping, tuning=Tuning(copy_threads=1), store=store)
+        daemon = Daemon(config, directory, stopping, tuning=tuning, store=store)
         ends = asyncio.ensure_future(daemon.serve(manager))
         ready = asyncio.ensure_future(manager.is_ready.wait())
         await asyncio.wait([ends, ready], return_when=asyncio.FIRST_COMPLETED)

@@ -18,7 +18,7 @@ from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import DeadlineError
 from kvferry.protocol.requests import REQUESTS
-from tests.daemon.in_process import CONFIG, SPEC, serving
+from tests.daemon.in_process import CONFIG, ON_THREADS, SPEC, serving
 
 pytestmark = pytest.mark.anyio
 DEADLINE_S: Final = 0.3
@@ -59,7 +59,7 @@ async def hung(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncI
 
     monkeypatch.setattr(daemon, "best_copy", lambda: stands)
     config = msgspec.structs.replace(CONFIG, tiers=TiersConfig(host_bytes=1 << 20))
-    async with serving(config) as at, await AsyncClient.connect(at.path) as client:
+    async with serving(config, tuning=ON_THREADS) as at, await AsyncClient.connect(at.path) as client:
         await client.create_pool("pool", SPEC, model=MODEL)
         ids = await client.allocate("pool", 4)
         stored = client.store("pool", HASHES, ids[:1])

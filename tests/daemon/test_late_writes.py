@@ -16,7 +16,7 @@ from kvferry.daemon import daemon
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
-from tests.daemon.in_process import SPEC, serving
+from tests.daemon.in_process import ON_THREADS, SPEC, serving
 
 pytestmark = pytest.mark.anyio
 ALL = 16
@@ -61,7 +61,7 @@ async def stalled(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> Asy
     copy = Stalling()
     monkeypatch.setattr(daemon, "best_copy", lambda: copy)
     async with (
-        serving() as at,
+        serving(tuning=ON_THREADS) as at,
         await AsyncClient.connect(at.path) as prefill,
         await AsyncClient.connect(at.path) as decode,
     ):

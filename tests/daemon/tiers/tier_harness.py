@@ -245,7 +245,8 @@ class Harness:
         )  # it looks at files: the daemon does so before it serves
         return opening.result()
 
-    def _send(self, identity: bytes, frames: Frames) -> bool:
+    def _send(self, identity: bytes, frames: Frames, *, more: bool = False) -> bool:
+        del more
         engine = self.engines.get(identity)
         if engine is None:
             return False

@@ -6,8 +6,9 @@ import asyncio
 import ctypes
 import threading
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from structlog.testing import capture_logs
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports import local
-from kvferry.daemon.transports.local import PART_BLOCKS, LocalTransport, best_copy
+from kvferry.daemon.transports.local import PART_BLOCKS, LocalTransport, LoopBudget, best_copy
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Description
 from kvferry.pools.devices.host import HostRegion
@@ -60,7 +61,9 @@ class GatedCopy:
 class Site:
     """Two pools, a transport between them, and what it reports."""
 
-    def __init__(self, copy: CopyBlocks, *, threads: int = 2, chunk_bytes: int = ONE_BLOCK) -> None:
+    def __init__(
+        self, copy: CopyBlocks, *, threads: int = 2, chunk_bytes: int = ONE_BLOCK, at_once_s: float = 0
+    ) -> None:
         self.harness = TransferHarness()
         self.source, self.destination = (
             self.harness.pool("source", pages=65),
@@ -69,7 +72,9 @@ class Site:
         self.reports: list[tuple[int, KvferryError | None]] = []
         self.threads: set[int] = set()
         self._news = asyncio.Event()
-        self.transport = LocalTransport(asyncio.get_running_loop(), threads=threads, chunk_bytes=chunk_bytes, copy=copy)
+        self.transport = LocalTransport(
+            asyncio.get_running_loop(), threads=threads, chunk_bytes=chunk_bytes, at_once_s=at_once_s, copy=copy
+        )
 
     def op(self, number: int, first: int, count: int) -> StartOp:
         """Return a transfer op of scattered pages, filled at the source."""
@@ -77,6 +82,11 @@ class Site:
         self.harness.fill(self.source, ids)
         plan = make_plan(pair_entries(self.source.manifest.entries, self.destination.manifest.entries), ids, ids[::-1])
         return StartOp(number, self.source, self.destination, (plan,))
+
+    def populate(self) -> None:
+        for pool in (self.source, self.destination):
+            assert isinstance(pool.region, HostRegion)
+            pool.region.populate(lambda _: True)
 
     def start(self, op: StartOp) -> None:
         self.transport.start(op, self._done)
@@ -342,6 +352,85 @@ async def test_close_waits_until_no_byte_moves_and_then_nothing_is_reported() ->
     await let_scheduled_callbacks_run()
     assert site.reports == []
     assert copy.calls == calls <= 2
+
+
+class Turns:
+    """A loop whose turns the test begins."""
+
+    def __init__(self) -> None:
+        self._due: list[Callable[[], None]] = []
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self._due.append(callback)
+
+    def next(self) -> None:
+        due, self._due = self._due, []
+        for callback in due:
+            callback()
+
+
+def test_the_loop_copies_no_longer_in_a_turn_than_it_may() -> None:
+    turns, now = Turns(), [0.0]
+    budget = LoopBudget(cast("asyncio.AbstractEventLoop", turns), 50e-6, lambda: now[0])
+
+    def takes(elapsed_s: float) -> Callable[[], None]:
+        return lambda: now.__setitem__(0, now[0] + elapsed_s)
+
+    assert budget.allows(1, 16 << 10)
+    assert not budget.allows(1, 4 << 20)
+    assert not budget.allows(4096, 4096), "each block has its own price"
+    budget.spend(takes(40e-6))
+    assert budget.allows(1, 16 << 10)
+    budget.spend(takes(30e-6))
+    assert not budget.allows(1, 1)
+    turns.next()
+    assert budget.allows(1, 16 << 10)
+    assert not LoopBudget(cast("asyncio.AbstractEventLoop", turns), 0).allows(1, 1)
+
+
+@pytest.fixture
+async def at_once() -> AsyncIterator[Site]:
+    """Return a site whose pools are populated, and whose loop has time."""
+    async with closing(Site(best_copy(), chunk_bytes=ONE_CHUNK, at_once_s=WAIT_S)) as site:
+        site.populate()
+        yield site
+
+
+async def test_what_is_small_has_arrived_when_start_returns(at_once: Site) -> None:
+    op = at_once.op(1, 1, 4)
+    at_once.start(op)
+    assert at_once.reports == [(1, None)]
+    assert at_once.arrived(1, 4)
+
+
+async def test_an_error_on_the_loop_is_reported_like_any_other() -> None:
+    def fails(_blocks: Blocks) -> None:
+        raise TransferFailedError("nothing is mapped there")
+
+    async with closing(Site(fails, chunk_bytes=ONE_CHUNK, at_once_s=WAIT_S)) as site:
+        site.populate()
+        site.start(site.op(1, 1, 1))
+        [(number, error)] = site.reports
+        assert (number, type(error)) == (1, TransferFailedError)
+
+
+@pytest.mark.parametrize("why", ["checksums", "not populated", "another daemon's", "several plans", "no time"])
+async def test_all_else_is_left_to_the_threads(why: str) -> None:
+    async with closing(Site(best_copy(), chunk_bytes=ONE_CHUNK, at_once_s=0 if why == "no time" else 50e-6)) as site:
+        if why != "not populated":
+            site.populate()
+        op = site.op(1, 1, 1)
+        if why == "several plans":
+            op = op._replace(plans=op.plans * 2)
+        elif why == "checksums":
+            op = op._replace(checksums=True)
+        elif why == "another daemon's":
+            far = RemotePool(7, "far", site.source.manifest, Incarnation("ipc:///there", "0" * 32), 1)
+            far.mapping = cast("HostRegion", site.source.region)
+            op = op._replace(source=far)
+        site.start(op)
+        assert site.reports == []
+        assert await site.reported(1) == [(1, None)]
 
 
 async def test_without_the_native_copy_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
