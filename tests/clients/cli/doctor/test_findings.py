@@ -89,7 +89,7 @@ LIMITED: Final = "16.0 GiB allowed by /sys/fs/cgroup/kvferry.service/memory.max,
 
 def huge_pages(setting: str, state: str, found: str, fix: str = "", wanted: str = "auto", free: int = 3) -> Row:
     files = {
-        "/proc/meminfo": f"HugePages_Total:  8\nHugePages_Free:  {free + 1}\nHugePages_Rsvd:  1\nHugepagesize:  2048 kB\n",
+        "/proc/meminfo": f"HugePages_Total: 8\nHugePages_Free: {free + 1}\nHugePages_Rsvd: 1\nHugepagesize: 2048 kB\n",
         "/sys/kernel/mm/transparent_hugepage/shmem_enabled": setting,
     }
     return Row(
