@@ -22,7 +22,7 @@ from kvferry.protocol.errors import OutOfMemoryError
 
 log = structlog.get_logger(__name__)
 
-_NOT_HUGE: Final = "memory is not of the huge pages that make copies faster"
+_NOT_HUGE: Final = "memory is not of huge pages"
 _ALLOW_TRANSPARENT: Final = f'echo advise > {SHMEM_ENABLED}; or memory.huge_pages = "never"; see kvferry doctor'
 _ALLOW_RESERVED: Final = "let the control group have them (hugetlb.*.max, a container's hugepages), and restart"
 _ALLOW_MBIND: Final = "allow mbind(2): in containers by --cap-add SYS_NICE"
