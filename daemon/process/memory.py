@@ -39,6 +39,7 @@ class HostMemory:
         config = config or MemoryConfig()
         self._read = read
         self._huge_pages = config.huge_pages
+        self._may_reserve = config.huge_pages == "reserved"
         self._node = preferred_node(read, config.numa_node, cpus)
         self._said: set[str] = set()
         self._counted: weakref.WeakKeyDictionary[HostRegion, int] = weakref.WeakKeyDictionary()
@@ -75,13 +76,13 @@ class HostMemory:
 
     def leave_reserved(self, why: str) -> None:
         """Make no region of reserved pages any more."""
-        self._huge_pages = "auto"
+        self._may_reserve = False
         self._say(_NOT_HUGE, why, _ALLOW_RESERVED)
 
     def _of_reserved(self, name: str, size_bytes: int) -> HostRegion | None:
         """Return a region of reserved pages, which are its own from now on; None where there are too few."""
         found = reserved(self._read)
-        if self._huge_pages != "reserved" or size_bytes < found.page_bytes:
+        if not self._may_reserve or size_bytes < found.page_bytes:
             return None
         try:
             return HostRegion.create(name, size_bytes, "reserved")
@@ -95,7 +96,7 @@ class HostMemory:
         offered = transparent(self._read)
         if self._huge_pages == "never" or size_bytes < offered.page_bytes:
             return HostRegion.create(name, size_bytes)
-        if not offered.is_on:
+        if not offered.is_on and self._huge_pages == "auto":
             self._say(_NOT_HUGE, f"{SHMEM_ENABLED} says {offered.setting or 'nothing'}", _ALLOW_TRANSPARENT)
         return HostRegion.create(name, size_bytes, "transparent")
 

@@ -108,13 +108,14 @@ def test_too_few_reserved_pages_are_said_once_and_others_are_taken(monkeypatch: 
     machine = Machine(monkeypatch, free=1)
     machine.shmem = "advise [never]"
     memory = machine.memory("reserved")
+    assert made(memory, SIZE, grows=True) == ([False], []), "reserved ones were asked for, and are not missing yet"
     found, said = made(memory, SIZE, SIZE, PAGE_BYTES)
     assert found == [False, False, True]
     assert len(said) == 1
     assert "1 of 1 pages of 2 MiB are free: " in said[0]
     assert said[0].endswith(" -> sysctl vm.nr_hugepages=2")
     memory.leave_reserved("a control group has none")
-    assert made(memory, PAGE_BYTES) == ([False], [])
+    assert made(memory, PAGE_BYTES) == ([False], []), "that they are missing was said"
 
 
 def test_memory_comes_from_the_node_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
