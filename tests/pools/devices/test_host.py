@@ -131,3 +131,20 @@ def test_the_kernel_is_advised_to_form_huge_pages(kind: Pages, size: int, *, is_
         _, _, ours = Path("/proc/self/smaps").read_text().partition(f"{region.address:x}-")
         flags = next(line for line in ours.splitlines() if line.startswith("VmFlags:"))
         assert ("hg" in flags.split()) is is_advised
+
+
+def test_where_the_kernel_cannot_populate_reserved_pages_are_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    ReservedPages(monkeypatch, free=1)
+    unaligned = 1  # EINVAL, as madvise says before Linux 5.14
+    with HostRegion.create("reserved", PAGE_BYTES, "reserved") as region, HostRegion.create("not", SIZE) as other:
+        region.populate(lambda _step_bytes: True, unaligned)
+        assert region.allocated_bytes == PAGE_BYTES
+        other.populate(lambda _step_bytes: True, unaligned)
+        assert other.allocated_bytes == 0
+
+        def refuse(*_: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(OutOfMemoryError, match="no reserved huge page is to be had"):
+            region.populate(lambda _step_bytes: True, unaligned)
