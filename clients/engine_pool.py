@@ -129,7 +129,7 @@ class EnginePool:
             try:
                 self._attach_again(client, resumed=resumed)
             except PoolLostError as error:
-                if not self.keeps_memory:
+                if not self.keeps_memory or self._region().is_reserved:  # those pages cannot be registered
                     raise
                 logger.warning("kvferry: %s; what this engine has mapped of it is registered", error)
                 self._shared, self.memory, resumed = InheritedMemory(self._region()), "engine", False

@@ -32,7 +32,7 @@ class SharedMemory(OfOneProcess):
     """Zeroed host memory of a fixed size, by a descriptor that can be passed on.
 
     Arrays are taken from it one after another, by ``array`` or ``tensor``, or cut out of ``view`` by hand. They hold
-    it; a forked child does not have it.
+    it; a forked child does not have it. It is of huge pages where the host forms any of shared memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -42,7 +42,8 @@ class SharedMemory(OfOneProcess):
             InvalidFieldError: the size is no whole number above 0.
             OutOfMemoryError: the host does not allow so much.
         """
-        self.region = HostRegion.create("shared-memory", whole(size_bytes, "size_bytes", least=1))
+        size_bytes = whole(size_bytes, "size_bytes", least=1)
+        self.region = HostRegion.create("shared-memory", size_bytes, "transparent")
         self.address = self.region.address
         self._used = 0
         with _live_lock:

@@ -186,7 +186,7 @@ class Daemon:
         )
         self._fetcher = started_threads(FETCH_THREADS, "fetch")
         self._rings = EventRings(self._dispatcher, self._session_socket, self._devices, self._fetcher, hub, descriptors)
-        memory = HostMemory()
+        memory = HostMemory(config=config.memory)
         self._pools = PoolService(
             self._dispatcher,
             self._session_socket,

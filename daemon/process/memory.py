@@ -1,28 +1,47 @@
-"""Host memory: how much more of it regions may take, and their allocation in steps that can be stopped.
+"""Host memory: how much more of it regions may take, of which pages and node, and their allocation in steps.
 
 The kernel ends a process that takes more than its control group or the machine allows; so what does not fit is refused
-before it is taken. Knows regions, but not what they are for.
+before it is taken. Large pages and a near node merely make copies faster: where they are not to be had, that is said
+once. Knows regions, but not what they are for.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Collection
 from typing import Final
+
+import structlog
 
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.config.memory import Read, narrowest_limit, read_file
+from kvferry.protocol.config.placement import SHMEM_ENABLED, preferred_node, reserved, transparent
+from kvferry.protocol.config.schema import MemoryConfig
 from kvferry.protocol.errors import OutOfMemoryError
 
+log = structlog.get_logger(__name__)
+
+_NOT_HUGE: Final = "memory is not of huge pages"
+_ALLOW_TRANSPARENT: Final = f'echo advise > {SHMEM_ENABLED}; or memory.huge_pages = "never"; see kvferry doctor'
+_ALLOW_RESERVED: Final = "let the control group have them (hugetlb.*.max, a container's hugepages), and restart"
+_ALLOW_MBIND: Final = "allow mbind(2): in containers by --cap-add SYS_NICE"
 _LESS: Final = "make it smaller, give other memory back, or allow the daemon more"
 
 
 class HostMemory:
     """What the daemon takes of its host's memory. ``fill`` is for threads, the rest for the control loop."""
 
-    def __init__(self, read: Read = read_file) -> None:
-        """``read`` returns the texts of files about the host's memory."""
+    def __init__(
+        self, read: Read = read_file, config: MemoryConfig | None = None, cpus: Collection[int] | None = None
+    ) -> None:
+        """``read`` returns the texts of files about the host's memory; ``cpus``: see ``preferred_node``."""
+        config = config or MemoryConfig()
         self._read = read
+        self._huge_pages = config.huge_pages
+        self._may_reserve = config.huge_pages == "reserved"
+        self._node = preferred_node(read, config.numa_node, cpus)
+        self._said: set[str] = set()
         self._counted: weakref.WeakKeyDictionary[HostRegion, int] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -35,12 +54,68 @@ class HostMemory:
         live = [(one, up_to) for one, up_to in self._counted.items() if one.fd >= 0]
         return sum(max(0, up_to - one.allocated_bytes) for one, up_to in live)
 
+    def region(self, name: str, size_bytes: int, *, grows: bool = False) -> HostRegion:
+        """Make a region, of the pages and on the node that are wanted, as far as these are to be had.
+
+        Args:
+            name: see ``HostRegion.create``.
+            size_bytes: above 0.
+            grows: it is populated bit by bit, if ever at all: then not of reserved pages.
+
+        Raises:
+            OutOfMemoryError: see ``HostRegion.create``.
+        """
+        region = (None if grows else self._of_reserved(name, size_bytes)) or self._of_others(name, size_bytes)
+        if self._node is not None:
+            try:
+                region.prefer_node(self._node)
+            except OSError as cause:
+                why = f"mbind: {cause.strerror}"
+                self._say(f"memory is not taken from NUMA node {self._node} first", why, _ALLOW_MBIND)
+        return region
+
+    def leave_reserved(self, why: str) -> None:
+        """Make no region of reserved pages any more."""
+        self._may_reserve = False
+        self._say(_NOT_HUGE, why, _ALLOW_RESERVED)
+
+    def _of_reserved(self, name: str, size_bytes: int) -> HostRegion | None:
+        """Return a region of reserved pages, which are its own from now on; None where there are too few."""
+        found = reserved(self._read)
+        if not self._may_reserve or size_bytes < found.page_bytes:
+            return None
+        try:
+            return HostRegion.create(name, size_bytes, "reserved")
+        except OutOfMemoryError as cause:
+            missing = found.missing(size_bytes)
+            why = f"{found.free} of {found.total} pages of {found.page_bytes >> 20} MiB are free: {cause.detail}"
+            self._say(_NOT_HUGE, why, f"sysctl vm.nr_hugepages={found.total + missing}" if missing else _ALLOW_RESERVED)
+            return None
+
+    def _of_others(self, name: str, size_bytes: int) -> HostRegion:
+        offered = transparent(self._read)
+        if self._huge_pages == "never" or size_bytes < offered.page_bytes:
+            return HostRegion.create(name, size_bytes)
+        if not offered.is_on and self._huge_pages == "auto":
+            self._say(_NOT_HUGE, f"{SHMEM_ENABLED} says {offered.setting or 'nothing'}", _ALLOW_TRANSPARENT)
+        return HostRegion.create(name, size_bytes, "transparent")
+
+    def _say(self, what: str, cause: str, remedy: str) -> None:
+        """Warn, once."""
+        if what not in self._said:
+            self._said.add(what)
+            log.warning(what, cause=cause, remedy=remedy)
+
     def count_on(self, region: HostRegion, up_to: int) -> None:
         """Count on a region to take memory for its first ``up_to`` bytes, until it is closed.
+
+        One of reserved pages has them already, and no other memory.
 
         Raises:
             OutOfMemoryError: there is not so much left; what was counted on before still is.
         """
+        if region.is_reserved:
+            return
         before = self._counted.pop(region, None)
         try:
             self._check(max(0, up_to - region.allocated_bytes), self.promised_bytes)
@@ -60,7 +135,8 @@ class HostMemory:
         def go_on(step_bytes: int) -> bool:
             if stopped.is_set():
                 return False
-            self._check(step_bytes, 0)
+            if not region.is_reserved:
+                self._check(step_bytes, 0)
             return True
 
         region.populate(go_on, start, stop)

@@ -23,7 +23,7 @@ from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.process.fd_store import PREFIX, FdStore, FdStoreError, NoStore
 from kvferry.daemon.process.host import started_at
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.host import HostRegion, identity_of
 from kvferry.pools.index_file import (
     INDEX_BYTES,
     FoundSessions,
@@ -273,7 +273,7 @@ class Adoption:
             manifest = manifest_of(record.spec)
             if manifest_digest(manifest) != record.manifest:
                 raise UnreadableFileError(f"this version lays the spec of pool {record.name!r} out otherwise")
-            if memory < 0 or str(record.memory) != key or os.fstat(memory).st_ino != record.memory:
+            if memory < 0 or str(record.memory) != key or identity_of(memory) != record.memory:
                 raise UnreadableFileError(f"the memory of pool {record.name!r} is not there")
             if self._pools.find(record.tenant, record.name) is not None:
                 raise UnreadableFileError(f"there is a pool {record.name!r} of user {record.tenant} already")

@@ -100,6 +100,7 @@ class _Creation(msgspec.Struct):
     Attributes:
         deleting: the requests to delete it that came meanwhile.
         stopped: set where nobody wants it any more: its memory is given back after the step under way.
+        in_reserved_pages: its memory is of reserved huge pages.
     """
 
     traits: PoolTraits
@@ -108,6 +109,7 @@ class _Creation(msgspec.Struct):
     deleting: list[Call] = msgspec.field(default_factory=list)
     stopped: threading.Event = msgspec.field(default_factory=threading.Event)
     file: HostRegion | None = None
+    in_reserved_pages: bool = False
 
 
 class HostResources(NamedTuple):
@@ -299,9 +301,7 @@ class PoolService:
         creation, size_bytes = _Creation(wanted, [call]), wanted.manifest.region_bytes
         if body.device == HOST:
             self._check_budget(wanted.manifest)
-            region = self._reserved(*key, size_bytes)
-            record = _record_of(key, body, creation.traits, region)
-            self._begin(key, creation, self._executor, self._filled, creation, region, record)
+            self._begin_on_host(key, creation, body)
         else:
             self._begin(key, creation, self._device_executor, self._devices.allocate, body.device, size_bytes)
         return None
@@ -395,7 +395,7 @@ class PoolService:
         Raises:
             OutOfMemoryError, OutOfDescriptorsError: there are not.
         """
-        region = HostRegion.create(f"{tenant}:{name}", size_bytes)
+        region = self._memory.region(f"{tenant}:{name}", size_bytes)
         try:
             self._descriptors.take(region, tenant, "pools", PER_POOL)
             self._memory.count_on(region, size_bytes)
@@ -404,9 +404,15 @@ class PoolService:
             raise
         return region
 
+    def _begin_on_host(self, key: tuple[int, str], creation: _Creation, body: CreatePool) -> None:
+        region = self._reserved(*key, creation.traits.manifest.region_bytes)
+        creation.in_reserved_pages = region.is_reserved
+        record = _record_of(key, body, creation.traits, region)
+        self._begin(key, creation, self._executor, self._filled, creation, region, record)
+
     def _filled(self, creation: _Creation, region: HostRegion, record: PoolRecord) -> HostRegion:
         try:
-            if self._populate:
+            if self._populate or creation.in_reserved_pages:
                 self._memory.fill(region, creation.stopped)
             if self._adoption is not None:
                 creation.file = self._adoption.keep(region, record, creation.traits.manifest)
@@ -435,6 +441,14 @@ class PoolService:
         failed = None if done.cancelled() else done.exception()
         if done.cancelled() or failed is not None:
             error = failed if isinstance(failed, KvferryError) else OutOfMemoryError(f"no memory: {failed}")
+            if creation.in_reserved_pages and isinstance(error, OutOfMemoryError) and self._is_wanted(creation):
+                self._memory.leave_reserved(error.detail)
+                try:
+                    self._begin_on_host(key, creation, expect(creation.waiting[0], CreatePool))
+                except KvferryError as cause:
+                    error = cause
+                else:
+                    return
             self._end_creation(key[1], creation, error)
             return
         try:

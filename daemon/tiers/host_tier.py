@@ -90,7 +90,7 @@ class HostTier:
         self.index = BlockIndex(self.journal, quota_bytes=quota_bytes, quotas=config.quotas, policy=config.policy)
         self.page_bytes: dict[Namespace, int] = {}
         self.models: dict[str, str] = {}
-        self._region = HostRegion.create("host-tier", size_bytes) if size_bytes else None
+        self._region = memory.region("host-tier", size_bytes, grows=True) if size_bytes else None
         self._populated_bytes = 0
         self._populator = started_threads(1, "populate-tier")
         self._closing = threading.Event()

@@ -2,6 +2,9 @@
 
 The seals forbid any later change of size, so that no holder of the descriptor can make another's access fault. Regions
 are excluded from core dumps, since they hold user data, and from forked children. Independent of pools.
+
+A memfd of reserved huge pages is a whole number of these, so that it may be larger than the region: what is behind its
+end belongs to nobody.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ import os
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.copy_kernel import HashState
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Hashed, Pending
+from kvferry.pools.devices.numa import prefer_node
 from kvferry.pools.planning.copies import CopyBlocks, gather, scatter
 from kvferry.pools.planning.plan import PlanSide
 from kvferry.pools.tiers.block_copies import offload_step, offload_step_hashed, restore_step
@@ -39,11 +43,18 @@ from kvferry.protocol.ids import HOST
 
 STEP_BYTES: Final = 8 << 20
 """How much is populated, or given back, at a time: meanwhile no other thread can map or unmap anything."""
+Pages: TypeAlias = Literal["normal", "transparent", "reserved"]
+"""What a region's memory consists of; ``transparent``: of huge pages as far as the kernel forms any, see madvise(2);
+``reserved``: of those that were set aside on this host."""
+
+_LEAST_TRANSPARENT: Final = 2 << 20
 _BLOCK_BYTES: Final = 512  # st_blocks, see stat(2)
+_OF_RESERVED: Final = 1 << 62
 _MADV_POPULATE_WRITE: Final = 23
 _MAP_FIXED_NOREPLACE: Final = 0x100000
 _MAP_NORESERVE: Final = 0x4000
 _PROT_NONE: Final = 0
+_NO_PAGE: Final = "no reserved huge page is to be had: a control group (hugetlb.*.max) or a cpuset allows none"
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _WRITE_SEALS: Final = fcntl.F_SEAL_WRITE | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)
 
@@ -58,6 +69,10 @@ class HostRegion:
 
     Valid until ``close``; existing views keep the memory mapped. Not thread-safe, but its views are. Not inherited by
     forked children: accessing a view there ends in SIGSEGV.
+
+    Attributes:
+        size_bytes: what was asked for.
+        is_reserved: it consists of reserved huge pages.
     """
 
     device = HOST
@@ -78,6 +93,7 @@ class HostRegion:
             os.close(fd)
             self._fd = -1
             raise
+        self.is_reserved = _is_reserved(fd)
         self._pid = os.getpid()
         self._address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         self._map.madvise(mmap.MADV_DONTDUMP)
@@ -104,27 +120,37 @@ class HostRegion:
         self.close()
 
     @classmethod
-    def create(cls, name: str, size_bytes: int) -> HostRegion:
+    def create(cls, name: str, size_bytes: int, pages: Pages = "normal") -> HostRegion:
         """Make a new region; its memory is allocated on first access, see ``populate``.
+
+        One of reserved pages has to be populated before anybody uses it: where the host cannot give a page on access,
+        that ends the process.
 
         Args:
             name: shown in ``/proc/PID/maps``.
             size_bytes: above 0.
+            pages: what it consists of; a region smaller than any huge page is of normal ones.
 
         Raises:
-            OutOfMemoryError: no descriptor or address space is left, or the host does not allow that size.
+            OutOfMemoryError: no descriptor or address space is left, or the host does not allow that size, or has too
+                few reserved pages.
         """
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if pages == "reserved" else 0)
         try:
-            fd = os.memfd_create(f"kvferry:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create(f"kvferry:{name}", flags)
         except OSError as cause:
             raise OutOfMemoryError(f"cannot create a memfd: {cause}") from cause
         try:
-            os.ftruncate(fd, size_bytes)
+            os.ftruncate(fd, _file_bytes(fd, size_bytes))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as cause:
             os.close(fd)
             raise OutOfMemoryError(f"cannot make a region of {size_bytes} bytes: {cause}") from cause
-        return cls(fd, size_bytes)
+        region = cls(fd, size_bytes)
+        if pages == "transparent" and size_bytes >= _LEAST_TRANSPARENT:
+            with contextlib.suppress(OSError):  # a kernel without them
+                region.buffer.madvise(mmap.MADV_HUGEPAGE)
+        return region
 
     @classmethod
     def registered(cls, fd: int) -> HostRegion:
@@ -149,7 +175,15 @@ class HostRegion:
     @property
     def identity(self) -> int:
         """Return a number that no other region of this host has while this one exists."""
-        return os.fstat(self._fd).st_ino
+        return identity_of(self._fd)
+
+    def prefer_node(self, node: int) -> None:
+        """Let what is allocated from now on, by whomever, come from a NUMA node as long as that has any.
+
+        Raises:
+            OSError: this is not possible.
+        """
+        prefer_node(self.address, len(self._map), node)
 
     def is_same(self, fd: int) -> bool:
         """Return whether a descriptor is of this very memory, whose mapping can then stay."""
@@ -180,7 +214,7 @@ class HostRegion:
 
     @property
     def buffer(self) -> mmap.mmap:
-        """Return the mapping, as a writable buffer of ``size_bytes`` bytes."""
+        """Return the mapping, as a writable buffer of ``size_bytes`` bytes, or more of reserved pages."""
         self.check_process()
         return self._map
 
@@ -193,7 +227,7 @@ class HostRegion:
         """
         self.check_process()
         self._check_open()
-        return np.frombuffer(self._map, np.uint8)
+        return np.frombuffer(self._map, np.uint8, self.size_bytes)
 
     def _check_open(self) -> None:
         if self._map.closed:
@@ -236,7 +270,8 @@ class HostRegion:
         """Allocate memory now, all of it by default, so that no copy pays for page faults. Slow: not on the event loop.
 
         It is allocated in steps; before each one ``go_on`` is asked with the step's size, and where it returns False
-        or raises, that is the end. The GIL is released. Does nothing if the kernel cannot (before Linux 5.14).
+        or raises, that is the end. The GIL is released. Does nothing if the kernel cannot (before Linux 5.14), but for
+        reserved pages.
 
         Args:
             go_on: see above.
@@ -244,7 +279,8 @@ class HostRegion:
             stop: where to stop; None: at the region's end.
 
         Raises:
-            OutOfMemoryError: the host has too little memory; what was allocated is freed with the region.
+            OutOfMemoryError: the host, or the process's control group, has too little memory, or too few reserved
+                pages; what was allocated is freed with the region.
         """
         address, end = self.address, self.size_bytes if stop is None else stop
         for offset in range(start, end, STEP_BYTES):
@@ -253,9 +289,13 @@ class HostRegion:
                 return
             if _libc.madvise(address + offset, size, _MADV_POPULATE_WRITE):
                 reason = ctypes.get_errno()
-                if reason == errno.EINVAL:
+                if reason == errno.EINVAL and not self.is_reserved:
                     return
-                raise OutOfMemoryError(f"cannot populate byte {offset} of {self.size_bytes}: {os.strerror(reason)}")
+                if reason == errno.EINVAL:
+                    reason = _allocated(self._fd, offset, size)
+                if reason:
+                    why = _NO_PAGE if self.is_reserved else os.strerror(reason)
+                    raise OutOfMemoryError(f"cannot populate byte {offset} of {self.size_bytes}: {why}")
 
     def close(self) -> None:
         """Close the descriptor and, once no view is left, the mapping. Closing twice does nothing."""
@@ -285,6 +325,31 @@ class HostRegion:
             raise ForkedError(f"process {self._pid} mapped this memory, not its child {os.getpid()}")
 
 
+def identity_of(fd: int) -> int:
+    """Return ``HostRegion.identity`` of a region by its descriptor: of each kind of memory, the kernel counts anew."""
+    return os.fstat(fd).st_ino | (_OF_RESERVED if _is_reserved(fd) else 0)
+
+
+def _is_reserved(fd: int) -> bool:
+    """Return whether a memfd consists of reserved huge pages."""
+    return os.fstatvfs(fd).f_bsize > mmap.PAGESIZE
+
+
+def _file_bytes(fd: int, size_bytes: int) -> int:
+    """Return the size of a region's memfd, which reserved pages must fill."""
+    page_bytes = os.fstatvfs(fd).f_bsize if _is_reserved(fd) else 1
+    return -(-size_bytes // page_bytes) * page_bytes
+
+
+def _allocated(fd: int, offset: int, size_bytes: int) -> int:
+    """Allocate memory; return 0, or the reason why not, as errno has it."""
+    try:
+        os.posix_fallocate(fd, offset, size_bytes)
+    except OSError as cause:
+        return cause.errno or errno.EIO
+    return 0
+
+
 def _give_back(fd: int, mapping: mmap.mmap) -> None:
     """Close a descriptor and its mapping, in steps."""
     if fd < 0:
@@ -311,7 +376,7 @@ def _registered_bytes(fd: int) -> int:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _WRITE_SEALS or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR
     ):
         wrong = "it cannot be written"
-    elif os.fstatvfs(fd).f_bsize > mmap.PAGESIZE:
+    elif _is_reserved(fd):
         wrong = "it is in huge pages, where accessing a page that the host lacks ends the process"
     elif not os.fstat(fd).st_size:
         wrong = "it is empty"
@@ -332,13 +397,13 @@ def _is_sealed(fd: int) -> bool:
 
 
 def _map(fd: int, size_bytes: int, *, writable: bool) -> mmap.mmap:
-    found = os.fstat(fd).st_size
-    if found != size_bytes:
+    found, file_bytes = os.fstat(fd).st_size, _file_bytes(fd, size_bytes)
+    if found != file_bytes:
         raise InvalidFieldError(f"the region has {found} bytes, its manifest {size_bytes}", field="region")
     if not _is_sealed(fd):
         raise InvalidFieldError("the region is not sealed: any holder of it could shrink it", field="region")
     try:
-        return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        return mmap.mmap(fd, file_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except OSError as cause:
         raise OutOfMemoryError(f"cannot map {size_bytes} bytes: {cause}") from cause
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvferry.protocol.addresses import is_numeric
-from kvferry.protocol.config.memory import smallest_limit
+from kvferry.protocol.config.memory import read_file, smallest_limit
+from kvferry.protocol.config.placement import nodes
 from kvferry.protocol.config.schema import MIN_SIZE_BYTES, STAGING_BUFFERS, Config
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.settings import size_text
@@ -23,7 +24,7 @@ class Conflict(NamedTuple):
 
 def conflicts(config: Config) -> Iterator[Conflict]:
     """Yield what no key shows by itself: keys that exclude each other."""
-    for check in (_addresses, _network, _tiers, _quotas, _remote):
+    for check in (_addresses, _memory, _network, _tiers, _quotas, _remote):
         yield from check(config)
 
 
@@ -41,6 +42,13 @@ def _addresses(config: Config) -> Iterator[Conflict]:
         port = address.rpartition(":")[2] if address else ""
         if port.isdecimal() and not 0 < int(port) <= _MAX_PORT:
             yield Conflict(key, f'{key} = "{address}": the port must be from 1 to {_MAX_PORT}')
+
+
+def _memory(config: Config) -> Iterator[Conflict]:
+    wanted, known = config.memory.numa_node, nodes(read_file)
+    if wanted is not None and known and wanted not in known:
+        numbers = ", ".join(map(str, sorted(known)))
+        yield Conflict("memory.numa_node", f"memory.numa_node = {wanted}: this host has memory at the nodes {numbers}")
 
 
 def _network(config: Config) -> Iterator[Conflict]:

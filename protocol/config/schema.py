@@ -73,6 +73,18 @@ class PoolsConfig(Section, frozen=True, kw_only=True):
         return memory_bytes * 4 // 5 if self.max_bytes is None else self.max_bytes
 
 
+class MemoryConfig(Section, frozen=True, kw_only=True):
+    """What the host memory of pools and of the host tier consists of.
+
+    ``huge_pages``: with ``auto`` those that the kernel forms where it is advised to; with ``reserved``, for pools,
+    those that are set aside on the host, and the others where too few are free. It comes from ``numa_node``, by
+    default from the one that all CPUs of the daemon are next to, if there is such a one.
+    """
+
+    huge_pages: Literal["auto", "reserved", "never"] = "auto"
+    numa_node: Annotated[int, Meta(ge=0, le=1023)] | None = None
+
+
 class DevicesConfig(Section, frozen=True, kw_only=True):
     """Devices: those in ``open`` are opened before the daemon reports ready, others with their first pool.
 
@@ -193,6 +205,7 @@ class Config(Section, frozen=True, kw_only=True):
     runtime_dir: Path | None = None
     logging: LoggingConfig = LoggingConfig()
     pools: PoolsConfig = PoolsConfig()
+    memory: MemoryConfig = MemoryConfig()
     devices: DevicesConfig = DevicesConfig()
     peers: PeersConfig = PeersConfig()
     network: NetworkConfig = NetworkConfig()

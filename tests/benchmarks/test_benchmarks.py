@@ -41,7 +41,7 @@ TRACED: Final = (
 
 NEEDS_MOONCAKE: Final = ("network",)
 MOONCAKE: Final = "mooncake-transfer-engine-non-cuda and libibverbs1"
-WITHOUT_TARGET: Final = ("transfer", "prefix_cache", "npu_transfer", "flood")
+WITHOUT_TARGET: Final = ("transfer", "prefix_cache", "npu_transfer", "flood", "huge_pages")
 """The prefix cache's are against LMCache, which does not run here."""
 
 ON_A_DEVICE: Final = ("device_overlap", "npu_transfer")

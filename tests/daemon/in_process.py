@@ -63,8 +63,12 @@ async def serving(
 
 
 @asynccontextmanager
-async def client_of_one() -> AsyncIterator[tuple[AsyncClient, Path]]:
+async def client_of_one(tuning: Tuning = TUNING) -> AsyncIterator[tuple[AsyncClient, Path]]:
     """Run a daemon, with a client that has a pool."""
-    async with serving() as one, asyncio.timeout(PATIENCE_S), await AsyncClient.connect(one.path) as client:
+    async with (
+        serving(tuning=tuning) as one,
+        asyncio.timeout(PATIENCE_S),
+        await AsyncClient.connect(one.path) as client,
+    ):
         await client.create_pool("pool", SPEC)
         yield client, one.path

@@ -24,7 +24,7 @@ from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol import errors
-from tests.daemon.in_process import SPEC, client_of_one
+from tests.daemon.in_process import ON_THREADS, SPEC, client_of_one
 
 pytestmark = pytest.mark.anyio
 NOWHERE = "ipc:///nowhere/peer.sock"
@@ -38,7 +38,7 @@ def _no_blocking_calls() -> None:
 @pytest.fixture
 async def client(anyio_backend: object) -> AsyncIterator[AsyncClient]:  # noqa: ARG001  on the test's loop
     """Return a client of a daemon that ends in order, whatever the test did to it."""
-    async with client_of_one() as (one, _):
+    async with client_of_one(ON_THREADS) as (one, _):
         yield one
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
 from kvferry.daemon.control.holders import Holders
@@ -29,12 +30,13 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.protocol.base import Body
 from kvferry.protocol.config.memory import MACHINE
-from kvferry.protocol.config.schema import DevicesConfig
+from kvferry.protocol.config.schema import DevicesConfig, MemoryConfig
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError, PoolExistsError, UnknownPoolError
 from kvferry.protocol.ids import HOST, ModelIdentity
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MhaSpec
 from kvferry.protocol.pool_messages import Allocate, CreatePool, DeletePool, PoolCreated, PoolDeleted
+from tests.scripted.reserved_pages import ReservedPages
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 POOL_BYTES = total_bytes(manifest_of(SPEC))
@@ -50,8 +52,16 @@ class Pools:
         available_kib: of 1 TiB, what the host has left.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, max_bytes: int = POOL_BYTES) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        max_bytes: int = POOL_BYTES,
+        huge: ReservedPages | None = None,
+        spec: MhaSpec = SPEC,
+    ) -> None:
         self.available_kib = 1 << 30
+        self._spec, self._huge = spec, huge
         self.sessions = SessionRegistry(Limits())
         self.may_populate = threading.Event()
         monkeypatch.setattr(HostRegion, "populate", self._populate)
@@ -64,13 +74,16 @@ class Pools:
             Devices(DevicesConfig(), lambda _name, _error: None),
             self.registry,
             cast("EventRings", None),
-            HostResources(HostMemory(self._read), Descriptors()),
+            HostResources(
+                HostMemory(self._read, MemoryConfig(huge_pages="reserved" if huge else "auto")), Descriptors()
+            ),
             max_bytes=max_bytes,
-            populate=True,
+            populate=huge is None,
         )
 
     def _read(self, path: str) -> str:
-        return f"MemTotal: {1 << 30} kB\nMemAvailable: {self.available_kib} kB\n" if path == MACHINE else ""
+        huge = self._huge.meminfo if self._huge else ""
+        return f"MemTotal: {1 << 30} kB\nMemAvailable: {self.available_kib} kB\n{huge}" if path == MACHINE else ""
 
     def _populate(self, go_on: Callable[[int], bool], _start: int, _stop: int | None) -> None:
         while go_on(1) and not self.may_populate.wait(STEP_S):
@@ -99,7 +112,7 @@ class Pools:
 
     def create(self, session: Session, name: str = "decode") -> None:
         """Ask for a pool that ends with the session's instance."""
-        assert self.ask(session, "CREATE_POOL", CreatePool(pool=name, spec=SPEC, lifetime="instance")) is None
+        assert self.ask(session, "CREATE_POOL", CreatePool(pool=name, spec=self._spec, lifetime="instance")) is None
 
     async def reply(self) -> Any:  # noqa: ANN401  the test knows which one
         reply = await asyncio.wait_for(self._replies.get(), WAIT_S)
@@ -218,6 +231,78 @@ async def test_the_end_of_its_instance_stops_a_pool_that_is_being_populated(pool
                 pools.create(successor)
                 break
             await asyncio.sleep(0)
+
+
+# -- memory of reserved huge pages
+
+LARGE: Final = MhaSpec(layers=2, tokens=1 << 15, page_size=16, kv_heads=1, head_dim=32, dtype="float16")
+LARGE_BYTES: Final = total_bytes(manifest_of(LARGE))
+
+
+@contextlib.asynccontextmanager
+async def pools_of_reserved_pages(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
+    """Yield pools whose memory is of them, on a host that has enough of them, and no other memory."""
+    pools = Pools(monkeypatch, max_bytes=LARGE_BYTES, huge=ReservedPages(monkeypatch, free=8), spec=LARGE)
+    pools.available_kib = 0
+    try:
+        yield pools
+    finally:
+        pools.may_populate.set()
+        await asyncio.to_thread(pools.service.close)
+
+
+@pytest.mark.anyio
+async def test_reserved_pages_are_populated_in_any_case_and_count_as_no_other_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pools_of_reserved_pages(monkeypatch) as pools:
+        pools.create(pools.engine("engine"))
+        assert list(pools.registry) == []
+        pools.may_populate.set()
+        assert isinstance(await pools.reply(), PoolCreated)
+        (pool,) = pools.registry
+        assert isinstance(pool.region, HostRegion)
+        assert pool.region.is_reserved
+        assert pool.region.size_bytes == LARGE_BYTES
+
+
+@pytest.mark.anyio
+async def test_a_pool_whose_reserved_pages_are_not_to_be_had_is_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pools_of_reserved_pages(monkeypatch) as pools:
+        refused: list[HostRegion] = []
+
+        def populate(region: HostRegion, _go_on: object, _start: int, _stop: int | None) -> None:
+            refused.append(region)
+            raise OutOfMemoryError("cannot populate byte 0: no reserved huge page is to be had")
+
+        monkeypatch.setattr(HostRegion, "populate", populate)
+        pools.available_kib = 1 << 30
+        with capture_logs() as logs:
+            pools.create(pools.engine("engine"))
+            assert isinstance(await pools.reply(), PoolCreated)
+        (pool,) = pools.registry
+        assert isinstance(pool.region, HostRegion)
+        assert not pool.region.is_reserved
+        assert [(one.is_reserved, one.fd) for one in refused] == [(True, -1)]
+        said = [one for one in logs if one["log_level"] == "warning"]
+        assert len(said) == 1
+        assert "hugetlb.*.max" in said[0]["remedy"]
+        assert "no reserved huge page" in said[0]["cause"]
+
+
+@pytest.mark.anyio
+async def test_a_pool_for_which_there_are_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pools_of_reserved_pages(monkeypatch) as pools:
+
+        def populate(*_: object) -> None:
+            raise OutOfMemoryError("none")
+
+        monkeypatch.setattr(HostRegion, "populate", populate)
+        pools.create(pools.engine("engine"))
+        failed = await pools.reply()
+        assert isinstance(failed, OutOfMemoryError)
+        assert "this host has 0 left" in failed.detail
+        assert list(pools.registry) == []
 
 
 # -- a pool that exists is the one that is asked for, or the answer says in what it is another one

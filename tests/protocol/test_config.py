@@ -197,6 +197,7 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         ('[peers]\nlisten = "ipc:///run/peer.sock"', "peers.listen", "must be tcp://ADDRESS:PORT"),
         ('[peers]\nlisten = "tcp://*:7801"', "peers.listen", "tcp://[fd00::3]:7801"),
         ('[devices]\nopen = ["host"]', "devices.open", "npu:N"),
+        ("[memory]\nnuma_node = 1023", "memory.numa_node", "this host has memory at the nodes 0"),
         ("[network]\ndirect = true", "network.direct", "network.transport"),
         ('[network]\nprotocol = "ascend"', "network.protocol", "network.transport"),
         ('[network]\ntransport = "mooncake"', "network.address", "peers.listen"),

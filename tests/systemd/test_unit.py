@@ -177,6 +177,7 @@ def test_stopping_takes_longer_than_draining() -> None:
 DEPENDING = {
     "runtime_dir",
     "pools.max_bytes",
+    "memory.numa_node",
     "peers.listen",
     "network.address",
     "tiers.host_bytes",

@@ -128,11 +128,12 @@ def _check_readable(config: Path | None) -> None:
 
 
 def _host_checks(host: Host, needs: Needs, daemon: running.Running, *, npu: bool) -> Checks:
-    pool_bytes, tier_bytes = needs.pool_bytes(host), needs.host_tier_bytes(host)
+    pool_bytes, tier_bytes, wanted = needs.pool_bytes(host), needs.host_tier_bytes(host), needs.config.memory
     return {
         "kernel": partial(kernel.check_kernel, host),
         "memory": partial(kernel.check_memory, host, pool_bytes, daemon.pid),
-        "huge pages": partial(kernel.check_huge_pages, host),
+        "huge pages": partial(kernel.check_huge_pages, host, wanted, pool_bytes),
+        "numa of pools": partial(kernel.check_numa, host, wanted, daemon.pid),
         "shared memory": partial(kernel.check_shm, host, npu=npu),
         "memlock": partial(kernel.check_memlock, host, daemon.pid, pool_bytes + tier_bytes, npu=npu),
         "open files": partial(kernel.check_files, host, daemon.pid),

@@ -45,6 +45,7 @@ MAY_RUN: Final = (
     "mount {} from the host",
     "pip install",
     "pip uninstall",
+    "sysctl vm.nr_hugepages={}",
     "systemctl daemon-reload",
     "systemctl restart kvferry@NAME, once",  # and what goes with it
     "systemctl start kvferry@NAME",

@@ -17,6 +17,7 @@ from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.ports import Listener
 from kvferry.clients.cli.doctor.wheels import CUDA_WHEEL, NPU_WHEEL, PLAIN_WHEEL, TorchFound
 from kvferry.pools.copy_kernel import Description
+from kvferry.protocol.config.schema import MemoryConfig
 from tests.clients.cli.doctor.fake_host import (
     GIB_IN_KIB,
     MODERN_KERNEL,
@@ -86,12 +87,33 @@ def memory(bound: str, pool_gib: int, state: str, said: str = "") -> Row:
 LIMITED: Final = "16.0 GiB allowed by /sys/fs/cgroup/kvferry.service/memory.max, 16.0 GiB available"
 
 
-HUGE: Final = "/sys/kernel/mm/hugepages/hugepages-2048kB"
-SOME_HUGE_PAGES: Final = {
-    f"{HUGE}/free_hugepages": "3\n",
-    f"{HUGE}/nr_hugepages": "8\n",
-    "/sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never deny force\n",
-}
+def huge_pages(setting: str, state: str, found: str, fix: str = "", wanted: str = "auto", free: int = 3) -> Row:
+    files = {
+        "/proc/meminfo": f"HugePages_Total: 8\nHugePages_Free: {free + 1}\nHugePages_Rsvd: 1\nHugepagesize: 2048 kB\n",
+        "/sys/kernel/mm/transparent_hugepage/shmem_enabled": setting,
+    }
+    return Row(
+        lambda host: kernel.check_huge_pages(host, MemoryConfig(huge_pages=wanted), 64 << 20),  # type: ignore[arg-type]
+        state,
+        found,
+        fix,
+        files=files,
+    )
+
+
+def numa(
+    state: str | None, found: str, fix: str = "", *, cpus: str = "0-7", nodes: int = 2, wanted: int | None = None
+) -> Row:
+    files = {
+        "/sys/devices/system/node/has_memory": f"0-{nodes - 1}\n" if nodes > 1 else "0\n",
+        "/sys/devices/system/node/node0/cpulist": "0-3,8-11\n",
+        "/sys/devices/system/node/node1/cpulist": "4-7,12-15\n",
+        "/proc/4711/status": f"Name:\tkvferry\nCpus_allowed_list:\t{cpus}\n",
+    }
+    return Row(
+        lambda host: kernel.check_numa(host, MemoryConfig(numa_node=wanted), 4711), state, found, fix, files=files
+    )
+
 
 OF_THE_KERNEL: Final = {
     "a modern kernel": on_kernel(MODERN_KERNEL, "ok"),
@@ -122,13 +144,32 @@ OF_THE_KERNEL: Final = {
     "a container that suffices": memory(str(16 * GIB), 16, "ok", LIMITED),
     "a container that is too small": memory(str(16 * GIB), 17, "warning", LIMITED),
     "memory without /proc": Row(lambda host: kernel.check_memory(host, 0, None), "unknown"),
-    "huge pages": Row(
-        kernel.check_huge_pages,
-        "ok",
-        "3 of 8 reserved 2 MiB pages free; transparent ones for shared memory: advise",
-        files=SOME_HUGE_PAGES,
+    "huge pages that the kernel forms": huge_pages(
+        "always [advise] never", "ok", "advise; 3 of 8 reserved 2 MiB pages free, which pools take only when told to"
     ),
-    "no huge pages": Row(kernel.check_huge_pages, "ok", "no 2 MiB pages; no transparent ones for shared memory"),
+    "huge pages that it does not form": huge_pages(
+        "always advise [never]", "warning", "never", "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    ),
+    "huge pages of a kernel without": huge_pages("", "ok", "this kernel, or container, has no such setting"),
+    "huge pages that nobody wants": huge_pages("[never]", "ok", 'memory.huge_pages = "never"', wanted="never"),
+    "enough reserved pages": huge_pages(
+        "[never]", "ok", "32 of 8 reserved 2 MiB pages free; pools may take 64 MiB", wanted="reserved", free=32
+    ),
+    "a reserved page too few": huge_pages(
+        "[never]", "warning", "31 of 8", "sysctl vm.nr_hugepages=9", wanted="reserved", free=31
+    ),
+    "no reserved pages at all": Row(
+        lambda host: kernel.check_huge_pages(host, MemoryConfig(huge_pages="reserved"), GIB),
+        "warning",
+        "no reserved pages",
+        'memory.huge_pages = "auto"',
+    ),
+    "one NUMA node": numa(None, "", nodes=1),
+    "CPUs of one node": numa("ok", "2 nodes; pools come from node 1, the one of all CPUs of the daemon", cpus="4-6,12"),
+    "CPUs of both nodes": numa("warning", "come from any of them", "set memory.numa_node", cpus="3-4"),
+    "a node by its number": numa("ok", "pools come from node 1 (memory.numa_node)", wanted=1),
+    "a node that is not there": numa("missing", "no node 2", "memory.numa_node = one of 0, 1", wanted=2),
+    "CPUs that cannot be read": numa("unknown", "cannot be read", "run as root", cpus=""),
     "no /dev/shm": Row(lambda host: kernel.check_shm(host, npu=False), "warning", "No such file", "mount -t tmpfs"),
     "no /dev/shm for NPUs": Row(lambda host: kernel.check_shm(host, npu=True), "missing", "No such file"),
     "shared memory": Row(
