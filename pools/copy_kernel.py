@@ -50,7 +50,9 @@ class Kernel(Protocol):
     def new_hash(self) -> HashState:
         """Return the state of a hash, for ``copy_hashed``; one thread at a time may use it."""
 
-    def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: HashState) -> None:
+    def copy_hashed(
+        self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /, *, read_next: bool = False
+    ) -> None:
         """Copy, in order, and hash the sources; a row with destination 0 is hashed alone.
 
         Args:
@@ -58,6 +60,7 @@ class Kernel(Protocol):
             ends: where digests end; what comes after the last one continues with the next call's rows.
             digests: ``(m,)``, filled in.
             state: what a hash has seen so far.
+            read_next: whether the copies are read next, and so had better stay in the caches.
         """
 
 
@@ -77,8 +80,18 @@ class PythonKernel:
         """See ``Kernel``."""
         return xxhash.xxh3_64()
 
-    def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: xxhash.xxh3_64) -> None:
+    def copy_hashed(
+        self,
+        copies: Copies,
+        ends: Ends,
+        digests: Digests,
+        state: xxhash.xxh3_64,
+        /,
+        *,
+        read_next: bool = False,
+    ) -> None:
         """See ``Kernel``."""
+        del read_next  # memmove does as it likes
         first = 0
         for number, end in enumerate(ends.tolist()):
             self._hash(copies[first:end], state)
@@ -171,16 +184,17 @@ def copy(copies: Copies) -> None:
     _KERNEL.copy(copies)
 
 
-def copy_hashed(copies: Copies, ends: Ends, state: HashState = None) -> Digests:
+def copy_hashed(copies: Copies, ends: Ends, state: HashState = None, *, read_next: bool = False) -> Digests:
     """Copy, in order, and return the digest of the sources up to each end; see ``Kernel.copy_hashed``.
 
     Args:
         copies: what to copy; where the destination is 0, a row is only hashed.
         ends: ``(m,)`` int64, row numbers, ascending.
         state: of ``new_hash``, for digests that begin or end in other calls; by default none does.
+        read_next: whether the copies are read next; see ``Kernel.copy_hashed``.
     """
     digests = np.zeros(len(ends), np.uint64)
-    _KERNEL.copy_hashed(copies, ends, digests, _KERNEL.new_hash() if state is None else state)
+    _KERNEL.copy_hashed(copies, ends, digests, _KERNEL.new_hash() if state is None else state, read_next=read_next)
     return digests
 
 

@@ -317,10 +317,11 @@ typedef struct {
 
 static const Way *const PLAIN = &WAYS[WAY_COUNT - 1];
 
-/* Decides how a call copies: what is small stays in the caches, and what is only hashed is copied in no way. */
-static Call begin_call(const Copies *copies, int hashed) {
+/* Decides how a call copies: what is small, or is `read_next`, stays in the caches, and what is only hashed is copied in
+   no way. */
+static Call begin_call(const Copies *copies, int hashed, int read_next) {
     Call call = {total_of(copies), PLAIN, -1, 0};
-    if (call.total.bytes < STREAMED) return call;
+    if (call.total.bytes < STREAMED || read_next) return call;
     int class = class_of(call.total.bytes / call.total.rows, hashed);
     call.way = choose(class);
     if (!hashed || column(copies, 0, 1)) call.class = class;

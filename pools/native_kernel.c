@@ -31,7 +31,7 @@ static PyObject *kernel_copy(PyObject *self, PyObject *argument) {
     CopyList list;
     (void)self;
     if (open_copies(argument, &list) < 0) return NULL;
-    Call call = begin_call(&list.copies, 0);
+    Call call = begin_call(&list.copies, 0, 0);
     if (call.total.bytes >= UNLOCKED) {
         Py_BEGIN_ALLOW_THREADS copy_all(&list.copies, call.way);
         Py_END_ALLOW_THREADS
@@ -66,12 +66,16 @@ static int open_numbers(PyObject *object, Py_buffer *view, int flags, const char
     return -1;
 }
 
-static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments) {
+static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments, PyObject *named) {
+    static char *names[] = {"", "", "", "", "read_next", NULL};
     PyObject *copy_list, *end_list, *digest_list, *capsule;
     CopyList list;
     Py_buffer ends, digests;
+    int read_next = 0;
     (void)self;
-    if (!PyArg_ParseTuple(arguments, "OOOO", &copy_list, &end_list, &digest_list, &capsule)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OOOO|$p", names, &copy_list, &end_list, &digest_list, &capsule,
+                                     &read_next))
+        return NULL;
     void *state = PyCapsule_GetPointer(capsule, STATE);
     if (!state || open_copies(copy_list, &list) < 0) return NULL;
     if (open_numbers(end_list, &ends, 0, "lq", "ends must be (m,) int64") < 0) goto no_ends;
@@ -80,7 +84,7 @@ static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, "there must be as many digests as ends");
         goto failed;
     }
-    Call call = begin_call(&list.copies, 1);
+    Call call = begin_call(&list.copies, 1, read_next);
     size_t count = (size_t)ends.shape[0];
     if (call.total.bytes >= UNLOCKED) {
         Py_BEGIN_ALLOW_THREADS hash_all(&list.copies, call.way, ends.buf, digests.buf, count, state);
@@ -153,7 +157,8 @@ static PyObject *kernel_use(PyObject *self, PyObject *argument) {
 
 static PyMethodDef methods[] = {
     {"copy", kernel_copy, METH_O, "Copy (n, 3) or (n, 6) uint64."},
-    {"copy_hashed", kernel_copy_hashed, METH_VARARGS, "Copy, and fill in the digests of the rows up to each end."},
+    {"copy_hashed", (PyCFunction)(void (*)(void))kernel_copy_hashed, METH_VARARGS | METH_KEYWORDS,
+      "Copy, and fill in the digests of the rows up to each end."},
     {"new_hash", kernel_new_hash, METH_NOARGS, "Return the state of a hash."},
     {"load_hash", kernel_load_hash, METH_O, "Take XXH3-64 from a library; return whether that worked."},
     {"ways", kernel_ways, METH_NOARGS, "Return the ways that this processor has."},

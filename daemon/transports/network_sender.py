@@ -24,7 +24,8 @@ from kvferry.daemon.transports.mooncake import WriteFailedError
 from kvferry.daemon.transports.network_memory import NetworkMemory
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.base import Region
-from kvferry.pools.planning.copies import total_segments
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.planning.copies import gather_hashed, total_segments
 from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.plan import PlanSide, make_side
 from kvferry.protocol.errors import (
@@ -275,7 +276,10 @@ def _may_still_land(error: KvferryError | None) -> bool:
 
 def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
     """On a thread: gather the granted segments into ``buffer``; return their checksum."""
-    sending.memory.gather(sending.sides[grant.segment], grant.first, grant.stop, buffer, copy_kernel.copy)
+    side = sending.sides[grant.segment]
+    if isinstance(sending.memory, HostRegion):
+        return gather_hashed(side, sending.memory.address, grant.first, grant.stop, buffer)
+    sending.memory.gather(side, grant.first, grant.stop, buffer, copy_kernel.copy)
     return copy_kernel.digest((buffer, grant.size_bytes))
 
 

@@ -213,6 +213,16 @@ def gather(
         copy_kernel.copy(_slices(side, first, stop, memory_address, out_address))
 
 
+def gather_hashed(side: PlanSide, memory_address: int, first: int, stop: int, out_address: int) -> int:
+    """Gather as ``gather`` does, and return the XXH3-64 of all of it, in the same pass; it is read next."""
+    if side.sliced.any():
+        copies = _slices(side, first, stop, memory_address, out_address, whole=True)
+    else:
+        parts = [_whole_blocks(one) for one in _rectangles(side, first, stop, memory_address, out_address)]
+        copies = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return int(copy_kernel.copy_hashed(copies, np.array([len(copies)]), read_next=True)[0])
+
+
 def scatter(
     side: PlanSide, memory_address: int, first: int, stop: int, in_address: int, copy: CopyBlocks = copy_kernel.copy
 ) -> None:
@@ -277,12 +287,17 @@ def _rectangles(side: PlanSide, first: int, stop: int, memory_address: int, flat
         first += (entries.stop - entry) * len(ids)
 
 
-def _slices(side: PlanSide, first: int, stop: int, memory_address: int, flat_address: int) -> Copies:
-    """Return the copies of the slices in segments ``[first, stop)``, from the pages to the contiguous memory."""
+def _slices(
+    side: PlanSide, first: int, stop: int, memory_address: int, flat_address: int, *, whole: bool = False
+) -> Copies:
+    """Return the copies of the slices in segments ``[first, stop)``, from the pages to the contiguous memory.
+
+    With ``whole``, those of whole pages too, each a row.
+    """
     entries, pages = np.divmod(np.arange(first, stop), len(side.ids))
     sizes = side.segment_bytes[entries]
     flat = np.cumsum(sizes) - sizes + np.uint64(flat_address)
-    cut = side.sliced[entries]
+    cut = side.sliced[entries] | whole
     entries, pages = entries[cut], pages[cut]
     copies = np.empty((6, len(entries)), np.uint64)
     copies[0] = _slice_starts(side, entries, pages) + np.uint64(memory_address)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from kvferry.pools.planning.copies import (
     copy_vectored,
     cut_copy_chunks,
     gather,
+    gather_hashed,
     scatter,
     segments_that_fit,
     split_blocks,
@@ -185,6 +187,19 @@ def test_copy_chunks_tile_the_segments_and_are_as_full_as_can_be(side: PlanSide,
         assert copy_chunk.size_bytes == sum(segments[copy_chunk.first : copy_chunk.stop]) <= max_bytes
         if copy_chunk.stop < len(segments):
             assert copy_chunk.size_bytes + segments[copy_chunk.stop] > max_bytes
+
+
+@given(sides(), st.data())
+@example(side_of([(2, 3, 4), (1, 4, 5)], 9, cut=True, held=3), None)
+@example(side_of([(2, 3, 4), (1, 1, 7)], 9, cut=False), None)
+def test_what_is_hashed_as_it_is_gathered_is_all_of_it(side: PlanSide, data: st.DataObject | None) -> None:
+    first, stop = data.draw(extents(side)) if data else (0, total_segments(side))
+    memory = np.random.default_rng(0).integers(0, 256, ENTRY_BYTES * len(side.base), np.uint8)
+    expected, found = (np.zeros(bytes_of(side, first, stop), np.uint8) for _ in range(2))
+    gather(side, memory.ctypes.data, first, stop, expected.ctypes.data)
+    digest = gather_hashed(side, memory.ctypes.data, first, stop, found.ctypes.data)
+    assert (found == expected).all()
+    assert digest == xxhash.xxh3_64_intdigest(expected.tobytes())
 
 
 def test_a_segment_that_no_slot_holds_is_refused() -> None:
