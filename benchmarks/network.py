@@ -21,6 +21,7 @@ from kvferry.protocol.errors import ConfigError
 
 PAGE_KIB = (16, 128)
 ONE_BLOCK_TARGETS = {16: Target(4)}
+BIG_BLOCKS_TARGETS = {16: Target(0.75)}
 LAYERS = 16
 HOSTS = ("127.0.0.1", "127.0.0.2")
 CONFIG = """
@@ -77,7 +78,7 @@ def _rows(kib: int, pair: Pair, source_daemon: str, raw: RawMooncake, effort: Ef
             peer=raw.big_blocks,
             peer_is=BIG_BLOCKS,
             rounds=effort.pick(31, 1),
-            target=Target(0.65),
+            target=BIG_BLOCKS_TARGETS.get(kib),
             note="the engine's own speed varies by a factor of two from round to round",
         ),
     ]

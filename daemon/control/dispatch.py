@@ -217,6 +217,7 @@ class Dispatcher:
             answer = Answer(self._refusal(call.body, error))
         if answer is not None:
             self.answer(call.session, call.message_id, answer)
+        self._push_after(call)
 
     def answer_failure(self, call: Call, cause: Exception) -> None:
         """Answer a request that a handler deferred with what was raised since; log what is a bug."""
@@ -238,6 +239,15 @@ class Dispatcher:
         except Exception as cause:  # no memory: the engine may wait for nothing else, so it is tried again
             log.exception("an event could not be sent", session=session.session_id, cause=str(cause))
             asyncio.get_running_loop().call_later(EVENT_AGAIN_S, self._push_again, session)
+
+    def _push_after(self, call: Call) -> None:
+        """Send the events that a request has caused behind its reply; where that is to come, in a later turn."""
+        if not call.session.unsent:
+            return
+        if call.message_id < 0 or call.session.is_pending(call.message_id):
+            asyncio.get_running_loop().call_soon(self._push_again, call.session)
+        else:
+            self.push_events(call.session)
 
     def _push_again(self, session: Session) -> None:
         if not session.ended:
@@ -298,6 +308,7 @@ class Dispatcher:
         call = Call(request.message_id, session, request.body, ids, self._deadline_s(request.deadline_ms))
         if session.begin(call.message_id):
             self._run(call, size_bytes)
+            self._push_after(call)
             return
         reply = session.reply_to(call.message_id)
         if reply is not None and session.identity is not None:

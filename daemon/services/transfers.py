@@ -364,8 +364,8 @@ class TransferService:
     def execute(self, asking: Session | None = None) -> None:
         """Execute the state machine's effects in order; effects that these cause are executed after them.
 
-        Their events leave at once, but those of ``asking``, a session that has a request in hand, in the loop's next
-        turn: they never overtake its reply.
+        Their events leave at once, but those of ``asking``, the session whose request this is: the dispatcher sends
+        them after its reply, which they never overtake.
         """
         if self._executing:
             return
@@ -377,9 +377,7 @@ class TransferService:
         finally:
             self._executing = False
             for session in notified.values():
-                if session is asking:
-                    self._loop.call_soon(self._dispatcher.push_events, session)
-                else:
+                if session is not asking:
                     self._dispatcher.push_events(session)
             self._set_timer()
             if any(True for _ in self._state_machine.endpoints):

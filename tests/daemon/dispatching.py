@@ -44,13 +44,15 @@ class Dispatching:
         self.calls: list[Call] = []
         self.deferred: list[Call] = []
         self.accepts = True
+        self.more: list[bool] = []
+        self.on_deferred: Callable[[], object] = lambda: None
         self.on_call: Callable[[Call], object] = lambda _call: None
 
     def send(self, identity: bytes, frames: Frames, *, more: bool = False) -> bool:
         """Take a message to a client, if its queue has room."""
-        del more
         self.said.set()
         if self.accepts:
+            self.more.append(more)
             self.sent.append((identity, *decode_from_daemon([bytes(one) for one in frames])))
         return self.accepts
 
@@ -64,6 +66,7 @@ class Dispatching:
     def deferred_call(self, call: Call) -> None:
         """Answer later."""
         self.deferred.append(call)
+        self.on_deferred()
 
     def answer(self, number: int, pool: str = "a") -> None:
         """Answer a request that was deferred."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvferry.daemon.control.dispatch import Answer, Call
@@ -215,6 +217,31 @@ def test_events_are_pushed_once_to_each_peer_until_they_are_acknowledged(daemon:
     assert seen == [EventAcknowledged(daemon.session, settled(number)) for number in (1, 2)]
     push(daemon, 3)
     assert cursors(daemon.messages)[-1] == 3
+
+
+async def next_turn() -> None:
+    """Return once what was due in the loop's next turn is done."""
+    await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+
+
+@pytest.mark.anyio
+async def test_what_a_request_causes_follows_its_reply_and_leaves_with_it(daemon: Dispatching) -> None:
+    daemon.on_call = lambda _call: [daemon.session.add_event(settled(number)) for number in (1, 2)]
+    sent = daemon.take(ALLOCATE)
+    assert [type(one) for one in sent] == [Reply, Event, Event]
+    assert daemon.more == [False, True, False], "the events in one write"
+
+
+@pytest.mark.anyio
+async def test_what_a_deferred_request_causes_does_not_wait_for_its_reply(daemon: Dispatching) -> None:
+    daemon.take(ALLOCATE)
+    daemon.session.add_event(settled(1))
+    assert daemon.take(DELETE, number=2) == [daemon.messages[-1]], "what was there before comes first"
+    daemon.on_deferred = lambda: daemon.session.add_event(settled(2))
+    assert daemon.take(DELETE, number=3) == []
+    await next_turn()
+    assert cursors(daemon.messages) == [1, 2]
+    daemon.dispatcher.forget_session(daemon.session)
 
 
 def test_a_full_queue_keeps_events_for_later_in_order(daemon: Dispatching) -> None:
