@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.daemon.control.dispatch import Answer, Call
+from kvferry.daemon.control.dispatch import TOGETHER_BYTES, Answer, Call
 from kvferry.daemon.control.hub import EventAcknowledged
 from kvferry.protocol.base import Busy
 from kvferry.protocol.codec import encode
 from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Event, Reply, Request
 from kvferry.protocol.errors import KvferryError, OverloadedError, PoolFullError
-from kvferry.protocol.events import Settled
+from kvferry.protocol.events import Finished, Settled, Together
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocated, PoolDeleted
-from kvferry.protocol.session_messages import Ping, Pong
+from kvferry.protocol.session_messages import Hello, Ping, Pong
 from tests.daemon.dispatching import ALLOCATE, BOOT, DEALER, DELETE, Dispatching, error_of
 
 LIMITS = Limits(max_requests_per_session=4, default_deadline_ms=10)
@@ -215,6 +215,32 @@ def test_events_are_pushed_once_to_each_peer_until_they_are_acknowledged(daemon:
     assert seen == [EventAcknowledged(daemon.session, settled(number)) for number in (1, 2)]
     push(daemon, 3)
     assert cursors(daemon.messages)[-1] == 3
+
+
+def test_events_go_together_to_who_reads_them_so(daemon: Dispatching) -> None:
+    daemon.dispatcher.handle_open("HELLO", lambda _body, _identity: Pong())
+    hello = Hello(protocol_min=2, protocol_max=2, events_together=True)
+    push(daemon, 1, 2)
+    daemon.take(hello, number=1)
+    assert cursors(daemon.messages) == [1, 2], "what came before"
+    push(daemon, 3, 4, 5)
+    (together,) = daemon.messages[3:]
+    assert isinstance(together, Event)
+    assert (together.cursor, together.body) == (5, Together(events=tuple(settled(number) for number in (3, 4, 5))))
+    push(daemon, 6)
+    assert daemon.messages[-1] == Event(6, BOOT, settled(6)), "one goes by itself"
+    again = daemon.take(ALLOCATE, number=2, identity=b"another connection", acknowledged=3)
+    assert cursors(again) == [4, 5, 6], "which has not said that it reads them"
+
+
+def test_events_with_large_payloads_go_by_themselves(daemon: Dispatching) -> None:
+    daemon.dispatcher.handle_open("HELLO", lambda _body, _identity: Pong())
+    daemon.take(Hello(protocol_min=2, protocol_max=2, events_together=True))
+    for size_bytes in (10, TOGETHER_BYTES, 10, 20):
+        body = Finished(request_id="f" * 32, pool="decode", direction="receive", payload=bytes(size_bytes))
+        daemon.session.add_event(body)
+    daemon.dispatcher.push_events(daemon.session)
+    assert cursors(daemon.messages) == [1, 2, 4]
 
 
 def test_a_full_queue_keeps_events_for_later_in_order(daemon: Dispatching) -> None:
