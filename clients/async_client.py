@@ -199,7 +199,10 @@ class AsyncClient(AsyncRequests):
         super()._hear(news)
         if not isinstance(news, ReplyArrived):
             self._news.set()
-        elif (arrived := self._waiting.get(news.message_id)) is not None and not arrived.done():
+
+    def _replied(self, reply: ReplyArrived) -> None:
+        super()._replied(reply)
+        if (arrived := self._waiting.get(reply.message_id)) is not None and not arrived.done():
             arrived.set_result(None)
 
     def _session_readable(self) -> None:

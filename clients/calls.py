@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Generic, NamedTuple, TypeVar, cast
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN
-from kvferry.protocol.pool_messages import Allocate, Free, Freed, ListOwned
+from kvferry.protocol.pool_messages import Allocate, Allocated, Free, Freed, ListOwned
 from kvferry.protocol.session_messages import Hello, Welcome
 from kvferry.protocol.session_stream import SessionOpen
 from kvferry.protocol.tier_messages import HASH_BYTES
@@ -49,13 +51,19 @@ def asked(
     Raises:
         InvalidFieldError: a field is invalid; names the argument.
     """
+    return Call(checked(body, names), ids, _reading(body.reply))
+
+
+@functools.cache
+def _reading(kind: type[ReplyT]) -> Callable[[ReplyArrived], ReplyT]:
+    """Return what reads replies of a type as they are."""
 
     def read(reply: ReplyArrived) -> ReplyT:
-        if not isinstance(reply.body, body.reply):
-            raise MalformedError(f"the daemon answered with {type(reply.body).__name__}, not {body.reply.__name__}")
-        return cast("ReplyT", reply.body)
+        if not isinstance(reply.body, kind):
+            raise MalformedError(f"the daemon answered with {type(reply.body).__name__}, not {kind.__name__}")
+        return reply.body
 
-    return Call(checked(body, names), ids, read)
+    return read
 
 
 class Pages(NamedTuple):
@@ -115,17 +123,17 @@ def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[tuple[
     if isinstance(lists, Pages):
         raise InvalidFieldError("one Pages, where a list of them is wanted: give [pages(ids)]", field="lists")
     every = sequence(lists, "Pages", "lists")
-    given: Sequence[object] = every
-    for number, one in enumerate(given):
-        field = f"lists[{number}]"
+    for number, one in enumerate(every):
         if not isinstance(one, Pages):
-            raise InvalidFieldError(f"{shown(one)} is no Pages: give [pages(ids)], one a component", field=field)
+            raise InvalidFieldError(
+                f"{shown(one)} is no Pages: give [pages(ids)], one a component", field=f"lists[{number}]"
+            )
         if with_ids and len(one.ids) != one.head.pages:
             raise InvalidFieldError(
                 f"{one.head.pages} pages without ids: pages_wanted is for receive(into='host'), here give pages(ids)",
-                field=field,
+                field=f"lists[{number}]",
             )
-    return tuple(one.head for one in every), [one.ids for one in every]
+    return tuple([one.head for one in every]), [one.ids for one in every]
 
 
 def joined(hashes: Sequence[bytes]) -> bytes:
@@ -145,7 +153,8 @@ def joined(hashes: Sequence[bytes]) -> bytes:
 
 def hello(client: str) -> Call[Welcome]:
     """Agree on the protocol version."""
-    return asked(Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=client), {"client": "name"})
+    body = Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=client, events_together=True)
+    return asked(body, {"client": "name"})
 
 
 def session_open(name: str, instance: str = "", *, keep: bool = False, resume: bytes = b"") -> SessionOpen:
@@ -168,13 +177,24 @@ def session_open(name: str, instance: str = "", *, keep: bool = False, resume: b
 
 def allocate(pool: str, count: int, space: str) -> Call[PageIds]:
     """Take pages."""
-    asking = asked(Allocate(pool=pool, count=count, space=space))
+    return Call(checked(Allocate(pool=pool, count=count, space=space)), (), _allocated)
 
-    def read(reply: ReplyArrived) -> PageIds:
-        asking.read(reply)
-        return reply.ids[0].copy()  # the received bytes are read-only
 
-    return Call(asking.body, (), read)
+def _allocated(reply: ReplyArrived) -> PageIds:
+    _reading(Allocated)(reply)
+    return reply.ids[0].copy()  # the received bytes are read-only
+
+
+def allocate_each(pool: str, counts: Sequence[int], space: str) -> Call[list[PageIds]]:
+    """Take pages for several requests of an engine by one ALLOCATE: so many for each, all of them or none."""
+    each = [whole(one, f"counts[{number}]") for number, one in enumerate(sequence(counts, "numbers", "counts"))]
+    ends = list(itertools.accumulate(each))
+    body = checked(Allocate(pool=pool, count=ends[-1] if ends else 0, space=space), {"count": "counts"})
+
+    def read(reply: ReplyArrived) -> list[PageIds]:
+        return np.split(_allocated(reply), ends[:-1])
+
+    return Call(body, (), read)
 
 
 def free(pool: str, ids: npt.ArrayLike, space: str, after: DeviceEvent | None) -> Call[Freed]:

@@ -23,7 +23,7 @@ import zmq
 from kvferry.clients import Client, KvferryError, TierOperation
 from kvferry.clients.calls import Call
 from kvferry.clients.connection import Reconnected
-from kvferry.clients.submissions import PendingReply
+from kvferry.clients.submissions import Batch, PendingReply
 from kvferry.protocol.errors import (
     DaemonLostError,
     DeadlineError,
@@ -121,6 +121,7 @@ class Engine:
         self._has_news = False
         self._must_renew = False
         """Whether the daemon that came back has not a pool that can be made again: by a session of its own."""
+        self._step: Batch | None = None
         self._pools: list[Returning] = []
         self._unsaid: deque[Word] = deque(maxlen=MOST_UNSAID)
         self._unanswered: list[tuple[Word, PendingReply[Any]]] = []
@@ -142,12 +143,45 @@ class Engine:
             PoolLostError: it came back without this engine's memory.
         """
         with self._lock:
-            if self.lost is not None:
-                raise self.lost
-            if self._client is None:
-                assert self._away is not None
-                raise self._away
-            yield self._client
+            client = self._there()
+            self._send_step()
+            yield client
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[Batch]:
+        """Lend what collects requests of one step, which go to the daemon in one message.
+
+        That is sent when this engine is next polled, waited for or asked for its client, whichever comes first; so it
+        is for who polls next, as schedulers do at the end of a step.
+
+        Raises:
+            DaemonLostError, SessionLostError, PoolLostError: as ``client``.
+        """
+        with self._lock:
+            client = self._there()
+            if self._step is None:
+                self._step = client.batched()
+            yield self._step
+
+    def flush(self) -> None:
+        """Send what ``step`` has collected, where the model is to compute before anybody polls."""
+        with self._lock:
+            self._send_step()
+
+    def _there(self) -> Client:
+        if self.lost is not None:
+            raise self.lost
+        if self._client is None:
+            assert self._away is not None
+            raise self._away
+        return self._client
+
+    def _send_step(self) -> None:
+        """Send what was collected; where it cannot be, each of it is refused."""
+        step, self._step = self._step, None
+        if step is not None:
+            with contextlib.suppress(KvferryError), step:
+                pass
 
     @property
     def is_away(self) -> bool:
@@ -197,6 +231,7 @@ class Engine:
         if self.lost is not None:
             raise self.lost
         with self._lock:
+            self._send_step()
             self._say_all()
             self._take()
 
@@ -207,6 +242,7 @@ class Engine:
         """
         ends_at = time.monotonic() + timeout_s
         with self._lock:
+            self._send_step()
             while self._client is not None and not self._has_news:
                 left_s = ends_at - time.monotonic()
                 if left_s <= 0.0 or _is_readable(others, self._client.sockets, left_s):
@@ -261,7 +297,7 @@ class Engine:
         logger.error("kvferry: the daemon is away: %s", error)
         self._away = error if isinstance(error, DaemonLostError | SessionLostError) else DaemonLostError(error.detail)
         self._client.close()
-        self._client = None
+        self._client = self._step = None
         self._unsaid.extend(word for word, _ in self._unanswered)
         self._unanswered.clear()
         self._awaited.clear()
@@ -280,6 +316,7 @@ class Engine:
                 self._look_for_daemon()
             elif self._lock.acquire(blocking=False):
                 try:
+                    self._send_step()
                     self._say_all()
                     self._take()
                 finally:
@@ -295,11 +332,13 @@ class Engine:
                 self._awaited.remove((pending, then))
                 with contextlib.suppress(KvferryError):
                     then(client.wait(pending))
-            while self._unsaid and len(self._unanswered) < MOST_UNANSWERED:
-                word = self._unsaid[0]
-                if word.is_for(client.boot_id):
-                    self._unanswered.append((word, client.begin(word.call, deadline_s=SAY_S)))
-                self._unsaid.popleft()
+            if self._unsaid and len(self._unanswered) < MOST_UNANSWERED:
+                with client.batched() as step:
+                    while self._unsaid and len(self._unanswered) < MOST_UNANSWERED:
+                        word = self._unsaid[0]
+                        if word.is_for(client.boot_id):
+                            self._unanswered.append((word, step.begin(word.call, deadline_s=SAY_S)))
+                        self._unsaid.popleft()
             now_s = time.monotonic()
             for one in [one for one in self._unanswered if one[1].ends_at <= now_s or client.is_ready(one[1])]:
                 self._unanswered.remove(one)

@@ -68,7 +68,7 @@ class ExclusiveUse:
         """
         if os.getpid() != self._pid:
             check_process(self._pid)
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):  # noqa: FBT003  by name it costs twice as much
             if self._closing:
                 raise ClientClosedError("the client is being closed")
             raise ConcurrentUseError(_both(threading.get_ident(), self._user))

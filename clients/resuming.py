@@ -30,7 +30,7 @@ from kvferry.clients.submissions import Submissions
 from kvferry.clients.tables import Tables
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import ErrorReply, ReplyBody
-from kvferry.protocol.client_core import BatchAnswered, Ended, News, Outgoing, ReplyArrived, stale
+from kvferry.protocol.client_core import Ended, Outgoing, ReplyArrived, stale
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DaemonLostError, KvferryError, OverloadedError, PoolLostError, UnknownPoolError
 from kvferry.protocol.held_pages import HeldPages
@@ -487,10 +487,10 @@ class Resuming(Submissions):
                 return  # the loss of the socket is about to be found
             self._transmit(self._core.sent(outgoing, time.monotonic(), connected=True))
 
-    def _hear(self, news: News | BatchAnswered) -> None:
-        super()._hear(news)
-        if self._steps is not None and isinstance(news, ReplyArrived) and news.message_id == self._asked:
-            self._advance(self._replies.pop(news.message_id))
+    def _replied(self, reply: ReplyArrived) -> None:
+        super()._replied(reply)
+        if self._steps is not None and reply.message_id == self._asked:
+            self._advance(self._replies.pop(reply.message_id))
 
 
 def _answer(call: Call[Any] | Registration) -> Generator[Call[Any] | Registration, ReplyArrived | None, ReplyArrived]:

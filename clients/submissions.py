@@ -29,13 +29,14 @@ from kvferry.protocol.client_core import (
     BatchAnswered,
     ClientCore,
     News,
+    OperationChanged,
     OtherDaemon,
     Outgoing,
     ReplyArrived,
     TierOperation,
     Transfer,
     TransferChanged,
-    Unclaimed,
+    size_bytes,
     unclaimed_pages,
 )
 from kvferry.protocol.codec import PageIds
@@ -423,7 +424,8 @@ class Submitting(ABC):
 class Batch(Submitting):
     """What ``client.batched()`` returns: it has the calls of the client that send and return at once, and ``free``.
 
-    Nothing is sent before the ``with`` block ends; where that raises, what was begun in it is refused as CANCELLED.
+    Nothing is sent before the ``with`` block ends; where that raises, what was begun in it is refused as CANCELLED, and
+    where it cannot be sent, by the reason.
     """
 
     def __init__(
@@ -432,6 +434,7 @@ class Batch(Submitting):
         use: AbstractContextManager[None],
         limits: Limits,
         *,
+        joined: bool,
         deadline: Callable[[float | None], tuple[float, int]],
         send: Callable[[Outgoing], None],
         refuse: Callable[[Sequence[Outgoing], KvferryError], None],
@@ -441,7 +444,9 @@ class Batch(Submitting):
         self._core = core
         self._use = use
         self._limits = limits
+        self._joined = joined
         self._deadline_of = deadline
+        self._default_deadline = deadline(None)
         self._send = send
         self._refuse = refuse
         self._lost_pools = lost_pools
@@ -464,9 +469,24 @@ class Batch(Submitting):
         if error is not None:
             self._refuse(self._requests, CancelledError(f"never sent: its batch ended with {error!r}"))
             return
-        with self._use:
-            for part in self._parts():
-                self._send(self._core.batch(part))
+        unsent = [*self._requests]
+        try:
+            with self._use:
+                for part in self._parts():
+                    self._send(self._core.batch(part, joined=self._joined))
+                    del unsent[: len(part)]
+        except KvferryError as failure:
+            self._refuse(unsent, failure)
+            raise
+
+    def allocate(
+        self, pool: str, counts: Sequence[int], space: str = MAIN, *, deadline_s: float | None = None
+    ) -> PendingReply[list[PageIds]]:
+        """Take pages for several requests of the engine at once, ``counts`` for each: all of them or none.
+
+        ``client.wait`` takes the reply: for each count its pages, ``(count,)`` int64.
+        """
+        return self.begin(calls.allocate_each(pool, counts, space), deadline_s=deadline_s)
 
     def free(
         self,
@@ -477,10 +497,24 @@ class Batch(Submitting):
         after: DeviceEvent | None = None,
         deadline_s: float | None = None,
     ) -> PendingReply[Freed]:
-        """Give pages back, as ``client.free`` does; ``client.wait`` takes the reply."""
+        """Give pages back, as ``client.free`` does; ``client.wait`` takes the reply.
+
+        One call for all that a step gives back costs less than one a request: it is all of them or none.
+        """
         return self.begin(calls.free(pool, ids, space, after), deadline_s=deadline_s)
 
     def _put(self, outgoing: Outgoing) -> None:
+        if self._ended or not outgoing.request.body.in_batch:
+            self._check(outgoing)
+        self._requests.append(outgoing)
+
+    def _check(self, outgoing: Outgoing) -> None:
+        """Refuse a request that cannot go with this batch.
+
+        Raises:
+            MisuseError: the batch was sent.
+            InvalidFieldError: the request cannot be in one.
+        """
         try:
             if self._ended:
                 raise MisuseError("this batch was sent: begin another one by client.batched()")
@@ -488,24 +522,27 @@ class Batch(Submitting):
         except KvferryError as error:
             self._refuse([outgoing], error)
             raise
-        self._requests.append(outgoing)
 
     def _deadline(self, deadline_s: float | None) -> tuple[float, int]:
-        return self._deadline_of(deadline_s)
+        return self._default_deadline if deadline_s is None else self._deadline_of(deadline_s)
 
     def _parts(self) -> list[list[Outgoing]]:
         """Return the requests as many to a message as the daemon takes."""
+        limits = self._limits
+        most_bytes = min(limits.max_message_bytes, limits.max_frame_bytes) - ENVELOPE_BYTES
+        if self._joined and 0 < len(self._requests) <= MAX_BATCH and size_bytes(self._requests) <= most_bytes:
+            return [self._requests]
         parts: list[list[Outgoing]] = []
         frames_left = bytes_left = 0
         for one in self._requests:
-            frames, size_bytes = len(one.ids), one.size_bytes
-            if not parts or len(parts[-1]) >= MAX_BATCH or frames > frames_left or size_bytes > bytes_left:
+            frames, its_bytes = 0 if self._joined else len(one.ids), size_bytes((one,))
+            if not parts or len(parts[-1]) >= MAX_BATCH or frames > frames_left or its_bytes > bytes_left:
                 parts.append([])
-                frames_left = self._limits.max_frames - 1
-                bytes_left = min(self._limits.max_message_bytes, self._limits.max_frame_bytes) - ENVELOPE_BYTES
+                frames_left = limits.max_frames - 1
+                bytes_left = most_bytes
             parts[-1].append(one)
             frames_left -= frames
-            bytes_left -= size_bytes
+            bytes_left -= its_bytes
         return parts
 
 
@@ -565,6 +602,7 @@ class Submissions(Submitting, OfOneProcess):
             self._core,
             self._use,
             self._limits(),
+            joined=self.welcome is not None and "batch.joined" in self.welcome.features,
             deadline=self._deadline,
             send=self._put,
             refuse=lambda requests, error: self._hear(self._core.refuse(requests, error)),
@@ -594,7 +632,7 @@ class Submissions(Submitting, OfOneProcess):
         """Give a reply up; pages that it brings, now or later, go back."""
         self._core.forget(pending.message_id)
         reply = self._replies.pop(pending.message_id, None)
-        unclaimed = reply and unclaimed_pages(pending.call.body, reply.body, reply.ids)
+        unclaimed = None if reply is None else unclaimed_pages(pending.call.body, reply.body, reply.ids)
         if unclaimed is not None:
             self._put(self._core.give_back(unclaimed))
 
@@ -653,16 +691,20 @@ class Submissions(Submitting, OfOneProcess):
 
     def _hear(self, news: News | BatchAnswered) -> None:
         """Take what a message from the daemon means: keep a reply for ``wait``, a change for ``poll``."""
-        if isinstance(news, BatchAnswered):
-            for one in news.news:
-                self._hear(one)
-        elif isinstance(news, ReplyArrived):
-            self._replies[news.message_id] = news
-        elif isinstance(news, OtherDaemon):
-            self._other_daemon(news.boot_id)
-        elif isinstance(news, Unclaimed):
-            self._put(self._core.give_back(news))
-        else:
-            self._changed[news.transfer if isinstance(news, TransferChanged) else news.operation] = None
-            if len(self._changed) > CHANGES_KEPT:
-                del self._changed[next(iter(self._changed))]
+        for one in news.news if isinstance(news, BatchAnswered) else (news,):
+            if isinstance(one, TransferChanged):
+                self._changed[one.transfer] = None
+            elif isinstance(one, ReplyArrived):
+                self._replied(one)
+            elif isinstance(one, OperationChanged):
+                self._changed[one.operation] = None
+            elif isinstance(one, OtherDaemon):
+                self._other_daemon(one.boot_id)
+            else:
+                self._put(self._core.give_back(one))
+        while len(self._changed) > CHANGES_KEPT:
+            del self._changed[next(iter(self._changed))]
+
+    def _replied(self, reply: ReplyArrived) -> None:
+        """Keep a reply for ``wait``."""
+        self._replies[reply.message_id] = reply

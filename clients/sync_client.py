@@ -24,6 +24,9 @@ from kvferry.protocol.client_core import Outgoing
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, MisuseError
 
 NOBLOCK = int(zmq.NOBLOCK)  # an enum costs a microsecond at every use
+AT_ONCE = 64
+"""Messages that are taken before the other sockets are looked at again."""
+
 CLOSED = "the client was closed while this call waited"
 
 
@@ -123,7 +126,7 @@ class Client(SyncRequests):
     def _take_changes(self, timeout_s: float) -> None:
         ends_at = time.monotonic() + timeout_s
         while self._take(0.0 if self._changed else max(0.0, ends_at - time.monotonic())):
-            pass
+            self._take_all()
 
     def _transmit(self, outgoing: Outgoing) -> None:
         self._socket.send_multipart(outgoing.frames, NOBLOCK)
@@ -145,6 +148,18 @@ class Client(SyncRequests):
         if news is not None:
             self._hear(news)
         return True
+
+    def _take_all(self) -> None:
+        """Take what else the control socket has, without asking each time whether there is more on any socket."""
+        try:
+            for _ in range(AT_ONCE):
+                if self._loss is not None:
+                    return
+                news = self._core.feed(self._socket.recv_multipart(NOBLOCK))
+                if news is not None:
+                    self._hear(news)
+        except zmq.Again:
+            pass
 
     def _look_at(self, descriptor: int) -> None:
         """Read from another socket than the control socket."""

@@ -34,6 +34,10 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_def
         """Return the length of each page list that follows as a frame, in frame order; () if none follows."""
         return ()
 
+    def are_lists_joined(self) -> bool:
+        """Return whether one frame has the ids of all lists, one list after another; else each list has its own."""
+        return False
+
     def frame_field(self, number: int) -> str:  # noqa: ARG002  a body of bodies says which of them it is
         """Return the field to name where a frame is wrong."""
         return "pages"
@@ -127,13 +131,30 @@ def unpack_ids(frame: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(frame) // INT64_BYTES}q", frame))
 
 
-def check_frames(body: Body, frames: Sequence[bytes]) -> None:
-    """Check that the frames are the page lists that the body announces.
+def list_frames(body: Body, frames: Sequence[bytes]) -> Sequence[bytes]:
+    """Return the frames that follow a body as one for each page list, cutting one that has all lists into copies.
 
     Raises:
-        MalformedError: the number of frames, or the length of one, is wrong.
+        MalformedError: they are not those that the body announces.
     """
     counts = body.page_counts()
+    if not (counts and body.are_lists_joined()):
+        _check_frames(body, counts, frames)
+        return frames
+    _check_frames(body, (sum(counts),), frames)
+    (whole,), found, at = frames, [], 0
+    for count in counts:
+        found.append(whole[at : at + count * INT64_BYTES])
+        at += count * INT64_BYTES
+    return found
+
+
+def _check_frames(body: Body, counts: Sequence[int], frames: Sequence[bytes]) -> None:
+    """Check that the frames have so many ids each.
+
+    Raises:
+        MalformedError: their number, or the length of one, is wrong.
+    """
     if len(counts) != len(frames):
         field = body.frame_field(min(len(counts), len(frames)))
         raise MalformedError(f"{len(frames)} id frames for {len(counts)} page lists", field=field)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from operator import itemgetter
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
 from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody, RequestBody
-from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, encoded_bytes
+from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, encoded_bytes, split
 from kvferry.protocol.envelope import Batch, Batched, Event, Request
 from kvferry.protocol.errors import (
     DaemonLostError,
@@ -26,12 +28,12 @@ from kvferry.protocol.errors import (
     StaleBootError,
     raised,
 )
-from kvferry.protocol.events import Finished, Matched, OperationKind, Settled, TierDone
+from kvferry.protocol.events import Finished, OperationKind, Settled, SingleEvent, TierDone, Together
 from kvferry.protocol.held_pages import HeldPages
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated, Free, Freed, PoolAttached, PoolCreated
 from kvferry.protocol.tier_messages import Load, Offload, Offloading, OperationStarted, Restore, Store
-from kvferry.protocol.transfer_messages import Accepted, Receive, Send
+from kvferry.protocol.transfer_messages import Accepted, Direction, Receive, Send
 
 MAX_CUTS: Final = 3
 """How often a connection may break under a request before it is given up: it may be what breaks it."""
@@ -40,7 +42,7 @@ MAX_CUTS: Final = 3
 class TransferKey(NamedTuple):
     """The key of an endpoint of a transfer within a session."""
 
-    direction: Literal["send", "receive"]
+    direction: Direction
     request_id: str
     pool: str
 
@@ -115,7 +117,7 @@ class Transfer:
         return self.finished
 
 
-class Outgoing(NamedTuple):
+class Outgoing(msgspec.Struct, frozen=True):
     """A request to send, alone or in a batch."""
 
     request: Request
@@ -131,13 +133,14 @@ class Outgoing(NamedTuple):
         """Return its frames."""
         return encode(self.request, self.ids)
 
-    @property
-    def size_bytes(self) -> int:
-        """Return the bytes that its body and page lists add to a message."""
-        return encoded_bytes(self.request.body) + sum(one.nbytes for one in self.ids)
+
+def size_bytes(requests: Sequence[Outgoing]) -> int:
+    """Return the bytes that the bodies and page lists of requests add to a message."""
+    ids = sum([one.nbytes for request in requests for one in request.ids])
+    return encoded_bytes([request.request.body for request in requests]) + ids
 
 
-class ReplyArrived(NamedTuple):
+class ReplyArrived(msgspec.Struct, frozen=True):
     """A reply to ``message_id``: a body and its page lists, or why it was refused."""
 
     message_id: int
@@ -146,13 +149,13 @@ class ReplyArrived(NamedTuple):
     error: KvferryError | None
 
 
-class TransferChanged(NamedTuple):
+class TransferChanged(msgspec.Struct, frozen=True):
     """A transfer was accepted, refused, finished or settled."""
 
     transfer: Transfer
 
 
-class OperationChanged(NamedTuple):
+class OperationChanged(msgspec.Struct, frozen=True):
     """An operation was accepted, refused, or is done."""
 
     operation: TierOperation
@@ -172,11 +175,14 @@ class OtherDaemon(NamedTuple):
     boot_id: BootId
 
 
+Result: TypeAlias = tuple[Outgoing, Body, tuple[PageIds, ...]]
+"""A request that was sent, its reply, and the reply's page lists."""
+
 News: TypeAlias = ReplyArrived | TransferChanged | OperationChanged | Unclaimed | OtherDaemon
 
 
-class BatchAnswered(NamedTuple):
-    """What the results of a BATCH mean, in the order of its requests."""
+class BatchAnswered(msgspec.Struct, frozen=True):
+    """What the results of a BATCH mean, in the order of its requests, or events that came together in theirs."""
 
     news: tuple[News, ...]
 
@@ -240,7 +246,7 @@ class ClientCore:
         self._ids = itertools.count(last_message + 1)
         self._pending: dict[int, Transfer | TierOperation | _Nobody | None] = {}
         self._operations: dict[int, TierOperation] = {}
-        self._transfers: dict[TransferKey, Transfer] = {}
+        self._transfers: dict[tuple[Direction, str, str], Transfer] = {}  # by ``TransferKey``, or what is equal to one
         self._seen_cursor = 0
         self._batches: dict[int, tuple[Outgoing, ...]] = {}
         self._sent: dict[int, Sent] = {}
@@ -268,14 +274,18 @@ class ClientCore:
         self._pending[message_id] = None
         return Outgoing(self._envelope(message_id, body, deadline_ms), tuple(ids))
 
-    def batch(self, requests: Sequence[Outgoing]) -> Outgoing:
-        """Return one message with several requests that were not sent yet; its reply contains theirs."""
+    def batch(self, requests: Sequence[Outgoing], *, joined: bool = False) -> Outgoing:
+        """Return one message with several requests that were not sent yet; its reply contains theirs.
+
+        ``joined``: with all page lists in one frame, which a daemon reads that has the feature ``batch.joined``.
+        """
         message_id = next(self._ids)
         self._batches[message_id] = tuple(requests)
         deadlines_ms = tuple(one.request.deadline_ms for one in requests)
         body = Batch(
             requests=tuple(one.request.body for one in requests),
             deadlines_ms=deadlines_ms if any(deadlines_ms) else (),
+            joined=joined,
         )
         return Outgoing(self._envelope(message_id, body, 0), tuple(ids for one in requests for ids in one.ids))
 
@@ -345,7 +355,9 @@ class ClientCore:
         sent = self._sent.pop(message_id, None)
         if message_id in self._batches:
             return self._batch_answered(self._batches.pop(message_id), body, incoming.ids)
-        return self._answered(message_id, body, incoming.ids, sent.outgoing if sent else None)
+        if sent is None:
+            return self._answered(message_id, body, incoming.ids, None)
+        return next(iter(self._results([(sent.outgoing, body, incoming.ids)]).news), None)
 
     def _from_another(self, boot_id: BootId, message_id: int) -> OtherDaemon:
         """Keep a request that ZeroMQ gave to the next daemon, which has done nothing of it."""
@@ -499,43 +511,42 @@ class ClientCore:
         if isinstance(body, ErrorReply | Busy):
             news = self._results([(one, body, ()) for one in requests])
         elif isinstance(body, Batched) and len(body.results) == len(requests):
-            rest = iter(ids)
-            its = [tuple(itertools.islice(rest, len(one.page_counts()))) for one in body.results]
-            news = self._results(list(zip(requests, body.results, its, strict=True)))
+            news = self._results(list(zip(requests, body.results, split(body.results, ids), strict=True)))
         else:
             raise MalformedError(f"the daemon answered a batch of {len(requests)} with {type(body).__name__}")
         if not self._batches:
             self._early.clear()
         return news
 
-    def _results(self, results: Sequence[tuple[Outgoing, ReplyBody, tuple[PageIds, ...]]]) -> BatchAnswered:
-        found = [self._answered(one.message_id, body, ids, one) for one, body, ids in results]
-        return BatchAnswered(tuple(one for one in found if one is not None))
+    def _results(self, results: Sequence[Result]) -> BatchAnswered:
+        if self.held is not None:
+            _keep_books(self.held, results, self._pending)
+        found = [self._answered(one.request.message_id, body, ids, one) for one, body, ids in results]
+        return BatchAnswered(tuple([one for one in found if one is not None]))
 
     def _answered(self, message_id: int, body: Body, ids: tuple[PageIds, ...], request: Outgoing | None) -> News | None:
-        if message_id not in self._pending:
-            return unclaimed_pages(request.request.body if request else None, body, ids)
-        waiting = self._pending.pop(message_id)
-        if self.held is not None and request is not None:
-            _keep_books(self.held, request, body, ids)
+        waiting = self._pending.pop(message_id, _GIVEN_UP)
+        if waiting is None:
+            return ReplyArrived(message_id, body, ids, _refusal(body))
+        if isinstance(waiting, Transfer):
+            return self._transfer_answered(waiting, body)
         if waiting is NOBODY:
             return None
-        reply = _read_reply(message_id, body, ids)
-        if waiting is None:
-            return reply
-        if isinstance(waiting, TierOperation):
-            return self._operation_answered(waiting, reply)
-        return self._transfer_answered(waiting, reply)
+        if waiting is _GIVEN_UP:
+            return unclaimed_pages(request.request.body if request else None, body, ids)
+        assert isinstance(waiting, TierOperation), waiting
+        return self._operation_answered(waiting, body)
 
-    def _operation_answered(self, operation: TierOperation, reply: ReplyArrived) -> OperationChanged:
-        if reply.error is not None:
-            operation.refused = reply.error
+    def _operation_answered(self, operation: TierOperation, body: Body) -> OperationChanged:
+        error = _refusal(body)
+        if error is not None:
+            operation.refused = error
             self._movers.pop(operation, None)
-        elif isinstance(reply.body, Offloading | OperationStarted):
-            operation.number = reply.body.operation
+        elif isinstance(body, _STARTED):
+            operation.number = body.operation
             self._operations[operation.number] = operation
-            if isinstance(reply.body, Offloading):
-                operation.snapshot = reply.body.snapshot
+            if isinstance(body, Offloading):
+                operation.snapshot = body.snapshot
             early = self._early.pop(operation.number, None)
             if early is not None:
                 del self._operations[operation.number]
@@ -552,23 +563,30 @@ class ClientCore:
             self.held.gave_lists(body.pool, body.lists, its)
         self.held.took_lists(body.pool, done.lists, ids)
 
-    def _transfer_answered(self, transfer: Transfer, reply: ReplyArrived) -> TransferChanged:
-        if reply.error is not None:
-            reply.error.request_id = transfer.key.request_id  # BUSY does not carry it
-            transfer.refused = transfer.refused or reply.error
+    def _transfer_answered(self, transfer: Transfer, body: Body) -> TransferChanged:
+        if isinstance(body, Accepted):
+            transfer.accepted = body
+            transfer.matched = max(transfer.matched, body.matched)
+            self._transfers[transfer.key] = transfer
+        elif (error := _refusal(body)) is not None:
+            error.request_id = transfer.key.request_id  # BUSY does not carry it
+            transfer.refused = transfer.refused or error
             if transfer.is_settled and self._transfers.get(transfer.key) is transfer:
                 del self._transfers[transfer.key]
-        elif isinstance(reply.body, Accepted):
-            transfer.accepted = reply.body
-            transfer.matched = max(transfer.matched, reply.body.matched)
-            self._transfers[transfer.key] = transfer
         return TransferChanged(transfer)
 
-    def _event(self, event: Event, ids: tuple[PageIds, ...]) -> TransferChanged | OperationChanged | None:
+    def _event(self, event: Event, ids: tuple[PageIds, ...]) -> News | BatchAnswered | None:
         if event.cursor <= self._seen_cursor or event.boot_id != self.boot_id:
             return None
-        self._seen_cursor = event.cursor
-        body = event.body
+        body, seen, self._seen_cursor = event.body, self._seen_cursor, event.cursor
+        if not isinstance(body, Together):
+            return self._happened(body, ids)
+        known = max(0, seen + len(body.events) - event.cursor)  # of these, where they were sent again
+        its = split(body.events, ids)
+        found = [self._happened(one, its[at]) for at, one in enumerate(body.events) if at >= known]
+        return BatchAnswered(tuple([one for one in found if one is not None]))
+
+    def _happened(self, body: SingleEvent, ids: tuple[PageIds, ...]) -> TransferChanged | OperationChanged | None:
         if isinstance(body, TierDone):
             operation = self._operations.pop(body.operation, None)
             if operation is None:
@@ -577,38 +595,55 @@ class ClientCore:
                 return None
             self._operation_ended(operation, body, ids)
             return OperationChanged(operation)
-        transfer = self._transfers.get(TransferKey(body.direction, body.request_id, body.pool))
+        key = body.direction, body.request_id, body.pool
+        transfer = self._transfers.get(key)
         if transfer is None:
             return None
-        if isinstance(body, Matched):
-            transfer.matched = max(transfer.matched, body.matched)
-            return TransferChanged(transfer) if transfer.wakes_on_match else None
         if isinstance(body, Finished):
             transfer.finished = body
-        else:
+        elif isinstance(body, Settled):
             transfer.settled = body
-            self._transfers.pop(transfer.key, None)
+            del self._transfers[key]
+        else:
+            transfer.matched = max(transfer.matched, body.matched)
+            return TransferChanged(transfer) if transfer.wakes_on_match else None
         return TransferChanged(transfer)
 
 
 class _Nobody(enum.Enum):
-    """Who waits for the reply to a request that the library sends by itself."""
+    """Who waits for the reply to a request that the library sends by itself, or for one that was given up."""
 
     NOBODY = 0
+    GIVEN_UP = 1
 
 
 NOBODY: Final = _Nobody.NOBODY
+_GIVEN_UP: Final = _Nobody.GIVEN_UP
 
 
-def _keep_books(held: HeldPages, request: Outgoing, body: Body, ids: tuple[PageIds, ...]) -> None:
-    """Take note of the pages that a reply gives, or takes."""
-    asked = request.request.body
-    if isinstance(body, Allocated) and isinstance(asked, Allocate):
-        held.took(asked.pool, asked.space, ids[0])
-    elif isinstance(body, Freed) and isinstance(asked, Free):
-        held.gave(asked.pool, asked.space, request.ids[0])
-    elif isinstance(body, PoolCreated | PoolAttached):
-        held.learn(body.pool, body.manifest)
+_OF_PAGES: Final = frozenset({Allocated, Freed, PoolCreated, PoolAttached})
+_STARTED: Final = (Offloading, OperationStarted)
+
+
+def _keep_books(held: HeldPages, results: Sequence[Result], pending: Container[int]) -> None:
+    """Take note of the pages that replies give, or take; of those in a row that do the same, at once.
+
+    ``pending``: the requests that were not given up.
+    """
+    moves = []
+    for request, body, ids in results:
+        if type(body) not in _OF_PAGES or request.request.message_id not in pending:
+            continue
+        asked = request.request.body
+        if isinstance(body, Allocated) and isinstance(asked, Allocate):
+            moves.append((held.took, asked.pool, asked.space, ids[0]))
+        elif isinstance(body, Freed) and isinstance(asked, Free):
+            moves.append((held.gave, asked.pool, asked.space, request.ids[0]))
+        elif isinstance(body, PoolCreated | PoolAttached):
+            held.learn(body.pool, body.manifest)
+    for (note, pool, space), its in itertools.groupby(moves, itemgetter(0, 1, 2)):
+        lists = [one[3] for one in its]
+        note(pool, space, lists[0] if len(lists) == 1 else np.concatenate(lists))
 
 
 def unclaimed_pages(asked: Body | None, body: Body, ids: tuple[PageIds, ...]) -> Unclaimed | None:
@@ -647,13 +682,13 @@ def _broken() -> DaemonLostError:
     return error
 
 
-def _read_reply(message_id: int, body: Body, ids: tuple[PageIds, ...]) -> ReplyArrived:
-    error = None
+def _refusal(body: Body) -> KvferryError | None:
+    """Return why a request was refused; None: it was not."""
     if isinstance(body, ErrorReply):
-        error = raised(body.error)
-    elif isinstance(body, Busy):
-        error = OverloadedError(f"{body.detail}; try again after {body.retry_after_ms} ms").after(body.retry_after_ms)
-    return ReplyArrived(message_id, body, ids, error)
+        return raised(body.error)
+    if isinstance(body, Busy):
+        return OverloadedError(f"{body.detail}; try again after {body.retry_after_ms} ms").after(body.retry_after_ms)
+    return None
 
 
 # -- an operation as the client sees it: from the request to TIER_DONE.

@@ -1,8 +1,8 @@
 """Encoding and decoding of messages; decode errors of any kind become typed errors.
 
 A message is ``[envelope, ids…]``: one msgpack frame, then one raw little-endian int64 frame for each page list that
-the body announces. Decoding checks the number and the length of the frames; page ids are read-only views of the
-received bytes, never copied.
+the body announces, or one for all of them. Decoding checks the number and the length of the frames; page ids are
+read-only views of the received bytes, never copied but for those of a frame that has all lists.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.protocol.base import Body, check_frames
+from kvferry.protocol.base import Body, list_frames
 from kvferry.protocol.envelope import REQUEST_TYPES, BodyHead, Event, FromDaemon, Reply, Request, RequestHead
 from kvferry.protocol.errors import CallerError, KvferryError, MalformedError, UnknownTypeError, invalid_field
 
@@ -55,8 +55,8 @@ class UnreadableRequest(NamedTuple):
     error: CallerError
 
 
-def encoded_bytes(body: Body) -> int:
-    """Return the size of a body as it travels, without its page lists."""
+def encoded_bytes(body: Body | Sequence[Body]) -> int:
+    """Return the size of a body, or of several, as they travel, without their page lists."""
     return len(_encoder.encode(body))
 
 
@@ -101,8 +101,10 @@ def with_page_lists(head: bytes, body: Body, ids: Sequence[PageIds]) -> Frames:
     counts = body.page_counts()
     if not ids and not counts:
         return frames
-    if tuple(len(one) for one in ids) != counts:
+    if tuple([len(one) for one in ids]) != counts:
         raise ValueError(f"{type(body).__name__} announces {counts} page ids")
+    if body.are_lists_joined():
+        ids = (np.concatenate(ids),)
     frames.extend(np.ascontiguousarray(one, WIRE_IDS).data.cast("B") for one in ids)
     return frames
 
@@ -113,8 +115,19 @@ def page_lists(body: Body, frames: Sequence[bytes]) -> tuple[PageIds, ...]:
     Raises:
         MalformedError: they are not those that the body announces.
     """
-    check_frames(body, frames)
-    return tuple(np.frombuffer(frame, WIRE_IDS) for frame in frames)
+    return tuple(np.frombuffer(frame, WIRE_IDS) for frame in list_frames(body, frames))
+
+
+def split(bodies: Sequence[Body], ids: Sequence[PageIds]) -> list[tuple[PageIds, ...]]:
+    """Return each body's page lists; ``ids``: those of all, one after another."""
+    if not ids:
+        return [()] * len(bodies)
+    found, at = [], 0
+    for one in bodies:
+        count = len(one.page_counts())
+        found.append(tuple(ids[at : at + count]) if count else ())
+        at += count
+    return found
 
 
 def _explain(envelope: bytes, cause: BaseException) -> UnreadableRequest:

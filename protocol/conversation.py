@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody, RequestBody, check_frames
+from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody, RequestBody, list_frames
 from kvferry.protocol.errors import KvferryError, MalformedError, OverloadedError, raised
 from kvferry.protocol.ids import NO_BOOT
 
@@ -86,6 +86,8 @@ class Conversation:
         self._last_message += 1
         self._replies[self._last_message] = body.reply
         envelope = _Request(self._last_message, self.boot_id, self._secret, deadline_ms, 0, body)
+        if frames and body.are_lists_joined():
+            frames = (b"".join(frames),)
         return self._last_message, [_encoder.encode(envelope), *frames]
 
     def feed(self, frames: Sequence[bytes]) -> Arrived | None:
@@ -102,15 +104,15 @@ class Conversation:
             raise MalformedError(f"the daemon's message cannot be decoded: {cause}") from cause
         if body is None:
             return None
-        check_frames(body, frames[1:])
+        lists = tuple(list_frames(body, frames[1:]))
         if not self.boot_id:
             self.boot_id = message.boot_id
         if isinstance(message, _Reply):
-            return Arrived(message.message_id, body, tuple(frames[1:]))
+            return Arrived(message.message_id, body, lists)
         if message.cursor <= self._last_cursor or message.boot_id != self.boot_id:
             return None
         self._last_cursor = message.cursor
-        return Arrived(EVENT, body, tuple(frames[1:]))
+        return Arrived(EVENT, body, lists)
 
     def _reply_types(self, message_id: int) -> Any:  # noqa: ANN401  a union of types
         kind = self._replies.pop(message_id, None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, Union
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.base import AnsweredBy, Busy, ErrorReply, ReplyBody, RequestBody
+from kvferry.protocol.base import AnsweredBy, Body, Busy, ErrorReply, ReplyBody, RequestBody
 from kvferry.protocol.events import EventBody
 from kvferry.protocol.requests import BATCH, REQUESTS, request_type, tag_of
 
@@ -49,10 +49,16 @@ class Batched(ReplyBody, frozen=True, kw_only=True, tag="BATCHED"):
     """
 
     results: Annotated[tuple[BatchedResult, ...], Meta(max_length=MAX_BATCH)]
+    joined: bool = False
+    """As in BATCH."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the lengths of all results' lists."""
-        return tuple(count for one in self.results for count in one.page_counts())
+        return _counts(self.results)
+
+    def are_lists_joined(self) -> bool:
+        """Return ``joined``."""
+        return self.joined
 
 
 class Batch(AnsweredBy[Batched], frozen=True, kw_only=True, tag="BATCH"):
@@ -67,19 +73,30 @@ class Batch(AnsweredBy[Batched], frozen=True, kw_only=True, tag="BATCH"):
     requests: Annotated[tuple[BatchedRequest, ...], Meta(min_length=1, max_length=MAX_BATCH)]
     deadlines_ms: Annotated[tuple[DeadlineMs, ...], Meta(max_length=MAX_BATCH)] = ()
     """Of each request, 0 for the message's own; empty: that of the message for all."""
+    joined: bool = False
+    """Whether the ids of all lists travel in one frame, one list after another; so do those of the reply. A frame costs
+    more than the few ids of a list."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the lengths of all requests' lists."""
-        return tuple(count for one in self.requests for count in one.page_counts())
+        return _counts(self.requests)
+
+    def are_lists_joined(self) -> bool:
+        """Return ``joined``."""
+        return self.joined
 
     def frame_field(self, number: int) -> str:
         """Return the request whose frame that is."""
-        for at, one in enumerate(self.requests):
+        for at, one in enumerate(() if self.joined else self.requests):
             frames = len(one.page_counts())
             if number < frames:
                 return f"requests[{at}].{one.frame_field(number)}"
             number -= frames
         return "requests"
+
+
+def _counts(bodies: Sequence[Body]) -> tuple[int, ...]:
+    return tuple([count for one in bodies for count in one.page_counts()])
 
 
 _ALL: Final[tuple[type[RequestBody], ...]] = (*_ALONE, Batch)

@@ -1,8 +1,13 @@
-"""What the daemon sends by itself: MATCHED, FINISHED and SETTLED of each endpoint, TIER_DONE of each operation."""
+"""What the daemon sends by itself: MATCHED, FINISHED and SETTLED of each endpoint, TIER_DONE of each operation.
+
+Those that happen at once go in one message, EVENTS, to clients that say in HELLO that they read it.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageList
 from kvferry.protocol.errors import ErrorInfo
@@ -86,7 +91,26 @@ class TierDone(Body, frozen=True, kw_only=True, tag="TIER_DONE"):
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
-        return tuple(one.pages for one in self.lists)
+        return tuple([one.pages for one in self.lists])
 
 
-EventBody = Matched | Finished | Settled | TierDone
+SingleEvent = Matched | Finished | Settled | TierDone
+
+MAX_TOGETHER: Final = 256
+"""Events of one EVENTS."""
+
+
+class Together(Body, frozen=True, kw_only=True, tag="EVENTS"):
+    """Events in their order, and the frames of their page lists; the envelope's ``cursor`` is that of the last one.
+
+    The cursors of the others are those before it, without a gap. Sent only where HELLO has said ``events_together``.
+    """
+
+    events: Annotated[tuple[SingleEvent, ...], Meta(min_length=1, max_length=MAX_TOGETHER)]
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return the lengths of all events' lists."""
+        return tuple([count for one in self.events for count in one.page_counts()])
+
+
+EventBody = SingleEvent | Together

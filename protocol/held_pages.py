@@ -77,8 +77,8 @@ class HeldPages:
     def gave(self, pool: str, space: str, ids: PageIds) -> None:
         """Take note of pages that went back."""
         mask = self._masks.get((pool, space))
-        if mask is not None:
-            mask[ids[ids < len(mask)]] = False
+        if mask is not None and len(ids):
+            mask[ids if ids.max() < len(mask) else ids[ids < len(mask)]] = False
 
     def took_lists(self, pool: str, heads: Sequence[PageList], ids: Sequence[PageIds]) -> None:
         """Take note of pages of components that were given to us."""

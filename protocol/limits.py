@@ -89,6 +89,8 @@ FEATURES = (
     "pools.owned",
     "verify",
     "transfers.checksums",
+    "batch.joined",
+    "events.together",
 )
 """The features of this version of kvferry, by stable names; clients ignore unknown names."""
 

@@ -28,6 +28,8 @@ class Hello(AnsweredBy[Welcome], frozen=True, kw_only=True, tag="HELLO"):
     protocol_min: int
     protocol_max: int
     client: ClientName = ""
+    events_together: bool = False
+    """Whether this client reads EVENTS; else each event comes by itself."""
 
 
 class Pong(ReplyBody, frozen=True, kw_only=True, tag="PONG"):

@@ -41,7 +41,7 @@ class Offload(AnsweredBy[Offloading], frozen=True, kw_only=True, tag="OFFLOAD"):
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
-        return tuple(one.pages for one in self.lists)
+        return tuple([one.pages for one in self.lists])
 
 
 class OperationStarted(ReplyBody, frozen=True, kw_only=True, tag="OPERATION_STARTED"):
@@ -72,7 +72,7 @@ class Restore(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="REST
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
-        return tuple(one.pages for one in self.lists)
+        return tuple([one.pages for one in self.lists])
 
 
 class SnapshotDropped(ReplyBody, frozen=True, kw_only=True, tag="SNAPSHOT_DROPPED"):

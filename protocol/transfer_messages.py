@@ -79,7 +79,7 @@ class Receive(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="RECEIVE"):
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length; empty for the host tier, for which no ids follow."""
-        return tuple(one.pages for one in self.lists) if self.into == "pages" else ()
+        return tuple([one.pages for one in self.lists]) if self.into == "pages" else ()
 
 
 class Send(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="SEND"):
@@ -109,7 +109,7 @@ class Send(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="SEND"):
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
-        return tuple(one.pages for one in self.lists)
+        return tuple([one.pages for one in self.lists])
 
 
 class Cancelled(ReplyBody, frozen=True, kw_only=True, tag="CANCELLED"):

@@ -5,6 +5,9 @@ decode has pages (SGLang's back-pressure); each chunk is a SEND; the last one ha
 logprobs, hidden states) as its payload. Decode's receiver says RECEIVE for the pages that it lacks. SGLang uses pages
 again as soon as it is told of the end, so Success and Failed are told when the transfer has settled.
 
+What senders and receivers begin in a step of the scheduler goes to the daemon in one message: SGLang polls them all
+after it has begun what it begins, and the first one that is polled sends it. A chunk that others follow goes at once.
+
 All methods are called by the scheduler's thread, but ``_handle_node_failure``, which SGLang's heartbeat thread calls.
 """
 
@@ -428,11 +431,11 @@ class KvferryKVSender(_Half, CommonKVSender):
         mgr = self.kv_mgr
         try:
             row = metadata_row(mgr.kv_args, self.aux_index) if is_last else b""
-            with mgr.pool.engine.client() as client:
+            with mgr.pool.engine.step() as step:
                 if self._transfer is not None and self._transfer.is_finished:
                     return  # ``poll`` says why; another SEND would be a second try, which nobody waits for
                 self._generation = mgr.pool.engine.generation
-                self._transfer = client.send(
+                self._transfer = step.send(
                     mgr.pool.name,
                     mgr.request_id(self.bootstrap_room),
                     lists,
@@ -440,6 +443,8 @@ class KvferryKVSender(_Half, CommonKVSender):
                     payload=row,
                     deadline_s=LONGEST_S,  # SGLang bounds how long decode may take to come, and decode all the rest
                 )
+            if lists and not is_last:
+                mgr.pool.engine.flush()  # the model computes the next chunk before anybody polls
         except KvferryError as error:
             self._fail(str(error))
 
@@ -509,9 +514,9 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         if self._transfer is not None or self._source is None or self._is_failed():
             return
         try:
-            with mgr.pool.engine.client() as client:
+            with mgr.pool.engine.step() as step:
                 self._generation = mgr.pool.engine.generation
-                self._transfer = client.receive(
+                self._transfer = step.receive(
                     mgr.pool.name,
                     mgr.request_id(self.bootstrap_room),
                     self._lists,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -13,7 +13,7 @@ from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.kept_bytes import SMALL_BYTES as SMALL_MESSAGE_BYTES
 from kvferry.daemon.control.kept_bytes import KeptBytes
 from kvferry.daemon.control.metrics import Counters, about
-from kvferry.daemon.control.sessions import Session, SessionRegistry
+from kvferry.daemon.control.sessions import PendingEvent, Session, SessionRegistry
 from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody
 from kvferry.protocol.codec import (
@@ -36,12 +36,17 @@ from kvferry.protocol.errors import (
     StaleBootError,
     TooLargeError,
 )
+from kvferry.protocol.events import MAX_TOGETHER, Together
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
+from kvferry.protocol.session_messages import Hello
 
 EVENT_AGAIN_S: Final = 0.05
 SMALL_BYTES: Final = 1024
 """A result of up to this size is never left out: the client must learn what its request did."""
+
+TOGETHER_BYTES: Final = 1 << 16
+"""Payloads and page lists of events that go in one message; what has more goes alone."""
 
 BodyT = TypeVar("BodyT", bound=Body)
 log = structlog.get_logger(__name__)
@@ -89,9 +94,12 @@ class OpenBatch:
         places: the index of each request's result, by the number under which the request runs.
     """
 
-    def __init__(self, session: Session, message_id: int, count: int, max_bytes: int, kept: KeptBytes) -> None:
+    def __init__(
+        self, session: Session, message_id: int, count: int, max_bytes: int, kept: KeptBytes, *, joined: bool = False
+    ) -> None:
         self.session = session
         self.message_id = message_id
+        self._joined = joined
         self.places: dict[int, int] = {}
         self._max_bytes = max_bytes
         self._kept = kept
@@ -126,7 +134,8 @@ class OpenBatch:
     def reply(self) -> tuple[Batched, tuple[PageIds, ...]]:
         """Return the reply and its page lists."""
         results = tuple(body for body, _ in self._results)
-        return Batched(results=results), tuple(one for _, ids in self._results for one in ids)
+        ids = tuple([one for _, its in self._results for one in its])
+        return Batched(results=results, joined=self._joined), ids
 
 
 class Dispatcher:
@@ -231,11 +240,12 @@ class Dispatcher:
         """Send the session's unsent events, as many as its queue takes; the others follow with its next request."""
         try:
             while session.unsent and session.identity is not None:
-                event = session.unsent[0]
-                frames = encode(Event(event.cursor, self._boot_id, event.body), event.ids)
-                if not self._send(session.identity, frames, more=len(session.unsent) > 1):
+                events = _together(session)
+                more = len(session.unsent) > len(events)
+                if not self._send(session.identity, self._event_frames(events), more=more):
                     return
-                session.unsent.popleft()
+                for _ in events:
+                    session.unsent.popleft()
         except Exception as cause:  # no memory: the engine may wait for nothing else, so it is tried again
             log.exception("an event could not be sent", session=session.session_id, cause=str(cause))
             asyncio.get_running_loop().call_later(EVENT_AGAIN_S, self._push_again, session)
@@ -248,6 +258,14 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._push_again, call.session)
         else:
             self.push_events(call.session)
+
+    def _event_frames(self, events: Sequence[PendingEvent]) -> Frames:
+        """Return the message that tells of these events."""
+        last = events[-1]
+        if len(events) == 1:
+            return encode(Event(last.cursor, self._boot_id, last.body), last.ids)
+        body = Together(events=tuple([one.body for one in events]))
+        return encode(Event(last.cursor, self._boot_id, body), [ids for one in events for ids in one.ids])
 
     def _push_again(self, session: Session) -> None:
         if not session.ended:
@@ -279,6 +297,8 @@ class Dispatcher:
         if session is not None:
             self._update_session(session, identity, request)
         kind = type(request.body)
+        if session is not None and isinstance(request.body, Hello):
+            session.reads_together = request.body.events_together
         open_handler = self._open_handlers.get(kind)
         if open_handler is not None:
             self._send(identity, encode(Reply(request.message_id, self._boot_id, open_handler(request.body, identity))))
@@ -348,7 +368,14 @@ class Dispatcher:
             self._deadline_s(one, f"deadlines_ms[{at}]") if one else call.deadline_s
             for at, one in enumerate(deadlines_ms)
         ]
-        batch = OpenBatch(call.session, call.message_id, len(body.requests), self._limits.max_message_bytes, self.kept)
+        batch = OpenBatch(
+            call.session,
+            call.message_id,
+            len(body.requests),
+            self._limits.max_message_bytes,
+            self.kept,
+            joined=body.joined,
+        )
         ids = iter(call.ids)
         for at, (request, deadline_s) in enumerate(zip(body.requests, deadlines_s, strict=True)):
             its = tuple(itertools.islice(ids, len(request.page_counts())))
@@ -404,6 +431,20 @@ def _error_body(error: KvferryError) -> ErrorReply | Busy:
     if isinstance(error, OverloadedError):
         return Busy(retry_after_ms=error.retry_after_ms, detail=error.detail)
     return ErrorReply(error=error.info())
+
+
+def _together(session: Session) -> list[PendingEvent]:
+    """Return the next of a session's unsent events, of which there are some: as many as go in one message."""
+    if not session.reads_together:
+        return [session.unsent[0]]
+    found: list[PendingEvent] = []
+    size_bytes = 0
+    for one in itertools.islice(session.unsent, MAX_TOGETHER):
+        size_bytes += len(getattr(one.body, "payload", b"")) + sum(ids.nbytes for ids in one.ids)
+        if found and size_bytes > TOGETHER_BYTES:
+            break
+        found.append(one)
+    return found
 
 
 def _late(call: Call) -> DeadlineError:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvferry.daemon.control.sessions import Session
 from kvferry.pools.pool import Pool
-from kvferry.protocol.events import EventBody
+from kvferry.protocol.events import SingleEvent
 
 
 class SessionBegan(NamedTuple):
@@ -38,7 +38,7 @@ class EventAcknowledged(NamedTuple):
     """An engine has acknowledged an event of its session."""
 
     session: Session
-    body: EventBody
+    body: SingleEvent
 
 
 class PoolRemoved(NamedTuple):

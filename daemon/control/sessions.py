@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from kvferry.pools.index_file import SessionRecord
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import RETRY_LATER_MS, InvalidFieldError, OverloadedError, ReplyGoneError
-from kvferry.protocol.events import EventBody
+from kvferry.protocol.events import SingleEvent
 from kvferry.protocol.ids import new_secret
 from kvferry.protocol.limits import Limits
 
@@ -39,7 +39,7 @@ class PendingEvent(NamedTuple):
     """An event that the session has not acknowledged."""
 
     cursor: int
-    body: EventBody
+    body: SingleEvent
     ids: tuple[PageIds, ...] = ()
 
 
@@ -53,6 +53,7 @@ class Session:
         turn: how often it was resumed.
         ended: whether it has been removed from the registry.
         last_message: the highest number of its requests so far.
+        reads_together: whether who is answered now reads several events in one message.
         reply_bytes: of the large replies that are kept.
     """
 
@@ -74,6 +75,7 @@ class Session:
         self.keep = False
         self.ended = False
         self.last_message = 0
+        self.reads_together = False
         self.name = name
         self.peer = peer
         self.secret = secret or new_secret()
@@ -191,7 +193,7 @@ class Session:
             raise self._gone(message_id)
         return reply
 
-    def add_event(self, body: EventBody, ids: tuple[PageIds, ...] = ()) -> None:
+    def add_event(self, body: SingleEvent, ids: tuple[PageIds, ...] = ()) -> None:
         """Queue an event with its page lists; it is kept until it is acknowledged."""
         event = PendingEvent(self._next_cursor, body, ids)
         self._next_cursor += 1
@@ -209,6 +211,7 @@ class Session:
         """Send replies and events to this ZeroMQ identity; a new one gets all unacknowledged events again."""
         if identity != self.identity:
             self.identity = identity
+            self.reads_together = False
             self.unsent = deque(self.unacknowledged)
 
     def resumed_by(self, peer: Peer, *, keep: bool) -> None:

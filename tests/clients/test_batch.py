@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
-from kvferry.clients.calls import Call
+from kvferry.clients.calls import Call, asked, joined
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.envelope import MAX_BATCH
-from kvferry.protocol.errors import CancelledError, InvalidFieldError, MisuseError, NotOwnerError, PageOutOfRangeError
+from kvferry.protocol.errors import (
+    CancelledError,
+    InvalidFieldError,
+    MisuseError,
+    NotOwnerError,
+    PageOutOfRangeError,
+    PoolFullError,
+)
 from kvferry.protocol.pool_messages import AttachPool
 from kvferry.protocol.session_messages import OpenEvents, Ping
+from kvferry.protocol.tier_messages import Lookup
 from tests.clients.tier_pools import MODEL, SPEC, Filled, hashes
+from tests.daemons import DaemonProcess
 
 SMALL = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 
@@ -135,7 +145,18 @@ def test_more_than_one_message_takes(client: Client, name: str) -> None:
     assert requests_of(client) == before + 3
 
 
-def test_more_page_lists_than_one_message_takes(client: Client, name: str) -> None:
+@pytest.mark.parametrize(("features", "messages"), [(("batch.joined",), 1), ((), 2)], ids=["one frame", "older daemon"])
+def test_more_page_lists_than_there_may_be_frames(
+    daemon: DaemonProcess, name: str, features: tuple[str, ...], messages: int
+) -> None:
+    with Client.connect(daemon.runtime_dir, name="engine") as client:
+        assert client.welcome is not None
+        client.welcome = msgspec.structs.replace(client.welcome, features=features)
+        receive_many_lists(client, name, messages)
+
+
+def receive_many_lists(client: Client, name: str, messages: int) -> None:
+    """Name more page lists in a step than a message has frames; check how many messages it takes."""
     client.create_pool(name, msgspec.structs.replace(SMALL, tokens=8192))
     ids = client.allocate(name, 20 * 64).reshape(20, 64)
     before = requests_of(client)
@@ -147,4 +168,44 @@ def test_more_page_lists_than_one_message_takes(client: Client, name: str) -> No
     while any(one.state == "sent" for one in begun):
         client.poll(1.0)
     assert {one.state for one in begun} == {"open"}
-    assert requests_of(client) == before + 3, "two, and the one that asks"
+    assert requests_of(client) == before + messages + 1, "and the one that asks"
+
+
+def test_a_step_of_64_requests_is_one_message(client: Client, name: str) -> None:
+    client.create_pool(name, SMALL, model=MODEL)
+    sources, targets = client.allocate(name, 26).reshape(2, 13)
+    before, ids = requests_of(client), [new_request_id() for _ in sources]
+    with client.batched() as step:
+        taken = [step.begin(calls.allocate(name, 1, "main")) for _ in sources]
+        sent = [step.send(name, one, [pages([page])], first_token=page) for one, page in zip(ids, sources, strict=True)]
+        received = [step.receive(name, one, [pages([page])]) for one, page in zip(ids, targets, strict=True)]
+        freed = [step.free(name, [page]) for page in targets]
+        found = [step.begin(asked(Lookup(pool=name, hashes=joined(hashes(2)), pin=False))) for _ in range(11)]
+        bad = step.send(name, new_request_id(), [pages([1 << 20])])
+    for one, page in zip(received, sources, strict=True):
+        assert client.wait_finished(one).first_token == page
+    for transfer in (*sent, *received):
+        client.wait_settled(transfer)
+    assert [len(client.wait(one)) for one in taken] == [1] * 13
+    given_back = [client.wait(one) for one in freed]
+    assert [one.freed + one.deferred for one in given_back] == [1] * 13
+    assert [client.wait(one).blocks for one in found] == [0] * 11
+    assert isinstance(bad.error, PageOutOfRangeError), "its own, and nobody else's"
+    assert requests_of(client) == before + 2, "the batch, and the one that asks"
+
+
+def test_pages_of_several_requests_are_taken_at_once_or_not_at_all(client: Client, name: str) -> None:
+    free = client.create_pool(name, SPEC, model=MODEL).manifest.pages - 1
+    with client.batched() as step:
+        taken = step.allocate(name, [3, 0, 2])
+        too_many = step.allocate(name, [1, free])
+    assert [len(one) for one in client.wait(taken)] == [3, 0, 2]
+    with pytest.raises(PoolFullError):
+        client.wait(too_many)
+    assert len(client.allocate(name, free - 5)) == free - 5
+    with client.batched() as step:
+        wrong: list[Any] = [[], [-1], 3, ["x"]]
+        for counts in wrong:
+            with pytest.raises(InvalidFieldError) as refused:
+                step.allocate(name, counts)
+            assert refused.value.field.startswith("counts")

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import pytest
 
-from kvferry.clients import Client, MhaSpec, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.clients.calls import Call, asked
 from kvferry.clients.engine import Engine, Word
-from kvferry.protocol.errors import PeerCancelledError
+from kvferry.protocol.errors import CancelledError, ClientClosedError, PageOutOfRangeError, PeerCancelledError
 from kvferry.protocol.session_messages import Status, StatusReport
 from kvferry.protocol.tier_messages import CancelOperation, Unpin
 from kvferry.protocol.transfer_messages import Abandon, Cancel
@@ -43,6 +43,65 @@ def test_many_words_at_once(engine: Engine) -> None:
     for one in waiting:
         engine.say(asked(Cancel(request_id=one.key.request_id, pool="kv", direction="receive", wait=False)))
     assert soon(lambda: all(one.is_settled for one in waiting))
+
+
+def settled_at(engine: Engine, transfers: list[Transfer]) -> bool:
+    """Take what has arrived, and return whether all of these have settled."""
+    engine.poll()
+    return all(one.is_settled for one in transfers)
+
+
+def messages(engine: Engine) -> int:
+    """Return how many messages the daemon has taken, this one too."""
+    with engine.client() as client:
+        return client.status().counters["messages.received"]
+
+
+def test_words_and_what_a_step_collects_go_in_a_message_each(engine: Engine) -> None:
+    with engine.client() as client:
+        client.create_pool("kv", SPEC)
+        ids = client.allocate("kv", 64).reshape(32, 2)
+    before, request_ids = messages(engine), [new_request_id() for _ in ids]
+    transfers: list[Transfer] = []
+    for one, (source, target) in zip(request_ids, ids, strict=True):  # as objects of an adapter do, one by one
+        with engine.step() as step:
+            transfers += [step.send("kv", one, [pages([source])]), step.receive("kv", one, [pages([target])])]
+    assert {one.state for one in transfers} == {"sent"}
+    engine.poll()
+    assert soon(lambda: settled_at(engine, transfers))
+    assert {one.error for one in transfers} == {None}
+    assert messages(engine) == before + 2
+    for one in request_ids:
+        engine.say(asked(Abandon(request_id=one, direction="receive")))
+    engine.poll()
+    assert messages(engine) == before + 4
+
+
+def test_who_asks_for_the_client_finds_what_the_step_has_begun(engine: Engine) -> None:
+    with engine.client() as client:
+        client.create_pool("kv", SPEC)
+        ids = client.allocate("kv", 2)
+    with engine.step() as step:
+        waiting = step.receive("kv", new_request_id(), [pages(ids)])
+        bad = step.free("kv", [1 << 20])
+    with engine.client() as client:
+        assert not client.cancel(waiting).was_finished
+        with pytest.raises(PageOutOfRangeError):
+            client.wait(bad)
+        client.wait_settled(waiting)
+    assert isinstance(waiting.error, CancelledError)
+
+
+def test_what_a_step_collects_is_refused_where_the_client_is_given_up(engine: Engine) -> None:
+    with engine.client() as client:
+        client.create_pool("kv", SPEC)
+        ids = client.allocate("kv", 2)
+    with engine.step() as step:
+        waiting = step.receive("kv", new_request_id(), [pages(ids)])
+    client.close()
+    engine.flush()
+    assert waiting.is_settled
+    assert isinstance(waiting.error, ClientClosedError)
 
 
 def test_a_word_waits_for_the_daemon_to_be_back(engine: Engine, kept_daemon: RestartedDaemon) -> None:

@@ -230,20 +230,25 @@ def ended(engine: Engine) -> list[tuple[Any, ...]]:
 
 
 @DEVICE.examples(100)
-@given(st.lists(STEPS, min_size=1, max_size=3))
-def test_a_batch_is_its_requests_one_by_one(rounds: list[list[tuple[Any, list[int] | None]]]) -> None:
+@given(st.lists(STEPS, min_size=1, max_size=3), st.booleans())
+def test_a_batch_is_its_requests_one_by_one(
+    rounds: list[list[tuple[Any, list[int] | None]]],
+    joined: bool,  # noqa: FBT001  drawn
+) -> None:
     async def run() -> None:
         async with harness() as one, harness() as other:
             single, batched = one.engine(), other.engine()
             for steps in rounds:
                 numbers = [single.send(body, *([] if ids is None else [ids])) for body, ids in steps]
                 number = batched.send(
-                    Batch(requests=tuple(body for body, _ in steps)), *[ids for _, ids in steps if ids is not None]
+                    Batch(requests=tuple(body for body, _ in steps), joined=joined),
+                    *[ids for _, ids in steps if ids is not None],
                 )
                 for tiers in (one, other):
                     tiers.copier.finish_all()
                 await settle()
                 reply, ids = batched.replies[number]
+                assert reply.joined == joined
                 assert [plain(single.replies[at][0]) for at in numbers] == [plain(body) for body in reply.results]
                 expected = [list(its) for at in numbers for its in single.replies[at][1]]
                 assert expected == [list(its) for its in ids]

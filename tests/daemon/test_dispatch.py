@@ -6,17 +6,17 @@ import asyncio
 
 import pytest
 
-from kvferry.daemon.control.dispatch import Answer, Call
+from kvferry.daemon.control.dispatch import TOGETHER_BYTES, Answer, Call
 from kvferry.daemon.control.hub import EventAcknowledged
 from kvferry.protocol.base import Busy
 from kvferry.protocol.codec import encode
 from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Event, Reply, Request
 from kvferry.protocol.errors import KvferryError, OverloadedError, PoolFullError
-from kvferry.protocol.events import Settled
+from kvferry.protocol.events import Finished, Settled, Together
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocated, PoolDeleted
-from kvferry.protocol.session_messages import Ping, Pong
+from kvferry.protocol.session_messages import Hello, Ping, Pong
 from tests.daemon.dispatching import ALLOCATE, BOOT, DEALER, DELETE, Dispatching, error_of
 
 LIMITS = Limits(max_requests_per_session=4, default_deadline_ms=10)
@@ -226,7 +226,11 @@ async def next_turn() -> None:
 
 @pytest.mark.anyio
 async def test_what_a_request_causes_follows_its_reply_and_leaves_with_it(daemon: Dispatching) -> None:
-    daemon.on_call = lambda _call: [daemon.session.add_event(settled(number)) for number in (1, 2)]
+    def causes_two(_call: Call) -> None:
+        daemon.session.add_event(settled(1))
+        daemon.session.add_event(settled(2))
+
+    daemon.on_call = causes_two
     sent = daemon.take(ALLOCATE)
     assert [type(one) for one in sent] == [Reply, Event, Event]
     assert daemon.more == [False, True, False], "the events in one write"
@@ -242,6 +246,32 @@ async def test_what_a_deferred_request_causes_does_not_wait_for_its_reply(daemon
     await next_turn()
     assert cursors(daemon.messages) == [1, 2]
     daemon.dispatcher.forget_session(daemon.session)
+
+
+def test_events_go_together_to_who_reads_them_so(daemon: Dispatching) -> None:
+    daemon.dispatcher.handle_open("HELLO", lambda _body, _identity: Pong())
+    hello = Hello(protocol_min=2, protocol_max=2, events_together=True)
+    push(daemon, 1, 2)
+    daemon.take(hello, number=1)
+    assert cursors(daemon.messages) == [1, 2], "what came before"
+    push(daemon, 3, 4, 5)
+    (together,) = daemon.messages[3:]
+    assert isinstance(together, Event)
+    assert (together.cursor, together.body) == (5, Together(events=tuple(settled(number) for number in (3, 4, 5))))
+    push(daemon, 6)
+    assert daemon.messages[-1] == Event(6, BOOT, settled(6)), "one goes by itself"
+    again = daemon.take(ALLOCATE, number=2, identity=b"another connection", acknowledged=3)
+    assert cursors(again) == [4, 5, 6], "which has not said that it reads them"
+
+
+def test_events_with_large_payloads_go_by_themselves(daemon: Dispatching) -> None:
+    daemon.dispatcher.handle_open("HELLO", lambda _body, _identity: Pong())
+    daemon.take(Hello(protocol_min=2, protocol_max=2, events_together=True))
+    for size_bytes in (10, TOGETHER_BYTES, 10, 20):
+        body = Finished(request_id="f" * 32, pool="decode", direction="receive", payload=bytes(size_bytes))
+        daemon.session.add_event(body)
+    daemon.dispatcher.push_events(daemon.session)
+    assert cursors(daemon.messages) == [1, 2, 4]
 
 
 def test_a_full_queue_keeps_events_for_later_in_order(daemon: Dispatching) -> None:

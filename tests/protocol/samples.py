@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias, Union, get_args
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvferry.protocol.base import Body, ErrorReply, ReplyBody, RequestBody
 from kvferry.protocol.codec import PageIds, decode_from_daemon, decode_request, encode
@@ -59,6 +60,13 @@ def enveloped(body: Any) -> Message:  # noqa: ANN401  any body
 
 BODIES: Final = samples("message", (*REQUESTS, *REPLIES, *EVENTS))
 MESSAGES: Final = {name: enveloped(body) for name, body in BODIES.items()}
+NEWER: Final = {
+    "HELLO of who reads EVENTS": enveloped(replace(BODIES["HELLO"], events_together=True)),
+    "BATCH in one frame": enveloped(replace(BODIES["BATCH"], joined=True)),
+    "BATCHED in one frame": enveloped(replace(BODIES["BATCHED"], joined=True)),
+}
+"""With fields that were added at the tail, and which the samples above leave out as an older side does."""
+
 PEER_MESSAGES: Final = {name: enveloped(body) for name, body in samples("peer", PEERS).items()}
 SESSION_FRAMES: Final = samples("session", (SessionOpen, MemoryFollows, *get_args(SessionFrame)))
 SPECS: Final[dict[str, PoolSpec]] = samples("spec", get_args(PoolSpec))
@@ -82,7 +90,7 @@ def reader_of(message: object) -> Callable[[list[bytes]], Any]:
 
 def as_hex() -> dict[str, list[str]]:
     """Return the frames of every sample of clients, in hexadecimal digits."""
-    messages = {name: [one.hex() for one in to_frames(*message)] for name, message in MESSAGES.items()}
+    messages = {name: [one.hex() for one in to_frames(*message)] for name, message in (MESSAGES | NEWER).items()}
     frames = {f"session {name}": [pack(frame).hex()] for name, frame in SESSION_FRAMES.items()}
     return messages | frames | {f"spec {kind}": [msgspec.msgpack.encode(spec).hex()] for kind, spec in SPECS.items()}
 

@@ -29,7 +29,7 @@ from kvferry.protocol.errors import (
     PageGapError,
     PeerLostError,
 )
-from kvferry.protocol.events import Finished, Settled, TierDone
+from kvferry.protocol.events import Finished, Settled, TierDone, Together
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated
 from kvferry.protocol.session_messages import Ping, Pong
@@ -70,7 +70,7 @@ def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any) -> Any:  #
     return news.transfer if isinstance(news, TransferChanged) else news
 
 
-def event(core: ClientCore, cursor: int, body: Finished | Settled | TierDone, boot: str = BOOT) -> object:
+def event(core: ClientCore, cursor: int, body: Finished | Settled | TierDone | Together, boot: str = BOOT) -> object:
     """Let the daemon tell something; return the transfer that changed."""
     changed = core.feed([bytes(frame) for frame in encode(Event(cursor, boot, body))])
     return changed.transfer if isinstance(changed, TransferChanged) else changed
@@ -278,6 +278,20 @@ def test_an_event_may_come_before_the_reply(core: ClientCore) -> None:
     assert reply(core, outgoing, Accepted()) is transfer
     assert states(transfer) == ("finished", True, False)
     assert event(core, 2, SETTLED) is transfer
+
+
+def test_events_that_come_together_are_heard_in_their_order(core: ClientCore) -> None:
+    sent, received = opened(core, SEND), opened(core)
+    both = Together(events=(finished(SEND), finished(first_token=5), SETTLED))
+    heard: Any = event(core, 3, both)
+    assert heard == BatchAnswered(tuple(TransferChanged(one) for one in (sent, received, received)))
+    assert (states(sent), states(received)) == (("finished", True, False), ("settled", True, True))
+    assert acknowledged(core) == 3
+    assert event(core, 3, both) is None, "seen before"
+    settled = Settled(request_id=REQUEST, pool="prefill", direction="send")
+    heard = event(core, 4, Together(events=(finished(error=LOST), settled)))
+    assert heard == BatchAnswered((TransferChanged(sent),)), "the first one was seen before"
+    assert received.error is None
 
 
 # -- batches

@@ -27,6 +27,7 @@ from tests.protocol.samples import (
     GOLDEN,
     IDS,
     MESSAGES,
+    NEWER,
     PEER_GOLDEN,
     PEER_MESSAGES,
     REQUESTS,
@@ -91,9 +92,23 @@ def test_the_bytes_on_the_wire_do_not_change(name: str) -> None:
     assert GOLDEN_HEX[name] == (as_hex() | peers_as_hex())[name], "see samples.py"
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, *NEWER])
 def test_golden_bytes_are_read(name: str) -> None:
-    assert_read(ALL[name], golden(name))
+    assert_read((ALL | NEWER)[name], golden(name))
+
+
+def test_one_frame_has_all_lists_where_a_batch_says_so() -> None:
+    message, lists = NEWER["BATCH in one frame"]
+    assert [len(one) for one in golden("BATCH in one frame")[1:]] == [16]
+    two = msgspec.structs.replace(message.body, requests=(Free(pool="a", pages=2), Free(pool="b", pages=1)))
+    both = msgspec.structs.replace(message, body=two)
+    assert to_frames(both, (*lists, IDS[1]))[1:] == [struct.pack("<3q", 5, 1 << 40, -1)]
+    read = decode_request(to_frames(both, (*lists, IDS[1])))
+    assert isinstance(read, IncomingRequest)
+    assert read.ids[0].base is not read.ids[1].base, "who keeps one list does not keep the others"
+    for wrong in ([], [b"x" * 23], [b"x" * 16, b"x" * 8]):
+        refused = refusal([to_frames(both, (*lists, IDS[1]))[0], *wrong])
+        assert (refused.error.code, refused.error.field) == ("MALFORMED", "requests")
 
 
 @pytest.mark.parametrize("name", SESSION_FRAMES)
