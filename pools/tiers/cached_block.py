@@ -65,6 +65,9 @@ class Tier(StrEnum):
     REMOTE = "remote"
 
 
+_HOST_ALONE: Final = (Tier.HOST,)
+
+
 class BlockState(Enum):
     """The states of a block."""
 
@@ -139,6 +142,8 @@ class CachedBlock(msgspec.Struct, eq=False, gc=False):
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Return the tiers that have it, the nearest first."""
+        if not (self.on_disk or self.in_remote):
+            return () if self._offsets is None else _HOST_ALONE
         there = ((Tier.HOST, self.in_host), (Tier.DISK, self.on_disk), (Tier.REMOTE, self.in_remote))
         return tuple(tier for tier, present in there if present)
 
