@@ -10,8 +10,8 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 PARTS: Final = 256
-SPLIT_AT: Final = 1 << 15
-"""Up to so many keys there is one part: they take milliseconds to move."""
+SPLIT_AT: Final = 1 << 13
+"""Up to so many keys there is one part: they take a few milliseconds to move."""
 
 
 class SplitDict(Generic[K, V]):
