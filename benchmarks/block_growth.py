@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.curves import BYTES, Point, row_of_curve
-from benchmarks.measure import MICROSECONDS, MILLISECONDS, Contender, Effort, Row, Target, interleave
+from benchmarks.curves import BYTES, Point, rounds_of, row_of_curve
+from benchmarks.measure import MICROSECONDS, MILLISECONDS, Contender, Effort, Row, Target
 from benchmarks.processes import anonymous_bytes
 from kvferry.daemon.process.garbage import collect_new_only
 from kvferry.pools.tiers.cached_block import Namespace
@@ -105,8 +105,8 @@ def blocks(effort: Effort) -> list[Row]:
         had = size
         pause = [grown.longest_ms]
         for name, found in (
-            ("lookup", interleave(rounds, _mean(grown.lookup, count), _mean(small.lookup, count))),
-            ("store", interleave(rounds, _mean(grown.store, count), _mean(small.store, count))),
+            ("lookup", rounds_of(rounds, _mean(grown.lookup, count), _mean(small.lookup, count))),
+            ("store", rounds_of(rounds, _mean(grown.store, count), _mean(small.store, count))),
             ("memory", [each, each]),
             ("longest", [pause, pause]),
         ):
@@ -182,7 +182,7 @@ def router(effort: Effort) -> list[Row]:
         points["memory"].append(Point(size, each, points["memory"][0].ours if points["memory"] else each))
         for name in ("change", "lookup"):
             pair = (_mean(getattr(one, name), count) for one in (grown, small))
-            points[name].append(Point(size, *interleave(rounds, *pair)))
+            points[name].append(Point(size, *rounds_of(rounds, *pair)))
     units = {"change": MICROSECONDS, "lookup": MICROSECONDS, "memory": BYTES}
     return [
         row_of_curve(f"growth/router/{name}", unit, points[name], of="blocks", target=None, note=NOTES[name])

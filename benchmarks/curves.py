@@ -52,6 +52,11 @@ def row_of_curve(
     return row_of(name, unit, ours, peer, peer_is=SMALLEST, target=target, note=f"{curve}; {note}" if note else curve)
 
 
+def rounds_of(rounds: int, *contenders: Contender) -> list[list[float]]:
+    """Return what ``interleave`` does; a single round, which means nothing, without its preparations."""
+    return interleave(rounds, *contenders) if rounds > 1 else [[one()] for one in contenders]
+
+
 class Curves:
     """The curves of several figures, size by size."""
 
@@ -65,7 +70,7 @@ class Curves:
     def add(self, size: int, figures: Mapping[str, tuple[Contender, Contender]]) -> None:
         """Measure figures at a size, each in turns with the same one at the smallest."""
         for name, pair in figures.items():
-            self._points.setdefault(name, []).append(Point(size, *interleave(self._rounds, *pair)))
+            self._points.setdefault(name, []).append(Point(size, *rounds_of(self._rounds, *pair)))
 
     def rows(self, unit: Unit, targets: Mapping[str, Target | None]) -> list[Row]:
         """Return a row for each figure that ``targets`` names."""

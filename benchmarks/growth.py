@@ -71,7 +71,13 @@ def measure(effort: Effort) -> list[Row]:
         for part in (engines, transfers, pool_pages):
             with contextlib.nullcontext(small) if effort.quick else daemon() as grown:
                 rows += part(grown, small, peer, effort)
-    return [*rows, *peers(effort), *router(effort), *blocks(effort)]
+        if effort.quick:
+            rows += peers(small, "", effort)
+    if not effort.quick:
+        config = f"[peers]\ntimeout_ms = {3 * HEARTBEAT_MS}\n"
+        with daemon(config) as grown:
+            rows += peers(grown, config, effort)
+    return [*rows, *router(effort), *blocks(effort)]
 
 
 @contextlib.contextmanager
@@ -279,29 +285,27 @@ def pool_pages(grown: Running, _small: Running, peer: Engine, effort: Effort) ->
 # -- other daemons
 
 
-def peers(effort: Effort) -> list[Row]:
+def peers(grown: Running, config: str, effort: Effort) -> list[Row]:
     """Measure what up to 8 other daemons of this host cost one that exchanges nothing with them but heartbeats."""
     sizes, watched_s = ((1,), 0.1) if effort.quick else ((1, 2, 4, 8), 3.0)
     costs_us, memory, had = list[Point](), list[Point](), 0
-    config = f"[peers]\ntimeout_ms = {3 * HEARTBEAT_MS}\n"
+    spec = MhaSpec(layers=1, tokens=100, page_size=1, kv_heads=1, head_dim=1, dtype="int8")
+    grown.client.create_pool("received", spec).close()
     with contextlib.ExitStack() as stack:
-        grown = stack.enter_context(daemon(config))
-        spec = MhaSpec(layers=1, tokens=100, page_size=1, kv_heads=1, head_dim=1, dtype="int8")
-        grown.client.create_pool("mine", spec).close()
         time.sleep(watched_s)  # it still populates memory
         for size in sizes:
             others = [stack.enter_context(daemon(config)) for _ in range(had, size)]
             began_bytes = memory_bytes(grown)
             for other in others:
-                page, address = grown.client.allocate("mine", 1), other.client.status().addresses[0]
+                page, address = grown.client.allocate("received", 1), other.client.status().addresses[0]
                 grown.client.receive(
-                    "mine", new_request_id(), [pages(page)], source_daemons=[address], deadline_s=WAIT_S
+                    "received", new_request_id(), [pages(page)], source_daemons=[address], deadline_s=WAIT_S
                 )
             while sum(one.state == "up" for one in grown.client.status().peers) < size:
                 time.sleep(HEARTBEAT_MS / 1000)
             memory.append(memory_point(size, memory_bytes(grown) - began_bytes, size - had, memory))
             had = size
-            each = [busy_s(grown, watched_s) / (size * watched_s * 1000 / HEARTBEAT_MS) * 1e6]
+            each = [max(1e-9, busy_s(grown, watched_s)) / (size * watched_s * 1000 / HEARTBEAT_MS) * 1e6]
             costs_us.append(Point(size, each, costs_us[0].ours if costs_us else each))
     return [
         row_of_curve("growth/peers/heartbeat", MICROSECONDS, costs_us, of="daemons", note="one sent, one answered"),

@@ -49,7 +49,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     transfer_us: float = 1400
     """SEND and RECEIVE until both have settled: ``growth/engines/transfer``."""
     remote_transfer_us: float = 2500
-    """What each of two daemons has of a transfer between them, without its bytes."""
+    """What each of two daemons has of a transfer between them, without its bytes: a guess, no command prints it."""
     store_block_us: float = 12
     """A block stored, and one evicted: ``growth/blocks/store`` / 64."""
     lookup_block_us: float = 0.3
