@@ -32,6 +32,7 @@ from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.descriptors import PER_POOL, PER_SESSION, Descriptors, raise_limit
 from kvferry.daemon.process.devices import CHECK_S, Devices
 from kvferry.daemon.process.fd_store import FdStore, NoStore, open_store
+from kvferry.daemon.process.garbage import collect_new_only
 from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_freed_memory
 from kvferry.daemon.process.inherited import Inherited, take_inherited
 from kvferry.daemon.process.memory import HostMemory
@@ -485,6 +486,7 @@ async def run_daemon(
     stopping = asyncio.Event()
     with answered(asyncio.get_running_loop(), stopping):
         keep_freed_memory()
+        collect_new_only()
         network = await open_network(config, tuning.network)
         await Daemon(config, directory, stopping, network, tuning, inherited, store).serve(manager)
 

@@ -26,6 +26,7 @@ Owners = npt.NDArray[np.int32]
 
 _WALK_PAGES = 1 << 17  # of a check of all pages, before it may be paused: about a millisecond
 _SCAN_PAGES = 1 << 10  # first window of the search for free pages; each further window is twice as wide
+_STRETCH_PAGES = 1 << 10  # of which is known whether they are all taken, so that nobody looks for a free one there
 
 
 class FreedPages(NamedTuple):
@@ -68,6 +69,7 @@ class PageAllocator:
         self._free[PADDING_PAGE] = False
         self._free_count = int(np.count_nonzero(self._free))
         self._lowest_free = int(np.argmax(self._free)) if self._free_count else pages
+        self._full = np.zeros(-(-pages // _STRETCH_PAGES), np.bool_)  # no page of the stretch is free
         self._readers = np.zeros(pages, np.int32)
         self._writing = np.zeros(pages, np.bool_)
         self._doomed = np.zeros(pages, np.bool_)
@@ -221,6 +223,9 @@ class PageAllocator:
         if self._free[: self._lowest_free].any():
             low = np.flatnonzero(self._free[: self._lowest_free])
             yield problem_at("a free page below the first one that is looked for", low)
+        full = np.repeat(self._full, _STRETCH_PAGES)[: self._pages]
+        if (full & self._free).any():
+            yield problem_at("a free page where none is looked for", np.flatnonzero(full & self._free))
         if self._free[0] or self._owner[0] != NOBODY or self._doomed[0] or self._readers[0] or self._writing[0]:
             yield problem_at("the padding page is in use, or free", [0])
         for first in range(0, self._pages, _WALK_PAGES):
@@ -289,13 +294,22 @@ class PageAllocator:
         found: list[PageIds] = []
         start, missing, window = self._lowest_free, count, max(_SCAN_PAGES, 2 * count)
         while missing:
+            start = self._past_full(start)
             ids = np.flatnonzero(self._free[start : start + window])[:missing] + start
             found.append(ids)
             missing -= len(ids)
             start, window = start + window, 2 * window
         taken = found[0] if len(found) == 1 else np.concatenate(found)
+        self._full[self._lowest_free // _STRETCH_PAGES : int(taken[-1]) // _STRETCH_PAGES] = True
         self._lowest_free = int(taken[-1]) + 1
         return taken
+
+    def _past_full(self, start: int) -> int:
+        """Return ``start`` or, where its stretch is full, the start of the next one that may have a free page."""
+        stretch = start // _STRETCH_PAGES
+        if not self._full[stretch]:
+            return start
+        return (stretch + int(np.argmin(self._full[stretch:]))) * _STRETCH_PAGES
 
     def _release(self, owner: int, ids: PageIds) -> FreedPages:
         self.changes += 1
@@ -315,6 +329,7 @@ class PageAllocator:
         count = len(idle)
         if count:
             lowest = min(self._lowest_free, int(idle.min()))
+            self._full[idle // _STRETCH_PAGES] = False
             self._doomed[idle] = False
             self._free[idle] = True
             self._free_count += count

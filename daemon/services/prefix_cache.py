@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -101,6 +102,7 @@ class PrefixCache:
         self._numbers = itertools.count(secrets.randbits(_NUMBER_BITS) + 1)
         """Of leases: an engine may still have those of the daemon before, which must not be of other blocks here."""
         self._leases: dict[int, dict[int, Lease]] = {}
+        self._leased: Counter[int] = Counter()  # blocks in the leases of each instance
         self._looking: dict[tuple[int, int], list[CachedBlock]] = {}
         """The blocks that each lookup pins while lower tiers are asked, by session and message."""
         self._lookups = Background("a lookup")
@@ -161,11 +163,13 @@ class PrefixCache:
     def _end_lease(self, owner_id: int, lease: Lease) -> None:
         """End a lease and unpin its blocks; does nothing if it has ended."""
         if self._leases.get(owner_id, {}).pop(lease.number, None) is not None:
+            self._leased[owner_id] -= len(lease.blocks)
             self._host.free_all(self._host.index.unpin(lease.blocks, owner_id))
 
     def instance_lost(self, owner_id: int) -> None:
         """End all leases of an instance."""
         self._leases.pop(owner_id, None)
+        self._leased.pop(owner_id, None)
         self._host.free_all(self._host.index.unpin_holder(owner_id))
 
     # -- LOOKUP, UNPIN
@@ -236,6 +240,7 @@ class PrefixCache:
                 lease = msgspec.structs.replace(found, number=next(self._numbers), blocks=[])
                 self._leases.setdefault(owner_id, {})[lease.number] = lease
             lease.blocks.extend(blocks)
+            self._leased[owner_id] += len(blocks)
             for block in blocks:
                 self._lower.promote(block)
         return Answer(
@@ -254,7 +259,7 @@ class PrefixCache:
             raise OverloadedError(f"the instance has {MAX_LEASES} leases: UNPIN some").after(RETRY_LATER_MS)
 
     def _check_pins(self, owner_id: int, more: int) -> None:
-        pins = sum(len(lease.blocks) for lease in self._leases.get(owner_id, {}).values())
+        pins = self._leased[owner_id]
         if pins + more > MAX_PINS:
             raise OverloadedError(f"the instance's leases have {pins} blocks; {more} more exceed {MAX_PINS}").after(
                 RETRY_LATER_MS

@@ -351,6 +351,8 @@ class Completion:
             endpoint.told = State.SETTLED
         self._endpoints.leave(endpoint)
         endpoint.state = State.SETTLED
+        if isinstance(endpoint, SendRequest):
+            endpoint.forget_receivers()
 
     def _tell_finished(self, endpoint: SendRequest | ReceiveRequest, error: KvferryError | None, now: float) -> None:
         event = endpoint.finished_event(error, now)

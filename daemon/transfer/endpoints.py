@@ -396,6 +396,10 @@ class SendRequest(Endpoint):
         self.checksums |= chunk.checksums
         self.ready.append(0 if chunk.steps else 1)
 
+    def forget_receivers(self) -> None:
+        """Let its receive requests go, once it has settled: they know it too, so only a collection would free both."""
+        self.receive_requests, self.outcomes = [], {}
+
     def waits_for(self) -> str:
         """Return what is missing, for STATUS and for a DEADLINE error."""
         if len(self.receive_requests) < self.destinations:

@@ -47,15 +47,12 @@ class KeptPayloads:
         self._all_bytes = all_bytes
         self._sizes: dict[tuple[int, EndpointKey, int], int] = {}
         self._of_session: Counter[int] = Counter()
+        self.kept_bytes = 0
+        """How many bytes are kept."""
 
     def __repr__(self) -> str:
         """Show how many bytes are kept."""
         return f"<KeptPayloads {self.kept_bytes} of {self._all_bytes}>"
-
-    @property
-    def kept_bytes(self) -> int:
-        """Return how many bytes are kept."""
-        return self._of_session.total()
 
     def check(self, more: Mapping[int, int]) -> None:
         """Check that sessions may keep that many bytes more, together.
@@ -85,6 +82,7 @@ class KeptPayloads:
             counted = (session_id, key, generation)
             self._sizes[counted] = self._sizes.get(counted, 0) + size_bytes
             self._of_session[session_id] += size_bytes
+            self.kept_bytes += size_bytes
 
     def drop_receives(self, session_id: int) -> None:
         """Stop counting the payloads of a session's receive requests: the session has ended."""
@@ -97,6 +95,7 @@ class KeptPayloads:
         """Stop counting an endpoint's payload, if it was counted."""
         size_bytes = self._sizes.pop((session_id, key, generation), 0)
         self._of_session[session_id] -= size_bytes
+        self.kept_bytes -= size_bytes
         if not self._of_session[session_id]:
             del self._of_session[session_id]
 
@@ -108,6 +107,8 @@ class Results:
         """``payloads`` counts the payload bytes in results of receive requests."""
         self._payloads = payloads
         self._by_session: dict[int, dict[EndpointKey, TransferResult]] = {}
+        self.total = 0
+        """How many endpoints of all sessions are live, or settled and not acknowledged."""
 
     def open_session(self, session_id: int) -> None:
         """Keep results of this session from now on; without this, none are kept."""
@@ -116,11 +117,6 @@ class Results:
     def count(self, session_id: int) -> int:
         """Return how many endpoints of the session are live, or settled and not acknowledged."""
         return len(self._by_session.get(session_id, ()))
-
-    @property
-    def total(self) -> int:
-        """Return the same count over all sessions."""
-        return sum(len(of_session) for of_session in self._by_session.values())
 
     def get(self, session_id: int, key: EndpointKey) -> TransferResult | None:
         """Return an endpoint's result so far, or None."""
@@ -140,6 +136,7 @@ class Results:
         if known is not None and news.finished is None:
             news = msgspec.structs.replace(news, finished=known.finished)
         of_session[key] = news
+        self.total += known is None
 
     def check_not_failed(self, session_id: int, key: EndpointKey) -> None:
         """Check that no failure of this endpoint is unacknowledged: a late chunk must not start it again.
@@ -165,11 +162,12 @@ class Results:
 
     def forget(self, session_id: int, key: EndpointKey) -> None:
         """Drop an endpoint's result."""
-        self._by_session.get(session_id, {}).pop(key, None)
+        if self._by_session.get(session_id, {}).pop(key, None) is not None:
+            self.total -= 1
 
     def forget_session(self, session_id: int) -> None:
         """Drop all of a session's results."""
-        self._by_session.pop(session_id, None)
+        self.total -= len(self._by_session.pop(session_id, ()))
         self._payloads.drop_receives(session_id)
 
 

@@ -6,16 +6,22 @@ Only the index changes a block's fields; everybody may read them.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from enum import Enum, StrEnum, auto
+from itertools import islice
+from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.protocol.ids import ModelIdentity
 
 IDENTITY_BYTES = 16
+DIGEST_BYTES: Final = 8
 
 
 class Namespace(NamedTuple):
@@ -59,6 +65,9 @@ class Tier(StrEnum):
     REMOTE = "remote"
 
 
+_HOST_ALONE: Final = (Tier.HOST,)
+
+
 class BlockState(Enum):
     """The states of a block."""
 
@@ -71,51 +80,59 @@ class BlockState(Enum):
     GONE = auto()
 
 
-class CachedBlock:
-    """``block_pages`` pages under a hash. Compared by identity: the hash may be stored again after this is gone."""
+NO_PINS: Final[Mapping[int, int]] = MappingProxyType({})
 
-    __slots__ = (
-        "digests",
-        "hash",
-        "in_remote",
-        "namespace",
-        "offsets",
-        "on_disk",
-        "parent",
-        "pins",
-        "serial",
-        "size_bytes",
-        "state",
-    )
 
-    def __init__(self, namespace: Namespace, block_hash: bytes, parent: bytes | None, size_bytes: int) -> None:
-        """Start as WRITING.
+class CachedBlock(msgspec.Struct, eq=False, gc=False):
+    """``block_pages`` pages under a hash. Compared by identity: the hash may be stored again after this is gone.
 
-        Args:
-            namespace: of the block.
-            block_hash: 16 bytes.
-            parent: the hash of the block before it; None for the first one, or if it is not known.
-            size_bytes: of all its pages, a multiple of ``namespace.block_pages``.
-        """
-        self.namespace = namespace
-        self.hash = block_hash
-        self.parent = parent
-        self.size_bytes = size_bytes
-        self.offsets: Offsets | None = None
-        """``(block_pages,)``, the offsets of its pages in the arena; None if it is not in the host tier."""
-        self.digests: Digests = ()
-        self.on_disk = False
-        self.in_remote = False
-        self.pins: dict[int, int] = {}
-        """Number of pins by holder."""
-        self.state = BlockState.WRITING
-        self.serial = 0
-        """Its position in the list of all blocks."""
+    A daemon has up to millions of them. So each takes little memory, what is one number a page is kept in bytes, and
+    they are not looked at by garbage collections: a block refers to nothing that could refer to it.
+
+    Attributes:
+        namespace: of the block.
+        hash: 16 bytes.
+        parent: the hash of the block before it; None for the first one, or if it is not known.
+        size_bytes: of all its pages, a multiple of ``namespace.block_pages``.
+        state: WRITING at first.
+        pins: number of pins by holder; replaced, never changed.
+        serial: its position in the list of all blocks.
+    """
+
+    namespace: Namespace
+    hash: bytes
+    parent: bytes | None
+    size_bytes: int
+    on_disk: bool = False
+    in_remote: bool = False
+    pins: Mapping[int, int] = NO_PINS
+    state: BlockState = BlockState.WRITING
+    serial: int = 0
+    _offsets: bytes | None = None
+    _digests: bytes = b""
+
+    @property
+    def offsets(self) -> Offsets | None:
+        """Return the offsets of its pages in the arena, ``(block_pages,)``; None if it is not in the host tier."""
+        return None if self._offsets is None else np.frombuffer(self._offsets, np.int64)
+
+    @offsets.setter
+    def offsets(self, offsets: Offsets | None) -> None:
+        self._offsets = None if offsets is None else offsets.tobytes()
+
+    @property
+    def digests(self) -> Digests:
+        """Return the digests of its pages."""
+        return struct.unpack(f"={len(self._digests) // DIGEST_BYTES}Q", self._digests)
+
+    @digests.setter
+    def digests(self, digests: Digests) -> None:
+        self._digests = struct.pack(f"={len(digests)}Q", *digests)
 
     def __repr__(self) -> str:
         """Show the start of the hash, which reveals no tokens, and the state."""
         where = "+".join(self.tiers) or "nowhere"
-        return f"<CachedBlock {self.hash[:4].hex()} {self.state.name} {where} pins={self.pins}>"
+        return f"<CachedBlock {self.hash[:4].hex()} {self.state.name} {where} pins={dict(self.pins)}>"
 
     @property
     def key(self) -> BlockKey:
@@ -125,13 +142,15 @@ class CachedBlock:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Return the tiers that have it, the nearest first."""
+        if not (self.on_disk or self.in_remote):
+            return () if self._offsets is None else _HOST_ALONE
         there = ((Tier.HOST, self.in_host), (Tier.DISK, self.on_disk), (Tier.REMOTE, self.in_remote))
         return tuple(tier for tier, present in there if present)
 
     @property
     def in_host(self) -> bool:
         """Return whether its bytes are in the host tier."""
-        return self.offsets is not None
+        return self._offsets is not None
 
     @property
     def page_bytes(self) -> int:
@@ -141,10 +160,10 @@ class CachedBlock:
     @property
     def evictable(self) -> bool:
         """Return whether the host tier may evict it."""
-        return self.state is BlockState.READY and self.offsets is not None and not self.pins
+        return self.state is BlockState.READY and self._offsets is not None and not self.pins
 
 
-_FEW: Final = 64  # up to this many dead blocks, the list is not rebuilt
+_STRETCH: Final = 4096  # blocks of the list that are looked at to remove dead ones: a fraction of a millisecond
 
 
 class ListPage(NamedTuple):
@@ -156,6 +175,16 @@ class ListPage(NamedTuple):
     """Where to continue; None at the end."""
 
 
+class _Stretch:
+    """Blocks whose serials follow each other, dead ones among them."""
+
+    __slots__ = ("blocks", "dead")
+
+    def __init__(self) -> None:
+        self.blocks: list[CachedBlock] = []
+        self.dead = 0
+
+
 class BlockListing:
     """All visible blocks, in the order in which they became visible.
 
@@ -163,26 +192,40 @@ class BlockListing:
     """
 
     def __init__(self) -> None:
-        self._blocks: list[CachedBlock] = []  # by serial; dead ones are removed once there are many
+        self._stretches: dict[int, _Stretch] = {}  # by serial // _STRETCH
+        self._numbers: list[int] = []  # their keys, ascending
         self._last_serial = 0
-        self._dead = 0
+        self._count = 0
 
     def __len__(self) -> int:
         """Return the number of visible blocks."""
-        return len(self._blocks) - self._dead
+        return self._count
 
     def add(self, block: CachedBlock) -> None:
         """Append a block that became READY."""
         self._last_serial += 1
         block.serial = self._last_serial
-        self._blocks.append(block)
+        number = block.serial // _STRETCH
+        stretch = self._stretches.get(number)
+        if stretch is None:
+            stretch = self._stretches[number] = _Stretch()
+            self._numbers.append(number)
+        stretch.blocks.append(block)
+        self._count += 1
 
-    def discard(self) -> None:
-        """Note that one of the blocks is no longer READY."""
-        self._dead += 1
-        if self._dead > _FEW and 2 * self._dead > len(self._blocks):
-            self._blocks = [block for block in self._blocks if block.state is BlockState.READY]
-            self._dead = 0
+    def discard(self, block: CachedBlock) -> None:
+        """Remove a block that is no longer READY; of its stretch, the dead are dropped once they are the most."""
+        number = block.serial // _STRETCH
+        stretch = self._stretches[number]
+        self._count -= 1
+        stretch.dead += 1
+        if 2 * stretch.dead <= len(stretch.blocks):
+            return
+        stretch.blocks = [one for one in stretch.blocks if one.state is BlockState.READY]
+        stretch.dead = 0
+        if not stretch.blocks:
+            del self._stretches[number]
+            del self._numbers[bisect_left(self._numbers, number)]
 
     def page(self, position: int, limit: int) -> ListPage:
         """Return blocks after ``position``.
@@ -191,9 +234,16 @@ class BlockListing:
             position: 0 for the first part; then the ``next_position`` of the previous part.
             limit: how many blocks to look at, at least 1: bounds the time of the call.
         """
-        start = bisect_right(self._blocks, position, key=_serial)
-        seen = self._blocks[start : start + limit]
-        more = start + limit < len(self._blocks)
+        seen: list[CachedBlock] = []
+        first = bisect_left(self._numbers, (position + 1) // _STRETCH)
+        for number in islice(self._numbers, first, None):
+            blocks = self._stretches[number].blocks
+            start = bisect_right(blocks, position, key=_serial)
+            seen += blocks[start : start + limit + 1 - len(seen)]
+            if len(seen) > limit:
+                break
+        more = len(seen) > limit
+        seen = seen[:limit]
         return ListPage([block for block in seen if block.state is BlockState.READY], seen[-1].serial if more else None)
 
 

@@ -13,9 +13,19 @@ from typing import Final, NamedTuple
 
 from kvferry.pools.integrity import WALKED, Problem, Walk, check
 from kvferry.pools.tiers.arena import Extent, Freed, Offsets
-from kvferry.pools.tiers.cached_block import BlockListing, BlockState, CachedBlock, Digests, ListPage, Namespace, Tier
+from kvferry.pools.tiers.cached_block import (
+    NO_PINS,
+    BlockListing,
+    BlockState,
+    CachedBlock,
+    Digests,
+    ListPage,
+    Namespace,
+    Tier,
+)
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
+from kvferry.pools.tiers.split_dict import SplitDict
 
 
 class TenantAccount:
@@ -158,7 +168,7 @@ class BlockIndex:
         """
         self._journal = journal
         self.accounts = HostAccounts(quota_bytes=quota_bytes, quotas=quotas, policy=policy)
-        self._ready: dict[Namespace, dict[bytes, CachedBlock]] = {}
+        self._ready: dict[Namespace, SplitDict[bytes, CachedBlock]] = {}
         self._writing: dict[tuple[Namespace, bytes], CachedBlock] = {}
         self._held: dict[int, set[CachedBlock]] = {}
         self._listing = BlockListing()
@@ -180,16 +190,13 @@ class BlockIndex:
 
         Does not count as a use: ``touch`` the blocks that are used, and ``pin`` them before anything else runs.
         """
-        found: list[CachedBlock] = []
-        for block in map(self._ready.get(namespace, {}).get, hashes):
-            if block is None:
-                break
-            found.append(block)
-        return found
+        blocks = self._ready.get(namespace)
+        return [] if blocks is None else blocks.leading(hashes)
 
     def get(self, namespace: Namespace, block_hash: bytes) -> CachedBlock | None:
         """Return a visible block, or None."""
-        return self._ready.get(namespace, {}).get(block_hash)
+        blocks = self._ready.get(namespace)
+        return None if blocks is None else blocks.get(block_hash)
 
     def page(self, position: int, limit: int) -> ListPage:
         """Return up to ``limit`` (at least 1) of all visible blocks, after ``position``.
@@ -291,7 +298,7 @@ class BlockIndex:
             False if the block was removed meanwhile, or is already there: the caller must free the bytes.
         """
         self.changes += 1
-        if block.state is not BlockState.READY or block.offsets is not None:
+        if block.state is not BlockState.READY or block.in_host:
             return False
         block.offsets = offsets
         block.digests = block.digests if digests is None else digests
@@ -346,10 +353,10 @@ class BlockIndex:
             return []
         for tier in block.tiers:
             self._journal.evicted(tier, block.namespace, block.hash)
-        if block.offsets is not None:
+        if block.in_host:
             self._leave(block)
         self._forget(block)
-        if block.offsets is None:
+        if not block.in_host:
             return []
         if block.pins:
             block.state = BlockState.DOOMED
@@ -361,7 +368,7 @@ class BlockIndex:
     def touch(self, blocks: Sequence[CachedBlock]) -> None:
         """Record a use of blocks, a prefix in order: the first blocks count as the most recently used."""
         for block in reversed(blocks):
-            if block.offsets is not None and block.state is BlockState.READY:
+            if block.in_host and block.state is BlockState.READY:
                 self.accounts[block.namespace.tenant].policy.hit(block)
 
     def pin(self, blocks: Iterable[CachedBlock], holder: int) -> None:
@@ -375,7 +382,7 @@ class BlockIndex:
             pins = block.pins
             if not pins and block.evictable:
                 self.accounts[block.namespace.tenant].evictable_bytes -= block.size_bytes
-            pins[holder] = pins.get(holder, 0) + 1
+            block.pins = {**pins, holder: pins.get(holder, 0) + 1}
             held.add(block)
         if not held:
             del self._held[holder]
@@ -389,9 +396,10 @@ class BlockIndex:
         self.changes += 1
         freed: list[Freed] = []
         for block in blocks:
-            block.pins[holder] -= 1
-            if not block.pins[holder]:
+            if block.pins[holder] == 1:
                 self._unhold(block, holder, freed)
+            else:
+                block.pins = {**block.pins, holder: block.pins[holder] - 1}
         return freed
 
     def unpin_holder(self, holder: int) -> list[Freed]:
@@ -409,9 +417,7 @@ class BlockIndex:
         """
         pinned = {
             holder: sum(
-                block.size_bytes
-                for block in held
-                if block.offsets is not None and tenant in {None, block.namespace.tenant}
+                block.size_bytes for block in held if block.in_host and tenant in {None, block.namespace.tenant}
             )
             for holder, held in self._held.items()
         }
@@ -475,8 +481,9 @@ class BlockIndex:
     def extents(self) -> Iterator[Extent]:
         """Yield the memory of every block that is in the host tier, also of removed ones that are still pinned."""
         for block in self._listed():
-            if block.offsets is not None:
-                yield Extent(block.offsets, block.page_bytes, "cached blocks")
+            offsets = block.offsets
+            if offsets is not None:
+                yield Extent(offsets, block.page_bytes, "cached blocks")
 
     def on_disk(self) -> Iterator[CachedBlock]:
         """Yield every block that the disk tier is said to have."""
@@ -522,7 +529,7 @@ class BlockIndex:
             its = sums.setdefault(block.namespace.tenant, [0, 0, 0, 0])
             if block.state is BlockState.WRITING:
                 its[1] += block.size_bytes
-            elif block.offsets is not None:
+            elif block.in_host:
                 its[0] += block.size_bytes
                 its[2] += block.size_bytes if block.evictable else 0
                 its[3] += block.state is BlockState.READY
@@ -545,7 +552,10 @@ class BlockIndex:
     def _publish(self, block: CachedBlock) -> None:
         """Make a block visible that is new or was being written."""
         self._writing.pop((block.namespace, block.hash), None)
-        self._ready.setdefault(block.namespace, {})[block.hash] = block
+        blocks = self._ready.get(block.namespace)
+        if blocks is None:
+            blocks = self._ready[block.namespace] = SplitDict()
+        blocks[block.hash] = block
         block.state = BlockState.READY
         self._listing.add(block)
         for tier in block.tiers:
@@ -566,9 +576,10 @@ class BlockIndex:
 
     def _give_up(self, block: CachedBlock) -> Freed:
         """Stop accounting for a block's bytes in the host tier, and return them to be freed."""
-        assert block.offsets is not None, f"no bytes of {block} in the host tier"
+        offsets = block.offsets
+        assert offsets is not None, f"no bytes of {block} in the host tier"
         self.accounts[block.namespace.tenant].cached_bytes -= block.size_bytes
-        freed = Freed(block.offsets, block.page_bytes)
+        freed = Freed(offsets, block.page_bytes)
         block.offsets = None
         return freed
 
@@ -578,15 +589,15 @@ class BlockIndex:
 
     def _forget(self, block: CachedBlock) -> None:
         blocks = self._ready[block.namespace]
-        del blocks[block.hash]
+        blocks.pop(block.hash)
         if not blocks:
             del self._ready[block.namespace]
         block.state = BlockState.GONE
-        self._listing.discard()
+        self._listing.discard(block)
 
     def _unhold(self, block: CachedBlock, holder: int, freed: list[Freed]) -> None:
         """Remove a holder whose last pin of a block was removed."""
-        del block.pins[holder]
+        block.pins = {other: count for other, count in block.pins.items() if other != holder} or NO_PINS
         held = self._held[holder]
         held.discard(block)
         if not held:
@@ -606,6 +617,7 @@ def _problem_of(block: CachedBlock, namespace: Namespace, block_hash: bytes) -> 
         return "a block under another one's name"
     if not block.tiers:
         return "a visible block in no tier"
-    if block.offsets is not None and len(block.offsets) != namespace.block_pages:
-        return f"a block with memory for {len(block.offsets)} of its {namespace.block_pages} pages"
+    offsets = block.offsets
+    if offsets is not None and len(offsets) != namespace.block_pages:
+        return f"a block with memory for {len(offsets)} of its {namespace.block_pages} pages"
     return ""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from kvferry.pools.tiers.split_dict import SplitDict
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -74,7 +76,7 @@ class _Ring(Generic[Key]):
     """What both policies have: each key's node, and the ring of all nodes."""
 
     def __init__(self) -> None:
-        self._nodes: dict[Key, _Node[Key]] = {}
+        self._nodes: SplitDict[Key, _Node[Key]] = SplitDict()
         self._end: _Node[Key] = _Node(None)
 
     def __len__(self) -> int:

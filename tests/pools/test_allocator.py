@@ -201,3 +201,22 @@ def test_large_pools_are_scanned_in_parts() -> None:
     allocator.free(1, held[[5, 70_000, 199_998]])
     assert allocator.allocate(2, 3).tolist() == [6, 70_001, 199_999]
     assert allocator.free_count == 0
+
+
+def test_the_lowest_free_pages_are_found_wherever_they_are() -> None:
+    """In a pool of many stretches, which fill up and get holes again, against a list of what is taken."""
+    drawn, pages = np.random.default_rng(5), 9000
+    allocator = PageAllocator(pages)
+    taken = np.zeros(pages, np.bool_)
+    taken[0] = True
+    for _ in range(200):
+        free = np.flatnonzero(~taken)
+        count = min(int(drawn.choice([1, 2, 50, 3000])), len(free))
+        if count:
+            assert allocator.allocate(1, count).tolist() == free[:count].tolist()
+            taken[free[:count]] = True
+        owned = np.flatnonzero(taken)[1:]
+        back = drawn.permutation(owned)[: int(drawn.choice([1, 3, 40, 1000]))]
+        allocator.free(1, back)
+        taken[back] = False
+        allocator.check_integrity()

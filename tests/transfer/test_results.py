@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +13,7 @@ from kvferry.daemon.transfer.kept import GENERATIONS_KEPT, Generations, KeptPayl
 from kvferry.protocol.errors import TransferExistsError, UnknownTransferError
 from kvferry.protocol.transfer_messages import TransferResult
 from tests.transfer.peer_harness import Transfer
-from tests.transfer.transfer_harness import REQUEST, Direction, Engine, TransferHarness
+from tests.transfer.transfer_harness import FIRST, REQUEST, Direction, Engine, TransferHarness
 
 
 class Three(NamedTuple):
@@ -158,3 +160,21 @@ def test_between_daemons_an_announcement_counts(first: str) -> None:
     assert apart.home.matched == []
     assert apart.prefill.send().matched == 1
     apart.succeeds()
+
+
+@FIRST
+def test_a_transfer_that_is_over_leaves_no_work_for_a_garbage_collection(both: Transfer, first: str) -> None:
+    both.begin(first)
+    endpoints = [
+        weakref.ref(one)
+        for node in {both.source, both.home}
+        for of_kind in ("send_requests", "receive_requests", "remote_sends", "remote_endpoints")
+        for one in getattr(node.state_machine.endpoints, of_kind).values()
+    ]
+    assert len(endpoints) == (2 if both.way == "here" else 4)
+    gc.disable()
+    try:
+        both.succeeds()
+        assert [one() for one in endpoints if one() is not None] == []
+    finally:
+        gc.enable()

@@ -143,6 +143,8 @@ async def test_a_session_may_have_so_many_pins(engine: Engine, monkeypatch: pyte
         engine.lookup(names(1, 2), lease=lease)
     assert engine.lookup(names(1, 2), pin=False).blocks == 2
     assert engine.lookup(names(1)).lease > lease
+    engine.ask(Unpin(lease=lease), Unpinned)
+    assert engine.lookup(names(1, 2)).blocks == 2
 
 
 async def test_an_instance_may_have_so_many_leases(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
