@@ -22,6 +22,7 @@ from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, best_copy
+from kvferry.pools import copy_kernel
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.pairing import pair_entries
@@ -37,6 +38,7 @@ TARGETS = {16 * KIB: 0.75, 128 * KIB: 1.2, 1 * MIB: 1.5}
 TARGETED = (("random", 64), ("random", 8))
 CHECKSUMS = 0.2
 """Of what it copies, a transfer with checksums gathers both sides anew, and hashes both."""
+KERNEL = "the copy kernel by itself: one call with all blocks, one thread"
 MEMCPY = "one numpy.copyto of one contiguous range, one thread"
 
 
@@ -52,6 +54,7 @@ def measure(effort: Effort) -> list[Row]:
                 for size_mib in sizes_mib
                 for order in ("random", "contiguous")
             ]
+            rows.append(copier.measure_limit(f"local_transfer/limit/{page_bytes // KIB}KiB", sizes_mib[0], effort))
             rows.append(
                 copier.measure_checksums(f"local_transfer/checksums/{page_bytes // KIB}KiB", sizes_mib[0], effort)
             )
@@ -97,11 +100,28 @@ class Copier:
         self.check(*ids)
         return row
 
+    def measure_limit(self, name: str, size_mib: int, effort: Effort) -> Row:
+        """Return the row of transfers of random pages against the kernel by itself, without plan, threads and loop."""
+        plan = self._random_plan(size_mib * MIB)
+        blocks = plan.blocks()
+        blocks[:, :2] += np.array(self.addresses, np.uint64)
+        return compare(
+            name,
+            GIGABYTES_A_SECOND,
+            ours=partial(self.copied_gigabytes_a_second, plan),
+            peer=gigabytes_a_second(partial(copy_kernel.copy, blocks), plan.total_bytes),
+            peer_is=KERNEL,
+            rounds=effort.pick(11, 2),
+        )
+
+    def _random_plan(self, size_bytes: int) -> Plan:
+        entries = self.source.manifest.entries
+        count = size_bytes // sum(entry.page_bytes for entry in entries)
+        return make_plan(pair_entries(entries, entries), *[self._pages("random", count, seed) for seed in (1, 2)])
+
     def measure_checksums(self, name: str, size_mib: int, effort: Effort) -> Row:
         """Return the row of transfers of random pages whose bytes are compared with the source's."""
-        size_bytes, entries = size_mib * MIB, self.source.manifest.entries
-        count = size_bytes // sum(entry.page_bytes for entry in entries)
-        plan = make_plan(pair_entries(entries, entries), *[self._pages("random", count, seed) for seed in (1, 2)])
+        plan = self._random_plan(size_mib * MIB)
         return compare(
             name,
             GIGABYTES_A_SECOND,
