@@ -16,6 +16,8 @@ from benchmarks.measure import Effort, Row, Unit, row_of
 from benchmarks.optimum import optimal_hits
 from benchmarks.traces import TracedRequest, bound, count_blocks, count_unique, read_trace
 from kvferry.pools.tiers.policies import POLICY_NAMES, EvictionPolicy, make_policy
+from kvferry.pools.tiers.reuse_policy import Place
+from kvferry.protocol.tier_messages import HASH_BYTES
 
 POLICIES = POLICY_NAMES
 OPTIMUM = "belady"
@@ -77,6 +79,16 @@ def hit_rate(requests: Sequence[TracedRequest], capacity_blocks: int, policy: st
     return sum(cache.request(one.hash_ids) for one in requests) / count_blocks(requests)
 
 
+def place_of(block: int, parent: int | None) -> Place:
+    """Return the place of a traced block, with hashes as the replay through a daemon has them."""
+    return Place(None, hash_of(block), None if parent is None else hash_of(parent))
+
+
+def hash_of(block: int) -> bytes:
+    """Return the hash of a traced block."""
+    return block.to_bytes(HASH_BYTES, "little")
+
+
 class SimulatedCache:
     """What is where, without any bytes: lookup, load and store of one request after another."""
 
@@ -100,8 +112,9 @@ class SimulatedCache:
         self._make_room(len(missing), kept=set(blocks))
         for block in reversed(present):
             self._policy.hit(block)
+        parents = dict(zip(blocks[1:], blocks, strict=False))
         for block in reversed(missing):
-            self._policy.add(block)
+            self._policy.add(block, place_of(block, parents.get(block)))
             self._cached.add(block)
         return len(found)
 

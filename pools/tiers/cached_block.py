@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvferry.pools.tiers.arena import Offsets
+from kvferry.pools.tiers.reuse_policy import Place
 from kvferry.protocol.ids import ModelIdentity
 
 IDENTITY_BYTES = 16
@@ -121,6 +122,11 @@ class CachedBlock:
     def key(self) -> BlockKey:
         """Return its name."""
         return BlockKey(self.namespace, self.hash)
+
+    @property
+    def place(self) -> Place:
+        """Return where it is among the other blocks, for eviction."""
+        return Place(self.namespace, self.hash, self.parent)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

@@ -146,7 +146,7 @@ class BlockIndex:
         *,
         quota_bytes: int,
         quotas: Mapping[int, int] | None = None,
-        policy: str = "sieve",
+        policy: str = "reuse",
     ) -> None:
         """Start empty.
 
@@ -556,7 +556,7 @@ class BlockIndex:
         account = self.accounts[block.namespace.tenant]
         account.cached_bytes += block.size_bytes
         account.evictable_bytes += 0 if block.pins else block.size_bytes
-        account.policy.add(block)
+        account.policy.add(block, block.place)
 
     def _leave(self, block: CachedBlock) -> None:
         """Make a visible block no longer a candidate for eviction; its bytes stay."""

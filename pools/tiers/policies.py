@@ -1,4 +1,4 @@
-"""Eviction policies, SIEVE and LRU, behind one interface.
+"""Eviction policies behind one interface: by expected reuse (see ``reuse_policy``), LRU and SIEVE.
 
 A policy orders keys. The caller decides whether a key may be evicted, how large it is, and when enough were evicted.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from kvferry.pools.tiers.reuse_policy import Place, ReuseRate
+
 Key = TypeVar("Key", bound=Hashable)
 
 
 class EvictionPolicy(Protocol[Key]):
     """Keys in eviction order; a call raises only for a key that is missing, or already present."""
 
-    def add(self, key: Key) -> None:
-        """Add a new key.
+    def add(self, key: Key, place: Place) -> None:
+        """Add a new key, the one block at its place.
 
         Raises:
             AssertionError: the key is already present.
@@ -39,8 +41,8 @@ class EvictionPolicy(Protocol[Key]):
         """Yield keys in eviction order, each at most once; all of them if nothing else changes meanwhile.
 
         The caller removes a victim before it asks for the next one, or skips it: a skipped key keeps its place. The
-        last key yielded, if it was neither removed nor followed by another, comes first in the next call. Keys may be
-        added and hit meanwhile; whether those are yielded is undefined.
+        last key yielded, if it was neither removed nor followed by another, comes first in the next call, unless keys
+        were added or hit. Keys may be added and hit meanwhile; whether those are yielded is undefined.
         """
 
     def __len__(self) -> int:
@@ -104,7 +106,7 @@ class Sieve(_Ring[Key]):
         marked = sum(node.visited for node in self._nodes.values())
         return f"<Sieve keys={len(self)} marked={marked}>"
 
-    def add(self, key: Key) -> None:
+    def add(self, key: Key, place: Place) -> None:  # noqa: ARG002  SIEVE knows no prefixes
         """Add a new key as the newest, without a mark."""
         self._new_node(key).link_before(self._end)
 
@@ -150,7 +152,7 @@ class Lru(_Ring[Key]):
         """Show the live counts."""
         return f"<Lru keys={len(self)}>"
 
-    def add(self, key: Key) -> None:
+    def add(self, key: Key, place: Place) -> None:  # noqa: ARG002  LRU knows no prefixes
         """Add a new key as the one used last."""
         self._use(self._new_node(key))
 
@@ -187,12 +189,16 @@ class Lru(_Ring[Key]):
         node.link_before(self._end)
 
 
-_POLICIES: Final[dict[str, type[Sieve[Any] | Lru[Any]]]] = {"sieve": Sieve, "lru": Lru}
+_POLICIES: Final[dict[str, type[ReuseRate[Any] | Lru[Any] | Sieve[Any]]]] = {
+    "reuse": ReuseRate,
+    "lru": Lru,
+    "sieve": Sieve,
+}
 POLICY_NAMES: Final = tuple(_POLICIES)
 
 
 def make_policy(name: str) -> EvictionPolicy[Key]:
-    """Return a new policy by name: ``sieve`` or ``lru``.
+    """Return a new policy by name: ``reuse``, ``lru`` or ``sieve``.
 
     Raises:
         KeyError: the name is not in ``POLICY_NAMES``.
