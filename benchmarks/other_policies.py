@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Final
+
+from kvferry.pools.tiers.policies import EvictionPolicy
+from kvferry.pools.tiers.reuse_policy import Place
 
 MOST_USES: Final = 3
 """S3-FIFO counts so far."""
@@ -36,7 +40,7 @@ class S3Fifo:
         """Return how many keys there are."""
         return len(self._uses)
 
-    def add(self, key: int, name: Hashable, above: Hashable | None = None) -> None:  # noqa: ARG002
+    def add(self, key: int, place: Place) -> None:  # noqa: ARG002  it knows no prefixes
         """Add a new key to one of the queues."""
         self._uses[key] = 0
         known = self._ghosts.pop(key, self) is not self
@@ -60,17 +64,14 @@ class S3Fifo:
     def victims(self) -> Iterator[int]:
         """Yield keys in eviction order, and move used ones on meanwhile."""
         passed: set[int] = set()
-        small, main = iter(list(self._small)), iter(list(self._main))
         while True:
+            small, main = _first(self._small, passed), _first(self._main, passed)
+            if small is None and main is None:
+                return
             is_small = len(self._small) > self._small_share * len(self)
-            key = next(small if is_small else main, None)
-            if key is None:
-                key = next(main if is_small else small, None)
-            if key is None:
-                break
+            key = main if small is None or (main is not None and not is_small) else small
+            assert key is not None
             yield from self._look_at(key, passed)
-        for key in [key for key in self._uses if key not in passed]:
-            yield key
 
     def _look_at(self, key: int, passed: set[int]) -> Iterator[int]:
         uses = self._uses[key]
@@ -105,7 +106,7 @@ class WTinyLfu:
         """Return how many keys there are."""
         return len(self._window) + len(self._probation) + len(self._protected)
 
-    def add(self, key: int, name: Hashable, above: Hashable | None = None) -> None:  # noqa: ARG002
+    def add(self, key: int, place: Place) -> None:  # noqa: ARG002  it knows no prefixes
         """Add a new key to the window, whose oldest ones go on probation."""
         self._count(key)
         self._window[key] = None
@@ -131,17 +132,17 @@ class WTinyLfu:
 
     def victims(self) -> Iterator[int]:
         """Yield whichever was used less often, of the newest on probation and of the one that has been there longest."""
-        keys = [*self._probation, *self._protected, *self._window]
-        first, last = 0, len(self._probation) - 1
-        while first < last:
-            if self._counts.get(keys[last], 0) > self._counts.get(keys[first], 0):
-                yield keys[first]
-                first += 1
-            else:
-                yield keys[last]
-                last -= 1
-        yield from keys[first : last + 1]
-        yield from keys[len(self._probation) :] if False else keys[max(last + 1, first) :]
+        passed: set[int] = set()
+        while (oldest := _first(self._probation, passed)) is not None:
+            newest = _first(reversed(self._probation), passed)
+            assert newest is not None
+            more = self._counts.get(newest, 0) > self._counts.get(oldest, 0)
+            passed.add(oldest if more else newest)
+            yield oldest if more else newest
+        for queue in (self._protected, self._window):
+            while (oldest := _first(queue, passed)) is not None:
+                passed.add(oldest)
+                yield oldest
 
     def _count(self, key: int) -> None:
         self._counts[key] = self._counts.get(key, 0) + 1
@@ -165,7 +166,7 @@ class Gdsf:
         """Return how many keys there are."""
         return len(self._values)
 
-    def add(self, key: int, name: Hashable, above: Hashable | None = None) -> None:  # noqa: ARG002
+    def add(self, key: int, place: Place) -> None:  # noqa: ARG002  it knows no prefixes
         """Add a new key."""
         self._uses[key] = 0
         self.hit(key)
@@ -197,3 +198,15 @@ class Gdsf:
             for one in skipped:
                 if self._values.get(one[2]) == one[:2]:
                     heapq.heappush(self._heap, one)
+
+
+def _first(queue: Iterable[int], passed: set[int]) -> int | None:
+    return next((key for key in queue if key not in passed), None)
+
+
+OTHERS: Final[Mapping[str, Mapping[str, Callable[[], EvictionPolicy[int]]]]] = {
+    "s3-fifo": {f"{percent} %": partial(S3Fifo, percent / 100) for percent in (5, 10, 30)},
+    "w-tinylfu": {f"{percent} %": partial(WTinyLfu, percent / 100) for percent in (1, 10, 30)},
+    "gdsf": {"": Gdsf},
+}
+"""Each policy with the settings of which the first half of a trace chooses one."""

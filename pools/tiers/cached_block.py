@@ -76,6 +76,7 @@ class CachedBlock:
     """``block_pages`` pages under a hash. Compared by identity: the hash may be stored again after this is gone."""
 
     __slots__ = (
+        "depth",
         "digests",
         "hash",
         "in_remote",
@@ -89,7 +90,9 @@ class CachedBlock:
         "state",
     )
 
-    def __init__(self, namespace: Namespace, block_hash: bytes, parent: bytes | None, size_bytes: int) -> None:
+    def __init__(
+        self, namespace: Namespace, block_hash: bytes, parent: bytes | None, size_bytes: int, depth: int = 0
+    ) -> None:
         """Start as WRITING.
 
         Args:
@@ -97,11 +100,13 @@ class CachedBlock:
             block_hash: 16 bytes.
             parent: the hash of the block before it; None for the first one, or if it is not known.
             size_bytes: of all its pages, a multiple of ``namespace.block_pages``.
+            depth: how many blocks are before it, as far as they are known.
         """
         self.namespace = namespace
         self.hash = block_hash
         self.parent = parent
         self.size_bytes = size_bytes
+        self.depth = depth
         self.offsets: Offsets | None = None
         """``(block_pages,)``, the offsets of its pages in the arena; None if it is not in the host tier."""
         self.digests: Digests = ()
@@ -126,7 +131,7 @@ class CachedBlock:
     @property
     def place(self) -> Place:
         """Return where it is among the other blocks, for eviction."""
-        return Place(self.namespace, self.hash, self.parent)
+        return Place(self.namespace, self.hash, self.parent, self.depth)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

@@ -15,10 +15,18 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-CLASSES: Final = 6
-"""Blocks used 0, 1, … times before; the last class has all others."""
+_USES: Final = 3
+"""Blocks used 0, 1, … times before are told apart; the last class has all others."""
 
-AGES: Final = tuple(1 << power for power in range(5, 29))
+_DEPTHS: Final = (3, 15, 63)
+"""So many blocks before a block, and more, are told apart."""
+
+CLASSES: Final = _USES * (len(_DEPTHS) + 1)
+
+GRAIN: Final = 64
+"""Ages are told apart in steps of so many uses."""
+
+AGES: Final = tuple(GRAIN << power for power in range(22))
 """Where one range of ages ends and the next one begins."""
 
 RANGES: Final = len(AGES) + 1
@@ -28,7 +36,7 @@ SPELLS: Final = 16384
 WINDOW: Final = 8
 """How many times the cache's blocks the ring reaches back: of more blocks, only some are followed."""
 
-LEARN_EVERY: Final = 1024
+LEARN_EVERY: Final = 16 * GRAIN
 """Uses between two estimates."""
 
 _PRIOR_SPELLS: Final = 4
@@ -119,20 +127,22 @@ class ReuseHistory:
         """Show the live counts."""
         return f"<ReuseHistory uses={self.clock} followed={len(self._followed)}>"
 
-    def place_of(self, uses: int, last_use: int) -> int:
-        """Return the place in ``order`` of a block with so many uses, whose last one was at ``last_use``."""
-        return self.places[min(uses, CLASSES - 1)][bisect_right(AGES, self.clock - last_use)]
+    def place_of(self, which: int, last_use: int) -> int:
+        """Return the place in ``order`` of a block of a class, whose last use was at ``last_use``."""
+        steps = self.clock // GRAIN - last_use // GRAIN
+        return self.places[which][bisect_right(AGES, steps * GRAIN)]
 
     def uses_before(self, number: int) -> int:
         """Return how often a block was used, as far as that is remembered."""
         return self._uses.get(number)
 
-    def used(self, number: int, uses: int, blocks: int, *, new: bool) -> None:
+    def used(self, number: int, uses: int, which: int, blocks: int, *, new: bool) -> None:
         """Record a use.
 
         Args:
             number: of the block: see ``number_of``.
             uses: how often it was used before.
+            which: its class from now on.
             blocks: how many are in the cache.
             new: the block has just come into the cache.
         """
@@ -142,23 +152,23 @@ class ReuseHistory:
         if spell is not None:
             self._ends[spell] = self.clock
             self._blocks[spell] = -1
-            self._begin(number, uses)
+            self._begin(number, which)
         elif new:
             self._unfollowed -= 1
             if self._unfollowed <= 0:
                 self._unfollowed = WINDOW * blocks // SPELLS
-                self._begin(number, uses)
+                self._begin(number, which)
         if self.clock % LEARN_EVERY == 0:
             self._learn()
 
-    def _begin(self, number: int, uses: int) -> None:
+    def _begin(self, number: int, which: int) -> None:
         """Begin a spell in place of the oldest one."""
         spell, self._spell = self._spell, (self._spell + 1) % SPELLS
         if self._blocks[spell] >= 0:
             del self._followed[self._blocks[spell]]
         self._blocks[spell] = number
         self._followed[number] = spell
-        self._starts[spell], self._ends[spell], self._classes[spell] = self.clock, 0, min(uses, CLASSES - 1)
+        self._starts[spell], self._ends[spell], self._classes[spell] = self.clock, 0, which
 
     def _learn(self) -> None:
         ranks = _ranks(*self._ages())
@@ -172,10 +182,17 @@ class ReuseHistory:
         """Return how many spells ended, and how many have come without an end, in each class and range of ages."""
         ended = self._ends > 0
         ages = np.where(ended, self._ends, self.clock) - self._starts
-        cells = self._classes * RANGES + np.searchsorted(AGES, ages, "right")
+        cells = self._classes.astype(np.int64) * RANGES + np.searchsorted(AGES, ages, "right")
         begun = self._classes >= 0
-        uses, others = (np.bincount(cells[which], minlength=CLASSES * RANGES) for which in (begun & ended, begun & ~ended))
+        uses, others = (
+            np.bincount(cells[which], minlength=CLASSES * RANGES) for which in (begun & ended, begun & ~ended)
+        )
         return uses.reshape(CLASSES, RANGES).astype(float), others.reshape(CLASSES, RANGES).astype(float)
+
+
+def class_of(uses: int, depth: int) -> int:
+    """Return the class of a block that was used so often before, with so many blocks before it."""
+    return min(uses, _USES - 1) * (len(_DEPTHS) + 1) + bisect_right(_DEPTHS, depth)
 
 
 def _ranks(uses: Counts, others: Counts) -> Counts:

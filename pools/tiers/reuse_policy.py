@@ -11,11 +11,9 @@ from collections.abc import Hashable, Iterator
 from heapq import heappop, heappush
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from kvferry.pools.tiers.reuse_history import AGES, CLASSES, RANGES, ReuseHistory, number_of
+from kvferry.pools.tiers.reuse_history import AGES, CLASSES, GRAIN, RANGES, ReuseHistory, class_of, number_of
 
 Key = TypeVar("Key", bound=Hashable)
-_GRAIN: Final = 64
-"""Uses in one bin of candidates."""
 
 
 class Place(NamedTuple):
@@ -26,6 +24,8 @@ class Place(NamedTuple):
     hash: bytes
     parent: bytes | None
     """The hash of the block before it; None where there is none, or it is not known."""
+    depth: int
+    """How many blocks are before it, as far as they are known."""
 
 
 class _Space(Generic[Key]):
@@ -39,7 +39,7 @@ class _Space(Generic[Key]):
 class _Node(Generic[Key]):
     """A block, or one that is not there and has blocks below it."""
 
-    __slots__ = ("above", "below", "bin", "hash", "key", "last_use", "space", "uses")
+    __slots__ = ("above", "below", "bin", "depth", "hash", "key", "last_use", "space", "uses")
 
     def __init__(self, space: _Space[Key], block_hash: bytes) -> None:
         self.space = space
@@ -47,9 +47,15 @@ class _Node(Generic[Key]):
         self.key: Key | None = None
         self.above: _Node[Key] | None = None
         self.below = 0  # how many blocks have this one above
+        self.depth = 0
         self.last_use = 0
         self.uses = 0  # before the last one
         self.bin: tuple[int, int] | None = None  # where it is, as a candidate
+
+    @property
+    def which(self) -> int:
+        """Return its class."""
+        return class_of(self.uses, self.depth)
 
 
 class _Bins(Generic[Key]):
@@ -68,6 +74,9 @@ class ReuseRate(Generic[Key]):
         self._spaces: dict[Hashable, _Space[Key]] = {}
         self._bins: list[_Bins[Key]] = [_Bins() for _ in range(CLASSES)]
         self._history = ReuseHistory()
+        self._first = 0
+        """Places before this one have no candidate, as long as the clock's step is ``_step``."""
+        self._step = 0
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -85,7 +94,7 @@ class ReuseRate(Generic[Key]):
             space = self._spaces[place.space] = _Space(len(self._spaces))
         node = self._node(space, place.hash)
         assert node.key is None, "a place is taken twice"
-        node.key = key
+        node.key, node.depth = key, place.depth
         self._nodes[key] = node
         if place.parent is not None and node.above is None:
             self._put_below(node, self._node(space, place.parent))
@@ -132,18 +141,21 @@ class ReuseRate(Generic[Key]):
             yield node.key
             above = _freed_above(node, skipped)
             if above is not None:
-                heappush(freed, (self._history.place_of(above.uses, above.last_use), len(passed), above))
+                heappush(freed, (self._history.place_of(above.which, above.last_use), len(passed), above))
 
     def _candidates(self) -> Iterator[tuple[int, _Node[Key] | None]]:
         """Yield candidates and their places in the history's order."""
-        clock = self._history.clock
-        for place, (which, ages) in enumerate(self._history.order):
+        step = self._history.clock // GRAIN
+        if step != self._step:
+            self._step, self._first = step, 0
+        empty = True
+        for place, (which, ages) in enumerate(self._history.order[self._first :], self._first):
             bins = self._bins[which]
-            if not bins.times:
-                continue
-            first = 0 if ages == RANGES - 1 else bisect_right(bins.times, (clock - AGES[ages]) // _GRAIN)
-            youngest = AGES[ages - 1] if ages else 0
-            end = bisect_right(bins.times, (clock - youngest) // _GRAIN)
+            first = 0 if ages == RANGES - 1 else bisect_right(bins.times, step - AGES[ages] // GRAIN)
+            end = bisect_right(bins.times, step - (AGES[ages - 1] // GRAIN if ages else 0))
+            empty = empty and first == end
+            if empty and step == self._step:
+                self._first = place + 1
             for time in bins.times[first:end]:
                 for node in list(bins.nodes.get(time, ())):
                     if node.bin == (which, time):
@@ -167,7 +179,7 @@ class ReuseRate(Generic[Key]):
         return node
 
     def _used(self, node: _Node[Key], number: int, *, new: bool) -> None:
-        self._history.used(number, node.uses, len(self), new=new)
+        self._history.used(number, node.uses, node.which, len(self), new=new)
         node.last_use = self._history.clock
         self._list(node)
 
@@ -175,13 +187,14 @@ class ReuseRate(Generic[Key]):
         """Make a node a candidate, if it is one."""
         if node.key is None or node.below:
             return
-        which, time = min(node.uses, CLASSES - 1), node.last_use // _GRAIN
+        which, time = node.which, node.last_use // GRAIN
         bins = self._bins[which]
         if time not in bins.nodes:
             bins.nodes[time] = {}
             insort(bins.times, time)
         bins.nodes[time][node] = None
         node.bin = which, time
+        self._first = min(self._first, self._history.place_of(which, node.last_use))
 
     def _unlist(self, node: _Node[Key]) -> None:
         """Make a node no candidate any more, if it was one."""
