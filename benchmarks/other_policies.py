@@ -21,6 +21,54 @@ MOST_USES: Final = 3
 Queue = OrderedDict[int, None]
 
 
+class Sieve:
+    """SIEVE (Zhang et al., NSDI '24): a queue that a hand sweeps from the oldest to the newest, over and over.
+
+    A hit marks its key. The hand clears the mark of a marked key and moves on; an unmarked one is the victim.
+    The queue begins where the hand is: what it has passed lies behind the newest, up to where a sweep begins.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: Queue = OrderedDict()
+        self._behind: Queue = OrderedDict()
+        self._marked: set[int] = set()
+
+    def __len__(self) -> int:
+        """Return how many keys there are."""
+        return len(self._ahead) + len(self._behind)
+
+    def add(self, key: int, place: Place) -> None:  # noqa: ARG002  it knows no prefixes
+        """Add a new key as the newest, without a mark."""
+        self._ahead[key] = None
+
+    def hit(self, key: int) -> None:
+        """Mark a key."""
+        self._marked.add(key)
+
+    def remove(self, key: int) -> None:
+        """Remove a key."""
+        self._marked.discard(key)
+        (self._ahead if key in self._ahead else self._behind).pop(key)
+
+    def victims(self) -> Iterator[int]:
+        """Yield unmarked keys as the hand reaches them; a skipped key is passed like a marked one."""
+        passed: set[int] = set()
+        for _ in range(2 * len(self)):
+            if not self._ahead:
+                self._ahead, self._behind = self._behind, self._ahead
+            key = next(iter(self._ahead), None)
+            if key is None:
+                return
+            if key in self._marked:
+                self._marked.remove(key)
+            elif key not in passed:
+                passed.add(key)
+                yield key
+            if key in self._ahead:
+                del self._ahead[key]
+                self._behind[key] = None
+
+
 class S3Fifo:
     """S3-FIFO (Yang et al., SOSP '23): a small queue, which sorts out what is asked for once, before the main one.
 
@@ -88,7 +136,7 @@ class S3Fifo:
 
 
 class WTinyLfu:
-    """W-TinyLFU (Einziger et al., 2017): a small LRU window; what leaves it must have been used more than who makes way.
+    """W-TinyLFU (Einziger et al., 2017): a small LRU window; what leaves it must be used more than who makes way.
 
     The main part is a segmented LRU: keys on probation, and those that were used there, four fifths of it at most.
     """
@@ -131,7 +179,7 @@ class WTinyLfu:
             queue.pop(key, None)
 
     def victims(self) -> Iterator[int]:
-        """Yield whichever was used less often, of the newest on probation and of the one that has been there longest."""
+        """Yield whichever was used less often, of the newest and the oldest one on probation."""
         passed: set[int] = set()
         while (oldest := _first(self._probation, passed)) is not None:
             newest = _first(reversed(self._probation), passed)
@@ -205,6 +253,7 @@ def _first(queue: Iterable[int], passed: set[int]) -> int | None:
 
 
 OTHERS: Final[Mapping[str, Mapping[str, Callable[[], EvictionPolicy[int]]]]] = {
+    "sieve": {"": Sieve},
     "s3-fifo": {f"{percent} %": partial(S3Fifo, percent / 100) for percent in (5, 10, 30)},
     "w-tinylfu": {f"{percent} %": partial(WTinyLfu, percent / 100) for percent in (1, 10, 30)},
     "gdsf": {"": Gdsf},

@@ -1,4 +1,4 @@
-"""Eviction policies behind one interface: by expected reuse (see ``reuse_policy``), LRU and SIEVE.
+"""Eviction policies behind one interface: by expected reuse (see ``reuse_policy``), and LRU.
 
 A policy orders keys. The caller decides whether a key may be evicted, how large it is, and when enough were evicted.
 """
@@ -52,11 +52,10 @@ class EvictionPolicy(Protocol[Key]):
 class _Node(Generic[Key]):
     """A key in a ring from the oldest to the newest, which is closed by a sentinel without a key."""
 
-    __slots__ = ("key", "newer", "older", "used_at", "visited")
+    __slots__ = ("key", "newer", "older", "used_at")
 
     def __init__(self, key: Key | None) -> None:
         self.key: Final = key
-        self.visited = False  # by a use since SIEVE's hand was here
         self.used_at = 0  # by Lru's clock; -1 once it has left
         self.older: _Node[Key] = self
         self.newer: _Node[Key] = self
@@ -72,89 +71,27 @@ class _Node(Generic[Key]):
         self.older.newer, self.newer.older = self.newer, self.older
 
 
-class _Ring(Generic[Key]):
-    """What both policies have: each key's node, and the ring of all nodes."""
+class Lru(Generic[Key]):
+    """Least recently used first."""
 
     def __init__(self) -> None:
         self._nodes: dict[Key, _Node[Key]] = {}
         self._end: _Node[Key] = _Node(None)
-
-    def __len__(self) -> int:
-        """Return how many keys there are."""
-        return len(self._nodes)
-
-    def _new_node(self, key: Key) -> _Node[Key]:
-        assert key not in self._nodes, "a key is added twice"
-        node = self._nodes[key] = _Node(key)
-        return node
-
-
-class Sieve(_Ring[Key]):
-    """SIEVE (Zhang et al., NSDI '24): a queue that a hand sweeps from the oldest to the newest, over and over.
-
-    A hit only marks its key. The hand clears the mark of a marked key and moves on, and stops at an unmarked one: the
-    victim. Keys that stay keep their place. So keys that are never used again are evicted soon, and a hit costs next to
-    nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._hand = self._end  # a sweep begins
-
-    def __repr__(self) -> str:
-        """Show the live counts."""
-        marked = sum(node.visited for node in self._nodes.values())
-        return f"<Sieve keys={len(self)} marked={marked}>"
-
-    def add(self, key: Key, place: Place) -> None:  # noqa: ARG002  SIEVE knows no prefixes
-        """Add a new key as the newest, without a mark."""
-        self._new_node(key).link_before(self._end)
-
-    def hit(self, key: Key) -> None:
-        """Mark a key."""
-        self._nodes[key].visited = True
-
-    def remove(self, key: Key) -> None:
-        """Remove a key; a hand that is there moves on."""
-        node = self._nodes.pop(key)
-        if self._hand is node:
-            self._hand = node.newer
-        node.unlink()
-
-    def victims(self) -> Iterator[Key]:
-        """Yield unmarked keys as the hand reaches them; a skipped key is passed like a marked one.
-
-        Two sweeps are enough: the first clears the marks.
-        """
-        passed: set[_Node[Key]] = set()
-        for _ in range(2 * len(self._nodes)):
-            node = self._hand if self._hand is not self._end else self._end.newer
-            if node.key is None:
-                return
-            self._hand = node
-            if node.visited:
-                node.visited = False
-            elif node not in passed:
-                yield node.key
-                passed.add(node)
-            if self._hand is node:
-                self._hand = node.newer
-
-
-class Lru(_Ring[Key]):
-    """Least recently used first."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self._clock = 0  # counts uses; the ring is in the order of the last ones
 
     def __repr__(self) -> str:
         """Show the live counts."""
         return f"<Lru keys={len(self)}>"
 
+    def __len__(self) -> int:
+        """Return how many keys there are."""
+        return len(self._nodes)
+
     def add(self, key: Key, place: Place) -> None:  # noqa: ARG002  LRU knows no prefixes
         """Add a new key as the one used last."""
-        self._use(self._new_node(key))
+        assert key not in self._nodes, "a key is added twice"
+        node = self._nodes[key] = _Node(key)
+        self._use(node)
 
     def hit(self, key: Key) -> None:
         """Make a key the one used last."""
@@ -189,16 +126,15 @@ class Lru(_Ring[Key]):
         node.link_before(self._end)
 
 
-_POLICIES: Final[dict[str, type[ReuseRate[Any] | Lru[Any] | Sieve[Any]]]] = {
+_POLICIES: Final[dict[str, type[ReuseRate[Any] | Lru[Any]]]] = {
     "reuse": ReuseRate,
     "lru": Lru,
-    "sieve": Sieve,
 }
 POLICY_NAMES: Final = tuple(_POLICIES)
 
 
 def make_policy(name: str) -> EvictionPolicy[Key]:
-    """Return a new policy by name: ``reuse``, ``lru`` or ``sieve``.
+    """Return a new policy by name: ``reuse`` or ``lru``.
 
     Raises:
         KeyError: the name is not in ``POLICY_NAMES``.

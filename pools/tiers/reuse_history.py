@@ -30,7 +30,7 @@ AGES: Final = tuple(GRAIN << power for power in range(22))
 """Where one range of ages ends and the next one begins."""
 
 RANGES: Final = len(AGES) + 1
-SPELLS: Final = 16384
+SPELLS: Final = 32768
 """How many spells the ring has."""
 
 WINDOW: Final = 8
@@ -181,7 +181,7 @@ class ReuseHistory:
     def _ages(self) -> tuple[Counts, Counts]:
         """Return how many spells ended, and how many have come without an end, in each class and range of ages."""
         ended = self._ends > 0
-        ages = np.where(ended, self._ends, self.clock) - self._starts
+        ages = (np.where(ended, self._ends, self.clock) // GRAIN - self._starts // GRAIN) * GRAIN  # as in ``place_of``
         cells = self._classes.astype(np.int64) * RANGES + np.searchsorted(AGES, ages, "right")
         begun = self._classes >= 0
         uses, others = (

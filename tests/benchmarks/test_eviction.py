@@ -29,9 +29,9 @@ def test_what_was_used_longest_ago_goes() -> None:
 
 
 def test_sieve_keeps_what_was_hit_once() -> None:
-    prompts = [(0,), (0,), (1,), (2,), (0,)]
-    assert hits_of(prompts, 2, "sieve") == [0, 1, 0, 0, 1]
-    assert hits_of(prompts, 2, "lru") == [0, 1, 0, 0, 0]
+    requests = requests_of([(0,), (0,), (1,), (2,), (0,)])
+    assert hit_counts(requests, 2, OTHERS["sieve"][""]()) == [0, 1, 0, 0, 1]
+    assert hit_counts(requests, 2, make_policy("lru")) == [0, 1, 0, 0, 0]
 
 
 def test_a_block_whose_predecessor_is_gone_is_no_hit() -> None:

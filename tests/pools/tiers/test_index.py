@@ -432,8 +432,8 @@ def test_a_tenant_without_a_quota_gives_first_and_one_nobody_heard_of_has_nothin
     assert list(index.host_victims(9)) == []
 
 
-def test_pinned_blocks_keep_their_marks_where_nothing_can_go() -> None:
-    index, _ = new_index(policy="sieve")
+def test_pinned_blocks_keep_their_places_where_nothing_can_go() -> None:
+    index, _ = new_index(policy="lru")
     blocks = store(index, HASHES[:3])
     index.touch(blocks[2:])
     index.pin(blocks, 1)

@@ -1,4 +1,4 @@
-"""SIEVE against the paper's words on a plain list, LRU on another one, both with victims that are skipped.
+"""LRU against a plain list, with victims that are skipped.
 
 Eviction by reuse is in ``test_reuse_policy``; what all policies promise is tested here.
 """
@@ -16,44 +16,6 @@ from tests.devices import DEVICE
 KEYS = st.integers(0, 11)
 ACCESSES = st.lists(KEYS, max_size=120)
 ALL = pytest.mark.parametrize("name", POLICY_NAMES)
-
-
-class _ListSieve:
-    """SIEVE on a list, oldest first; the hand is a position, which goes back to 0 behind the newest."""
-
-    def __init__(self) -> None:
-        self.queue: list[int] = []
-        self.visited: set[int] = set()
-        self.hand = 0
-
-    def add(self, key: int) -> None:
-        """Put a key at the new end; a hand behind the newest starts over all the same."""
-        if self.hand == len(self.queue):
-            self.hand = 0
-        self.queue.append(key)
-
-    def hit(self, key: int) -> None:
-        self.visited.add(key)
-
-    def remove(self, key: int) -> None:
-        """Take a key out of the list; the hand stays on what it pointed at, or comes to what follows."""
-        at = self.queue.index(key)
-        self.queue.pop(at)
-        self.visited.discard(key)
-        if at < self.hand:
-            self.hand -= 1
-
-    def evict(self, pinned: frozenset[int]) -> int | None:
-        """Sweep twice at most; a pinned key is passed by."""
-        for _ in range(2 * len(self.queue)):
-            self.hand = self.hand if self.hand < len(self.queue) else 0
-            key = self.queue[self.hand]
-            if key not in self.visited and key not in pinned:
-                self.remove(key)
-                return key
-            self.visited.discard(key)
-            self.hand += 1
-        return None
 
 
 class _ListLru:
@@ -93,9 +55,6 @@ def evict(policy: EvictionPolicy[int], pinned: frozenset[int] = frozenset()) -> 
     return None
 
 
-MODELS: dict[str, type[_ListSieve | _ListLru]] = {"sieve": _ListSieve, "lru": _ListLru}
-
-
 def take_all(policy: EvictionPolicy[Key]) -> list[Key]:
     """Evict all keys in one go."""
     gone = []
@@ -106,14 +65,13 @@ def take_all(policy: EvictionPolicy[Key]) -> list[Key]:
     return gone
 
 
-@pytest.mark.parametrize("name", MODELS)
 @given(accesses=ACCESSES, capacity=st.integers(1, 8), data=st.data())
 @DEVICE.examples(200)
-def test_a_cache_under_each_policy_evicts_what_the_plain_model_evicts(
-    name: str, accesses: list[int], capacity: int, data: st.DataObject
+def test_a_cache_under_lru_evicts_what_the_plain_model_evicts(
+    accesses: list[int], capacity: int, data: st.DataObject
 ) -> None:
-    policy: EvictionPolicy[int] = make_policy(name)
-    model = MODELS[name]()
+    policy: EvictionPolicy[int] = make_policy("lru")
+    model = _ListLru()
     there: set[int] = set()
     for key in accesses:
         if key in there:
