@@ -1,23 +1,35 @@
 """Hit rates of a trace's blocks, simulated: each eviction policy and the optimum at several sizes, and a plot of them.
 
 A hit is a block of the longest prefix that is there when its request comes; the rate is hits over all blocks asked
-for. The policies are the daemon's own; what a request has found stays while the rest of it is stored, as a lease
-keeps it. Nothing is chosen by what a trace shows: the policies have no settings.
+for. What a request has found stays while the rest of it is stored, as a lease keeps it. The daemon's own policies
+have no settings; those it is compared with get theirs from the first half of the trace. The comparison counts the
+second half alone, which nothing was chosen by, on caches that the first half has filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import count, islice, takewhile
+from itertools import count, islice, repeat, takewhile
 from pathlib import Path
 
-from benchmarks.measure import Effort, Row, Unit, row_of
+from benchmarks.measure import Effort, Row, Target, Unit, row_of
 from benchmarks.optimum import optimal_hits
+from benchmarks.other_policies import OTHERS
 from benchmarks.traces import TracedRequest, bound, count_blocks, count_unique, read_trace
 from kvferry.pools.tiers.policies import POLICY_NAMES, EvictionPolicy, make_policy
+from kvferry.pools.tiers.reuse_policy import Place
+from kvferry.protocol.config.schema import TiersConfig
+from kvferry.protocol.tier_messages import HASH_BYTES
 
 POLICIES = POLICY_NAMES
+DEFAULT = TiersConfig().policy
+COMPARED_SIZES = 6
+"""How many sizes are compared on the second half: the largest ones but that which holds all."""
+
+ALLOWED_POINTS = 0.3
+"""By how much the default may miss the best of the others."""
+
 OPTIMUM = "belady"
 """What no policy can better: see ``optimum``."""
 
@@ -32,7 +44,8 @@ def measure(trace: Path, effort: Effort, output: Path) -> list[Row]:
     requests = read_trace(trace, effort.pick(1 << 40, 100))
     sizes = cache_sizes(requests)
     best = bound(requests)
-    rates = {name: [hit_rate(requests, size, name) for size in sizes] for name in POLICIES}
+    found = {name: [hit_counts(requests, size, make_policy(name)) for size in sizes] for name in POLICIES}
+    rates = {name: [sum(hits) / count_blocks(requests) for hits in counts] for name, counts in found.items()}
     rates[OPTIMUM] = [optimal_hits(requests, size) / count_blocks(requests) for size in sizes]
     output.mkdir(parents=True, exist_ok=True)
     draw(
@@ -42,7 +55,51 @@ def measure(trace: Path, effort: Effort, output: Path) -> list[Row]:
         row_of(f"trace/hit_rate/{name}/{size}_blocks", PERCENT, [100 * rate], [100 * best], peer_is=BOUND_IS)
         for name, found in rates.items()
         for size, rate in zip(sizes, found, strict=True)
-    ]
+    ] + compare_held_out(requests, {name: dict(zip(sizes, counts, strict=True)) for name, counts in found.items()})
+
+
+def compare_held_out(requests: Sequence[TracedRequest], own: Mapping[str, Mapping[int, Sequence[int]]]) -> list[Row]:
+    """Compare the default with the best of all others, and with the optimum, on the second half of the requests.
+
+    ``own``: what each policy of the daemon hits at each size, for every request.
+    """
+    middle = len(requests) // 2
+    asked = count_blocks(requests[middle:])
+    rows = []
+    for size in list(own[DEFAULT])[-COMPARED_SIZES - 1 : -1]:
+        ours = sum(own[DEFAULT][size][middle:])
+        others = {name: sum(counts[size][middle:]) for name, counts in own.items() if name != DEFAULT}
+        others |= {name: tuned_hits(requests, size, settings) for name, settings in OTHERS.items()}
+        best = max(others, key=others.__getitem__)
+        optimum = optimal_hits(requests, size, counted_from=middle)
+        for what, hits, peer_is in (
+            ("best_other", others[best], f"the best of {len(others)} others: {best}"),
+            (OPTIMUM, optimum, "the optimum, which knows what comes"),
+        ):
+            if ours and hits:
+                figures = [100 * ours / asked], [100 * hits / asked]
+                target = Target(1 - ALLOWED_POINTS / figures[1][0]) if what == "best_other" else None
+                note = ", ".join(f"{name} {100 * hits / asked:.2f}" for name, hits in others.items())
+                rows.append(
+                    row_of(
+                        f"trace/held_out/{size}_blocks/{what}",
+                        PERCENT,
+                        *figures,
+                        peer_is=peer_is,
+                        target=target,
+                        note=note,
+                    )
+                )
+    return rows
+
+
+def tuned_hits(
+    requests: Sequence[TracedRequest], size: int, settings: Mapping[str, Callable[[], EvictionPolicy[int]]]
+) -> int:
+    """Return the hits in the second half, with the setting that has most of them in the first."""
+    middle = len(requests) // 2
+    found = [hit_counts(requests, size, make()) for make in settings.values()]
+    return sum(max(found, key=lambda hits: sum(hits[:middle]))[middle:])
 
 
 def draw(file: Path, title: str, sizes: Sequence[int], rates: Mapping[str, Sequence[float]], best: float) -> None:
@@ -73,8 +130,20 @@ def cache_sizes(requests: Sequence[TracedRequest]) -> list[int]:
 
 def hit_rate(requests: Sequence[TracedRequest], capacity_blocks: int, policy: str) -> float:
     """Return the share of all blocks that a cache with this policy has when they are asked for."""
-    cache = SimulatedCache(capacity_blocks, make_policy(policy))
-    return sum(cache.request(one.hash_ids) for one in requests) / count_blocks(requests)
+    return sum(hit_counts(requests, capacity_blocks, make_policy(policy))) / count_blocks(requests)
+
+
+def hit_counts(requests: Sequence[TracedRequest], capacity_blocks: int, policy: EvictionPolicy[int]) -> list[int]:
+    """Return how many blocks of each request a cache with this policy has when they are asked for."""
+    cache = SimulatedCache(capacity_blocks, policy)
+    return [cache.request(one.hash_ids) for one in requests]
+
+
+def places_of(blocks: Sequence[int]) -> dict[int, Place]:
+    """Return the place of each block of a prompt, with hashes as the replay through a daemon has them."""
+    hashes = [block.to_bytes(HASH_BYTES, "little") for block in blocks]
+    places = map(Place, repeat(None), hashes, [None, *hashes], count())
+    return dict(zip(blocks, places, strict=True))
 
 
 class SimulatedCache:
@@ -97,11 +166,12 @@ class SimulatedCache:
         rest = blocks[len(found) :]
         present = [block for block in rest if block in self._cached]
         missing = [block for block in rest if block not in self._cached]
-        self._make_room(len(missing), kept=set(blocks))
         for block in reversed(present):
             self._policy.hit(block)
+        self._make_room(len(missing), kept=set(blocks))
+        places = places_of(blocks)
         for block in reversed(missing):
-            self._policy.add(block)
+            self._policy.add(block, places[block])
             self._cached.add(block)
         return len(found)
 

@@ -18,31 +18,39 @@ Times = npt.NDArray[np.int64]
 NEVER = np.iinfo(np.int64).max
 
 
-def optimal_hits(requests: Sequence[TracedRequest], capacity_blocks: int) -> int:
-    """Return the most blocks that a cache of this capacity can have when they are asked for."""
+def optimal_hits(requests: Sequence[TracedRequest], capacity_blocks: int, *, counted_from: int = 0) -> int:
+    """Return the most blocks that a cache of this capacity can have when they are asked for.
+
+    Only hits of requests from ``counted_from`` on are counted, and aimed at.
+    """
     blocks = [block for request in requests for block in request.hash_ids]
-    next_uses = next_use_times(blocks).tolist()
-    kept: set[int] = set()
+    first = sum(len(request.hash_ids) for request in requests[:counted_from])
+    next_uses = next_use_times(blocks, first).tolist()
+    kept: dict[int, int] = {}  # their next uses
     latest: list[tuple[int, int]] = []  # (-next use, block); those whose time is past never come first
     hits = 0
-    for block, next_use in zip(blocks, next_uses, strict=True):
-        hits += block in kept
-        kept.discard(block)
+    for at, (block, next_use) in enumerate(zip(blocks, next_uses, strict=True)):
+        expected = kept.pop(block, None)
+        hits += expected == at
         if next_use == NEVER:
             continue
-        kept.add(block)
-        heapq.heappush(latest, (-next_use, block))
+        kept[block] = next_use
+        if expected != next_use:
+            heapq.heappush(latest, (-next_use, block))
         if len(kept) > capacity_blocks:
-            kept.remove(heapq.heappop(latest)[1])
+            del kept[heapq.heappop(latest)[1]]
     return hits
 
 
-def next_use_times(blocks: Sequence[int]) -> Times:
-    """Return for each reference the index of the next one to the same block, ``(n,)``, or ``NEVER``."""
+def next_use_times(blocks: Sequence[int], counted_from: int = 0) -> Times:
+    """Return for each reference the index of the next one to the same block, ``(n,)``, or ``NEVER``.
+
+    Next ones before ``counted_from`` are passed over.
+    """
     times = np.full(len(blocks), NEVER)
-    last: dict[int, int] = {}
-    for index, block in enumerate(blocks):
-        if block in last:
-            times[last[block]] = index
-        last[block] = index
+    following: dict[int, int] = {}
+    for index in range(len(blocks) - 1, -1, -1):
+        times[index] = following.get(blocks[index], NEVER)
+        if index >= counted_from:
+            following[blocks[index]] = index
     return times

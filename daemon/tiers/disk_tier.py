@@ -360,7 +360,7 @@ class DiskTier:
         if block not in self._sizes:
             self._sizes[block] = size_bytes
             self._used_bytes += size_bytes
-            self._policy.add(block)
+            self._policy.add(block, block.place)
 
     def _discard(self, block: CachedBlock) -> bool:
         size_bytes = self._sizes.pop(block, None)

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from kvferry.pools.tiers.arena import Offsets
+from kvferry.pools.tiers.reuse_policy import Place
 from kvferry.protocol.ids import ModelIdentity
 
 IDENTITY_BYTES = 16
@@ -94,6 +95,7 @@ class CachedBlock(msgspec.Struct, eq=False, gc=False):
         hash: 16 bytes.
         parent: the hash of the block before it; None for the first one, or if it is not known.
         size_bytes: of all its pages, a multiple of ``namespace.block_pages``.
+        depth: how many blocks are before it, as far as they are known.
         state: WRITING at first.
         pins: number of pins by holder; replaced, never changed.
         serial: its position in the list of all blocks.
@@ -103,6 +105,7 @@ class CachedBlock(msgspec.Struct, eq=False, gc=False):
     hash: bytes
     parent: bytes | None
     size_bytes: int
+    depth: int = 0
     on_disk: bool = False
     in_remote: bool = False
     pins: Mapping[int, int] = NO_PINS
@@ -138,6 +141,11 @@ class CachedBlock(msgspec.Struct, eq=False, gc=False):
     def key(self) -> BlockKey:
         """Return its name."""
         return BlockKey(self.namespace, self.hash)
+
+    @property
+    def place(self) -> Place:
+        """Return where it is among the other blocks, for eviction."""
+        return Place(self.namespace, self.hash, self.parent, self.depth)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

@@ -156,7 +156,7 @@ class BlockIndex:
         *,
         quota_bytes: int,
         quotas: Mapping[int, int] | None = None,
-        policy: str = "sieve",
+        policy: str = "reuse",
     ) -> None:
         """Start empty.
 
@@ -225,9 +225,10 @@ class BlockIndex:
         self.changes += 1
         account = self.accounts[namespace.tenant]
         begun = []
-        for block_hash in hashes:
-            block = self.get(namespace, block_hash) or self._writing.get((namespace, block_hash))
-            begun.append(Begun(block or self._write(account, namespace, block_hash, parent, size_bytes), block is None))
+        for depth, block_hash in enumerate(hashes, self._depth_below(namespace, parent)):
+            known = self._known(namespace, block_hash)
+            block = known or self._write(account, CachedBlock(namespace, block_hash, parent, size_bytes, depth))
+            begun.append(Begun(block, known is None))
             parent = block_hash
         return begun
 
@@ -279,11 +280,11 @@ class BlockIndex:
         """Add a block that was found in the disk or the remote tier; return the one block of that key."""
         self.changes += 1
         assert tier is not Tier.HOST, "blocks in host memory are stored by commit"
-        block = self.get(namespace, block_hash) or self._writing.get((namespace, block_hash))
+        block = self._known(namespace, block_hash)
         if block is not None:
             self.set_tier(block, tier, present=True)
             return block
-        block = CachedBlock(namespace, block_hash, parent, size_bytes)
+        block = CachedBlock(namespace, block_hash, parent, size_bytes, self._depth_below(namespace, parent))
         block.digests = digests
         self.set_tier(block, tier, present=True)
         self._publish(block)
@@ -542,11 +543,18 @@ class BlockIndex:
                 if has != said:
                     yield Problem(f"user {tenant} has {has} {what}, {said} are counted")
 
-    def _write(
-        self, account: TenantAccount, namespace: Namespace, block_hash: bytes, parent: bytes | None, size_bytes: int
-    ) -> CachedBlock:
-        block = self._writing[namespace, block_hash] = CachedBlock(namespace, block_hash, parent, size_bytes)
-        account.writing_bytes += size_bytes
+    def _known(self, namespace: Namespace, block_hash: bytes) -> CachedBlock | None:
+        """Return a block that is visible or being written, or None."""
+        return self.get(namespace, block_hash) or self._writing.get((namespace, block_hash))
+
+    def _depth_below(self, namespace: Namespace, parent: bytes | None) -> int:
+        """Return the depth of a block with this parent; 0 where the parent is not known."""
+        before = None if parent is None else self._known(namespace, parent)
+        return 0 if before is None else before.depth + 1
+
+    def _write(self, account: TenantAccount, block: CachedBlock) -> CachedBlock:
+        self._writing[block.key] = block
+        account.writing_bytes += block.size_bytes
         return block
 
     def _publish(self, block: CachedBlock) -> None:
@@ -566,7 +574,7 @@ class BlockIndex:
         account = self.accounts[block.namespace.tenant]
         account.cached_bytes += block.size_bytes
         account.evictable_bytes += 0 if block.pins else block.size_bytes
-        account.policy.add(block)
+        account.policy.add(block, block.place)
 
     def _leave(self, block: CachedBlock) -> None:
         """Make a visible block no longer a candidate for eviction; its bytes stay."""

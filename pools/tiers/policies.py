@@ -1,4 +1,4 @@
-"""Eviction policies, SIEVE and LRU, behind one interface.
+"""Eviction policies behind one interface: by expected reuse (see ``reuse_policy``), and LRU.
 
 A policy orders keys. The caller decides whether a key may be evicted, how large it is, and when enough were evicted.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from kvferry.pools.tiers.reuse_policy import Place, ReuseRate
 from kvferry.pools.tiers.split_dict import SplitDict
 
 Key = TypeVar("Key", bound=Hashable)
@@ -16,8 +17,8 @@ Key = TypeVar("Key", bound=Hashable)
 class EvictionPolicy(Protocol[Key]):
     """Keys in eviction order; a call raises only for a key that is missing, or already present."""
 
-    def add(self, key: Key) -> None:
-        """Add a new key.
+    def add(self, key: Key, place: Place) -> None:
+        """Add a new key, the one block at its place.
 
         Raises:
             AssertionError: the key is already present.
@@ -41,8 +42,8 @@ class EvictionPolicy(Protocol[Key]):
         """Yield keys in eviction order, each at most once; all of them if nothing else changes meanwhile.
 
         The caller removes a victim before it asks for the next one, or skips it: a skipped key keeps its place. The
-        last key yielded, if it was neither removed nor followed by another, comes first in the next call. Keys may be
-        added and hit meanwhile; whether those are yielded is undefined.
+        last key yielded, if it was neither removed nor followed by another, comes first in the next call, unless keys
+        were added or hit. Keys may be added and hit meanwhile; whether those are yielded is undefined.
         """
 
     def __len__(self) -> int:
@@ -52,11 +53,10 @@ class EvictionPolicy(Protocol[Key]):
 class _Node(Generic[Key]):
     """A key in a ring from the oldest to the newest, which is closed by a sentinel without a key."""
 
-    __slots__ = ("key", "newer", "older", "used_at", "visited")
+    __slots__ = ("key", "newer", "older", "used_at")
 
     def __init__(self, key: Key | None) -> None:
         self.key: Final = key
-        self.visited = False  # by a use since SIEVE's hand was here
         self.used_at = 0  # by Lru's clock; -1 once it has left
         self.older: _Node[Key] = self
         self.newer: _Node[Key] = self
@@ -72,89 +72,27 @@ class _Node(Generic[Key]):
         self.older.newer, self.newer.older = self.newer, self.older
 
 
-class _Ring(Generic[Key]):
-    """What both policies have: each key's node, and the ring of all nodes."""
+class Lru(Generic[Key]):
+    """Least recently used first."""
 
     def __init__(self) -> None:
         self._nodes: SplitDict[Key, _Node[Key]] = SplitDict()
         self._end: _Node[Key] = _Node(None)
-
-    def __len__(self) -> int:
-        """Return how many keys there are."""
-        return len(self._nodes)
-
-    def _new_node(self, key: Key) -> _Node[Key]:
-        assert key not in self._nodes, "a key is added twice"
-        node = self._nodes[key] = _Node(key)
-        return node
-
-
-class Sieve(_Ring[Key]):
-    """SIEVE (Zhang et al., NSDI '24): a queue that a hand sweeps from the oldest to the newest, over and over.
-
-    A hit only marks its key. The hand clears the mark of a marked key and moves on, and stops at an unmarked one: the
-    victim. Keys that stay keep their place. So keys that are never used again are evicted soon, and a hit costs next to
-    nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._hand = self._end  # a sweep begins
-
-    def __repr__(self) -> str:
-        """Show the live counts."""
-        marked = sum(node.visited for node in self._nodes.values())
-        return f"<Sieve keys={len(self)} marked={marked}>"
-
-    def add(self, key: Key) -> None:
-        """Add a new key as the newest, without a mark."""
-        self._new_node(key).link_before(self._end)
-
-    def hit(self, key: Key) -> None:
-        """Mark a key."""
-        self._nodes[key].visited = True
-
-    def remove(self, key: Key) -> None:
-        """Remove a key; a hand that is there moves on."""
-        node = self._nodes.pop(key)
-        if self._hand is node:
-            self._hand = node.newer
-        node.unlink()
-
-    def victims(self) -> Iterator[Key]:
-        """Yield unmarked keys as the hand reaches them; a skipped key is passed like a marked one.
-
-        Two sweeps are enough: the first clears the marks.
-        """
-        passed: set[_Node[Key]] = set()
-        for _ in range(2 * len(self._nodes)):
-            node = self._hand if self._hand is not self._end else self._end.newer
-            if node.key is None:
-                return
-            self._hand = node
-            if node.visited:
-                node.visited = False
-            elif node not in passed:
-                yield node.key
-                passed.add(node)
-            if self._hand is node:
-                self._hand = node.newer
-
-
-class Lru(_Ring[Key]):
-    """Least recently used first."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self._clock = 0  # counts uses; the ring is in the order of the last ones
 
     def __repr__(self) -> str:
         """Show the live counts."""
         return f"<Lru keys={len(self)}>"
 
-    def add(self, key: Key) -> None:
+    def __len__(self) -> int:
+        """Return how many keys there are."""
+        return len(self._nodes)
+
+    def add(self, key: Key, place: Place) -> None:  # noqa: ARG002  LRU knows no prefixes
         """Add a new key as the one used last."""
-        self._use(self._new_node(key))
+        assert key not in self._nodes, "a key is added twice"
+        node = self._nodes[key] = _Node(key)
+        self._use(node)
 
     def hit(self, key: Key) -> None:
         """Make a key the one used last."""
@@ -189,12 +127,15 @@ class Lru(_Ring[Key]):
         node.link_before(self._end)
 
 
-_POLICIES: Final[dict[str, type[Sieve[Any] | Lru[Any]]]] = {"sieve": Sieve, "lru": Lru}
+_POLICIES: Final[dict[str, type[ReuseRate[Any] | Lru[Any]]]] = {
+    "reuse": ReuseRate,
+    "lru": Lru,
+}
 POLICY_NAMES: Final = tuple(_POLICIES)
 
 
 def make_policy(name: str) -> EvictionPolicy[Key]:
-    """Return a new policy by name: ``sieve`` or ``lru``.
+    """Return a new policy by name: ``reuse`` or ``lru``.
 
     Raises:
         KeyError: the name is not in ``POLICY_NAMES``.

@@ -169,7 +169,7 @@ class TiersConfig(Section, frozen=True, kw_only=True):
     host_bytes: Bytes | None = None
     tenant_bytes: Bytes | None = None
     quotas: dict[UserId, Bytes] = {}
-    policy: Literal["sieve", "lru"] = "sieve"
+    policy: Literal["reuse", "lru"] = "reuse"
     checksums: bool = True
     snapshot_grace_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     disk: DiskTierConfig = DiskTierConfig()

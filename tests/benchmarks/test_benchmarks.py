@@ -104,7 +104,7 @@ def test_the_daemons_cache_hits_what_the_simulated_one_does(reports: dict[str, R
     rows = [
         row for row in reports[TRACE].rows if row.name.startswith("trace/replay/") and row.name.endswith("hit_rate")
     ]
-    assert {row.name.split("/")[2] for row in rows} == {"sieve", "lru"}
+    assert {row.name.split("/")[2] for row in rows} == {"reuse", "lru"}
     assert all(row.ratio == pytest.approx(1) for row in rows), rows
 
 

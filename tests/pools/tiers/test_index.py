@@ -15,6 +15,7 @@ from kvferry.pools.tiers.arena import Freed
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR, BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind
+from kvferry.pools.tiers.policies import POLICY_NAMES
 from tests.devices import DEVICE
 
 SPACES = [Namespace(1, "d", "i", "main", 1), Namespace(1, "d", "i", "swa", 2), Namespace(2, "d", "i", "main", 1)]
@@ -374,7 +375,7 @@ TestIndex = _IndexAgainstDictionaries.TestCase
 TestIndex.settings = DEVICE.examples(100, stateful_step_count=60)
 
 
-def new_index(*, quota_bytes: int = 1 << 40, policy: str = "sieve") -> tuple[BlockIndex, CacheJournal]:
+def new_index(*, quota_bytes: int = 1 << 40, policy: str = "reuse") -> tuple[BlockIndex, CacheJournal]:
     journal = CacheJournal(1000)
     return BlockIndex(journal, quota_bytes=quota_bytes, policy=policy), journal
 
@@ -385,12 +386,23 @@ def store(index: BlockIndex, hashes: list[bytes], space: Namespace = SPACES[0]) 
     return blocks
 
 
-@pytest.mark.parametrize("policy", ["sieve", "lru"])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_the_end_of_a_prefix_goes_before_its_beginning(policy: str) -> None:
     index, _ = new_index(policy=policy)
     blocks = store(index, HASHES)
     index.touch(blocks[:2])
     assert list(index.host_victims()) == [blocks[at] for at in (5, 4, 3, 2, 1, 0)]
+
+
+def test_a_block_knows_how_many_are_before_it_as_far_as_they_are_known() -> None:
+    index, _ = new_index()
+    first = store(index, HASHES[:2])
+    rest = [begun.block for begun in index.begin(SPACES[0], HASHES[2:4], HASHES[1], SIZE)]
+    lost = [begun.block for begun in index.begin(SPACES[0], HASHES[5:], HASHES[4], SIZE)]
+    assert [block.depth for block in first + rest + lost] == [0, 1, 2, 3, 0]
+    found = index.adopt(SPACES[0], HASHES[4], HASHES[3], SIZE, tier=Tier.DISK)
+    assert found.depth == 4
+    assert found.place == (SPACES[0], HASHES[4], HASHES[3], 4)
 
 
 def test_wrong_calls_are_refused() -> None:
@@ -420,8 +432,8 @@ def test_a_tenant_without_a_quota_gives_first_and_one_nobody_heard_of_has_nothin
     assert list(index.host_victims(9)) == []
 
 
-def test_pinned_blocks_keep_their_marks_where_nothing_can_go() -> None:
-    index, _ = new_index()
+def test_pinned_blocks_keep_their_places_where_nothing_can_go() -> None:
+    index, _ = new_index(policy="lru")
     blocks = store(index, HASHES[:3])
     index.touch(blocks[2:])
     index.pin(blocks, 1)

@@ -50,7 +50,7 @@ def test_a_file_that_the_daemon_accepts(tmp_path: Path) -> None:
         ("[pools]\nmax_byte = 1\n", ("max_byte",)),
         ("[network]\ndirect = true\n", ("network.direct",)),
         ("[limits]\nmax_transfers_per_session = 0\n", ("max_transfers_per_session = 0: must be a whole number",)),
-        ("[tiers]\npolicy = 'fifo'\n", ('tiers.policy = "fifo": must be "lru" or "sieve"',)),
+        ("[tiers]\npolicy = 'fifo'\n", ('tiers.policy = "fifo": must be "lru" or "reuse"',)),
         ("[tiers]\npolicy = 'fifo'\n[pools]\nmax_bytes = '1TB'\n[transfers]\nthreads = 4\n",
          ("tiers.policy", "transfers: unknown key", "pools.max_bytes")),
         ("[pools\n", ("",)),
