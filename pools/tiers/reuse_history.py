@@ -81,7 +81,7 @@ class _Generation:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.filled = 0
-        self._entries = memoryview(np.zeros(slots, np.uint64))  # number without its last 8 bits, uses
+        self._entries = np.zeros(slots, np.uint64).data  # number without its last 8 bits, uses
 
     def get(self, number: int) -> int:
         at = number & (self.slots - _WAYS)
