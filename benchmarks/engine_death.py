@@ -35,7 +35,7 @@ PEER = "PING of another engine under the same load, the same percentile"
 
 def measure(effort: Effort) -> list[Row]:
     """Measure the median, the 99th percentile and the worst of many kills."""
-    kills = effort.pick(1000, 5)
+    kills = effort.pick(1000, 2)
     large_bytes = LARGE if not effort.quick else LARGE // 32
     with (
         running_daemon("[tiers]\nhost_bytes = 0\n") as runtime_dir,

@@ -51,12 +51,16 @@ ON_THE_HOST: Final = [name for name in BENCHMARKS if name not in (*ON_A_DEVICE, 
 """Those of SGLang and vLLM run in ``make test-sglang-full`` and ``make test-vllm-full``."""
 
 Require = Callable[[object, str], None]
+RUN_TIMEOUT_S: Final = 840
+"""All benchmarks in one process, which takes two minutes of processor, while other tests have the cores."""
 
 
 def run_benchmarks(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *arguments]
     variables = {**os.environ, **(environment or {})}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240, env=variables)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S, env=variables
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +81,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return {report.benchmark: report for report in found}
 
 
+@pytest.mark.timeout(900)  # the first one runs them all
 @pytest.mark.parametrize("name", [*ON_THE_HOST, TRACE])
 def test_a_benchmark_leaves_well_formed_rows(reports: dict[str, Report], name: str, require: Require) -> None:
     require(name in reports, MOONCAKE)
@@ -100,6 +105,7 @@ def check_report(report: Report, name: str) -> None:
     assert name in WITHOUT_TARGET or any(row.target is not None for row in report.rows)
 
 
+@pytest.mark.timeout(900)
 def test_the_daemons_cache_hits_what_the_simulated_one_does(reports: dict[str, Report]) -> None:
     rows = [
         row for row in reports[TRACE].rows if row.name.startswith("trace/replay/") and row.name.endswith("hit_rate")
