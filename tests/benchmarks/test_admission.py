@@ -21,6 +21,7 @@ from benchmarks.admission import (
     hits_after_restart,
     measure,
     outcomes,
+    rules_for,
 )
 from benchmarks.measure import Effort
 from benchmarks.traces import TracedRequest
@@ -68,7 +69,7 @@ def test_what_the_host_tier_has_evicted_is_room_beside_the_disk() -> None:
 
 def test_the_second_half_counts_with_the_setting_that_found_most_in_the_first() -> None:
     prompts = tuple(range(40)), tuple(range(40, 80))
-    found = outcomes([TracedRequest(0, blocks) for blocks in prompts * 3], 40, 160)
+    found = outcomes([TracedRequest(0, blocks) for blocks in prompts * 3], 40, 160, "lru", rules_for(160))
     assert found["all"] == found["first"] == Outcome(100, 0, 100)
     assert found["used"] == Outcome(0, 0, 0)
 
@@ -93,5 +94,8 @@ def test_rows_name_the_best_rule_and_the_one_that_writes_least_for_as_many_hits(
 def test_a_trace_leaves_rows_of_each_size(tmp_path: Path) -> None:
     trace = tmp_path / "one.jsonl"
     trace.write_text("".join(json.dumps({"input_length": 1, "hash_ids": [0, n % 7]}) + "\n" for n in range(1, 50)))
-    names = [row.name for row in measure(trace, Effort())]
-    assert {f"trace/admission/2+{disk}_blocks/hits" for disk in (8, 32)} <= set(names)
+    names = {row.name for row in measure(trace, Effort())}
+    assert {
+        f"trace/admission/{policy}/2+{disk}_blocks/hits" for policy in ("lru", "reuse") for disk in (8, 32)
+    } <= names
+    assert "trace/admission/lru/2+8_blocks/after_restart" in names
