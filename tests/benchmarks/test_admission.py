@@ -25,6 +25,7 @@ from benchmarks.admission import (
 )
 from benchmarks.measure import Effort
 from benchmarks.traces import TracedRequest
+from kvferry.pools.tiers.policies import POLICY_NAMES
 
 PROMPTS = ((0, 1), (0, 1), (2, 3), (0, 1), (2, 3))
 """For a host tier of two blocks: each prompt has those of the one before go, but the first, which is used again."""
@@ -65,6 +66,22 @@ def test_a_full_disk_loses_what_was_used_longest_ago_and_what_is_in_the_host_tie
 def test_what_the_host_tier_has_evicted_is_room_beside_the_disk() -> None:
     prompts = ((0,), (1,), (2,), (3,), (0,))
     assert [replay(rule, *prompts, disk_blocks=2)[-1].hits for rule in (All(), Evicted())] == [0, 1]
+
+
+def test_what_is_found_in_the_host_tier_is_used_on_disk_too() -> None:
+    found = replay(All(), (0,), (1,), (0,), (2,), (3,), (0,), disk_blocks=3)
+    assert [one.hits for one in found] == [0, 0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_block_that_a_request_names_is_not_evicted_for_the_rest_of_it(policy: str) -> None:
+    tiers = TwoTiers(6, 24, Rule(), policy)
+    for number in range(200):
+        end = (1000 + number, 2000 + number)
+        first = number * number % 7 * 10
+        for blocks in ((first, first + 1, first + 2), (first, first + 1, first + 2, *end)):
+            tiers.request(blocks)
+            assert tiers.request(blocks).hits == len(blocks)
 
 
 def test_the_second_half_counts_with_the_setting_that_found_most_in_the_first() -> None:
