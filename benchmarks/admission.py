@@ -59,7 +59,7 @@ def measure(trace: Path, effort: Effort) -> list[Row]:
                 found = outcomes(requests, *sizes, policy, {name: rules[name] for name in names})
                 rows += compare_rules(f"trace/admission/{policy}/{sizes[0]}+{sizes[1]}_blocks", found)
             kept, lost = (hits_after_restart(requests, *sizes, rule) for rule in (All(), Evicted()))
-            if lost:
+            if kept and lost:
                 name = f"trace/admission/lru/{sizes[0]}+{sizes[1]}_blocks/after_restart"
                 rows.append(row_of(name, PERCENT, [kept], [lost], peer_is="what the rule 'evicted' leaves on disk"))
     return rows
@@ -110,7 +110,7 @@ def compare_rules(name: str, found: Mapping[str, Outcome]) -> list[Row]:
     thrifty = min(as_good, key=lambda rule: found[rule].written)
     note = ", ".join(f"{rule} {one.hits:.2f} ({one.written:.2f} {one.read:.2f})" for rule, one in found.items())
     rows = []
-    if hits := others[best].hits:
+    if ours.hits and (hits := others[best].hits):
         rows.append(
             row_of(
                 f"{name}/hits",
