@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from benchmarks import (
+    admission,
     allocation,
     cache_replay,
     coalescing,
@@ -88,6 +89,7 @@ def run_here(name: str, effort: Effort, trace: Path | None, output: Path) -> lis
     if trace is not None and name == TRACE:
         return [
             *eviction.measure(trace, effort, output),
+            *admission.measure(trace, effort),
             *cache_replay.measure(trace, effort),
             *trace_replay.measure(trace, effort),
             *contention.measure(trace, effort),
