@@ -45,7 +45,8 @@ class Endpoint(NamedTuple):
     pages: PageIds
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the log's lines."""
+        """Return the log's lines, of all that the client has heard of by now."""
+        self.client.ping()  # they are written in the turn after the one in which engines are told
         return [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
 
 

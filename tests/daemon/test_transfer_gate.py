@@ -11,7 +11,7 @@ from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol.errors import InternalError
-from tests.daemon.in_process import SPEC, client_of_one
+from tests.daemon.in_process import ON_THREADS, SPEC, client_of_one
 from tests.transfer.peer_harness import Transfer
 
 pytestmark = pytest.mark.anyio
@@ -111,7 +111,7 @@ async def test_an_op_whose_transport_raises_does_not_count_for_ever(
         raise RuntimeError("a bug of the transport")
 
     monkeypatch.setattr(LocalTransport, "start", fails)
-    async with client_of_one() as (client, _):
+    async with client_of_one(ON_THREADS) as (client, _):
         request_id = new_request_id()
         receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
         sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
