@@ -260,9 +260,12 @@ static void copy_all(const Copies *copies, const Way *way) {
             uint64_t most = column(copies, row + 1, 2);
             for (size_t at = 0; at < most && at < AHEAD; at += LINE) FETCH(next + at);
         }
+        /* Of rows, one some lines on is fetched: what lies between them is others'. */
+        size_t rows_ahead = block.rows > 1 && !short_rows ? 1 + DISTANCE / block.span.bytes : 0;
+        size_t ahead = rows_ahead * block.from_stride;
         for (size_t done = 0; done < block.rows; done++) {
             if (way->lines && !short_rows)
-                stream(way, block.span, NULL);
+                stream(way, block.span, ahead && block.span.bytes < LONG ? block.span.from + ahead : NULL);
             else
                 memcpy(block.span.to, block.span.from, block.span.bytes);
             block.span.from += block.from_stride;
