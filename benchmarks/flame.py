@@ -48,8 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{file}: {count} pages while py-spy looked, for {SECONDS} s")
         status = recording.wait(END_TIMEOUT_S)
     if not status:
-        file.write_text(re.sub(r'(<text id="title"[^>]*>)[^<]*', rf"\1{TITLE}", file.read_text()))  # it has the command
+        file.write_text(cleaned(file.read_text(errors="replace")))
     return status
+
+
+def cleaned(drawing: str) -> str:
+    """Return a flame graph without this machine's paths, and without what py-spy read while it changed."""
+    titled = re.sub(r'(<text id="title"[^>]*>)[^<]*', rf"\1{TITLE}", drawing)
+    return re.sub(r"[^<>\"( ]*/site-packages/", "", re.sub(r"[\x00-\x08\ufffd]", "", titled))
 
 
 if __name__ == "__main__":
