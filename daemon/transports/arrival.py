@@ -1,7 +1,7 @@
 """Whether a transfer's destination pages hold what the source has: where a SEND or RECEIVE asks for checksums.
 
 Both sides' segments are gathered in the same order, so that one checksum of each compares them; only where these differ
-the bytes are looked at, to name the page.
+the bytes are looked at, to name the page. Between host regions, checksums are compared before anything is gathered.
 """
 
 from __future__ import annotations

@@ -223,6 +223,13 @@ def gather_hashed(side: PlanSide, memory_address: int, first: int, stop: int, ou
     return int(copy_kernel.copy_hashed(copies, np.array([len(copies)]), read_next=True)[0])
 
 
+def digest_of(side: PlanSide, memory_address: int, first: int, stop: int) -> int:
+    """Return the XXH3-64 of what ``gather`` would gather, read where it is."""
+    copies = _slices(side, first, stop, memory_address, 0, whole=True)
+    copies[:, 1] = 0  # hashed alone
+    return int(copy_kernel.copy_hashed(copies, np.array([len(copies)]))[0])
+
+
 def scatter(
     side: PlanSide, memory_address: int, first: int, stop: int, in_address: int, copy: CopyBlocks = copy_kernel.copy
 ) -> None:

@@ -23,6 +23,7 @@ from kvferry.pools.planning.copies import (
     copy_one_by_one,
     copy_vectored,
     cut_copy_chunks,
+    digest_of,
     gather,
     gather_hashed,
     scatter,
@@ -200,6 +201,7 @@ def test_what_is_hashed_as_it_is_gathered_is_all_of_it(side: PlanSide, data: st.
     digest = gather_hashed(side, memory.ctypes.data, first, stop, found.ctypes.data)
     assert (found == expected).all()
     assert digest == xxhash.xxh3_64_intdigest(expected.tobytes())
+    assert digest == digest_of(side, memory.ctypes.data, first, stop)
 
 
 def test_a_segment_that_no_slot_holds_is_refused() -> None:

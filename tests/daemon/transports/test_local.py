@@ -494,7 +494,8 @@ async def test_checksums_find_a_byte_that_is_not_the_sources(wrong: str | None, 
 
 async def test_a_stopped_op_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[object] = []
-    monkeypatch.setattr(local, "check_arrived", lambda *arguments: compared.append(arguments))
+    for name in ("check_arrived", "digest_of"):
+        monkeypatch.setattr(local, name, lambda *arguments: compared.append(arguments))
     copy = GatedCopy()
     async with closing(Site(copy, threads=1), copy) as site:
         site.start(site.op(1, 1, 20)._replace(checksums=True))
