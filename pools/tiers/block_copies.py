@@ -55,7 +55,17 @@ def restore_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes
 
 def _copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
     """Return a step's copies from pages to blocks: ``(blocks, copies of a block, 3)``."""
-    ids, offsets = pages.ids[step.first : step.stop, None], pages.offsets[step.first : step.stop, None]
+    layout, ids, offsets = (
+        pages.layout,
+        pages.ids[step.first : step.stop, None],
+        pages.offsets[step.first : step.stop, None],
+    )
+    if step.stop_byte - step.first_byte == layout.content_bytes:  # as most are: all entries of each block
+        copies = np.empty((len(ids), len(layout.entries), 3), np.uint64)
+        copies[:, :, 0] = ids * layout.page_bytes + (layout.bases + memory.ctypes.data)
+        copies[:, :, 1] = offsets + (layout.offsets + arena.ctypes.data)
+        copies[:, :, 2] = layout.page_bytes
+        return copies
     sources, destinations, sizes = [], [], []
     for one in pages.layout.stacks_of(step.first_byte, step.stop_byte):
         entries = np.arange(one.entries)
