@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from kvferry.clients import new_request_id, pages
+from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
+from kvferry.protocol.codec import Frames, decode_from_daemon
 from kvferry.protocol.errors import InternalError
 from tests.daemon.in_process import ON_THREADS, SPEC, client_of_one
 from tests.transfer.peer_harness import Transfer
@@ -143,3 +145,24 @@ async def test_a_writing_that_is_cut_off_is_over_once() -> None:
     both.harness.run()
     assert both.source.activity == ["began", "ended"]
     assert both.held == (0, 0)
+
+
+async def test_events_never_overtake_the_reply_to_what_caused_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the copy is over before the request is answered."""
+    send, sent = ControlSocket.send, list[str]()
+
+    def noted(self: ControlSocket, identity: bytes, frames: Frames, *, more: bool = False) -> bool:
+        message, _ = decode_from_daemon([bytes(one) for one in frames])
+        sent.append(type(message.body).__name__)
+        return send(self, identity, frames, more=more)
+
+    monkeypatch.setattr(ControlSocket, "send", noted)
+    async with client_of_one() as (client, _):
+        request_id = new_request_id()
+        receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
+        ids = await client.allocate("pool", 2)
+        sent.clear()
+        sending = client.send("pool", request_id, [pages(ids)])
+        for one in (receiving, sending):
+            await client.wait_settled(one)
+    assert sent[0] == "Accepted", sent
