@@ -193,3 +193,15 @@ async def test_who_holds_little_pays_for_no_other_host(site: Served, monkeypatch
     engine.sendall(encoded([bytes(5000)])[4000:] + encoded([b"lives"]))
     await site.until(b"lives", 1)
     assert len(site.control) < 1 + STRANGERS
+
+
+async def test_what_was_to_leave_together_leaves_where_the_rest_finds_no_room(site: Served) -> None:
+    engine = site.connect()
+    engine.sendall(encoded([b"engine"]))
+    await site.until(b"engine", 1)
+    engine.setblocking(False)  # noqa: FBT003  socket's own signature
+    site.control.max_queued = 1
+    assert site.control.send(site.engine, [b"first"], more=True)
+    assert not site.control.send(site.engine, [b"second"])
+    assert encoded([b"first"]) in engine.recv(4096), "at once, behind the handshake"
+    assert site.control.send(site.engine, [b"third"]), "there is room again"
