@@ -1,33 +1,35 @@
 """Copies between pools and the arena: offloads and restores, done in steps on a few threads.
 
-Before each step, which takes about a millisecond, a thread asks the scheduler. Between steps a job of a higher class
-overtakes, jobs of one class take turns, and a large job is spread over idle threads. On a device, the next step is
-begun before the previous one is waited for. A restore verifies all checksums before it writes any page.
+Before each step, which takes about a millisecond, or three where no transfer is about, a thread asks the scheduler.
+Between steps a job of a higher class overtakes, jobs of one class take turns, and a large job is spread over idle
+threads. On a device, the next step is begun before the previous one is waited for. A restore writes a block only once
+its checksum was right.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
+from kvferry.daemon.process.background import run_in_background
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Hashed, Pending, Region
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.tiers.block_copies import wrong_block
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, BlockSteps
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, SnapshotDamagedError
+from kvferry.protocol.ids import HOST
 
-# -- shards: some blocks of a job, which one thread at a time takes through one phase, step by step.
+# -- shards: some blocks of a job, which one thread at a time copies, step by step.
 #
 # A block's checksum is XXH3-64 over all its bytes in the arena, including its zero padding, so that whoever stores a
 # block can check it without knowing what a page is. Knows nothing of threads and scheduling.
@@ -37,12 +39,7 @@ Digests = npt.NDArray[np.uint64]
 """``(n,)`` uint64: the XXH3-64 of each block over its ``block_bytes``, in the order of the pages."""
 
 
-class Phase(enum.Enum):
-    """What is done with the blocks."""
-
-    OFFLOAD = "offload"
-    VERIFY = "verify"
-    RESTORE = "restore"
+Kind: TypeAlias = Literal["offload", "restore"]
 
 
 class BlockSegment(NamedTuple):
@@ -64,14 +61,14 @@ class Shard:
 
     def __init__(
         self,
-        phase: Phase,
+        kind: Kind,
         segments: Sequence[BlockSegment],
         arena: Arena,
         digests: Sequence[Digests] | None,
         blocks: Iterable[tuple[int, int]],
     ) -> None:
-        """Fill ``digests`` (OFFLOAD; None: not wanted) or compare with them (VERIFY)."""
-        self.phase = phase
+        """Fill ``digests`` (of an offload) or compare with them (of a restore); None: no checksums."""
+        self.kind = kind
         self._segments = segments
         self._arena = arena
         self._digests = digests
@@ -94,65 +91,77 @@ class Shard:
         return self._segments[self._returned.segment if self._returned else self._ahead[0][0]].region.device
 
     def take(self, step_bytes: int) -> ShardStep:
-        """Return the next step, of about ``step_bytes``; not for an exhausted shard."""
+        """Return the next step, of about ``step_bytes``; not for an exhausted shard.
+
+        Where a block is verified and copied at once, it is of whole blocks.
+        """
         if self._returned is not None:
             step, self._returned = self._returned, None
             return step
-        segment, steps = self._ahead[0]
+        number, steps = self._ahead[0]
+        region, pages = self._segments[number]
+        if self.kind == "restore" and self._digests is not None and isinstance(region, HostRegion):
+            step_bytes = max(step_bytes, pages.layout.content_bytes)
         taken = steps.take(step_bytes)
         assert taken is not None, self
         if steps.exhausted:
             self._ahead.popleft()
-        return ShardStep(segment, taken)
+        return ShardStep(number, taken)
 
     def put_back(self, step: ShardStep) -> None:
         """Undo a ``take``: the step becomes the next one."""
         self._returned = step
 
     def begin(self, step: ShardStep) -> Pending:
-        """Begin a step; see ``Region.begin_offload``."""
-        region, pages = self._segments[step.segment]
-        if self.phase is Phase.VERIFY:
-            return NOTHING_PENDING
-        if self.phase is Phase.OFFLOAD and self._digests is not None and isinstance(region, HostRegion):
-            return region.offload_hashed(pages, step.step, self._arena, self._hash)
-        begin = region.begin_offload if self.phase is Phase.OFFLOAD else region.begin_restore
-        return begin(pages, step.step, self._arena)
-
-    def complete(self, step: ShardStep, pending: Pending) -> None:
-        """Hash or verify a step whose bytes have been copied; ``pending`` is what ``begin`` has returned.
+        """Begin a step; see ``Region.begin_offload``.
 
         Raises:
-            SnapshotDamagedError: a block's checksum is not the expected one.
+            SnapshotDamagedError: a restore's block does not have its checksum; none of it was written.
         """
-        if self._digests is None or self.phase is Phase.RESTORE:
+        region, pages = self._segments[step.segment]
+        if self.kind == "offload":
+            if self._digests is not None and isinstance(region, HostRegion):
+                return region.offload_hashed(pages, step.step, self._arena, self._hash)
+            return region.begin_offload(pages, step.step, self._arena)
+        if self._digests is None:
+            return region.begin_restore(pages, step.step, self._arena)
+        (first, stop, first_byte, _), digests = step.step, self._digests[step.segment]
+        if isinstance(region, HostRegion):
+            right = region.restore_verified(pages, step.step, self._arena, self._hash, digests[first:stop])
+            self._refuse(step.segment, first + right if right < stop - first else None)
+            return NOTHING_PENDING
+        if not first_byte:  # whole blocks, also where this step has only the beginning of one
+            self._refuse(step.segment, wrong_block(pages, first, stop, self._arena, self._hash, digests))
+        return region.begin_restore(pages, step.step, self._arena)
+
+    def complete(self, step: ShardStep, pending: Pending) -> None:
+        """Take the checksums of a step of an offload whose bytes have been copied; ``pending`` is what began it."""
+        if self._digests is None or self.kind == "restore":
             return
         segment, (first, stop, first_byte, stop_byte) = step
-        if isinstance(pending, Hashed):
-            for number, digest in enumerate(pending.digests.tolist(), first):
-                self._on_digest(segment, number, digest)
-            return
         pages = self._segments[segment].pages
         ends = stop_byte == pages.layout.content_bytes
-        end = pages.layout.block_bytes if ends else stop_byte
-        hashed = np.zeros((stop - first, 3), np.uint64)  # to nowhere: the bytes are where they belong
-        hashed[:, 0] = pages.offsets[first:stop] + (self._arena.ctypes.data + first_byte)
-        hashed[:, 2] = end - first_byte
-        blocks = np.arange(1, stop - first + 1) if ends else np.zeros(0, np.int64)
-        for number, digest in enumerate(copy_kernel.copy_hashed(hashed, blocks, self._hash).tolist(), first):
-            self._on_digest(segment, number, digest)
+        if isinstance(pending, Hashed):
+            digests = pending.digests
+        else:
+            end = pages.layout.block_bytes if ends else stop_byte
+            hashed = np.zeros((stop - first, 3), np.uint64)  # to nowhere: the bytes are where they belong
+            hashed[:, 0] = pages.offsets[first:stop] + (self._arena.ctypes.data + first_byte)
+            hashed[:, 2] = end - first_byte
+            digests = copy_kernel.copy_hashed(hashed, np.arange(1, stop - first + 1)[: None if ends else 0], self._hash)
+        if ends:
+            self._digests[segment][first:stop] = digests
 
-    def _on_digest(self, segment: int, number: int, digest: int) -> None:
+    def _refuse(self, segment: int, wrong: int | None) -> None:
+        if wrong is None:
+            return
         assert self._digests is not None
-        if self.phase is Phase.OFFLOAD:
-            self._digests[segment][number] = digest
-        elif self._digests[segment][number] != digest:
-            pages = self._segments[segment].pages
-            raise SnapshotDamagedError(
-                f"block {number} of {len(pages.ids)} of space {pages.layout.space!r} has checksum {digest:016x}, "
-                f"expected {int(self._digests[segment][number]):016x}; no page was written",
-                field=f"{pages.layout.space}[{number}]",
-            )
+        pages = self._segments[segment].pages
+        raise SnapshotDamagedError(
+            f"block {wrong} of {len(pages.ids)} of space {pages.layout.space!r} does not have its checksum "
+            f"{int(self._digests[segment][wrong]):016x}; it was not written, others may have been",
+            field=f"{pages.layout.space}[{wrong}]",
+        )
 
 
 MIN_SHARD_BYTES: Final = 4 << 20
@@ -160,30 +169,30 @@ MIN_SHARD_BYTES: Final = 4 << 20
 
 
 def shards_of(
-    phase: Phase, segments: Sequence[BlockSegment], arena: Arena, digests: Sequence[Digests] | None, max_shards: int
+    kind: Kind, segments: Sequence[BlockSegment], arena: Arena, digests: Sequence[Digests] | None, max_shards: int
 ) -> list[Shard]:
-    """Return a job's shards for a phase: at most ``max_shards``, as equal as possible, none empty."""
+    """Return a job's shards: at most ``max_shards``, as equal as possible, none empty."""
     total_bytes = sum(one.pages.total_bytes for one in segments)
     count = max(1, min(max_shards, total_bytes // MIN_SHARD_BYTES))
     sizes = [len(one.pages.ids) for one in segments]
     shards = []
     for number in range(count):
         blocks = [(size * number // count, size * (number + 1) // count) for size in sizes]
-        shards.append(Shard(phase, segments, arena, digests, blocks))
+        shards.append(Shard(kind, segments, arena, digests, blocks))
     return [one for one in shards if not one.exhausted]
 
 
 __all__ = ["BlockJob", "BlockSegment", "Digests", "TierCopier"]
 
 STEP_S: Final = 0.8e-3
+QUIET_STEP_S: Final = 3e-3
+"""In host memory, while no transfer is about: what a step costs besides its bytes is some 0.1 ms."""
 MIN_STEP_BYTES: Final = 256 << 10
 MAX_STEP_BYTES: Final = 16 << 20
+MAX_QUIET_STEP_BYTES: Final = 32 << 20
 FIRST_STEP_BYTES: Final = 2 << 20
 NEW_SPEED_WEIGHT: Final = 0.3
 """Weight of the latest step in the running average of a device's speed."""
-
-NICE: Final = 10
-"""Niceness of the threads: where cores are short, a step in progress does not delay a transfer."""
 
 log = structlog.get_logger(__name__)
 
@@ -203,7 +212,7 @@ class BlockJob:
 
     def __init__(
         self,
-        kind: Literal["offload", "restore"],
+        kind: Kind,
         segments: Sequence[BlockSegment],
         arena: HostRegion,
         *,
@@ -242,7 +251,7 @@ OnJobDone = Callable[[BlockJob, KvferryError | None], None]
 
 
 class _Running:
-    """A job with its remaining phases, its unfinished shards and its first error. Guarded by the copier's lock."""
+    """A job with its unfinished shards and its first error. Guarded by the copier's lock."""
 
     def __init__(self, job: BlockJob, on_done: OnJobDone) -> None:
         self.on_done = on_done
@@ -250,23 +259,10 @@ class _Running:
         self.arena: Arena = job.arena.view()  # keeps the memory mapped
         self.error: KvferryError | None = None
         self.open_shards = 0
-        self.computed_digests: tuple[Digests, ...] | None = None
-        self.phases: deque[Phase] = deque()
+        self.digests = job.digests
         if job.kind == "offload":
-            self.phases.append(Phase.OFFLOAD)
-            if job.checksums:
-                self.computed_digests = tuple(np.zeros(len(one.pages.ids), np.uint64) for one in job.segments)
-        else:
-            self.phases.extend([Phase.RESTORE] if job.digests is None else [Phase.VERIFY, Phase.RESTORE])
-
-    def next_shards(self, max_shards: int) -> list[Shard]:
-        """Return the shards of the next phase; empty after the last phase or an error."""
-        while self.phases and self.error is None:
-            digests = self.computed_digests if self.job.kind == "offload" else self.job.digests
-            shards = shards_of(self.phases.popleft(), self.job.segments, self.arena, digests, max_shards)
-            if shards:
-                return shards
-        return []
+            empty = (np.zeros(len(one.pages.ids), np.uint64) for one in job.segments)
+            self.digests = tuple(empty) if job.checksums else None
 
 
 class _Slot(NamedTuple):
@@ -303,7 +299,7 @@ class TierCopier:
         self._queues: dict[OperationClass, deque[_Slot]] = {one: deque() for one in OperationClass}
         self._changed = threading.Condition()
         self._closing = False
-        self._speeds: dict[tuple[Phase, str], float] = {}
+        self._speeds: dict[tuple[Kind, str], float] = {}
         self._threads = [threading.Thread(target=self._work, name=f"tier-{n}", daemon=True) for n in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -315,13 +311,20 @@ class TierCopier:
     def start(self, job: BlockJob, on_done: OnJobDone) -> None:
         """Run a job. ``on_done`` is called once, on the loop, never from within this call.
 
-        It reports SnapshotDamagedError (a restore; no page was written), CancelledError (``stop``), DeviceLostError or
-        InternalError. Once it is called, no byte of the job moves any more, unless the device was lost.
+        It reports SnapshotDamagedError (a restore; the block that it names was not written), CancelledError (``stop``),
+        DeviceLostError or InternalError. Once it is called, no byte of the job moves any more, unless the device was
+        lost.
         """
         running = _Running(job, on_done)
+        shards = shards_of(job.kind, job.segments, running.arena, running.digests, len(self._threads))
         with self._changed:
             self._running[id(job)] = running
-            self._start_phase(running)
+            running.open_shards = len(shards)
+            self._queues[job.operation_class].extend(_Slot(running, one) for one in shards)
+            self._changed.notify(len(shards))
+        if not shards:
+            self._loop.call_soon(self._report, running)
+            return
         self._scheduler.wake()  # threads that wait with a lower class's shard should take this one
 
     def stop(self, job: BlockJob) -> None:
@@ -343,7 +346,7 @@ class TierCopier:
 
     def _work(self) -> None:
         """Begin steps and complete them; at most one step is in flight while the next one begins."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # Linux: of this thread alone
+        run_in_background()
         in_flight: _InFlightStep | None = None
         done_s = 0.0
         while True:
@@ -418,7 +421,7 @@ class TierCopier:
         finally:
             self._scheduler.end(slot.running.job.operation_class, size_bytes)
         now_s = self._clock()
-        key = (slot.shard.phase, slot.running.job.segments[step.segment].region.device)
+        key = (slot.shard.kind, slot.running.job.segments[step.segment].region.device)
         speed = size_bytes / max(now_s - max(in_flight.began_s, done_s), 1e-6)
         self._speeds[key] = NEW_SPEED_WEIGHT * speed + (1 - NEW_SPEED_WEIGHT) * self._speeds.get(key, speed)
         if not keep:
@@ -427,10 +430,13 @@ class TierCopier:
 
     def _step_bytes(self, shard: Shard) -> int:
         """Return the size of the next step: a multiple of MIN_STEP_BYTES, so that blocks are always cut alike."""
-        speed = self._speeds.get((shard.phase, shard.device))
+        speed = self._speeds.get((shard.kind, shard.device))
         if speed is None:
             return FIRST_STEP_BYTES
-        return int(min(max(speed * STEP_S // MIN_STEP_BYTES * MIN_STEP_BYTES, MIN_STEP_BYTES), MAX_STEP_BYTES))
+        step_s, max_bytes = STEP_S, MAX_STEP_BYTES
+        if shard.device == HOST and self._scheduler.quiet:
+            step_s, max_bytes = QUIET_STEP_S, MAX_QUIET_STEP_BYTES
+        return int(min(max(speed * step_s // MIN_STEP_BYTES * MIN_STEP_BYTES, MIN_STEP_BYTES), max_bytes))
 
     def _should_stop_waiting(self, slot: _Slot) -> bool:
         """Return whether to stop waiting for a shard's turn. Called with the scheduler locked, so it takes no lock."""
@@ -448,20 +454,9 @@ class TierCopier:
                 self._changed.notify()
                 return
             slot.running.open_shards -= 1
-            if not slot.running.open_shards:
-                self._start_phase(slot.running)
-
-    def _start_phase(self, running: _Running) -> None:
-        """Queue a job's next phase, or report the job after its last one. Needs the lock; no shard may be open."""
-        try:
-            shards = running.next_shards(len(self._threads))
-        except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported forever
-            running.error, shards = _as_kvferry_error(cause), []
-        running.open_shards = len(shards)
-        self._queues[running.job.operation_class].extend(_Slot(running, one) for one in shards)
-        self._changed.notify(len(shards))
-        if not shards and not self._closing:
-            self._loop.call_soon_threadsafe(self._report, running)
+            ended = not slot.running.open_shards and not self._closing
+        if ended:
+            self._loop.call_soon_threadsafe(self._report, slot.running)
 
     def _fail(self, running: _Running, error: KvferryError) -> None:
         """Record a job's first error. Its queued shards end here, those held by threads with their current step."""
@@ -474,15 +469,16 @@ class TierCopier:
             for one in waiting:
                 queue.remove(one)
             running.open_shards -= len(waiting)
-            if waiting and not running.open_shards:
-                self._start_phase(running)
+            ended = bool(waiting) and not running.open_shards and not self._closing
+        if ended:
+            self._loop.call_soon_threadsafe(self._report, running)
         self._scheduler.wake()
 
     def _report(self, running: _Running) -> None:
         if self._closing or self._running.pop(id(running.job), None) is None:
             return
-        if running.error is None and running.computed_digests is not None:
-            running.job.digests = running.computed_digests
+        if running.error is None:
+            running.job.digests = running.digests
         running.on_done(running.job, running.error)
 
 

@@ -1,9 +1,9 @@
 """Scheduling of background steps: they give way to transfers, and to each other by class.
 
-A step is about a millisecond at most. None begins while a transfer op is in flight or a higher class waits, and each
-class has a bound on its bytes in flight. So that steady transfers cannot starve a restore, a step that has waited for
-``patience_s`` may start despite them, one such step in that time. Waiters are woken and never poll. Knows nothing of
-what a step does. All methods are thread-safe.
+A step is about a millisecond at most while transfers come and go. None begins while a transfer op is in flight or a
+higher class waits, and each class has a bound on its bytes in flight. So that steady transfers cannot starve a restore,
+a step that has waited for ``patience_s`` may start despite them, one such step in that time. Waiters are woken and
+never poll. Knows nothing of what a step does. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 PATIENCE_S: Final = 0.1
+
+QUIET_S: Final = 0.25
+"""Without a transfer for so long, the next one is not about to begin."""
 
 
 class OperationClass(enum.IntEnum):
@@ -66,6 +69,7 @@ class Scheduler:
         self._waiting: dict[OperationClass, deque[_Ticket]] = {one: deque() for one in OperationClass}
         self._transfers = 0
         self._last_patient_s = float("-inf")
+        self._last_transfer_s = float("-inf")
         self._closed = False
 
     def __repr__(self) -> str:
@@ -77,6 +81,11 @@ class Scheduler:
     def transfers(self) -> int:
         """Return the number of transfer ops in flight."""
         return self._transfers
+
+    @property
+    def quiet(self) -> bool:
+        """Return whether no transfer op is in flight, nor was one lately."""
+        return not self._transfers and self._clock() - self._last_transfer_s > QUIET_S
 
     @property
     def bytes_in_flight(self) -> int:
@@ -94,6 +103,7 @@ class Scheduler:
             assert self._transfers, self
             self._transfers -= 1
             if not self._transfers:
+                self._last_transfer_s = self._clock()
                 self._wake()
 
     def try_begin(self, operation_class: OperationClass, size_bytes: int) -> bool:

@@ -29,7 +29,10 @@ def offload_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes
 
     The padding of blocks whose end is in the step becomes zero.
     """
-    copy_kernel.copy(_with_padding(_copies(memory, pages, step, arena), pages, step, arena).reshape(-1, 3))
+    copies = _copies(memory, pages, step, arena)
+    if step.stop_byte == pages.layout.content_bytes and pages.layout.padding_bytes:
+        copies = np.concatenate((copies, _zeros(pages, step, arena)), axis=1)
+    copy_kernel.copy(copies.reshape(-1, 3))
 
 
 def offload_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
@@ -42,7 +45,9 @@ def offload_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena
         arena: of the blocks.
         state: of ``copy_kernel.new_hash``: what it has of a block that began in an earlier step.
     """
-    copies = _with_padding(_copies(memory, pages, step, arena), pages, step, arena)
+    copies = _copies(memory, pages, step, arena)
+    if step.stop_byte == pages.layout.content_bytes and pages.layout.padding_bytes:
+        copies = np.concatenate((copies, _zeros(pages, step, arena)), axis=1)
     blocks, rows = copies.shape[:2]
     ends = np.arange(1, blocks + 1) * rows if step.stop_byte == pages.layout.content_bytes else np.zeros(0, np.int64)
     return copy_kernel.copy_hashed(copies.reshape(-1, 3), ends, state)
@@ -51,6 +56,53 @@ def offload_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena
 def restore_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
     """Copy a step from blocks to pages: the reverse of ``offload_step``."""
     copy_kernel.copy(_copies(memory, pages, step, arena).reshape(-1, 3)[:, [1, 0, 2]])
+
+
+def restore_step_verified(
+    memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState, digests: Digests
+) -> int:
+    """Copy the blocks of a step to pages, each once its digest is known to be right, while it is in the caches.
+
+    Args:
+        memory: of the pages.
+        pages: what the step is of.
+        step: whole blocks.
+        arena: of the blocks.
+        state: of ``copy_kernel.new_hash``; it has seen nothing, and has seen nothing afterwards.
+        digests: ``(step.stop - step.first,)``, what is expected of each block.
+
+    Returns:
+        How many were right before the first wrong one, from which on nothing is copied.
+    """
+    copies = _copies(memory, pages, step, arena)
+    if pages.layout.padding_bytes:
+        padding = _zeros(pages, step, arena)
+        padding[:, :, 0] = 0  # it has no place in a page: hashed alone
+        copies = np.concatenate((copies, padding), axis=1)
+    blocks, rows = copies.shape[:2]
+    back = copies.reshape(-1, 3)[:, [1, 0, 2]]
+    return copy_kernel.copy_verified(back, np.arange(1, blocks + 1) * rows, digests, state)
+
+
+def wrong_block(
+    pages: BlockPages, first: int, stop: int, arena: Bytes, state: HashState, digests: Digests
+) -> int | None:
+    """Hash whole blocks ``[first, stop)``, and return the number of the first whose digest is not the one expected.
+
+    Args:
+        pages: what the blocks are of.
+        first: a block.
+        stop: after the last one.
+        arena: of the blocks.
+        state: see ``restore_step_verified``.
+        digests: ``(blocks of pages,)``, what is expected of each.
+    """
+    hashed = np.zeros((stop - first, 3), np.uint64)
+    hashed[:, 0] = pages.offsets[first:stop] + arena.ctypes.data
+    hashed[:, 2] = pages.layout.block_bytes
+    found = copy_kernel.copy_hashed(hashed, np.arange(1, stop - first + 1), state)
+    wrong = np.flatnonzero(found != digests[first:stop])
+    return first + int(wrong[0]) if len(wrong) else None
 
 
 def _copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
@@ -79,16 +131,13 @@ def _copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> 
     return copies
 
 
-def _with_padding(copies: Copies, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
-    """Add one copy a block, of zeros to its padding, where the step ends blocks that have any."""
-    layout = pages.layout
-    if step.stop_byte < layout.content_bytes or layout.block_bytes == layout.content_bytes:
-        return copies
-    zeros = np.empty((len(copies), 1, 3), np.uint64)
+def _zeros(pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
+    """Return the copies of zeros to the padding of the blocks, ``(blocks, 1, 3)``."""
+    zeros = np.empty((step.stop - step.first, 1, 3), np.uint64)
     zeros[:, 0, 0] = _ZEROS.ctypes.data
-    zeros[:, 0, 1] = pages.offsets[step.first : step.stop] + (arena.ctypes.data + layout.content_bytes)
-    zeros[:, 0, 2] = layout.block_bytes - layout.content_bytes
-    return np.concatenate((copies, zeros), axis=1)
+    zeros[:, 0, 1] = pages.offsets[step.first : step.stop] + (arena.ctypes.data + pages.layout.content_bytes)
+    zeros[:, 0, 2] = pages.layout.padding_bytes
+    return zeros
 
 
 # -- a layout's blocks as cells: numbered rows of one width, for memory that only a device can access.
