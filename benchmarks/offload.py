@@ -2,16 +2,20 @@
 
 Ours is the whole way, from the call to the event that the operation is done: checked, queued, gathered block by block
 into the host tier (or scattered from it), with and without checksums. Pages are random, and restored into other ones.
-The peers have nothing before or after their copies. Every byte that came back is compared, outside the clock.
+The peers have nothing before or after their copies. Every byte that came back is compared, outside the clock. Rows
+``…/limit`` are the C kernel alone on the same bytes, with checksums, on as many threads: no daemon can be faster.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,7 +25,10 @@ from benchmarks.pools import KIB, MIB, PAGE_SIZE, ROLES, TIMEOUT_S, Pair, Side, 
 from benchmarks.processes import running_daemon
 from kvferry.clients import Client, pages
 from kvferry.daemon.process.host import keep_freed_memory
+from kvferry.pools import copy_kernel
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.tiers.block_copies import offload_step_hashed, restore_step_hashed
+from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 
 PAGE_KIB = (16, 128, 1024)
 AMOUNTS_MIB = (64, 256)
@@ -31,6 +38,8 @@ TARGET_MIB = 64
 TORCH_TARGET = Target(1.2)
 CHECKSUMS = {"without_checksums": "false", "with_checksums": "true"}
 LAYERS = 4
+COPYING_THREADS = min(4, os.cpu_count() or 1)
+"""As many as the daemon has."""
 CHUNK_TOKENS = 8192
 MEMCPY = "one numpy.copyto of one contiguous range, one thread"
 TORCH = f'torch in the process: tensor[slots].to("cpu") and tensor[slots] = chunk, for {CHUNK_TOKENS} tokens of a layer'
@@ -86,7 +95,7 @@ def _rows_against_torch(pair: Pair, what: str, effort: Effort) -> list[Row]:
         "restore": partial(torch_restore, pair, chunks),
     }
     with snapshot(pair) as kept:
-        return [
+        rows = [
             compare(
                 f"offload/{direction}/{what}/against_torch",
                 GIGABYTES_A_SECOND,
@@ -99,6 +108,46 @@ def _rows_against_torch(pair: Pair, what: str, effort: Effort) -> list[Row]:
             )
             for direction, contender in _both_ways(pair, kept).items()
         ]
+    with _kernel_alone(pair) as limits:
+        return rows + [
+            compare(
+                f"offload/{direction}/{what}/limit",
+                GIGABYTES_A_SECOND,
+                ours=gigabytes_a_second(limits[direction], pair.size_bytes),
+                peer=gigabytes_a_second(peers[direction], pair.size_bytes),
+                peer_is=TORCH,
+                rounds=effort.pick(11, 1),
+                note=f"the C kernel alone, with checksums, on {COPYING_THREADS} threads",
+            )
+            for direction in limits
+        ]
+
+
+@contextmanager
+def _kernel_alone(pair: Pair) -> Iterator[dict[str, Callable[[], object]]]:
+    """Yield what the C kernel does for an offload and for a restore, without anything around it."""
+    manifest = pair.source.pool.manifest
+    layout = BlockLayout(manifest, manifest.components[0].space)
+    offsets = np.arange(pair.count) * layout.block_bytes
+    cuts = [pair.count * number // COPYING_THREADS for number in range(COPYING_THREADS + 1)]
+    steps = [BlockStep(*cut, 0, layout.content_bytes) for cut in pairwise(cuts)]
+    digests = np.zeros(pair.count, np.uint64)
+    blocks = HostRegion.create("blocks", pair.count * layout.block_bytes)
+
+    def copy_out(step: BlockStep) -> None:
+        memory, out = _memory(pair.source).view(), BlockPages(layout, pair.source.ids, offsets)
+        digests[step.first : step.stop] = offload_step_hashed(memory, out, step, blocks.view(), copy_kernel.new_hash())
+
+    def copy_back(step: BlockStep) -> None:
+        memory, back = _memory(pair.target).view(), BlockPages(layout, pair.target.ids, offsets)
+        found = restore_step_hashed(memory, back, step, blocks.view(), copy_kernel.new_hash())
+        assert (found == digests[step.first : step.stop]).all()
+
+    with blocks, ThreadPoolExecutor(COPYING_THREADS) as threads:
+        yield {
+            "offload": lambda: list(threads.map(copy_out, steps)),
+            "restore": lambda: list(threads.map(copy_back, steps)),
+        }
 
 
 def _both_ways(pair: Pair, kept: str) -> dict[str, Contender]:
@@ -163,8 +212,11 @@ def _slots(side: Side) -> tuple[torch.Tensor, ...]:
 
 def _memcpy(pair: Pair) -> Contender:
     """Return a copy of as many contiguous bytes from the one pool's memory into the other's."""
-    source, target = (side.pool.region for side in (pair.source, pair.target))
-    assert isinstance(source, HostRegion)
-    assert isinstance(target, HostRegion)
+    source, target = (_memory(side) for side in (pair.source, pair.target))
     end = pair.size_bytes
     return gigabytes_a_second(partial(np.copyto, target.view()[:end], source.view()[:end]), end)
+
+
+def _memory(side: Side) -> HostRegion:
+    assert isinstance(side.pool.region, HostRegion)
+    return side.pool.region

@@ -61,20 +61,6 @@ class Kernel(Protocol):
             digests: ``(m,)``, filled in.
             state: what a hash has seen so far.
             read_next: whether the copies are read next, and so had better stay in the caches.
-
-        Raises:
-            TypeError: not arrays of that form.
-            ValueError: ends that do not ascend, or are beyond the copies, or not as many digests as ends.
-        """
-
-    def copy_verified(self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /) -> int:
-        """Hash the sources up to each end, and copy them only if they have the digest; stop at the first that has not.
-
-        A row with destination 0 is hashed alone. Arguments and errors are those of ``copy_hashed``, but that all rows
-        are within the ends.
-
-        Returns:
-            How many had theirs: as many as there are ends, or the number of the first that is wrong.
         """
 
 
@@ -112,20 +98,6 @@ class PythonKernel:
             digests[number], first = state.intdigest(), end
             state.reset()
         self._hash(copies[first:], state)
-
-    def copy_verified(self, copies: Copies, ends: Ends, digests: Digests, state: xxhash.xxh3_64, /) -> int:
-        """See ``Kernel``."""
-        first = 0
-        for number, (end, digest) in enumerate(zip(ends.tolist(), digests.tolist(), strict=True)):
-            for source, _, size in _rows(copies[first:end]):
-                state.update((ctypes.c_char * size).from_address(source))
-            found = state.intdigest()
-            state.reset()
-            if found != digest:
-                return number
-            self.copy(copies[first:end][copies[first:end, 1] != 0])
-            first = end
-        return len(ends)
 
     def _hash(self, copies: Copies, state: xxhash.xxh3_64) -> None:
         for source, destination, size in _rows(copies):
@@ -224,11 +196,6 @@ def copy_hashed(copies: Copies, ends: Ends, state: HashState = None, *, read_nex
     digests = np.zeros(len(ends), np.uint64)
     _KERNEL.copy_hashed(copies, ends, digests, _KERNEL.new_hash() if state is None else state, read_next=read_next)
     return digests
-
-
-def copy_verified(copies: Copies, ends: Ends, digests: Digests, state: HashState) -> int:
-    """Copy what has its digest, and return how many had, up to the first that has not; see ``Kernel.copy_verified``."""
-    return _KERNEL.copy_verified(copies, ends, digests, state)
 
 
 def new_hash() -> HashState:

@@ -148,10 +148,7 @@ static void stream(const Way *way, Span span, const char *ahead) {
 
 /* -- which way: calls of one class, by what a block has and whether it is hashed, try each way, and take the best. */
 
-enum { TRIES = 4, SIZES = 3, CLASSES = 3 * SIZES };
-
-/* What is done with the bytes, beside copying them. */
-typedef enum { COPIED, HASHED, VERIFIED } Work;
+enum { TRIES = 4, CLASSES = 6 };
 
 static const Way *forced; /* NULL: by measurement */
 
@@ -162,8 +159,9 @@ typedef struct {
 
 static Trial trials[CLASSES][WAY_COUNT];
 
-static int class_of(uint64_t mean_bytes, Work work) {
-    return work * SIZES + (mean_bytes < TWO_PLACES ? 0 : mean_bytes < LONG ? 1 : 2);
+static int class_of(uint64_t mean_bytes, int hashed) {
+    int size = mean_bytes < TWO_PLACES ? 0 : mean_bytes < LONG ? 1 : 2;
+    return hashed ? size + 3 : size;
 }
 
 /* Returns the way that has been tried too seldom, else the best one. Needs the interpreter's lock. */
@@ -253,13 +251,11 @@ static Total total_of(const Copies *copies) {
     return total;
 }
 
-/* Copies rows [first, stop); one without a destination is left out. */
-static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way *way) {
-    for (size_t row = first; row < stop; row++) {
+static void copy_all(const Copies *copies, const Way *way) {
+    for (size_t row = 0; row < copies->count; row++) {
         Block block = block_of(copies, row);
         int short_rows = block.span.bytes < SHORT;
-        if (!block.span.to) continue;
-        if (row + 1 < stop && block.span.bytes < LONG) {
+        if (row + 1 < copies->count && block.span.bytes < LONG) {
             const char *next = (const char *)(uintptr_t)column(copies, row + 1, 0);
             uint64_t most = column(copies, row + 1, 2);
             for (size_t at = 0; at < most && at < AHEAD; at += LINE) FETCH(next + at);
@@ -278,8 +274,6 @@ static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way
     }
     if (way->lines) fence();
 }
-
-static void copy_all(const Copies *copies, const Way *way) { copy_rows(copies, 0, copies->count, way); }
 
 /* Hashes one row, and copies it in the same pass, unless it has no destination. */
 static void hash_row(void *state, Span span, const Way *way, const char *next) {
@@ -315,27 +309,6 @@ static void hash_all(const Copies *copies, const Way *way, const int64_t *ends, 
     if (way->lines) fence();
 }
 
-/* Copies the rows up to each end if their digest is the one that is expected: the bytes are hashed first, and copied out of
-   the caches. Returns how many were right; after the first wrong one, nothing is copied. */
-static size_t verify_all(const Copies *copies, const Way *way, const int64_t *ends, const uint64_t *expected, size_t count,
-                         void *state) {
-    size_t first = 0;
-    for (size_t right = 0; right < count; right++) {
-        size_t stop = (size_t)ends[right];
-        for (size_t row = first; row < stop; row++) {
-            Block block = block_of(copies, row);
-            for (size_t done = 0; done < block.rows; done++)
-                hash.update(state, block.span.from + done * block.from_stride, block.span.bytes);
-        }
-        uint64_t found = hash.digest(state);
-        hash.reset(state);
-        if (found != expected[right]) return right;
-        copy_rows(copies, first, stop, way);
-        first = stop;
-    }
-    return count;
-}
-
 /* -- calls */
 
 typedef struct {
@@ -349,12 +322,12 @@ static const Way *const PLAIN = &WAYS[WAY_COUNT - 1];
 
 /* Decides how a call copies: what is small, or is `read_next`, stays in the caches, and what is only hashed is copied in
    no way. */
-static Call begin_call(const Copies *copies, Work work, int read_next) {
+static Call begin_call(const Copies *copies, int hashed, int read_next) {
     Call call = {total_of(copies), PLAIN, -1, 0};
     if (call.total.bytes < STREAMED || read_next) return call;
-    int class = class_of(call.total.bytes / call.total.rows, work);
+    int class = class_of(call.total.bytes / call.total.rows, hashed);
     call.way = choose(class);
-    if (work != HASHED || column(copies, 0, 1)) call.class = class;
+    if (!hashed || column(copies, 0, 1)) call.class = class;
     call.begun_ns = now_ns();
     return call;
 }

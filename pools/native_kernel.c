@@ -31,7 +31,7 @@ static PyObject *kernel_copy(PyObject *self, PyObject *argument) {
     CopyList list;
     (void)self;
     if (open_copies(argument, &list) < 0) return NULL;
-    Call call = begin_call(&list.copies, COPIED, 0);
+    Call call = begin_call(&list.copies, 0, 0);
     if (call.total.bytes >= UNLOCKED) {
         Py_BEGIN_ALLOW_THREADS copy_all(&list.copies, call.way);
         Py_END_ALLOW_THREADS
@@ -66,85 +66,41 @@ static int open_numbers(PyObject *object, Py_buffer *view, int flags, const char
     return -1;
 }
 
-/* What a call that hashes is given. */
-typedef struct {
-    CopyList list;
-    Py_buffer ends, digests;
-    void *state;
-} Hashing;
-
-static void close_hashing(Hashing *hashing) {
-    PyBuffer_Release(&hashing->digests);
-    PyBuffer_Release(&hashing->ends);
-    PyBuffer_Release(&hashing->list.view);
-}
-
-static int open_hashing(PyObject *const objects[4], int flags, Hashing *hashing) {
-    if (!(hashing->state = PyCapsule_GetPointer(objects[3], STATE)) || open_copies(objects[0], &hashing->list) < 0) return -1;
-    if (open_numbers(objects[1], &hashing->ends, 0, "lq", "ends must be (m,) int64") < 0) goto no_ends;
-    if (open_numbers(objects[2], &hashing->digests, flags, "LQ", "digests must be (m,) uint64") < 0) goto no_digests;
-    const int64_t *ends = hashing->ends.buf;
-    int64_t last = 0;
-    for (Py_ssize_t one = 0; one < hashing->ends.shape[0]; last = ends[one++])
-        if (ends[one] < last || ends[one] > (int64_t)hashing->list.copies.count) {
-            PyErr_SetString(PyExc_ValueError, "ends must be ascending numbers of rows");
-            goto failed;
-        }
-    if (hashing->digests.shape[0] == hashing->ends.shape[0]) return 0;
-    PyErr_SetString(PyExc_ValueError, "there must be as many digests as ends");
-failed:
-    PyBuffer_Release(&hashing->digests);
-no_digests:
-    PyBuffer_Release(&hashing->ends);
-no_ends:
-    PyBuffer_Release(&hashing->list.view);
-    return -1;
-}
-
 static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments, PyObject *named) {
     static char *names[] = {"", "", "", "", "read_next", NULL};
-    PyObject *objects[4];
-    Hashing given;
+    PyObject *copy_list, *end_list, *digest_list, *capsule;
+    CopyList list;
+    Py_buffer ends, digests;
     int read_next = 0;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OOOO|$p", names, &objects[0], &objects[1], &objects[2],
-                                     &objects[3], &read_next) ||
-        open_hashing(objects, PyBUF_WRITABLE, &given) < 0)
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OOOO|$p", names, &copy_list, &end_list, &digest_list, &capsule,
+                                     &read_next))
         return NULL;
-    const Copies *copies = &given.list.copies;
-    size_t count = (size_t)given.ends.shape[0];
-    Call call = begin_call(copies, HASHED, read_next);
+    void *state = PyCapsule_GetPointer(capsule, STATE);
+    if (!state || open_copies(copy_list, &list) < 0) return NULL;
+    if (open_numbers(end_list, &ends, 0, "lq", "ends must be (m,) int64") < 0) goto no_ends;
+    if (open_numbers(digest_list, &digests, PyBUF_WRITABLE, "LQ", "digests must be (m,) uint64") < 0) goto no_digests;
+    if (digests.shape[0] != ends.shape[0]) {
+        PyErr_SetString(PyExc_ValueError, "there must be as many digests as ends");
+        goto failed;
+    }
+    Call call = begin_call(&list.copies, 1, read_next);
+    size_t count = (size_t)ends.shape[0];
     if (call.total.bytes >= UNLOCKED) {
-        Py_BEGIN_ALLOW_THREADS hash_all(copies, call.way, given.ends.buf, given.digests.buf, count, given.state);
+        Py_BEGIN_ALLOW_THREADS hash_all(&list.copies, call.way, ends.buf, digests.buf, count, state);
         Py_END_ALLOW_THREADS
     } else {
-        hash_all(copies, call.way, given.ends.buf, given.digests.buf, count, given.state);
+        hash_all(&list.copies, call.way, ends.buf, digests.buf, count, state);
     }
     end_call(&call);
-    close_hashing(&given);
+failed:
+    PyBuffer_Release(&digests);
+no_digests:
+    PyBuffer_Release(&ends);
+no_ends:
+    PyBuffer_Release(&list.view);
+    if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
-}
-
-static PyObject *kernel_copy_verified(PyObject *self, PyObject *arguments) {
-    PyObject *objects[4];
-    Hashing given;
-    (void)self;
-    if (!PyArg_ParseTuple(arguments, "OOOO", &objects[0], &objects[1], &objects[2], &objects[3]) ||
-        open_hashing(objects, 0, &given) < 0)
-        return NULL;
-    const Copies *copies = &given.list.copies;
-    size_t count = (size_t)given.ends.shape[0], right;
-    Call call = begin_call(copies, VERIFIED, 0);
-    if (call.total.bytes >= UNLOCKED) {
-        Py_BEGIN_ALLOW_THREADS right =
-            verify_all(copies, call.way, given.ends.buf, given.digests.buf, count, given.state);
-        Py_END_ALLOW_THREADS
-    } else {
-        right = verify_all(copies, call.way, given.ends.buf, given.digests.buf, count, given.state);
-    }
-    if (right == count) end_call(&call);
-    close_hashing(&given);
-    return PyLong_FromSize_t(right);
 }
 
 static PyObject *kernel_load_hash(PyObject *self, PyObject *argument) {
@@ -203,8 +159,6 @@ static PyMethodDef methods[] = {
     {"copy", kernel_copy, METH_O, "Copy (n, 3) or (n, 6) uint64."},
     {"copy_hashed", (PyCFunction)(void (*)(void))kernel_copy_hashed, METH_VARARGS | METH_KEYWORDS,
       "Copy, and fill in the digests of the rows up to each end."},
-    {"copy_verified", kernel_copy_verified, METH_VARARGS,
-      "Copy the rows up to each end if they have the digest; return how many had, up to the first that has not."},
     {"new_hash", kernel_new_hash, METH_NOARGS, "Return the state of a hash."},
     {"load_hash", kernel_load_hash, METH_O, "Take XXH3-64 from a library; return whether that worked."},
     {"ways", kernel_ways, METH_NOARGS, "Return the ways that this processor has."},

@@ -686,7 +686,7 @@ class SnapshotDamagedError(DaemonError):
     """A checksum does not match: the bytes are not those that were offloaded."""
 
     code = "SNAPSHOT_DAMAGED"
-    remedy = "recompute the request's tokens, and check the host's memory: the target pages are unchanged"
+    remedy = "recompute the request's tokens, and check the host's memory: the target pages hold anything"
 
 
 class SnapshotLostError(DaemonError):

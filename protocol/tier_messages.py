@@ -53,8 +53,8 @@ class OperationStarted(ReplyBody, frozen=True, kw_only=True, tag="OPERATION_STAR
 class Restore(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="RESTORE"):
     """Copy a snapshot of this tenant into as many pages of this session, in a pool of the same layout.
 
-    Answered by OPERATION_STARTED immediately; TIER_DONE follows. If a checksum is wrong, the pages are unchanged; if
-    the operation is stopped midway, the contents of the listed pages are undefined.
+    Answered by OPERATION_STARTED immediately; TIER_DONE follows. If a checksum is wrong, or the operation is
+    stopped midway, the contents of the listed pages are undefined.
     """
 
     snapshot: Hex128

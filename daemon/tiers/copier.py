@@ -1,9 +1,9 @@
 """Copies between pools and the arena: offloads and restores, done in steps on a few threads.
 
-Before each step, which takes about a millisecond, or three where no transfer is about, a thread asks the scheduler.
+Before each step, which takes about a millisecond, or four where no transfer is about, a thread asks the scheduler.
 Between steps a job of a higher class overtakes, jobs of one class take turns, and a large job is spread over idle
-threads. On a device, the next step is begun before the previous one is waited for. A restore writes a block only once
-its checksum was right.
+threads. On a device, the next step is begun before the previous one is waited for. A restore compares checksums as it
+copies: where one is wrong it fails, and its pages hold anything.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import structlog
 from kvferry.daemon.process.background import run_in_background
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools import copy_kernel
-from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Hashed, Pending, Region
+from kvferry.pools.devices.base import Arena, Hashed, Pending, Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.tiers.block_copies import wrong_block
+from kvferry.pools.tiers.block_copies import hash_step
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, BlockSteps
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, SnapshotDamagedError
 from kvferry.protocol.ids import HOST
@@ -91,77 +91,55 @@ class Shard:
         return self._segments[self._returned.segment if self._returned else self._ahead[0][0]].region.device
 
     def take(self, step_bytes: int) -> ShardStep:
-        """Return the next step, of about ``step_bytes``; not for an exhausted shard.
-
-        Where a block is verified and copied at once, it is of whole blocks.
-        """
+        """Return the next step, of about ``step_bytes``; not for an exhausted shard."""
         if self._returned is not None:
             step, self._returned = self._returned, None
             return step
-        number, steps = self._ahead[0]
-        region, pages = self._segments[number]
-        if self.kind == "restore" and self._digests is not None and isinstance(region, HostRegion):
-            step_bytes = max(step_bytes, pages.layout.content_bytes)
+        segment, steps = self._ahead[0]
         taken = steps.take(step_bytes)
         assert taken is not None, self
         if steps.exhausted:
             self._ahead.popleft()
-        return ShardStep(number, taken)
+        return ShardStep(segment, taken)
 
     def put_back(self, step: ShardStep) -> None:
         """Undo a ``take``: the step becomes the next one."""
         self._returned = step
 
     def begin(self, step: ShardStep) -> Pending:
-        """Begin a step; see ``Region.begin_offload``.
-
-        Raises:
-            SnapshotDamagedError: a restore's block does not have its checksum; none of it was written.
-        """
+        """Begin a step, and hash it in the same pass where that can be done; see ``Region.begin_offload``."""
         region, pages = self._segments[step.segment]
-        if self.kind == "offload":
-            if self._digests is not None and isinstance(region, HostRegion):
-                return region.offload_hashed(pages, step.step, self._arena, self._hash)
-            return region.begin_offload(pages, step.step, self._arena)
-        if self._digests is None:
-            return region.begin_restore(pages, step.step, self._arena)
-        (first, stop, first_byte, _), digests = step.step, self._digests[step.segment]
-        if isinstance(region, HostRegion):
-            right = region.restore_verified(pages, step.step, self._arena, self._hash, digests[first:stop])
-            self._refuse(step.segment, first + right if right < stop - first else None)
-            return NOTHING_PENDING
-        if not first_byte:  # whole blocks, also where this step has only the beginning of one
-            self._refuse(step.segment, wrong_block(pages, first, stop, self._arena, self._hash, digests))
-        return region.begin_restore(pages, step.step, self._arena)
+        if self._digests is not None and isinstance(region, HostRegion):
+            hashed = region.offload_hashed if self.kind == "offload" else region.restore_hashed
+            return hashed(pages, step.step, self._arena, self._hash)
+        begin = region.begin_offload if self.kind == "offload" else region.begin_restore
+        return begin(pages, step.step, self._arena)
 
     def complete(self, step: ShardStep, pending: Pending) -> None:
-        """Take the checksums of a step of an offload whose bytes have been copied; ``pending`` is what began it."""
-        if self._digests is None or self.kind == "restore":
-            return
-        segment, (first, stop, first_byte, stop_byte) = step
-        pages = self._segments[segment].pages
-        ends = stop_byte == pages.layout.content_bytes
-        if isinstance(pending, Hashed):
-            digests = pending.digests
-        else:
-            end = pages.layout.block_bytes if ends else stop_byte
-            hashed = np.zeros((stop - first, 3), np.uint64)  # to nowhere: the bytes are where they belong
-            hashed[:, 0] = pages.offsets[first:stop] + (self._arena.ctypes.data + first_byte)
-            hashed[:, 2] = end - first_byte
-            digests = copy_kernel.copy_hashed(hashed, np.arange(1, stop - first + 1)[: None if ends else 0], self._hash)
-        if ends:
-            self._digests[segment][first:stop] = digests
+        """Keep, or compare, the checksums of a step that has been copied; ``pending`` is what began it.
 
-    def _refuse(self, segment: int, wrong: int | None) -> None:
-        if wrong is None:
+        Raises:
+            SnapshotDamagedError: of a restore: a block's checksum is not the expected one.
+        """
+        if self._digests is None:
             return
-        assert self._digests is not None
+        segment, (first, stop, _, _) = step
         pages = self._segments[segment].pages
-        raise SnapshotDamagedError(
-            f"block {wrong} of {len(pages.ids)} of space {pages.layout.space!r} does not have its checksum "
-            f"{int(self._digests[segment][wrong]):016x}; it was not written, others may have been",
-            field=f"{pages.layout.space}[{wrong}]",
-        )
+        found = pending.digests if isinstance(pending, Hashed) else hash_step(pages, step.step, self._arena, self._hash)
+        if not len(found):  # none of its blocks ends in it
+            return
+        if self.kind == "offload":
+            self._digests[segment][first:stop] = found
+            return
+        expected = self._digests[segment][first:stop]
+        wrong = np.flatnonzero(found != expected)
+        if len(wrong):
+            block = first + int(wrong[0])
+            raise SnapshotDamagedError(
+                f"block {block} of {len(pages.ids)} of space {pages.layout.space!r} has checksum "
+                f"{int(found[wrong[0]]):016x}, expected {int(expected[wrong[0]]):016x}",
+                field=f"{pages.layout.space}[{block}]",
+            )
 
 
 MIN_SHARD_BYTES: Final = 4 << 20
@@ -185,11 +163,11 @@ def shards_of(
 __all__ = ["BlockJob", "BlockSegment", "Digests", "TierCopier"]
 
 STEP_S: Final = 0.8e-3
-QUIET_STEP_S: Final = 3e-3
+QUIET_STEP_S: Final = 4e-3
 """In host memory, while no transfer is about: what a step costs besides its bytes is some 0.1 ms."""
 MIN_STEP_BYTES: Final = 256 << 10
 MAX_STEP_BYTES: Final = 16 << 20
-MAX_QUIET_STEP_BYTES: Final = 32 << 20
+MAX_QUIET_STEP_BYTES: Final = 64 << 20
 FIRST_STEP_BYTES: Final = 2 << 20
 NEW_SPEED_WEIGHT: Final = 0.3
 """Weight of the latest step in the running average of a device's speed."""
@@ -311,9 +289,8 @@ class TierCopier:
     def start(self, job: BlockJob, on_done: OnJobDone) -> None:
         """Run a job. ``on_done`` is called once, on the loop, never from within this call.
 
-        It reports SnapshotDamagedError (a restore; the block that it names was not written), CancelledError (``stop``),
-        DeviceLostError or InternalError. Once it is called, no byte of the job moves any more, unless the device was
-        lost.
+        It reports SnapshotDamagedError (a restore), CancelledError (``stop``), DeviceLostError or InternalError. Once
+        it is called, no byte of the job moves any more, unless the device was lost.
         """
         running = _Running(job, on_done)
         shards = shards_of(job.kind, job.segments, running.arena, running.digests, len(self._threads))

@@ -24,12 +24,12 @@ from typing import Final, Literal, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.copy_kernel import Digests, HashState
+from kvferry.pools.copy_kernel import HashState
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Hashed, Pending
 from kvferry.pools.devices.numa import prefer_node
 from kvferry.pools.planning.copies import CopyBlocks, gather, scatter
 from kvferry.pools.planning.plan import PlanSide
-from kvferry.pools.tiers.block_copies import offload_step, offload_step_hashed, restore_step, restore_step_verified
+from kvferry.pools.tiers.block_copies import offload_step, offload_step_hashed, restore_step, restore_step_hashed
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep
 from kvferry.protocol.errors import (
     AccessDeniedError,
@@ -255,11 +255,9 @@ class HostRegion:
         restore_step(self.view(), pages, step, arena)
         return NOTHING_PENDING
 
-    def restore_verified(
-        self, pages: BlockPages, step: BlockStep, arena: Arena, state: HashState, digests: Digests
-    ) -> int:
-        """Restore whole blocks up to the first that is not what was stored; see ``restore_step_verified``."""
-        return restore_step_verified(self.view(), pages, step, arena, state, digests)
+    def restore_hashed(self, pages: BlockPages, step: BlockStep, arena: Arena, state: HashState) -> Hashed:
+        """Restore a step as ``begin_restore`` does, and hash it in the same pass; see ``restore_step_hashed``."""
+        return Hashed(restore_step_hashed(self.view(), pages, step, arena, state))
 
     @property
     def allocated_bytes(self) -> int:

@@ -29,10 +29,7 @@ def offload_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes
 
     The padding of blocks whose end is in the step becomes zero.
     """
-    copies = _copies(memory, pages, step, arena)
-    if step.stop_byte == pages.layout.content_bytes and pages.layout.padding_bytes:
-        copies = np.concatenate((copies, _zeros(pages, step, arena)), axis=1)
-    copy_kernel.copy(copies.reshape(-1, 3))
+    copy_kernel.copy(_with_zeros(_copies(memory, pages, step, arena), pages, step, arena).reshape(-1, 3))
 
 
 def offload_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
@@ -45,12 +42,7 @@ def offload_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena
         arena: of the blocks.
         state: of ``copy_kernel.new_hash``: what it has of a block that began in an earlier step.
     """
-    copies = _copies(memory, pages, step, arena)
-    if step.stop_byte == pages.layout.content_bytes and pages.layout.padding_bytes:
-        copies = np.concatenate((copies, _zeros(pages, step, arena)), axis=1)
-    blocks, rows = copies.shape[:2]
-    ends = np.arange(1, blocks + 1) * rows if step.stop_byte == pages.layout.content_bytes else np.zeros(0, np.int64)
-    return copy_kernel.copy_hashed(copies.reshape(-1, 3), ends, state)
+    return _copy_hashed(_with_zeros(_copies(memory, pages, step, arena), pages, step, arena), pages, step, state)
 
 
 def restore_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
@@ -58,51 +50,26 @@ def restore_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes
     copy_kernel.copy(_copies(memory, pages, step, arena).reshape(-1, 3)[:, [1, 0, 2]])
 
 
-def restore_step_verified(
-    memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState, digests: Digests
-) -> int:
-    """Copy the blocks of a step to pages, each once its digest is known to be right, while it is in the caches.
-
-    Args:
-        memory: of the pages.
-        pages: what the step is of.
-        step: whole blocks.
-        arena: of the blocks.
-        state: of ``copy_kernel.new_hash``; it has seen nothing, and has seen nothing afterwards.
-        digests: ``(step.stop - step.first,)``, what is expected of each block.
-
-    Returns:
-        How many were right before the first wrong one, from which on nothing is copied.
-    """
+def restore_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
+    """Copy as ``restore_step`` does, and return the digests of blocks in the same pass; see ``offload_step_hashed``."""
     copies = _copies(memory, pages, step, arena)
-    if pages.layout.padding_bytes:
-        padding = _zeros(pages, step, arena)
-        padding[:, :, 0] = 0  # it has no place in a page: hashed alone
-        copies = np.concatenate((copies, padding), axis=1)
+    back = _with_zeros(copies, pages, step, arena)[:, :, [1, 0, 2]]
+    back[:, copies.shape[1] :, 1] = 0  # the padding has no place in a page: it is hashed alone
+    return _copy_hashed(back, pages, step, state)
+
+
+def hash_step(pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
+    """Return the digests of the blocks that end in a step; see ``offload_step_hashed``."""
+    hashed = np.zeros((step.stop - step.first, 1, 3), np.uint64)  # to nowhere: the bytes are where they belong
+    hashed[:, 0, 0] = pages.offsets[step.first : step.stop] + (arena.ctypes.data + step.first_byte)
+    hashed[:, 0, 2] = step.staged_bytes(pages.layout) // len(hashed)
+    return _copy_hashed(hashed, pages, step, state)
+
+
+def _copy_hashed(copies: Copies, pages: BlockPages, step: BlockStep, state: HashState) -> Digests:
     blocks, rows = copies.shape[:2]
-    back = copies.reshape(-1, 3)[:, [1, 0, 2]]
-    return copy_kernel.copy_verified(back, np.arange(1, blocks + 1) * rows, digests, state)
-
-
-def wrong_block(
-    pages: BlockPages, first: int, stop: int, arena: Bytes, state: HashState, digests: Digests
-) -> int | None:
-    """Hash whole blocks ``[first, stop)``, and return the number of the first whose digest is not the one expected.
-
-    Args:
-        pages: what the blocks are of.
-        first: a block.
-        stop: after the last one.
-        arena: of the blocks.
-        state: see ``restore_step_verified``.
-        digests: ``(blocks of pages,)``, what is expected of each.
-    """
-    hashed = np.zeros((stop - first, 3), np.uint64)
-    hashed[:, 0] = pages.offsets[first:stop] + arena.ctypes.data
-    hashed[:, 2] = pages.layout.block_bytes
-    found = copy_kernel.copy_hashed(hashed, np.arange(1, stop - first + 1), state)
-    wrong = np.flatnonzero(found != digests[first:stop])
-    return first + int(wrong[0]) if len(wrong) else None
+    ends = np.arange(1, blocks + 1) * rows if step.stop_byte == pages.layout.content_bytes else np.zeros(0, np.int64)
+    return copy_kernel.copy_hashed(copies.reshape(-1, 3), ends, state)
 
 
 def _copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
@@ -131,13 +98,16 @@ def _copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> 
     return copies
 
 
-def _zeros(pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
-    """Return the copies of zeros to the padding of the blocks, ``(blocks, 1, 3)``."""
-    zeros = np.empty((step.stop - step.first, 1, 3), np.uint64)
+def _with_zeros(copies: Copies, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
+    """Add one copy a block, of zeros to its padding, where the step ends blocks that have any."""
+    layout = pages.layout
+    if step.stop_byte < layout.content_bytes or layout.block_bytes == layout.content_bytes:
+        return copies
+    zeros = np.empty((len(copies), 1, 3), np.uint64)
     zeros[:, 0, 0] = _ZEROS.ctypes.data
-    zeros[:, 0, 1] = pages.offsets[step.first : step.stop] + (arena.ctypes.data + pages.layout.content_bytes)
-    zeros[:, 0, 2] = pages.layout.padding_bytes
-    return zeros
+    zeros[:, 0, 1] = pages.offsets[step.first : step.stop] + (arena.ctypes.data + layout.content_bytes)
+    zeros[:, 0, 2] = layout.block_bytes - layout.content_bytes
+    return np.concatenate((copies, zeros), axis=1)
 
 
 # -- a layout's blocks as cells: numbered rows of one width, for memory that only a device can access.

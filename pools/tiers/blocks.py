@@ -58,8 +58,7 @@ class BlockLayout:
         page_bytes: ``(entries,)`` int64.
         offsets: ``(entries,)`` int64, where each begins in a block.
         content_bytes: total of all entries.
-        block_bytes: ``content_bytes`` rounded up to a multiple of 64.
-        padding_bytes: what that adds; zeros.
+        block_bytes: ``content_bytes`` rounded up to a multiple of 64; the padding is zero.
         stacks: all entries, in as few stacks as possible.
     """
 
@@ -75,7 +74,6 @@ class BlockLayout:
         self.offsets = np.concatenate(([0], np.cumsum(self.page_bytes)[:-1])).astype(np.int64)
         self.content_bytes = int(self.page_bytes.sum())
         self.block_bytes = -(-self.content_bytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
-        self.padding_bytes = self.block_bytes - self.content_bytes
         self.stacks = tuple(self._stacks(0, len(self.entries)))
         self._offsets: list[int] = self.offsets.tolist()
         self._found: dict[tuple[int, int], Sequence[Stack]] = {}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.daemon.tiers.scheduler import QUIET_S, OperationClass, Scheduler
 
 WAIT_S = 30.0
 PATIENCE_S = 0.1
@@ -31,6 +31,21 @@ class Clock:
     def __call__(self) -> float:
         """Return the time."""
         return self.now_s
+
+
+def test_it_is_quiet_while_no_transfer_is_about() -> None:
+    clock = Clock()
+    scheduler = Scheduler(BOUNDS, clock=clock)
+    found = [scheduler.quiet]
+    scheduler.transfer_began()
+    clock.now_s += 2 * QUIET_S
+    found.append(scheduler.quiet)
+    scheduler.transfer_ended()
+    clock.now_s += QUIET_S / 2
+    found.append(scheduler.quiet)
+    clock.now_s += QUIET_S
+    found.append(scheduler.quiet)
+    assert found == [True, False, False, True], "before, in flight, just ended (the next may be about to begin), later"
 
 
 # -- against an oracle

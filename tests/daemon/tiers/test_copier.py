@@ -30,6 +30,7 @@ from kvferry.protocol.errors import (
     SnapshotDamagedError,
     TransferFailedError,
 )
+from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import Entry, Manifest
 from tests.devices import new_region
 from tests.pools.layouts.pool_specs import pool_specs
@@ -258,7 +259,6 @@ def test_what_was_offloaded_comes_back_to_other_pages_and_a_flipped_bit_is_named
         error = await one.run(request.restore(None, offload))
         assert isinstance(error, SnapshotDamagedError)
         assert error.field == f"{request.layouts[segment].space}[{number}]"
-        assert (read_region(request.region) == request.content).all()
         unchecked = BlockJob("restore", request.restore(None, offload).segments, one.arena)
         assert await one.run(unchecked) is None, "who has no checksums gets what is there"
 
@@ -310,7 +310,7 @@ def _steps_of_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fix_steps(patch: pytest.MonkeyPatch, step_bytes: int) -> None:
-    for name in ("MIN_STEP_BYTES", "MAX_STEP_BYTES", "FIRST_STEP_BYTES"):
+    for name in ("MIN_STEP_BYTES", "MAX_STEP_BYTES", "MAX_QUIET_STEP_BYTES", "FIRST_STEP_BYTES"):
         patch.setattr(copier_module, name, step_bytes)
 
 
@@ -393,6 +393,27 @@ async def test_steps_grow_and_shrink_to_what_a_millisecond_copies(mib_per_s: int
         for _ in range(3):
             assert await one.run(one.job(region, 39)) is None
         assert max(step.size_bytes for step in region.steps[-4:]) == expected
+
+
+async def test_steps_in_host_memory_are_longer_while_no_transfer_is_about() -> None:
+    time_s = 100.0
+
+    def copied(step: BlockStep) -> None:
+        nonlocal time_s
+        time_s += step.size_bytes / (2600 * MIB)
+
+    async with site(threads=1, clock=lambda: time_s) as one:
+        region = _ScriptedRegion()
+        region.device, region.on_begin = HOST, copied
+        sizes = []
+        for transfers in range(3):
+            for _ in range(transfers):
+                one.scheduler.transfer_began()
+                one.scheduler.transfer_ended()
+            assert await one.run(one.job(region, 39)) is None
+            sizes.append(max(step.size_bytes for step in region.steps[-2:]))
+        assert sizes[0] == 10 * MIB, "four milliseconds"
+        assert sizes[1:] == [2 * MIB, 2 * MIB], "0.8 of one: the next transfer may be about to begin"
 
 
 # -- ends
