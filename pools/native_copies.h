@@ -27,11 +27,12 @@ enum {
     LINE = 64,
     CHUNK = 8 << 10,         /* what is hashed, and then copied, at a time */
     AHEAD = 2 << 10,         /* of the next block, fetched before a short one is copied */
-    DISTANCE = 1 << 10,      /* how far ahead lines are fetched within a block */
+    DISTANCE = 4 << 10,      /* how far ahead lines are fetched within a block */
     GRAIN = 256,             /* what is copied in one place before the other one has its turn */
     LONG = 64 << 10,         /* from here on lines are fetched within a block, and the next block's are not */
     TWO_PLACES = 8 << 10,    /* shorter blocks are copied in one place */
-    SHORT = 512,             /* shorter rows are left to memcpy */
+    ROWS = 512,              /* rows of slices, shorter than this, are a class of their own */
+    SHORT = 128,             /* shorter rows are left to memcpy */
     STREAMED = 512 << 10,    /* less than this in a call may stay in the caches: somebody reads it soon */
     UNLOCKED = 64 << 10      /* from here on a caller lets others run: less takes some microseconds */
 };
@@ -47,7 +48,7 @@ typedef struct {
 /* Copies `bytes`, a multiple of LINE, and fetches as many at `ahead`. */
 typedef void (*CopyLines)(char *to, const char *from, size_t bytes, const char *ahead);
 
-#define FETCH(address) __builtin_prefetch((address), 0, 3)
+#define FETCH(address) __builtin_prefetch((address), 0, 2)
 
 #define STREAMING(NAME, TARGET, COPY_LINE)                                                                  \
     TARGET static void lines_##NAME(char *to, const char *from, size_t bytes, const char *ahead) {          \
@@ -148,7 +149,7 @@ static void stream(const Way *way, Span span, const char *ahead) {
 
 /* -- which way: calls of one class, by what a block has and whether it is hashed, try each way, and take the best. */
 
-enum { TRIES = 4, CLASSES = 6 };
+enum { TRIES = 4, SIZES = 4, CLASSES = 2 * SIZES };
 
 static const Way *forced; /* NULL: by measurement */
 
@@ -160,8 +161,8 @@ typedef struct {
 static Trial trials[CLASSES][WAY_COUNT];
 
 static int class_of(uint64_t mean_bytes, int hashed) {
-    int size = mean_bytes < TWO_PLACES ? 0 : mean_bytes < LONG ? 1 : 2;
-    return hashed ? size + 3 : size;
+    int size = mean_bytes < ROWS ? 0 : mean_bytes < TWO_PLACES ? 1 : mean_bytes < LONG ? 2 : 3;
+    return hashed ? size + SIZES : size;
 }
 
 /* Returns the way that has been tried too seldom, else the best one. Needs the interpreter's lock. */
@@ -261,13 +262,14 @@ static void copy_all(const Copies *copies, const Way *way) {
             for (size_t at = 0; at < most && at < AHEAD; at += LINE) FETCH(next + at);
         }
         /* Of rows, one some lines on is fetched: what lies between them is others'. */
-        size_t rows_ahead = block.rows > 1 && !short_rows ? 1 + DISTANCE / block.span.bytes : 0;
-        size_t ahead = rows_ahead * block.from_stride;
+        size_t ahead = block.rows > 1 && block.span.bytes ? (1 + DISTANCE / block.span.bytes) * block.from_stride : 0;
         for (size_t done = 0; done < block.rows; done++) {
-            if (way->lines && !short_rows)
+            if (way->lines && !short_rows) {
                 stream(way, block.span, ahead && block.span.bytes < LONG ? block.span.from + ahead : NULL);
-            else
+            } else {
+                if (short_rows && ahead) FETCH(block.span.from + ahead), FETCH(block.span.from + ahead + block.span.bytes);
                 memcpy(block.span.to, block.span.from, block.span.bytes);
+            }
             block.span.from += block.from_stride;
             block.span.to += block.to_stride;
         }
