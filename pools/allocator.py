@@ -178,7 +178,7 @@ class PageAllocator:
 
     def end_read(self, ids: PageIds) -> None:
         """Undo ``begin_read``; doomed pages without readers become free."""
-        distinct = np.unique(ids)
+        distinct = ids if len(ids) == 1 else np.unique(ids)
         self.changes += 1
         np.subtract.at(self._readers, ids, 1)
         try:

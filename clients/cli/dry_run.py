@@ -328,11 +328,12 @@ def _check_filled(entries: tuple[Entry, ...], pairing: Pairing, part: Part, opti
     coverage = Coverage(
         [entries[pair.destination_index] for pair in pairing.pairs], len(part.destination.ids), optional
     )
-    pairs = [pair._replace(destination_index=index) for index, pair in enumerate(pairing.pairs)]
+    numbered = (pair._replace(destination_index=index) for index, pair in enumerate(pairing.pairs))
+    pairing = msgspec.structs.replace(pairing, pairs=tuple(numbered))
     for span in part.spans:
-        coverage.plan(cells_of(pairs, span.destination_start, span.destination_start + span.pages))
+        coverage.plan(cells_of(pairing, span.destination_start, span.destination_start + span.pages))
         if span.trimmed:
-            coverage.excuse(cells_of(pairs, span.pages, len(part.destination.ids)))
+            coverage.excuse(cells_of(pairing, span.pages, len(part.destination.ids)))
     coverage.check_planned()
 
 

@@ -122,7 +122,7 @@ def _match_component(one: PageRange, chunk: SendChunk, source: SourcePool, recei
     pages = sum(span.pages for span in spans)
     excused = []
     if trimmed and pages < len(destination.ids):
-        excused.append(Excused(one.component, cells_of(pairing.pairs, pages, len(destination.ids))))
+        excused.append(Excused(one.component, cells_of(pairing, pages, len(destination.ids))))
     planned_copies: tuple[PlannedCopy, ...] = ()
     covered = 0
     if pages and pairing.pairs:
@@ -150,12 +150,11 @@ def _planned_copies(
     one: PageRange, destination: PageRange, pairing: Pairing, spans: Sequence[Span], receive_request: ReceiveRequest
 ) -> tuple[tuple[PlannedCopy, ...], int]:
     """Return the copies of cells that no source fills yet, and how many entries a replica has covered completely."""
-    replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], np.bool_)
     wanted = np.zeros(len(pairing.pairs), np.bool_)
     planned_copies = []
     for span in spans:
-        cells = cells_of(pairing.pairs, span.destination_start, span.destination_start + span.pages)
-        for extent in receive_request.coverage[one.component].free_extents(cells, replicated):
+        cells = cells_of(pairing, span.destination_start, span.destination_start + span.pages)
+        for extent in receive_request.coverage[one.component].free_extents(cells, pairing.replicated):
             wanted |= extent.rows
             planned_copies.append(_planned_copy(one, destination, pairing, span, extent))
     return tuple(planned_copies), int(np.count_nonzero(~wanted))
@@ -166,7 +165,7 @@ def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span
     source_start = span.source_start + extent.start - span.destination_start
     source_ids = one.ids[source_start : source_start + extent.stop - extent.start]
     plan = make_plan(pairing, source_ids, destination.ids[extent.start : extent.stop])
-    cells = cells_of(pairing.pairs, extent.start, extent.stop)
+    cells = cells_of(pairing, extent.start, extent.stop)
     whole = PlannedCopy(one.component, cells, plan, pairing.pairs, source_start)
     return whole if extent.rows.all() else _of(whole, extent.rows)
 

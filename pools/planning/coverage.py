@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.planning.geometry import Heads
-from kvferry.pools.planning.pairing import Pair
+from kvferry.pools.planning.pairing import Pairing
 from kvferry.protocol.errors import IncompleteError, PageOverlapError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 
@@ -56,13 +56,9 @@ class Extent(NamedTuple):
     stop: int
 
 
-def cells_of(pairs: Sequence[Pair], start: int, stop: int) -> Cells:
-    """Return the cells that ``pairs`` fill on pages ``[start, stop)``, one row per pair."""
-    entries = np.array([pair.destination_index for pair in pairs], np.intp)
-    if not any(pair.heads for pair in pairs):
-        return Cells(entries, start, stop)
-    heads = (Heads(pair.heads.destination, pair.heads.count) if pair.heads else None for pair in pairs)
-    return Cells(entries, start, stop, tuple(heads))
+def cells_of(pairing: Pairing, start: int, stop: int) -> Cells:
+    """Return the cells that the pairs fill on pages ``[start, stop)``, one row per pair."""
+    return Cells(pairing.destination_entries, start, stop, pairing.destination_heads)
 
 
 class Coverage:
@@ -97,11 +93,15 @@ class Coverage:
         Raises:
             PageOverlapError: names the first cell that already has a sender and must not.
         """
+        taken_parts = [
+            (rows, heads, taken)
+            for rows, heads in self._parts(cells)
+            if (taken := self._planned[cells.entries[rows], heads, cells.start : cells.stop]).any()
+        ]
+        if not taken_parts and len(cells.entries) and cells.start < cells.stop:  # as for most: it is the first
+            return (Extent(np.ones(len(cells.entries), np.bool_), cells.start, cells.stop),)
         bounds = np.tile([cells.start, cells.stop], (len(cells.entries), 1))
-        for rows, heads in self._parts(cells):
-            taken = self._planned[cells.entries[rows], heads, cells.start : cells.stop]
-            if not taken.any():
-                continue
+        for rows, heads, taken in taken_parts:
             pages: npt.NDArray[np.bool_] = np.any(taken, axis=1)
             left = cells.stop - cells.start - pages.sum(axis=1)
             first, behind = pages.argmin(axis=1), pages[:, ::-1].argmin(axis=1)
@@ -144,6 +144,8 @@ class Coverage:
             UncoveredEntryError: names the first entry without a sender for any page.
             IncompleteError: names the first cell without a sender and gives their number.
         """
+        if self._planned.all():
+            return
         extra = tuple(excused)
         for cells in extra:
             self._separate_heads(cells)
@@ -168,6 +170,8 @@ class Coverage:
     @property
     def complete(self) -> bool:
         """Return whether every required and every planned cell has arrived."""
+        if self._arrived.all():
+            return True
         required = self._required[:, None, None] & ~self._excused
         return not ((self._planned | required) & ~self._arrived).any()
 

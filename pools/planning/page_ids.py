@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from kvferry.protocol.errors import (
     LengthMismatchError,
     PageOutOfRangeError,
 )
+
+FEW: Final = 16
+"""So many ids are looked at sooner by Python than by numpy."""
 
 
 class Runs(NamedTuple):
@@ -29,8 +32,8 @@ class Runs(NamedTuple):
 def coalesce(source: PageIds, destination: PageIds) -> Runs:
     """Return the runs of two page lists of equal length, in list order; see docs/architecture.md, "Formulas"."""
     count = len(source)
-    if count == 0:
-        return Runs(source, destination, np.empty(0, np.int64))
+    if count <= 1:
+        return Runs(source, destination, np.ones(count, np.int64))
     cut = np.empty(count, np.bool_)
     cut[0] = True
     step = source[1:] - source[:-1]
@@ -44,6 +47,13 @@ def coalesce(source: PageIds, destination: PageIds) -> Runs:
     return Runs(source.take(starts, mode="clip"), destination.take(starts, mode="clip"), pages)
 
 
+def _bounds(ids: PageIds) -> tuple[int, int]:
+    if len(ids) <= FEW:
+        few = ids.tolist()
+        return min(few), max(few)
+    return int(ids.min()), int(ids.max())
+
+
 def check_range(ids: PageIds, pages: int, field: str) -> None:
     """Check that every id is in 1..pages-1; page 0 is the padding page.
 
@@ -53,7 +63,8 @@ def check_range(ids: PageIds, pages: int, field: str) -> None:
     """
     if len(ids) == 0:
         raise EmptyPagesError("the list names no page", field=field)
-    if int(ids.min()) < 1 or int(ids.max()) >= pages:
+    smallest, largest = _bounds(ids)
+    if smallest < 1 or largest >= pages:
         at = int(np.flatnonzero((ids < 1) | (ids >= pages))[0])
         raise PageOutOfRangeError(f"page {ids[at]} at position {at}; the pool has 1..{pages - 1}", field=field)
 
@@ -64,6 +75,8 @@ def check_distinct(ids: PageIds, field: str) -> None:
     Raises:
         DuplicatePageError: names the smallest id that does.
     """
+    if len(ids) <= FEW and len(set(ids.tolist())) == len(ids):
+        return
     ordered = np.sort(ids)
     again = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(again):

@@ -8,12 +8,16 @@ heads that both sides hold; each entry has its own head width.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.pools.planning.geometry import HND, PAGE_HEADS, Heads, intersect, page_rows
 from kvferry.pools.planning.manifest import check_unique, key_of
+from kvferry.pools.planning.plan import PlanSide, make_side
 from kvferry.pools.planning.scales import check_same_scales
 from kvferry.protocol.errors import GeometryMismatchError, ScaleMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
@@ -51,12 +55,54 @@ class Pair(NamedTuple):
     heads: HeadSlice | None = None
 
 
-class Pairing(msgspec.Struct, frozen=True):
-    """The pairs in the destination's order, the uncovered destination entries, and the number of unused source ones."""
+class Pairing(msgspec.Struct, frozen=True, dict=True):
+    """The pairs in the destination's order, the uncovered destination entries, and the number of unused source ones.
+
+    It is made once for two pools: what each plan needs of all pairs is computed once, too.
+    """
 
     pairs: tuple[Pair, ...]
     uncovered: tuple[Entry, ...]
     skipped_source_entries: int
+
+    @cached_property
+    def pages(self) -> tuple[int, int]:
+        """Return the pages that all paired entries have, the padding page included: of the source, the destination."""
+        return min(pair.source.pages for pair in self.pairs), min(pair.destination.pages for pair in self.pairs)
+
+    @cached_property
+    def sides(self) -> tuple[PlanSide, PlanSide]:
+        """Return both sides of a plan that has no pages yet.
+
+        Raises:
+            GeometryMismatchError: an entry cannot be cut by the heads that are exchanged.
+        """
+        ours = theirs = None
+        if any(pair.heads for pair in self.pairs):
+            ours = [Heads(pair.heads.source, pair.heads.count) if pair.heads else None for pair in self.pairs]
+            theirs = [Heads(pair.heads.destination, pair.heads.count) if pair.heads else None for pair in self.pairs]
+        none = np.empty(0, np.int64)
+        return (
+            make_side([pair.source for pair in self.pairs], ours, none),
+            make_side([pair.destination for pair in self.pairs], theirs, none),
+        )
+
+    @cached_property
+    def destination_entries(self) -> npt.NDArray[np.intp]:
+        """Return the index of each pair's destination entry, ``(pairs,)``."""
+        return np.array([pair.destination_index for pair in self.pairs], np.intp)
+
+    @cached_property
+    def destination_heads(self) -> tuple[Heads | None, ...] | None:
+        """Return the heads of each pair, counted within the destination entry; None: all heads of all pairs."""
+        if not any(pair.heads for pair in self.pairs):
+            return None
+        return tuple(Heads(pair.heads.destination, pair.heads.count) if pair.heads else None for pair in self.pairs)
+
+    @cached_property
+    def replicated(self) -> npt.NDArray[np.bool_]:
+        """Return whether other sources hold each pair's source entry too, ``(pairs,)``."""
+        return np.array([(pair.source.replicas or 1) > 1 for pair in self.pairs], np.bool_)
 
 
 def pair_entries(source: Sequence[Entry], destination: Sequence[Entry]) -> Pairing:

@@ -8,7 +8,7 @@ like the entries' bases.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from kvferry.pools.planning.geometry import Heads, page_rows
 from kvferry.pools.planning.page_ids import Runs, check_distinct, check_equal_length, check_range, coalesce
-from kvferry.pools.planning.pairing import Pairing
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
+
+if TYPE_CHECKING:
+    from kvferry.pools.planning.pairing import Pairing
 
 Blocks: TypeAlias = npt.NDArray[np.uint64]
 """``(n, 3)`` uint64: source address, destination address, size in bytes."""
@@ -200,20 +202,17 @@ def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageId
         UncoveredEntryError: no source entry has a destination entry.
         LengthMismatchError, EmptyPagesError, PageOutOfRangeError, DuplicatePageError: see ``page_ids``.
     """
-    pairs = pairing.pairs
-    if not pairs:
+    if not pairing.pairs:
         raise UncoveredEntryError("no source entry has a destination", field="source.entries")
     check_equal_length(source_pages, destination_pages, "destination_pages")
-    check_range(source_pages, min(pair.source.pages for pair in pairs), "source_pages")
-    check_range(destination_pages, min(pair.destination.pages for pair in pairs), "destination_pages")
+    source_has, destination_has = pairing.pages
+    check_range(source_pages, source_has, "source_pages")
+    check_range(destination_pages, destination_has, "destination_pages")
     check_distinct(destination_pages, "destination_pages")
-    ours = theirs = None
-    if any(pair.heads for pair in pairs):
-        ours = [Heads(pair.heads.source, pair.heads.count) if pair.heads else None for pair in pairs]
-        theirs = [Heads(pair.heads.destination, pair.heads.count) if pair.heads else None for pair in pairs]
+    source, destination = pairing.sides
     return Plan(
-        make_side([pair.source for pair in pairs], ours, source_pages),
-        make_side([pair.destination for pair in pairs], theirs, destination_pages),
+        msgspec.structs.replace(source, ids=source_pages),
+        msgspec.structs.replace(destination, ids=destination_pages),
         coalesce(source_pages, destination_pages),
     )
 

@@ -101,7 +101,7 @@ def plans_of(case: TransferCase) -> list[Planned]:
         pairing = pair_entries(source.entries, case.entries)
         if len(case.sources) == 1:
             check_covered(pairing, OPTIONAL)
-        cells = cells_of(pairing.pairs, 0, len(case.pages))
+        cells = cells_of(pairing, 0, len(case.pages))
         replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], bool)
         extents = coverage.free_extents(cells, replicated)
         if not extents:

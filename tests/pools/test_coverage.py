@@ -222,7 +222,7 @@ def test_the_rest_of_a_replica_is_in_one_extent_and_has_all_heads() -> None:
 
 def test_cells_of_pairs() -> None:
     ours = msgspec.structs.replace(SPLIT[0], head_start=6, heads=2, page_bytes=4)
-    whole = pair_entries([SPLIT[1], SPLIT[2]], SPLIT).pairs
+    whole = pair_entries([SPLIT[1], SPLIT[2]], SPLIT)
     assert cells_of(whole, 1, 3).heads is None
     assert cells_of(whole, 1, 3).entries.tolist() == [1, 2]
-    assert cells_of(pair_entries([ours, SPLIT[2]], SPLIT).pairs, 1, 3).heads == (Heads(2, 2), None)
+    assert cells_of(pair_entries([ours, SPLIT[2]], SPLIT), 1, 3).heads == (Heads(2, 2), None)
