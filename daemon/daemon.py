@@ -57,6 +57,7 @@ from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport, fetch_region
 from kvferry.daemon.transports.remote import RemoteTransports
+from kvferry.pools import copy_kernel
 from kvferry.pools.devices.accelerator import STUCK_AFTER_S
 from kvferry.protocol import VERSION
 from kvferry.protocol.base import Body
@@ -513,6 +514,7 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     # A torch_npu without CANN would make torch itself fail: devices are asked for when a pool needs one.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
+        copy_kernel.check_switch()
         config = load_config(options.config) if options.config else Config()
         path = options.runtime_dir or Path(config.runtime_dir or runtime_dirs(os.environ)[0])
         runtime_directory = RuntimeDirectory(path.absolute(), inherited.take(SOCKETS))

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvferry.protocol.errors import ConfigError
+
 Copies: TypeAlias = npt.NDArray[np.uint64]
 """``(n, 3)`` or ``(n, 6)`` uint64, see above; any strides. Sources and destinations do not overlap."""
 
@@ -160,6 +162,17 @@ class Description(NamedTuple):
     def native(self) -> bool:
         """Return whether the C module copies."""
         return not self.why_not
+
+
+def check_switch() -> None:
+    """Check what the environment says of the kernel; what it does not understand switches nothing off.
+
+    Raises:
+        ConfigError: it is neither empty nor ``python``.
+    """
+    said = os.environ.get(SWITCH, "")
+    if said not in {"", "python"}:
+        raise ConfigError(f"{SWITCH}={said}: must be python, or not set", field=SWITCH)
 
 
 def _choose() -> tuple[Kernel, Description]:

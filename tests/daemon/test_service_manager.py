@@ -12,6 +12,7 @@ import pytest
 from kvferry.daemon.daemon import EXIT_BAD_INPUT, main
 from kvferry.daemon.process import host
 from kvferry.daemon.process.host import ServiceManager
+from kvferry.pools.copy_kernel import SWITCH
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -82,3 +83,11 @@ def test_without_arguments_the_environment_names_the_folder(
     monkeypatch.setenv("KVFERRY_RUNTIME_DIR", f"/{'x' * 120}")  # too long for a socket: nothing is begun
     assert main([]) == EXIT_BAD_INPUT
     assert "xxx" in capsys.readouterr().err
+
+
+def test_a_misspelt_switch_of_the_copy_kernel_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(SWITCH, "pyhton")
+    assert main(["--runtime-dir", str(tmp_path)]) == EXIT_BAD_INPUT
+    assert f"{SWITCH}=pyhton: must be python, or not set" in capsys.readouterr().err
