@@ -33,6 +33,5 @@ def run_in_background() -> None:
         return
     size = struct.calcsize(_ATTRIBUTES)
     attributes = struct.pack(_ATTRIBUTES, size, os.SCHED_BATCH, 0, NICE, 0, SLICE_NS, 0, 0)
-    ctypes.CDLL(None).syscall(
-        number, 0, attributes, 0
-    )  # an older kernel ignores the slice, or refuses: then it is nice
+    # An older kernel ignores the slice, or refuses: then the thread is nice, and no more.
+    ctypes.CDLL(None).syscall(number, 0, attributes, 0)
