@@ -51,7 +51,7 @@ WORKERS ?= 2
 SPREAD = $(if $(ARGS),,--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 # Both runs at the same time, so that no core waits. ARGS may select tests of one of them only (status 5).
-test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/wheels $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
+test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/check $(STAMPS)/wheels $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
 	@echo "==> tests on the host, and meanwhile on a simulated NPU (into $(VENV_NPU)/test.log)"
 	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" \
 	    $(NPU)/python -m pytest --device npu:0 $(FULL) $(ARGS) >$(VENV_NPU)/test.log 2>&1 & npu=$$!; \
