@@ -62,7 +62,7 @@ typedef void (*CopyLines)(char *to, const char *from, size_t bytes, const char *
         for (size_t at = 0; at < half; at += GRAIN)                                                         \
             for (size_t place = 0; place <= half; place += half)                                            \
                 for (size_t line = place + at; line < place + at + GRAIN; line += LINE) {                   \
-                    FETCH(from + line + DISTANCE / 2);                                                      \
+                    FETCH(ahead + line);                                                                    \
                     COPY_LINE(to + line, from + line);                                                      \
                 }                                                                                           \
         lines_##NAME(to + 2 * half, from + 2 * half, bytes - 2 * half, ahead);                              \
