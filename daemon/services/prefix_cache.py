@@ -229,7 +229,7 @@ class PrefixCache:
         self._counters.add("cache.lookups")
         self._counters.add("cache.asked_blocks", len(body.hashes) // HASH_BYTES)
         self._counters.add("cache.hit_blocks", len(blocks))
-        self._host.index.touch(blocks)
+        asyncio.get_running_loop().call_soon(self._host.index.touch, blocks)  # nobody waits for that
         self._lower.used(blocks)
         host = sum(block.in_host for block in blocks)
         disk = sum(block.on_disk and not block.in_host for block in blocks)
