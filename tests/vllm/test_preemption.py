@@ -133,6 +133,7 @@ def test_reset_waits_for_what_is_being_stored(kept_daemon: RestartedDaemon) -> N
         scheduler = Scheduler(session, told, "127.0.0.1", [spec], None, model=model)
         with stopped(kept_daemon):
             storing = worker.store("reset", [bytes([number]) * 16 for number in range(64)], ids)
+        worker.wait_accepted(storing)  # else the reset, on a connection of its own, may be there before it
         assert scheduler.clear()
         worker.wait_done(storing)
         assert [one for one in cached_blocks(kept_daemon.runtime_dir) if one.model == model.label] == []
