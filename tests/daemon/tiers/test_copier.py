@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -52,7 +53,8 @@ class _Site:
     def __init__(self, *, threads: int = 2, **options: Any) -> None:  # noqa: ANN401  the copier's own
         self.reports: list[tuple[BlockJob, KvferryError | None]] = []
         self._news = asyncio.Event()
-        self.scheduler = Scheduler(dict.fromkeys(OperationClass, 64 * MIB), patience_s=0)
+        clock = options.get("clock", time.monotonic)
+        self.scheduler = Scheduler(dict.fromkeys(OperationClass, 64 * MIB), patience_s=0, clock=clock)
         loop = asyncio.get_running_loop()
         self.copier = TierCopier(loop, self.scheduler, threads=threads, **options)
         self.arena = HostRegion.create("arena", 64 * MIB)
