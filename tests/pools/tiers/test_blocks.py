@@ -7,11 +7,13 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvferry.pools import copy_kernel
 from kvferry.pools.planning.manifest import lay_out
-from kvferry.pools.tiers.block_copies import MIN_CELL_BYTES, BlockCells, offload_step, restore_step
+from kvferry.pools.tiers.block_copies import MIN_CELL_BYTES, BlockCells, offload_step, restore_step, restore_step_hashed
 from kvferry.pools.tiers.blocks import (
     CUT_BYTES,
     BlockLayout,
@@ -88,6 +90,26 @@ def test_a_restore_puts_each_byte_into_its_page_and_nowhere_else(harness: BlockH
         restore_step(memory, harness.pages, step, arena)
     assert (memory == expected).all()
     assert (arena == before).all()
+
+
+@given(harnesses(), STEP_BYTES)
+@example(uneven_harness(), 4500)
+def test_a_restore_that_hashes_does_the_same_and_padding_that_is_damaged_goes_nowhere(
+    harness: BlockHarness, step_bytes: int
+) -> None:
+    memory, state, found = harness.memory(), copy_kernel.new_hash(), []
+    arena = np.random.default_rng(1).integers(0, 256, harness.arena_bytes, np.uint8)
+    expected, before = harness.restored(memory, arena), arena.copy()
+    for step in steps_of(harness.pages, step_bytes):
+        found += restore_step_hashed(memory, harness.pages, step, arena, state).tolist()
+    assert (memory == expected).all()
+    assert (arena == before).all()
+    size = harness.pages.layout.block_bytes
+    assert found == [xxhash.xxh3_64_intdigest(arena[at : at + size].tobytes()) for at in harness.pages.offsets.tolist()]
+    again = harness.arena()
+    for step in steps_of(harness.pages, step_bytes):
+        offload_step(memory, harness.pages, step, again)
+    assert (again == harness.offloaded(memory)).all(), "the padding of a block that is written later is zero"
 
 
 # -- steps
