@@ -3,11 +3,11 @@
    A copy of many pages that nobody reads at once is limited by the memory. A plain store first reads the line that it
    is going to replace; a streaming store does not, which saves a third of the traffic. memcpy streams only from many
    megabytes a call on, which a page never has. So blocks are copied here: with streaming stores where a call moves much,
-   with the next block's beginning fetched early, and in one place or in two at a time, since processors fetch ahead
-   within 4 KiB only. The checksum, XXH3-64, is libxxhash's, and takes each 8 KiB while they are in the first-level cache.
+   with lines fetched early across the blocks' borders, since processors fetch ahead within 4 KiB only, and in one place
+   or in two at a time. The checksum, XXH3-64, is libxxhash's, and takes each 8 KiB while they are in the first-level cache.
 
    Which of these ways is the fastest depends on the processor and on the memory: what is 1.8 of memcpy on one is 0.5 on
-   another. So the first large calls try each way a few times, and the later ones take the best.
+   another. So the first large call tries each way a few times, and the later ones take the best.
 
    Knows nothing of Python: native_kernel.c is the module around it. */
 
@@ -23,17 +23,22 @@
 #include <immintrin.h>
 #endif
 
+#ifndef PIECE_BYTES /* tests have smaller ones */
+#define PIECE_BYTES (2 << 20)
+#define STREAMED_BYTES (512 << 10)
+#endif
+
 enum {
     LINE = 64,
     CHUNK = 8 << 10,         /* what is hashed, and then copied, at a time */
-    AHEAD = 2 << 10,         /* of the next block, fetched before a short one is copied */
-    DISTANCE = 4 << 10,      /* how far ahead lines are fetched within a block */
+    DISTANCE = 4 << 10,      /* how far ahead lines are fetched, within a block and in the ones after it */
     GRAIN = 256,             /* what is copied in one place before the other one has its turn */
-    LONG = 64 << 10,         /* from here on lines are fetched within a block, and the next block's are not */
-    TWO_PLACES = 8 << 10,    /* shorter blocks are copied in one place */
-    ROWS = 512,              /* rows of slices, shorter than this, are a class of their own */
+    LONG = 64 << 10,         /* shorter blocks are copied in one place */
+    ROWS = 512,              /* what is shorter than this is a class of its own for trials, */
+    MIDDLE = 8 << 10,        /* and so is what is shorter than this, or than LONG */
     SHORT = 128,             /* shorter rows are left to memcpy */
-    STREAMED = 512 << 10,    /* less than this in a call may stay in the caches: somebody reads it soon */
+    PIECE = PIECE_BYTES,     /* of a call, tried in one way */
+    STREAMED = STREAMED_BYTES, /* less than this in a call may stay in the caches: somebody reads it soon */
     UNLOCKED = 64 << 10      /* from here on a caller lets others run: less takes some microseconds */
 };
 
@@ -45,27 +50,27 @@ typedef struct {
 
 /* -- streaming stores: for each kind, whole lines in one place or in two. `to` is aligned to a line. */
 
-/* Copies `bytes`, a multiple of LINE, and fetches as many at `ahead`. */
-typedef void (*CopyLines)(char *to, const char *from, size_t bytes, const char *ahead);
+/* Copies `bytes`, a multiple of LINE, and fetches as many at `ahead`; in two places, which lie `apart`, does the same in
+   both in turns. */
+typedef void (*CopyLines)(char *to, const char *from, size_t bytes, const char *ahead, size_t apart);
 
 #define FETCH(address) __builtin_prefetch((address), 0, 2)
 
-#define STREAMING(NAME, TARGET, COPY_LINE)                                                                  \
-    TARGET static void lines_##NAME(char *to, const char *from, size_t bytes, const char *ahead) {          \
-        for (size_t at = 0; at < bytes; at += LINE) {                                                       \
-            FETCH(ahead + at);                                                                              \
-            COPY_LINE(to + at, from + at);                                                                  \
-        }                                                                                                   \
-    }                                                                                                       \
-    TARGET static void two_##NAME(char *to, const char *from, size_t bytes, const char *ahead) {            \
-        size_t half = bytes / 2 / GRAIN * GRAIN;                                                            \
-        for (size_t at = 0; at < half; at += GRAIN)                                                         \
-            for (size_t place = 0; place <= half; place += half)                                            \
-                for (size_t line = place + at; line < place + at + GRAIN; line += LINE) {                   \
-                    FETCH(ahead + line);                                                                    \
-                    COPY_LINE(to + line, from + line);                                                      \
-                }                                                                                           \
-        lines_##NAME(to + 2 * half, from + 2 * half, bytes - 2 * half, ahead);                              \
+#define STREAMING(NAME, TARGET, COPY_LINE)                                                                             \
+    TARGET static void lines_##NAME(char *to, const char *from, size_t bytes, const char *ahead, size_t apart) {       \
+        (void)apart;                                                                                                   \
+        for (size_t at = 0; at < bytes; at += LINE) {                                                                  \
+            FETCH(ahead + at);                                                                                         \
+            COPY_LINE(to + at, from + at);                                                                             \
+        }                                                                                                              \
+    }                                                                                                                  \
+    TARGET static void two_##NAME(char *to, const char *from, size_t bytes, const char *ahead, size_t apart) {         \
+        for (size_t at = 0; at < bytes; at += GRAIN)                                                                   \
+            for (size_t place = 0; place <= apart; place += apart)                                                     \
+                for (size_t line = place + at; line < place + at + GRAIN; line += LINE) {                              \
+                    FETCH(ahead + line);                                                                               \
+                    COPY_LINE(to + line, from + line);                                                                 \
+                }                                                                                                      \
     }
 
 #if defined(__x86_64__)
@@ -100,20 +105,20 @@ static void fence(void) {}
 typedef struct {
     const char *name;
     CopyLines lines; /* NULL: memcpy */
-    CopyLines long_lines;
+    CopyLines two;   /* for long blocks; NULL: in one place */
     const char *needs; /* of the processor; NULL: all have it */
 } Way;
 
 static const Way WAYS[] = {
 #if defined(__x86_64__)
-    {"avx512", lines_avx512, lines_avx512, "avx512f"},
+    {"avx512", lines_avx512, NULL, "avx512f"},
     {"avx512 in two places", lines_avx512, two_avx512, "avx512f"},
-    {"avx2", lines_avx2, lines_avx2, "avx2"},
+    {"avx2", lines_avx2, NULL, "avx2"},
     {"avx2 in two places", lines_avx2, two_avx2, "avx2"},
-    {"sse2", lines_sse2, lines_sse2, NULL},
+    {"sse2", lines_sse2, NULL, NULL},
     {"sse2 in two places", lines_sse2, two_sse2, NULL},
 #elif defined(__aarch64__)
-    {"stnp", lines_stnp, lines_stnp, NULL},
+    {"stnp", lines_stnp, NULL, NULL},
     {"stnp in two places", lines_stnp, two_stnp, NULL},
 #endif
     {"memcpy", NULL, NULL, NULL},
@@ -130,9 +135,9 @@ static int is_supported(const Way *way) {
     return 1;
 }
 
-/* Copies one span with streaming stores; the ends, which share a line with others' bytes, with plain ones. `ahead` is
-   read next: of a long span NULL, since its own lines are fetched within it. */
-static void stream(const Way *way, Span span, const char *ahead) {
+/* Copies one span with streaming stores; the ends, which share a line with others' bytes, with plain ones. Fetched is what
+   comes `distance` later: of this span, then of `next`, which is copied after it (NULL: not known). */
+static void stream(const Way *way, Span span, size_t distance, const char *next) {
     size_t head = -(uintptr_t)span.to & (LINE - 1);
     if (span.bytes < head + LINE) {
         memcpy(span.to, span.from, span.bytes);
@@ -142,55 +147,98 @@ static void stream(const Way *way, Span span, const char *ahead) {
     char *to = span.to + head;
     const char *from = span.from + head;
     size_t left = span.bytes - head;
-    size_t whole = left & ~(size_t)(LINE - 1);
-    (whole < TWO_PLACES ? way->lines : way->long_lines)(to, from, whole, ahead ? ahead : from + DISTANCE);
+    size_t apart = way->two && left >= LONG ? left / 2 / GRAIN * GRAIN : 0;
+    size_t whole = apart ? apart : left & ~(size_t)(LINE - 1);
+    size_t within = distance && whole > distance ? whole - distance : 0;
+    CopyLines copy = apart ? way->two : way->lines;
+    copy(to, from, within, from + distance, apart);
+    copy(to + within, from + within, whole - within, next ? next : from + within, apart);
+    if (apart) {
+        size_t done = 2 * apart;
+        whole = (left - done) & ~(size_t)(LINE - 1);
+        way->lines(to + done, from + done, whole, from + done, 0);
+        whole += done;
+    }
     memcpy(to + whole, from + whole, left - whole);
 }
 
-/* -- which way: calls of one class, by what a block has and whether it is hashed, try each way, and take the best. */
+/* -- which way: calls of one class, by what a block has and whether it is hashed, try each way, and take the best.
+
+   Tried are pieces of a call, each in another way, so that one large call knows. What is found is forgotten little by
+   little, and tried anew, since a moment in which others used the memory must not decide for ever. */
 
 enum { TRIES = 4, SIZES = 4, CLASSES = 2 * SIZES };
+
+static const double AGAIN_NS = 60e9, OLDER_IS_WORSE = 1.05;
 
 static const Way *forced; /* NULL: by measurement */
 
 typedef struct {
     int tries;
-    double best; /* nanoseconds a byte, the least that was seen: what disturbs only makes it more */
+    double best; /* nanoseconds a byte, the least that was seen: what disturbs only makes it more; 0: never tried */
 } Trial;
 
-static Trial trials[CLASSES][WAY_COUNT];
+typedef struct {
+    Trial ways[WAY_COUNT];
+    double tried_ns; /* when the last piece was tried */
+} Trials;
 
-static int class_of(uint64_t mean_bytes, int hashed) {
-    int size = mean_bytes < ROWS ? 0 : mean_bytes < TWO_PLACES ? 1 : mean_bytes < LONG ? 2 : 3;
-    return hashed ? size + SIZES : size;
-}
-
-/* Returns the way that has been tried too seldom, else the best one. Needs the interpreter's lock. */
-static const Way *choose(int class) {
-    if (forced) return forced;
-    const Way *best = NULL, *untried = NULL;
-    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
-        const Trial *trial = &trials[class][way - WAYS];
-        if (!is_supported(way)) continue;
-        if (trial->tries < TRIES && (!untried || trial->tries < trials[class][untried - WAYS].tries)) untried = way;
-        if (!best || trial->best < trials[class][best - WAYS].best) best = way;
-    }
-    return untried ? untried : best;
-}
-
-/* Takes note of how long a call took. Needs the interpreter's lock. */
-static void note(int class, const Way *way, double nanoseconds, uint64_t bytes) {
-    Trial *trial = &trials[class][way - WAYS];
-    double found = nanoseconds / (double)bytes;
-    if (trial->tries >= TRIES) return;
-    if (!trial->tries || found < trial->best) trial->best = found;
-    trial->tries++;
-}
+static Trials trials[CLASSES]; /* read and written with the interpreter's lock */
 
 static double now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return 1e9 * (double)now.tv_sec + (double)now.tv_nsec;
+}
+
+static int class_of(uint64_t mean_bytes, int hashed) {
+    int size = mean_bytes < ROWS ? 0 : mean_bytes < MIDDLE ? 1 : mean_bytes < LONG ? 2 : 3;
+    return hashed ? size + SIZES : size;
+}
+
+/* Returns the way that has been tried the least, and too seldom; NULL where each was tried often enough. */
+static const Way *untried(const Trials *of) {
+    const Way *least = NULL;
+    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
+        int tries = of->ways[way - WAYS].tries;
+        if (is_supported(way) && tries < TRIES && (!least || tries < of->ways[least - WAYS].tries)) least = way;
+    }
+    return least;
+}
+
+static const Way *best(const Trials *of) {
+    const Way *found = NULL;
+    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
+        double taken = of->ways[way - WAYS].best;
+        if (taken > 0 && (!found || taken < of->ways[found - WAYS].best)) found = way;
+    }
+    return found ? found : WAYS + WAY_COUNT - 1;
+}
+
+static void note(Trials *of, const Way *way, double ns_a_byte) {
+    Trial *trial = &of->ways[way - WAYS];
+    if (!(trial->best > 0) || ns_a_byte < trial->best) trial->best = ns_a_byte;
+    trial->tries++;
+}
+
+/* Adds what a call has found, that began with `before`, to what is known now. */
+static void merge(Trials *into, const Trials *found, const Trials *before, double at_ns) {
+    for (int way = 0; way < WAY_COUNT; way++) {
+        const Trial *one = &found->ways[way];
+        if (one->tries == before->ways[way].tries) continue;
+        into->ways[way].tries += one->tries - before->ways[way].tries;
+        if (!(into->ways[way].best > 0) || one->best < into->ways[way].best) into->ways[way].best = one->best;
+        into->tried_ns = at_ns;
+    }
+}
+
+/* Lets everything be tried anew once a while has passed. */
+static void age(Trials *of, double at_ns) {
+    if (untried(of) || at_ns - of->tried_ns < AGAIN_NS) return;
+    for (int way = 0; way < WAY_COUNT; way++) {
+        of->ways[way].tries = 0;
+        of->ways[way].best *= OLDER_IS_WORSE;
+    }
 }
 
 /* -- the hash, from a library that is loaded at run time */
@@ -252,23 +300,26 @@ static Total total_of(const Copies *copies) {
     return total;
 }
 
-static void copy_all(const Copies *copies, const Way *way) {
-    for (size_t row = 0; row < copies->count; row++) {
+/* Returns where a row is read; NULL behind the last one. */
+static const char *start_of(const Copies *copies, size_t row) {
+    return row < copies->count ? (const char *)(uintptr_t)column(copies, row, 0) : NULL;
+}
+
+/* Returns how many blocks of so many bytes, or rows of a block, later than one what comes DISTANCE later begins. */
+static size_t later_by(size_t bytes) { return bytes ? 1 + DISTANCE / bytes : 1; }
+
+static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way *way) {
+    for (size_t row = first; row < stop; row++) {
         Block block = block_of(copies, row);
-        int short_rows = block.span.bytes < SHORT;
-        if (row + 1 < copies->count && block.span.bytes < LONG) {
-            const char *next = (const char *)(uintptr_t)column(copies, row + 1, 0);
-            uint64_t most = column(copies, row + 1, 2);
-            for (size_t at = 0; at < most && at < AHEAD; at += LINE) FETCH(next + at);
-        }
-        /* Of rows, one some lines on is fetched: what lies between them is others'. */
-        size_t ahead = block.rows > 1 && block.span.bytes ? (1 + DISTANCE / block.span.bytes) * block.from_stride : 0;
+        size_t bytes = block.span.bytes, later = later_by(bytes);
+        const char *next = start_of(copies, row + later);
         for (size_t done = 0; done < block.rows; done++) {
-            if (way->lines && !short_rows) {
-                stream(way, block.span, ahead && block.span.bytes < LONG ? block.span.from + ahead : NULL);
+            if (block.rows > 1) next = block.span.from + later * block.from_stride;
+            if (way->lines && bytes >= SHORT) {
+                stream(way, block.span, DISTANCE, next);
             } else {
-                if (short_rows && ahead) FETCH(block.span.from + ahead), FETCH(block.span.from + ahead + block.span.bytes);
-                memcpy(block.span.to, block.span.from, block.span.bytes);
+                if (next && bytes < SHORT) FETCH(next), FETCH(next + bytes);
+                memcpy(block.span.to, block.span.from, bytes);
             }
             block.span.from += block.from_stride;
             block.span.to += block.to_stride;
@@ -285,27 +336,34 @@ static void hash_row(void *state, Span span, const Way *way, const char *next) {
         if (!span.to) continue;
         Span chunk = {span.to + at, span.from + at, bytes};
         if (way->lines && bytes >= SHORT)
-            stream(way, chunk, at + bytes < span.bytes ? chunk.from + bytes : next);
+            stream(way, chunk, 0, at + bytes < span.bytes ? chunk.from + bytes : next);
         else
             memcpy(chunk.to, chunk.from, bytes);
     }
 }
 
-/* Hashes, and copies, all; a digest, of which there are `count`, is of the rows since the last one up to its end. */
-static void hash_all(const Copies *copies, const Way *way, const int64_t *ends, uint64_t *digests, size_t count,
-                     void *state) {
-    size_t ended = 0;
-    for (size_t row = 0; row < copies->count; row++) {
+typedef struct {
+    const int64_t *ends;
+    uint64_t *digests;
+    size_t count, ended;
+    void *state;
+} Digests;
+
+/* Hashes, and copies, rows; a digest is of the rows since the last one up to its end. */
+static void hash_rows(const Copies *copies, size_t first, size_t stop, const Way *way, Digests *into) {
+    for (size_t row = first; row < stop; row++) {
         Block block = block_of(copies, row);
-        const char *next = row + 1 < copies->count ? (const char *)(uintptr_t)column(copies, row + 1, 0) : NULL;
+        size_t later = later_by(block.span.bytes);
+        const char *next = start_of(copies, row + later);
         for (size_t done = 0; done < block.rows; done++) {
-            hash_row(state, block.span, way, next);
+            if (block.rows > 1) next = block.span.from + later * block.from_stride;
+            hash_row(into->state, block.span, way, next);
             block.span.from += block.from_stride;
             if (block.span.to) block.span.to += block.to_stride;
         }
-        for (; ended < count && ends[ended] == (int64_t)row + 1; ended++) {
-            digests[ended] = hash.digest(state);
-            hash.reset(state);
+        for (; into->ended < into->count && into->ends[into->ended] == (int64_t)row + 1; into->ended++) {
+            into->digests[into->ended] = hash.digest(into->state);
+            hash.reset(into->state);
         }
     }
     if (way->lines) fence();
@@ -314,28 +372,57 @@ static void hash_all(const Copies *copies, const Way *way, const int64_t *ends, 
 /* -- calls */
 
 typedef struct {
-    Total total;
+    const Copies *copies;
+    Digests *into; /* NULL: not hashed */
+    uint64_t bytes;
+    int class; /* of trials; -1: copied in one way, which is not tried */
     const Way *way;
-    int class; /* of trials; -1: none */
-    double begun_ns;
+    Trials before, found;
 } Call;
 
 static const Way *const PLAIN = &WAYS[WAY_COUNT - 1];
 
 /* Decides how a call copies: what is small, or is `read_next`, stays in the caches, and what is only hashed is copied in
-   no way. */
-static Call begin_call(const Copies *copies, int hashed, int read_next) {
-    Call call = {total_of(copies), PLAIN, -1, 0};
-    if (call.total.bytes < STREAMED || read_next) return call;
-    int class = class_of(call.total.bytes / call.total.rows, hashed);
-    call.way = choose(class);
-    if (!hashed || column(copies, 0, 1)) call.class = class;
-    call.begun_ns = now_ns();
+   no way. Needs the interpreter's lock. */
+static Call begin_call(const Copies *copies, Digests *into, int read_next) {
+    Total total = total_of(copies);
+    Call call = {.copies = copies, .into = into, .bytes = total.bytes, .class = -1, .way = PLAIN};
+    if (total.bytes < STREAMED || read_next) return call;
+    int class = class_of(total.bytes / total.rows, into != NULL);
+    age(&trials[class], now_ns());
+    call.way = forced ? forced : best(&trials[class]);
+    if (forced || !column(copies, 0, 1) || !untried(&trials[class])) return call;
+    call.class = class;
+    call.before = call.found = trials[class];
     return call;
 }
 
+static void do_rows(Call *call, size_t first, size_t stop, const Way *way) {
+    if (call->into)
+        hash_rows(call->copies, first, stop, way, call->into);
+    else
+        copy_rows(call->copies, first, stop, way);
+}
+
+/* Copies. Does not need the interpreter's lock. */
+static void do_call(Call *call) {
+    size_t done = 0, count = call->copies->count;
+    const Way *trying;
+    while (done < count && call->class >= 0 && (trying = untried(&call->found))) {
+        size_t first = done;
+        uint64_t bytes = 0;
+        for (; done < count && bytes < PIECE; done++)
+            bytes += column(call->copies, done, 2) * (call->copies->with_rows ? column(call->copies, done, 3) : 1);
+        double begun_ns = now_ns();
+        do_rows(call, first, done, trying);
+        if (bytes >= STREAMED) note(&call->found, trying, (now_ns() - begun_ns) / (double)bytes);
+    }
+    if (done < count) do_rows(call, done, count, call->class < 0 ? call->way : best(&call->found));
+}
+
+/* Takes note of what was found. Needs the interpreter's lock. */
 static void end_call(const Call *call) {
-    if (call->class >= 0) note(call->class, call->way, now_ns() - call->begun_ns, call->total.bytes);
+    if (call->class >= 0) merge(&trials[call->class], &call->found, &call->before, now_ns());
 }
 
 #endif

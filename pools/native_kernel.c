@@ -27,18 +27,21 @@ static int open_copies(PyObject *object, CopyList *list) {
     return 0;
 }
 
+static void run(Call call) {
+    if (call.bytes >= UNLOCKED) {
+        Py_BEGIN_ALLOW_THREADS do_call(&call);
+        Py_END_ALLOW_THREADS
+    } else {
+        do_call(&call);
+    }
+    end_call(&call);
+}
+
 static PyObject *kernel_copy(PyObject *self, PyObject *argument) {
     CopyList list;
     (void)self;
     if (open_copies(argument, &list) < 0) return NULL;
-    Call call = begin_call(&list.copies, 0, 0);
-    if (call.total.bytes >= UNLOCKED) {
-        Py_BEGIN_ALLOW_THREADS copy_all(&list.copies, call.way);
-        Py_END_ALLOW_THREADS
-    } else {
-        copy_all(&list.copies, call.way);
-    }
-    end_call(&call);
+    run(begin_call(&list.copies, NULL, 0));
     PyBuffer_Release(&list.view);
     Py_RETURN_NONE;
 }
@@ -84,15 +87,8 @@ static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments, PyObjec
         PyErr_SetString(PyExc_ValueError, "there must be as many digests as ends");
         goto failed;
     }
-    Call call = begin_call(&list.copies, 1, read_next);
-    size_t count = (size_t)ends.shape[0];
-    if (call.total.bytes >= UNLOCKED) {
-        Py_BEGIN_ALLOW_THREADS hash_all(&list.copies, call.way, ends.buf, digests.buf, count, state);
-        Py_END_ALLOW_THREADS
-    } else {
-        hash_all(&list.copies, call.way, ends.buf, digests.buf, count, state);
-    }
-    end_call(&call);
+    Digests into = {.ends = ends.buf, .digests = digests.buf, .count = (size_t)ends.shape[0], .state = state};
+    run(begin_call(&list.copies, &into, read_next));
 failed:
     PyBuffer_Release(&digests);
 no_digests:
