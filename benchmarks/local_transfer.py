@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import uvloop
 
-from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare, gigabytes_a_second
+from benchmarks.measure import GIGABYTES_A_SECOND, SETTLE, Effort, Row, Target, compare, gigabytes_a_second
 from benchmarks.pools import KIB, MIB, check_last_pages, regions
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.process.host import keep_freed_memory
@@ -94,6 +94,7 @@ class Copier:
             peer=gigabytes_a_second(partial(self._memcpy, size_bytes), size_bytes),
             peer_is=MEMCPY,
             rounds=effort.pick(11, 2),
+            settle=effort.pick(SETTLE, 1),
             target=Target(TARGETS[entries[0].page_bytes]) if (order, size_mib) in TARGETED else None,
         )
         self.copied_gigabytes_a_second(plan)
@@ -112,6 +113,7 @@ class Copier:
             peer=gigabytes_a_second(partial(copy_kernel.copy, blocks), plan.total_bytes),
             peer_is=KERNEL,
             rounds=effort.pick(11, 2),
+            settle=effort.pick(SETTLE, 1),
         )
 
     def _random_plan(self, size_bytes: int) -> Plan:
@@ -129,6 +131,7 @@ class Copier:
             peer=partial(self.copied_gigabytes_a_second, plan),
             peer_is="the same transfer without checksums",
             rounds=effort.pick(11, 2),
+            settle=effort.pick(SETTLE, 1),
             target=Target(CHECKSUMS),
         )
 

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -94,9 +94,11 @@ def compare(
     rounds: int,
     target: Target | None = None,
     note: str = "",
+    settle: int = 1,
 ) -> Row:
-    """Run both in turns (ours, peer, ours, peer, …) after one round that does not count, and return the row."""
-    return row_of(name, unit, *interleave(rounds, ours, peer), peer_is=peer_is, target=target, note=note)
+    """Run both in turns (ours, peer, ours, peer, …) after some rounds that do not count, and return the row."""
+    figures = interleave(rounds, ours, peer, settle=settle)
+    return row_of(name, unit, *figures, peer_is=peer_is, target=target, note=note)
 
 
 def row_of(
@@ -132,16 +134,20 @@ def row_of(
     )
 
 
-def interleave(rounds: int, *contenders: Contender) -> list[list[float]]:
-    """Return each contender's figures; they take turns, without the garbage collector, after a warm-up round."""
+SETTLE: Final = 8
+"""Rounds after which a daemon has found out how this machine copies: two numbers of threads, three times each."""
+
+
+def interleave(rounds: int, *contenders: Contender, settle: int = 1) -> list[list[float]]:
+    """Return each contender's figures; they take turns, without the garbage collector, after rounds to settle."""
     figures: list[list[float]] = [[] for _ in contenders]
     gc.collect()
     gc.disable()
     try:
-        for number in range(rounds + 1):
+        for number in range(settle + rounds):
             for mine, contender in zip(figures, contenders, strict=True):
                 figure = contender()
-                if number:
+                if number >= settle:
                     mine.append(figure)
     finally:
         gc.enable()

@@ -18,13 +18,18 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
+
+# Without this, torch's threads spin for milliseconds after each call, on the cores that ours then copies with.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 import torch
 
-from benchmarks.measure import GIGABYTES_A_SECOND, Contender, Effort, Row, Target, compare, gigabytes_a_second
+from benchmarks.measure import GIGABYTES_A_SECOND, SETTLE, Contender, Effort, Row, Target, compare, gigabytes_a_second
 from benchmarks.pools import KIB, MIB, PAGE_SIZE, ROLES, TIMEOUT_S, Pair, Side, spec_of
 from benchmarks.processes import running_daemon
 from kvferry.clients import Client, pages
 from kvferry.daemon.process.host import keep_freed_memory
+from kvferry.daemon.services.tiers import MOST_COPY_THREADS
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.block_copies import offload_step_hashed, restore_step_hashed
@@ -38,7 +43,7 @@ TARGET_MIB = 64
 TORCH_TARGET = Target(1.2)
 CHECKSUMS = {"without_checksums": "false", "with_checksums": "true"}
 LAYERS = 4
-COPYING_THREADS = min(4, os.cpu_count() or 1)
+COPYING_THREADS = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
 """As many as the daemon has."""
 CHUNK_TOKENS = 8192
 MEMCPY = "one numpy.copyto of one contiguous range, one thread"
@@ -79,6 +84,7 @@ def _rows(pair: Pair, what: str, target: Target | None, effort: Effort) -> list[
                 peer=_memcpy(pair),
                 peer_is=MEMCPY,
                 rounds=effort.pick(11, 1),
+                settle=effort.pick(SETTLE, 1),
                 target=target,
                 note=f"{pair.count} random pages of {LAYERS * len(ROLES)} entries",
             )
@@ -103,6 +109,7 @@ def _rows_against_torch(pair: Pair, what: str, effort: Effort) -> list[Row]:
                 peer=gigabytes_a_second(peers[direction], pair.size_bytes),
                 peer_is=TORCH,
                 rounds=effort.pick(11, 1),
+                settle=effort.pick(SETTLE, 1),
                 target=TORCH_TARGET,
                 note="ours with checksums; torch without, on as many threads as it likes",
             )
@@ -117,6 +124,7 @@ def _rows_against_torch(pair: Pair, what: str, effort: Effort) -> list[Row]:
                 peer=gigabytes_a_second(peers[direction], pair.size_bytes),
                 peer_is=TORCH,
                 rounds=effort.pick(11, 1),
+                settle=effort.pick(SETTLE, 1),
                 note=f"the C kernel alone, with checksums, on {COPYING_THREADS} threads",
             )
             for direction in limits

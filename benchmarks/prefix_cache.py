@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.measure import MILLISECONDS, Contender, Effort, Row, Target, compare, memcpy, milliseconds
+from benchmarks.measure import MILLISECONDS, SETTLE, Contender, Effort, Row, Target, compare, memcpy, milliseconds
 from benchmarks.peers import lmcache
 from benchmarks.peers.lmcache import LMCacheClient, Shape
 from benchmarks.pools import MIB, TIMEOUT_S, Pair
@@ -35,7 +35,6 @@ def measure(effort: Effort) -> list[Row]:
     """Measure store, load and lookup; against LMCache too where ``make peers`` was run, unless in a hurry."""
     keep_freed_memory()
     shape = Shape(tokens=effort.pick(2048, 512), page_size=16, layers=8, kv_heads=8, head_dim=128)
-    rounds = effort.pick(11, 1)
     with (
         running_daemon(f"[tiers]\nhost_bytes = {effort.pick(CACHED_PROMPTS, 2) * shape.size_bytes}\n") as runtime_dir,
         Client.connect(runtime_dir, name="bench") as client,
@@ -44,11 +43,11 @@ def measure(effort: Effort) -> list[Row]:
         engine = Engine(pair, shape)
         for _ in range(effort.pick(CACHED_PROMPTS, 2)):
             engine.store()
-        rows = _rows(engine, rounds)
+        rows = _rows(engine, effort)
         peer = None if effort.quick else lmcache.find()
         if peer is not None:
             with lmcache.running_lmcache(peer, shape, LMCACHE_GB) as theirs:
-                rows += against_lmcache(engine, theirs, f"LMCache {peer.version}'s server and client, CPU mode", rounds)
+                rows += against_lmcache(engine, theirs, f"LMCache {peer.version}'s server and client, CPU mode", effort)
         return rows
 
 
@@ -121,7 +120,7 @@ class Engine:
         return block_hashes(self._tokens, BLOCK_TOKENS)
 
 
-def against_lmcache(engine: Engine, theirs: LMCacheClient, peer_is: str, rounds: int) -> list[Row]:
+def against_lmcache(engine: Engine, theirs: LMCacheClient, peer_is: str, effort: Effort) -> list[Row]:
     """Compare with LMCache's operations; both store prompts of their own and look up and load one of them."""
     stored = itertools.count()
     peers: dict[str, Contender] = {
@@ -137,7 +136,8 @@ def against_lmcache(engine: Engine, theirs: LMCacheClient, peer_is: str, rounds:
             ours=ours[operation],
             peer=peer,
             peer_is=peer_is,
-            rounds=rounds,
+            rounds=effort.pick(11, 1),
+            settle=effort.pick(SETTLE, 1),
             target=Target(_TARGETS[operation]),
             note=_NOTES[operation],
         )
@@ -153,12 +153,19 @@ _NOTES = {
 }
 
 
-def _rows(engine: Engine, rounds: int) -> list[Row]:
+def _rows(engine: Engine, effort: Effort) -> list[Row]:
     copy = milliseconds(memcpy(engine.size_bytes))
     note = f"{engine.size_bytes / MIB:.0f} MiB, with checksums"
     return [
         compare(
-            f"prefix_cache/{operation}", MILLISECONDS, ours=ours, peer=peer, peer_is=peer_is, rounds=rounds, note=note
+            f"prefix_cache/{operation}",
+            MILLISECONDS,
+            ours=ours,
+            peer=peer,
+            peer_is=peer_is,
+            rounds=effort.pick(11, 1),
+            settle=effort.pick(SETTLE, 1),
+            note=note,
         )
         for operation, ours, peer, peer_is in (
             ("store", engine.store, copy, MEMCPY),

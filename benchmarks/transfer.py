@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.measure import MICROSECONDS, MILLISECONDS, Effort, Row, Target, compare, memcpy, milliseconds
+from benchmarks.measure import MICROSECONDS, MILLISECONDS, SETTLE, Effort, Row, Target, compare, memcpy, milliseconds
 from benchmarks.pools import PAGE_SIZE, Pair
 from benchmarks.processes import two_engines
 from kvferry.clients import MhaSpec
@@ -23,6 +23,7 @@ def measure(effort: Effort) -> list[Row]:
                 peer=milliseconds(memcpy(full.size_bytes)),
                 peer_is="one memcpy of as many bytes",
                 rounds=rounds,
+                settle=effort.pick(SETTLE, 1),
                 target=Target(1.0),
                 note=f"{full.size_bytes / 1e6:.1f} MB in {full.count} random pages of {smollm2.layers * 2} entries",
             )

@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.local_transfer import Copier, between
 from benchmarks.measure import (
     GIGABYTES_A_SECOND,
+    SETTLE,
     Contender,
     Effort,
     Row,
@@ -98,6 +99,7 @@ def _rows(
             lambda: equal.copied_gigabytes_a_second(whole),
             _kernel_alone(sliced, plan, threads),
             _kernel_alone(equal, whole, threads),
+            settle=effort.pick(SETTLE, 1),
         )
     sliced.check(*ids)
     count = len(plan.blocks())

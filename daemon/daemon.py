@@ -93,7 +93,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         limits: in place of those that follow from the configuration.
-        copy_threads: threads that copy pages.
+        copy_threads: threads that copy pages; how many of them copy one transfer is measured.
         at_once_s: how long the control loop itself may copy in one of its turns; 0: never.
         whole_below_bytes: a SEND that releases its layers step by step but moves less is sent as a whole at its last
             step: for small prompts the steps cost more than the overlap saves.
@@ -102,7 +102,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     limits: Limits | None = None
-    copy_threads: int = msgspec.field(default_factory=lambda: min(4, len(os.sched_getaffinity(0))))
+    copy_threads: int = msgspec.field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
     at_once_s: float = AT_ONCE_S
     whole_below_bytes: int = 4 << 20
     stuck_after_s: float = STUCK_AFTER_S

@@ -38,7 +38,9 @@ from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.session_messages import TierStatus
 
-MOST_COPY_THREADS: Final = 2
+MOST_COPY_THREADS: Final = 4
+"""How many copy one operation is measured; they are in the background of everything else."""
+
 log = structlog.get_logger(__name__)
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import structlog
 
 from kvferry.daemon.process.background import run_in_background
+from kvferry.daemon.process.thread_count import ThreadCount, Trial
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.base import Arena, Hashed, Pending, Region
@@ -223,6 +224,16 @@ class BlockJob:
         """Return the number of arena bytes that the job reads or writes."""
         return sum(one.pages.total_bytes for one in self.segments)
 
+    @property
+    def hashed(self) -> bool:
+        """Return whether checksums are computed."""
+        return self.digests is not None if self.kind == "restore" else self.checksums
+
+    @property
+    def device(self) -> str:
+        """Return the device of the pools; a job with blocks of several has the first one's."""
+        return self.segments[0].region.device if self.segments else HOST
+
 
 OnJobDone = Callable[[BlockJob, KvferryError | None], None]
 """Called on the control loop, once per job, with the job and its error."""
@@ -231,9 +242,10 @@ OnJobDone = Callable[[BlockJob, KvferryError | None], None]
 class _Running:
     """A job with its unfinished shards and its first error. Guarded by the copier's lock."""
 
-    def __init__(self, job: BlockJob, on_done: OnJobDone) -> None:
+    def __init__(self, job: BlockJob, on_done: OnJobDone, trial: Trial) -> None:
         self.on_done = on_done
         self.job = job
+        self.trial = trial
         self.arena: Arena = job.arena.view()  # keeps the memory mapped
         self.error: KvferryError | None = None
         self.open_shards = 0
@@ -274,6 +286,8 @@ class TierCopier:
         self._clock = clock
         self._scheduler = scheduler
         self._running: dict[int, _Running] = {}
+        self._alone: _Running | None = None
+        self._thread_count = ThreadCount(threads)
         self._queues: dict[OperationClass, deque[_Slot]] = {one: deque() for one in OperationClass}
         self._changed = threading.Condition()
         self._closing = False
@@ -292,8 +306,11 @@ class TierCopier:
         It reports SnapshotDamagedError (a restore), CancelledError (``stop``), DeviceLostError or InternalError. Once
         it is called, no byte of the job moves any more, unless the device was lost.
         """
-        running = _Running(job, on_done)
-        shards = shards_of(job.kind, job.segments, running.arena, running.digests, len(self._threads))
+        alone = not self._running and self._scheduler.quiet
+        kind = (job.kind, job.hashed, job.device)
+        running = _Running(job, on_done, self._thread_count.begin(kind, job.total_bytes, alone=alone))
+        self._alone = running if alone else None
+        shards = shards_of(job.kind, job.segments, running.arena, running.digests, running.trial.threads)
         with self._changed:
             self._running[id(job)] = running
             running.open_shards = len(shards)
@@ -456,6 +473,8 @@ class TierCopier:
             return
         if running.error is None:
             running.job.digests = running.digests
+            if running is self._alone and self._scheduler.quiet:
+                self._thread_count.end(running.trial)
         running.on_done(running.job, running.error)
 
 

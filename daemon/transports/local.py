@@ -23,6 +23,7 @@ import numpy.typing as npt
 import structlog
 
 from kvferry.daemon.control.metrics import about
+from kvferry.daemon.process.thread_count import ThreadCount, Trial
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePool
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.arrival import check_arrived
@@ -53,9 +54,10 @@ STAGING_BYTES: Final = 4 << 20
 PART_BLOCKS: Final = 1 << 16
 """How many blocks are expanded at a time for one chunk, at most: 24 bytes each."""
 
-PART_CHUNKS: Final = 8
 CHUNKS_BLOCKS: Final = 4096
-"""Where blocks are large enough, so many chunks are expanded at a time, of so many blocks, and wait for their turns."""
+CHUNKS_BYTES: Final = CHUNKS_BLOCKS * MAX_BLOCK_BYTES
+"""Where blocks are large enough, many chunks are expanded at a time, of so many blocks and bytes, and wait for their
+turns."""
 
 AT_ONCE_S: Final = 50e-6
 """How long the control loop may copy in one of its turns."""
@@ -65,6 +67,7 @@ AT_ONCE_BLOCK_S: Final = 0.25e-6
 """What a copy is expected to take: the memory's speed with much else going on, and what it waits for a block's first
 line. An op within the budget takes less than waking a thread and being told by it."""
 
+LONG_BLOCK_BYTES: Final = 64 << 10
 CHUNK_BYTES: Final = 4 << 20
 """How much is copied between two looks at the queue: smaller is fairer, larger is a little faster."""
 
@@ -132,11 +135,17 @@ _CopyChunk = Blocks | _Staged | _Check
 
 
 class _Job:
-    """One transfer op: queued chunks, the number in flight, and the first error. Guarded by the transport's lock."""
+    """One transfer op: queued chunks, the number in flight, and the first error. Guarded by the transport's lock.
 
-    def __init__(self, op: StartOp, on_done: OnOpDone) -> None:
+    It is in the queue at most once, and not while a thread expands its next part, or as many as it may have are at it.
+    """
+
+    def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial) -> None:
         self.op = op
         self.on_done = on_done
+        self.trial = trial
+        self.queued = False
+        self.expanding = False
         self.checking = False
         self.expansion: _Expansion | _Checks | _NoMore | None = None
         self.chunks: deque[_CopyChunk] = deque()
@@ -196,7 +205,9 @@ class LocalTransport:
         self._chunk_bytes = chunk_bytes
         self._copy = copy
         self._budget = LoopBudget(loop, at_once_s)
+        self._thread_count = ThreadCount(threads)
         self._jobs: dict[int, _Job] = {}
+        self._alone: _Job | None = None
         self._queue: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -213,15 +224,20 @@ class LocalTransport:
 
     def start(self, op: StartOp, on_done: OnOpDone) -> None:
         """See ``Transport.start``."""
-        blocks = self._blocks_at_once(op)
+        count = sum(len(plan.runs.pages) * len(plan.source.base) for plan in op.plans)
+        size_bytes = sum(plan.total_bytes for plan in op.plans)
+        blocks = self._blocks_at_once(op, count, size_bytes)
         if blocks is not None:
             on_done(op.op_id, self._budget.spend(functools.partial(self._try, op, self._copy, blocks)))
             return
-        job = _Job(op, on_done)
+        # One thread copies long blocks nearly as fast as the memory takes them; for short ones it waits.
+        kind = "long" if size_bytes >= LONG_BLOCK_BYTES * count else "short"
         with self._changed:
+            alone = not self._jobs and not op.checksums and _is_populated(op.source) and _is_populated(op.destination)
+            job = _Job(op, on_done, self._thread_count.begin(kind, size_bytes, alone=alone))
+            self._alone = job if alone else None
             self._jobs[op.op_id] = job
-            self._queue.append(job)
-            self._changed.notify()
+            self._queue_up(job)
 
     def stop(self, op_id: int) -> None:
         """See ``Transport.stop``."""
@@ -239,15 +255,12 @@ class LocalTransport:
         for thread in self._threads:
             thread.join()
 
-    def _blocks_at_once(self, op: StartOp) -> Blocks | None:
+    def _blocks_at_once(self, op: StartOp, count: int, size_bytes: int) -> Blocks | None:
         """Return the blocks of an op that is copied sooner than a thread wakes up; None for any other.
 
         Both pools are in populated memory of this daemon's host: the loop must not wait for the kernel either.
         """
-        if self._closing or op.checksums or len(op.plans) != 1:
-            return None
-        plan = op.plans[0]
-        if not self._budget.allows(len(plan.runs.pages) * len(plan.source.base), plan.total_bytes):
+        if self._closing or op.checksums or not self._budget.allows(count, size_bytes):
             return None
         is_there = _is_populated(op.source) and _is_populated(op.destination)
         return _small_blocks(op, self._chunk_bytes) if is_there else None
@@ -260,35 +273,44 @@ class LocalTransport:
                 if self._closing:
                     return
                 job = self._queue.popleft()
+                job.queued = False
                 if job.error is not None:
                     self._finish_if_idle(job)
                     continue
                 chunk = job.chunks.popleft() if job.chunks else None
-                if chunk is not None and job.has_more:
-                    self._queue.append(job)
-                    self._changed.notify()
+                job.expanding = chunk is None
                 job.in_flight += 1
+                self._queue_up(job)
             error = self._try(job.op, self._step, job, chunk)
             with self._changed:
                 job.in_flight -= 1
                 if job.error is None:
                     job.error = error
+                self._queue_up(job)
                 self._finish_if_idle(job)
+
+    def _queue_up(self, job: _Job) -> None:
+        """Queue a transfer op for one more thread, if there is something for it to do. Needs the lock."""
+        if job.queued or job.expanding or job.error is not None or not job.has_more:
+            return
+        if job.in_flight < job.trial.threads:
+            job.queued = True
+            self._queue.append(job)
+            self._changed.notify()
 
     def _expand(self, job: _Job) -> _CopyChunk | None:
         """Expand the next part of a transfer op, and return its first chunk; meanwhile no other thread has the job."""
-        if job.expansion is None:
-            if not job.checking and (blocks := _small_blocks(job.op, self._chunk_bytes)) is not None:
-                job.expansion = _NO_MORE
-                return blocks
-            job.expansion = (_Checks if job.checking else _Expansion)(job.op, self._chunk_bytes)
-        chunks = deque(job.expansion.take())
+        blocks = None if job.expansion or job.checking else _small_blocks(job.op, self._chunk_bytes)
+        if blocks is not None:
+            job.expansion, chunks = _NO_MORE, deque[_CopyChunk]([blocks])
+        else:
+            job.expansion = job.expansion or (_Checks if job.checking else _Expansion)(job.op, self._chunk_bytes)
+            chunks = deque(job.expansion.take())
         first = chunks.popleft() if chunks else None
         with self._changed:
             job.chunks = chunks
-            if job.has_more and job.error is None:  # a small transfer op takes one turn, on one thread
-                self._queue.append(job)
-                self._changed.notify()
+            job.expanding = False
+            self._queue_up(job)  # a small transfer op takes one turn, on one thread
         return first
 
     def _step(self, job: _Job, chunk: _CopyChunk | None) -> None:
@@ -358,10 +380,11 @@ class LocalTransport:
             return
         if job.op.checksums and job.error is None and not job.checking:
             job.checking, job.expansion = True, None
-            self._queue.append(job)
-            self._changed.notify()
+            self._queue_up(job)
             return
         if self._jobs.pop(job.op.op_id, None) is not None:
+            if self._alone is job and job.error is None:
+                self._thread_count.end(job.trial)
             self._loop.call_soon_threadsafe(self._report, job)
 
     def _report(self, job: _Job) -> None:
@@ -405,7 +428,7 @@ class _Checks:
 class _Expansion:
     """An op's copies, expanded part by part: whole pages, no block above MAX_BLOCK_BYTES, then the rest.
 
-    A part is a few chunks, or one of many small blocks, or the many chunks of one long run.
+    A part is one chunk of many small blocks, or many chunks of few.
     """
 
     def __init__(self, op: StartOp, chunk_bytes: int) -> None:
@@ -443,7 +466,7 @@ class _Expansion:
         parts: list[Blocks] = []
         bytes_left, blocks_left = self._chunk_bytes, PART_BLOCKS
         if self._whole[0].mean_bytes >= self._large_bytes:
-            bytes_left, blocks_left = PART_CHUNKS * self._chunk_bytes, CHUNKS_BLOCKS
+            bytes_left, blocks_left = CHUNKS_BYTES, CHUNKS_BLOCKS
         while True:
             parts.append(self._whole[0].take(bytes_left, blocks_left))
             if self._whole[0].is_over:
@@ -467,13 +490,12 @@ class _Expansion:
 
 def _small_blocks(op: StartOp, chunk_bytes: int) -> Blocks | None:
     """Return all of an op that is one part of one chunk, as most are, and without more ado; None where it is not."""
-    if len(op.plans) != 1:
+    if len(op.plans) != 1 or not 0 < op.plans[0].total_bytes <= min(chunk_bytes, MAX_BLOCK_BYTES):
         return None
     source, destination, plan = _region(op.source), _region(op.destination), op.plans[0]
     if (
         not (isinstance(source, HostRegion) and isinstance(destination, HostRegion))
         or len(plan.runs.pages) * len(plan.source.base) > CHUNKS_BLOCKS
-        or not 0 < plan.total_bytes <= min(chunk_bytes, MAX_BLOCK_BYTES)
         or plan.sliced.any()
     ):
         return None

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from kvferry.daemon.process import thread_count
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports import local
@@ -431,6 +432,42 @@ async def test_all_else_is_left_to_the_threads(why: str) -> None:
         site.start(op)
         assert site.reports == []
         assert await site.reported(1) == [(1, None)]
+
+
+class Counting:
+    """Copies, and counts how many do so at once; ``together`` calls wait for each other first."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.together: threading.Barrier | None = None
+        self._active = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, blocks: Blocks) -> None:
+        """Copy."""
+        with self._lock:
+            self._active += 1
+            self.most = max(self.most, self._active)
+        if self.together is not None:
+            self.together.wait(WAIT_S)
+        copy_one_by_one(blocks)
+        with self._lock:
+            self._active -= 1
+
+
+async def test_a_transfer_has_as_many_threads_as_were_found_to_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_count, "MIN_BYTES", 1)
+    copy = Counting()
+    async with closing(Site(copy, threads=4)) as site:
+        site.populate()
+        most = []
+        for number, threads in enumerate((1, 2, 4)):  # each is tried once
+            copy.most, copy.together = 0, threading.Barrier(threads)
+            site.start(site.op(number, 1, 32))  # 64 chunks
+            await site.reported(number + 1)
+            most.append(copy.most)
+        assert most == [1, 2, 4]
+        assert site.reports == [(number, None) for number in range(3)]
 
 
 async def test_without_the_native_copy_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
