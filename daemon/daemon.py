@@ -38,6 +38,7 @@ from kvferry.daemon.process.inherited import Inherited, take_inherited
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.process.threads import started_threads
+from kvferry.daemon.process.time_slices import be_prompt, give_way
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
@@ -224,7 +225,7 @@ class Daemon:
         self._transport = LocalTransport(
             loop, threads=tuning.copy_threads, at_once_s=tuning.at_once_s, copy=best_copy()
         )
-        self._executor = started_threads(tuning.copy_threads, "network")
+        self._executor = started_threads(tuning.copy_threads, "network", initializer=give_way)
         self._network = network
         self._remote = RemoteTransports(
             PullTransport(self._links.send, self._transport, self._fetcher, fetch_region),
@@ -526,6 +527,7 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
         configure_logs(config.logging)
         with runtime_directory as directory:
             store = open_store(directory.path, inherited, keep=options.keep)
+            be_prompt()
             uvloop.run(run_daemon(config, directory, ServiceManager(), tuning, inherited, store))
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)

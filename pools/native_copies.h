@@ -32,6 +32,7 @@ enum {
     LINE = 64,
     CHUNK = 8 << 10,         /* what is hashed, and then copied, at a time */
     DISTANCE = 4 << 10,      /* how far ahead lines are fetched, within a block and in the ones after it */
+    AHEAD = 2 << 10,         /* how much of what is next is fetched before a plain copy */
     GRAIN = 256,             /* what is copied in one place before the other one has its turn */
     LONG = 64 << 10,         /* shorter blocks are copied in one place */
     ROWS = 512,              /* what is shorter than this is a class of its own for trials, */
@@ -55,6 +56,11 @@ typedef struct {
 typedef void (*CopyLines)(char *to, const char *from, size_t bytes, const char *ahead, size_t apart);
 
 #define FETCH(address) __builtin_prefetch((address), 0, 2)
+
+/* Fetches what is read next, unless that is not known. */
+static void fetch(const char *from, size_t bytes) {
+    for (size_t at = 0; from && at < bytes; at += LINE) FETCH(from + at);
+}
 
 #define STREAMING(NAME, TARGET, COPY_LINE)                                                                             \
     TARGET static void lines_##NAME(char *to, const char *from, size_t bytes, const char *ahead, size_t apart) {       \
@@ -318,7 +324,7 @@ static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way
             if (way->lines && bytes >= SHORT) {
                 stream(way, block.span, DISTANCE, next);
             } else {
-                if (next && bytes < SHORT) FETCH(next), FETCH(next + bytes);
+                fetch(next, bytes < AHEAD ? bytes : AHEAD);
                 memcpy(block.span.to, block.span.from, bytes);
             }
             block.span.from += block.from_stride;
@@ -335,10 +341,13 @@ static void hash_row(void *state, Span span, const Way *way, const char *next) {
         hash.update(state, span.from + at, bytes);
         if (!span.to) continue;
         Span chunk = {span.to + at, span.from + at, bytes};
-        if (way->lines && bytes >= SHORT)
-            stream(way, chunk, 0, at + bytes < span.bytes ? chunk.from + bytes : next);
-        else
+        const char *ahead = at + bytes < span.bytes ? chunk.from + bytes : next;
+        if (way->lines && bytes >= SHORT) {
+            stream(way, chunk, 0, ahead);
+        } else {
+            fetch(ahead, bytes < AHEAD ? bytes : AHEAD);
             memcpy(chunk.to, chunk.from, bytes);
+        }
     }
 }
 

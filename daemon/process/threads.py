@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -11,13 +12,13 @@ from kvferry.protocol.errors import OutOfMemoryError
 MORE_THREADS: Final = "raise TasksMax= in the unit, or ulimit -u"
 
 
-def started_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Return an executor whose threads all run.
+def started_threads(count: int, name: str, *, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:
+    """Return an executor whose threads all run, each after it has called ``initializer``.
 
     Raises:
         OutOfMemoryError: the system gives no more threads.
     """
-    executor, all_run = ThreadPoolExecutor(count, name), threading.Event()
+    executor, all_run = ThreadPoolExecutor(count, name, initializer), threading.Event()
     try:
         for _ in range(count):  # each waits, so that the next one needs a thread of its own
             executor.submit(all_run.wait)

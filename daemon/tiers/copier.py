@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvferry.daemon.process.background import run_in_background
 from kvferry.daemon.process.thread_count import ThreadCount, Trial
+from kvferry.daemon.process.time_slices import run_in_background
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.base import Arena, Hashed, Pending, Region

@@ -1,0 +1,61 @@
+"""Who waits for whom on a busy processor: the control loop for nobody, and nobody for threads that copy.
+
+Niceness alone is not enough: since Linux 6.6 the kernel lets a thread that runs finish its slice before one that
+wakes up has its turn (EEVDF, RUN_TO_PARITY), some milliseconds that the control loop and engines would wait. From 6.12
+on a thread that wakes up with a shorter slice does not wait. So the loop has the shortest slices that there are, and
+threads that copy the longest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+import threading
+from typing import Final
+
+NICE: Final = 10
+SHORTEST_NS: Final = 100_000
+LONGEST_NS: Final = 100_000_000
+"""What ``sched_setattr`` takes as a slice."""
+
+_SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
+"""The number of the system call; C libraries know it since glibc 2.41."""
+
+_ATTRIBUTES: Final = "=IIQiIQQQ"
+"""``struct sched_attr``, first version: size, policy, flags, nice, priority, runtime, deadline, period."""
+
+
+def be_prompt() -> None:
+    """Let the calling thread, and those that it starts from now on, wait for no slice of others."""
+    _set(os.SCHED_OTHER, _nice(), SHORTEST_NS)
+
+
+def be_as_others() -> None:
+    """Let the calling thread, and those that it starts from now on, have slices as processes of others have."""
+    _set(os.SCHED_OTHER, _nice(), 0)
+
+
+def give_way() -> None:
+    """Let the calling thread, and no other one, give way to all that wakes up."""
+    _set(os.SCHED_BATCH, _nice(), LONGEST_NS)
+
+
+def run_in_background() -> None:
+    """Let the calling thread, and no other one, give way to all that wakes up, and mostly to all that runs."""
+    nice = max(_nice(), NICE)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    _set(os.SCHED_BATCH, nice, LONGEST_NS)
+
+
+def _nice() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # Linux: of this thread alone
+
+
+def _set(policy: int, nice: int, slice_ns: int) -> None:
+    """Set it as far as this kernel can: an older one ignores the slice, or refuses."""
+    number = _SCHED_SETATTR.get(platform.machine())
+    if number is not None:
+        size = struct.calcsize(_ATTRIBUTES)
+        ctypes.CDLL(None).syscall(number, 0, struct.pack(_ATTRIBUTES, size, policy, 0, nice, 0, slice_ns, 0, 0), 0)

@@ -1,0 +1,136 @@
+"""Threads have the slices of processor time that they should; others stay as they are."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvferry.daemon.process import time_slices
+from kvferry.daemon.process.time_slices import (
+    LONGEST_NS,
+    NICE,
+    SHORTEST_NS,
+    be_as_others,
+    be_prompt,
+    give_way,
+    run_in_background,
+)
+from tests.daemons import running_daemon
+
+SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
+FORM = "=IIQiIQQQ"
+
+
+class Attributes(NamedTuple):
+    """What the kernel says of a thread."""
+
+    size: int
+    policy: int
+    flags: int
+    nice: int
+    priority: int
+    slice_ns: int
+    deadline_ns: int
+    period_ns: int
+
+
+def attributes_of(thread: int) -> Attributes:
+    """Return a thread's, by its native id."""
+    found = ctypes.create_string_buffer(struct.calcsize(FORM))
+    assert not ctypes.CDLL(None).syscall(SCHED_GETATTR[platform.machine()], thread, found, len(found), 0)
+    return Attributes(*struct.unpack(FORM, found.raw))
+
+
+def own_attributes() -> Attributes:
+    """Return the calling thread's."""
+    return attributes_of(0)
+
+
+def attributes_after(action: Callable[[], None]) -> Attributes:
+    """Return a thread's after it has called that, and check that it has changed no other one's."""
+    before = own_attributes()
+
+    def called() -> Attributes:
+        action()
+        return own_attributes()
+
+    with ThreadPoolExecutor(1) as executor:
+        found = executor.submit(called).result()
+    assert own_attributes() == before
+    return found
+
+
+@pytest.mark.parametrize(
+    ("action", "policy", "nice", "slice_ns"),
+    [
+        (run_in_background, os.SCHED_BATCH, NICE, LONGEST_NS),
+        (give_way, os.SCHED_BATCH, 0, LONGEST_NS),
+        (be_prompt, os.SCHED_OTHER, 0, SHORTEST_NS),
+    ],
+)
+def test_a_thread_has_the_slices_that_it_should(
+    action: Callable[[], None], policy: int, nice: int, slice_ns: int
+) -> None:
+    nice = max(nice, os.getpriority(os.PRIO_PROCESS, 0))
+    found = attributes_after(action)
+    assert (found.policy, found.nice) == (policy, nice)
+    assert found.slice_ns in {0, slice_ns}, "a kernel before 6.12 knows no slices"
+
+
+def test_threads_inherit_slices_until_they_are_as_others() -> None:
+    def changed() -> list[Attributes]:
+        be_prompt()
+        prompt = own_attributes()
+        inherited, usual = attributes_after(lambda: None), attributes_after(be_as_others)
+        return [prompt, inherited, usual]
+
+    usual = own_attributes()
+    with ThreadPoolExecutor(1) as executor:
+        prompt, inherited, reset = executor.submit(changed).result()
+    assert (inherited, reset) == (prompt, usual)
+
+
+def test_a_process_that_is_nicer_stays_so() -> None:
+    def nicer() -> list[int]:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE + 2)
+        found = []
+        for action in (be_prompt, give_way, run_in_background, be_as_others):
+            action()
+            found.append(own_attributes().nice)
+        return found
+
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(nicer).result() == [NICE + 2] * 4
+
+
+def test_where_there_is_no_such_call_it_is_nice_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_slices.platform, "machine", lambda: "unheard of")  # type: ignore[attr-defined]
+
+    def niceness() -> int:
+        run_in_background()
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(niceness).result() == NICE
+
+
+def test_a_daemons_loop_waits_for_nobody_and_nobody_for_its_copies(tmp_path: Path) -> None:
+    with running_daemon(tmp_path) as daemon:
+        pid = daemon.process.pid
+        threads = [int(one.name) for one in Path(f"/proc/{pid}/task").iterdir()]
+        found = {thread: attributes_of(thread) for thread in threads}
+    assert found[pid].policy == os.SCHED_OTHER
+    assert found[pid].slice_ns in {0, SHORTEST_NS}
+    copying = [one for one in found.values() if one.policy == os.SCHED_BATCH]
+    assert copying
+    assert {one.slice_ns for one in copying} <= {0, LONGEST_NS}
+    assert {one.nice for one in copying} >= {found[pid].nice, max(NICE, found[pid].nice)}
