@@ -55,18 +55,22 @@ typedef struct {
    both in turns. */
 typedef void (*CopyLines)(char *to, const char *from, size_t bytes, const char *ahead, size_t apart);
 
-#define FETCH(address) __builtin_prefetch((address), 0, 2)
+/* Where what is fetched goes: into the second-level cache, which has the most fetches under way; or past it, where the
+   processor can do that, so that what others have in the caches stays there. */
+enum { INTO_CACHE = 2, PAST_CACHE = 0 };
+
+#define FETCH(address, where) __builtin_prefetch((address), 0, (where))
 
 /* Fetches what is read next, unless that is not known. */
 static void fetch(const char *from, size_t bytes) {
-    for (size_t at = 0; from && at < bytes; at += LINE) FETCH(from + at);
+    for (size_t at = 0; from && at < bytes; at += LINE) FETCH(from + at, INTO_CACHE);
 }
 
-#define STREAMING(NAME, TARGET, COPY_LINE)                                                                             \
+#define STREAMING(NAME, TARGET, COPY_LINE, WHERE)                                                                       \
     TARGET static void lines_##NAME(char *to, const char *from, size_t bytes, const char *ahead, size_t apart) {       \
         (void)apart;                                                                                                   \
         for (size_t at = 0; at < bytes; at += LINE) {                                                                  \
-            FETCH(ahead + at);                                                                                         \
+            FETCH(ahead + at, WHERE);                                                                                  \
             COPY_LINE(to + at, from + at);                                                                             \
         }                                                                                                              \
     }                                                                                                                  \
@@ -74,7 +78,7 @@ static void fetch(const char *from, size_t bytes) {
         for (size_t at = 0; at < bytes; at += GRAIN)                                                                   \
             for (size_t place = 0; place <= apart; place += apart)                                                     \
                 for (size_t line = place + at; line < place + at + GRAIN; line += LINE) {                              \
-                    FETCH(ahead + line);                                                                               \
+                    FETCH(ahead + line, WHERE);                                                                        \
                     COPY_LINE(to + line, from + line);                                                                 \
                 }                                                                                                      \
     }
@@ -91,9 +95,12 @@ static void fetch(const char *from, size_t bytes) {
 #define LINE_SSE2(to, from)                                                                     \
     for (size_t part_of_line = 0; part_of_line < LINE; part_of_line += 16)                      \
     _mm_stream_si128((void *)((to) + part_of_line), _mm_loadu_si128((const void *)((from) + part_of_line)))
-STREAMING(avx512, __attribute__((target("avx512f"))), LINE_AVX512)
-STREAMING(avx2, __attribute__((target("avx2"))), LINE_AVX2)
-STREAMING(sse2, , LINE_SSE2)
+STREAMING(avx512, __attribute__((target("avx512f"))), LINE_AVX512, INTO_CACHE)
+STREAMING(avx512_past, __attribute__((target("avx512f"))), LINE_AVX512, PAST_CACHE)
+STREAMING(avx2, __attribute__((target("avx2"))), LINE_AVX2, INTO_CACHE)
+STREAMING(avx2_past, __attribute__((target("avx2"))), LINE_AVX2, PAST_CACHE)
+STREAMING(sse2, , LINE_SSE2, INTO_CACHE)
+STREAMING(sse2_past, , LINE_SSE2, PAST_CACHE)
 static void fence(void) { _mm_sfence(); }
 #elif defined(__aarch64__)
 #define LINE_STNP(to, from)                                                                     \
@@ -102,7 +109,8 @@ static void fence(void) { _mm_sfence(); }
                      :                                                                          \
                      : "r"(to), "r"(from)                                                       \
                      : "v0", "v1", "v2", "v3", "memory")
-STREAMING(stnp, , LINE_STNP)
+STREAMING(stnp, , LINE_STNP, INTO_CACHE)
+STREAMING(stnp_past, , LINE_STNP, PAST_CACHE)
 static void fence(void) { __asm__ volatile("dmb ishst" ::: "memory"); }
 #else
 static void fence(void) {}
@@ -115,17 +123,19 @@ typedef struct {
     const char *needs; /* of the processor; NULL: all have it */
 } Way;
 
+#define BOTH(NAME, NEEDS)                                                 \
+    {#NAME, lines_##NAME, NULL, NEEDS},                                   \
+    {#NAME " in two places", lines_##NAME, two_##NAME, NEEDS},            \
+    {#NAME " past the cache", lines_##NAME##_past, NULL, NEEDS},          \
+    {#NAME " in two places past the cache", lines_##NAME##_past, two_##NAME##_past, NEEDS}
+
 static const Way WAYS[] = {
 #if defined(__x86_64__)
-    {"avx512", lines_avx512, NULL, "avx512f"},
-    {"avx512 in two places", lines_avx512, two_avx512, "avx512f"},
-    {"avx2", lines_avx2, NULL, "avx2"},
-    {"avx2 in two places", lines_avx2, two_avx2, "avx2"},
-    {"sse2", lines_sse2, NULL, NULL},
-    {"sse2 in two places", lines_sse2, two_sse2, NULL},
+    BOTH(avx512, "avx512f"),
+    BOTH(avx2, "avx2"),
+    BOTH(sse2, NULL),
 #elif defined(__aarch64__)
-    {"stnp", lines_stnp, NULL, NULL},
-    {"stnp in two places", lines_stnp, two_stnp, NULL},
+    BOTH(stnp, NULL),
 #endif
     {"memcpy", NULL, NULL, NULL},
 };
@@ -173,7 +183,7 @@ static void stream(const Way *way, Span span, size_t distance, const char *next)
    Tried are pieces of a call, each in another way, so that one large call knows. What is found is forgotten little by
    little, and tried anew, since a moment in which others used the memory must not decide for ever. */
 
-enum { TRIES = 4, SIZES = 4, CLASSES = 2 * SIZES };
+enum { TRIES = 3, SIZES = 4, CLASSES = 2 * SIZES };
 
 static const double AGAIN_NS = 60e9, OLDER_IS_WORSE = 1.05;
 
