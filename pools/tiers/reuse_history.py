@@ -23,10 +23,10 @@ _DEPTHS: Final = (3, 15, 63)
 
 CLASSES: Final = _USES * (len(_DEPTHS) + 1)
 
-GRAIN: Final = 64
-"""Ages are told apart in steps of so many uses."""
+GRAIN: Final = 16
+"""Ages are told apart in steps of so many uses: few against the blocks of a cache that holds a few prompts."""
 
-AGES: Final = tuple(GRAIN << power for power in range(22))
+AGES: Final = tuple(GRAIN << power for power in range(24))
 """Where one range of ages ends and the next one begins."""
 
 RANGES: Final = len(AGES) + 1
@@ -36,7 +36,7 @@ SPELLS: Final = 32768
 WINDOW: Final = 8
 """How many times the cache's blocks the ring reaches back: of more blocks, only some are followed."""
 
-LEARN_EVERY: Final = 16 * GRAIN
+LEARN_EVERY: Final = 64 * GRAIN
 """Uses between two estimates."""
 
 _PRIOR_SPELLS: Final = 4
