@@ -21,8 +21,9 @@ import numpy as np
 from benchmarks.measure import MICROSECONDS, Effort, Row, Target, row_of
 from benchmarks.processes import running_daemon
 from kvferry.clients import Client, MhaSpec, ModelIdentity, Transfer, calls, new_request_id, pages
+from kvferry.clients.batch import Batch
 from kvferry.clients.calls import asked, joined
-from kvferry.clients.submissions import Batch, PendingReply
+from kvferry.clients.submitting import PendingReply
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.pool_messages import Freed

@@ -21,9 +21,10 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import zmq
 
 from kvferry.clients import Client, KvferryError, TierOperation
+from kvferry.clients.batch import Batch
 from kvferry.clients.calls import Call
 from kvferry.clients.connection import Reconnected
-from kvferry.clients.submissions import Batch, PendingReply
+from kvferry.clients.submitting import PendingReply
 from kvferry.protocol.errors import (
     DaemonLostError,
     DeadlineError,

@@ -27,7 +27,8 @@ from kvferry.clients.pool import AttachedPool
 from kvferry.clients.registration import registered
 from kvferry.clients.resuming import Registration, Resuming, Said
 from kvferry.clients.session_channel import SessionChannel, close_left
-from kvferry.clients.submissions import DEFAULT_WAIT_S, PendingReply
+from kvferry.clients.submissions import DEFAULT_WAIT_S
+from kvferry.clients.submitting import PendingReply
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent

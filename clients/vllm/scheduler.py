@@ -19,7 +19,7 @@ from kvferry.clients import Client, KvferryError, new_request_id
 from kvferry.clients.calls import asked, joined
 from kvferry.clients.model_weights import weights_revision
 from kvferry.clients.places import DaemonPlace, place_of
-from kvferry.clients.submissions import PendingReply
+from kvferry.clients.submitting import PendingReply
 from kvferry.clients.vllm.metadata import (
     HANDSHAKE,
     Blocks,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from kvferry.clients import KvferryError, TierOperation, Transfer, pages
+from kvferry.clients.batch import Batch
 from kvferry.clients.calls import asked
-from kvferry.clients.submissions import Batch
 from kvferry.clients.vllm.layers import LayerSignals
 from kvferry.clients.vllm.metadata import Load, Receive, Send, StepWork, Store, joined_chunks, request_id
 from kvferry.clients.vllm.metrics import Kind, Moved

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from kvferry.clients import AsyncClient, Client
-from kvferry.clients.submissions import Batch
+from kvferry.clients.batch import Batch
 
 
 class Blocking:

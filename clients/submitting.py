@@ -1,0 +1,386 @@
+"""What a client asks for without waiting: the calls that a session and a batch have in common."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, Generic, TypeVar
+
+import numpy.typing as npt
+
+from kvferry.clients import calls
+from kvferry.clients.arguments import checked, page_ids, seconds, sequence, wrong_kind
+from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, asked, joined, page_lists
+from kvferry.clients.daemon_socket import REPLY_MARGIN_S
+from kvferry.clients.tables import Tables, tables_name
+from kvferry.protocol.base import DeviceEvent, RequestBody
+from kvferry.protocol.client_core import (
+    ClientCore,
+    Outgoing,
+    TierOperation,
+    Transfer,
+)
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import (
+    PoolLostError,
+)
+from kvferry.protocol.ids import MAIN
+from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, RegisterPool
+from kvferry.protocol.table_messages import TablesUpdated, UpdateTables
+from kvferry.protocol.tier_messages import Load, Offload, Restore, Store
+from kvferry.protocol.transfer_messages import LayerStep, Receive, ReceiveInto, Send
+
+T = TypeVar("T")
+
+_MAKE_ANEW: Final = (CreatePool, AttachPool, RegisterPool, DeletePool)
+
+
+class PendingReply(Generic[T]):
+    """A request that was sent and whose reply nobody has taken yet; see ``begin``."""
+
+    def __init__(self, conversation: object, call: Call[T], message_id: int, timeout_s: float) -> None:
+        self.conversation = conversation
+        self.call = call
+        self.message_id = message_id
+        self.timeout_s = timeout_s
+        self.ends_at = time.monotonic() + timeout_s
+        self.taken = False
+
+    def __repr__(self) -> str:
+        """Show what was asked for."""
+        return f"<PendingReply {self.message_id} to {type(self.call.body).__name__}>"
+
+
+class Submitting(ABC):
+    """Makes requests and lets them be sent; nothing waits."""
+
+    _core: ClientCore
+    _use: AbstractContextManager[None]
+    _lost_pools: set[str]
+
+    def _check_pool(self, body: RequestBody) -> None:
+        """Check that a request does not name a pool whose memory this client has mapped, and the daemon has not.
+
+        Raises:
+            PoolLostError: it does: a pool of the same name may be there by now, with other pages.
+        """
+        pool = getattr(body, "pool", None)
+        if pool in self._lost_pools and not isinstance(body, _MAKE_ANEW):
+            raise PoolLostError(f"pool {pool!r} went with the daemon before this one", field="pool")
+
+    @abstractmethod
+    def _put(self, outgoing: Outgoing) -> None:
+        """Send a request."""
+
+    @abstractmethod
+    def _deadline(self, deadline_s: float | None) -> tuple[float, int]:
+        """Return a request's deadline in seconds, and in milliseconds as it travels: 0 is the daemon's default.
+
+        Raises:
+            InvalidFieldError: it is no number of seconds, or longer than the daemon takes.
+        """
+
+    def begin(self, call: Call[T], *, deadline_s: float | None = None) -> PendingReply[T]:
+        """Send a request and return at once; ``wait`` takes its reply, ``is_ready`` says whether it has come."""
+        with self._use:
+            return self._begin(call, deadline_s=deadline_s)
+
+    def _begin(self, call: Call[T], *, deadline_s: float | None = None) -> PendingReply[T]:
+        """Send a request, in a call that is under way."""
+        deadline_ms, timeout_s = self._times(call, deadline_s, REPLY_MARGIN_S)
+        if self._lost_pools:
+            self._check_pool(call.body)
+        outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
+        self._put(outgoing)
+        return PendingReply(self._core.token, call, outgoing.message_id, timeout_s)
+
+    # -- transfers
+
+    def send(  # noqa: PLR0913  as many as SEND has fields
+        self,
+        pool: str,
+        request_id: str,
+        lists: Sequence[Pages] = (),
+        *,
+        first_token: int | None = None,
+        payload: bytes = b"",
+        last: bool = True,
+        destinations: int = 1,
+        steps: Sequence[LayerStep] = (),
+        wake_on_match: bool = False,
+        checksums: bool = False,
+        deadline_s: float | None = None,
+    ) -> Transfer:
+        """Send filled pages to the request's receivers. Return at once; follow it with ``poll`` or ``wait_…``.
+
+        The pages may not be written before the transfer has settled. A prompt may be sent in chunks: ``last`` is false
+        for all but the last one, and they share one transfer.
+
+        Args:
+            pool: the pool of the pages.
+            request_id: what the receiving side names too.
+            lists: the pages, one list a component; see ``pages``. None for a transfer that moves no page.
+            first_token: the token that prefill sampled, delivered with completion.
+            payload: more to deliver with it, up to the ``max_payload_bytes`` of both pools: 64 KiB by default.
+            last: whether no further chunk follows.
+            destinations: how many transfers take these pages.
+            steps: which layers are ready after which event, in that order; none: the pages are filled.
+            wake_on_match: whether ``poll`` returns the transfer, too, when another receiver has come; ``matched`` of
+                the transfer counts them either way.
+            checksums: whether what arrives in the receivers' pages is compared with checksums of these pages before it
+                counts (TRANSFER_FAILED); see docs/engines.md for what that costs, and covers.
+            deadline_s: for the whole transfer.
+        """
+        heads, ids = page_lists(lists)
+        body = Send(
+            request_id=request_id,
+            pool=pool,
+            lists=heads,
+            last=last,
+            destinations=destinations,
+            first_token=first_token,
+            payload=payload,
+            steps=sequence(steps, "steps, as ring.step makes them", "steps"),
+            checksums=checksums,
+        )
+        return self._begin_transfer(body, ids, deadline_s, wakes_on_match=wake_on_match)
+
+    def receive(
+        self,
+        pool: str,
+        request_id: str,
+        lists: Sequence[Pages] = (),
+        *,
+        sources: int = 1,
+        source_daemons: Sequence[str] = (),
+        after: DeviceEvent | None = None,
+        into: ReceiveInto = "pages",
+        any_model: bool = False,
+        checksums: bool = False,
+        deadline_s: float | None = None,
+    ) -> Transfer:
+        """Make a transfer for the request in pages of this session. Returns at once, like ``send``.
+
+        The pages may not be touched before the transfer has finished, nor used otherwise before it has settled.
+
+        Args:
+            pool: the pool of the pages.
+            request_id: what the sending sides name too.
+            lists: the pages to fill, one list a component; see ``pages``. None where only the first token and the
+                payload are wanted: what the sources have is skipped.
+            sources: how many pools send.
+            source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
+                none for this client's own daemon only.
+            after: work that still uses the pages, see ``EventRing.record_event``; nothing is written before it is done.
+            into: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
+                ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
+            any_model: whether pages of another model's pool are taken too; else they are refused (MODEL_MISMATCH).
+            checksums: as in ``send``, whatever the senders say.
+            deadline_s: for the whole transfer.
+        """
+        in_pages = str(into) != "host"
+        heads, ids = page_lists(lists, with_ids=in_pages)
+        body = Receive(
+            request_id=request_id,
+            pool=pool,
+            lists=heads,
+            sources=sources,
+            source_daemons=sequence(source_daemons, "addresses", "source_daemons"),
+            after=after,
+            into=into,
+            any_model=any_model,
+            checksums=checksums,
+        )
+        return self._begin_transfer(body, ids if in_pages else (), deadline_s)
+
+    # -- graph tables
+
+    def update_tables(
+        self,
+        tables: Tables,
+        lengths: npt.ArrayLike,
+        *,
+        extra_tokens: int = 0,
+        entries: BlockTableEntries | None = None,
+        rows: Mapping[int, npt.ArrayLike] | None = None,
+        released: npt.ArrayLike = (),
+        bound: tuple[npt.ArrayLike, npt.ArrayLike] = ((), ()),
+        after: DeviceEvent | None = None,
+        deadline_s: float | None = None,
+    ) -> PendingReply[TablesUpdated]:
+        """Change tables for the next replay: all of it or nothing. Returns at once; then ``wait`` and ``tables.order``.
+
+        Pages need not be this session's, nor allocated: ids are compared with the pool's range, lengths with the
+        tables' width, and no row shows a page twice. Whose page it is is the engine's own affair: often the session
+        that allocates is another one.
+
+        Args:
+            tables: which.
+            lengths: ``(batch,)`` tokens of each row; rows from ``batch`` on are no longer in use.
+            extra_tokens: added to every length by this step: the draft tokens, to verify.
+            entries: pages that rows get beside those they have.
+            rows: rows that are another request's now, and all their pages.
+            released: full pages whose window pages go back.
+            bound: full pages that get a window page, and these.
+            after: the end of the replay that still reads the tables, see ``EventRing.record_event``.
+            deadline_s: for the daemon's reply.
+
+        Raises:
+            TableOverflowError, TableHoleError, WindowMismatchError, PageOutOfRangeError, DuplicatePageError,
+                InvalidFieldError: by ``wait``; the tables are as they were.
+            TablesBusyError: by ``wait``: the update before has not ended.
+        """
+        name = tables_name(tables)
+        counts, ids = calls.table_lists(lengths, entries, rows, released, bound)
+        body = UpdateTables(tables=name, extra_tokens=extra_tokens, after=after, **counts)
+        return self.begin(asked(body, {"batch": "lengths"}, (ids,)), deadline_s=deadline_s)
+
+    # -- tiers
+
+    def offload(
+        self,
+        pool: str,
+        lists: Sequence[Pages],
+        *,
+        release: bool = False,
+        after: DeviceEvent | None = None,
+        deadline_s: float | None = None,
+    ) -> TierOperation:
+        """Copy pages to the host tier, as a snapshot, which the operation names once it is accepted. Returns at once.
+
+        The pages may not be written, nor freed, before the operation is done.
+
+        Args:
+            pool: the pool of the pages.
+            lists: the pages, one list a component; see ``pages``.
+            release: let the daemon free the pages as soon as they are copied; an operation that fails leaves them.
+            after: work that still fills the pages, see ``EventRing.record_event``; nothing is read before it is done.
+            deadline_s: for the whole operation.
+        """
+        heads, ids = page_lists(lists)
+        body = Offload(pool=pool, lists=heads, release=release, after=after)
+        return self._begin_operation(body, ids, deadline_s)
+
+    def restore(
+        self,
+        pool: str,
+        snapshot: str,
+        lists: Sequence[Pages] | None = None,
+        *,
+        drop: bool = False,
+        any_model: bool = False,
+        after: DeviceEvent | None = None,
+        deadline_s: float | None = None,
+    ) -> TierOperation:
+        """Copy a snapshot of this user into pages. Returns at once; all or nothing.
+
+        Args:
+            pool: of the same layout as the snapshot's, the same pool or another one.
+            snapshot: its name.
+            lists: the pages, as many as it has, one list a component. None: the daemon takes pages for this session as
+                soon as enough are free; the operation has them as ``pages``.
+            drop: drop the snapshot once it is restored.
+            any_model: whether the pool may be another model's; else that is refused (MODEL_MISMATCH).
+            after: work that still uses the pages; nothing is written before it is done.
+            deadline_s: for the whole operation, waiting for pages included.
+        """
+        heads, ids = page_lists(() if lists is None else lists)
+        body = Restore(
+            snapshot=snapshot,
+            pool=pool,
+            lists=heads,
+            allocate=lists is None,
+            drop=drop,
+            after=after,
+            any_model=any_model,
+        )
+        return self._begin_operation(body, ids, deadline_s)
+
+    def load(
+        self,
+        pool: str,
+        lease: int,
+        ids: npt.ArrayLike,
+        *,
+        first_block: int = 0,
+        unpin: bool = False,
+        after: DeviceEvent | None = None,
+        deadline_s: float | None = None,
+    ) -> TierOperation:
+        """Copy blocks of a lease into pages, ``block_pages`` each, from block ``first_block`` on. Returns at once.
+
+        ``unpin`` ends the lease with the operation, however that ends.
+
+        A block that is gone or damaged is a CacheMissError; ``operation.done.loaded`` leading blocks are there all the
+        same.
+        """
+        array = page_ids(ids, "ids")
+        body = Load(lease=lease, pool=pool, pages=len(array), first_block=first_block, after=after, unpin=unpin)
+        return self._begin_operation(body, [array], deadline_s)
+
+    def store(
+        self,
+        pool: str,
+        hashes: Sequence[bytes],
+        ids: npt.ArrayLike,
+        *,
+        parent: bytes | None = None,
+        space: str = MAIN,
+        block_pages: int = 1,
+        after: DeviceEvent | None = None,
+        deadline_s: float | None = None,
+    ) -> TierOperation:
+        """Put pages into the cache, ``block_pages`` a hash: those that are not there yet. Returns at once.
+
+        They are found by pools of the same layout, model identity and user only; a pool without a model is refused
+        (NO_MODEL). The pages may not be written before the operation is done. ``parent`` is the hash before the first
+        one: only new blocks have to be named.
+        """
+        array = page_ids(ids, "ids")
+        body = Store(
+            pool=pool,
+            hashes=joined(hashes),
+            pages=len(array),
+            parent=b"" if parent is None else parent,
+            space=space,
+            block_pages=block_pages,
+            after=after,
+        )
+        return self._begin_operation(body, [array], deadline_s)
+
+    def _begin_transfer(
+        self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None, *, wakes_on_match: bool = False
+    ) -> Transfer:
+        body = checked(body)
+        _, deadline_ms = self._deadline(deadline_s)
+        with self._use:
+            if self._lost_pools:
+                self._check_pool(body)
+            transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms, wakes_on_match=wakes_on_match)
+            self._put(outgoing)
+        return transfer
+
+    def _begin_operation(
+        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float | None
+    ) -> TierOperation:
+        body = checked(body, IDS)
+        _, deadline_ms = self._deadline(deadline_s)
+        with self._use:
+            if self._lost_pools:
+                self._check_pool(body)
+            operation, outgoing = self._core.operation(body, ids, deadline_ms=deadline_ms)
+            self._put(outgoing)
+        return operation
+
+    def _times(self, call: Call[T], deadline_s: float | None, margin_s: float) -> tuple[int, float]:
+        """Return an operation's deadline as it travels, and for how many seconds its reply is waited for.
+
+        Raises:
+            InvalidFieldError: it is no operation, or one of the times no number of seconds, or beyond the daemon's.
+        """
+        if not isinstance(call, Call):
+            raise wrong_kind(call, "Operation, as kvferry.clients.calls makes them", "call")
+        kept_s, deadline_ms = self._deadline(deadline_s)
+        return deadline_ms, kept_s + seconds(margin_s, "margin_s")
