@@ -27,7 +27,7 @@ from kvferry.pools.planning.manifest import lay_out
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, NotOwnerError, PeerCancelledError, raised
 from kvferry.protocol.peer_messages import Announce, ReceiveClosed, ReceiveName
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess, running_daemon, soon
 from tests.kvferry_command import run_kvferry
 from tests.transfer.transfer_harness import layers
 
@@ -45,9 +45,20 @@ class Endpoint(NamedTuple):
     pages: PageIds
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the log's lines, of all that the client has heard of by now."""
-        self.client.ping()  # they are written in the turn after the one in which engines are told
+        """Return the log's lines by now."""
         return [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
+
+    def lines_of(self, request_id: str) -> list[dict[str, Any]]:
+        """Return the lines on how a request ended, once there are any: engines are told first."""
+        found: list[dict[str, Any]] = []
+
+        def look() -> bool:
+            self.client.ping()
+            found[:] = [one for one in self.lines() if one.get("request_id") == request_id and "outcome" in one]
+            return bool(found)
+
+        assert soon(look), request_id
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +96,7 @@ def test_the_logs_of_two_daemons_are_joined_by_the_request_id(sides: tuple[Endpo
     for side, transfer, direction in ((source, sending, "send"), (home, receiving, "receive")):
         assert side.client.wait_finished(transfer).request_id == request_id
         side.client.wait_settled(transfer)
-        (line,) = [one for one in side.lines() if one.get("request_id") == request_id and "direction" in one]
+        (line,) = side.lines_of(request_id)
         told = line["event"], line["direction"], line["pool"], line["outcome"]
         assert told == ("transfer finished", direction, transfer.key.pool, "OK")
         check_uncut(side.daemon.log.read_text(), request_id)
@@ -112,7 +123,7 @@ def test_status_errors_and_events_have_all_of_it(sides: tuple[Endpoint, Endpoint
         assert failed.value.request_id == request_id
         check_uncut(f"{failed.value} {transfer!r}", request_id)
         side.client.wait_settled(transfer)
-        assert {one["outcome"] for one in side.lines() if one.get("request_id") == request_id} == {kind.code}
+        assert {one["outcome"] for one in side.lines_of(request_id)} == {kind.code}
         check_uncut(side.daemon.log.read_text(), request_id)
 
 
@@ -128,7 +139,7 @@ def test_a_receive_hears_at_once_that_its_send_was_cancelled_at_another_daemon(
     with pytest.raises(PeerCancelledError, match="the other side ended"):
         home.client.wait_finished(receiving)
     home.client.wait_settled(receiving)
-    (line,) = [one for one in home.lines() if one.get("request_id") == request_id]
+    (line,) = home.lines_of(request_id)
     assert (line["outcome"], "the other side ended" in line["detail"]) == ("PEER_CANCELLED", True)
 
 
