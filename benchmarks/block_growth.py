@@ -43,7 +43,11 @@ class Index:
     def __init__(self, block_pages: int) -> None:
         self._index = BlockIndex(CacheJournal(1 << 16), quota_bytes=1 << 60)
         self._namespace = Namespace(0, "0" * 32, "1" * 32, "main", block_pages)
-        self._first = self._next = 0
+        self._next = 0
+        self._chains: list[int] = []
+        """Those of which all is there."""
+        self._ends: dict[bytes, int] = {}
+        """Where each is in that list, by its last hash: a chain goes from its end."""
         self._random = random.Random(0)  # noqa: S311  no secret
         self.longest_ms = 0.0
         """The longest STORE so far."""
@@ -59,7 +63,7 @@ class Index:
 
     def lookup(self) -> float:
         """Look any chain up; return the microseconds."""
-        hashes = chain_hashes(self._random.randrange(self._first, self._next))
+        hashes = chain_hashes(self._random.choice(self._chains))
         started = time.thread_time()
         found = self._index.longest_prefix(self._namespace, hashes)
         elapsed_s = time.thread_time() - started
@@ -68,13 +72,15 @@ class Index:
 
     def shrink(self, share: float) -> None:
         """Evict that share of the blocks, a chain at a time."""
-        for _ in range(int((self._next - self._first) * share)):
+        for _ in range(int(len(self._chains) * share)):
             self.longest_ms = max(self.longest_ms, self._evict() / 1e3)
 
     def _store(self) -> float:
         hashes, pages = chain_hashes(self._next), self._namespace.block_pages
         offsets = np.arange(CHAIN * pages, dtype=np.int64).reshape(CHAIN, pages) * PAGE_BYTES
         digests = np.frombuffer(self._random.randbytes(8 * CHAIN * pages), np.uint64).reshape(CHAIN, pages)
+        self._ends[hashes[-1]] = len(self._chains)
+        self._chains.append(self._next)
         self._next += 1
         started = time.thread_time()
         begun = self._index.begin(self._namespace, hashes, None, PAGE_BYTES * pages)
@@ -82,11 +88,24 @@ class Index:
         return (time.thread_time() - started) * 1e6
 
     def _evict(self) -> float:
-        self._first += 1
+        evicted = []
         started = time.thread_time()
         for _, block in zip(range(CHAIN), self._index.host_victims(), strict=False):
             self._index.drop_host(block)
-        return (time.thread_time() - started) * 1e6
+            evicted.append(block.hash)
+        elapsed_s = time.thread_time() - started
+        for block_hash in evicted:
+            place = self._ends.pop(block_hash, None)
+            if place is not None:
+                self._forget(place)
+        return elapsed_s * 1e6
+
+    def _forget(self, place: int) -> None:
+        """Take a chain from the list; the last one comes into its place."""
+        last = self._chains.pop()
+        if place < len(self._chains):
+            self._chains[place] = last
+            self._ends[chain_hashes(last)[-1]] = place
 
 
 def blocks(effort: Effort) -> list[Row]:
