@@ -135,6 +135,18 @@ async def test_pins_end_with_unpin_and_with_the_session(tiers: Harness, engine: 
     assert tiers.host.index.pinned_by() == {theirs: UNIT}
 
 
+async def test_a_lookup_is_answered_before_it_counts_as_a_use(
+    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await engine.stored(1, 2)
+    used: list[int] = []
+    monkeypatch.setattr(tiers.host.index, "touch", lambda blocks: used.append(len(blocks)))
+    assert engine.lookup(names(1, 2, 3), pin=False).blocks == 2
+    assert used == []
+    await settle()
+    assert used == [2]
+
+
 async def test_a_session_may_have_so_many_pins(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "MAX_PINS", 3)
     await engine.stored(1, 2)
