@@ -9,6 +9,8 @@ counted in uses of any block.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from bisect import bisect_right
 from typing import Final
 
@@ -81,7 +83,12 @@ class _Generation:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.filled = 0
-        self._entries = np.zeros(slots, np.uint64).data  # number without its last 8 bits, uses
+        # Small pages: blocks that are used at once are all over the table, and the system takes milliseconds for each
+        # large page that is touched first.
+        memory = mmap.mmap(-1, 8 * slots, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # of a system without large pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self._entries = memoryview(memory).cast("Q")  # number without its last 8 bits, uses
 
     def get(self, number: int) -> int:
         at = number & (self.slots - _WAYS)
