@@ -1,9 +1,9 @@
-"""Who waits for whom on a busy processor: the control loop for nobody, and nobody for threads that copy.
+"""Who waits for whom on a busy processor: the control loop for nobody, and nobody for what copies in the background.
 
 Niceness alone is not enough: since Linux 6.6 the kernel lets a thread that runs finish its slice before one that
 wakes up has its turn (EEVDF, RUN_TO_PARITY), some milliseconds that the control loop and engines would wait. From 6.12
 on a thread that wakes up with a shorter slice does not wait. So the loop has the shortest slices that there are, and
-threads that copy the longest.
+offloads and restores the longest; transfers have what all have.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ def be_prompt() -> None:
 def be_as_others() -> None:
     """Let the calling thread, and those that it starts from now on, have slices as processes of others have."""
     _set(os.SCHED_OTHER, _nice(), 0)
-
-
-def give_way() -> None:
-    """Let the calling thread, and no other one, give way to all that wakes up."""
-    _set(os.SCHED_BATCH, _nice(), LONGEST_NS)
 
 
 def run_in_background() -> None:

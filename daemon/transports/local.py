@@ -24,7 +24,7 @@ import structlog
 
 from kvferry.daemon.control.metrics import about
 from kvferry.daemon.process.thread_count import ThreadCount, Trial
-from kvferry.daemon.process.time_slices import give_way
+from kvferry.daemon.process.time_slices import be_as_others
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePool
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.arrival import check_arrived
@@ -267,7 +267,7 @@ class LocalTransport:
         return _small_blocks(op, self._chunk_bytes) if is_there else None
 
     def _work(self) -> None:
-        give_way()
+        be_as_others()
         while True:
             with self._changed:
                 while not self._queue and not self._closing:
