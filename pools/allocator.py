@@ -178,11 +178,10 @@ class PageAllocator:
 
     def end_read(self, ids: PageIds) -> None:
         """Undo ``begin_read``; doomed pages without readers become free."""
-        distinct = ids if len(ids) == 1 else np.unique(ids)
         self.changes += 1
         np.subtract.at(self._readers, ids, 1)
         try:
-            self._reclaim(distinct)
+            self._reclaim(ids, repeated=len(ids) > 1)
         except Exception:  # no memory: what raised may be called again
             np.add.at(self._readers, ids, 1)
             raise
@@ -323,9 +322,11 @@ class PageAllocator:
             raise
         return FreedPages(freed, len(ids) - freed)
 
-    def _reclaim(self, ids: PageIds) -> int:
-        """Free those of ``ids`` that are doomed and idle; return how many."""
+    def _reclaim(self, ids: PageIds, *, repeated: bool = False) -> int:
+        """Free those of ``ids`` that are doomed and idle; return how many. One may be ``repeated``."""
         idle = ids[self._doomed[ids] & (self._readers[ids] == 0) & ~self._writing[ids]]
+        if repeated and len(idle):
+            idle = np.unique(idle)
         count = len(idle)
         if count:
             lowest = min(self._lowest_free, int(idle.min()))

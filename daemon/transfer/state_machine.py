@@ -302,8 +302,9 @@ class TransferStateMachine:
             elif receive_request.state is State.OPEN:
                 for planned_copy in op.planned_copies:
                     receive_request.coverage[planned_copy.component].arrive(planned_copy.cells)
-                    receive_request.moved_bytes += planned_copy.plan.total_bytes
-                    op.send_request.moved_bytes += planned_copy.plan.total_bytes
+                    moved_bytes = planned_copy.plan.total_bytes
+                    receive_request.moved_bytes += moved_bytes
+                    op.send_request.moved_bytes += moved_bytes
                 self._completion.check_done(receive_request, now)
             self._completion.check_settled(receive_request)
 

@@ -87,7 +87,7 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def pages(self) -> int:
         """Return the number of pages copied per entry."""
-        return int(self.runs.pages.sum())
+        return len(self.source.ids)
 
     @property
     def total_bytes(self) -> int:

@@ -214,7 +214,7 @@ _NO_MORE: Final = (0, None)
 
 def _freed_above(node: _Node[Key], skipped: dict[_Node[Key], int]) -> _Node[Key] | None:
     """Return the block above a node that is gone or skipped, if nothing else holds it back; count what was skipped."""
-    holds, above = node.key is not None, node.above
+    holds, above = node.key is not None or node.below > 0, node.above
     while above is not None:
         if holds:
             skipped[above] = skipped.get(above, 0) + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.pools.tiers.reuse_policy import Place, ReuseRate
@@ -33,6 +33,7 @@ def chain(policy: ReuseRate[int], first: int, count: int) -> None:
 
 @given(parents=PARENTS, steps=STEPS, pinned=st.frozensets(st.integers(0, KEYS - 1), max_size=3))
 @DEVICE.examples(300)
+@example([0, 0, 0, 0, 0, 0, 0, 0, 1, 0], [("add", 0), ("add", 1), ("add", 8)], frozenset({0, 8}))  # 1 goes, 8 stays
 def test_a_block_goes_after_those_below_it_unless_they_are_skipped(
     parents: list[int], steps: list[tuple[str, int]], pinned: frozenset[int]
 ) -> None:
