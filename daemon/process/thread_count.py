@@ -68,32 +68,32 @@ class ThreadCount:
     def begin(self, kind: Hashable, size_bytes: int, *, alone: bool) -> Trial:
         """Return how many threads an operation is to have; only one that is ``alone`` at the moment is a trial."""
         now_s = self._clock()
-        counts = alone and size_bytes >= MIN_BYTES
-        return Trial(kind, self._untried(kind, now_s) if counts else self.best(kind), now_s, size_bytes, counts)
+        count = self._untried(kind, now_s) if alone and size_bytes >= MIN_BYTES else None
+        return Trial(kind, self.best(kind) if count is None else count, now_s, size_bytes, count is not None)
 
     def end(self, trial: Trial) -> None:
         """Take note that an operation has ended well, alone all the time if it ``counts``."""
-        now_s = self._clock()
-        elapsed_s = now_s - trial.began_s
-        if not trial.counts or elapsed_s <= 0:
-            return
-        one = self._of(trial.kind)[trial.threads]
-        if one.tries >= TRIES:
-            return
-        one.tries += 1
-        one.best_bytes_s = max(one.best_bytes_s, trial.size_bytes / elapsed_s)
-        self._tried_s[trial.kind] = now_s
+        elapsed_s = self._clock() - trial.began_s
+        if trial.counts and elapsed_s > 0:
+            one = self._of(trial.kind)[trial.threads]
+            one.best_bytes_s = max(one.best_bytes_s, trial.size_bytes / elapsed_s)
 
     def _of(self, kind: Hashable) -> dict[int, _Tried]:
         return self._tried.setdefault(kind, {count: _Tried() for count in self._counts})
 
-    def _untried(self, kind: Hashable, now_s: float) -> int:
-        """Return the number that was tried the least, and too seldom; else the best one."""
+    def _untried(self, kind: Hashable, now_s: float) -> int | None:
+        """Return the number that was tried the least, which is one try more; None where each was tried often enough.
+
+        A try that others disturb is one, too: who is seldom alone would otherwise try the same number for ever.
+        """
         tried = self._of(kind)
         if all(one.tries >= TRIES for one in tried.values()):
             if now_s - self._tried_s[kind] < AGAIN_S:
-                return self.best(kind)
+                return None
             for one in tried.values():
                 one.tries = 0
                 one.best_bytes_s *= OLDER_IS_WORSE
-        return min(self._counts, key=lambda count: tried[count].tries)
+        count = min(self._counts, key=lambda count: tried[count].tries)
+        tried[count].tries += 1
+        self._tried_s[kind] = now_s
+        return count

@@ -65,6 +65,13 @@ def test_what_is_small_or_not_alone_is_no_trial(size_bytes: int, *, alone: bool)
     assert machine.settle() == {1, 2}
 
 
+def test_who_is_never_alone_for_long_does_not_try_one_number_for_ever() -> None:
+    machine = Machine({1: 1e9, 2: 2e9}, 2)
+    begun = [machine.count.begin(KIND, MIN_BYTES, alone=True).threads for _ in range(2 * TRIES)]  # none ends alone
+    assert sorted(begun) == [1] * TRIES + [2] * TRIES
+    assert {machine.copy() for _ in range(4)} == {2}, "nothing is known: all"
+
+
 def test_kinds_have_numbers_of_their_own() -> None:
     machine = Machine({1: 1e9, 2: 1e9}, 2)
     machine.settle()
