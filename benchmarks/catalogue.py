@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 from benchmarks import (
     admission,
@@ -46,6 +48,10 @@ TRACE = "trace"
 BY_NAME_ONLY = ("sglang", "vllm")
 """What takes ten minutes, and an environment of 2.6 GB, each."""
 
+VARIABLES: dict[str, dict[str, str]] = {"offload": {"GOMP_SPINCOUNT": "10000"}}
+"""Of a benchmark's process, unless they are set. torch's threads spin for milliseconds after a call, on the cores that
+ours copies with next, and look at this when torch is imported."""
+
 BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "command_line": command_line.measure,
     "round_trip": control_messages.round_trip,
@@ -80,7 +86,11 @@ def run_apart(name: str, effort: Effort, trace: Path | None, output: Path) -> li
 
     ``output`` is the folder for what it leaves besides its rows.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+    variables = {**VARIABLES.get(name, {}), **os.environ}
+    with (
+        mock.patch.dict(os.environ, variables),
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor,
+    ):
         return executor.submit(run_here, name, effort, trace, output).result()
 
 

@@ -134,8 +134,8 @@ def row_of(
     )
 
 
-SETTLE: Final = 8
-"""Rounds after which a daemon has found out how this machine copies: two numbers of threads, three times each."""
+SETTLE: Final = 12
+"""Rounds after which a daemon has found out how this machine copies: with 1, 2, 4 and 8 threads, three times each."""
 
 
 def interleave(rounds: int, *contenders: Contender, settle: int = 1) -> list[list[float]]:

@@ -18,10 +18,6 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-
-# Without this, torch's threads spin for milliseconds after each call, on the cores that ours then copies with.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
 import torch
 
 from benchmarks.measure import GIGABYTES_A_SECOND, SETTLE, Contender, Effort, Row, Target, compare, gigabytes_a_second
