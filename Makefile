@@ -134,7 +134,7 @@ $(STAMPS)/venv:
 	@touch $@
 
 # Without a compiler kvferry works too: Python then copies pages, several times slower.
-$(STAMPS)/base: $(STAMPS)/venv $(PINS) src/kvferry/pools/native_kernel.c src/kvferry/pools/native_copies.h
+$(STAMPS)/base: $(STAMPS)/venv $(PINS) $(wildcard src/kvferry/pools/native_*.[ch])
 	@{ command -v cc >/dev/null && $(BIN)/python -c \
 	    'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null; } || \
 	    { $(call apt_install,gcc libc6-dev python3-dev); } || echo "==> without them pages are copied several times slower"

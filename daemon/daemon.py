@@ -38,7 +38,7 @@ from kvferry.daemon.process.inherited import Inherited, take_inherited
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.process.threads import started_threads
-from kvferry.daemon.process.time_slices import be_as_others, be_prompt
+from kvferry.daemon.process.time_slices import as_others, be_as_others, be_prompt
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
@@ -223,7 +223,11 @@ class Daemon:
             tuning.whole_below_bytes,
         )
         self._transport = LocalTransport(
-            loop, threads=tuning.copy_threads, at_once_s=tuning.at_once_s, copy=best_copy()
+            loop,
+            threads=tuning.copy_threads,
+            at_once_s=tuning.at_once_s,
+            copy=best_copy(),
+            crew=copy_kernel.new_crew(tuning.copy_threads, as_others(), callers_help=True),
         )
         self._executor = started_threads(tuning.copy_threads, "network", initializer=be_as_others)
         self._network = network

@@ -12,8 +12,10 @@ number of rows, and the distance in bytes from one row to the next at the source
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -30,6 +32,10 @@ Digests: TypeAlias = npt.NDArray[np.uint64]
 
 HashState: TypeAlias = Any
 """What a hash has seen so far: made by ``new_hash``, and of use for the kernel that made it alone."""
+
+GateState: TypeAlias = Any
+CrewState: TypeAlias = Any
+"""Of a ``Gate``, and of a ``Crew``, for the kernel that made it."""
 
 Ends: TypeAlias = npt.NDArray[np.int64]
 """``(m,)`` int64, ascending: each digest is of the rows since the last one up to this row."""
@@ -64,6 +70,24 @@ class Kernel(Protocol):
             state: what a hash has seen so far.
             read_next: whether the copies are read next, and so had better stay in the caches.
         """
+
+    def new_gate(self) -> GateState:
+        """Return the state of a gate, which is open."""
+
+    def shut_gate(self, gate: GateState, /) -> None:
+        """Shut a gate."""
+
+    def open_gate(self, gate: GateState, /) -> None:
+        """Open a gate, and wake who waits at it."""
+
+    def give_way(self, gate: GateState | None, patience_s: float, /) -> None:
+        """Let the calling thread's copies wait while a gate is shut, at most so many seconds a call; None: never."""
+
+    def new_crew(self, threads: int, scheduling: bytes, /, *, callers_help: bool = False) -> CrewState | None:
+        """Return so many threads that can copy for others; None where there are none. See ``new_crew`` below."""
+
+    def serve(self, crew: CrewState | None, threads: int, /) -> None:
+        """Let so many threads of a crew make the large copies of the calling thread; None: it makes them itself."""
 
 
 class PythonKernel:
@@ -101,6 +125,24 @@ class PythonKernel:
             state.reset()
         self._hash(copies[first:], state)
 
+    def new_gate(self) -> GateState:
+        """See ``Kernel``."""
+
+    def shut_gate(self, gate: GateState, /) -> None:
+        """See ``Kernel``."""
+
+    def open_gate(self, gate: GateState, /) -> None:
+        """See ``Kernel``."""
+
+    def give_way(self, gate: GateState | None, patience_s: float, /) -> None:
+        """Do nothing: a call that has begun goes on. See ``Kernel``."""
+
+    def new_crew(self, threads: int, scheduling: bytes, /, *, callers_help: bool = False) -> None:
+        """Return None. See ``Kernel``."""
+
+    def serve(self, crew: CrewState | None, threads: int, /) -> None:
+        """Do nothing. See ``Kernel``."""
+
     def _hash(self, copies: Copies, state: xxhash.xxh3_64) -> None:
         for source, destination, size in _rows(copies):
             state.update((ctypes.c_char * size).from_address(source))
@@ -113,6 +155,12 @@ class SecondPassKernel(PythonKernel):
 
     def __init__(self, native: Kernel) -> None:
         self.copy = native.copy  # type: ignore[method-assign]
+        self.new_gate = native.new_gate  # type: ignore[method-assign]
+        self.shut_gate = native.shut_gate  # type: ignore[method-assign]
+        self.open_gate = native.open_gate  # type: ignore[method-assign]
+        self.give_way = native.give_way  # type: ignore[method-assign]
+        self.new_crew = native.new_crew  # type: ignore[method-assign]
+        self.serve = native.serve  # type: ignore[method-assign]
 
     def _hash(self, copies: Copies, state: xxhash.xxh3_64) -> None:
         self.copy(copies[copies[:, 1] != 0])
@@ -214,6 +262,72 @@ def copy_hashed(copies: Copies, ends: Ends, state: HashState = None, *, read_nex
 def new_hash() -> HashState:
     """Return the state of a hash that goes over several calls; one thread at a time may use it."""
     return _KERNEL.new_hash()
+
+
+class Gate:
+    """Stops copies that have begun, between two blocks, or 8 KiB that are hashed, while something more urgent copies.
+
+    The Python kernel knows no gates: what has begun there goes on.
+    """
+
+    def __init__(self) -> None:
+        self._state = _KERNEL.new_gate()
+
+    def shut(self) -> None:
+        """Stop the copies of threads that give way."""
+        _KERNEL.shut_gate(self._state)
+
+    def open(self) -> None:
+        """Let them go on."""
+        _KERNEL.open_gate(self._state)
+
+    @contextlib.contextmanager
+    def giving_way(self, patience_s: float) -> Iterator[None]:
+        """Let the calling thread's copies wait in this block while the gate is shut, at most so long a call."""
+        _KERNEL.give_way(self._state, patience_s)
+        try:
+            yield
+        finally:
+            _KERNEL.give_way(None, 0.0)
+
+
+class Crew:
+    """Threads that make the large copies of other threads, which wait meanwhile; several share one call.
+
+    They never have Python's lock: so they may run when nobody else wants to, and whoever wants that lock does not wait
+    until they do.
+    """
+
+    def __init__(self, state: CrewState) -> None:
+        """Use ``new_crew``."""
+        self._state = state
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Make the large copies of the calling thread in this block, as ``serve`` says there."""
+        try:
+            yield
+        finally:
+            _KERNEL.serve(None, 1)
+
+    def serve(self, threads: int) -> None:
+        """Let so many of its threads make the next large copies of the calling thread, in a block of ``serving``."""
+        _KERNEL.serve(self._state, threads)
+
+
+def new_crew(threads: int, scheduling: bytes, *, callers_help: bool = False) -> Crew | None:
+    """Return a crew of so many threads; None where Python copies, which has its lock.
+
+    Args:
+        threads: 1 to 64.
+        scheduling: of its threads, as ``sched_setattr`` takes it; empty: as the calling thread.
+        callers_help: whether threads that it serves copy, too, instead of waiting; not what is hashed.
+
+    Raises:
+        MemoryError: the system gives no more memory, or threads.
+    """
+    state = _KERNEL.new_crew(threads, scheduling, callers_help=callers_help)
+    return None if state is None else Crew(state)
 
 
 def digest(*extents: tuple[int, int]) -> int:

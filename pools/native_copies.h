@@ -14,10 +14,14 @@
 #ifndef KVFERRY_NATIVE_COPIES_H
 #define KVFERRY_NATIVE_COPIES_H
 
+#include <limits.h>
+#include <linux/futex.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -257,6 +261,52 @@ static void age(Trials *of, double at_ns) {
     }
 }
 
+/* -- gates: a thread whose copies give way stops between two blocks, or chunks that are hashed, while its gate is shut */
+
+typedef struct {
+    uint32_t shut, waiting;
+} Gate;
+
+static const double LONG_NS = 1e18; /* what the kernel takes */
+enum { SPIN_NS = 20000 }; /* what is copied at once is over sooner than a thread sleeps and wakes up */
+
+typedef struct {
+    Gate *gate; /* NULL: gives way to nobody */
+    double patience_ns, until_ns;
+} GivingWay;
+
+static _Thread_local GivingWay giving_way;
+
+static uint32_t read_now(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+static void wait_at(Gate *gate) {
+    double began_ns = now_ns(), at_ns = began_ns;
+    for (; read_now(&gate->shut) && at_ns < giving_way.until_ns; at_ns = now_ns()) {
+        if (at_ns - began_ns < SPIN_NS) continue;
+        double left_ns = giving_way.until_ns - at_ns < LONG_NS ? giving_way.until_ns - at_ns : LONG_NS;
+        time_t seconds = (time_t)(left_ns / 1e9);
+        struct timespec left = {seconds, (long)(left_ns - 1e9 * (double)seconds)};
+        __atomic_add_fetch(&gate->waiting, 1, __ATOMIC_SEQ_CST);
+        syscall(SYS_futex, &gate->shut, FUTEX_WAIT_PRIVATE, 1, &left, NULL, 0);
+        __atomic_sub_fetch(&gate->waiting, 1, __ATOMIC_SEQ_CST);
+    }
+}
+
+/* Begins a call, which waits for so long at most. */
+static void begin_giving_way(GivingWay *way) {
+    if (way->gate) way->until_ns = now_ns() + way->patience_ns;
+}
+
+static void give_way(void) {
+    if (giving_way.gate && read_now(&giving_way.gate->shut)) wait_at(giving_way.gate);
+}
+
+static void set_gate(Gate *gate, int shut) {
+    __atomic_store_n(&gate->shut, (uint32_t)shut, __ATOMIC_SEQ_CST);
+    if (!shut && __atomic_load_n(&gate->waiting, __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, &gate->shut, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
 /* -- the hash, from a library that is loaded at run time */
 
 typedef struct {
@@ -306,12 +356,15 @@ typedef struct {
     uint64_t bytes, rows;
 } Total;
 
+static uint64_t bytes_of(const Copies *copies, size_t row) {
+    return column(copies, row, 2) * (copies->with_rows ? column(copies, row, 3) : 1);
+}
+
 static Total total_of(const Copies *copies) {
     Total total = {0, 0};
     for (size_t row = 0; row < copies->count; row++) {
-        uint64_t rows = copies->with_rows ? column(copies, row, 3) : 1;
-        total.bytes += column(copies, row, 2) * rows;
-        total.rows += rows;
+        total.bytes += bytes_of(copies, row);
+        total.rows += copies->with_rows ? column(copies, row, 3) : 1;
     }
     return total;
 }
@@ -326,6 +379,7 @@ static size_t later_by(size_t bytes) { return bytes ? 1 + DISTANCE / bytes : 1; 
 
 static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way *way) {
     for (size_t row = first; row < stop; row++) {
+        give_way();
         Block block = block_of(copies, row);
         size_t bytes = block.span.bytes, later = later_by(bytes);
         const char *next = start_of(copies, row + later);
@@ -348,6 +402,7 @@ static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way
 static void hash_row(void *state, Span span, const Way *way, const char *next) {
     for (size_t at = 0; at < span.bytes; at += CHUNK) {
         size_t bytes = span.bytes - at < CHUNK ? span.bytes - at : CHUNK;
+        give_way();
         hash.update(state, span.from + at, bytes);
         if (!span.to) continue;
         Span chunk = {span.to + at, span.from + at, bytes};
@@ -416,27 +471,28 @@ static Call begin_call(const Copies *copies, Digests *into, int read_next) {
     return call;
 }
 
-static void do_rows(Call *call, size_t first, size_t stop, const Way *way) {
-    if (call->into)
-        hash_rows(call->copies, first, stop, way, call->into);
+static void do_rows(const Copies *copies, size_t first, size_t stop, const Way *way, Digests *into) {
+    if (into)
+        hash_rows(copies, first, stop, way, into);
     else
-        copy_rows(call->copies, first, stop, way);
+        copy_rows(copies, first, stop, way);
 }
 
 /* Copies. Does not need the interpreter's lock. */
 static void do_call(Call *call) {
+    begin_giving_way(&giving_way);
     size_t done = 0, count = call->copies->count;
     const Way *trying;
     while (done < count && call->class >= 0 && (trying = untried(&call->found))) {
         size_t first = done;
         uint64_t bytes = 0;
-        for (; done < count && bytes < PIECE; done++)
-            bytes += column(call->copies, done, 2) * (call->copies->with_rows ? column(call->copies, done, 3) : 1);
+        for (; done < count && bytes < PIECE; done++) bytes += bytes_of(call->copies, done);
         double begun_ns = now_ns();
-        do_rows(call, first, done, trying);
+        do_rows(call->copies, first, done, trying, call->into);
         if (bytes >= STREAMED) note(&call->found, trying, (now_ns() - begun_ns) / (double)bytes);
     }
-    if (done < count) do_rows(call, done, count, call->class < 0 ? call->way : best(&call->found));
+    if (done == count) return;
+    do_rows(call->copies, done, count, call->class < 0 ? call->way : best(&call->found), call->into);
 }
 
 /* Takes note of what was found. Needs the interpreter's lock. */

@@ -8,6 +8,7 @@
 #include <dlfcn.h>
 
 #include "native_copies.h"
+#include "native_crew.h"
 
 typedef struct {
     Py_buffer view;
@@ -27,12 +28,33 @@ static int open_copies(PyObject *object, CopyList *list) {
     return 0;
 }
 
+/* What the calling thread uses, and keeps: see kernel_serve and kernel_give_way. */
+static _Thread_local struct {
+    PyObject *crew_object, *gate_object;
+    Crew *crew; /* NULL: it copies by itself */
+    unsigned threads;
+} used;
+
+static void keep(PyObject **place, PyObject *object) {
+    PyObject *before = *place;
+    *place = object;
+    Py_INCREF(object);
+    Py_XDECREF(before);
+}
+
 static void run(Call call) {
     if (call.bytes >= UNLOCKED) {
-        Py_BEGIN_ALLOW_THREADS do_call(&call);
+        Py_BEGIN_ALLOW_THREADS
+        if (used.crew)
+            do_by_crew(used.crew, &call, used.threads);
+        else
+            do_call(&call);
         Py_END_ALLOW_THREADS
-    } else {
+    } else { /* waits for nobody meanwhile */
+        GivingWay usual = giving_way;
+        giving_way.gate = NULL;
         do_call(&call);
+        giving_way = usual;
     }
     end_call(&call);
 }
@@ -99,6 +121,80 @@ no_ends:
     Py_RETURN_NONE;
 }
 
+static const char GATE[] = "kvferry.gate";
+
+static void free_gate(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, GATE)); }
+
+static PyObject *kernel_new_gate(PyObject *self, PyObject *arguments) {
+    (void)self, (void)arguments;
+    Gate *gate = PyMem_Calloc(1, sizeof *gate);
+    if (!gate) return PyErr_NoMemory();
+    PyObject *capsule = PyCapsule_New(gate, GATE, free_gate);
+    if (!capsule) PyMem_Free(gate);
+    return capsule;
+}
+
+static PyObject *set_gate_of(PyObject *capsule, int shut) {
+    Gate *gate = PyCapsule_GetPointer(capsule, GATE);
+    if (!gate) return NULL;
+    set_gate(gate, shut);
+    Py_RETURN_NONE;
+}
+
+static PyObject *kernel_shut(PyObject *self, PyObject *argument) { return (void)self, set_gate_of(argument, 1); }
+
+static PyObject *kernel_open(PyObject *self, PyObject *argument) { return (void)self, set_gate_of(argument, 0); }
+
+static PyObject *kernel_give_way(PyObject *self, PyObject *arguments) {
+    PyObject *capsule;
+    double patience_s;
+    (void)self;
+    if (!PyArg_ParseTuple(arguments, "Od", &capsule, &patience_s)) return NULL;
+    Gate *gate = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, GATE);
+    if (!gate && capsule != Py_None) return NULL;
+    keep(&used.gate_object, capsule);
+    giving_way.gate = gate;
+    giving_way.patience_ns = 1e9 * patience_s;
+    Py_RETURN_NONE;
+}
+
+static const char CREW[] = "kvferry.crew";
+
+static void free_crew_of(PyObject *capsule) { free_crew(PyCapsule_GetPointer(capsule, CREW)); }
+
+static PyObject *kernel_new_crew(PyObject *self, PyObject *arguments, PyObject *named) {
+    static char *names[] = {"", "", "callers_help", NULL};
+    unsigned count;
+    const char *scheduling;
+    Py_ssize_t bytes;
+    int callers_help = 0;
+    (void)self;
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "Iy#|$p", names, &count, &scheduling, &bytes, &callers_help))
+        return NULL;
+    if (!count || count > MOST_IN_CREW) {
+        PyErr_SetString(PyExc_ValueError, "a crew has some threads, and not too many");
+        return NULL;
+    }
+    Crew *crew = new_crew(count, scheduling, (size_t)bytes, callers_help);
+    if (!crew) return PyErr_NoMemory();
+    PyObject *capsule = PyCapsule_New(crew, CREW, free_crew_of);
+    if (!capsule) free_crew(crew);
+    return capsule;
+}
+
+static PyObject *kernel_serve(PyObject *self, PyObject *arguments) {
+    PyObject *capsule;
+    unsigned threads;
+    (void)self;
+    if (!PyArg_ParseTuple(arguments, "OI", &capsule, &threads)) return NULL;
+    Crew *crew = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, CREW);
+    if (!crew && capsule != Py_None) return NULL;
+    keep(&used.crew_object, capsule);
+    used.crew = crew;
+    used.threads = threads ? threads : 1;
+    Py_RETURN_NONE;
+}
+
 static PyObject *kernel_load_hash(PyObject *self, PyObject *argument) {
     (void)self;
     PyObject *path = NULL;
@@ -156,6 +252,13 @@ static PyMethodDef methods[] = {
     {"copy_hashed", (PyCFunction)(void (*)(void))kernel_copy_hashed, METH_VARARGS | METH_KEYWORDS,
       "Copy, and fill in the digests of the rows up to each end."},
     {"new_hash", kernel_new_hash, METH_NOARGS, "Return the state of a hash."},
+    {"new_gate", kernel_new_gate, METH_NOARGS, "Return a gate, which is open."},
+    {"shut_gate", kernel_shut, METH_O, "Shut a gate."},
+    {"open_gate", kernel_open, METH_O, "Open a gate, and wake who waits at it."},
+    {"give_way", kernel_give_way, METH_VARARGS, "Let this thread's copies wait while a gate is shut, so many seconds; None: never."},
+    {"new_crew", (PyCFunction)(void (*)(void))kernel_new_crew, METH_VARARGS | METH_KEYWORDS,
+      "Return a crew of so many threads, scheduled as a struct sched_attr says."},
+    {"serve", kernel_serve, METH_VARARGS, "Let so many threads of a crew make this thread's large copies; None: itself."},
     {"load_hash", kernel_load_hash, METH_O, "Take XXH3-64 from a library; return whether that worked."},
     {"ways", kernel_ways, METH_NOARGS, "Return the ways that this processor has."},
     {"use", kernel_use, METH_O, "Take one way from now on; None: by measurement, anew."},

@@ -29,28 +29,40 @@ _ATTRIBUTES: Final = "=IIQiIQQQ"
 
 def be_prompt() -> None:
     """Let the calling thread, and those that it starts from now on, wait for no slice of others."""
-    _set(os.SCHED_OTHER, _nice(), SHORTEST_NS)
+    _set(_packed(os.SCHED_OTHER, _nice(), SHORTEST_NS))
 
 
 def be_as_others() -> None:
     """Let the calling thread, and those that it starts from now on, have slices as processes of others have."""
-    _set(os.SCHED_OTHER, _nice(), 0)
+    _set(as_others())
 
 
 def run_in_background() -> None:
     """Let the calling thread, and no other one, give way to all that wakes up, and mostly to all that runs."""
-    nice = max(_nice(), NICE)
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-    _set(os.SCHED_BATCH, nice, LONGEST_NS)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(_nice(), NICE))
+    _set(background())
+
+
+def as_others() -> bytes:
+    """Return what ``be_as_others`` says to the kernel, for threads that know no Python."""
+    return _packed(os.SCHED_OTHER, _nice(), 0)
+
+
+def background() -> bytes:
+    """Return what ``run_in_background`` says to the kernel, for threads that know no Python."""
+    return _packed(os.SCHED_BATCH, max(_nice(), NICE), LONGEST_NS)
 
 
 def _nice() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # Linux: of this thread alone
 
 
-def _set(policy: int, nice: int, slice_ns: int) -> None:
+def _packed(policy: int, nice: int, slice_ns: int) -> bytes:
+    return struct.pack(_ATTRIBUTES, struct.calcsize(_ATTRIBUTES), policy, 0, nice, 0, slice_ns, 0, 0)
+
+
+def _set(attributes: bytes) -> None:
     """Set it as far as this kernel can: an older one ignores the slice, or refuses."""
     number = _SCHED_SETATTR.get(platform.machine())
     if number is not None:
-        size = struct.calcsize(_ATTRIBUTES)
-        ctypes.CDLL(None).syscall(number, 0, struct.pack(_ATTRIBUTES, size, policy, 0, nice, 0, slice_ns, 0, 0), 0)
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)

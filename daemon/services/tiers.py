@@ -16,6 +16,7 @@ from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.process.memory import HostMemory
+from kvferry.daemon.process.time_slices import background
 from kvferry.daemon.services.cache_reports import CacheReports
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.offload import OffloadService
@@ -31,6 +32,7 @@ from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.tiers.snapshots import SnapshotRegistry
+from kvferry.pools import copy_kernel
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
 from kvferry.pools.tiers.arena import Extent
 from kvferry.pools.tiers.index import PinnedBlocks
@@ -97,7 +99,8 @@ class Tiers:
         self._scheduler = scheduler
         self._host = HostTier(config.tiers, counters, memory)
         threads = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
-        self._copier = TierCopier(asyncio.get_running_loop(), scheduler, threads=threads)
+        crew = copy_kernel.new_crew(threads, background())
+        self._copier = TierCopier(asyncio.get_running_loop(), scheduler, threads=threads, crew=crew)
         self.operations = Operations(dispatcher, hub, sessions, counters, self._copier, self._host, executor)
         self._service = OffloadService(
             dispatcher, hub, pools, rings, self._host, self.operations, grace_s=config.tiers.snapshot_grace_s

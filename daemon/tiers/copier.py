@@ -1,14 +1,16 @@
 """Copies between pools and the arena: offloads and restores, done in steps on a few threads.
 
-Before each step, which takes about a millisecond, or four where no transfer is about, a thread asks the scheduler.
-Between steps a job of a higher class overtakes, jobs of one class take turns, and a large job is spread over idle
-threads. On a device, the next step is begun before the previous one is waited for. A restore compares checksums as it
-copies: where one is wrong it fails, and its pages hold anything.
+Before each step, which takes about a millisecond, a thread asks the scheduler. Between steps a job of a higher class
+overtakes, and jobs of one class take turns. What is in host memory is copied by a crew of other threads, which share a
+step of some milliseconds, and stop in the middle of it while transfers copy; for devices, and where there is no crew, a
+large job is spread over the threads here. On a device, the next step is begun before the previous one is waited for. A
+restore compares checksums as it copies: where one is wrong it fails, and its pages hold anything.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -20,9 +22,10 @@ import numpy.typing as npt
 import structlog
 
 from kvferry.daemon.process.thread_count import ThreadCount, Trial
-from kvferry.daemon.process.time_slices import run_in_background
+from kvferry.daemon.process.time_slices import be_as_others, run_in_background
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools import copy_kernel
+from kvferry.pools.copy_kernel import Crew
 from kvferry.pools.devices.base import Arena, Hashed, Pending, Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.block_copies import hash_step
@@ -164,11 +167,11 @@ def shards_of(
 __all__ = ["BlockJob", "BlockSegment", "Digests", "TierCopier"]
 
 STEP_S: Final = 0.8e-3
-QUIET_STEP_S: Final = 4e-3
-"""In host memory, while no transfer is about: what a step costs besides its bytes is some 0.1 ms."""
+CREW_STEP_S: Final = 4e-3
+"""Of a crew's steps, which stop while transfers copy: what a step costs besides its bytes is some 0.1 ms."""
 MIN_STEP_BYTES: Final = 256 << 10
 MAX_STEP_BYTES: Final = 16 << 20
-MAX_QUIET_STEP_BYTES: Final = 64 << 20
+MAX_CREW_STEP_BYTES: Final = 64 << 20
 FIRST_STEP_BYTES: Final = 2 << 20
 NEW_SPEED_WEIGHT: Final = 0.3
 """Weight of the latest step in the running average of a device's speed."""
@@ -281,13 +284,16 @@ class TierCopier:
         *,
         threads: int,
         clock: Callable[[], float] = time.perf_counter,
+        crew: Crew | None = None,
     ) -> None:
+        """``crew``: what copies in host memory for the threads here; None: they do it themselves, in the background."""
         self._loop = loop
         self._clock = clock
         self._scheduler = scheduler
         self._running: dict[int, _Running] = {}
         self._alone: _Running | None = None
         self._thread_count = ThreadCount(threads)
+        self._crew = crew
         self._queues: dict[OperationClass, deque[_Slot]] = {one: deque() for one in OperationClass}
         self._changed = threading.Condition()
         self._closing = False
@@ -310,7 +316,8 @@ class TierCopier:
         kind = (job.kind, job.hashed, job.device)
         running = _Running(job, on_done, self._thread_count.begin(kind, job.total_bytes, alone=alone))
         self._alone = running if alone else None
-        shards = shards_of(job.kind, job.segments, running.arena, running.digests, running.trial.threads)
+        most = 1 if self._crew is not None and job.device == HOST else running.trial.threads
+        shards = shards_of(job.kind, job.segments, running.arena, running.digests, most)
         with self._changed:
             self._running[id(job)] = running
             running.open_shards = len(shards)
@@ -339,8 +346,15 @@ class TierCopier:
     # -- threads
 
     def _work(self) -> None:
+        if self._crew is None:
+            run_in_background()
+        else:
+            be_as_others()
+        with self._scheduler.giving_way(), contextlib.nullcontext() if self._crew is None else self._crew.serving():
+            self._take_steps()
+
+    def _take_steps(self) -> None:
         """Begin steps and complete them; at most one step is in flight while the next one begins."""
-        run_in_background()
         in_flight: _InFlightStep | None = None
         done_s = 0.0
         while True:
@@ -394,6 +408,8 @@ class TierCopier:
     def _begin(self, slot: _Slot, step: ShardStep, *, kept: bool) -> _InFlightStep | None:
         """Begin a step. On an error, fail the job, and release the shard unless it is ``kept``."""
         began_s = self._clock()
+        if self._crew is not None:
+            self._crew.serve(slot.running.trial.threads)
         try:
             return _InFlightStep(slot, step, slot.shard.begin(step), began_s)
         except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported forever
@@ -428,8 +444,8 @@ class TierCopier:
         if speed is None:
             return FIRST_STEP_BYTES
         step_s, max_bytes = STEP_S, MAX_STEP_BYTES
-        if shard.device == HOST and self._scheduler.quiet:
-            step_s, max_bytes = QUIET_STEP_S, MAX_QUIET_STEP_BYTES
+        if shard.device == HOST and self._crew is not None:
+            step_s, max_bytes = CREW_STEP_S, MAX_CREW_STEP_BYTES
         return int(min(max(speed * step_s // MIN_STEP_BYTES * MIN_STEP_BYTES, MIN_STEP_BYTES), max_bytes))
 
     def _should_stop_waiting(self, slot: _Slot) -> bool:

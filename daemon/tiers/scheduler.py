@@ -1,8 +1,9 @@
 """Scheduling of background steps: they give way to transfers, and to each other by class.
 
 A step is about a millisecond at most while transfers come and go. None begins while a transfer op is in flight or a
-higher class waits, and each class has a bound on its bytes in flight. So that steady transfers cannot starve a restore,
-a step that has waited for ``patience_s`` may start despite them, one such step in that time. Waiters are woken and
+higher class waits, and one that copies in host memory stops where it is; each class has a bound on its bytes in flight.
+So that steady transfers cannot starve a restore, a step that has waited for ``patience_s`` may start, or go on, despite
+them, one such step in that time. Waiters are woken and
 never poll. Knows nothing of what a step does. All methods are thread-safe.
 """
 
@@ -11,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
+
+from kvferry.pools.copy_kernel import Gate
 
 PATIENCE_S: Final = 0.1
 
@@ -65,6 +69,7 @@ class Scheduler:
         self._patience_s = patience_s
         self._clock = clock
         self._changed = threading.Condition()
+        self._gate = Gate()
         self._wakers: set[Callable[[], None]] = set()
         self._waiting: dict[OperationClass, deque[_Ticket]] = {one: deque() for one in OperationClass}
         self._transfers = 0
@@ -96,6 +101,8 @@ class Scheduler:
         """Count a transfer op as in flight."""
         with self._changed:
             self._transfers += 1  # no wake: waiters see it when they are woken next
+            if self._transfers == 1 and not self._closed:
+                self._gate.shut()
 
     def transfer_ended(self) -> None:
         """Count a transfer op as ended; after the last one, background work resumes."""
@@ -104,7 +111,15 @@ class Scheduler:
             self._transfers -= 1
             if not self._transfers:
                 self._last_transfer_s = self._clock()
+                self._gate.open()
                 self._wake()
+
+    def giving_way(self) -> contextlib.AbstractContextManager[None]:
+        """Let what the calling thread copies in host memory, in this block, stop while transfers are in flight.
+
+        It stops for ``patience_s`` at most.
+        """
+        return self._gate.giving_way(self._patience_s or math.inf)
 
     def try_begin(self, operation_class: OperationClass, size_bytes: int) -> bool:
         """Begin a step if it may start now and none of its class waits; a True needs an ``end``."""
@@ -172,6 +187,7 @@ class Scheduler:
         """Begin nothing any more; waiters get False."""
         with self._changed:
             self._closed = True
+            self._gate.open()
             self._wake()
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ enough to stay in a cache; copies within one device stay on it. While a device c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 import time
@@ -29,6 +30,7 @@ from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePoo
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.arrival import check_arrived
 from kvferry.pools import copy_kernel
+from kvferry.pools.copy_kernel import Crew
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -70,7 +72,9 @@ line. An op within the budget takes less than waking a thread and being told by 
 
 LONG_BLOCK_BYTES: Final = 64 << 10
 CHUNK_BYTES: Final = 4 << 20
-"""How much is copied between two looks at the queue: smaller is fairer, larger is a little faster."""
+"""How much a thread copies between two looks at the queue: smaller is fairer, larger is a little faster."""
+CREW_CHUNK_BYTES: Final = 64 << 20
+"""The same where a crew copies, which is fair by itself: some milliseconds, so that a transfer op can be stopped."""
 
 log = structlog.get_logger(__name__)
 
@@ -141,10 +145,11 @@ class _Job:
     It is in the queue at most once, and not while a thread expands its next part, or as many as it may have are at it.
     """
 
-    def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial) -> None:
+    def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial, most_in_flight: int) -> None:
         self.op = op
         self.on_done = on_done
         self.trial = trial
+        self.most_in_flight = most_in_flight
         self.queued = False
         self.expanding = False
         self.checking = False
@@ -198,13 +203,16 @@ class LocalTransport:
         loop: asyncio.AbstractEventLoop,
         *,
         threads: int,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         at_once_s: float = AT_ONCE_S,
         copy: CopyBlocks,
+        crew: Crew | None = None,
     ) -> None:
+        """``crew``: what copies in host memory for the threads here; None: they do it themselves."""
         self._loop = loop
-        self._chunk_bytes = chunk_bytes
         self._copy = copy
+        self._crew = crew
+        self._chunk_bytes = chunk_bytes or (CHUNK_BYTES if crew is None else CREW_CHUNK_BYTES)
         self._budget = LoopBudget(loop, at_once_s)
         self._thread_count = ThreadCount(threads)
         self._jobs: dict[int, _Job] = {}
@@ -235,7 +243,9 @@ class LocalTransport:
         kind = "long" if size_bytes >= LONG_BLOCK_BYTES * count else "short"
         with self._changed:
             alone = not self._jobs and not op.checksums and _is_populated(op.source) and _is_populated(op.destination)
-            job = _Job(op, on_done, self._thread_count.begin(kind, size_bytes, alone=alone))
+            trial = self._thread_count.begin(kind, size_bytes, alone=alone)
+            most = trial.threads if self._crew is None or not _is_within_host(op) else 1
+            job = _Job(op, on_done, trial, most)
             self._alone = job if alone else None
             self._jobs[op.op_id] = job
             self._queue_up(job)
@@ -268,6 +278,10 @@ class LocalTransport:
 
     def _work(self) -> None:
         be_as_others()
+        with contextlib.nullcontext() if self._crew is None else self._crew.serving():
+            self._take_chunks()
+
+    def _take_chunks(self) -> None:
         while True:
             with self._changed:
                 while not self._queue and not self._closing:
@@ -283,6 +297,8 @@ class LocalTransport:
                 job.expanding = chunk is None
                 job.in_flight += 1
                 self._queue_up(job)
+            if self._crew is not None:
+                self._crew.serve(job.trial.threads)
             error = self._try(job.op, self._step, job, chunk)
             with self._changed:
                 job.in_flight -= 1
@@ -295,7 +311,7 @@ class LocalTransport:
         """Queue a transfer op for one more thread, if there is something for it to do. Needs the lock."""
         if job.queued or job.expanding or job.error is not None or not job.has_more:
             return
-        if job.in_flight < job.trial.threads:
+        if job.in_flight < job.most_in_flight:
             job.queued = True
             self._queue.append(job)
             self._changed.notify()
@@ -512,13 +528,22 @@ def _is_populated(pool: SourcePool) -> bool:
     return isinstance(pool, Pool) and isinstance(pool.region, HostRegion) and pool.region.is_populated
 
 
+def _is_within_host(op: StartOp) -> bool:
+    """Return whether an op needs no device."""
+    return isinstance(_memory(op.source), HostRegion) and isinstance(_memory(op.destination), HostRegion)
+
+
 def _region(pool: SourcePool) -> Region:
     """Return a pool's memory, mapped in this process.
 
     Raises:
         InternalError: it is not mapped.
     """
-    region = pool.region if isinstance(pool, Pool) else pool.mapping if isinstance(pool, RemotePool) else None
+    region = _memory(pool)
     if region is None:
         raise InternalError(f"the memory of pool {pool.name!r} is not mapped here")
     return region
+
+
+def _memory(pool: SourcePool) -> Region | None:
+    return pool.region if isinstance(pool, Pool) else pool.mapping if isinstance(pool, RemotePool) else None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.daemon.tiers.scheduler import QUIET_S, OperationClass, Scheduler
+from kvferry.pools import copy_kernel
 
 WAIT_S = 30.0
 PATIENCE_S = 0.1
@@ -180,6 +184,42 @@ def test_nothing_begins_while_a_transfer_is_under_way(executor: ThreadPoolExecut
     assert scheduler.bytes_in_flight == 3
     scheduler.transfer_ended()
     assert answer.result(WAIT_S)
+
+
+def test_what_copies_already_stops_while_a_transfer_is_under_way(executor: ThreadPoolExecutor) -> None:
+    scheduler = Scheduler(BOUNDS, patience_s=0)
+    source, destination = np.ones(4 << 20, np.uint8), np.zeros(4 << 20, np.uint8)
+    copies = np.array([[source.ctypes.data, destination.ctypes.data, source.nbytes]], np.uint64)
+    thread: list[int] = []
+
+    def copy_on() -> float:
+        with scheduler.giving_way():
+            thread.append(threading.get_native_id())
+            copy_kernel.copy(copies)
+        return time.monotonic()
+
+    scheduler.transfer_began()
+    scheduler.transfer_began()
+    copying = executor.submit(copy_on)
+    wait_until_asleep(thread, copying)
+    scheduler.transfer_ended()
+    assert not destination.any(), "one transfer is still under way"
+    opened_s = time.monotonic()
+    scheduler.transfer_ended()
+    assert copying.result(WAIT_S) >= opened_s
+    assert (destination == source).all()
+    scheduler.close()
+    scheduler.transfer_began()
+    assert executor.submit(copy_on).result(WAIT_S), "a scheduler that is closed stops nobody"
+
+
+def wait_until_asleep(thread: list[int], done: Future[float]) -> None:
+    """Return once the thread whose id that becomes sleeps for long, or is done."""
+    asleep = 0
+    while asleep < 1000 and not done.done():
+        is_asleep = bool(thread) and Path(f"/proc/self/task/{thread[0]}/stat").read_text().rsplit(") ", 1)[1][0] == "S"
+        asleep = asleep + 1 if is_asleep else 0
+        os.sched_yield()
 
 
 def test_a_chunk_that_has_waited_begins_without_a_word(executor: ThreadPoolExecutor) -> None:

@@ -1,14 +1,21 @@
 /* The copies of native_copies.h against a loop over bytes: random sizes, alignments and rows, each way that the processor
-   has, hashed and not, and no byte beside them changes. Ends with status 0, or says what differs. */
+   has, hashed and not, by a crew and not, and no byte beside them changes; and what gates stop. Ends with status 0, or says
+   what differs. */
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #define PIECE_BYTES (64 << 10)
 #define STREAMED_BYTES (16 << 10)
-#include "native_copies.h"
+#define SHARE_BYTES (16 << 10)
+#include "native_crew.h"
 
-enum { MEMORY = 8 << 20, MOST = 6, MIB = 1 << 20 };
+#ifndef MEMORY_BYTES
+#define MEMORY_BYTES (8 << 20)
+#endif
+
+enum { MEMORY = MEMORY_BYTES, MOST = 6, MIB = 1 << 20, THREADS = 3 };
 
 static uint64_t state = 88172645463325252ULL;
 
@@ -35,7 +42,10 @@ static int update_fnv(void *one, const void *bytes, size_t count) {
 }
 static uint64_t digest_fnv(const void *one) { return *(const uint64_t *)one; }
 
-static int check(const Way *way, char *from, char *to, char *expected, int hashed) {
+static void *create_fnv(void) { return malloc(sizeof(uint64_t)); }
+static int free_fnv(void *one) { return free(one), 0; }
+
+static int check(const Way *way, char *from, char *to, char *expected, int hashed, Crew *crew) {
     uint64_t numbers[MOST][6], digests[MOST], wanted[MOST], fnv, mine;
     int64_t ends[MOST];
     size_t count = 1 + below(MOST), read = 0, written = 0;
@@ -64,7 +74,10 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     forced = way;
     Call call = begin_call(&copies, hashed ? &into : NULL, 0);
     if (way) call.way = way; /* however few bytes there are */
-    do_call(&call);
+    if (crew)
+        do_by_crew(crew, &call, 1 + (unsigned)below(THREADS));
+    else
+        do_call(&call);
     end_call(&call);
     const char *name = way ? way->name : "by measurement";
     if (memcmp(to, expected, MEMORY)) return printf("%s: the memory differs\n", name), 1;
@@ -97,21 +110,114 @@ static int check_trials(void) {
     return failed;
 }
 
+/* One digest goes over the end of a call, and begins before it; what is between is shared. */
+static int check_digests_over_calls(char *from, Crew *crew) {
+    enum { ROWS_OF_CALL = 40, BYTES = 5000 };
+    uint64_t numbers[2 * ROWS_OF_CALL][3], digests[2][ROWS_OF_CALL] = {{0}}, fnv, mine;
+    int64_t ends[2][ROWS_OF_CALL];
+    int failed = 0;
+    reset_fnv(&fnv), reset_fnv(&mine);
+    for (size_t row = 0; row < 2 * ROWS_OF_CALL; row++) {
+        uint64_t one[3] = {(uintptr_t)(from + row * BYTES), 0, BYTES};
+        memcpy(numbers[row], one, sizeof one);
+    }
+    for (size_t half = 0; half < 2; half++) {
+        size_t count = 0; /* two rows a digest, from the second row of the first half on */
+        for (size_t row = half ? 1 : 2; row <= ROWS_OF_CALL; row += 2)
+            if (row < ROWS_OF_CALL || half) ends[half][count++] = (int64_t)row;
+        Copies copies = {(const char *)numbers[half * ROWS_OF_CALL], sizeof *numbers, sizeof **numbers, ROWS_OF_CALL, 0};
+        Digests into = {ends[half], digests[half], count, 0, &fnv};
+        Call call = begin_call(&copies, &into, 0);
+        do_by_crew(crew, &call, THREADS);
+        end_call(&call);
+        size_t row = half * ROWS_OF_CALL;
+        for (size_t number = 0; number < count; number++) {
+            for (; row < half * ROWS_OF_CALL + (size_t)ends[half][number]; row++)
+                update_fnv(&mine, from + row * BYTES, BYTES);
+            failed |= digests[half][number] != mine;
+            reset_fnv(&mine);
+        }
+        for (; row < (half + 1) * ROWS_OF_CALL; row++) update_fnv(&mine, from + row * BYTES, BYTES);
+        failed |= fnv != mine;
+    }
+    if (failed) printf("digests over several calls differ\n");
+    return failed;
+}
+
+typedef struct {
+    Crew *crew;
+    Gate *gate;
+    double patience_ns;
+    uint64_t numbers[4][3];
+    int64_t ends[4];
+    uint64_t digests[4], fnv;
+    int hashed;
+} Gated;
+
+static void *copy_gated(void *argument) {
+    Gated *self = argument;
+    Copies copies = {(const char *)self->numbers, sizeof *self->numbers, sizeof **self->numbers, 4, 0};
+    Digests into = {self->ends, self->digests, 4, 0, &self->fnv};
+    giving_way.gate = self->gate, giving_way.patience_ns = self->patience_ns;
+    Call call = begin_call(&copies, self->hashed ? &into : NULL, 0);
+    call.class = -1;
+    if (self->crew)
+        do_by_crew(self->crew, &call, 1);
+    else
+        do_call(&call);
+    return NULL;
+}
+
+/* A thread whose gate is shut copies nothing until it is opened; out of patience, it goes on. */
+static int check_gate(char *from, char *to, Crew *crew, int hashed) {
+    enum { BYTES = 100000 };
+    int failed = 0;
+    for (int patient = 0; patient < 2; patient++) {
+        Gate gate = {0};
+        Gated one = {.crew = crew, .gate = &gate, .hashed = hashed, .patience_ns = patient ? 1e18 : 1e6};
+        pthread_t thread;
+        reset_fnv(&one.fnv);
+        for (size_t row = 0; row < 4; row++) {
+            uint64_t numbers[3] = {(uintptr_t)(from + row * BYTES), (uintptr_t)(to + row * BYTES), BYTES};
+            memcpy(one.numbers[row], numbers, sizeof numbers);
+            one.ends[row] = (int64_t)row + 1;
+        }
+        memset(to, 0x5a, 4 * BYTES);
+        set_gate(&gate, 1);
+        if (pthread_create(&thread, NULL, copy_gated, &one)) return printf("no thread\n"), 1;
+        if (patient) {
+            while (!read_now(&gate.waiting)) sched_yield();
+            for (size_t at = 0; at < 4 * BYTES; at++) failed |= to[at] != 0x5a;
+            set_gate(&gate, 0);
+        }
+        pthread_join(thread, NULL);
+        failed |= !!memcmp(to, from, 4 * BYTES);
+    }
+    if (failed) printf("a gate does not hold, or does not open\n");
+    return failed;
+}
+
 int main(int count, char **arguments) {
     int rounds = count > 1 ? atoi(arguments[1]) : 100, failed = 0, ways = 0;
     char *from = malloc(MEMORY), *to = malloc(MEMORY), *expected = malloc(MEMORY);
     for (size_t at = 0; at < MEMORY; at++) from[at] = (char)below(256);
-    hash = (Hash){NULL, NULL, reset_fnv, update_fnv, digest_fnv};
+    hash = (Hash){create_fnv, free_fnv, reset_fnv, update_fnv, digest_fnv};
+    Crew *crews[] = {NULL, new_crew(THREADS, "", 0, 0), new_crew(THREADS, "", 0, 1)};
     for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
         if (!is_supported(way)) continue;
         ways++;
-        for (int round = 0; round < rounds && !failed; round++) failed = check(way, from, to, expected, round % 2);
+        for (int round = 0; round < rounds && !failed; round++)
+            failed = check(way, from, to, expected, round % 2, crews[round / 2 % 3]);
     }
     for (int round = 0; round < rounds && !failed; round++) {
         if (round % 10 == 0) memset(trials, 0, sizeof trials); /* tried anew */
-        failed = check(NULL, from, to, expected, round % 2);
+        failed = check(NULL, from, to, expected, round % 2, crews[round / 2 % 3]);
     }
     failed |= check_trials();
+    for (int one = 0; one < 3; one++) {
+        failed |= check_gate(from, to, crews[one], 0) | check_gate(from, to, crews[one], 1);
+        if (one) failed |= check_digests_over_calls(from, crews[one]), free_crew(crews[one]);
+    }
     free(from), free(to), free(expected);
     printf("%d ways, %d rounds each: %s\n", ways, rounds, failed ? "failed" : "ok");
     return failed;

@@ -32,16 +32,23 @@ WAIT_S = 30.0
 CHECK = Path(__file__).with_name("native_copies_check.c")
 HEADERS = Path(copy_kernel.__file__).parent
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+RACES = ("-O1", "-g", "-fsanitize=thread", "-DMEMORY_BYTES=1048576")
 
 
-@pytest.fixture(params=[*native.ways(), "by measurement", "second pass", "python"], scope="module")
+CREWS = {"a crew": False, "a crew and its caller": True}
+
+
+@pytest.fixture(params=[*native.ways(), "by measurement", *CREWS, "second pass", "python"], scope="module")
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return each kernel, the native one with each way that this processor has."""
+    """Return each kernel, the native one with each way that this processor has, and with crews of three threads."""
     if request.param == "python":
         yield PythonKernel()
         return
     native.use(request.param if request.param in native.ways() else None)
+    if request.param in CREWS:
+        native.serve(native.new_crew(3, b"", callers_help=CREWS[request.param]), 3)
     yield SecondPassKernel(native) if request.param == "second pass" else native
+    native.serve(None, 1)
     native.use(None)
 
 
@@ -203,10 +210,28 @@ def test_it_copies_without_the_lock_of_the_interpreter(way: str) -> None:
     assert done_by_now < done[0] == rounds
 
 
+@pytest.mark.parametrize("threads", [0, 65, -1])
+def test_a_crew_of_none_or_of_too_many_is_refused(threads: int) -> None:
+    with pytest.raises((ValueError, OverflowError)):
+        native.new_crew(threads, b"")
+
+
+def test_what_is_no_crew_and_no_gate_is_refused() -> None:
+    with pytest.raises(ValueError, match="PyCapsule"):
+        native.serve("no crew", 1)
+    for call in (native.shut_gate, native.open_gate):
+        with pytest.raises(ValueError, match="PyCapsule"):
+            call("no gate")
+
+
 @pytest.mark.parametrize(
     ("compiler", "flags", "emulator"),
-    [("gcc", SANITIZED, ()), ("aarch64-linux-gnu-gcc", ("-O3", "-static"), ("qemu-aarch64",))],
-    ids=["sanitizers", "aarch64"],
+    [
+        ("gcc", SANITIZED, ()),
+        ("gcc", RACES, ()),
+        ("aarch64-linux-gnu-gcc", ("-O3", "-static"), ("qemu-aarch64",)),
+    ],
+    ids=["sanitizers", "races", "aarch64"],
 )
 def test_every_way_alone(
     compiler: str, flags: tuple[str, ...], emulator: tuple[str, ...], tmp_path: Path, require: Require
@@ -214,7 +239,9 @@ def test_every_way_alone(
     """The C code without Python: it touches only what is its own, and another processor does the same."""
     require(all(map(shutil.which, (compiler, *emulator))), f"{' and '.join((compiler, *emulator))}")
     program = tmp_path / "check"
-    subprocess.run([compiler, *flags, "-Wno-unused-function", f"-I{HEADERS}", CHECK, "-o", program], check=True)
+    subprocess.run(
+        [compiler, *flags, "-Wno-unused-function", "-pthread", f"-I{HEADERS}", CHECK, "-o", program], check=True
+    )
     told = subprocess.run([*emulator, program, "30"], capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stdout + told.stderr
     assert told.stdout.rstrip().endswith(": ok")

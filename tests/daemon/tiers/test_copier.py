@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, TierCopier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.pools.copy_kernel import new_crew
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
@@ -226,7 +227,7 @@ def run_with(step_bytes: int, test: object) -> None:
     async def run() -> None:
         with pytest.MonkeyPatch.context() as patch:
             fix_steps(patch, step_bytes)
-            async with site() as made:
+            async with site(crew=new_crew(2, b"")) as made:
                 await test(made)  # type: ignore[operator]
 
     asyncio.run(run())
@@ -270,8 +271,9 @@ def test_what_was_offloaded_comes_back_to_other_pages_and_a_flipped_bit_is_named
 pytestmark = pytest.mark.anyio
 
 
-async def test_several_threads_share_a_large_job() -> None:
-    async with site(threads=3) as one:
+@pytest.mark.parametrize("with_crew", [False, True], ids=["alone", "crew"])
+async def test_several_threads_share_a_large_job(*, with_crew: bool) -> None:
+    async with site(threads=3, crew=new_crew(3, b"") if with_crew else None) as one:
         region = HostRegion.create("large", PAGES * MIB)
         region.view()[:] = np.random.default_rng(0).integers(0, 256, PAGES * MIB, np.uint8)
         job = BlockJob("offload", one.job(region).segments, one.arena)
@@ -312,7 +314,7 @@ def _steps_of_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fix_steps(patch: pytest.MonkeyPatch, step_bytes: int) -> None:
-    for name in ("MIN_STEP_BYTES", "MAX_STEP_BYTES", "MAX_QUIET_STEP_BYTES", "FIRST_STEP_BYTES"):
+    for name in ("MIN_STEP_BYTES", "MAX_STEP_BYTES", "MAX_CREW_STEP_BYTES", "FIRST_STEP_BYTES"):
         patch.setattr(copier_module, name, step_bytes)
 
 
@@ -397,25 +399,21 @@ async def test_steps_grow_and_shrink_to_what_a_millisecond_copies(mib_per_s: int
         assert max(step.size_bytes for step in region.steps[-4:]) == expected
 
 
-async def test_steps_in_host_memory_are_longer_while_no_transfer_is_about() -> None:
-    time_s = 100.0
+@pytest.mark.parametrize(("with_crew", "expected"), [(False, 2 * MIB), (True, 10 * MIB)], ids=["alone", "crew"])
+async def test_steps_of_a_crew_are_longer_as_they_stop_for_transfers(*, with_crew: bool, expected: int) -> None:
+    time_s = 0.0
 
     def copied(step: BlockStep) -> None:
         nonlocal time_s
         time_s += step.size_bytes / (2600 * MIB)
 
-    async with site(threads=1, clock=lambda: time_s) as one:
+    crew = new_crew(1, b"") if with_crew else None
+    async with site(threads=1, clock=lambda: time_s, crew=crew) as one:
         region = _ScriptedRegion()
         region.device, region.on_begin = HOST, copied
-        sizes = []
-        for transfers in range(3):
-            for _ in range(transfers):
-                one.scheduler.transfer_began()
-                one.scheduler.transfer_ended()
+        for _ in range(2):
             assert await one.run(one.job(region, 39)) is None
-            sizes.append(max(step.size_bytes for step in region.steps[-2:]))
-        assert sizes[0] == 10 * MIB, "four milliseconds"
-        assert sizes[1:] == [2 * MIB, 2 * MIB], "0.8 of one: the next transfer may be about to begin"
+        assert max(step.size_bytes for step in region.steps[-2:]) == expected, "0.8 and 4 milliseconds"
 
 
 # -- ends

@@ -27,6 +27,7 @@ from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Blocks, make_plan
 from kvferry.pools.pool import Pool
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
 from kvferry.protocol.manifests import Entry, MhaSpec
 from tests.region_bytes import read_region, write_region
@@ -63,7 +64,12 @@ class Site:
     """Two pools, a transport between them, and what it reports."""
 
     def __init__(
-        self, copy: CopyBlocks, *, threads: int = 2, chunk_bytes: int = ONE_BLOCK, at_once_s: float = 0
+        self,
+        copy: CopyBlocks,
+        *,
+        threads: int = 2,
+        chunk_bytes: int = ONE_BLOCK,
+        at_once_s: float = 0,
     ) -> None:
         self.harness = TransferHarness()
         self.source, self.destination = (
@@ -74,7 +80,11 @@ class Site:
         self.threads: set[int] = set()
         self._news = asyncio.Event()
         self.transport = LocalTransport(
-            asyncio.get_running_loop(), threads=threads, chunk_bytes=chunk_bytes, at_once_s=at_once_s, copy=copy
+            asyncio.get_running_loop(),
+            threads=threads,
+            chunk_bytes=chunk_bytes,
+            at_once_s=at_once_s,
+            copy=copy,
         )
 
     def op(self, number: int, first: int, count: int) -> StartOp:
@@ -468,6 +478,41 @@ async def test_a_transfer_has_as_many_threads_as_were_found_to_help(monkeypatch:
             most.append(copy.most)
         assert most == [1, 2, 4]
         assert site.reports == [(number, None) for number in range(3)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(thread_count, "MIN_BYTES", 1)  # so that several numbers of threads are tried
+    count, ops = 32, 4
+    spec = MhaSpec(layers=1, tokens=16 * count * ops, page_size=16, kv_heads=8, head_dim=128, dtype="float32")
+    manifest = manifest_of(spec)
+    source, destination = (HostRegion.create(name, manifest.region_bytes) for name in ("source", "destination"))
+    source.view()[:] = np.random.default_rng(1).integers(0, 256, manifest.region_bytes, np.uint8)
+    pools = [Pool(0, name, manifest, region) for name, region in (("source", source), ("destination", destination))]
+    pairing = pair_entries(manifest.entries, manifest.entries)
+    reports: asyncio.Queue[tuple[int, KvferryError | None]] = asyncio.Queue()
+
+    def start(number: int, ids: PageIds) -> None:
+        op = StartOp(number, pools[0], pools[1], (make_plan(pairing, ids, ids[::-1]),))
+        transport.start(op, lambda op_id, error: reports.put_nowait((op_id, error)))
+
+    crew = copy_kernel.new_crew(threads, b"", callers_help=True)
+    transport = LocalTransport(asyncio.get_running_loop(), threads=threads, copy=copy_kernel.copy, crew=crew)
+    try:
+        for ids in (np.arange(1, count * ops + 1).reshape(ops, count), np.arange(1, count * ops + 1)[None]):
+            destination.view()[:] = 0
+            for number, its in enumerate(ids):
+                start(number, its)
+            assert sorted([await reports.get() for _ in ids]) == [(number, None) for number in range(len(ids))]
+            for entry in manifest.entries:
+                sent, arrived = (
+                    one.view()[entry.base :][: entry.pages * entry.page_bytes].reshape(entry.pages, -1)
+                    for one in (source, destination)
+                )
+                assert all(np.array_equal(arrived[its], sent[its[::-1]]) for its in ids)
+                assert not arrived[0].any()
+    finally:
+        await asyncio.get_running_loop().run_in_executor(None, transport.close)
 
 
 async def test_without_the_native_copy_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,213 @@
+/* Threads that make the copies of others, and never need Python's lock: so they may run when nobody else wants to, without
+   anybody who waits for that lock waiting for them. Several share a large call: each takes some blocks of it at a time. */
+
+#ifndef KVFERRY_NATIVE_CREW_H
+#define KVFERRY_NATIVE_CREW_H
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "native_copies.h"
+
+#ifndef SHARE_BYTES /* tests have smaller ones */
+#define SHARE_BYTES (1 << 20)
+#endif
+
+enum {
+    SHARE = SHARE_BYTES, /* bytes that a thread takes at a time: what one does more than the others at the end */
+    MOST_IN_CREW = 64
+};
+
+/* One call, in parts. The first part are the rows up to the first end, and those behind the last one: both use the caller's
+   hash, which may have seen what came before. The others are whole blocks, and use a hash of their thread's. */
+typedef struct Task {
+    Call *call;
+    GivingWay giving_way;
+    size_t next_row, next_end; /* what nobody has begun; row 0 stands for the first part */
+    size_t stop_row;
+    unsigned at_it, wanted;
+    int done;
+    struct Task *next;
+} Task;
+
+typedef struct {
+    size_t first, stop, first_end, stop_end;
+} Part;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t work, done;
+    struct Member *members;
+    unsigned count;
+    int closing;
+    int callers_help; /* with what is not hashed: their threads are no more urgent than those here */
+    Task *first;
+    char scheduling[64]; /* struct sched_attr of its threads, which begins with its size; 0: as whoever makes it */
+} Crew;
+
+typedef struct Member {
+    Crew *crew;
+    void *hash; /* NULL where no library has one */
+    pthread_t thread;
+} Member;
+
+static int is_begun(const Task *task) { return task->next_row >= task->stop_row; }
+
+/* Takes the next part of a task, which has one. Needs the lock. */
+static Part take_part(Task *task) {
+    const Digests *into = task->call->into;
+    Part part = {task->next_row, task->next_row, task->next_end, task->next_end};
+    if (task->call->class >= 0) { /* tries all ways, on one thread */
+        part.stop = task->stop_row;
+    } else if (into && !part.first_end) {
+        part.stop = into->count ? (size_t)into->ends[0] : task->stop_row;
+        part.stop_end = into->count ? 1 : 0;
+    } else {
+        for (uint64_t bytes = 0; part.stop < task->stop_row && bytes < SHARE;) {
+            size_t stop = into ? (size_t)into->ends[part.stop_end++] : part.stop + 1;
+            for (; part.stop < stop; part.stop++) bytes += bytes_of(task->call->copies, part.stop);
+        }
+    }
+    while (into && part.stop_end && part.stop_end < into->count && (size_t)into->ends[part.stop_end] == part.stop)
+        part.stop_end++; /* of nothing */
+    task->next_row = part.stop, task->next_end = part.stop_end;
+    return part;
+}
+
+static void do_part(Call *call, Part part, void *own_hash) {
+    if (call->class >= 0) {
+        do_call(call);
+        return;
+    }
+    if (!call->into) {
+        do_rows(call->copies, part.first, part.stop, call->way, NULL);
+        return;
+    }
+    Digests some = *call->into;
+    some.ends += part.first_end, some.digests += part.first_end;
+    some.count = part.stop_end - part.first_end, some.ended = 0;
+    if (part.first_end) some.state = own_hash;
+    do_rows(call->copies, part.first, part.stop, call->way, &some);
+    size_t end = call->into->count ? (size_t)call->into->ends[call->into->count - 1] : call->copies->count;
+    if (!part.first_end && end < call->copies->count) do_rows(call->copies, end, call->copies->count, call->way, &some);
+}
+
+/* Returns the task with work left that the fewest are at; the first of several. */
+static Task *task_to_do(const Crew *crew) {
+    Task *found = NULL;
+    for (Task *task = crew->first; task; task = task->next)
+        if (!is_begun(task) && task->at_it < task->wanted && (!found || task->at_it < found->at_it)) found = task;
+    return found;
+}
+
+static void append(Crew *crew, Task *task) {
+    Task **at = &crew->first;
+    while (*at) at = &(*at)->next;
+    task->next = NULL;
+    *at = task;
+}
+
+static void take_out(Crew *crew, const Task *task) {
+    Task **at = &crew->first;
+    while (*at != task) at = &(*at)->next;
+    *at = task->next;
+}
+
+/* Does the next part of a task. Needs the lock, and is without it meanwhile. */
+static void work_at(Crew *crew, Task *task, void *own_hash) {
+    Part part = take_part(task);
+    task->at_it++;
+    take_out(crew, task); /* the others first, next time */
+    append(crew, task);
+    pthread_mutex_unlock(&crew->lock);
+    do_part(task->call, part, own_hash);
+    pthread_mutex_lock(&crew->lock);
+    if (--task->at_it || !is_begun(task)) return;
+    take_out(crew, task);
+    task->done = 1;
+    pthread_cond_broadcast(&crew->done);
+}
+
+static void *work_in_crew(void *argument) {
+    Member *self = argument;
+    Crew *crew = self->crew;
+    if (*crew->scheduling) syscall(SYS_sched_setattr, 0, crew->scheduling, 0); /* or as it is, where it may not */
+    pthread_mutex_lock(&crew->lock);
+    while (!crew->closing) {
+        Task *task = task_to_do(crew);
+        if (task) {
+            giving_way = task->giving_way;
+            work_at(crew, task, self->hash);
+        } else {
+            pthread_cond_wait(&crew->work, &crew->lock);
+        }
+    }
+    pthread_mutex_unlock(&crew->lock);
+    return NULL;
+}
+
+/* Lets `wanted` threads, of a crew if they are several or callers do not help, make a call, and waits for its end. Does not
+   need the interpreter's lock. */
+static void do_by_crew(Crew *crew, Call *call, unsigned wanted) {
+    const Digests *into = call->into;
+    int helps = crew->callers_help && !into;
+    Task task = {.call = call, .giving_way = giving_way, .wanted = wanted};
+    task.stop_row = into && into->count && call->class < 0 ? (size_t)into->ends[into->count - 1] : call->copies->count;
+    if (call->bytes <= SHARE || !task.stop_row || (helps && (wanted == 1 || call->class >= 0))) {
+        do_call(call);
+        return;
+    }
+    begin_giving_way(&task.giving_way);
+    pthread_mutex_lock(&crew->lock);
+    append(crew, &task);
+    if (wanted > 1)
+        pthread_cond_broadcast(&crew->work);
+    else
+        pthread_cond_signal(&crew->work);
+    while (helps && !is_begun(&task)) work_at(crew, &task, NULL);
+    while (!task.done) pthread_cond_wait(&crew->done, &crew->lock);
+    pthread_mutex_unlock(&crew->lock);
+}
+
+/* Ends the threads of a crew for which nobody waits, and frees it. */
+static void free_crew(Crew *crew) {
+    pthread_mutex_lock(&crew->lock);
+    crew->closing = 1;
+    pthread_cond_broadcast(&crew->work);
+    pthread_mutex_unlock(&crew->lock);
+    for (unsigned one = 0; one < crew->count; one++) {
+        pthread_join(crew->members[one].thread, NULL);
+        if (crew->members[one].hash) hash.free(crew->members[one].hash);
+    }
+    pthread_cond_destroy(&crew->work), pthread_cond_destroy(&crew->done), pthread_mutex_destroy(&crew->lock);
+    free(crew->members), free(crew);
+}
+
+static int add_member(Crew *crew) {
+    Member *member = &crew->members[crew->count];
+    member->crew = crew;
+    if (hash.create) {
+        member->hash = hash.create();
+        if (!member->hash) return 0;
+        hash.reset(member->hash);
+    }
+    if (!pthread_create(&member->thread, NULL, work_in_crew, member)) return 1;
+    if (member->hash) hash.free(member->hash);
+    return 0;
+}
+
+/* Returns a crew of so many threads; NULL where there is no memory, or no thread. See `Crew`. */
+static Crew *new_crew(unsigned count, const char *scheduling, size_t bytes, int callers_help) {
+    Crew *crew = calloc(1, sizeof *crew);
+    if (!crew) return NULL;
+    crew->callers_help = callers_help;
+    memcpy(crew->scheduling, scheduling, bytes < sizeof crew->scheduling ? bytes : sizeof crew->scheduling);
+    pthread_mutex_init(&crew->lock, NULL), pthread_cond_init(&crew->work, NULL), pthread_cond_init(&crew->done, NULL);
+    crew->members = calloc(count, sizeof *crew->members);
+    while (crew->members && crew->count < count && add_member(crew)) crew->count++;
+    if (crew->count == count) return crew;
+    free_crew(crew);
+    return NULL;
+}
+
+#endif
