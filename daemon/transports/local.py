@@ -274,7 +274,7 @@ class LocalTransport:
         if self._closing or op.checksums or not self._budget.allows(count, size_bytes):
             return None
         is_there = _is_populated(op.source) and _is_populated(op.destination)
-        return _small_blocks(op, self._chunk_bytes) if is_there else None
+        return _blocks_of_one_chunk(op, self._chunk_bytes) if is_there else None
 
     def _work(self) -> None:
         be_as_others()
@@ -318,7 +318,7 @@ class LocalTransport:
 
     def _expand(self, job: _Job) -> _CopyChunk | None:
         """Expand the next part of a transfer op, and return its first chunk; meanwhile no other thread has the job."""
-        blocks = None if job.expansion or job.checking else _small_blocks(job.op, self._chunk_bytes)
+        blocks = None if job.expansion or job.checking else _blocks_of_one_chunk(job.op, self._chunk_bytes)
         if blocks is not None:
             job.expansion, chunks = _NO_MORE, deque[_CopyChunk]([blocks])
         else:
@@ -506,9 +506,9 @@ class _Expansion:
         return chunks
 
 
-def _small_blocks(op: StartOp, chunk_bytes: int) -> Blocks | None:
+def _blocks_of_one_chunk(op: StartOp, chunk_bytes: int) -> Blocks | None:
     """Return all of an op that is one part of one chunk, as most are, and without more ado; None where it is not."""
-    if len(op.plans) != 1 or not 0 < op.plans[0].total_bytes <= min(chunk_bytes, MAX_BLOCK_BYTES):
+    if len(op.plans) != 1 or not 0 < op.plans[0].total_bytes <= chunk_bytes:
         return None
     source, destination, plan = _region(op.source), _region(op.destination), op.plans[0]
     if (
@@ -520,7 +520,7 @@ def _small_blocks(op: StartOp, chunk_bytes: int) -> Blocks | None:
     blocks = whole_blocks(plan)
     blocks[:, 0] += np.uint64(source.address)
     blocks[:, 1] += np.uint64(destination.address)
-    return blocks
+    return blocks if plan.total_bytes <= MAX_BLOCK_BYTES else split_blocks(blocks, MAX_BLOCK_BYTES)
 
 
 def _is_populated(pool: SourcePool) -> bool:
