@@ -185,8 +185,10 @@ class TransferService:
         try:
             self._state_machine.op_done(op_id, error, time.monotonic())
         finally:
-            self._op_ended(op_id)
-            self.execute()
+            try:
+                self.execute()
+            finally:
+                self._op_ended(op_id)  # what copies in the background goes on once the engines are told
 
     async def drained(self) -> None:
         """Return once no transfer is live and the last events are queued for sending."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -294,6 +295,7 @@ class TierCopier:
         self._alone: _Running | None = None
         self._thread_count = ThreadCount(threads)
         self._crew = crew
+        self._processors = len(os.sched_getaffinity(0))
         self._queues: dict[OperationClass, deque[_Slot]] = {one: deque() for one in OperationClass}
         self._changed = threading.Condition()
         self._closing = False
@@ -409,7 +411,7 @@ class TierCopier:
         """Begin a step. On an error, fail the job, and release the shard unless it is ``kept``."""
         began_s = self._clock()
         if self._crew is not None:
-            self._crew.serve(slot.running.trial.threads)
+            self._crew.serve(self._threads_for(slot.running))
         try:
             return _InFlightStep(slot, step, slot.shard.begin(step), began_s)
         except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported forever
@@ -447,6 +449,11 @@ class TierCopier:
         if shard.device == HOST and self._crew is not None:
             step_s, max_bytes = CREW_STEP_S, MAX_CREW_STEP_BYTES
         return int(min(max(speed * step_s // MIN_STEP_BYTES * MIN_STEP_BYTES, MIN_STEP_BYTES), max_bytes))
+
+    def _threads_for(self, running: _Running) -> int:
+        """Return how many of the crew share the next step: while transfers are about, a processor is left to them."""
+        threads = running.trial.threads
+        return threads if self._scheduler.quiet else min(threads, max(1, self._processors - 1))
 
     def _should_stop_waiting(self, slot: _Slot) -> bool:
         """Return whether to stop waiting for a shard's turn. Called with the scheduler locked, so it takes no lock."""

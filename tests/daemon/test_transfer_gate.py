@@ -101,6 +101,26 @@ async def test_each_of_several_ops_counts(heard: list[str], made: list[Scheduler
         assert under_way(made) == 0
 
 
+async def test_engines_are_told_before_what_gave_way_goes_on(heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    send = ControlSocket.send
+
+    def noted(self: ControlSocket, identity: bytes, frames: Frames, *, more: bool = False) -> bool:
+        message, _ = decode_from_daemon([bytes(one) for one in frames])
+        heard.append(type(message.body).__name__)
+        return send(self, identity, frames, more=more)
+
+    monkeypatch.setattr(ControlSocket, "send", noted)
+    async with client_of_one(ON_THREADS) as (client, _):
+        request_id = new_request_id()
+        receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
+        sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
+        for one in (receiving, sending):
+            await client.wait_settled(one)
+    told = [number for number, one in enumerate(heard) if one in {"Finished", "Settled", "Together"}]
+    assert heard.index("copy") < min(told)
+    assert max(told) < heard.index("ended"), heard
+
+
 @pytest.mark.parametrize("begins", [False, True])
 async def test_an_op_whose_transport_raises_does_not_count_for_ever(
     heard: list[str], made: list[Scheduler], monkeypatch: pytest.MonkeyPatch, *, begins: bool

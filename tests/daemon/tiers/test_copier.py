@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, TierCopier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
-from kvferry.pools.copy_kernel import new_crew
+from kvferry.pools.copy_kernel import Crew, new_crew
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
@@ -414,6 +414,33 @@ async def test_steps_of_a_crew_are_longer_as_they_stop_for_transfers(*, with_cre
         for _ in range(2):
             assert await one.run(one.job(region, 39)) is None
         assert max(step.size_bytes for step in region.steps[-2:]) == expected, "0.8 and 4 milliseconds"
+
+
+class _NotedCrew(Crew):
+    """A crew that copies nothing, and notes how many threads are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.asked: list[int] = []
+
+    def serve(self, threads: int) -> None:
+        """Note it."""
+        self.asked.append(threads)
+
+
+async def test_while_transfers_are_about_a_processor_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copier_module.os, "sched_getaffinity", lambda _: {0, 1, 2})  # type: ignore[attr-defined]
+    crew = _NotedCrew()
+    async with site(threads=4, crew=crew) as one:
+        region = _ScriptedRegion()
+        region.device = HOST
+        assert await one.run(one.job(region, 20)) is None
+        assert {*crew.asked} == {4}
+        one.scheduler.transfer_began()
+        one.scheduler.transfer_ended()
+        crew.asked.clear()
+        assert await one.run(one.job(region, 20)) is None
+        assert {*crew.asked} == {2}
 
 
 # -- ends
