@@ -21,7 +21,7 @@ from benchmarks.pools import KIB, MIB, check_last_pages, regions
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.daemon.transfer.registry import StartOp
-from kvferry.daemon.transports.local import LocalTransport, best_copy
+from kvferry.daemon.transports.local import LocalTransport
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import lay_out
@@ -77,7 +77,7 @@ class Copier:
         self._loop = loop
         self._ended: asyncio.Future[KvferryError | None] = loop.create_future()
         self._op_ids = itertools.count(1)
-        self.transport = LocalTransport(loop, threads=Tuning().copy_threads, copy=best_copy())
+        self.transport = LocalTransport.as_fast_as_here(loop, threads=Tuning().copy_threads)
 
     def measure(self, name: str, order: str, size_mib: int, effort: Effort) -> Row:
         """Return the row of one order of pages and one amount."""

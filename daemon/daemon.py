@@ -38,7 +38,7 @@ from kvferry.daemon.process.inherited import Inherited, take_inherited
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.process.threads import started_threads
-from kvferry.daemon.process.time_slices import as_others, be_as_others, be_prompt
+from kvferry.daemon.process.time_slices import be_as_others, be_prompt
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
@@ -52,7 +52,7 @@ from kvferry.daemon.services.verification import Verification
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
-from kvferry.daemon.transports.local import AT_ONCE_S, LocalTransport, best_copy
+from kvferry.daemon.transports.local import AT_ONCE_S, LocalTransport
 from kvferry.daemon.transports.network_memory import NetworkMemory, NetworkTuning, open_network
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
@@ -222,13 +222,7 @@ class Daemon:
             KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes),
             tuning.whole_below_bytes,
         )
-        self._transport = LocalTransport(
-            loop,
-            threads=tuning.copy_threads,
-            at_once_s=tuning.at_once_s,
-            copy=best_copy(),
-            crew=copy_kernel.new_crew(tuning.copy_threads, as_others(), callers_help=True),
-        )
+        self._transport = LocalTransport.as_fast_as_here(loop, threads=tuning.copy_threads, at_once_s=tuning.at_once_s)
         self._executor = started_threads(tuning.copy_threads, "network", initializer=be_as_others)
         self._network = network
         self._remote = RemoteTransports(

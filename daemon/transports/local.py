@@ -25,7 +25,7 @@ import structlog
 
 from kvferry.daemon.control.metrics import about
 from kvferry.daemon.process.thread_count import ThreadCount, Trial
-from kvferry.daemon.process.time_slices import be_as_others
+from kvferry.daemon.process.time_slices import as_others, be_as_others
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePool
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.arrival import check_arrived
@@ -226,6 +226,14 @@ class LocalTransport:
         ]
         for thread in self._threads:
             thread.start()
+
+    @classmethod
+    def as_fast_as_here(
+        cls, loop: asyncio.AbstractEventLoop, *, threads: int, at_once_s: float = AT_ONCE_S
+    ) -> LocalTransport:
+        """Return one that copies as fast as it can here, on so many threads."""
+        crew = copy_kernel.new_crew(threads, as_others(), callers_help=True)
+        return cls(loop, threads=threads, at_once_s=at_once_s, copy=best_copy(), crew=crew)
 
     def __repr__(self) -> str:
         """Show the number of transfer ops in progress."""
