@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.errors import ConfigError, OutOfMemoryError
 
 Copies: TypeAlias = npt.NDArray[np.uint64]
 """``(n, 3)`` or ``(n, 6)`` uint64, see above; any strides. Sources and destinations do not overlap."""
@@ -81,7 +81,7 @@ class Kernel(Protocol):
         """Open a gate, and wake who waits at it."""
 
     def give_way(self, gate: GateState | None, patience_s: float, /) -> None:
-        """Let the calling thread's copies wait while a gate is shut, at most so many seconds a call; None: never."""
+        """Let the calling thread's copies wait while a gate is shut, until so long after a call began; None: never."""
 
     def new_crew(self, threads: int, scheduling: bytes, /, *, callers_help: bool = False) -> CrewState | None:
         """Return so many threads that can copy for others; None where there are none. See ``new_crew`` below."""
@@ -283,7 +283,7 @@ class Gate:
 
     @contextlib.contextmanager
     def giving_way(self, patience_s: float) -> Iterator[None]:
-        """Let the calling thread's copies wait in this block while the gate is shut, at most so long a call."""
+        """Let the calling thread's copies wait in this block while the gate is shut, until so long after each began."""
         _KERNEL.give_way(self._state, patience_s)
         try:
             yield
@@ -324,9 +324,14 @@ def new_crew(threads: int, scheduling: bytes, *, callers_help: bool = False) -> 
         callers_help: whether threads that it serves copy, too, instead of waiting; not what is hashed.
 
     Raises:
-        MemoryError: the system gives no more memory, or threads.
+        OutOfMemoryError: the system gives no more memory, or threads.
     """
-    state = _KERNEL.new_crew(threads, scheduling, callers_help=callers_help)
+    try:
+        state = _KERNEL.new_crew(threads, scheduling, callers_help=callers_help)
+    except MemoryError as cause:
+        raise OutOfMemoryError(
+            f"no {threads} threads that copy", remedy="allow more threads (TasksMax, ulimit -u) or memory"
+        ) from cause
     return None if state is None else Crew(state)
 
 

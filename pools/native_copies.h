@@ -272,7 +272,7 @@ enum { SPIN_NS = 20000 }; /* what is copied at once is over sooner than a thread
 
 typedef struct {
     Gate *gate; /* NULL: gives way to nobody */
-    double patience_ns, until_ns;
+    double patience_ns, until_ns, waited_ns;
 } GivingWay;
 
 static _Thread_local GivingWay giving_way;
@@ -290,6 +290,7 @@ static void wait_at(Gate *gate) {
         syscall(SYS_futex, &gate->shut, FUTEX_WAIT_PRIVATE, 1, &left, NULL, 0);
         __atomic_sub_fetch(&gate->waiting, 1, __ATOMIC_SEQ_CST);
     }
+    giving_way.waited_ns += at_ns - began_ns;
 }
 
 /* Begins a call, which waits for so long at most. */
@@ -487,9 +488,10 @@ static void do_call(Call *call) {
         size_t first = done;
         uint64_t bytes = 0;
         for (; done < count && bytes < PIECE; done++) bytes += bytes_of(call->copies, done);
-        double begun_ns = now_ns();
+        double begun_ns = now_ns() - giving_way.waited_ns;
         do_rows(call->copies, first, done, trying, call->into);
-        if (bytes >= STREAMED) note(&call->found, trying, (now_ns() - begun_ns) / (double)bytes);
+        if (bytes >= STREAMED)
+            note(&call->found, trying, (now_ns() - giving_way.waited_ns - begun_ns) / (double)bytes);
     }
     if (done == count) return;
     do_rows(call->copies, done, count, call->class < 0 ? call->way : best(&call->found), call->into);

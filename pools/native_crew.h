@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 
 #include "native_copies.h"
 
@@ -15,7 +16,8 @@
 
 enum {
     SHARE = SHARE_BYTES, /* bytes that a thread takes at a time: what one does more than the others at the end */
-    MOST_IN_CREW = 64
+    MOST_IN_CREW = 64,
+    NICE_AT = 16 /* in struct sched_attr */
 };
 
 /* One call, in parts. The first part are the rows up to the first end, and those behind the last one: both use the caller's
@@ -39,6 +41,7 @@ typedef struct {
     pthread_cond_t work, done;
     struct Member *members;
     unsigned count;
+    pid_t process; /* a child that was forked has none of its threads */
     int closing;
     int callers_help; /* with what is not hashed: their threads are no more urgent than those here */
     Task *first;
@@ -131,7 +134,11 @@ static void work_at(Crew *crew, Task *task, void *own_hash) {
 static void *work_in_crew(void *argument) {
     Member *self = argument;
     Crew *crew = self->crew;
-    if (*crew->scheduling) syscall(SYS_sched_setattr, 0, crew->scheduling, 0); /* or as it is, where it may not */
+    if (*crew->scheduling && syscall(SYS_sched_setattr, 0, crew->scheduling, 0)) { /* it may not: be as nice at least */
+        int32_t nice;
+        memcpy(&nice, crew->scheduling + NICE_AT, sizeof nice);
+        setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), nice);
+    }
     pthread_mutex_lock(&crew->lock);
     while (!crew->closing) {
         Task *task = task_to_do(crew);
@@ -151,13 +158,14 @@ static void *work_in_crew(void *argument) {
 static void do_by_crew(Crew *crew, Call *call, unsigned wanted) {
     const Digests *into = call->into;
     int helps = crew->callers_help && !into;
+    begin_giving_way(&giving_way);
     Task task = {.call = call, .giving_way = giving_way, .wanted = wanted};
     task.stop_row = into && into->count && call->class < 0 ? (size_t)into->ends[into->count - 1] : call->copies->count;
-    if (call->bytes <= SHARE || !task.stop_row || (helps && (wanted == 1 || call->class >= 0))) {
+    int is_alone = helps && (wanted == 1 || call->class >= 0 || call->bytes <= SHARE);
+    if (!task.stop_row || is_alone || crew->process != getpid()) {
         do_call(call);
         return;
     }
-    begin_giving_way(&task.giving_way);
     pthread_mutex_lock(&crew->lock);
     append(crew, &task);
     if (wanted > 1)
@@ -171,6 +179,7 @@ static void do_by_crew(Crew *crew, Call *call, unsigned wanted) {
 
 /* Ends the threads of a crew for which nobody waits, and frees it. */
 static void free_crew(Crew *crew) {
+    if (crew->process != getpid()) return;
     pthread_mutex_lock(&crew->lock);
     crew->closing = 1;
     pthread_cond_broadcast(&crew->work);
@@ -201,6 +210,7 @@ static Crew *new_crew(unsigned count, const char *scheduling, size_t bytes, int 
     Crew *crew = calloc(1, sizeof *crew);
     if (!crew) return NULL;
     crew->callers_help = callers_help;
+    crew->process = getpid();
     memcpy(crew->scheduling, scheduling, bytes < sizeof crew->scheduling ? bytes : sizeof crew->scheduling);
     pthread_mutex_init(&crew->lock, NULL), pthread_cond_init(&crew->work, NULL), pthread_cond_init(&crew->done, NULL);
     crew->members = calloc(count, sizeof *crew->members);

@@ -109,6 +109,12 @@ static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments, PyObjec
         PyErr_SetString(PyExc_ValueError, "there must be as many digests as ends");
         goto failed;
     }
+    for (Py_ssize_t one = 0; one < ends.shape[0]; one++) {
+        int64_t end = ((const int64_t *)ends.buf)[one];
+        if (end >= 0 && (size_t)end <= list.copies.count) continue;
+        PyErr_SetString(PyExc_ValueError, "an end is behind the last of the copies");
+        goto failed;
+    }
     Digests into = {.ends = ends.buf, .digests = digests.buf, .count = (size_t)ends.shape[0], .state = state};
     run(begin_call(&list.copies, &into, read_next));
 failed:

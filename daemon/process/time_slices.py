@@ -3,7 +3,8 @@
 Niceness alone is not enough: since Linux 6.6 the kernel lets a thread that runs finish its slice before one that
 wakes up has its turn (EEVDF, RUN_TO_PARITY), some milliseconds that the control loop and engines would wait. From 6.12
 on a thread that wakes up with a shorter slice does not wait. So the loop has the shortest slices that there are, and
-offloads and restores the longest; transfers have what all have.
+offloads and restores the longest; transfers have what all have. Threads that have Python's lock now and then should not
+be in the background: whoever wants that lock waits until they run.
 """
 
 from __future__ import annotations

@@ -144,6 +144,7 @@ class TransferService:
         self._limits = limits
         self._counters = counters
         self._under_way: set[int] = set()
+        self._ended: list[int] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -185,10 +186,8 @@ class TransferService:
         try:
             self._state_machine.op_done(op_id, error, time.monotonic())
         finally:
-            try:
-                self.execute()
-            finally:
-                self._op_ended(op_id)  # what copies in the background goes on once the engines are told
+            self._ended.append(op_id)
+            self.execute()
 
     async def drained(self) -> None:
         """Return once no transfer is live and the last events are queued for sending."""
@@ -381,6 +380,8 @@ class TransferService:
             for session in notified.values():
                 if session is not asking:
                     self._dispatcher.push_events(session)
+            while self._ended:  # what copies in the background goes on once engines are told
+                self._op_ended(self._ended.pop())
             self._set_timer()
             if any(True for _ in self._state_machine.endpoints):
                 self._idle.clear()

@@ -24,7 +24,7 @@ import structlog
 
 from kvferry.daemon.process.thread_count import ThreadCount, Trial
 from kvferry.daemon.process.time_slices import be_as_others, run_in_background
-from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Crew
 from kvferry.pools.devices.base import Arena, Hashed, Pending, Region
@@ -170,6 +170,7 @@ __all__ = ["BlockJob", "BlockSegment", "Digests", "TierCopier"]
 STEP_S: Final = 0.8e-3
 CREW_STEP_S: Final = 4e-3
 """Of a crew's steps, which stop while transfers copy: what a step costs besides its bytes is some 0.1 ms."""
+ANY_NUMBER: Final = -1
 MIN_STEP_BYTES: Final = 256 << 10
 MAX_STEP_BYTES: Final = 16 << 20
 MAX_CREW_STEP_BYTES: Final = 64 << 20
@@ -273,6 +274,8 @@ class _InFlightStep(NamedTuple):
     step: ShardStep
     pending: Pending
     began_s: float
+    transfers: int
+    """How many had begun when it did: another one since may have stopped it."""
 
 
 class TierCopier:
@@ -318,7 +321,7 @@ class TierCopier:
         kind = (job.kind, job.hashed, job.device)
         running = _Running(job, on_done, self._thread_count.begin(kind, job.total_bytes, alone=alone))
         self._alone = running if alone else None
-        most = 1 if self._crew is not None and job.device == HOST else running.trial.threads
+        most = 1 if self._crew is not None and self._crew_shares(job) else running.trial.threads
         shards = shards_of(job.kind, job.segments, running.arena, running.digests, most)
         with self._changed:
             self._running[id(job)] = running
@@ -352,7 +355,7 @@ class TierCopier:
             run_in_background()
         else:
             be_as_others()
-        with self._scheduler.giving_way(), contextlib.nullcontext() if self._crew is None else self._crew.serving():
+        with contextlib.nullcontext() if self._crew is None else self._crew.serving():
             self._take_steps()
 
     def _take_steps(self) -> None:
@@ -366,13 +369,15 @@ class TierCopier:
             begun: _InFlightStep | None = None
             if slot is not None:
                 step = slot.shard.take(self._step_bytes(slot.shard))
-                if not self._scheduler.try_begin(slot.running.job.operation_class, step.step.size_bytes):
+                grant = self._scheduler.try_begin(slot.running.job.operation_class, step.step.size_bytes)
+                if grant is None:
                     if in_flight is not None:  # complete it first: else this thread might wait for itself
                         done_s = self._complete(in_flight, done_s, keep=in_flight.slot is slot)
                         in_flight = None
-                    if not self._wait_for(slot, step):
+                    grant = self._wait_for(slot, step)
+                    if grant is None:
                         continue
-                begun = self._begin(slot, step, kept=in_flight is not None and in_flight.slot is slot)
+                begun = self._begin(slot, step, grant, kept=in_flight is not None and in_flight.slot is slot)
             if in_flight is not None:
                 done_s = self._complete(in_flight, done_s, keep=begun is not None and begun.slot is in_flight.slot)
             in_flight = begun
@@ -397,23 +402,26 @@ class TierCopier:
                 self._changed.wait()
         return None
 
-    def _wait_for(self, slot: _Slot, step: ShardStep) -> bool:
-        """Wait until the step may begin. Return False, with the shard released, once there is no point in waiting."""
-        granted = self._scheduler.begin(
+    def _wait_for(self, slot: _Slot, step: ShardStep) -> Grant | None:
+        """Wait until the step may begin. Return None, with the shard released, once there is no point in waiting."""
+        grant = self._scheduler.begin(
             slot.running.job.operation_class, step.step.size_bytes, lambda: self._should_stop_waiting(slot)
         )
-        if not granted:
+        if grant is None:
             slot.shard.put_back(step)
             self._release(slot)
-        return granted
+        return grant
 
-    def _begin(self, slot: _Slot, step: ShardStep, *, kept: bool) -> _InFlightStep | None:
+    def _begin(self, slot: _Slot, step: ShardStep, grant: Grant, *, kept: bool) -> _InFlightStep | None:
         """Begin a step. On an error, fail the job, and release the shard unless it is ``kept``."""
         began_s = self._clock()
+        # What stands still says nothing of how fast it is; a step that starts despite transfers does not.
+        transfers = ANY_NUMBER if not grant.patience_s else self._scheduler.transfers_begun
         if self._crew is not None:
             self._crew.serve(self._threads_for(slot.running))
         try:
-            return _InFlightStep(slot, step, slot.shard.begin(step), began_s)
+            with self._scheduler.giving_way(grant):
+                return _InFlightStep(slot, step, slot.shard.begin(step), began_s, transfers)
         except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported forever
             self._scheduler.end(slot.running.job.operation_class, step.step.size_bytes)
             self._fail(slot.running, _as_kvferry_error(cause))
@@ -433,11 +441,13 @@ class TierCopier:
         finally:
             self._scheduler.end(slot.running.job.operation_class, size_bytes)
         now_s = self._clock()
+        if not keep:
+            self._release(slot)
+        if in_flight.transfers not in {ANY_NUMBER, self._scheduler.transfers_begun}:
+            return now_s
         key = (slot.shard.kind, slot.running.job.segments[step.segment].region.device)
         speed = size_bytes / max(now_s - max(in_flight.began_s, done_s), 1e-6)
         self._speeds[key] = NEW_SPEED_WEIGHT * speed + (1 - NEW_SPEED_WEIGHT) * self._speeds.get(key, speed)
-        if not keep:
-            self._release(slot)
         return now_s
 
     def _step_bytes(self, shard: Shard) -> int:
@@ -446,9 +456,15 @@ class TierCopier:
         if speed is None:
             return FIRST_STEP_BYTES
         step_s, max_bytes = STEP_S, MAX_STEP_BYTES
-        if shard.device == HOST and self._crew is not None:
+        if shard.device == HOST and self._crew is not None and not self._scheduler.transfers:
             step_s, max_bytes = CREW_STEP_S, MAX_CREW_STEP_BYTES
         return int(min(max(speed * step_s // MIN_STEP_BYTES * MIN_STEP_BYTES, MIN_STEP_BYTES), max_bytes))
+
+    @staticmethod
+    def _crew_shares(job: BlockJob) -> bool:
+        """Return whether a crew shares each of a job's steps: whole blocks in host memory, many a step."""
+        largest_bytes = max((one.pages.layout.block_bytes for one in job.segments), default=0)
+        return job.device == HOST and largest_bytes <= MIN_SHARD_BYTES
 
     def _threads_for(self, running: _Running) -> int:
         """Return how many of the crew share the next step: while transfers are about, a processor is left to them."""

@@ -1,10 +1,10 @@
 """Scheduling of background steps: they give way to transfers, and to each other by class.
 
-A step is about a millisecond at most while transfers come and go. None begins while a transfer op is in flight or a
-higher class waits, and one that copies in host memory stops where it is; each class has a bound on its bytes in flight.
-So that steady transfers cannot starve a restore, a step that has waited for ``patience_s`` may start, or go on, despite
-them, one such step in that time. Waiters are woken and
-never poll. Knows nothing of what a step does. All methods are thread-safe.
+A step is about a millisecond, or some where it can stop. None begins while a transfer op is in flight or a higher class
+waits, and those that copy in host memory stop where they are; each class has a bound on its bytes in flight. So that
+steady transfers cannot starve a restore, a step that has waited for ``patience_s`` starts despite them, one such step
+in that time, and those that have stood still for so long go on. Waiters are woken and never poll. Knows nothing of what
+a step does. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvferry.pools.copy_kernel import Gate
 
@@ -33,6 +33,12 @@ class OperationClass(enum.IntEnum):
     RESTORE = 0
     OFFLOAD = 1
     DEMOTION = 2
+
+
+class Grant(NamedTuple):
+    """A step may begin; what it copies in host memory stands still until ``patience_s`` later while transfers copy."""
+
+    patience_s: float
 
 
 class _Ticket:
@@ -73,6 +79,7 @@ class Scheduler:
         self._wakers: set[Callable[[], None]] = set()
         self._waiting: dict[OperationClass, deque[_Ticket]] = {one: deque() for one in OperationClass}
         self._transfers = 0
+        self._transfers_begun = 0
         self._last_patient_s = float("-inf")
         self._last_transfer_s = float("-inf")
         self._closed = False
@@ -88,6 +95,11 @@ class Scheduler:
         return self._transfers
 
     @property
+    def transfers_begun(self) -> int:
+        """Return how many transfer ops have begun so far."""
+        return self._transfers_begun
+
+    @property
     def quiet(self) -> bool:
         """Return whether no transfer op is in flight, nor was one lately."""
         return not self._transfers and self._clock() - self._last_transfer_s > QUIET_S
@@ -100,6 +112,7 @@ class Scheduler:
     def transfer_began(self) -> None:
         """Count a transfer op as in flight."""
         with self._changed:
+            self._transfers_begun += 1
             self._transfers += 1  # no wake: waiters see it when they are woken next
             if self._transfers == 1 and not self._closed:
                 self._gate.shut()
@@ -114,25 +127,24 @@ class Scheduler:
                 self._gate.open()
                 self._wake()
 
-    def giving_way(self) -> contextlib.AbstractContextManager[None]:
-        """Let what the calling thread copies in host memory, in this block, stop while transfers are in flight.
+    def giving_way(self, grant: Grant) -> contextlib.AbstractContextManager[None]:
+        """Let what the calling thread copies in host memory for a step, in this block, stop for transfers."""
+        return self._gate.giving_way(grant.patience_s)
 
-        It stops for ``patience_s`` at most.
-        """
-        return self._gate.giving_way(self._patience_s or math.inf)
-
-    def try_begin(self, operation_class: OperationClass, size_bytes: int) -> bool:
-        """Begin a step if it may start now and none of its class waits; a True needs an ``end``."""
+    def try_begin(self, operation_class: OperationClass, size_bytes: int) -> Grant | None:
+        """Begin a step if it may start now and none of its class waits; a grant needs an ``end``."""
         with self._changed:
             if self._closed or self._waiting[operation_class]:
-                return False
+                return None
             now_s = self._clock()
             return self._start(_Ticket(operation_class, size_bytes, now_s), now_s)
 
-    def begin(self, operation_class: OperationClass, size_bytes: int, stopped: Callable[[], bool] = _never) -> bool:
-        """Block this thread until a step may start; a True needs an ``end``.
+    def begin(
+        self, operation_class: OperationClass, size_bytes: int, stopped: Callable[[], bool] = _never
+    ) -> Grant | None:
+        """Block this thread until a step may start; a grant needs an ``end``.
 
-        Return False, with no step begun, once ``stopped`` returns True or the scheduler is closed.
+        Return None, with no step begun, once ``stopped`` returns True or the scheduler is closed.
 
         Args:
             operation_class: the class to queue in.
@@ -142,10 +154,11 @@ class Scheduler:
         with self._changed, self._queued(operation_class, size_bytes) as ticket:
             while not (self._closed or stopped()):
                 now_s = self._clock()
-                if self._start(ticket, now_s):
-                    return True
+                grant = self._start(ticket, now_s)
+                if grant is not None:
+                    return grant
                 self._changed.wait(self._patience_left_s(ticket, now_s))
-            return False
+            return None
 
     async def begin_async(self, operation_class: OperationClass, size_bytes: int) -> bool:
         """Wait as ``begin`` does, on the running loop; False once the scheduler is closed. May be cancelled."""
@@ -163,7 +176,7 @@ class Scheduler:
                     if self._closed:
                         return False
                     now_s = self._clock()
-                    if self._start(ticket, now_s):
+                    if self._start(ticket, now_s) is not None:
                         return True
                     left_s = self._patience_left_s(ticket, now_s)
                     woken.clear()  # what happens from here on sets it again
@@ -209,10 +222,10 @@ class Scheduler:
                     self._waiting[operation_class].remove(ticket)
                     self._wake()
 
-    def _start(self, ticket: _Ticket, now_s: float) -> bool:
+    def _start(self, ticket: _Ticket, now_s: float) -> Grant | None:
         """Begin a step if it may start now, and remove it from its queue. Needs the lock."""
         if not self._may_start(ticket, now_s):
-            return False
+            return None
         tickets = self._waiting[ticket.operation_class]
         if self._transfers:
             self._last_patient_s = now_s
@@ -220,7 +233,8 @@ class Scheduler:
             tickets.popleft()
             self._wake()  # the next one of its class, or a lower class, may start as well
         self._in_flight[ticket.operation_class] += ticket.size_bytes
-        return True
+        # What starts despite transfers has waited for them already.
+        return Grant(0.0 if self._transfers else self._patience_s or math.inf)
 
     def _may_start(self, ticket: _Ticket, now_s: float) -> bool:
         operation_class, tickets = ticket.operation_class, self._waiting[ticket.operation_class]

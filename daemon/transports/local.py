@@ -74,7 +74,8 @@ LONG_BLOCK_BYTES: Final = 64 << 10
 CHUNK_BYTES: Final = 4 << 20
 """How much a thread copies between two looks at the queue: smaller is fairer, larger is a little faster."""
 CREW_CHUNK_BYTES: Final = 64 << 20
-"""The same where a crew copies, which is fair by itself: some milliseconds, so that a transfer op can be stopped."""
+"""The same where a crew copies, of a transfer op that is alone when it begins: some milliseconds, so that it can be
+stopped, and threads are left for those that begin meanwhile."""
 
 log = structlog.get_logger(__name__)
 
@@ -145,7 +146,8 @@ class _Job:
     It is in the queue at most once, and not while a thread expands its next part, or as many as it may have are at it.
     """
 
-    def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial, most_in_flight: int) -> None:
+    def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial, most_in_flight: int, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
         self.op = op
         self.on_done = on_done
         self.trial = trial
@@ -212,7 +214,7 @@ class LocalTransport:
         self._loop = loop
         self._copy = copy
         self._crew = crew
-        self._chunk_bytes = chunk_bytes or (CHUNK_BYTES if crew is None else CREW_CHUNK_BYTES)
+        self._chunk_bytes = chunk_bytes
         self._budget = LoopBudget(loop, at_once_s)
         self._thread_count = ThreadCount(threads)
         self._jobs: dict[int, _Job] = {}
@@ -253,10 +255,18 @@ class LocalTransport:
             alone = not self._jobs and not op.checksums and _is_populated(op.source) and _is_populated(op.destination)
             trial = self._thread_count.begin(kind, size_bytes, alone=alone)
             most = trial.threads if self._crew is None or not _is_within_host(op) else 1
-            job = _Job(op, on_done, trial, most)
+            job = _Job(op, on_done, trial, most, self._chunk_bytes_for(trial))
             self._alone = job if alone else None
             self._jobs[op.op_id] = job
             self._queue_up(job)
+
+    def _chunk_bytes_for(self, trial: Trial) -> int:
+        """Return how large the chunks of the next transfer op are. Needs the lock."""
+        if self._chunk_bytes is not None:
+            return self._chunk_bytes
+        if self._crew is None:
+            return CHUNK_BYTES
+        return min(CREW_CHUNK_BYTES, CHUNK_BYTES * trial.threads) if self._jobs else CREW_CHUNK_BYTES
 
     def stop(self, op_id: int) -> None:
         """See ``Transport.stop``."""
@@ -282,7 +292,7 @@ class LocalTransport:
         if self._closing or op.checksums or not self._budget.allows(count, size_bytes):
             return None
         is_there = _is_populated(op.source) and _is_populated(op.destination)
-        return _blocks_of_one_chunk(op, self._chunk_bytes) if is_there else None
+        return _blocks_of_one_chunk(op, self._chunk_bytes or CHUNK_BYTES) if is_there else None
 
     def _work(self) -> None:
         be_as_others()
@@ -326,11 +336,11 @@ class LocalTransport:
 
     def _expand(self, job: _Job) -> _CopyChunk | None:
         """Expand the next part of a transfer op, and return its first chunk; meanwhile no other thread has the job."""
-        blocks = None if job.expansion or job.checking else _blocks_of_one_chunk(job.op, self._chunk_bytes)
+        blocks = None if job.expansion or job.checking else _blocks_of_one_chunk(job.op, job.chunk_bytes)
         if blocks is not None:
             job.expansion, chunks = _NO_MORE, deque[_CopyChunk]([blocks])
         else:
-            job.expansion = job.expansion or (_Checks if job.checking else _Expansion)(job.op, self._chunk_bytes)
+            job.expansion = job.expansion or (_Checks if job.checking else _Expansion)(job.op, job.chunk_bytes)
             chunks = deque(job.expansion.take())
         first = chunks.popleft() if chunks else None
         with self._changed:

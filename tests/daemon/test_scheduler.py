@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.daemon.tiers.scheduler import QUIET_S, OperationClass, Scheduler
+from kvferry.daemon.tiers.scheduler import QUIET_S, Grant, OperationClass, Scheduler
 from kvferry.pools import copy_kernel
 
 WAIT_S = 30.0
@@ -146,7 +146,7 @@ class Asking:
         self._executor = executor
         self.stop = False
 
-    def start(self, operation_class: OperationClass, size_bytes: int = 1) -> Future[bool]:
+    def start(self, operation_class: OperationClass, size_bytes: int = 1) -> Future[Grant | None]:
         """Ask."""
         asked = threading.Event()
 
@@ -188,12 +188,14 @@ def test_nothing_begins_while_a_transfer_is_under_way(executor: ThreadPoolExecut
 
 def test_what_copies_already_stops_while_a_transfer_is_under_way(executor: ThreadPoolExecutor) -> None:
     scheduler = Scheduler(BOUNDS, patience_s=0)
+    grant = scheduler.try_begin(OFFLOAD, 1)
+    assert grant is not None
     source, destination = np.ones(4 << 20, np.uint8), np.zeros(4 << 20, np.uint8)
     copies = np.array([[source.ctypes.data, destination.ctypes.data, source.nbytes]], np.uint64)
     thread: list[int] = []
 
     def copy_on() -> float:
-        with scheduler.giving_way():
+        with scheduler.giving_way(grant):
             thread.append(threading.get_native_id())
             copy_kernel.copy(copies)
         return time.monotonic()
@@ -224,8 +226,11 @@ def wait_until_asleep(thread: list[int], done: Future[float]) -> None:
 
 def test_a_chunk_that_has_waited_begins_without_a_word(executor: ThreadPoolExecutor) -> None:
     scheduler = Scheduler(BOUNDS, patience_s=0.01)
+    assert scheduler.try_begin(OFFLOAD, 1) == Grant(0.01)
+    scheduler.end(OFFLOAD, 1)
     scheduler.transfer_began()
-    assert executor.submit(scheduler.begin, OFFLOAD, 1).result(WAIT_S)
+    waited = executor.submit(scheduler.begin, OFFLOAD, 1).result(WAIT_S)
+    assert waited == Grant(0.0), "it does not stand still for as long again"
     scheduler.end(OFFLOAD, 1)
     assert asyncio.run(scheduler.begin_async(DEMOTION, 1))
     assert scheduler.transfers == 1
@@ -255,11 +260,11 @@ def test_who_stops_waiting_has_begun_nothing_and_holds_nobody_up(executor: Threa
         scheduler.wake()
     else:
         scheduler.close()
-    assert [one.result(WAIT_S) for one in answers] == [False, False]
+    assert [one.result(WAIT_S) for one in answers] == [None, None]
     scheduler.transfer_ended()
-    assert other.result(WAIT_S) is (end == "stop")
+    assert (other.result(WAIT_S) is not None) is (end == "stop")
     assert scheduler.bytes_in_flight == 3 + (end == "stop")
-    assert scheduler.try_begin(RESTORE, 1) is (end == "stop")
+    assert (scheduler.try_begin(RESTORE, 1) is not None) is (end == "stop")
     assert not Scheduler(BOUNDS).begin(RESTORE, 1, lambda: True), "asked before anything begins"
 
 

@@ -162,7 +162,7 @@ static void *copy_gated(void *argument) {
     Call call = begin_call(&copies, self->hashed ? &into : NULL, 0);
     call.class = -1;
     if (self->crew)
-        do_by_crew(self->crew, &call, 1);
+        do_by_crew(self->crew, &call, 2);
     else
         do_call(&call);
     return NULL;

@@ -178,6 +178,9 @@ def test_digests_and_ends_of_another_form_are_refused() -> None:
         native.copy_hashed(copies, ends, np.zeros(1, np.float64), state)
     with pytest.raises(ValueError, match="as many digests as ends"):
         native.copy_hashed(copies, ends, np.zeros(2, np.uint64), state)
+    for wrong in (-1, 1):
+        with pytest.raises(ValueError, match="behind the last of the copies"):
+            native.copy_hashed(copies, np.full(1, wrong), one, state)
     with pytest.raises(ValueError, match="that way"):
         native.use("no such kind")
 
@@ -214,6 +217,25 @@ def test_it_copies_without_the_lock_of_the_interpreter(way: str) -> None:
 def test_a_crew_of_none_or_of_too_many_is_refused(threads: int) -> None:
     with pytest.raises((ValueError, OverflowError)):
         native.new_crew(threads, b"")
+
+
+FORKS = """
+import os, sys, numpy as np
+from kvferry.pools import copy_kernel
+crew = copy_kernel.new_crew(2, b"")
+source, destination = np.ones(4 << 20, np.uint8), np.zeros(4 << 20, np.uint8)
+child = os.fork()
+with crew.serving():
+    crew.serve(2)
+    copy_kernel.copy(np.array([[source.ctypes.data, destination.ctypes.data, source.nbytes]], np.uint64))
+assert destination.all()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_child_that_was_forked_copies_without_its_parents_crew_and_ends() -> None:
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=WAIT_S)
 
 
 def test_what_is_no_crew_and_no_gate_is_refused() -> None:

@@ -55,7 +55,8 @@ class _Site:
         self.reports: list[tuple[BlockJob, KvferryError | None]] = []
         self._news = asyncio.Event()
         clock = options.get("clock", time.monotonic)
-        self.scheduler = Scheduler(dict.fromkeys(OperationClass, 64 * MIB), patience_s=0, clock=clock)
+        patience_s = options.pop("patience_s", 0)
+        self.scheduler = Scheduler(dict.fromkeys(OperationClass, 64 * MIB), patience_s=patience_s, clock=clock)
         loop = asyncio.get_running_loop()
         self.copier = TierCopier(loop, self.scheduler, threads=threads, **options)
         self.arena = HostRegion.create("arena", 64 * MIB)
@@ -426,6 +427,73 @@ class _NotedCrew(Crew):
     def serve(self, threads: int) -> None:
         """Note it."""
         self.asked.append(threads)
+
+
+async def test_what_stands_still_for_a_transfer_is_not_taken_for_slow() -> None:
+    time_s, transfers = 0.0, False
+
+    async with site(threads=1, clock=lambda: time_s, crew=_NotedCrew()) as one:
+
+        def copied(step: BlockStep) -> None:
+            nonlocal time_s
+            time_s += step.size_bytes / (2600 * MIB)
+            if transfers:
+                one.scheduler.transfer_began()
+                time_s += 0.1
+                one.scheduler.transfer_ended()
+
+        region = _ScriptedRegion()
+        region.device, region.on_begin = HOST, copied
+        for number in range(5):
+            transfers = number > 1
+            assert await one.run(one.job(region, 39)) is None
+        assert region.steps[-3].size_bytes == 10 * MIB
+
+
+async def test_the_steps_that_start_despite_a_transfer_are_short() -> None:
+    time_s = 0.0
+
+    def clock() -> float:
+        nonlocal time_s
+        time_s += 1e-6
+        return time_s
+
+    def copied(step: BlockStep) -> None:
+        nonlocal time_s
+        time_s += step.size_bytes / (2700 * MIB)
+
+    async with site(threads=1, clock=clock, crew=_NotedCrew(), patience_s=1e-7) as one:
+        region = _ScriptedRegion()
+        region.device, region.on_begin = HOST, copied
+        for _ in range(2):
+            assert await one.run(one.job(region, 39)) is None
+        one.scheduler.transfer_began()
+        region.steps.clear()
+        assert await one.run(one.job(region, 39)) is None
+        assert {step.size_bytes for step in region.steps[:-1]} == {2 * MIB}
+        one.scheduler.transfer_ended()
+
+
+@pytest.mark.parametrize(("blocks", "block_bytes", "threads"), [(24, MIB, 1), (3, 8 * MIB, 3)])
+async def test_a_crew_shares_steps_of_many_blocks_and_large_ones_have_a_thread_each(
+    blocks: int, block_bytes: int, threads: int
+) -> None:
+    entry = Entry(component="main", role="k", layer=0, base=0, pages=blocks + 1, page_bytes=block_bytes)
+    layout, ids, at_it = BlockLayout(lay_out([entry]), "main"), np.arange(1, blocks + 1), set[int]()
+    together = threading.Barrier(threads)
+
+    def begun(_step: BlockStep) -> None:
+        if threading.get_ident() not in at_it:
+            at_it.add(threading.get_ident())
+            together.wait(WAIT_S)
+
+    async with site(threads=3, crew=_NotedCrew()) as one:
+        region = _ScriptedRegion()
+        region.device, region.size_bytes, region.on_begin = HOST, (blocks + 1) * block_bytes, begun
+        pages = BlockPages(layout, ids, (ids - 1) * block_bytes)
+        job = BlockJob("offload", [BlockSegment(region, pages)], one.arena, checksums=False)  # type: ignore[arg-type]
+        assert await one.run(job) is None
+    assert len(at_it) == threads
 
 
 async def test_while_transfers_are_about_a_processor_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
