@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from kvferry.clients import AsyncClient, new_request_id, pages
-from kvferry.daemon import daemon
+from kvferry.daemon.transports import local
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
@@ -41,7 +41,7 @@ async def clients(
     anyio_backend: object,  # noqa: ARG001
 ) -> AsyncIterator[tuple[AsyncClient, AsyncClient]]:
     """Return a client that sends and one that receives, of daemons whose copies are wrong."""
-    monkeypatch.setattr(daemon, "best_copy", lambda: copy_wrongly)
+    monkeypatch.setattr(local, "best_copy", lambda: copy_wrongly)
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(serving())
         other = one if request.param == "one daemon" else await stack.enter_async_context(serving())

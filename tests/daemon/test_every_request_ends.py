@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from kvferry.clients import AsyncClient, ModelIdentity, pages
-from kvferry.daemon import daemon
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.daemon.transports import local
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol.config.schema import TiersConfig
@@ -57,7 +57,7 @@ async def hung(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncI
         await asyncio.Event().wait()
         return []
 
-    monkeypatch.setattr(daemon, "best_copy", lambda: stands)
+    monkeypatch.setattr(local, "best_copy", lambda: stands)
     config = msgspec.structs.replace(CONFIG, tiers=TiersConfig(host_bytes=1 << 20))
     async with serving(config, tuning=ON_THREADS) as at, await AsyncClient.connect(at.path) as client:
         await client.create_pool("pool", SPEC, model=MODEL)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.clients import AsyncClient, new_request_id, pages
-from kvferry.daemon import daemon
+from kvferry.daemon.transports import local
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
@@ -59,7 +59,7 @@ class Stalled(NamedTuple):
 async def stalled(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Stalled]:  # noqa: ARG001
     """Run a daemon, and two engines."""
     copy = Stalling()
-    monkeypatch.setattr(daemon, "best_copy", lambda: copy)
+    monkeypatch.setattr(local, "best_copy", lambda: copy)
     async with (
         serving(tuning=ON_THREADS) as at,
         await AsyncClient.connect(at.path) as prefill,

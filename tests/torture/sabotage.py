@@ -48,7 +48,7 @@ def sabotage(kind: str) -> None:
 
     end_read, add_event = PageAllocator.end_read, Session.add_event
     if kind in {"flip", "late"}:
-        mock.patch("kvferry.daemon.daemon.best_copy", return_value=copy_badly).start()
+        mock.patch("kvferry.daemon.transports.local.best_copy", return_value=copy_badly).start()
     elif kind == "leak":
         mock.patch.object(PageAllocator, "end_read", lambda self, ids: None if due() else end_read(self, ids)).start()
     elif kind == "swallow":
