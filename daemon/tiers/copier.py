@@ -170,7 +170,6 @@ __all__ = ["BlockJob", "BlockSegment", "Digests", "TierCopier"]
 STEP_S: Final = 0.8e-3
 CREW_STEP_S: Final = 4e-3
 """Of a crew's steps, which stop while transfers copy: what a step costs besides its bytes is some 0.1 ms."""
-ANY_NUMBER: Final = -1
 MIN_STEP_BYTES: Final = 256 << 10
 MAX_STEP_BYTES: Final = 16 << 20
 MAX_CREW_STEP_BYTES: Final = 64 << 20
@@ -274,8 +273,8 @@ class _InFlightStep(NamedTuple):
     step: ShardStep
     pending: Pending
     began_s: float
-    transfers: int
-    """How many had begun when it did: another one since may have stopped it."""
+    transfers: int | None
+    """How many had begun when it did: another one since may have stopped it. None: it stops for none."""
 
 
 class TierCopier:
@@ -416,7 +415,7 @@ class TierCopier:
         """Begin a step. On an error, fail the job, and release the shard unless it is ``kept``."""
         began_s = self._clock()
         # What stands still says nothing of how fast it is; a step that starts despite transfers does not.
-        transfers = ANY_NUMBER if not grant.patience_s else self._scheduler.transfers_begun
+        transfers = self._scheduler.transfers_begun if grant.patience_s else None
         if self._crew is not None:
             self._crew.serve(self._threads_for(slot.running))
         try:
@@ -443,7 +442,7 @@ class TierCopier:
         now_s = self._clock()
         if not keep:
             self._release(slot)
-        if in_flight.transfers not in {ANY_NUMBER, self._scheduler.transfers_begun}:
+        if in_flight.transfers not in {None, self._scheduler.transfers_begun}:
             return now_s
         key = (slot.shard.kind, slot.running.job.segments[step.segment].region.device)
         speed = size_bytes / max(now_s - max(in_flight.began_s, done_s), 1e-6)

@@ -20,7 +20,7 @@ from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports import local
 from kvferry.daemon.transports.local import PART_BLOCKS, LocalTransport, LoopBudget, best_copy
 from kvferry.pools import copy_kernel
-from kvferry.pools.copy_kernel import Description
+from kvferry.pools.copy_kernel import Crew, Description
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
@@ -513,6 +513,42 @@ async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, thre
                 assert not arrived[0].any()
     finally:
         await asyncio.get_running_loop().run_in_executor(None, transport.close)
+
+
+class IdleCrew(Crew):
+    """A crew that copies nothing: the copy function is the test's."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def serve(self, threads: int) -> None:
+        """Do nothing."""
+
+
+async def test_long_chunks_are_for_an_op_that_begins_alone() -> None:
+    """Each thread that copies one would keep others waiting for as long."""
+    mib, pages = 1 << 20, 32
+    spec = MhaSpec(layers=1, tokens=16 * pages, page_size=16, kv_heads=32, head_dim=256, dtype="float32")
+    manifest = manifest_of(spec)
+    pools = [Pool(0, name, manifest, HostRegion.create(name, manifest.region_bytes)) for name in ("one", "other")]
+    pairing, gate, reports = pair_entries(manifest.entries, manifest.entries), threading.Event(), asyncio.Queue[int]()
+    sizes: list[int] = []
+
+    def copy(blocks: Blocks) -> None:
+        assert gate.wait(WAIT_S)
+        sizes.append(int(blocks[:, 2].sum()) // mib)
+
+    transport = LocalTransport(asyncio.get_running_loop(), threads=2, copy=copy, crew=IdleCrew())
+    try:
+        for number in range(2):
+            ids = np.arange(1, 17) + 16 * number
+            op = StartOp(number, pools[0], pools[1], (make_plan(pairing, ids, ids[::-1]),))
+            transport.start(op, lambda op_id, error: reports.put_nowait(op_id if error is None else -1))
+        gate.set()
+        assert sorted([await reports.get() for _ in range(2)]) == [0, 1]
+    finally:
+        await asyncio.get_running_loop().run_in_executor(None, transport.close)
+    assert sorted(sizes) == [8, 8, 16]
 
 
 async def test_without_the_native_copy_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
