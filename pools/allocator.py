@@ -159,7 +159,7 @@ class PageAllocator:
             EmptyPagesError, PageOutOfRangeError, NotOwnerError: names the first invalid page.
         """
         check_range(ids, self._pages, field)
-        foreign = np.flatnonzero(self._owner[ids] != owner)
+        foreign = (self._owner[ids] != owner).nonzero()[0]
         if len(foreign):
             page = int(ids[foreign[0]])
             state = "owned by another instance" if self._owner[page] != NOBODY else "not allocated, or already freed"
@@ -344,6 +344,6 @@ class PageAllocator:
         return count
 
     def _check_none(self, busy: np.typing.NDArray[np.bool_], ids: PageIds, what: str, field: str) -> None:
-        at = np.flatnonzero(busy)
+        at = busy.nonzero()[0]
         if len(at):
             raise PageBusyError(f"page {ids[at[0]]} at position {at[0]} {what}", field=field)

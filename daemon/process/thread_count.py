@@ -79,7 +79,9 @@ class ThreadCount:
             one.best_bytes_s = max(one.best_bytes_s, trial.size_bytes / elapsed_s)
 
     def _of(self, kind: Hashable) -> dict[int, _Tried]:
-        return self._tried.setdefault(kind, {count: _Tried() for count in self._counts})
+        if kind not in self._tried:
+            self._tried[kind] = {count: _Tried() for count in self._counts}
+        return self._tried[kind]
 
     def _untried(self, kind: Hashable, now_s: float) -> int | None:
         """Return the number that was tried the least, which is one try more; None where each was tried often enough.

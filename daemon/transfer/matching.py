@@ -88,6 +88,8 @@ def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest,
         )
     check_payload(chunk.payload, receive_request.pool)
     parts = [_match_component(one, chunk, source, receive_request) for one in chunk.ranges]
+    if len(parts) == 1 and not chunk.steps:
+        return parts[0]
     planned_copies = [planned_copy for part in parts for planned_copy in part.planned_copies]
     if chunk.steps:
         total_bytes = sum(planned_copy.plan.total_bytes for planned_copy in planned_copies)

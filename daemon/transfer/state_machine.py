@@ -230,8 +230,9 @@ class TransferStateMachine:
         ]
         if number == 0:
             receive_requests = self._receives_for(send_request, sender)
-        keeping = Counter([sender.session_id, *(one.session_id for one in receive_requests)])
-        self.payloads.check({session_id: copies * len(chunk.payload) for session_id, copies in keeping.items()})
+        if chunk.payload:
+            keeping = Counter([sender.session_id, *(one.session_id for one in receive_requests)])
+            self.payloads.check({session_id: copies * len(chunk.payload) for session_id, copies in keeping.items()})
         fits: list[tuple[ReceiveRequest, list[Fit]]] = []
         held, whole = len(send_request.held), self._completion.whole(sender.request_id, now, send_request)
         try:
@@ -398,9 +399,9 @@ class TransferStateMachine:
         return known if endpoint is None else msgspec.structs.replace(known, matched=endpoint.matched)
 
     def _check_tenant(self, sender: Sender) -> None:
-        tenants = [one.pool.tenant for one in self.endpoints.of_request(sender.request_id)]
-        tenants += [one.receive_request.tenant for one in self.endpoints.announced(sender.request_id)]
-        if any(tenant != sender.pool.tenant for tenant in tenants):
+        tenants = {one.pool.tenant for one in self.endpoints.of_request(sender.request_id)}
+        tenants.update([one.receive_request.tenant for one in self.endpoints.announced(sender.request_id)])
+        if not tenants <= {sender.pool.tenant}:
             raise TransferExistsError("the request id is in use by another tenant", field="request_id")
 
     def _open_sends(self, sender: Sender) -> list[SendRequest]:

@@ -532,7 +532,7 @@ def _blocks_of_one_chunk(op: StartOp, chunk_bytes: int) -> Blocks | None:
     if (
         not (isinstance(source, HostRegion) and isinstance(destination, HostRegion))
         or len(plan.runs.pages) * len(plan.source.base) > CHUNKS_BLOCKS
-        or plan.sliced.any()
+        or not plan.is_whole
     ):
         return None
     blocks = whole_blocks(plan)

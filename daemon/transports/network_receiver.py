@@ -153,7 +153,7 @@ class NetworkReceiver:
                 pool = op.receive_request.pool
                 # Peers never write the host tier: what is received there goes through bounce buffers.
                 in_pages = self._pages is not None and isinstance(pool.region, HostRegion) and not pool.becomes_snapshot
-                if in_pages and not planned_copy.plan.destination.sliced.any():
+                if in_pages and planned_copy.plan.destination.is_whole:
                     incoming.direct.add(number)
             self._tell(incoming, op_of(op))
         except KvferryError as error:

@@ -209,17 +209,17 @@ def gather(
         blocks = _whole_blocks(one)
         if len(blocks):
             copy(blocks)
-    if side.sliced.any():
+    if not side.is_whole:
         copy_kernel.copy(_slices(side, first, stop, memory_address, out_address))
 
 
 def gather_hashed(side: PlanSide, memory_address: int, first: int, stop: int, out_address: int) -> int:
     """Gather as ``gather`` does, and return the XXH3-64 of all of it, in the same pass; it is read next."""
-    if side.sliced.any():
-        copies = _slices(side, first, stop, memory_address, out_address, whole=True)
-    else:
+    if side.is_whole:
         parts = [_whole_blocks(one) for one in _rectangles(side, first, stop, memory_address, out_address)]
         copies = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    else:
+        copies = _slices(side, first, stop, memory_address, out_address, whole=True)
     return int(copy_kernel.copy_hashed(copies, np.array([len(copies)]), read_next=True)[0])
 
 
@@ -238,7 +238,7 @@ def scatter(
         blocks = _whole_blocks(one)
         if len(blocks):
             copy(blocks[:, [1, 0, 2]])
-    if side.sliced.any():
+    if not side.is_whole:
         copy_kernel.copy(_slices(side, first, stop, memory_address, in_address)[:, [1, 0, 2, 3, 5, 4]])
 
 
@@ -263,7 +263,7 @@ def memory_runs(side: PlanSide, memory_address: int, first: int, stop: int) -> l
 
     The side must exchange whole pages only.
     """
-    assert not side.sliced.any(), side
+    assert side.is_whole, side
     found: list[tuple[int, int]] = []
     while first < stop:
         entry, page = divmod(first, len(side.ids))

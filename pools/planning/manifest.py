@@ -76,7 +76,10 @@ def each_array(entries: Iterable[Entry]) -> list[Entry]:
 
 def component_of(manifest: Manifest, name: str) -> Component | None:
     """Return the component of that name, or None."""
-    return next((one for one in manifest.components if one.name == name), None)
+    for one in manifest.components:
+        if one.name == name:
+            return one
+    return None
 
 
 def space_of(manifest: Manifest, name: str) -> str:

@@ -14,7 +14,7 @@ from kvferry.protocol.errors import (
     PageOutOfRangeError,
 )
 
-FEW: Final = 16
+FEW: Final = 64
 """So many ids are looked at sooner by Python than by numpy."""
 
 
@@ -47,7 +47,8 @@ def coalesce(source: PageIds, destination: PageIds) -> Runs:
     return Runs(source.take(starts, mode="clip"), destination.take(starts, mode="clip"), pages)
 
 
-def _bounds(ids: PageIds) -> tuple[int, int]:
+def bounds(ids: PageIds) -> tuple[int, int]:
+    """Return the smallest and the largest of at least one id."""
     if len(ids) <= FEW:
         few = ids.tolist()
         return min(few), max(few)
@@ -63,7 +64,7 @@ def check_range(ids: PageIds, pages: int, field: str) -> None:
     """
     if len(ids) == 0:
         raise EmptyPagesError("the list names no page", field=field)
-    smallest, largest = _bounds(ids)
+    smallest, largest = bounds(ids)
     if smallest < 1 or largest >= pages:
         at = int(np.flatnonzero((ids < 1) | (ids >= pages))[0])
         raise PageOutOfRangeError(f"page {ids[at]} at position {at}; the pool has 1..{pages - 1}", field=field)

@@ -103,7 +103,7 @@ def page_ranges(
         EmptyPagesError, PageOutOfRangeError, LengthMismatchError, PageGapError, PageOverlapError, InvalidFieldError: a
             list is invalid.
     """
-    no_pages = not any(len(its_ids) for its_ids in ids)
+    no_pages = not any(map(len, ids))
     last = {one.component: index for index, one in enumerate(lists)}
     of_component: dict[str, list[PageRange]] = {}
     for index, (one, its_ids) in enumerate(zip(lists, ids, strict=True)):
@@ -112,10 +112,11 @@ def page_ranges(
         of_component.setdefault(one.component, []).append(found)
     ranges = [_in_one(one) for one in of_component.values()]
     ranges = [*_with_shared(ranges, manifest), *_implied(ranges, manifest)]
-    missing = {one.name for one in manifest.components} - {one.component for one in ranges}
-    required = sorted(missing.difference(manifest.optional_components))
-    if required and not (may_lack or no_pages):
-        raise UnknownComponentError(f"no list for component {required[0]!r}", field="lists")
+    if not (may_lack or no_pages):
+        given = {*manifest.optional_components, *[one.component for one in ranges]}
+        missing = [one.name for one in manifest.components if one.name not in given]
+        if missing:
+            raise UnknownComponentError(f"no list for component {min(missing)!r}", field="lists")
     return tuple(ranges)
 
 
@@ -314,7 +315,7 @@ def _with_shared(ranges: Sequence[PageRange], manifest: Manifest) -> Iterator[Pa
             and np.array_equal(other.ids, one.ids)
             for other in before
         )
-        yield msgspec.structs.replace(one, shared=twin)
+        yield msgspec.structs.replace(one, shared=True) if twin else one
         before.append(one)
 
 

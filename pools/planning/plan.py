@@ -8,6 +8,7 @@ like the entries' bases.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
@@ -64,6 +65,11 @@ class PlanSide(msgspec.Struct, frozen=True):
         sliced: npt.NDArray[np.bool_] = self.slice_bytes != self.page_bytes
         return sliced
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all entries exchange whole pages."""
+        return self.slice_bytes is self.page_bytes or not self.sliced.any()  # one array, as ``make_side`` has it
+
     def of(self, entries: npt.NDArray[np.bool_]) -> PlanSide:
         """Return the side with only the entries selected by a mask."""
         return PlanSide(
@@ -77,7 +83,7 @@ class PlanSide(msgspec.Struct, frozen=True):
         )
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(msgspec.Struct, frozen=True, dict=True):
     """The copies of one SEND into one transfer; entries in the destination's order."""
 
     source: PlanSide
@@ -89,7 +95,7 @@ class Plan(msgspec.Struct, frozen=True):
         """Return the number of pages copied per entry."""
         return len(self.source.ids)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Return the number of bytes copied."""
         return self.pages * int(self.source.segment_bytes.sum())
@@ -98,6 +104,11 @@ class Plan(msgspec.Struct, frozen=True):
     def sliced(self) -> npt.NDArray[np.bool_]:
         """Return which entries exchange less than whole pages on either side: ``(entries,)`` bool."""
         return self.source.sliced | self.destination.sliced
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all entries exchange whole pages on both sides."""
+        return self.source.is_whole and self.destination.is_whole
 
     def of(self, entries: npt.NDArray[np.bool_]) -> Plan:
         """Return the plan with some of the entries only, by a mask."""
@@ -108,9 +119,9 @@ class Plan(msgspec.Struct, frozen=True):
 
         Whole pages have a block a run. A slice has one for each token, which is right but slow: see ``gather``.
         """
-        sliced = self.sliced
-        if not sliced.any():
+        if self.is_whole:
             return whole_blocks(self)
+        sliced = self.sliced
         parts = []
         for entry, cut in enumerate(sliced.tolist()):
             alone = self.of(np.arange(len(sliced)) == entry)
@@ -259,11 +270,12 @@ def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
 
 def whole_blocks(plan: Plan, entries: slice = _ALL, runs: slice = _ALL) -> Blocks:
     """Return the copies of a plan of whole pages, or of some of its entries and runs: ``(n, 3)`` uint64."""
-    sizes, pages = plan.source.page_bytes[entries, None], plan.runs.pages[runs]
+    sizes = plan.source.page_bytes[entries, None]
+    source, destination, pages = (one[runs].view(np.uint64) for one in plan.runs)
     columns = np.empty((3, len(sizes), len(pages)), np.uint64)  # each column contiguous
-    np.multiply(sizes, plan.runs.source[runs].astype(np.uint64), out=columns[0])
-    np.multiply(sizes, plan.runs.destination[runs].astype(np.uint64), out=columns[1])
-    np.multiply(sizes, pages.astype(np.uint64), out=columns[2])
+    np.multiply(sizes, source, out=columns[0])
+    np.multiply(sizes, destination, out=columns[1])
+    np.multiply(sizes, pages, out=columns[2])
     columns[0] += plan.source.base[entries, None]
     columns[1] += plan.destination.base[entries, None]
     return columns.reshape(3, -1).T

@@ -214,10 +214,13 @@ class Arena:
             capacity: ``(holes,)``, how many blocks each hole holds, at least ``count`` in total.
             count: at least 1.
         """
+        holds_all = (capacity >= count).nonzero()[0]
+        if len(holds_all):
+            return holds_all[self._sizes[holds_all].argmin()].reshape(1), np.array([count])
         order = np.argsort(-capacity, kind="stable")
         filled = np.cumsum(capacity[order])
-        whole = int(np.searchsorted(filled, count))  # this many of the largest are filled; 0 if one hole holds all
-        rest = count - (int(filled[whole - 1]) if whole else 0)
+        whole = int(np.searchsorted(filled, count))  # this many of the largest are filled
+        rest = count - int(filled[whole - 1])
         others = order[whole:]
         fits = others[capacity[others] >= rest]
         holes = np.append(order[:whole], fits[np.argmin(self._sizes[fits])])

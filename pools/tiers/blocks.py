@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.planning.manifest import each_array, key_of
+from kvferry.pools.planning.page_ids import bounds
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
@@ -173,9 +174,11 @@ class BlockPages(NamedTuple):
             raise InternalError(f"{len(self.ids)} pages have {len(self.offsets)} blocks")
         if not len(self.ids):
             return
-        if self.ids.min() < 1 or self.ids.max() >= self.layout.pages:
+        smallest, largest = bounds(self.ids)
+        if smallest < 1 or largest >= self.layout.pages:
             raise InternalError(f"a page is not in 1..{self.layout.pages - 1} of space {self.layout.space!r}")
-        if self.offsets.min() < 0 or self.offsets.max() + self.layout.block_bytes > arena_bytes:
+        first_byte, last_byte = bounds(self.offsets)
+        if first_byte < 0 or last_byte + self.layout.block_bytes > arena_bytes:
             raise InternalError(f"a block of space {self.layout.space!r} is not within the arena's {arena_bytes} bytes")
 
 
