@@ -416,6 +416,7 @@ class LocalTransport:
             return
         if job.op.checksums and job.error is None and not job.checking:
             job.checking, job.expansion = True, None
+            job.most_in_flight = len(self._threads)  # no crew shares what is hashed as a whole
             self._queue_up(job)
             return
         if self._jobs.pop(job.op.op_id, None) is not None:

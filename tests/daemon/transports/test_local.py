@@ -25,7 +25,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
 from kvferry.pools.planning.pairing import pair_entries
-from kvferry.pools.planning.plan import Blocks, make_plan
+from kvferry.pools.planning.plan import Blocks, PlanSide, make_plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
@@ -70,6 +70,7 @@ class Site:
         threads: int = 2,
         chunk_bytes: int = ONE_BLOCK,
         at_once_s: float = 0,
+        crew: Crew | None = None,
     ) -> None:
         self.harness = TransferHarness()
         self.source, self.destination = (
@@ -85,6 +86,7 @@ class Site:
             chunk_bytes=chunk_bytes,
             at_once_s=at_once_s,
             copy=copy,
+            crew=crew,
         )
 
     def op(self, number: int, first: int, count: int) -> StartOp:
@@ -523,6 +525,57 @@ class IdleCrew(Crew):
 
     def serve(self, threads: int) -> None:
         """Do nothing."""
+
+
+class Entering:
+    """Copies once the gate is open; remembers how much each call was given, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.came: list[int] = []
+        self.both = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, blocks: Blocks) -> None:
+        """Copy."""
+        self.came.append(int(blocks[:, 2].sum()))
+        if len(self.came) == 2:
+            self._loop.call_soon_threadsafe(self.both.set)
+        assert self.gate.wait(WAIT_S)
+        copy_one_by_one(blocks)
+
+
+async def test_a_crew_has_one_chunk_of_an_op_at_a_time() -> None:
+    """Its threads share that one; the other thread here is free for another op."""
+    copy = Entering()
+    async with closing(Site(copy, chunk_bytes=8 * ONE_BLOCK, crew=IdleCrew())) as site:
+        try:
+            site.start(site.op(1, 1, 32))
+            site.start(site.op(2, 40, 1))
+            async with asyncio.timeout(WAIT_S):
+                await copy.both.wait()
+            assert [size < 8 * ONE_BLOCK for size in sorted(copy.came)] == [True, False], copy.came
+        finally:
+            copy.gate.set()
+        assert sorted(await site.reported(2)) == [(1, None), (2, None)]
+        assert site.arrived(1, 32)
+
+
+async def test_all_threads_compare_checksums_though_a_crew_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No crew shares what is hashed as a whole."""
+    together, began, digest_of = threading.Barrier(2), threading.local(), local.digest_of
+
+    def digest(side: PlanSide, address: int, first: int, stop: int) -> int:
+        if not hasattr(began, "here"):
+            began.here = True
+            together.wait(WAIT_S)
+        return digest_of(side, address, first, stop)
+
+    monkeypatch.setattr(local, "digest_of", digest)
+    async with closing(Site(copy_one_by_one, chunk_bytes=8 * ONE_BLOCK, crew=IdleCrew())) as site:
+        site.start(site.op(1, 1, 32)._replace(checksums=True))
+        assert await site.reported(1) == [(1, None)]
+        assert site.arrived(1, 32)
 
 
 async def test_long_chunks_are_for_an_op_that_begins_alone() -> None:
