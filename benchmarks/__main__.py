@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.catalogue import BENCHMARKS, BY_NAME_ONLY, TRACE, run_apart, run_here
 from benchmarks.measure import Effort, MissingPeerError, Row
-from benchmarks.report import summary, table, write_report
+from benchmarks.report import is_beyond, summary, table, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds in one process, to see that all works; figures mean nothing"
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with 1 where a target is missed that was within reach"
+    )
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="DIR", help="for the JSON files")
     parser.add_argument("--device", default="npu:0", help="of device_overlap and npu_transfer; simulated if none")
     options = parser.parse_args(arguments)
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(found), flush=True)
         rows += found
     print(summary(rows))
-    missed = options.strict and any(row.met is False for row in rows)
+    missed = options.strict and any(row.met is False and not is_beyond(row) for row in rows)
     return 1 if skipped or missed else 0
 
 

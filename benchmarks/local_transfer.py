@@ -16,13 +16,13 @@ from functools import partial
 import numpy as np
 import uvloop
 
+from benchmarks.bare_copies import TRANSFER_THREADS, copies_in, limit_of
 from benchmarks.measure import GIGABYTES_A_SECOND, SETTLE, Effort, Row, Target, compare, gigabytes_a_second
 from benchmarks.pools import KIB, MIB, check_last_pages, regions
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport
-from kvferry.pools import copy_kernel
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.pairing import pair_entries
@@ -38,7 +38,6 @@ TARGETS = {16 * KIB: 0.75, 128 * KIB: 1.2, 1 * MIB: 1.5}
 TARGETED = (("random", 64), ("random", 8))
 CHECKSUMS = 0.2
 """Of what it copies, a transfer with checksums gathers both sides anew, and hashes both."""
-KERNEL = "the copy kernel by itself: one call with all blocks, one thread"
 MEMCPY = "one numpy.copyto of one contiguous range, one thread"
 
 
@@ -54,7 +53,6 @@ def measure(effort: Effort) -> list[Row]:
                 for size_mib in sizes_mib
                 for order in ("random", "contiguous")
             ]
-            rows.append(copier.measure_limit(f"local_transfer/limit/{page_bytes // KIB}KiB", sizes_mib[0], effort))
             rows.append(
                 copier.measure_checksums(f"local_transfer/checksums/{page_bytes // KIB}KiB", sizes_mib[0], effort)
             )
@@ -87,34 +85,25 @@ class Copier:
         ids = [self._pages(order, count, seed) for seed in (1, 2)]
         plan = make_plan(pair_entries(entries, entries), *ids)
         assert plan.total_bytes == size_bytes
-        row = compare(
-            name,
-            GIGABYTES_A_SECOND,
-            ours=partial(self.copied_gigabytes_a_second, plan),
-            peer=gigabytes_a_second(partial(self._memcpy, size_bytes), size_bytes),
-            peer_is=MEMCPY,
-            rounds=effort.pick(11, 2),
-            settle=effort.pick(SETTLE, 1),
-            target=Target(TARGETS[entries[0].page_bytes]) if (order, size_mib) in TARGETED else None,
-        )
+        blocks = plan.blocks()
+        blocks[:, :2] += np.array(self.addresses, np.uint64)
+        with limit_of(
+            copies_in(blocks, size_bytes), TRANSFER_THREADS, partial(gigabytes_a_second, size_bytes=size_bytes)
+        ) as limit:
+            row = compare(
+                name,
+                GIGABYTES_A_SECOND,
+                ours=partial(self.copied_gigabytes_a_second, plan),
+                peer=gigabytes_a_second(partial(self._memcpy, size_bytes), size_bytes),
+                peer_is=MEMCPY,
+                rounds=effort.pick(11, 2),
+                settle=effort.pick(SETTLE, 1),
+                target=Target(TARGETS[entries[0].page_bytes]) if (order, size_mib) in TARGETED else None,
+                limit=limit,
+            )
         self.copied_gigabytes_a_second(plan)
         self.check(*ids)
         return row
-
-    def measure_limit(self, name: str, size_mib: int, effort: Effort) -> Row:
-        """Return the row of transfers of random pages against the kernel by itself, without plan, threads and loop."""
-        plan = self._random_plan(size_mib * MIB)
-        blocks = plan.blocks()
-        blocks[:, :2] += np.array(self.addresses, np.uint64)
-        return compare(
-            name,
-            GIGABYTES_A_SECOND,
-            ours=partial(self.copied_gigabytes_a_second, plan),
-            peer=gigabytes_a_second(partial(copy_kernel.copy, blocks), plan.total_bytes),
-            peer_is=KERNEL,
-            rounds=effort.pick(11, 2),
-            settle=effort.pick(SETTLE, 1),
-        )
 
     def _random_plan(self, size_bytes: int) -> Plan:
         entries = self.source.manifest.entries

@@ -39,6 +39,13 @@ class Target(NamedTuple):
     on: Literal["ratio", "ours"] = "ratio"
 
 
+class Limit(NamedTuple):
+    """What nothing can go beyond, measured in turns with the rest; of several ways to it the best one counts."""
+
+    ways: tuple[Contender, ...]
+    limit_is: str
+
+
 class Unit(NamedTuple):
     """What a figure counts, and in which direction it is better."""
 
@@ -65,6 +72,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         target: the bound on ``target_on``, or None: then the row is there to explain another one.
         target_on: what the target bounds.
         met: whether the target is met, or None without one.
+        limit: the best median of what nothing can go beyond, in ``unit``; None where that was not measured.
+        limit_meets: whether the limit itself meets the target; None without a limit, or a target. Where it does not,
+            the target was out of reach.
+        limit_is: what the limit is.
         rounds: how many rounds each side had, in turns.
         peer_is: what the peer is.
         note: what else a reader must know.
@@ -82,6 +93,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     peer_is: str
     note: str = ""
+    limit: float | None = None
+    limit_meets: bool | None = None
+    limit_is: str = ""
 
 
 def compare(
@@ -95,10 +109,13 @@ def compare(
     target: Target | None = None,
     note: str = "",
     settle: int = 1,
+    limit: Limit | None = None,
 ) -> Row:
-    """Run both in turns (ours, peer, ours, peer, …) after some rounds that do not count, and return the row."""
-    figures = interleave(rounds, ours, peer, settle=settle)
-    return row_of(name, unit, *figures, peer_is=peer_is, target=target, note=note)
+    """Run all in turns (ours, peer, ours, peer, …) after some rounds that do not count, and return the row."""
+    ways, limit_is = limit or Limit((), "")
+    figures, peers, *limits = interleave(rounds, ours, peer, *ways, settle=settle)
+    about = {"peer_is": peer_is, "note": note, "limit_is": limit_is}
+    return row_of(name, unit, figures, peers, target=target, limits=limits, **about)
 
 
 def row_of(
@@ -110,24 +127,33 @@ def row_of(
     peer_is: str,
     target: Target | None = None,
     note: str = "",
+    limits: Sequence[Sequence[float]] = (),
+    limit_is: str = "",
 ) -> Row:
     """Return the row of figures that were measured before, as many on either side."""
     our_median, peer_median = statistics.median(ours), statistics.median(peer)
-    ratio = our_median / peer_median
-    met = None
-    if target is not None:
-        measured = ratio if target.on == "ratio" else our_median
-        met = measured <= target.bound if unit.better == "lower" else measured >= target.bound
+    best = min if unit.better == "lower" else max
+    limit = best(statistics.median(one) for one in limits) if limits else None
+
+    def meets(figure: float | None) -> bool | None:
+        if target is None or figure is None:
+            return None
+        measured = figure / peer_median if target.on == "ratio" else figure
+        return measured <= target.bound if unit.better == "lower" else measured >= target.bound
+
     return Row(
         name=name,
         ours=our_median,
         peer=peer_median,
         unit=unit.name,
         better=unit.better,
-        ratio=ratio,
+        ratio=our_median / peer_median,
         target=target.bound if target else None,
         target_on=target.on if target else "ratio",
-        met=met,
+        met=meets(our_median),
+        limit=limit,
+        limit_meets=meets(limit),
+        limit_is=limit_is,
         rounds=len(ours),
         peer_is=peer_is,
         note=note,
@@ -175,6 +201,16 @@ def milliseconds(action: Callable[[], object], repeats: int = 1) -> Contender:
 def gigabytes_a_second(action: Callable[[], object], size_bytes: int) -> Contender:
     """Return a contender that reports how fast a call moves its bytes."""
     return lambda: size_bytes / seconds(action) / 1e9
+
+
+def after(prepare: Callable[[], object], contender: Contender) -> Contender:
+    """Return a contender that first does something which does not count."""
+
+    def prepared() -> float:
+        prepare()
+        return contender()
+
+    return prepared
 
 
 def memcpy(size_bytes: int) -> Callable[[], object]:

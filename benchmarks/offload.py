@@ -2,34 +2,37 @@
 
 Ours is the whole way, from the call to the event that the operation is done: checked, queued, gathered block by block
 into the host tier (or scattered from it), with and without checksums. Pages are random, and restored into other ones.
-The peers have nothing before or after their copies. Every byte that came back is compared, outside the clock. Rows
-``…/limit`` are the C kernel alone on the same bytes, with checksums, on as many threads: no daemon can be faster.
+The peers have nothing before or after their copies. Every byte that came back is compared, outside the clock.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import torch
 
-from benchmarks.measure import GIGABYTES_A_SECOND, SETTLE, Contender, Effort, Row, Target, compare, gigabytes_a_second
+from benchmarks.bare_copies import TIER_THREADS, Blocks, Copying, limit_of, memory_of
+from benchmarks.measure import (
+    GIGABYTES_A_SECOND,
+    SETTLE,
+    Contender,
+    Effort,
+    Limit,
+    Row,
+    Target,
+    after,
+    compare,
+    gigabytes_a_second,
+)
 from benchmarks.pools import KIB, MIB, PAGE_SIZE, ROLES, TIMEOUT_S, Pair, Side, spec_of
 from benchmarks.processes import running_daemon
 from kvferry.clients import Client, pages
 from kvferry.daemon.process.host import keep_freed_memory
-from kvferry.daemon.services.tiers import MOST_COPY_THREADS
-from kvferry.pools import copy_kernel
-from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.tiers.block_copies import offload_step_hashed, restore_step_hashed
-from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 
 PAGE_KIB = (16, 128, 1024)
 AMOUNTS_MIB = (64, 256)
@@ -37,10 +40,9 @@ TARGETS = {(128, "without_checksums"): Target(1.1), (128, "with_checksums"): Tar
 TARGET_MIB = 64
 """From some 200 MiB on memcpy itself goes past the caches; more is measured without a target."""
 TORCH_TARGET = Target(1.2)
+WAYS = ("offload", "restore")
 CHECKSUMS = {"without_checksums": "false", "with_checksums": "true"}
 LAYERS = 4
-COPYING_THREADS = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
-"""As many as the daemon has."""
 CHUNK_TOKENS = 8192
 MEMCPY = "one numpy.copyto of one contiguous range, one thread"
 TORCH = f'torch in the process: tensor[slots].to("cpu") and tensor[slots] = chunk, for {CHUNK_TOKENS} tokens of a layer'
@@ -71,91 +73,68 @@ def _target(kib: int, size_mib: int, checksums: str) -> Target | None:
 
 
 def _rows(pair: Pair, what: str, target: Target | None, effort: Effort) -> list[Row]:
-    with snapshot(pair) as kept:
-        return [
-            compare(
-                f"offload/{direction}/{what}",
-                GIGABYTES_A_SECOND,
-                ours=contender,
-                peer=_memcpy(pair),
-                peer_is=MEMCPY,
-                rounds=effort.pick(11, 1),
-                settle=effort.pick(SETTLE, 1),
-                target=target,
-                note=f"{pair.count} random pages of {LAYERS * len(ROLES)} entries",
-            )
-            for direction, contender in _both_ways(pair, kept).items()
-        ]
+    peers = dict.fromkeys(WAYS, _memcpy(pair))
+    note = f"{pair.count} random pages of {LAYERS * len(ROLES)} entries"
+    return _against(pair, what, peers, MEMCPY, target, note, effort)
 
 
 def _rows_against_torch(pair: Pair, what: str, effort: Effort) -> list[Row]:
     chunks = torch_offload(pair)
     torch_restore(pair, chunks)
     pair.check()
-    peers: dict[str, Callable[[], object]] = {
-        "offload": partial(torch_offload, pair),
-        "restore": partial(torch_restore, pair, chunks),
+    peers = {
+        "offload": gigabytes_a_second(partial(torch_offload, pair), pair.size_bytes),
+        "restore": gigabytes_a_second(partial(torch_restore, pair, chunks), pair.size_bytes),
     }
-    with snapshot(pair) as kept:
-        rows = [
+    note = "ours with checksums; torch without, on as many threads as it likes"
+    return _against(pair, f"{what}/with_checksums/against_torch", peers, TORCH, TORCH_TARGET, note, effort)
+
+
+def _against(
+    pair: Pair,
+    what: str,
+    peers: Mapping[str, Contender],
+    peer_is: str,
+    target: Target | None,
+    note: str,
+    effort: Effort,
+) -> list[Row]:
+    with snapshot(pair) as kept, _limits(pair, checksums="with_checksums" in what) as limits:
+        ours: dict[str, Contender] = {"offload": partial(offload, pair), "restore": partial(restore, pair, kept)}
+        return [
             compare(
-                f"offload/{direction}/{what}/against_torch",
+                f"offload/{direction}/{what}",
                 GIGABYTES_A_SECOND,
-                ours=contender,
-                peer=gigabytes_a_second(peers[direction], pair.size_bytes),
-                peer_is=TORCH,
+                ours=ours[direction],
+                peer=peers[direction],
+                peer_is=peer_is,
                 rounds=effort.pick(11, 1),
                 settle=effort.pick(SETTLE, 1),
-                target=TORCH_TARGET,
-                note="ours with checksums; torch without, on as many threads as it likes",
+                target=target,
+                note=note,
+                limit=limits[direction] if target is not None else None,
             )
-            for direction, contender in _both_ways(pair, kept).items()
-        ]
-    with _kernel_alone(pair) as limits:
-        return rows + [
-            compare(
-                f"offload/{direction}/{what}/limit",
-                GIGABYTES_A_SECOND,
-                ours=gigabytes_a_second(limits[direction], pair.size_bytes),
-                peer=gigabytes_a_second(peers[direction], pair.size_bytes),
-                peer_is=TORCH,
-                rounds=effort.pick(11, 1),
-                settle=effort.pick(SETTLE, 1),
-                note=f"the C kernel alone, with checksums, on {COPYING_THREADS} threads",
-            )
-            for direction in limits
+            for direction in WAYS
         ]
 
 
 @contextmanager
-def _kernel_alone(pair: Pair) -> Iterator[dict[str, Callable[[], object]]]:
-    """Yield what the C kernel does for an offload and for a restore, without anything around it."""
-    manifest = pair.source.pool.manifest
-    layout = BlockLayout(manifest, manifest.components[0].space)
-    offsets = np.arange(pair.count) * layout.block_bytes
-    cuts = [pair.count * number // COPYING_THREADS for number in range(COPYING_THREADS + 1)]
-    steps = [BlockStep(*cut, 0, layout.content_bytes) for cut in pairwise(cuts)]
-    digests = np.zeros(pair.count, np.uint64)
-    blocks = HostRegion.create("blocks", pair.count * layout.block_bytes)
+def _limits(pair: Pair, *, checksums: bool) -> Iterator[dict[str, Limit]]:
+    """Yield how fast the copies of an offload and of a restore could be, if there were nothing but them and a PING."""
 
-    def copy_out(step: BlockStep) -> None:
-        memory, out = _memory(pair.source).view(), BlockPages(layout, pair.source.ids, offsets)
-        digests[step.first : step.stop] = offload_step_hashed(memory, out, step, blocks.view(), copy_kernel.new_hash())
+    def in_unit(copying: Copying) -> Contender:
+        return gigabytes_a_second(copying, pair.size_bytes)
 
-    def copy_back(step: BlockStep) -> None:
-        memory, back = _memory(pair.target).view(), BlockPages(layout, pair.target.ids, offsets)
-        found = restore_step_hashed(memory, back, step, blocks.view(), copy_kernel.new_hash())
-        assert (found == digests[step.first : step.stop]).all()
+    def into_cleared(copying: Copying) -> Contender:
+        return after(pair.clear, in_unit(copying))
 
-    with blocks, ThreadPoolExecutor(COPYING_THREADS) as threads:
-        yield {
-            "offload": lambda: list(threads.map(copy_out, steps)),
-            "restore": lambda: list(threads.map(copy_back, steps)),
-        }
-
-
-def _both_ways(pair: Pair, kept: str) -> dict[str, Contender]:
-    return {"offload": partial(offload, pair), "restore": partial(restore, pair, kept)}
+    client = pair.source.client
+    with (
+        Blocks.of(pair, checksums=checksums) as blocks,
+        limit_of(blocks.offload, TIER_THREADS, in_unit, client) as out,
+        limit_of(blocks.restore, TIER_THREADS, into_cleared, client) as back,
+    ):
+        yield {"offload": out, "restore": back}
 
 
 @contextmanager
@@ -216,11 +195,6 @@ def _slots(side: Side) -> tuple[torch.Tensor, ...]:
 
 def _memcpy(pair: Pair) -> Contender:
     """Return a copy of as many contiguous bytes from the one pool's memory into the other's."""
-    source, target = (_memory(side) for side in (pair.source, pair.target))
+    source, target = (memory_of(side) for side in (pair.source, pair.target))
     end = pair.size_bytes
     return gigabytes_a_second(partial(np.copyto, target.view()[:end], source.view()[:end]), end)
-
-
-def _memory(side: Side) -> HostRegion:
-    assert isinstance(side.pool.region, HostRegion)
-    return side.pool.region

@@ -11,11 +11,26 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 
-from benchmarks.measure import MILLISECONDS, SETTLE, Contender, Effort, Row, Target, compare, memcpy, milliseconds
+from benchmarks.bare_copies import TIER_THREADS, Blocks, Copying, limit_of
+from benchmarks.measure import (
+    MILLISECONDS,
+    SETTLE,
+    Contender,
+    Effort,
+    Limit,
+    Row,
+    Target,
+    after,
+    compare,
+    memcpy,
+    milliseconds,
+)
 from benchmarks.peers import lmcache
 from benchmarks.peers.lmcache import LMCacheClient, Shape
 from benchmarks.pools import MIB, TIMEOUT_S, Pair
@@ -105,6 +120,20 @@ class Engine:
         self._pair.check()
         return elapsed_s * 1e3
 
+    @contextmanager
+    def limits(self) -> Iterator[dict[str, Limit]]:
+        """Yield how fast each could be, if there were nothing but its copies and a PING."""
+
+        def into_cleared(copying: Copying) -> Contender:
+            return after(self._pair.clear, milliseconds(copying))
+
+        with (
+            Blocks.of(self._pair, checksums=True) as blocks,
+            limit_of(blocks.offload, TIER_THREADS, milliseconds, self._client) as out,
+            limit_of(blocks.restore, TIER_THREADS, into_cleared, self._client) as back,
+        ):
+            yield {"store": out, "lookup": Limit((self.ping_ms,), PING), "load": back}
+
     def ping_ms(self) -> float:
         """Return the milliseconds of one round trip."""
         return self._client.ping() * 1e3
@@ -129,33 +158,33 @@ def against_lmcache(engine: Engine, theirs: LMCacheClient, peer_is: str, effort:
         "retrieve": partial(theirs.run, "retrieve", 0),
     }
     ours: dict[str, tuple[str, Contender]] = {
-        "store/against_lmcache": ("store", engine.store),
-        "lookup/against_lmcache": ("lookup", engine.lookup),
-        "lookup/limit": ("lookup", engine.ping_ms),
-        "load/against_lmcache": ("retrieve", engine.load),
+        "store": ("store", engine.store),
+        "lookup": ("lookup", engine.lookup),
+        "load": ("retrieve", engine.load),
     }
-    return [
-        compare(
-            f"prefix_cache/{what}",
-            MILLISECONDS,
-            ours=contender,
-            peer=peers[operation],
-            peer_is=peer_is,
-            rounds=effort.pick(11, 1),
-            settle=effort.pick(SETTLE, 1),
-            target=Target(_TARGETS[what]) if what in _TARGETS else None,
-            note=_NOTES[what],
-        )
-        for what, (operation, contender) in ours.items()
-    ]
+    with engine.limits() as limits:
+        return [
+            compare(
+                f"prefix_cache/{what}/against_lmcache",
+                MILLISECONDS,
+                ours=contender,
+                peer=peers[operation],
+                peer_is=peer_is,
+                rounds=effort.pick(11, 1),
+                settle=effort.pick(SETTLE, 1),
+                target=Target(_TARGETS[what]),
+                note=_NOTES[what],
+                limit=limits[what],
+            )
+            for what, (operation, contender) in ours.items()
+        ]
 
 
-_TARGETS = {"store/against_lmcache": 0.25, "lookup/against_lmcache": 0.25, "load/against_lmcache": 0.3}
+_TARGETS = {"store": 0.25, "lookup": 0.25, "load": 0.3}
 _NOTES = {
-    "store/against_lmcache": "ours makes checksums; its bytes are compared by the loads",
-    "lookup/against_lmcache": "hashing the tokens is part of both",
-    "lookup/limit": "ours: a PING at the same place, which every question to the daemon takes at least",
-    "load/against_lmcache": "LMCache calls it retrieve; ours verifies checksums",
+    "store": "ours makes checksums; its bytes are compared by the loads",
+    "lookup": "hashing the tokens is part of both",
+    "load": "LMCache calls it retrieve; ours verifies checksums",
 }
 
 

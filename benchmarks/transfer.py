@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.bare_copies import TRANSFER_THREADS, limit_of, transfer_of
 from benchmarks.contention import running_load
 from benchmarks.measure import MICROSECONDS, MILLISECONDS, SETTLE, Effort, Row, Target, compare, memcpy, milliseconds
 from benchmarks.pools import MIB, PAGE_SIZE, Pair
@@ -22,7 +23,10 @@ def measure(effort: Effort) -> list[Row]:
         Client.connect(runtime_dir, name="prefill") as prefill,
         Client.connect(runtime_dir, name="decode") as decode,
     ):
-        with Pair((prefill, decode), smollm2) as full:
+        with (
+            Pair((prefill, decode), smollm2) as full,
+            limit_of(transfer_of(full), TRANSFER_THREADS, milliseconds, asked_by=prefill) as limit,
+        ):
             big = compare(
                 "transfer/smollm2_1000_tokens",
                 MILLISECONDS,
@@ -32,6 +36,7 @@ def measure(effort: Effort) -> list[Row]:
                 rounds=rounds,
                 settle=effort.pick(SETTLE, 1),
                 target=Target(1.0),
+                limit=limit,
                 note=f"{full.size_bytes / 1e6:.1f} MB in {full.count} random pages of {smollm2.layers * 2} entries",
             )
             full.check()

@@ -1,17 +1,17 @@
 """Unequal tensor parallelism: slices of pages, against whole pages of as many bytes, and writes by token.
 
 The transport is the daemon's own, as in ``local_transfer``; pages are random. The writes are made by one thread, from a
-list that is ready. Rows ``…/limit`` are the C kernel alone, from lists that are ready, on as many threads as the
-transport has: what the memory gives.
+list that is ready.
 """
 
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
+from benchmarks.bare_copies import TRANSFER_THREADS, copies_in, limit_of
 from benchmarks.local_transfer import Copier, between
 from benchmarks.measure import (
     GIGABYTES_A_SECOND,
@@ -25,9 +25,7 @@ from benchmarks.measure import (
     row_of,
 )
 from benchmarks.pools import PAGE_SIZE
-from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.process.host import keep_freed_memory
-from kvferry.pools import copy_kernel
 from kvferry.pools.planning.copies import between as between_pools
 from kvferry.pools.planning.copies import total_segments
 from kvferry.pools.planning.geometry import rank_heads
@@ -42,7 +40,6 @@ HEADS = 8
 HEAD_BYTES = {"k": 256, "v": 128}  # 16-bit elements; V half as wide
 SPLITS = {(1, 2): Target(0.7), (2, 1): Target(0.7), (1, 8): None, (4, 2): None, (8, 1): None}
 WRITES = "one memmove for each token of each page, from a list made before, one thread"
-KERNELS = "the C kernel alone on whole pages"
 EQUAL = "equal TP of the same bytes: whole pages, the same transport"
 
 
@@ -91,14 +88,15 @@ def _rows(
         for one in (sliced, equal)
     )
     assert plan.total_bytes == whole.total_bytes
-    with ThreadPoolExecutor(Tuning().copy_threads) as threads:
-        ours, written, in_whole_pages, limit, whole_limit = interleave(
+    copies = between_pools(plan, *sliced.addresses, 0, total_segments(plan.source))
+    in_unit = partial(gigabytes_a_second, size_bytes=plan.total_bytes)
+    with limit_of(copies_in(copies, plan.total_bytes), TRANSFER_THREADS, in_unit) as limit:
+        ours, written, in_whole_pages, *limits = interleave(
             effort.pick(11, 2),
             lambda: sliced.copied_gigabytes_a_second(plan),
             _written_by_token(sliced, plan),
             lambda: equal.copied_gigabytes_a_second(whole),
-            _kernel_alone(sliced, plan, threads),
-            _kernel_alone(equal, whole, threads),
+            *limit.ways,
             settle=effort.pick(SETTLE, 1),
         )
     sliced.check(*ids)
@@ -106,17 +104,18 @@ def _rows(
     note = f"{plan.total_bytes >> 20} MiB, {count} slices of {plan.total_bytes // count} bytes on average"
     return [
         row_of(
-            f"{name}/against_equal", GIGABYTES_A_SECOND, ours, in_whole_pages, peer_is=EQUAL, target=target, note=note
+            f"{name}/against_equal",
+            GIGABYTES_A_SECOND,
+            ours,
+            in_whole_pages,
+            peer_is=EQUAL,
+            target=target,
+            note=note,
+            limits=limits,
+            limit_is=limit.limit_is,
         ),
-        row_of(f"{name}/limit", GIGABYTES_A_SECOND, limit, whole_limit, peer_is=KERNELS, note=note),
         row_of(name, GIGABYTES_A_SECOND, ours, written, peer_is=WRITES, target=Target(2), note=note),
     ]
-
-
-def _kernel_alone(copier: Copier, plan: Plan, threads: ThreadPoolExecutor) -> Contender:
-    copies = between_pools(plan, *copier.addresses, 0, total_segments(plan.source))
-    parts = np.array_split(copies, Tuning().copy_threads)
-    return gigabytes_a_second(lambda: list(threads.map(copy_kernel.copy, parts)), plan.total_bytes)
 
 
 def _written_by_token(copier: Copier, plan: Plan) -> Contender:

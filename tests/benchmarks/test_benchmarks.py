@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Final
@@ -19,9 +20,9 @@ import pytest
 from benchmarks import on_device
 from benchmarks.__main__ import main
 from benchmarks.catalogue import BENCHMARKS, BY_NAME_ONLY, TRACE
-from benchmarks.measure import Effort, MissingPeerError, Row, Target, Unit, compare
+from benchmarks.measure import Effort, Limit, MissingPeerError, Row, Target, Unit, compare
 from benchmarks.on_device import SIMULATED
-from benchmarks.report import Report, summary, table
+from benchmarks.report import Report, is_beyond, summary, table
 from tests.cann_simulator.build import COMPILER, NPU_PYTHON, built_simulator
 from tests.daemon.transports.mooncake_harness import mooncake_works
 
@@ -124,7 +125,8 @@ def test_a_missed_target_is_a_failure_only_when_asked(
 
     monkeypatch.setattr("benchmarks.__main__.run_apart", measure)
     assert main(["plan", "--output", str(tmp_path), *arguments]) == status
-    monkeypatch.setattr("benchmarks.__main__.run_apart", lambda *_: measure()[1:])
+    beyond = msgspec.structs.replace(measure()[0], limit_meets=False)
+    monkeypatch.setattr("benchmarks.__main__.run_apart", lambda *_: [beyond, *measure()[1:]])
     assert main(["plan", "--output", str(tmp_path), *arguments]) == 0
 
 
@@ -243,6 +245,54 @@ def test_a_target_bounds_what_it_names(ours: float, unit: Unit, target: Target |
     row = row_of(ours, 10.0, target=target, better=unit)
     assert (row.ours, row.peer, row.ratio) == (ours, 10.0, ours / 10.0)
     assert row.met is met
+
+
+@pytest.mark.parametrize(
+    ("limits", "unit", "meets"),
+    [
+        ([20.0, 14.0], LOWER, False),
+        ([20.0, 13.0], LOWER, True),
+        ([5.0, 5.9], HIGHER, False),
+        ([5.0, 6.0], HIGHER, True),
+        ([], HIGHER, None),
+    ],
+)
+def test_a_target_is_out_of_reach_where_no_way_to_the_limit_meets_it(
+    limits: list[float],
+    unit: Unit,
+    meets: bool | None,  # noqa: FBT001  a column of the table
+) -> None:
+    bound = Target(1.3 if unit is LOWER else 0.6)
+    row = one_round(100.0 if unit is LOWER else 1.0, 10.0, bound, unit, limits)
+    assert row.met is False
+    assert row.limit_meets is meets
+    assert is_beyond(row) is (meets is False)
+    assert ("out of reach" in table([row])) is (meets is False)
+    assert "limit: bare" in table([row]) or not limits
+    named = "; out of reach here: one" if meets is False else "; missed: one"
+    assert summary([row]) == "bench: 0 of 1 targets met" + named
+
+
+def test_a_target_that_is_met_was_within_reach_whatever_its_limit_says() -> None:
+    row = one_round(12.0, 10.0, Target(1.3), LOWER, [14.0])
+    assert (row.met, row.limit, row.limit_meets) == (True, 14.0, False)
+    assert summary([row]) == "bench: 1 of 1 targets met"
+    assert "out of reach" not in table([row])
+
+
+def one_round(ours: float, peer: float, target: Target, unit: Unit, limits: list[float]) -> Row:
+    """Return a row of one round, whose limit has these ways."""
+    ways = tuple(partial(float, one) for one in limits)
+    return compare(
+        "one",
+        unit,
+        ours=lambda: ours,
+        peer=lambda: peer,
+        peer_is="a number",
+        rounds=1,
+        target=target,
+        limit=Limit(ways, "bare") if limits else None,
+    )
 
 
 def test_figures_are_medians_of_interleaved_rounds() -> None:

@@ -23,7 +23,7 @@ from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Crew, Description
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
+from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one, digest_of
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Blocks, PlanSide, make_plan
 from kvferry.pools.pool import Pool
@@ -563,7 +563,7 @@ async def test_a_crew_has_one_chunk_of_an_op_at_a_time() -> None:
 
 async def test_all_threads_compare_checksums_though_a_crew_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """No crew shares what is hashed as a whole."""
-    together, began, digest_of = threading.Barrier(2), threading.local(), local.digest_of
+    together, began = threading.Barrier(2), threading.local()
 
     def digest(side: PlanSide, address: int, first: int, stop: int) -> int:
         if not hasattr(began, "here"):
