@@ -12,8 +12,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
-from benchmarks.measure import GIGABYTES_A_SECOND, Effort, MissingPeerError, Row, Target, compare
-from benchmarks.mooncake_raw import BIG_BLOCKS, ONE_BLOCK_A_PAGE, RawMooncake, raw_mooncake
+from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Limit, MissingPeerError, Row, Target, compare
+from benchmarks.mooncake_raw import BARE, BIG_BLOCKS, ONE_BLOCK_A_PAGE, RawMooncake, raw_mooncake
 from benchmarks.pools import KIB, MIB, ROLES, Pair, spec_of
 from benchmarks.processes import free_port, running_daemon
 from kvferry.clients import Client
@@ -63,7 +63,14 @@ def _gigabytes_a_second(pair: Pair, source_daemon: str) -> float:
 
 def _rows(kib: int, pair: Pair, source_daemon: str, raw: RawMooncake, effort: Effort) -> list[Row]:
     what = f"network/{kib}KiB/random/{pair.size_bytes // MIB}MiB"
-    row = partial(compare, unit=GIGABYTES_A_SECOND, ours=partial(_gigabytes_a_second, pair, source_daemon))
+    raw.bare_pages(kib * KIB)
+    raw.check_pages(kib * KIB)
+    row = partial(
+        compare,
+        unit=GIGABYTES_A_SECOND,
+        ours=partial(_gigabytes_a_second, pair, source_daemon),
+        limit=Limit((partial(raw.bare_pages, kib * KIB),), BARE),
+    )
     return [
         row(
             f"{what}/one_block_a_page",
