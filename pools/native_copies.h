@@ -268,7 +268,10 @@ typedef struct {
 } Gate;
 
 static const double LONG_NS = 1e18; /* what the kernel takes */
-enum { SPIN_NS = 20000 }; /* what is copied at once is over sooner than a thread sleeps and wakes up */
+enum {
+    SPIN_NS = 20000,  /* what is copied at once is over sooner than a thread sleeps and wakes up */
+    PAUSE_NS = 100000 /* who has waited for a transfer wakes up as it ends, and would wait again, for a processor */
+};
 
 typedef struct {
     Gate *gate; /* NULL: gives way to nobody */
@@ -279,7 +282,9 @@ static _Thread_local GivingWay giving_way;
 
 static uint32_t read_now(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
+/* Waits until the gate is open; having slept for it, a moment longer, in which it may be shut again. */
 static void wait_at(Gate *gate) {
+    static const struct timespec pause = {0, PAUSE_NS};
     double began_ns = now_ns(), at_ns = began_ns;
     for (; read_now(&gate->shut) && at_ns < giving_way.until_ns; at_ns = now_ns()) {
         if (at_ns - began_ns < SPIN_NS) continue;
@@ -289,6 +294,7 @@ static void wait_at(Gate *gate) {
         __atomic_add_fetch(&gate->waiting, 1, __ATOMIC_SEQ_CST);
         syscall(SYS_futex, &gate->shut, FUTEX_WAIT_PRIVATE, 1, &left, NULL, 0);
         __atomic_sub_fetch(&gate->waiting, 1, __ATOMIC_SEQ_CST);
+        if (!read_now(&gate->shut)) nanosleep(&pause, NULL);
     }
     giving_way.waited_ns += at_ns - began_ns;
 }

@@ -168,13 +168,14 @@ static void *copy_gated(void *argument) {
     return NULL;
 }
 
-/* A thread whose gate is shut copies nothing until it is opened; out of patience, it goes on. */
+/* A thread whose gate is shut copies nothing until it has been open for a moment; out of patience, it goes on. */
 static int check_gate(char *from, char *to, Crew *crew, int hashed) {
     enum { BYTES = 100000 };
     int failed = 0;
     for (int patient = 0; patient < 2; patient++) {
         Gate gate = {0};
         Gated one = {.crew = crew, .gate = &gate, .hashed = hashed, .patience_ns = patient ? 1e18 : 1e6};
+        double opened_ns = 0;
         pthread_t thread;
         reset_fnv(&one.fnv);
         for (size_t row = 0; row < 4; row++) {
@@ -188,9 +189,11 @@ static int check_gate(char *from, char *to, Crew *crew, int hashed) {
         if (patient) {
             while (!read_now(&gate.waiting)) sched_yield();
             for (size_t at = 0; at < 4 * BYTES; at++) failed |= to[at] != 0x5a;
+            opened_ns = now_ns();
             set_gate(&gate, 0);
         }
         pthread_join(thread, NULL);
+        failed |= patient && now_ns() - opened_ns < PAUSE_NS;
         failed |= !!memcmp(to, from, 4 * BYTES);
     }
     if (failed) printf("a gate does not hold, or does not open\n");
