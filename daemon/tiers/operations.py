@@ -451,7 +451,7 @@ class Operations:
             self._loop.call_soon(self._dispatcher.push_events, session)
         if not self._live:
             self._idle.set()
-        self._record(operation, done)
+        self._loop.call_soon(self._record, operation, done)  # after its session hears of it
 
     def session_lost(self, session_id: int) -> None:
         """Stop a lost session's operations."""
@@ -554,19 +554,16 @@ class Operations:
         self._counters.add(f"operations.{operation.kind}.{outcome.lower()}")
         if failed is None:
             self._counters.add(f"operations.{operation.kind}.moved_bytes", done.moved_bytes)
-        self._loop.call_soon(  # after its session hears of it
-            partial(
-                log.info,
-                "operation done",
-                operation=operation.number,
-                kind=operation.kind,
-                pool=operation.pool,
-                session=operation.session.session_id,
-                outcome=outcome,
-                detail=failed.detail if failed else "",
-                pages=operation.pages,
-                moved_bytes=done.moved_bytes,
-            )
+        log.info(
+            "operation done",
+            operation=operation.number,
+            kind=operation.kind,
+            pool=operation.pool,
+            session=operation.session.session_id,
+            outcome=outcome,
+            detail=failed.detail if failed else "",
+            pages=operation.pages,
+            moved_bytes=done.moved_bytes,
         )
 
     def _cancel(self, call: Call) -> Answer | None:

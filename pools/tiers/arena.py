@@ -111,6 +111,11 @@ class Arena:
             raise NotEnoughError(f"{count * step} bytes requested, {self._free} free")
         if not count:
             return np.empty(0, np.int64)
+        hole = self._smallest_for(capacity, count)
+        if hole is not None:
+            offsets = int(self._starts[hole]) + step * np.arange(count, dtype=np.int64)
+            self._cut(np.array([hole]), np.array([step * count]))
+            return offsets
         holes, counts = self._choose(capacity, count)
         before = np.cumsum(counts) - counts
         offsets = np.repeat(self._starts[holes] - step * before, counts) + step * np.arange(count, dtype=np.int64)
@@ -207,16 +212,18 @@ class Arena:
         for start, (_, holder) in itertools.islice(taken.items() if leaks < SHOWN else (), SHOWN):
             yield problem_at("it begins inside another block, or beyond the arena", [start], holder)
 
+    def _smallest_for(self, capacity: Offsets, count: int) -> int | None:
+        """Return the smallest hole that holds ``count`` blocks; None where none holds so many."""
+        holds_all = (capacity >= count).nonzero()[0]
+        return int(holds_all[self._sizes[holds_all].argmin()]) if len(holds_all) else None
+
     def _choose(self, capacity: Offsets, count: int) -> tuple[npt.NDArray[np.intp], Offsets]:
-        """Return the holes to cut, ascending, and how many blocks to cut from each.
+        """Return the holes to cut, ascending, and how many blocks to cut from each, where no hole holds all of them.
 
         Args:
             capacity: ``(holes,)``, how many blocks each hole holds, at least ``count`` in total.
             count: at least 1.
         """
-        holds_all = (capacity >= count).nonzero()[0]
-        if len(holds_all):
-            return holds_all[self._sizes[holds_all].argmin()].reshape(1), np.array([count])
         order = np.argsort(-capacity, kind="stable")
         filled = np.cumsum(capacity[order])
         whole = int(np.searchsorted(filled, count))  # this many of the largest are filled
