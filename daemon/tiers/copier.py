@@ -95,6 +95,12 @@ class Shard:
         """Return the device of the next step; not for an exhausted shard."""
         return self._segments[self._returned.segment if self._returned else self._ahead[0][0]].region.device
 
+    @property
+    def left_bytes(self) -> int:
+        """Return the bytes of all steps that were not taken, or were put back."""
+        returned = 0 if self._returned is None else self._returned.step.size_bytes
+        return returned + sum([steps.left_bytes for _, steps in self._ahead])
+
     def take(self, step_bytes: int) -> ShardStep:
         """Return the next step, of about ``step_bytes``; not for an exhausted shard."""
         if self._returned is not None:
@@ -170,6 +176,8 @@ __all__ = ["BlockJob", "BlockSegment", "Digests", "TierCopier"]
 STEP_S: Final = 0.8e-3
 CREW_STEP_S: Final = 4e-3
 """Of a crew's steps, which stop while transfers copy: what a step costs besides its bytes is some 0.1 ms."""
+WITH_THE_LAST: Final = 1.5
+"""Of a crew's step: what is left of a shard goes in one, where that is no larger."""
 MIN_STEP_BYTES: Final = 256 << 10
 MAX_STEP_BYTES: Final = 16 << 20
 MAX_CREW_STEP_BYTES: Final = 64 << 20
@@ -454,10 +462,13 @@ class TierCopier:
         speed = self._speeds.get((shard.kind, shard.device))
         if speed is None:
             return FIRST_STEP_BYTES
-        step_s, max_bytes = STEP_S, MAX_STEP_BYTES
-        if shard.device == HOST and self._crew is not None and not self._scheduler.transfers:
-            step_s, max_bytes = CREW_STEP_S, MAX_CREW_STEP_BYTES
-        return int(min(max(speed * step_s // MIN_STEP_BYTES * MIN_STEP_BYTES, MIN_STEP_BYTES), max_bytes))
+        if shard.device != HOST or self._crew is None or self._scheduler.transfers:
+            return _bytes_of(speed * STEP_S, MAX_STEP_BYTES)
+        step_bytes = _bytes_of(speed * CREW_STEP_S, MAX_CREW_STEP_BYTES)
+        left_bytes = shard.left_bytes
+        if left_bytes <= min(WITH_THE_LAST * step_bytes, MAX_CREW_STEP_BYTES):
+            return _bytes_of(left_bytes + MIN_STEP_BYTES - 1, MAX_CREW_STEP_BYTES)
+        return step_bytes
 
     @staticmethod
     def _crew_shares(job: BlockJob) -> bool:
@@ -514,6 +525,11 @@ class TierCopier:
             if running is self._alone and self._scheduler.quiet:
                 self._thread_count.end(running.trial)
         running.on_done(running.job, running.error)
+
+
+def _bytes_of(step_bytes: float, most: int) -> int:
+    """Return the size of a step, a multiple of MIN_STEP_BYTES."""
+    return int(min(max(step_bytes // MIN_STEP_BYTES * MIN_STEP_BYTES, MIN_STEP_BYTES), most))
 
 
 def _as_kvferry_error(cause: Exception) -> KvferryError:

@@ -213,6 +213,11 @@ class BlockSteps:
         """Return whether all steps were taken."""
         return self._at == self._stop
 
+    @property
+    def left_bytes(self) -> int:
+        """Return the bytes of all steps that were not taken yet."""
+        return (self._stop - self._at) * self._layout.content_bytes - self._byte
+
     def take(self, step_bytes: int) -> BlockStep | None:
         """Return the next step, of at most about ``step_bytes``; None after the last one.
 

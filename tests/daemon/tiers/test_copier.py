@@ -417,6 +417,23 @@ async def test_steps_of_a_crew_are_longer_as_they_stop_for_transfers(*, with_cre
         assert max(step.size_bytes for step in region.steps[-2:]) == expected, "0.8 and 4 milliseconds"
 
 
+@pytest.mark.parametrize(("job_mib", "expected"), [(9, [9]), (15, [15]), (16, [10, 6]), (26, [10, 10, 6])])
+async def test_what_is_left_goes_with_a_crews_last_step_where_it_is_little(job_mib: int, expected: list[int]) -> None:
+    time_s = 0.0
+
+    def copied(step: BlockStep) -> None:
+        nonlocal time_s
+        time_s += step.size_bytes / (2600 * MIB)
+
+    async with site(threads=1, clock=lambda: time_s, crew=new_crew(1, b"")) as one:
+        region = _ScriptedRegion()
+        region.device, region.on_begin = HOST, copied
+        assert await one.run(one.job(region, 39)) is None
+        begun = len(region.steps)
+        assert await one.run(one.job(region, job_mib)) is None
+        assert sorted(step.size_bytes // MIB for step in region.steps[begun:]) == sorted(expected)
+
+
 class _NotedCrew(Crew):
     """A crew that copies nothing, and notes how many threads are asked for."""
 

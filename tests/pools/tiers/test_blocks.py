@@ -141,6 +141,7 @@ def test_small_blocks_go_together_and_large_ones_are_cut_between_entries() -> No
 def test_the_size_may_change_from_step_to_step() -> None:
     layout = BlockLayout(manifest_of_sizes(100, 100), "main")
     steps = BlockSteps(layout, 2, 9)
+    assert steps.left_bytes == 1400
     assert [steps.take(size) for size in (200, 250, 600, 150, 1000, 1000)] == [
         (2, 3, 0, 200),
         (3, 4, 0, 200),
@@ -150,6 +151,14 @@ def test_the_size_may_change_from_step_to_step() -> None:
         (8, 9, 0, 200),
     ]
     assert steps.take(1000) is None
+    assert steps.left_bytes == 0
+
+
+def test_what_is_left_counts_the_rest_of_a_block_that_was_cut() -> None:
+    layout = BlockLayout(manifest_of_sizes(100, 100), "main")
+    steps = BlockSteps(layout, 0, 2)
+    steps.take(100)
+    assert steps.left_bytes == 300
 
 
 @given(harnesses(), STEP_BYTES)
