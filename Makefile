@@ -87,7 +87,7 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu $(if $(filter sglang,$(NAMES)),$(STAMPS)/sglang $(STAMPS)/models) $(if $(filter vllm,$(NAMES)),$(STAMPS)/vllm $(STAMPS)/models)  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another device, STRICT=1 fails where a target is missed)
+bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu $(if $(filter sglang,$(NAMES)),$(STAMPS)/sglang $(STAMPS)/models) $(if $(filter vllm,$(NAMES)),$(STAMPS)/vllm $(STAMPS)/models)  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another device, STRICT=1 fails where a target within reach is missed)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE)) $(if $(STRICT),--strict)
 
 flame: $(STAMPS)/demo $(STAMPS)/system  ## draw where the daemon's time goes when small pages are handed over (FILE=docs/one_page.svg)
