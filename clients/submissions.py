@@ -20,12 +20,10 @@ from kvferry.protocol.client_core import (
     BatchAnswered,
     ClientCore,
     News,
-    OperationChanged,
     OtherDaemon,
     ReplyArrived,
     TierOperation,
     Transfer,
-    TransferChanged,
     unclaimed_pages,
 )
 from kvferry.protocol.errors import (
@@ -192,12 +190,10 @@ class Submissions(Submitting, OfOneProcess):
     def _hear(self, news: News | BatchAnswered) -> None:
         """Take what a message from the daemon means: keep a reply for ``wait``, a change for ``poll``."""
         for one in news.news if isinstance(news, BatchAnswered) else (news,):
-            if isinstance(one, TransferChanged):
-                self._changed[one.transfer] = None
+            if isinstance(one, Transfer | TierOperation):
+                self._changed[one] = None
             elif isinstance(one, ReplyArrived):
                 self._replied(one)
-            elif isinstance(one, OperationChanged):
-                self._changed[one.operation] = None
             elif isinstance(one, OtherDaemon):
                 self._other_daemon(one.boot_id)
             else:

@@ -61,15 +61,16 @@ class Transfer:
         conversation: the ``token`` of the client core that made it.
     """
 
+    accepted: Accepted | None = None
+    finished: Finished | None = None
+    settled: Settled | None = None
+    matched: int = 0
+    wakes_on_match: bool = False
+    refused: KvferryError | None = None
+
     def __init__(self, key: TransferKey, conversation: object = None) -> None:
         self.key = key
         self.conversation = conversation
-        self.accepted: Accepted | None = None
-        self.finished: Finished | None = None
-        self.settled: Settled | None = None
-        self.matched = 0
-        self.wakes_on_match = False
-        self.refused: KvferryError | None = None
 
     def __repr__(self) -> str:
         """Show key and state."""
@@ -149,18 +150,6 @@ class ReplyArrived(msgspec.Struct, frozen=True):
     error: KvferryError | None
 
 
-class TransferChanged(msgspec.Struct, frozen=True):
-    """A transfer was accepted, refused, finished or settled."""
-
-    transfer: Transfer
-
-
-class OperationChanged(msgspec.Struct, frozen=True):
-    """An operation was accepted, refused, or is done."""
-
-    operation: TierOperation
-
-
 class Unclaimed(NamedTuple):
     """Pages that an ALLOCATE has taken of which nobody waits for the reply any more; see ``ClientCore.give_back``."""
 
@@ -178,7 +167,8 @@ class OtherDaemon(NamedTuple):
 Result: TypeAlias = tuple[Outgoing, Body, tuple[PageIds, ...]]
 """A request that was sent, its reply, and the reply's page lists."""
 
-News: TypeAlias = ReplyArrived | TransferChanged | OperationChanged | Unclaimed | OtherDaemon
+News: TypeAlias = "ReplyArrived | Transfer | TierOperation | Unclaimed | OtherDaemon"
+"""What a message means: a transfer or an operation has changed, a reply is there, or something is to be done."""
 
 
 class BatchAnswered(msgspec.Struct, frozen=True):
@@ -470,7 +460,7 @@ class ClientCore:
         found.update((one, None) for one in asked if isinstance(one, Transfer | TierOperation))
         return found
 
-    def _ended(self, one: Transfer | TierOperation, cause: str | KvferryError) -> TransferChanged | OperationChanged:
+    def _ended(self, one: Transfer | TierOperation, cause: str | KvferryError) -> Transfer | TierOperation:
         """End a transfer or an operation; by a restart (``cause``: what was restarted) its pages are settled, too."""
         restarted = isinstance(cause, str)
         error = stale(f"{cause}, and this was under way", "unknown") if isinstance(cause, str) else cause
@@ -478,7 +468,7 @@ class ClientCore:
             self._operations.pop(one.number or 0, None)
             self._movers.pop(one, None)
             one.end(TierDone(operation=one.number or 0, kind=one.kind, error=error.info()), ())
-            return OperationChanged(one)
+            return one
         direction, request_id, pool = one.key
         generation = one.accepted.generation if one.accepted else 0
         if one.finished is None:
@@ -490,7 +480,7 @@ class ClientCore:
             one.settled = Settled(request_id=request_id, pool=pool, direction=direction, generation=generation)
         if self._transfers.get(one.key) is one:
             del self._transfers[one.key]
-        return TransferChanged(one)
+        return one
 
     def _shortened(self, outgoing: Outgoing, passed_ms: int, default_ms: int) -> Outgoing:
         request = outgoing.request
@@ -537,7 +527,7 @@ class ClientCore:
         assert isinstance(waiting, TierOperation), waiting
         return self._operation_answered(waiting, body)
 
-    def _operation_answered(self, operation: TierOperation, body: Body) -> OperationChanged:
+    def _operation_answered(self, operation: TierOperation, body: Body) -> TierOperation:
         error = _refusal(body)
         if error is not None:
             operation.refused = error
@@ -551,7 +541,7 @@ class ClientCore:
             if early is not None:
                 del self._operations[operation.number]
                 self._operation_ended(operation, *early)
-        return OperationChanged(operation)
+        return operation
 
     def _operation_ended(self, operation: TierOperation, done: TierDone, ids: tuple[PageIds, ...]) -> None:
         operation.end(done, ids)
@@ -563,7 +553,7 @@ class ClientCore:
             self.held.gave_lists(body.pool, body.lists, its)
         self.held.took_lists(body.pool, done.lists, ids)
 
-    def _transfer_answered(self, transfer: Transfer, body: Body) -> TransferChanged:
+    def _transfer_answered(self, transfer: Transfer, body: Body) -> Transfer:
         if isinstance(body, Accepted):
             transfer.accepted = body
             transfer.matched = max(transfer.matched, body.matched)
@@ -573,7 +563,7 @@ class ClientCore:
             transfer.refused = transfer.refused or error
             if transfer.is_settled and self._transfers.get(transfer.key) is transfer:
                 del self._transfers[transfer.key]
-        return TransferChanged(transfer)
+        return transfer
 
     def _event(self, event: Event, ids: tuple[PageIds, ...]) -> News | BatchAnswered | None:
         if event.cursor <= self._seen_cursor or event.boot_id != self.boot_id:
@@ -586,7 +576,7 @@ class ClientCore:
         found = [self._happened(one, its[at]) for at, one in enumerate(body.events) if at >= known]
         return BatchAnswered(tuple([one for one in found if one is not None]))
 
-    def _happened(self, body: SingleEvent, ids: tuple[PageIds, ...]) -> TransferChanged | OperationChanged | None:
+    def _happened(self, body: SingleEvent, ids: tuple[PageIds, ...]) -> Transfer | TierOperation | None:
         if isinstance(body, TierDone):
             operation = self._operations.pop(body.operation, None)
             if operation is None:
@@ -594,7 +584,7 @@ class ClientCore:
                     self._early[body.operation] = (body, ids)
                 return None
             self._operation_ended(operation, body, ids)
-            return OperationChanged(operation)
+            return operation
         key = body.direction, body.request_id, body.pool
         transfer = self._transfers.get(key)
         if transfer is None:
@@ -606,8 +596,8 @@ class ClientCore:
             del self._transfers[key]
         else:
             transfer.matched = max(transfer.matched, body.matched)
-            return TransferChanged(transfer) if transfer.wakes_on_match else None
-        return TransferChanged(transfer)
+            return transfer if transfer.wakes_on_match else None
+        return transfer
 
 
 class _Nobody(enum.Enum):

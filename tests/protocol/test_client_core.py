@@ -11,12 +11,10 @@ from kvferry.protocol.base import Body, Busy, ErrorReply, PageList
 from kvferry.protocol.client_core import (
     BatchAnswered,
     ClientCore,
-    OperationChanged,
     Outgoing,
     ReplyArrived,
     TierOperation,
     Transfer,
-    TransferChanged,
 )
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Batch, Batched, Event, Reply, Request
@@ -66,14 +64,12 @@ def request_in(outgoing: Outgoing) -> Request:
 def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any) -> Any:  # noqa: ANN401
     """Let the daemon answer, or refuse with an error; return the news, or the transfer that changed."""
     body = ErrorReply(error=body.info()) if isinstance(body, KvferryError) else body
-    news = core.feed([bytes(frame) for frame in encode(Reply(outgoing.message_id, BOOT, body), ids)])
-    return news.transfer if isinstance(news, TransferChanged) else news
+    return core.feed([bytes(frame) for frame in encode(Reply(outgoing.message_id, BOOT, body), ids)])
 
 
 def event(core: ClientCore, cursor: int, body: Finished | Settled | TierDone | Together, boot: str = BOOT) -> object:
     """Let the daemon tell something; return the transfer that changed."""
-    changed = core.feed([bytes(frame) for frame in encode(Event(cursor, boot, body))])
-    return changed.transfer if isinstance(changed, TransferChanged) else changed
+    return core.feed([bytes(frame) for frame in encode(Event(cursor, boot, body))])
 
 
 def finished(of: Send | Receive = RECEIVE, error: KvferryError | None = None, **fields: Any) -> Finished:  # noqa: ANN401
@@ -284,13 +280,13 @@ def test_events_that_come_together_are_heard_in_their_order(core: ClientCore) ->
     sent, received = opened(core, SEND), opened(core)
     both = Together(events=(finished(SEND), finished(first_token=5), SETTLED))
     heard: Any = event(core, 3, both)
-    assert heard == BatchAnswered(tuple(TransferChanged(one) for one in (sent, received, received)))
+    assert heard == BatchAnswered(tuple(one for one in (sent, received, received)))
     assert (states(sent), states(received)) == (("finished", True, False), ("settled", True, True))
     assert acknowledged(core) == 3
     assert event(core, 3, both) is None, "seen before"
     settled = Settled(request_id=REQUEST, pool="prefill", direction="send")
     heard = event(core, 4, Together(events=(finished(error=LOST), settled)))
-    assert heard == BatchAnswered((TransferChanged(sent),)), "the first one was seen before"
+    assert heard == BatchAnswered((sent,)), "the first one was seen before"
     assert received.error is None
 
 
@@ -315,7 +311,7 @@ def test_a_batch_is_answered_part_by_part(core: ClientCore) -> None:
     assert event(core, 1, done) is None, "nobody knows the number yet"
     results = (Accepted(), OperationStarted(operation=7), Allocated(pages=2))
     heard = reply(core, batch, Batched(results=results), *IDS)
-    assert heard.news[:2] == (TransferChanged(transfer), OperationChanged(operation))
+    assert heard.news[:2] == (transfer, operation)
     assert (transfer.state, operation.state, operation.done) == ("open", "done", done)
     assert heard.news[2].message_id == asking.message_id
     assert heard.news[2].ids[0].tolist() == [3, 4]
@@ -326,7 +322,7 @@ def test_a_batch_that_is_refused_as_a_whole(core: ClientCore) -> None:
     transfer, operation, asking, batch = step_of(core)
     core.forget(asking.message_id)
     heard = reply(core, batch, PageBusyError("page 3", field="requests[0].pages"))
-    assert heard == BatchAnswered((TransferChanged(transfer), OperationChanged(operation)))
+    assert heard == BatchAnswered((transfer, operation))
     assert isinstance(transfer.error, PageBusyError)
     assert isinstance(operation.error, PageBusyError)
 

@@ -12,12 +12,11 @@ from kvferry.protocol.base import ErrorReply, PageList, RequestBody
 from kvferry.protocol.client_core import (
     MAX_CUTS,
     ClientCore,
-    OperationChanged,
     OtherDaemon,
     Outgoing,
     ReplyArrived,
+    TierOperation,
     Transfer,
-    TransferChanged,
     Unclaimed,
 )
 from kvferry.protocol.codec import encode
@@ -167,9 +166,7 @@ def test_each_transfer_ends_once_and_settles(core: ClientCore) -> None:
 
     ended = core.restarted(NEW, SECRET)
     assert {*ended.transfers} == {received, arrived, asked}
-    assert sorted(map(id, (one.transfer for one in ended.news if isinstance(one, TransferChanged)))) == sorted(
-        map(id, ended.transfers)
-    )
+    assert sorted(map(id, (one for one in ended.news if isinstance(one, Transfer)))) == sorted(map(id, ended.transfers))
     for one in (received, asked):
         assert isinstance(one.error, StaleBootError)
         assert (one.error.effect, one.error.retryable, one.error.request_id) == ("unknown", True, REQUEST)
@@ -188,7 +185,7 @@ def test_each_operation_ends_once(core: ClientCore) -> None:
     core.sent(outgoing, 0.0, connected=True)
     ended = core.restarted(NEW, SECRET)
     assert ended.operations == (known, asked)
-    assert [one.operation for one in ended.news if isinstance(one, OperationChanged)] == [known, asked]
+    assert [one for one in ended.news if isinstance(one, TierOperation)] == [known, asked]
     assert [type(one.error) for one in (known, asked)] == [StaleBootError] * 2
     late = Event(1, OLD, TierDone(operation=7, kind="offload"))
     assert core.feed([bytes(frame) for frame in encode(late)]) is None
