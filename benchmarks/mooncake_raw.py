@@ -45,7 +45,7 @@ BIG_BLOCKS = (
 )
 BARE = (
     "Mooncake's engine, and threads that gather and hash pages before it, and verify and scatter them behind it; "
-    "nothing is announced, granted or planned"
+    "nothing is announced, granted or planned; by one thread that gathers or more, whichever is faster"
 )
 CHUNK_BYTES = NetworkConfig().bounce_buffer_bytes
 _DONE, _FAILED = 1, -1
@@ -104,8 +104,8 @@ class RawMooncake:
 
     def big_blocks(self) -> float:
         """Write all in order, in blocks of ``BIG_BLOCK_BYTES``."""
-        places = range(self._source.size_bytes // BIG_BLOCK_BYTES)
-        return self._write(places, places, BIG_BLOCK_BYTES, BLOCKS_UNDER_WAY)
+        blocks = range(self._source.size_bytes // BIG_BLOCK_BYTES)
+        return self._write(blocks, blocks, BIG_BLOCK_BYTES, BLOCKS_UNDER_WAY)
 
     def _write(self, source: Sequence[int], destination: Sequence[int], block_bytes: int, most: int) -> float:
         waiting = zip(source, destination, strict=True)
@@ -139,15 +139,15 @@ class RawMooncake:
         assert status != _FAILED, "a write failed"
         return status == _DONE
 
-    def bare_pages(self, page_bytes: int) -> float:
+    def bare_pages(self, page_bytes: int, gathering_threads: int = 1) -> float:
         """Write pages from random places to random places as ours go, and have them verified and scattered there."""
         chunks = self._chunks(page_bytes)
         waiting, free = iter(chunks), [self._staging.address + at * CHUNK_BYTES for at in range(STAGING_BUFFERS)]
         gathering: list[tuple[Future[int], Chunk, int]] = []
         writing: list[tuple[int, Chunk, int, int]] = []
-        started = time.perf_counter()
         missing = len(chunks)
-        with ThreadPoolExecutor(TRANSFER_THREADS) as threads:
+        with ThreadPoolExecutor(gathering_threads) as threads:
+            started = time.perf_counter()
             while missing:
                 while free and (chunk := next(waiting, None)) is not None:
                     buffer = free.pop()
@@ -164,7 +164,7 @@ class RawMooncake:
                 missing -= self._peer.done()
                 if (len(gathering), len(writing)) == before:
                     time.sleep(POLL_S)
-        return self._source.size_bytes / (time.perf_counter() - started) / 1e9
+            return self._source.size_bytes / (time.perf_counter() - started) / 1e9
 
     def check_pages(self, page_bytes: int) -> None:
         """See that ``bare_pages`` has brought every byte."""
@@ -197,6 +197,7 @@ class Peer:
     def _listen(self) -> None:
         for line in self._says:
             self._done.put(line)
+        self._done.put(b"")  # it has died, or is being ended
 
     def tell(self, chunk: Chunk, checksum: int) -> None:
         """Have a chunk verified and scattered that has arrived."""

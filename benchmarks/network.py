@@ -12,6 +12,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
+from benchmarks.bare_copies import TRANSFER_THREADS
 from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Limit, MissingPeerError, Row, Target, compare
 from benchmarks.mooncake_raw import BARE, BIG_BLOCKS, ONE_BLOCK_A_PAGE, RawMooncake, raw_mooncake
 from benchmarks.pools import KIB, MIB, ROLES, Pair, spec_of
@@ -22,6 +23,7 @@ from kvferry.protocol.errors import ConfigError
 PAGE_KIB = (16, 128)
 ONE_BLOCK_TARGETS = {16: Target(4)}
 BIG_BLOCKS_TARGETS = {16: Target(0.75)}
+GATHERING_THREADS = sorted({1, TRANSFER_THREADS})
 LAYERS = 16
 HOSTS = ("127.0.0.1", "127.0.0.2")
 CONFIG = """
@@ -69,7 +71,7 @@ def _rows(kib: int, pair: Pair, source_daemon: str, raw: RawMooncake, effort: Ef
         compare,
         unit=GIGABYTES_A_SECOND,
         ours=partial(_gigabytes_a_second, pair, source_daemon),
-        limit=Limit((partial(raw.bare_pages, kib * KIB),), BARE),
+        limit=Limit(tuple([partial(raw.bare_pages, kib * KIB, threads) for threads in GATHERING_THREADS]), BARE),
     )
     return [
         row(
