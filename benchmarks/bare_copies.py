@@ -47,7 +47,7 @@ TIER_THREADS = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
 def limit_of(
     parts: Parts, threads: int, in_unit: Callable[[Copying], Contender], asked_by: Client | None = None
 ) -> Iterator[Limit]:
-    """Yield the limit: the work by one thread, and by so many.
+    """Yield the limit: the work by one thread, by two, four …, and by so many.
 
     Args:
         parts: the work.
@@ -55,20 +55,19 @@ def limit_of(
         in_unit: makes a contender of a call.
         asked_by: who asks for it, and must at least send a PING; None: nobody does.
     """
-    alone = parts(1)[0]
+    counts = sorted({1 << power for power in range(threads.bit_length())} | {threads})  # as the daemon tries them
     with ThreadPoolExecutor(threads) as pool:
-        shared = parts(threads)
 
-        def together() -> None:
+        def together(shared: Sequence[Copying]) -> None:
             for one in [pool.submit(one) for one in shared]:
                 one.result()
 
-        ways = [alone, together] if threads > 1 else [alone]
+        ways: list[Copying] = [parts(1)[0], *[partial(together, parts(count)) for count in counts[1:]]]
         yield Limit(
             tuple([in_unit(one if asked_by is None else partial(_asked, asked_by, one)) for one in ways]),
             "the copy kernel alone on the same bytes, from lists that are ready"
             + ("" if asked_by is None else ", and one PING")
-            + (f"; by one thread or {threads}, whichever is faster" if threads > 1 else ""),
+            + (f"; by {', '.join(map(str, counts))} threads, whichever is the fastest" if threads > 1 else ""),
         )
 
 

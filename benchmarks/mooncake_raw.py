@@ -257,11 +257,13 @@ def be_peer(network_fd: int, pages_fd: int, size_bytes: int) -> None:
 
 def scatter(chunk: Chunk, checksum: int, network: HostRegion, pages: HostRegion) -> None:
     """Verify a chunk that has arrived, bring it to its pages, and say so."""
-    arrived = network.address + chunk.offset_bytes
-    is_whole = copy_kernel.digest((arrived, chunk.size_bytes)) == checksum
-    if is_whole:
-        copy_kernel.copy(chunk.copies(pages.address, arrived, 2, network.size_bytes)[:, [1, 0, 2]])
-    os.write(sys.stdout.fileno(), b"scattered\n" if is_whole else b"damaged\n")  # at once: there are several threads
+    arrived, said = network.address + chunk.offset_bytes, b"damaged\n"
+    try:
+        if copy_kernel.digest((arrived, chunk.size_bytes)) == checksum:
+            copy_kernel.copy(chunk.copies(pages.address, arrived, 2, network.size_bytes)[:, [1, 0, 2]])
+            said = b"scattered\n"
+    finally:
+        os.write(sys.stdout.fileno(), said)  # at once: there are several threads
 
 
 if __name__ == "__main__":

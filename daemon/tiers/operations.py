@@ -451,7 +451,8 @@ class Operations:
             self._loop.call_soon(self._dispatcher.push_events, session)
         if not self._live:
             self._idle.set()
-        self._loop.call_soon(self._record, operation, done)  # after its session hears of it
+        self._count(operation.kind, done)
+        self._loop.call_soon(self._log_done, operation, done)  # after its session hears of it
 
     def session_lost(self, session_id: int) -> None:
         """Stop a lost session's operations."""
@@ -548,19 +549,20 @@ class Operations:
             moved_us=round((now - began) * 1e6),
         )
 
-    def _record(self, operation: Operation, done: TierDone) -> None:
+    def _count(self, kind: OperationKind, done: TierDone) -> None:
+        self._counters.add(f"operations.{kind}.{done.error.code.lower() if done.error else 'ok'}")
+        if done.error is None:
+            self._counters.add(f"operations.{kind}.moved_bytes", done.moved_bytes)
+
+    def _log_done(self, operation: Operation, done: TierDone) -> None:
         failed = done.error
-        outcome = failed.code if failed else "OK"
-        self._counters.add(f"operations.{operation.kind}.{outcome.lower()}")
-        if failed is None:
-            self._counters.add(f"operations.{operation.kind}.moved_bytes", done.moved_bytes)
         log.info(
             "operation done",
             operation=operation.number,
             kind=operation.kind,
             pool=operation.pool,
             session=operation.session.session_id,
-            outcome=outcome,
+            outcome=failed.code if failed else "OK",
             detail=failed.detail if failed else "",
             pages=operation.pages,
             moved_bytes=done.moved_bytes,

@@ -416,7 +416,8 @@ class LocalTransport:
             return
         if job.op.checksums and job.error is None and not job.checking:
             job.checking, job.expansion = True, None
-            job.most_in_flight = len(self._threads)  # no crew shares what is hashed as a whole
+            if self._crew is not None and _is_within_host(job.op):
+                job.most_in_flight = len(self._threads)  # no crew shares what is hashed as a whole
             self._queue_up(job)
             return
         if self._jobs.pop(job.op.op_id, None) is not None:
