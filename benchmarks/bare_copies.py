@@ -1,4 +1,4 @@
-"""The copy kernel by itself, on the bytes that a daemon copies: what no daemon can go beyond.
+"""The copy kernel by itself, on the bytes that a daemon copies: what is left where all else is taken away.
 
 Nothing is asked for, planned, checked or told here: the lists are ready, and so are the threads.
 """
@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from benchmarks.measure import Contender, Limit
+from benchmarks.measure import Contender, Limit, after
 from benchmarks.pools import Pair, Side
 from kvferry.clients import Client
 from kvferry.daemon.daemon import Tuning
@@ -149,6 +149,27 @@ class Blocks:
             return
         found = restore_step_hashed(memory, pages, step, self._memory.view(), copy_kernel.new_hash())
         assert (found == self._digests[step.first : step.stop]).all()
+
+
+@contextmanager
+def tier_limits(
+    pair: Pair, in_unit: Callable[[Copying], Contender], *, checksums: bool
+) -> Iterator[tuple[Limit, Limit]]:
+    """Yield the limits of an offload and of a restore, both of all pages and asked for by the source's client.
+
+    Before each restore the target is cleared, outside the clock, as before those that are compared with it.
+    """
+
+    def into_cleared(copying: Copying) -> Contender:
+        return after(pair.clear, in_unit(copying))
+
+    client = pair.source.client
+    with (
+        Blocks.of(pair, checksums=checksums) as blocks,
+        limit_of(blocks.offload, TIER_THREADS, in_unit, client) as out,
+        limit_of(blocks.restore, TIER_THREADS, into_cleared, client) as back,
+    ):
+        yield out, back
 
 
 def memory_of(side: Side) -> HostRegion:

@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What nothing can go beyond, measured in turns with the rest; of several ways to it the best one counts."""
+    """Bare copies or messages, measured in turns with the rest; of several ways to make them the best one counts."""
 
     ways: tuple[Contender, ...]
     limit_is: str
@@ -72,7 +72,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         target: the bound on ``target_on``, or None: then the row is there to explain another one.
         target_on: what the target bounds.
         met: whether the target is met, or None without one.
-        limit: the best median of what nothing can go beyond, in ``unit``; None where that was not measured.
+        limit: the best median of bare copies or messages, in ``unit``; None where that was not measured.
         limit_meets: whether the limit itself meets the target; None without a limit, or a target. Where it does not,
             the target was out of reach.
         limit_is: what the limit is.

@@ -16,16 +16,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.bare_copies import TIER_THREADS, Blocks, Copying, limit_of, memory_of
+from benchmarks.bare_copies import memory_of, tier_limits
 from benchmarks.measure import (
     GIGABYTES_A_SECOND,
     SETTLE,
     Contender,
     Effort,
-    Limit,
     Row,
     Target,
-    after,
     compare,
     gigabytes_a_second,
 )
@@ -99,7 +97,8 @@ def _against(
     note: str,
     effort: Effort,
 ) -> list[Row]:
-    with snapshot(pair) as kept, _limits(pair, checksums="with_checksums" in what) as limits:
+    in_unit = partial(gigabytes_a_second, size_bytes=pair.size_bytes)
+    with snapshot(pair) as kept, tier_limits(pair, in_unit, checksums="with_checksums" in what) as limits:
         ours: dict[str, Contender] = {"offload": partial(offload, pair), "restore": partial(restore, pair, kept)}
         return [
             compare(
@@ -112,29 +111,10 @@ def _against(
                 settle=effort.pick(SETTLE, 1),
                 target=target,
                 note=note,
-                limit=limits[direction] if target is not None else None,
+                limit=limit if target is not None else None,
             )
-            for direction in WAYS
+            for direction, limit in zip(WAYS, limits, strict=True)
         ]
-
-
-@contextmanager
-def _limits(pair: Pair, *, checksums: bool) -> Iterator[dict[str, Limit]]:
-    """Yield how fast the copies of an offload and of a restore could be, if there were nothing but them and a PING."""
-
-    def in_unit(copying: Copying) -> Contender:
-        return gigabytes_a_second(copying, pair.size_bytes)
-
-    def into_cleared(copying: Copying) -> Contender:
-        return after(pair.clear, in_unit(copying))
-
-    client = pair.source.client
-    with (
-        Blocks.of(pair, checksums=checksums) as blocks,
-        limit_of(blocks.offload, TIER_THREADS, in_unit, client) as out,
-        limit_of(blocks.restore, TIER_THREADS, into_cleared, client) as back,
-    ):
-        yield {"offload": out, "restore": back}
 
 
 @contextmanager

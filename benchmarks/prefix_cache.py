@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.bare_copies import TIER_THREADS, Blocks, Copying, limit_of
+from benchmarks.bare_copies import tier_limits
 from benchmarks.measure import (
     MILLISECONDS,
     SETTLE,
@@ -26,7 +26,6 @@ from benchmarks.measure import (
     Limit,
     Row,
     Target,
-    after,
     compare,
     memcpy,
     milliseconds,
@@ -123,15 +122,7 @@ class Engine:
     @contextmanager
     def limits(self) -> Iterator[dict[str, Limit]]:
         """Yield how fast each could be, if there were nothing but its copies and a PING."""
-
-        def into_cleared(copying: Copying) -> Contender:
-            return after(self._pair.clear, milliseconds(copying))
-
-        with (
-            Blocks.of(self._pair, checksums=True) as blocks,
-            limit_of(blocks.offload, TIER_THREADS, milliseconds, self._client) as out,
-            limit_of(blocks.restore, TIER_THREADS, into_cleared, self._client) as back,
-        ):
+        with tier_limits(self._pair, milliseconds, checksums=True) as (out, back):
             yield {"store": out, "lookup": Limit((self.ping_ms,), PING), "load": back}
 
     def ping_ms(self) -> float:

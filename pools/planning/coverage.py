@@ -79,7 +79,6 @@ class Coverage:
         self._entries = entries
         self._required = np.array([entry.component not in optional_components for entry in entries], np.bool_)
         self._planned, self._arrived, self._excused = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
-        self._has_planned = False
 
     def free_extents(self, cells: Cells, replicated: Rows) -> tuple[Extent, ...]:
         """Return the extents that have no sender yet; each row is in at most one.
@@ -94,7 +93,7 @@ class Coverage:
         Raises:
             PageOverlapError: names the first cell that already has a sender and must not.
         """
-        parts = self._parts(cells) if self._has_planned else ()
+        parts = self._parts(cells) if self._planned.any() else ()
         taken_parts = [
             (rows, heads, taken)
             for rows, heads in parts
@@ -122,7 +121,6 @@ class Coverage:
         """Mark the cells as planned; ``free_extents`` has returned all of them."""
         self._separate_heads(cells)
         self._set(self._planned, cells, value=True)
-        self._has_planned = True
 
     def withdraw(self, cells: Cells) -> None:
         """Undo ``plan``."""
@@ -203,9 +201,6 @@ class Coverage:
         return slice(start, None if stop < 0 else stop)
 
     def _set(self, grid: _Grid, cells: Cells, *, value: bool) -> None:
-        if cells.heads is None:
-            grid[cells.entries, :, cells.start : cells.stop] = value
-            return
         for rows, heads in self._parts(cells):
             grid[cells.entries[rows], heads, cells.start : cells.stop] = value
 
