@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from kvferry.daemon.control.dispatch import Call
 from kvferry.daemon.services.receive_to_host import HostReceive
@@ -31,7 +32,7 @@ from kvferry.protocol.errors import (
     UnknownPoolError,
     UnknownSnapshotError,
 )
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Settled, TierDone
 from kvferry.protocol.manifests import DraftSpec, MambaSpec, PoolSpec
 from kvferry.protocol.pool_messages import Allocate, DeletePool, PoolDeleted
 from kvferry.protocol.tier_messages import DropSnapshot, Offload, Offloading, SnapshotDropped, SnapshotReport, Snapshots
@@ -101,6 +102,21 @@ async def test_pages_of_an_offload_that_fails_stay_the_sessions(tiers: Harness, 
     assert tiers.pool().allocator.pages_by_owner() == {engine.session.session_id: 4}
     assert snapshots_of(engine) == {}
     assert tiers.host.arena.used_bytes == 0
+
+
+async def test_each_end_is_counted_as_it_comes_and_logged_once(tiers: Harness, engine: Engine) -> None:
+    with capture_logs() as logs:
+        engine.offload(engine.allocate(3))
+        await tiers.finish()
+        done, _ = engine.events[-1]
+        assert isinstance(done, TierDone)
+        engine.offload(engine.allocate(1))
+        tiers.copier.end(tiers.copier.under_way[0], OutOfMemoryError("no staging"))
+        counted = tiers.counters.snapshot()
+        assert (counted["operations.offload.ok"], counted["operations.offload.out_of_memory"]) == (1, 1)
+        assert counted["operations.offload.moved_bytes"] == done.moved_bytes > 0
+        await settle()
+    assert [one["outcome"] for one in logs if one["event"] == "operation done"] == ["OK", "OUT_OF_MEMORY"]
 
 
 async def test_released_pages_that_two_lists_share_in_segment_are_free_once(tiers: Harness, engine: Engine) -> None:
