@@ -27,6 +27,9 @@ TABLES: Final = {"tables": "name"}
 IDS: Final = {"pages": "ids"}
 """What the clients' calls name otherwise than the messages do."""
 
+SMALL: Final = 1 << 30
+"""Numbers of pages and of tokens below are within every bound of the protocol."""
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -98,7 +101,13 @@ def pages(
     """
     array = page_ids(ids, "ids")
     head = PageList(component=component, first_page=first_page, pages=len(array), tokens=tokens)
-    return Pages(checked(head), array)
+    is_plain = type(component) is str and component == MAIN and _is_small(first_page, 0) and _is_small(tokens, 1)
+    return Pages(head if is_plain else checked(head), array)
+
+
+def _is_small(value: int | None, least: int) -> bool:
+    """Return whether it is None or a small number, as most are: it needs no look at the protocol's types."""
+    return value is None or (type(value) is int and least <= value < SMALL)
 
 
 def pages_wanted(
@@ -153,7 +162,13 @@ def joined(hashes: Sequence[bytes]) -> bytes:
 
 def hello(client: str) -> Call[Welcome]:
     """Agree on the protocol version."""
-    body = Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=client, events_together=True)
+    body = Hello(
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        client=client,
+        events_together=True,
+        events_merged=True,
+    )
     return asked(body, {"client": "name"})
 
 

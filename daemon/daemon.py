@@ -72,8 +72,8 @@ from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, Status
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET, runtime_dirs
 
 FETCH_THREADS = 2
-IN_FLIGHT_BYTES: Final = 64 << 20
-"""Of each class of the tiers' operations."""
+IN_FLIGHT_BYTES: Final = 128 << 20
+"""Of each class of the tiers' operations: a small one begins beside the longest step of a large one."""
 
 PINGS_PER_WATCHDOG: Final = 4
 """So many pings fit into the time that the service manager's watchdog leaves."""

@@ -324,7 +324,10 @@ class PageAllocator:
 
     def _reclaim(self, ids: PageIds, *, repeated: bool = False) -> int:
         """Free those of ``ids`` that are doomed and idle; return how many. One may be ``repeated``."""
-        idle = ids[self._doomed[ids] & (self._readers[ids] == 0) & ~self._writing[ids]]
+        doomed = self._doomed[ids]
+        if not doomed.any():
+            return 0
+        idle = ids[doomed & (self._readers[ids] == 0) & ~self._writing[ids]]
         if repeated and len(idle):
             idle = np.unique(idle)
         count = len(idle)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Container, Iterable, Sequence
-from operator import itemgetter
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
-import numpy as np
 
 from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, encoded_bytes, split
@@ -54,7 +52,7 @@ class Transfer:
         key: its key in the session.
         accepted: the reply to its latest accepted message, or None.
         finished: the FINISHED event, or None.
-        settled: the SETTLED event, or None.
+        settled: the SETTLED event, also where a FINISHED stands for it, or None.
         matched: how many destinations of a send, or sources of a receive, the daemon has reported as matched.
         wakes_on_match: whether it counts as changed when ``matched`` grows.
         refused: why one of its messages was refused, or None.
@@ -557,7 +555,8 @@ class ClientCore:
         if isinstance(body, Accepted):
             transfer.accepted = body
             transfer.matched = max(transfer.matched, body.matched)
-            self._transfers[transfer.key] = transfer
+            if transfer.settled is None:  # else its events came before the reply of its batch
+                self._transfers[transfer.key] = transfer
         elif (error := _refusal(body)) is not None:
             error.request_id = transfer.key.request_id  # BUSY does not carry it
             transfer.refused = transfer.refused or error
@@ -591,6 +590,10 @@ class ClientCore:
             return None
         if isinstance(body, Finished):
             transfer.finished = body
+            transfer.matched = max(transfer.matched, body.matched)
+            if body.settled:
+                transfer.settled = _settled(body)
+                del self._transfers[key]
         elif isinstance(body, Settled):
             transfer.settled = body
             del self._transfers[key]
@@ -616,24 +619,17 @@ _STARTED: Final = (Offloading, OperationStarted)
 
 
 def _keep_books(held: HeldPages, results: Sequence[Result], pending: Container[int]) -> None:
-    """Take note of the pages that replies give, or take; of those in a row that do the same, at once.
-
-    ``pending``: the requests that were not given up.
-    """
-    moves = []
+    """Take note of the pages that replies give, or take; ``pending``: the requests that were not given up."""
     for request, body, ids in results:
         if type(body) not in _OF_PAGES or request.request.message_id not in pending:
             continue
         asked = request.request.body
         if isinstance(body, Allocated) and isinstance(asked, Allocate):
-            moves.append((held.took, asked.pool, asked.space, ids[0]))
+            held.took(asked.pool, asked.space, ids[0])
         elif isinstance(body, Freed) and isinstance(asked, Free):
-            moves.append((held.gave, asked.pool, asked.space, request.ids[0]))
+            held.gave(asked.pool, asked.space, request.ids[0])
         elif isinstance(body, PoolCreated | PoolAttached):
             held.learn(body.pool, body.manifest)
-    for (note, pool, space), its in itertools.groupby(moves, itemgetter(0, 1, 2)):
-        lists = [one[3] for one in its]
-        note(pool, space, lists[0] if len(lists) == 1 else np.concatenate(lists))
 
 
 def unclaimed_pages(asked: Body | None, body: Body, ids: tuple[PageIds, ...]) -> Unclaimed | None:
@@ -641,6 +637,15 @@ def unclaimed_pages(asked: Body | None, body: Body, ids: tuple[PageIds, ...]) ->
     if isinstance(asked, Allocate) and isinstance(body, Allocated):
         return Unclaimed(asked.pool, asked.space, ids[0].copy())
     return None
+
+
+def _settled(finished: Finished) -> Settled:
+    return Settled(
+        request_id=finished.request_id,
+        pool=finished.pool,
+        direction=finished.direction,
+        generation=finished.generation,
+    )
 
 
 def _left_ms(deadline_ms: int, passed_ms: int) -> int:

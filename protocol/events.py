@@ -1,13 +1,16 @@
 """What the daemon sends by itself: MATCHED, FINISHED and SETTLED of each endpoint, TIER_DONE of each operation.
 
-Those that happen at once go in one message, EVENTS, to clients that say in HELLO that they read it.
+Those that happen at once go in one message, EVENTS, to clients that say in HELLO that they read it; and to those that
+say so, one FINISHED tells what MATCHED before it and SETTLED behind it would.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from kvferry.protocol.base import Body, PageList
 from kvferry.protocol.errors import ErrorInfo
@@ -39,6 +42,8 @@ class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
     ``snapshot``: the snapshot that holds the bytes, for a receiver into the host tier.
     ``trimmed_pages``: pages of windows and states that were left out, because one list was shorter and one of the lists
     had no first page.
+    ``settled`` and ``matched``: SETTLED, too, and for a sender what MATCHED counts, of which no message of their own
+    comes then. Sent only where HELLO has said ``events_merged``.
     """
 
     request_id: str
@@ -56,6 +61,8 @@ class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
     moved_us: int = 0
     trimmed_pages: int = 0
     snapshot: str = ""
+    matched: int = 0
+    settled: bool = False
 
 
 class Settled(Body, frozen=True, kw_only=True, tag="SETTLED"):
@@ -103,7 +110,8 @@ MAX_TOGETHER: Final = 256
 class Together(Body, frozen=True, kw_only=True, tag="EVENTS"):
     """Events in their order, and the frames of their page lists; the envelope's ``cursor`` is that of the last one.
 
-    The cursors of the others are those before it, without a gap. Sent only where HELLO has said ``events_together``.
+    The cursors of the others are those before it, without a gap; what a FINISHED stands for has its own. Sent only
+    where HELLO has said ``events_together``.
     """
 
     events: Annotated[tuple[SingleEvent, ...], Meta(min_length=1, max_length=MAX_TOGETHER)]
@@ -114,3 +122,26 @@ class Together(Body, frozen=True, kw_only=True, tag="EVENTS"):
 
 
 EventBody = SingleEvent | Together
+
+
+def merged(events: Iterable[SingleEvent]) -> list[SingleEvent]:
+    """Return events that go in one message, in their order, but for those that a FINISHED among them can stand for."""
+    found: list[SingleEvent | None] = []
+    latest: dict[tuple[str, str, str, int], int] = {}
+    for one in events:
+        if isinstance(one, TierDone):
+            found.append(one)
+            continue
+        endpoint = one.request_id, one.direction, one.pool, one.generation
+        at = latest.get(endpoint, -1)
+        known = found[at] if at >= 0 else None
+        if isinstance(known, Finished) and isinstance(one, Settled):
+            found[at] = replace(known, settled=True)
+            continue
+        told: SingleEvent = one
+        if isinstance(known, Matched):  # no more can follow it than MATCHED and FINISHED, which tell it, too
+            found[at] = None
+            told = replace(one, matched=known.matched) if isinstance(one, Finished) else one
+        latest[endpoint] = len(found)
+        found.append(told)
+    return [one for one in found if one is not None]

@@ -5,6 +5,8 @@ After a restart the daemon's books may differ: what a request has taken whose re
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -16,6 +18,11 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.manifests import Manifest
 
 LEAST_PAGES: Final = 64
+
+MOST_MOVES: Final = 64
+MOST_MOVED_PAGES: Final = 4096
+"""What is noted before it is added up: a step's few pages cost less with those of the next ones."""
+
 _Mask = npt.NDArray[np.bool_]
 
 
@@ -31,10 +38,21 @@ class Differences(NamedTuple):
     missing: PageIds
 
 
+class _Move(NamedTuple):
+    """Pages that were given to us, or have gone back."""
+
+    taken: bool
+    pool: str
+    space: str
+    ids: PageIds
+
+
 class HeldPages:
     """Pages by pool and page space."""
 
     def __init__(self) -> None:
+        self._moves: list[_Move] = []
+        self._moved_pages = 0
         self._masks: dict[tuple[str, str], _Mask] = {}
         self._spaces: dict[str, dict[str, str]] = {}
         self._unsure: set[str] = set()
@@ -42,16 +60,16 @@ class HeldPages:
 
     def __repr__(self) -> str:
         """Show how many there are."""
-        return f"<HeldPages {sum(int(one.sum()) for one in self._masks.values())}>"
+        return f"<HeldPages {sum(int(one.sum()) for one in self._up_to_date().values())}>"
 
     @property
     def pools(self) -> set[str]:
         """Return the pools of which there may be pages."""
-        return {pool for pool, _ in self._masks} | self._unsure | self._asked
+        return {pool for pool, _ in self._up_to_date()} | self._unsure | self._asked
 
     def spaces_of(self, pool: str) -> tuple[str, ...]:
         """Return the page spaces of a pool of which there may be pages, as far as they are known."""
-        return tuple(space for its, space in self._masks if its == pool)
+        return tuple(space for its, space in self._up_to_date() if its == pool)
 
     def asked(self, pool: str) -> None:
         """Take note of a pool of which pages may be ours by a request whose reply nobody has heard."""
@@ -63,8 +81,33 @@ class HeldPages:
 
     def took(self, pool: str, space: str, ids: PageIds) -> None:
         """Take note of pages that were given to us."""
-        if not len(ids):
+        self._note(_Move(taken=True, pool=pool, space=space, ids=ids))
+
+    def gave(self, pool: str, space: str, ids: PageIds) -> None:
+        """Take note of pages that went back."""
+        self._note(_Move(taken=False, pool=pool, space=space, ids=ids))
+
+    def _note(self, move: _Move) -> None:
+        """Keep a move until there are many, or the pages are asked for."""
+        count = len(move.ids)
+        if not count:
             return
+        self._moved_pages += count
+        is_kept = len(self._moves) < MOST_MOVES and self._moved_pages <= MOST_MOVED_PAGES
+        self._moves.append(move._replace(ids=move.ids.copy()) if is_kept else move)
+        if not is_kept:
+            self._up_to_date()
+
+    def _up_to_date(self) -> dict[tuple[str, str], _Mask]:
+        """Return which pages are held, after all moves so far."""
+        moves, self._moves, self._moved_pages = self._moves, [], 0  # what raises is not tried again and again
+        for (taken, pool, space), alike in itertools.groupby(moves, operator.itemgetter(0, 1, 2)):
+            lists = [one.ids for one in alike]
+            ids = lists[0] if len(lists) == 1 else np.concatenate(lists)
+            (self._take if taken else self._give)(pool, space, ids)
+        return self._masks
+
+    def _take(self, pool: str, space: str, ids: PageIds) -> None:
         mask = self._masks.get((pool, space))
         most = int(ids.max())
         if mask is None or most >= len(mask):
@@ -74,10 +117,9 @@ class HeldPages:
             mask = self._masks[pool, space] = grown
         mask[ids] = True
 
-    def gave(self, pool: str, space: str, ids: PageIds) -> None:
-        """Take note of pages that went back."""
+    def _give(self, pool: str, space: str, ids: PageIds) -> None:
         mask = self._masks.get((pool, space))
-        if mask is not None and len(ids):
+        if mask is not None:
             mask[ids if ids.max() < len(mask) else ids[ids < len(mask)]] = False
 
     def took_lists(self, pool: str, heads: Sequence[PageList], ids: Sequence[PageIds]) -> None:
@@ -97,7 +139,7 @@ class HeldPages:
 
         Of a pool whose components' spaces are not known here, none is said to be unknown.
         """
-        ours = self._masks.pop((pool, space), np.zeros(0, np.bool_))
+        ours = self._up_to_date().pop((pool, space), np.zeros(0, np.bool_))
         size = max(len(ours), int(owned.max(initial=0)) + 1)
         known, theirs = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
         known[: len(ours)], theirs[owned] = ours, True

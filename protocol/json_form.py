@@ -20,6 +20,7 @@ from kvferry.protocol.requests import request_type
 BATCH = "BATCH"
 REQUESTS = "requests"
 RESULTS = "results"
+EVENTS = "events"
 PAGES = "pages"
 IDS = "ids"
 
@@ -99,13 +100,12 @@ def _batch_from_fields(given: dict[str, Any]) -> BodyWithIds:
 def body_to_fields(body: Body, frames: Sequence[bytes]) -> dict[str, Any]:
     """Return a message's fields in JSON form, page ids in place."""
     fields: dict[str, Any] = msgspec.to_builtins(body, enc_hook=str)
-    parts: Sequence[Body] = getattr(body, REQUESTS, ()) or getattr(body, RESULTS, ())
-    if parts:
+    of_several = next((one for one in (REQUESTS, RESULTS, EVENTS) if getattr(body, one, ())), None)
+    if of_several is not None:
+        parts: Sequence[Body] = getattr(body, of_several)
         rest = iter(frames)
         its = [tuple(itertools.islice(rest, len(one.page_counts()))) for one in parts]
-        fields[REQUESTS if REQUESTS in fields else RESULTS] = [
-            body_to_fields(one, its_frames) for one, its_frames in zip(parts, its, strict=True)
-        ]
+        fields[of_several] = [body_to_fields(one, its_frames) for one, its_frames in zip(parts, its, strict=True)]
     elif body.one_frame:
         fields[IDS] = unpack_ids(frames[0])
     else:

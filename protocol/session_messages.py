@@ -30,6 +30,8 @@ class Hello(AnsweredBy[Welcome], frozen=True, kw_only=True, tag="HELLO"):
     client: ClientName = ""
     events_together: bool = False
     """Whether this client reads EVENTS; else each event comes by itself."""
+    events_merged: bool = False
+    """Whether it reads FINISHED that stands for MATCHED and SETTLED, too."""
 
 
 class Pong(ReplyBody, frozen=True, kw_only=True, tag="PONG"):

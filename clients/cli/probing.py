@@ -148,6 +148,10 @@ class ProbeRun:
                 self._open[_operation(result)] = [message.name]
 
     def _event(self, fields: dict[str, Any]) -> None:
+        if fields["type"] == "EVENTS":  # of a HELLO that asks for them together
+            for one in fields["events"]:
+                self._event(one)
+            return
         what = _operation(fields) if fields["type"] == "TIER_DONE" else _transfer(fields)
         names = self._open.get(what, [])
         self._print({"message": names[-1], **fields} if names else fields)
@@ -155,7 +159,7 @@ class ProbeRun:
             self._answers.put(name, fields["type"], fields)
         if "error" in fields and not (what in self._cancelled and fields["error"]["code"] == "CANCELLED"):
             self.status = FAILED
-        if fields["type"] not in {"MATCHED", "FINISHED"}:
+        if fields["type"] not in {"MATCHED", "FINISHED"} or fields.get("settled"):
             self._open.pop(what, None)
 
 

@@ -36,7 +36,7 @@ from kvferry.protocol.errors import (
     StaleBootError,
     TooLargeError,
 )
-from kvferry.protocol.events import MAX_TOGETHER, Together
+from kvferry.protocol.events import MAX_TOGETHER, Together, merged
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import Hello
@@ -242,8 +242,11 @@ class Dispatcher:
             while session.unsent and session.identity is not None:
                 events = _together(session)
                 more = len(session.unsent) > len(events)
-                if not self._send(session.identity, self._event_frames(events), more=more):
+                is_first = events[0].cursor > session.sent_cursor  # of those sent again, it may know some
+                frames = self._event_frames(events, merge=session.reads_merged and is_first)
+                if not self._send(session.identity, frames, more=more):
                     return
+                session.sent_cursor = max(session.sent_cursor, events[-1].cursor)
                 for _ in events:
                     session.unsent.popleft()
         except Exception as cause:  # no memory: the engine may wait for nothing else, so it is tried again
@@ -259,12 +262,15 @@ class Dispatcher:
         else:
             self.push_events(call.session)
 
-    def _event_frames(self, events: Sequence[PendingEvent]) -> Frames:
+    def _event_frames(self, events: Sequence[PendingEvent], *, merge: bool) -> Frames:
         """Return the message that tells of these events."""
         last = events[-1]
         if len(events) == 1:
             return encode(Event(last.cursor, self._boot_id, last.body), last.ids)
-        body = Together(events=tuple([one.body for one in events]))
+        bodies = [one.body for one in events]
+        if merge:
+            bodies = merged(bodies)
+        body = bodies[0] if len(bodies) == 1 else Together(events=tuple(bodies))
         return encode(Event(last.cursor, self._boot_id, body), [ids for one in events for ids in one.ids])
 
     def _push_again(self, session: Session) -> None:
@@ -298,7 +304,7 @@ class Dispatcher:
             self._update_session(session, identity, request)
         kind = type(request.body)
         if session is not None and isinstance(request.body, Hello):
-            session.reads_together = request.body.events_together
+            session.reads_together, session.reads_merged = request.body.events_together, request.body.events_merged
         open_handler = self._open_handlers.get(kind)
         if open_handler is not None:
             self._send(identity, encode(Reply(request.message_id, self._boot_id, open_handler(request.body, identity))))

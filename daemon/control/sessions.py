@@ -54,6 +54,8 @@ class Session:
         ended: whether it has been removed from the registry.
         last_message: the highest number of its requests so far.
         reads_together: whether who is answered now reads several events in one message.
+        reads_merged: whether it reads one FINISHED for several events of an endpoint.
+        sent_cursor: of the events that were sent so far, the highest cursor.
         reply_bytes: of the large replies that are kept.
     """
 
@@ -75,7 +77,8 @@ class Session:
         self.keep = False
         self.ended = False
         self.last_message = 0
-        self.reads_together = False
+        self.reads_together = self.reads_merged = False
+        self.sent_cursor = 0
         self.name = name
         self.peer = peer
         self.secret = secret or new_secret()
@@ -211,7 +214,7 @@ class Session:
         """Send replies and events to this ZeroMQ identity; a new one gets all unacknowledged events again."""
         if identity != self.identity:
             self.identity = identity
-            self.reads_together = False
+            self.reads_together = self.reads_merged = False
             self.unsent = deque(self.unacknowledged)
 
     def resumed_by(self, peer: Peer, *, keep: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from typing import NamedTuple
 
 import structlog
@@ -144,6 +145,7 @@ class TransferService:
         self._limits = limits
         self._counters = counters
         self._under_way: set[int] = set()
+        self._done: deque[tuple[int, KvferryError | None]] = deque()
         self._ended: list[int] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -179,15 +181,38 @@ class TransferService:
         self.execute()
 
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
-        """Handle the end of a transfer op, reported by its transport."""
-        if op_id not in self._state_machine.endpoints.ops:  # it was ended by _not_started, as its transport raised
+        """Take note that a transfer op has ended, as its transport reports: at once, or to be handled in the next turn.
+
+        Engines hear in one message of all that have ended by then. What comes first in that turn, a CANCEL or a
+        deadline, may still end a transfer whose bytes are all there.
+        """
+        if self._executing:
+            self._end_op(op_id, error)
+            return
+        if not self._done:
+            self._loop.call_soon(self._end_ops)
+        self._done.append((op_id, error))
+
+    def _end_ops(self) -> None:
+        try:
+            while self._done:
+                self._end_op(*self._done.popleft())
+        finally:
+            if self._done:  # one could not be ended; the others are
+                self._loop.call_soon(self._end_ops)
+            self.execute()
+
+    def _end_op(self, op_id: int, error: KvferryError | None) -> None:
+        if op_id not in self._state_machine.endpoints.ops:  # it was ended by _end_by, as its transport raised
             self._counters.add("transfers.ops_over")
             return
         try:
             self._state_machine.op_done(op_id, error, time.monotonic())
+        except Exception as cause:  # noqa: BLE001  no byte of it moves any more: it ends, if by another error
+            self._failed("the end of a copy", cause, None)
+            self._end_by(op_id, InternalError(f"the copy could not be ended: {cause!r}"))
         finally:
             self._ended.append(op_id)
-            self.execute()
 
     async def drained(self) -> None:
         """Return once no transfer is live and the last events are queued for sending."""
@@ -404,7 +429,7 @@ class TransferService:
                     except Exception as again:  # noqa: BLE001  its request ends here, and its deadline ends it there
                         self._failed(type(effect).__name__, again, effect)
         for op_id, error in not_started.items():
-            self._not_started(op_id, error)
+            self._end_by(op_id, error)
 
     def _do_one(self, effect: Effect, notified: dict[int, Session]) -> None:
         if isinstance(effect, Notify):
@@ -427,8 +452,8 @@ class TransferService:
         self._counters.add("transfers.effects_failed")
         log.error("an effect failed", effect=what, cause=str(cause), exc_info=cause, **about(concerned))
 
-    def _not_started(self, op_id: int, error: KvferryError) -> None:
-        """End a transfer op whose transport raised on start: no byte of it moves."""
+    def _end_by(self, op_id: int, error: KvferryError) -> None:
+        """End a transfer op that could not be started, or whose end raised: no byte of it moves."""
         with contextlib.suppress(Exception):  # the transport may have begun it before it raised
             self._stop(op_id)
         if op_id not in self._state_machine.endpoints.ops:  # it was done, at once, before its transport raised

@@ -152,14 +152,15 @@ def _planned_copies(
     one: PageRange, destination: PageRange, pairing: Pairing, spans: Sequence[Span], receive_request: ReceiveRequest
 ) -> tuple[tuple[PlannedCopy, ...], int]:
     """Return the copies of cells that no source fills yet, and how many entries a replica has covered completely."""
-    wanted = np.zeros(len(pairing.pairs), np.bool_)
+    wanted: list[Rows] = []
     planned_copies = []
     for span in spans:
         cells = cells_of(pairing, span.destination_start, span.destination_start + span.pages)
         for extent in receive_request.coverage[one.component].free_extents(cells, pairing.replicated):
-            wanted |= extent.rows
+            wanted.append(extent.rows)
             planned_copies.append(_planned_copy(one, destination, pairing, span, extent))
-    return tuple(planned_copies), int(np.count_nonzero(~wanted))
+    rows = wanted[0] if len(wanted) == 1 else np.any(wanted, axis=0) if wanted else ()
+    return tuple(planned_copies), len(pairing.pairs) - int(np.count_nonzero(rows))
 
 
 def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span: Span, extent: Extent) -> PlannedCopy:

@@ -31,7 +31,7 @@ class Cells(NamedTuple):
     """The cells of some entries (rows) on one range of a transfer's pages.
 
     Attributes:
-        entries: ``(rows,)`` indices of entries.
+        entries: ``(rows,)`` indices of entries, each once.
         start: first page, counted from the transfer's first page.
         stop: page after the last.
         heads: the heads of each row, counted within the entry; None in a row, or for all rows, means all heads.
@@ -93,7 +93,7 @@ class Coverage:
         Raises:
             PageOverlapError: names the first cell that already has a sender and must not.
         """
-        parts = self._parts(cells) if self._planned.any() else ()
+        parts = self._parts(cells) if np.count_nonzero(self._planned) else ()
         taken_parts = [
             (rows, heads, taken)
             for rows, heads in parts
@@ -145,7 +145,7 @@ class Coverage:
             UncoveredEntryError: names the first entry without a sender for any page.
             IncompleteError: names the first cell without a sender and gives their number.
         """
-        if self._planned.all():
+        if _are_all(self._planned):
             return
         extra = tuple(excused)
         for cells in extra:
@@ -171,7 +171,7 @@ class Coverage:
     @property
     def complete(self) -> bool:
         """Return whether every required and every planned cell has arrived."""
-        if self._arrived.all():
+        if _are_all(self._arrived):
             return True
         required = self._required[:, None, None] & ~self._excused
         return not ((self._planned | required) & ~self._arrived).any()
@@ -201,6 +201,9 @@ class Coverage:
         return slice(start, None if stop < 0 else stop)
 
     def _set(self, grid: _Grid, cells: Cells, *, value: bool) -> None:
+        if cells.heads is None and len(cells.entries) == len(grid):  # all of them: none has two rows
+            grid[:, :, cells.start : cells.stop] = value
+            return
         for rows, heads in self._parts(cells):
             grid[cells.entries[rows], heads, cells.start : cells.stop] = value
 
@@ -245,3 +248,8 @@ class Coverage:
         stop = first + (len(wrong) if wrong.all() else int(np.argmin(wrong)))
         start = one.head_start or 0
         return f", heads {start + first}..{start + min(stop, held) - 1},"
+
+
+def _are_all(grid: _Grid) -> bool:
+    """Return whether all cells of a grid are set; of few, numpy counts sooner than it asks."""
+    return bool(np.count_nonzero(grid) == grid.size)

@@ -268,16 +268,19 @@ def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
     return rows, row_bytes, heads.start * head_bytes, heads.count * head_bytes
 
 
-def whole_blocks(plan: Plan, entries: slice = _ALL, runs: slice = _ALL) -> Blocks:
-    """Return the copies of a plan of whole pages, or of some of its entries and runs: ``(n, 3)`` uint64."""
+def whole_blocks(plan: Plan, entries: slice = _ALL, runs: slice = _ALL, at: tuple[int, int] = (0, 0)) -> Blocks:
+    """Return the copies of a plan of whole pages, or of some of its entries and runs: ``(n, 3)`` uint64.
+
+    ``at``: what is added to the addresses of the source, and of the destination.
+    """
     sizes = plan.source.page_bytes[entries, None]
     source, destination, pages = (one[runs].view(np.uint64) for one in plan.runs)
     columns = np.empty((3, len(sizes), len(pages)), np.uint64)  # each column contiguous
     np.multiply(sizes, source, out=columns[0])
     np.multiply(sizes, destination, out=columns[1])
     np.multiply(sizes, pages, out=columns[2])
-    columns[0] += plan.source.base[entries, None]
-    columns[1] += plan.destination.base[entries, None]
+    columns[0] += plan.source.base[entries, None] + np.uint64(at[0])
+    columns[1] += plan.destination.base[entries, None] + np.uint64(at[1])
     return columns.reshape(3, -1).T
 
 

@@ -102,7 +102,8 @@ def hashes(count: int, salt: int = 0) -> list[bytes]:
 def arena_of(daemon: DaemonProcess) -> Iterator[mmap.mmap]:
     """Map the memory of a daemon's host tier, to damage it."""
     folder = Path(f"/proc/{daemon.process.pid}/fd")
-    number, *_ = [one for one in folder.iterdir() if "kvferry:host-tier" in os.fspath(one.readlink())]
+    # A descriptor that the daemon closes amid the search has no link any more; realpath says so by its own path.
+    number, *_ = [one for one in folder.iterdir() if "kvferry:host-tier" in os.path.realpath(one)]
     fd = os.open(number, os.O_RDWR)
     try:
         with mmap.mmap(fd, os.fstat(fd).st_size) as memory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from kvferry.daemon.control.dispatch import TOGETHER_BYTES, Answer, Call
 from kvferry.daemon.control.hub import EventAcknowledged
@@ -12,7 +13,7 @@ from kvferry.protocol.base import Busy
 from kvferry.protocol.codec import encode
 from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Event, Reply, Request
 from kvferry.protocol.errors import KvferryError, OverloadedError, PoolFullError
-from kvferry.protocol.events import Finished, Settled, Together
+from kvferry.protocol.events import Finished, Settled, SingleEvent, Together
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocated, PoolDeleted
@@ -262,6 +263,44 @@ def test_events_go_together_to_who_reads_them_so(daemon: Dispatching) -> None:
     assert daemon.messages[-1] == Event(6, BOOT, settled(6)), "one goes by itself"
     again = daemon.take(ALLOCATE, number=2, identity=b"another connection", acknowledged=3)
     assert cursors(again) == [4, 5, 6], "which has not said that it reads them"
+
+
+def test_one_finished_tells_of_all_that_happens_at_once_to_who_reads_it_so(daemon: Dispatching) -> None:
+    daemon.dispatcher.handle_open("HELLO", lambda _body, _identity: Pong())
+    daemon.take(Hello(protocol_min=2, protocol_max=2, events_together=True, events_merged=True), number=1)
+    outcome = Finished(request_id=f"{1:032x}", pool="decode", direction="receive")
+    for body in (outcome, settled(2), settled(1)):
+        daemon.session.add_event(body)
+    daemon.dispatcher.push_events(daemon.session)
+    assert daemon.messages[-1] == Event(3, BOOT, Together(events=(replace(outcome, settled=True), settled(2))))
+    for body in (outcome, settled(1)):
+        daemon.session.add_event(body)
+    daemon.dispatcher.push_events(daemon.session)
+    assert daemon.messages[-1] == Event(5, BOOT, replace(outcome, settled=True)), "and has the cursor of the last one"
+    again = daemon.take(ALLOCATE, number=2, identity=b"another connection", acknowledged=3)
+    assert cursors(again) == [4, 5], "which has not said that it reads it"
+
+
+def test_what_is_sent_again_is_not_merged(daemon: Dispatching) -> None:
+    """Whoever has heard a part of it would take one FINISHED for what it knows."""
+    daemon.dispatcher.handle_open("HELLO", lambda _body, _identity: Pong())
+    hello = Hello(protocol_min=2, protocol_max=2, events_together=True, events_merged=True)
+    daemon.take(hello, number=1)
+    outcomes = [Finished(request_id=f"{one:032x}", pool="decode", direction="receive") for one in (1, 2)]
+    told: list[SingleEvent] = [*outcomes, settled(2)]
+    for body in told:
+        daemon.session.add_event(body)
+    daemon.dispatcher.push_events(daemon.session)
+    daemon.session.add_event(settled(1))
+    daemon.accepts = False
+    daemon.take(hello, number=2, identity=b"another connection")
+    daemon.accepts = True
+    (again, _) = daemon.take(ALLOCATE, number=3, identity=b"another connection")
+    assert again == Event(4, BOOT, Together(events=(*told, settled(1))))
+    for one in (outcomes[0], settled(1)):
+        daemon.session.add_event(one)
+    daemon.dispatcher.push_events(daemon.session)
+    assert daemon.messages[-1] == Event(6, BOOT, replace(outcomes[0], settled=True)), "what is new is"
 
 
 def test_events_with_large_payloads_go_by_themselves(daemon: Dispatching) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol import errors
+from kvferry.protocol.codec import Frames, PageIds, encode
+from kvferry.protocol.envelope import Event, Reply
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.events import Together
 from tests.daemon.in_process import ON_THREADS, SPEC, client_of_one
 
 pytestmark = pytest.mark.anyio
@@ -253,3 +258,94 @@ async def test_a_pool_that_cannot_be_added_is_refused_and_may_be_made_again(
         await client.create_pool("other", SPEC)
     await client.create_pool("other", SPEC)
     assert len(await client.allocate("other", 16)) == 16
+
+
+@pytest.mark.parametrize("fails", ["never", "before it", "after it"])
+async def test_an_engine_hears_in_one_message_of_copies_that_end_together(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    ends: list[Callable[[KvferryError | None], None]] = []
+    told: list[int] = []
+    done = TransferStateMachine.op_done
+
+    def noted(message: Event | Reply, ids: Sequence[PageIds] = ()) -> Frames:
+        if isinstance(message, Event):
+            told.append(len(message.body.events) if isinstance(message.body, Together) else 1)
+        return encode(message, ids)
+
+    def may_fail(self: TransferStateMachine, op_id: int, *arguments: Any) -> None:  # noqa: ANN401
+        failing = [] if fails == "never" or op_id != 1 or op_id in failed else [op_id]
+        failed.extend(failing)
+        if failing and fails == "before it":
+            raise MemoryError(fails)
+        done(self, op_id, *arguments)
+        if failing:
+            raise MemoryError(fails)
+
+    failed: list[int] = []
+    monkeypatch.setattr(LocalTransport, "start", lambda _, op, on_done: ends.append(partial(on_done, op.op_id)))
+    monkeypatch.setattr(TransferStateMachine, "op_done", may_fail)
+    halves = []
+    for _ in range(3):
+        halves.append(await receive(client))
+        halves.append(await send(client, halves[-1].key.request_id))
+    await client.ping()
+    monkeypatch.setattr(dispatch, "encode", noted)
+    for end in ends:
+        end(None)
+    for half in halves:
+        await client.wait_settled(half)
+    assert (len(ends), told) == (3, [len(halves)]), "each by one FINISHED"
+    wrong = [half for half in halves if half.error is not None]
+    assert wrong == (halves[:2] if fails == "before it" else [])
+    assert all(isinstance(half.error, errors.InternalError) for half in wrong)
+    status = await client.status()
+    assert status.counters.get("transfers.effects_failed", 0) == (fails != "never")
+    assert [one.busy for one in status.pools] == [0]
+
+
+async def test_a_copy_made_at_once_whose_end_raises_gives_its_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = TransferStateMachine.op_done
+
+    def fails_at_first(*_: object) -> None:
+        monkeypatch.setattr(TransferStateMachine, "op_done", done)
+        raise MemoryError
+
+    async with client_of_one() as (client, _):
+        receiving = await receive(client)
+        monkeypatch.setattr(TransferStateMachine, "op_done", fails_at_first)
+        sending = await send(client, receiving.key.request_id)
+        for half in (receiving, sending):
+            await client.wait_settled(half)
+            assert isinstance(half.error, errors.InternalError)
+        assert [one.busy for one in (await client.status()).pools] == [0]
+
+
+async def test_the_end_of_a_copy_that_cannot_be_handled_does_not_lose_those_of_others(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[Callable[[KvferryError | None], None]] = []
+    told: list[object] = []
+    done = TransferStateMachine.op_done
+
+    def cannot(self: TransferStateMachine, op_id: int, *arguments: Any) -> None:  # noqa: ANN401
+        if op_id == 1 and not told:
+            raise MemoryError  # also where it is ended by another error
+        done(self, op_id, *arguments)
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: told.append(context.get("exception")))
+    monkeypatch.setattr(LocalTransport, "start", lambda _, op, on_done: ends.append(partial(on_done, op.op_id)))
+    monkeypatch.setattr(TransferStateMachine, "op_done", cannot)
+    stuck, other = [await receive(client) for _ in range(2)]
+    for one in (stuck, other):
+        await send(client, one.key.request_id)
+    await client.ping()
+    for end in ends:
+        end(None)
+    await client.wait_settled(other)
+    loop.set_exception_handler(None)
+    assert [type(one) for one in told] == [MemoryError]
+    assert not stuck.is_finished
+    ends[0](None)
+    await client.wait_settled(stuck)

@@ -220,3 +220,16 @@ def test_the_lowest_free_pages_are_found_wherever_they_are() -> None:
         allocator.free(1, back)
         taken[back] = False
         allocator.check_integrity()
+
+
+@pytest.mark.parametrize("writing", [False, True])
+def test_what_was_freed_of_pages_in_flight_comes_back_and_the_others_stay(*, writing: bool) -> None:
+    allocator = PageAllocator(PAGES)
+    ids = allocator.allocate(1, PAGES - 1)
+    (allocator.begin_write if writing else allocator.begin_read)(1, ids, "pages")
+    assert tuple(allocator.free(1, ids[2:4], "pages")) == (0, 2)
+    assert allocator.free_count == 0
+    (allocator.end_write if writing else allocator.end_read)(ids)
+    assert allocator.free_count == 2
+    assert allocator.pages_of(1).tolist() == [*ids[:2].tolist(), *ids[4:].tolist()]
+    allocator.check_integrity()

@@ -62,6 +62,9 @@ BODIES: Final = samples("message", (*REQUESTS, *REPLIES, *EVENTS))
 MESSAGES: Final = {name: enveloped(body) for name, body in BODIES.items()}
 NEWER: Final = {
     "HELLO of who reads EVENTS": enveloped(replace(BODIES["HELLO"], events_together=True)),
+    "HELLO of who reads merged events": enveloped(replace(BODIES["HELLO"], events_together=True, events_merged=True)),
+    "FINISHED for SETTLED, too": enveloped(replace(BODIES["FINISHED"], settled=True)),
+    "FINISHED for MATCHED, too": enveloped(replace(BODIES["FINISHED"], matched=2)),
     "BATCH in one frame": enveloped(replace(BODIES["BATCH"], joined=True)),
     "BATCHED in one frame": enveloped(replace(BODIES["BATCHED"], joined=True)),
 }

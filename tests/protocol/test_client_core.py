@@ -6,6 +6,9 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvferry.protocol.base import Body, Busy, ErrorReply, PageList
 from kvferry.protocol.client_core import (
@@ -27,7 +30,7 @@ from kvferry.protocol.errors import (
     PageGapError,
     PeerLostError,
 )
-from kvferry.protocol.events import Finished, Settled, TierDone, Together
+from kvferry.protocol.events import Finished, Matched, Settled, SingleEvent, TierDone, Together, merged
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated
 from kvferry.protocol.session_messages import Ping, Pong
@@ -67,7 +70,7 @@ def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any) -> Any:  #
     return core.feed([bytes(frame) for frame in encode(Reply(outgoing.message_id, BOOT, body), ids)])
 
 
-def event(core: ClientCore, cursor: int, body: Finished | Settled | TierDone | Together, boot: str = BOOT) -> object:
+def event(core: ClientCore, cursor: int, body: SingleEvent | Together, boot: str = BOOT) -> object:
     """Let the daemon tell something; return the transfer that changed."""
     return core.feed([bytes(frame) for frame in encode(Event(cursor, boot, body))])
 
@@ -276,6 +279,15 @@ def test_an_event_may_come_before_the_reply(core: ClientCore) -> None:
     assert event(core, 2, SETTLED) is transfer
 
 
+def test_a_transfer_that_settles_before_the_reply_is_over(core: ClientCore) -> None:
+    transfer, outgoing = core.transfer(RECEIVE, IDS)
+    event(core, 1, finished())
+    event(core, 2, SETTLED)
+    assert reply(core, outgoing, Accepted()) is transfer
+    assert states(transfer) == ("settled", True, True)
+    assert repr(core) == "<ClientCore pending=0 transfers=0>", "nothing of it is kept, nor ended by a restart"
+
+
 def test_events_that_come_together_are_heard_in_their_order(core: ClientCore) -> None:
     sent, received = opened(core, SEND), opened(core)
     both = Together(events=(finished(SEND), finished(first_token=5), SETTLED))
@@ -288,6 +300,52 @@ def test_events_that_come_together_are_heard_in_their_order(core: ClientCore) ->
     heard = event(core, 4, Together(events=(finished(error=LOST), settled)))
     assert heard == BatchAnswered((sent,)), "the first one was seen before"
     assert received.error is None
+
+
+OF_ONE: Final = st.tuples(
+    st.lists(st.integers(1, 3), max_size=2).map(sorted), st.sampled_from(["open", "finished", "settled"]), st.booleans()
+)
+"""What a sender is told: the counts of MATCHED, how far it came, and whether it failed."""
+
+
+@given(endpoints=st.lists(OF_ONE, min_size=1, max_size=4), data=st.data())
+def test_what_a_finished_stands_for_is_heard_as_if_it_had_come_by_itself(
+    endpoints: list[tuple[list[int], str, bool]], data: st.DataObject
+) -> None:
+    waiting: list[list[SingleEvent]] = []
+    for number, (counts, end, fails) in enumerate(endpoints):
+        its: dict[str, Any] = {"request_id": f"{number:032x}", "pool": "prefill", "direction": "send"}
+        told: list[SingleEvent] = [Matched(**its, matched=count, destinations=3) for count in counts]
+        told += [Finished(**its, error=LOST.info() if fails else None)] if end != "open" else []
+        told += [Settled(**its)] if end == "settled" else []
+        waiting.append(told)
+    events: list[SingleEvent] = []
+    while left := [one for one in waiting if one]:
+        events.append(data.draw(st.sampled_from(left)).pop(0))
+    alone, together = (ClientCore(BOOT, SECRET) for _ in range(2))
+    sends = [replace(SEND, request_id=f"{number:032x}") for number in range(len(endpoints))]
+    heard = [[opened(core, one) for one in sends] for core in (alone, together)]
+    at = 0
+    while at < len(events):
+        count = data.draw(st.integers(1, len(events) - at))
+        for cursor, body in enumerate(events[at : at + count], at + 1):
+            event(alone, cursor, body)
+        at += count
+        found = merged(events[at - count : at])
+        event(together, at, found[0] if len(found) == 1 else Together(events=tuple(found)))
+    for one, other in zip(*heard, strict=True):
+        assert (states(one), one.matched, one.settled) == (states(other), other.matched, other.settled)
+        assert str(one.error) == str(other.error)
+    assert acknowledged(alone) == acknowledged(together) == len(events)
+    assert len(merged(events)) == len([one for one in endpoints if one[0] or one[1] != "open"])
+
+
+def test_a_request_that_was_made_again_has_a_finished_for_each_time() -> None:
+    first, second = finished(SEND, LOST), finished(SEND)
+    settled = Settled(request_id=REQUEST, pool="prefill", direction="send")
+    matched = Matched(request_id=REQUEST, pool="prefill", direction="send", matched=1, destinations=1)
+    expected = [replace(first, settled=True), replace(second, settled=True, matched=1)]
+    assert merged([first, settled, matched, second, settled]) == expected
 
 
 # -- batches

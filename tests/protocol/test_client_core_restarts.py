@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.base import ErrorReply, PageList, RequestBody
@@ -304,3 +306,20 @@ def test_pages_of_a_pool_that_is_not_known_are_left_alone() -> None:
     held.gave("pool", "main", ids(900))
     held.gave("other", "main", ids(900))
     assert held.compare("pool", "main", ids()).missing.tolist() == [1, 7]
+
+
+@given(
+    moves=st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.lists(st.integers(1, 300), max_size=9))),
+    again=st.integers(1, 40),
+)
+def test_what_is_held_is_what_was_taken_and_not_given_back(
+    moves: list[tuple[bool, str, list[int]]], again: int
+) -> None:
+    held, expected = HeldPages(), {"a": set[int](), "b": set[int]()}
+    for taken, pool, numbers in moves * again:
+        its = ids(*numbers)
+        (held.took if taken else held.gave)(pool, "main", its)
+        its[:] = 7  # an engine may use its list for something else then
+        expected[pool] = expected[pool] | {*numbers} if taken else expected[pool] - {*numbers}
+    for pool, pages in expected.items():
+        assert set(held.compare(pool, "main", ids()).missing.tolist()) == pages

@@ -7,6 +7,7 @@ of Python or of C, counted from the first message of a transfer to its last even
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,11 +63,13 @@ class Fault:
 def fault(number: int) -> Iterator[Fault]:
     """Let the call of this number raise; what it raises may come out of the block."""
     one = Fault(number)
+    gc.disable()  # what it calls is called by whatever code it happens to run in
     sys.setprofile(one)
     try:
         yield one
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def ordinary(one: Transfer) -> Iterator[Callable[[], Any]]:

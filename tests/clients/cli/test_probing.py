@@ -313,3 +313,20 @@ def test_a_daemon_that_goes_ends_it(tmp_path: Path) -> None:
         assert typed.hear()["type"] == "PONG"
         own.kill()
         assert typed.end()[0] == 1
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_events_that_come_together_are_heard(probe: Probe, name: str, *, merged: bool) -> None:
+    ids = {"request_id": REQUEST_ID, "pool": name}
+    status, said = probe(
+        "HELLO", {"protocol_min": 2, "protocol_max": 2, "events_together": True, "events_merged": merged},
+        "CREATE_POOL", {"pool": name, "spec": SPEC},
+        "ALLOCATE", {"as": "its", "pool": name, "count": 2},
+        "SEND", {**ids, "lists": [{"pages": ["$its.pages.0"]}]},
+        "RECEIVE", {**ids, "lists": [{"pages": ["$its.pages.1"]}]},
+        "WAIT",
+    )  # fmt: skip
+    assert status == 0, said
+    settled = [one for one in said if one["type"] == "SETTLED" or one.get("settled")]
+    assert len(settled) == 2
+    assert {one["type"] for one in settled} == ({"FINISHED"} if merged else {"SETTLED"})
