@@ -83,7 +83,7 @@ class Kernel(Protocol):
     def give_way(self, gate: GateState | None, patience_s: float, /) -> None:
         """Let the calling thread's copies wait while a gate is shut, until so long after a call began; None: never."""
 
-    def new_crew(self, threads: int, scheduling: bytes, /, *, callers_help: bool = False) -> CrewState | None:
+    def new_crew(self, threads: int, scheduling: bytes, /, *, callers_copy: bool = False) -> CrewState | None:
         """Return so many threads that can copy for others; None where there are none. See ``new_crew`` below."""
 
     def serve(self, crew: CrewState | None, threads: int, /) -> None:
@@ -137,7 +137,7 @@ class PythonKernel:
     def give_way(self, gate: GateState | None, patience_s: float, /) -> None:
         """Do nothing: a call that has begun goes on. See ``Kernel``."""
 
-    def new_crew(self, threads: int, scheduling: bytes, /, *, callers_help: bool = False) -> None:
+    def new_crew(self, threads: int, scheduling: bytes, /, *, callers_copy: bool = False) -> None:
         """Return None. See ``Kernel``."""
 
     def serve(self, crew: CrewState | None, threads: int, /) -> None:
@@ -283,7 +283,10 @@ class Gate:
 
     @contextlib.contextmanager
     def giving_way(self, patience_s: float) -> Iterator[None]:
-        """Let the calling thread's copies wait in this block while the gate is shut, until so long after each began."""
+        """Let the calling thread's copies wait in this block while the gate is shut, until so long after each began.
+
+        They also yield their processor every MiB, to whoever waits for it.
+        """
         _KERNEL.give_way(self._state, patience_s)
         try:
             yield
@@ -315,19 +318,20 @@ class Crew:
         _KERNEL.serve(self._state, threads)
 
 
-def new_crew(threads: int, scheduling: bytes, *, callers_help: bool = False) -> Crew | None:
+def new_crew(threads: int, scheduling: bytes, *, callers_copy: bool = False) -> Crew | None:
     """Return a crew of so many threads; None where Python copies, which has its lock.
 
     Args:
         threads: 1 to 64.
         scheduling: of its threads, as ``sched_setattr`` takes it; empty: as the calling thread.
-        callers_help: whether threads that it serves copy, too, instead of waiting; not what is hashed.
+        callers_copy: whether a thread that it serves makes the copies that one thread is to make by itself, but for
+            those that are hashed, instead of waiting.
 
     Raises:
         OutOfMemoryError: the system gives no more memory, or threads.
     """
     try:
-        state = _KERNEL.new_crew(threads, scheduling, callers_help=callers_help)
+        state = _KERNEL.new_crew(threads, scheduling, callers_copy=callers_copy)
     except MemoryError as cause:
         raise OutOfMemoryError(
             f"no {threads} threads that copy", remedy="allow more threads (TasksMax, ulimit -u) or memory"

@@ -16,6 +16,7 @@
 
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -30,6 +31,7 @@
 #ifndef PIECE_BYTES /* tests have smaller ones */
 #define PIECE_BYTES (2 << 20)
 #define STREAMED_BYTES (512 << 10)
+#define YIELDED_BYTES (1 << 20)
 #endif
 
 enum {
@@ -261,7 +263,9 @@ static void age(Trials *of, double at_ns) {
     }
 }
 
-/* -- gates: a thread whose copies give way stops between two blocks, or chunks that are hashed, while its gate is shut */
+/* -- giving way: between two blocks, or chunks that are hashed, such a thread stops while its gate is shut, and lets others
+   have its processor. The kernel lets who was preempted, or wakes up having had its share, wait for a tick of its clock
+   otherwise, which may take 4 ms, even for a thread in the background. */
 
 typedef struct {
     uint32_t shut, waiting;
@@ -269,8 +273,10 @@ typedef struct {
 
 static const double LONG_NS = 1e18; /* what the kernel takes */
 enum {
-    SPIN_NS = 20000,  /* what is copied at once is over sooner than a thread sleeps and wakes up */
-    PAUSE_NS = 100000 /* who has waited for a transfer wakes up as it ends, and would wait again, for a processor */
+    SPIN_NS = 20000,   /* what is copied at once is over sooner than a thread sleeps and wakes up */
+    PAUSE_NS = 100000, /* who has waited for a transfer wakes up as it ends, and would wait again, for a processor */
+    YIELDED = YIELDED_BYTES, /* after so much, some 100 us, others may have the processor */
+    KEPT = 4 /* a thread keeps its processor for a fourth of the time that others had it: some may never sleep */
 };
 
 typedef struct {
@@ -304,8 +310,27 @@ static void begin_giving_way(GivingWay *way) {
     if (way->gate) way->until_ns = now_ns() + way->patience_ns;
 }
 
-static void give_way(void) {
-    if (giving_way.gate && read_now(&giving_way.gate->shut)) wait_at(giving_way.gate);
+static _Thread_local struct {
+    uint64_t bytes; /* since the last time */
+    double again_ns;
+} yielding;
+
+static void let_others_run(void) {
+    yielding.bytes = 0;
+    double left_ns = now_ns();
+    if (left_ns < yielding.again_ns) return;
+    sched_yield();
+    double back_ns = now_ns();
+    yielding.again_ns = back_ns + (back_ns - left_ns) / KEPT;
+    giving_way.waited_ns += back_ns - left_ns;
+}
+
+/* Gives way, if the thread does, before so many bytes. */
+static void give_way(uint64_t bytes) {
+    if (!giving_way.gate) return;
+    if (read_now(&giving_way.gate->shut)) wait_at(giving_way.gate);
+    yielding.bytes += bytes;
+    if (yielding.bytes >= YIELDED) let_others_run();
 }
 
 static void set_gate(Gate *gate, int shut) {
@@ -386,7 +411,7 @@ static size_t later_by(size_t bytes) { return bytes ? 1 + DISTANCE / bytes : 1; 
 
 static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way *way) {
     for (size_t row = first; row < stop; row++) {
-        give_way();
+        give_way(bytes_of(copies, row));
         Block block = block_of(copies, row);
         size_t bytes = block.span.bytes, later = later_by(bytes);
         const char *next = start_of(copies, row + later);
@@ -409,7 +434,7 @@ static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way
 static void hash_row(void *state, Span span, const Way *way, const char *next) {
     for (size_t at = 0; at < span.bytes; at += CHUNK) {
         size_t bytes = span.bytes - at < CHUNK ? span.bytes - at : CHUNK;
-        give_way();
+        give_way(bytes);
         hash.update(state, span.from + at, bytes);
         if (!span.to) continue;
         Span chunk = {span.to + at, span.from + at, bytes};

@@ -43,7 +43,7 @@ typedef struct {
     unsigned count;
     pid_t process; /* a child that was forked has none of its threads */
     int closing;
-    int callers_help; /* with what is not hashed: their threads are no more urgent than those here */
+    int callers_copy; /* what one thread makes, and is not hashed: theirs are as urgent as the threads here */
     Task *first;
     char scheduling[64]; /* struct sched_attr of its threads, which begins with its size; 0: as whoever makes it */
 } Crew;
@@ -153,15 +153,15 @@ static void *work_in_crew(void *argument) {
     return NULL;
 }
 
-/* Lets `wanted` threads, of a crew if they are several or callers do not help, make a call, and waits for its end. Does not
-   need the interpreter's lock. */
+/* Lets `wanted` threads, of a crew if they are several or callers do not copy, make a call, and waits for its end. A caller
+   does not copy beside them: the one that it has just woken would often wait for its processor, with another one idle. Does
+   not need the interpreter's lock. */
 static void do_by_crew(Crew *crew, Call *call, unsigned wanted) {
     const Digests *into = call->into;
-    int helps = crew->callers_help && !into;
     begin_giving_way(&giving_way);
     Task task = {.call = call, .giving_way = giving_way, .wanted = wanted};
     task.stop_row = into && into->count && call->class < 0 ? (size_t)into->ends[into->count - 1] : call->copies->count;
-    int is_alone = helps && (wanted == 1 || call->class >= 0 || call->bytes <= SHARE);
+    int is_alone = crew->callers_copy && !into && (wanted == 1 || call->class >= 0 || call->bytes <= SHARE);
     if (!task.stop_row || is_alone || crew->process != getpid()) {
         do_call(call);
         return;
@@ -172,7 +172,6 @@ static void do_by_crew(Crew *crew, Call *call, unsigned wanted) {
         pthread_cond_broadcast(&crew->work);
     else
         pthread_cond_signal(&crew->work);
-    while (helps && !is_begun(&task)) work_at(crew, &task, NULL);
     while (!task.done) pthread_cond_wait(&crew->done, &crew->lock);
     pthread_mutex_unlock(&crew->lock);
 }
@@ -206,10 +205,10 @@ static int add_member(Crew *crew) {
 }
 
 /* Returns a crew of so many threads; NULL where there is no memory, or no thread. See `Crew`. */
-static Crew *new_crew(unsigned count, const char *scheduling, size_t bytes, int callers_help) {
+static Crew *new_crew(unsigned count, const char *scheduling, size_t bytes, int callers_copy) {
     Crew *crew = calloc(1, sizeof *crew);
     if (!crew) return NULL;
-    crew->callers_help = callers_help;
+    crew->callers_copy = callers_copy;
     crew->process = getpid();
     memcpy(crew->scheduling, scheduling, bytes < sizeof crew->scheduling ? bytes : sizeof crew->scheduling);
     pthread_mutex_init(&crew->lock, NULL), pthread_cond_init(&crew->work, NULL), pthread_cond_init(&crew->done, NULL);

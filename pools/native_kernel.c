@@ -169,19 +169,19 @@ static const char CREW[] = "kvferry.crew";
 static void free_crew_of(PyObject *capsule) { free_crew(PyCapsule_GetPointer(capsule, CREW)); }
 
 static PyObject *kernel_new_crew(PyObject *self, PyObject *arguments, PyObject *named) {
-    static char *names[] = {"", "", "callers_help", NULL};
+    static char *names[] = {"", "", "callers_copy", NULL};
     unsigned count;
     const char *scheduling;
     Py_ssize_t bytes;
-    int callers_help = 0;
+    int callers_copy = 0;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "Iy#|$p", names, &count, &scheduling, &bytes, &callers_help))
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "Iy#|$p", names, &count, &scheduling, &bytes, &callers_copy))
         return NULL;
     if (!count || count > MOST_IN_CREW) {
         PyErr_SetString(PyExc_ValueError, "a crew has some threads, and not too many");
         return NULL;
     }
-    Crew *crew = new_crew(count, scheduling, (size_t)bytes, callers_help);
+    Crew *crew = new_crew(count, scheduling, (size_t)bytes, callers_copy);
     if (!crew) return PyErr_NoMemory();
     PyObject *capsule = PyCapsule_New(crew, CREW, free_crew_of);
     if (!capsule) free_crew(crew);

@@ -1,10 +1,11 @@
 """Who waits for whom on a busy processor: the control loop for nobody, and nobody for what copies in the background.
 
 Niceness alone is not enough: since Linux 6.6 the kernel lets a thread that runs finish its slice before one that
-wakes up has its turn (EEVDF, RUN_TO_PARITY), some milliseconds that the control loop and engines would wait. From 6.12
-on a thread that wakes up with a shorter slice does not wait. So the loop has the shortest slices that there are, and
-offloads and restores the longest; transfers have what all have. Threads that have Python's lock now and then should not
-be in the background: whoever wants that lock waits until they run.
+wakes up has its turn (EEVDF, RUN_TO_PARITY), some milliseconds that the control loop and engines would wait. From
+6.12 on a thread that wakes up with a shorter slice does not wait. So the loop has the shortest slices that there are,
+and so have offloads and restores, which yield their processor as well (``native_copies.h``): by how much that sets a
+thread back follows from its slice. Transfers have what all have. Threads that have Python's lock now and then should
+not be in the background: whoever wants that lock waits until they run.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from typing import Final
 
 NICE: Final = 10
 SHORTEST_NS: Final = 100_000
-LONGEST_NS: Final = 100_000_000
-"""What ``sched_setattr`` takes as a slice."""
+"""``sched_setattr`` takes 0.1 to 100 ms."""
 
 _SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
 """The number of the system call; C libraries know it since glibc 2.41."""
@@ -51,7 +51,7 @@ def as_others() -> bytes:
 
 def background() -> bytes:
     """Return what ``run_in_background`` says to the kernel, for threads that know no Python."""
-    return _packed(os.SCHED_BATCH, max(_nice(), NICE), LONGEST_NS)
+    return _packed(os.SCHED_BATCH, max(_nice(), NICE), SHORTEST_NS)
 
 
 def _nice() -> int:

@@ -174,7 +174,7 @@ def shards_of(
 __all__ = ["BlockJob", "BlockSegment", "Digests", "TierCopier"]
 
 STEP_S: Final = 0.8e-3
-CREW_STEP_S: Final = 4e-3
+CREW_STEP_S: Final = 8e-3
 """Of a crew's steps, which stop while transfers copy: what a step costs besides its bytes is some 0.1 ms."""
 WITH_THE_LAST: Final = 1.5
 """Of a crew's step: what is left of a shard goes in one, where that is no larger."""

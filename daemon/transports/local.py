@@ -234,7 +234,7 @@ class LocalTransport:
         cls, loop: asyncio.AbstractEventLoop, *, threads: int, at_once_s: float = AT_ONCE_S
     ) -> LocalTransport:
         """Return one that copies as fast as it can here, on so many threads."""
-        crew = copy_kernel.new_crew(threads, as_others(), callers_help=True)
+        crew = copy_kernel.new_crew(threads, as_others(), callers_copy=True)
         return cls(loop, threads=threads, at_once_s=at_once_s, copy=best_copy(), crew=crew)
 
     def __repr__(self) -> str:
@@ -537,9 +537,7 @@ def _blocks_of_one_chunk(op: StartOp, chunk_bytes: int) -> Blocks | None:
         or not plan.is_whole
     ):
         return None
-    blocks = whole_blocks(plan)
-    blocks[:, 0] += np.uint64(source.address)
-    blocks[:, 1] += np.uint64(destination.address)
+    blocks = whole_blocks(plan, at=(source.address, destination.address))
     return blocks if plan.total_bytes <= MAX_BLOCK_BYTES else split_blocks(blocks, MAX_BLOCK_BYTES)
 
 

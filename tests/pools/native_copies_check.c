@@ -1,6 +1,6 @@
 /* The copies of native_copies.h against a loop over bytes: random sizes, alignments and rows, each way that the processor
-   has, hashed and not, by a crew and not, and no byte beside them changes; and what gates stop. Ends with status 0, or says
-   what differs. */
+   has, hashed and not, by a crew and not, and no byte beside them changes; what gates stop, and when a copy yields. Ends with
+   status 0, or says what differs. */
 
 #include <sched.h>
 #include <stdio.h>
@@ -9,7 +9,13 @@
 #define PIECE_BYTES (64 << 10)
 #define STREAMED_BYTES (16 << 10)
 #define SHARE_BYTES (16 << 10)
+#define YIELDED_BYTES (256 << 10)
+
+static _Thread_local unsigned yields;
+static int counted_yield(void);
+#define sched_yield counted_yield
 #include "native_crew.h"
+#undef sched_yield
 
 #ifndef MEMORY_BYTES
 #define MEMORY_BYTES (8 << 20)
@@ -200,6 +206,51 @@ static int check_gate(char *from, char *to, Crew *crew, int hashed) {
     return failed;
 }
 
+static _Thread_local double away_ns; /* for which the processor is others' each time that it is yielded */
+
+static int counted_yield(void) {
+    yields++;
+    for (double left_ns = now_ns(); now_ns() - left_ns < away_ns;) continue;
+    return 0;
+}
+
+/* What gives way yields its processor each time that YIELDED bytes are copied, but not while it may keep it; nothing else
+   does. */
+static int check_yields(char *from, char *to, int hashed) {
+    enum { BLOCKS = 16, BYTES = YIELDED / 4 };
+    uint64_t numbers[BLOCKS][3], digests[BLOCKS], fnv;
+    int64_t ends[BLOCKS];
+    static const struct {
+        int gives_way;
+        double away_ns;
+        unsigned least, most;
+    } CASES[] = {{0, 0, 0, 0}, {1, 0, BLOCKS / 4, BLOCKS / 4}, {1, 4e8, 1, 2}};
+    int failed = 0;
+    for (size_t row = 0; row < BLOCKS; row++) {
+        uint64_t block[3] = {(uintptr_t)(from + row * BYTES), (uintptr_t)(to + row * BYTES), BYTES};
+        memcpy(numbers[row], block, sizeof block);
+        ends[row] = (int64_t)row + 1;
+    }
+    for (int at = 0; at < 3; at++) {
+        Gate gate = {0};
+        Copies copies = {(const char *)numbers, sizeof *numbers, sizeof **numbers, BLOCKS, 0};
+        Digests into = {ends, digests, BLOCKS, 0, &fnv};
+        Call call = begin_call(&copies, hashed ? &into : NULL, 0);
+        call.class = -1;
+        reset_fnv(&fnv);
+        memset(&yielding, 0, sizeof yielding);
+        yields = 0, away_ns = CASES[at].away_ns;
+        giving_way.gate = CASES[at].gives_way ? &gate : NULL, giving_way.waited_ns = 0;
+        do_call(&call);
+        giving_way.gate = NULL, away_ns = 0;
+        int is_right = yields >= CASES[at].least && yields <= CASES[at].most;
+        if (is_right && giving_way.waited_ns >= yields * CASES[at].away_ns) continue;
+        printf("case %d, %shashed: %u yields, %.0f ns\n", at, hashed ? "" : "not ", yields, giving_way.waited_ns);
+        failed = 1;
+    }
+    return failed;
+}
+
 int main(int count, char **arguments) {
     int rounds = count > 1 ? atoi(arguments[1]) : 100, failed = 0, ways = 0;
     char *from = malloc(MEMORY), *to = malloc(MEMORY), *expected = malloc(MEMORY);
@@ -216,7 +267,7 @@ int main(int count, char **arguments) {
         if (round % 10 == 0) memset(trials, 0, sizeof trials); /* tried anew */
         failed = check(NULL, from, to, expected, round % 2, crews[round / 2 % 3]);
     }
-    failed |= check_trials();
+    failed |= check_trials() | check_yields(from, to, 0) | check_yields(from, to, 1);
     for (int one = 0; one < 3; one++) {
         failed |= check_gate(from, to, crews[one], 0) | check_gate(from, to, crews[one], 1);
         if (one) failed |= check_digests_over_calls(from, crews[one]), free_crew(crews[one]);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
 import shutil
 import subprocess
 import sys
@@ -35,7 +37,7 @@ SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
 RACES = ("-O1", "-g", "-fsanitize=thread", "-DMEMORY_BYTES=1048576")
 
 
-CREWS = {"a crew": False, "a crew and its caller": True}
+CREWS = {"a crew": False, "a crew or its caller": True}
 
 
 @pytest.fixture(params=[*native.ways(), "by measurement", *CREWS, "second pass", "python"], scope="module")
@@ -46,7 +48,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
         return
     native.use(request.param if request.param in native.ways() else None)
     if request.param in CREWS:
-        native.serve(native.new_crew(3, b"", callers_help=CREWS[request.param]), 3)
+        native.serve(native.new_crew(3, b"", callers_copy=CREWS[request.param]), 3)
     yield SecondPassKernel(native) if request.param == "second pass" else native
     native.serve(None, 1)
     native.use(None)
@@ -217,6 +219,27 @@ def test_it_copies_without_the_lock_of_the_interpreter(way: str) -> None:
 def test_a_crew_of_none_or_of_too_many_is_refused(threads: int) -> None:
     with pytest.raises((ValueError, OverflowError)):
         native.new_crew(threads, b"")
+
+
+@pytest.mark.parametrize(("threads", "by_caller"), [(1, True), (2, False)])
+def test_a_caller_copies_alone_or_waits(threads: int, *, by_caller: bool) -> None:
+    source = noise(16 * MIB)
+    copies = copies_of(source, source, [(at, 0, MIB) for at in range(0, len(source), MIB)])
+    native.use("memcpy")
+    native.serve(native.new_crew(2, b"", callers_copy=True), threads)
+    try:
+        with mmap.mmap(-1, len(source)) as fresh:  # who is the first to write a page there has a fault
+            destination = np.frombuffer(fresh, np.uint8)
+            copies[:, 1] = destination.ctypes.data + np.arange(len(copies)) * MIB
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            native.copy(copies)
+            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+            assert np.array_equal(source, destination)
+            del destination
+    finally:
+        native.serve(None, 1)
+        native.use(None)
+    assert (faults >= len(copies) / 2) == by_caller, faults  # of huge pages at least
 
 
 FORKS = """

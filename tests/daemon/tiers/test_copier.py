@@ -400,13 +400,13 @@ async def test_steps_grow_and_shrink_to_what_a_millisecond_copies(mib_per_s: int
         assert max(step.size_bytes for step in region.steps[-4:]) == expected
 
 
-@pytest.mark.parametrize(("with_crew", "expected"), [(False, 2 * MIB), (True, 10 * MIB)], ids=["alone", "crew"])
+@pytest.mark.parametrize(("with_crew", "expected"), [(False, MIB), (True, 10 * MIB)], ids=["alone", "crew"])
 async def test_steps_of_a_crew_are_longer_as_they_stop_for_transfers(*, with_crew: bool, expected: int) -> None:
     time_s = 0.0
 
     def copied(step: BlockStep) -> None:
         nonlocal time_s
-        time_s += step.size_bytes / (2600 * MIB)
+        time_s += step.size_bytes / (1300 * MIB)
 
     crew = new_crew(1, b"") if with_crew else None
     async with site(threads=1, clock=lambda: time_s, crew=crew) as one:
@@ -414,7 +414,7 @@ async def test_steps_of_a_crew_are_longer_as_they_stop_for_transfers(*, with_cre
         region.device, region.on_begin = HOST, copied
         for _ in range(2):
             assert await one.run(one.job(region, 39)) is None
-        assert max(step.size_bytes for step in region.steps[-2:]) == expected, "0.8 and 4 milliseconds"
+        assert max(step.size_bytes for step in region.steps[-2:]) == expected, "0.8 and 8 milliseconds"
 
 
 @pytest.mark.parametrize(("job_mib", "expected"), [(9, [9]), (15, [15]), (16, [10, 6]), (26, [10, 10, 6])])
@@ -423,7 +423,7 @@ async def test_what_is_left_goes_with_a_crews_last_step_where_it_is_little(job_m
 
     def copied(step: BlockStep) -> None:
         nonlocal time_s
-        time_s += step.size_bytes / (2600 * MIB)
+        time_s += step.size_bytes / (1300 * MIB)
 
     async with site(threads=1, clock=lambda: time_s, crew=new_crew(1, b"")) as one:
         region = _ScriptedRegion()
@@ -453,7 +453,7 @@ async def test_what_stands_still_for_a_transfer_is_not_taken_for_slow() -> None:
 
         def copied(step: BlockStep) -> None:
             nonlocal time_s
-            time_s += step.size_bytes / (2600 * MIB)
+            time_s += step.size_bytes / (1300 * MIB)
             if transfers:
                 one.scheduler.transfer_began()
                 time_s += 0.1

@@ -498,7 +498,7 @@ async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, thre
         op = StartOp(number, pools[0], pools[1], (make_plan(pairing, ids, ids[::-1]),))
         transport.start(op, lambda op_id, error: reports.put_nowait((op_id, error)))
 
-    crew = copy_kernel.new_crew(threads, b"", callers_help=True)
+    crew = copy_kernel.new_crew(threads, b"", callers_copy=True)
     transport = LocalTransport(asyncio.get_running_loop(), threads=threads, copy=copy_kernel.copy, crew=crew)
     try:
         for ids in (np.arange(1, count * ops + 1).reshape(ops, count), np.arange(1, count * ops + 1)[None]):
