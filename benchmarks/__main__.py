@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.catalogue import BENCHMARKS, BY_NAME_ONLY, TRACE, run_apart, run_here
 from benchmarks.measure import Effort, MissingPeerError, Row
 from benchmarks.report import is_beyond, summary, table, write_report
+from benchmarks.traces import NoTraceError, read_trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,8 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no benchmark {unknown[0]!r}; known: {', '.join(BENCHMARKS)}")
     if TRACE in options.names and not options.trace:
         parser.error(f"{TRACE!r} needs --trace FILE")
-    if options.trace and not options.trace.is_file():
-        parser.error(f"no file {options.trace}")
+    if options.trace:
+        if not options.trace.is_file():
+            parser.error(f"no file {options.trace}")
+        try:
+            read_trace(options.trace)
+        except (OSError, NoTraceError) as cause:
+            parser.error(f"--trace: {cause}")
     names = [name for name in options.names if name != TRACE] or (
         [] if options.trace else [name for name in BENCHMARKS if name not in BY_NAME_ONLY]
     )

@@ -6,11 +6,9 @@ Nothing is asked for, planned, checked or told here: the lists are ready, and so
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +18,7 @@ from kvferry.clients import Client
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.services.tiers import MOST_COPY_THREADS
 from kvferry.pools import copy_kernel
-from kvferry.pools.copy_kernel import Copies
+from kvferry.pools.copy_kernel import Crew
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import make_plan
@@ -31,44 +29,40 @@ from kvferry.pools.tiers.block_copies import (
     restore_step_hashed,
 )
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
-from kvferry.protocol.codec import PageIds
 
 Copying = Callable[[], object]
-Parts = Callable[[int], Sequence[Copying]]
-"""Cuts work for so many threads: what each of them does."""
+"""Copies once: one call of the kernel."""
 
-CALL_BYTES = 4 << 20
-"""Of one call of the kernel: threads that take such calls in turns stay close to each other in memory."""
 TRANSFER_THREADS = min(Tuning().copy_threads, len(os.sched_getaffinity(0)))
 TIER_THREADS = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
 
 
-@contextmanager
 def limit_of(
-    parts: Parts, threads: int, in_unit: Callable[[Copying], Contender], asked_by: Client | None = None
-) -> Iterator[Limit]:
-    """Yield the limit: the work by one thread, by two, four …, and by so many.
+    copying: Copying, threads: int, in_unit: Callable[[Copying], Contender], asked_by: Client | None = None
+) -> Limit:
+    """Return the limit: the work by one thread, by a crew of two, four …, and of so many.
 
     Args:
-        parts: the work.
+        copying: the work.
         threads: as many as the daemon has.
         in_unit: makes a contender of a call.
         asked_by: who asks for it, and must at least send a PING; None: nobody does.
     """
     counts = sorted({1 << power for power in range(threads.bit_length())} | {threads})  # as the daemon tries them
-    with ThreadPoolExecutor(threads) as pool:
+    crew = copy_kernel.new_crew(threads, b"", callers_copy=True)
+    ways: list[Copying] = [copying, *[partial(_shared, crew, count, copying) for count in counts[1:] if crew]]
+    return Limit(
+        tuple([in_unit(one if asked_by is None else partial(_asked, asked_by, one)) for one in ways]),
+        "the copy kernel alone on the same bytes, from lists that are ready"
+        + ("" if asked_by is None else ", and one PING")
+        + (f"; by {', '.join(map(str, counts))} threads, whichever is the fastest" if len(ways) > 1 else ""),
+    )
 
-        def together(shared: Sequence[Copying]) -> None:
-            for one in [pool.submit(one) for one in shared]:
-                one.result()
 
-        ways: list[Copying] = [parts(1)[0], *[partial(together, parts(count)) for count in counts[1:]]]
-        yield Limit(
-            tuple([in_unit(one if asked_by is None else partial(_asked, asked_by, one)) for one in ways]),
-            "the copy kernel alone on the same bytes, from lists that are ready"
-            + ("" if asked_by is None else ", and one PING")
-            + (f"; by {', '.join(map(str, counts))} threads, whichever is the fastest" if threads > 1 else ""),
-        )
+def _shared(crew: Crew, threads: int, copying: Copying) -> None:
+    with crew.serving():
+        crew.serve(threads)
+        copying()
 
 
 def _asked(client: Client, copying: Copying) -> None:
@@ -76,28 +70,13 @@ def _asked(client: Client, copying: Copying) -> None:
     copying()
 
 
-def copies_in(copies: Copies, size_bytes: int) -> Parts:
-    """Return the parts of a list of copies, as ``copy_kernel.copy`` takes it, of so many bytes."""
-
-    def parts(count: int) -> list[Copying]:
-        calls = np.array_split(copies, max(count, size_bytes // CALL_BYTES))
-        return [partial(_copy_each, calls[number::count]) for number in range(count)]
-
-    return parts
-
-
-def _copy_each(calls: Sequence[Copies]) -> None:
-    for one in calls:
-        copy_kernel.copy(one)
-
-
-def transfer_of(pair: Pair) -> Parts:
-    """Return the parts of a transfer of all the source's pages into the target's."""
+def transfer_of(pair: Pair) -> Copying:
+    """Return a transfer of all the source's pages into the target's."""
     manifests = pair.source.pool.manifest, pair.target.pool.manifest
     plan = make_plan(pair_entries(*[one.entries for one in manifests]), pair.source.ids, pair.target.ids)
     blocks = plan.blocks()
     blocks[:, :2] += np.array([memory_of(pair.source).address, memory_of(pair.target).address], np.uint64)
-    return copies_in(blocks, plan.total_bytes)
+    return partial(copy_kernel.copy, blocks)
 
 
 class Blocks:
@@ -115,40 +94,32 @@ class Blocks:
         manifest = pair.source.pool.manifest
         layout = BlockLayout(manifest, manifest.components[0].space)
         with HostRegion.create("blocks", pair.count * layout.block_bytes) as memory:
+            memory.view()[:] = 0  # there when ways to copy are tried: the first access to memory takes longer than any
             blocks = cls(pair, layout, memory, checksums=checksums)
-            blocks.offload(1)[0]()
+            blocks.offload()
             yield blocks
 
-    def offload(self, count: int) -> list[Copying]:
-        """Return the parts of an offload."""
-        return [partial(self._copy_out, step) for step in self._steps(count)]
-
-    def restore(self, count: int) -> list[Copying]:
-        """Return the parts of a restore, which compares checksums."""
-        return [partial(self._copy_back, step) for step in self._steps(count)]
-
-    def _steps(self, count: int) -> list[BlockStep]:
-        cuts = [self._pair.count * number // count for number in range(count + 1)]
-        return [BlockStep(*cut, 0, self._layout.content_bytes) for cut in pairwise(cuts)]
-
-    def _pages(self, ids: PageIds) -> BlockPages:
-        return BlockPages(self._layout, ids, self._offsets)
-
-    def _copy_out(self, step: BlockStep) -> None:
-        memory, pages = memory_of(self._pair.source).view(), self._pages(self._pair.source.ids)
+    def offload(self) -> None:
+        """Copy the source's pages."""
+        memory, pages, whole = self._of(self._pair.source)
         if not self._checksums:
-            offload_step(memory, pages, step, self._memory.view())
+            offload_step(memory.view(), pages, whole, self._memory.view())
             return
-        found = offload_step_hashed(memory, pages, step, self._memory.view(), copy_kernel.new_hash())
-        self._digests[step.first : step.stop] = found
+        self._digests = offload_step_hashed(memory.view(), pages, whole, self._memory.view(), copy_kernel.new_hash())
 
-    def _copy_back(self, step: BlockStep) -> None:
-        memory, pages = memory_of(self._pair.target).view(), self._pages(self._pair.target.ids)
+    def restore(self) -> None:
+        """Copy them into the target, and compare checksums."""
+        memory, pages, whole = self._of(self._pair.target)
         if not self._checksums:
-            restore_step(memory, pages, step, self._memory.view())
+            restore_step(memory.view(), pages, whole, self._memory.view())
             return
-        found = restore_step_hashed(memory, pages, step, self._memory.view(), copy_kernel.new_hash())
-        assert (found == self._digests[step.first : step.stop]).all()
+        found = restore_step_hashed(memory.view(), pages, whole, self._memory.view(), copy_kernel.new_hash())
+        assert np.array_equal(found, self._digests)
+
+    def _of(self, side: Side) -> tuple[HostRegion, BlockPages, BlockStep]:
+        """Return a side's memory, its pages as blocks, and all of them as one step."""
+        whole = BlockStep(0, self._pair.count, 0, self._layout.content_bytes)
+        return memory_of(side), BlockPages(self._layout, side.ids, self._offsets), whole
 
 
 @contextmanager
@@ -164,12 +135,11 @@ def tier_limits(
         return after(pair.clear, in_unit(copying))
 
     client = pair.source.client
-    with (
-        Blocks.of(pair, checksums=checksums) as blocks,
-        limit_of(blocks.offload, TIER_THREADS, in_unit, client) as out,
-        limit_of(blocks.restore, TIER_THREADS, into_cleared, client) as back,
-    ):
-        yield out, back
+    with Blocks.of(pair, checksums=checksums) as blocks:
+        yield (
+            limit_of(blocks.offload, TIER_THREADS, in_unit, client),
+            limit_of(blocks.restore, TIER_THREADS, into_cleared, client),
+        )
 
 
 def memory_of(side: Side) -> HostRegion:

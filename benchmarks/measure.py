@@ -72,7 +72,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         target: the bound on ``target_on``, or None: then the row is there to explain another one.
         target_on: what the target bounds.
         met: whether the target is met, or None without one.
-        limit: the best median of bare copies or messages, in ``unit``; None where that was not measured.
+        limit: of bare copies or messages, in ``unit``: what the best quarter of the best way's rounds reaches, as what
+            disturbs them only makes them worse; None where that was not measured.
         limit_meets: whether the limit itself meets the target; None without a limit, or a target. Where it does not,
             the target was out of reach.
         limit_is: what the limit is.
@@ -132,8 +133,8 @@ def row_of(
 ) -> Row:
     """Return the row of figures that were measured before, as many on either side."""
     our_median, peer_median = statistics.median(ours), statistics.median(peer)
-    best = min if unit.better == "lower" else max
-    limit = best(statistics.median(one) for one in limits) if limits else None
+    best, percent = (min, 25) if unit.better == "lower" else (max, 75)
+    limit = best(float(np.percentile(one, percent)) for one in limits) if limits else None
 
     def meets(figure: float | None) -> bool | None:
         if target is None or figure is None:

@@ -36,7 +36,7 @@ PAGE_KIB = (16, 128, 1024)
 AMOUNTS_MIB = (64, 256)
 TARGETS = {(128, "without_checksums"): Target(1.1), (128, "with_checksums"): Target(0.9)}
 TARGET_MIB = 64
-"""From some 200 MiB on memcpy itself goes past the caches; more is measured without a target."""
+"""More is measured without a target."""
 TORCH_TARGET = Target(1.2)
 WAYS = ("offload", "restore")
 CHECKSUMS = {"without_checksums": "false", "with_checksums": "true"}

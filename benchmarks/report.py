@@ -43,7 +43,11 @@ def table(rows: Sequence[Row]) -> str:
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     peers = dict.fromkeys(f"peer: {row.peer_is}" for row in rows)
-    limits = dict.fromkeys(f"limit: {row.limit_is}, as a ratio to the same peer" for row in rows if row.limit_is)
+    limits = dict.fromkeys(
+        f"limit: {row.limit_is}; the best quarter of its rounds, as a ratio to the same peer"
+        for row in rows
+        if row.limit_is
+    )
     notes = [f"{row.name}: {row.note}" for row in rows if row.note]
     return "\n".join([*lines, *peers, *limits, *notes, ""])
 

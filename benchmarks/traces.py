@@ -20,11 +20,27 @@ class TracedRequest(msgspec.Struct, frozen=True):
     hash_ids: tuple[int, ...] = ()
 
 
+class NoTraceError(ValueError):
+    """A file is not a trace."""
+
+
 def read_trace(trace: Path, count: int | None = None) -> list[TracedRequest]:
-    """Return the first requests, or all."""
+    """Return the first requests, or all.
+
+    Raises:
+        NoTraceError: a line is not one, which it names; or there is none.
+    """
     decoder = msgspec.json.Decoder(TracedRequest)
+    requests = []
     with trace.open("rb") as lines:
-        return [decoder.decode(line) for line in islice(lines, count)]
+        for number, line in enumerate(islice(lines, count), 1):
+            try:
+                requests.append(decoder.decode(line))
+            except (msgspec.MsgspecError, ValueError) as cause:
+                raise NoTraceError(f"{trace}, line {number}: {cause}; a trace has a JSON object a line") from cause
+    if not requests:
+        raise NoTraceError(f"{trace} is empty")
+    return requests
 
 
 def count_blocks(requests: Sequence[TracedRequest]) -> int:

@@ -23,10 +23,7 @@ def measure(effort: Effort) -> list[Row]:
         Client.connect(runtime_dir, name="prefill") as prefill,
         Client.connect(runtime_dir, name="decode") as decode,
     ):
-        with (
-            Pair((prefill, decode), smollm2) as full,
-            limit_of(transfer_of(full), TRANSFER_THREADS, milliseconds, asked_by=prefill) as limit,
-        ):
+        with Pair((prefill, decode), smollm2) as full:
             big = compare(
                 "transfer/smollm2_1000_tokens",
                 MILLISECONDS,
@@ -36,7 +33,7 @@ def measure(effort: Effort) -> list[Row]:
                 rounds=rounds,
                 settle=effort.pick(SETTLE, 1),
                 target=Target(1.0),
-                limit=limit,
+                limit=limit_of(transfer_of(full), TRANSFER_THREADS, milliseconds, asked_by=prefill),
                 note=f"{full.size_bytes / 1e6:.1f} MB in {full.count} random pages of {smollm2.layers * 2} entries",
             )
             full.check()

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.bare_copies import TRANSFER_THREADS, copies_in, limit_of
+from benchmarks.bare_copies import TRANSFER_THREADS, limit_of
 from benchmarks.local_transfer import Copier, between
 from benchmarks.measure import (
     GIGABYTES_A_SECOND,
@@ -26,6 +26,7 @@ from benchmarks.measure import (
 )
 from benchmarks.pools import PAGE_SIZE
 from kvferry.daemon.process.host import keep_freed_memory
+from kvferry.pools import copy_kernel
 from kvferry.pools.planning.copies import between as between_pools
 from kvferry.pools.planning.copies import total_segments
 from kvferry.pools.planning.geometry import rank_heads
@@ -90,15 +91,15 @@ def _rows(
     assert plan.total_bytes == whole.total_bytes
     copies = between_pools(plan, *sliced.addresses, 0, total_segments(plan.source))
     in_unit = partial(gigabytes_a_second, size_bytes=plan.total_bytes)
-    with limit_of(copies_in(copies, plan.total_bytes), TRANSFER_THREADS, in_unit) as limit:
-        ours, written, in_whole_pages, *limits = interleave(
-            effort.pick(11, 2),
-            lambda: sliced.copied_gigabytes_a_second(plan),
-            _written_by_token(sliced, plan),
-            lambda: equal.copied_gigabytes_a_second(whole),
-            *limit.ways,
-            settle=effort.pick(SETTLE, 1),
-        )
+    limit = limit_of(partial(copy_kernel.copy, copies), TRANSFER_THREADS, in_unit)
+    ours, written, in_whole_pages, *limits = interleave(
+        effort.pick(11, 2),
+        lambda: sliced.copied_gigabytes_a_second(plan),
+        _written_by_token(sliced, plan),
+        lambda: equal.copied_gigabytes_a_second(whole),
+        *limit.ways,
+        settle=effort.pick(SETTLE, 1),
+    )
     sliced.check(*ids)
     count = len(plan.blocks())
     note = f"{plan.total_bytes >> 20} MiB, {count} slices of {plan.total_bytes // count} bytes on average"

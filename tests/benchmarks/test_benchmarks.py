@@ -21,6 +21,7 @@ from benchmarks import on_device
 from benchmarks.__main__ import main
 from benchmarks.catalogue import BENCHMARKS, BY_NAME_ONLY, TRACE
 from benchmarks.measure import Effort, Limit, MissingPeerError, Row, Target, Unit, compare
+from benchmarks.measure import row_of as row_of_rounds
 from benchmarks.on_device import SIMULATED
 from benchmarks.report import Report, is_beyond, summary, table
 from tests.cann_simulator.build import COMPILER, NPU_PYTHON, built_simulator
@@ -209,6 +210,7 @@ def test_no_environment_for_npus_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         ([TRACE], "'trace' needs --trace FILE"),
         (["no_such_thing"], "no benchmark 'no_such_thing'"),
         (["--trace", "no/such/file"], "no file no/such/file"),
+        (["--trace", "README.md"], "README.md, line 1: "),
         (["--fast"], "--fast"),
     ],
 )
@@ -278,6 +280,12 @@ def test_a_target_that_is_met_was_within_reach_whatever_its_limit_says() -> None
     assert (row.met, row.limit, row.limit_meets) == (True, 14.0, False)
     assert summary([row]) == "bench: 1 of 1 targets met"
     assert "out of reach" not in table([row])
+
+
+@pytest.mark.parametrize(("unit", "limit"), [(LOWER, 2.0), (HIGHER, 4.0)])
+def test_a_limit_is_what_a_quarter_of_its_rounds_reaches(unit: Unit, limit: float) -> None:
+    rounds = [5.0, 1.0, 2.0, 4.0, 3.0]
+    assert row_of_rounds("one", unit, rounds, rounds, peer_is="they", limits=[rounds]).limit == limit
 
 
 def one_round(ours: float, peer: float, target: Target, unit: Unit, limits: list[float]) -> Row:

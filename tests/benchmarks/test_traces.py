@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.traces import TracedRequest, bound, count_blocks, count_unique, read_trace
+from benchmarks.traces import NoTraceError, TracedRequest, bound, count_blocks, count_unique, read_trace
 
 
 def test_a_trace_is_read_up_to_a_count(tmp_path: Path) -> None:
@@ -16,6 +16,17 @@ def test_a_trace_is_read_up_to_a_count(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(one) + "\n" for one in lines))
     assert read_trace(file, 2) == [TracedRequest(600, (0, 1)), TracedRequest(5)]
     assert len(read_trace(file)) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [('{"input_length": 5}\nno\n', "trace.jsonl, line 2: "), ('{"input_length": "5"}', "line 1: "), ("", "is empty")],
+)
+def test_what_is_no_trace_is_said(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(text)
+    with pytest.raises(NoTraceError, match=said):
+        read_trace(file)
 
 
 def test_the_bound_is_the_share_of_blocks_that_came_before() -> None:
