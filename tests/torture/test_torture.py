@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import resource
 import signal
 from pathlib import Path
@@ -53,15 +54,16 @@ def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
     ("sabotage", "found"),
     [
         ("flip", "WRONG_BYTES"),
-        ("late", "WRONG_BYTES"),
+        ("late", "WRONG_BYTES|SNAPSHOT_DAMAGED"),
         ("leak", "readers, its holders say"),
         ("swallow", "NEVER_ENDED"),
     ],
 )
 def test_what_is_sabotaged_is_found(tmp_path: Path, sabotage: str, found: str) -> None:
+    """A late write may hit host memory, once received into and now an offload's: its checksum is what tells."""
     assert sabotage in KINDS
     report = run(1, SOON, tmp_path, sabotage)
-    assert found in "\n".join(report.findings)
+    assert re.search(found, "\n".join(report.findings))
 
 
 @pytest.mark.anyio
