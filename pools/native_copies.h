@@ -263,8 +263,8 @@ static void age(Trials *of, double at_ns) {
     }
 }
 
-/* -- giving way: between two blocks, or chunks that are hashed, such a thread stops while its gate is shut, and lets others
-   have its processor. The kernel lets who was preempted, or wakes up having had its share, wait for a tick of its clock
+/* -- giving way: between two rows, or pieces of long ones, such a thread stops while its gate is shut, and lets others have
+   its processor. The kernel lets who was preempted, or wakes up having had its share, wait for a tick of its clock
    otherwise, which may take 4 ms, even for a thread in the background. */
 
 typedef struct {
@@ -276,7 +276,8 @@ enum {
     SPIN_NS = 20000,   /* what is copied at once is over sooner than a thread sleeps and wakes up */
     PAUSE_NS = 100000, /* who has waited for a transfer wakes up as it ends, and would wait again, for a processor */
     YIELDED = YIELDED_BYTES, /* after so much, some 100 us, others may have the processor */
-    KEPT = 4 /* a thread keeps its processor for a fourth of the time that others had it: some may never sleep */
+    KEPT = 4, /* it is not yielded again for a fourth of the time that others had it: some may never sleep */
+    MOST_KEPT_NS = 100000000 /* nor for longer than this: the whole process may have been stopped */
 };
 
 typedef struct {
@@ -320,8 +321,8 @@ static void let_others_run(void) {
     double left_ns = now_ns();
     if (left_ns < yielding.again_ns) return;
     sched_yield();
-    double back_ns = now_ns();
-    yielding.again_ns = back_ns + (back_ns - left_ns) / KEPT;
+    double back_ns = now_ns(), kept_ns = (back_ns - left_ns) / KEPT;
+    yielding.again_ns = back_ns + (kept_ns < MOST_KEPT_NS ? kept_ns : MOST_KEPT_NS);
     giving_way.waited_ns += back_ns - left_ns;
 }
 
@@ -409,20 +410,31 @@ static const char *start_of(const Copies *copies, size_t row) {
 /* Returns how many blocks of so many bytes, or rows of a block, later than one what comes DISTANCE later begins. */
 static size_t later_by(size_t bytes) { return bytes ? 1 + DISTANCE / bytes : 1; }
 
+/* Copies a row, in pieces of `most`, before each of which it gives way. */
+static void copy_row(Span row, size_t most, const Way *way, const char *next) {
+    while (row.bytes) {
+        Span piece = {row.to, row.from, row.bytes < most ? row.bytes : most};
+        row = (Span){row.to + piece.bytes, row.from + piece.bytes, row.bytes - piece.bytes};
+        const char *ahead = row.bytes ? row.from : next;
+        if (most < SIZE_MAX) give_way(piece.bytes);
+        if (way->lines && piece.bytes >= SHORT) {
+            stream(way, piece, DISTANCE, ahead);
+        } else {
+            fetch(ahead, piece.bytes < AHEAD ? piece.bytes : AHEAD);
+            memcpy(piece.to, piece.from, piece.bytes);
+        }
+    }
+}
+
 static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way *way) {
+    size_t most = giving_way.gate ? YIELDED : SIZE_MAX;
     for (size_t row = first; row < stop; row++) {
-        give_way(bytes_of(copies, row));
         Block block = block_of(copies, row);
-        size_t bytes = block.span.bytes, later = later_by(bytes);
+        size_t later = later_by(block.span.bytes);
         const char *next = start_of(copies, row + later);
         for (size_t done = 0; done < block.rows; done++) {
             if (block.rows > 1) next = block.span.from + later * block.from_stride;
-            if (way->lines && bytes >= SHORT) {
-                stream(way, block.span, DISTANCE, next);
-            } else {
-                fetch(next, bytes < AHEAD ? bytes : AHEAD);
-                memcpy(block.span.to, block.span.from, bytes);
-            }
+            copy_row(block.span, most, way, next);
             block.span.from += block.from_stride;
             block.span.to += block.to_stride;
         }

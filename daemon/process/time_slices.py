@@ -1,11 +1,11 @@
 """Who waits for whom on a busy processor: the control loop for nobody, and nobody for what copies in the background.
 
-Niceness alone is not enough: since Linux 6.6 the kernel lets a thread that runs finish its slice before one that
-wakes up has its turn (EEVDF, RUN_TO_PARITY), some milliseconds that the control loop and engines would wait. From
-6.12 on a thread that wakes up with a shorter slice does not wait. So the loop has the shortest slices that there are,
-and so have offloads and restores, which yield their processor as well (``native_copies.h``): by how much that sets a
-thread back follows from its slice. Transfers have what all have. Threads that have Python's lock now and then should
-not be in the background: whoever wants that lock waits until they run.
+Niceness alone is not enough: since Linux 6.6 the kernel lets a thread that runs finish its slice before one that wakes
+up has its turn (EEVDF, RUN_TO_PARITY), some milliseconds that the control loop and engines would wait. From 6.12 on a
+thread that wakes up does not wait for one with longer slices. So the loop has the shortest that there are, and
+transfers have what all have. Offloads and restores yield their processor (``native_copies.h``); as that sets a thread
+back by its slice, theirs are the shortest, too. Threads that have Python's lock now and then should not be in the
+background: whoever wants that lock waits until they run.
 """
 
 from __future__ import annotations

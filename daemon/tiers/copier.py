@@ -280,6 +280,7 @@ class _InFlightStep(NamedTuple):
     slot: _Slot
     step: ShardStep
     pending: Pending
+    grant: Grant
     began_s: float
     transfers: int | None
     """How many had begun when it did: another one since may have stopped it. None: it stops for none."""
@@ -428,7 +429,7 @@ class TierCopier:
             self._crew.serve(self._threads_for(slot.running))
         try:
             with self._scheduler.giving_way(grant):
-                return _InFlightStep(slot, step, slot.shard.begin(step), began_s, transfers)
+                return _InFlightStep(slot, step, slot.shard.begin(step), grant, began_s, transfers)
         except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported forever
             self._scheduler.end(slot.running.job.operation_class, step.step.size_bytes)
             self._fail(slot.running, _as_kvferry_error(cause))
@@ -442,7 +443,8 @@ class TierCopier:
         size_bytes = step.step.size_bytes
         try:
             in_flight.pending.wait()
-            slot.shard.complete(step, in_flight.pending)
+            with self._scheduler.giving_way(in_flight.grant):
+                slot.shard.complete(step, in_flight.pending)
         except Exception as cause:  # noqa: BLE001
             self._fail(slot.running, _as_kvferry_error(cause))
         finally:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.tiers import copier as copier_module
-from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, TierCopier
-from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, Digests, TierCopier
+from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
 from kvferry.pools.copy_kernel import Crew, new_crew
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
 from kvferry.pools.devices.host import HostRegion
@@ -80,11 +80,13 @@ class _Site:
         blocks: int = PAGES - 1,
         first: int = 1,
         kind: Literal["offload", "restore"] = "offload",
+        *,
+        checksums: bool = False,
     ) -> BlockJob:
-        """Return a job of so many blocks of ``LAYOUT``, without checksums."""
+        """Return a job of so many blocks of ``LAYOUT``."""
         ids = np.arange(first, first + blocks)
         pages = BlockPages(LAYOUT, ids, (ids - 1) * BLOCK_BYTES)
-        return BlockJob(kind, [BlockSegment(region, pages)], self.arena, checksums=False)
+        return BlockJob(kind, [BlockSegment(region, pages)], self.arena, checksums=checksums)
 
     def done(self, job: BlockJob, error: KvferryError | None) -> None:
         self.reports.append((job, error))
@@ -465,6 +467,29 @@ async def test_what_stands_still_for_a_transfer_is_not_taken_for_slow() -> None:
             transfers = number > 1
             assert await one.run(one.job(region, 39)) is None
         assert region.steps[-3].size_bytes == 10 * MIB
+
+
+async def test_what_a_step_copies_and_hashes_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions of the host hash as they copy; of others the digests are made when a step is complete."""
+    said: list[str] = []
+
+    @contextmanager
+    def giving_way(_grant: Grant) -> Iterator[None]:
+        said.append("gives way")
+        yield
+        said.append("goes on")
+
+    def hashed(*_arguments: object) -> Digests:
+        said.append("hashes")
+        return np.zeros(1, np.uint64)
+
+    async with site(threads=1) as one:
+        region = _ScriptedRegion()
+        region.on_begin = lambda _step: said.append("copies")
+        monkeypatch.setattr(one.scheduler, "giving_way", giving_way)
+        monkeypatch.setattr(copier_module, "hash_step", hashed)
+        assert await one.run(one.job(region, 1, checksums=True)) is None
+    assert said == ["gives way", "copies", "goes on", "gives way", "hashes", "goes on"]
 
 
 async def test_the_steps_that_start_despite_a_transfer_are_short() -> None:
