@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from typing import NamedTuple
 
 import structlog
@@ -59,6 +58,9 @@ from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cance
 
 # -- what is logged and counted about transfers.
 
+
+END_AGAIN_S = 0.1
+"""After so long a copy's end that could not be handled is handled again."""
 
 log = structlog.get_logger(__name__)
 
@@ -145,7 +147,7 @@ class TransferService:
         self._limits = limits
         self._counters = counters
         self._under_way: set[int] = set()
-        self._done: deque[tuple[int, KvferryError | None]] = deque()
+        self._done: list[tuple[int, KvferryError | None]] = []
         self._ended: list[int] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -194,13 +196,10 @@ class TransferService:
         self._done.append((op_id, error))
 
     def _end_ops(self) -> None:
-        try:
-            while self._done:
-                self._end_op(*self._done.popleft())
-        finally:
-            if self._done:  # one could not be ended; the others are
-                self._loop.call_soon(self._end_ops)
-            self.execute()
+        done, self._done = self._done, []
+        for op_id, error in done:
+            self._end_op(op_id, error)
+        self.execute()
 
     def _end_op(self, op_id: int, error: KvferryError | None) -> None:
         if op_id not in self._state_machine.endpoints.ops:  # it was ended by _end_by, as its transport raised
@@ -460,6 +459,9 @@ class TransferService:
             return
         try:
             self._state_machine.op_done(op_id, error, time.monotonic())
+        except Exception as cause:  # noqa: BLE001  transports report once: nobody else would end it
+            self._failed("the end of a copy", cause, None)
+            self._loop.call_later(END_AGAIN_S, self._op_done, op_id, error)
         finally:
             self._op_ended(op_id)
 
