@@ -99,12 +99,15 @@ class HeldPages:
             self._up_to_date()
 
     def _up_to_date(self) -> dict[tuple[str, str], _Mask]:
-        """Return which pages are held, after all moves so far."""
-        moves, self._moves, self._moved_pages = self._moves, [], 0  # what raises is not tried again and again
+        """Return which pages are held, after all moves so far; a pool for which memory is short is unsure then."""
+        moves, self._moves, self._moved_pages = self._moves, [], 0
         for (taken, pool, space), alike in itertools.groupby(moves, operator.itemgetter(0, 1, 2)):
             lists = [one.ids for one in alike]
-            ids = lists[0] if len(lists) == 1 else np.concatenate(lists)
-            (self._take if taken else self._give)(pool, space, ids)
+            try:
+                ids = lists[0] if len(lists) == 1 else np.concatenate(lists)
+                (self._take if taken else self._give)(pool, space, ids)
+            except MemoryError:
+                self._unsure.add(pool)
         return self._masks
 
     def _take(self, pool: str, space: str, ids: PageIds) -> None:
@@ -137,7 +140,7 @@ class HeldPages:
     def compare(self, pool: str, space: str, owned: PageIds) -> Differences:
         """Return how the daemon's books differ, which then hold.
 
-        Of a pool whose components' spaces are not known here, none is said to be unknown.
+        Of a pool that is unsure, as its components' spaces are not known here, say, none is said to be unknown.
         """
         ours = self._up_to_date().pop((pool, space), np.zeros(0, np.bool_))
         size = max(len(ours), int(owned.max(initial=0)) + 1)

@@ -308,6 +308,16 @@ def test_pages_of_a_pool_that_is_not_known_are_left_alone() -> None:
     assert held.compare("pool", "main", ids()).missing.tolist() == [1, 7]
 
 
+def test_pages_of_a_pool_for_whose_books_there_is_no_memory_are_left_alone() -> None:
+    held = HeldPages()
+    for pool, page in (("one", 5), ("pool", 1 << 60), ("other", 6)):
+        held.took(pool, "main", ids(page))
+    assert held.compare("pool", "main", ids(3)).unknown.tolist() == []
+    for pool, page in (("one", 5), ("other", 6)):
+        unknown, missing = held.compare(pool, "main", ids(page, 7))
+        assert (unknown.tolist(), missing.tolist()) == ([7], [])
+
+
 @given(
     moves=st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.lists(st.integers(1, 300), max_size=9))),
     again=st.integers(1, 40),
