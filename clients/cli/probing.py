@@ -155,8 +155,10 @@ class ProbeRun:
         what = _operation(fields) if fields["type"] == "TIER_DONE" else _transfer(fields)
         names = self._open.get(what, [])
         self._print({"message": names[-1], **fields} if names else fields)
-        for name in names:
-            self._answers.put(name, fields["type"], fields)
+        told = {"MATCHED": fields.get("matched"), "SETTLED": fields.get("settled"), fields["type"]: True}
+        for kind in [one for one, is_told in told.items() if is_told]:  # a FINISHED may stand for all three
+            for name in names:
+                self._answers.put(name, kind, fields)
         if "error" in fields and not (what in self._cancelled and fields["error"]["code"] == "CANCELLED"):
             self.status = FAILED
         if fields["type"] not in {"MATCHED", "FINISHED"} or fields.get("settled"):

@@ -324,9 +324,10 @@ def test_events_that_come_together_are_heard(probe: Probe, name: str, *, merged:
         "ALLOCATE", {"as": "its", "pool": name, "count": 2},
         "SEND", {**ids, "lists": [{"pages": ["$its.pages.0"]}]},
         "RECEIVE", {**ids, "lists": [{"pages": ["$its.pages.1"]}]},
-        "WAIT",
+        "WAIT", "RESULT", {"request_id": "$4.SETTLED.request_id", "pool": "$4.MATCHED.pool", "direction": "send"},
     )  # fmt: skip
     assert status == 0, said
-    settled = [one for one in said if one["type"] == "SETTLED" or one.get("settled")]
+    assert said[-1]["type"] == "TRANSFER_RESULT"
+    settled = [one for one in said[:-1] if one["type"] == "SETTLED" or one.get("settled")]
     assert len(settled) == 2
     assert {one["type"] for one in settled} == ({"FINISHED"} if merged else {"SETTLED"})
