@@ -161,8 +161,8 @@ def row_of(
     )
 
 
-SETTLE: Final = 12
-"""Rounds after which a daemon has found out how this machine copies: with 1, 2, 4 and 8 threads, three times each."""
+SETTLE: Final = 24
+"""Rounds after which a daemon has found out how this machine copies: with 1, 2, 4 and 8 threads, six times each."""
 
 
 def interleave(rounds: int, *contenders: Contender, settle: int = 1) -> list[list[float]]:

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-TRIES: Final = 3
+TRIES: Final = 6
+"""The first ones say little: the copy kernel tries its own ways meanwhile, and memory is touched for the first time."""
+
 WORTH: Final = 1.1
 """How much faster more threads must be."""
 
 AGAIN_S: Final = 60.0
+TRIES_AGAIN: Final = 2
 OLDER_IS_WORSE: Final = 0.95
 """What a speed counts once everything is tried anew: a lucky moment must not decide for ever."""
 
 MIN_BYTES: Final = 32 << 20
 """Less says little of how fast the memory is."""
+
+
+LONG_BLOCK_BYTES: Final = 64 << 10
+
+
+def length_of(size_bytes: int, blocks: int) -> Literal["long", "short"]:
+    """Return how an operation's kind names its blocks: a thread waits for short ones more than for long ones."""
+    return "long" if size_bytes >= LONG_BLOCK_BYTES * blocks else "short"
 
 
 class Trial(NamedTuple):
@@ -93,7 +104,7 @@ class ThreadCount:
             if now_s - self._tried_s[kind] < AGAIN_S:
                 return None
             for one in tried.values():
-                one.tries = 0
+                one.tries = TRIES - TRIES_AGAIN
                 one.best_bytes_s *= OLDER_IS_WORSE
         count = min(self._counts, key=lambda count: tried[count].tries)
         tried[count].tries += 1

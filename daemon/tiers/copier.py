@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvferry.daemon.process.thread_count import ThreadCount, Trial
+from kvferry.daemon.process.thread_count import ThreadCount, Trial, length_of
 from kvferry.daemon.process.time_slices import be_as_others, run_in_background
 from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
 from kvferry.pools import copy_kernel
@@ -237,6 +237,11 @@ class BlockJob:
         return sum(one.pages.total_bytes for one in self.segments)
 
     @property
+    def copies(self) -> int:
+        """Return the number of copies: one for each block's part of an entry."""
+        return sum(len(one.pages.ids) * len(one.pages.layout.entries) for one in self.segments)
+
+    @property
     def hashed(self) -> bool:
         """Return whether checksums are computed."""
         return self.digests is not None if self.kind == "restore" else self.checksums
@@ -326,7 +331,7 @@ class TierCopier:
         it is called, no byte of the job moves any more, unless the device was lost.
         """
         alone = not self._running and self._scheduler.quiet
-        kind = (job.kind, job.hashed, job.device)
+        kind = (job.kind, job.hashed, job.device, length_of(job.total_bytes, job.copies))
         running = _Running(job, on_done, self._thread_count.begin(kind, job.total_bytes, alone=alone))
         self._alone = running if alone else None
         most = 1 if self._crew is not None and self._crew_shares(job) else running.trial.threads

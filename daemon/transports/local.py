@@ -24,7 +24,7 @@ import numpy.typing as npt
 import structlog
 
 from kvferry.daemon.control.metrics import about
-from kvferry.daemon.process.thread_count import ThreadCount, Trial
+from kvferry.daemon.process.thread_count import ThreadCount, Trial, length_of
 from kvferry.daemon.process.time_slices import as_others, be_as_others
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePool
 from kvferry.daemon.transfer.registry import StartOp
@@ -70,7 +70,6 @@ AT_ONCE_BLOCK_S: Final = 0.25e-6
 """What a copy is expected to take: the memory's speed with much else going on, and what it waits for a block's first
 line. An op within the budget takes less than waking a thread and being told by it."""
 
-LONG_BLOCK_BYTES: Final = 64 << 10
 CHUNK_BYTES: Final = 4 << 20
 """How much a thread copies between two looks at the queue: smaller is fairer, larger is a little faster."""
 CREW_CHUNK_BYTES: Final = 64 << 20
@@ -249,11 +248,9 @@ class LocalTransport:
         if blocks is not None:
             on_done(op.op_id, self._budget.spend(functools.partial(self._try, op, self._copy, blocks)))
             return
-        # One thread copies long blocks nearly as fast as the memory takes them; for short ones it waits.
-        kind = "long" if size_bytes >= LONG_BLOCK_BYTES * count else "short"
         with self._changed:
             alone = not self._jobs and not op.checksums and _is_populated(op.source) and _is_populated(op.destination)
-            trial = self._thread_count.begin(kind, size_bytes, alone=alone)
+            trial = self._thread_count.begin(length_of(size_bytes, count), size_bytes, alone=alone)
             most = trial.threads if self._crew is None or not _is_within_host(op) else 1
             job = _Job(op, on_done, trial, most, self._chunk_bytes_for(trial))
             self._alone = job if alone else None
