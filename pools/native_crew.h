@@ -52,6 +52,8 @@ typedef struct Member {
     Crew *crew;
     void *hash; /* NULL where no library has one */
     pthread_t thread;
+    const Task *task; /* the one that it is at */
+    int processor;
 } Member;
 
 static int is_begun(const Task *task) { return task->next_row >= task->stop_row; }
@@ -116,15 +118,49 @@ static void take_out(Crew *crew, const Task *task) {
     *at = task->next;
 }
 
-/* Does the next part of a task. Needs the lock, and is without it meanwhile. */
-static void work_at(Crew *crew, Task *task, void *own_hash) {
+/* Returns another processor for a member that has that of one who is at the same task, if there is any; -1 else. It may be
+   any that the process may have: what is asked is its first thread, whose processors nobody here sets. */
+static int other_processor(const Crew *crew, const Member *self, cpu_set_t *allowed) {
+    int shares = 0;
+    for (unsigned one = 0; one < crew->count; one++) {
+        const Member *other = &crew->members[one];
+        shares |= other != self && other->task == self->task && other->processor == self->processor;
+    }
+    if (!shares || sched_getaffinity(crew->process, sizeof *allowed, allowed)) return -1;
+    cpu_set_t left = *allowed;
+    for (unsigned one = 0; one < crew->count; one++)
+        if (crew->members[one].task == self->task) CPU_CLR(crew->members[one].processor, &left);
+    for (int step = 1; step < CPU_SETSIZE; step++) {
+        int processor = (self->processor + step) % CPU_SETSIZE;
+        if (CPU_ISSET(processor, &left)) return processor;
+    }
+    return -1;
+}
+
+/* Goes on on another processor, which the kernel may change then, as ever. */
+static void move_to(int processor, const cpu_set_t *allowed) {
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(processor, &only);
+    if (!sched_setaffinity(0, sizeof only, &only)) sched_setaffinity(0, sizeof *allowed, allowed);
+}
+
+/* Does the next part of a task. Needs the lock, and is without it meanwhile. Threads that are woken up at about the same time
+   often begin on one processor, and stay there for some milliseconds, as long as a copy takes, with another one idle. */
+static void work_at(Crew *crew, Task *task, Member *self) {
     Part part = take_part(task);
     task->at_it++;
     take_out(crew, task); /* the others first, next time */
     append(crew, task);
+    self->task = task, self->processor = sched_getcpu();
+    cpu_set_t allowed;
+    int processor = other_processor(crew, self, &allowed);
+    if (processor >= 0) self->processor = processor;
     pthread_mutex_unlock(&crew->lock);
-    do_part(task->call, part, own_hash);
+    if (processor >= 0) move_to(processor, &allowed);
+    do_part(task->call, part, self->hash);
     pthread_mutex_lock(&crew->lock);
+    self->task = NULL;
     if (--task->at_it || !is_begun(task)) return;
     take_out(crew, task);
     task->done = 1;
@@ -144,7 +180,7 @@ static void *work_in_crew(void *argument) {
         Task *task = task_to_do(crew);
         if (task) {
             giving_way = task->giving_way;
-            work_at(crew, task, self->hash);
+            work_at(crew, task, self);
         } else {
             pthread_cond_wait(&crew->work, &crew->lock);
         }

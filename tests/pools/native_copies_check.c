@@ -2,6 +2,7 @@
    has, hashed and not, by a crew and not, and no byte beside them changes; what gates stop, and when a copy yields. Ends with
    status 0, or says what differs. */
 
+#define _GNU_SOURCE
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -265,6 +266,37 @@ static int check_yields(char *from, char *to, int hashed) {
     return failed;
 }
 
+/* Who shares a processor with another one of its task goes to another one that it may have, and then may have all again. */
+static int check_processors(void) {
+    Task mine = {0}, others = {0};
+    Member members[] = {{.task = &mine}, {.task = &others}, {0}};
+    Crew crew = {.members = members, .count = 3, .process = getpid()};
+    cpu_set_t before, allowed, only;
+    sched_getaffinity(0, sizeof before, &before);
+    int first = 0, many = CPU_COUNT(&before);
+    while (!CPU_ISSET(first, &before)) first++;
+    members[0].processor = members[1].processor = members[2].processor = first;
+    int is_left = other_processor(&crew, members, &allowed) < 0;
+    members[1].task = &mine;
+    int second = other_processor(&crew, members, &allowed);
+    members[2].task = &mine, members[2].processor = second;
+    int third = other_processor(&crew, members, &allowed);
+    int is_right = is_left && (second >= 0) == (many > 1) && (third >= 0) == (many > 2);
+    if (second >= 0) {
+        is_right &= second != first && CPU_ISSET(second, &before) && CPU_EQUAL(&allowed, &before);
+        is_right &= third < 0 || (third != first && third != second && CPU_ISSET(third, &before));
+        CPU_ZERO(&only);
+        CPU_SET(second, &only);
+        move_to(second, &only);
+        is_right &= sched_getcpu() == second;
+        move_to(first, &before);
+        sched_getaffinity(0, sizeof allowed, &allowed);
+        is_right &= CPU_EQUAL(&allowed, &before);
+    }
+    if (!is_right) printf("processors: of %d %d, then %d, then %d\n", many, first, second, third);
+    return !is_right;
+}
+
 int main(int count, char **arguments) {
     int rounds = count > 1 ? atoi(arguments[1]) : 100, failed = 0, ways = 0;
     char *from = malloc(MEMORY), *to = malloc(MEMORY), *expected = malloc(MEMORY);
@@ -281,7 +313,7 @@ int main(int count, char **arguments) {
         if (round % 10 == 0) memset(trials, 0, sizeof trials); /* tried anew */
         failed = check(NULL, from, to, expected, round % 2, crews[round / 2 % 3]);
     }
-    failed |= check_trials() | check_yields(from, to, 0) | check_yields(from, to, 1);
+    failed |= check_processors() | check_trials() | check_yields(from, to, 0) | check_yields(from, to, 1);
     for (int one = 0; one < 3; one++) {
         failed |= check_gate(from, to, crews[one], 0) | check_gate(from, to, crews[one], 1);
         if (one) failed |= check_digests_over_calls(from, crews[one]), free_crew(crews[one]);
