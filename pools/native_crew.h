@@ -4,7 +4,9 @@
 #ifndef KVFERRY_NATIVE_CREW_H
 #define KVFERRY_NATIVE_CREW_H
 
+#include <fcntl.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/resource.h>
 
@@ -52,8 +54,9 @@ typedef struct Member {
     Crew *crew;
     void *hash; /* NULL where no library has one */
     pthread_t thread;
+    pid_t id;
     const Task *task; /* the one that it is at */
-    int processor;
+    int processor;    /* on which it began its part of that; -1: not known */
 } Member;
 
 static int is_begun(const Task *task) { return task->next_row >= task->stop_row; }
@@ -118,46 +121,55 @@ static void take_out(Crew *crew, const Task *task) {
     *at = task->next;
 }
 
-/* Returns another processor for a member that has that of one who is at the same task, if there is any; -1 else. It may be
-   any that the process may have: what is asked is its first thread, whose processors nobody here sets. */
-static int other_processor(const Crew *crew, const Member *self, cpu_set_t *allowed) {
-    int shares = 0;
-    for (unsigned one = 0; one < crew->count; one++) {
-        const Member *other = &crew->members[one];
-        shares |= other != self && other->task == self->task && other->processor == self->processor;
+/* Returns the thread of another member at the same task on the same processor, which waits for that, as this one runs; 0: of
+   none. */
+static pid_t waiting_beside(Crew *crew, const Member *self) {
+    for (unsigned one = 0; self->processor >= 0 && one < crew->count; one++) {
+        Member *other = &crew->members[one];
+        if (other == self || other->task != self->task || other->processor != self->processor) continue;
+        other->processor = -1; /* until its next part */
+        return other->id;
     }
-    if (!shares || sched_getaffinity(crew->process, sizeof *allowed, allowed)) return -1;
-    cpu_set_t left = *allowed;
-    for (unsigned one = 0; one < crew->count; one++)
-        if (crew->members[one].task == self->task) CPU_CLR(crew->members[one].processor, &left);
-    for (int step = 1; step < CPU_SETSIZE; step++) {
-        int processor = (self->processor + step) % CPU_SETSIZE;
-        if (CPU_ISSET(processor, &left)) return processor;
-    }
-    return -1;
+    return 0;
 }
 
-/* Goes on on another processor, which the kernel may change then, as ever. */
-static void move_to(int processor, const cpu_set_t *allowed) {
-    cpu_set_t only;
-    CPU_ZERO(&only);
-    CPU_SET(processor, &only);
-    if (!sched_setaffinity(0, sizeof only, &only)) sched_setaffinity(0, sizeof *allowed, allowed);
+/* Returns how many threads of all processes run, or wait for a processor; INT_MAX where that is not known. */
+static int count_runnable(void) {
+    char text[128];
+    int file = open("/proc/loadavg", O_RDONLY | O_CLOEXEC), runnable;
+    if (file < 0) return INT_MAX;
+    ssize_t count = read(file, text, sizeof text - 1);
+    close(file);
+    text[count > 0 ? count : 0] = 0;
+    return sscanf(text, "%*f %*f %*f %d", &runnable) == 1 ? runnable : INT_MAX;
 }
 
-/* Does the next part of a task. Needs the lock, and is without it meanwhile. Threads that are woken up at about the same time
-   often begin on one processor, and stay there for some milliseconds, as long as a copy takes, with another one idle. */
+/* Lets a thread that waits for one of two processors go on on the other one. Afterwards it may be where it might before: if
+   that was all that its cpuset has, so it stays as the cpuset changes. */
+static void move_from(int processor, pid_t thread) {
+    cpu_set_t had, other, all;
+    if (sched_getaffinity(thread, sizeof had, &had) || CPU_COUNT(&had) != 2 || !CPU_ISSET(processor, &had)) return;
+    other = had;
+    CPU_CLR(processor, &other);
+    if (sched_setaffinity(thread, sizeof other, &other)) return;
+    memset(&all, 0xff, sizeof all);
+    if (sched_setaffinity(thread, sizeof all, &all) || sched_getaffinity(thread, sizeof all, &all) || !CPU_EQUAL(&all, &had))
+        sched_setaffinity(thread, sizeof had, &had);
+}
+
+/* Does the next part of a task. Needs the lock, and is without it meanwhile. Of two processors that were busy of late, the
+   kernel often gives one to all that wake up, without a look at whether the other one is idle, and leaves them there for some
+   milliseconds, as long as a copy takes; of more, it finds an idle one. */
 static void work_at(Crew *crew, Task *task, Member *self) {
     Part part = take_part(task);
     task->at_it++;
     take_out(crew, task); /* the others first, next time */
     append(crew, task);
     self->task = task, self->processor = sched_getcpu();
-    cpu_set_t allowed;
-    int processor = other_processor(crew, self, &allowed);
-    if (processor >= 0) self->processor = processor;
+    int processor = self->processor;
+    pid_t waiting = waiting_beside(crew, self);
     pthread_mutex_unlock(&crew->lock);
-    if (processor >= 0) move_to(processor, &allowed);
+    if (waiting && count_runnable() <= 2) move_from(processor, waiting); /* those two: the other processor is idle */
     do_part(task->call, part, self->hash);
     pthread_mutex_lock(&crew->lock);
     self->task = NULL;
@@ -176,6 +188,7 @@ static void *work_in_crew(void *argument) {
         setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), nice);
     }
     pthread_mutex_lock(&crew->lock);
+    self->id = (pid_t)syscall(SYS_gettid);
     while (!crew->closing) {
         Task *task = task_to_do(crew);
         if (task) {

@@ -16,10 +16,16 @@
 static _Thread_local unsigned yields;
 static int counted_yield(void);
 static int shifted_clock(clockid_t clock, struct timespec *now);
+static int scripted_getaffinity(pid_t thread, size_t bytes, cpu_set_t *found);
+static int scripted_setaffinity(pid_t thread, size_t bytes, const cpu_set_t *wanted);
 #define sched_yield counted_yield
+#define sched_getaffinity scripted_getaffinity
+#define sched_setaffinity scripted_setaffinity
 #define clock_gettime shifted_clock
 #include "native_crew.h"
 #undef sched_yield
+#undef sched_getaffinity
+#undef sched_setaffinity
 #undef clock_gettime
 
 #ifndef MEMORY_BYTES
@@ -266,34 +272,47 @@ static int check_yields(char *from, char *to, int hashed) {
     return failed;
 }
 
-/* Who shares a processor with another one of its task goes to another one that it may have, and then may have all again. */
+static unsigned cpuset = 3, mask = 3, masks_set[3]; /* of a thread of the test's; of the first processors */
+static int times_set;
+
+static int scripted_getaffinity(pid_t thread, size_t bytes, cpu_set_t *found) {
+    (void)thread;
+    memset(found, 0, bytes);
+    memcpy(found, &mask, sizeof mask);
+    return 0;
+}
+
+static int scripted_setaffinity(pid_t thread, size_t bytes, const cpu_set_t *wanted) {
+    (void)bytes;
+    unsigned first;
+    memcpy(&first, wanted, sizeof first);
+    if (thread != 7) return 0;
+    if (times_set < 3) masks_set[times_set] = first;
+    return times_set++, mask = first & cpuset, 0;
+}
+
+/* Who runs beside one of its task moves that one to the other processor, and then lets it be where it might before. */
 static int check_processors(void) {
     Task mine = {0}, others = {0};
-    Member members[] = {{.task = &mine}, {.task = &others}, {0}};
-    Crew crew = {.members = members, .count = 3, .process = getpid()};
-    cpu_set_t before, allowed, only;
-    sched_getaffinity(0, sizeof before, &before);
-    int first = 0, many = CPU_COUNT(&before);
-    while (!CPU_ISSET(first, &before)) first++;
-    members[0].processor = members[1].processor = members[2].processor = first;
-    int is_left = other_processor(&crew, members, &allowed) < 0;
-    members[1].task = &mine;
-    int second = other_processor(&crew, members, &allowed);
-    members[2].task = &mine, members[2].processor = second;
-    int third = other_processor(&crew, members, &allowed);
-    int is_right = is_left && (second >= 0) == (many > 1) && (third >= 0) == (many > 2);
-    if (second >= 0) {
-        is_right &= second != first && CPU_ISSET(second, &before) && CPU_EQUAL(&allowed, &before);
-        is_right &= third < 0 || (third != first && third != second && CPU_ISSET(third, &before));
-        CPU_ZERO(&only);
-        CPU_SET(second, &only);
-        move_to(second, &only);
-        is_right &= sched_getcpu() == second;
-        move_to(first, &before);
-        sched_getaffinity(0, sizeof allowed, &allowed);
-        is_right &= CPU_EQUAL(&allowed, &before);
+    Member members[] = {{.task = &mine, .id = 1}, {.task = &others, .id = 2}, {.id = 3}, {.task = &mine, .processor = 1, .id = 4}};
+    Crew crew = {.members = members, .count = 4};
+    int is_right = !waiting_beside(&crew, members);
+    members[1].task = &mine, members[0].processor = members[1].processor = -1;
+    is_right &= !waiting_beside(&crew, members);
+    members[0].processor = members[1].processor = 1;
+    is_right &= waiting_beside(&crew, members) == 2 && waiting_beside(&crew, members) == 4 && !waiting_beside(&crew, members);
+    is_right &= count_runnable() > 0 && count_runnable() < INT_MAX;
+    static const struct {
+        unsigned cpuset, mask, set[3];
+        int times;
+    } CASES[] = {{3, 3, {1, -1U}, 2}, {7, 3, {1, -1U, 3}, 3}, {7, 7, {0}, 0}, {2, 2, {0}, 0}, {5, 5, {0}, 0}};
+    for (int at = 0; at < 5; at++) {
+        cpuset = CASES[at].cpuset, mask = CASES[at].mask, times_set = 0;
+        move_from(1, 7);
+        is_right &= times_set == CASES[at].times && mask == CASES[at].mask;
+        is_right &= !memcmp(masks_set, CASES[at].set, (size_t)times_set * sizeof *masks_set);
     }
-    if (!is_right) printf("processors: of %d %d, then %d, then %d\n", many, first, second, third);
+    if (!is_right) printf("processors are not shared out\n");
     return !is_right;
 }
 
