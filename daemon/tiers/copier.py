@@ -310,6 +310,7 @@ class TierCopier:
         self._running: dict[int, _Running] = {}
         self._alone: _Running | None = None
         self._thread_count = ThreadCount(threads)
+        self._arena_bytes = 0
         self._crew = crew
         self._processors = len(os.sched_getaffinity(0))
         self._queues: dict[OperationClass, deque[_Slot]] = {one: deque() for one in OperationClass}
@@ -330,7 +331,8 @@ class TierCopier:
         It reports SnapshotDamagedError (a restore), CancelledError (``stop``), DeviceLostError or InternalError. Once
         it is called, no byte of the job moves any more, unless the device was lost.
         """
-        alone = not self._running and self._scheduler.quiet
+        grew = self._has_grown(job.arena)  # the first access to memory takes longer than any copy: that is no trial
+        alone = not self._running and self._scheduler.quiet and not grew
         kind = (job.kind, job.hashed, job.device, length_of(job.total_bytes, job.copies))
         running = _Running(job, on_done, self._thread_count.begin(kind, job.total_bytes, alone=alone))
         self._alone = running if alone else None
@@ -345,6 +347,11 @@ class TierCopier:
             self._loop.call_soon(self._report, running)
             return
         self._scheduler.wake()  # threads that wait with a lower class's shard should take this one
+
+    def _has_grown(self, arena: HostRegion) -> bool:
+        """Return whether the arena has another amount of memory than when this was last asked."""
+        before, self._arena_bytes = self._arena_bytes, arena.allocated_bytes
+        return self._arena_bytes != before
 
     def stop(self, job: BlockJob) -> None:
         """End a job soon; it reports CancelledError unless it completes before that. A job that is done is ignored."""
@@ -529,7 +536,7 @@ class TierCopier:
             return
         if running.error is None:
             running.job.digests = running.digests
-            if running is self._alone and self._scheduler.quiet:
+            if running is self._alone and self._scheduler.quiet and not self._has_grown(running.job.arena):
                 self._thread_count.end(running.trial)
         running.on_done(running.job, running.error)
 

@@ -15,6 +15,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.daemon.process.thread_count import ThreadCount, Trial
 from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, Digests, TierCopier
 from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
@@ -467,6 +468,27 @@ async def test_what_stands_still_for_a_transfer_is_not_taken_for_slow() -> None:
             transfers = number > 1
             assert await one.run(one.job(region, 39)) is None
         assert region.steps[-3].size_bytes == 10 * MIB
+
+
+async def test_copies_into_memory_that_was_not_there_are_no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = [], []
+    begin = ThreadCount.begin
+
+    def noted(self: ThreadCount, kind: object, size_bytes: int, *, alone: bool) -> Trial:
+        begun.append(alone)
+        return begin(self, kind, size_bytes, alone=alone)
+
+    monkeypatch.setattr(ThreadCount, "begin", noted)
+    monkeypatch.setattr(ThreadCount, "end", lambda _, trial: ended.append(trial))
+    async with site(threads=1) as one:
+        region = _ScriptedRegion()
+        region.on_begin = lambda _step: one.arena.view()[:MIB].fill(1)
+        for expected in ((1, 0), (2, 1)):  # the first one finds no memory, the second one what that has touched
+            assert await one.run(one.job(region)) is None
+            assert (sum(begun), len(ended)) == expected
+        one.arena.view()[-MIB:].fill(1)
+        assert await one.run(one.job(region)) is None
+        assert begun == [True, True, False], "it grows at the moment"
 
 
 async def test_what_a_step_copies_and_hashes_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
