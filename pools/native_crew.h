@@ -121,12 +121,12 @@ static void take_out(Crew *crew, const Task *task) {
     *at = task->next;
 }
 
-/* Returns the thread of another member at the same task on the same processor, which waits for that, as this one runs; 0: of
+/* Returns the thread of another member that is at work on the same processor, and waits for that, as this one runs; 0: of
    none. */
 static pid_t waiting_beside(Crew *crew, const Member *self) {
     for (unsigned one = 0; self->processor >= 0 && one < crew->count; one++) {
         Member *other = &crew->members[one];
-        if (other == self || other->task != self->task || other->processor != self->processor) continue;
+        if (other == self || !other->task || other->processor != self->processor) continue;
         other->processor = -1; /* until its next part */
         return other->id;
     }

@@ -291,13 +291,13 @@ static int scripted_setaffinity(pid_t thread, size_t bytes, const cpu_set_t *wan
     return times_set++, mask = first & cpuset, 0;
 }
 
-/* Who runs beside one of its task moves that one to the other processor, and then lets it be where it might before. */
+/* Who runs beside another who is at work moves that one to the other processor, and then lets it be where it might before. */
 static int check_processors(void) {
     Task mine = {0}, others = {0};
-    Member members[] = {{.task = &mine, .id = 1}, {.task = &others, .id = 2}, {.id = 3}, {.task = &mine, .processor = 1, .id = 4}};
+    Member members[] = {{.task = &mine, .id = 1}, {.id = 2}, {.id = 3}, {.task = &mine, .processor = 1, .id = 4}};
     Crew crew = {.members = members, .count = 4};
     int is_right = !waiting_beside(&crew, members);
-    members[1].task = &mine, members[0].processor = members[1].processor = -1;
+    members[1].task = &others, members[0].processor = members[1].processor = -1;
     is_right &= !waiting_beside(&crew, members);
     members[0].processor = members[1].processor = 1;
     is_right &= waiting_beside(&crew, members) == 2 && waiting_beside(&crew, members) == 4 && !waiting_beside(&crew, members);
