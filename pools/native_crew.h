@@ -14,6 +14,7 @@
 
 #ifndef SHARE_BYTES /* tests have smaller ones */
 #define SHARE_BYTES (1 << 20)
+#define LOADAVG "/proc/loadavg"
 #endif
 
 enum {
@@ -55,8 +56,7 @@ typedef struct Member {
     void *hash; /* NULL where no library has one */
     pthread_t thread;
     pid_t id;
-    const Task *task; /* the one that it is at */
-    int processor;    /* on which it began its part of that; -1: not known */
+    int processor; /* on which it began the part that it is at; -1: at none, or not known */
 } Member;
 
 static int is_begun(const Task *task) { return task->next_row >= task->stop_row; }
@@ -126,7 +126,7 @@ static void take_out(Crew *crew, const Task *task) {
 static pid_t waiting_beside(Crew *crew, const Member *self) {
     for (unsigned one = 0; self->processor >= 0 && one < crew->count; one++) {
         Member *other = &crew->members[one];
-        if (other == self || !other->task || other->processor != self->processor) continue;
+        if (other == self || other->processor != self->processor) continue;
         other->processor = -1; /* until its next part */
         return other->id;
     }
@@ -136,7 +136,7 @@ static pid_t waiting_beside(Crew *crew, const Member *self) {
 /* Returns how many threads of all processes run, or wait for a processor; INT_MAX where that is not known. */
 static int count_runnable(void) {
     char text[128];
-    int file = open("/proc/loadavg", O_RDONLY | O_CLOEXEC), runnable;
+    int file = open(LOADAVG, O_RDONLY | O_CLOEXEC), runnable;
     if (file < 0) return INT_MAX;
     ssize_t count = read(file, text, sizeof text - 1);
     close(file);
@@ -144,10 +144,12 @@ static int count_runnable(void) {
     return sscanf(text, "%*f %*f %*f %d", &runnable) == 1 ? runnable : INT_MAX;
 }
 
-/* Lets a thread that waits for one of two processors go on on the other one. Afterwards it may be where it might before: if
+/* Lets a thread that waits for one of two processors go on on the other one, if nothing but it and who calls this is
+   runnable: then that one is idle. Afterwards it may be where it might before: if
    that was all that its cpuset has, so it stays as the cpuset changes. */
 static void move_from(int processor, pid_t thread) {
     cpu_set_t had, other, all;
+    if (count_runnable() > 2) return;
     if (sched_getaffinity(thread, sizeof had, &had) || CPU_COUNT(&had) != 2 || !CPU_ISSET(processor, &had)) return;
     other = had;
     CPU_CLR(processor, &other);
@@ -165,14 +167,13 @@ static void work_at(Crew *crew, Task *task, Member *self) {
     task->at_it++;
     take_out(crew, task); /* the others first, next time */
     append(crew, task);
-    self->task = task, self->processor = sched_getcpu();
-    int processor = self->processor;
+    int processor = self->processor = sched_getcpu();
     pid_t waiting = waiting_beside(crew, self);
     pthread_mutex_unlock(&crew->lock);
-    if (waiting && count_runnable() <= 2) move_from(processor, waiting); /* those two: the other processor is idle */
+    if (waiting) move_from(processor, waiting);
     do_part(task->call, part, self->hash);
     pthread_mutex_lock(&crew->lock);
-    self->task = NULL;
+    self->processor = -1;
     if (--task->at_it || !is_begun(task)) return;
     take_out(crew, task);
     task->done = 1;
@@ -243,6 +244,7 @@ static void free_crew(Crew *crew) {
 static int add_member(Crew *crew) {
     Member *member = &crew->members[crew->count];
     member->crew = crew;
+    member->processor = -1;
     if (hash.create) {
         member->hash = hash.create();
         if (!member->hash) return 0;

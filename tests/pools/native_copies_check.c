@@ -13,6 +13,9 @@
 #define SHARE_BYTES (16 << 10)
 #define YIELDED_BYTES (256 << 10)
 
+static char loadavg[] = "/tmp/loadavg-XXXXXX";
+#define LOADAVG loadavg
+
 static _Thread_local unsigned yields;
 static int counted_yield(void);
 static int shifted_clock(clockid_t clock, struct timespec *now);
@@ -291,27 +294,38 @@ static int scripted_setaffinity(pid_t thread, size_t bytes, const cpu_set_t *wan
     return times_set++, mask = first & cpuset, 0;
 }
 
+/* Returns whether a member of a crew that has nothing to do is said to be on a processor. */
+static int check_rest(const Crew *crew) {
+    for (unsigned one = 0; crew && one < crew->count; one++)
+        if (crew->members[one].processor >= 0) return printf("a member rests on a processor\n"), 1;
+    return 0;
+}
+
 /* Who runs beside another who is at work moves that one to the other processor, and then lets it be where it might before. */
 static int check_processors(void) {
-    Task mine = {0}, others = {0};
-    Member members[] = {{.task = &mine, .id = 1}, {.id = 2}, {.id = 3}, {.task = &mine, .processor = 1, .id = 4}};
+    Member members[] = {{.processor = 0, .id = 1}, {.processor = -1, .id = 2}, {.processor = 2, .id = 3}, {.processor = 1, .id = 4}};
     Crew crew = {.members = members, .count = 4};
     int is_right = !waiting_beside(&crew, members);
-    members[1].task = &others, members[0].processor = members[1].processor = -1;
+    members[0].processor = -1;
     is_right &= !waiting_beside(&crew, members);
     members[0].processor = members[1].processor = 1;
     is_right &= waiting_beside(&crew, members) == 2 && waiting_beside(&crew, members) == 4 && !waiting_beside(&crew, members);
-    is_right &= count_runnable() > 0 && count_runnable() < INT_MAX;
+    is_right &= count_runnable() == INT_MAX;
+    int file = mkstemp(loadavg);
     static const struct {
+        int runnable;
         unsigned cpuset, mask, set[3];
         int times;
-    } CASES[] = {{3, 3, {1, -1U}, 2}, {7, 3, {1, -1U, 3}, 3}, {7, 7, {0}, 0}, {2, 2, {0}, 0}, {5, 5, {0}, 0}};
-    for (int at = 0; at < 5; at++) {
+    } CASES[] = {{2, 3, 3, {1, -1U}, 2}, {2, 7, 3, {1, -1U, 3}, 3}, {3, 3, 3, {0}, 0},
+                 {2, 7, 7, {0}, 0},      {2, 2, 2, {0}, 0},         {2, 5, 5, {0}, 0}};
+    for (int at = 0; at < 6; at++) {
+        is_right &= dprintf(file, "0.52 0.58 0.59 %d/467 3036\n", CASES[at].runnable) > 0 && !lseek(file, 0, SEEK_SET);
         cpuset = CASES[at].cpuset, mask = CASES[at].mask, times_set = 0;
         move_from(1, 7);
         is_right &= times_set == CASES[at].times && mask == CASES[at].mask;
         is_right &= !memcmp(masks_set, CASES[at].set, (size_t)times_set * sizeof *masks_set);
     }
+    close(file), unlink(loadavg);
     if (!is_right) printf("processors are not shared out\n");
     return !is_right;
 }
@@ -322,6 +336,7 @@ int main(int count, char **arguments) {
     for (size_t at = 0; at < MEMORY; at++) from[at] = (char)below(256);
     hash = (Hash){create_fnv, free_fnv, reset_fnv, update_fnv, digest_fnv};
     Crew *crews[] = {NULL, new_crew(THREADS, "", 0, 0), new_crew(THREADS, "", 0, 1)};
+    for (int one = 0; one < 3; one++) failed |= check_rest(crews[one]);
     for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
         if (!is_supported(way)) continue;
         ways++;
@@ -332,6 +347,7 @@ int main(int count, char **arguments) {
         if (round % 10 == 0) memset(trials, 0, sizeof trials); /* tried anew */
         failed = check(NULL, from, to, expected, round % 2, crews[round / 2 % 3]);
     }
+    for (int one = 0; one < 3; one++) failed |= check_rest(crews[one]);
     failed |= check_processors() | check_trials() | check_yields(from, to, 0) | check_yields(from, to, 1);
     for (int one = 0; one < 3; one++) {
         failed |= check_gate(from, to, crews[one], 0) | check_gate(from, to, crews[one], 1);
