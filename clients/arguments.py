@@ -86,7 +86,9 @@ def sequence(value: Sequence[T], wanted: str, field: str) -> tuple[T, ...]:
     Raises:
         InvalidFieldError: the value is not a list.
     """
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+    if type(value) is tuple:
+        return value
+    if isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields")):
         return tuple(value)
     if isinstance(value, str | bytes | Mapping) or hasattr(value, "_fields"):
         raise wrong_kind(value, f"list of {wanted}", field)
@@ -130,12 +132,14 @@ def whole(value: int, field: str, *, least: float = 0) -> int:
     Raises:
         InvalidFieldError: the value is not an integer, or below ``least``.
     """
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-        raise wrong_kind(value, "whole number", field)
-    try:
-        number = operator.index(value)
-    except TypeError:  # an array
-        raise wrong_kind(value, "whole number", field) from None
+    number = value
+    if type(value) is not int:
+        if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+            raise wrong_kind(value, "whole number", field)
+        try:
+            number = operator.index(value)
+        except TypeError:  # an array
+            raise wrong_kind(value, "whole number", field) from None
     if number < least:
         raise InvalidFieldError(f"{number}; give {least} or more", field=field)
     return number

@@ -207,7 +207,8 @@ def allocate_each(pool: str, counts: Sequence[int], space: str) -> Call[list[Pag
     body = checked(Allocate(pool=pool, count=ends[-1] if ends else 0, space=space), {"count": "counts"})
 
     def read(reply: ReplyArrived) -> list[PageIds]:
-        return np.split(_allocated(reply), ends[:-1])
+        ids = _allocated(reply)
+        return [ids[end - count : end] for count, end in zip(each, ends, strict=True)]
 
     return Call(body, (), read)
 

@@ -41,6 +41,8 @@ DEFAULT_WAIT_S: Final = 30.0
 CHANGES_KEPT: Final = 1 << 16
 """Of an engine that never polls: beyond these the oldest change is forgotten. The transfer itself says how it is."""
 
+_FOLLOWED: Final = (Transfer, TierOperation)  # a union would be made at every use
+
 T = TypeVar("T")
 
 
@@ -190,7 +192,7 @@ class Submissions(Submitting, OfOneProcess):
     def _hear(self, news: News | BatchAnswered) -> None:
         """Take what a message from the daemon means: keep a reply for ``wait``, a change for ``poll``."""
         for one in news.news if isinstance(news, BatchAnswered) else (news,):
-            if isinstance(one, Transfer | TierOperation):
+            if isinstance(one, _FOLLOWED):
                 self._changed[one] = None
             elif isinstance(one, ReplyArrived):
                 self._replied(one)
