@@ -84,7 +84,7 @@ class Index:
         self._next += 1
         started = time.thread_time()
         begun = self._index.begin(self._namespace, hashes, None, PAGE_BYTES * pages)
-        self._index.commit([one.block for one in begun], offsets, [tuple(map(int, one)) for one in digests])
+        self._index.commit([one.block for one in begun], offsets, digests)
         return (time.thread_time() - started) * 1e6
 
     def _evict(self) -> float:

@@ -13,8 +13,9 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.hub import EventHub, PoolRemoved
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.services.room import Room
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
-from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.host_tier import HostTier, Want
 from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
 from kvferry.daemon.tiers.snapshots import (
     PageHold,
@@ -82,9 +83,11 @@ class OffloadService:
         rings: EventRings,
         host: HostTier,
         operations: Operations,
+        room: Room,
         *,
         grace_s: float,
     ) -> None:
+        self._room = room
         self.snapshots = SnapshotRegistry()
         self._pools = pools
         self._host = host
@@ -158,7 +161,7 @@ class OffloadService:
 
     # -- OFFLOAD
 
-    def _offload(self, call: Call) -> Answer:
+    def _offload(self, call: Call) -> Answer | None:
         body = expect(call, Offload)
         pool = self._pools.get(call.session.tenant, body.pool)
         if body.release and pool.registered_by is not None:
@@ -170,6 +173,9 @@ class OffloadService:
             if body.release:
                 check_distinct(one.ids, one.field)
         self._operations.check(call.session)
+        wants = [Want(one.count, one.layout.block_bytes) for one in new_segments(pool, lists)]
+        if self._room.is_awaited(call, pool.tenant, wants, self._offload):
+            return None
         held = hold_pages(pool, call.session.owner_id, lists, write=False)
         try:
             snapshot = self.new_snapshot(call, pool, lists)

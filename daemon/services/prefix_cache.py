@@ -23,15 +23,23 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.services.room import Room
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
-from kvferry.daemon.tiers.host_tier import LOOKUPS, OPERATIONS, HostTier
+from kvferry.daemon.tiers.host_tier import LOOKUPS, OPERATIONS, HostTier, Want
 from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
 from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
 from kvferry.daemon.tiers.snapshots import PageHold
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Freed, Offsets, whole_units
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, identity_of
+from kvferry.pools.tiers.cached_block import (
+    BlockState,
+    CachedBlock,
+    Namespace,
+    digests_of,
+    identity_of,
+    offsets_of,
+)
 from kvferry.pools.tiers.index import PinnedBlocks
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
@@ -90,9 +98,11 @@ class PrefixCache:
         host: HostTier,
         operations: Operations,
         lower: LowerTiers,
+        room: Room,
         counters: Counters,
     ) -> None:
         self._dispatcher = dispatcher
+        self._room = room
         self._pools = pools
         self._sessions = sessions
         self._host = host
@@ -229,10 +239,10 @@ class PrefixCache:
         self._counters.add("cache.lookups")
         self._counters.add("cache.asked_blocks", len(body.hashes) // HASH_BYTES)
         self._counters.add("cache.hit_blocks", len(blocks))
-        asyncio.get_running_loop().call_soon(self._host.index.touch, blocks)  # nobody waits for that
+        self._host.index.touch(blocks)
         self._lower.used(blocks)
-        host = sum(block.in_host for block in blocks)
-        disk = sum(block.on_disk and not block.in_host for block in blocks)
+        lower = [block for block in blocks if not block.in_host]
+        host, disk = len(blocks) - len(lower), sum([block.on_disk for block in lower])
         if body.pin and (blocks or lease is not None):
             owner_id = call.session.owner_id
             self._host.index.pin(blocks, owner_id)
@@ -241,7 +251,7 @@ class PrefixCache:
                 self._leases.setdefault(owner_id, {})[lease.number] = lease
             lease.blocks.extend(blocks)
             self._leased[owner_id] += len(blocks)
-            for block in blocks:
+            for block in lower:
                 self._lower.promote(block)
         return Answer(
             Found(
@@ -272,13 +282,16 @@ class PrefixCache:
 
     # -- STORE
 
-    def _store(self, call: Call) -> Answer:
+    def _store(self, call: Call) -> Answer | None:
         body = expect(call, Store)
         pool, layout, namespace, hashes = self._chain(call, body)
         ids = ids_by_block(call.ids[0], len(hashes), body.block_pages)
         if body.parent and len(body.parent) != HASH_BYTES:
             raise InvalidFieldError(f"{len(body.parent)} bytes; a hash has {HASH_BYTES}", field="parent")
         self._operations.check(call.session)
+        missing = self._host.index.missing(namespace, hashes) * body.block_pages
+        if self._room.is_awaited(call, namespace.tenant, (Want(missing, layout.block_bytes),), self._store):
+            return None
         hold = PageHold(write=False)
         hold.add(pool.space(body.space), call.session.owner_id, call.ids[0], "pages")
         fresh: list[CachedBlock] = []
@@ -361,10 +374,7 @@ class PrefixCache:
         return fresh, at, offsets.reshape(len(fresh), pages)
 
     def _commit(self, fresh: list[CachedBlock], offsets: Offsets, job: BlockJob) -> None:
-        digests = None
-        if job.digests:
-            digests = [tuple(map(int, one)) for one in job.digests[0].reshape(offsets.shape)]
-        self._host.index.commit(fresh, offsets, digests)
+        self._host.index.commit(fresh, offsets, job.digests[0].reshape(offsets.shape) if job.digests else None)
         self._counters.add("cache.stored_blocks", len(fresh))
         self._lower.stored(fresh)
 
@@ -424,16 +434,16 @@ class PrefixCache:
         loading.there = len(there)
         namespace = loading.lease.namespace
         layout, pages = loading.pool.block_layout(namespace.space), namespace.block_pages
-        offsets = [one.offsets for one in there if one.offsets is not None]
-        if not offsets:
+        if not there:
             asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
             return
         segment = BlockSegment(
-            loading.pool.region, BlockPages(layout, loading.ids[: len(there) * pages], np.concatenate(offsets))
+            loading.pool.region, BlockPages(layout, loading.ids[: len(there) * pages], offsets_of(there))
         )
-        known = all(one.digests for one in there) and self._host.checksums
-        digests = [np.array([one.digests for one in there], np.uint64).reshape(-1)] if known else None
-        self._operations.start(operation, BlockJob("restore", [segment], self._host.region, digests=digests))
+        digests = digests_of(there)
+        known = self._host.checksums and len(digests) == len(segment.pages.ids)
+        job = BlockJob("restore", [segment], self._host.region, digests=[digests] if known else None)
+        self._operations.start(operation, job)
 
     def _loaded(self, operation: Operation, loading: _Loading, error: KvferryError | None) -> Ending:
         self._host.free_all(self._host.index.unpin_holder(loading.holder))

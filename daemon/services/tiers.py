@@ -23,6 +23,7 @@ from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.prefix_cache import PrefixCache
 from kvferry.daemon.services.receive_to_host import HostReceives
+from kvferry.daemon.services.room import Room
 from kvferry.daemon.tiers.copier import TierCopier
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
@@ -97,18 +98,20 @@ class Tiers:
         self._config = config.tiers
         self._counters = counters
         self._scheduler = scheduler
-        self._host = HostTier(config.tiers, counters, memory)
+        loop = asyncio.get_running_loop()
+        self._host = HostTier(config.tiers, counters, memory, call_soon=loop.call_soon)
         threads = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
         crew = copy_kernel.new_crew(threads, background())
-        self._copier = TierCopier(asyncio.get_running_loop(), scheduler, threads=threads, crew=crew)
+        self._copier = TierCopier(loop, scheduler, threads=threads, crew=crew)
         self.operations = Operations(dispatcher, hub, sessions, counters, self._copier, self._host, executor)
+        room = Room(dispatcher, self._host)
         self._service = OffloadService(
-            dispatcher, hub, pools, rings, self._host, self.operations, grace_s=config.tiers.snapshot_grace_s
+            dispatcher, hub, pools, rings, self._host, self.operations, room, grace_s=config.tiers.snapshot_grace_s
         )
         self.host_receives = HostReceives(self._host, self._service, self.operations)
         self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
         self._cache = PrefixCache(
-            dispatcher, pools, sessions, rings, self._host, self.operations, self._lower, counters
+            dispatcher, pools, sessions, rings, self._host, self.operations, self._lower, room, counters
         )
         self._reports = CacheReports(dispatcher, self._host, self._lower)
 

@@ -17,14 +17,14 @@ import structlog
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.threads import started_threads
-from kvferry.daemon.tiers.host_tier import Demotions, HostTier
+from kvferry.daemon.tiers.host_tier import USES_AT_ONCE, Demotions, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.integrity import WALKED, Problem, Walk
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError, file_bytes
 from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Tier
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
-from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
+from kvferry.pools.tiers.policies import Deferred, make_policy
 from kvferry.protocol.config.schema import DiskTierConfig
 from kvferry.protocol.session_messages import TierStatus
 
@@ -65,7 +65,7 @@ class DiskTier:
         self._counters = counters
         self._clock = clock
         self._store = DiskStore(Path(config.path), config.fsync)
-        self._policy: EvictionPolicy[CachedBlock] = make_policy(policy)
+        self._policy: Deferred[CachedBlock] = Deferred(make_policy(policy), host.in_turns(self._catch_up))
         self._sizes: dict[CachedBlock, int] = {}
         self._scanned = False
         self._used_bytes = 0
@@ -109,6 +109,10 @@ class DiskTier:
         """Record a use of a block."""
         if block in self._sizes:
             self._policy.hit(block)
+
+    def _catch_up(self) -> bool:
+        self._policy.catch_up(USES_AT_ONCE)
+        return self._policy.behind > 0
 
     async def read(self, block: CachedBlock, offsets: Offsets, page_bytes: int) -> Digests | None:
         """Read a block into the arena; return its digests, or None where it is missing or damaged."""

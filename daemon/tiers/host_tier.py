@@ -11,8 +11,9 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -44,6 +45,10 @@ GROW_AGAIN_S = 1.0
 AGAIN_MS = 250
 """When a full tier is worth another try: operations end and leases are given up meanwhile."""
 
+USES_AT_ONCE = 32
+EVICTED_AT_ONCE = 32
+"""Uses that eviction policies are told of, and blocks that are evicted ahead, in a turn of the loop: some 0.5 ms."""
+
 JOURNAL_CHANGES = 1 << 16
 MAX_LABELS = 4096
 """Models whose labels are kept; beyond that, blocks of the oldest ones are listed without a label."""
@@ -61,6 +66,13 @@ OPERATIONS = -16
 """Holders of operations' pins count down from here."""
 
 
+class Want(NamedTuple):
+    """Blocks of one size that a request is about to ask for."""
+
+    blocks: int
+    size_bytes: int
+
+
 class HostTier:
     """The host tier. For the control loop. Its memory is mapped when the daemon starts and populated as it is used.
 
@@ -76,9 +88,22 @@ class HostTier:
     """
 
     def __init__(
-        self, config: TiersConfig, counters: Counters, memory: HostMemory, clock: Callable[[], float] = time.monotonic
+        self,
+        config: TiersConfig,
+        counters: Counters,
+        memory: HostMemory,
+        clock: Callable[[], float] = time.monotonic,
+        call_soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
-        """``clock`` returns seconds."""
+        """Map the memory.
+
+        Args:
+            config: of all tiers.
+            counters: what it counts with.
+            memory: of the host.
+            clock: returns seconds.
+            call_soon: the loop's, by which eviction policies catch up; None: only when something is to be evicted.
+        """
         self.checksums = config.checksums
         self._counters = counters
         self._memory = memory
@@ -87,7 +112,14 @@ class HostTier:
         self.arena = Arena(0, size_bytes)
         self.journal = CacheJournal(JOURNAL_CHANGES)
         quota_bytes = size_bytes if config.tenant_bytes is None else config.tenant_bytes
-        self.index = BlockIndex(self.journal, quota_bytes=quota_bytes, quotas=config.quotas, policy=config.policy)
+        self._call_soon = call_soon
+        self.index = BlockIndex(
+            self.journal,
+            quota_bytes=quota_bytes,
+            quotas=config.quotas,
+            policy=config.policy,
+            fell_behind=self.in_turns(self._catch_up),
+        )
         self.page_bytes: dict[Namespace, int] = {}
         self.models: dict[str, str] = {}
         self._region = memory.region("host-tier", size_bytes, grows=True) if size_bytes else None
@@ -117,6 +149,28 @@ class HostTier:
         if self._region is None:
             raise TierOffError("this daemon has no host tier (tiers.host_bytes is 0)", field="tiers.host_bytes")
         return self._region
+
+    def in_turns(self, step: Callable[[], bool]) -> Callable[[], None]:
+        """Return what has ``step`` called in each of the next turns of the loop, until it returns False."""
+        under_way = False
+
+        def begin() -> None:
+            nonlocal under_way
+            if not under_way and self._call_soon is not None:
+                under_way = True
+                self._call_soon(go_on)
+
+        def go_on() -> None:
+            nonlocal under_way
+            under_way = False
+            if step():
+                begin()
+
+        return begin
+
+    def _catch_up(self) -> bool:
+        self.index.accounts.catch_up(USES_AT_ONCE)
+        return self.index.accounts.behind > 0
 
     def know(self, namespace: Namespace, page_bytes: int, model: str) -> None:
         """Record a namespace's bytes per page and, if there is one, its model's label."""
@@ -250,6 +304,48 @@ class HostTier:
         if self._region is not None:
             self._region.close()
 
+    def making_room(self, tenant: int, wants: Sequence[Want]) -> Iterator[None]:
+        """Evict what ``reserve`` would have to evict for these blocks, a few at a time; yield where there is more.
+
+        Evicts nothing where that could not be enough: ``reserve`` says why. What others take meanwhile is evicted for,
+        too, but no more than the tier has blocks.
+        """
+        accounts = self.index.accounts
+        missing, of = self._missing(tenant, wants)
+        for _ in range(accounts.blocks // EVICTED_AT_ONCE + 1):
+            if missing <= 0:
+                return
+            while accounts.behind:
+                accounts.catch_up(USES_AT_ONCE)
+                if accounts.behind:
+                    yield
+            if not self._evict(self.index.host_victims(of), missing, EVICTED_AT_ONCE):
+                return
+            missing, of = self._missing(tenant, wants)
+            if missing > 0:
+                yield
+
+    def _missing(self, tenant: int, wants: Sequence[Want]) -> tuple[int, int | None]:
+        """Return how many bytes have to be evicted, 0 also where that is of no use, and of whom: None is any user."""
+        wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
+        account = self.index.accounts[tenant]
+        if wanted > min(account.quota_bytes, self.arena.max_bytes):
+            return 0, None
+        missing = account.used_bytes + wanted - account.quota_bytes
+        if missing > 0:
+            return missing if missing <= account.evictable_bytes else 0, tenant
+        missing = self._unfitting(wants)
+        if missing > 0:
+            self._grow(self.arena.size_bytes + missing)
+            missing = self._unfitting(wants)
+        return missing if self.arena.free_bytes + self.index.accounts.evictable_bytes >= wanted else 0, None
+
+    def _unfitting(self, wants: Sequence[Want]) -> int:
+        """Return the bytes of those of these blocks that the arena's holes do not hold."""
+        lacking = [(blocks - self.arena.fitting(size_bytes)) * whole_units(size_bytes) for blocks, size_bytes in wants]
+        wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
+        return max(0, wanted - self.arena.free_bytes, *lacking)
+
     def _evict_for_tenant(self, tenant: int, account: TenantAccount, wanted: int, *, counted_bytes: int) -> None:
         if wanted > min(account.quota_bytes, self.arena.max_bytes):
             raise OutOfMemoryError(
@@ -279,10 +375,10 @@ class HostTier:
             why += f" and it cannot grow to its {self.arena.max_bytes} ({self._too_little})"
         raise self._full(tenant, wanted, why)
 
-    def _evict(self, victims: Iterator[CachedBlock], size_bytes: int) -> bool:
-        """Evict the next victims until ``size_bytes`` are freed; return whether any block was evicted."""
+    def _evict(self, victims: Iterator[CachedBlock], size_bytes: int, most: int | None = None) -> bool:
+        """Evict the next victims, at most so many, until ``size_bytes`` are freed; return whether there was one."""
         freed: list[Freed] = []
-        while size_bytes > 0 and (block := next(victims, None)) is not None:
+        while size_bytes > 0 and len(freed) != most and (block := next(victims, None)) is not None:
             size_bytes -= block.size_bytes
             self._counters.add("tiers.host.evicted_blocks")
             if not block.on_disk and not block.in_remote:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum, auto
 from itertools import islice
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.pools.tiers.reuse_policy import Place
@@ -169,6 +170,29 @@ class CachedBlock(msgspec.Struct, eq=False, gc=False):
     def evictable(self) -> bool:
         """Return whether the host tier may evict it."""
         return self.state is BlockState.READY and self._offsets is not None and not self.pins
+
+
+def place_all(blocks: Sequence[CachedBlock], offsets: Offsets, digests: npt.NDArray[np.uint64] | None) -> None:
+    """Give blocks of equally many pages their bytes in the arena, ``(blocks, pages)``; digests alike, or None."""
+    counts = {len(blocks), len(offsets), len(blocks if digests is None else digests)}
+    assert len(counts) == 1, f"places and digests of {counts} blocks"
+    if not blocks:
+        return
+    step = offsets.shape[1] * offsets.itemsize
+    places, hashed = offsets.tobytes(), b"" if digests is None else digests.tobytes()
+    for number, block in enumerate(blocks):  # by their properties, one after another, it takes ten times as long
+        block._offsets = places[number * step : (number + 1) * step]  # noqa: SLF001
+        block._digests = hashed[number * step : (number + 1) * step]  # noqa: SLF001
+
+
+def offsets_of(blocks: Sequence[CachedBlock]) -> Offsets:
+    """Return the offsets of all pages of blocks that are in the host tier, one after another."""
+    return np.frombuffer(b"".join([one._offsets or b"" for one in blocks]), np.int64)  # noqa: SLF001
+
+
+def digests_of(blocks: Sequence[CachedBlock]) -> npt.NDArray[np.uint64]:
+    """Return the digests of all pages of blocks, one after another; fewer where a block has none."""
+    return np.frombuffer(b"".join([one._digests for one in blocks]), np.uint64)  # noqa: SLF001
 
 
 _STRETCH: Final = 4096  # blocks of the list that are looked at to remove dead ones: a fraction of a millisecond

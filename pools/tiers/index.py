@@ -8,8 +8,11 @@ whoever moves bytes reports it here, and changes of visibility are recorded in t
 from __future__ import annotations
 
 import itertools
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.pools.integrity import WALKED, Problem, Walk, check
 from kvferry.pools.tiers.arena import Extent, Freed, Offsets
@@ -22,10 +25,15 @@ from kvferry.pools.tiers.cached_block import (
     ListPage,
     Namespace,
     Tier,
+    place_all,
 )
 from kvferry.pools.tiers.journal import CacheJournal
-from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
+from kvferry.pools.tiers.policies import Deferred, make_policy
 from kvferry.pools.tiers.split_dict import SplitDict
+
+
+def _nobody() -> None:
+    """Do nothing: whoever asks for a victim has the policies catch up."""
 
 
 class TenantAccount:
@@ -40,7 +48,7 @@ class TenantAccount:
 
     __slots__ = ("cached_bytes", "charged_bytes", "evictable_bytes", "policy", "quota_bytes", "writing_bytes")
 
-    def __init__(self, quota_bytes: int, policy: EvictionPolicy[CachedBlock]) -> None:
+    def __init__(self, quota_bytes: int, policy: Deferred[CachedBlock]) -> None:
         self.quota_bytes = quota_bytes
         self.policy = policy
         self.cached_bytes = self.writing_bytes = self.charged_bytes = self.evictable_bytes = 0
@@ -59,18 +67,22 @@ class TenantAccount:
 class HostAccounts:
     """The accounts of all tenants, created on first use."""
 
-    def __init__(self, *, quota_bytes: int, quotas: Mapping[int, int] | None, policy: str) -> None:
+    def __init__(
+        self, *, quota_bytes: int, quotas: Mapping[int, int] | None, policy: str, fell_behind: Callable[[], None]
+    ) -> None:
         """Start without any account.
 
         Args:
             quota_bytes: quota of a tenant.
             quotas: quotas of individual tenants, by tenant.
             policy: one of ``POLICY_NAMES``; each tenant has its own instance.
+            fell_behind: called when a policy has not been told of all uses any more; ``catch_up`` then.
         """
         self._quota_bytes = quota_bytes
         self._quotas = dict(quotas or {})
         self._policy = policy
         self._accounts: dict[int, TenantAccount] = {}
+        self._fell_behind = fell_behind
 
     def __repr__(self) -> str:
         """Show the current counts."""
@@ -82,7 +94,8 @@ class HostAccounts:
         account = self._accounts.get(tenant)
         if account is None:
             quota_bytes = self._quotas.get(tenant, self._quota_bytes)
-            account = self._accounts[tenant] = TenantAccount(quota_bytes, make_policy(self._policy))
+            policy: Deferred[CachedBlock] = Deferred(make_policy(self._policy), self._fell_behind)
+            account = self._accounts[tenant] = TenantAccount(quota_bytes, policy)
         return account
 
     def items(self) -> ItemsView[int, TenantAccount]:
@@ -98,6 +111,16 @@ class HostAccounts:
     def evictable_bytes(self) -> int:
         """Return the bytes of all cached blocks without a pin."""
         return sum(account.evictable_bytes for account in self._accounts.values())
+
+    @property
+    def behind(self) -> int:
+        """Return how many uses the policies have not been told of."""
+        return sum([account.policy.behind for account in self._accounts.values()])
+
+    def catch_up(self, count: int) -> None:
+        """Tell each policy of the next ``count`` uses: they are told of all when there is something to evict."""
+        for account in self._accounts.values():
+            account.policy.catch_up(count)
 
     def victims(self, tenant: int | None) -> Iterator[CachedBlock]:
         """Yield evictable blocks; see ``BlockIndex.host_victims``."""
@@ -126,6 +149,9 @@ OPERATOR: Final = -1
 
 
 _COUNTED: Final = ("cached bytes", "bytes being written", "evictable bytes", "blocks in the eviction policy")
+
+
+_NO_BLOCKS: Final[SplitDict[bytes, CachedBlock]] = SplitDict()
 
 
 class PinnedBlocks(NamedTuple):
@@ -157,6 +183,7 @@ class BlockIndex:
         quota_bytes: int,
         quotas: Mapping[int, int] | None = None,
         policy: str = "reuse",
+        fell_behind: Callable[[], None] = _nobody,
     ) -> None:
         """Start empty.
 
@@ -165,9 +192,10 @@ class BlockIndex:
             quota_bytes: quota of a tenant in the host tier.
             quotas: quotas of individual tenants, by tenant.
             policy: one of ``POLICY_NAMES``; each tenant has its own instance.
+            fell_behind: called when ``accounts`` has to ``catch_up``, which it does at the latest for a victim.
         """
         self._journal = journal
-        self.accounts = HostAccounts(quota_bytes=quota_bytes, quotas=quotas, policy=policy)
+        self.accounts = HostAccounts(quota_bytes=quota_bytes, quotas=quotas, policy=policy, fell_behind=fell_behind)
         self._ready: dict[Namespace, SplitDict[bytes, CachedBlock]] = {}
         self._writing: dict[tuple[Namespace, bytes], CachedBlock] = {}
         self._held: dict[int, set[CachedBlock]] = {}
@@ -192,6 +220,11 @@ class BlockIndex:
         """
         blocks = self._ready.get(namespace)
         return [] if blocks is None else blocks.leading(hashes)
+
+    def missing(self, namespace: Namespace, hashes: Iterable[bytes]) -> int:
+        """Return how many blocks ``begin`` would create; more than that where others are being written."""
+        blocks = self._ready.get(namespace)
+        return len(list(hashes)) if blocks is None else sum([one not in blocks for one in hashes])
 
     def get(self, namespace: Namespace, block_hash: bytes) -> CachedBlock | None:
         """Return a visible block, or None."""
@@ -223,37 +256,35 @@ class BlockIndex:
             The existing or new block of each hash, in order. Each fresh one must be committed or abandoned.
         """
         self.changes += 1
-        account = self.accounts[namespace.tenant]
+        account, ready = self.accounts[namespace.tenant], self._ready.get(namespace, _NO_BLOCKS)
         begun = []
         for depth, block_hash in enumerate(hashes, self._depth_below(namespace, parent)):
-            known = self._known(namespace, block_hash)
+            known = ready.get(block_hash) or self._writing.get((namespace, block_hash))
             block = known or self._write(account, CachedBlock(namespace, block_hash, parent, size_bytes, depth))
             begun.append(Begun(block, known is None))
             parent = block_hash
         return begun
 
     def commit(
-        self, blocks: Sequence[CachedBlock], offsets: Iterable[Offsets], digests: Sequence[Digests] | None = None
+        self, blocks: Sequence[CachedBlock], offsets: Offsets, digests: npt.NDArray[np.uint64] | None = None
     ) -> None:
         """Make blocks visible whose bytes are now in the host tier.
 
         Of blocks that are committed together the last ones are evicted first: a block is useless without those before.
 
         Args:
-            blocks: WRITING, in the order of their chain.
-            offsets: of each block, ``(block_pages,)``; may be an array ``(blocks, block_pages)``.
-            digests: of each block; None if checksums are off.
+            blocks: WRITING, of one namespace, in the order of their chain.
+            offsets: ``(blocks, block_pages)`` int64.
+            digests: ``(blocks, block_pages)`` uint64, of each page's bytes; None if checksums are off.
         """
         self.changes += 1
-        for block, at in zip(blocks, offsets, strict=True):
-            assert block.state is BlockState.WRITING, f"commit of {block}"
-            self.accounts[block.namespace.tenant].writing_bytes -= block.size_bytes
-            block.offsets = at
-            self._publish(block)
-        for block, digest in zip(blocks, digests or (), strict=bool(digests)):
-            block.digests = digest
+        assert all(one.state is BlockState.WRITING for one in blocks), f"commit of {blocks}"
+        place_all(blocks, offsets, digests)
+        self._publish(blocks)
         for block in reversed(blocks):
-            self._enter(block)
+            account = self.accounts[block.namespace.tenant]
+            account.writing_bytes -= block.size_bytes
+            self._enter(account, block)
 
     def abandon(self, blocks: Iterable[CachedBlock]) -> None:
         """Stop writing blocks; the caller frees what it allocated for them. A block in another tier becomes visible."""
@@ -262,7 +293,7 @@ class BlockIndex:
             assert block.state is BlockState.WRITING, f"abandoning {block}"
             self.accounts[block.namespace.tenant].writing_bytes -= block.size_bytes
             if block.on_disk or block.in_remote:
-                self._publish(block)
+                self._publish([block])
             else:
                 del self._writing[block.namespace, block.hash]
                 block.state = BlockState.GONE
@@ -287,7 +318,7 @@ class BlockIndex:
         block = CachedBlock(namespace, block_hash, parent, size_bytes, self._depth_below(namespace, parent))
         block.digests = digests
         self.set_tier(block, tier, present=True)
-        self._publish(block)
+        self._publish([block])
         return block
 
     # --- tiers ---
@@ -303,8 +334,8 @@ class BlockIndex:
             return False
         block.offsets = offsets
         block.digests = block.digests if digests is None else digests
-        self._journal.stored(Tier.HOST, block.namespace, block.hash, block.parent)
-        self._enter(block)
+        self._journal.stored(Tier.HOST, block.namespace, [block.hash], [block.parent])
+        self._enter(self.accounts[block.namespace.tenant], block)
         return True
 
     def drop_host(self, block: CachedBlock) -> Freed:
@@ -335,7 +366,7 @@ class BlockIndex:
         setattr(block, flag, present)
         if block.state is BlockState.READY and changed:
             if present:
-                self._journal.stored(tier, block.namespace, block.hash, block.parent)
+                self._journal.stored(tier, block.namespace, [block.hash], [block.parent])
             else:
                 self._journal.evicted(tier, block.namespace, block.hash)
                 self._forget_if_nowhere(block)
@@ -379,11 +410,12 @@ class BlockIndex:
         """
         self.changes += 1
         held = self._held.setdefault(holder, set())
+        only = {holder: 1}  # of all that nobody else pins: it is not changed
         for block in blocks:
             pins = block.pins
             if not pins and block.evictable:
                 self.accounts[block.namespace.tenant].evictable_bytes -= block.size_bytes
-            block.pins = {**pins, holder: pins.get(holder, 0) + 1}
+            block.pins = {**pins, holder: pins.get(holder, 0) + 1} if pins else only
             held.add(block)
         if not held:
             del self._held[holder]
@@ -557,21 +589,29 @@ class BlockIndex:
         account.writing_bytes += block.size_bytes
         return block
 
-    def _publish(self, block: CachedBlock) -> None:
-        """Make a block visible that is new or was being written."""
-        self._writing.pop((block.namespace, block.hash), None)
-        blocks = self._ready.get(block.namespace)
-        if blocks is None:
-            blocks = self._ready[block.namespace] = SplitDict()
-        blocks[block.hash] = block
-        block.state = BlockState.READY
-        self._listing.add(block)
-        for tier in block.tiers:
-            self._journal.stored(tier, block.namespace, block.hash, block.parent)
+    def _publish(self, blocks: Sequence[CachedBlock]) -> None:
+        """Make blocks of one namespace visible that are new or were being written."""
+        if not blocks:
+            return
+        namespace = blocks[0].namespace
+        ready = self._ready.get(namespace)
+        if ready is None:
+            ready = self._ready[namespace] = SplitDict()
+        for block in blocks:
+            self._writing.pop((namespace, block.hash), None)
+            ready[block.hash] = block
+            block.state = BlockState.READY
+            self._listing.add(block)
+        for tier, its in (
+            (Tier.HOST, [block for block in blocks if block.in_host]),
+            (Tier.DISK, [block for block in blocks if block.on_disk]),
+            (Tier.REMOTE, [block for block in blocks if block.in_remote]),
+        ):
+            if its:
+                self._journal.stored(tier, namespace, [one.hash for one in its], [one.parent for one in its])
 
-    def _enter(self, block: CachedBlock) -> None:
-        """Account for a visible block that is now in the host tier."""
-        account = self.accounts[block.namespace.tenant]
+    def _enter(self, account: TenantAccount, block: CachedBlock) -> None:
+        """Account for a visible block of that tenant which is now in the host tier."""
         account.cached_bytes += block.size_bytes
         account.evictable_bytes += 0 if block.pins else block.size_bytes
         account.policy.add(block, block.place)
@@ -605,7 +645,8 @@ class BlockIndex:
 
     def _unhold(self, block: CachedBlock, holder: int, freed: list[Freed]) -> None:
         """Remove a holder whose last pin of a block was removed."""
-        block.pins = {other: count for other, count in block.pins.items() if other != holder} or NO_PINS
+        pins = block.pins
+        block.pins = NO_PINS if len(pins) == 1 else {other: count for other, count in pins.items() if other != holder}
         held = self._held[holder]
         held.discard(block)
         if not held:

@@ -6,7 +6,7 @@ some of them: it then reads the whole list of blocks again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -69,13 +69,27 @@ class CacheJournal:
         """Call this after each change."""
         self._listeners.append(listener)
 
-    def stored(self, tier: Tier, namespace: Namespace, block_hash: bytes, parent: bytes | None) -> None:
-        """Record that a block was stored in a tier."""
-        self._add(ChangeKind.STORED, tier, namespace, block_hash, parent)
+    def stored(
+        self, tier: Tier, namespace: Namespace, hashes: Sequence[bytes], parents: Sequence[bytes | None]
+    ) -> None:
+        """Record that blocks were stored in a tier, at least one.
+
+        ``parents``: the hash before each of them, None where it is not known.
+        """
+        self._begin(ChangeKind.STORED, tier, namespace, parents[0])
+        for block_hash, parent in zip(hashes, parents, strict=True):
+            if len(self._hashes) >= MAX_HASHES or (self._hashes and parent != self._hashes[-1]):
+                self._begin_next(parent)
+            self._hashes.append(block_hash)
+        self._tell()
 
     def evicted(self, tier: Tier, namespace: Namespace, block_hash: bytes) -> None:
         """Record that a block was evicted from a tier."""
-        self._add(ChangeKind.EVICTED, tier, namespace, block_hash, None)
+        self._begin(ChangeKind.EVICTED, tier, namespace, None)
+        if len(self._hashes) >= MAX_HASHES:
+            self._begin_next(None)
+        self._hashes.append(block_hash)
+        self._tell()
 
     def position(self) -> int:
         """Return the cursor of the next change: everything recorded so far is before it."""
@@ -97,20 +111,23 @@ class CacheJournal:
         found = tuple(self._ring[(number - 1) % self._capacity] for number in range(cursor, end))
         return Changes(found, end, lost=False)
 
-    def _add(self, kind: ChangeKind, tier: Tier, namespace: Namespace, block_hash: bytes, parent: bytes | None) -> None:
-        if not self._continues(kind, tier, namespace, parent):
-            self._seal()
-            self._open = Change(kind, tier, namespace, (), parent)
-        self._hashes.append(block_hash)
-        for listener in self._listeners:
-            listener()
-
-    def _continues(self, kind: ChangeKind, tier: Tier, namespace: Namespace, parent: bytes | None) -> bool:
+    def _begin(self, kind: ChangeKind, tier: Tier, namespace: Namespace, parent: bytes | None) -> None:
+        """Go on with the open change if it is of that kind; else begin one."""
         change = self._open
         if change is None or change.kind is not kind or change.tier is not tier or change.namespace != namespace:
-            return False
-        chained = kind is ChangeKind.EVICTED or parent == self._hashes[-1]
-        return chained and len(self._hashes) < MAX_HASHES
+            self._seal()
+            self._open = Change(kind, tier, namespace, (), parent)
+
+    def _begin_next(self, parent: bytes | None) -> None:
+        """Begin another change of the open one's kind."""
+        change = self._open
+        assert change is not None
+        self._seal()
+        self._open = change._replace(parent=parent)
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def _seal(self) -> None:
         """Move the open change into the ring: it does not change any more."""

@@ -1,11 +1,12 @@
-"""Eviction policies behind one interface: by expected reuse (see ``reuse_policy``), and LRU.
+"""Eviction policies behind one interface: by expected reuse (see ``reuse_policy``), LRU, and either told later.
 
 A policy orders keys. The caller decides whether a key may be evicted, how large it is, and when enough were evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from kvferry.pools.tiers.reuse_policy import Place, ReuseRate
@@ -125,6 +126,73 @@ class Lru(Generic[Key]):
         self._clock += 1
         node.used_at = self._clock
         node.link_before(self._end)
+
+
+MOST_USES_BEHIND: Final = 1 << 15
+"""Uses that a policy has not been told of yet: about what a prompt of a million tokens makes."""
+
+
+class Deferred(Generic[Key]):
+    """A policy that is told of uses later. What it decides is the same: it is told of all before it is asked.
+
+    A use costs it some 10 us, and one request names thousands of blocks.
+    """
+
+    def __init__(self, policy: EvictionPolicy[Key], fell_behind: Callable[[], None]) -> None:
+        """``fell_behind`` is called when there is a use that ``policy`` has not been told of: ``catch_up`` then."""
+        self._policy = policy
+        self._fell_behind = fell_behind
+        self._uses: deque[tuple[Key, Place | None]] = deque()
+        self._added = 0  # of these uses, those by which a key is added
+
+    def __repr__(self) -> str:
+        """Show the live counts."""
+        return f"<Deferred {self._policy!r} behind={self.behind}>"
+
+    def __len__(self) -> int:
+        """Return how many keys there are."""
+        return len(self._policy) + self._added
+
+    @property
+    def behind(self) -> int:
+        """Return how many uses the policy has not been told of."""
+        return len(self._uses)
+
+    def add(self, key: Key, place: Place) -> None:
+        """Add a new key."""
+        self._added += 1
+        self._note(key, place)
+
+    def hit(self, key: Key) -> None:
+        """Record a use of a key."""
+        self._note(key, None)
+
+    def remove(self, key: Key) -> None:
+        """Remove a key."""
+        self.catch_up(len(self._uses))
+        self._policy.remove(key)
+
+    def victims(self) -> Iterator[Key]:
+        """Yield keys in eviction order."""
+        self.catch_up(len(self._uses))
+        return self._policy.victims()
+
+    def catch_up(self, count: int) -> None:
+        """Tell the policy of the next ``count`` uses, the oldest first."""
+        for _ in range(min(count, len(self._uses))):
+            key, place = self._uses.popleft()
+            if place is None:
+                self._policy.hit(key)
+            else:
+                self._added -= 1
+                self._policy.add(key, place)
+
+    def _note(self, key: Key, place: Place | None) -> None:
+        self._uses.append((key, place))
+        if len(self._uses) == 1:
+            self._fell_behind()
+        elif len(self._uses) > MOST_USES_BEHIND:
+            self.catch_up(1)
 
 
 _POLICIES: Final[dict[str, type[ReuseRate[Any] | Lru[Any]]]] = {

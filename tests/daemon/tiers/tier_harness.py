@@ -31,6 +31,7 @@ from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import HostResources, PoolService
 from kvferry.daemon.services.prefix_cache import PrefixCache
 from kvferry.daemon.services.receive_to_host import HostReceives
+from kvferry.daemon.services.room import Room
 from kvferry.daemon.services.tiers import checks_of
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
@@ -115,13 +116,14 @@ class Harness:
             populate=False,
         )
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
-        self.host = HostTier(config, self.counters, HostMemory())
+        self.host = HostTier(config, self.counters, HostMemory(), call_soon=asyncio.get_running_loop().call_soon)
         self.copier = ScriptedCopier()
         self.operations = Operations(
             self.dispatcher, hub, self.sessions, self.counters, self.copier, self.host, self.executor, transitions
         )
+        room = Room(self.dispatcher, self.host)
         self.service = OffloadService(
-            self.dispatcher, hub, self.pools, rings, self.host, self.operations, grace_s=config.snapshot_grace_s
+            self.dispatcher, hub, self.pools, rings, self.host, self.operations, room, grace_s=config.snapshot_grace_s
         )
         self.host_receives = HostReceives(self.host, self.service, self.operations)
         self.store = ScriptedStore(self.host.region)
@@ -132,7 +134,15 @@ class Harness:
         )
         self.lower = LowerTiers(self.host, self.disk, self.remote, self.counters)
         self.cache = PrefixCache(
-            self.dispatcher, self.pools, self.sessions, rings, self.host, self.operations, self.lower, self.counters
+            self.dispatcher,
+            self.pools,
+            self.sessions,
+            rings,
+            self.host,
+            self.operations,
+            self.lower,
+            room,
+            self.counters,
         )
         self.reports = CacheReports(self.dispatcher, self.host, self.lower)
         self.engines: dict[bytes, Engine] = {}

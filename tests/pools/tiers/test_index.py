@@ -150,23 +150,30 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule()
     def commit_all(self) -> None:
-        self.end_writing(list(self.writing.values()), None)
+        self.end_writing(list(self.writing.values()), hashed=False)
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         """Make some blocks visible; those of later positions go first."""
         done = data.draw(st.lists(st.sampled_from(list(self.writing.values())), unique=True))
-        digests: list[tuple[int, ...]] = [(known.hash[0],) for known in done]
-        self.end_writing(done, data.draw(st.sampled_from([None, digests])))
+        self.end_writing(done, hashed=data.draw(st.booleans()))
 
-    def end_writing(self, done: list[_Known], digests: list[tuple[int, ...]] | None) -> None:
-        self.index.commit([known.block for known in done], [self.new_bytes(known) for known in done], digests)
-        for known in done:
-            self.ready[known.space, known.hash] = self.writing.pop((known.space, known.hash))
-            known.tiers.add(Tier.HOST)
-            assert known.block.digests == ((known.hash[0],) if digests else ())
-        self.order += reversed(done)
+    def end_writing(self, done: list[_Known], *, hashed: bool) -> None:
+        """Make them visible; those of each namespace at a time."""
+        for space in dict.fromkeys(known.space for known in done):
+            its = [known for known in done if known.space == space]
+            digests = [[known.hash[0]] * space.block_pages for known in its]
+            self.index.commit(
+                [known.block for known in its],
+                np.stack([self.new_bytes(known) for known in its]),
+                np.array(digests, np.uint64) if hashed else None,
+            )
+            for known, its_digests in zip(its, digests, strict=True):
+                self.ready[known.space, known.hash] = self.writing.pop((known.space, known.hash))
+                known.tiers.add(Tier.HOST)
+                assert known.block.digests == (tuple(its_digests) if hashed else ())
+            self.order += reversed(its)
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
@@ -409,7 +416,7 @@ def test_wrong_calls_are_refused() -> None:
     index, _ = new_index()
     (block,) = store(index, HASHES[:1])
     with pytest.raises(AssertionError, match="commit"):
-        index.commit([block], [np.zeros(1, np.int64)])
+        index.commit([block], np.zeros((1, 1), np.int64))
     with pytest.raises(AssertionError, match="abandoning"):
         index.abandon([block])
     with pytest.raises(AssertionError, match="host memory"):

@@ -20,16 +20,16 @@ def stored(*hashes: bytes, parent: bytes | None = None, tier: Tier = Tier.HOST) 
 
 def test_a_chain_is_one_change() -> None:
     journal = CacheJournal(8)
-    journal.stored(Tier.HOST, SPACE, b"b", b"a")
-    journal.stored(Tier.HOST, SPACE, b"c", b"b")
+    journal.stored(Tier.HOST, SPACE, [b"b"], [b"a"])
+    journal.stored(Tier.HOST, SPACE, [b"c"], [b"b"])
     assert journal.since(1, 9) == Changes((stored(b"b", b"c", parent=b"a"),), 2, lost=False)
 
 
 def test_what_is_no_chain_is_a_change_each() -> None:
     journal = CacheJournal(8)
-    journal.stored(Tier.HOST, SPACE, b"b", b"a")
-    journal.stored(Tier.HOST, SPACE, b"d", b"c")
-    journal.stored(Tier.DISK, SPACE, b"e", b"d")
+    journal.stored(Tier.HOST, SPACE, [b"b"], [b"a"])
+    journal.stored(Tier.HOST, SPACE, [b"d"], [b"c"])
+    journal.stored(Tier.DISK, SPACE, [b"e"], [b"d"])
     expected = (stored(b"b", parent=b"a"), stored(b"d", parent=b"c"), stored(b"e", parent=b"d", tier=Tier.DISK))
     assert journal.since(1, 9).changes == expected
 
@@ -63,7 +63,7 @@ def test_a_change_has_a_bound() -> None:
 def test_a_reader_pages_and_one_that_is_too_late_hears_of_it() -> None:
     journal = CacheJournal(3)
     for name in (b"1", b"2", b"3", b"4", b"5"):
-        journal.stored(Tier.HOST, SPACE, name, None)
+        journal.stored(Tier.HOST, SPACE, [name], [None])
     assert journal.since(2, 9) == Changes((), 6, lost=True)
     assert journal.since(3, 2) == Changes((stored(b"3"), stored(b"4")), 5, lost=False)
     assert journal.since(5, 2) == Changes((stored(b"5"),), 6, lost=False)
@@ -80,7 +80,7 @@ def test_a_reader_gets_what_was_noted_in_order_or_hears_that_it_did_not(
     cursor, read, missed = 1, list[tuple[object, ...]](), 0
     for number, (is_stored, tier, namespace, name, parent) in enumerate(notes, 1):
         if is_stored:
-            journal.stored(tier, namespace, name, parent)
+            journal.stored(tier, namespace, [name], [parent])
         else:
             journal.evicted(tier, namespace, name)
         while data.draw(st.booleans()):
@@ -102,6 +102,23 @@ def test_a_reader_gets_what_was_noted_in_order_or_hears_that_it_did_not(
             else (ChangeKind.EVICTED, tier, namespace, name, None)
             for is_stored, tier, namespace, name, parent in notes[missed:]
         ]
+
+
+@given(
+    parts=st.lists(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.none() | st.just(b"a")), min_size=1)),
+    chained=st.booleans(),
+)
+def test_blocks_that_are_stored_together_are_noted_as_one_by_one(
+    parts: list[list[tuple[bytes, bytes | None]]], *, chained: bool
+) -> None:
+    together, alone = CacheJournal(1000), CacheJournal(1000)
+    for part in parts:
+        hashes = [name for name, _ in part]
+        parents = [part[0][1], *hashes[:-1]] if chained else [parent for _, parent in part]
+        together.stored(Tier.HOST, SPACE, hashes, parents)
+        for name, parent in zip(hashes, parents, strict=True):
+            alone.stored(Tier.HOST, SPACE, [name], [parent])
+    assert together.since(1, 2000) == alone.since(1, 2000)
 
 
 def flat(change: Change) -> list[tuple[object, ...]]:

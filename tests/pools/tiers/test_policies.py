@@ -1,4 +1,4 @@
-"""LRU against a plain list, with victims that are skipped.
+"""LRU against a plain list, with victims that are skipped; policies that are told later against others.
 
 Eviction by reuse is in ``test_reuse_policy``; what all policies promise is tested here.
 """
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.tiers.policies import POLICY_NAMES, EvictionPolicy, Key, make_policy
+from kvferry.pools.tiers import policies
+from kvferry.pools.tiers.policies import POLICY_NAMES, Deferred, EvictionPolicy, Key, make_policy
 from kvferry.pools.tiers.reuse_policy import Place
 from tests.devices import DEVICE
 
@@ -165,3 +166,53 @@ def test_wrong_keys_are_refused(name: str) -> None:
         make_policy("fifo")
     assert list(policy.victims()) == [1]
     assert "keys=1" in repr(policy)
+
+
+@ALL
+@given(data=st.data(), steps=st.integers(1, 120))
+@DEVICE.examples(100)
+def test_a_policy_that_is_told_later_decides_the_same(name: str, data: st.DataObject, steps: int) -> None:
+    calls = list[int]()
+    now: EvictionPolicy[int] = make_policy(name)
+    later: Deferred[int] = Deferred(make_policy(name), lambda: calls.append(later.behind))
+    there: dict[int, None] = {}
+    for _ in range(steps):
+        what = data.draw(st.sampled_from(["use", "use", "use", "remove", "evict", "catch up"]))
+        key = data.draw(KEYS)
+        if what == "use":
+            for policy in (now, later):
+                if key in there:
+                    policy.hit(key)
+                else:
+                    policy.add(key, place(key))
+            there[key] = None
+        elif what == "remove" and key in there:
+            now.remove(key)
+            later.remove(key)
+            del there[key]
+        elif what == "evict" and there:
+            gone = evict(now)
+            assert evict(later) == gone
+            assert gone is not None
+            del there[gone]
+        elif what == "catch up":
+            later.catch_up(data.draw(st.integers(0, 5)))
+        assert len(later) == len(now) == len(there)
+    assert take_all(later) == take_all(now)
+    assert set(calls) <= {1}  # told whenever it falls behind, and not again before it has caught up
+    assert later.behind == 0
+
+
+def test_a_policy_falls_behind_by_so_many_uses_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "MOST_USES_BEHIND", 3)
+    told: list[int] = []
+    later: Deferred[int] = Deferred(make_policy("lru"), lambda: told.append(1))
+    for key in range(8):
+        later.add(key, place(key))
+    assert later.behind == 3
+    assert len(later) == 8
+    assert told == [1]
+    later.catch_up(3)
+    later.hit(0)
+    assert told == [1, 1]
+    assert take_all(later) == [1, 2, 3, 4, 5, 6, 7, 0]
