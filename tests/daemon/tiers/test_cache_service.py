@@ -151,6 +151,22 @@ async def test_a_lookup_is_answered_before_it_counts_as_a_use(
     await until(lambda: not accounts.behind)
 
 
+async def test_a_load_compares_checksums_where_all_blocks_have_them(tiers: Harness, engine: Engine) -> None:
+    await engine.stored(1, 2)
+    lease = engine.lookup(names(1, 2)).lease
+    for hashed in (True, False):
+        if not hashed:
+            tiers.blocks(2)[0].digests = ()
+        engine.load(lease, engine.allocate(2))
+        digests = tiers.copier.under_way[0].digests
+        assert (
+            digests is None
+            if not hashed
+            else [one.tolist() for one in digests or ()] == [[*tiers.blocks(1)[0].digests, *tiers.blocks(2)[0].digests]]
+        )
+        await tiers.finish()
+
+
 async def test_a_session_may_have_so_many_pins(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "MAX_PINS", 3)
     await engine.stored(1, 2)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.memory import HostMemory
+from kvferry.daemon.tiers import host_tier
 from kvferry.daemon.tiers.host_tier import (
     AHEAD_BYTES,
     DEMOTION,
@@ -15,6 +16,7 @@ from kvferry.daemon.tiers.host_tier import (
     LOOKUPS,
     OPERATIONS,
     HostTier,
+    Want,
     holder_name,
 )
 from kvferry.pools.devices.host import HostRegion
@@ -102,19 +104,41 @@ def test_what_can_never_fit_is_no_matter_of_waiting(host: HostTier) -> None:
     assert host.arena.used_bytes == 0
 
 
-def test_a_tenants_own_blocks_go_for_its_quota_and_no_more_than_needed(host: HostTier) -> None:
+Evict = Callable[[HostTier, int, int], object]
+
+
+def reserve(host: HostTier, tenant: int, blocks: int) -> None:
+    """Have blocks evicted by ``reserve``."""
+    host.reserve(tenant, blocks, UNIT)
+
+
+def make_room(host: HostTier, tenant: int, blocks: int) -> None:
+    """Have them evicted ahead."""
+    for _ in host.making_room(tenant, [Want(blocks, UNIT)]):
+        host.index.check_integrity()
+
+
+@pytest.fixture(params=[reserve, make_room])
+def evict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Evict:
+    """Return either way in which blocks go for others; ahead one after another."""
+    monkeypatch.setattr(host_tier, "EVICTED_AT_ONCE", 1)
+    way: Evict = request.param
+    return way
+
+
+def test_a_tenants_own_blocks_go_for_its_quota_and_no_more_than_needed(host: HostTier, evict: Evict) -> None:
     cache(host, 1, 2, 3, 4)
     cache(host, 5, tenant=THEIRS)
     host.index.touch([host.index.longest_prefix(namespace(), names(4))[0]])
-    host.reserve(MINE, 4, UNIT)
+    evict(host, MINE, 4)
     assert cached(host) == [1, 2]  # the last ones of a chain go first
     assert cached(host, THEIRS) == [5]
 
 
-def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most_of_its_quota(host: HostTier) -> None:
+def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most_of_its_quota(host: HostTier, evict: Evict) -> None:
     cache(host, 1, 2, 3, 4, 5)
     cache(host, 6, 7, tenant=THEIRS)
-    host.reserve(THEIRS, 3, UNIT)
+    evict(host, THEIRS, 3)
     assert cached(host) == [1, 2, 3]
     assert cached(host, THEIRS) == [6, 7]
 
@@ -122,6 +146,7 @@ def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most_of_its_quota
 def test_nobody_goes_where_that_could_not_help(host: HostTier) -> None:
     held = host.reserve(THEIRS, 5, UNIT)
     cache(host, 1, 2)
+    make_room(host, MINE, 4)
     with pytest.raises(OverloadedError, match=r"16384 bytes are needed, 4096 of 32768 .* use: 20480 of other users;"):
         host.reserve(MINE, 4, UNIT)
     assert cached(host) == [1, 2]
@@ -134,6 +159,9 @@ def test_who_pins_what_is_said(host: HostTier) -> None:
     blocks = cache(host, 1, 2, 3, 4, 5)
     host.index.pin(blocks[:3], 7)
     host.index.pin(blocks[3:], OPERATOR)
+    host.index.unpin(blocks[:1], 7)
+    make_room(host, MINE, 3)
+    host.index.pin(blocks[:1], 7)
     with pytest.raises(OverloadedError) as error:
         host.reserve(MINE, 2, UNIT)
     assert "user 1 has 20480 of its 24576 bytes in use" in error.value.detail

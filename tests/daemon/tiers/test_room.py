@@ -14,7 +14,7 @@ from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import DeadlineError, OutOfMemoryError, OverloadedError
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
-from tests.daemon.tiers.tier_harness import POOL, UNIT, Engine, Harness, harness, names, settle, until
+from tests.daemon.tiers.tier_harness import POOL, UNIT, Engine, Harness, harness, names, until
 
 pytestmark = pytest.mark.anyio
 
@@ -102,13 +102,19 @@ async def test_what_cannot_fit_is_refused_at_once_and_evicts_nothing(tiers: Harn
 
 
 @pytest.mark.usefixtures("endless")
-async def test_a_deadline_passes_while_a_request_waits(tiers: Harness, engine: Engine) -> None:
-    number = offload(engine, 1, deadline_ms=1)
-    await answered(engine, number)
+async def test_a_deadline_passes_while_a_request_waits(
+    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = offload(engine, 1, deadline_ms=1)
+    await answered(engine, late)
     with pytest.raises(DeadlineError):
-        engine.reply(number, Offloading)
-    await settle()
-    assert not list(tiers.service.snapshots)
+        engine.reply(late, Offloading)
+    monkeypatch.setattr(HostTier, "making_room", lambda *_: iter(()))
+    number = offload(engine, 1)
+    await answered(engine, number)
+    engine.reply(number, Offloading)
+    assert len(list(tiers.service.snapshots)) == 1
+    await tiers.finish()
 
 
 @pytest.mark.usefixtures("endless")

@@ -57,7 +57,10 @@ def test_a_change_has_a_bound() -> None:
     journal = CacheJournal(8)
     for number in range(MAX_HASHES + 1):
         journal.evicted(Tier.HOST, SPACE, number.to_bytes(16, "little"))
-    assert [len(change.hashes) for change in journal.since(1, 9).changes] == [MAX_HASHES, 1]
+    chain = [number.to_bytes(16, "big") for number in range(MAX_HASHES + 1)]
+    journal.stored(Tier.HOST, SPACE, chain, [None, *chain[:-1]])
+    assert [len(change.hashes) for change in journal.since(1, 9).changes] == [MAX_HASHES, 1, MAX_HASHES, 1]
+    assert [change.parent for change in journal.since(3, 9).changes] == [None, chain[-2]]
 
 
 def test_a_reader_pages_and_one_that_is_too_late_hears_of_it() -> None:
