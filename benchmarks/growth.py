@@ -8,6 +8,7 @@ measured in turns with an engine of a daemon that does not grow.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import zmq
 
-from benchmarks.block_growth import blocks, router
+from benchmarks.block_growth import STALL, blocks, router
 from benchmarks.control_messages import ping_frame
-from benchmarks.curves import BYTES, FLAT, Curves, Point, row_of_curve
-from benchmarks.measure import MICROSECONDS, Contender, Effort, Row, Target
+from benchmarks.curves import BYTES, FLAT, Curves, Point, rounds_of, row_of_curve
+from benchmarks.measure import MICROSECONDS, MILLISECONDS, Contender, Effort, Row, Target
 from benchmarks.processes import anonymous_bytes, processor_s, running_daemon
-from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, ModelIdentity, block_hashes, calls, new_request_id, pages
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.settings import control_address
 
@@ -40,6 +41,9 @@ STEP_PAGES = 100_000
 
 REPEATS = {"ping": 500, "allocate": 200, "transfer": 60, "status": 3}
 """Requests of a round; STATUS alone may grow: it lists what there is."""
+
+PROMPTS = 4
+"""That the host tier has room for."""
 
 HEARTBEAT_MS = 20
 """Of the daemons that are measured: a fiftieth of the usual time."""
@@ -64,7 +68,7 @@ class Running(NamedTuple):
 
 
 def measure(effort: Effort) -> list[Row]:
-    """Measure engines, transfers and pages, each in a daemon of its own, in a hurry in one; then peers and blocks."""
+    """Measure engines, transfers, pages, prompts, each in a daemon of its own or in one; then peers and blocks."""
     rows: list[Row] = []
     with daemon() as small:
         peer = Engine(small.client, "small", SMALL_POOL, effort)
@@ -77,7 +81,7 @@ def measure(effort: Effort) -> list[Row]:
         config = f"[peers]\ntimeout_ms = {3 * HEARTBEAT_MS}\n"
         with daemon(config) as grown:
             rows += peers(grown, config, effort)
-    return [*rows, *router(effort), *blocks(effort)]
+    return [*rows, *prompts(effort), *router(effort), *blocks(effort)]
 
 
 @contextlib.contextmanager
@@ -310,6 +314,100 @@ def peers(grown: Running, config: str, effort: Effort) -> list[Row]:
     return [
         row_of_curve("growth/peers/heartbeat", MICROSECONDS, costs_us, of="daemons", note="one sent, one answered"),
         row_of_curve("growth/peers/memory", BYTES, memory, of="daemons", target=None),
+    ]
+
+
+# -- long prompts
+
+
+class Prompts:
+    """An engine whose prompts have so many blocks of one page, in a host tier that is full of them."""
+
+    def __init__(self, client: Client, other: Client, blocks: int) -> None:
+        """Fill the tier; ``other`` is an engine that asks for PONGs."""
+        self._client, self._other, self._blocks = client, other, blocks
+        self._pid = client.status().pid
+        self._stored = 0
+        spec = MhaSpec(layers=1, tokens=2 * blocks * 16, page_size=16, kv_heads=1, head_dim=64, dtype="bfloat16")
+        client.create_pool("prompts", spec, model=ModelIdentity(name="bench")).close()
+        self._source, self._target = (client.allocate("prompts", blocks) for _ in range(2))
+        for _ in range(PROMPTS):
+            self.store(self.prompt())
+
+    def prompt(self) -> list[bytes]:
+        """Return the hashes of a prompt that is not there."""
+        self._stored += 1
+        return block_hashes(np.full(16 * self._blocks, self._stored), 16)
+
+    def store(self, hashes: list[bytes]) -> None:
+        """Store a prompt."""
+        self._client.wait_done(self._client.store("prompts", hashes, self._source), TIMEOUT_S)
+
+    def use(self, hashes: list[bytes]) -> None:
+        """Store a prompt, which others go for, look it up, load it, and offload its pages, which others go for, too."""
+        self.store(hashes)
+        found = self._client.lookup("prompts", hashes)
+        assert found.blocks == self._blocks, found
+        self._client.wait_done(self._client.load("prompts", found.lease, self._target, unpin=True), TIMEOUT_S)
+        operation = self._client.offload("prompts", [pages(self._target)])
+        self._client.wait_done(operation, TIMEOUT_S)
+        self._client.drop_snapshot(operation.snapshot)
+
+    def cost_us(self) -> float:
+        """Return the daemon's processor time for a block of a prompt that is used, in microseconds."""
+        hashes, started_s = self.prompt(), processor_s(self._pid)
+        self.use(hashes)
+        return (processor_s(self._pid) - started_s) / self._blocks * 1e6
+
+    def longest_ms(self) -> float:
+        """Return the longest PING of the other engine while a prompt is used, in milliseconds."""
+        hashes, ended, times_s = self.prompt(), threading.Event(), list[float]()
+
+        def ask() -> None:
+            while not ended.is_set():
+                times_s.append(self._other.ping())
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            self.use(hashes)
+        finally:
+            ended.set()
+            thread.join()
+        return max(times_s) * 1e3
+
+
+def prompts(effort: Effort) -> list[Row]:
+    """Measure prompts of up to 4096 blocks: what a block costs, and how long another engine waits for one request."""
+    sizes = (8, 32) if effort.quick else (64, 512, 4096)
+    rounds = effort.pick(7, 1)
+    found: dict[str, list[Point]] = {"longest": [], "block": []}
+    for size in sizes:
+        with (
+            running_daemon(f"[tiers]\nhost_bytes = {PROMPTS * size * 4096}\n") as runtime_dir,
+            Client.connect(runtime_dir, name="engine") as client,
+            Client.connect(runtime_dir, name="other") as other,
+        ):
+            engine = Prompts(client, other, size)
+            for name, figures in zip(found, rounds_of(rounds, engine.longest_ms, engine.cost_us), strict=True):
+                found[name].append(Point(size, figures, found[name][0].ours if found[name] else figures))
+    return [
+        row_of_curve(
+            "growth/prompts/longest",
+            MILLISECONDS,
+            found["longest"],
+            of="blocks",
+            target=STALL,
+            note="the longest PING of another engine while a prompt is stored, looked up, loaded and offloaded, and as "
+            "many blocks go for it",
+        ),
+        row_of_curve(
+            "growth/prompts/block",
+            MICROSECONDS,
+            found["block"],
+            of="blocks",
+            note="the daemon's processor time for all that",
+        ),
     ]
 
 

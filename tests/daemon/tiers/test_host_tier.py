@@ -135,6 +135,14 @@ def test_a_tenants_own_blocks_go_for_its_quota_and_no_more_than_needed(host: Hos
     assert cached(host, THEIRS) == [5]
 
 
+def test_for_a_quota_no_other_tenants_blocks_go_though_those_have_as_much(host: HostTier, evict: Evict) -> None:
+    cache(host, 6, 7, tenant=THEIRS)
+    cache(host, 1, 2)
+    evict(host, MINE, 5)
+    assert cached(host) == [1]
+    assert cached(host, THEIRS) == [6, 7]
+
+
 def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most_of_its_quota(host: HostTier, evict: Evict) -> None:
     cache(host, 1, 2, 3, 4, 5)
     cache(host, 6, 7, tenant=THEIRS)
