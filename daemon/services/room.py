@@ -16,7 +16,7 @@ from kvferry.daemon.control.dispatch import Call, Dispatcher, Handler
 from kvferry.daemon.tiers.host_tier import AGAIN_MS, HostTier, Want
 from kvferry.protocol.errors import OverloadedError
 
-MAX_HELD: Final = 1024
+MAX_AWAITING_ROOM: Final = 1024
 
 log = structlog.get_logger(__name__)
 
@@ -57,8 +57,8 @@ class Room:
         steps = self._host.making_room(tenant, wants)
         if not self._held and next(steps, self) is self:
             return False
-        if len(self._held) >= MAX_HELD:
-            raise OverloadedError(f"{MAX_HELD} requests wait for room in the host tier").after(AGAIN_MS)
+        if len(self._held) >= MAX_AWAITING_ROOM:
+            raise OverloadedError(f"{MAX_AWAITING_ROOM} requests wait for room in the host tier").after(AGAIN_MS)
         self._held.append(_Held(call, steps, handle))
         if len(self._held) == 1:
             asyncio.get_running_loop().call_soon(self._step)

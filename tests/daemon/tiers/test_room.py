@@ -134,7 +134,7 @@ async def test_a_session_ends_while_its_request_waits(
 
 @pytest.mark.usefixtures("endless")
 async def test_so_many_may_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "MAX_HELD", 1)
+    monkeypatch.setattr(room, "MAX_AWAITING_ROOM", 1)
     offload(engine, 1)
     with pytest.raises(OverloadedError, match="1 requests wait for room"):
         engine.reply(offload(engine, 1), Offloading)
