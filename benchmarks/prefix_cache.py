@@ -9,11 +9,9 @@ is loaded is compared with what was stored, outside the clock.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 
@@ -40,7 +38,7 @@ from kvferry.daemon.process.host import keep_freed_memory
 
 BLOCK_TOKENS = 256
 CACHED_PROMPTS = 16
-LMCACHE_GB = 2
+LMCACHE_GB = 4
 MEMCPY = "one memcpy of as many bytes"
 PING = "one PING from the same client"
 
@@ -141,12 +139,18 @@ class Engine:
 
 
 def against_lmcache(engine: Engine, theirs: LMCacheClient, peer_is: str, effort: Effort) -> list[Row]:
-    """Compare with LMCache's operations; both store prompts of their own and look up and load one of them."""
-    stored = itertools.count()
+    """Compare with LMCache's operations; both store prompts of their own and look up and load the newest of them."""
+    stored = 0
+
+    def store() -> float:
+        nonlocal stored
+        stored += 1
+        return theirs.run("store", stored)
+
     peers: dict[str, Contender] = {
-        "store": lambda: theirs.run("store", next(stored)),
-        "lookup": partial(theirs.run, "lookup", 0),
-        "retrieve": partial(theirs.run, "retrieve", 0),
+        "store": store,
+        "lookup": lambda: theirs.run("lookup", stored),
+        "retrieve": lambda: theirs.run("retrieve", stored),
     }
     ours: dict[str, tuple[str, Contender]] = {
         "store": ("store", engine.store),

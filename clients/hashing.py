@@ -62,14 +62,10 @@ def block_hashes(
         raise InvalidFieldError(f"{shown(salt)} is not bytes: give salt.encode()", field="salt")
     sha256 = hashlib.sha256
     before = sha256(_ROOT + salt).digest()[:HASH_BYTES] if parent is None else parent
-    data = memoryview(_token_bytes(tokens))
+    data = np.ascontiguousarray(page_ids(tokens, "tokens"), _TOKEN).view(np.uint8).data
     block_bytes = block_tokens * _TOKEN.itemsize
     hashes = []
     for end in range(block_bytes, len(data) + 1, block_bytes):
         before = sha256(before + data[end - block_bytes : end]).digest()[:HASH_BYTES]
         hashes.append(before)
     return hashes
-
-
-def _token_bytes(tokens: npt.ArrayLike) -> bytes:
-    return page_ids(tokens, "tokens").astype(_TOKEN).tobytes()
