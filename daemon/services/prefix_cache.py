@@ -154,7 +154,8 @@ class PrefixCache:
         hashes = hashes_of(body.hashes)
         layout = pool.block_layout(body.space)
         namespace = namespace_of(pool, body.space, body.block_pages)
-        self._host.know(namespace, layout.block_bytes, model_of(pool).label)
+        if not self._host.knows(namespace):
+            self._host.know(namespace, layout.block_bytes, model_of(pool).label)
         return _Chain(pool, layout, namespace, hashes)
 
     # -- leases

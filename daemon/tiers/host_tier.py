@@ -172,6 +172,10 @@ class HostTier:
         self.index.accounts.catch_up(USES_AT_ONCE)
         return self.index.accounts.behind > 0
 
+    def knows(self, namespace: Namespace) -> bool:
+        """Return whether ``know`` has to be called no more."""
+        return namespace in self.page_bytes and namespace.identity in self.models
+
     def know(self, namespace: Namespace, page_bytes: int, model: str) -> None:
         """Record a namespace's bytes per page and, if there is one, its model's label."""
         self.page_bytes[namespace] = page_bytes

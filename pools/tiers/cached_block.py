@@ -5,6 +5,7 @@ Only the index changes a block's fields; everybody may read them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from bisect import bisect_left, bisect_right
@@ -49,6 +50,7 @@ class BlockKey(NamedTuple):
     hash: bytes
 
 
+@functools.lru_cache(maxsize=1024)
 def identity_of(model: ModelIdentity) -> str:
     """Return a hash, 32 hexadecimal digits, of the whole model identity: name, revision, adapter and salt."""
     encoded = msgspec.json.encode([model.name, model.revision, model.adapter, model.salt])
