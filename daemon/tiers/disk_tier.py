@@ -22,7 +22,7 @@ from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.integrity import WALKED, Problem, Walk
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError, file_bytes
-from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Tier
+from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Tier, place_of
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.policies import Deferred, make_policy
 from kvferry.protocol.config.schema import DiskTierConfig
@@ -65,7 +65,7 @@ class DiskTier:
         self._counters = counters
         self._clock = clock
         self._store = DiskStore(Path(config.path), config.fsync)
-        self._policy: Deferred[CachedBlock] = Deferred(make_policy(policy), host.in_turns(self._catch_up))
+        self._policy: Deferred[CachedBlock] = Deferred(make_policy(policy), place_of, host.in_turns(self._catch_up))
         self._sizes: dict[CachedBlock, int] = {}
         self._scanned = False
         self._used_bytes = 0
@@ -105,10 +105,9 @@ class DiskTier:
         if not self._queue.add(block):
             self._counters.add("tiers.disk.skipped_blocks")
 
-    def used(self, block: CachedBlock) -> None:
-        """Record a use of a block."""
-        if block in self._sizes:
-            self._policy.hit(block)
+    def used(self, blocks: Sequence[CachedBlock]) -> None:
+        """Record a use of each of these blocks that is here, in this order."""
+        self._policy.hit([block for block in blocks if block in self._sizes])
 
     def _catch_up(self) -> bool:
         self._policy.catch_up(USES_AT_ONCE)
@@ -364,7 +363,7 @@ class DiskTier:
         if block not in self._sizes:
             self._sizes[block] = size_bytes
             self._used_bytes += size_bytes
-            self._policy.add(block, block.place)
+            self._policy.add([block])
 
     def _discard(self, block: CachedBlock) -> bool:
         size_bytes = self._sizes.pop(block, None)

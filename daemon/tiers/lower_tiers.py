@@ -122,8 +122,7 @@ class LowerTiers:
     def used(self, blocks: Sequence[CachedBlock]) -> None:
         """Record a use of blocks, for the disk tier's policy."""
         if self._disk is not None:
-            for block in reversed(blocks):
-                self._disk.used(block)
+            self._disk.used(blocks[::-1])
 
     async def find(
         self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, page_bytes: int

@@ -146,11 +146,6 @@ class CachedBlock(msgspec.Struct, eq=False, gc=False):
         return BlockKey(self.namespace, self.hash)
 
     @property
-    def place(self) -> Place:
-        """Return where it is among the other blocks, for eviction."""
-        return Place(self.namespace, self.hash, self.parent, self.depth)
-
-    @property
     def tiers(self) -> tuple[Tier, ...]:
         """Return the tiers that have it, the nearest first."""
         if not (self.on_disk or self.in_remote):
@@ -172,6 +167,11 @@ class CachedBlock(msgspec.Struct, eq=False, gc=False):
     def evictable(self) -> bool:
         """Return whether the host tier may evict it."""
         return self.state is BlockState.READY and self._offsets is not None and not self.pins
+
+
+def place_of(block: CachedBlock) -> Place:
+    """Return where a block is among the others, for eviction."""
+    return Place(block.namespace, block.hash, block.parent, block.depth)
 
 
 def place_all(blocks: Sequence[CachedBlock], offsets: Offsets, digests: npt.NDArray[np.uint64] | None) -> None:

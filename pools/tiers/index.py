@@ -26,6 +26,7 @@ from kvferry.pools.tiers.cached_block import (
     Namespace,
     Tier,
     place_all,
+    place_of,
 )
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.pools.tiers.policies import Deferred, make_policy
@@ -94,7 +95,7 @@ class HostAccounts:
         account = self._accounts.get(tenant)
         if account is None:
             quota_bytes = self._quotas.get(tenant, self._quota_bytes)
-            policy: Deferred[CachedBlock] = Deferred(make_policy(self._policy), self._fell_behind)
+            policy: Deferred[CachedBlock] = Deferred(make_policy(self._policy), place_of, self._fell_behind)
             account = self._accounts[tenant] = TenantAccount(quota_bytes, policy)
         return account
 
@@ -256,13 +257,16 @@ class BlockIndex:
             The existing or new block of each hash, in order. Each fresh one must be committed or abandoned.
         """
         self.changes += 1
-        account, ready = self.accounts[namespace.tenant], self._ready.get(namespace, _NO_BLOCKS)
-        begun = []
+        ready, writing, begun = self._ready.get(namespace, _NO_BLOCKS), self._writing, []
         for depth, block_hash in enumerate(hashes, self._depth_below(namespace, parent)):
-            known = ready.get(block_hash) or self._writing.get((namespace, block_hash))
-            block = known or self._write(account, CachedBlock(namespace, block_hash, parent, size_bytes, depth))
-            begun.append(Begun(block, known is None))
+            key = namespace, block_hash
+            block = ready.get(block_hash) or writing.get(key)
+            is_fresh = block is None
+            if block is None:
+                block = writing[key] = CachedBlock(namespace, block_hash, parent, size_bytes, depth)
+            begun.append(Begun(block, is_fresh))
             parent = block_hash
+        self.accounts[namespace.tenant].writing_bytes += size_bytes * sum([one.fresh for one in begun])
         return begun
 
     def commit(
@@ -281,10 +285,9 @@ class BlockIndex:
         assert all(one.state is BlockState.WRITING for one in blocks), f"commit of {blocks}"
         place_all(blocks, offsets, digests)
         self._publish(blocks)
-        for block in reversed(blocks):
-            account = self.accounts[block.namespace.tenant]
-            account.writing_bytes -= block.size_bytes
-            self._enter(account, block)
+        if blocks:
+            self.accounts[blocks[0].namespace.tenant].writing_bytes -= sum([one.size_bytes for one in blocks])
+        self._enter(blocks[::-1])
 
     def abandon(self, blocks: Iterable[CachedBlock]) -> None:
         """Stop writing blocks; the caller frees what it allocated for them. A block in another tier becomes visible."""
@@ -335,7 +338,7 @@ class BlockIndex:
         block.offsets = offsets
         block.digests = block.digests if digests is None else digests
         self._journal.stored(Tier.HOST, block.namespace, [block.hash], [block.parent])
-        self._enter(self.accounts[block.namespace.tenant], block)
+        self._enter([block])
         return True
 
     def drop_host(self, block: CachedBlock) -> Freed:
@@ -398,10 +401,10 @@ class BlockIndex:
     # --- use ---
 
     def touch(self, blocks: Sequence[CachedBlock]) -> None:
-        """Record a use of blocks, a prefix in order: the first blocks count as the most recently used."""
-        for block in reversed(blocks):
-            if block.in_host and block.state is BlockState.READY:
-                self.accounts[block.namespace.tenant].policy.hit(block)
+        """Record a use of blocks of one namespace, in order: the first ones count as the most recently used."""
+        its = [block for block in reversed(blocks) if block.in_host and block.state is BlockState.READY]
+        if its:
+            self.accounts[its[0].namespace.tenant].policy.hit(its)
 
     def pin(self, blocks: Iterable[CachedBlock], holder: int) -> None:
         """Add a pin of ``holder`` to each block, which keeps it in the host tier. Pins do not keep other tiers' copies.
@@ -584,11 +587,6 @@ class BlockIndex:
         before = None if parent is None else self._known(namespace, parent)
         return 0 if before is None else before.depth + 1
 
-    def _write(self, account: TenantAccount, block: CachedBlock) -> CachedBlock:
-        self._writing[block.key] = block
-        account.writing_bytes += block.size_bytes
-        return block
-
     def _publish(self, blocks: Sequence[CachedBlock]) -> None:
         """Make blocks of one namespace visible that are new or were being written."""
         if not blocks:
@@ -610,11 +608,14 @@ class BlockIndex:
             if its:
                 self._journal.stored(tier, namespace, [one.hash for one in its], [one.parent for one in its])
 
-    def _enter(self, account: TenantAccount, block: CachedBlock) -> None:
-        """Account for a visible block of that tenant which is now in the host tier."""
-        account.cached_bytes += block.size_bytes
-        account.evictable_bytes += 0 if block.pins else block.size_bytes
-        account.policy.add(block, block.place)
+    def _enter(self, blocks: Sequence[CachedBlock]) -> None:
+        """Account for visible blocks of one namespace that are now in the host tier, in the order of their use."""
+        if not blocks:
+            return
+        account = self.accounts[blocks[0].namespace.tenant]
+        account.cached_bytes += sum([one.size_bytes for one in blocks])
+        account.evictable_bytes += sum([one.size_bytes for one in blocks if not one.pins])
+        account.policy.add(blocks)
 
     def _leave(self, block: CachedBlock) -> None:
         """Make a visible block no longer a candidate for eviction; its bytes stay."""

@@ -6,8 +6,8 @@ A policy orders keys. The caller decides whether a key may be evicted, how large
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Final, Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from kvferry.pools.tiers.reuse_policy import Place, ReuseRate
 from kvferry.pools.tiers.split_dict import SplitDict
@@ -132,18 +132,37 @@ MOST_USES_BEHIND: Final = 1 << 15
 """Uses that a policy has not been told of yet: about what a prompt of a million tokens makes."""
 
 
+class _Run(NamedTuple, Generic[Key]):
+    """Keys that were added or used together."""
+
+    keys: Sequence[Key]
+    added: bool
+
+
 class Deferred(Generic[Key]):
     """A policy that is told of uses later. What it decides is the same: it is told of all before it is asked.
 
     A use costs it some 10 us, and one request names thousands of blocks.
     """
 
-    def __init__(self, policy: EvictionPolicy[Key], fell_behind: Callable[[], None]) -> None:
-        """``fell_behind`` is called when there is a use that ``policy`` has not been told of: ``catch_up`` then."""
+    def __init__(
+        self, policy: EvictionPolicy[Key], place_of: Callable[[Key], Place], fell_behind: Callable[[], None]
+    ) -> None:
+        """Begin with an empty policy.
+
+        Args:
+            policy: which is used by this alone.
+            place_of: returns a key's place.
+            fell_behind: called after each use that ``policy`` has not been told of: ``catch_up`` soon.
+        """
         self._policy = policy
+        self._place_of = place_of
         self._fell_behind = fell_behind
-        self._uses: deque[tuple[Key, Place | None]] = deque()
-        self._added = 0  # of these uses, those by which a key is added
+        self._runs: deque[_Run[Key]] = deque()
+        self._told = 0  # of the first run
+        self._added = 0  # of the keys that the policy has not been told of, those that it does not have
+        self.behind = 0
+        """How many uses the policy has not been told of."""
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -153,46 +172,48 @@ class Deferred(Generic[Key]):
         """Return how many keys there are."""
         return len(self._policy) + self._added
 
-    @property
-    def behind(self) -> int:
-        """Return how many uses the policy has not been told of."""
-        return len(self._uses)
+    def add(self, keys: Sequence[Key]) -> None:
+        """Add new keys, in this order."""
+        self._added += len(keys)
+        self._note(_Run(keys, added=True))
 
-    def add(self, key: Key, place: Place) -> None:
-        """Add a new key."""
-        self._added += 1
-        self._note(key, place)
-
-    def hit(self, key: Key) -> None:
-        """Record a use of a key."""
-        self._note(key, None)
+    def hit(self, keys: Sequence[Key]) -> None:
+        """Record a use of each of these keys, in this order."""
+        self._note(_Run(keys, added=False))
 
     def remove(self, key: Key) -> None:
         """Remove a key."""
-        self.catch_up(len(self._uses))
+        self.catch_up(self.behind)
         self._policy.remove(key)
 
     def victims(self) -> Iterator[Key]:
         """Yield keys in eviction order."""
-        self.catch_up(len(self._uses))
+        self.catch_up(self.behind)
         return self._policy.victims()
 
     def catch_up(self, count: int) -> None:
         """Tell the policy of the next ``count`` uses, the oldest first."""
-        for _ in range(min(count, len(self._uses))):
-            key, place = self._uses.popleft()
-            if place is None:
-                self._policy.hit(key)
-            else:
+        for _ in range(min(count, self.behind)):
+            keys, added = self._runs[0]
+            key = keys[self._told]
+            self._told += 1
+            self.behind -= 1
+            if self._told == len(keys):
+                self._runs.popleft()
+                self._told = 0
+            if added:
                 self._added -= 1
-                self._policy.add(key, place)
+                self._policy.add(key, self._place_of(key))
+            else:
+                self._policy.hit(key)
 
-    def _note(self, key: Key, place: Place | None) -> None:
-        self._uses.append((key, place))
-        if len(self._uses) == 1:
-            self._fell_behind()
-        elif len(self._uses) > MOST_USES_BEHIND:
-            self.catch_up(1)
+    def _note(self, run: _Run[Key]) -> None:
+        if not run.keys:
+            return
+        self._runs.append(run)
+        self.behind += len(run.keys)
+        self.catch_up(min(self.behind - MOST_USES_BEHIND, len(run.keys)))
+        self._fell_behind()
 
 
 _POLICIES: Final[dict[str, type[ReuseRate[Any] | Lru[Any]]]] = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.pools.tiers.arena import Freed
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier, place_of
 from kvferry.pools.tiers.index import OPERATOR, BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind
 from kvferry.pools.tiers.policies import POLICY_NAMES
@@ -409,7 +409,7 @@ def test_a_block_knows_how_many_are_before_it_as_far_as_they_are_known() -> None
     assert [block.depth for block in first + rest + lost] == [0, 1, 2, 3, 0]
     found = index.adopt(SPACES[0], HASHES[4], HASHES[3], SIZE, tier=Tier.DISK)
     assert found.depth == 4
-    assert found.place == (SPACES[0], HASHES[4], HASHES[3], 4)
+    assert place_of(found) == (SPACES[0], HASHES[4], HASHES[3], 4)
 
 
 def test_wrong_calls_are_refused() -> None:
