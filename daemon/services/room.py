@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import structlog
 
 from kvferry.daemon.control.dispatch import Call, Dispatcher, Handler
 from kvferry.daemon.tiers.host_tier import AGAIN_MS, HostTier, Want
-from kvferry.protocol.errors import OverloadedError
+from kvferry.protocol.errors import CancelledError, OverloadedError
 
 MAX_AWAITING_ROOM: Final = 1024
 
@@ -63,6 +63,15 @@ class Room:
         if len(self._held) == 1:
             asyncio.get_running_loop().call_soon(self._step)
         return True
+
+    def give_up(self, session_id: int, is_wanted: Callable[[Call], bool]) -> bool:
+        """Answer a session's waiting requests that ``is_wanted`` picks with CANCELLED; return whether there was one."""
+        calls = [one.call for one in self._held if one.call.session.session_id == session_id]
+        found = [one for one in calls if one.session.is_pending(one.message_id) and is_wanted(one)]
+        for call in found:  # once answered, it is not pending any more
+            error = CancelledError("cancelled while it waited for room in the host tier")
+            self._dispatcher.answer_error(call.session, call.message_id, error)
+        return bool(found)
 
     def _step(self) -> None:
         """Evict a few more blocks for the oldest request, or handle it."""

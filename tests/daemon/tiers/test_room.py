@@ -12,9 +12,9 @@ from kvferry.daemon.services import room
 from kvferry.daemon.tiers import host_tier
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.protocol.base import PageList
-from kvferry.protocol.errors import DeadlineError, OutOfMemoryError, OverloadedError
+from kvferry.protocol.errors import CancelledError, DeadlineError, OutOfMemoryError, OverloadedError
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
-from tests.daemon.tiers.tier_harness import POOL, UNIT, Engine, Harness, harness, names, until
+from tests.daemon.tiers.tier_harness import POOL, UNIT, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
 
@@ -130,6 +130,19 @@ async def test_a_session_ends_while_its_request_waits(
     other.reply(number, Offloading)
     assert len(list(tiers.service.snapshots)) == 1
     await tiers.finish()
+
+
+@pytest.mark.usefixtures("endless")
+async def test_those_who_wait_may_be_given_up(tiers: Harness, engine: Engine) -> None:
+    first, other = offload(engine, 1), tiers.engine()
+    theirs = offload(other, 1)
+    assert not tiers.room.give_up(engine.session.session_id, lambda call: call.message_id != first)
+    assert tiers.room.give_up(engine.session.session_id, lambda call: call.message_id == first)
+    with pytest.raises(CancelledError, match="room"):
+        engine.reply(first, Offloading)
+    assert not tiers.room.give_up(engine.session.session_id, lambda _: True)
+    await settle()
+    assert theirs not in other.replies
 
 
 @pytest.mark.usefixtures("endless")

@@ -121,11 +121,18 @@ class Harness:
         self.operations = Operations(
             self.dispatcher, hub, self.sessions, self.counters, self.copier, self.host, self.executor, transitions
         )
-        room = Room(self.dispatcher, self.host)
+        self.room = Room(self.dispatcher, self.host)
         self.service = OffloadService(
-            self.dispatcher, hub, self.pools, rings, self.host, self.operations, room, grace_s=config.snapshot_grace_s
+            self.dispatcher,
+            hub,
+            self.pools,
+            rings,
+            self.host,
+            self.operations,
+            self.room,
+            grace_s=config.snapshot_grace_s,
         )
-        self.host_receives = HostReceives(self.host, self.service, self.operations)
+        self.host_receives = HostReceives(self.host, self.service, self.operations, self.room)
         self.store = ScriptedStore(self.host.region)
         self.disk = self._disk(config)
         store = cast("RemoteStore", self.store)
@@ -141,7 +148,7 @@ class Harness:
             self.host,
             self.operations,
             self.lower,
-            room,
+            self.room,
             self.counters,
         )
         self.reports = CacheReports(self.dispatcher, self.host, self.lower)
