@@ -237,7 +237,10 @@ def test_groups_and_lists_with_gaps_land_in_the_host_tier(client: Client, name: 
 def test_what_no_list_fills_is_not_what_the_tier_held_before(tmp_path: Path) -> None:
     """A page of one group has nothing in an array that only the other group has: no byte of others' KV, either."""
     spec = msgspec.structs.replace(GROUPED, layers=3, groups=((0, 1), (2,)))
-    with running_daemon(tmp_path) as daemon, Client.connect(daemon.runtime_dir) as client:
+    with (
+        running_daemon(tmp_path, f"[tiers]\nhost_bytes = {TIER_BYTES}\n") as daemon,
+        Client.connect(daemon.runtime_dir) as client,
+    ):
         pool = Filled(client, "pool", spec)
         with arena_of(daemon) as memory:
             memory[:] = b"\xab" * len(memory)
