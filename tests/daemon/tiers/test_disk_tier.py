@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator, Callable
@@ -91,6 +92,28 @@ async def test_the_oldest_go_for_new_ones(folder: Path) -> None:
         tiers.empty_memory()
         assert [one.hash for one in tiers.blocks(1, 2, 3)] == names(2, 3)
         assert tiers.lower.status()[0].used_bytes == 2 * size
+
+
+async def test_those_looked_up_last_stay_and_of_a_prompt_its_beginning(folder: Path) -> None:
+    async with harness(8, disk=folder) as first:
+        await written(first, 1)
+        size = first.lower.status()[0].used_bytes
+    async with harness(16, disk=folder, disk_bytes=3 * size, policy="lru") as tiers:
+        await until(lambda: len(tiers.host.index) == 1)
+        failures: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        engine = tiers.engine()
+        await written(tiers, 2)
+        [third] = await tiers.stored(3)
+        assert engine.lookup(names(3, 2, 1), pin=False).blocks == 3
+        assert not third.on_disk  # its lookup does not count for the disk
+        await until(lambda: third.on_disk)
+        assert engine.lookup(names(2, 1), pin=False).blocks == 2
+        await written(tiers, 4)
+        await written(tiers, 5)
+        tiers.empty_memory()
+        assert [one.hash for one in tiers.blocks(1, 2, 3, 4, 5)] == names(2, 4, 5)
+        assert failures == []
 
 
 async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:

@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from structlog.testing import capture_logs
 
+from kvferry.daemon.control.dispatch import Call
 from kvferry.daemon.services import room
 from kvferry.daemon.tiers import host_tier
-from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.host_tier import HostTier, Want
+from kvferry.pools.tiers.arena import whole_units
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import CancelledError, DeadlineError, OutOfMemoryError, OverloadedError
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
+from kvferry.protocol.transfer_messages import Receive
 from tests.daemon.tiers.tier_harness import POOL, UNIT, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
@@ -72,6 +75,20 @@ async def test_a_store_that_evicts_much_waits_too_and_copies_only_what_is_new(ti
     assert tiers.host.index.accounts.blocks == 5
     await tiers.finish()
     assert engine.lookup(names(1, 11, 12, 13), pin=False).blocks == 4
+
+
+async def test_a_receive_asks_for_all_that_it_takes(
+    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Want]()
+    monkeypatch.setattr(room.Room, "is_awaited", lambda _self, _call, _tenant, wants, _handle: asked.extend(wants))
+    body = Receive(pool=POOL, request_id="a" * 32, lists=(PageList(pages=3),), into="host")
+    call, pool = Call(1, engine.session, body, (), 30.0), tiers.pool()
+    plan = tiers.host_receives.plan(body, pool)
+    tiers.host_receives.await_room(call, pool, plan, lambda _: None)
+    made = tiers.host_receives.make(call, body, pool, plan)
+    assert tiers.host.arena.used_bytes == sum(one.blocks * whole_units(one.size_bytes) for one in asked)
+    tiers.host_receives.refused(made, CancelledError("not wanted"))
 
 
 async def test_what_needs_no_room_is_answered_at_once(tiers: Harness, engine: Engine) -> None:

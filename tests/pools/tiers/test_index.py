@@ -412,6 +412,17 @@ def test_a_block_knows_how_many_are_before_it_as_far_as_they_are_known() -> None
     assert place_of(found) == (SPACES[0], HASHES[4], HASHES[3], 4)
 
 
+def test_a_use_of_what_is_gone_does_not_count() -> None:
+    index, _ = new_index()
+    gone, doomed, kept = store(index, HASHES[:3])
+    index.pin([doomed], 7)
+    assert index.remove(doomed) == []
+    index.remove(gone)
+    index.touch([gone, doomed, kept])
+    assert list(index.host_victims()) == [kept]
+    index.unpin([doomed], 7)
+
+
 def test_wrong_calls_are_refused() -> None:
     index, _ = new_index()
     (block,) = store(index, HASHES[:1])
