@@ -13,14 +13,15 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.hub import EventHub, PoolRemoved
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.room import Room
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier, Want
 from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
+from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.snapshots import (
     PageHold,
     Snapshot,
     SnapshotRegistry,
+    SnapshotSegment,
     check_layout,
     hold_pages,
     ids_for,
@@ -53,6 +54,17 @@ from kvferry.protocol.tier_messages import (
     SnapshotDropped,
     SnapshotReport,
 )
+
+
+class _Offloading:
+    """An OFFLOAD in progress: the pages that it reads, and the snapshot that they fill once that has memory."""
+
+    def __init__(self, pool: Pool, snapshot: Snapshot, ids: Sequence[PageIds], held: PageHold) -> None:
+        self.pool = pool
+        self.snapshot = snapshot
+        self.ids = ids
+        self.held = held
+        self.job: BlockJob | None = None
 
 
 class _Restoring:
@@ -118,22 +130,32 @@ class OffloadService:
             EmptyPagesError: no list has a page.
             OutOfMemoryError, OverloadedError, TierOffError: the host tier is full, busy or off.
         """
+        snapshot = self._without_memory(call, pool, lists)
+        self._take_memory(snapshot)
+        self.snapshots.add(snapshot)
+        return snapshot
+
+    def _without_memory(self, call: Call, pool: Pool, lists: Sequence[PageRange]) -> Snapshot:
         if not lists:
             raise EmptyPagesError("no list names a page", field="lists")
         self.snapshots.check(pool.tenant)
-        snapshot = Snapshot(pool, call.session.owner_id, new_segments(pool, lists))
-        reserved = []
+        self._host.region  # noqa: B018  raises TierOffError
+        return Snapshot(pool, call.session.owner_id, new_segments(pool, lists))
+
+    def _take_memory(self, snapshot: Snapshot) -> None:
+        """Take memory for a snapshot that has none: all that it needs, or none."""
+        taken: list[SnapshotSegment] = []
         try:
-            self._host.region  # noqa: B018  raises TierOffError
-            for segment in snapshot.segments:
-                segment.offsets = self._host.reserve(pool.tenant, segment.count, segment.layout.block_bytes)
-                reserved.append(segment)
+            for segment in sorted(
+                snapshot.segments, key=lambda one: -one.layout.block_bytes
+            ):  # so holes hold them best
+                segment.offsets = self._host.reserve(snapshot.tenant, segment.count, segment.layout.block_bytes)
+                taken.append(segment)
         except KvferryError:
-            snapshot.segments = reserved
-            self._free(snapshot)
+            for segment in taken:
+                self._host.release(snapshot.tenant, segment.offsets, segment.layout.block_bytes)
+                segment.offsets = segment.offsets[:0]
             raise
-        self.snapshots.add(snapshot)
-        return snapshot
 
     def drop(self, snapshot: Snapshot) -> bool:
         """Drop a snapshot; return whether its memory is freed later, because an operation reads or writes it."""
@@ -161,7 +183,7 @@ class OffloadService:
 
     # -- OFFLOAD
 
-    def _offload(self, call: Call) -> Answer | None:
+    def _offload(self, call: Call) -> Answer:
         body = expect(call, Offload)
         pool = self._pools.get(call.session.tenant, body.pool)
         if body.release and pool.registered_by is not None:
@@ -173,29 +195,35 @@ class OffloadService:
             if body.release:
                 check_distinct(one.ids, one.field)
         self._operations.check(call.session)
-        wants = [Want(one.count, one.layout.block_bytes) for one in new_segments(pool, lists)]
-        if self._room.is_awaited(call, pool.tenant, wants, self._offload):
-            return None
         held = hold_pages(pool, call.session.owner_id, lists, write=False)
         try:
-            snapshot = self.new_snapshot(call, pool, lists)
+            snapshot = self._without_memory(call, pool, lists)
+            wants = [Want(one.count, one.layout.block_bytes) for one in snapshot.segments]
+            steps = self._host.making_room(pool.tenant, wants)
+            waits = next(steps, self) is not self
+            if not waits:
+                self._take_memory(snapshot)
+            self.snapshots.add(snapshot)
         except BaseException:
             held.release()
             raise
+        offloading = _Offloading(pool, snapshot, [one.ids for one in lists], held)
         try:
-            operation, job = self._begin_offload(call, body, pool, held, lists, snapshot)
+            operation = self._begin_offload(call, body, offloading)
         except Exception:
             held.release()
             self.filled(snapshot, None, InternalError("the offload could not begin"))
             raise
-        self._operations.start(operation, job)
+        if waits:
+            self._room.make(operation, steps, lambda: self._copy_out(operation, offloading, takes_memory=True))
+        else:
+            with self._operations.guarded(operation):
+                self._copy_out(operation, offloading, takes_memory=False)
         return Answer(Offloading(operation=operation.number, snapshot=snapshot.name))
 
-    def _begin_offload(
-        self, call: Call, body: Offload, pool: Pool, held: PageHold, lists: Sequence[PageRange], snapshot: Snapshot
-    ) -> tuple[Operation, BlockJob]:
-        """Begin the operation of an OFFLOAD; return it and the job that fills the snapshot."""
-        job = self.filling(snapshot, pool, [one.ids for one in lists])
+    def _begin_offload(self, call: Call, body: Offload, offloading: _Offloading) -> Operation:
+        """Begin the operation of an OFFLOAD."""
+        pool, snapshot, held = offloading.pool, offloading.snapshot, offloading.held
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             if error is None and body.release:
@@ -204,11 +232,17 @@ class OffloadService:
             done = TierDone(operation=operation.number, kind="offload", snapshot=snapshot.name)
             if error is None:
                 done = _copied(done, snapshot)
-            self.filled(snapshot, job, error)
+            self.filled(snapshot, offloading.job, error)
             return Ending(done)
 
-        holdings = Holdings(pages=held)
-        return self._operations.begin(call, "offload", pool.name, snapshot.pages, finish, holdings), job
+        return self._operations.begin(call, "offload", pool.name, snapshot.pages, finish, Holdings(pages=held))
+
+    def _copy_out(self, operation: Operation, offloading: _Offloading, *, takes_memory: bool) -> None:
+        """Start the job that fills the snapshot."""
+        if takes_memory:
+            self._take_memory(offloading.snapshot)
+        offloading.job = self.filling(offloading.snapshot, offloading.pool, offloading.ids)
+        self._operations.start(operation, offloading.job)
 
     # -- RESTORE
 

@@ -23,11 +23,11 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.room import Room
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import LOOKUPS, OPERATIONS, HostTier, Want
 from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
 from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
+from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.snapshots import PageHold
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Freed, Offsets, whole_units
@@ -84,6 +84,36 @@ class _Chain(NamedTuple):
     layout: BlockLayout
     namespace: Namespace
     hashes: list[bytes]
+
+
+class _Storing:
+    """A STORE in progress: its new blocks, and the pages that they are copied from once they have memory.
+
+    Attributes:
+        ids: of the pages, ``(blocks, block_pages)``.
+        offsets: of the memory, of the same shape; empty until there is some.
+    """
+
+    def __init__(
+        self, pool: Pool, layout: BlockLayout, hold: PageHold, fresh: Sequence[CachedBlock], ids: PageIds
+    ) -> None:
+        self.pool = pool
+        self.layout = layout
+        self.hold = hold
+        self.fresh = fresh
+        self.ids = ids
+        self.offsets: Offsets = np.empty((0, ids.shape[1]), np.int64)
+        self.job: BlockJob | None = None
+
+    @property
+    def want(self) -> Want:
+        """Return the memory that it needs."""
+        return Want(self.ids.size, self.layout.block_bytes)
+
+    @property
+    def memory(self) -> Freed:
+        """Return the memory that it has."""
+        return Freed(self.offsets.reshape(-1), self.layout.block_bytes)
 
 
 class PrefixCache:
@@ -283,99 +313,98 @@ class PrefixCache:
 
     # -- STORE
 
-    def _store(self, call: Call) -> Answer | None:
+    def _store(self, call: Call) -> Answer:
         body = expect(call, Store)
         pool, layout, namespace, hashes = self._chain(call, body)
         ids = ids_by_block(call.ids[0], len(hashes), body.block_pages)
         if body.parent and len(body.parent) != HASH_BYTES:
             raise InvalidFieldError(f"{len(body.parent)} bytes; a hash has {HASH_BYTES}", field="parent")
         self._operations.check(call.session)
-        missing = self._host.index.missing(namespace, hashes) * body.block_pages
-        if self._room.is_awaited(call, namespace.tenant, (Want(missing, layout.block_bytes),), self._store):
-            return None
         hold = PageHold(write=False)
         hold.add(pool.space(body.space), call.session.owner_id, call.ids[0], "pages")
-        fresh: list[CachedBlock] = []
-        offsets: Offsets = np.empty(0, np.int64)
+        storing: _Storing | None = None
         try:
-            fresh, at, offsets = self._begin(namespace, hashes, body.parent or None, layout)
-            operation, job = self._begin_store(call, body, pool, hold, layout, fresh, ids[at], offsets)
+            fresh, at = self._begin(namespace, hashes, body.parent or None, layout)
+            storing = _Storing(pool, layout, hold, fresh, ids[at])
+            steps = self._host.making_room(namespace.tenant, [storing.want], counted=True)
+            waits = next(steps, self) is not self
+            if fresh and not waits:
+                self._take_memory(storing)
+            operation = self._begin_store(call, body, storing)
         except Exception:
             hold.release()
-            if fresh:
-                self._abandon(fresh, offsets, layout)
+            if storing is not None:
+                self._abandon(storing)
             raise
-        if fresh:
-            self._operations.start(operation, job)
+        if waits:
+            self._room.make(operation, steps, lambda: self._copy_in(operation, storing, takes_memory=True))
+        elif fresh:
+            with self._operations.guarded(operation):
+                self._copy_in(operation, storing, takes_memory=False)
         else:
             asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
         return Answer(OperationStarted(operation=operation.number))
 
-    def _begin_store(
-        self,
-        call: Call,
-        body: Store,
-        pool: Pool,
-        hold: PageHold,
-        layout: BlockLayout,
-        fresh: list[CachedBlock],
-        ids: PageIds,
-        offsets: Offsets,
-    ) -> tuple[Operation, BlockJob]:
-        """Begin the operation of a STORE; return it and the job that copies its ``fresh`` blocks."""
-        segment = BlockSegment(pool.region, BlockPages(layout, ids.reshape(-1), offsets.reshape(-1)))
-        job = BlockJob("offload", [segment], self._host.region, checksums=self._host.checksums)
-        asked = len(body.hashes) // HASH_BYTES
+    def _begin(
+        self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, layout: BlockLayout
+    ) -> tuple[list[CachedBlock], list[int]]:
+        """Begin the blocks that are not cached yet; return them, and their positions in ``hashes``."""
+        size_bytes = namespace.block_pages * whole_units(layout.block_bytes)
+        begun = self._host.index.begin(namespace, hashes, parent, size_bytes)
+        self._host.index.touch([one.block for one in begun if not one.fresh])  # new blocks are useless without them
+        at = [number for number, one in enumerate(begun) if one.fresh]
+        return [begun[number].block for number in at], at
+
+    def _begin_store(self, call: Call, body: Store, storing: _Storing) -> Operation:
+        """Begin the operation of a STORE."""
+        asked, pages = len(body.hashes) // HASH_BYTES, len(storing.fresh) * body.block_pages
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
-            hold.release()
-            if error is None and fresh:
-                self._commit(fresh, offsets, job)
-            elif fresh:
-                self._abandon(fresh, offsets, layout)
+            storing.hold.release()
+            if error is None:
+                self._commit(storing)
+            else:
+                self._abandon(storing)
             done = TierDone(operation=operation.number, kind="store")
             if error is not None:
                 return Ending(done)
-            pages = len(fresh) * body.block_pages
-            moved = pages * layout.content_bytes
+            stored, moved = len(storing.fresh), pages * storing.layout.content_bytes
             return Ending(
                 msgspec.structs.replace(
-                    done, stored=len(fresh), present=asked - len(fresh), copied_pages=pages, moved_bytes=moved
+                    done, stored=stored, present=asked - stored, copied_pages=pages, moved_bytes=moved
                 )
             )
 
-        holdings = Holdings(pages=hold, memory=Freed(offsets.reshape(-1), layout.block_bytes), writing=fresh)
-        pages = len(fresh) * body.block_pages
-        return self._operations.begin(call, "store", pool.name, pages, finish, holdings), job
+        holdings = Holdings(pages=storing.hold, memory=storing.memory, writing=storing.fresh)
+        return self._operations.begin(call, "store", storing.pool.name, pages, finish, holdings)
 
-    def _abandon(self, fresh: list[CachedBlock], offsets: Offsets, layout: BlockLayout) -> None:
-        """Stop writing blocks, those that are not visible yet, and free their memory."""
-        at = [number for number, one in enumerate(fresh) if one.state is BlockState.WRITING]
-        self._host.index.abandon([fresh[number] for number in at])
-        self._host.arena.free(offsets[at].reshape(-1), layout.block_bytes)
+    def _take_memory(self, storing: _Storing) -> None:
+        blocks, size_bytes = storing.want
+        offsets = self._host.reserve(storing.pool.tenant, blocks, size_bytes, counted=True)
+        storing.offsets = offsets.reshape(storing.ids.shape)
 
-    def _begin(
-        self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, layout: BlockLayout
-    ) -> tuple[list[CachedBlock], list[int], Offsets]:
-        """Begin the blocks that are not cached yet.
+    def _copy_in(self, operation: Operation, storing: _Storing, *, takes_memory: bool) -> None:
+        """Start the job that copies the new blocks."""
+        if takes_memory:
+            self._take_memory(storing)
+            operation.holdings = operation.holdings._replace(memory=storing.memory)
+        segment = BlockSegment(
+            storing.pool.region, BlockPages(storing.layout, storing.ids.reshape(-1), storing.offsets.reshape(-1))
+        )
+        storing.job = BlockJob("offload", [segment], self._host.region, checksums=self._host.checksums)
+        self._operations.start(operation, storing.job)
 
-        Returns:
-            The new blocks, their positions in ``hashes``, and their offsets in the host tier: (blocks, block_pages).
-        """
-        pages = namespace.block_pages
-        begun = self._host.index.begin(namespace, hashes, parent, pages * whole_units(layout.block_bytes))
-        fresh = [one.block for one in begun if one.fresh]
-        at = [number for number, one in enumerate(begun) if one.fresh]
-        self._host.index.touch([one.block for one in begun if not one.fresh])  # new blocks are useless without them
-        try:
-            offsets = self._host.reserve(namespace.tenant, len(fresh) * pages, layout.block_bytes, counted=True)
-        except KvferryError:
-            self._host.index.abandon(fresh)
-            raise
-        return fresh, at, offsets.reshape(len(fresh), pages)
+    def _abandon(self, storing: _Storing) -> None:
+        """Stop writing blocks, those that are not visible yet, and free their memory, if they have some."""
+        at = [number for number, one in enumerate(storing.fresh) if one.state is BlockState.WRITING]
+        self._host.index.abandon([storing.fresh[number] for number in at])
+        if len(storing.offsets):
+            self._host.arena.free(storing.offsets[at].reshape(-1), storing.layout.block_bytes)
 
-    def _commit(self, fresh: list[CachedBlock], offsets: Offsets, job: BlockJob) -> None:
-        self._host.index.commit(fresh, offsets, job.digests[0].reshape(offsets.shape) if job.digests else None)
+    def _commit(self, storing: _Storing) -> None:
+        fresh, offsets, job = storing.fresh, storing.offsets, storing.job
+        digests = job.digests[0].reshape(offsets.shape) if job is not None and job.digests else None
+        self._host.index.commit(fresh, offsets, digests)
         self._counters.add("cache.stored_blocks", len(fresh))
         self._lower.stored(fresh)
 

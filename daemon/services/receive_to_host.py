@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from kvferry.daemon.control.dispatch import Call, Handler
+from kvferry.daemon.control.dispatch import Call
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.offload import OffloadService
-from kvferry.daemon.services.room import Room
-from kvferry.daemon.tiers.host_tier import HostTier, Want
+from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.operations import Ending, Operation, Operations
-from kvferry.daemon.tiers.snapshots import Snapshot, new_segments
+from kvferry.daemon.tiers.snapshots import Snapshot
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import bytes_per_page, component_of, space_of, spaces_of
 from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page_ranges
@@ -62,22 +60,10 @@ class HostReceive(msgspec.Struct):
         return (self.session.session_id, self.request_id, self.pool.name)
 
 
-class HostReceivePlan(NamedTuple):
-    """The temporary pool of a RECEIVE into the host tier before it is made: its manifest and its page lists."""
-
-    laid_out: Manifest
-    ranges: tuple[PageRange, ...]
-
-
 class HostReceives:
-    """Makes the temporary pools, and turns them into snapshots when their transfers settle.
+    """Makes the temporary pools, and turns them into snapshots when their transfers settle."""
 
-    Attributes:
-        room: where RECEIVEs wait for room.
-    """
-
-    def __init__(self, host: HostTier, service: OffloadService, operations: Operations, room: Room) -> None:
-        self.room = room
+    def __init__(self, host: HostTier, service: OffloadService, operations: Operations) -> None:
         self._host = host
         self._service = service
         self._operations = operations
@@ -85,31 +71,17 @@ class HostReceives:
         self._becoming: dict[int, HostReceive] = {}
         """Settled, and being copied to their snapshots, by operation."""
 
-    def plan(self, body: Receive, pool: Pool) -> HostReceivePlan:
-        """Return what a RECEIVE asks for, with the layout of ``pool``.
+    def make(self, call: Call, body: Receive, pool: Pool) -> HostReceive:
+        """Return a temporary pool with the layout of ``pool`` and the pages that a RECEIVE asks for.
 
         Raises:
             UnknownComponentError, LengthMismatchError, EmptyPagesError: the lists do not fit the pool.
-            OutOfMemoryError, TierOffError: the host tier is smaller, or off.
+            OutOfMemoryError, OverloadedError, TierOffError: the host tier is full, busy or off.
         """
-        ids = _numbered(body.lists, pool.manifest, self._host.region.size_bytes)
-        laid_out = _laid_out(pool.manifest, body.lists)
-        return HostReceivePlan(laid_out, page_ranges(body.lists, ids, laid_out, may_end_inside=True))
-
-    def await_room(self, call: Call, pool: Pool, plan: HostReceivePlan, handle: Handler) -> bool:
-        """Return whether a RECEIVE waits for room for the temporary pool and the snapshot; see ``Room.is_awaited``."""
-        segments = new_segments(pool, lists_with_pages(plan.ranges))
-        wants = [Want(one.count, one.layout.block_bytes) for one in segments]
-        return self.room.is_awaited(call, pool.tenant, [*wants, Want(1, plan.laid_out.region_bytes)], handle)
-
-    def make(self, call: Call, body: Receive, pool: Pool, plan: HostReceivePlan) -> HostReceive:
-        """Return a temporary pool with the layout of ``pool`` and the pages of a plan.
-
-        Raises:
-            OutOfMemoryError, OverloadedError: the host tier is full, or busy.
-        """
-        region, session = self._host.region, call.session
-        laid_out, ranges = plan
+        region, lists, session = self._host.region, body.lists, call.session
+        ids = _numbered(lists, pool.manifest, region.size_bytes)
+        laid_out = _laid_out(pool.manifest, lists)
+        ranges = page_ranges(lists, ids, laid_out, may_end_inside=True)
         size_bytes = laid_out.region_bytes
         snapshot = self._service.new_snapshot(call, pool, lists_with_pages(ranges))
         snapshot.state = "network"

@@ -23,7 +23,6 @@ from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.prefix_cache import PrefixCache
 from kvferry.daemon.services.receive_to_host import HostReceives
-from kvferry.daemon.services.room import Room
 from kvferry.daemon.tiers.copier import TierCopier
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
@@ -31,6 +30,7 @@ from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
+from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.tiers.snapshots import SnapshotRegistry
 from kvferry.pools import copy_kernel
@@ -104,11 +104,11 @@ class Tiers:
         crew = copy_kernel.new_crew(threads, background())
         self._copier = TierCopier(loop, scheduler, threads=threads, crew=crew)
         self.operations = Operations(dispatcher, hub, sessions, counters, self._copier, self._host, executor)
-        room = Room(dispatcher, self._host)
+        room = Room(self.operations)
         self._service = OffloadService(
             dispatcher, hub, pools, rings, self._host, self.operations, room, grace_s=config.tiers.snapshot_grace_s
         )
-        self.host_receives = HostReceives(self._host, self._service, self.operations, room)
+        self.host_receives = HostReceives(self._host, self._service, self.operations)
         self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
         self._cache = PrefixCache(
             dispatcher, pools, sessions, rings, self._host, self.operations, self._lower, room, counters

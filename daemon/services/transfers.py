@@ -275,7 +275,7 @@ class TransferService:
         after = expect(call, Receive).after
         return self._rings.hold(call, after, self._begin_receive)
 
-    def _begin_receive(self, call: Call) -> Answer | None:
+    def _begin_receive(self, call: Call) -> Answer:
         body = expect(call, Receive)
         sender = self._sender(call, body)
         if body.into == "host":
@@ -283,12 +283,9 @@ class TransferService:
         ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)
         return self._begin_receive_into(call, sender, ranges, body)
 
-    def _receive_to_host(self, call: Call, body: Receive, sender: Sender) -> Answer | None:
-        """Start a receive request whose bytes become a snapshot in the host tier, once there is room."""
-        plan = self._host_receives.plan(body, sender.pool)
-        if self._host_receives.await_room(call, sender.pool, plan, self._begin_receive):
-            return None
-        host_receive = self._host_receives.make(call, body, sender.pool, plan)
+    def _receive_to_host(self, call: Call, body: Receive, sender: Sender) -> Answer:
+        """Start a receive request whose bytes become a snapshot in the host tier."""
+        host_receive = self._host_receives.make(call, body, sender.pool)
         try:
             return self._begin_receive_into(call, sender._replace(pool=host_receive.pool), host_receive.ranges, body)
         except Exception as cause:
@@ -319,13 +316,13 @@ class TransferService:
         )
 
     def _cancel_held(self, session_id: int, body: Cancel) -> bool:
-        """Cancel a RECEIVE that waits for its event or for room: it would begin later, into pages of others by then."""
+        """Cancel a RECEIVE that is held for its event: it would begin later, into pages that others may own by then."""
 
         def is_it(held: Call) -> bool:
             asked = held.body
             return isinstance(asked, Receive) and (asked.request_id, asked.pool) == (body.request_id, body.pool)
 
-        return self._rings.give_up(session_id, is_it) | self._host_receives.room.give_up(session_id, is_it)
+        return self._rings.give_up(session_id, is_it)
 
     def _cancel(self, call: Call) -> Answer | None:
         body = expect(call, Cancel)

@@ -342,6 +342,9 @@ class DiskTier:
         """Evict files until ``size_bytes`` fit; blocks that a lookup waits for stay. Return whether they fit."""
         if size_bytes > self._max_bytes:
             return False
+        for _ in range(self._policy.behind // USES_AT_ONCE):  # victims are looked for when it was told of all
+            self._policy.catch_up(USES_AT_ONCE)
+            await asyncio.sleep(0)
         for block in self._policy.victims():
             if self._used_bytes + size_bytes <= self._max_bytes:
                 break

@@ -73,6 +73,13 @@ class Want(NamedTuple):
     size_bytes: int
 
 
+class _Missing(NamedTuple):
+    """What has to be evicted: so many bytes, of one user, or of any (None)."""
+
+    size_bytes: int
+    of: int | None
+
+
 class HostTier:
     """The host tier. For the control loop. Its memory is mapped when the daemon starts and populated as it is used.
 
@@ -308,44 +315,47 @@ class HostTier:
         if self._region is not None:
             self._region.close()
 
-    def making_room(self, tenant: int, wants: Sequence[Want]) -> Iterator[None]:
+    def making_room(self, tenant: int, wants: Sequence[Want], *, counted: bool = False) -> Iterator[None]:
         """Evict what ``reserve`` would have to evict for these blocks, a few at a time; yield where there is more.
 
         Evicts nothing where that could not be enough: ``reserve`` says why. What others take meanwhile is evicted for,
-        too, but no more than the tier has blocks.
+        too, but no more than the tier had blocks.
         """
-        accounts = self.index.accounts
-        missing, of = self._missing(tenant, wants)
+        accounts, victims = self.index.accounts, dict[int | None, Iterator[CachedBlock]]()
+        for _ in range(accounts.behind // USES_AT_ONCE):  # not for what others use meanwhile
+            if self._missing(tenant, wants, counted=counted).size_bytes <= 0:
+                return
+            accounts.catch_up(USES_AT_ONCE)
+            yield
         for _ in range(accounts.blocks // EVICTED_AT_ONCE + 1):
-            if missing <= 0:
+            missing = self._missing(tenant, wants, counted=counted)
+            if missing.size_bytes <= 0:
                 return
-            while accounts.behind:
-                accounts.catch_up(USES_AT_ONCE)
-                if accounts.behind:
-                    yield
-            if not self._evict(self.index.host_victims(of), missing, EVICTED_AT_ONCE):
+            if missing.of not in victims:
+                victims[missing.of] = self.index.host_victims(missing.of)
+            if not self._evict(victims[missing.of], missing.size_bytes, EVICTED_AT_ONCE):
                 return
-            missing, of = self._missing(tenant, wants)
-            if missing > 0:
+            if self._missing(tenant, wants, counted=counted).size_bytes > 0:
                 yield
 
-    def _missing(self, tenant: int, wants: Sequence[Want]) -> tuple[int, int | None]:
-        """Return how many bytes have to be evicted, 0 also where that is of no use, and of whom: None is any user."""
+    def _missing(self, tenant: int, wants: Sequence[Want], *, counted: bool) -> _Missing:
+        """Return what has to be evicted; nothing also where that is of no use."""
         wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
         account = self.index.accounts[tenant]
-        if wanted > min(account.quota_bytes, self.arena.max_bytes):
-            return 0, None
-        missing = account.used_bytes + wanted - account.quota_bytes
+        if not 0 < wanted <= min(account.quota_bytes, self.arena.max_bytes):
+            return _Missing(0, None)
+        missing = account.used_bytes + (0 if counted else wanted) - account.quota_bytes
         if missing > 0:
-            return missing if missing <= account.evictable_bytes else 0, tenant
+            return _Missing(missing if missing <= account.evictable_bytes else 0, tenant)
         missing = self._unfitting(wants)
         if missing > 0:
             self._grow(self.arena.size_bytes + missing)
             missing = self._unfitting(wants)
-        return missing if self.arena.free_bytes + self.index.accounts.evictable_bytes >= wanted else 0, None
+        is_enough = self.arena.free_bytes + self.index.accounts.evictable_bytes >= wanted
+        return _Missing(missing if is_enough else 0, None)
 
     def _unfitting(self, wants: Sequence[Want]) -> int:
-        """Return the bytes of those of these blocks that the arena's holes do not hold."""
+        """Return the bytes of those of these blocks that the arena's holes do not hold, as if each size came alone."""
         lacking = [(blocks - self.arena.fitting(size_bytes)) * whole_units(size_bytes) for blocks, size_bytes in wants]
         wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
         return max(0, wanted - self.arena.free_bytes, *lacking)

@@ -14,7 +14,7 @@ import structlog
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.disk_tier import DiskTier
-from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
+from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier, Want
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.pools.integrity import RESTART, Check, Problem
 from kvferry.pools.tiers.arena import Extent, Offsets
@@ -190,6 +190,10 @@ class LowerTiers:
         """Read a block from the nearest tier that has it; see ``promote``."""
         tenant, pages = block.namespace.tenant, block.namespace.block_pages
         page_bytes = self._host.page_bytes[block.namespace]
+        for _ in self._host.making_room(tenant, [Want(pages, page_bytes)]):
+            await asyncio.sleep(0)
+        if block.state is not BlockState.READY or block.in_host:  # it went meanwhile, or was stored again
+            return block.in_host
         try:
             offsets = self._host.reserve(tenant, pages, page_bytes)
         except KvferryError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvferry.pools.tiers.reuse_policy import Place, ReuseRate
 from kvferry.pools.tiers.split_dict import SplitDict
@@ -128,21 +128,24 @@ class Lru(Generic[Key]):
         node.link_before(self._end)
 
 
-MOST_USES_BEHIND: Final = 1 << 15
-"""Uses that a policy has not been told of yet: about what a prompt of a million tokens makes."""
+MOST_BEHIND: Final = 1 << 14
+"""Uses that a policy has not been told of yet: those of prompts of a quarter million tokens, in pages of 16."""
 
 
 class _Run(NamedTuple, Generic[Key]):
-    """Keys that were added or used together."""
+    """Keys that were added, used or removed together."""
 
+    what: Literal["add", "hit", "remove"]
     keys: Sequence[Key]
-    added: bool
 
 
 class Deferred(Generic[Key]):
-    """A policy that is told of uses later. What it decides is the same: it is told of all before it is asked.
+    """A policy that is told later. What it decides is the same: it is told of all before it is asked for a victim.
 
     A use costs it some 10 us, and one request names thousands of blocks.
+
+    Attributes:
+        behind: how many uses, and keys that were removed, the policy has not been told of.
     """
 
     def __init__(
@@ -153,16 +156,15 @@ class Deferred(Generic[Key]):
         Args:
             policy: which is used by this alone.
             place_of: returns a key's place.
-            fell_behind: called after each use that ``policy`` has not been told of: ``catch_up`` soon.
+            fell_behind: called whenever there is more that ``policy`` has not been told of: ``catch_up`` soon.
         """
         self._policy = policy
         self._place_of = place_of
         self._fell_behind = fell_behind
         self._runs: deque[_Run[Key]] = deque()
         self._told = 0  # of the first run
-        self._added = 0  # of the keys that the policy has not been told of, those that it does not have
+        self._count = 0
         self.behind = 0
-        """How many uses the policy has not been told of."""
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -170,49 +172,53 @@ class Deferred(Generic[Key]):
 
     def __len__(self) -> int:
         """Return how many keys there are."""
-        return len(self._policy) + self._added
+        return self._count
 
     def add(self, keys: Sequence[Key]) -> None:
         """Add new keys, in this order."""
-        self._added += len(keys)
-        self._note(_Run(keys, added=True))
+        self._count += len(keys)
+        self._note(_Run("add", keys))
 
     def hit(self, keys: Sequence[Key]) -> None:
         """Record a use of each of these keys, in this order."""
-        self._note(_Run(keys, added=False))
+        self._note(_Run("hit", keys))
 
     def remove(self, key: Key) -> None:
         """Remove a key."""
-        self.catch_up(self.behind)
-        self._policy.remove(key)
+        self._count -= 1
+        self._note(_Run("remove", (key,)))
 
     def victims(self) -> Iterator[Key]:
-        """Yield keys in eviction order."""
+        """Yield keys in eviction order, by all uses up to then."""
         self.catch_up(self.behind)
-        return self._policy.victims()
+        victims = self._policy.victims()
+        while (key := next(victims, None)) is not None:
+            yield key
+            self.catch_up(self.behind)
 
     def catch_up(self, count: int) -> None:
-        """Tell the policy of the next ``count`` uses, the oldest first."""
+        """Tell the policy of the next ``count``, the oldest first."""
         for _ in range(min(count, self.behind)):
-            keys, added = self._runs[0]
+            what, keys = self._runs[0]
             key = keys[self._told]
             self._told += 1
             self.behind -= 1
             if self._told == len(keys):
                 self._runs.popleft()
                 self._told = 0
-            if added:
-                self._added -= 1
+            if what == "add":
                 self._policy.add(key, self._place_of(key))
-            else:
+            elif what == "hit":
                 self._policy.hit(key)
+            else:
+                self._policy.remove(key)
 
     def _note(self, run: _Run[Key]) -> None:
         if not run.keys:
             return
         self._runs.append(run)
         self.behind += len(run.keys)
-        self.catch_up(min(self.behind - MOST_USES_BEHIND, len(run.keys)))
+        self.catch_up(min(self.behind - MOST_BEHIND, len(run.keys)))
         self._fell_behind()
 
 

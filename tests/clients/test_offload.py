@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from kvferry.clients import Client, new_request_id, pages, pages_wanted
-from kvferry.clients.calls import asked
 from kvferry.pools.tiers.arena import ALLOCATION_UNIT_BYTES
 from kvferry.protocol.errors import (
-    CancelledError,
     InvalidFieldError,
     KvferryError,
     LengthMismatchError,
@@ -22,7 +20,7 @@ from kvferry.protocol.errors import (
     UnknownComponentError,
     UnknownSnapshotError,
 )
-from kvferry.protocol.transfer_messages import Cancel
+from kvferry.protocol.pool_messages import Freed
 from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, PAGE_SIZE, SPEC, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 
@@ -167,7 +165,7 @@ def test_a_transfer_of_another_daemon_lands_in_the_host_tier(client: Client, poo
 
 
 @pytest.mark.host_only
-def test_a_transfer_lands_in_a_tier_that_is_full_of_blocks_or_waits_for_room_in_vain(tmp_path: Path) -> None:
+def test_pages_are_an_operations_own_while_it_waits_for_room(tmp_path: Path) -> None:
     blocks = TIER_BYTES // ALLOCATION_UNIT_BYTES
     with (
         running_daemon(tmp_path, f"[tiers]\nhost_bytes = {TIER_BYTES}\n") as daemon,
@@ -175,21 +173,24 @@ def test_a_transfer_lands_in_a_tier_that_is_full_of_blocks_or_waits_for_room_in_
     ):
         pool = Filled(client, "pool", msgspec.structs.replace(SPEC, tokens=(blocks + 1) * PAGE_SIZE))
         ids = client.allocate("pool", blocks)
-        client.wait_done(client.store("pool", hashes(blocks), ids))
-        client.wait_done(client.store("pool", hashes(blocks, salt=1), ids))  # more than it evicts in one turn
-        assert client.lookup("pool", hashes(blocks, salt=1), pin=False).blocks == blocks
-        content = pool.write(ids[:100], seed=1)
-        request_id, wanted = new_request_id(), [pages_wanted(100)]
-        with client.batched() as step:  # so it still waits
-            lost = step.receive("pool", request_id, wanted, into="host")
-            cancelled = step.begin(asked(Cancel(request_id=request_id, pool="pool", direction="receive", wait=True)))
-        client.wait(cancelled)
-        with pytest.raises(CancelledError, match="room"):
-            client.wait_finished(lost)
-        transfer = client.receive("pool", request_id, wanted, into="host")
-        client.send("pool", request_id, [pages(ids[:100])])
-        client.wait_done(client.restore("pool", client.wait_finished(transfer).snapshot, [pages(ids[100:200])]))
-        assert pool.holds(ids[100:200], content)
+        client.wait_done(client.store("pool", hashes(blocks), ids))  # all of the tier
+        content = pool.write(ids[:200], seed=1)
+        with client.batched() as step:  # so both still wait when their pages go back
+            stored = step.store("pool", hashes(200, salt=1), ids[:200])
+            offloaded = step.offload("pool", [pages(ids[:200])])
+            freed = step.free("pool", ids[:200])
+        assert client.wait(freed) == Freed(freed=0, deferred=200)
+        with pytest.raises(PoolFullError):
+            client.allocate("pool", 2)
+        snapshot = client.wait_done(offloaded).snapshot
+        assert client.wait_done(stored).stored == 200
+        others = client.allocate("pool", 200)
+        pool.write(others, seed=2)
+        client.wait_done(client.restore("pool", snapshot, [pages(others)]))
+        assert pool.holds(others, content)
+        pool.write(others, seed=3)
+        client.wait_done(client.load("pool", client.lookup("pool", hashes(200, salt=1)).lease, others))
+        assert pool.holds(others, content)
         pool.close()
 
 

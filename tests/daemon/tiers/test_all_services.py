@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
@@ -25,6 +26,7 @@ from hypothesis.stateful import (
 
 from kvferry.daemon.control.dispatch import Call
 from kvferry.daemon.services.receive_to_host import HostReceive
+from kvferry.daemon.tiers import host_tier
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.protocol.base import ErrorReply, PageList
 from kvferry.protocol.errors import DeadlineError, InternalError, KvferryError, raised
@@ -77,6 +79,7 @@ class _Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
+        self.patch = pytest.MonkeyPatch()
         self.harness: Harness
         self.contents: dict[str, list[int]] = {}
         self.restoring: dict[int, tuple[str, list[int] | None, str]] = {}
@@ -100,8 +103,11 @@ class _Machine(RuleBasedStateMachine):
         except KvferryError:
             return None
 
-    @initialize(target=engines, remote=st.booleans(), units=st.integers(6, 24))
-    def begin(self, *, remote: bool, units: int) -> Any:  # noqa: ANN401
+    @initialize(target=engines, remote=st.booleans(), units=st.integers(6, 24), at_once=st.sampled_from([1, 32]))
+    def begin(self, *, remote: bool, units: int, at_once: int) -> Any:  # noqa: ANN401
+        """Begin with nothing; what needs room waits for it where only one block is evicted at once."""
+        self.patch.setattr(host_tier, "EVICTED_AT_ONCE", at_once)
+
         async def make() -> Harness:
             config = tiers_config(units, snapshot_grace_s=0, tenant_bytes=None)
             made = Harness(config, remote=remote, hasher=_AtOnce())  # no thread: each run is the same
@@ -190,7 +196,7 @@ class _Machine(RuleBasedStateMachine):
         body = Receive(pool=POOL, request_id=f"{self.transfers:032x}", lists=(PageList(pages=count),), into="host")
         call = Call(0, engine.session, body, (), 30.0)
         pool, host_receives = self.harness.pool(POOL, call.session.tenant), self.harness.host_receives
-        made = self.guarded(engine, lambda: host_receives.make(call, body, pool, host_receives.plan(body, pool)))
+        made = self.guarded(engine, lambda: host_receives.make(call, body, pool))
         if made is None:
             return multiple()
         self.host_receive.append(made)
@@ -354,6 +360,7 @@ class _Machine(RuleBasedStateMachine):
         if hasattr(self, "harness"):
             self.run(self.end())
         self.runner.close()
+        self.patch.undo()
 
     async def end(self) -> None:
         """Let everything end, and look at what is left: nothing."""

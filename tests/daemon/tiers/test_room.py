@@ -1,4 +1,4 @@
-"""Requests that wait for room in the host tier: others are answered meanwhile, and none is forgotten."""
+"""Operations that wait for room in the host tier: others go on meanwhile, and all ends as if it had been there."""
 
 from __future__ import annotations
 
@@ -8,33 +8,54 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.control.dispatch import Call
-from kvferry.daemon.services import room
 from kvferry.daemon.tiers import host_tier
-from kvferry.daemon.tiers.host_tier import HostTier, Want
-from kvferry.pools.tiers.arena import whole_units
+from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.protocol.base import PageList
-from kvferry.protocol.errors import CancelledError, DeadlineError, OutOfMemoryError, OverloadedError
+from kvferry.protocol.errors import (
+    DeadlineError,
+    InternalError,
+    NotOwnerError,
+    OutOfMemoryError,
+    OverloadedError,
+    PageBusyError,
+    ShuttingDownError,
+)
+from kvferry.protocol.pool_messages import Free, Freed
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
-from kvferry.protocol.transfer_messages import Receive
-from tests.daemon.tiers.tier_harness import POOL, UNIT, Engine, Harness, harness, names, settle, until
+from tests.daemon.tiers.tier_harness import POOL, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
+ALL = (1, 2, 3, 4, 5, 6, 7, 8)
+POLICIES = pytest.mark.parametrize("policy", ["lru", "reuse"])
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evict one block, and tell of one use, in a turn of the loop."""
+    monkeypatch.setattr(host_tier, "EVICTED_AT_ONCE", 1)
+    monkeypatch.setattr(host_tier, "USES_AT_ONCE", 1)
 
 
 @pytest.fixture
-async def tiers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
-    """Return services over a host tier of 8 blocks, of which one at a time is evicted ahead."""
-    monkeypatch.setattr(host_tier, "EVICTED_AT_ONCE", 1)
-    async with harness(8) as one:
+async def tiers() -> AsyncIterator[Harness]:
+    """Return services over a host tier of 8 blocks."""
+    async with harness(8, tenants=(1, 2)) as one:
         yield one
+
+
+@pytest.fixture
+async def full(tiers: Harness, engine: Engine) -> Harness:
+    """Return them with a tier full of blocks."""
+    await engine.stored(*ALL)
+    await until(lambda: not tiers.host.index.accounts.behind)
+    return tiers
 
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let room never be made."""
 
-    def making_room(*_: object) -> Iterator[None]:
+    def making_room(*_: object, **__: object) -> Iterator[None]:
         while True:
             yield
 
@@ -42,160 +63,161 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def offload(engine: Engine, count: int, deadline_ms: int = 0) -> int:
-    """Ask for an offload of so many pages; return the request's number."""
-    ids = engine.allocate(count)
-    return engine.send(Offload(pool=POOL, lists=(PageList(pages=count),)), ids, deadline_ms=deadline_ms)
+    """Begin an offload of so many pages; return the operation's number."""
+    body = Offload(pool=POOL, lists=(PageList(pages=count),))
+    return engine.ask(body, Offloading, engine.allocate(count), deadline_ms=deadline_ms).operation
 
 
-async def answered(engine: Engine, number: int) -> None:
-    await until(lambda: number in engine.replies)
+def evicted(tiers: Harness) -> int:
+    return tiers.counters.snapshot().get("tiers.host.evicted_blocks", 0)
 
 
-async def test_an_offload_that_evicts_much_lets_others_go_first(tiers: Harness, engine: Engine) -> None:
-    await engine.stored(1, 2, 3, 4, 5, 6, 7, 8)
-    other = tiers.engine()
-    number = offload(engine, 4)
-    there = [len(tiers.host.index)]
-    while number not in engine.replies:
-        there.append(len(tiers.host.index))
+async def copies(tiers: Harness, count: int = 1) -> None:
+    """Wait until so many operations copy."""
+    await until(lambda: len(tiers.copier.under_way) == count)
+
+
+async def test_an_offload_that_evicts_much_lets_others_go_first(full: Harness, engine: Engine) -> None:
+    other = full.engine()
+    operation = offload(engine, 4)
+    there = list[int]()
+    while not full.copier.under_way:
+        there.append(len(full.host.index))
         assert other.lookup(names(1), pin=False).blocks == 1
         await asyncio.sleep(0)
-    assert there == [7, 7, 6, 5]  # by one more in each turn of the loop, the last one in that of the offload
-    engine.reply(number, Offloading)
-    await tiers.finish()
+    assert there == [7, 6, 5]  # by one more in each turn of the loop, the last one in that in which it copies
+    assert len(full.host.index) == 4
+    await full.finish()
+    assert engine.error(operation) is None
 
 
-async def test_a_store_that_evicts_much_waits_too_and_copies_only_what_is_new(tiers: Harness, engine: Engine) -> None:
-    await engine.stored(1, 2, 3, 4, 5, 6, 7, 8)
+async def test_a_store_keeps_its_pages_and_stores_what_they_held(full: Harness, engine: Engine) -> None:
     ids = engine.allocate(4)
-    number = engine.send(Store(pool=POOL, hashes=b"".join(names(1, 11, 12, 13)), pages=4), ids)
-    assert number not in engine.replies
-    await answered(engine, number)
-    engine.reply(number, OperationStarted)
-    assert tiers.host.index.accounts.blocks == 5
-    await tiers.finish()
-    assert engine.lookup(names(1, 11, 12, 13), pin=False).blocks == 4
+    for one, number in zip(ids, (11, 12, 13, 14), strict=True):
+        engine.write([one], number)
+    operation = engine.store(names(11, 12, 13, 14), ids)
+    assert engine.ask(Free(pool=POOL, pages=4), Freed, ids) == Freed(freed=0, deferred=4)
+    with pytest.raises((NotOwnerError, PageBusyError)):
+        engine.load(engine.lookup(names(1)).lease, ids[:1])
+    assert not full.copier.under_way
+    await copies(full)
+    await full.finish()
+    assert engine.ended(operation).stored == 4
+    ids = engine.allocate(4)
+    engine.load(engine.lookup(names(11, 12, 13, 14)).lease, ids)
+    await full.finish()
+    assert engine.read(ids) == [{11}, {12}, {13}, {14}]
 
 
-async def test_a_receive_asks_for_all_that_it_takes(
-    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = list[Want]()
-    monkeypatch.setattr(room.Room, "is_awaited", lambda _self, _call, _tenant, wants, _handle: asked.extend(wants))
-    body = Receive(pool=POOL, request_id="a" * 32, lists=(PageList(pages=3),), into="host")
-    call, pool = Call(1, engine.session, body, (), 30.0), tiers.pool()
-    plan = tiers.host_receives.plan(body, pool)
-    tiers.host_receives.await_room(call, pool, plan, lambda _: None)
-    made = tiers.host_receives.make(call, body, pool, plan)
-    assert tiers.host.arena.used_bytes == sum(one.blocks * whole_units(one.size_bytes) for one in asked)
-    tiers.host_receives.refused(made, CancelledError("not wanted"))
+async def test_what_needs_no_room_does_not_wait_for_those_who_do(full: Harness, engine: Engine) -> None:
+    other = full.engine()
+    first, second = offload(engine, 4), other.store(names(1), other.allocate(1))
+    await until(lambda: other.done(second))
+    assert not engine.done(first)
+    await copies(full)
+    await full.finish()
+    assert engine.error(first) is None
 
 
-async def test_what_needs_no_room_is_answered_at_once(tiers: Harness, engine: Engine) -> None:
-    await engine.stored(1, 2, 3, 4, 5, 6, 7)
-    assert offload(engine, 2) in engine.replies  # one block goes
-    await tiers.finish()
+async def test_the_same_blocks_of_two_engines_need_room_once(full: Harness, engine: Engine) -> None:
+    other = full.engine()
+    for one in (engine, other):
+        one.store(names(11, 12, 13), one.allocate(3))
+    await copies(full)
+    await full.finish()
+    assert evicted(full) == 3
+    assert full.host.index.accounts.blocks == 8
 
 
-async def test_those_who_wait_are_answered_in_their_order(tiers: Harness, engine: Engine) -> None:
-    await engine.stored(1, 2, 3, 4, 5, 6, 7, 8)
-    other = tiers.engine()
-    first, second = offload(engine, 3), offload(other, 1)
-    assert not engine.replies.get(first)
-    await answered(other, second)
-    assert first in engine.replies
-    assert tiers.host.index.accounts.blocks == 4
-    await tiers.finish()
+@POLICIES
+async def test_what_a_prompt_begins_with_does_not_go_for_its_end(policy: str) -> None:
+    async with harness(8, policy=policy) as tiers:
+        engine = tiers.engine()
+        await engine.stored(1, 2, 3, 4)
+        await engine.stored(21, 22, 23, 24)
+        operation = engine.store(names(1, 2, 3, 4, 5, 6, 7), engine.allocate(7))
+        await copies(tiers)
+        await tiers.finish()
+        assert (engine.ended(operation).stored, engine.ended(operation).present) == (3, 4)
+        assert evicted(tiers) == 3
 
 
-async def test_what_cannot_fit_is_refused_at_once_and_evicts_nothing(tiers: Harness, engine: Engine) -> None:
+@pytest.mark.parametrize("uid", [1, 2])
+async def test_lookups_without_an_end_hold_nobody_up(tiers: Harness, engine: Engine, uid: int) -> None:
+    other = tiers.engine(uid)
     await engine.stored(1, 2, 3, 4)
+    await other.stored(5, 6, 7, 8)
+    operation = offload(engine, 3)
+    for _ in range(30):
+        if not tiers.copier.under_way:
+            other.lookup(names(5, 6, 7), pin=False)
+            await asyncio.sleep(0)
+    assert tiers.copier.under_way
+    await tiers.finish()
+    assert engine.error(operation) is None
+
+
+async def test_two_that_wait_go_in_turns(full: Harness, engine: Engine) -> None:
+    first, second = offload(engine, 5), offload(full.engine(), 2)
+    await copies(full)
+    assert [len(one.segments[0].pages.ids) for one in full.copier.under_way] == [2]
+    await copies(full, 2)
+    await full.finish()
+    assert first < second
+    assert full.host.index.accounts.blocks == 1
+
+
+async def test_what_cannot_be_evicts_nothing(full: Harness, engine: Engine) -> None:
     with pytest.raises(OutOfMemoryError):
-        engine.reply(offload(engine, 9), Offloading)
-    engine.lookup(names(1, 2, 3, 4))
+        offload(engine, 9)
+    with pytest.raises(NotOwnerError):
+        engine.ask(Offload(pool=POOL, lists=(PageList(pages=3),)), Offloading, [12, 13, 14])
+    engine.lookup(names(1, 2, 3, 4, 5))
     with pytest.raises(OverloadedError, match="is full"):
-        engine.reply(offload(engine, 5), Offloading)
-    assert len(tiers.host.index) == 4
+        engine.ask(
+            Store(pool=POOL, hashes=b"".join(names(*range(11, 15))), pages=4), OperationStarted, engine.allocate(4)
+        )
+    assert len(full.host.index) == 8
+
+
+async def test_what_others_pin_meanwhile_ends_it_with_the_reason(full: Harness, engine: Engine) -> None:
+    stored, offloaded = engine.store(names(11, 12, 13, 14), engine.allocate(4)), offload(engine, 3)
+    engine.lookup(names(*ALL))
+    await until(lambda: engine.done(stored) and engine.done(offloaded))
+    assert (engine.error(stored), engine.error(offloaded)) == (OverloadedError, OverloadedError)
+    assert not list(full.service.snapshots)
 
 
 @pytest.mark.usefixtures("endless")
-async def test_a_deadline_passes_while_a_request_waits(
-    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = offload(engine, 1, deadline_ms=1)
-    await answered(engine, late)
-    with pytest.raises(DeadlineError):
-        engine.reply(late, Offloading)
-    monkeypatch.setattr(HostTier, "making_room", lambda *_: iter(()))
-    number = offload(engine, 1)
-    await answered(engine, number)
-    engine.reply(number, Offloading)
-    assert len(list(tiers.service.snapshots)) == 1
-    await tiers.finish()
-
-
-@pytest.mark.usefixtures("endless")
-async def test_a_session_ends_while_its_request_waits(
-    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offload(engine, 1)
-    tiers.lose(engine)
-    monkeypatch.setattr(HostTier, "making_room", lambda *_: iter(()))
-    other = tiers.engine()
-    number = offload(other, 1)
-    await answered(other, number)
-    other.reply(number, Offloading)
-    assert len(list(tiers.service.snapshots)) == 1
-    await tiers.finish()
-
-
-@pytest.mark.usefixtures("endless")
-async def test_those_who_wait_may_be_given_up(tiers: Harness, engine: Engine) -> None:
-    first, other = offload(engine, 1), tiers.engine()
-    theirs = offload(other, 1)
-    assert not tiers.room.give_up(engine.session.session_id, lambda call: call.message_id != first)
-    assert tiers.room.give_up(engine.session.session_id, lambda call: call.message_id == first)
-    with pytest.raises(CancelledError, match="room"):
-        engine.reply(first, Offloading)
-    assert not tiers.room.give_up(engine.session.session_id, lambda _: True)
+async def test_a_deadline_a_session_or_the_daemon_ends_while_one_waits(tiers: Harness, engine: Engine) -> None:
+    dead, late = tiers.engine(), offload(engine, 1, deadline_ms=1)
+    dead.store(names(11), dead.allocate(1))
+    await until(lambda: engine.done(late))
+    assert engine.error(late) is DeadlineError
+    drained = offload(engine, 1)
+    tiers.lose(dead)
+    tiers.operations.drain()
+    await tiers.operations.drained()
     await settle()
-    assert theirs not in other.replies
+    assert engine.error(drained) is ShuttingDownError
+    assert repr(tiers.room) == "<Room waiting=0>"
+    assert not list(tiers.service.snapshots)
+    assert tiers.host.arena.used_bytes == 0
 
 
-@pytest.mark.usefixtures("endless")
-async def test_so_many_may_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "MAX_AWAITING_ROOM", 1)
-    offload(engine, 1)
-    with pytest.raises(OverloadedError, match="1 requests wait for room"):
-        engine.reply(offload(engine, 1), Offloading)
-
-
-async def test_a_bug_holds_nobody_up(tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def making_room(*_: object) -> Iterator[None]:
+async def test_a_bug_ends_one_operation_alone(full: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def making_room(*_: object, **__: object) -> Iterator[None]:
         yield
         raise ZeroDivisionError
 
-    monkeypatch.setattr(HostTier, "making_room", making_room)
+    with monkeypatch.context() as broken:
+        broken.setattr(HostTier, "making_room", making_room)
+        first = offload(engine, 2)
+    second = offload(engine, 2)
     with capture_logs() as logs:
-        first, second = offload(engine, 1), offload(engine, 1)
-        await answered(engine, second)
-    engine.reply(first, Offloading)
-    engine.reply(second, Offloading)
-    assert [one["event"] for one in logs if one["log_level"] == "error"] == ["making room in the host tier failed"] * 2
-    await tiers.finish()
-
-
-async def test_a_policy_catches_up_before_it_is_asked_for_a_victim(
-    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_tier, "USES_AT_ONCE", 1)
-    await engine.stored(*range(1, 9))
-    await until(lambda: not tiers.host.index.accounts.behind)
-    assert engine.lookup(names(1, 2, 3), pin=False).blocks == 3
-    number = offload(engine, 1)
-    assert number not in engine.replies
-    assert len(tiers.host.index) == 8
-    await answered(engine, number)
-    assert len(tiers.host.index) == 7
-    await tiers.finish()
-    assert tiers.host.arena.used_bytes == 8 * UNIT
+        await copies(full)
+        await until(lambda: engine.done(first))
+    assert engine.error(first) is InternalError
+    assert [one["event"] for one in logs if one["log_level"] == "error"] == ["an operation failed"]
+    await full.finish()
+    assert engine.error(second) is None

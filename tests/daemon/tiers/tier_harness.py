@@ -31,7 +31,6 @@ from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import HostResources, PoolService
 from kvferry.daemon.services.prefix_cache import PrefixCache
 from kvferry.daemon.services.receive_to_host import HostReceives
-from kvferry.daemon.services.room import Room
 from kvferry.daemon.services.tiers import checks_of
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
@@ -39,6 +38,7 @@ from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.daemon.tiers.operations import TRANSITIONS, Operations, Transitions
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
+from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import check
@@ -121,7 +121,7 @@ class Harness:
         self.operations = Operations(
             self.dispatcher, hub, self.sessions, self.counters, self.copier, self.host, self.executor, transitions
         )
-        self.room = Room(self.dispatcher, self.host)
+        self.room = Room(self.operations)
         self.service = OffloadService(
             self.dispatcher,
             hub,
@@ -132,7 +132,7 @@ class Harness:
             self.room,
             grace_s=config.snapshot_grace_s,
         )
-        self.host_receives = HostReceives(self.host, self.service, self.operations, self.room)
+        self.host_receives = HostReceives(self.host, self.service, self.operations)
         self.store = ScriptedStore(self.host.region)
         self.disk = self._disk(config)
         store = cast("RemoteStore", self.store)

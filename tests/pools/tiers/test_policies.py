@@ -213,7 +213,7 @@ def test_a_policy_that_is_told_later_decides_the_same(name: str, data: st.DataOb
 
 
 def test_a_policy_falls_behind_by_so_many_uses_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "MOST_USES_BEHIND", 3)
+    monkeypatch.setattr(policies, "MOST_BEHIND", 3)
     told: list[int] = []
     later: Deferred[int] = Deferred(make_policy("lru"), place, lambda: told.append(later.behind))
     later.add([0, 1])
