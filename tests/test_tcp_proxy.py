@@ -22,6 +22,8 @@ class _Ends:
         self.far, _ = listener.accept()
         for one in (self.near, self.far):
             one.settimeout(PATIENCE_S)
+        near.sendall(b"!")  # the far end may have accepted before the proxy has taken note of it
+        assert self.far.recv(1) == b"!"
 
     def is_silent(self) -> bool:
         """Return whether nothing has come at the far end by now: no byte and no end."""
