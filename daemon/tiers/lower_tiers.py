@@ -192,8 +192,6 @@ class LowerTiers:
         page_bytes = self._host.page_bytes[block.namespace]
         for _ in self._host.making_room(tenant, [Want(pages, page_bytes)]):
             await asyncio.sleep(0)
-        if block.state is not BlockState.READY or block.in_host:  # it went meanwhile, or was stored again
-            return block.in_host
         try:
             offsets = self._host.reserve(tenant, pages, page_bytes)
         except KvferryError as error:

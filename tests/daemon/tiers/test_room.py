@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import host_tier
 from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.pools.tiers.arena import Offsets
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     DeadlineError,
@@ -20,9 +22,9 @@ from kvferry.protocol.errors import (
     PageBusyError,
     ShuttingDownError,
 )
-from kvferry.protocol.pool_messages import Free, Freed
+from kvferry.protocol.pool_messages import Allocate, Free, Freed
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
-from tests.daemon.tiers.tier_harness import POOL, Engine, Harness, harness, names, settle, until
+from tests.daemon.tiers.tier_harness import HYBRID, POOL, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 ALL = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -80,13 +82,16 @@ async def copies(tiers: Harness, count: int = 1) -> None:
 async def test_an_offload_that_evicts_much_lets_others_go_first(full: Harness, engine: Engine) -> None:
     other = full.engine()
     operation = offload(engine, 4)
+    assert [one.waits_for for one in full.operations.status()] == ["room in the host tier"]
     there = list[int]()
     while not full.copier.under_way:
+        full.check()
         there.append(len(full.host.index))
         assert other.lookup(names(1), pin=False).blocks == 1
         await asyncio.sleep(0)
     assert there == [7, 6, 5]  # by one more in each turn of the loop, the last one in that in which it copies
     assert len(full.host.index) == 4
+    full.check()
     await full.finish()
     assert engine.error(operation) is None
 
@@ -100,7 +105,9 @@ async def test_a_store_keeps_its_pages_and_stores_what_they_held(full: Harness, 
     with pytest.raises((NotOwnerError, PageBusyError)):
         engine.load(engine.lookup(names(1)).lease, ids[:1])
     assert not full.copier.under_way
+    full.check()
     await copies(full)
+    full.check()
     await full.finish()
     assert engine.ended(operation).stored == 4
     ids = engine.allocate(4)
@@ -111,7 +118,8 @@ async def test_a_store_keeps_its_pages_and_stores_what_they_held(full: Harness, 
 
 async def test_what_needs_no_room_does_not_wait_for_those_who_do(full: Harness, engine: Engine) -> None:
     other = full.engine()
-    first, second = offload(engine, 4), other.store(names(1), other.allocate(1))
+    first, second = engine.store(names(11, 12, 13, 14), engine.allocate(4)), other.store(names(1), other.allocate(1))
+    assert evicted(full) == 1
     await until(lambda: other.done(second))
     assert not engine.done(first)
     await copies(full)
@@ -147,6 +155,7 @@ async def test_lookups_without_an_end_hold_nobody_up(tiers: Harness, engine: Eng
     other = tiers.engine(uid)
     await engine.stored(1, 2, 3, 4)
     await other.stored(5, 6, 7, 8)
+    other.lookup(names(5, 6, 7), pin=False)
     operation = offload(engine, 3)
     for _ in range(30):
         if not tiers.copier.under_way:
@@ -203,6 +212,37 @@ async def test_a_deadline_a_session_or_the_daemon_ends_while_one_waits(tiers: Ha
     assert repr(tiers.room) == "<Room waiting=0>"
     assert not list(tiers.service.snapshots)
     assert tiers.host.arena.used_bytes == 0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_snapshot_has_all_of_its_memory_or_none(
+    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    await new_pool(tiers, "hybrid", msgspec.structs.replace(HYBRID, full_layers=(0, 2)))
+    taken = [engine.send(Allocate(pool="hybrid", count=1, space=space)) for space in ("swa", "main")]
+    sizes, reserve = list[int](), tiers.host.reserve
+
+    def reserve_once(tenant: int, count: int, size_bytes: int) -> Offsets:
+        sizes.append(size_bytes)
+        if len(sizes) == 2:
+            raise OverloadedError("taken meanwhile")
+        return reserve(tenant, count, size_bytes)
+
+    monkeypatch.setattr(tiers.host, "reserve", reserve_once)
+    monkeypatch.setattr(tiers.host, "making_room", lambda *_, **__: iter([None] * waits))
+    lists = (PageList(component="swa", first_page=0, pages=1), PageList(pages=1))
+    number = engine.send(Offload(pool="hybrid", lists=lists), *(engine.replies[one][1][0] for one in taken))
+    if waits:
+        operation = engine.reply(number, Offloading).operation
+        await until(lambda: engine.done(operation))
+        assert engine.error(operation) is OverloadedError
+    else:
+        with pytest.raises(OverloadedError):
+            engine.reply(number, Offloading)
+    assert sizes[0] > sizes[1]  # the holes hold large ones best while they are large
+    assert not list(tiers.service.snapshots)
+    assert tiers.host.arena.used_bytes == 0
+    tiers.check()
 
 
 async def test_a_bug_ends_one_operation_alone(full: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
