@@ -326,7 +326,8 @@ class PrefixCache:
         try:
             fresh, at = self._begin(namespace, hashes, body.parent or None, layout)
             storing = _Storing(pool, layout, hold, fresh, ids[at])
-            steps = self._host.making_room(namespace.tenant, [storing.want], counted=True)
+            self._host.awaits(namespace.tenant, storing.want)
+            steps = self._host.making_room(namespace.tenant, [storing.want])
             waits = next(steps, self) is not self
             if fresh and not waits:
                 self._take_memory(storing)
@@ -400,6 +401,8 @@ class PrefixCache:
         self._host.index.abandon([storing.fresh[number] for number in at])
         if len(storing.offsets):
             self._host.arena.free(storing.offsets[at].reshape(-1), storing.layout.block_bytes)
+        else:
+            self._host.not_awaited(storing.pool.tenant, storing.want)
 
     def _commit(self, storing: _Storing) -> None:
         fresh, offsets, job = storing.fresh, storing.offsets, storing.job

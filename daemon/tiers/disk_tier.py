@@ -17,7 +17,7 @@ import structlog
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.threads import started_threads
-from kvferry.daemon.tiers.host_tier import USES_AT_ONCE, Demotions, HostTier
+from kvferry.daemon.tiers.host_tier import CATCH_UP_TURNS, USES_AT_ONCE, Demotions, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.integrity import WALKED, Problem, Walk
 from kvferry.pools.tiers.arena import Offsets, whole_units
@@ -342,9 +342,7 @@ class DiskTier:
         """Evict files until ``size_bytes`` fit; blocks that a lookup waits for stay. Return whether they fit."""
         if size_bytes > self._max_bytes:
             return False
-        for _ in range(self._policy.behind // USES_AT_ONCE):  # victims are looked for when it was told of all
-            self._policy.catch_up(USES_AT_ONCE)
-            await asyncio.sleep(0)
+        turns_left = CATCH_UP_TURNS
         for block in self._policy.victims():
             if self._used_bytes + size_bytes <= self._max_bytes:
                 break
@@ -354,6 +352,10 @@ class DiskTier:
             self._host.index.set_tier(block, Tier.DISK, present=False)
             self._counters.add("tiers.disk.evicted_blocks")
             await self._unlink(block)
+            while self._policy.behind > USES_AT_ONCE and turns_left:
+                turns_left -= 1
+                self._policy.catch_up(USES_AT_ONCE)
+                await asyncio.sleep(0)
         return self._used_bytes + size_bytes <= self._max_bytes
 
     async def _unlink(self, block: CachedBlock) -> None:

@@ -49,6 +49,9 @@ USES_AT_ONCE = 32
 EVICTED_AT_ONCE = 32
 """Uses that eviction policies are told of, and blocks that are evicted ahead, in a turn of the loop: some 0.5 ms."""
 
+CATCH_UP_TURNS = 256
+"""For so many turns an operation that needs room waits for eviction policies that others' uses keep behind."""
+
 JOURNAL_CHANGES = 1 << 16
 MAX_LABELS = 4096
 """Models whose labels are kept; beyond that, blocks of the oldest ones are listed without a label."""
@@ -194,7 +197,7 @@ class HostTier:
     def reserve(self, tenant: int, count: int, size_bytes: int, *, counted: bool = False) -> Offsets:
         """Allocate memory for ``count`` blocks of ``size_bytes`` for a tenant: all or none, evicting where needed.
 
-        It is charged to the tenant until ``release``, unless the index has already ``counted`` it.
+        It is charged to the tenant until ``release``, unless the index has already ``counted`` it: see ``awaits``.
 
         Returns:
             (count,) offsets in the arena, in bytes.
@@ -205,7 +208,7 @@ class HostTier:
         """
         wanted = count * whole_units(size_bytes)
         account = self.index.accounts[tenant]
-        self._evict_for_tenant(tenant, account, wanted, counted_bytes=wanted if counted else 0)
+        self._evict_for_tenant(tenant, account, wanted)
         try:
             offsets = self.arena.allocate(count, size_bytes)
         except NotEnoughError:
@@ -214,11 +217,24 @@ class HostTier:
             if self.arena.fitting(size_bytes) < count:
                 self._evict_for(tenant, size_bytes, wanted)
             offsets = self.arena.allocate(count, size_bytes)
-        if not counted:
+        if counted:
+            account.awaited_bytes -= wanted
+        else:
             account.charged_bytes += wanted
         if count:
             self.populate(int(offsets[-1]) + size_bytes)
         return offsets
+
+    def awaits(self, tenant: int, want: Want) -> None:
+        """Take note that blocks which the index counts have no memory yet: nobody has to make room for them but these.
+
+        They get it by ``reserve`` with ``counted``, or ``not_awaited`` is called.
+        """
+        self.index.accounts[tenant].awaited_bytes += want.blocks * whole_units(want.size_bytes)
+
+    def not_awaited(self, tenant: int, want: Want) -> None:
+        """Take note that they want no memory any more."""
+        self.index.accounts[tenant].awaited_bytes -= want.blocks * whole_units(want.size_bytes)
 
     def release(self, tenant: int, offsets: Offsets, size_bytes: int) -> None:
         """Free memory that ``reserve`` has charged to a tenant."""
@@ -315,36 +331,33 @@ class HostTier:
         if self._region is not None:
             self._region.close()
 
-    def making_room(self, tenant: int, wants: Sequence[Want], *, counted: bool = False) -> Iterator[None]:
+    def making_room(self, tenant: int, wants: Sequence[Want]) -> Iterator[None]:
         """Evict what ``reserve`` would have to evict for these blocks, a few at a time; yield where there is more.
 
         Evicts nothing where that could not be enough: ``reserve`` says why. What others take meanwhile is evicted for,
         too, but no more than the tier had blocks.
         """
-        accounts, victims = self.index.accounts, dict[int | None, Iterator[CachedBlock]]()
-        for _ in range(accounts.behind // USES_AT_ONCE):  # not for what others use meanwhile
-            if self._missing(tenant, wants, counted=counted).size_bytes <= 0:
-                return
-            accounts.catch_up(USES_AT_ONCE)
-            yield
+        accounts, turns_left = self.index.accounts, CATCH_UP_TURNS
         for _ in range(accounts.blocks // EVICTED_AT_ONCE + 1):
-            missing = self._missing(tenant, wants, counted=counted)
+            missing = self._missing(tenant, wants)
             if missing.size_bytes <= 0:
                 return
-            if missing.of not in victims:
-                victims[missing.of] = self.index.host_victims(missing.of)
-            if not self._evict(victims[missing.of], missing.size_bytes, EVICTED_AT_ONCE):
+            while accounts.behind > USES_AT_ONCE and turns_left:
+                turns_left -= 1
+                accounts.catch_up(USES_AT_ONCE)
+                yield
+            if not self._evict(self.index.host_victims(missing.of), missing.size_bytes, EVICTED_AT_ONCE):
                 return
-            if self._missing(tenant, wants, counted=counted).size_bytes > 0:
+            if self._missing(tenant, wants).size_bytes > 0:
                 yield
 
-    def _missing(self, tenant: int, wants: Sequence[Want], *, counted: bool) -> _Missing:
+    def _missing(self, tenant: int, wants: Sequence[Want]) -> _Missing:
         """Return what has to be evicted; nothing also where that is of no use."""
         wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
         account = self.index.accounts[tenant]
         if not 0 < wanted <= min(account.quota_bytes, self.arena.max_bytes):
             return _Missing(0, None)
-        missing = account.used_bytes + (0 if counted else wanted) - account.quota_bytes
+        missing = account.taken_bytes + wanted - account.quota_bytes
         if missing > 0:
             return _Missing(missing if missing <= account.evictable_bytes else 0, tenant)
         missing = self._unfitting(wants)
@@ -360,18 +373,18 @@ class HostTier:
         wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
         return max(0, wanted - self.arena.free_bytes, *lacking)
 
-    def _evict_for_tenant(self, tenant: int, account: TenantAccount, wanted: int, *, counted_bytes: int) -> None:
+    def _evict_for_tenant(self, tenant: int, account: TenantAccount, wanted: int) -> None:
         if wanted > min(account.quota_bytes, self.arena.max_bytes):
             raise OutOfMemoryError(
                 f"{wanted} bytes are needed in the host tier, which has {self.arena.max_bytes}; user {tenant} has "
                 f"a quota of {account.quota_bytes} (tiers.host_bytes, tiers.tenant_bytes)"
             )
-        missing = account.used_bytes + wanted - counted_bytes - account.quota_bytes
+        missing = account.taken_bytes + wanted - account.quota_bytes
         if missing <= 0:
             return
         if account.evictable_bytes < missing:
             raise self._full(
-                tenant, wanted, f"user {tenant} has {account.used_bytes} of its {account.quota_bytes} bytes in use"
+                tenant, wanted, f"user {tenant} has {account.taken_bytes} of its {account.quota_bytes} bytes in use"
             )
         self._evict(self.index.host_victims(tenant), missing)
 

@@ -43,26 +43,40 @@ class TenantAccount:
     Attributes:
         cached_bytes: blocks in the tier, including removed ones that are still being read.
         writing_bytes: blocks that are being written.
+        awaited_bytes: those of these that have no memory yet; see ``HostTier.awaits``.
         charged_bytes: anything else, mainly snapshots.
         evictable_bytes: cached blocks without a pin.
     """
 
-    __slots__ = ("cached_bytes", "charged_bytes", "evictable_bytes", "policy", "quota_bytes", "writing_bytes")
+    __slots__ = (
+        "awaited_bytes",
+        "cached_bytes",
+        "charged_bytes",
+        "evictable_bytes",
+        "policy",
+        "quota_bytes",
+        "writing_bytes",
+    )
 
     def __init__(self, quota_bytes: int, policy: Deferred[CachedBlock]) -> None:
         self.quota_bytes = quota_bytes
         self.policy = policy
-        self.cached_bytes = self.writing_bytes = self.charged_bytes = self.evictable_bytes = 0
+        self.cached_bytes = self.writing_bytes = self.awaited_bytes = self.charged_bytes = self.evictable_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes that count against the quota."""
+        """Return the bytes that it has, or awaits."""
         return self.cached_bytes + self.writing_bytes + self.charged_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Return the bytes that count against the quota."""
+        return self.used_bytes - self.awaited_bytes
 
     @property
     def share(self) -> float:
         """Return the used fraction of the quota; a quota of 0 counts as one byte."""
-        return self.used_bytes / max(self.quota_bytes, 1)
+        return self.taken_bytes / max(self.quota_bytes, 1)
 
 
 class HostAccounts:

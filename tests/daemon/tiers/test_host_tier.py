@@ -54,6 +54,7 @@ def cache(host: HostTier, *numbers: int, tenant: int = MINE, block_pages: int = 
     """Put blocks of so many allocation units into the tier."""
     begun = host.index.begin(namespace(tenant, block_pages), names(*numbers), None, block_pages * UNIT)
     blocks = [one.block for one in begun]
+    host.awaits(tenant, Want(len(blocks) * block_pages, UNIT))
     offsets = host.reserve(tenant, len(blocks) * block_pages, UNIT, counted=True)
     host.index.commit(blocks, offsets.reshape(len(blocks), block_pages))
     return blocks

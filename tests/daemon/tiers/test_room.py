@@ -24,7 +24,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.pool_messages import Allocate, Free, Freed
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
-from tests.daemon.tiers.tier_harness import HYBRID, POOL, Engine, Harness, harness, names, new_pool, settle, until
+from tests.daemon.tiers.tier_harness import HYBRID, POOL, UNIT, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 ALL = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -36,6 +36,7 @@ def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evict one block, and tell of one use, in a turn of the loop."""
     monkeypatch.setattr(host_tier, "EVICTED_AT_ONCE", 1)
     monkeypatch.setattr(host_tier, "USES_AT_ONCE", 1)
+    monkeypatch.setattr(host_tier, "CATCH_UP_TURNS", 8)
 
 
 @pytest.fixture
@@ -164,6 +165,41 @@ async def test_lookups_without_an_end_hold_nobody_up(tiers: Harness, engine: Eng
     assert tiers.copier.under_way
     await tiers.finish()
     assert engine.error(operation) is None
+
+
+async def test_what_one_waits_for_is_not_evicted_for_others(full: Harness, engine: Engine) -> None:
+    other = full.engine()
+    operation = engine.store(names(*range(11, 17)), engine.allocate(6))
+    assert evicted(full) == 1
+    offsets = full.host.reserve(1, 1, UNIT)
+    assert evicted(full) == 1
+    small = offload(other, 1)
+    assert evicted(full) == 2
+    full.host.release(1, offsets, UNIT)
+    assert len(full.copier.under_way) == 1
+    full.check()
+    await copies(full, 2)
+    await full.finish()
+    assert (engine.ended(operation).stored, other.error(small)) == (6, None)
+
+
+@POLICIES
+async def test_uses_while_one_waits_count_and_do_not_end_it(policy: str) -> None:
+    async with harness(8, policy=policy) as tiers:
+        engine = tiers.engine()
+        await engine.stored(*ALL)
+        operation = offload(engine, 5)
+        engine.lookup(names(*ALL[:6]), pin=False)
+        assert evicted(tiers) == 1
+        turns = 0
+        while not tiers.copier.under_way:
+            before = evicted(tiers)
+            await asyncio.sleep(0)
+            assert evicted(tiers) - before <= 1
+            turns += 1
+        assert turns >= 4
+        await tiers.finish()
+        assert engine.error(operation) is None
 
 
 async def test_two_that_wait_go_in_turns(full: Harness, engine: Engine) -> None:

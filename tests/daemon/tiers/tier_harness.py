@@ -35,7 +35,7 @@ from kvferry.daemon.services.tiers import checks_of
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
-from kvferry.daemon.tiers.operations import TRANSITIONS, Operations, State, Transitions
+from kvferry.daemon.tiers.operations import TRANSITIONS, Operations, Transitions
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.room import Room
@@ -237,11 +237,7 @@ class Harness:
                 check(allocator.problems())
                 check(allocator.holder_problems(self.operations.held_pages()))
                 check(allocator.owner_problems(owners))
-        used = sum(one.used_bytes for _, one in self.host.index.accounts.items())
-        waiting = [one for one in self.operations if one.state is State.WAITING]
-        used -= sum(
-            block.size_bytes for one in waiting for block in one.holdings.writing
-        )  # without memory
+        used = sum(one.taken_bytes for _, one in self.host.index.accounts.items())
         assert used == self.host.arena.used_bytes, "bytes in the arena that are nobody's, or another way round"
 
     def check_empty(self) -> None:
@@ -253,7 +249,7 @@ class Harness:
         assert not self.host.index.pinned_by()
         assert self.host.arena.used_bytes == 0, self.host.arena
         for tenant, usage in self.host.index.accounts.items():
-            assert usage.used_bytes == usage.evictable_bytes == 0, tenant
+            assert usage.used_bytes == usage.awaited_bytes == usage.evictable_bytes == 0, tenant
         for pool in self.pools:
             assert pool.idle, pool
             assert all(one.busy_count == 0 for one in pool.allocators.values()), pool
