@@ -329,7 +329,7 @@ class PrefixCache:
             self._host.awaits(namespace.tenant, storing.want)
             steps = self._host.making_room(namespace.tenant, [storing.want])
             waits = next(steps, self) is not self
-            if fresh and not waits:
+            if not waits:
                 self._take_memory(storing)
             operation = self._begin_store(call, body, storing)
         except Exception:

@@ -355,7 +355,7 @@ class HostTier:
         """Return what has to be evicted; nothing also where that is of no use."""
         wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
         account = self.index.accounts[tenant]
-        if not 0 < wanted <= min(account.quota_bytes, self.arena.max_bytes):
+        if wanted > min(account.quota_bytes, self.arena.max_bytes):
             return _Missing(0, None)
         missing = account.taken_bytes + wanted - account.quota_bytes
         if missing > 0:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
 import xxhash
 from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import lower_tiers, remote_tier
-from kvferry.daemon.tiers.host_tier import DEMOTION
+from kvferry.daemon.tiers.host_tier import DEMOTION, Want
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.protocol.errors import DeadlineError
@@ -136,6 +136,25 @@ async def test_so_many_have_memory_at_a_time(far: Harness, monkeypatch: pytest.M
     await far.let_store_answer()
     assert [await one for one in coming if one is not None] == [True, True, False, True]
     assert far.host.arena.used_bytes == 3 * UNIT
+
+
+async def test_room_for_a_block_that_comes_up_is_made_in_turns(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = await away(far, 1)
+    made: list[Want] = []
+
+    def making_room(_tenant: int, wants: Sequence[Want]) -> Iterator[None]:
+        made.extend(wants)
+        yield
+        made.clear()
+
+    monkeypatch.setattr(far.host, "making_room", making_room)
+    coming = far.lower.promote(block)
+    assert coming is not None
+    await until(lambda: made)
+    assert made == [Want(1, far.host.page_bytes[block.namespace])]
+    assert far.host.arena.used_bytes == 0
+    assert await coming
+    assert made == []
 
 
 async def test_a_full_host_tier_lets_nothing_come_up(far: Harness) -> None:
