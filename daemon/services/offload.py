@@ -145,10 +145,9 @@ class OffloadService:
     def _take_memory(self, snapshot: Snapshot) -> None:
         """Take memory for a snapshot that has none: all that it needs, or none."""
         taken: list[SnapshotSegment] = []
+        largest_first = sorted(snapshot.segments, key=lambda one: -one.layout.block_bytes)  # while the holes are large
         try:
-            for segment in sorted(
-                snapshot.segments, key=lambda one: -one.layout.block_bytes
-            ):  # so holes hold them best
+            for segment in largest_first:
                 segment.offsets = self._host.reserve(snapshot.tenant, segment.count, segment.layout.block_bytes)
                 taken.append(segment)
         except KvferryError:
