@@ -294,6 +294,9 @@ class HostTier:
                     yield Problem(
                         f"user {tenant} is charged {account.charged_bytes} bytes, and holds {charged[tenant]}"
                     )
+            taken = sum(account.taken_bytes for _, account in self.index.accounts.items())
+            if taken != self.arena.used_bytes:
+                yield Problem(f"users have {taken} bytes, {self.arena.used_bytes} are allocated")
 
         yield Check("the host tier's memory", memory, version, RESTART)
         yield Check("the cached blocks", self.index.problems, version, RESTART)

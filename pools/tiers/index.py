@@ -236,11 +236,6 @@ class BlockIndex:
         blocks = self._ready.get(namespace)
         return [] if blocks is None else blocks.leading(hashes)
 
-    def missing(self, namespace: Namespace, hashes: Iterable[bytes]) -> int:
-        """Return how many blocks ``begin`` would create; more than that where others are being written."""
-        blocks = self._ready.get(namespace)
-        return len(list(hashes)) if blocks is None else sum([one not in blocks for one in hashes])
-
     def get(self, namespace: Namespace, block_hash: bytes) -> CachedBlock | None:
         """Return a visible block, or None."""
         blocks = self._ready.get(namespace)

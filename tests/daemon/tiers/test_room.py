@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import host_tier
-from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.host_tier import HostTier, Want
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
@@ -201,6 +201,14 @@ async def test_uses_while_one_waits_count_and_do_not_end_it(policy: str) -> None
         assert turns >= 4
         await tiers.finish()
         assert engine.error(operation) is None
+
+
+async def test_memory_that_is_awaited_by_nobody_is_found(full: Harness) -> None:
+    full.host.awaits(1, Want(1, UNIT))
+    with pytest.raises(AssertionError, match=r"users have 28672 bytes, 32768 are allocated"):
+        full.check()
+    full.host.not_awaited(1, Want(1, UNIT))
+    full.check()
 
 
 async def test_two_that_wait_go_in_turns(full: Harness, engine: Engine) -> None:

@@ -237,8 +237,6 @@ class Harness:
                 check(allocator.problems())
                 check(allocator.holder_problems(self.operations.held_pages()))
                 check(allocator.owner_problems(owners))
-        used = sum(one.taken_bytes for _, one in self.host.index.accounts.items())
-        assert used == self.host.arena.used_bytes, "bytes in the arena that are nobody's, or another way round"
 
     def check_empty(self) -> None:
         """Check that nothing is held, counted or allocated by anybody any more."""
