@@ -8,17 +8,19 @@ has settled, the pages are copied to the snapshot's blocks and the pool's memory
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from kvferry.daemon.control.dispatch import Call
+from kvferry.daemon.control.dispatch import Answer, Call, Handler
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.offload import OffloadService
-from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.host_tier import HostTier, Want
 from kvferry.daemon.tiers.operations import Ending, Operation, Operations
-from kvferry.daemon.tiers.snapshots import Snapshot
+from kvferry.daemon.tiers.room import Room
+from kvferry.daemon.tiers.snapshots import Snapshot, new_segments
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import bytes_per_page, component_of, space_of, spaces_of
 from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page_ranges
@@ -60,10 +62,25 @@ class HostReceive(msgspec.Struct):
         return (self.session.session_id, self.request_id, self.pool.name)
 
 
+class HostReceivePlan(NamedTuple):
+    """A temporary pool that is not there yet.
+
+    Attributes:
+        pool: the engine's.
+        laid_out: a manifest like that pool's, for just these pages, from base 0.
+        ranges: the page lists.
+    """
+
+    pool: Pool
+    laid_out: Manifest
+    ranges: tuple[PageRange, ...]
+
+
 class HostReceives:
     """Makes the temporary pools, and turns them into snapshots when their transfers settle."""
 
-    def __init__(self, host: HostTier, service: OffloadService, operations: Operations) -> None:
+    def __init__(self, host: HostTier, service: OffloadService, operations: Operations, room: Room) -> None:
+        self._room = room
         self._host = host
         self._service = service
         self._operations = operations
@@ -71,17 +88,37 @@ class HostReceives:
         self._becoming: dict[int, HostReceive] = {}
         """Settled, and being copied to their snapshots, by operation."""
 
-    def make(self, call: Call, body: Receive, pool: Pool) -> HostReceive:
-        """Return a temporary pool with the layout of ``pool`` and the pages that a RECEIVE asks for.
+    def plan(self, body: Receive, pool: Pool) -> HostReceivePlan:
+        """Return the pages that a RECEIVE asks for, in the layout of ``pool``.
 
         Raises:
-            UnknownComponentError, LengthMismatchError, EmptyPagesError: the lists do not fit the pool.
-            OutOfMemoryError, OverloadedError, TierOffError: the host tier is full, busy or off.
+            UnknownComponentError, LengthMismatchError: the lists do not fit the pool.
+            OutOfMemoryError, TierOffError: the host tier is smaller, or off.
         """
-        region, lists, session = self._host.region, body.lists, call.session
-        ids = _numbered(lists, pool.manifest, region.size_bytes)
-        laid_out = _laid_out(pool.manifest, lists)
-        ranges = page_ranges(lists, ids, laid_out, may_end_inside=True)
+        ids = _numbered(body.lists, pool.manifest, self._host.region.size_bytes)
+        laid_out = _laid_out(pool.manifest, body.lists)
+        return HostReceivePlan(pool, laid_out, page_ranges(body.lists, ids, laid_out, may_end_inside=True))
+
+    def when_room(self, call: Call, plan: HostReceivePlan, handle: Handler) -> Answer | None:
+        """Handle a RECEIVE once there is room for the pool and its snapshot; see ``Room.hold``."""
+        segments = new_segments(plan.pool, lists_with_pages(plan.ranges))
+        wants = [Want(one.count, one.layout.block_bytes) for one in segments]
+        if wants:  # else it is refused
+            wants.append(Want(1, plan.laid_out.region_bytes))
+        return self._room.hold(call, self._host.making_room(plan.pool.tenant, wants), handle)
+
+    def give_up(self, session_id: int, is_wanted: Callable[[Call], bool]) -> bool:
+        """Give up RECEIVEs that wait for room; see ``Room.give_up``."""
+        return self._room.give_up(session_id, is_wanted)
+
+    def make(self, call: Call, body: Receive, plan: HostReceivePlan) -> HostReceive:
+        """Return the temporary pool of a plan.
+
+        Raises:
+            EmptyPagesError: no list has a page.
+            OutOfMemoryError, OverloadedError: the host tier is full, or busy.
+        """
+        region, session, (pool, laid_out, ranges) = self._host.region, call.session, plan
         size_bytes = laid_out.region_bytes
         snapshot = self._service.new_snapshot(call, pool, lists_with_pages(ranges))
         snapshot.state = "network"

@@ -104,11 +104,11 @@ class Tiers:
         crew = copy_kernel.new_crew(threads, background())
         self._copier = TierCopier(loop, scheduler, threads=threads, crew=crew)
         self.operations = Operations(dispatcher, hub, sessions, counters, self._copier, self._host, executor)
-        room = Room(self.operations)
+        room = Room(dispatcher, self.operations)
         self._service = OffloadService(
             dispatcher, hub, pools, rings, self._host, self.operations, room, grace_s=config.tiers.snapshot_grace_s
         )
-        self.host_receives = HostReceives(self._host, self._service, self.operations)
+        self.host_receives = HostReceives(self._host, self._service, self.operations, room)
         self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
         self._cache = PrefixCache(
             dispatcher, pools, sessions, rings, self._host, self.operations, self._lower, room, counters

@@ -23,7 +23,7 @@ from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.receive_to_host import HostReceives
+from kvferry.daemon.services.receive_to_host import HostReceivePlan, HostReceives
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, ReceiveRequest, SendChunk
 from kvferry.daemon.transfer.peer_transfers import TransferActivity
 from kvferry.daemon.transfer.registry import (
@@ -275,17 +275,19 @@ class TransferService:
         after = expect(call, Receive).after
         return self._rings.hold(call, after, self._begin_receive)
 
-    def _begin_receive(self, call: Call) -> Answer:
+    def _begin_receive(self, call: Call) -> Answer | None:
         body = expect(call, Receive)
         sender = self._sender(call, body)
         if body.into == "host":
-            return self._receive_to_host(call, body, sender)
+            plan = self._host_receives.plan(body, sender.pool)
+            return self._host_receives.when_room(call, plan, lambda call: self._receive_to_host(call, body, plan))
         ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)
         return self._begin_receive_into(call, sender, ranges, body)
 
-    def _receive_to_host(self, call: Call, body: Receive, sender: Sender) -> Answer:
+    def _receive_to_host(self, call: Call, body: Receive, plan: HostReceivePlan) -> Answer:
         """Start a receive request whose bytes become a snapshot in the host tier."""
-        host_receive = self._host_receives.make(call, body, sender.pool)
+        sender = self._sender(call, body)
+        host_receive = self._host_receives.make(call, body, plan)
         try:
             return self._begin_receive_into(call, sender._replace(pool=host_receive.pool), host_receive.ranges, body)
         except Exception as cause:
@@ -316,13 +318,13 @@ class TransferService:
         )
 
     def _cancel_held(self, session_id: int, body: Cancel) -> bool:
-        """Cancel a RECEIVE that is held for its event: it would begin later, into pages that others may own by then."""
+        """Cancel a RECEIVE that is held for its event, or for room: it would begin later, when nobody wants it."""
 
         def is_it(held: Call) -> bool:
             asked = held.body
             return isinstance(asked, Receive) and (asked.request_id, asked.pool) == (body.request_id, body.pool)
 
-        return self._rings.give_up(session_id, is_it)
+        return self._rings.give_up(session_id, is_it) or self._host_receives.give_up(session_id, is_it)
 
     def _cancel(self, call: Call) -> Answer | None:
         body = expect(call, Cancel)

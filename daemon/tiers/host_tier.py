@@ -26,7 +26,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
 from kvferry.pools.tiers.arena import Arena, Extent, Freed, NotEnoughError, Offsets, whole_units
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
-from kvferry.pools.tiers.index import BlockIndex, PinnedBlocks, TenantAccount
+from kvferry.pools.tiers.index import BlockIndex, PinnedBlocks
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.protocol.config.memory import smallest_limit
 from kvferry.protocol.config.schema import TiersConfig
@@ -208,7 +208,7 @@ class HostTier:
         """
         wanted = count * whole_units(size_bytes)
         account = self.index.accounts[tenant]
-        self._evict_for_tenant(tenant, account, wanted)
+        self._evict(self.index.host_victims(tenant), self._over_quota(tenant, wanted))
         try:
             offsets = self.arena.allocate(count, size_bytes)
         except NotEnoughError:
@@ -337,8 +337,10 @@ class HostTier:
     def making_room(self, tenant: int, wants: Sequence[Want]) -> Iterator[None]:
         """Evict what ``reserve`` would have to evict for these blocks, a few at a time; yield where there is more.
 
-        Evicts nothing where that could not be enough: ``reserve`` says why. What others take meanwhile is evicted for,
-        too, but no more than the tier had blocks.
+        What others take meanwhile is evicted for, too, but no more than the tier had blocks.
+
+        Raises:
+            OutOfMemoryError, OverloadedError: as ``reserve``, for all of them together; evicts nothing then.
         """
         accounts, turns_left = self.index.accounts, CATCH_UP_TURNS
         for _ in range(accounts.blocks // EVICTED_AT_ONCE + 1):
@@ -355,20 +357,22 @@ class HostTier:
                 yield
 
     def _missing(self, tenant: int, wants: Sequence[Want]) -> _Missing:
-        """Return what has to be evicted; nothing also where that is of no use."""
+        """Return what has to be evicted.
+
+        Raises:
+            OutOfMemoryError, OverloadedError: that could not be enough.
+        """
         wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
-        account = self.index.accounts[tenant]
-        if wanted > min(account.quota_bytes, self.arena.max_bytes):
-            return _Missing(0, None)
-        missing = account.taken_bytes + wanted - account.quota_bytes
+        missing = self._over_quota(tenant, wanted)
         if missing > 0:
-            return _Missing(missing if missing <= account.evictable_bytes else 0, tenant)
+            return _Missing(missing, tenant)
         missing = self._unfitting(wants)
         if missing > 0:
             self._grow(self.arena.size_bytes + missing)
             missing = self._unfitting(wants)
-        is_enough = self.arena.free_bytes + self.index.accounts.evictable_bytes >= wanted
-        return _Missing(missing if is_enough else 0, None)
+        if not self._may_fit(wanted):
+            raise self._short(tenant, wanted)
+        return _Missing(missing, None)
 
     def _unfitting(self, wants: Sequence[Want]) -> int:
         """Return the bytes of those of these blocks that the arena's holes do not hold, as if each size came alone."""
@@ -376,34 +380,46 @@ class HostTier:
         wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
         return max(0, wanted - self.arena.free_bytes, *lacking)
 
-    def _evict_for_tenant(self, tenant: int, account: TenantAccount, wanted: int) -> None:
+    def _over_quota(self, tenant: int, wanted: int) -> int:
+        """Return how many bytes of a tenant's blocks have to go before it may have so many more; 0 or less: none.
+
+        Raises:
+            OutOfMemoryError: the tier, or the tenant's quota, can never hold them.
+            OverloadedError: it has not so many that may go.
+        """
+        account = self.index.accounts[tenant]
         if wanted > min(account.quota_bytes, self.arena.max_bytes):
             raise OutOfMemoryError(
                 f"{wanted} bytes are needed in the host tier, which has {self.arena.max_bytes}; user {tenant} has "
                 f"a quota of {account.quota_bytes} (tiers.host_bytes, tiers.tenant_bytes)"
             )
         missing = account.taken_bytes + wanted - account.quota_bytes
-        if missing <= 0:
-            return
-        if account.evictable_bytes < missing:
+        if missing > max(0, account.evictable_bytes):
             raise self._full(
                 tenant, wanted, f"user {tenant} has {account.taken_bytes} of its {account.quota_bytes} bytes in use"
             )
-        self._evict(self.index.host_victims(tenant), missing)
+        return missing
+
+    def _may_fit(self, wanted: int) -> bool:
+        """Return whether all that may go would be enough."""
+        return self.arena.free_bytes + self.index.accounts.evictable_bytes >= wanted
 
     def _evict_for(self, tenant: int, size_bytes: int, wanted: int) -> None:
         """Evict until the blocks fit; evict nothing where that could not be enough."""
-        if self.arena.free_bytes + self.index.accounts.evictable_bytes >= wanted:
+        if self._may_fit(wanted):
             victims = self.index.host_victims()
             missing = wanted - self.arena.fitting(size_bytes) * whole_units(size_bytes)
             while self._evict(victims, missing):
                 missing = wanted - self.arena.fitting(size_bytes) * whole_units(size_bytes)
                 if missing <= 0:
                     return
+        raise self._short(tenant, wanted)
+
+    def _short(self, tenant: int, wanted: int) -> OverloadedError:
         why = f"{self.arena.free_bytes} of {self.arena.size_bytes} bytes are free"
         if self._too_little:
             why += f" and it cannot grow to its {self.arena.max_bytes} ({self._too_little})"
-        raise self._full(tenant, wanted, why)
+        return self._full(tenant, wanted, why)
 
     def _evict(self, victims: Iterator[CachedBlock], size_bytes: int, most: int | None = None) -> bool:
         """Evict the next victims, at most so many, until ``size_bytes`` are freed; return whether there was one."""

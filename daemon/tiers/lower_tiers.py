@@ -190,9 +190,9 @@ class LowerTiers:
         """Read a block from the nearest tier that has it; see ``promote``."""
         tenant, pages = block.namespace.tenant, block.namespace.block_pages
         page_bytes = self._host.page_bytes[block.namespace]
-        for _ in self._host.making_room(tenant, [Want(pages, page_bytes)]):
-            await asyncio.sleep(0)
         try:
+            for _ in self._host.making_room(tenant, [Want(pages, page_bytes)]):
+                await asyncio.sleep(0)
             offsets = self._host.reserve(tenant, pages, page_bytes)
         except KvferryError as error:
             self._counters.add("tiers.host.promotions_refused")

@@ -10,17 +10,21 @@ import numpy as np
 import pytest
 
 from kvferry.clients import Client, new_request_id, pages, pages_wanted
+from kvferry.clients.calls import asked
 from kvferry.pools.tiers.arena import ALLOCATION_UNIT_BYTES
 from kvferry.protocol.errors import (
+    CancelledError,
     InvalidFieldError,
     KvferryError,
     LengthMismatchError,
     NotOwnerError,
     PoolFullError,
     UnknownComponentError,
+    UnknownPoolError,
     UnknownSnapshotError,
 )
-from kvferry.protocol.pool_messages import Freed
+from kvferry.protocol.pool_messages import DeletePool, Freed
+from kvferry.protocol.transfer_messages import Cancel
 from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, PAGE_SIZE, SPEC, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 
@@ -162,6 +166,38 @@ def test_a_transfer_of_another_daemon_lands_in_the_host_tier(client: Client, poo
         decode.wait_done(back)
         assert target.holds(back.pages["main"], content)
         target.close()
+
+
+@pytest.mark.host_only
+def test_a_transfer_lands_in_a_tier_that_is_full_of_blocks_or_waits_for_room_in_vain(tmp_path: Path) -> None:
+    blocks = TIER_BYTES // ALLOCATION_UNIT_BYTES
+    with (
+        running_daemon(tmp_path, f"[tiers]\nhost_bytes = {TIER_BYTES}\n") as daemon,
+        Client.connect(daemon.runtime_dir) as client,
+    ):
+        pool = Filled(client, "pool", msgspec.structs.replace(SPEC, tokens=(blocks + 1) * PAGE_SIZE))
+        ids = client.allocate("pool", blocks)
+        client.wait_done(client.store("pool", hashes(blocks), ids))  # all of the tier
+        content = pool.write(ids[:100], seed=1)
+        request_id, wanted = new_request_id(), [pages_wanted(100)]
+        with client.batched() as step:  # so it still waits
+            lost = step.receive("pool", request_id, wanted, into="host")
+            cancelled = step.begin(asked(Cancel(request_id=request_id, pool="pool", direction="receive", wait=True)))
+        client.wait(cancelled)
+        with pytest.raises(CancelledError, match="room"):
+            client.wait_finished(lost)
+        transfer = client.receive("pool", request_id, wanted, into="host")
+        client.send("pool", request_id, [pages(ids[:100])])
+        client.wait_done(client.restore("pool", client.wait_finished(transfer).snapshot, [pages(ids[100:200])]))
+        assert pool.holds(ids[100:200], content)
+        with client.batched() as step:
+            late = step.receive("pool", new_request_id(), [pages_wanted(300)], into="host")
+            step.free("pool", ids)
+            deleted = step.begin(asked(DeletePool(pool="pool")))
+        client.wait(deleted)
+        with pytest.raises(UnknownPoolError):
+            client.wait_finished(late)
+        pool.close()
 
 
 @pytest.mark.host_only

@@ -196,7 +196,7 @@ class _Machine(RuleBasedStateMachine):
         body = Receive(pool=POOL, request_id=f"{self.transfers:032x}", lists=(PageList(pages=count),), into="host")
         call = Call(0, engine.session, body, (), 30.0)
         pool, host_receives = self.harness.pool(POOL, call.session.tenant), self.harness.host_receives
-        made = self.guarded(engine, lambda: host_receives.make(call, body, pool))
+        made = self.guarded(engine, lambda: host_receives.make(call, body, host_receives.plan(body, pool)))
         if made is None:
             return multiple()
         self.host_receive.append(made)

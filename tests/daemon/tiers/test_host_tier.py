@@ -99,12 +99,6 @@ def test_a_tier_does_not_grow_into_memory_that_the_host_has_not(
         host.close()
 
 
-def test_what_can_never_fit_is_no_matter_of_waiting(host: HostTier) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"28672 bytes are needed .* quota of 24576"):
-        host.reserve(MINE, 7, UNIT)
-    assert host.arena.used_bytes == 0
-
-
 Evict = Callable[[HostTier, int, int], object]
 
 
@@ -152,27 +146,48 @@ def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most_of_its_quota
     assert cached(host, THEIRS) == [6, 7]
 
 
-def test_nobody_goes_where_that_could_not_help(host: HostTier) -> None:
+def test_what_can_never_fit_is_no_matter_of_waiting(host: HostTier, evict: Evict) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"28672 bytes are needed .* quota of 24576"):
+        evict(host, MINE, 7)
+    assert host.arena.used_bytes == 0
+
+
+def test_several_that_cannot_all_be_there_evict_nothing(host: HostTier) -> None:
+    cache(host, 1, 2, 3, 4, 5, 6)
+    pins = host.index.longest_prefix(namespace(), names(1, 2))
+    wants = [Want(2, UNIT), Want(2, 2 * UNIT)]
+    with pytest.raises(OutOfMemoryError, match=r"28672 bytes are needed"):
+        next(host.making_room(MINE, [*wants, Want(1, UNIT)]))
+    host.index.pin(pins[:1], 7)
+    with pytest.raises(OverloadedError, match=r"24576 bytes are needed"):
+        next(host.making_room(MINE, wants))
+    assert cached(host) == [1, 2, 3, 4, 5, 6]
+    host.index.unpin(pins[:1], 7)
+    assert not [*host.making_room(MINE, wants)]
+    assert cached(host) == []
+
+
+def test_nobody_goes_where_that_could_not_help(host: HostTier, evict: Evict) -> None:
     held = host.reserve(THEIRS, 5, UNIT)
     cache(host, 1, 2)
-    make_room(host, MINE, 4)
     with pytest.raises(OverloadedError, match=r"16384 bytes are needed, 4096 of 32768 .* use: 20480 of other users;"):
-        host.reserve(MINE, 4, UNIT)
+        evict(host, MINE, 4)
     assert cached(host) == [1, 2]
     host.release(THEIRS, held, UNIT)
     with pytest.raises(AssertionError, match="discharged"):
         host.discharge(THEIRS, 1, UNIT)
 
 
-def test_who_pins_what_is_said(host: HostTier) -> None:
+def test_who_pins_what_is_said(host: HostTier, evict: Evict) -> None:
     blocks = cache(host, 1, 2, 3, 4, 5)
     host.index.pin(blocks[:3], 7)
     host.index.pin(blocks[3:], OPERATOR)
     host.index.unpin(blocks[:1], 7)
-    make_room(host, MINE, 3)
+    with pytest.raises(OverloadedError):
+        evict(host, MINE, 3)
     host.index.pin(blocks[:1], 7)
     with pytest.raises(OverloadedError) as error:
-        host.reserve(MINE, 2, UNIT)
+        evict(host, MINE, 2)
     assert "user 1 has 20480 of its 24576 bytes in use" in error.value.detail
     assert error.value.detail.endswith("12288 by instance 7, 8192 by an operator (kvferry cache)")
     assert cached(host) == [1, 2, 3, 4, 5]

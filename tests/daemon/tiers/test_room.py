@@ -1,4 +1,4 @@
-"""Operations that wait for room in the host tier: others go on meanwhile, and all ends as if it had been there."""
+"""What waits for room in the host tier: others go on meanwhile, and all ends as if it had been there."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from kvferry.daemon.control.dispatch import Answer, Call, expect
+from kvferry.daemon.services.receive_to_host import HostReceivePlan
 from kvferry.daemon.tiers import host_tier
 from kvferry.daemon.tiers.host_tier import HostTier, Want
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
+    CancelledError,
     DeadlineError,
+    EmptyPagesError,
     InternalError,
     NotOwnerError,
     OutOfMemoryError,
@@ -24,6 +28,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.pool_messages import Allocate, Free, Freed
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
+from kvferry.protocol.transfer_messages import Accepted, Receive
 from tests.daemon.tiers.tier_harness import HYBRID, POOL, UNIT, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
@@ -307,3 +312,107 @@ async def test_a_bug_ends_one_operation_alone(full: Harness, engine: Engine, mon
     assert [one["event"] for one in logs if one["log_level"] == "error"] == ["an operation failed"]
     await full.finish()
     assert engine.error(second) is None
+
+
+@pytest.fixture
+def receives(tiers: Harness) -> Harness:
+    """Have RECEIVEs into the host tier answered, and end their transfers at once."""
+
+    def made(call: Call, body: Receive, plan: HostReceivePlan) -> Answer:
+        tiers.host_receives.refused(tiers.host_receives.make(call, body, plan), CancelledError("over"))
+        return Answer(Accepted())
+
+    def receive(call: Call) -> Answer | None:
+        body = expect(call, Receive)
+        plan = tiers.host_receives.plan(body, tiers.pool())
+        return tiers.host_receives.when_room(call, plan, lambda call: made(call, body, plan))
+
+    tiers.dispatcher.handle("RECEIVE", receive)
+    return tiers
+
+
+def receiving(engine: Engine, count: int, number: int = 0, deadline_ms: int = 0) -> int:
+    """Send a RECEIVE of so many pages into the host tier; return its message's number."""
+    lists = (PageList(pages=count),)
+    body = Receive(pool=POOL, request_id=f"{number:032x}", lists=lists, into="host")
+    return engine.send(body, deadline_ms=deadline_ms)
+
+
+async def test_a_receive_lets_others_go_first(receives: Harness, full: Harness, engine: Engine) -> None:
+    other = full.engine()
+    number = receiving(engine, 4)
+    there = list[int]()
+    while number not in engine.replies:
+        full.check()
+        there.append(len(full.host.index))
+        assert other.lookup(names(1), pin=False).blocks == 1
+        await asyncio.sleep(0)
+    assert there == [7, 6, 5, 4]  # for four pages and the pool, one by one
+    assert engine.reply(number, Accepted) == Accepted()
+    assert len(full.host.index) == 3
+    assert receives.host.arena.free_bytes == 5 * UNIT
+
+
+@pytest.mark.usefixtures("full")
+async def test_a_receive_that_cannot_be_evicts_nothing(receives: Harness, engine: Engine) -> None:
+    with pytest.raises(OutOfMemoryError):
+        engine.reply(receiving(engine, 8), Accepted)
+    with pytest.raises(EmptyPagesError):
+        engine.reply(receiving(engine, 0), Accepted)
+    engine.lookup(names(1, 2, 3, 4, 5))
+    with pytest.raises(OverloadedError, match="is full"):
+        engine.reply(receiving(engine, 3), Accepted)
+    assert len(receives.host.index) == 8
+
+
+@pytest.mark.usefixtures("endless")
+async def test_receives_that_wait_may_be_given_up(receives: Harness, engine: Engine) -> None:
+    other = receives.engine()
+    first, second, theirs = receiving(engine, 1, 1), receiving(engine, 1, 2), receiving(other, 1, 1)
+    offload(engine, 1)
+    session_id = engine.session.session_id
+
+    def is_first(call: Call) -> bool:
+        return expect(call, Receive).request_id.endswith("1")
+
+    assert receives.host_receives.give_up(session_id, is_first)
+    with pytest.raises(CancelledError, match="room"):
+        engine.reply(first, Accepted)
+    assert not receives.host_receives.give_up(session_id, is_first)
+    await settle()
+    assert second not in engine.replies
+    assert theirs not in other.replies
+    assert repr(receives.room) == "<Room waiting=3>"
+
+
+@pytest.mark.usefixtures("endless")
+async def test_a_deadline_or_a_session_ends_while_a_receive_waits(receives: Harness, engine: Engine) -> None:
+    dead, late = receives.engine(), receiving(engine, 1, deadline_ms=1)
+    receiving(dead, 1)
+    receives.lose(dead)
+    await until(lambda: late in engine.replies)
+    await settle()
+    with pytest.raises(DeadlineError):
+        engine.reply(late, Accepted)
+    assert repr(receives.room) == "<Room waiting=0>"
+
+
+@pytest.mark.usefixtures("full")
+async def test_a_bug_is_the_answer_to_one_receive_alone(
+    receives: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def making_room(*_: object, **__: object) -> Iterator[None]:
+        yield
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(HostTier, "making_room", making_room)
+        first = receiving(engine, 1)
+    second = receiving(engine, 1)
+    with capture_logs() as logs:
+        await until(lambda: second in engine.replies)
+    with pytest.raises(InternalError):
+        engine.reply(first, Accepted)
+    assert engine.reply(second, Accepted) == Accepted()
+    assert [one["event"] for one in logs if one["log_level"] == "error"] == ["request failed"]
+    receives.check()

@@ -311,7 +311,8 @@ async def test_a_pool_may_go_while_restores_wait_for_its_pages_or_for_the_snapsh
 def into(tiers: Harness, engine: Engine, *lists: PageList, pool: str = POOL) -> HostReceive:
     """Make room for what a transfer is to bring: four pages, or these lists."""
     body = Receive(pool=pool, request_id="0" * 32, lists=lists or (PageList(pages=4),), into="host")
-    return tiers.host_receives.make(Call(0, engine.session, body, (), 30.0), body, tiers.pool(pool))
+    plan = tiers.host_receives.plan(body, tiers.pool(pool))
+    return tiers.host_receives.make(Call(0, engine.session, body, (), 30.0), body, plan)
 
 
 def ends(tiers: Harness, host_receive: HostReceive, error: KvferryError | None = None) -> None:

@@ -121,7 +121,7 @@ class Harness:
         self.operations = Operations(
             self.dispatcher, hub, self.sessions, self.counters, self.copier, self.host, self.executor, transitions
         )
-        self.room = Room(self.operations)
+        self.room = Room(self.dispatcher, self.operations)
         self.service = OffloadService(
             self.dispatcher,
             hub,
@@ -132,7 +132,7 @@ class Harness:
             self.room,
             grace_s=config.snapshot_grace_s,
         )
-        self.host_receives = HostReceives(self.host, self.service, self.operations)
+        self.host_receives = HostReceives(self.host, self.service, self.operations, self.room)
         self.store = ScriptedStore(self.host.region)
         self.disk = self._disk(config)
         store = cast("RemoteStore", self.store)
