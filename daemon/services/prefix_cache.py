@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -65,6 +65,9 @@ _NUMBER_BITS = 52
 MAX_PINS = 1 << 20
 """Bounds of one instance; a block counts once in each lease."""
 
+UNPINNED_AT_ONCE = 1024
+"""Blocks, in a turn of the loop: some 1 ms."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -75,6 +78,14 @@ class Lease(msgspec.Struct):
     namespace: Namespace
     layout: BlockLayout
     blocks: list[CachedBlock]
+
+
+class _Unpinning(NamedTuple):
+    """The blocks of a lease whose instance has ended; the first ``done`` ones are not pinned any more."""
+
+    holder: int
+    blocks: Sequence[CachedBlock]
+    done: int
 
 
 class _Chain(NamedTuple):
@@ -145,6 +156,9 @@ class PrefixCache:
         self._leased: Counter[int] = Counter()  # blocks in the leases of each instance
         self._looking: dict[tuple[int, int], list[CachedBlock]] = {}
         """The blocks that each lookup pins while lower tiers are asked, by session and message."""
+        self._unpinning: deque[_Unpinning] = deque()
+        """What instances that have ended pin still."""
+        self._unpin_rest = host.in_turns(self._unpin_some)
         self._lookups = Background("a lookup")
         self._loads = Background("a load")
         for kind, handler in (
@@ -169,6 +183,8 @@ class PrefixCache:
         for owner_id, leases in self._leases.items():
             for lease in leases.values():
                 yield PinnedBlocks(owner_id, lease.blocks)
+        for holder, blocks, done in tuple(self._unpinning):
+            yield PinnedBlocks(holder, blocks[done:])
         for blocks in self._looking.values():
             yield PinnedBlocks(LOOKUPS, blocks)
 
@@ -208,10 +224,24 @@ class PrefixCache:
             self._host.free_all(self._host.index.unpin(lease.blocks, owner_id))
 
     def instance_lost(self, owner_id: int) -> None:
-        """End all leases of an instance."""
-        self._leases.pop(owner_id, None)
+        """End all leases of an instance; what many blocks they pin goes in the next turns of the loop."""
         self._leased.pop(owner_id, None)
-        self._host.free_all(self._host.index.unpin_holder(owner_id))
+        leases = self._leases.pop(owner_id, {})
+        self._unpinning.extend(_Unpinning(owner_id, lease.blocks, 0) for lease in leases.values())
+        if self._unpin_some():
+            self._unpin_rest()
+
+    def _unpin_some(self) -> bool:
+        """Unpin some blocks of instances that have ended; return whether there are more."""
+        left = UNPINNED_AT_ONCE
+        while self._unpinning and left:
+            holder, blocks, done = self._unpinning.popleft()
+            some = blocks[done : done + left]
+            if done + len(some) < len(blocks):
+                self._unpinning.appendleft(_Unpinning(holder, blocks, done + len(some)))
+            self._host.free_all(self._host.index.unpin(some, holder))
+            left -= len(some)
+        return bool(self._unpinning)
 
     # -- LOOKUP, UNPIN
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import structlog
@@ -152,6 +154,7 @@ class TransferService:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._losing: deque[Iterator[None]] = deque()
         self._cancels: dict[tuple[int, EndpointKey], list[tuple[Call, bool]]] = {}
         self._executing = False
         self._idle = asyncio.Event()
@@ -176,11 +179,23 @@ class TransferService:
         self._state_machine.results.open_session(event.session.session_id)
 
     def session_lost(self, session: Session) -> None:
-        """Fail the session's open endpoints."""
-        self._state_machine.session_lost(session.session_id, time.monotonic())
+        """Fail the session's open endpoints: a few at once, the others in the next turns of the loop."""
         for key in [one for one in self._cancels if one[0] == session.session_id]:
             del self._cancels[key]
-        self.execute()
+        self._losing.append(self._state_machine.losing_session(session.session_id, time.monotonic()))
+        if len(self._losing) == 1:
+            self._lose_some()
+
+    def _lose_some(self) -> None:
+        """Fail a few endpoints of a session that has ended, and have it wait behind others."""
+        steps = self._losing.popleft()
+        try:
+            if next(steps, self) is not self:
+                self._losing.append(steps)
+        finally:
+            if self._losing:
+                self._loop.call_soon(self._lose_some)
+            self.execute()
 
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
         """Take note that a transfer op has ended, as its transport reports: at once, or to be handled in the next turn.

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import torch
 
-from kvferry.clients import Client, MhaSpec, SharedMemory, Transfer, pages
+from kvferry.clients import Client, MhaSpec, SharedMemory, Transfer, new_request_id, pages
 
 SPEC = MhaSpec(layers=2, tokens=2048, page_size=16, kv_heads=2, head_dim=8, dtype="float32")
 ALL = SPEC.tokens // SPEC.page_size
@@ -40,6 +40,10 @@ def main() -> None:
         wait_accepted(client, client.send(side, request_id, lists, last="last" in flags))
     else:
         wait_accepted(client, client.receive(side, request_id, lists))
+    if "crowd" in flags:
+        with client.batched() as step:
+            crowd = [step.receive(side, new_request_id(), [pages([one])]) for one in client.allocate(side, ALL - PAGES)]
+        wait_accepted(client, crowd[-1])
     if "fork" in flags and os.fork() == 0:
         signal.pause()  # keeps every socket open
     print(os.getpid(), flush=True)  # noqa: T201  the test waits for it

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
 import pytest
 
+from kvferry.daemon.transfer import state_machine
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, SendChunk, SendRequest
 from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.registry import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
@@ -218,9 +220,12 @@ class TransferHarness:
         return failed
 
     def lose(self, session: int) -> None:
-        """Let a session's engine die: what the daemon does then, in its order."""
+        """Let a session's engine die: what the daemon does then, in its order, with one endpoint at a time."""
         del self.told[session]
-        self.state_machine.session_lost(session, self.now)
+        with patch.object(state_machine, "ENDED_AT_ONCE", 1):
+            for _ in self.state_machine.losing_session(session, self.now):
+                self._execute()
+                self.check()
         self._execute()
         for pool in self.pools:
             for allocator in pool.allocators.values():
@@ -228,9 +233,11 @@ class TransferHarness:
         self.check()
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass, and deadlines come."""
+        """Let time pass, and deadlines come, one at a time."""
         self.now += seconds
-        self.state_machine.expire(self.now)
+        with patch.object(state_machine, "ENDED_AT_ONCE", 1):
+            while (due_at := self.state_machine.next_deadline()) is not None and due_at <= self.now:
+                self.state_machine.expire(self.now)
         self._execute()
 
     def events(self, session: int, *values: int) -> None:

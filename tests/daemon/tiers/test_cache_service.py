@@ -137,6 +137,24 @@ async def test_pins_end_with_unpin_and_with_the_session(tiers: Harness, engine: 
     assert tiers.host.index.pinned_by() == {theirs: UNIT}
 
 
+async def test_the_pins_of_an_instance_that_ends_go_in_turns(
+    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_cache, "UNPINNED_AT_ONCE", 2)
+    dead, other = tiers.engine(), tiers.engine()
+    await engine.stored(1, 2, 3)
+    for one in (dead, dead, other):
+        one.lookup(names(1, 2, 3))
+    tiers.lose(other)
+    tiers.lose(dead)
+    left = list[int]()
+    while pins := sum([sum(block.pins.values()) for block in tiers.blocks(1, 2, 3)]):
+        left.append(pins)
+        tiers.check()
+        await asyncio.sleep(0)
+    assert left == [5, 3, 1]
+
+
 async def test_a_lookup_is_answered_before_it_counts_as_a_use(
     tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
