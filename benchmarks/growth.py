@@ -261,10 +261,24 @@ def transfers(grown: Running, _small: Running, peer: Engine, effort: Effort) -> 
                 memory.append(memory_point(size, memory_bytes(grown) - began_bytes, size - waiting, memory))
             waiting = size
             curves.add(size, costs(engine, peer))
-    note = f"the longest SEND took {longest_ms:.1f} ms"
+        ended = [longest_ping_ms(grown.client, stack.close)]
     return [
         *curves.rows(MICROSECONDS, TARGETS),
-        row_of_curve("growth/transfers/memory", BYTES, memory, of="waiting", note=note),
+        row_of_curve(
+            "growth/transfers/memory",
+            BYTES,
+            memory,
+            of="waiting",
+            note=f"the longest SEND took {longest_ms:.1f} ms",
+        ),
+        row_of_curve(
+            "growth/transfers/ended",
+            MILLISECONDS,
+            [Point(waiting, ended, ended)],
+            of="waiting",
+            target=STALL,
+            note=f"the longest PING of another engine while those of {WAITING_A_SESSION} each end",
+        ),
     ]
 
 
@@ -361,20 +375,7 @@ class Prompts:
 
     def longest_ms(self) -> float:
         """Return the longest PING of the other engine while a prompt is used, in milliseconds."""
-        hashes, ended, times_s = self.prompt(), threading.Event(), list[float]()
-
-        def ask() -> None:
-            while not ended.is_set():
-                times_s.append(self._other.ping())
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        try:
-            self.use(hashes)
-        finally:
-            ended.set()
-            thread.join()
-        return max(times_s) * 1e3
+        return longest_ping_ms(self._other, partial(self.use, self.prompt()))
 
 
 def prompts(effort: Effort) -> list[Row]:
@@ -409,6 +410,24 @@ def prompts(effort: Effort) -> list[Row]:
             note="the daemon's processor time for all that",
         ),
     ]
+
+
+def longest_ping_ms(other: Client, work: Callable[[], None]) -> float:
+    """Return the longest PING of an engine while others work, in milliseconds."""
+    ended, times_s = threading.Event(), list[float]()
+
+    def ask() -> None:
+        while not ended.is_set():
+            times_s.append(other.ping())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        work()
+    finally:
+        ended.set()
+        thread.join()
+    return max(times_s) * 1e3
 
 
 def busy_s(running: Running, watched_s: float) -> float:
