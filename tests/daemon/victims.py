@@ -42,7 +42,10 @@ def main() -> None:
         wait_accepted(client, client.receive(side, request_id, lists))
     if "crowd" in flags:
         with client.batched() as step:
-            crowd = [step.receive(side, new_request_id(), [pages([one])]) for one in client.allocate(side, ALL - PAGES)]
+            crowd = [
+                step.receive(side, new_request_id(), [pages([one])], deadline_s=600.0)
+                for one in client.allocate(side, ALL - PAGES)
+            ]
         wait_accepted(client, crowd[-1])
     if "fork" in flags and os.fork() == 0:
         signal.pause()  # keeps every socket open
