@@ -17,7 +17,7 @@ import numpy as np
 from kvferry.daemon.control.dispatch import Answer, Call, Handler
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.offload import OffloadService
-from kvferry.daemon.tiers.host_tier import HostTier, Want
+from kvferry.daemon.tiers.host_tier import LARGER_TIER, HostTier, Want
 from kvferry.daemon.tiers.operations import Ending, Operation, Operations
 from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.snapshots import Snapshot, new_segments
@@ -230,7 +230,9 @@ def _numbered(lists: Sequence[PageList], manifest: Manifest, most_bytes: int) ->
         wanted = one.pages * bytes_per_page(manifest, space)
         if wanted > most_bytes:
             raise OutOfMemoryError(
-                f"{one.pages} pages are {wanted} bytes, the host tier has {most_bytes}", field=f"lists[{index}].pages"
+                f"{one.pages} pages are {wanted} bytes, the host tier has {most_bytes}",
+                remedy=LARGER_TIER,
+                field=f"lists[{index}].pages",
             )
         found.append(np.arange(used[space] + 1, used[space] + 1 + one.pages))
         used[space] += one.pages

@@ -52,6 +52,8 @@ EVICTED_AT_ONCE = 32
 CATCH_UP_TURNS = 256
 """For so many turns an operation that needs room waits for eviction policies that others' uses keep behind."""
 
+LARGER_TIER = "ask for fewer pages at once, or raise tiers.host_bytes, and the user's quota (tiers.tenant_bytes)"
+
 JOURNAL_CHANGES = 1 << 16
 MAX_LABELS = 4096
 """Models whose labels are kept; beyond that, blocks of the oldest ones are listed without a label."""
@@ -391,7 +393,8 @@ class HostTier:
         if wanted > min(account.quota_bytes, self.arena.max_bytes):
             raise OutOfMemoryError(
                 f"{wanted} bytes are needed in the host tier, which has {self.arena.max_bytes}; user {tenant} has "
-                f"a quota of {account.quota_bytes} (tiers.host_bytes, tiers.tenant_bytes)"
+                f"a quota of {account.quota_bytes}",
+                remedy=LARGER_TIER,
             )
         missing = account.taken_bytes + wanted - account.quota_bytes
         if missing > max(0, account.evictable_bytes):
