@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from kvferry.daemon.control.dispatch import Answer, Call, Handler
+from kvferry.daemon.control.dispatch import Call, Handler
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.tiers.host_tier import LARGER_TIER, HostTier, Want
@@ -99,17 +99,30 @@ class HostReceives:
         laid_out = _laid_out(pool.manifest, body.lists)
         return HostReceivePlan(pool, laid_out, page_ranges(body.lists, ids, laid_out, may_end_inside=True))
 
-    def when_room(self, call: Call, plan: HostReceivePlan, handle: Handler) -> Answer | None:
-        """Handle a RECEIVE once there is room for the pool and its snapshot; see ``Room.hold``."""
+    def has_room(self, call: Call, plan: HostReceivePlan, handle: Handler) -> bool:
+        """Return whether there is room for the pool and its snapshot; else have the RECEIVE handled once there is.
+
+        Raises:
+            OutOfMemoryError, OverloadedError: there cannot be, or the user has too many snapshots.
+        """
+        self._service.snapshots.check(plan.pool.tenant)
         segments = new_segments(plan.pool, lists_with_pages(plan.ranges))
         wants = [Want(one.count, one.layout.block_bytes) for one in segments]
         if wants:  # else it is refused
             wants.append(Want(1, plan.laid_out.region_bytes))
-        return self._room.hold(call, self._host.making_room(plan.pool.tenant, wants), handle)
+        steps = self._host.making_room(plan.pool.tenant, wants)
+        if next(steps, self) is self:
+            return True
+        self._room.hold(call, steps, handle)
+        return False
 
-    def give_up(self, session_id: int, is_wanted: Callable[[Call], bool]) -> bool:
+    def are_held(self, is_wanted: Callable[[Call], bool]) -> bool:
+        """Return whether such a RECEIVE waits for room."""
+        return any(map(is_wanted, self._room.held()))
+
+    def give_up(self, is_wanted: Callable[[Call], bool], error: KvferryError) -> bool:
         """Give up RECEIVEs that wait for room; see ``Room.give_up``."""
-        return self._room.give_up(session_id, is_wanted)
+        return self._room.give_up(is_wanted, error)
 
     def make(self, call: Call, body: Receive, plan: HostReceivePlan) -> HostReceive:
         """Return the temporary pool of a plan.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import structlog
@@ -46,12 +46,14 @@ from kvferry.daemon.transports.local import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.planning.page_ranges import PageRange, page_ranges
 from kvferry.protocol.errors import (
+    CancelledError,
     InternalError,
     InvalidFieldError,
     KvferryError,
     OverloadedError,
     PeerCancelledError,
     ShuttingDownError,
+    TransferExistsError,
 )
 from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import Limits
@@ -60,6 +62,9 @@ from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cance
 
 # -- what is logged and counted about transfers.
 
+
+LOGGED_AT_ONCE = 64
+"""Ends of transfers that are logged in a turn of the loop: some 1 ms."""
 
 END_AGAIN_S = 0.1
 """After so long a copy's end that could not be handled is handled again."""
@@ -111,6 +116,20 @@ def warn_trimmed(effect: WarnTrimmed, counters: Counters) -> None:
     )
 
 
+def _same_receive(tenant: int, request_id: str, pool: str) -> Callable[[Call], bool]:
+    """Return what says whether a request is a RECEIVE of this key."""
+
+    def is_it(call: Call) -> bool:
+        body = call.body
+        return (
+            call.session.tenant == tenant
+            and isinstance(body, Receive)
+            and (body.request_id, body.pool) == (request_id, pool)
+        )
+
+    return is_it
+
+
 class Movers(NamedTuple):
     """The transports within this daemon and from other daemons, and what yields to them while they copy."""
 
@@ -154,7 +173,7 @@ class TransferService:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._losing: deque[Iterator[None]] = deque()
+        self._unlogged: deque[Finished] = deque()
         self._cancels: dict[tuple[int, EndpointKey], list[tuple[Call, bool]]] = {}
         self._executing = False
         self._idle = asyncio.Event()
@@ -179,23 +198,11 @@ class TransferService:
         self._state_machine.results.open_session(event.session.session_id)
 
     def session_lost(self, session: Session) -> None:
-        """Fail the session's open endpoints: a few at once, the others in the next turns of the loop."""
+        """Fail the session's open endpoints."""
+        self._state_machine.session_lost(session.session_id, time.monotonic())
         for key in [one for one in self._cancels if one[0] == session.session_id]:
             del self._cancels[key]
-        self._losing.append(self._state_machine.losing_session(session.session_id, time.monotonic()))
-        if len(self._losing) == 1:
-            self._lose_some()
-
-    def _lose_some(self) -> None:
-        """Fail a few endpoints of a session that has ended, and have it wait behind others."""
-        steps = self._losing.popleft()
-        try:
-            if next(steps, self) is not self:
-                self._losing.append(steps)
-        finally:
-            if self._losing:
-                self._loop.call_soon(self._lose_some)
-            self.execute()
+        self.execute()
 
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
         """Take note that a transfer op has ended, as its transport reports: at once, or to be handled in the next turn.
@@ -232,6 +239,8 @@ class TransferService:
         """Return once no transfer is live and the last events are queued for sending."""
         await self._idle.wait()
         await asyncio.sleep(0)
+        while self._unlogged:
+            log_finished(self._unlogged.popleft())
 
     def live(self, session_id: int) -> int:
         """Return how many endpoints of a session are live, or settled and not acknowledged."""
@@ -240,6 +249,7 @@ class TransferService:
     def drain(self) -> None:
         """Refuse new transfers, and fail the endpoints that still wait for a SEND or RECEIVE."""
         self.draining = True
+        self._host_receives.give_up(lambda _: True, ShuttingDownError("the daemon is shutting down"))
         self._state_machine.drain(time.monotonic())
         self.execute()
 
@@ -292,16 +302,26 @@ class TransferService:
 
     def _begin_receive(self, call: Call) -> Answer | None:
         body = expect(call, Receive)
+        if self._host_receives.are_held(_same_receive(call.session.tenant, body.request_id, body.pool)):
+            raise TransferExistsError("a RECEIVE of this request into this pool waits for room", field="request_id")
         sender = self._sender(call, body)
         if body.into == "host":
             plan = self._host_receives.plan(body, sender.pool)
-            return self._host_receives.when_room(call, plan, lambda call: self._receive_to_host(call, body, plan))
+            if self._host_receives.has_room(call, plan, self._receive_held):
+                return self._receive_to_host(call, body, sender, plan)
+            self._state_machine.comes_later(Half(call.session.tenant, body.request_id, "receive"))
+            return None
         ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)
         return self._begin_receive_into(call, sender, ranges, body)
 
-    def _receive_to_host(self, call: Call, body: Receive, plan: HostReceivePlan) -> Answer:
-        """Start a receive request whose bytes become a snapshot in the host tier."""
+    def _receive_held(self, call: Call) -> Answer:
+        """Start what ``_begin_receive`` has held, by what there is now."""
+        body = expect(call, Receive)
         sender = self._sender(call, body)
+        return self._receive_to_host(call, body, sender, self._host_receives.plan(body, sender.pool))
+
+    def _receive_to_host(self, call: Call, body: Receive, sender: Sender, plan: HostReceivePlan) -> Answer:
+        """Start a receive request whose bytes become a snapshot in the host tier."""
         host_receive = self._host_receives.make(call, body, plan)
         try:
             return self._begin_receive_into(call, sender._replace(pool=host_receive.pool), host_receive.ranges, body)
@@ -332,21 +352,26 @@ class TransferService:
             call.session.session_id, (TRANSFER, direction, body.request_id, body.pool), size_bytes
         )
 
-    def _cancel_held(self, session_id: int, body: Cancel) -> bool:
+    def _cancel_held(self, session_id: int, tenant: int, body: Cancel) -> bool:
         """Cancel a RECEIVE that is held for its event, or for room: it would begin later, when nobody wants it."""
+        is_same = _same_receive(tenant, body.request_id, body.pool)
 
         def is_it(held: Call) -> bool:
-            asked = held.body
-            return isinstance(asked, Receive) and (asked.request_id, asked.pool) == (body.request_id, body.pool)
+            return held.session.session_id == session_id and is_same(held)
 
-        return self._rings.give_up(session_id, is_it) or self._host_receives.give_up(session_id, is_it)
+        error = CancelledError("cancelled while it waited for room in the host tier")
+        return self._rings.give_up(session_id, is_it) or self._host_receives.give_up(is_it, error)
 
     def _cancel(self, call: Call) -> Answer | None:
         body = expect(call, Cancel)
         key = EndpointKey(call.session.tenant, body.request_id, body.pool, body.direction)
         session_id = call.session.session_id
         endpoint = self._state_machine.endpoint(session_id, key)
-        if endpoint is None and body.direction == "receive" and self._cancel_held(session_id, body):
+        if (
+            endpoint is None
+            and body.direction == "receive"
+            and self._cancel_held(session_id, call.session.tenant, body)
+        ):
             return Answer(Cancelled(was_finished=False))
         if endpoint is None and self._state_machine.result(session_id, key).settled is not None:
             return Answer(Cancelled(was_finished=True))
@@ -518,13 +543,24 @@ class TransferService:
         try:
             if isinstance(event, Finished):
                 count_finished(event, self._counters)
-                self._loop.call_soon(log_finished, event)  # after the engines hear of it
+                self._log_later(event)  # after the engines hear of it
             self._host_receives.on_event(effect.session_id, event)
             if session is not None and isinstance(event, Settled):
                 self._answer_cancels(session, event)
         except Exception as cause:  # noqa: BLE001
             self._failed(type(event).__name__, cause, event)
         return session
+
+    def _log_later(self, event: Finished) -> None:
+        self._unlogged.append(event)
+        if len(self._unlogged) == 1:
+            self._loop.call_soon(self._log_some)
+
+    def _log_some(self) -> None:
+        for _ in range(min(LOGGED_AT_ONCE, len(self._unlogged))):
+            log_finished(self._unlogged.popleft())
+        if self._unlogged:
+            self._loop.call_soon(self._log_some)
 
     def _answer_cancels(self, session: Session, event: Settled) -> None:
         key = (session.session_id, EndpointKey(session.tenant, event.request_id, event.pool, event.direction))

@@ -342,7 +342,7 @@ class HostTier:
         What others take meanwhile is evicted for, too, but no more than the tier had blocks.
 
         Raises:
-            OutOfMemoryError, OverloadedError: as ``reserve``, for all of them together; evicts nothing then.
+            OutOfMemoryError, OverloadedError: as ``reserve``, for all of them together; evicts no other user's then.
         """
         accounts, turns_left = self.index.accounts, CATCH_UP_TURNS
         for _ in range(accounts.blocks // EVICTED_AT_ONCE + 1):

@@ -11,7 +11,7 @@ import contextlib
 import enum
 import itertools
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -145,9 +145,6 @@ OVERDUE_S: Final = 5.0
 MAX_OPERATIONS = 1024
 """Per session, live or ended and not acknowledged."""
 
-ENDED_AT_ONCE: Final = 32
-"""Operations that end at once because their session has."""
-
 KEPT_PAGE_BYTES: Final = 32
 """What an operation keeps for a page: its number, the hash of its block, and where that lies."""
 
@@ -275,8 +272,6 @@ class Operations:
         self._live: dict[int, Operation] = {}
         self._by_job: dict[BlockJob, Operation] = {}
         self._unacknowledged: Counter[int] = Counter()
-        self._lost: deque[Operation] = deque()
-        """Those whose session has ended, and which have not heard of it."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -460,22 +455,12 @@ class Operations:
         self._loop.call_soon(self._log_done, operation, done)  # after its session hears of it
 
     def session_lost(self, session_id: int) -> None:
-        """Stop a lost session's operations: a few at once, the others in the next turns of the loop."""
-        is_first = not self._lost
-        self._lost.extend([live for live in self if live.session.session_id == session_id and not live.quiet])
-        self._unacknowledged.pop(session_id, None)
-        if is_first:
-            self._stop_lost()
-
-    def _stop_lost(self) -> None:
-        for _ in range(min(ENDED_AT_ONCE, len(self._lost))):
-            operation = self._lost.popleft()
+        """Stop a lost session's operations."""
+        for operation in [live for live in self if live.session.session_id == session_id and not live.quiet]:
             operation.cancels.clear()
             if operation.state is not State.DONE:  # it may have ended with one that it waited for
-                with self.guarded(operation):
-                    self._apply(operation, Event.SESSION_ENDED, "the session ended")
-        if self._lost:
-            self._loop.call_soon(self._stop_lost)
+                self._apply(operation, Event.SESSION_ENDED, "the session ended")
+        self._unacknowledged.pop(session_id, None)
 
     def drain(self) -> None:
         """Accept no new operations, and end those that only wait."""

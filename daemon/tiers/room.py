@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
+from kvferry.daemon.control.dispatch import Call, Dispatcher, Handler
 from kvferry.daemon.tiers.operations import Operation, Operations, State
-from kvferry.protocol.errors import CancelledError, KvferryError
+from kvferry.protocol.errors import KvferryError
 
 
 class _Waiting(NamedTuple):
@@ -51,22 +51,14 @@ class Room:
         operation.waits_for = "room in the host tier"
         self._wait(_Waiting(steps, then, lambda: operation.state is State.WAITING, lambda: self._guarded(operation)))
 
-    def hold(self, call: Call, steps: Iterator[None], handle: Handler) -> Answer | None:
-        """Handle a request that holds nothing yet once there is room: now, or later, and then answer it.
+    def hold(self, call: Call, steps: Iterator[None], handle: Handler) -> None:
+        """Handle a request that holds nothing yet once there is room, and answer it.
 
         Args:
             call: the request.
-            steps: of ``HostTier.making_room``.
+            steps: of ``HostTier.making_room``, of which the first one is done.
             handle: handles the request.
-
-        Returns:
-            The answer, or None where the request is held.
-
-        Raises:
-            KvferryError: there cannot be room, or ``handle`` raised it.
         """
-        if next(steps, self) is self:
-            return handle(call)
         self._wait(
             _Waiting(
                 steps,
@@ -76,14 +68,15 @@ class Room:
                 call,
             )
         )
-        return None
 
-    def give_up(self, session_id: int, is_wanted: Callable[[Call], bool]) -> bool:
-        """Answer a session's held requests that ``is_wanted`` picks with CANCELLED; return whether there was one."""
-        calls = [one.call for one in self._waiting if one.call is not None and one.still_waits()]
-        found = [one for one in calls if one.session.session_id == session_id and is_wanted(one)]
+    def held(self) -> list[Call]:
+        """Return the requests that wait."""
+        return [one.call for one in self._waiting if one.call is not None and one.still_waits()]
+
+    def give_up(self, is_wanted: Callable[[Call], bool], error: KvferryError) -> bool:
+        """Refuse the requests that wait and that ``is_wanted`` picks; return whether there was one."""
+        found = [one for one in self.held() if is_wanted(one)]
         for one in found:  # once answered, it does not wait any more
-            error = CancelledError("cancelled while it waited for room in the host tier")
             self._dispatcher.answer_error(one.session, one.message_id, error)
         return bool(found)
 

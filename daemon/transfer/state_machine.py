@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -59,8 +59,8 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.peer_messages import HalfAbandoned, StepReady
 from kvferry.protocol.transfer_messages import Accepted, LayerStep, TransferResult
 
-ENDED_AT_ONCE: Final = 32
-"""Endpoints that end at once because their session has, or because of their deadlines: some 2 ms with their log."""
+EXPIRED_AT_ONCE: Final = 32
+"""Endpoints whose deadlines have passed that end at once: some 2 ms with their log."""
 
 
 class Sender(NamedTuple):
@@ -348,20 +348,18 @@ class TransferStateMachine:
         self.endpoints.effects.extend(SendToDaemon(address, body) for address in dict.fromkeys([*daemons, *homes]))
         return failed
 
-    def losing_session(self, session_id: int, now: float) -> Iterator[None]:
-        """Fail the endpoints of a session that has ended, a few at a time; yield where there are more.
+    def comes_later(self, half: Half) -> None:
+        """Take note of a RECEIVE that is accepted as soon as it can be: how an earlier one ended is of no interest."""
+        self.endpoints.tombstones.renewed(half)
 
-        Send requests that are complete and ready go on.
-        """
-        self._stepping.pop(session_id, None)
-        its = [one for one in self.endpoints if one.session_id == session_id]
-        for number, endpoint in enumerate(self.endpoints.while_live(its), 1):
+    def session_lost(self, session_id: int, now: float) -> None:
+        """Fail the endpoints of a session that has ended; send requests that are complete and ready go on."""
+        for endpoint in self.endpoints.while_live(one for one in self.endpoints if one.session_id == session_id):
             with self._completion.whole(endpoint.request_id, now):
                 outlives = isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
                 event = Event.SESSION_ENDED_SENT if outlives else Event.SESSION_ENDED
                 self._completion.apply(endpoint, event, now, detail=f"the engine on the {endpoint.direction} side died")
-            if number % ENDED_AT_ONCE == 0:
-                yield
+        self._stepping.pop(session_id, None)
         self.results.forget_session(session_id)
         self._generations.forget_session(session_id)
 
@@ -369,7 +367,7 @@ class TransferStateMachine:
         """Fail open endpoints whose deadline has passed, a few: ``next_deadline`` says when there are more."""
         if self._completion.broken and self._completion.retry_at <= now:
             self._completion.retry_broken(now)
-        for endpoint in itertools.islice(self.endpoints.deadlines.due(now), ENDED_AT_ONCE):
+        for endpoint in itertools.islice(self.endpoints.deadlines.due(now), EXPIRED_AT_ONCE):
             if isinstance(endpoint, Announcement):
                 with self._completion.whole(endpoint.receive_request.request_id, now):
                     self.peers.expired(endpoint, now)

@@ -19,12 +19,13 @@ from kvferry.protocol.errors import (
     LengthMismatchError,
     NotOwnerError,
     PoolFullError,
+    TransferExistsError,
     UnknownComponentError,
     UnknownPoolError,
     UnknownSnapshotError,
 )
 from kvferry.protocol.pool_messages import DeletePool, Freed
-from kvferry.protocol.transfer_messages import Cancel
+from kvferry.protocol.transfer_messages import Cancel, Receive
 from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, PAGE_SIZE, SPEC, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 
@@ -190,10 +191,23 @@ def test_a_transfer_lands_in_a_tier_that_is_full_of_blocks_or_waits_for_room_in_
         client.send("pool", request_id, [pages(ids[:100])])
         client.wait_done(client.restore("pool", client.wait_finished(transfer).snapshot, [pages(ids[100:200])]))
         assert pool.holds(ids[100:200], content)
+        client.store("pool", hashes(blocks, salt=2), ids)
+        before = client.receive("pool", request_id, [pages(ids[:100])])
+        client.cancel(before)
+        client.wait_settled(before)
+        with client.batched() as step:  # held, it counts as having come: the SEND hears nothing of the one before
+            transfer = step.receive("pool", request_id, wanted, into="host")
+            sent = step.send("pool", request_id, [pages(ids[100:200])])
+        client.wait_finished(sent)
+        assert client.wait_finished(transfer).snapshot
+        client.store("pool", hashes(blocks, salt=3), ids)
         with client.batched() as step:
-            late = step.receive("pool", new_request_id(), [pages_wanted(300)], into="host")
+            late = step.receive("pool", new_request_id(), [pages_wanted(100)], into="host")
+            again = step.begin(asked(Receive(request_id=late.key.request_id, pool="pool"), ids=()))
             step.free("pool", ids)
             deleted = step.begin(asked(DeletePool(pool="pool")))
+        with pytest.raises(TransferExistsError):
+            client.wait(again)
         client.wait(deleted)
         with pytest.raises(UnknownPoolError):
             client.wait_finished(late)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.daemon.transfer import state_machine
 from kvferry.daemon.transfer.registry import FEW, Deadlines
+from kvferry.daemon.transfer.transitions import State
+from tests.transfer.transfer_harness import TransferHarness
 
 NAMES = st.sampled_from("abcdef")
 TIMES = st.integers(0, 20).map(float)
@@ -69,3 +73,17 @@ def test_nothing_is_kept_for_what_is_dropped() -> None:
     assert not any(one() for one in gone)
     assert len(deadlines.__dict__["_heap"]) <= FEW + 4
     assert list(deadlines.due(0.0)) == [first]
+
+
+def test_deadlines_that_pass_together_end_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_machine, "EXPIRED_AT_ONCE", 2)
+    harness = TransferHarness()
+    pool, session = harness.pool("decode"), harness.session()
+    for number in range(5):
+        harness.receive(session, pool, harness.filled(pool, session, 1), request=f"{number:032x}")
+    now, left = harness.now + 30.0, list[int]()
+    while (due_at := harness.state_machine.next_deadline()) is not None:
+        assert due_at <= now
+        harness.state_machine.expire(now)
+        left.append(sum(one.state is State.OPEN for one in harness.state_machine.endpoints))
+    assert left == [3, 1, 0]

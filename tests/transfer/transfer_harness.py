@@ -220,12 +220,9 @@ class TransferHarness:
         return failed
 
     def lose(self, session: int) -> None:
-        """Let a session's engine die: what the daemon does then, in its order, with one endpoint at a time."""
+        """Let a session's engine die: what the daemon does then, in its order."""
         del self.told[session]
-        with patch.object(state_machine, "ENDED_AT_ONCE", 1):
-            for _ in self.state_machine.losing_session(session, self.now):
-                self._execute()
-                self.check()
+        self.state_machine.session_lost(session, self.now)
         self._execute()
         for pool in self.pools:
             for allocator in pool.allocators.values():
@@ -235,7 +232,7 @@ class TransferHarness:
     def pass_time(self, seconds: float) -> None:
         """Let time pass, and deadlines come, one at a time."""
         self.now += seconds
-        with patch.object(state_machine, "ENDED_AT_ONCE", 1):
+        with patch.object(state_machine, "EXPIRED_AT_ONCE", 1):
             while (due_at := self.state_machine.next_deadline()) is not None and due_at <= self.now:
                 self.state_machine.expire(self.now)
         self._execute()

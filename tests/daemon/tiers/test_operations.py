@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -143,25 +142,6 @@ async def test_a_daemon_that_ends_takes_nothing_new_and_waits_for_what_copies(ti
     await tiers.operations.drained()
     await settle()
     assert engine.error(copying) is None
-
-
-async def test_many_operations_of_a_session_end_in_turns(
-    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operations, "ENDED_AT_ONCE", 2)
-    snapshot = engine.offload(engine.allocate(15)).snapshot
-    await tiers.finish()
-    dead, other = tiers.engine(), tiers.engine()
-    for one in (dead, dead, dead, other, other):
-        one.restore(snapshot)
-    left = list[int]()
-    tiers.lose(dead)
-    tiers.lose(other)
-    while list(tiers.operations):
-        left.append(len(list(tiers.operations)))
-        tiers.check()
-        await asyncio.sleep(0)
-    assert left == [3, 1]
 
 
 async def test_a_bug_in_a_operations_end_is_that_operations_error(tiers: Harness, engine: Engine) -> None:

@@ -10,8 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.control.dispatch import Answer, Call, expect
-from kvferry.daemon.services.receive_to_host import HostReceivePlan
-from kvferry.daemon.tiers import host_tier
+from kvferry.daemon.tiers import host_tier, snapshots
 from kvferry.daemon.tiers.host_tier import HostTier, Want
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.protocol.base import PageList
@@ -318,14 +317,15 @@ async def test_a_bug_ends_one_operation_alone(full: Harness, engine: Engine, mon
 def receives(tiers: Harness) -> Harness:
     """Have RECEIVEs into the host tier answered, and end their transfers at once."""
 
-    def made(call: Call, body: Receive, plan: HostReceivePlan) -> Answer:
+    def made(call: Call) -> Answer:
+        body = expect(call, Receive)
+        plan = tiers.host_receives.plan(body, tiers.pool())
         tiers.host_receives.refused(tiers.host_receives.make(call, body, plan), CancelledError("over"))
         return Answer(Accepted())
 
     def receive(call: Call) -> Answer | None:
-        body = expect(call, Receive)
-        plan = tiers.host_receives.plan(body, tiers.pool())
-        return tiers.host_receives.when_room(call, plan, lambda call: made(call, body, plan))
+        plan = tiers.host_receives.plan(expect(call, Receive), tiers.pool())
+        return made(call) if tiers.host_receives.has_room(call, plan, made) else None
 
     tiers.dispatcher.handle("RECEIVE", receive)
     return tiers
@@ -354,7 +354,13 @@ async def test_a_receive_lets_others_go_first(receives: Harness, full: Harness, 
 
 
 @pytest.mark.usefixtures("full")
-async def test_a_receive_that_cannot_be_evicts_nothing(receives: Harness, engine: Engine) -> None:
+async def test_a_receive_that_cannot_be_evicts_nothing(
+    receives: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as bounded:
+        bounded.setattr(snapshots, "MAX_SNAPSHOTS", 0)
+        with pytest.raises(OverloadedError, match="snapshots"):
+            engine.reply(receiving(engine, 4), Accepted)
     with pytest.raises(OutOfMemoryError):
         engine.reply(receiving(engine, 8), Accepted)
     with pytest.raises(EmptyPagesError):
@@ -370,15 +376,16 @@ async def test_receives_that_wait_may_be_given_up(receives: Harness, engine: Eng
     other = receives.engine()
     first, second, theirs = receiving(engine, 1, 1), receiving(engine, 1, 2), receiving(other, 1, 1)
     offload(engine, 1)
-    session_id = engine.session.session_id
 
     def is_first(call: Call) -> bool:
-        return expect(call, Receive).request_id.endswith("1")
+        return call.session is engine.session and expect(call, Receive).request_id.endswith("1")
 
-    assert receives.host_receives.give_up(session_id, is_first)
+    assert receives.host_receives.are_held(is_first)
+    assert receives.host_receives.give_up(is_first, CancelledError("no room"))
     with pytest.raises(CancelledError, match="room"):
         engine.reply(first, Accepted)
-    assert not receives.host_receives.give_up(session_id, is_first)
+    assert not receives.host_receives.are_held(is_first)
+    assert not receives.host_receives.give_up(is_first, CancelledError("no room"))
     await settle()
     assert second not in engine.replies
     assert theirs not in other.replies
