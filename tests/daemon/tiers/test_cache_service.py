@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.daemon.services import cache_reports, prefix_cache
 from kvferry.daemon.tiers import host_tier
+from kvferry.pools.integrity import WALKED, check
 from kvferry.pools.tiers.cached_block import Tier
 from kvferry.protocol.errors import CacheMissError, CancelledError, OutOfMemoryError, OverloadedError, UnknownLeaseError
 from kvferry.protocol.tier_messages import (
@@ -153,6 +154,20 @@ async def test_the_pins_of_an_instance_that_ends_go_in_turns(
         tiers.check()
         await asyncio.sleep(0)
     assert left == [5, 3, 1]
+
+
+async def test_an_instance_that_ends_in_a_look_at_the_pins_has_it_begin_anew(tiers: Harness, engine: Engine) -> None:
+    other = tiers.engine()
+    await engine.stored(1, 2)
+    other.ask(Unpin(lease=other.lookup(names(1)).lease), Unpinned)
+    for _ in range(WALKED):
+        engine.lookup(names(1, 2))
+    [looking] = [one for one in tiers.checks() if one.where == "the pins of cached blocks"]
+    walk, version = looking.walk(), looking.version()
+    next(walk)
+    tiers.lose(other)
+    assert looking.version() != version
+    check(walk)
 
 
 async def test_a_lookup_is_answered_before_it_counts_as_a_use(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,7 +41,7 @@ from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.integrity import check
+from kvferry.pools.integrity import Check, check
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
@@ -221,6 +221,10 @@ class Harness:
         await asyncio.to_thread(self.pool_service.close)
         await asyncio.to_thread(self.host.close)
 
+    def checks(self) -> Iterator[Check]:
+        """Yield what VERIFY checks of the tiers."""
+        return checks_of(self.host, self.service.snapshots, self.host_receives, self.operations, self.lower, self.cache)
+
     def check(self) -> None:
         """Check that what is counted is what is there.
 
@@ -228,9 +232,7 @@ class Harness:
             AssertionError: what is wrong.
         """
         owners = {session.owner_id for session in self.sessions}
-        for one in checks_of(
-            self.host, self.service.snapshots, self.host_receives, self.operations, self.lower, self.cache
-        ):
+        for one in self.checks():
             check(one.walk())
         for pool in self.pools:
             for allocator in pool.allocators.values():
