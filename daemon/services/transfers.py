@@ -557,10 +557,12 @@ class TransferService:
             self._loop.call_soon(self._log_some)
 
     def _log_some(self) -> None:
-        for _ in range(min(LOGGED_AT_ONCE, len(self._unlogged))):
-            log_finished(self._unlogged.popleft())
-        if self._unlogged:
-            self._loop.call_soon(self._log_some)
+        try:
+            for _ in range(min(LOGGED_AT_ONCE, len(self._unlogged))):
+                log_finished(self._unlogged.popleft())
+        finally:
+            if self._unlogged:
+                self._loop.call_soon(self._log_some)
 
     def _answer_cancels(self, session: Session, event: Settled) -> None:
         key = (session.session_id, EndpointKey(session.tenant, event.request_id, event.pool, event.direction))

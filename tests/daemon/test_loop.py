@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 
@@ -12,7 +13,9 @@ from blockbuster import blockbuster_ctx
 import kvferry.clients
 import kvferry.daemon
 from kvferry.clients import AsyncClient, new_request_id, pages
+from kvferry.daemon.services import transfers
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
+from kvferry.protocol.events import Finished
 from tests.daemon.in_process import SPEC, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
@@ -73,3 +76,28 @@ async def test_pages_of_a_session_that_ends_are_free_at_once() -> None:
         while len((await client.status()).sessions) > 1:
             pass  # each look is a round trip
         assert len(await client.allocate("pool", 16)) == 16
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_all_ends_of_transfers_are_logged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, *, ends: bool) -> None:
+    logged = list[str]()
+
+    def log(event: Finished) -> None:
+        logged.append(event.request_id)
+        if len(logged) == 1:
+            raise OSError  # as where the log's disk is full
+
+    monkeypatch.setattr(transfers, "log_finished", log)
+    monkeypatch.setattr(transfers, "LOGGED_AT_ONCE", 2)
+    async with serving() as (path, _, stopping), await AsyncClient.connect(path) as watching:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        async with await AsyncClient.connect(path) as client:
+            await client.create_pool("pool", SPEC)
+            for one in await client.allocate("pool", 7):
+                client.receive("pool", new_request_id(), [pages([one])])
+            await client.ping()
+            if ends:
+                stopping.set()
+        while not ends and len(logged) < 7:
+            await watching.ping()
+    assert len(set(logged)) == 7
