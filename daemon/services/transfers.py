@@ -352,26 +352,22 @@ class TransferService:
             call.session.session_id, (TRANSFER, direction, body.request_id, body.pool), size_bytes
         )
 
-    def _cancel_held(self, session_id: int, tenant: int, body: Cancel) -> bool:
+    def _cancel_held(self, call: Call, body: Cancel) -> bool:
         """Cancel a RECEIVE that is held for its event, or for room: it would begin later, when nobody wants it."""
-        is_same = _same_receive(tenant, body.request_id, body.pool)
+        is_same = _same_receive(call.session.tenant, body.request_id, body.pool)
 
         def is_it(held: Call) -> bool:
-            return held.session.session_id == session_id and is_same(held)
+            return held.session is call.session and is_same(held)
 
         error = CancelledError("cancelled while it waited for room in the host tier")
-        return self._rings.give_up(session_id, is_it) or self._host_receives.give_up(is_it, error)
+        return self._rings.give_up(call.session.session_id, is_it) or self._host_receives.give_up(is_it, error)
 
     def _cancel(self, call: Call) -> Answer | None:
         body = expect(call, Cancel)
         key = EndpointKey(call.session.tenant, body.request_id, body.pool, body.direction)
         session_id = call.session.session_id
         endpoint = self._state_machine.endpoint(session_id, key)
-        if (
-            endpoint is None
-            and body.direction == "receive"
-            and self._cancel_held(session_id, call.session.tenant, body)
-        ):
+        if endpoint is None and body.direction == "receive" and self._cancel_held(call, body):
             return Answer(Cancelled(was_finished=False))
         if endpoint is None and self._state_machine.result(session_id, key).settled is not None:
             return Answer(Cancelled(was_finished=True))

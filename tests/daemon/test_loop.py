@@ -20,6 +20,7 @@ from tests.daemon.in_process import SPEC, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 TIERS = ("copier", "host_tier", "disk_tier", "remote_tier")
+COUNT = 200
 ENDING = ("transports/local", "services/pools", "services/tables", *(f"tiers/{tier}" for tier in TIERS))
 
 
@@ -88,16 +89,16 @@ async def test_all_ends_of_transfers_are_logged_a_few_at_a_time(monkeypatch: pyt
             raise OSError  # as where the log's disk is full
 
     monkeypatch.setattr(transfers, "log_finished", log)
-    monkeypatch.setattr(transfers, "LOGGED_AT_ONCE", 2)
+    monkeypatch.setattr(transfers, "LOGGED_AT_ONCE", 1)
     async with serving() as (path, _, stopping), await AsyncClient.connect(path) as watching:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         async with await AsyncClient.connect(path) as client:
             await client.create_pool("pool", SPEC)
-            for one in await client.allocate("pool", 7):
-                client.receive("pool", new_request_id(), [pages([one])])
+            for _ in range(COUNT):
+                client.receive("pool", new_request_id())
             await client.ping()
             if ends:
                 stopping.set()
-        while not ends and len(logged) < 7:
+        while not ends and len(logged) < COUNT:
             await watching.ping()
-    assert len(set(logged)) == 7
+    assert len(set(logged)) == COUNT
