@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import structlog
@@ -20,6 +20,7 @@ from kvferry.daemon.control.hub import (
     SessionBegan,
 )
 from kvferry.daemon.control.kept_bytes import TRANSFER
+from kvferry.daemon.control.later import Later
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.event_rings import EventRings
@@ -62,9 +63,6 @@ from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cance
 
 # -- what is logged and counted about transfers.
 
-
-LOGGED_AT_ONCE = 64
-"""Ends of transfers that are logged in a turn of the loop: some 1 ms."""
 
 END_AGAIN_S = 0.1
 """After so long a copy's end that could not be handled is handled again."""
@@ -173,7 +171,7 @@ class TransferService:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._unlogged: deque[Finished] = deque()
+        self._later = Later()
         self._cancels: dict[tuple[int, EndpointKey], list[tuple[Call, bool]]] = {}
         self._executing = False
         self._idle = asyncio.Event()
@@ -239,8 +237,7 @@ class TransferService:
         """Return once no transfer is live and the last events are queued for sending."""
         await self._idle.wait()
         await asyncio.sleep(0)
-        while self._unlogged:
-            log_finished(self._unlogged.popleft())
+        self._later.make_all()
 
     def live(self, session_id: int) -> int:
         """Return how many endpoints of a session are live, or settled and not acknowledged."""
@@ -539,26 +536,13 @@ class TransferService:
         try:
             if isinstance(event, Finished):
                 count_finished(event, self._counters)
-                self._log_later(event)  # after the engines hear of it
+                self._later.add(partial(log_finished, event))  # after the engines hear of it
             self._host_receives.on_event(effect.session_id, event)
             if session is not None and isinstance(event, Settled):
                 self._answer_cancels(session, event)
         except Exception as cause:  # noqa: BLE001
             self._failed(type(event).__name__, cause, event)
         return session
-
-    def _log_later(self, event: Finished) -> None:
-        self._unlogged.append(event)
-        if len(self._unlogged) == 1:
-            self._loop.call_soon(self._log_some)
-
-    def _log_some(self) -> None:
-        try:
-            for _ in range(min(LOGGED_AT_ONCE, len(self._unlogged))):
-                log_finished(self._unlogged.popleft())
-        finally:
-            if self._unlogged:
-                self._loop.call_soon(self._log_some)
 
     def _answer_cancels(self, session: Session, event: Settled) -> None:
         key = (session.session_id, EndpointKey(session.tenant, event.request_id, event.pool, event.direction))

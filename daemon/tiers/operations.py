@@ -23,6 +23,7 @@ import structlog
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.kept_bytes import OPERATION, SMALL_BYTES
+from kvferry.daemon.control.later import Later
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
@@ -272,6 +273,7 @@ class Operations:
         self._live: dict[int, Operation] = {}
         self._by_job: dict[BlockJob, Operation] = {}
         self._unacknowledged: Counter[int] = Counter()
+        self._later = Later()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -452,7 +454,7 @@ class Operations:
         if not self._live:
             self._idle.set()
         self._count(operation.kind, done)
-        self._loop.call_soon(self._log_done, operation, done)  # after its session hears of it
+        self._later.add(partial(self._log_done, operation, done))  # after its session hears of it
 
     def session_lost(self, session_id: int) -> None:
         """Stop a lost session's operations."""
@@ -472,6 +474,7 @@ class Operations:
     async def drained(self) -> None:
         """Wait until no operation is live."""
         await self._idle.wait()
+        self._later.make_all()
 
     # -- what all operations hold, for checks
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from kvferry.clients import Client, new_request_id, pages
+from kvferry.daemon.control.later import AT_ONCE
 from kvferry.daemon.process.access import RuntimeDirectory
-from kvferry.daemon.services.transfers import LOGGED_AT_ONCE
 from kvferry.pools.tiers.disk import DiskStore
 from kvferry.protocol import errors
 from kvferry.protocol.ids import HOST
@@ -124,7 +124,7 @@ def test_prefill_dies_after_its_last_send(daemon: DaemonProcess, client: Client,
 def test_decode_dies_with_more_transfers_than_are_logged_in_a_turn_of_the_loop(
     daemon: DaemonProcess, client: Client
 ) -> None:
-    assert ALL > LOGGED_AT_ONCE
+    assert ALL > AT_ONCE
     request_id = new_request_id()
     with victim(daemon, "receive", request_id, "crowd") as engine:
         sent = client.send("send", request_id, [pages(client.allocate("send", SENT))], last=False)

@@ -13,6 +13,7 @@ from blockbuster import blockbuster_ctx
 import kvferry.clients
 import kvferry.daemon
 from kvferry.clients import AsyncClient, new_request_id, pages
+from kvferry.daemon.control import later
 from kvferry.daemon.services import transfers
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from kvferry.protocol.events import Finished
@@ -89,7 +90,7 @@ async def test_all_ends_of_transfers_are_logged_a_few_at_a_time(monkeypatch: pyt
             raise OSError  # as where the log's disk is full
 
     monkeypatch.setattr(transfers, "log_finished", log)
-    monkeypatch.setattr(transfers, "LOGGED_AT_ONCE", 1)
+    monkeypatch.setattr(later, "AT_ONCE", 1)
     async with serving() as (path, _, stopping), await AsyncClient.connect(path) as watching:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         async with await AsyncClient.connect(path) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from kvferry.daemon.control import later
 from kvferry.daemon.tiers import operations
 from kvferry.daemon.tiers.operations import TRANSITIONS, Event, Key, Operations, State, as_markdown
 from kvferry.pools.allocator import PageAllocator
@@ -142,6 +144,25 @@ async def test_a_daemon_that_ends_takes_nothing_new_and_waits_for_what_copies(ti
     await tiers.operations.drained()
     await settle()
     assert engine.error(copying) is None
+
+
+async def test_the_log_of_many_that_end_comes_a_few_lines_at_a_time(
+    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(later, "AT_ONCE", 1)
+    snapshot = engine.offload(engine.allocate(15)).snapshot
+    await tiers.finish()
+    for _ in range(5):
+        engine.restore(snapshot)
+    with capture_logs() as logs:
+        seen = list[int]()
+        tiers.operations.drain()
+        for _ in range(3):
+            seen.append(sum(one["event"] == "operation done" for one in logs))
+            await asyncio.sleep(0)
+        assert seen == [0, 1, 2]
+        await tiers.operations.drained()
+        assert sum(one["event"] == "operation done" for one in logs) == 5
 
 
 async def test_a_bug_in_a_operations_end_is_that_operations_error(tiers: Harness, engine: Engine) -> None:
