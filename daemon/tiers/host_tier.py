@@ -397,7 +397,7 @@ class HostTier:
                 remedy=LARGER_TIER,
             )
         missing = account.taken_bytes + wanted - account.quota_bytes
-        if missing > max(0, account.evictable_bytes):
+        if missing > account.evictable_bytes:
             raise self._full(
                 tenant, wanted, f"user {tenant} has {account.taken_bytes} of its {account.quota_bytes} bytes in use"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from kvferry.clients import Client, new_request_id, pages, pages_wanted
 from kvferry.clients.calls import asked
 from kvferry.pools.tiers.arena import ALLOCATION_UNIT_BYTES
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
     InvalidFieldError,
@@ -19,13 +22,11 @@ from kvferry.protocol.errors import (
     LengthMismatchError,
     NotOwnerError,
     PoolFullError,
-    TransferExistsError,
     UnknownComponentError,
-    UnknownPoolError,
     UnknownSnapshotError,
 )
-from kvferry.protocol.pool_messages import DeletePool, Freed
-from kvferry.protocol.transfer_messages import Cancel, Receive
+from kvferry.protocol.pool_messages import Freed
+from kvferry.protocol.transfer_messages import Cancel
 from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, PAGE_SIZE, SPEC, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 
@@ -169,16 +170,24 @@ def test_a_transfer_of_another_daemon_lands_in_the_host_tier(client: Client, poo
         target.close()
 
 
-@pytest.mark.host_only
-def test_a_transfer_lands_in_a_tier_that_is_full_of_blocks_or_waits_for_room_in_vain(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def full_tier(folder: Path) -> Iterator[tuple[Client, Filled, PageIds]]:
+    """Run a daemon whose host tier is full of blocks; yield a client, its pool and all of its pages."""
     blocks = TIER_BYTES // ALLOCATION_UNIT_BYTES
     with (
-        running_daemon(tmp_path, f"[tiers]\nhost_bytes = {TIER_BYTES}\n") as daemon,
+        running_daemon(folder, f"[tiers]\nhost_bytes = {TIER_BYTES}\n") as daemon,
         Client.connect(daemon.runtime_dir) as client,
     ):
         pool = Filled(client, "pool", msgspec.structs.replace(SPEC, tokens=(blocks + 1) * PAGE_SIZE))
         ids = client.allocate("pool", blocks)
-        client.wait_done(client.store("pool", hashes(blocks), ids))  # all of the tier
+        client.wait_done(client.store("pool", hashes(blocks), ids))
+        yield client, pool, ids
+        pool.close()
+
+
+@pytest.mark.host_only
+def test_a_transfer_lands_in_a_tier_that_is_full_of_blocks_or_waits_for_room_in_vain(tmp_path: Path) -> None:
+    with full_tier(tmp_path) as (client, pool, ids):
         content = pool.write(ids[:100], seed=1)
         request_id, wanted = new_request_id(), [pages_wanted(100)]
         with client.batched() as step:  # so it still waits
@@ -191,39 +200,11 @@ def test_a_transfer_lands_in_a_tier_that_is_full_of_blocks_or_waits_for_room_in_
         client.send("pool", request_id, [pages(ids[:100])])
         client.wait_done(client.restore("pool", client.wait_finished(transfer).snapshot, [pages(ids[100:200])]))
         assert pool.holds(ids[100:200], content)
-        client.store("pool", hashes(blocks, salt=2), ids)
-        before = client.receive("pool", request_id, [pages(ids[:100])])
-        client.cancel(before)
-        client.wait_settled(before)
-        with client.batched() as step:  # held, it counts as having come: the SEND hears nothing of the one before
-            transfer = step.receive("pool", request_id, wanted, into="host")
-            sent = step.send("pool", request_id, [pages(ids[100:200])])
-        client.wait_finished(sent)
-        assert client.wait_finished(transfer).snapshot
-        client.store("pool", hashes(blocks, salt=3), ids)
-        with client.batched() as step:
-            late = step.receive("pool", new_request_id(), [pages_wanted(100)], into="host")
-            again = step.begin(asked(Receive(request_id=late.key.request_id, pool="pool"), ids=()))
-            step.free("pool", ids)
-            deleted = step.begin(asked(DeletePool(pool="pool")))
-        with pytest.raises(TransferExistsError):
-            client.wait(again)
-        client.wait(deleted)
-        with pytest.raises(UnknownPoolError):
-            client.wait_finished(late)
-        pool.close()
 
 
 @pytest.mark.host_only
 def test_pages_are_an_operations_own_while_it_waits_for_room(tmp_path: Path) -> None:
-    blocks = TIER_BYTES // ALLOCATION_UNIT_BYTES
-    with (
-        running_daemon(tmp_path, f"[tiers]\nhost_bytes = {TIER_BYTES}\n") as daemon,
-        Client.connect(daemon.runtime_dir) as client,
-    ):
-        pool = Filled(client, "pool", msgspec.structs.replace(SPEC, tokens=(blocks + 1) * PAGE_SIZE))
-        ids = client.allocate("pool", blocks)
-        client.wait_done(client.store("pool", hashes(blocks), ids))  # all of the tier
+    with full_tier(tmp_path) as (client, pool, ids):
         content = pool.write(ids[:200], seed=1)
         with client.batched() as step:  # so both still wait when their pages go back
             stored = step.store("pool", hashes(200, salt=1), ids[:200])
@@ -241,7 +222,6 @@ def test_pages_are_an_operations_own_while_it_waits_for_room(tmp_path: Path) -> 
         pool.write(others, seed=3)
         client.wait_done(client.load("pool", client.lookup("pool", hashes(200, salt=1)).lease, others))
         assert pool.holds(others, content)
-        pool.close()
 
 
 def test_groups_and_lists_with_gaps_are_offloaded_and_restored(client: Client, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 import msgspec
@@ -295,13 +296,21 @@ async def test_a_snapshot_has_all_of_its_memory_or_none(
     tiers.check()
 
 
-async def test_a_bug_ends_one_operation_alone(full: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def broken_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let making room for what is asked for in the block raise in its second turn."""
+
     def making_room(*_: object, **__: object) -> Iterator[None]:
         yield
         raise ZeroDivisionError
 
     with monkeypatch.context() as broken:
         broken.setattr(HostTier, "making_room", making_room)
+        yield
+
+
+async def test_a_bug_ends_one_operation_alone(full: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with broken_room(monkeypatch):
         first = offload(engine, 2)
     second = offload(engine, 2)
     with capture_logs() as logs:
@@ -408,12 +417,7 @@ async def test_a_deadline_or_a_session_ends_while_a_receive_waits(receives: Harn
 async def test_a_bug_is_the_answer_to_one_receive_alone(
     receives: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def making_room(*_: object, **__: object) -> Iterator[None]:
-        yield
-        raise ZeroDivisionError
-
-    with monkeypatch.context() as broken:
-        broken.setattr(HostTier, "making_room", making_room)
+    with broken_room(monkeypatch):
         first = receiving(engine, 1)
     second = receiving(engine, 1)
     with capture_logs() as logs:
