@@ -276,7 +276,7 @@ def transfers(grown: Running, _small: Running, peer: Engine, effort: Effort) -> 
             MILLISECONDS,
             [Point(waiting, ended, ended)],
             of="waiting",
-            target=STALL,
+            target=None,
             note=f"the longest PING of another engine while those of {WAITING_A_SESSION} each end",
         ),
     ]
