@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import structlog
 
+from kvferry.daemon.control.later import in_turns
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.access import may_see_all
 from kvferry.daemon.process.memory import HostMemory
@@ -163,22 +164,8 @@ class HostTier:
         return self._region
 
     def in_turns(self, step: Callable[[], bool]) -> Callable[[], None]:
-        """Return what has ``step`` called in each of the next turns of the loop, until it returns False."""
-        under_way = False
-
-        def begin() -> None:
-            nonlocal under_way
-            if not under_way and self._call_soon is not None:
-                under_way = True
-                self._call_soon(go_on)
-
-        def go_on() -> None:
-            nonlocal under_way
-            under_way = False
-            if step():
-                begin()
-
-        return begin
+        """See ``later.in_turns``; without a loop nothing is called."""
+        return in_turns(step, self._call_soon or (lambda _call: None))
 
     def _catch_up(self) -> bool:
         self.index.accounts.catch_up(USES_AT_ONCE)
