@@ -179,13 +179,13 @@ class PrefixCache:
         return len(self._lookups)
 
     def pinned(self) -> Iterator[PinnedBlocks]:
-        """Yield the blocks that leases and lookups pin."""
+        """Yield the blocks that leases and lookups pin; others may come and go meanwhile."""
         for owner_id, leases in list(self._leases.items()):
             for lease in list(leases.values()):
                 yield PinnedBlocks(owner_id, lease.blocks)
         for holder, blocks, done in tuple(self._unpinning):
             yield PinnedBlocks(holder, blocks[done:])
-        for blocks in self._looking.values():
+        for blocks in list(self._looking.values()):
             yield PinnedBlocks(LOOKUPS, blocks)
 
     async def close(self) -> None:
@@ -227,7 +227,6 @@ class PrefixCache:
         """End all leases of an instance; what many blocks they pin goes in the next turns of the loop."""
         self._leased.pop(owner_id, None)
         leases = self._leases.pop(owner_id, {})
-        self._host.index.unpin((), owner_id)  # a walk of the pins begins anew, whatever there is to unpin
         self._unpinning.extend(_Unpinning(owner_id, lease.blocks, 0) for lease in leases.values())
         if self._unpin_some():
             self._unpin_rest()

@@ -156,17 +156,16 @@ async def test_the_pins_of_an_instance_that_ends_go_in_turns(
     assert left == [5, 3, 1]
 
 
-async def test_an_instance_that_ends_in_a_look_at_the_pins_has_it_begin_anew(tiers: Harness, engine: Engine) -> None:
+async def test_an_instance_may_end_in_the_middle_of_a_look_at_the_pins(tiers: Harness, engine: Engine) -> None:
     other = tiers.engine()
     await engine.stored(1, 2)
     other.ask(Unpin(lease=other.lookup(names(1)).lease), Unpinned)
     for _ in range(WALKED):
         engine.lookup(names(1, 2))
     [looking] = [one for one in tiers.checks() if one.where == "the pins of cached blocks"]
-    walk, version = looking.walk(), looking.version()
+    walk = looking.walk()
     next(walk)
     tiers.lose(other)
-    assert looking.version() != version
     check(walk)
 
 
