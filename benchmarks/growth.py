@@ -21,7 +21,7 @@ import zmq
 from benchmarks.block_growth import STALL, blocks, router
 from benchmarks.control_messages import ping_frame
 from benchmarks.curves import BYTES, FLAT, Curves, Point, rounds_of, row_of_curve
-from benchmarks.measure import MICROSECONDS, MILLISECONDS, Contender, Effort, Row, Target
+from benchmarks.measure import MICROSECONDS, MILLISECONDS, Contender, Effort, Row, Target, row_of
 from benchmarks.processes import anonymous_bytes, processor_s, running_daemon
 from kvferry.clients import Client, MhaSpec, ModelIdentity, block_hashes, calls, new_request_id, pages
 from kvferry.clients.session_channel import SessionChannel
@@ -41,6 +41,8 @@ STEP_PAGES = 100_000
 
 REPEATS = {"ping": 500, "allocate": 200, "transfer": 60, "status": 3}
 """Requests of a round; STATUS alone may grow: it lists what there is."""
+
+UNDISTURBED_S = 0.2
 
 PROMPTS = 4
 """That the host tier has room for."""
@@ -261,7 +263,8 @@ def transfers(grown: Running, _small: Running, peer: Engine, effort: Effort) -> 
                 memory.append(memory_point(size, memory_bytes(grown) - began_bytes, size - waiting, memory))
             waiting = size
             curves.add(size, costs(engine, peer))
-        ended = [longest_ping_ms(grown.client, stack.close)]
+        undisturbed_ms = longest_ping_ms(grown.client, partial(time.sleep, UNDISTURBED_S))
+        ended_ms = longest_ping_ms(grown.client, stack.close)
     return [
         *curves.rows(MICROSECONDS, TARGETS),
         row_of_curve(
@@ -271,13 +274,14 @@ def transfers(grown: Running, _small: Running, peer: Engine, effort: Effort) -> 
             of="waiting",
             note=f"the longest SEND took {longest_ms:.1f} ms",
         ),
-        row_of_curve(
+        row_of(
             "growth/transfers/ended",
             MILLISECONDS,
-            [Point(waiting, ended, ended)],
-            of="waiting",
-            target=None,
-            note=f"the longest PING of another engine while those of {WAITING_A_SESSION} each end",
+            [ended_ms],
+            [undisturbed_ms],
+            peer_is="the same while no engine ends",
+            note=f"the longest PING of an engine while others end, which have {waiting} waiting transfers, "
+            f"{WAITING_A_SESSION} each",
         ),
     ]
 
