@@ -99,8 +99,8 @@ class HostReceives:
         laid_out = _laid_out(pool.manifest, body.lists)
         return HostReceivePlan(pool, laid_out, page_ranges(body.lists, ids, laid_out, may_end_inside=True))
 
-    def has_room(self, call: Call, plan: HostReceivePlan, handle: Handler) -> bool:
-        """Return whether there is room for the pool and its snapshot; else have the RECEIVE handled once there is.
+    def waits_for_room(self, call: Call, plan: HostReceivePlan, handle: Handler) -> bool:
+        """Have a RECEIVE handled once there is room for the pool and its snapshot; return False where there is now.
 
         Raises:
             OutOfMemoryError, OverloadedError: there cannot be, or the user has too many snapshots.
@@ -111,10 +111,10 @@ class HostReceives:
         if wants:  # else it is refused
             wants.append(Want(1, plan.laid_out.region_bytes))
         steps = self._host.making_room(plan.pool.tenant, wants)
-        if next(steps, self) is self:
-            return True
-        self._room.hold(call, steps, handle)
-        return False
+        waits = next(steps, self) is not self
+        if waits:
+            self._room.hold(call, steps, handle)
+        return waits
 
     def are_held(self, is_wanted: Callable[[Call], bool]) -> bool:
         """Return whether such a RECEIVE waits for room."""

@@ -304,10 +304,10 @@ class TransferService:
         sender = self._sender(call, body)
         if body.into == "host":
             plan = self._host_receives.plan(body, sender.pool)
-            if self._host_receives.has_room(call, plan, self._receive_held):
-                return self._receive_to_host(call, body, sender, plan)
-            self._state_machine.comes_later(Half(call.session.tenant, body.request_id, "receive"))
-            return None
+            if self._host_receives.waits_for_room(call, plan, self._receive_held):
+                self._state_machine.comes_later(Half(call.session.tenant, body.request_id, "receive"))
+                return None
+            return self._receive_to_host(call, body, sender, plan)
         ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)
         return self._begin_receive_into(call, sender, ranges, body)
 

@@ -334,7 +334,7 @@ def receives(tiers: Harness) -> Harness:
 
     def receive(call: Call) -> Answer | None:
         plan = tiers.host_receives.plan(expect(call, Receive), tiers.pool())
-        return made(call) if tiers.host_receives.has_room(call, plan, made) else None
+        return None if tiers.host_receives.waits_for_room(call, plan, made) else made(call)
 
     tiers.dispatcher.handle("RECEIVE", receive)
     return tiers
