@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.clients.plain import is_plain
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError, invalid_field
 from kvferry.protocol.manifests import PoolSpec
@@ -24,6 +25,7 @@ from kvferry.protocol.manifests import PoolSpec
 MAX_SECONDS: Final = 1e6
 """Upper bound of deadlines and timeouts: eleven days."""
 
+_INT64: Final = np.dtype(np.int64)
 _MAX_INT64: Final = (1 << 63) - 1
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -43,6 +45,8 @@ def seconds(value: float, field: str) -> float:
     Raises:
         InvalidFieldError: it is not a number from 0 to ``MAX_SECONDS``.
     """
+    if type(value) is int and 0 <= value <= MAX_SECONDS:
+        return float(value)
     if type(value) is not float:
         try:
             if isinstance(value, bool | str | bytes):
@@ -63,7 +67,7 @@ def page_ids(value: npt.ArrayLike, field: str) -> PageIds:
     Raises:
         InvalidFieldError: the value is not a list of 64-bit integers.
     """
-    if isinstance(value, np.ndarray) and value.dtype == np.int64 and value.ndim == 1:
+    if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 1:
         return value
     if hasattr(value, "head") and hasattr(value, "ids"):
         raise InvalidFieldError("Pages are for send, receive, offload and restore: here give their ids", field=field)
@@ -108,6 +112,8 @@ def checked(body: BodyT, names: Mapping[str, str] | None = None) -> BodyT:
     Raises:
         InvalidFieldError: a field is invalid; names the argument.
     """
+    if is_plain(body):
+        return body
     kind = type(body)
     try:
         converted: BodyT = _decoder(kind).decode(_encoder.encode(body))
