@@ -29,6 +29,12 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_def
 
     one_frame: ClassVar[bool] = False
     """Whether all numbers travel in one frame, whose parts the body counts; in JSON they are ``ids``."""
+    has_lists: ClassVar[bool] = False
+    """Whether page lists may follow."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.has_lists = cls.page_counts is not Body.page_counts
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the length of each page list that follows as a frame, in frame order; () if none follows."""
@@ -71,7 +77,13 @@ class AnsweredBy(RequestBody, Generic[ReplyT], frozen=True, kw_only=True):
     """A request of which type checkers know the reply, too."""
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         (cls.reply,) = get_args(vars(cls)["__orig_bases__"][0])
+
+
+def counts_of(bodies: Sequence[Body]) -> tuple[int, ...]:
+    """Return the lengths of all page lists of several bodies, in their order."""
+    return tuple([count for one in bodies if one.has_lists for count in one.page_counts()])
 
 
 class ErrorReply(ReplyBody, frozen=True, kw_only=True, tag="ERROR"):
@@ -138,6 +150,8 @@ def list_frames(body: Body, frames: Sequence[bytes]) -> Sequence[bytes]:
         MalformedError: they are not those that the body announces.
     """
     counts = body.page_counts()
+    if not counts and not frames:
+        return frames
     if not (counts and body.are_lists_joined()):
         _check_frames(body, counts, frames)
         return frames

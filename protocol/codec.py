@@ -104,8 +104,9 @@ def with_page_lists(head: bytes, body: Body, ids: Sequence[PageIds]) -> Frames:
     if tuple([len(one) for one in ids]) != counts:
         raise ValueError(f"{type(body).__name__} announces {counts} page ids")
     if body.are_lists_joined():
-        ids = (np.concatenate(ids),)
-    frames.extend(np.ascontiguousarray(one, WIRE_IDS).data.cast("B") for one in ids)
+        frames.append(b"".join([(one if one.dtype is WIRE_IDS else one.astype(WIRE_IDS)).tobytes() for one in ids]))
+    else:
+        frames.extend(np.ascontiguousarray(one, WIRE_IDS).data.cast("B") for one in ids)
     return frames
 
 
@@ -115,7 +116,7 @@ def page_lists(body: Body, frames: Sequence[bytes]) -> tuple[PageIds, ...]:
     Raises:
         MalformedError: they are not those that the body announces.
     """
-    return tuple(np.frombuffer(frame, WIRE_IDS) for frame in list_frames(body, frames))
+    return tuple([np.frombuffer(frame, WIRE_IDS) for frame in list_frames(body, frames)])
 
 
 def split(bodies: Sequence[Body], ids: Sequence[PageIds]) -> list[tuple[PageIds, ...]]:
@@ -124,7 +125,7 @@ def split(bodies: Sequence[Body], ids: Sequence[PageIds]) -> list[tuple[PageIds,
         return [()] * len(bodies)
     found, at = [], 0
     for one in bodies:
-        count = len(one.page_counts())
+        count = len(one.page_counts()) if one.has_lists else 0
         found.append(tuple(ids[at : at + count]) if count else ())
         at += count
     return found

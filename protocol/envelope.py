@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, Union
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.base import AnsweredBy, Body, Busy, ErrorReply, ReplyBody, RequestBody
+from kvferry.protocol.base import AnsweredBy, Busy, ErrorReply, ReplyBody, RequestBody, counts_of
 from kvferry.protocol.events import EventBody
 from kvferry.protocol.requests import BATCH, REQUESTS, request_type, tag_of
 
@@ -54,7 +54,7 @@ class Batched(ReplyBody, frozen=True, kw_only=True, tag="BATCHED"):
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the lengths of all results' lists."""
-        return _counts(self.results)
+        return counts_of(self.results)
 
     def are_lists_joined(self) -> bool:
         """Return ``joined``."""
@@ -79,7 +79,7 @@ class Batch(AnsweredBy[Batched], frozen=True, kw_only=True, tag="BATCH"):
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the lengths of all requests' lists."""
-        return _counts(self.requests)
+        return counts_of(self.requests)
 
     def are_lists_joined(self) -> bool:
         """Return ``joined``."""
@@ -93,10 +93,6 @@ class Batch(AnsweredBy[Batched], frozen=True, kw_only=True, tag="BATCH"):
                 return f"requests[{at}].{one.frame_field(number)}"
             number -= frames
         return "requests"
-
-
-def _counts(bodies: Sequence[Body]) -> tuple[int, ...]:
-    return tuple([count for one in bodies for count in one.page_counts()])
 
 
 _ALL: Final[tuple[type[RequestBody], ...]] = (*_ALONE, Batch)

@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta
 from msgspec.structs import replace
 
-from kvferry.protocol.base import Body, PageList
+from kvferry.protocol.base import Body, PageList, counts_of
 from kvferry.protocol.errors import ErrorInfo
 
 OperationKind = Literal["offload", "restore", "store", "load"]
@@ -118,7 +118,7 @@ class Together(Body, frozen=True, kw_only=True, tag="EVENTS"):
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the lengths of all events' lists."""
-        return tuple([count for one in self.events for count in one.page_counts()])
+        return counts_of(self.events)
 
 
 EventBody = SingleEvent | Together
