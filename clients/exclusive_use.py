@@ -16,6 +16,20 @@ from typing import NoReturn, SupportsIndex
 from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, ForkedError, MisuseError
 
 
+class _Process:
+    """Which process this is, without a call of the kernel's at each call of a client's."""
+
+    pid = os.getpid()
+
+    @classmethod
+    def forked(cls) -> None:
+        """Take note that this is a child."""
+        cls.pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_Process.forked)
+
+
 def check_process(pid: int) -> None:
     """Check that this process has that id, and is not a forked child.
 
@@ -66,7 +80,7 @@ class ExclusiveUse:
             ConcurrentUseError: another call is in progress.
             ClientClosedError: the client is closed.
         """
-        if os.getpid() != self._pid:
+        if _Process.pid != self._pid:
             check_process(self._pid)
         if not self._lock.acquire(False):  # noqa: FBT003  by name it costs twice as much
             if self._closing:
