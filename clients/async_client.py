@@ -7,15 +7,15 @@ import contextlib
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn, Self, cast
-
-import zmq
+from typing import NoReturn, Self
 
 from kvferry.clients.async_requests import AsyncRequests
 from kvferry.clients.connection import Connection, Reconnected, given_back_with
+from kvferry.clients.daemon_socket import has_message, receive_frames, send_frames
 from kvferry.clients.exclusive_use import check_process
 from kvferry.clients.resuming import Loss
-from kvferry.protocol.client_core import BatchAnswered, News, Outgoing, ReplyArrived
+from kvferry.protocol.client_core import BatchAnswered, News, ReplyArrived
+from kvferry.protocol.codec import Frames
 from kvferry.protocol.errors import (
     ClientClosedError,
     ConcurrentUseError,
@@ -26,7 +26,6 @@ from kvferry.protocol.errors import (
 )
 
 DRAIN_BOUND = 64
-NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums are slow
 
 
 class AsyncClient(AsyncRequests):
@@ -163,27 +162,24 @@ class AsyncClient(AsyncRequests):
         self._news.clear()
         await self._news.wait()
 
-    def _transmit(self, outgoing: Outgoing) -> None:
-        self._socket.send_multipart(outgoing.frames, NOBLOCK)
+    def _transmit(self, frames: Frames) -> None:
+        send_frames(self._socket, frames)
         self._schedule_drain()
 
     def _schedule_drain(self) -> None:
         """Make sure that a message which arrived unsignalled is seen: the descriptor signals changes only."""
-        if not self._drain_scheduled and not self._socket.closed and self._readable():
+        if not self._drain_scheduled and not self._socket.closed and has_message(self._socket):
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
-
-    def _readable(self) -> bool:
-        return bool(cast("int", self._socket.getsockopt(EVENTS)) & POLLIN)
 
     def _drain(self) -> None:
         self._drain_scheduled = False
         if self._socket.closed:
             return
         for _ in range(DRAIN_BOUND):
-            if not self._readable():
+            if not has_message(self._socket):
                 return
-            self._feed(self._socket.recv_multipart(NOBLOCK))
+            self._feed(receive_frames(self._socket))
         self._schedule_drain()
 
     def _feed(self, frames: list[bytes]) -> None:
@@ -215,7 +211,7 @@ class AsyncClient(AsyncRequests):
             self._session_lost(error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail))
 
     def _watch_readable(self) -> None:
-        while not self._socket.closed and self._readable():  # what came before the connection was lost
+        while not self._socket.closed and has_message(self._socket):  # what came before the connection was lost
             self._drain()
         if self._loss is not None:
             self._seek_on()

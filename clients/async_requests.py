@@ -28,7 +28,7 @@ from kvferry.clients.registration import registered
 from kvferry.clients.resuming import Registration, Resuming, Said
 from kvferry.clients.session_channel import SessionChannel, close_left
 from kvferry.clients.submissions import DEFAULT_WAIT_S
-from kvferry.clients.submitting import PendingReply
+from kvferry.clients.submitting import PendingReply, pending_reply
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
@@ -680,7 +680,7 @@ class AsyncRequests(Resuming):
 
         Where they went with a connection that was lost, it is asked again, after ``undo``.
         """
-        ends_at = time.monotonic() + self._times(call, deadline_s, 0.0)[1]
+        ends_at = time.monotonic() + self._times(call, deadline_s)[1]
         while True:
             epoch = self._epoch
             try:
@@ -708,7 +708,8 @@ class AsyncRequests(Resuming):
         said: Said | None = None,
     ) -> tuple[int, T]:
         """Send a request; return its number and the reply. ``said`` goes before it, also where it is sent again."""
-        deadline_ms, timeout_s = self._times(call, deadline_s, margin_s)
+        deadline_ms, kept_s = self._times(call, deadline_s)
+        timeout_s = kept_s + seconds(margin_s, "margin_s")
         if self._lost_pools:
             self._check_pool(call.body)
         outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
@@ -722,7 +723,7 @@ class AsyncRequests(Resuming):
                     epoch = self._epoch
                     await asyncio.to_thread(self._say, frames, said.fds)
             self._put(outgoing)
-            return number, await self._reply(PendingReply(self._core.token, call, number, timeout_s))
+            return number, await self._reply(pending_reply(self._core.token, call, number, timeout_s))
         finally:
             self._said.pop(number, None)
 

@@ -17,7 +17,7 @@ from kvferry.protocol.client_core import (
     Outgoing,
     size_bytes,
 )
-from kvferry.protocol.codec import PageIds
+from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.envelope import MAX_BATCH
 from kvferry.protocol.errors import (
     CancelledError,
@@ -48,7 +48,7 @@ class Batch(Submitting):
         *,
         joined: bool,
         deadline: Callable[[float | None], tuple[float, int]],
-        send: Callable[[Outgoing], None],
+        send: Callable[[Outgoing, Frames | None], None],
         refuse: Callable[[Sequence[Outgoing], KvferryError], None],
         lost_pools: set[str],
     ) -> None:
@@ -84,9 +84,10 @@ class Batch(Submitting):
         unsent = [*self._requests]
         try:
             with self._use:
-                for part in self._parts():
-                    self._send(self._core.batch(part, joined=self._joined))
-                    del unsent[: len(part)]
+                if not self._send_whole():
+                    for part in self._parts():
+                        self._send(self._core.batch(part, joined=self._joined), None)
+                        del unsent[: len(part)]
         except KvferryError as failure:
             self._refuse(unsent, failure)
             raise
@@ -116,7 +117,7 @@ class Batch(Submitting):
         return self.begin(calls.free(pool, ids, space, after), deadline_s=deadline_s)
 
     def _put(self, outgoing: Outgoing) -> None:
-        if self._ended or not outgoing.request.body.in_batch:
+        if self._ended or not outgoing.body.in_batch:
             self._check(outgoing)
         self._requests.append(outgoing)
 
@@ -130,7 +131,7 @@ class Batch(Submitting):
         try:
             if self._ended:
                 raise MisuseError("this batch was sent: begin another one by client.batched()")
-            check_batched(type(outgoing.request.body), "call")
+            check_batched(type(outgoing.body), "call")
         except KvferryError as error:
             self._refuse([outgoing], error)
             raise
@@ -138,12 +139,23 @@ class Batch(Submitting):
     def _deadline(self, deadline_s: float | None) -> tuple[float, int]:
         return self._default_deadline if deadline_s is None else self._deadline_of(deadline_s)
 
+    def _send_whole(self) -> bool:
+        """Send all in one message, and return True, if it is within the daemon's bounds: most are, and encoded once."""
+        if not self._joined or not 0 < len(self._requests) <= MAX_BATCH:
+            return False
+        message = self._core.batch(self._requests, joined=True)
+        frames = self._core.frames(message)
+        sizes = [len(one) for one in frames]
+        if sum(sizes) > self._limits.max_message_bytes or max(sizes) > self._limits.max_frame_bytes:
+            self._core.undo(message)
+            return False
+        self._send(message, frames)
+        return True
+
     def _parts(self) -> list[list[Outgoing]]:
         """Return the requests as many to a message as the daemon takes."""
         limits = self._limits
         most_bytes = min(limits.max_message_bytes, limits.max_frame_bytes) - ENVELOPE_BYTES
-        if self._joined and 0 < len(self._requests) <= MAX_BATCH and size_bytes(self._requests) <= most_bytes:
-            return [self._requests]
         parts: list[list[Outgoing]] = []
         frames_left = bytes_left = 0
         for one in self._requests:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,13 +28,10 @@ TABLES: Final = {"tables": "name"}
 IDS: Final = {"pages": "ids"}
 """What the clients' calls name otherwise than the messages do."""
 
-SMALL: Final = 1 << 30
-"""Numbers of pages and of tokens below are within every bound of the protocol."""
-
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Call(NamedTuple, Generic[T_co]):
+class Call(msgspec.Struct, Generic[T_co], frozen=True):
     """A request and the reading of its reply."""
 
     body: RequestBody
@@ -69,7 +67,7 @@ def _reading(kind: type[ReplyT]) -> Callable[[ReplyArrived], ReplyT]:
     return read
 
 
-class Pages(NamedTuple):
+class Pages(msgspec.Struct, frozen=True, eq=False):
     """A page list with its ids, as ``send`` and ``receive`` take it; made by ``pages``."""
 
     head: PageList
@@ -101,13 +99,7 @@ def pages(
     """
     array = page_ids(ids, "ids")
     head = PageList(component=component, first_page=first_page, pages=len(array), tokens=tokens)
-    is_plain = type(component) is str and component == MAIN and _is_small(first_page, 0) and _is_small(tokens, 1)
-    return Pages(head if is_plain else checked(head), array)
-
-
-def _is_small(value: int | None, least: int) -> bool:
-    """Return whether it is None or a small number, as most are: it needs no look at the protocol's types."""
-    return value is None or (type(value) is int and least <= value < SMALL)
+    return Pages(checked(head), array)
 
 
 def pages_wanted(
@@ -123,7 +115,7 @@ def no_pages(component: str) -> Pages:
     return Pages(checked(PageList(component=component, pages=0, none=True)), np.empty(0, np.int64))
 
 
-def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[tuple[PageList, ...], list[PageIds]]:
+def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[tuple[PageList, ...], tuple[PageIds, ...]]:
     """Return the page lists of a message and their ids; ``with_ids``: of pages that are there.
 
     Raises:
@@ -131,7 +123,9 @@ def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[tuple[
     """
     if isinstance(lists, Pages):
         raise InvalidFieldError("one Pages, where a list of them is wanted: give [pages(ids)]", field="lists")
-    every = sequence(lists, "Pages", "lists")
+    every = lists if type(lists) is list else sequence(lists, "Pages", "lists")
+    if len(every) == 1 and type(every[0]) is Pages and with_ids and len(every[0].ids) == every[0].head.pages:
+        return (every[0].head,), (every[0].ids,)
     for number, one in enumerate(every):
         if not isinstance(one, Pages):
             raise InvalidFieldError(
@@ -142,7 +136,7 @@ def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[tuple[
                 f"{one.head.pages} pages without ids: pages_wanted is for receive(into='host'), here give pages(ids)",
                 field=f"lists[{number}]",
             )
-    return tuple([one.head for one in every]), [one.ids for one in every]
+    return tuple([one.head for one in every]), tuple([one.ids for one in every])
 
 
 def joined(hashes: Sequence[bytes]) -> bytes:
@@ -214,8 +208,8 @@ def allocate_each(pool: str, counts: Sequence[int], space: str) -> Call[list[Pag
 
 
 def free(pool: str, ids: npt.ArrayLike, space: str, after: DeviceEvent | None) -> Call[Freed]:
-    """Give pages back."""
-    array = page_ids(ids, "ids")
+    """Give pages back. The ids are copied: it is remembered which pages are held, and the caller's array may change."""
+    array = page_ids(ids, "ids").copy()
     body = Free(pool=pool, pages=len(array), space=space, after=after)
     return asked(body, IDS, (array,))
 

@@ -31,7 +31,7 @@ from kvferry.clients.tables import Tables
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import ErrorReply, ReplyBody
 from kvferry.protocol.client_core import Ended, Outgoing, ReplyArrived, stale
-from kvferry.protocol.codec import PageIds
+from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import DaemonLostError, KvferryError, OverloadedError, PoolLostError, UnknownPoolError
 from kvferry.protocol.held_pages import HeldPages
 from kvferry.protocol.ids import BootId
@@ -165,7 +165,7 @@ class Resuming(Submissions):
     # -- what each kind of client does in its own way
 
     @abstractmethod
-    def _transmit(self, outgoing: Outgoing) -> None:
+    def _transmit(self, frames: Frames) -> None:
         """Send a message."""
 
     @abstractmethod
@@ -186,12 +186,12 @@ class Resuming(Submissions):
 
     # -- sending
 
-    def _put(self, outgoing: Outgoing) -> None:
+    def _put(self, outgoing: Outgoing, frames: Frames | None = None) -> None:
         if self._dead is not None:
             raise self._dead
-        outgoing = self._core.sent(outgoing, time.monotonic(), connected=not self._held)
+        self._core.sent(outgoing, time.monotonic(), connected=not self._held)
         if not self._held:
-            self._transmit(outgoing)
+            self._transmit(frames or self._core.frames(outgoing))
 
     def _release(self) -> None:
         """Send what was kept."""
@@ -201,7 +201,7 @@ class Resuming(Submissions):
             said = self._said.get(outgoing.message_id)
             if said is not None and self._say(said.frames(outgoing.message_id), said.fds):
                 return
-            self._transmit(outgoing)
+            self._transmit(self._core.frames(outgoing))
 
     def _say(self, frames: Sequence[ShareFollows | MemoryFollows], fds: Sequence[int]) -> bool:
         """Say it over the session's socket; return whether that is lost, which its reader finds, too."""
@@ -485,7 +485,8 @@ class Resuming(Submissions):
                 return
             if self._say(frames, one.fds):
                 return  # the loss of the socket is about to be found
-            self._transmit(self._core.sent(outgoing, time.monotonic(), connected=True))
+            self._core.sent(outgoing, time.monotonic(), connected=True)
+            self._transmit(self._core.frames(outgoing))
 
     def _replied(self, reply: ReplyArrived) -> None:
         super()._replied(reply)
@@ -505,6 +506,6 @@ def _answer(call: Call[Any] | Registration) -> Generator[Call[Any] | Registratio
 
 
 def _freed(request: Outgoing) -> Free:
-    body = request.request.body
+    body = request.body
     assert isinstance(body, Free), body
     return body

@@ -7,10 +7,13 @@ operation of the tiers, ``wait`` for the reply to an update of tables: those are
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Final, TypeVar
 
 from kvferry.clients.arguments import seconds, wrong_kind
 from kvferry.clients.batch import Batch
+from kvferry.clients.calls import Call
 from kvferry.clients.connection import Connection
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.exclusive_use import OfOneProcess
@@ -21,11 +24,13 @@ from kvferry.protocol.client_core import (
     ClientCore,
     News,
     OtherDaemon,
+    Outgoing,
     ReplyArrived,
     TierOperation,
     Transfer,
     unclaimed_pages,
 )
+from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import (
     InvalidFieldError,
     MisuseError,
@@ -34,6 +39,8 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import Welcome
+from kvferry.protocol.tier_messages import Load, Offload, Restore, Store
+from kvferry.protocol.transfer_messages import Receive, Send
 
 DEFAULT_WAIT_S: Final = 30.0
 """How long a call waits for what is under way already. A request's own deadline is by default the daemon's."""
@@ -50,6 +57,7 @@ class Submissions(Submitting, OfOneProcess):
     """One session, in as far as nothing waits."""
 
     welcome: Welcome | None = None
+    _use: AbstractContextManager[None]
 
     def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
         """Use ``connect``.
@@ -109,6 +117,27 @@ class Submissions(Submitting, OfOneProcess):
             lost_pools=self._lost_pools,
         )
 
+    def begin(self, call: Call[T], *, deadline_s: float | None = None) -> PendingReply[T]:
+        """Send a request and return at once; ``wait`` takes its reply, ``is_ready`` says whether it has come."""
+        with self._use:
+            return self._begin(call, deadline_s=deadline_s)
+
+    def _begin(self, call: Call[T], *, deadline_s: float | None = None) -> PendingReply[T]:
+        """Send a request, in a call that is under way."""
+        return super().begin(call, deadline_s=deadline_s)
+
+    def _begin_transfer(
+        self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None, *, wakes_on_match: bool = False
+    ) -> Transfer:
+        with self._use:
+            return super()._begin_transfer(body, ids, deadline_s, wakes_on_match=wakes_on_match)
+
+    def _begin_operation(
+        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float | None
+    ) -> TierOperation:
+        with self._use:
+            return super()._begin_operation(body, ids, deadline_s)
+
     def _deadline(self, deadline_s: float | None) -> tuple[float, int]:
         """Return a request's deadline in seconds, and in milliseconds as it travels: 0 is the daemon's default.
 
@@ -147,7 +176,8 @@ class Submissions(Submitting, OfOneProcess):
         """
         if not isinstance(pending, PendingReply):
             raise wrong_kind(pending, "pending reply, as update_tables returns it", "pending")
-        self._check_ours(pending, "pending")
+        if pending.conversation is not self._core.token:
+            self._check_ours(pending, "pending")
         if pending.taken:
             raise InvalidFieldError(f"{pending!r} was waited for before: keep what wait returned", field="pending")
 
@@ -184,6 +214,10 @@ class Submissions(Submitting, OfOneProcess):
         if self._channel is None:
             raise NoSessionError("the client was connected with session=False", field="session")
         return self._channel
+
+    @abstractmethod
+    def _put(self, outgoing: Outgoing, frames: Frames | None = None) -> None:
+        """Send a request; ``frames``: if they are made already."""
 
     @abstractmethod
     def _other_daemon(self, boot_id: BootId) -> None:

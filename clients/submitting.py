@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Final, Generic, TypeVar
 
+import msgspec
 import numpy.typing as npt
 
 from kvferry.clients import calls
-from kvferry.clients.arguments import checked, page_ids, seconds, sequence, wrong_kind
+from kvferry.clients.arguments import checked, page_ids, sequence, wrong_kind
 from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, asked, joined, page_lists
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
+from kvferry.clients.plain import is_plain
 from kvferry.clients.tables import Tables, tables_name
 from kvferry.protocol.base import DeviceEvent, RequestBody
 from kvferry.protocol.client_core import (
@@ -37,27 +38,30 @@ T = TypeVar("T")
 _MAKE_ANEW: Final = (CreatePool, AttachPool, RegisterPool, DeletePool)
 
 
-class PendingReply(Generic[T]):
+class PendingReply(msgspec.Struct, Generic[T], eq=False, weakref=True):
     """A request that was sent and whose reply nobody has taken yet; see ``begin``."""
 
-    def __init__(self, conversation: object, call: Call[T], message_id: int, timeout_s: float) -> None:
-        self.conversation = conversation
-        self.call = call
-        self.message_id = message_id
-        self.timeout_s = timeout_s
-        self.ends_at = time.monotonic() + timeout_s
-        self.taken = False
+    conversation: object
+    call: Call[T]
+    message_id: int
+    timeout_s: float
+    ends_at: float
+    taken: bool = False
 
     def __repr__(self) -> str:
         """Show what was asked for."""
         return f"<PendingReply {self.message_id} to {type(self.call.body).__name__}>"
 
 
+def pending_reply(conversation: object, call: Call[T], message_id: int, timeout_s: float) -> PendingReply[T]:
+    """Return what waits for a reply from now on."""
+    return PendingReply(conversation, call, message_id, timeout_s, time.monotonic() + timeout_s)
+
+
 class Submitting(ABC):
     """Makes requests and lets them be sent; nothing waits."""
 
     _core: ClientCore
-    _use: AbstractContextManager[None]
     _lost_pools: set[str]
 
     def _check_pool(self, body: RequestBody) -> None:
@@ -84,17 +88,12 @@ class Submitting(ABC):
 
     def begin(self, call: Call[T], *, deadline_s: float | None = None) -> PendingReply[T]:
         """Send a request and return at once; ``wait`` takes its reply, ``is_ready`` says whether it has come."""
-        with self._use:
-            return self._begin(call, deadline_s=deadline_s)
-
-    def _begin(self, call: Call[T], *, deadline_s: float | None = None) -> PendingReply[T]:
-        """Send a request, in a call that is under way."""
-        deadline_ms, timeout_s = self._times(call, deadline_s, REPLY_MARGIN_S)
+        deadline_ms, kept_s = self._times(call, deadline_s)
         if self._lost_pools:
             self._check_pool(call.body)
         outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
         self._put(outgoing)
-        return PendingReply(self._core.token, call, outgoing.message_id, timeout_s)
+        return pending_reply(self._core.token, call, outgoing.message_id, kept_s + REPLY_MARGIN_S)
 
     # -- transfers
 
@@ -142,7 +141,7 @@ class Submitting(ABC):
             destinations=destinations,
             first_token=first_token,
             payload=payload,
-            steps=sequence(steps, "steps, as ring.step makes them", "steps"),
+            steps=steps if type(steps) is tuple else sequence(steps, "steps, as ring.step makes them", "steps"),
             checksums=checksums,
         )
         return self._begin_transfer(body, ids, deadline_s, wakes_on_match=wake_on_match)
@@ -353,34 +352,33 @@ class Submitting(ABC):
     def _begin_transfer(
         self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None, *, wakes_on_match: bool = False
     ) -> Transfer:
-        body = checked(body)
-        _, deadline_ms = self._deadline(deadline_s)
-        with self._use:
-            if self._lost_pools:
-                self._check_pool(body)
-            transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms, wakes_on_match=wakes_on_match)
-            self._put(outgoing)
+        if not is_plain(body):
+            body = checked(body)
+        deadline_ms = 0 if deadline_s is None else self._deadline(deadline_s)[1]
+        if self._lost_pools:
+            self._check_pool(body)
+        transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms, wakes_on_match=wakes_on_match)
+        self._put(outgoing)
         return transfer
 
     def _begin_operation(
         self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float | None
     ) -> TierOperation:
         body = checked(body, IDS)
-        _, deadline_ms = self._deadline(deadline_s)
-        with self._use:
-            if self._lost_pools:
-                self._check_pool(body)
-            operation, outgoing = self._core.operation(body, ids, deadline_ms=deadline_ms)
-            self._put(outgoing)
+        deadline_ms = 0 if deadline_s is None else self._deadline(deadline_s)[1]
+        if self._lost_pools:
+            self._check_pool(body)
+        operation, outgoing = self._core.operation(body, ids, deadline_ms=deadline_ms)
+        self._put(outgoing)
         return operation
 
-    def _times(self, call: Call[T], deadline_s: float | None, margin_s: float) -> tuple[int, float]:
-        """Return an operation's deadline as it travels, and for how many seconds its reply is waited for.
+    def _times(self, call: Call[T], deadline_s: float | None) -> tuple[int, float]:
+        """Return an operation's deadline as it travels, and in seconds.
 
         Raises:
-            InvalidFieldError: it is no operation, or one of the times no number of seconds, or beyond the daemon's.
+            InvalidFieldError: it is no operation, or the deadline no number of seconds, or beyond the daemon's.
         """
         if not isinstance(call, Call):
             raise wrong_kind(call, "Operation, as kvferry.clients.calls makes them", "call")
         kept_s, deadline_ms = self._deadline(deadline_s)
-        return deadline_ms, kept_s + seconds(margin_s, "margin_s")
+        return deadline_ms, kept_s

@@ -18,13 +18,13 @@ from typing import NoReturn, Self
 import zmq
 
 from kvferry.clients.connection import Connection, Reconnected, given_back_with
+from kvferry.clients.daemon_socket import has_message, receive_frames, send_frames
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.clients.resuming import LOOK_S
 from kvferry.clients.sync_requests import SyncRequests
-from kvferry.protocol.client_core import Outgoing
+from kvferry.protocol.codec import Frames
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, MisuseError
 
-NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # an enum costs a microsecond at each use
 AT_ONCE = 64
 """Messages that are taken before the other sockets are looked at again."""
 
@@ -127,10 +127,11 @@ class Client(SyncRequests):
     def _take_changes(self, timeout_s: float) -> None:
         ends_at = time.monotonic() + timeout_s
         while self._take(0.0 if self._changed else max(0.0, ends_at - time.monotonic())):
-            self._take_all()
+            if self._take_all() and self._changed:
+                return
 
-    def _transmit(self, outgoing: Outgoing) -> None:
-        self._socket.send_multipart(outgoing.frames, NOBLOCK)
+    def _transmit(self, frames: Frames) -> None:
+        send_frames(self._socket, frames)
 
     def _take(self, timeout_s: float) -> bool:
         """Take one message, waiting for it up to ``timeout_s``; return whether there may be more to take."""
@@ -139,11 +140,11 @@ class Client(SyncRequests):
         return self._take_ready(timeout_s)
 
     def _take_ready(self, timeout_s: float) -> bool:
-        if not self._has_message():
+        if not has_message(self._socket):
             ready = self._poller.poll(math.ceil(timeout_s * 1000))
             if not ready:
                 return False
-            if not self._has_message():
+            if not has_message(self._socket):
                 others = [descriptor for descriptor, _ in ready if descriptor != self._socket.FD]
                 if others:
                     self._look_at(others[0])
@@ -151,22 +152,18 @@ class Client(SyncRequests):
         self._take_message()
         return True
 
-    def _take_all(self) -> None:
-        """Take what else the control socket has, without asking each time whether there is more on any socket."""
+    def _take_all(self) -> bool:
+        """Take what else the control socket has, without a look at the other sockets; return whether that was all."""
         for _ in range(AT_ONCE):
-            if self._loss is not None or not self._has_message():
-                return
+            if self._loss is not None:
+                return False
+            if not has_message(self._socket):
+                return True
             self._take_message()
-
-    def _has_message(self) -> bool:
-        """Return whether the control socket has one: its descriptor tells of changes only.
-
-        To ask costs little; to receive in vain raises, and what raises is slow where an engine's caches are cold.
-        """
-        return bool(int(self._socket.get(EVENTS)) & POLLIN)
+        return False
 
     def _take_message(self) -> None:
-        news = self._core.feed(self._socket.recv_multipart(NOBLOCK))
+        news = self._core.feed(receive_frames(self._socket))
         if news is not None:
             self._hear(news)
 

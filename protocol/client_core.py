@@ -45,39 +45,49 @@ class TransferKey(NamedTuple):
     pool: str
 
 
-class Transfer:
+class Transfer(msgspec.Struct, eq=False, weakref=True):
     """An endpoint of a transfer, as far as the client knows its state.
 
     Attributes:
         key: its key in the session.
         accepted: the reply to its latest accepted message, or None.
         finished: the FINISHED event, or None.
-        settled: the SETTLED event, also where a FINISHED stands for it, or None.
         matched: how many destinations of a send, or sources of a receive, the daemon has reported as matched.
         wakes_on_match: whether it counts as changed when ``matched`` grows.
         refused: why one of its messages was refused, or None.
+        has_settled: whether the daemon has said that it has settled.
         conversation: the ``token`` of the client core that made it.
     """
 
+    key: TransferKey
+    conversation: object = None
     accepted: Accepted | None = None
     finished: Finished | None = None
-    settled: Settled | None = None
     matched: int = 0
     wakes_on_match: bool = False
     refused: KvferryError | None = None
-
-    def __init__(self, key: TransferKey, conversation: object = None) -> None:
-        self.key = key
-        self.conversation = conversation
+    has_settled: bool = False
+    _settled: Settled | None = None
 
     def __repr__(self) -> str:
         """Show key and state."""
         return f"<Transfer {self.key.direction} {self.key.request_id} {self.state}>"
 
     @property
+    def settled(self) -> Settled | None:
+        """Return the SETTLED event, also where a FINISHED stands for it."""
+        if self._settled is None and self.has_settled and self.finished is not None:
+            self._settled = _settled(self.finished)
+        return self._settled
+
+    @settled.setter
+    def settled(self, event: Settled) -> None:
+        self._settled, self.has_settled = event, True
+
+    @property
     def state(self) -> Literal["sent", "open", "refused", "finished", "settled"]:
         """Return the state: sent, open, refused, finished or settled."""
-        if self.settled:
+        if self.has_settled:
             return "settled"
         if self.finished:
             return "finished"
@@ -100,7 +110,7 @@ class Transfer:
     @property
     def is_settled(self) -> bool:
         """Return whether the daemon has released its pages: they may be written, or freed and reused."""
-        return self.settled is not None or (self.refused is not None and self.accepted is None)
+        return self.has_settled or (self.refused is not None and self.accepted is None)
 
     def outcome(self) -> Finished:
         """Return the FINISHED event of a success.
@@ -117,26 +127,25 @@ class Transfer:
 
 
 class Outgoing(msgspec.Struct, frozen=True):
-    """A request to send, alone or in a batch."""
+    """A request to send, alone or in a batch; ``ClientCore.frames`` makes its frames when it goes.
 
-    request: Request
+    Attributes:
+        message_id: its number.
+        body: the message.
+        ids: its page lists.
+        deadline_ms: time left for it; 0 for the daemon's default.
+    """
+
+    message_id: int
+    body: RequestBody
     ids: tuple[PageIds, ...] = ()
-
-    @property
-    def message_id(self) -> int:
-        """Return its number."""
-        return self.request.message_id
-
-    @property
-    def frames(self) -> Frames:
-        """Return its frames."""
-        return encode(self.request, self.ids)
+    deadline_ms: int = 0
 
 
 def size_bytes(requests: Sequence[Outgoing]) -> int:
     """Return the bytes that the bodies and page lists of requests add to a message."""
     ids = sum([one.nbytes for request in requests for one in request.ids])
-    return encoded_bytes([request.request.body for request in requests]) + ids
+    return encoded_bytes([request.body for request in requests]) + ids
 
 
 class ReplyArrived(msgspec.Struct, frozen=True):
@@ -250,17 +259,25 @@ class ClientCore:
         """Return the number of requests without a reply."""
         return len(self._pending)
 
-    def request(self, body: RequestBody, ids: Sequence[PageIds] = (), *, deadline_ms: int = 0) -> Outgoing:
-        """Return the frames of a new request.
+    def request(
+        self,
+        body: RequestBody,
+        ids: Sequence[PageIds] = (),
+        *,
+        deadline_ms: int = 0,
+        follows: Transfer | TierOperation | _Nobody | None = None,
+    ) -> Outgoing:
+        """Return a new request.
 
         Args:
             body: the message.
             ids: its page lists, each ``(n,)`` int64, in the order in which the body names them.
             deadline_ms: time left for the request; 0 for the daemon's default.
+            follows: whose state its reply tells; None where that is a ReplyArrived.
         """
         message_id = next(self._ids)
-        self._pending[message_id] = None
-        return Outgoing(self._envelope(message_id, body, deadline_ms), tuple(ids))
+        self._pending[message_id] = follows
+        return Outgoing(message_id, body, tuple(ids), deadline_ms)
 
     def batch(self, requests: Sequence[Outgoing], *, joined: bool = False) -> Outgoing:
         """Return one message with several requests that were not sent yet; its reply contains theirs.
@@ -269,21 +286,27 @@ class ClientCore:
         """
         message_id = next(self._ids)
         self._batches[message_id] = tuple(requests)
-        deadlines_ms = tuple(one.request.deadline_ms for one in requests)
+        deadlines_ms = [one.deadline_ms for one in requests]
         body = Batch(
-            requests=tuple(one.request.body for one in requests),
-            deadlines_ms=deadlines_ms if any(deadlines_ms) else (),
+            requests=tuple([one.body for one in requests]),
+            deadlines_ms=tuple(deadlines_ms) if any(deadlines_ms) else (),
             joined=joined,
         )
-        return Outgoing(self._envelope(message_id, body, 0), tuple(ids for one in requests for ids in one.ids))
+        return Outgoing(message_id, body, tuple([ids for one in requests for ids in one.ids]))
+
+    def undo(self, batch: Outgoing) -> None:
+        """Take the requests of a batch apart again that is not sent."""
+        del self._batches[batch.message_id]
+
+    def frames(self, outgoing: Outgoing) -> Frames:
+        """Return the frames of a request as it is to be sent now."""
+        number, deadline_ms, body = outgoing.message_id, outgoing.deadline_ms, outgoing.body
+        return encode(Request(number, self.boot_id, self._secret, deadline_ms, self._seen_cursor, body), outgoing.ids)
 
     def refuse(self, requests: Sequence[Outgoing], error: KvferryError) -> BatchAnswered:
         """Drop requests that were not sent, as if each had been refused with this error."""
         body = ErrorReply(error=error.info())
         return self._results([(one, body, ()) for one in requests])
-
-    def _envelope(self, message_id: int, body: RequestBody, deadline_ms: int) -> Request:
-        return Request(message_id, self.boot_id, self._secret, deadline_ms, self._seen_cursor, body)
 
     def transfer(
         self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0, wakes_on_match: bool = False
@@ -297,9 +320,7 @@ class ClientCore:
             transfer = Transfer(key, self.token)  # replaces the previous one once it is accepted
         transfer.refused = None
         transfer.wakes_on_match |= wakes_on_match
-        outgoing = self.request(body, ids, deadline_ms=deadline_ms)
-        self._pending[outgoing.message_id] = transfer
-        return transfer, outgoing
+        return transfer, self.request(body, ids, deadline_ms=deadline_ms, follows=transfer)
 
     def operation(
         self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], *, deadline_ms: int = 0
@@ -307,24 +328,21 @@ class ClientCore:
         """Return a new operation and its request."""
         operation = TierOperation(_KINDS[type(body)], body.snapshot if isinstance(body, Restore) else "", self.token)
         if self.held is not None:
-            self._movers[operation] = (body, tuple(ids))
-        outgoing = self.request(body, ids, deadline_ms=deadline_ms)
-        self._pending[outgoing.message_id] = operation
-        return operation, outgoing
+            gives = isinstance(body, Offload) and body.release
+            self._movers[operation] = (body, tuple([one.copy() for one in ids]) if gives else ())
+        return operation, self.request(body, ids, deadline_ms=deadline_ms, follows=operation)
 
     def forget(self, message_id: int) -> None:
         """Stop waiting for a reply; if it still arrives it is ignored, unless it brings pages: those are Unclaimed."""
         self._pending.pop(message_id, None)
         sent = self._sent.get(message_id)
-        if sent is not None and not isinstance(sent.outgoing.request.body, Allocate):
+        if sent is not None and not isinstance(sent.outgoing.body, Allocate):
             del self._sent[message_id]
 
     def give_back(self, unclaimed: Unclaimed) -> Outgoing:
         """Return the request that frees pages of which nobody knows; its reply is news to nobody."""
         body = Free(pool=unclaimed.pool, pages=len(unclaimed.ids), space=unclaimed.space)
-        outgoing = self.request(body, (unclaimed.ids,))
-        self._pending[outgoing.message_id] = NOBODY
-        return outgoing
+        return self.request(body, (unclaimed.ids,), follows=NOBODY)
 
     def feed(self, frames: Sequence[bytes]) -> News | BatchAnswered | None:
         """Process a message from the daemon; return what it changed, or None if it is obsolete.
@@ -356,18 +374,15 @@ class ClientCore:
 
     # -- connections that are lost
 
-    def sent(self, outgoing: Outgoing, at_s: float, *, connected: bool) -> Outgoing:
-        """Remember a message until its reply, and return it as it is to be sent.
+    def sent(self, outgoing: Outgoing, at_s: float, *, connected: bool) -> None:
+        """Remember a message until its reply.
 
         Args:
             outgoing: it.
             at_s: now.
             connected: whether it is sent now; else ``waiting`` returns it.
         """
-        if outgoing.request.boot_id is not self.boot_id:  # made before a restart
-            outgoing = self._enveloped(outgoing, outgoing.request.deadline_ms)
         self._sent[outgoing.message_id] = Sent(outgoing, at_s, not connected)
-        return outgoing
 
     def waiting(self, at_s: float, default_ms: int) -> tuple[Outgoing, ...]:
         """Return what is to be sent now that there is a connection, in its order, with the time that each has left.
@@ -379,7 +394,7 @@ class ClientCore:
         due = [one for one in self._sent.values() if one.waits]
         for one in due:
             self._sent[one.outgoing.message_id] = one._replace(waits=False)
-        return tuple(self._shortened(one.outgoing, round((at_s - one.at_s) * 1000), default_ms) for one in due)
+        return tuple(_shortened(one.outgoing, round((at_s - one.at_s) * 1000), default_ms) for one in due)
 
     def disconnected(self) -> tuple[News, ...]:
         """Take note that a connection was lost: whatever has no reply is sent again, under its number, and done once.
@@ -410,14 +425,14 @@ class ClientCore:
             known.clear()
         if self.held is not None:
             moves = (body for body, _ in self._movers.values())
-            for body in (*(one.outgoing.request.body for one in messages), *moves):
+            for body in (*(one.outgoing.body for one in messages), *moves):
                 if isinstance(body, Allocate | Restore):
                     self.held.asked(body.pool)
         under_way = self._under_way([one.outgoing.message_id for one in messages if one.cuts or not one.waits])
         news: list[News] = [self._ended(one, what) for one in under_way]
         frees: list[Outgoing] = []
         for one in messages:
-            number, body = one.outgoing.message_id, one.outgoing.request.body
+            number, body = one.outgoing.message_id, one.outgoing.body
             takes, after = self.held is not None and isinstance(body, Allocate), body.after_restart
             if self._pending.get(number) in under_way:
                 del self._pending[number]
@@ -441,7 +456,7 @@ class ClientCore:
 
     def lost(self, error: KvferryError) -> None:
         """End everything: there is no daemon to go on with, and the pages are this session's no longer."""
-        for one in self._under_way(self._pending):
+        for one in self._under_way(list(self._pending)):
             self._ended(one, error)
         for known in (self._sent, self._batches, self._early, self._pending):
             known.clear()
@@ -452,7 +467,7 @@ class ClientCore:
     def _under_way(self, sent: Iterable[int]) -> dict[Transfer | TierOperation, None]:
         """Return the transfers and operations that the daemon knows, or may know by these messages."""
         found: dict[Transfer | TierOperation, None] = {}
-        found.update((one, None) for one in self._transfers.values() if one.accepted is not None)
+        found.update((one, None) for one in list(self._transfers.values()) if one.accepted is not None)
         found.update((one, None) for one in self._operations.values())
         asked = (self._pending.get(number) for number in sent)
         found.update((one, None) for one in asked if isinstance(one, Transfer | TierOperation))
@@ -480,19 +495,6 @@ class ClientCore:
             del self._transfers[one.key]
         return one
 
-    def _shortened(self, outgoing: Outgoing, passed_ms: int, default_ms: int) -> Outgoing:
-        request = outgoing.request
-        body = request.body
-        if isinstance(body, Batch):
-            left = tuple(one and _left_ms(one, passed_ms) for one in body.deadlines_ms)
-            outgoing = Outgoing(
-                msgspec.structs.replace(request, body=msgspec.structs.replace(body, deadlines_ms=left)), outgoing.ids
-            )
-        return self._enveloped(outgoing, _left_ms(request.deadline_ms or default_ms, passed_ms))
-
-    def _enveloped(self, outgoing: Outgoing, deadline_ms: int) -> Outgoing:
-        return Outgoing(self._envelope(outgoing.message_id, outgoing.request.body, deadline_ms), outgoing.ids)
-
     # -- replies and events
 
     def _batch_answered(self, requests: tuple[Outgoing, ...], body: Body, ids: tuple[PageIds, ...]) -> BatchAnswered:
@@ -509,19 +511,19 @@ class ClientCore:
     def _results(self, results: Sequence[Result]) -> BatchAnswered:
         if self.held is not None:
             _keep_books(self.held, results, self._pending)
-        found = [self._answered(one.request.message_id, body, ids, one) for one, body, ids in results]
+        found = [self._answered(one.message_id, body, ids, one) for one, body, ids in results]
         return BatchAnswered(tuple([one for one in found if one is not None]))
 
     def _answered(self, message_id: int, body: Body, ids: tuple[PageIds, ...], request: Outgoing | None) -> News | None:
         waiting = self._pending.pop(message_id, _GIVEN_UP)
-        if waiting is None:
-            return ReplyArrived(message_id, body, ids, _refusal(body))
         if isinstance(waiting, Transfer):
             return self._transfer_answered(waiting, body)
+        if waiting is None:
+            return ReplyArrived(message_id, body, ids, _refusal(body))
         if waiting is NOBODY:
             return None
         if waiting is _GIVEN_UP:
-            return unclaimed_pages(request.request.body if request else None, body, ids)
+            return unclaimed_pages(request.body if request else None, body, ids)
         assert isinstance(waiting, TierOperation), waiting
         return self._operation_answered(waiting, body)
 
@@ -555,7 +557,7 @@ class ClientCore:
         if isinstance(body, Accepted):
             transfer.accepted = body
             transfer.matched = max(transfer.matched, body.matched)
-            if transfer.settled is None:  # else its events came before the reply of its batch
+            if not transfer.has_settled:  # else its events came before the reply of its batch
                 self._transfers[transfer.key] = transfer
         elif (error := _refusal(body)) is not None:
             error.request_id = transfer.key.request_id  # BUSY does not carry it
@@ -577,30 +579,32 @@ class ClientCore:
 
     def _happened(self, body: SingleEvent, ids: tuple[PageIds, ...]) -> Transfer | TierOperation | None:
         if isinstance(body, TierDone):
-            operation = self._operations.pop(body.operation, None)
-            if operation is None:
-                if self._batches:  # its event may come before the reply of its batch
-                    self._early[body.operation] = (body, ids)
-                return None
-            self._operation_ended(operation, body, ids)
-            return operation
+            return self._done(body, ids)
         key = body.direction, body.request_id, body.pool
         transfer = self._transfers.get(key)
         if transfer is None:
             return None
-        if isinstance(body, Finished):
-            transfer.finished = body
-            transfer.matched = max(transfer.matched, body.matched)
-            if body.settled:
-                transfer.settled = _settled(body)
-                del self._transfers[key]
-        elif isinstance(body, Settled):
+        if isinstance(body, Settled):
             transfer.settled = body
             del self._transfers[key]
-        else:
-            transfer.matched = max(transfer.matched, body.matched)
-            return transfer if transfer.wakes_on_match else None
-        return transfer
+            return transfer
+        transfer.matched = max(transfer.matched, body.matched)
+        if isinstance(body, Finished):
+            transfer.finished = body
+            if body.settled:
+                transfer.has_settled = True
+                del self._transfers[key]
+            return transfer
+        return transfer if transfer.wakes_on_match else None
+
+    def _done(self, body: TierDone, ids: tuple[PageIds, ...]) -> TierOperation | None:
+        operation = self._operations.pop(body.operation, None)
+        if operation is None:
+            if self._batches:  # its event may come before the reply of its batch
+                self._early[body.operation] = (body, ids)
+            return None
+        self._operation_ended(operation, body, ids)
+        return operation
 
 
 class _Nobody(enum.Enum):
@@ -621,9 +625,9 @@ _STARTED: Final = (Offloading, OperationStarted)
 def _keep_books(held: HeldPages, results: Sequence[Result], pending: Container[int]) -> None:
     """Take note of the pages that replies give, or take; ``pending``: the requests that were not given up."""
     for request, body, ids in results:
-        if type(body) not in _OF_PAGES or request.request.message_id not in pending:
+        if type(body) not in _OF_PAGES or request.message_id not in pending:
             continue
-        asked = request.request.body
+        asked = request.body
         if isinstance(body, Allocated) and isinstance(asked, Allocate):
             held.took(asked.pool, asked.space, ids[0])
         elif isinstance(body, Freed) and isinstance(asked, Free):
@@ -646,6 +650,16 @@ def _settled(finished: Finished) -> Settled:
         direction=finished.direction,
         generation=finished.generation,
     )
+
+
+def _shortened(outgoing: Outgoing, passed_ms: int, default_ms: int) -> Outgoing:
+    """Return a request with the time that is left for it."""
+    body = outgoing.body
+    if isinstance(body, Batch):
+        left = tuple(one and _left_ms(one, passed_ms) for one in body.deadlines_ms)
+        body = msgspec.structs.replace(body, deadlines_ms=left)
+    left_ms = _left_ms(outgoing.deadline_ms or default_ms, passed_ms)
+    return Outgoing(outgoing.message_id, body, outgoing.ids, left_ms)
 
 
 def _left_ms(deadline_ms: int, passed_ms: int) -> int:

@@ -55,7 +55,7 @@ class RawEngine(NamedTuple):
         outgoing = self.core.request(call.body, call.ids, deadline_ms=deadline_ms)
         if said is not None:
             self.channel.send(said(outgoing.message_id), fds)
-        self.control.send_multipart(outgoing.frames)
+        self.control.send_multipart(self.core.frames(outgoing))
         while self.control.poll(deadline_ms):
             news = self.core.feed(self.control.recv_multipart())
             if isinstance(news, ReplyArrived) and news.message_id == outgoing.message_id:

@@ -76,7 +76,7 @@ def life(runtime_dir: Path, pool: str) -> Iterator[Callable[[], object]]:
     follows = pack(MemoryFollows(message_id=register.message_id))
     yield lambda: socket.send_fds(channel, [follows[:5]], [memory.region.fd])  # a descriptor that no frame explains
     yield lambda: channel.send(follows[5:])
-    yield lambda: controls[0].send_multipart(register.frames)
+    yield lambda: controls[0].send_multipart(core.frames(register))
     lists = (PageList(pages=2),)
     yield lambda: engine.ask(Receive(pool=pool, request_id=new_request_id(), lists=lists), ids[:2])
     yield lambda: engine.ask(Send(pool=pool, request_id=new_request_id(), lists=lists), ids[2:4], deadline_ms=SEND_MS)

@@ -114,7 +114,7 @@ class Engine:
     def _ask(self, body: RequestBody, answered: Callable[[PageIds | None], None], *ids: PageIds) -> None:
         outgoing = self.raw.core.request(body, ids, deadline_ms=REPLY_MS)
         self.asked.append(Asked(outgoing.message_id, answered))
-        self.raw.control.send_multipart(outgoing.frames)
+        self.raw.control.send_multipart(self.raw.core.frames(outgoing))
 
     def _some(self, most: int) -> PageIds:
         free = sorted(self.written.keys() - self.freeing)

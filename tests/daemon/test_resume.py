@@ -72,7 +72,7 @@ def free_pages(client: Client) -> int:
     return next(one.free for one in client.status().pools if one.pool == POOL)
 
 
-def receive(engine: RawEngine, request_id: str, count: int) -> tuple[Receive, PageIds, list[PageIds]]:
+def receive(engine: RawEngine, request_id: str, count: int) -> tuple[Receive, PageIds, tuple[PageIds, ...]]:
     """Let a raw engine receive new pages; return the request, the pages and their lists."""
     ids = engine.call(calls.allocate(POOL, count, "main"))
     heads, lists = calls.page_lists([pages(ids)])
@@ -117,7 +117,7 @@ def test_unacknowledged_events_are_sent_again(daemon: DaemonProcess, other: Clie
         lose_socket(engine, other)
         with resumed(daemon, engine) as again:
             known, _ = again.core.transfer(body, lists)  # as an engine that remembers its transfers
-            again.control.send_multipart(again.core.request(Ping()).frames)
+            again.control.send_multipart(again.core.frames(again.core.request(Ping())))
             while not known.is_settled:
                 assert again.control.poll(SOON_MS)
                 again.core.feed(again.control.recv_multipart())

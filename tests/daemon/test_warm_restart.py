@@ -121,8 +121,8 @@ def test_what_names_the_old_boot_is_stale(life: RestartedDaemon) -> None:
         before = engine.channel.opened
         life.restart()
         with resumed(life.runtime_dir, before) as again:
-            stale = ClientCore(BootId(before.boot_id), before.secret).request(calls.allocate(POOL, 1, "main").body)
-            again.control.send_multipart(stale.frames)
+            old = ClientCore(BootId(before.boot_id), before.secret)
+            again.control.send_multipart(old.frames(old.request(calls.allocate(POOL, 1, "main").body)))
             assert again.control.poll(SOON_MS)
             refused = decode_from_daemon(again.control.recv_multipart()).message.body
             assert isinstance(refused, ErrorReply)

@@ -56,9 +56,9 @@ def core() -> ClientCore:
     return ClientCore(BOOT, SECRET)
 
 
-def request_in(outgoing: Outgoing) -> Request:
+def request_in(core: ClientCore, outgoing: Outgoing) -> Request:
     """Return what the daemon reads."""
-    incoming = decode_request([bytes(frame) for frame in outgoing.frames])
+    incoming = decode_request([bytes(frame) for frame in core.frames(outgoing)])
     assert isinstance(incoming, IncomingRequest)
     assert incoming.request.message_id == outgoing.message_id
     return incoming.request
@@ -87,7 +87,7 @@ SETTLED: Final = Settled(request_id=REQUEST, pool="decode", direction="receive")
 
 def acknowledged(core: ClientCore) -> int:
     """Return the cursor that the next request acknowledges."""
-    return request_in(core.request(Ping())).acknowledged
+    return request_in(core, core.request(Ping())).acknowledged
 
 
 def states(transfer: Transfer) -> tuple[str, bool, bool]:
@@ -106,9 +106,9 @@ def opened(core: ClientCore, body: Send | Receive = RECEIVE) -> Transfer:
 
 
 def test_a_request_says_who_when_and_what_was_seen(core: ClientCore) -> None:
-    request = request_in(core.request(ALLOCATE, deadline_ms=250))
+    request = request_in(core, core.request(ALLOCATE, deadline_ms=250))
     assert request == Request(1, BOOT, SECRET, 250, 0, ALLOCATE)
-    assert request_in(core.request(Ping())).message_id == 2
+    assert request_in(core, core.request(Ping())).message_id == 2
     assert core.pending == 2
     assert ClientCore(BOOT, SECRET, last_message=41).request(Ping()).message_id == 42
 
@@ -128,7 +128,7 @@ def test_a_reply_nobody_waits_for_means_nothing(core: ClientCore, answer: str) -
     elif answer == "after giving up":
         core.forget(outgoing.message_id)
     else:
-        outgoing = Outgoing(Request(99, BOOT, b"", 0, 0, Ping()))
+        outgoing = Outgoing(99, Ping())
     assert reply(core, outgoing, Pong()) is None
 
 
@@ -145,9 +145,9 @@ def test_a_refusal_is_an_error_of_its_class_and_busy_says_when(core: ClientCore)
 def test_without_a_session_the_first_reply_says_which_daemon_it_is() -> None:
     core = ClientCore()
     outgoing = core.request(Ping())
-    assert request_in(outgoing).boot_id == NO_BOOT
+    assert request_in(core, outgoing).boot_id == NO_BOOT
     reply(core, outgoing, Pong())
-    assert request_in(core.request(Ping())).boot_id == BOOT
+    assert request_in(core, core.request(Ping())).boot_id == BOOT
 
 
 @pytest.mark.parametrize("frames", [[], [b""], [b"\xc1"], [b"x" * 100], [b"\x93\xa1R\x01\xa0"]])
@@ -361,7 +361,7 @@ def step_of(core: ClientCore) -> tuple[Transfer, TierOperation, Outgoing, Outgoi
 
 def test_a_batch_is_answered_part_by_part(core: ClientCore) -> None:
     transfer, operation, asking, batch = step_of(core)
-    body = request_in(batch).body
+    body = request_in(core, batch).body
     assert isinstance(body, Batch)
     assert [type(one) for one in body.requests] == [Send, Store, Allocate]
     assert body.deadlines_ms == (0, 0, 70)

@@ -21,7 +21,7 @@ from kvferry.protocol.client_core import (
     Transfer,
     Unclaimed,
 )
-from kvferry.protocol.codec import encode
+from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Batch, Batched, Event, Reply
 from kvferry.protocol.errors import DaemonLostError, NotOwnerError, StaleBootError
 from kvferry.protocol.events import Finished, TierDone
@@ -55,8 +55,20 @@ def core() -> ClientCore:
 
 def put(core: ClientCore, body: RequestBody, *ids: Any, at_s: float = 0.0, connected: bool = True) -> Outgoing:  # noqa: ANN401
     """Send a request."""
-    outgoing = core.request(body, ids, deadline_ms=1000)
-    return core.sent(outgoing, at_s, connected=connected)
+    return sent(core, core.request(body, ids, deadline_ms=1000), at_s, connected=connected)
+
+
+def sent(core: ClientCore, outgoing: Outgoing, at_s: float = 0.0, *, connected: bool = True) -> Outgoing:
+    """Note that a request was sent; return it."""
+    core.sent(outgoing, at_s, connected=connected)
+    return outgoing
+
+
+def boot_of(core: ClientCore, outgoing: Outgoing) -> str:
+    """Return which daemon a request is for, as it is sent now."""
+    incoming = decode_request([bytes(frame) for frame in core.frames(outgoing)])
+    assert isinstance(incoming, IncomingRequest)
+    return incoming.request.boot_id
 
 
 def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any, boot: str = OLD) -> object:  # noqa: ANN401
@@ -86,21 +98,21 @@ def test_what_has_no_reply_is_sent_again_in_order_with_the_time_that_is_left(cor
     assert core.request(Ping()).message_id == 5, "made, and not sent yet"
     again = core.waiting(0.8, DEFAULT_MS)
     assert numbers(again) == numbers((first, second, third))
-    assert [one.request.deadline_ms for one in again] == [200, 700, 900]
+    assert [one.deadline_ms for one in again] == [200, 700, 900]
     assert core.waiting(0.9, DEFAULT_MS) == ()
     core.disconnected()
-    assert [one.request.deadline_ms for one in core.waiting(99.0, DEFAULT_MS)] == [1, 1, 1], "the daemon says what came"
+    assert [one.deadline_ms for one in core.waiting(99.0, DEFAULT_MS)] == [1, 1, 1], "the daemon says what came"
 
 
 def test_a_batch_goes_again_as_one(core: ClientCore) -> None:
     parts = [core.request(ALLOCATE, deadline_ms=1000), core.request(FREE, IDS)]
-    batch = core.sent(core.batch(parts), 0.0, connected=True)
+    batch = sent(core, core.batch(parts))
     core.disconnected()
     [again] = core.waiting(0.25, DEFAULT_MS)
     assert again.message_id == batch.message_id
-    assert isinstance(again.request.body, Batch)
-    assert again.request.body.deadlines_ms == (750, 0)
-    assert again.request.deadline_ms == DEFAULT_MS - 250
+    assert isinstance(again.body, Batch)
+    assert again.body.deadlines_ms == (750, 0)
+    assert again.deadline_ms == DEFAULT_MS - 250
     results = Batched(results=(Allocated(pages=2), Freed(freed=2, deferred=0)))
     assert reply(core, again, results, IDS[0]) is not None
     assert core.pending == 0
@@ -128,8 +140,8 @@ def test_pages_for_nobody_go_back_and_other_late_replies_mean_nothing(core: Clie
     assert reply(core, ping, Pong()) is None
     unclaimed = reply(core, allocate, Allocated(pages=2), IDS[0])
     assert isinstance(unclaimed, Unclaimed)
-    back = core.sent(core.give_back(unclaimed), 0.0, connected=True)
-    assert back.request.body == FREE
+    back = sent(core, core.give_back(unclaimed))
+    assert back.body == FREE
     assert reply(core, back, Freed(freed=2, deferred=0)) is None
 
 
@@ -142,13 +154,13 @@ def test_what_the_next_daemon_refuses_is_kept_for_it(core: ClientCore) -> None:
     assert reply(core, outgoing, REFUSED, boot=NEW) == OtherDaemon(NEW)
     assert core.restarted(NEW, SECRET).news == ()
     [again] = core.waiting(0.0, DEFAULT_MS)
-    assert (again.message_id, again.request.boot_id) == (outgoing.message_id, NEW)
+    assert (again.message_id, boot_of(core, again)) == (outgoing.message_id, NEW)
 
 
 def opened(core: ClientCore, body: Send | Receive = RECEIVE) -> Transfer:
     """Return a transfer that the daemon has accepted."""
     transfer, outgoing = core.transfer(body, IDS)
-    reply(core, core.sent(outgoing, 0.0, connected=True), Accepted(generation=1))
+    reply(core, sent(core, outgoing), Accepted(generation=1))
     return transfer
 
 
@@ -158,7 +170,7 @@ def test_each_transfer_ends_once_and_settles(core: ClientCore) -> None:
     finished = Finished(request_id=REQUEST, pool="other", direction="receive", pages=2)
     core.feed([bytes(frame) for frame in encode(Event(1, OLD, finished))])
     asked, outgoing = core.transfer(Send(request_id=REQUEST, pool="pool", lists=RECEIVE.lists, last=False), IDS)
-    core.sent(outgoing, 0.0, connected=True)
+    sent(core, outgoing)
     core.disconnected()
     more, outgoing = core.transfer(Send(request_id=REQUEST, pool="pool", lists=RECEIVE.lists), IDS)
     assert more is asked
@@ -182,9 +194,9 @@ def test_each_transfer_ends_once_and_settles(core: ClientCore) -> None:
 
 def test_each_operation_ends_once(core: ClientCore) -> None:
     known, outgoing = core.operation(Offload(pool="pool", lists=(PageList(pages=2),)), IDS)
-    reply(core, core.sent(outgoing, 0.0, connected=True), OperationStarted(operation=7))
+    reply(core, sent(core, outgoing), OperationStarted(operation=7))
     asked, outgoing = core.operation(Restore(snapshot=REQUEST, pool="pool", allocate=True), ())
-    core.sent(outgoing, 0.0, connected=True)
+    sent(core, outgoing)
     ended = core.restarted(NEW, SECRET)
     assert ended.operations == (known, asked)
     assert [one for one in ended.news if isinstance(one, TierOperation)] == [known, asked]
@@ -212,7 +224,7 @@ def test_each_request_goes_again_or_fails_with_its_effect(*, alone: bool) -> Non
     assert numbers(ended.frees) == ([free] if alone else [])
     again = core.waiting(0.0, DEFAULT_MS)
     assert numbers(again) == ([ping, allocate] if alone else [ping])
-    assert {one.request.boot_id for one in again} == {NEW}
+    assert {boot_of(core, one) for one in again} == {NEW}
     if alone:
         [news] = core.resolve(ended.frees[0], Freed(freed=2, deferred=0))
         assert news == ReplyArrived(free, Freed(freed=2, deferred=0), (), None)
@@ -229,29 +241,29 @@ def test_every_request_says_what_becomes_of_it() -> None:
 def test_a_batch_goes_on_as_what_is_left_of_it(core: ClientCore) -> None:
     ping_like, stale_like = core.request(ALLOCATE), core.request(Unpin(lease=1))
     transfer, part = core.transfer(RECEIVE, IDS)
-    core.sent(core.batch([ping_like, stale_like, part]), 0.0, connected=True)
+    sent(core, core.batch([ping_like, stale_like, part]))
     ended = core.restarted(NEW, SECRET)
     assert effects(ended.news) == {stale_like.message_id: "done"}
     assert ended.transfers == (transfer,)
     [again] = core.waiting(0.0, DEFAULT_MS)
-    assert (again.message_id, again.request.body) == (ping_like.message_id, ALLOCATE)
+    assert (again.message_id, again.body) == (ping_like.message_id, ALLOCATE)
 
 
 def test_what_a_block_has_collected_is_for_the_next_daemon(core: ClientCore) -> None:
     transfer, part = core.transfer(RECEIVE, IDS)
     assert core.restarted(NEW, SECRET).transfers == ()
-    batch = core.sent(core.batch([part]), 0.0, connected=True)
-    assert batch.request.boot_id == NEW
+    batch = sent(core, core.batch([part]))
+    assert boot_of(core, batch) == NEW
     assert transfer.state == "sent"
     early = core.request(Ping())
     core.restarted(OLD, SECRET)
-    assert core.sent(early, 0.0, connected=True).request.boot_id == OLD
+    assert boot_of(core, sent(core, early)) == OLD
 
 
 def test_without_a_daemon_everything_has_failed_and_nothing_settles(core: ClientCore) -> None:
     transfer = opened(core)
     operation, outgoing = core.operation(Offload(pool="pool", lists=(PageList(pages=2),)), IDS)
-    core.sent(outgoing, 0.0, connected=True)
+    sent(core, outgoing)
     core.lost(DaemonLostError("gone"))
     assert isinstance(transfer.error, DaemonLostError)
     assert isinstance(operation.error, DaemonLostError)
@@ -287,8 +299,10 @@ def test_the_books_follow_replies_and_events(core: ClientCore) -> None:
             (),
         ),
     ):
-        _, outgoing = core.operation(body, (ids(*moved),) if moved else ())
-        reply(core, core.sent(outgoing, 0.0, connected=True), OperationStarted(operation=number))
+        its = ids(*moved)
+        _, outgoing = core.operation(body, (its,) if moved else ())
+        reply(core, sent(core, outgoing), OperationStarted(operation=number))
+        its[:] = 7  # an engine may use its list for something else then
         given = (ids(8, 9),) if number == 3 else ()
         core.feed([bytes(frame) for frame in encode(Event(number, OLD, done), given)])
     unknown, missing = core.held.compare("pool", "main", ids(3, 4, 5, 9))
@@ -329,7 +343,6 @@ def test_what_is_held_is_what_was_taken_and_not_given_back(
     for taken, pool, numbers in moves * again:
         its = ids(*numbers)
         (held.took if taken else held.gave)(pool, "main", its)
-        its[:] = 7  # an engine may use its list for something else then
         expected[pool] = expected[pool] | {*numbers} if taken else expected[pool] - {*numbers}
     for pool, pages in expected.items():
         assert set(held.compare(pool, "main", ids()).missing.tolist()) == pages
