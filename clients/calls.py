@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.clients.arguments import checked, mapping, page_ids, sequence, shown, whole, wrong_kind
+from kvferry.clients.plain import is_list
 from kvferry.protocol.base import AnsweredBy, DeviceEvent, PageList, ReplyT, RequestBody
 from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
@@ -68,10 +69,20 @@ def _reading(kind: type[ReplyT]) -> Callable[[ReplyArrived], ReplyT]:
 
 
 class Pages(msgspec.Struct, frozen=True, eq=False):
-    """A page list with its ids, as ``send`` and ``receive`` take it; made by ``pages``."""
+    """A page list with its ids, as ``send`` and ``receive`` take it; made by ``pages``.
+
+    Raises:
+        InvalidFieldError: a field of the list is invalid.
+    """
 
     head: PageList
     ids: PageIds
+
+    def __post_init__(self) -> None:
+        if type(self.head) is not PageList:
+            raise wrong_kind(self.head, "PageList", "head")
+        if not is_list(self.head):
+            msgspec.structs.force_setattr(self, "head", checked(self.head))
 
 
 class BlockTableEntries(NamedTuple):
@@ -99,7 +110,7 @@ def pages(
     """
     array = page_ids(ids, "ids")
     head = PageList(component=component, first_page=first_page, pages=len(array), tokens=tokens)
-    return Pages(checked(head), array)
+    return Pages(head, array)
 
 
 def pages_wanted(
@@ -112,7 +123,7 @@ def pages_wanted(
 
 def no_pages(component: str) -> Pages:
     """Say that this side wants nothing of a window or state component."""
-    return Pages(checked(PageList(component=component, pages=0, none=True)), np.empty(0, np.int64))
+    return Pages(PageList(component=component, pages=0, none=True), np.empty(0, np.int64))
 
 
 def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[tuple[PageList, ...], tuple[PageIds, ...]]:

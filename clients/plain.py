@@ -19,7 +19,7 @@ from kvferry.protocol.ids import MAIN, PeerAddress, PoolName
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.pool_messages import Allocate, Free
 from kvferry.protocol.tier_messages import HASH_BYTES, MAX_HASHES, Lookup
-from kvferry.protocol.transfer_messages import MAX_POOLS, Receive, Send
+from kvferry.protocol.transfer_messages import MAX_POOLS, Receive, ReceiveInto, Send
 
 SMALL: Final = 1 << 30
 """Counts, pages and tokens below are within every bound of the protocol."""
@@ -33,6 +33,7 @@ _Unknown: TypeAlias = Any
 
 HEX_DIGITS: Final = "0123456789abcdef"
 REQUEST_ID_DIGITS: Final = 32
+INTO: Final = get_args(ReceiveInto)
 
 
 def is_plain(body: msgspec.Struct) -> bool:
@@ -41,53 +42,56 @@ def is_plain(body: msgspec.Struct) -> bool:
     return look is not None and look(body)
 
 
-def _is_send(one: _Unknown) -> bool:
-    token = one.first_token
-    return (
-        _is_transfer(one)
-        and type(one.last) is bool
-        and type(one.destinations) is int
-        and 0 < one.destinations <= MAX_POOLS
-        and (token is None or (type(token) is int and 0 <= token < SMALL))
-        and type(one.payload) is bytes
-        and len(one.payload) <= LARGEST_PAYLOAD_BYTES
-        and type(one.steps) is tuple
-        and not one.steps
-    )
-
-
-def _is_receive(one: _Unknown) -> bool:
-    return (
-        _is_transfer(one)
-        and type(one.sources) is int
-        and 0 < one.sources <= MAX_POOLS
-        and _are_addresses(one.source_daemons)
-        and one.after is None
-        and type(one.into) is str
-        and one.into in ("pages", "host")
-        and type(one.any_model) is bool
-    )
-
-
-def _is_transfer(one: _Unknown) -> bool:
-    """Look at what both halves of a transfer have."""
-    request_id, lists = one.request_id, one.lists
-    if type(lists) is not tuple or len(lists) > MAX_PAGE_LISTS:
-        return False
-    for head in lists:
-        if type(head) is not PageList or not _is_list(head):
-            return False
+def is_send(one: _Unknown) -> bool:
+    """Return whether a SEND is plain whose lists are made of ``Pages``."""
+    request_id, token = one.request_id, one.first_token
     return (
         type(request_id) is str
         and len(request_id) == REQUEST_ID_DIGITS
         and not request_id.strip(HEX_DIGITS)
         and type(one.pool) is str
         and _is_name(one.pool)
+        and len(one.lists) <= MAX_PAGE_LISTS
+        and (token is None or (type(token) is int and 0 <= token < SMALL))
+        and type(one.payload) is bytes
+        and len(one.payload) <= LARGEST_PAYLOAD_BYTES
+        and type(one.destinations) is int
+        and 0 < one.destinations <= MAX_POOLS
+        and type(one.steps) is tuple
+        and not one.steps
+        and type(one.last) is bool
         and type(one.checksums) is bool
     )
 
 
-def _is_list(one: _Unknown) -> bool:
+def is_receive(one: _Unknown) -> bool:
+    """Return whether a RECEIVE is plain whose lists are made of ``Pages``."""
+    request_id = one.request_id
+    return (
+        type(request_id) is str
+        and len(request_id) == REQUEST_ID_DIGITS
+        and not request_id.strip(HEX_DIGITS)
+        and type(one.pool) is str
+        and _is_name(one.pool)
+        and len(one.lists) <= MAX_PAGE_LISTS
+        and type(one.sources) is int
+        and 0 < one.sources <= MAX_POOLS
+        and type(one.source_daemons) is tuple
+        and (not one.source_daemons or _are_addresses(one.source_daemons))
+        and one.after is None
+        and type(one.into) is str
+        and one.into in INTO
+        and type(one.any_model) is bool
+        and type(one.checksums) is bool
+    )
+
+
+def _are_lists(lists: _Unknown) -> bool:
+    return type(lists) is tuple and False not in [type(one) is PageList and is_list(one) for one in lists]
+
+
+def is_list(one: _Unknown) -> bool:
+    """Return whether a page list is plain."""
     count, first, tokens = one.pages, one.first_page, one.tokens
     return (
         type(count) is int
@@ -106,9 +110,7 @@ def _is_name(name: str) -> bool:
 
 
 def _are_addresses(addresses: Sequence[str]) -> bool:
-    if type(addresses) is not tuple or len(addresses) > FEW_ADDRESSES:
-        return False
-    return False not in [type(one) is str and _is_address(one) for one in addresses]
+    return len(addresses) <= FEW_ADDRESSES and False not in [type(one) is str and _is_address(one) for one in addresses]
 
 
 @functools.lru_cache(MOST_NAMES)
@@ -147,9 +149,9 @@ def _is_free(one: _Unknown) -> bool:
 
 
 _LOOKS: Final[dict[type[msgspec.Struct], Callable[[Any], bool]]] = {
-    Send: _is_send,
-    Receive: _is_receive,
-    PageList: _is_list,
+    Send: lambda one: _are_lists(one.lists) and is_send(one),
+    Receive: lambda one: _are_lists(one.lists) and is_receive(one),
+    PageList: is_list,
     Lookup: _is_lookup,
     Allocate: _is_allocate,
     Free: _is_free,

@@ -14,7 +14,7 @@ from kvferry.clients import calls
 from kvferry.clients.arguments import checked, page_ids, sequence, wrong_kind
 from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, asked, joined, page_lists
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
-from kvferry.clients.plain import is_plain
+from kvferry.clients.plain import is_receive, is_send
 from kvferry.clients.tables import Tables, tables_name
 from kvferry.protocol.base import DeviceEvent, RequestBody
 from kvferry.protocol.client_core import (
@@ -144,6 +144,7 @@ class Submitting(ABC):
             steps=steps if type(steps) is tuple else sequence(steps, "steps, as ring.step makes them", "steps"),
             checksums=checksums,
         )
+        body = body if is_send(body) else checked(body)
         return self._begin_transfer(body, ids, deadline_s, wakes_on_match=wake_on_match)
 
     def receive(
@@ -179,7 +180,7 @@ class Submitting(ABC):
             checksums: as in ``send``, whatever the senders say.
             deadline_s: for the whole transfer.
         """
-        in_pages = str(into) != "host"
+        in_pages = into == "pages" or str(into) != "host"
         heads, ids = page_lists(lists, with_ids=in_pages)
         body = Receive(
             request_id=request_id,
@@ -192,6 +193,7 @@ class Submitting(ABC):
             any_model=any_model,
             checksums=checksums,
         )
+        body = body if is_receive(body) else checked(body)
         return self._begin_transfer(body, ids if in_pages else (), deadline_s)
 
     # -- graph tables
@@ -352,8 +354,6 @@ class Submitting(ABC):
     def _begin_transfer(
         self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None, *, wakes_on_match: bool = False
     ) -> Transfer:
-        if not is_plain(body):
-            body = checked(body)
         deadline_ms = 0 if deadline_s is None else self._deadline(deadline_s)[1]
         if self._lost_pools:
             self._check_pool(body)

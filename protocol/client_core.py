@@ -290,6 +290,7 @@ class ClientCore:
         body = Batch(
             requests=tuple([one.body for one in requests]),
             deadlines_ms=tuple(deadlines_ms) if any(deadlines_ms) else (),
+            alike=True,
             joined=joined,
         )
         return Outgoing(message_id, body, tuple([ids for one in requests for ids in one.ids]))
@@ -500,8 +501,8 @@ class ClientCore:
     def _batch_answered(self, requests: tuple[Outgoing, ...], body: Body, ids: tuple[PageIds, ...]) -> BatchAnswered:
         if isinstance(body, ErrorReply | Busy):
             news = self._results([(one, body, ()) for one in requests])
-        elif isinstance(body, Batched) and len(body.results) == len(requests):
-            news = self._results(list(zip(requests, body.results, split(body.results, ids), strict=True)))
+        elif isinstance(body, Batched) and len(results := _each(body, ids)) == len(requests):
+            news = self._results([(one, *result) for one, result in zip(requests, results, strict=True)])
         else:
             raise MalformedError(f"the daemon answered a batch of {len(requests)} with {type(body).__name__}")
         if not self._batches:
@@ -620,6 +621,21 @@ _GIVEN_UP: Final = _Nobody.GIVEN_UP
 
 _OF_PAGES: Final = frozenset({Allocated, Freed, PoolCreated, PoolAttached})
 _STARTED: Final = (Offloading, OperationStarted)
+
+
+def _each(body: Batched, ids: tuple[PageIds, ...]) -> list[tuple[Body, tuple[PageIds, ...]]]:
+    """Return each result of a batch and its page lists; those that are alike are said once.
+
+    Raises:
+        MalformedError: how many each stands for is said of others.
+    """
+    times = body.times or (1,) * len(body.results)
+    if len(times) != len(body.results):
+        raise MalformedError(f"the daemon answered with {len(body.results)} results, {len(times)} times")
+    found: list[tuple[Body, tuple[PageIds, ...]]] = []
+    for result, its, count in zip(body.results, split(body.results, ids), times, strict=True):
+        found += [(result, its)] * count
+    return found
 
 
 def _keep_books(held: HeldPages, results: Sequence[Result], pending: Container[int]) -> None:

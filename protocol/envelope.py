@@ -39,6 +39,7 @@ else:
     BatchedRequest = Union[_BATCHED]  # noqa: UP007  of a tuple
     BatchedResult = Union[replies_to(_BATCHED)]  # noqa: UP007
 
+Times = Annotated[int, Meta(ge=1, le=MAX_BATCH)]
 DeadlineMs = Annotated[int, Meta(ge=0)]
 
 
@@ -51,6 +52,8 @@ class Batched(ReplyBody, frozen=True, kw_only=True, tag="BATCHED"):
     results: Annotated[tuple[BatchedResult, ...], Meta(max_length=MAX_BATCH)]
     joined: bool = False
     """As in BATCH."""
+    times: Annotated[tuple[Times, ...], Meta(max_length=MAX_BATCH)] = ()
+    """How many results in a row each of ``results`` is; none: each is one."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the lengths of all results' lists."""
@@ -73,6 +76,8 @@ class Batch(AnsweredBy[Batched], frozen=True, kw_only=True, tag="BATCH"):
     requests: Annotated[tuple[BatchedRequest, ...], Meta(min_length=1, max_length=MAX_BATCH)]
     deadlines_ms: Annotated[tuple[DeadlineMs, ...], Meta(max_length=MAX_BATCH)] = ()
     """Of each request, 0 for the message's own; empty: that of the message for all."""
+    alike: bool = False
+    """Whether results in a row that are alike, and bring no page lists, are said once, with ``times``."""
     joined: bool = False
     """Whether the ids of all lists travel in one frame, one list after another; so do those of the reply. A frame costs
     more than the few ids of a list."""

@@ -94,18 +94,17 @@ class OpenBatch:
         places: the index of each request's result, by the number under which the request runs.
     """
 
-    def __init__(
-        self, session: Session, message_id: int, count: int, max_bytes: int, kept: KeptBytes, *, joined: bool = False
-    ) -> None:
+    def __init__(self, session: Session, message_id: int, batch: Batch, max_bytes: int, kept: KeptBytes) -> None:
         self.session = session
         self.message_id = message_id
-        self._joined = joined
+        self._joined = batch.joined
+        self._alike = batch.alike
         self.places: dict[int, int] = {}
         self._max_bytes = max_bytes
         self._kept = kept
         self._bytes = 0
-        self._missing = count
-        self._results: list[tuple[ReplyBody, tuple[PageIds, ...]]] = [(ReplyBody(), ())] * count
+        self._missing = len(batch.requests)
+        self._results: list[tuple[ReplyBody, tuple[PageIds, ...]]] = [(ReplyBody(), ())] * self._missing
 
     def __repr__(self) -> str:
         """Show how many results are missing."""
@@ -133,9 +132,17 @@ class OpenBatch:
 
     def reply(self) -> tuple[Batched, tuple[PageIds, ...]]:
         """Return the reply and its page lists."""
-        results = tuple(body for body, _ in self._results)
         ids = tuple([one for _, its in self._results for one in its])
-        return Batched(results=results, joined=self._joined), ids
+        results: list[ReplyBody] = []
+        times: list[int] = []
+        for body, its in self._results:
+            if self._alike and results and not its and body == results[-1]:
+                times[-1] += 1
+            else:
+                results.append(body)
+                times.append(1)
+        folded = tuple(times) if len(results) < len(self._results) else ()
+        return Batched(results=tuple(results), joined=self._joined, times=folded), ids
 
 
 class Dispatcher:
@@ -374,14 +381,7 @@ class Dispatcher:
             self._deadline_s(one, f"deadlines_ms[{at}]") if one else call.deadline_s
             for at, one in enumerate(deadlines_ms)
         ]
-        batch = OpenBatch(
-            call.session,
-            call.message_id,
-            len(body.requests),
-            self._limits.max_message_bytes,
-            self.kept,
-            joined=body.joined,
-        )
+        batch = OpenBatch(call.session, call.message_id, body, self._limits.max_message_bytes, self.kept)
         ids = iter(call.ids)
         for at, (request, deadline_s) in enumerate(zip(body.requests, deadlines_s, strict=True)):
             its = tuple(itertools.islice(ids, len(request.page_counts())))

@@ -125,12 +125,38 @@ async def test_results_are_bounded_but_what_was_done_is_said(daemon: Batching) -
 
 
 def test_a_small_result_is_never_left_out() -> None:
-    batch = OpenBatch(SessionRegistry(LIMITS).open("engine", Peer(1, 2, 3)), 1, 2, 1, KeptBytes(LIMITS))
+    session = SessionRegistry(LIMITS).open("engine", Peer(1, 2, 3))
+    batch = OpenBatch(session, 1, Batch(requests=(FREE, FREE)), 1, KeptBytes(LIMITS))
     batch.places.update({7: 1, 8: 0})
     for part_id in batch.places:
         batch.put(part_id, Freed(freed=part_id, deferred=0), ())
     assert batch.is_complete
     assert batch.reply() == (Batched(results=(Freed(freed=8, deferred=0), Freed(freed=7, deferred=0))), ())
+
+
+@pytest.mark.anyio
+async def test_results_in_a_row_that_are_alike_are_said_once_to_who_reads_that(daemon: Batching) -> None:
+    requests = (FREE, FREE, ALLOCATE, ALLOCATE, FREE, FREE, FREE)
+    ids = [[one, one + 1] for one in range(5)]
+    daemon.take(Batch(requests=requests, alike=True), *ids)
+    daemon.take(Batch(requests=requests), *ids, number=2)
+    folded, plain = (one.body for one in daemon.messages)
+    assert isinstance(folded, Batched)
+    assert isinstance(plain, Batched)
+    assert (len(plain.results), plain.times) == (7, ())
+    assert folded.times == (2, 1, 1, 3), "each ALLOCATE brings pages of its own"
+    assert [one for one, times in zip(folded.results, folded.times, strict=True) for _ in range(times)] == [
+        *plain.results
+    ]
+    assert [len(lists) for *_, lists in daemon.sent] == [2, 2]
+
+
+@pytest.mark.anyio
+async def test_results_that_differ_are_all_said(daemon: Batching) -> None:
+    daemon.take(Batch(requests=(FREE, ALLOCATE, FREE), alike=True), [1, 2], [3, 4])
+    (reply,) = daemon.messages
+    assert isinstance(reply.body, Batched)
+    assert (len(reply.body.results), reply.body.times) == (3, ())
 
 
 @pytest.mark.anyio

@@ -67,6 +67,7 @@ NEWER: Final = {
     "FINISHED for MATCHED, too": enveloped(replace(BODIES["FINISHED"], matched=2)),
     "BATCH in one frame": enveloped(replace(BODIES["BATCH"], joined=True)),
     "BATCHED in one frame": enveloped(replace(BODIES["BATCHED"], joined=True)),
+    "BATCHED of results that are alike": enveloped(replace(BODIES["BATCHED"], times=(2, 1))),
 }
 """With fields that were added at the tail, and which the samples above leave out as an older side does."""
 

@@ -385,8 +385,30 @@ def test_a_batch_that_is_refused_as_a_whole(core: ClientCore) -> None:
     assert isinstance(operation.error, PageBusyError)
 
 
-@pytest.mark.parametrize("body", [Pong(), Batched(results=(Accepted(),))], ids=["no batch", "too few"])
+def test_results_that_are_alike_are_said_once(core: ClientCore) -> None:
+    asked = [core.transfer(replace(SEND, request_id=f"{one:032x}"), IDS) for one in range(3)]
+    last, sending = core.transfer(RECEIVE, IDS)
+    batch = core.batch([*(one for _, one in asked), sending])
+    body = request_in(core, batch).body
+    assert isinstance(body, Batch)
+    assert body.alike
+    heard = reply(core, batch, Batched(results=(Accepted(), Accepted(generation=1)), times=(3, 1)))
+    assert heard == BatchAnswered((*(one for one, _ in asked), last))
+    assert [one.accepted for one in heard.news] == [Accepted()] * 3 + [Accepted(generation=1)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Pong(),
+        Batched(results=(Accepted(),)),
+        Batched(results=(Accepted(),), times=(2,)),
+        Batched(results=(Accepted(),) * 3, times=(3,)),
+        Batched(results=(Accepted(),), times=(1, 2)),
+    ],
+    ids=["no batch", "too few", "too few in all", "times of some", "times of others"],
+)
 def test_an_answer_that_is_none_of_a_batch(core: ClientCore, body: Body) -> None:
     *_, batch = step_of(core)
-    with pytest.raises(MalformedError, match="a batch of 3"):
+    with pytest.raises(MalformedError, match=r"a batch of 3|results, \d times"):
         reply(core, batch, body)
