@@ -18,7 +18,7 @@ from kvferry.protocol.base import MAX_PAGE_LISTS, PageList
 from kvferry.protocol.ids import MAIN, PeerAddress, PoolName
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.pool_messages import Allocate, Free
-from kvferry.protocol.tier_messages import HASH_BYTES, MAX_HASHES, Lookup
+from kvferry.protocol.tier_messages import HASH_BYTES, MAX_HASHES, Load, Lookup, Store
 from kvferry.protocol.transfer_messages import MAX_POOLS, Receive, ReceiveInto, Send
 
 SMALL: Final = 1 << 30
@@ -28,12 +28,13 @@ MOST_NAMES: Final = 256
 """Names and addresses that are remembered as valid."""
 
 FEW_ADDRESSES: Final = 8
-_Unknown: TypeAlias = Any
-"""A body whose fields may still be anything."""
-
+MOST_LEASES: Final = 1 << 62
 HEX_DIGITS: Final = "0123456789abcdef"
 REQUEST_ID_DIGITS: Final = 32
 INTO: Final = get_args(ReceiveInto)
+
+_Unknown: TypeAlias = Any
+"""A body whose fields may still be anything."""
 
 
 def is_plain(body: msgspec.Struct) -> bool:
@@ -124,6 +125,36 @@ def _matches(kind: Any, value: str) -> bool:  # noqa: ANN401  an annotated type
     return len(value) <= meta.max_length and re.search(meta.pattern, value) is not None
 
 
+def _is_load(one: _Unknown) -> bool:
+    return (
+        type(one.pool) is str
+        and _is_name(one.pool)
+        and type(one.lease) is int
+        and 0 < one.lease < MOST_LEASES
+        and type(one.pages) is int
+        and 0 <= one.pages < SMALL
+        and type(one.first_block) is int
+        and 0 <= one.first_block < SMALL
+        and one.after is None
+        and type(one.unpin) is bool
+    )
+
+
+def _is_store(one: _Unknown) -> bool:
+    return (
+        _is_in_main(one)
+        and type(one.hashes) is bytes
+        and len(one.hashes) <= MAX_HASHES * HASH_BYTES
+        and type(one.pages) is int
+        and 0 <= one.pages < SMALL
+        and type(one.parent) is bytes
+        and len(one.parent) <= HASH_BYTES
+        and type(one.block_pages) is int
+        and one.block_pages == 1
+        and one.after is None
+    )
+
+
 def _is_in_main(one: _Unknown) -> bool:
     return type(one.space) is str and one.space == MAIN and type(one.pool) is str and _is_name(one.pool)
 
@@ -152,6 +183,8 @@ _LOOKS: Final[dict[type[msgspec.Struct], Callable[[Any], bool]]] = {
     Send: lambda one: _are_lists(one.lists) and is_send(one),
     Receive: lambda one: _are_lists(one.lists) and is_receive(one),
     PageList: is_list,
+    Load: _is_load,
+    Store: _is_store,
     Lookup: _is_lookup,
     Allocate: _is_allocate,
     Free: _is_free,

@@ -149,7 +149,7 @@ def list_frames(body: Body, frames: Sequence[bytes]) -> Sequence[bytes]:
     Raises:
         MalformedError: they are not those that the body announces.
     """
-    counts = body.page_counts()
+    counts = body.page_counts() if body.has_lists else ()
     if not counts and not frames:
         return frames
     if not (counts and body.are_lists_joined()):

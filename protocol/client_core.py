@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, encoded_bytes, split
@@ -184,7 +185,7 @@ class BatchAnswered(msgspec.Struct, frozen=True):
     news: tuple[News, ...]
 
 
-class Sent(NamedTuple):
+class Sent(msgspec.Struct, frozen=True):
     """A message without a reply.
 
     Attributes:
@@ -370,7 +371,7 @@ class ClientCore:
         """Keep a request that ZeroMQ gave to the next daemon, which has done nothing of it."""
         sent = self._sent.get(message_id)
         if sent is not None:
-            self._sent[message_id] = sent._replace(waits=True)
+            self._sent[message_id] = replace(sent, waits=True)
         return OtherDaemon(boot_id)
 
     # -- connections that are lost
@@ -394,7 +395,7 @@ class ClientCore:
         """
         due = [one for one in self._sent.values() if one.waits]
         for one in due:
-            self._sent[one.outgoing.message_id] = one._replace(waits=False)
+            self._sent[one.outgoing.message_id] = replace(one, waits=False)
         return tuple(_shortened(one.outgoing, round((at_s - one.at_s) * 1000), default_ms) for one in due)
 
     def disconnected(self) -> tuple[News, ...]:
@@ -407,7 +408,7 @@ class ClientCore:
         for number, one in list(self._sent.items()):
             if one.waits:
                 continue
-            self._sent[number] = one._replace(waits=True, cuts=one.cuts + 1)
+            self._sent[number] = replace(one, waits=True, cuts=one.cuts + 1)
             if one.cuts + 1 >= MAX_CUTS:
                 del self._sent[number]
                 news += self.refuse(self._batches.pop(number, (one.outgoing,)), _broken()).news
@@ -421,7 +422,7 @@ class ClientCore:
         """
         what = f"the daemon was restarted: {self.boot_id[:8]} is {boot_id[:8]} now"
         self.boot_id, self._secret, self._seen_cursor = boot_id, secret, 0
-        messages = [one._replace(outgoing=part) for one in self._sent.values() for part in self._parts_of(one.outgoing)]
+        messages = [replace(one, outgoing=part) for one in self._sent.values() for part in self._parts_of(one.outgoing)]
         for known in (self._sent, self._batches, self._early):
             known.clear()
         if self.held is not None:
@@ -486,7 +487,7 @@ class ClientCore:
         direction, request_id, pool = one.key
         generation = one.accepted.generation if one.accepted else 0
         if one.finished is None:
-            info = msgspec.structs.replace(error.info(), request_id=request_id)
+            info = replace(error.info(), request_id=request_id)
             one.finished = Finished(
                 request_id=request_id, pool=pool, direction=direction, generation=generation, error=info
             )
@@ -673,7 +674,7 @@ def _shortened(outgoing: Outgoing, passed_ms: int, default_ms: int) -> Outgoing:
     body = outgoing.body
     if isinstance(body, Batch):
         left = tuple(one and _left_ms(one, passed_ms) for one in body.deadlines_ms)
-        body = msgspec.structs.replace(body, deadlines_ms=left)
+        body = replace(body, deadlines_ms=left)
     left_ms = _left_ms(outgoing.deadline_ms or default_ms, passed_ms)
     return Outgoing(outgoing.message_id, body, outgoing.ids, left_ms)
 

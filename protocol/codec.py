@@ -95,19 +95,17 @@ def with_page_lists(head: bytes, body: Body, ids: Sequence[PageIds]) -> Frames:
     """Return a message's frames: the encoded envelope and the page lists that the body announces.
 
     Raises:
-        ValueError: the lists are not those that the body announces: a bug of the caller.
+        ValueError: the lists are not those that the body announces, of a body whose lists have each a frame: a bug of
+            the caller. Who gets the lists of others in one frame finds it out.
     """
-    frames: Frames = [head]
+    if body.are_lists_joined():
+        if not ids:
+            return [head]
+        return [head, b"".join([(one if one.dtype is WIRE_IDS else one.astype(WIRE_IDS)).tobytes() for one in ids])]
     counts = body.page_counts()
-    if not ids and not counts:
-        return frames
     if tuple([len(one) for one in ids]) != counts:
         raise ValueError(f"{type(body).__name__} announces {counts} page ids")
-    if body.are_lists_joined():
-        frames.append(b"".join([(one if one.dtype is WIRE_IDS else one.astype(WIRE_IDS)).tobytes() for one in ids]))
-    else:
-        frames.extend(np.ascontiguousarray(one, WIRE_IDS).data.cast("B") for one in ids)
-    return frames
+    return [head, *(np.ascontiguousarray(one, WIRE_IDS).data.cast("B") for one in ids)]
 
 
 def page_lists(body: Body, frames: Sequence[bytes]) -> tuple[PageIds, ...]:

@@ -15,7 +15,7 @@ from kvferry.clients.plain import is_plain
 from kvferry.protocol.base import MAX_PAGE_LISTS, DeviceEvent, PageList
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.pool_messages import Allocate, Free
-from kvferry.protocol.tier_messages import HASH_BYTES, MAX_HASHES, Lookup
+from kvferry.protocol.tier_messages import HASH_BYTES, MAX_HASHES, Load, Lookup, Store
 from kvferry.protocol.transfer_messages import MAX_POOLS, LayerStep, Receive, Send
 
 
@@ -39,8 +39,8 @@ TCP: Final = "tcp://192.0.2.1:7801"
 STEP: Final = LayerStep(first_layer=0, layers=1, event=0, value=1)
 EVENT: Final = DeviceEvent(event=0, value=1)
 ODD: Final[list[Any]] = [
-    None, True, False, -1, 0, 1, 2, 1.0, MAX_POOLS, MAX_POOLS + 1, 1 << 30, 1 << 31, 1 << 40, 1 << 63, np.int64(3),
-    "", "x", "main", Name("main"), Name(ID), "MAIN", "pool", "a/b", "pool\n", "-pool", "x" * 128, "x" * 129,
+    None, True, False, -1, 0, 1, 2, 1.0, MAX_POOLS, MAX_POOLS + 1, 1 << 30, 1 << 31, 1 << 40,
+    1 << 62, 1 << 63, np.int64(3), "", "x", "main", Name("main"), Name(ID), "MAIN", "pool", "a/b", "pool\n", "-pool", "x" * 128, "x" * 129,
     ID, ID.upper(), ID + "\n", ID[:-1], ID[:-1] + "\n", ID[:-1] + "g", "\uff10" * 32, TCP, "tcp://a b:1", f"{TCP}\n",
     b"", b"x", bytearray(b"x"), bytes(HASH_BYTES * MAX_HASHES), bytes(HASH_BYTES * MAX_HASHES + 1), memoryview(b"x"),
     (), [], [1], Falsy(), (STEP,), EVENT, "host", "pages", (TCP,), (TCP, 3), [TCP], (Name(TCP),), (TCP,) * 65,
@@ -51,6 +51,8 @@ ODD: Final[list[Any]] = [
 SOUND: Final[dict[type[msgspec.Struct], dict[str, Any]]] = {
     Send: {"request_id": ID, "pool": "pool", "lists": (PageList(pages=4, tokens=60, first_page=2),)},
     Receive: {"request_id": ID, "pool": "pool", "lists": (PageList(pages=4),)},
+    Load: {"lease": 1 << 50, "pool": "pool", "pages": 3, "first_block": 2},
+    Store: {"pool": "pool", "hashes": bytes(HASH_BYTES), "pages": 1, "parent": bytes(HASH_BYTES)},
     Lookup: {"pool": "pool", "hashes": bytes(HASH_BYTES)},
     Allocate: {"pool": "pool", "count": 3},
     Free: {"pool": "pool", "pages": 3},
@@ -105,6 +107,8 @@ def test_what_steps_of_engines_consist_of_is_plain() -> None:
         Send(request_id=new_request_id(), pool="p", lists=(head,) * 3, last=False, checksums=True),
         Receive(request_id=new_request_id(), pool="p", lists=(head,), sources=4, source_daemons=(TCP, "ipc:///run/x")),
         Lookup(pool="p", hashes=bytes(HASH_BYTES) * 4096, pin=False),
+        Load(lease=(1 << 62) - 1, pool="p", pages=4, unpin=True),
+        Store(pool="p", hashes=bytes(HASH_BYTES) * 4096, pages=4096),
         Allocate(pool="p", count=1),
         Free(pool="p", pages=0),
     ):
