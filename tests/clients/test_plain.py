@@ -14,6 +14,7 @@ from kvferry.clients.calls import pages
 from kvferry.clients.plain import is_plain
 from kvferry.protocol.base import MAX_PAGE_LISTS, DeviceEvent, PageList
 from kvferry.protocol.ids import new_request_id
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.pool_messages import Allocate, Free
 from kvferry.protocol.tier_messages import HASH_BYTES, MAX_HASHES, Load, Lookup, Store
 from kvferry.protocol.transfer_messages import MAX_POOLS, LayerStep, Receive, Send
@@ -40,7 +41,8 @@ STEP: Final = LayerStep(first_layer=0, layers=1, event=0, value=1)
 EVENT: Final = DeviceEvent(event=0, value=1)
 ODD: Final[list[Any]] = [
     None, True, False, -1, 0, 1, 2, 1.0, MAX_POOLS, MAX_POOLS + 1, 1 << 30, 1 << 31, 1 << 40,
-    1 << 62, 1 << 63, np.int64(3), "", "x", "main", Name("main"), Name(ID), "MAIN", "pool", "a/b", "pool\n", "-pool", "x" * 128, "x" * 129,
+    1 << 62, 1 << 63, np.int64(3), bytes(LARGEST_PAYLOAD_BYTES + 1), Name("host"),
+    "", "x", "main", Name("main"), Name(ID), "MAIN", "pool", "a/b", "pool\n", "-pool", "x" * 128, "x" * 129,
     ID, ID.upper(), ID + "\n", ID[:-1], ID[:-1] + "\n", ID[:-1] + "g", "\uff10" * 32, TCP, "tcp://a b:1", f"{TCP}\n",
     b"", b"x", bytearray(b"x"), bytes(HASH_BYTES * MAX_HASHES), bytes(HASH_BYTES * MAX_HASHES + 1), memoryview(b"x"),
     (), [], [1], Falsy(), (STEP,), EVENT, "host", "pages", (TCP,), (TCP, 3), [TCP], (Name(TCP),), (TCP,) * 65,
