@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,9 +10,12 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
+from kvferry.clients.batch import Batch
 from kvferry.clients.calls import Call, asked, joined
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.envelope import MAX_BATCH
+from kvferry.protocol.client_core import ClientCore
+from kvferry.protocol.codec import Frames, IncomingRequest, decode_request, encode
+from kvferry.protocol.envelope import MAX_BATCH, Batched, Reply
 from kvferry.protocol.errors import (
     CancelledError,
     InvalidFieldError,
@@ -20,9 +24,12 @@ from kvferry.protocol.errors import (
     PageOutOfRangeError,
     PoolFullError,
 )
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import AttachPool
 from kvferry.protocol.session_messages import OpenEvents, Ping
 from kvferry.protocol.tier_messages import Lookup
+from kvferry.protocol.transfer_messages import Accepted
 from tests.clients.tier_pools import MODEL, SPEC, Filled, hashes
 from tests.daemons import DaemonProcess
 
@@ -169,6 +176,43 @@ def receive_many_lists(client: Client, name: str, messages: int) -> None:
         client.poll(1.0)
     assert {one.state for one in begun} == {"open"}
     assert requests_of(client) == before + messages + 1, "and the one that asks"
+
+
+@pytest.mark.parametrize("bound", ["max_message_bytes", "max_frame_bytes"])
+def test_more_bytes_than_a_message_or_a_frame_may_have(bound: str) -> None:
+    """All that a step begins goes, each once and in its order, in messages within the daemon's bounds."""
+    core, sent = ClientCore(BootId("1" * 32)), list[Frames]()
+    limits = Limits(**{"max_message_bytes": 1 << 20, "max_frame_bytes": 1 << 20, bound: 1 << 17})
+    with Batch(
+        core,
+        contextlib.nullcontext(),
+        limits,
+        joined=True,
+        deadline=lambda _: (1.0, 0),
+        send=lambda outgoing, frames: sent.append(frames or core.frames(outgoing)),
+        refuse=lambda _, error: pytest.fail(str(error)),
+        lost_pools=set(),
+    ) as step:
+        begun = [step.send("p", new_request_id(), [pages([7])], payload=b"x" * 10_000) for _ in range(20)]
+    names: list[str] = []
+    for frames in sent:
+        assert sum(map(len, frames)) <= limits.max_message_bytes
+        assert max(map(len, frames)) <= limits.max_frame_bytes
+        request = batch_in(frames)
+        names += [one.request_id for one in request.body.requests]
+        answer = Batched(results=(Accepted(),), times=(len(request.body.requests),))
+        core.feed([bytes(one) for one in encode(Reply(request.message_id, core.boot_id, answer))])
+    assert names == [one.key.request_id for one in begun]
+    assert {one.state for one in begun} == {"open"}
+    assert len(sent) > 1
+    assert core.pending == 0
+
+
+def batch_in(frames: Frames) -> Any:  # noqa: ANN401  a BATCH's requests are of many types
+    """Return the request that a daemon reads."""
+    incoming = decode_request([bytes(one) for one in frames])
+    assert isinstance(incoming, IncomingRequest)
+    return incoming.request
 
 
 def test_a_step_of_64_requests_is_one_message(client: Client, name: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvferry.clients import calls
+from kvferry.clients.calls import Pages
+from kvferry.protocol.base import PageList
 from kvferry.protocol.client_core import ReplyArrived
-from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.errors import InvalidFieldError, MalformedError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.pool_messages import DeletePool, PoolDeleted
 from kvferry.protocol.session_messages import Ping
@@ -18,6 +22,23 @@ def test_a_reply_of_another_kind_is_not_taken_for_it() -> None:
     with pytest.raises(MalformedError, match="answered with PoolDeleted, not Pong"):
         calls.asked(Ping()).read(reply)
     assert calls.asked(DeletePool(pool="decode")).read(reply) == PoolDeleted(pool="decode")
+
+
+def test_numbers_of_other_libraries_are_sent_as_pythons() -> None:
+    page: Any = np.int32(3)
+    tokens: Any = np.int64(5)
+    head = calls.pages([1, 2], first_page=page, tokens=tokens).head
+    assert head == PageList(pages=2, first_page=3, tokens=5)
+    assert (type(head.first_page), type(head.tokens)) == (int, int)
+
+
+def test_pages_made_by_hand_are_checked() -> None:
+    for head, field in ((PageList(pages=1, component="Main"), "component"), (PageList(pages=1, tokens=0), "tokens")):
+        with pytest.raises(InvalidFieldError) as refused:
+            Pages(head, np.arange(1))
+        assert refused.value.field == field
+    with pytest.raises(InvalidFieldError, match="no PageList"):
+        Pages(None, np.arange(1))  # type: ignore[arg-type]
 
 
 def test_ids_of_a_free_are_its_own() -> None:

@@ -59,6 +59,12 @@ def refused(call: Callable[[], object]) -> ConcurrentUseError:
     pytest.fail("two threads were in one client at a time")
 
 
+def step_of(client: Client, name: str) -> None:
+    """Begin something in a batch, whose end is what sends it."""
+    with client.batched() as step:
+        step.allocate(name, [1])
+
+
 def test_a_call_while_another_threads_waits_is_refused(
     daemon: DaemonProcess, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
 ) -> None:
@@ -70,6 +76,7 @@ def test_a_call_while_another_threads_waits_is_refused(
     assert "thread 'MainThread' calls a client that is in use by thread 'helper_0'" in error.detail
     for call in (
         client.ping,
+        lambda: step_of(client, name),
         lambda: client.allocate(name, 1),
         lambda: client.send(name, new_request_id(), [pages(ids)]),
         lambda: client.wait_settled(transfer),

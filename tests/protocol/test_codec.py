@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol import ids
 from kvferry.protocol.codec import IncomingRequest, UnreadableRequest, decode_from_daemon, decode_request
-from kvferry.protocol.envelope import REQUEST_TYPES, Request
+from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Request
 from kvferry.protocol.errors import CallerError, MalformedError, in_words
 from kvferry.protocol.ids import NO_BOOT
 from kvferry.protocol.limits import PROTOCOL_MAX
@@ -70,6 +70,14 @@ def test_ids_are_raw_and_little_endian() -> None:
 def test_page_lists_that_are_not_contiguous_are_sent_right() -> None:
     message = Request(1, NO_BOOT, b"", 0, 0, Free(pool="a", pages=3))
     assert_read((message, (np.array([0, 2, 4]),)), to_frames(message, (np.arange(6, dtype=np.int64)[::2],)))
+
+
+def test_ids_of_another_width_are_sent_right_also_in_one_frame() -> None:
+    requests = (Free(pool="a", pages=3), Free(pool="a", pages=1))
+    for joined in (True, False):
+        message = Request(1, NO_BOOT, b"", 0, 0, Batch(requests=requests, joined=joined))
+        narrow: Any = (np.array([5, 6, 7], np.int32), np.array([8], np.uint16))
+        assert_read((message, (np.array([5, 6, 7]), np.array([8]))), to_frames(message, narrow))
 
 
 @pytest.mark.parametrize("name", ["FREE", "SEND_REQUEST"])
