@@ -253,7 +253,8 @@ class ClientCore:
 
     def __repr__(self) -> str:
         """Show the live counts."""
-        return f"<ClientCore pending={len(self._pending)} transfers={len(self._transfers)}>"
+        counts = f"pending={len(self._pending)} batches={len(self._batches)} transfers={len(self._transfers)}"
+        return f"<ClientCore {counts}>"
 
     @property
     def pending(self) -> int:

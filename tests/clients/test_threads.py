@@ -14,7 +14,7 @@ from typing import Final
 import pytest
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, Transfer, new_request_id, pages
-from kvferry.clients.calls import Call
+from kvferry.clients.calls import Call, asked
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, DeadlineError
 from kvferry.protocol.events import Finished
@@ -129,6 +129,28 @@ def test_a_client_is_handed_from_thread_to_thread(
     with pytest.raises(DeadlineError):
         client.wait_finished(transfer, 0.01)
     assert helper.submit(client.free, name, ids[1:]).result(SOON_S).freed == 1, "also after a wait that failed"
+
+
+def test_a_poll_goes_on_after_what_is_no_change(
+    daemon: DaemonProcess, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
+) -> None:
+    client.create_pool(name, spec)
+    transfer = client.receive(name, new_request_id(), [pages(client.allocate(name, 1))])
+    while transfer.state != "open":
+        client.poll(SOON_S)
+    with Client.connect(daemon.runtime_dir) as prefill:
+        ids = prefill.allocate(name, 1)
+
+        def send() -> Transfer:
+            for _ in range(3):  # the reply below is there by then
+                prefill.ping()
+            return prefill.send(name, transfer.key.request_id, [pages(ids)])
+
+        pong = client.begin(asked(Ping()))
+        sent = helper.submit(send)
+        assert client.poll(SOON_S) == [transfer]
+        client.wait(pong)
+        prefill.wait_settled(sent.result(SOON_S))
 
 
 def test_any_thread_may_close(

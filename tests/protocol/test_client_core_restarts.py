@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Batch, Batched, Event, Reply
 from kvferry.protocol.errors import DaemonLostError, NotOwnerError, StaleBootError
 from kvferry.protocol.events import Finished, TierDone
-from kvferry.protocol.held_pages import HeldPages
+from kvferry.protocol.held_pages import MOST_MOVES, HeldPages
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import Allocate, Allocated, DeletePool, Free, Freed, PoolCreated
@@ -320,6 +321,17 @@ def test_pages_of_a_pool_that_is_not_known_are_left_alone() -> None:
     held.gave("pool", "main", ids(900))
     held.gave("other", "main", ids(900))
     assert held.compare("pool", "main", ids()).missing.tolist() == [1, 7]
+
+
+def test_moves_are_added_up_after_a_while() -> None:
+    held, its = HeldPages(), ids(1, 2)
+    held.took("pool", "main", its)
+    kept = weakref.ref(its)
+    del its
+    for _ in range(MOST_MOVES):
+        assert kept() is not None
+        held.took("pool", "main", ids(3))
+    assert kept() is None
 
 
 def test_pages_of_a_pool_for_whose_books_there_is_no_memory_are_left_alone() -> None:
