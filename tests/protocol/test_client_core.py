@@ -285,7 +285,7 @@ def test_a_transfer_that_settles_before_the_reply_is_over(core: ClientCore) -> N
     event(core, 2, SETTLED)
     assert reply(core, outgoing, Accepted()) is transfer
     assert states(transfer) == ("settled", True, True)
-    assert repr(core) == "<ClientCore pending=0 transfers=0>", "nothing of it is kept, nor ended by a restart"
+    assert repr(core) == "<ClientCore pending=0 batches=0 transfers=0>", "nothing of it is kept, nor ended by a restart"
 
 
 def test_events_that_come_together_are_heard_in_their_order(core: ClientCore) -> None:
