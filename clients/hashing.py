@@ -62,7 +62,7 @@ def block_hashes(
         raise InvalidFieldError(f"{shown(salt)} is not bytes: give salt.encode()", field="salt")
     sha256 = hashlib.sha256
     before = sha256(_ROOT + salt).digest()[:HASH_BYTES] if parent is None else parent
-    data = np.ascontiguousarray(page_ids(tokens, "tokens"), _TOKEN).view(np.uint8).data
+    data = page_ids(tokens, "tokens").astype(_TOKEN, copy=False).tobytes()
     block_bytes = block_tokens * _TOKEN.itemsize
     hashes = []
     for end in range(block_bytes, len(data) + 1, block_bytes):

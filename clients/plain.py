@@ -29,6 +29,7 @@ MOST_NAMES: Final = 256
 
 FEW_ADDRESSES: Final = 8
 MOST_LEASES: Final = 1 << 62
+MOST_BLOCK_PAGES: Final = 1024
 HEX_DIGITS: Final = "0123456789abcdef"
 REQUEST_ID_DIGITS: Final = 32
 INTO: Final = get_args(ReceiveInto)
@@ -150,7 +151,7 @@ def _is_store(one: _Unknown) -> bool:
         and type(one.parent) is bytes
         and len(one.parent) <= HASH_BYTES
         and type(one.block_pages) is int
-        and one.block_pages == 1
+        and 0 < one.block_pages <= MOST_BLOCK_PAGES
         and one.after is None
     )
 
@@ -165,7 +166,7 @@ def _is_lookup(one: _Unknown) -> bool:
         and type(one.hashes) is bytes
         and len(one.hashes) <= MAX_HASHES * HASH_BYTES
         and type(one.block_pages) is int
-        and one.block_pages == 1
+        and 0 < one.block_pages <= MOST_BLOCK_PAGES
         and one.lease is None
         and type(one.pin) is bool
     )

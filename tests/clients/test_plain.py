@@ -40,7 +40,7 @@ TCP: Final = "tcp://192.0.2.1:7801"
 STEP: Final = LayerStep(first_layer=0, layers=1, event=0, value=1)
 EVENT: Final = DeviceEvent(event=0, value=1)
 ODD: Final[list[Any]] = [
-    None, True, False, -1, 0, 1, 2, 1.0, MAX_POOLS, MAX_POOLS + 1, 1 << 30, 1 << 31, 1 << 40,
+    None, True, False, -1, 0, 1, 2, 1.0, MAX_POOLS, 1025, 1 << 30, 1 << 31, 1 << 40,
     1 << 62, 1 << 63, np.int64(3), bytes(LARGEST_PAYLOAD_BYTES + 1), Name("host"),
     "", "x", "main", Name("main"), Name(ID), "MAIN", "pool", "a/b", "pool\n", "-pool", "x" * 128, "x" * 129,
     ID, ID.upper(), ID + "\n", ID[:-1], ID[:-1] + "\n", ID[:-1] + "g", "\uff10" * 32, TCP, "tcp://a b:1", f"{TCP}\n",
@@ -111,6 +111,7 @@ def test_what_steps_of_engines_consist_of_is_plain() -> None:
         Lookup(pool="p", hashes=bytes(HASH_BYTES) * 4096, pin=False),
         Load(lease=(1 << 62) - 1, pool="p", pages=4, unpin=True),
         Store(pool="p", hashes=bytes(HASH_BYTES) * 4096, pages=4096),
+        Lookup(pool="p", hashes=bytes(HASH_BYTES), block_pages=16),
         Allocate(pool="p", count=1),
         Free(pool="p", pages=0),
     ):
