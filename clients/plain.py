@@ -1,8 +1,8 @@
 """Requests of a scheduler's step that a look at their fields shows to be valid, for a fraction of what a decoder costs.
 
 Where an engine's caches are cold, as they are after each step of its model, each part of a library that is used costs
-tens of microseconds, and a comparison next to nothing. What is not plain is left to the protocol's types, which say
-what is wrong with it, if anything.
+what fetching it from memory does, and a comparison next to nothing. What is not plain is left to the protocol's types,
+which say what is wrong with it, if anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.protocol.base import MAX_PAGE_LISTS, PageList
 from kvferry.protocol.ids import MAIN, PeerAddress, PoolName
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.pool_messages import Allocate, Free
-from kvferry.protocol.tier_messages import HASH_BYTES, MAX_HASHES, Load, Lookup, Store
+from kvferry.protocol.tier_messages import HASH_BYTES, MAX_HASHES, Load, Lookup, Offload, Restore, Store
 from kvferry.protocol.transfer_messages import MAX_POOLS, Receive, ReceiveInto, Send
 
 SMALL: Final = 1 << 30
@@ -126,6 +126,34 @@ def _matches(kind: Any, value: str) -> bool:  # noqa: ANN401  an annotated type
     return len(value) <= meta.max_length and re.search(meta.pattern, value) is not None
 
 
+def _is_offload(one: _Unknown) -> bool:
+    return (
+        type(one.pool) is str
+        and _is_name(one.pool)
+        and _are_lists(one.lists)
+        and 0 < len(one.lists) <= MAX_PAGE_LISTS
+        and type(one.release) is bool
+        and one.after is None
+    )
+
+
+def _is_restore(one: _Unknown) -> bool:
+    snapshot = one.snapshot
+    return (
+        type(snapshot) is str
+        and len(snapshot) == REQUEST_ID_DIGITS
+        and not snapshot.strip(HEX_DIGITS)
+        and type(one.pool) is str
+        and _is_name(one.pool)
+        and _are_lists(one.lists)
+        and len(one.lists) <= MAX_PAGE_LISTS
+        and type(one.allocate) is bool
+        and type(one.drop) is bool
+        and one.after is None
+        and type(one.any_model) is bool
+    )
+
+
 def _is_load(one: _Unknown) -> bool:
     return (
         type(one.pool) is str
@@ -184,6 +212,8 @@ _LOOKS: Final[dict[type[msgspec.Struct], Callable[[Any], bool]]] = {
     Send: lambda one: _are_lists(one.lists) and is_send(one),
     Receive: lambda one: _are_lists(one.lists) and is_receive(one),
     PageList: is_list,
+    Offload: _is_offload,
+    Restore: _is_restore,
     Load: _is_load,
     Store: _is_store,
     Lookup: _is_lookup,

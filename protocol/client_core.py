@@ -427,7 +427,7 @@ class ClientCore:
         for known in (self._sent, self._batches, self._early):
             known.clear()
         if self.held is not None:
-            moves = (body for body, _ in self._movers.values())
+            moves = [body for body, _ in list(self._movers.values())]
             for body in (*(one.outgoing.body for one in messages), *moves):
                 if isinstance(body, Allocate | Restore):
                     self.held.asked(body.pool)

@@ -16,7 +16,7 @@ from kvferry.protocol.base import MAX_PAGE_LISTS, DeviceEvent, PageList
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.pool_messages import Allocate, Free
-from kvferry.protocol.tier_messages import HASH_BYTES, MAX_HASHES, Load, Lookup, Store
+from kvferry.protocol.tier_messages import HASH_BYTES, MAX_HASHES, Load, Lookup, Offload, Restore, Store
 from kvferry.protocol.transfer_messages import MAX_POOLS, LayerStep, Receive, Send
 
 
@@ -53,6 +53,8 @@ ODD: Final[list[Any]] = [
 SOUND: Final[dict[type[msgspec.Struct], dict[str, Any]]] = {
     Send: {"request_id": ID, "pool": "pool", "lists": (PageList(pages=4, tokens=60, first_page=2),)},
     Receive: {"request_id": ID, "pool": "pool", "lists": (PageList(pages=4),)},
+    Offload: {"pool": "pool", "lists": (PageList(pages=4),)},
+    Restore: {"snapshot": ID, "pool": "pool", "lists": (PageList(pages=4),)},
     Load: {"lease": 1 << 50, "pool": "pool", "pages": 3, "first_block": 2},
     Store: {"pool": "pool", "hashes": bytes(HASH_BYTES), "pages": 1, "parent": bytes(HASH_BYTES)},
     Lookup: {"pool": "pool", "hashes": bytes(HASH_BYTES)},
@@ -109,6 +111,8 @@ def test_what_steps_of_engines_consist_of_is_plain() -> None:
         Send(request_id=new_request_id(), pool="p", lists=(head,) * 3, last=False, checksums=True),
         Receive(request_id=new_request_id(), pool="p", lists=(head,), sources=4, source_daemons=(TCP, "ipc:///run/x")),
         Lookup(pool="p", hashes=bytes(HASH_BYTES) * 4096, pin=False),
+        Offload(pool="p", lists=(head,), release=True),
+        Restore(snapshot=new_request_id(), pool="p", allocate=True),
         Load(lease=(1 << 62) - 1, pool="p", pages=4, unpin=True),
         Store(pool="p", hashes=bytes(HASH_BYTES) * 4096, pages=4096),
         Lookup(pool="p", hashes=bytes(HASH_BYTES), block_pages=16),
