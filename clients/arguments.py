@@ -11,7 +11,7 @@ import inspect
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Final, TypeGuard, TypeVar
 
 import msgspec
 import numpy as np
@@ -61,13 +61,18 @@ def seconds(value: float, field: str) -> float:
     return value
 
 
+def are_page_ids(value: object) -> TypeGuard[PageIds]:
+    """Return whether these are page ids as they are sent."""
+    return type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 1
+
+
 def page_ids(value: npt.ArrayLike, field: str) -> PageIds:
     """Return page ids, or other integers, as they are sent: ``(n,)`` int64.
 
     Raises:
         InvalidFieldError: the value is not a list of 64-bit integers.
     """
-    if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 1:
+    if are_page_ids(value):
         return value
     if hasattr(value, "head") and hasattr(value, "ids"):
         raise InvalidFieldError("Pages are for send, receive, offload and restore: here give their ids", field=field)

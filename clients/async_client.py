@@ -168,16 +168,17 @@ class AsyncClient(AsyncRequests):
 
     def _schedule_drain(self) -> None:
         """Make sure that a message which arrived unsignalled is seen: the descriptor signals changes only."""
-        if not self._drain_scheduled and not self._socket.closed and has_message(self._socket):
+        if not self._drain_scheduled and self._has_message():
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
+    def _has_message(self) -> bool:
+        return not self._socket.closed and has_message(self._socket)
+
     def _drain(self) -> None:
         self._drain_scheduled = False
-        if self._socket.closed:
-            return
         for _ in range(DRAIN_BOUND):
-            if not has_message(self._socket):
+            if not self._has_message():
                 return
             self._feed(receive_frames(self._socket))
         self._schedule_drain()
@@ -211,7 +212,7 @@ class AsyncClient(AsyncRequests):
             self._session_lost(error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail))
 
     def _watch_readable(self) -> None:
-        while not self._socket.closed and has_message(self._socket):  # what came before the connection was lost
+        while self._has_message():  # what came before the connection was lost
             self._drain()
         if self._loss is not None:
             self._seek_on()

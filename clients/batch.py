@@ -37,7 +37,8 @@ class Batch(Submitting):
     """What ``client.batched()`` returns: it has the calls of the client that send and return at once, and ``free``.
 
     Nothing is sent before the ``with`` block ends; where that raises, what was begun in it is refused as CANCELLED, and
-    where it cannot be sent, by the reason.
+    where it cannot be sent, by the reason. Whether this thread may use the client, in this process, is looked at where
+    the block begins, and where it ends.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class Batch(Submitting):
                     for part in self._parts():
                         self._send(self._core.batch(part, joined=self._joined), None)
                         del unsent[: len(part)]
-        except KvferryError as failure:
-            self._refuse(unsent, failure)
+        except Exception as failure:
+            why = failure if isinstance(failure, KvferryError) else CancelledError(f"never sent: {failure!r}")
+            self._refuse(unsent, why)
             raise
 
     def allocate(
@@ -144,13 +146,17 @@ class Batch(Submitting):
         if not self._joined or not 0 < len(self._requests) <= MAX_BATCH:
             return False
         message = self._core.batch(self._requests, joined=True)
-        frames = self._core.frames(message)
-        sizes = [len(one) for one in frames]
-        if sum(sizes) > self._limits.max_message_bytes or max(sizes) > self._limits.max_frame_bytes:
-            self._core.undo(message)
-            return False
-        self._send(message, frames)
-        return True
+        is_sent = False
+        try:
+            frames = self._core.frames(message)
+            sizes = [len(one) for one in frames]
+            if sum(sizes) <= self._limits.max_message_bytes and max(sizes) <= self._limits.max_frame_bytes:
+                self._send(message, frames)
+                is_sent = True
+        finally:
+            if not is_sent:
+                self._core.undo(message)
+        return is_sent
 
     def _parts(self) -> list[list[Outgoing]]:
         """Return the requests as many to a message as the daemon takes."""

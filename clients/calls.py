@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.clients.arguments import checked, mapping, page_ids, sequence, shown, whole, wrong_kind
+from kvferry.clients.arguments import are_page_ids, checked, mapping, page_ids, sequence, shown, whole, wrong_kind
 from kvferry.clients.plain import is_list
 from kvferry.protocol.base import AnsweredBy, DeviceEvent, PageList, ReplyT, RequestBody
 from kvferry.protocol.client_core import ReplyArrived
@@ -56,6 +56,22 @@ def asked(
     return Call(checked(body, names), ids, _reading(body.reply))
 
 
+def check_ids(call: Call[T_co]) -> None:
+    """Check that a request has the page lists that its body announces: with others in one frame they would be theirs.
+
+    Raises:
+        InvalidFieldError: it has not.
+    """
+    for number, one in enumerate(call.ids):
+        if not are_page_ids(one):
+            raise wrong_kind(one, "array of page ids, (n,) int64", f"ids[{number}]")
+    lengths, counts = tuple([len(one) for one in call.ids]), call.body.page_counts()
+    if lengths != counts:
+        raise InvalidFieldError(
+            f"page lists of {lengths} pages, where {type(call.body).__name__} announces {counts}", field="ids"
+        )
+
+
 @functools.cache
 def _reading(kind: type[ReplyT]) -> Callable[[ReplyArrived], ReplyT]:
     """Return what reads replies of a type as they are."""
@@ -83,6 +99,8 @@ class Pages(msgspec.Struct, frozen=True, eq=False):
             raise wrong_kind(self.head, "PageList", "head")
         if not is_list(self.head):
             msgspec.structs.force_setattr(self, "head", checked(self.head))
+        if not are_page_ids(self.ids):
+            msgspec.structs.force_setattr(self, "ids", page_ids(self.ids, "ids"))
 
 
 class BlockTableEntries(NamedTuple):
@@ -219,8 +237,8 @@ def allocate_each(pool: str, counts: Sequence[int], space: str) -> Call[list[Pag
 
 
 def free(pool: str, ids: npt.ArrayLike, space: str, after: DeviceEvent | None) -> Call[Freed]:
-    """Give pages back. The ids are copied: it is remembered which pages are held, and the caller's array may change."""
-    array = page_ids(ids, "ids").copy()
+    """Give pages back."""
+    array = page_ids(ids, "ids")
     body = Free(pool=pool, pages=len(array), space=space, after=after)
     return asked(body, IDS, (array,))
 

@@ -17,7 +17,10 @@ from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, Forke
 
 
 class _Process:
-    """Which process this is, without a call of the kernel's at each call of a client's."""
+    """Which process this is, without a call of the kernel's at each call of a client's.
+
+    A fork that Python does not make is not noticed; nothing of Python's works after one.
+    """
 
     pid = os.getpid()
 

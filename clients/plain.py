@@ -117,7 +117,7 @@ def _are_addresses(addresses: Sequence[str]) -> bool:
 
 @functools.lru_cache(MOST_NAMES)
 def _is_address(address: str) -> bool:
-    return _matches(PeerAddress, address)
+    return address.isascii() and _matches(PeerAddress, address)  # a lone surrogate cannot be sent
 
 
 def _matches(kind: Any, value: str) -> bool:  # noqa: ANN401  an annotated type

@@ -189,9 +189,11 @@ class Resuming(Submissions):
     def _put(self, outgoing: Outgoing, frames: Frames | None = None) -> None:
         if self._dead is not None:
             raise self._dead
+        if not self._held and frames is None:
+            frames = self._core.frames(outgoing)
         self._core.sent(outgoing, time.monotonic(), connected=not self._held)
-        if not self._held:
-            self._transmit(frames or self._core.frames(outgoing))
+        if not self._held and frames is not None:
+            self._transmit(frames)
 
     def _release(self) -> None:
         """Send what was kept."""

@@ -106,6 +106,8 @@ class Submissions(Submitting, OfOneProcess):
         ``poll`` and ``wait_…``, what ``begin`` and ``free`` return by ``wait``. Where the block raises, nothing is
         sent. More than the daemon takes in one message go in several, in their order.
         """
+        with self._use:
+            pass
         return Batch(
             self._core,
             self._use,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvferry.clients import calls
 from kvferry.clients.arguments import checked, page_ids, sequence, wrong_kind
-from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, asked, joined, page_lists
+from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, asked, check_ids, joined, page_lists
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.clients.plain import is_receive, is_send
 from kvferry.clients.tables import Tables, tables_name
@@ -376,9 +376,12 @@ class Submitting(ABC):
         """Return an operation's deadline as it travels, and in seconds.
 
         Raises:
-            InvalidFieldError: it is no operation, or the deadline no number of seconds, or beyond the daemon's.
+            InvalidFieldError: it is no operation, its page lists are not those that its body announces, or the deadline
+                is no number of seconds, or beyond the daemon's.
         """
         if not isinstance(call, Call):
             raise wrong_kind(call, "Operation, as kvferry.clients.calls makes them", "call")
+        if call.ids:
+            check_ids(call)
         kept_s, deadline_ms = self._deadline(deadline_s)
         return deadline_ms, kept_s

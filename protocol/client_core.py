@@ -279,6 +279,8 @@ class ClientCore:
         """
         message_id = next(self._ids)
         self._pending[message_id] = follows
+        if type(body) is Free:  # the books look at its pages with its reply: an engine may reuse its array before
+            return Outgoing(message_id, body, tuple([one.copy() for one in ids]), deadline_ms)
         return Outgoing(message_id, body, tuple(ids), deadline_ms)
 
     def batch(self, requests: Sequence[Outgoing], *, joined: bool = False) -> Outgoing:
@@ -298,8 +300,8 @@ class ClientCore:
         return Outgoing(message_id, body, tuple([ids for one in requests for ids in one.ids]))
 
     def undo(self, batch: Outgoing) -> None:
-        """Take the requests of a batch apart again that is not sent."""
-        del self._batches[batch.message_id]
+        """Take the requests of a batch apart again that was not sent."""
+        self._batches.pop(batch.message_id, None)
 
     def frames(self, outgoing: Outgoing) -> Frames:
         """Return the frames of a request as it is to be sent now."""

@@ -61,10 +61,9 @@ def encoded_bytes(body: Body | Sequence[Body]) -> int:
 
 
 def encode(message: Request | Reply | Event, ids: Sequence[PageIds] = ()) -> Frames:
-    """Return the message's frames. The id frames are views of the arrays: do not modify these before sending.
+    """Return the message's frames; see ``with_page_lists``.
 
-    Raises:
-        ValueError: the lists are not those that the body announces: a bug of the caller.
+    A list that has a frame of its own is a view of the array there: do not modify it before sending.
     """
     return with_page_lists(_encoder.encode(message), message.body, ids)
 

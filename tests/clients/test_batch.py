@@ -129,6 +129,20 @@ def test_a_block_that_raises_sends_nothing(client: Client, name: str) -> None:
         step.free(name, ids)
 
 
+def test_a_batch_that_cannot_be_encoded_refuses_what_was_begun_in_it(client: Client, name: str) -> None:
+    client.create_pool(name, SPEC, model=MODEL)
+    ids = client.allocate(name, 2)
+    with pytest.raises(UnicodeEncodeError), client.batched() as step:  # noqa: PT012  the end of the block is what raises
+        sent = step.send(name, new_request_id(), [pages(ids)])
+        step.begin(Call(Lookup(pool="\udcff", hashes=b""), (), lambda reply: reply))
+        freed = step.free(name, ids)
+    assert isinstance(sent.error, CancelledError)
+    with pytest.raises(CancelledError, match="never sent: UnicodeEncodeError"):
+        client.wait(freed)
+    assert "pending=0 batches=0 transfers=0" in repr(client)
+    assert client.free(name, ids).freed == 2
+
+
 def test_what_cannot_be_in_a_batch(client: Client, name: str) -> None:
     before = requests_of(client)
     with client.batched() as step:

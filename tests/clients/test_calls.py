@@ -12,8 +12,7 @@ from kvferry.clients.calls import Pages
 from kvferry.protocol.base import PageList
 from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.errors import InvalidFieldError, MalformedError
-from kvferry.protocol.ids import MAIN
-from kvferry.protocol.pool_messages import DeletePool, PoolDeleted
+from kvferry.protocol.pool_messages import DeletePool, Free, PoolDeleted
 from kvferry.protocol.session_messages import Ping
 
 
@@ -39,11 +38,24 @@ def test_pages_made_by_hand_are_checked() -> None:
         assert refused.value.field == field
     with pytest.raises(InvalidFieldError, match="no PageList"):
         Pages(None, np.arange(1))  # type: ignore[arg-type]
+    ids: Any = [4, 5]
+    assert Pages(PageList(pages=2), ids).ids.tolist() == ids
+    for ids in (np.arange(2).reshape(2, 1), ["x"], None):
+        with pytest.raises(InvalidFieldError) as refused:
+            Pages(PageList(pages=2), ids)
+        assert refused.value.field == "ids"
 
 
-def test_ids_of_a_free_are_its_own() -> None:
-    """An engine uses its array for something else, while what it has given back is kept until the reply."""
-    ids = np.arange(3)
-    call = calls.free("decode", ids, MAIN, None)
-    ids[:] = 7
-    assert call.ids[0].tolist() == [0, 1, 2]
+def test_lists_of_a_call_are_those_that_its_body_announces() -> None:
+    body = Free(pool="decode", pages=3)
+    calls.check_ids(calls.asked(body, ids=(np.arange(3),)))
+    wrong: Any = (
+        (np.arange(2),),
+        (np.arange(3), np.arange(1)),
+        (np.arange(3, dtype=np.int32),),
+        (np.ones((3, 1), int),),
+    )
+    for ids in wrong:
+        with pytest.raises(InvalidFieldError) as refused:
+            calls.check_ids(calls.asked(body, ids=ids))
+        assert refused.value.field.startswith("ids")

@@ -194,6 +194,12 @@ def test_closing_ends_a_call_that_waits_also_without_a_session(
 # -- the asynchronous client
 
 
+def refused_everywhere(client: AsyncClient) -> None:
+    """Begin a batch in another thread."""
+    with pytest.raises(ConcurrentUseError, match="a thread without a running event loop"), client.batched():
+        pytest.fail("it began")
+
+
 @pytest.mark.anyio
 async def test_an_async_client_stays_on_its_loop(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir) as client:
@@ -206,8 +212,11 @@ async def test_an_async_client_stays_on_its_loop(daemon: DaemonProcess, name: st
             with pytest.raises(ConcurrentUseError, match="another event loop"):
                 asyncio.run(client.ping())
 
+        with client.batched() as step:
+            await asyncio.to_thread(refused_everywhere, client)
+            step.allocate(name, [1])
         await asyncio.to_thread(in_a_thread)
-        assert (await client.allocate(name, 1)).tolist() == [2]
+        assert (await client.allocate(name, 1)).tolist() == [3]
 
 
 @pytest.mark.anyio
