@@ -146,17 +146,17 @@ class Batch(Submitting):
         if not self._joined or not 0 < len(self._requests) <= MAX_BATCH:
             return False
         message = self._core.batch(self._requests, joined=True)
-        is_sent = False
         try:
             frames = self._core.frames(message)
-            sizes = [len(one) for one in frames]
-            if sum(sizes) <= self._limits.max_message_bytes and max(sizes) <= self._limits.max_frame_bytes:
-                self._send(message, frames)
-                is_sent = True
-        finally:
-            if not is_sent:
-                self._core.undo(message)
-        return is_sent
+        except Exception:
+            self._core.undo(message)
+            raise
+        sizes = [len(one) for one in frames]
+        if sum(sizes) > self._limits.max_message_bytes or max(sizes) > self._limits.max_frame_bytes:
+            self._core.undo(message)
+            return False
+        self._send(message, frames)
+        return True
 
     def _parts(self) -> list[list[Outgoing]]:
         """Return the requests as many to a message as the daemon takes."""

@@ -301,7 +301,7 @@ class ClientCore:
 
     def undo(self, batch: Outgoing) -> None:
         """Take the requests of a batch apart again that was not sent."""
-        self._batches.pop(batch.message_id, None)
+        del self._batches[batch.message_id]
 
     def frames(self, outgoing: Outgoing) -> Frames:
         """Return the frames of a request as it is to be sent now."""
