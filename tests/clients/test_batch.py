@@ -26,7 +26,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.pool_messages import AttachPool
+from kvferry.protocol.pool_messages import AttachPool, Free
 from kvferry.protocol.session_messages import OpenEvents, Ping
 from kvferry.protocol.tier_messages import Lookup
 from kvferry.protocol.transfer_messages import Accepted
@@ -141,6 +141,20 @@ def test_a_batch_that_cannot_be_encoded_refuses_what_was_begun_in_it(client: Cli
         client.wait(freed)
     assert "pending=0 batches=0 transfers=0" in repr(client)
     assert client.free(name, ids).freed == 2
+
+
+def test_a_list_of_another_length_moves_no_others(client: Client, name: str) -> None:
+    """In one frame the ids of one request would be taken for the next one's."""
+    client.create_pool(name, SPEC, model=MODEL)
+    ids = client.allocate(name, 4)
+    with client.batched() as step:
+        for call in (client.begin, step.begin):
+            with pytest.raises(InvalidFieldError) as refused:
+                call(asked(Free(pool=name, pages=3), ids=(ids[:2],)))
+            assert refused.value.field == "ids"
+        freed = step.free(name, ids[2:])
+    assert client.wait(freed).freed == 2
+    assert client.free(name, ids[:2]).freed == 2
 
 
 def test_what_cannot_be_in_a_batch(client: Client, name: str) -> None:
