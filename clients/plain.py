@@ -31,7 +31,7 @@ FEW_ADDRESSES: Final = 8
 MOST_LEASES: Final = 1 << 62
 MOST_BLOCK_PAGES: Final = 1024
 HEX_DIGITS: Final = "0123456789abcdef"
-REQUEST_ID_DIGITS: Final = 32
+ID_DIGITS: Final = 32
 INTO: Final = get_args(ReceiveInto)
 
 _Unknown: TypeAlias = Any
@@ -46,11 +46,9 @@ def is_plain(body: msgspec.Struct) -> bool:
 
 def is_send(one: _Unknown) -> bool:
     """Return whether a SEND is plain whose lists are made of ``Pages``."""
-    request_id, token = one.request_id, one.first_token
+    token = one.first_token
     return (
-        type(request_id) is str
-        and len(request_id) == REQUEST_ID_DIGITS
-        and not request_id.strip(HEX_DIGITS)
+        _is_id(one.request_id)
         and type(one.pool) is str
         and _is_name(one.pool)
         and len(one.lists) <= MAX_PAGE_LISTS
@@ -68,11 +66,8 @@ def is_send(one: _Unknown) -> bool:
 
 def is_receive(one: _Unknown) -> bool:
     """Return whether a RECEIVE is plain whose lists are made of ``Pages``."""
-    request_id = one.request_id
     return (
-        type(request_id) is str
-        and len(request_id) == REQUEST_ID_DIGITS
-        and not request_id.strip(HEX_DIGITS)
+        _is_id(one.request_id)
         and type(one.pool) is str
         and _is_name(one.pool)
         and len(one.lists) <= MAX_PAGE_LISTS
@@ -86,6 +81,10 @@ def is_receive(one: _Unknown) -> bool:
         and type(one.any_model) is bool
         and type(one.checksums) is bool
     )
+
+
+def _is_id(value: _Unknown) -> bool:
+    return type(value) is str and len(value) == ID_DIGITS and not value.strip(HEX_DIGITS)
 
 
 def _are_lists(lists: _Unknown) -> bool:
@@ -138,11 +137,8 @@ def _is_offload(one: _Unknown) -> bool:
 
 
 def _is_restore(one: _Unknown) -> bool:
-    snapshot = one.snapshot
     return (
-        type(snapshot) is str
-        and len(snapshot) == REQUEST_ID_DIGITS
-        and not snapshot.strip(HEX_DIGITS)
+        _is_id(one.snapshot)
         and type(one.pool) is str
         and _is_name(one.pool)
         and _are_lists(one.lists)
