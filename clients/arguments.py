@@ -26,6 +26,7 @@ MAX_SECONDS: Final = 1e6
 """Upper bound of deadlines and timeouts: eleven days."""
 
 _INT64: Final = np.dtype(np.int64)
+_NO_NUMBERS: Final = (bool, str, bytes)  # a union would be made at every use
 _MAX_INT64: Final = (1 << 63) - 1
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -45,11 +46,9 @@ def seconds(value: float, field: str) -> float:
     Raises:
         InvalidFieldError: it is not a number from 0 to ``MAX_SECONDS``.
     """
-    if type(value) is int and 0 <= value <= MAX_SECONDS:
-        return float(value)
     if type(value) is not float:
         try:
-            if isinstance(value, bool | str | bytes):
+            if isinstance(value, _NO_NUMBERS):
                 raise TypeError  # noqa: TRY301  as float() does for other types
             value = float(value)
         except (TypeError, ValueError):

@@ -189,11 +189,10 @@ class Resuming(Submissions):
     def _put(self, outgoing: Outgoing, frames: Frames | None = None) -> None:
         if self._dead is not None:
             raise self._dead
-        if not self._held and frames is None:
-            frames = self._core.frames(outgoing)
-        self._core.sent(outgoing, time.monotonic(), connected=not self._held)
-        if not self._held and frames is not None:
-            self._transmit(frames)
+        now = None if self._held else frames or self._core.frames(outgoing)  # before it is on the books: it may fail
+        self._core.sent(outgoing, time.monotonic(), connected=now is not None)
+        if now is not None:
+            self._transmit(now)
 
     def _release(self) -> None:
         """Send what was kept."""

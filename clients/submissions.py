@@ -178,8 +178,7 @@ class Submissions(Submitting, OfOneProcess):
         """
         if not isinstance(pending, PendingReply):
             raise wrong_kind(pending, "pending reply, as update_tables returns it", "pending")
-        if pending.conversation is not self._core.token:
-            self._check_ours(pending, "pending")
+        self._check_ours(pending, "pending")
         if pending.taken:
             raise InvalidFieldError(f"{pending!r} was waited for before: keep what wait returned", field="pending")
 

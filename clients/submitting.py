@@ -141,7 +141,7 @@ class Submitting(ABC):
             destinations=destinations,
             first_token=first_token,
             payload=payload,
-            steps=steps if type(steps) is tuple else sequence(steps, "steps, as ring.step makes them", "steps"),
+            steps=sequence(steps, "steps, as ring.step makes them", "steps"),
             checksums=checksums,
         )
         body = body if is_send(body) else checked(body)
@@ -180,7 +180,7 @@ class Submitting(ABC):
             checksums: as in ``send``, whatever the senders say.
             deadline_s: for the whole transfer.
         """
-        in_pages = into == "pages" or str(into) != "host"
+        in_pages = str(into) != "host"
         heads, ids = page_lists(lists, with_ids=in_pages)
         body = Receive(
             request_id=request_id,

@@ -78,7 +78,10 @@ class Transfer(msgspec.Struct, eq=False, weakref=True):
     def settled(self) -> Settled | None:
         """Return the SETTLED event, also where a FINISHED stands for it."""
         if self._settled is None and self.has_settled and self.finished is not None:
-            self._settled = _settled(self.finished)
+            one = self.finished
+            self._settled = Settled(
+                request_id=one.request_id, pool=one.pool, direction=one.direction, generation=one.generation
+            )
         return self._settled
 
     @settled.setter
@@ -661,15 +664,6 @@ def unclaimed_pages(asked: Body | None, body: Body, ids: tuple[PageIds, ...]) ->
     if isinstance(asked, Allocate) and isinstance(body, Allocated):
         return Unclaimed(asked.pool, asked.space, ids[0].copy())
     return None
-
-
-def _settled(finished: Finished) -> Settled:
-    return Settled(
-        request_id=finished.request_id,
-        pool=finished.pool,
-        direction=finished.direction,
-        generation=finished.generation,
-    )
 
 
 def _shortened(outgoing: Outgoing, passed_ms: int, default_ms: int) -> Outgoing:
