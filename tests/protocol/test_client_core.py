@@ -314,7 +314,12 @@ def test_what_a_finished_stands_for_is_heard_as_if_it_had_come_by_itself(
 ) -> None:
     waiting: list[list[SingleEvent]] = []
     for number, (counts, end, fails) in enumerate(endpoints):
-        its: dict[str, Any] = {"request_id": f"{number:032x}", "pool": "prefill", "direction": "send"}
+        its: dict[str, Any] = {
+            "request_id": f"{number:032x}",
+            "pool": "prefill",
+            "direction": "send",
+            "generation": number,
+        }
         told: list[SingleEvent] = [Matched(**its, matched=count, destinations=3) for count in counts]
         told += [Finished(**its, error=LOST.info() if fails else None)] if end != "open" else []
         told += [Settled(**its)] if end == "settled" else []
