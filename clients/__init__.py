@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from kvferry.clients.slots import pages_from_slots, slots_from_pages
     from kvferry.clients.sync_client import Client
     from kvferry.clients.tables import Tables
-    from kvferry.protocol.client_core import TierOperation, Transfer
     from kvferry.protocol.errors import KvferryError
+    from kvferry.protocol.followed import TierOperation, Transfer
     from kvferry.protocol.ids import ModelIdentity, new_request_id
     from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
 
@@ -73,7 +73,7 @@ _MODULES = {
     "kvferry.clients.slots": ("pages_from_slots", "slots_from_pages"),
     "kvferry.clients.sync_client": ("Client",),
     "kvferry.clients.tables": ("Tables",),
-    "kvferry.protocol.client_core": ("TierOperation", "Transfer"),
+    "kvferry.protocol.followed": ("TierOperation", "Transfer"),
     "kvferry.protocol.errors": ("KvferryError",),
     "kvferry.protocol.ids": ("ModelIdentity", "new_request_id"),
     "kvferry.protocol.manifests": ("DraftSpec", "HybridSwaSpec", "MambaSpec", "MhaSpec", "MlaSpec"),

@@ -32,10 +32,10 @@ from kvferry.clients.submitting import PendingReply, pending_reply
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.client_core import TierOperation, Transfer
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DeadlineError, MisuseError, NoSessionError, UnknownTablesError
 from kvferry.protocol.events import Finished, TierDone
+from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import HOST, MAIN, ModelIdentity, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec

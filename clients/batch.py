@@ -12,11 +12,7 @@ import numpy.typing as npt
 from kvferry.clients import calls
 from kvferry.clients.submitting import PendingReply, Submitting
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.client_core import (
-    ClientCore,
-    Outgoing,
-    size_bytes,
-)
+from kvferry.protocol.client_core import ClientCore, Outgoing, size_bytes
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.envelope import MAX_BATCH
 from kvferry.protocol.errors import (

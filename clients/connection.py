@@ -18,9 +18,9 @@ import zmq
 from kvferry.clients import arguments, daemon_socket
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel, SessionOpening
-from kvferry.protocol.client_core import TierOperation, Transfer
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError, MisuseError
+from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.session_stream import SessionOpen
 
 NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums are slow

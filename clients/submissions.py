@@ -26,8 +26,6 @@ from kvferry.protocol.client_core import (
     OtherDaemon,
     Outgoing,
     ReplyArrived,
-    TierOperation,
-    Transfer,
     unclaimed_pages,
 )
 from kvferry.protocol.codec import Frames, PageIds
@@ -36,6 +34,7 @@ from kvferry.protocol.errors import (
     MisuseError,
     NoSessionError,
 )
+from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import Welcome

@@ -17,16 +17,12 @@ from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.clients.plain import is_receive, is_send
 from kvferry.clients.tables import Tables, tables_name
 from kvferry.protocol.base import DeviceEvent, RequestBody
-from kvferry.protocol.client_core import (
-    ClientCore,
-    Outgoing,
-    TierOperation,
-    Transfer,
-)
+from kvferry.protocol.client_core import ClientCore, Outgoing
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     PoolLostError,
 )
+from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, RegisterPool
 from kvferry.protocol.table_messages import TablesUpdated, UpdateTables

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvferry.protocol.base import Body, Busy, ErrorReply, PageList
-from kvferry.protocol.client_core import (
-    BatchAnswered,
-    ClientCore,
-    Outgoing,
-    ReplyArrived,
-    TierOperation,
-    Transfer,
-)
+from kvferry.protocol.client_core import BatchAnswered, ClientCore, Outgoing, ReplyArrived
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Batch, Batched, Event, Reply, Request
 from kvferry.protocol.errors import (
@@ -31,6 +24,7 @@ from kvferry.protocol.errors import (
     PeerLostError,
 )
 from kvferry.protocol.events import Finished, Matched, Settled, SingleEvent, TierDone, Together, merged
+from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated
 from kvferry.protocol.session_messages import Ping, Pong

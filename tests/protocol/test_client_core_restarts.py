@@ -12,20 +12,12 @@ from hypothesis import strategies as st
 
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.base import ErrorReply, PageList, RequestBody
-from kvferry.protocol.client_core import (
-    MAX_CUTS,
-    ClientCore,
-    OtherDaemon,
-    Outgoing,
-    ReplyArrived,
-    TierOperation,
-    Transfer,
-    Unclaimed,
-)
+from kvferry.protocol.client_core import MAX_CUTS, ClientCore, OtherDaemon, Outgoing, ReplyArrived, Unclaimed
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Batch, Batched, Event, Reply
 from kvferry.protocol.errors import DaemonLostError, NotOwnerError, StaleBootError
 from kvferry.protocol.events import Finished, TierDone
+from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.held_pages import MOST_MOVES, HeldPages
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.manifests import MhaSpec

@@ -21,7 +21,6 @@ import torch
 
 from kvferry.clients import AsyncClient, ModelIdentity, Transfer, pages, pages_wanted
 from kvferry.clients.connection import Reconnected
-from kvferry.protocol.client_core import TierOperation
 from kvferry.protocol.errors import (
     ClientClosedError,
     DaemonLostError,
@@ -31,6 +30,7 @@ from kvferry.protocol.errors import (
     SessionLostError,
 )
 from kvferry.protocol.events import Finished, TierDone
+from kvferry.protocol.followed import TierOperation
 from kvferry.protocol.ids import HOST
 from tests.torture import oracle
 from tests.torture.claims import ANY_PAGE, Claims
