@@ -80,14 +80,35 @@ class Kernel(Protocol):
     def open_gate(self, gate: GateState, /) -> None:
         """Open a gate, and wake who waits at it."""
 
+    def standing_at(self, gate: GateState, /) -> int:
+        """Return how many threads stand still at a gate."""
+
     def give_way(self, gate: GateState | None, patience_s: float, /) -> None:
         """Let the calling thread's copies wait while a gate is shut, until so long after a call began; None: never."""
 
-    def new_crew(self, threads: int, scheduling: bytes, /, *, callers_copy: bool = False) -> CrewState | None:
-        """Return so many threads that can copy for others; None where there are none. See ``new_crew`` below."""
+
+class CrewKernel(Protocol):
+    """What the native kernel has besides: crews. See ``Crew``."""
+
+    def new_crew(self, threads: int, scheduling: bytes, /, *, callers_copy: bool = False) -> CrewState:
+        """Return so many threads that can copy for others. See ``new_crew`` below."""
 
     def serve(self, crew: CrewState | None, threads: int, /) -> None:
         """Let so many threads of a crew make the large copies of the calling thread; None: it makes them itself."""
+
+    def submit(
+        self, crew: CrewState, copies: Copies, threads: int, token: object, /, *hashed: Ends | Digests | HashState
+    ) -> None:
+        """Let so many threads of a crew copy, and return at once; ``hashed``: those three of ``Kernel.copy_hashed``."""
+
+    def told_by(self, crew: CrewState, /) -> int:
+        """Return the descriptor that can be read when something that was submitted has ended."""
+
+    def take_ended(self, crew: CrewState, /) -> list[Any]:
+        """Return the tokens of what was submitted and has ended since the last time."""
+
+    def withdraw(self, crew: CrewState, token: object, /) -> None:
+        """End what was submitted with a token; None: end all, and wait for it."""
 
 
 class PythonKernel:
@@ -134,14 +155,13 @@ class PythonKernel:
     def open_gate(self, gate: GateState, /) -> None:
         """See ``Kernel``."""
 
+    def standing_at(self, gate: GateState, /) -> int:
+        """Return 0. See ``Kernel``."""
+        del gate
+        return 0
+
     def give_way(self, gate: GateState | None, patience_s: float, /) -> None:
         """Do nothing: a call that has begun goes on. See ``Kernel``."""
-
-    def new_crew(self, threads: int, scheduling: bytes, /, *, callers_copy: bool = False) -> None:
-        """Return None. See ``Kernel``."""
-
-    def serve(self, crew: CrewState | None, threads: int, /) -> None:
-        """Do nothing. See ``Kernel``."""
 
     def _hash(self, copies: Copies, state: xxhash.xxh3_64) -> None:
         for source, destination, size in _rows(copies):
@@ -158,9 +178,8 @@ class SecondPassKernel(PythonKernel):
         self.new_gate = native.new_gate  # type: ignore[method-assign]
         self.shut_gate = native.shut_gate  # type: ignore[method-assign]
         self.open_gate = native.open_gate  # type: ignore[method-assign]
+        self.standing_at = native.standing_at  # type: ignore[method-assign]
         self.give_way = native.give_way  # type: ignore[method-assign]
-        self.new_crew = native.new_crew  # type: ignore[method-assign]
-        self.serve = native.serve  # type: ignore[method-assign]
 
     def _hash(self, copies: Copies, state: xxhash.xxh3_64) -> None:
         self.copy(copies[copies[:, 1] != 0])
@@ -223,21 +242,21 @@ def check_switch() -> None:
         raise ConfigError(f"{SWITCH}={said}: must be python, or not set", field=SWITCH)
 
 
-def _choose() -> tuple[Kernel, Description]:
-    """Return the best way here."""
+def _choose() -> tuple[Kernel, Description, CrewKernel | None]:
+    """Return the best way here; and what has crews, if anything does."""
     if os.environ.get(SWITCH) == "python":
-        return PythonKernel(), Description("python", "xxhash", f"it is switched off by {SWITCH}=python")
+        return PythonKernel(), Description("python", "xxhash", f"it is switched off by {SWITCH}=python"), None
     try:
         from kvferry.pools import native_kernel as native  # noqa: PLC0415
     except ImportError as cause:
-        return PythonKernel(), Description("python", "xxhash", f"it was not built for here: {cause}")
+        return PythonKernel(), Description("python", "xxhash", f"it was not built for here: {cause}"), None
     found = next((path for path in LIBRARIES if path and native.load_hash(path)), None)
     if found is None:
-        return SecondPassKernel(native), Description(native.ways()[0], "xxhash")
-    return native, Description(native.ways()[0], found)
+        return SecondPassKernel(native), Description(native.ways()[0], "xxhash"), native
+    return native, Description(native.ways()[0], found), native
 
 
-_KERNEL, DESCRIPTION = _choose()
+_KERNEL, DESCRIPTION, _CREWS = _choose()
 
 
 def copy(copies: Copies) -> None:
@@ -273,6 +292,15 @@ class Gate:
     def __init__(self) -> None:
         self._state = _KERNEL.new_gate()
 
+    def __repr__(self) -> str:
+        """Show how many threads stand at it."""
+        return f"<Gate standing={self.standing}>"
+
+    @property
+    def standing(self) -> int:
+        """Return how many threads stand still in the middle of a copy."""
+        return _KERNEL.standing_at(self._state)
+
     def shut(self) -> None:
         """Stop the copies of threads that give way."""
         _KERNEL.shut_gate(self._state)
@@ -294,15 +322,24 @@ class Gate:
             _KERNEL.give_way(None, 0.0)
 
 
+class Hashing(NamedTuple):
+    """What is hashed in the pass that copies, for ``Crew.submit``; see ``Kernel.copy_hashed``."""
+
+    ends: Ends
+    digests: Digests
+    state: HashState
+
+
 class Crew:
-    """Threads that make the large copies of other threads, which wait meanwhile; several share one call.
+    """Threads that make the large copies of others, who wait meanwhile, or are told later; several share one call.
 
     They never have Python's lock: so they may run when nobody else wants to, and whoever wants that lock does not wait
     until they do.
     """
 
-    def __init__(self, state: CrewState) -> None:
+    def __init__(self, kernel: CrewKernel, state: CrewState) -> None:
         """Use ``new_crew``."""
+        self._kernel = kernel
         self._state = state
 
     @contextlib.contextmanager
@@ -311,11 +348,34 @@ class Crew:
         try:
             yield
         finally:
-            _KERNEL.serve(None, 1)
+            self._kernel.serve(None, 1)
 
     def serve(self, threads: int) -> None:
         """Let so many of its threads make the next large copies of the calling thread, in a block of ``serving``."""
-        _KERNEL.serve(self._state, threads)
+        self._kernel.serve(self._state, threads)
+
+    def submit(self, copies: Copies, threads: int, token: object, hashed: Hashing | None = None) -> None:
+        """Let so many of its threads copy, and return at once; ``take_ended`` returns the token at the end.
+
+        The arrays must not change before that.
+        """
+        self._kernel.submit(self._state, copies, threads, token, *(hashed or ()))
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read when something that was submitted has ended."""
+        return self._kernel.told_by(self._state)
+
+    def take_ended(self) -> list[Any]:
+        """Return the tokens of what was submitted and has ended since the last time."""
+        return self._kernel.take_ended(self._state)
+
+    def withdraw(self, token: object) -> None:
+        """End what was submitted with this token, some of it not copied, as soon as what threads are at is."""
+        self._kernel.withdraw(self._state, token)
+
+    def withdraw_all(self) -> None:
+        """End all that was submitted; return when no byte of it moves any more. Not beside another call of this."""
+        self._kernel.withdraw(self._state, None)
 
 
 def new_crew(threads: int, scheduling: bytes, *, callers_copy: bool = False) -> Crew | None:
@@ -330,13 +390,14 @@ def new_crew(threads: int, scheduling: bytes, *, callers_copy: bool = False) -> 
     Raises:
         OutOfMemoryError: the system gives no more memory, or threads.
     """
+    if _CREWS is None:
+        return None
     try:
-        state = _KERNEL.new_crew(threads, scheduling, callers_copy=callers_copy)
+        return Crew(_CREWS, _CREWS.new_crew(threads, scheduling, callers_copy=callers_copy))
     except MemoryError as cause:
         raise OutOfMemoryError(
-            f"no {threads} threads that copy", remedy="allow more threads (TasksMax, ulimit -u) or memory"
+            f"no {threads} threads that copy", remedy="allow more threads (TasksMax, ulimit -u), descriptors or memory"
         ) from cause
-    return None if state is None else Crew(state)
 
 
 def digest(*extents: tuple[int, int]) -> int:

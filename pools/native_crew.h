@@ -1,5 +1,7 @@
 /* Threads that make the copies of others, and never need Python's lock: so they may run when nobody else wants to, without
-   anybody who waits for that lock waiting for them. Several share a large call: each takes some blocks of it at a time. */
+   anybody who waits for that lock waiting for them. Several share a large call: each takes some blocks of it at a time. For
+   a call's end a thread waits, or it is submitted: then a descriptor tells of it. Who submits never waits, neither for a
+   thread nor for one that has the crew's lock: it may run far more urgently than they do. */
 
 #ifndef KVFERRY_NATIVE_CREW_H
 #define KVFERRY_NATIVE_CREW_H
@@ -8,6 +10,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/eventfd.h>
 #include <sys/resource.h>
 
 #include "native_copies.h"
@@ -32,7 +35,8 @@ typedef struct Task {
     size_t stop_row;
     unsigned at_it, wanted;
     int done;
-    struct Task *next;
+    void *token; /* stands for a task that was submitted; NULL: somebody waits for it */
+    struct Task *next; /* of those that were given, have work left, or have ended */
 } Task;
 
 typedef struct {
@@ -41,13 +45,17 @@ typedef struct {
 
 typedef struct {
     pthread_mutex_t lock;
-    pthread_cond_t work, done;
+    pthread_cond_t done;
+    uint32_t news; /* changes with all that is given; a futex */
     struct Member *members;
     unsigned count;
     pid_t process; /* a child that was forked has none of its threads */
     int closing;
     int callers_copy; /* what one thread makes, and is not hashed: theirs are as urgent as the threads here */
-    Task *first;
+    Task *first, **end;   /* with work left */
+    Task *given, *ended;  /* of those submitted: new, and told of; both without the lock, the latest first */
+    unsigned submitted;   /* and not ended */
+    int tells;            /* an eventfd */
     char scheduling[64]; /* struct sched_attr of its threads, which begins with its size; 0: as whoever makes it */
 } Crew;
 
@@ -100,25 +108,60 @@ static void do_part(Call *call, Part part, void *own_hash) {
     if (!part.first_end && end < call->copies->count) do_rows(call->copies, end, call->copies->count, call->way, &some);
 }
 
-/* Returns the task with work left that the fewest are at; the first of several. */
-static Task *task_to_do(const Crew *crew) {
-    Task *found = NULL;
-    for (Task *task = crew->first; task; task = task->next)
-        if (!is_begun(task) && task->at_it < task->wanted && (!found || task->at_it < found->at_it)) found = task;
+/* Returns where the task with work left is that the fewest are at; the first of several. */
+static Task **task_to_do(Crew *crew) {
+    Task **found = NULL;
+    for (Task **at = &crew->first; *at && !(found && !(*found)->at_it); at = &(*at)->next)
+        if ((*at)->at_it < (*at)->wanted && (!found || (*at)->at_it < (*found)->at_it)) found = at;
     return found;
 }
 
 static void append(Crew *crew, Task *task) {
-    Task **at = &crew->first;
-    while (*at) at = &(*at)->next;
     task->next = NULL;
-    *at = task;
+    *crew->end = task;
+    crew->end = &task->next;
 }
 
-static void take_out(Crew *crew, const Task *task) {
-    Task **at = &crew->first;
-    while (*at != task) at = &(*at)->next;
+static Task *take_out(Crew *crew, Task **at) {
+    Task *task = *at;
     *at = task->next;
+    if (crew->end == &task->next) crew->end = at;
+    return task;
+}
+
+static void push(Task **tasks, Task *task) {
+    task->next = __atomic_load_n(tasks, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(tasks, &task->next, task, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED));
+}
+
+static Task *take_all(Task **tasks) { return __atomic_exchange_n(tasks, NULL, __ATOMIC_ACQUIRE); }
+
+/* Appends what was given since the last time, in that order. Needs the lock. */
+static void take_given(Crew *crew) {
+    Task *earliest = NULL;
+    for (Task *task = take_all(&crew->given), *next; task; task = next) next = task->next, task->next = earliest, earliest = task;
+    for (Task *task = earliest, *next; task; task = next) next = task->next, append(crew, task);
+}
+
+/* Wakes one thread, or all, for what was given. */
+static void wake(Crew *crew, int all) {
+    __atomic_add_fetch(&crew->news, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, &crew->news, FUTEX_WAKE_PRIVATE, all ? INT_MAX : 1, NULL, NULL, 0);
+}
+
+static void tell(Crew *crew, Task *task) {
+    push(&crew->ended, task);
+    eventfd_write(crew->tells, 1);
+}
+
+/* Tells whoever waits that no byte of a task moves any more; it may be gone then. Needs the lock. */
+static void end_task(Crew *crew, Task *task) {
+    task->done = 1;
+    if (task->token) {
+        tell(crew, task);
+        __atomic_sub_fetch(&crew->submitted, 1, __ATOMIC_SEQ_CST);
+    }
+    pthread_cond_broadcast(&crew->done);
 }
 
 /* Returns the thread of another member that is at work on the same processor, and waits for that, as this one runs; 0: of
@@ -162,11 +205,11 @@ static void move_from(int processor, pid_t thread) {
 /* Does the next part of a task. Needs the lock, and is without it meanwhile. Of two processors that were busy of late, the
    kernel often gives one to all that wake up, without a look at whether the other one is idle, and leaves them there for some
    milliseconds, as long as a copy takes; of more, it finds an idle one. */
-static void work_at(Crew *crew, Task *task, Member *self) {
+static void work_at(Crew *crew, Task **at, Member *self) {
+    Task *task = take_out(crew, at);
     Part part = take_part(task);
     task->at_it++;
-    take_out(crew, task); /* the others first, next time */
-    append(crew, task);
+    if (!is_begun(task)) append(crew, task); /* the others first, next time */
     int processor = self->processor = sched_getcpu();
     pid_t waiting = waiting_beside(crew, self);
     pthread_mutex_unlock(&crew->lock);
@@ -174,10 +217,7 @@ static void work_at(Crew *crew, Task *task, Member *self) {
     do_part(task->call, part, self->hash);
     pthread_mutex_lock(&crew->lock);
     self->processor = -1;
-    if (--task->at_it || !is_begun(task)) return;
-    take_out(crew, task);
-    task->done = 1;
-    pthread_cond_broadcast(&crew->done);
+    if (!--task->at_it && is_begun(task)) end_task(crew, task);
 }
 
 static void *work_in_crew(void *argument) {
@@ -191,53 +231,97 @@ static void *work_in_crew(void *argument) {
     pthread_mutex_lock(&crew->lock);
     self->id = (pid_t)syscall(SYS_gettid);
     while (!crew->closing) {
-        Task *task = task_to_do(crew);
-        if (task) {
-            giving_way = task->giving_way;
-            work_at(crew, task, self);
+        uint32_t seen = __atomic_load_n(&crew->news, __ATOMIC_SEQ_CST);
+        take_given(crew);
+        Task **at = task_to_do(crew);
+        if (at) {
+            giving_way = (*at)->giving_way;
+            work_at(crew, at, self);
         } else {
-            pthread_cond_wait(&crew->work, &crew->lock);
+            pthread_mutex_unlock(&crew->lock);
+            syscall(SYS_futex, &crew->news, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+            pthread_mutex_lock(&crew->lock);
         }
     }
     pthread_mutex_unlock(&crew->lock);
     return NULL;
 }
 
-/* Lets `wanted` threads, of a crew if they are several or callers do not copy, make a call, and waits for its end. A caller
-   does not copy beside them: the one that it has just woken would often wait for its processor, with another one idle. Does
-   not need the interpreter's lock. */
-static void do_by_crew(Crew *crew, Call *call, unsigned wanted) {
+static Task task_of(Call *call, unsigned wanted) {
     const Digests *into = call->into;
     begin_giving_way(&giving_way);
     Task task = {.call = call, .giving_way = giving_way, .wanted = wanted};
     task.stop_row = into && into->count && call->class < 0 ? (size_t)into->ends[into->count - 1] : call->copies->count;
-    int is_alone = crew->callers_copy && !into && (wanted == 1 || call->class >= 0 || call->bytes <= SHARE);
+    return task;
+}
+
+/* Lets `wanted` threads, of a crew if they are several or callers do not copy, make a call, and waits for its end. A caller
+   does not copy beside them: the one that it has just woken would often wait for its processor, with another one idle. Does
+   not need the interpreter's lock. */
+static void do_by_crew(Crew *crew, Call *call, unsigned wanted) {
+    Task task = task_of(call, wanted);
+    int is_alone = crew->callers_copy && !call->into && (wanted == 1 || call->class >= 0 || call->bytes <= SHARE);
     if (!task.stop_row || is_alone || crew->process != getpid()) {
         do_call(call);
         return;
     }
     pthread_mutex_lock(&crew->lock);
     append(crew, &task);
-    if (wanted > 1)
-        pthread_cond_broadcast(&crew->work);
-    else
-        pthread_cond_signal(&crew->work);
+    wake(crew, wanted > 1);
     while (!task.done) pthread_cond_wait(&crew->done, &crew->lock);
+    pthread_mutex_unlock(&crew->lock);
+}
+
+/* Lets `wanted` threads of a crew of this process make a call, and does not wait; `take_ended` returns the task. */
+static void submit(Crew *crew, Task *task, Call *call, unsigned wanted, void *token) {
+    *task = task_of(call, wanted);
+    task->token = token;
+    if (!task->stop_row) {
+        tell(crew, task);
+        return;
+    }
+    __atomic_add_fetch(&crew->submitted, 1, __ATOMIC_SEQ_CST);
+    push(&crew->given, task);
+    wake(crew, wanted > 1);
+}
+
+/* Returns those submitted that have ended since the last time, as a list. Of none, too, if the last time was early. */
+static Task *take_ended(Crew *crew) {
+    eventfd_t count;
+    eventfd_read(crew->tells, &count);
+    return take_all(&crew->ended);
+}
+
+/* Ends what was submitted with a token, once the parts under way have ended; NULL: all, and waits for that. */
+static void withdraw(Crew *crew, const void *token) {
+    pthread_mutex_lock(&crew->lock);
+    take_given(crew);
+    for (Task **at = &crew->first; *at;) {
+        if (!(*at)->token || (token && (*at)->token != token)) {
+            at = &(*at)->next;
+            continue;
+        }
+        Task *task = take_out(crew, at);
+        task->next_row = task->stop_row;
+        if (!task->at_it) end_task(crew, task);
+    }
+    while (!token && __atomic_load_n(&crew->submitted, __ATOMIC_SEQ_CST)) pthread_cond_wait(&crew->done, &crew->lock);
     pthread_mutex_unlock(&crew->lock);
 }
 
 /* Ends the threads of a crew for which nobody waits, and frees it. */
 static void free_crew(Crew *crew) {
+    if (crew->tells >= 0) close(crew->tells);
     if (crew->process != getpid()) return;
     pthread_mutex_lock(&crew->lock);
     crew->closing = 1;
-    pthread_cond_broadcast(&crew->work);
     pthread_mutex_unlock(&crew->lock);
+    wake(crew, 1);
     for (unsigned one = 0; one < crew->count; one++) {
         pthread_join(crew->members[one].thread, NULL);
         if (crew->members[one].hash) hash.free(crew->members[one].hash);
     }
-    pthread_cond_destroy(&crew->work), pthread_cond_destroy(&crew->done), pthread_mutex_destroy(&crew->lock);
+    pthread_cond_destroy(&crew->done), pthread_mutex_destroy(&crew->lock);
     free(crew->members), free(crew);
 }
 
@@ -260,11 +344,13 @@ static Crew *new_crew(unsigned count, const char *scheduling, size_t bytes, int 
     Crew *crew = calloc(1, sizeof *crew);
     if (!crew) return NULL;
     crew->callers_copy = callers_copy;
+    crew->end = &crew->first;
+    crew->tells = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     crew->process = getpid();
     memcpy(crew->scheduling, scheduling, bytes < sizeof crew->scheduling ? bytes : sizeof crew->scheduling);
-    pthread_mutex_init(&crew->lock, NULL), pthread_cond_init(&crew->work, NULL), pthread_cond_init(&crew->done, NULL);
+    pthread_mutex_init(&crew->lock, NULL), pthread_cond_init(&crew->done, NULL);
     crew->members = calloc(count, sizeof *crew->members);
-    while (crew->members && crew->count < count && add_member(crew)) crew->count++;
+    while (crew->tells >= 0 && crew->members && crew->count < count && add_member(crew)) crew->count++;
     if (crew->count == count) return crew;
     free_crew(crew);
     return NULL;

@@ -91,39 +91,49 @@ static int open_numbers(PyObject *object, Py_buffer *view, int flags, const char
     return -1;
 }
 
+typedef struct {
+    Py_buffer ends, digests;
+    Digests into;
+} DigestList;
+
+static void close_digests(DigestList *list) { PyBuffer_Release(&list->digests), PyBuffer_Release(&list->ends); }
+
+/* Opens what a call of so many copies is to hash, and into what. */
+static int open_digests(PyObject *ends, PyObject *digests, PyObject *capsule, size_t count, DigestList *list) {
+    void *state = PyCapsule_GetPointer(capsule, STATE);
+    if (!state || open_numbers(ends, &list->ends, 0, "lq", "ends must be (m,) int64") < 0) return -1;
+    if (open_numbers(digests, &list->digests, PyBUF_WRITABLE, "LQ", "digests must be (m,) uint64") < 0) {
+        PyBuffer_Release(&list->ends);
+        return -1;
+    }
+    const int64_t *at = list->ends.buf;
+    list->into = (Digests){at, list->digests.buf, (size_t)list->ends.shape[0], 0, state};
+    if (list->digests.shape[0] != list->ends.shape[0])
+        PyErr_SetString(PyExc_ValueError, "there must be as many digests as ends");
+    for (Py_ssize_t one = 0; one < list->ends.shape[0] && !PyErr_Occurred(); one++)
+        if (at[one] < 0 || (size_t)at[one] > count)
+            PyErr_SetString(PyExc_ValueError, "an end is behind the last of the copies");
+    if (!PyErr_Occurred()) return 0;
+    close_digests(list);
+    return -1;
+}
+
 static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments, PyObject *named) {
     static char *names[] = {"", "", "", "", "read_next", NULL};
-    PyObject *copy_list, *end_list, *digest_list, *capsule;
+    PyObject *copies, *ends, *digests, *capsule;
     CopyList list;
-    Py_buffer ends, digests;
+    DigestList hashed;
     int read_next = 0;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OOOO|$p", names, &copy_list, &end_list, &digest_list, &capsule,
-                                     &read_next))
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OOOO|$p", names, &copies, &ends, &digests, &capsule, &read_next))
         return NULL;
-    void *state = PyCapsule_GetPointer(capsule, STATE);
-    if (!state || open_copies(copy_list, &list) < 0) return NULL;
-    if (open_numbers(end_list, &ends, 0, "lq", "ends must be (m,) int64") < 0) goto no_ends;
-    if (open_numbers(digest_list, &digests, PyBUF_WRITABLE, "LQ", "digests must be (m,) uint64") < 0) goto no_digests;
-    if (digests.shape[0] != ends.shape[0]) {
-        PyErr_SetString(PyExc_ValueError, "there must be as many digests as ends");
-        goto failed;
+    if (open_copies(copies, &list) < 0) return NULL;
+    if (open_digests(ends, digests, capsule, list.copies.count, &hashed) < 0) {
+        PyBuffer_Release(&list.view);
+        return NULL;
     }
-    for (Py_ssize_t one = 0; one < ends.shape[0]; one++) {
-        int64_t end = ((const int64_t *)ends.buf)[one];
-        if (end >= 0 && (size_t)end <= list.copies.count) continue;
-        PyErr_SetString(PyExc_ValueError, "an end is behind the last of the copies");
-        goto failed;
-    }
-    Digests into = {.ends = ends.buf, .digests = digests.buf, .count = (size_t)ends.shape[0], .state = state};
-    run(begin_call(&list.copies, &into, read_next));
-failed:
-    PyBuffer_Release(&digests);
-no_digests:
-    PyBuffer_Release(&ends);
-no_ends:
-    PyBuffer_Release(&list.view);
-    if (PyErr_Occurred()) return NULL;
+    run(begin_call(&list.copies, &hashed.into, read_next));
+    close_digests(&hashed), PyBuffer_Release(&list.view);
     Py_RETURN_NONE;
 }
 
@@ -151,6 +161,12 @@ static PyObject *kernel_shut(PyObject *self, PyObject *argument) { return (void)
 
 static PyObject *kernel_open(PyObject *self, PyObject *argument) { return (void)self, set_gate_of(argument, 0); }
 
+static PyObject *kernel_standing_at(PyObject *self, PyObject *argument) {
+    (void)self;
+    Gate *gate = PyCapsule_GetPointer(argument, GATE);
+    return gate ? PyLong_FromUnsignedLong(__atomic_load_n(&gate->waiting, __ATOMIC_SEQ_CST)) : NULL;
+}
+
 static PyObject *kernel_give_way(PyObject *self, PyObject *arguments) {
     PyObject *capsule;
     double patience_s;
@@ -166,7 +182,110 @@ static PyObject *kernel_give_way(PyObject *self, PyObject *arguments) {
 
 static const char CREW[] = "kvferry.crew";
 
-static void free_crew_of(PyObject *capsule) { free_crew(PyCapsule_GetPointer(capsule, CREW)); }
+/* What was submitted, with what it needs until it has ended. */
+typedef struct {
+    Task task; /* the first: a task that has ended is this one */
+    Call call;
+    CopyList list;
+    DigestList hashed;
+    PyObject *gate; /* at which it may stand */
+    int is_hashed;
+} Submitted;
+
+/* Returns the token of a task that has ended, and frees all else of it. */
+static PyObject *end_submitted(Task *task) {
+    Submitted *one = (Submitted *)task;
+    PyObject *token = task->token;
+    end_call(&one->call);
+    if (one->is_hashed) close_digests(&one->hashed);
+    PyBuffer_Release(&one->list.view);
+    Py_XDECREF(one->gate);
+    PyMem_Free(one);
+    return token;
+}
+
+static void withdraw_all(Crew *crew) {
+    Py_BEGIN_ALLOW_THREADS
+    withdraw(crew, NULL);
+    Py_END_ALLOW_THREADS
+}
+
+static void free_crew_of(PyObject *capsule) {
+    Crew *crew = PyCapsule_GetPointer(capsule, CREW);
+    if (crew->process == getpid()) {
+        withdraw_all(crew);
+        for (Task *task = take_ended(crew), *next; task; task = next) {
+            next = task->next;
+            Py_DECREF(end_submitted(task));
+        }
+    }
+    free_crew(crew);
+}
+
+/* Returns a crew of this process; NULL, with an error, where it is none. */
+static Crew *own_crew(PyObject *capsule) {
+    Crew *crew = PyCapsule_GetPointer(capsule, CREW);
+    if (!crew || crew->process == getpid()) return crew;
+    PyErr_SetString(PyExc_RuntimeError, "a child that was forked has none of its parent's threads");
+    return NULL;
+}
+
+static PyObject *kernel_submit(PyObject *self, PyObject *arguments) {
+    PyObject *capsule, *copies, *token, *ends = NULL, *digests = NULL, *state = NULL;
+    unsigned threads;
+    (void)self;
+    if (!PyArg_ParseTuple(arguments, "OOIO|OOO", &capsule, &copies, &threads, &token, &ends, &digests, &state)) return NULL;
+    Crew *crew = own_crew(capsule);
+    Submitted *one = crew ? PyMem_Calloc(1, sizeof *one) : NULL;
+    if (!one) return crew ? PyErr_NoMemory() : NULL;
+    if (open_copies(copies, &one->list) < 0) goto refused;
+    one->is_hashed = state != NULL;
+    if (state && open_digests(ends, digests, state, one->list.copies.count, &one->hashed) < 0) {
+        PyBuffer_Release(&one->list.view);
+        goto refused;
+    }
+    Py_INCREF(token);
+    Py_XINCREF(one->gate = used.gate_object);
+    one->call = begin_call(&one->list.copies, state ? &one->hashed.into : NULL, 0);
+    submit(crew, &one->task, &one->call, threads ? threads : 1, token);
+    Py_RETURN_NONE;
+refused:
+    PyMem_Free(one);
+    return NULL;
+}
+
+static PyObject *kernel_withdraw(PyObject *self, PyObject *arguments) {
+    PyObject *capsule, *token;
+    (void)self;
+    if (!PyArg_ParseTuple(arguments, "OO", &capsule, &token)) return NULL;
+    Crew *crew = own_crew(capsule);
+    if (!crew) return NULL;
+    if (token == Py_None)
+        withdraw_all(crew);
+    else
+        withdraw(crew, token);
+    Py_RETURN_NONE;
+}
+
+static PyObject *kernel_take_ended(PyObject *self, PyObject *capsule) {
+    (void)self;
+    Crew *crew = own_crew(capsule);
+    PyObject *tokens = crew ? PyList_New(0) : NULL;
+    if (!tokens) return NULL;
+    for (Task *task = take_ended(crew), *next; task; task = next) {
+        next = task->next;
+        PyObject *token = end_submitted(task);
+        if (tokens && PyList_Append(tokens, token) < 0) Py_CLEAR(tokens);
+        Py_DECREF(token);
+    }
+    return tokens;
+}
+
+static PyObject *kernel_told_by(PyObject *self, PyObject *capsule) {
+    (void)self;
+    Crew *crew = own_crew(capsule);
+    return crew ? PyLong_FromLong(crew->tells) : NULL;
+}
 
 static PyObject *kernel_new_crew(PyObject *self, PyObject *arguments, PyObject *named) {
     static char *names[] = {"", "", "callers_copy", NULL};
@@ -261,9 +380,14 @@ static PyMethodDef methods[] = {
     {"new_gate", kernel_new_gate, METH_NOARGS, "Return a gate, which is open."},
     {"shut_gate", kernel_shut, METH_O, "Shut a gate."},
     {"open_gate", kernel_open, METH_O, "Open a gate, and wake who waits at it."},
+    {"standing_at", kernel_standing_at, METH_O, "Return how many threads stand still at a gate."},
     {"give_way", kernel_give_way, METH_VARARGS, "Let this thread's copies wait while a gate is shut, so many seconds; None: never."},
     {"new_crew", (PyCFunction)(void (*)(void))kernel_new_crew, METH_VARARGS | METH_KEYWORDS,
       "Return a crew of so many threads, scheduled as a struct sched_attr says."},
+    {"submit", kernel_submit, METH_VARARGS, "Let so many threads of a crew copy, and return; a token stands for that."},
+    {"told_by", kernel_told_by, METH_O, "Return the descriptor that may be read when something submitted has ended."},
+    {"take_ended", kernel_take_ended, METH_O, "Return the tokens of what was submitted and has ended since the last time."},
+    {"withdraw", kernel_withdraw, METH_VARARGS, "End what was submitted with a token; None: all, and wait for that."},
     {"serve", kernel_serve, METH_VARARGS, "Let so many threads of a crew make this thread's large copies; None: itself."},
     {"load_hash", kernel_load_hash, METH_O, "Take XXH3-64 from a library; return whether that worked."},
     {"ways", kernel_ways, METH_NOARGS, "Return the ways that this processor has."},

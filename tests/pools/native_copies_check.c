@@ -1,8 +1,9 @@
 /* The copies of native_copies.h against a loop over bytes: random sizes, alignments and rows, each way that the processor
-   has, hashed and not, by a crew and not, and no byte beside them changes; what gates stop, and when a copy yields. Ends with
-   status 0, or says what differs. */
+   has, hashed and not, by a crew that is waited for, by one that tells, and without, and no byte beside them changes; what
+   gates stop, what is withdrawn, and when a copy yields. Ends with status 0, or says what differs. */
 
 #define _GNU_SOURCE
+#include <poll.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -65,6 +66,12 @@ static uint64_t digest_fnv(const void *one) { return *(const uint64_t *)one; }
 static void *create_fnv(void) { return malloc(sizeof(uint64_t)); }
 static int free_fnv(void *one) { return free(one), 0; }
 
+/* Waits until the descriptor tells of a task that was submitted, and nothing else. */
+static void await_ended(Crew *crew, const Task *task) {
+    struct pollfd told = {.fd = crew->tells, .events = POLLIN};
+    if (poll(&told, 1, -1) != 1 || take_ended(crew) != task || task->next || poll(&told, 1, 0)) abort();
+}
+
 static int check(const Way *way, char *from, char *to, char *expected, int hashed, Crew *crew) {
     uint64_t numbers[MOST][6], digests[MOST], wanted[MOST], fnv, mine;
     int64_t ends[MOST];
@@ -94,10 +101,16 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     forced = way;
     Call call = begin_call(&copies, hashed ? &into : NULL, 0);
     if (way) call.way = way; /* however few bytes there are */
-    if (crew)
-        do_by_crew(crew, &call, 1 + (unsigned)below(THREADS));
-    else
+    unsigned threads = 1 + (unsigned)below(THREADS);
+    Task task;
+    if (crew && below(2)) {
+        submit(crew, &task, &call, threads, &call);
+        await_ended(crew, &task);
+    } else if (crew) {
+        do_by_crew(crew, &call, threads);
+    } else {
         do_call(&call);
+    }
     end_call(&call);
     const char *name = way ? way->name : "by measurement";
     if (memcmp(to, expected, MEMORY)) return printf("%s: the memory differs\n", name), 1;
@@ -217,6 +230,50 @@ static int check_gate(char *from, char *to, Crew *crew, int hashed) {
         failed |= !!memcmp(to, from, 4 * BYTES);
     }
     if (failed) printf("a gate does not hold, or does not open\n");
+    return failed;
+}
+
+/* What is withdrawn ends once what threads are at has, and nothing of it moves later; its end is told of as any other. */
+static int check_withdrawn(char *from, char *to, Crew *crew) {
+    enum { TASKS = THREADS + 2, ROWS = 3, LAST = TASKS - 1, TASK_BYTES = ROWS * SHARE_BYTES };
+    static uint64_t numbers[TASKS][ROWS][3];
+    Copies copies[TASKS];
+    Call calls[TASKS];
+    Task tasks[TASKS];
+    int failed = 0;
+    for (int all = 0; all < 2; all++) {
+        Gate gate = {0};
+        giving_way.gate = &gate, giving_way.patience_ns = 1e18;
+        set_gate(&gate, 1);
+        memset(to, 0x5a, TASKS * TASK_BYTES);
+        for (int one = 0; one < TASKS; one++) {
+            for (int row = 0; row < ROWS; row++) {
+                size_t at = (size_t)one * TASK_BYTES + (size_t)row * SHARE_BYTES;
+                uint64_t block[3] = {(uintptr_t)(from + at), (uintptr_t)(to + at), SHARE_BYTES};
+                memcpy(numbers[one][row], block, sizeof block);
+            }
+            copies[one] = (Copies){(const char *)numbers[one], sizeof **numbers, sizeof ***numbers, ROWS, 0};
+            calls[one] = begin_call(&copies[one], NULL, 0);
+            calls[one].class = -1;
+            submit(crew, &tasks[one], &calls[one], 1, &calls[one]);
+        }
+        giving_way.gate = NULL;
+        while (read_now(&gate.waiting) < THREADS) sched_yield(); /* each is at the first row of another one */
+        withdraw(crew, &calls[LAST]);
+        withdraw(crew, &calls[0]);
+        failed |= take_ended(crew) != &tasks[LAST];
+        set_gate(&gate, 0);
+        if (all) withdraw(crew, NULL);
+        for (int ended = 1; ended < TASKS;)
+            for (Task *task = take_ended(crew), *next; task; task = next, ended++) next = task->next, failed |= task->at_it;
+        for (int one = 0; one < TASKS; one++) {
+            size_t first = (size_t)one * TASK_BYTES, copied = one == LAST ? 0 : !one ? SHARE_BYTES : TASK_BYTES;
+            if (one && all) copied = one < THREADS ? SHARE_BYTES : 0; /* more, if a thread was before it */
+            failed |= !!memcmp(to + first, from + first, copied);
+            for (size_t at = copied; at < TASK_BYTES && (!one || one == LAST); at++) failed |= to[first + at] != 0x5a;
+        }
+    }
+    if (failed) printf("what is withdrawn does not end as it should\n");
     return failed;
 }
 
@@ -351,7 +408,8 @@ int main(int count, char **arguments) {
     failed |= check_processors() | check_trials() | check_yields(from, to, 0) | check_yields(from, to, 1);
     for (int one = 0; one < 3; one++) {
         failed |= check_gate(from, to, crews[one], 0) | check_gate(from, to, crews[one], 1);
-        if (one) failed |= check_digests_over_calls(from, crews[one]), free_crew(crews[one]);
+        if (one)
+            failed |= check_digests_over_calls(from, crews[one]) | check_withdrawn(from, to, crews[one]), free_crew(crews[one]);
     }
     free(from), free(to), free(expected);
     printf("%d ways, %d rounds each: %s\n", ways, rounds, failed ? "failed" : "ok");

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import resource
+import select
 import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -21,7 +23,20 @@ from hypothesis import strategies as st
 
 from kvferry.pools import copy_kernel
 from kvferry.pools import native_kernel as native
-from kvferry.pools.copy_kernel import LIBRARIES, SWITCH, Copies, Kernel, PythonKernel, SecondPassKernel
+from kvferry.pools.copy_kernel import (
+    LIBRARIES,
+    SWITCH,
+    Copies,
+    Crew,
+    Digests,
+    Ends,
+    Gate,
+    Hashing,
+    HashState,
+    Kernel,
+    PythonKernel,
+    SecondPassKernel,
+)
 from tests.devices import DEVICE
 
 Memory = npt.NDArray[np.uint8]
@@ -40,11 +55,42 @@ RACES = ("-O1", "-g", "-fsanitize=thread", "-DMEMORY_BYTES=1048576")
 CREWS = {"a crew": False, "a crew or its caller": True}
 
 
-@pytest.fixture(params=[*native.ways(), "by measurement", *CREWS, "second pass", "python"], scope="module")
+class TellingKernel(PythonKernel):
+    """The native one, but that a crew makes all copies, and a descriptor tells of their end."""
+
+    def __init__(self) -> None:
+        self._crew = Crew(native, native.new_crew(3, b""))
+
+    def copy(self, copies: Copies) -> None:
+        """See ``Kernel``."""
+        self._crew.submit(copies, 2, self)
+        self._await()
+
+    def new_hash(self) -> HashState:
+        """See ``Kernel``."""
+        return native.new_hash()
+
+    def copy_hashed(
+        self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /, *, read_next: bool = False
+    ) -> None:
+        """See ``Kernel``."""
+        del read_next
+        self._crew.submit(copies, 3, self, Hashing(ends, digests, state))
+        self._await()
+
+    def _await(self) -> None:
+        [told], _, _ = select.select([self._crew], [], [], WAIT_S)
+        assert told.take_ended() == [self]
+        assert select.select([self._crew], [], [], 0) == ([], [], [])
+
+
+@pytest.fixture(
+    params=[*native.ways(), "by measurement", *CREWS, "a crew that tells", "second pass", "python"], scope="module"
+)
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """Return each kernel, the native one with each way that this processor has, and with crews of three threads."""
-    if request.param == "python":
-        yield PythonKernel()
+    if request.param in {"python", "a crew that tells"}:
+        yield PythonKernel() if request.param == "python" else TellingKernel()
         return
     native.use(request.param if request.param in native.ways() else None)
     if request.param in CREWS:
@@ -248,6 +294,15 @@ from kvferry.pools import copy_kernel
 crew = copy_kernel.new_crew(2, b"")
 source, destination = np.ones(4 << 20, np.uint8), np.zeros(4 << 20, np.uint8)
 child = os.fork()
+if not child:
+    give = lambda: crew.submit(np.zeros((0, 3), np.uint64), 1, 1)
+    for call in (give, crew.fileno, crew.take_ended, crew.withdraw_all):
+        try:
+            call()
+        except RuntimeError as error:
+            assert "forked" in str(error)
+        else:
+            sys.exit("a child has its parent's crew")
 with crew.serving():
     crew.serve(2)
     copy_kernel.copy(np.array([[source.ctypes.data, destination.ctypes.data, source.nbytes]], np.uint64))
@@ -261,9 +316,88 @@ def test_a_child_that_was_forked_copies_without_its_parents_crew_and_ends() -> N
     subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=WAIT_S)
 
 
+def test_what_was_given_is_kept_until_its_end_was_taken_and_in_what_order_it_ends_is_open() -> None:
+    crew, source = Crew(native, native.new_crew(2, b"")), noise(3 * MIB)
+    destinations = [np.zeros(3 * MIB, np.uint8) for _ in range(20)]
+    tokens = [object() for _ in destinations]
+    arrays = []
+    for number, (token, destination) in enumerate(zip(tokens, destinations, strict=True)):
+        copies = copies_of(source, destination, [(0, 0, number * 10000)])
+        arrays.append(weakref.ref(copies))
+        crew.submit(copies, 1 + number % 2, token)
+        del copies
+    ended: list[object] = []
+    while len(ended) < len(tokens):
+        assert select.select([crew], [], [], WAIT_S)[0]
+        ended += crew.take_ended()
+    assert {*map(id, ended)} == {*map(id, tokens)}
+    assert [array() for array in arrays] == [None] * len(arrays)
+    for number, destination in enumerate(destinations):
+        assert np.array_equal(destination[: number * 10000], source[: number * 10000])
+        assert not destination[number * 10000 :].any()
+
+
+@pytest.fixture
+def _one_way() -> Iterator[None]:
+    """Copy in one way, so that no thread tries all of them and so takes all of a call at once."""
+    native.use("memcpy")
+    yield
+    native.use(None)
+
+
+@pytest.mark.usefixtures("_one_way")
+@pytest.mark.parametrize("how", ["withdrawn", "all withdrawn", "forgotten"])
+def test_what_is_withdrawn_ends_with_the_part_that_a_thread_is_at(how: str) -> None:
+    crew, gate = Crew(native, native.new_crew(1, b"")), Gate()
+    source, destination = noise(8 * MIB), np.zeros(8 * MIB, np.uint8)
+    copies = copies_of(source, destination, [(at, at, MIB) for at in range(0, 8 * MIB, MIB)])
+    kept, token = weakref.ref(copies), object()
+    gate.shut()
+    with gate.giving_way(WAIT_S):
+        crew.submit(copies, 1, token)
+    del copies
+    if how == "withdrawn":
+        crew.withdraw(object())  # of nothing
+        crew.withdraw(token)
+    opener = threading.Thread(target=gate.open)
+    opener.start()
+    if how == "forgotten":
+        del crew
+    else:
+        if how == "withdrawn":
+            assert select.select([crew], [], [], WAIT_S)[0]
+        else:
+            crew.withdraw_all()
+        assert crew.take_ended() == [token]
+    opener.join()
+    assert kept() is None
+    assert how != "withdrawn" or not destination[MIB:].any()
+
+
+def test_what_cannot_be_copied_is_refused_and_nothing_of_it_is_kept() -> None:
+    crew, token, copies = Crew(native, native.new_crew(1, b"")), object(), np.zeros((1, 3), np.uint64)
+    before, hashed = sys.getrefcount(token), Hashing(np.full(1, 2), np.zeros(1, np.uint64), native.new_hash())
+    with pytest.raises(TypeError, match="copies must be"):
+        crew.submit(np.zeros((1, 4), np.uint64), 1, token)
+    with pytest.raises(ValueError, match="behind the last of the copies"):
+        crew.submit(copies, 1, token, hashed)
+    assert sys.getrefcount(token) == before
+    assert not select.select([crew], [], [], 0)[0]
+    crew.submit(copies[:0], 1, token)
+    assert select.select([crew], [], [], WAIT_S)[0], "there is nothing to copy, and that is done"
+    assert crew.take_ended() == [token]
+    assert sys.getrefcount(token) == before
+
+
 def test_what_is_no_crew_and_no_gate_is_refused() -> None:
+    for use in (native.serve, native.withdraw):
+        with pytest.raises(ValueError, match="PyCapsule"):
+            use("no crew", 1)
     with pytest.raises(ValueError, match="PyCapsule"):
-        native.serve("no crew", 1)
+        native.submit("no crew", np.zeros((0, 3), np.uint64), 1, 1)
+    for ask in (native.told_by, native.take_ended):
+        with pytest.raises(ValueError, match="PyCapsule"):
+            ask("no crew")
     for call in (native.shut_gate, native.open_gate):
         with pytest.raises(ValueError, match="PyCapsule"):
             call("no gate")
