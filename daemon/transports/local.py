@@ -1,10 +1,12 @@
 """The protocol of transports, and the local one, which copies within this process's mappings.
 
-What takes less time than to wake a thread is copied on the control loop, within a budget for each of its turns; all
-else on a few threads that release the GIL. There transfer ops take turns: a thread copies one chunk of the transfer op
-at the head of the queue and puts it back at the tail, so that a large transfer does not delay a small one. Plans are
-expanded into blocks on the threads as well. Copies between a device and the host go through a staging buffer small
-enough to stay in a cache; copies within one device stay on it. While a device copies, a thread here waits.
+What takes less time than to wake a thread is copied on the control loop, within a budget for each of its turns. What is
+in host memory the loop expands and gives to a crew, up to some thousand copies, and a descriptor tells of the end: on
+this way nothing waits for a thread that waits for Python's lock. All else is for a few threads that release it. There
+transfer ops take turns: a thread copies one chunk of the transfer op at the head of the queue and puts it back at the
+tail, so that a large transfer does not delay a small one; in the crew they take turns as well. Plans are expanded into
+blocks on the threads, too. Copies between a device and the host go through a staging buffer small enough to stay in a
+cache; copies within one device stay on it. While a device copies, a thread here waits.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePoo
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.arrival import check_arrived
 from kvferry.pools import copy_kernel
-from kvferry.pools.copy_kernel import Crew
+from kvferry.pools.copy_kernel import Copies, Crew
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -43,6 +45,7 @@ from kvferry.pools.planning.copies import (
     cut_copy_chunks,
     digest_of,
     split_blocks,
+    total_segments,
     vectored_copy_works,
 )
 from kvferry.pools.planning.plan import BlockParts, Blocks, Plan, whole_blocks
@@ -75,6 +78,10 @@ CHUNK_BYTES: Final = 4 << 20
 CREW_CHUNK_BYTES: Final = 64 << 20
 """The same where a crew copies, of a transfer op that is alone when it begins: some milliseconds, so that it can be
 stopped, and threads are left for those that begin meanwhile."""
+
+SUBMITTED_ROWS: Final = 1 << 14
+"""How many copies the loop has given to the crew, at most, of all that have not ended: it expands them in its turns,
+and keeps 24 or 48 bytes of each."""
 
 log = structlog.get_logger(__name__)
 
@@ -143,6 +150,7 @@ class _Job:
     """One transfer op: queued chunks, the number in flight, and the first error. Guarded by the transport's lock.
 
     It is in the queue at most once, and not while a thread expands its next part, or as many as it may have are at it.
+    Where the loop gives it to the crew, it is a single chunk in flight, of ``submitted_rows``.
     """
 
     def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial, most_in_flight: int, chunk_bytes: int) -> None:
@@ -156,7 +164,7 @@ class _Job:
         self.checking = False
         self.expansion: _Expansion | _Checks | _NoMore | None = None
         self.chunks: deque[_CopyChunk] = deque()
-        self.in_flight = 0
+        self.in_flight = self.submitted_rows = 0
         self.error: KvferryError | None = None
 
     @property
@@ -209,10 +217,11 @@ class LocalTransport:
         copy: CopyBlocks,
         crew: Crew | None = None,
     ) -> None:
-        """``crew``: what copies in host memory for the threads here; None: they do it themselves."""
+        """``crew``: what copies in host memory for the loop and the threads here; None: the threads do that."""
         self._loop = loop
         self._copy = copy
         self._crew = crew
+        self._submitted_rows = 0
         self._chunk_bytes = chunk_bytes
         self._budget = LoopBudget(loop, at_once_s)
         self._thread_count = ThreadCount(threads)
@@ -227,6 +236,8 @@ class LocalTransport:
         ]
         for thread in self._threads:
             thread.start()
+        if crew is not None:
+            loop.add_reader(crew.fileno(), self._end_submitted)
 
     @classmethod
     def as_fast_as_here(
@@ -242,20 +253,54 @@ class LocalTransport:
 
     def start(self, op: StartOp, on_done: OnOpDone) -> None:
         """See ``Transport.start``."""
-        count = sum(len(plan.runs.pages) * len(plan.source.base) for plan in op.plans)
+        rows = sum(_rows_of(plan) for plan in op.plans)
         size_bytes = sum(plan.total_bytes for plan in op.plans)
-        blocks = self._blocks_at_once(op, count, size_bytes)
+        blocks = self._blocks_at_once(op, rows, size_bytes)
         if blocks is not None:
             on_done(op.op_id, self._budget.spend(functools.partial(self._try, op, self._copy, blocks)))
             return
         with self._changed:
             alone = not self._jobs and not op.checksums and _is_populated(op.source) and _is_populated(op.destination)
-            trial = self._thread_count.begin(length_of(size_bytes, count), size_bytes, alone=alone)
+            trial = self._thread_count.begin(length_of(size_bytes, rows), size_bytes, alone=alone)
             most = trial.threads if self._crew is None or not _is_within_host(op) else 1
             job = _Job(op, on_done, trial, most, self._chunk_bytes_for(trial))
             self._alone = job if alone else None
             self._jobs[op.op_id] = job
-            self._queue_up(job)
+            if not self._may_submit(op, rows, size_bytes):
+                self._queue_up(job)
+                return
+            job.in_flight, job.submitted_rows, job.expansion = 1, rows, _NO_MORE
+        self._submitted_rows += rows
+        job.error = self._try(op, self._submit, job)
+        if job.error is not None:
+            self._end(job)
+
+    def _may_submit(self, op: StartOp, rows: int, size_bytes: int) -> bool:
+        """Return whether the loop gives an op to the crew, as a whole."""
+        return (
+            self._crew is not None
+            and self._copy is copy_kernel.copy  # which is what the crew does
+            and not self._closing
+            and rows <= min(CHUNKS_BLOCKS, SUBMITTED_ROWS - self._submitted_rows)
+            and 0 < size_bytes <= CREW_CHUNK_BYTES
+            and _is_within_host(op)
+        )
+
+    def _submit(self, job: _Job) -> None:
+        assert self._crew is not None
+        self._crew.submit(_copies_of(job.op), job.trial.threads, job)
+
+    def _end_submitted(self) -> None:
+        assert self._crew is not None
+        for job in self._crew.take_ended():
+            self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        """Go on with an op that the crew is done with, or was not given."""
+        self._submitted_rows -= job.submitted_rows
+        with self._changed:
+            job.in_flight = 0
+            self._finish_if_idle(job)
 
     def _chunk_bytes_for(self, trial: Trial) -> int:
         """Return how large the chunks of the next transfer op are. Needs the lock."""
@@ -269,8 +314,11 @@ class LocalTransport:
         """See ``Transport.stop``."""
         with self._changed:
             job = self._jobs.get(op_id)
-            if job is not None and job.error is None:
-                job.error = CancelledError("the transfer ended before all bytes were copied")
+            if job is None or job.error is not None:
+                return
+            job.error = CancelledError("the transfer ended before all bytes were copied")
+        if self._crew is not None and job.submitted_rows:
+            self._crew.withdraw(job)
 
     def close(self) -> None:
         """See ``Transport.close``."""
@@ -280,13 +328,19 @@ class LocalTransport:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        if self._crew is not None:
+            self._crew.withdraw_all()
+            self._loop.call_soon_threadsafe(self._stop_listening, self._crew)
 
-    def _blocks_at_once(self, op: StartOp, count: int, size_bytes: int) -> Blocks | None:
+    def _stop_listening(self, crew: Crew) -> None:
+        self._loop.remove_reader(crew.fileno())
+
+    def _blocks_at_once(self, op: StartOp, rows: int, size_bytes: int) -> Blocks | None:
         """Return the blocks of an op that is copied sooner than a thread wakes up; None for any other.
 
         Both pools are in populated memory of this daemon's host: the loop must not wait for the kernel either.
         """
-        if self._closing or op.checksums or not self._budget.allows(count, size_bytes):
+        if self._closing or op.checksums or not self._budget.allows(rows, size_bytes):
             return None
         is_there = _is_populated(op.source) and _is_populated(op.destination)
         return _blocks_of_one_chunk(op, self._chunk_bytes or CHUNK_BYTES) if is_there else None
@@ -536,6 +590,30 @@ def _blocks_of_one_chunk(op: StartOp, chunk_bytes: int) -> Blocks | None:
         return None
     blocks = whole_blocks(plan, at=(source.address, destination.address))
     return blocks if plan.total_bytes <= MAX_BLOCK_BYTES else split_blocks(blocks, MAX_BLOCK_BYTES)
+
+
+def _rows_of(plan: Plan) -> int:
+    """Return how many copies a plan becomes: one a run of pages, and one a page where it is sliced."""
+    return len(plan.runs.pages) * len(plan.source.base) if plan.is_whole else total_segments(plan.source)
+
+
+def _copies_of(op: StartOp) -> Copies:
+    """Return all copies of an op within the host.
+
+    Raises:
+        InternalError: the memory of a pool is not mapped.
+    """
+    source, destination = _region(op.source), _region(op.destination)
+    assert isinstance(source, HostRegion)
+    assert isinstance(destination, HostRegion)
+    at = (source.address, destination.address)
+    if all(plan.is_whole for plan in op.plans):
+        return split_blocks(_joined([whole_blocks(plan, at=at) for plan in op.plans]), MAX_BLOCK_BYTES)
+    return _joined([between(plan, *at, 0, total_segments(plan.source)) for plan in op.plans])
+
+
+def _joined(parts: list[Copies]) -> Copies:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _is_populated(pool: SourcePool) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pytest
 
 from kvferry.clients import AsyncClient, new_request_id, pages
 from kvferry.daemon.transports import local
+from kvferry.pools.copy_kernel import Copies, Crew, Gate
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
@@ -29,21 +31,58 @@ def _no_blocking_calls() -> None:
     """Let the daemon block where it ends: it waits for its own threads."""
 
 
-class Stalling:
-    """Copies the first half of what it is given, then stands still until the gate is open."""
+class Stalling(Protocol):
+    """Copies that stand still, once they have begun, until they are let go on."""
 
-    def __init__(self) -> None:
-        self.stands = threading.Event()
-        self.gate = threading.Event()
+    def stands(self) -> None:
+        """Wait until one does."""
+
+    def go_on(self) -> None:
+        """Let all go on."""
+
+
+class StallingThreads:
+    """Copies the first half of what it is given, then stands still. See ``Stalling``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._at_half, self._gate = threading.Event(), threading.Event()
+        self.go_on = self._gate.set
+        monkeypatch.setattr(local, "best_copy", lambda: self)
+
+    def stands(self) -> None:
+        """See ``Stalling``."""
+        assert self._at_half.wait(WAIT_S)
 
     def __call__(self, blocks: Blocks) -> None:
         """Copy."""
         halves = blocks.copy()
         halves[:, 2] //= 2
         copy_one_by_one(halves)
-        self.stands.set()
-        assert self.gate.wait(WAIT_S)
+        self._at_half.set()
+        assert self._gate.wait(WAIT_S)
         copy_one_by_one(blocks)
+
+
+class StallingCrew:
+    """What the loop gives to the crew stands still in its first block. See ``Stalling``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate, submit = Gate(), Crew.submit
+        self._gate = gate
+        self.go_on = gate.open
+        gate.shut()
+
+        def submit_gated(crew: Crew, copies: Copies, threads: int, token: object) -> None:
+            with gate.giving_way(WAIT_S):
+                submit(crew, copies, threads, token)
+
+        monkeypatch.setattr(Crew, "submit", submit_gated)
+
+    def stands(self) -> None:
+        """See ``Stalling``."""
+        ends_s = time.monotonic() + WAIT_S
+        while not self._gate.standing:
+            assert time.monotonic() < ends_s
 
 
 class Stalled(NamedTuple):
@@ -55,11 +94,14 @@ class Stalled(NamedTuple):
     path: Path
 
 
-@pytest.fixture
-async def stalled(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Stalled]:  # noqa: ARG001
+@pytest.fixture(params=[StallingThreads, StallingCrew])
+async def stalled(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    anyio_backend: object,  # noqa: ARG001
+) -> AsyncIterator[Stalled]:
     """Run a daemon, and two engines."""
-    copy = Stalling()
-    monkeypatch.setattr(local, "best_copy", lambda: copy)
+    copy: Stalling = request.param(monkeypatch)
     async with (
         serving(tuning=ON_THREADS) as at,
         await AsyncClient.connect(at.path) as prefill,
@@ -68,7 +110,7 @@ async def stalled(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> Asy
         try:
             yield Stalled(prefill, decode, copy, at.path)
         finally:
-            copy.gate.set()
+            copy.go_on()
 
 
 @pytest.mark.parametrize("how", ["cancelled", "late", "its engine dies", "the sender gives up"])
@@ -84,7 +126,7 @@ async def test_pages_that_a_stalled_copy_still_writes_are_nobodys(stalled: Stall
     request_id = new_request_id()
     receiving = engine.receive("decode", request_id, [pages(received)], deadline_s=1.0 if how == "late" else None)
     sending = prefill.send("prefill", request_id, [pages(sent[: ALL // 2])])
-    await asyncio.to_thread(copy.stands.wait, WAIT_S)
+    await asyncio.to_thread(copy.stands)
     if how == "cancelled":
         await engine.cancel(receiving, wait=False)
     elif how == "the sender gives up":
@@ -105,7 +147,7 @@ async def test_pages_that_a_stalled_copy_still_writes_are_nobodys(stalled: Stall
     with pytest.raises(errors.PoolFullError):
         await decode.allocate("decode", 1)
     assert (await prefill.free("prefill", sent)).deferred == ALL // 2, "they are being read"
-    copy.gate.set()
+    copy.go_on()
     await prefill.wait_settled(sending)
     theirs = np.concatenate([theirs, await decode.allocate("decode", ALL // 2)])
     assert set(theirs) >= set(received)

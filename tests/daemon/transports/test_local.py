@@ -20,7 +20,8 @@ from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports import local
 from kvferry.daemon.transports.local import PART_BLOCKS, LocalTransport, LoopBudget, best_copy
 from kvferry.pools import copy_kernel
-from kvferry.pools.copy_kernel import Crew, Description
+from kvferry.pools import native_kernel as native
+from kvferry.pools.copy_kernel import Copies, Crew, Description, Hashing
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one, digest_of
@@ -28,7 +29,7 @@ from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Blocks, PlanSide, make_plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
+from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, TransferFailedError
 from kvferry.protocol.manifests import Entry, MhaSpec
 from tests.region_bytes import read_region, write_region
 from tests.transfer.transfer_harness import PAGE_BYTES, TransferHarness
@@ -228,14 +229,21 @@ def by_head(pool: Pool, role: str, ids: np.typing.NDArray[np.int64]) -> np.typin
 
 @pytest.mark.any_device
 @pytest.mark.parametrize("chunk_bytes", [1, 500, ONE_CHUNK])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("threads", "with_crew"), [(1, False), (3, False), (2, True)])
 @pytest.mark.parametrize(("ours", "theirs"), [((0, 8), (2, 2)), ((4, 2), (4, 4)), ((2, 4), (0, 4)), ((6, 2), (0, 8))])
 async def test_slices_and_whole_pages_of_one_op_arrive(
-    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, threads: int, ours: tuple[int, int], theirs: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_bytes: int,
+    threads: int,
+    ours: tuple[int, int],
+    theirs: tuple[int, int],
+    *,
+    with_crew: bool,
 ) -> None:
     if chunk_bytes == 1:
         monkeypatch.setattr(local, "STAGING_BYTES", 8)  # smaller than a page
-    async with closing(Site(best_copy(), threads=threads, chunk_bytes=chunk_bytes)) as site:
+    crew = copy_kernel.new_crew(threads, b"") if with_crew else None
+    async with closing(Site(best_copy(), threads=threads, chunk_bytes=chunk_bytes, crew=crew)) as site:
         rng = np.random.default_rng(chunk_bytes)
         source = site.harness.pool("sliced source", heads_of(*ours), pages=33)
         destination = site.harness.pool("sliced destination", heads_of(*theirs), pages=33)
@@ -250,7 +258,8 @@ async def test_slices_and_whole_pages_of_one_op_arrive(
                 content[received, :, head - first] = by_head(source, role, sent)[:, :, head - own_first]
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), sent, received)
         assert plan.sliced.sum() == 2
-        site.start(StartOp(1, source, destination, (plan,)))
+        plans = (plan.of(~plan.sliced), plan) if with_crew else (plan,)  # of whole pages alone, and some of both
+        site.start(StartOp(1, source, destination, plans))
         assert await site.reported(1) == [(1, None)]
         for role, content in expected.items():
             assert (by_head(destination, role, np.arange(33)) == content).all()
@@ -482,8 +491,11 @@ async def test_a_transfer_has_as_many_threads_as_were_found_to_help(monkeypatch:
         assert site.reports == [(number, None) for number in range(3)]
 
 
+@pytest.mark.parametrize("by_threads", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
-async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, threads: int, *, by_threads: bool) -> None:
+    if by_threads:
+        monkeypatch.setattr(local, "SUBMITTED_ROWS", 0)
     monkeypatch.setattr(thread_count, "MIN_BYTES", 1)  # so that several numbers of threads are tried
     count, ops = 32, 4
     spec = MhaSpec(layers=1, tokens=16 * count * ops, page_size=16, kv_heads=8, head_dim=128, dtype="float32")
@@ -517,11 +529,136 @@ async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, thre
         await asyncio.get_running_loop().run_in_executor(None, transport.close)
 
 
-class IdleCrew(Crew):
-    """A crew that copies nothing: the copy function is the test's."""
+class GivenCrew(Crew):
+    """A crew, and what it was given; how many copies each time, and how many times it was to be served by it."""
 
-    def __init__(self) -> None:
-        super().__init__(None)
+    def __init__(self, threads: int = 1) -> None:
+        super().__init__(native, native.new_crew(threads, b"", callers_copy=True))
+        self.given: list[int] = []
+        self.served = 0
+        self.gate = copy_kernel.Gate()
+
+    def submit(self, copies: Copies, threads: int, token: object, hashed: Hashing | None = None) -> None:
+        """Give it to the crew, whose copies stand still while the gate is shut."""
+        self.given.append(len(copies))
+        with self.gate.giving_way(WAIT_S):
+            super().submit(copies, threads, token, hashed)
+
+    def serve(self, threads: int) -> None:
+        """Count it."""
+        self.served += 1
+        super().serve(threads)
+
+
+@asynccontextmanager
+async def with_crew(crew: GivenCrew) -> AsyncIterator[Site]:
+    """Yield a site that copies with a crew, whose gate is open in the end."""
+    async with closing(Site(best_copy(), chunk_bytes=ONE_CHUNK, crew=crew)) as site:
+        try:
+            yield site
+        finally:
+            crew.gate.open()
+
+
+async def test_the_loop_gives_a_crew_what_is_in_host_memory_and_threads_have_nothing_to_do() -> None:
+    crew = GivenCrew(2)
+    async with with_crew(crew) as site:
+        for number in range(4):
+            site.start(site.op(number, 1 + 8 * number, 8))
+        assert site.reports == []
+        assert sorted(await site.reported(4)) == [(number, None) for number in range(4)]
+        assert all(site.arrived(1 + 8 * number, 8) for number in range(4))
+        assert site.threads == {threading.get_ident()}
+        entries = len(site.source.manifest.entries)
+        assert (crew.given, crew.served) == ([8 * entries] * 4, 0)
+
+
+async def test_checksums_are_compared_once_the_crew_has_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew, compared = GivenCrew(), list[int]()
+
+    def digest(side: PlanSide, address: int, first: int, stop: int) -> int:
+        compared.append(digest_of(side, address, first, stop))
+        return compared[-1]
+
+    monkeypatch.setattr(local, "digest_of", digest)
+    async with with_crew(crew) as site:
+        site.start(site.op(1, 1, 8)._replace(checksums=True))
+        assert await site.reported(1) == [(1, None)]
+        assert site.arrived(1, 8)
+        assert (len(crew.given), len(compared)) == (1, 2)
+
+
+async def test_what_is_more_than_the_loop_may_expand_is_left_to_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = GivenCrew()
+    async with with_crew(crew) as site:
+        rows = 8 * len(site.source.manifest.entries)
+        monkeypatch.setattr(local, "SUBMITTED_ROWS", 2 * rows)
+        crew.gate.shut()
+        for number in range(3):
+            site.start(site.op(number, 1 + 8 * number, 8))
+        assert await site.reported(1) == [(2, None)], "by a thread: it is small for a crew"
+        assert crew.given == [rows] * 2
+        crew.gate.open()
+        assert sorted(await site.reported(3)) == [(number, None) for number in range(3)]
+        site.start(site.op(3, 1, 8))
+        assert (await site.reported(4))[3] == (3, None)
+        assert crew.given == [rows] * 3, "those that have ended count no more"
+        monkeypatch.setattr(local, "CREW_CHUNK_BYTES", 8 * PAGE_BYTES)
+        site.start(site.op(4, 1, 64))
+        assert (await site.reported(5))[4] == (4, None)
+        assert len(crew.given) == 3
+        assert site.arrived(1, 64)
+
+
+async def test_an_op_that_the_crew_has_not_begun_is_stopped_at_once() -> None:
+    crew = GivenCrew()
+    async with with_crew(crew) as site:
+        crew.gate.shut()
+        for number in range(3):
+            site.start(site.op(number, 1 + 8 * number, 8))
+        site.transport.stop(1)
+        site.transport.stop(1)
+        [(number, error)] = await site.reported(1)
+        assert (number, type(error)) == (1, CancelledError)
+        assert not site.arrived(9, 8)
+        crew.gate.open()
+        assert {*await site.reported(3)} >= {(0, None), (2, None)}
+        assert len(site.reports) == 3
+
+
+async def test_what_the_crew_cannot_be_given_fails_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = GivenCrew()
+    async with with_crew(crew) as site:
+        with monkeypatch.context() as broken, capture_logs() as logs:
+            broken.setattr(local, "whole_blocks", None)
+            site.start(site.op(1, 1, 8))
+            [(number, error)] = await site.reported(1)
+        assert (number, type(error), len(logs)) == (1, InternalError, 1)
+        assert "ops=0" in repr(site.transport)
+        monkeypatch.setattr(local, "SUBMITTED_ROWS", 8 * len(site.source.manifest.entries))
+        site.start(site.op(2, 1, 8))
+        assert (await site.reported(2))[1] == (2, None)
+        assert len(crew.given) == 1, "what failed counts no more"
+
+
+async def test_close_waits_for_what_the_crew_is_at_and_nothing_more_is_copied_or_reported() -> None:
+    crew = GivenCrew()
+    site = Site(best_copy(), chunk_bytes=ONE_CHUNK, crew=crew)
+    crew.gate.shut()
+    for number in range(3):
+        site.start(site.op(number, 1 + 8 * number, 8))
+    crew.gate.open()
+    await asyncio.get_running_loop().run_in_executor(None, site.transport.close)
+    content = read_region(site.destination.region).copy()
+    site.start(site.op(3, 33, 8))
+    await let_scheduled_callbacks_run()
+    assert site.reports == []
+    assert len(crew.given) == 3
+    assert np.array_equal(read_region(site.destination.region), content)
+
+
+class IdleCrew(GivenCrew):
+    """A crew that copies nothing: the copy function is the test's."""
 
     def serve(self, threads: int) -> None:
         """Do nothing."""
