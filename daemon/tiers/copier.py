@@ -3,8 +3,10 @@
 Before each step, which takes about a millisecond, a thread asks the scheduler. Between steps a job of a higher class
 overtakes, and jobs of one class take turns. What is in host memory is copied by a crew of other threads, which share a
 step of some milliseconds, and stop in the middle of it while transfers copy; for devices, and where there is no crew, a
-large job is spread over the threads here. On a device, the next step is begun before the previous one is waited for. A
-restore compares checksums as it copies: where one is wrong it fails, and its pages hold anything.
+large job is spread over the threads here. A job that is alone, and a single step, the control loop gives to the crew
+itself: on its way nothing waits for a thread that waits for Python's lock. On a device, the next step is begun before
+the previous one is waited for. A restore compares checksums as it copies: where one is wrong it fails, and its pages
+hold anything.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from kvferry.daemon.process.thread_count import ThreadCount, Trial, length_of
 from kvferry.daemon.process.time_slices import be_as_others, run_in_background
 from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
 from kvferry.pools import copy_kernel
-from kvferry.pools.copy_kernel import Crew
-from kvferry.pools.devices.base import Arena, Hashed, Pending, Region
+from kvferry.pools.copy_kernel import Crew, Hashing
+from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Hashed, Pending, Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.tiers.block_copies import hash_step
+from kvferry.pools.tiers.block_copies import hash_step, offload_copies, restore_copies
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, BlockSteps
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, SnapshotDamagedError
 from kvferry.protocol.ids import HOST
@@ -125,6 +127,22 @@ class Shard:
             return hashed(pages, step.step, self._arena, self._hash)
         begin = region.begin_offload if self.kind == "offload" else region.begin_restore
         return begin(pages, step.step, self._arena)
+
+    def submit(self, step: ShardStep, crew: Crew, threads: int) -> Pending:
+        """Give a step in host memory to a crew; once that has ended, it is completed with what this returns."""
+        region, pages = self._segments[step.segment]
+        assert isinstance(region, HostRegion)
+        if self.kind == "offload":
+            copies, ends = offload_copies(region.view(), pages, step.step, self._arena)
+        else:
+            hashed = self._digests is not None
+            copies, ends = restore_copies(region.view(), pages, step.step, self._arena, hashed=hashed)
+        if self._digests is None:
+            crew.submit(copies, threads, self)
+            return NOTHING_PENDING
+        digests = np.zeros(len(ends), np.uint64)
+        crew.submit(copies, threads, self, Hashing(ends, digests, self._hash))
+        return Hashed(digests)
 
     def complete(self, step: ShardStep, pending: Pending) -> None:
         """Keep, or compare, the checksums of a step that has been copied; ``pending`` is what began it.
@@ -303,7 +321,7 @@ class TierCopier:
         clock: Callable[[], float] = time.perf_counter,
         crew: Crew | None = None,
     ) -> None:
-        """``crew``: what copies in host memory for the threads here; None: they do it themselves, in the background."""
+        """``crew``: what copies in host memory; None: the threads here do it themselves, in the background."""
         self._loop = loop
         self._clock = clock
         self._scheduler = scheduler
@@ -312,6 +330,7 @@ class TierCopier:
         self._thread_count = ThreadCount(threads)
         self._arena_bytes = 0
         self._crew = crew
+        self._submitted: _InFlightStep | None = None
         self._processors = len(os.sched_getaffinity(0))
         self._queues: dict[OperationClass, deque[_Slot]] = {one: deque() for one in OperationClass}
         self._changed = threading.Condition()
@@ -320,6 +339,8 @@ class TierCopier:
         self._threads = [threading.Thread(target=self._work, name=f"tier-{n}", daemon=True) for n in range(threads)]
         for thread in self._threads:
             thread.start()
+        if crew is not None:
+            loop.add_reader(crew.fileno(), self._submitted_ended, crew)
 
     def __repr__(self) -> str:
         """Show the number of jobs and threads."""
@@ -336,6 +357,8 @@ class TierCopier:
         kind = (job.kind, job.hashed, job.device, length_of(job.total_bytes, job.copies))
         running = _Running(job, on_done, self._thread_count.begin(kind, job.total_bytes, alone=alone))
         self._alone = running if alone else None
+        if self._crew is not None and self._may_submit(job) and self._submit(running, self._crew):
+            return
         most = 1 if self._crew is not None and self._crew_shares(job) else running.trial.threads
         shards = shards_of(job.kind, job.segments, running.arena, running.digests, most)
         with self._changed:
@@ -347,6 +370,31 @@ class TierCopier:
             self._loop.call_soon(self._report, running)
             return
         self._scheduler.wake()  # threads that wait with a lower class's shard should take this one
+
+    def _may_submit(self, job: BlockJob) -> bool:
+        """Return whether the loop gives a job to the crew if it may begin: alone, a single step, in host memory."""
+        if self._running or len(job.segments) != 1 or not isinstance(job.segments[0].region, HostRegion):
+            return False
+        return 0 < job.total_bytes <= self._step_bytes(job.kind, HOST, job.total_bytes)
+
+    def _submit(self, running: _Running, crew: Crew) -> bool:
+        """Give a job to the crew; return False, and do nothing, where it may not begin at once."""
+        job = running.job
+        [shard] = shards_of(job.kind, job.segments, running.arena, running.digests, 1)
+        grant = self._scheduler.try_begin(job.operation_class, shard.left_bytes)
+        if grant is None:
+            return False
+        with self._changed:
+            self._running[id(job)] = running
+            running.open_shards = 1
+        slot = _Slot(running, shard)
+        self._submitted = self._begin(slot, shard.take(shard.left_bytes), grant, kept=False, crew=crew)
+        return True
+
+    def _submitted_ended(self, crew: Crew) -> None:
+        if crew.take_ended() and self._submitted is not None:
+            in_flight, self._submitted = self._submitted, None
+            self._complete(in_flight, 0.0, keep=False)
 
     def _has_grown(self, arena: HostRegion) -> bool:
         """Return whether the arena has another amount of memory than when this was last asked."""
@@ -367,6 +415,12 @@ class TierCopier:
         self._scheduler.wake()
         for thread in self._threads:
             thread.join()
+        if self._crew is not None:
+            self._crew.withdraw_all()
+            self._loop.call_soon_threadsafe(self._stop_listening, self._crew)
+
+    def _stop_listening(self, crew: Crew) -> None:
+        self._loop.remove_reader(crew.fileno())
 
     # -- threads
 
@@ -388,7 +442,8 @@ class TierCopier:
                 return
             begun: _InFlightStep | None = None
             if slot is not None:
-                step = slot.shard.take(self._step_bytes(slot.shard))
+                shard = slot.shard
+                step = shard.take(self._step_bytes(shard.kind, shard.device, shard.left_bytes))
                 grant = self._scheduler.try_begin(slot.running.job.operation_class, step.step.size_bytes)
                 if grant is None:
                     if in_flight is not None:  # complete it first: else this thread might wait for itself
@@ -432,16 +487,20 @@ class TierCopier:
             self._release(slot)
         return grant
 
-    def _begin(self, slot: _Slot, step: ShardStep, grant: Grant, *, kept: bool) -> _InFlightStep | None:
-        """Begin a step. On an error, fail the job, and release the shard unless it is ``kept``."""
+    def _begin(
+        self, slot: _Slot, step: ShardStep, grant: Grant, *, kept: bool, crew: Crew | None = None
+    ) -> _InFlightStep | None:
+        """Begin a step, or give it to ``crew``. On an error, fail the job, and release the shard unless ``kept``."""
         began_s = self._clock()
         # What stands still says nothing of how fast it is; a step that starts despite transfers does not.
         transfers = self._scheduler.transfers_begun if grant.patience_s else None
-        if self._crew is not None:
-            self._crew.serve(self._threads_for(slot.running))
+        threads = self._threads_for(slot.running)
+        if self._crew is not None and crew is None:
+            self._crew.serve(threads)
         try:
             with self._scheduler.giving_way(grant):
-                return _InFlightStep(slot, step, slot.shard.begin(step), grant, began_s, transfers)
+                pending = slot.shard.submit(step, crew, threads) if crew else slot.shard.begin(step)
+                return _InFlightStep(slot, step, pending, grant, began_s, transfers)
         except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported forever
             self._scheduler.end(slot.running.job.operation_class, step.step.size_bytes)
             self._fail(slot.running, _as_kvferry_error(cause))
@@ -471,15 +530,14 @@ class TierCopier:
         self._speeds[key] = NEW_SPEED_WEIGHT * speed + (1 - NEW_SPEED_WEIGHT) * self._speeds.get(key, speed)
         return now_s
 
-    def _step_bytes(self, shard: Shard) -> int:
+    def _step_bytes(self, kind: Kind, device: str, left_bytes: int) -> int:
         """Return the size of the next step: a multiple of MIN_STEP_BYTES, so that blocks are always cut alike."""
-        speed = self._speeds.get((shard.kind, shard.device))
+        speed = self._speeds.get((kind, device))
         if speed is None:
             return FIRST_STEP_BYTES
-        if shard.device != HOST or self._crew is None or self._scheduler.transfers:
+        if device != HOST or self._crew is None or self._scheduler.transfers:
             return _bytes_of(speed * STEP_S, MAX_STEP_BYTES)
         step_bytes = _bytes_of(speed * CREW_STEP_S, MAX_CREW_STEP_BYTES)
-        left_bytes = shard.left_bytes
         if left_bytes <= min(WITH_THE_LAST * step_bytes, MAX_CREW_STEP_BYTES):
             return _bytes_of(left_bytes + MIN_STEP_BYTES - 1, MAX_CREW_STEP_BYTES)
         return step_bytes

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools import copy_kernel
-from kvferry.pools.copy_kernel import Copies, Digests, HashState
+from kvferry.pools.copy_kernel import Copies, Digests, Ends, HashState
 from kvferry.pools.planning.copies import Cells
 from kvferry.pools.tiers.blocks import BLOCK_ALIGNMENT, BlockLayout, BlockPages, BlockStep
 from kvferry.protocol.codec import PageIds
@@ -24,12 +24,37 @@ Bytes = npt.NDArray[np.uint8]
 _ZEROS: Final = np.zeros(BLOCK_ALIGNMENT, np.uint8)
 
 
-def offload_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
-    """Copy a step from pages in ``memory``, ``(region_bytes,)``, to blocks in ``arena``, ``(arena_bytes,)``.
+class StepCopies(NamedTuple):
+    """The copies of a step, as the copy kernel takes them.
+
+    Attributes:
+        copies: ``(n, 3)`` uint64.
+        ends: ``(m,)`` int64: where in ``copies`` the digests of the blocks end that end in the step.
+    """
+
+    copies: Copies
+    ends: Ends
+
+
+def offload_copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> StepCopies:
+    """Return a step's copies from pages in ``memory``, ``(region_bytes,)``, to blocks in ``arena``, ``(arena_bytes,)``.
 
     The padding of blocks whose end is in the step becomes zero.
     """
-    copy_kernel.copy(_with_zeros(_copies(memory, pages, step, arena), pages, step, arena).reshape(-1, 3))
+    return _with_ends(_with_zeros(_copies(memory, pages, step, arena), pages, step, arena), pages, step)
+
+
+def restore_copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, *, hashed: bool) -> StepCopies:
+    """Return a step's copies from blocks to pages; those that are ``hashed`` have the padding, too, to no place."""
+    copies = _copies(memory, pages, step, arena)
+    back = (_with_zeros(copies, pages, step, arena) if hashed else copies)[:, :, [1, 0, 2]]
+    back[:, copies.shape[1] :, 1] = 0  # hashed alone
+    return _with_ends(back, pages, step)
+
+
+def offload_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
+    """Copy a step from pages to blocks; see ``offload_copies``."""
+    copy_kernel.copy(offload_copies(memory, pages, step, arena).copies)
 
 
 def offload_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
@@ -42,20 +67,17 @@ def offload_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena
         arena: of the blocks.
         state: of ``copy_kernel.new_hash``: what it has of a block that began in an earlier step.
     """
-    return _copy_hashed(_with_zeros(_copies(memory, pages, step, arena), pages, step, arena), pages, step, state)
+    return copy_kernel.copy_hashed(*offload_copies(memory, pages, step, arena), state)
 
 
 def restore_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
     """Copy a step from blocks to pages: the reverse of ``offload_step``."""
-    copy_kernel.copy(_copies(memory, pages, step, arena).reshape(-1, 3)[:, [1, 0, 2]])
+    copy_kernel.copy(restore_copies(memory, pages, step, arena, hashed=False).copies)
 
 
 def restore_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
     """Copy as ``restore_step`` does, and return the digests of blocks in the same pass; see ``offload_step_hashed``."""
-    copies = _copies(memory, pages, step, arena)
-    back = _with_zeros(copies, pages, step, arena)[:, :, [1, 0, 2]]
-    back[:, copies.shape[1] :, 1] = 0  # the padding has no place in a page: it is hashed alone
-    return _copy_hashed(back, pages, step, state)
+    return copy_kernel.copy_hashed(*restore_copies(memory, pages, step, arena, hashed=True), state)
 
 
 def hash_step(pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
@@ -63,13 +85,14 @@ def hash_step(pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState
     hashed = np.zeros((step.stop - step.first, 1, 3), np.uint64)  # to nowhere: the bytes are where they belong
     hashed[:, 0, 0] = pages.offsets[step.first : step.stop] + (arena.ctypes.data + step.first_byte)
     hashed[:, 0, 2] = step.staged_bytes(pages.layout) // len(hashed)
-    return _copy_hashed(hashed, pages, step, state)
+    return copy_kernel.copy_hashed(*_with_ends(hashed, pages, step), state)
 
 
-def _copy_hashed(copies: Copies, pages: BlockPages, step: BlockStep, state: HashState) -> Digests:
+def _with_ends(copies: Copies, pages: BlockPages, step: BlockStep) -> StepCopies:
+    """Return copies, ``(blocks, copies of a block, 3)``, with where their blocks end."""
     blocks, rows = copies.shape[:2]
     ends = np.arange(1, blocks + 1) * rows if step.stop_byte == pages.layout.content_bytes else np.zeros(0, np.int64)
-    return copy_kernel.copy_hashed(copies.reshape(-1, 3), ends, state)
+    return StepCopies(copies.reshape(-1, 3), ends)
 
 
 def _copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:

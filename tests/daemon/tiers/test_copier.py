@@ -14,12 +14,14 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from kvferry.daemon.process.thread_count import ThreadCount, Trial
 from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, Digests, TierCopier
 from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
-from kvferry.pools.copy_kernel import Crew, new_crew
+from kvferry.pools import native_kernel as native
+from kvferry.pools.copy_kernel import Copies, Crew, Hashing, new_crew
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
@@ -441,7 +443,7 @@ class _NotedCrew(Crew):
     """A crew that copies nothing, and notes how many threads are asked for."""
 
     def __init__(self) -> None:
-        super().__init__(None)
+        super().__init__(native, native.new_crew(1, b""))
         self.asked: list[int] = []
 
     def serve(self, threads: int) -> None:
@@ -573,6 +575,133 @@ async def test_while_transfers_are_about_a_processor_is_left_to_them(monkeypatch
         crew.asked.clear()
         assert await one.run(one.job(region, 20)) is None
         assert {*crew.asked} == {2}
+
+
+# -- what the loop gives to the crew
+
+
+class _GivenCrew(Crew):
+    """A crew, and what it was given and asked for: a word each."""
+
+    def __init__(self) -> None:
+        super().__init__(native, native.new_crew(2, b""))
+        self.log: list[str] = []
+        self.before: Callable[[], None] = lambda: None
+
+    def submit(self, copies: Copies, threads: int, token: object, hashed: Hashing | None = None) -> None:
+        """Note it, and give it."""
+        self.log.append("hashed" if hashed else "given")
+        self.before()
+        super().submit(copies, threads, token, hashed)
+
+    def serve(self, threads: int) -> None:
+        """Note it."""
+        self.log.append("served")
+        super().serve(threads)
+
+
+def _region(pages: int = PAGES) -> HostRegion:
+    region = HostRegion.create("given", pages * BLOCK_BYTES)
+    region.view()[:] = np.random.default_rng(1).integers(0, 256, region.size_bytes, np.uint8)
+    return region
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+async def test_the_loop_gives_a_crew_a_job_that_is_alone_and_one_step(*, checksums: bool) -> None:
+    crew = _GivenCrew()
+    async with site(crew=crew) as one:
+        region = _region()
+        content = region.view().copy()
+        offload = one.job(region, 2, checksums=checksums)
+        assert await one.run(offload) is None
+        assert (offload.digests is not None) == checksums
+        assert (one.arena.view()[: 2 * MIB] == content[MIB : 3 * MIB]).all()
+        region.view()[:] = 0
+        restore = BlockJob("restore", offload.segments, one.arena, digests=offload.digests)
+        assert await one.run(restore) is None
+        assert (region.view()[MIB : 3 * MIB] == content[MIB : 3 * MIB]).all()
+        assert not region.view()[3 * MIB :].any()
+        assert crew.log == ["hashed" if checksums else "given"] * 2
+        if checksums:
+            one.arena.view()[MIB + 7] ^= 1
+            error = await one.run(BlockJob("restore", offload.segments, one.arena, digests=offload.digests))
+            assert (type(error), error and error.field) == (SnapshotDamagedError, "main[1]")
+        assert one.scheduler.bytes_in_flight == 0
+
+
+@pytest.mark.parametrize("why", ["several steps", "two jobs", "two spaces", "transfers", "no host memory"])
+async def test_other_jobs_are_for_the_threads(why: str) -> None:
+    crew = _GivenCrew()
+    async with site(crew=crew) as one:
+        region = _region()
+        jobs = [one.job(region, 20 if why == "several steps" else 2)]
+        if why == "two jobs":
+            jobs.append(one.job(region, 2, first=3))
+        elif why == "two spaces":
+            jobs = [BlockJob("offload", jobs[0].segments + one.job(region, 1, first=3).segments, one.arena)]
+        elif why == "transfers":
+            one.scheduler.transfer_began()
+        elif why == "no host memory":
+            scripted = _ScriptedRegion()
+            scripted.device = HOST
+            jobs = [one.job(scripted, 2)]
+        for job in jobs:
+            one.copier.start(job, one.done)
+        if why == "transfers":
+            await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+            assert not one.reports
+            one.scheduler.transfer_ended()
+        assert [error for _, error in await one.reported(len(jobs))] == [None] * len(jobs)
+        assert crew.log.count("given") == (1 if why == "two jobs" else 0)
+        assert "served" in crew.log
+        assert one.scheduler.bytes_in_flight == 0
+
+
+async def test_a_job_that_the_crew_cannot_be_given_fails_and_the_next_one_does_not() -> None:
+    def fail() -> None:
+        raise MemoryError
+
+    crew = _GivenCrew()
+    async with site(crew=crew) as one:
+        crew.before = fail
+        job = one.job(_region(), 2)
+        with capture_logs() as logs:
+            one.copier.start(job, one.done)
+        assert not one.reports, "never from within the call"
+        [(_, error)] = await one.reported()
+        assert (type(error), len(logs)) == (InternalError, 1)
+        assert one.scheduler.bytes_in_flight == 0
+        crew.before = lambda: None
+        assert await one.run(job) is None
+
+
+async def test_a_job_of_the_crew_stands_still_for_transfers_and_may_be_stopped() -> None:
+    crew = _GivenCrew()
+    async with site(crew=crew) as one:
+        job, crew.before = one.job(_region(), 2), one.scheduler.transfer_began
+        one.copier.start(job, one.done)
+        assert await asyncio.get_running_loop().run_in_executor(None, lambda: one.arena.view().any()) == 0
+        assert not one.reports
+        one.scheduler.transfer_ended()
+        assert (await one.reported())[0][1] is None
+        crew.before = lambda: None
+        one.copier.start(job, one.done)
+        one.copier.stop(job)
+        (_, (_, error)) = await one.reported(2)
+        assert isinstance(error, CancelledError)
+        assert await one.run(job) is None
+
+
+async def test_nothing_that_the_crew_was_given_is_copied_or_reported_after_the_end() -> None:
+    one = _Site(crew=_GivenCrew())
+    one.copier.start(one.job(_region(), 2), one.done)
+    one.scheduler.close()
+    await asyncio.get_running_loop().run_in_executor(None, one.copier.close)
+    content = one.arena.view()[: 2 * MIB].copy()
+    await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+    assert not one.reports
+    assert (one.arena.view()[: 2 * MIB] == content).all()
+    one.arena.close()
 
 
 # -- ends
