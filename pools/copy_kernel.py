@@ -357,9 +357,14 @@ class Crew:
     def submit(self, copies: Copies, threads: int, token: object, hashed: Hashing | None = None) -> None:
         """Let so many of its threads copy, and return at once; ``take_ended`` returns the token at the end.
 
-        The arrays must not change before that.
+        The arrays must not change before that. ``hashed``: only where it ``hashes``.
         """
         self._kernel.submit(self._state, copies, threads, token, *(hashed or ()))
+
+    @property
+    def hashes(self) -> bool:
+        """Return whether its threads hash: the native kernel has found a library that does."""
+        return not isinstance(_KERNEL, PythonKernel)
 
     def fileno(self) -> int:
         """Return a descriptor that can be read when something that was submitted has ended."""

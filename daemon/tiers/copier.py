@@ -357,7 +357,8 @@ class TierCopier:
         kind = (job.kind, job.hashed, job.device, length_of(job.total_bytes, job.copies))
         running = _Running(job, on_done, self._thread_count.begin(kind, job.total_bytes, alone=alone))
         self._alone = running if alone else None
-        if self._crew is not None and self._may_submit(job) and self._submit(running, self._crew):
+        crew = self._crew
+        if crew is not None and self._may_submit(job, crew) and self._submit(running, crew):
             return
         most = 1 if self._crew is not None and self._crew_shares(job) else running.trial.threads
         shards = shards_of(job.kind, job.segments, running.arena, running.digests, most)
@@ -371,9 +372,11 @@ class TierCopier:
             return
         self._scheduler.wake()  # threads that wait with a lower class's shard should take this one
 
-    def _may_submit(self, job: BlockJob) -> bool:
+    def _may_submit(self, job: BlockJob, crew: Crew) -> bool:
         """Return whether the loop gives a job to the crew if it may begin: alone, a single step, in host memory."""
-        if self._running or len(job.segments) != 1 or not isinstance(job.segments[0].region, HostRegion):
+        if self._running or len(job.segments) != 1 or (job.hashed and not crew.hashes):
+            return False
+        if not isinstance(job.segments[0].region, HostRegion):
             return False
         return 0 < job.total_bytes <= self._step_bytes(job.kind, HOST, job.total_bytes)
 

@@ -20,6 +20,7 @@ from kvferry.daemon.process.thread_count import ThreadCount, Trial
 from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, Digests, TierCopier
 from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
+from kvferry.pools import copy_kernel
 from kvferry.pools import native_kernel as native
 from kvferry.pools.copy_kernel import Copies, Crew, Hashing, new_crew
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
@@ -629,13 +630,16 @@ async def test_the_loop_gives_a_crew_a_job_that_is_alone_and_one_step(*, checksu
         assert one.scheduler.bytes_in_flight == 0
 
 
-@pytest.mark.parametrize("why", ["several steps", "two jobs", "two spaces", "transfers", "no host memory"])
-async def test_other_jobs_are_for_the_threads(why: str) -> None:
+@pytest.mark.parametrize("why", ["several steps", "two jobs", "two spaces", "transfers", "no host memory", "no hash"])
+async def test_other_jobs_are_for_the_threads(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     crew = _GivenCrew()
     async with site(crew=crew) as one:
         region = _region()
         jobs = [one.job(region, 20 if why == "several steps" else 2)]
-        if why == "two jobs":
+        if why == "no hash":
+            monkeypatch.setattr(copy_kernel, "_KERNEL", copy_kernel.SecondPassKernel(native))
+            jobs = [one.job(region, 2, checksums=True)]
+        elif why == "two jobs":
             jobs.append(one.job(region, 2, first=3))
         elif why == "two spaces":
             jobs = [BlockJob("offload", jobs[0].segments + one.job(region, 1, first=3).segments, one.arena)]
