@@ -1,7 +1,7 @@
 /* Threads that make the copies of others, and never need Python's lock: so they may run when nobody else wants to, without
    anybody who waits for that lock waiting for them. Several share a large call: each takes some blocks of it at a time. For
-   a call's end a thread waits, or it is submitted: then a descriptor tells of it. Who submits never waits, neither for a
-   thread nor for one that has the crew's lock: it may run far more urgently than they do. */
+   a call's end a thread waits, or it is submitted: then a descriptor tells of it. Who submits, or is told, never waits, not
+   even for one that has the crew's lock: it may run far more urgently than they do. */
 
 #ifndef KVFERRY_NATIVE_CREW_H
 #define KVFERRY_NATIVE_CREW_H
@@ -272,11 +272,13 @@ static void do_by_crew(Crew *crew, Call *call, unsigned wanted) {
     pthread_mutex_unlock(&crew->lock);
 }
 
-/* Lets `wanted` threads of a crew of this process make a call, and does not wait; `take_ended` returns the task. */
+/* Lets `wanted` threads of a crew of this process make a call, and does not wait; `take_ended` returns the task. What has no
+   part for them (nothing to copy, or nothing before the first end that is hashed) is made here. */
 static void submit(Crew *crew, Task *task, Call *call, unsigned wanted, void *token) {
     *task = task_of(call, wanted);
     task->token = token;
     if (!task->stop_row) {
+        do_call(call);
         tell(crew, task);
         return;
     }

@@ -188,7 +188,7 @@ typedef struct {
     Call call;
     CopyList list;
     DigestList hashed;
-    PyObject *gate; /* at which it may stand */
+    PyObject *gate, *state; /* at which it may stand, and of its hash */
     int is_hashed;
 } Submitted;
 
@@ -199,7 +199,7 @@ static PyObject *end_submitted(Task *task) {
     end_call(&one->call);
     if (one->is_hashed) close_digests(&one->hashed);
     PyBuffer_Release(&one->list.view);
-    Py_XDECREF(one->gate);
+    Py_XDECREF(one->gate), Py_XDECREF(one->state);
     PyMem_Free(one);
     return token;
 }
@@ -245,7 +245,7 @@ static PyObject *kernel_submit(PyObject *self, PyObject *arguments) {
         goto refused;
     }
     Py_INCREF(token);
-    Py_XINCREF(one->gate = used.gate_object);
+    Py_XINCREF(one->gate = used.gate_object), Py_XINCREF(one->state = state);
     one->call = begin_call(&one->list.copies, state ? &one->hashed.into : NULL, 0);
     submit(crew, &one->task, &one->call, threads ? threads : 1, token);
     Py_RETURN_NONE;

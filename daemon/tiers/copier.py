@@ -86,6 +86,7 @@ class Shard:
             if first < stop
         )
         self._returned: ShardStep | None = None
+        self._memory: Arena | None = None
 
     @property
     def exhausted(self) -> bool:
@@ -132,11 +133,12 @@ class Shard:
         """Give a step in host memory to a crew; once that has ended, it is completed with what this returns."""
         region, pages = self._segments[step.segment]
         assert isinstance(region, HostRegion)
+        self._memory = memory = region.view()  # kept, so that it stays mapped
         if self.kind == "offload":
-            copies, ends = offload_copies(region.view(), pages, step.step, self._arena)
+            copies, ends = offload_copies(memory, pages, step.step, self._arena)
         else:
             hashed = self._digests is not None
-            copies, ends = restore_copies(region.view(), pages, step.step, self._arena, hashed=hashed)
+            copies, ends = restore_copies(memory, pages, step.step, self._arena, hashed=hashed)
         if self._digests is None:
             crew.submit(copies, threads, self)
             return NOTHING_PENDING
@@ -200,6 +202,8 @@ MIN_STEP_BYTES: Final = 256 << 10
 MAX_STEP_BYTES: Final = 16 << 20
 MAX_CREW_STEP_BYTES: Final = 64 << 20
 FIRST_STEP_BYTES: Final = 2 << 20
+SUBMITTED_ROWS: Final = 4096
+"""How many copies the control loop may expand for a job: some 0.2 ms."""
 NEW_SPEED_WEIGHT: Final = 0.3
 """Weight of the latest step in the running average of a device's speed."""
 
@@ -378,7 +382,7 @@ class TierCopier:
             return False
         if not isinstance(job.segments[0].region, HostRegion):
             return False
-        return 0 < job.total_bytes <= self._step_bytes(job.kind, HOST, job.total_bytes)
+        return job.copies <= SUBMITTED_ROWS and 0 < job.total_bytes <= self._step_bytes(job.kind, HOST, job.total_bytes)
 
     def _submit(self, running: _Running, crew: Crew) -> bool:
         """Give a job to the crew; return False, and do nothing, where it may not begin at once."""
@@ -424,6 +428,7 @@ class TierCopier:
 
     def _stop_listening(self, crew: Crew) -> None:
         self._loop.remove_reader(crew.fileno())
+        crew.take_ended()
 
     # -- threads
 

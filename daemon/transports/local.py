@@ -253,7 +253,7 @@ class LocalTransport:
 
     def start(self, op: StartOp, on_done: OnOpDone) -> None:
         """See ``Transport.start``."""
-        rows = sum(_rows_of(plan) for plan in op.plans)
+        rows = _rows_of(op)
         size_bytes = sum(plan.total_bytes for plan in op.plans)
         blocks = self._blocks_at_once(op, rows, size_bytes)
         if blocks is not None:
@@ -282,7 +282,7 @@ class LocalTransport:
             and self._copy is copy_kernel.copy  # which is what the crew does
             and not self._closing
             and rows <= min(CHUNKS_BLOCKS, SUBMITTED_ROWS - self._submitted_rows)
-            and 0 < size_bytes <= CREW_CHUNK_BYTES
+            and size_bytes <= CREW_CHUNK_BYTES
             and _is_within_host(op)
         )
 
@@ -334,6 +334,7 @@ class LocalTransport:
 
     def _stop_listening(self, crew: Crew) -> None:
         self._loop.remove_reader(crew.fileno())
+        crew.take_ended()  # what was withdrawn, and would keep this alive
 
     def _blocks_at_once(self, op: StartOp, rows: int, size_bytes: int) -> Blocks | None:
         """Return the blocks of an op that is copied sooner than a thread wakes up; None for any other.
@@ -592,9 +593,15 @@ def _blocks_of_one_chunk(op: StartOp, chunk_bytes: int) -> Blocks | None:
     return blocks if plan.total_bytes <= MAX_BLOCK_BYTES else split_blocks(blocks, MAX_BLOCK_BYTES)
 
 
-def _rows_of(plan: Plan) -> int:
-    """Return how many copies a plan becomes: one a run of pages, and one a page where it is sliced."""
-    return len(plan.runs.pages) * len(plan.source.base) if plan.is_whole else total_segments(plan.source)
+def _is_whole(op: StartOp) -> bool:
+    return all(plan.is_whole for plan in op.plans)
+
+
+def _rows_of(op: StartOp) -> int:
+    """Return how many copies an op becomes: one a run of pages of an entry; one a page where any is sliced."""
+    if _is_whole(op):
+        return sum(len(plan.runs.pages) * len(plan.source.base) for plan in op.plans)
+    return sum(total_segments(plan.source) for plan in op.plans)
 
 
 def _copies_of(op: StartOp) -> Copies:
@@ -607,7 +614,7 @@ def _copies_of(op: StartOp) -> Copies:
     assert isinstance(source, HostRegion)
     assert isinstance(destination, HostRegion)
     at = (source.address, destination.address)
-    if all(plan.is_whole for plan in op.plans):
+    if _is_whole(op):
         return split_blocks(_joined([whole_blocks(plan, at=at) for plan in op.plans]), MAX_BLOCK_BYTES)
     return _joined([between(plan, *at, 0, total_segments(plan.source)) for plan in op.plans])
 

@@ -374,6 +374,21 @@ def test_what_is_withdrawn_ends_with_the_part_that_a_thread_is_at(how: str) -> N
     assert how != "withdrawn" or not destination[MIB:].any()
 
 
+def test_what_is_hashed_keeps_its_hash_and_rows_behind_the_last_end_arrive_too() -> None:
+    crew, source, destination = Crew(native, native.new_crew(2, b"")), noise(4 * MIB), np.zeros(4 * MIB, np.uint8)
+    copies = copies_of(source, destination, [(at, at, MIB) for at in range(0, 4 * MIB, MIB)])
+    for end in (4, 0):
+        digests, state = np.zeros(1, np.uint64), native.new_hash()
+        crew.submit(copies, 2, destination, Hashing(np.full(1, end), digests, state))
+        before = sys.getrefcount(state)
+        assert select.select([crew], [], [], WAIT_S)[0]
+        assert crew.take_ended()[0] is destination
+        assert sys.getrefcount(state) == before - 1, "it was kept"
+        assert np.array_equal(source, destination)
+        assert not end or int(digests[0]) == xxhash.xxh3_64_intdigest(source.tobytes())
+        destination[:] = 0
+
+
 def test_what_cannot_be_copied_is_refused_and_nothing_of_it_is_kept() -> None:
     crew, token, copies = Crew(native, native.new_crew(1, b"")), object(), np.zeros((1, 3), np.uint64)
     before, hashed = sys.getrefcount(token), Hashing(np.full(1, 2), np.zeros(1, np.uint64), native.new_hash())

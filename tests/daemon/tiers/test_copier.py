@@ -630,7 +630,9 @@ async def test_the_loop_gives_a_crew_a_job_that_is_alone_and_one_step(*, checksu
         assert one.scheduler.bytes_in_flight == 0
 
 
-@pytest.mark.parametrize("why", ["several steps", "two jobs", "two spaces", "transfers", "no host memory", "no hash"])
+@pytest.mark.parametrize(
+    "why", ["several steps", "two jobs", "two spaces", "many copies", "transfers", "no host memory", "no hash"]
+)
 async def test_other_jobs_are_for_the_threads(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     crew = _GivenCrew()
     async with site(crew=crew) as one:
@@ -642,7 +644,10 @@ async def test_other_jobs_are_for_the_threads(monkeypatch: pytest.MonkeyPatch, w
         elif why == "two jobs":
             jobs.append(one.job(region, 2, first=3))
         elif why == "two spaces":
-            jobs = [BlockJob("offload", jobs[0].segments + one.job(region, 1, first=3).segments, one.arena)]
+            segments = one.job(region, 1).segments + one.job(region, 1, first=3).segments
+            jobs = [BlockJob("offload", segments, one.arena, checksums=False)]
+        elif why == "many copies":
+            monkeypatch.setattr(copier_module, "SUBMITTED_ROWS", 1)
         elif why == "transfers":
             one.scheduler.transfer_began()
         elif why == "no host memory":
@@ -697,14 +702,21 @@ async def test_a_job_of_the_crew_stands_still_for_transfers_and_may_be_stopped()
 
 
 async def test_nothing_that_the_crew_was_given_is_copied_or_reported_after_the_end() -> None:
-    one = _Site(crew=_GivenCrew())
+    crew, loop = _GivenCrew(), asyncio.get_running_loop()
+    one = _Site(crew=crew)
+    crew.before = one.scheduler.transfer_began
     one.copier.start(one.job(_region(), 2), one.done)
+    closed = loop.run_in_executor(None, one.copier.close)
+    done, _ = await asyncio.wait({closed}, timeout=0.05)
+    assert not done, "a copy is under way"
     one.scheduler.close()
-    await asyncio.get_running_loop().run_in_executor(None, one.copier.close)
+    await closed
     content = one.arena.view()[: 2 * MIB].copy()
-    await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+    await loop.run_in_executor(None, lambda: None)
     assert not one.reports
     assert (one.arena.view()[: 2 * MIB] == content).all()
+    assert not loop.remove_reader(crew.fileno())
+    assert crew.take_ended() == []
     one.arena.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import select
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -603,11 +604,38 @@ async def test_what_is_more_than_the_loop_may_expand_is_left_to_the_threads(monk
         site.start(site.op(3, 1, 8))
         assert (await site.reported(4))[3] == (3, None)
         assert crew.given == [rows] * 3, "those that have ended count no more"
-        monkeypatch.setattr(local, "CREW_CHUNK_BYTES", 8 * PAGE_BYTES)
-        site.start(site.op(4, 1, 64))
+        monkeypatch.setattr(local, "SUBMITTED_ROWS", 1 << 14)
+        op = site.op(4, 1, 64)
+        monkeypatch.setattr(local, "CREW_CHUNK_BYTES", op.plans[0].total_bytes - 1)
+        site.start(op)
         assert (await site.reported(5))[4] == (4, None)
         assert len(crew.given) == 3
         assert site.arrived(1, 64)
+        monkeypatch.setattr(local, "CREW_CHUNK_BYTES", op.plans[0].total_bytes)
+        site.start(op)
+        assert (await site.reported(6))[5] == (4, None)
+        assert crew.given == [*[rows] * 3, 8 * rows]
+
+
+async def test_pages_in_a_row_count_singly_where_another_plan_of_the_op_is_sliced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are expanded so."""
+    crew = GivenCrew()
+    async with with_crew(crew) as site:
+        source = site.harness.pool("sliced source", heads_of(0, 8), pages=33)
+        destination = site.harness.pool("sliced destination", heads_of(7, 1), pages=33)
+        ids = np.arange(1, 33)
+        plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
+        op = StartOp(1, source, destination, (plan.of(~plan.sliced), plan.of(plan.sliced)))
+        monkeypatch.setattr(local, "SUBMITTED_ROWS", 3 * 32 - 1)
+        site.start(op)
+        assert await site.reported(1) == [(1, None)]
+        assert crew.given == []
+        monkeypatch.setattr(local, "SUBMITTED_ROWS", 3 * 32)
+        site.start(op)
+        assert len(await site.reported(2)) == 2
+        assert crew.given == [3 * 32]
 
 
 async def test_an_op_that_the_crew_has_not_begun_is_stopped_at_once() -> None:
@@ -647,14 +675,24 @@ async def test_close_waits_for_what_the_crew_is_at_and_nothing_more_is_copied_or
     crew.gate.shut()
     for number in range(3):
         site.start(site.op(number, 1 + 8 * number, 8))
+    while not crew.gate.standing:
+        pass
+    loop = asyncio.get_running_loop()
+    closed = loop.run_in_executor(None, site.transport.close)
+    done, _ = await asyncio.wait({closed}, timeout=0.05)
+    assert not done, "a copy is under way"
     crew.gate.open()
-    await asyncio.get_running_loop().run_in_executor(None, site.transport.close)
-    content = read_region(site.destination.region).copy()
+    await closed
     site.start(site.op(3, 33, 8))
     await let_scheduled_callbacks_run()
+    crew.submit(np.zeros((1, 3), np.uint64), 1, crew)  # behind all that it was given
+    assert select.select([crew], [], [], WAIT_S)[0]
+    assert crew.take_ended() == [crew], "of what was withdrawn nothing is left that keeps the transport alive"
     assert site.reports == []
-    assert len(crew.given) == 3
-    assert np.array_equal(read_region(site.destination.region), content)
+    assert len(crew.given) == 3 + 1
+    assert site.arrived(1, 8)
+    assert not any(site.arrived(first, 1) for first in (9, 17, 33))
+    assert not loop.remove_reader(crew.fileno())
 
 
 class IdleCrew(GivenCrew):
