@@ -374,6 +374,7 @@ def test_what_is_withdrawn_ends_with_the_part_that_a_thread_is_at(how: str) -> N
     assert how != "withdrawn" or not destination[MIB:].any()
 
 
+@pytest.mark.usefixtures("_one_way")
 def test_what_is_hashed_keeps_its_hash_and_rows_behind_the_last_end_arrive_too() -> None:
     crew, source, destination = Crew(native, native.new_crew(2, b"")), noise(4 * MIB), np.zeros(4 * MIB, np.uint8)
     copies = copies_of(source, destination, [(at, at, MIB) for at in range(0, 4 * MIB, MIB)])
