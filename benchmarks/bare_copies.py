@@ -49,7 +49,7 @@ def limit_of(
         asked_by: who asks for it, and must at least send a PING; None: nobody does.
     """
     counts = sorted({1 << power for power in range(threads.bit_length())} | {threads})  # as the daemon tries them
-    crew = copy_kernel.new_crew(threads, b"", callers_copy=True)
+    crew = copy_kernel.new_crew(threads, b"")
     ways: list[Copying] = [copying, *[partial(_shared, crew, count, copying) for count in counts[1:] if crew]]
     return Limit(
         tuple([in_unit(one if asked_by is None else partial(_asked, asked_by, one)) for one in ways]),

@@ -90,7 +90,7 @@ class Kernel(Protocol):
 class CrewKernel(Protocol):
     """What the native kernel has besides: crews. See ``Crew``."""
 
-    def new_crew(self, threads: int, scheduling: bytes, /, *, callers_copy: bool = False) -> CrewState:
+    def new_crew(self, threads: int, scheduling: bytes, /) -> CrewState:
         """Return so many threads that can copy for others. See ``new_crew`` below."""
 
     def serve(self, crew: CrewState | None, threads: int, /) -> None:
@@ -383,14 +383,12 @@ class Crew:
         self._kernel.withdraw(self._state, None)
 
 
-def new_crew(threads: int, scheduling: bytes, *, callers_copy: bool = False) -> Crew | None:
+def new_crew(threads: int, scheduling: bytes) -> Crew | None:
     """Return a crew of so many threads; None where Python copies, which has its lock.
 
     Args:
         threads: 1 to 64.
         scheduling: of its threads, as ``sched_setattr`` takes it; empty: as the calling thread.
-        callers_copy: whether a thread that it serves makes the copies that one thread is to make by itself, but for
-            those that are hashed, instead of waiting.
 
     Raises:
         OutOfMemoryError: the system gives no more memory, or threads.
@@ -398,7 +396,7 @@ def new_crew(threads: int, scheduling: bytes, *, callers_copy: bool = False) -> 
     if _CREWS is None:
         return None
     try:
-        return Crew(_CREWS, _CREWS.new_crew(threads, scheduling, callers_copy=callers_copy))
+        return Crew(_CREWS, _CREWS.new_crew(threads, scheduling))
     except MemoryError as cause:
         raise OutOfMemoryError(
             f"no {threads} threads that copy", remedy="allow more threads (TasksMax, ulimit -u), descriptors or memory"

@@ -51,7 +51,6 @@ typedef struct {
     unsigned count;
     pid_t process; /* a child that was forked has none of its threads */
     int closing;
-    int callers_copy; /* what one thread makes, and is not hashed: theirs are as urgent as the threads here */
     Task *first, **end;   /* with work left */
     Task *given, *ended;  /* of those submitted: new, and told of; both without the lock, the latest first */
     unsigned submitted;   /* and not ended */
@@ -255,13 +254,11 @@ static Task task_of(Call *call, unsigned wanted) {
     return task;
 }
 
-/* Lets `wanted` threads, of a crew if they are several or callers do not copy, make a call, and waits for its end. A caller
-   does not copy beside them: the one that it has just woken would often wait for its processor, with another one idle. Does
-   not need the interpreter's lock. */
+/* Lets `wanted` threads of a crew make a call, and waits for its end. A caller does not copy beside them: the one that it
+   has just woken would often wait for its processor, with another one idle. Does not need the interpreter's lock. */
 static void do_by_crew(Crew *crew, Call *call, unsigned wanted) {
     Task task = task_of(call, wanted);
-    int is_alone = crew->callers_copy && !call->into && (wanted == 1 || call->class >= 0 || call->bytes <= SHARE);
-    if (!task.stop_row || is_alone || crew->process != getpid()) {
+    if (!task.stop_row || crew->process != getpid()) {
         do_call(call);
         return;
     }
@@ -342,10 +339,9 @@ static int add_member(Crew *crew) {
 }
 
 /* Returns a crew of so many threads; NULL where there is no memory, or no thread. See `Crew`. */
-static Crew *new_crew(unsigned count, const char *scheduling, size_t bytes, int callers_copy) {
+static Crew *new_crew(unsigned count, const char *scheduling, size_t bytes) {
     Crew *crew = calloc(1, sizeof *crew);
     if (!crew) return NULL;
-    crew->callers_copy = callers_copy;
     crew->end = &crew->first;
     crew->tells = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     crew->process = getpid();

@@ -287,20 +287,17 @@ static PyObject *kernel_told_by(PyObject *self, PyObject *capsule) {
     return crew ? PyLong_FromLong(crew->tells) : NULL;
 }
 
-static PyObject *kernel_new_crew(PyObject *self, PyObject *arguments, PyObject *named) {
-    static char *names[] = {"", "", "callers_copy", NULL};
+static PyObject *kernel_new_crew(PyObject *self, PyObject *arguments) {
     unsigned count;
     const char *scheduling;
     Py_ssize_t bytes;
-    int callers_copy = 0;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "Iy#|$p", names, &count, &scheduling, &bytes, &callers_copy))
-        return NULL;
+    if (!PyArg_ParseTuple(arguments, "Iy#", &count, &scheduling, &bytes)) return NULL;
     if (!count || count > MOST_IN_CREW) {
         PyErr_SetString(PyExc_ValueError, "a crew has some threads, and not too many");
         return NULL;
     }
-    Crew *crew = new_crew(count, scheduling, (size_t)bytes, callers_copy);
+    Crew *crew = new_crew(count, scheduling, (size_t)bytes);
     if (!crew) return PyErr_NoMemory();
     PyObject *capsule = PyCapsule_New(crew, CREW, free_crew_of);
     if (!capsule) free_crew(crew);
@@ -382,8 +379,7 @@ static PyMethodDef methods[] = {
     {"open_gate", kernel_open, METH_O, "Open a gate, and wake who waits at it."},
     {"standing_at", kernel_standing_at, METH_O, "Return how many threads stand still at a gate."},
     {"give_way", kernel_give_way, METH_VARARGS, "Let this thread's copies wait while a gate is shut, so many seconds; None: never."},
-    {"new_crew", (PyCFunction)(void (*)(void))kernel_new_crew, METH_VARARGS | METH_KEYWORDS,
-      "Return a crew of so many threads, scheduled as a struct sched_attr says."},
+    {"new_crew", kernel_new_crew, METH_VARARGS, "Return a crew of so many threads, scheduled as a struct sched_attr says."},
     {"submit", kernel_submit, METH_VARARGS, "Let so many threads of a crew copy, and return; a token stands for that."},
     {"told_by", kernel_told_by, METH_O, "Return the descriptor that may be read when something submitted has ended."},
     {"take_ended", kernel_take_ended, METH_O, "Return the tokens of what was submitted and has ended since the last time."},

@@ -1,23 +1,22 @@
 """The protocol of transports, and the local one, which copies within this process's mappings.
 
 What takes less time than to wake a thread is copied on the control loop, within a budget for each of its turns. What is
-in host memory the loop expands and gives to a crew, up to some thousand copies, and a descriptor tells of the end: on
-this way nothing waits for a thread that waits for Python's lock. All else is for a few threads that release it. There
-transfer ops take turns: a thread copies one chunk of the transfer op at the head of the queue and puts it back at the
-tail, so that a large transfer does not delay a small one; in the crew they take turns as well. Plans are expanded into
-blocks on the threads, too. Copies between a device and the host go through a staging buffer small enough to stay in a
-cache; copies within one device stay on it. While a device copies, a thread here waits.
+in host memory the loop expands, some thousand copies at a time, and gives to a crew; a descriptor tells of the end: on
+this way nothing waits for a thread that waits for Python's lock. All else (devices, checksums, and everything where
+there is no crew) is for a few threads that release it. On both ways transfer ops take turns, so that a large transfer
+does not delay a small one: a thread copies one chunk of the transfer op at the head of the queue and puts it back at
+the tail. Copies between a device and the host go through a staging buffer small enough to stay in a cache; those within
+one device stay on it. While a device copies, a thread here waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Final, NamedTuple, Protocol, TypeVar
 
@@ -45,7 +44,6 @@ from kvferry.pools.planning.copies import (
     cut_copy_chunks,
     digest_of,
     split_blocks,
-    total_segments,
     vectored_copy_works,
 )
 from kvferry.pools.planning.plan import BlockParts, Blocks, Plan, whole_blocks
@@ -75,13 +73,16 @@ line. An op within the budget takes less than waking a thread and being told by 
 
 CHUNK_BYTES: Final = 4 << 20
 """How much a thread copies between two looks at the queue: smaller is fairer, larger is a little faster."""
-CREW_CHUNK_BYTES: Final = 64 << 20
-"""The same where a crew copies, of a transfer op that is alone when it begins: some milliseconds, so that it can be
-stopped, and threads are left for those that begin meanwhile."""
 
-SUBMITTED_ROWS: Final = 1 << 14
-"""How many copies the loop has given to the crew, at most, of all that have not ended: it expands them in its turns,
-and keeps 24 or 48 bytes of each."""
+LIST_ROWS: Final = 1 << 12
+LIST_BYTES: Final = 64 << 20
+"""How much the crew is given at a time of a transfer op that is alone when it begins: what the loop expands in 0.2 ms,
+and some milliseconds for one thread, as one makes all of it where the kernel tries its ways. Of others it is as much as
+threads here would take, who have to wait for each other's."""
+LISTS_AT_ONCE: Final = 2
+"""So many of one transfer op: the next one is ready when the crew is done with one."""
+GIVEN_ROWS: Final = 1 << 14
+"""Of all transfer ops together no more is expanded until the crew is done with some: 24 or 48 bytes each."""
 
 log = structlog.get_logger(__name__)
 
@@ -150,10 +151,13 @@ class _Job:
     """One transfer op: queued chunks, the number in flight, and the first error. Guarded by the transport's lock.
 
     It is in the queue at most once, and not while a thread expands its next part, or as many as it may have are at it.
-    Where the loop gives it to the crew, it is a single chunk in flight, of ``submitted_rows``.
+    What the crew is given, and has, of it is the loop's alone: ``lists`` are those to come, None where there are none.
     """
 
     def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial, most_in_flight: int, chunk_bytes: int) -> None:
+        self.lists: Iterator[Copies] | None = None
+        self.given: list[_Given] = []
+        self.waits_for_crew = False
         self.chunk_bytes = chunk_bytes
         self.op = op
         self.on_done = on_done
@@ -164,13 +168,20 @@ class _Job:
         self.checking = False
         self.expansion: _Expansion | _Checks | _NoMore | None = None
         self.chunks: deque[_CopyChunk] = deque()
-        self.in_flight = self.submitted_rows = 0
+        self.in_flight = 0
         self.error: KvferryError | None = None
 
     @property
     def has_more(self) -> bool:
         """Return whether chunks are left to copy."""
         return bool(self.chunks) or self.expansion is None or not self.expansion.is_over
+
+
+class _Given(NamedTuple):
+    """A list of copies that the crew has of a transfer op."""
+
+    job: _Job
+    rows: int
 
 
 class LoopBudget:
@@ -217,12 +228,13 @@ class LocalTransport:
         copy: CopyBlocks,
         crew: Crew | None = None,
     ) -> None:
-        """``crew``: what copies in host memory for the loop and the threads here; None: the threads do that."""
+        """``crew``: what copies in host memory, where ``copy`` is the kernel's; None: the threads here do that."""
         self._loop = loop
         self._copy = copy
-        self._crew = crew
-        self._submitted_rows = 0
-        self._chunk_bytes = chunk_bytes
+        self._crew = crew if copy is copy_kernel.copy else None  # it does just that
+        self._given_rows = 0
+        self._waiting: deque[_Job] = deque()
+        self._chunk_bytes = chunk_bytes or CHUNK_BYTES
         self._budget = LoopBudget(loop, at_once_s)
         self._thread_count = ThreadCount(threads)
         self._jobs: dict[int, _Job] = {}
@@ -236,15 +248,15 @@ class LocalTransport:
         ]
         for thread in self._threads:
             thread.start()
-        if crew is not None:
-            loop.add_reader(crew.fileno(), self._end_submitted)
+        if self._crew is not None:
+            loop.add_reader(self._crew.fileno(), self._crew_told, self._crew)
 
     @classmethod
     def as_fast_as_here(
         cls, loop: asyncio.AbstractEventLoop, *, threads: int, at_once_s: float = AT_ONCE_S
     ) -> LocalTransport:
         """Return one that copies as fast as it can here, on so many threads."""
-        crew = copy_kernel.new_crew(threads, as_others(), callers_copy=True)
+        crew = copy_kernel.new_crew(threads, as_others())
         return cls(loop, threads=threads, at_once_s=at_once_s, copy=best_copy(), crew=crew)
 
     def __repr__(self) -> str:
@@ -253,72 +265,91 @@ class LocalTransport:
 
     def start(self, op: StartOp, on_done: OnOpDone) -> None:
         """See ``Transport.start``."""
-        rows = _rows_of(op)
+        rows = sum(len(plan.runs.pages) * len(plan.source.base) for plan in op.plans)
         size_bytes = sum(plan.total_bytes for plan in op.plans)
         blocks = self._blocks_at_once(op, rows, size_bytes)
         if blocks is not None:
             on_done(op.op_id, self._budget.spend(functools.partial(self._try, op, self._copy, blocks)))
             return
         with self._changed:
-            alone = not self._jobs and not op.checksums and _is_populated(op.source) and _is_populated(op.destination)
+            others = bool(self._jobs)
+            alone = not others and not op.checksums and _is_populated(op.source) and _is_populated(op.destination)
             trial = self._thread_count.begin(length_of(size_bytes, rows), size_bytes, alone=alone)
-            most = trial.threads if self._crew is None or not _is_within_host(op) else 1
-            job = _Job(op, on_done, trial, most, self._chunk_bytes_for(trial))
+            job = _Job(op, on_done, trial, trial.threads, self._chunk_bytes)
             self._alone = job if alone else None
             self._jobs[op.op_id] = job
-            if not self._may_submit(op, rows, size_bytes):
+            if self._crew is None or self._closing or not _is_within_host(op):
                 self._queue_up(job)
                 return
-            job.in_flight, job.submitted_rows, job.expansion = 1, rows, _NO_MORE
-        self._submitted_rows += rows
-        job.error = self._try(op, self._submit, job)
-        if job.error is not None:
-            self._end(job)
+            job.expansion = _NO_MORE
+            job.most_in_flight = len(self._threads)  # for its checksums: no crew shares what is hashed as a whole
+        job.lists = _lists_of(op, min(LIST_BYTES, CHUNK_BYTES * trial.threads) if others else LIST_BYTES)
+        self._go_on(job)
+        self._give(self._crew)
 
-    def _may_submit(self, op: StartOp, rows: int, size_bytes: int) -> bool:
-        """Return whether the loop gives an op to the crew, as a whole."""
-        return (
-            self._crew is not None
-            and self._copy is copy_kernel.copy  # which is what the crew does
-            and not self._closing
-            and rows <= min(CHUNKS_BLOCKS, SUBMITTED_ROWS - self._submitted_rows)
-            and size_bytes <= CREW_CHUNK_BYTES
-            and _is_within_host(op)
-        )
+    # -- what the loop gives to the crew
 
-    def _submit(self, job: _Job) -> None:
-        assert self._crew is not None
-        self._crew.submit(_copies_of(job.op), job.trial.threads, job)
+    def _give(self, crew: Crew) -> None:
+        """Give the crew a list of each transfer op in turns, as long as it may have more."""
+        while self._waiting and self._given_rows < GIVEN_ROWS:
+            job = self._waiting.popleft()
+            job.waits_for_crew = False
+            error = self._try(job.op, self._give_next, job, crew)
+            if error is not None:
+                self._give_up(job, crew, error)
+            else:
+                self._go_on(job)
 
-    def _end_submitted(self) -> None:
-        assert self._crew is not None
-        for job in self._crew.take_ended():
-            self._end(job)
+    def _give_next(self, job: _Job, crew: Crew) -> None:
+        copies = None if job.lists is None else next(job.lists, None)
+        if copies is None:
+            job.lists = None
+            return
+        given = _Given(job, len(copies))
+        crew.submit(copies, job.trial.threads, given)
+        job.given.append(given)
+        self._given_rows += given.rows
 
-    def _end(self, job: _Job) -> None:
-        """Go on with an op that the crew is done with, or was not given."""
-        self._submitted_rows -= job.submitted_rows
+    def _crew_told(self, crew: Crew) -> None:
+        for given in crew.take_ended():
+            self._given_rows -= given.rows
+            given.job.given.remove(given)
+            self._go_on(given.job)
+        self._give(crew)
+
+    def _go_on(self, job: _Job) -> None:
+        """Let a transfer op wait for its next turn; or end it, if the crew has had, and is done with, all of it."""
+        if job.lists is not None:
+            if not job.waits_for_crew and len(job.given) < LISTS_AT_ONCE and not self._closing:
+                job.waits_for_crew = True
+                self._waiting.append(job)
+        elif not job.given:
+            with self._changed:
+                self._finish_if_idle(job)
+
+    def _give_up(self, job: _Job, crew: Crew, error: KvferryError) -> None:
+        """End a transfer op with an error, once what threads are at of it has ended."""
         with self._changed:
-            job.in_flight = 0
-            self._finish_if_idle(job)
-
-    def _chunk_bytes_for(self, trial: Trial) -> int:
-        """Return how large the chunks of the next transfer op are. Needs the lock."""
-        if self._chunk_bytes is not None:
-            return self._chunk_bytes
-        if self._crew is None:
-            return CHUNK_BYTES
-        return min(CREW_CHUNK_BYTES, CHUNK_BYTES * trial.threads) if self._jobs else CREW_CHUNK_BYTES
+            job.error = job.error or error
+        if job.waits_for_crew:
+            self._waiting.remove(job)
+            job.waits_for_crew = False
+        job.lists = None
+        for given in job.given:
+            crew.withdraw(given)
+        self._go_on(job)
 
     def stop(self, op_id: int) -> None:
         """See ``Transport.stop``."""
+        error = CancelledError("the transfer ended before all bytes were copied")
         with self._changed:
             job = self._jobs.get(op_id)
             if job is None or job.error is not None:
                 return
-            job.error = CancelledError("the transfer ended before all bytes were copied")
-        if self._crew is not None and job.submitted_rows:
-            self._crew.withdraw(job)
+            if self._crew is None or not _is_within_host(job.op):
+                job.error = error
+                return
+        self._give_up(job, self._crew, error)
 
     def close(self) -> None:
         """See ``Transport.close``."""
@@ -344,14 +375,10 @@ class LocalTransport:
         if self._closing or op.checksums or not self._budget.allows(rows, size_bytes):
             return None
         is_there = _is_populated(op.source) and _is_populated(op.destination)
-        return _blocks_of_one_chunk(op, self._chunk_bytes or CHUNK_BYTES) if is_there else None
+        return _blocks_of_one_chunk(op, self._chunk_bytes) if is_there else None
 
     def _work(self) -> None:
         be_as_others()
-        with contextlib.nullcontext() if self._crew is None else self._crew.serving():
-            self._take_chunks()
-
-    def _take_chunks(self) -> None:
         while True:
             with self._changed:
                 while not self._queue and not self._closing:
@@ -367,8 +394,6 @@ class LocalTransport:
                 job.expanding = chunk is None
                 job.in_flight += 1
                 self._queue_up(job)
-            if self._crew is not None:
-                self._crew.serve(job.trial.threads)
             error = self._try(job.op, self._step, job, chunk)
             with self._changed:
                 job.in_flight -= 1
@@ -468,8 +493,6 @@ class LocalTransport:
             return
         if job.op.checksums and job.error is None and not job.checking:
             job.checking, job.expansion = True, None
-            if self._crew is not None and _is_within_host(job.op):
-                job.most_in_flight = len(self._threads)  # no crew shares what is hashed as a whole
             self._queue_up(job)
             return
         if self._jobs.pop(job.op.op_id, None) is not None:
@@ -526,18 +549,18 @@ class _Expansion:
         self._large_bytes = chunk_bytes // CHUNKS_BLOCKS
         source, destination = _region(op.source), _region(op.destination)
         within_host = isinstance(source, HostRegion) and isinstance(destination, HostRegion)
-        self._addresses = (np.uint64(0), np.uint64(0))
+        at = (0, 0)
         if isinstance(source, HostRegion) and isinstance(destination, HostRegion):
-            self._addresses = (np.uint64(source.address), np.uint64(destination.address))
+            at = (source.address, destination.address)
         self._whole: deque[BlockParts] = deque()
         self._staged: list[_CopyChunk] = []
         for plan in op.plans:
             through_staging = plan.sliced if within_host else np.ones_like(plan.sliced)
             if not through_staging.any():
-                self._whole.append(BlockParts(plan))
+                self._whole.append(BlockParts(plan, at))
                 continue
             if not through_staging.all():
-                self._whole.append(BlockParts(plan.of(~through_staging)))
+                self._whole.append(BlockParts(plan.of(~through_staging), at))
                 plan = plan.of(through_staging)  # noqa: PLW2901  the remaining segments
             max_bytes = chunk_bytes if within_host else min(chunk_bytes, STAGING_BYTES)
             max_bytes = max(max_bytes, int(plan.source.segment_bytes.max()))
@@ -568,9 +591,6 @@ class _Expansion:
             if bytes_left <= 0 or blocks_left <= 0:
                 break
         blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        source_address, destination_address = self._addresses
-        blocks[:, 0] += source_address
-        blocks[:, 1] += destination_address
         blocks = split_blocks(blocks, MAX_BLOCK_BYTES)
         chunks: list[_CopyChunk] = [
             blocks[first:stop] for first, stop in pairwise(chunk_bounds(blocks, self._chunk_bytes).tolist())
@@ -593,19 +613,8 @@ def _blocks_of_one_chunk(op: StartOp, chunk_bytes: int) -> Blocks | None:
     return blocks if plan.total_bytes <= MAX_BLOCK_BYTES else split_blocks(blocks, MAX_BLOCK_BYTES)
 
 
-def _is_whole(op: StartOp) -> bool:
-    return all(plan.is_whole for plan in op.plans)
-
-
-def _rows_of(op: StartOp) -> int:
-    """Return how many copies an op becomes: one a run of pages of an entry; one a page where any is sliced."""
-    if _is_whole(op):
-        return sum(len(plan.runs.pages) * len(plan.source.base) for plan in op.plans)
-    return sum(total_segments(plan.source) for plan in op.plans)
-
-
-def _copies_of(op: StartOp) -> Copies:
-    """Return all copies of an op within the host.
+def _lists_of(op: StartOp, list_bytes: int) -> Iterator[Copies]:
+    """Yield all copies of an op within the host, in lists of about so many bytes, and LIST_ROWS at most, for the crew.
 
     Raises:
         InternalError: the memory of a pool is not mapped.
@@ -614,13 +623,17 @@ def _copies_of(op: StartOp) -> Copies:
     assert isinstance(source, HostRegion)
     assert isinstance(destination, HostRegion)
     at = (source.address, destination.address)
-    if _is_whole(op):
-        return split_blocks(_joined([whole_blocks(plan, at=at) for plan in op.plans]), MAX_BLOCK_BYTES)
-    return _joined([between(plan, *at, 0, total_segments(plan.source)) for plan in op.plans])
-
-
-def _joined(parts: list[Copies]) -> Copies:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    for plan in op.plans:
+        if plan.is_whole:
+            parts = BlockParts(plan, at)
+            while not parts.is_over:
+                blocks = split_blocks(parts.take(list_bytes, LIST_ROWS), MAX_BLOCK_BYTES)
+                for first, stop in pairwise(chunk_bounds(blocks, list_bytes).tolist()):  # of several where pages adjoin
+                    yield blocks[first:stop]
+            continue
+        for first, stop, _ in cut_copy_chunks(plan.source, max(list_bytes, int(plan.source.segment_bytes.max()))):
+            for one in range(first, stop, LIST_ROWS):
+                yield between(plan, *at, one, min(one + LIST_ROWS, stop))
 
 
 def _is_populated(pool: SourcePool) -> bool:

@@ -135,9 +135,10 @@ class BlockParts:
     Pages that lie apart have a block each in every entry, which is many times what their ids take.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        """Begin with the first block; ``plan`` exchanges whole pages only."""
+    def __init__(self, plan: Plan, at: tuple[int, int] = (0, 0)) -> None:
+        """Begin with the first block; ``plan`` exchanges whole pages only. ``at``: see ``whole_blocks``."""
         self._plan = plan
+        self._at = at
         self._runs = len(plan.runs.pages)
         self._count = self._runs * len(plan.source.base)
         self._total_bytes = plan.total_bytes
@@ -161,7 +162,7 @@ class BlockParts:
         if not first:
             if self._count <= max_blocks and self._total_bytes <= max_bytes:
                 self._first = self._count
-                return whole_blocks(self._plan)
+                return whole_blocks(self._plan, at=self._at)
             self._measure()
         stop = min(self._from(self._taken_bytes + max_bytes), first + max_blocks)
         self._first = stop = max(stop, first + 1)
@@ -196,7 +197,7 @@ class BlockParts:
             last_entry, last_run = (stop // self._runs, self._runs) if not run else (entry + 1, self._runs)
             if run or last_entry == entry:
                 last_entry, last_run = entry + 1, min(self._runs, run + stop - first)
-            parts.append(whole_blocks(self._plan, slice(entry, last_entry), slice(run, last_run)))
+            parts.append(whole_blocks(self._plan, slice(entry, last_entry), slice(run, last_run), self._at))
             first += len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

@@ -258,7 +258,7 @@ static int check_withdrawn(char *from, char *to, Crew *crew) {
             submit(crew, &tasks[one], &calls[one], 1, &calls[one]);
         }
         giving_way.gate = NULL;
-        while (read_now(&gate.waiting) < THREADS) sched_yield(); /* each is at the first row of another one */
+        while (read_now(&gate.waiting) < crew->count) sched_yield(); /* each is at the first row of another one */
         withdraw(crew, &calls[LAST]);
         withdraw(crew, &calls[0]);
         failed |= take_ended(crew) != &tasks[LAST];
@@ -268,7 +268,7 @@ static int check_withdrawn(char *from, char *to, Crew *crew) {
             for (Task *task = take_ended(crew), *next; task; task = next, ended++) next = task->next, failed |= task->at_it;
         for (int one = 0; one < TASKS; one++) {
             size_t first = (size_t)one * TASK_BYTES, copied = one == LAST ? 0 : !one ? SHARE_BYTES : TASK_BYTES;
-            if (one && all) copied = one < THREADS ? SHARE_BYTES : 0; /* more, if a thread was before it */
+            if (one && all) copied = one < (int)crew->count ? SHARE_BYTES : 0; /* more, if a thread was before it */
             failed |= !!memcmp(to + first, from + first, copied);
             for (size_t at = copied; at < TASK_BYTES && (!one || one == LAST); at++) failed |= to[first + at] != 0x5a;
         }
@@ -392,7 +392,7 @@ int main(int count, char **arguments) {
     char *from = malloc(MEMORY), *to = malloc(MEMORY), *expected = malloc(MEMORY);
     for (size_t at = 0; at < MEMORY; at++) from[at] = (char)below(256);
     hash = (Hash){create_fnv, free_fnv, reset_fnv, update_fnv, digest_fnv};
-    Crew *crews[] = {NULL, new_crew(THREADS, "", 0, 0), new_crew(THREADS, "", 0, 1)};
+    Crew *crews[] = {NULL, new_crew(1, "", 0), new_crew(THREADS, "", 0)};
     for (int one = 0; one < 3; one++) failed |= check_rest(crews[one]);
     for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
         if (!is_supported(way)) continue;

@@ -492,11 +492,10 @@ async def test_a_transfer_has_as_many_threads_as_were_found_to_help(monkeypatch:
         assert site.reports == [(number, None) for number in range(3)]
 
 
-@pytest.mark.parametrize("by_threads", [False, True])
+@pytest.mark.parametrize("list_rows", [7, 4096])
 @pytest.mark.parametrize("threads", [1, 3])
-async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, threads: int, *, by_threads: bool) -> None:
-    if by_threads:
-        monkeypatch.setattr(local, "SUBMITTED_ROWS", 0)
+async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, threads: int, list_rows: int) -> None:
+    monkeypatch.setattr(local, "LIST_ROWS", list_rows)
     monkeypatch.setattr(thread_count, "MIN_BYTES", 1)  # so that several numbers of threads are tried
     count, ops = 32, 4
     spec = MhaSpec(layers=1, tokens=16 * count * ops, page_size=16, kv_heads=8, head_dim=128, dtype="float32")
@@ -511,7 +510,7 @@ async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, thre
         op = StartOp(number, pools[0], pools[1], (make_plan(pairing, ids, ids[::-1]),))
         transport.start(op, lambda op_id, error: reports.put_nowait((op_id, error)))
 
-    crew = copy_kernel.new_crew(threads, b"", callers_copy=True)
+    crew = copy_kernel.new_crew(threads, b"")
     transport = LocalTransport(asyncio.get_running_loop(), threads=threads, copy=copy_kernel.copy, crew=crew)
     try:
         for ids in (np.arange(1, count * ops + 1).reshape(ops, count), np.arange(1, count * ops + 1)[None]):
@@ -531,24 +530,29 @@ async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, thre
 
 
 class GivenCrew(Crew):
-    """A crew, and what it was given; how many copies each time, and how many times it was to be served by it."""
+    """A crew, whose copies stand still while its gate is shut, and what it was given: the rows, and the bytes."""
 
     def __init__(self, threads: int = 1) -> None:
-        super().__init__(native, native.new_crew(threads, b"", callers_copy=True))
+        super().__init__(native, native.new_crew(threads, b""))
         self.given: list[int] = []
-        self.served = 0
+        self.given_bytes: list[int] = []
         self.gate = copy_kernel.Gate()
 
     def submit(self, copies: Copies, threads: int, token: object, hashed: Hashing | None = None) -> None:
-        """Give it to the crew, whose copies stand still while the gate is shut."""
+        """Give it to the crew."""
         self.given.append(len(copies))
+        self.given_bytes.append(int(copies[:, 2].sum()))
         with self.gate.giving_way(WAIT_S):
             super().submit(copies, threads, token, hashed)
 
-    def serve(self, threads: int) -> None:
-        """Count it."""
-        self.served += 1
-        super().serve(threads)
+    async def stands(self) -> None:
+        """Wait until a thread stands in the middle of a copy."""
+
+        def wait() -> None:
+            while not self.gate.standing:
+                pass
+
+        await asyncio.wait_for(asyncio.to_thread(wait), WAIT_S)
 
 
 @asynccontextmanager
@@ -561,7 +565,7 @@ async def with_crew(crew: GivenCrew) -> AsyncIterator[Site]:
             crew.gate.open()
 
 
-async def test_the_loop_gives_a_crew_what_is_in_host_memory_and_threads_have_nothing_to_do() -> None:
+async def test_the_loop_gives_a_crew_what_is_in_host_memory() -> None:
     crew = GivenCrew(2)
     async with with_crew(crew) as site:
         for number in range(4):
@@ -570,8 +574,7 @@ async def test_the_loop_gives_a_crew_what_is_in_host_memory_and_threads_have_not
         assert sorted(await site.reported(4)) == [(number, None) for number in range(4)]
         assert all(site.arrived(1 + 8 * number, 8) for number in range(4))
         assert site.threads == {threading.get_ident()}
-        entries = len(site.source.manifest.entries)
-        assert (crew.given, crew.served) == ([8 * entries] * 4, 0)
+        assert crew.given == [8 * len(site.source.manifest.entries)] * 4
 
 
 async def test_checksums_are_compared_once_the_crew_has_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,53 +592,63 @@ async def test_checksums_are_compared_once_the_crew_has_copied(monkeypatch: pyte
         assert (len(crew.given), len(compared)) == (1, 2)
 
 
-async def test_what_is_more_than_the_loop_may_expand_is_left_to_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = GivenCrew()
-    async with with_crew(crew) as site:
-        rows = 8 * len(site.source.manifest.entries)
-        monkeypatch.setattr(local, "SUBMITTED_ROWS", 2 * rows)
-        crew.gate.shut()
-        for number in range(3):
-            site.start(site.op(number, 1 + 8 * number, 8))
-        assert await site.reported(1) == [(2, None)], "by a thread: it is small for a crew"
-        assert crew.given == [rows] * 2
-        crew.gate.open()
-        assert sorted(await site.reported(3)) == [(number, None) for number in range(3)]
-        site.start(site.op(3, 1, 8))
-        assert (await site.reported(4))[3] == (3, None)
-        assert crew.given == [rows] * 3, "those that have ended count no more"
-        monkeypatch.setattr(local, "SUBMITTED_ROWS", 1 << 14)
-        op = site.op(4, 1, 64)
-        monkeypatch.setattr(local, "CREW_CHUNK_BYTES", op.plans[0].total_bytes - 1)
-        site.start(op)
-        assert (await site.reported(5))[4] == (4, None)
-        assert len(crew.given) == 3
-        assert site.arrived(1, 64)
-        monkeypatch.setattr(local, "CREW_CHUNK_BYTES", op.plans[0].total_bytes)
-        site.start(op)
-        assert (await site.reported(6))[5] == (4, None)
-        assert crew.given == [*[rows] * 3, 8 * rows]
-
-
-async def test_pages_in_a_row_count_singly_where_another_plan_of_the_op_is_sliced(
+async def test_a_crew_has_no_more_than_two_lists_of_an_op_and_so_many_rows_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are expanded so."""
+    monkeypatch.setattr(local, "LIST_ROWS", 4)
+    monkeypatch.setattr(local, "GIVEN_ROWS", 12)
+    crew = GivenCrew()
+    async with with_crew(crew) as site:
+        crew.gate.shut()
+        site.start(site.op(0, 1, 40))
+        assert crew.given == [4, 4]
+        for number in range(1, 4):
+            site.start(site.op(number, 33 + 8 * number, 4))
+        assert crew.given == [4, 4, 4], "three times four rows are all that it may have"
+        crew.gate.open()
+        reports = await site.reported(4)
+        assert sorted(reports) == [(number, None) for number in range(4)]
+        assert reports[-1][0] == 0, "ops take turns"
+        assert {*crew.given} == {4}
+        assert sum(crew.given) == (40 + 3 * 4) * len(site.source.manifest.entries)
+        assert site.arrived(1, 40)
+        assert all(site.arrived(33 + 8 * number, 4) for number in range(1, 4))
+
+
+async def test_lists_are_short_where_others_copy_and_pages_in_a_row_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "LIST_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(local, "CHUNK_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(local, "MAX_BLOCK_BYTES", PAGE_BYTES)
+    crew = GivenCrew()
+    async with with_crew(crew) as site:
+        ids = np.arange(1, 33)
+        site.harness.fill(site.source, ids)
+        plan = make_plan(pair_entries(site.source.manifest.entries, site.destination.manifest.entries), ids, ids)
+        assert len(plan.runs.pages) == 1
+        crew.gate.shut()
+        site.start(StartOp(1, site.source, site.destination, (plan,)))
+        site.start(StartOp(2, site.source, site.destination, (plan,)))
+        crew.gate.open()
+        assert sorted(await site.reported(2)) == [(1, None), (2, None)]
+        assert max(crew.given_bytes[:2]) == 8 * PAGE_BYTES
+        assert max(crew.given_bytes[2:4]) <= 2 * 2 * PAGE_BYTES, "of two threads"
+        assert sum(crew.given_bytes) == 2 * plan.total_bytes
+        assert site.harness.content(site.source, ids) == site.harness.content(site.destination, ids)
+
+
+@pytest.mark.parametrize("list_rows", [5, 4096])
+async def test_slices_are_given_a_page_a_row(monkeypatch: pytest.MonkeyPatch, list_rows: int) -> None:
+    monkeypatch.setattr(local, "LIST_ROWS", list_rows)
     crew = GivenCrew()
     async with with_crew(crew) as site:
         source = site.harness.pool("sliced source", heads_of(0, 8), pages=33)
         destination = site.harness.pool("sliced destination", heads_of(7, 1), pages=33)
         ids = np.arange(1, 33)
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
-        op = StartOp(1, source, destination, (plan.of(~plan.sliced), plan.of(plan.sliced)))
-        monkeypatch.setattr(local, "SUBMITTED_ROWS", 3 * 32 - 1)
-        site.start(op)
+        site.start(StartOp(1, source, destination, (plan.of(~plan.sliced), plan.of(plan.sliced))))
         assert await site.reported(1) == [(1, None)]
-        assert crew.given == []
-        monkeypatch.setattr(local, "SUBMITTED_ROWS", 3 * 32)
-        site.start(op)
-        assert len(await site.reported(2)) == 2
-        assert crew.given == [3 * 32]
+        assert max(crew.given) == min(list_rows, 2 * 32)
+        assert sum(crew.given) == 1 + 2 * 32, "whole pages in a row are one"
 
 
 async def test_an_op_that_the_crew_has_not_begun_is_stopped_at_once() -> None:
@@ -644,29 +657,72 @@ async def test_an_op_that_the_crew_has_not_begun_is_stopped_at_once() -> None:
         crew.gate.shut()
         for number in range(3):
             site.start(site.op(number, 1 + 8 * number, 8))
+        await crew.stands()
         site.transport.stop(1)
         site.transport.stop(1)
         [(number, error)] = await site.reported(1)
         assert (number, type(error)) == (1, CancelledError)
         assert not site.arrived(9, 8)
+        site.transport.stop(0)
+        await let_scheduled_callbacks_run()
+        assert len(site.reports) == 1, "a thread is at it"
         crew.gate.open()
-        assert {*await site.reported(3)} >= {(0, None), (2, None)}
+        reports = dict(await site.reported(3))
+        assert (type(reports[0]), reports[2]) == (CancelledError, None)
         assert len(site.reports) == 3
 
 
-async def test_what_the_crew_cannot_be_given_fails_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", ["for its next list", "for its first list"])
+async def test_an_op_is_stopped_while_it_waits(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
+    monkeypatch.setattr(local, "LIST_ROWS", 4)
+    monkeypatch.setattr(local, "GIVEN_ROWS", 4 if waits == "for its first list" else 8)
     crew = GivenCrew()
     async with with_crew(crew) as site:
-        with monkeypatch.context() as broken, capture_logs() as logs:
-            broken.setattr(local, "whole_blocks", None)
+        crew.gate.shut()
+        site.start(site.op(0, 1, 2 if waits == "for its first list" else 16))
+        site.start(site.op(1, 33, 16))
+        await crew.stands()
+        site.transport.stop(1)
+        [(number, error)] = await site.reported(1)
+        assert (number, type(error)) == (1, CancelledError)
+        site.transport.stop(0)
+        crew.gate.open()
+        assert len(await site.reported(2)) == 2
+        given = len(crew.given)
+        site.start(site.op(2, 1, 16))
+        assert (await site.reported(3))[2] == (2, None)
+        assert sum(crew.given[given:]) == 16 * len(site.source.manifest.entries), "nothing is left of the two"
+        assert site.arrived(1, 16)
+        assert not site.arrived(33, 16)
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+async def test_what_the_crew_cannot_be_given_fails_and_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Of the first list or a later one; what it was given before ends first."""
+    monkeypatch.setattr(local, "LIST_ROWS", 4)
+    crew, split_blocks = GivenCrew(), local.split_blocks  # type: ignore[attr-defined]
+
+    def fail(blocks: Blocks, max_bytes: int) -> Blocks:
+        nonlocal failing
+        failing -= 1
+        if not failing:
+            raise MemoryError
+        return split_blocks(blocks, max_bytes)
+
+    async with with_crew(crew) as site:
+        monkeypatch.setattr(local, "split_blocks", fail)
+        monkeypatch.setattr(local, "GIVEN_ROWS", 8)
+        with capture_logs() as logs:
             site.start(site.op(1, 1, 8))
             [(number, error)] = await site.reported(1)
         assert (number, type(error), len(logs)) == (1, InternalError, 1)
         assert "ops=0" in repr(site.transport)
-        monkeypatch.setattr(local, "SUBMITTED_ROWS", 8 * len(site.source.manifest.entries))
-        site.start(site.op(2, 1, 8))
-        assert (await site.reported(2))[1] == (2, None)
-        assert len(crew.given) == 1, "what failed counts no more"
+        for number in range(2, 5):
+            site.start(site.op(number, 1, 8))
+        assert (await site.reported(4))[1:] == [(number, None) for number in range(2, 5)]
+        assert site.arrived(1, 8)
 
 
 async def test_close_waits_for_what_the_crew_is_at_and_nothing_more_is_copied_or_reported() -> None:
@@ -675,8 +731,7 @@ async def test_close_waits_for_what_the_crew_is_at_and_nothing_more_is_copied_or
     crew.gate.shut()
     for number in range(3):
         site.start(site.op(number, 1 + 8 * number, 8))
-    while not crew.gate.standing:
-        pass
+    await crew.stands()
     loop = asyncio.get_running_loop()
     closed = loop.run_in_executor(None, site.transport.close)
     done, _ = await asyncio.wait({closed}, timeout=0.05)
@@ -695,44 +750,6 @@ async def test_close_waits_for_what_the_crew_is_at_and_nothing_more_is_copied_or
     assert not loop.remove_reader(crew.fileno())
 
 
-class IdleCrew(GivenCrew):
-    """A crew that copies nothing: the copy function is the test's."""
-
-    def serve(self, threads: int) -> None:
-        """Do nothing."""
-
-
-class Entering:
-    """Copies once the gate is open; tells how much each call was given, in the order in which they came."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.came: asyncio.Queue[int] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-
-    def __call__(self, blocks: Blocks) -> None:
-        """Copy."""
-        self._loop.call_soon_threadsafe(self.came.put_nowait, int(blocks[:, 2].sum()))
-        assert self.gate.wait(WAIT_S)
-        copy_one_by_one(blocks)
-
-
-async def test_a_crew_has_one_chunk_of_an_op_at_a_time() -> None:
-    """Its threads share that one; the other thread here is free for another op."""
-    copy = Entering()
-    async with closing(Site(copy, chunk_bytes=8 * ONE_BLOCK, crew=IdleCrew())) as site:
-        try:
-            site.start(site.op(1, 1, 32))
-            async with asyncio.timeout(WAIT_S):
-                assert await copy.came.get() == 8 * ONE_BLOCK
-                site.start(site.op(2, 40, 1))  # behind the first one's next chunk, if a second thread may have that
-                assert await copy.came.get() < 8 * ONE_BLOCK
-        finally:
-            copy.gate.set()
-        assert sorted(await site.reported(2)) == [(1, None), (2, None)]
-        assert site.arrived(1, 32)
-
-
 async def test_all_threads_compare_checksums_though_a_crew_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """No crew shares what is hashed as a whole."""
     together, began = threading.Barrier(2), threading.local()
@@ -744,36 +761,10 @@ async def test_all_threads_compare_checksums_though_a_crew_copies(monkeypatch: p
         return digest_of(side, address, first, stop)
 
     monkeypatch.setattr(local, "digest_of", digest)
-    async with closing(Site(copy_one_by_one, chunk_bytes=8 * ONE_BLOCK, crew=IdleCrew())) as site:
+    async with closing(Site(copy_kernel.copy, chunk_bytes=8 * ONE_BLOCK, crew=GivenCrew())) as site:
         site.start(site.op(1, 1, 32)._replace(checksums=True))
         assert await site.reported(1) == [(1, None)]
         assert site.arrived(1, 32)
-
-
-async def test_long_chunks_are_for_an_op_that_begins_alone() -> None:
-    """Each thread that copies one would keep others waiting for as long."""
-    mib, pages = 1 << 20, 32
-    spec = MhaSpec(layers=1, tokens=16 * pages, page_size=16, kv_heads=32, head_dim=256, dtype="float32")
-    manifest = manifest_of(spec)
-    pools = [Pool(0, name, manifest, HostRegion.create(name, manifest.region_bytes)) for name in ("one", "other")]
-    pairing, gate, reports = pair_entries(manifest.entries, manifest.entries), threading.Event(), asyncio.Queue[int]()
-    sizes: list[int] = []
-
-    def copy(blocks: Blocks) -> None:
-        assert gate.wait(WAIT_S)
-        sizes.append(int(blocks[:, 2].sum()) // mib)
-
-    transport = LocalTransport(asyncio.get_running_loop(), threads=2, copy=copy, crew=IdleCrew())
-    try:
-        for number in range(2):
-            ids = np.arange(1, 17) + 16 * number
-            op = StartOp(number, pools[0], pools[1], (make_plan(pairing, ids, ids[::-1]),))
-            transport.start(op, lambda op_id, error: reports.put_nowait(op_id if error is None else -1))
-        gate.set()
-        assert sorted([await reports.get() for _ in range(2)]) == [0, 1]
-    finally:
-        await asyncio.get_running_loop().run_in_executor(None, transport.close)
-    assert sorted(sizes) == [8, 8, 16]
 
 
 async def test_without_the_native_copy_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
