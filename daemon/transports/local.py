@@ -278,7 +278,7 @@ class LocalTransport:
             job = _Job(op, on_done, trial, trial.threads, self._chunk_bytes)
             self._alone = job if alone else None
             self._jobs[op.op_id] = job
-            if self._crew is None or self._closing or not _is_within_host(op):
+            if self._crew is None or not _is_within_host(op):
                 self._queue_up(job)
                 return
             job.expansion = _NO_MORE
@@ -331,10 +331,7 @@ class LocalTransport:
         """End a transfer op with an error, once what threads are at of it has ended."""
         with self._changed:
             job.error = job.error or error
-        if job.waits_for_crew:
-            self._waiting.remove(job)
-            job.waits_for_crew = False
-        job.lists = None
+        job.lists = None  # also where it waits for its turn
         for given in job.given:
             crew.withdraw(given)
         self._go_on(job)
