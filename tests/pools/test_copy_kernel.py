@@ -288,6 +288,22 @@ def test_who_is_served_by_a_crew_copies_nothing(threads: int) -> None:
     assert faults < len(copies) / 2, "there is one for each huge page at least"
 
 
+WITHOUT_A_HASH = """
+from kvferry.pools import native_kernel
+native_kernel.load_hash = lambda path: False
+from kvferry.pools import copy_kernel
+assert copy_kernel.DESCRIPTION.native and copy_kernel.DESCRIPTION.hash_from == "xxhash"
+assert not copy_kernel.new_crew(1, b"").hashes
+"""
+
+
+def test_a_crew_hashes_where_a_library_has_the_hash() -> None:
+    crew = copy_kernel.new_crew(1, b"")
+    assert crew is not None
+    assert crew.hashes
+    subprocess.run([sys.executable, "-c", WITHOUT_A_HASH], check=True, timeout=WAIT_S)
+
+
 FORKS = """
 import os, sys, numpy as np
 from kvferry.pools import copy_kernel
