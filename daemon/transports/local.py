@@ -2,11 +2,11 @@
 
 What takes less time than to wake a thread is copied on the control loop, within a budget for each of its turns. What is
 in host memory the loop expands, some thousand copies at a time, and gives to a crew; a descriptor tells of the end: on
-this way nothing waits for a thread that waits for Python's lock. All else (devices, checksums, and everything where
-there is no crew) is for a few threads that release it. On both ways transfer ops take turns, so that a large transfer
-does not delay a small one: a thread copies one chunk of the transfer op at the head of the queue and puts it back at
-the tail. Copies between a device and the host go through a staging buffer small enough to stay in a cache; those within
-one device stay on it. While a device copies, a thread here waits.
+this way nothing waits for a thread that waits for Python's lock. All else (devices, checksums, very many short copies,
+and everything where there is no crew) is for a few threads that release it. On both ways transfer ops take turns, so
+that a large transfer does not delay a small one: a thread copies one chunk of the transfer op at the head of the queue
+and puts it back at the tail. Copies between a device and the host go through a staging buffer small enough to stay in a
+cache; those within one device stay on it. While a device copies, a thread here waits.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ and some milliseconds for one thread, as one makes all of it where the kernel tr
 threads here would take, who have to wait for each other's."""
 LISTS_AT_ONCE: Final = 2
 """So many of one transfer op: the next one is ready when the crew is done with one."""
+SHORT_ROW_BYTES: Final = 1 << 10
+"""Below that the loop expands a list for as long as the crew copies it: where there are several, threads do both."""
 GIVEN_ROWS: Final = 1 << 14
 """Of all transfer ops together no more is expanded until the crew is done with some: 24 or 48 bytes each."""
 
@@ -155,6 +157,7 @@ class _Job:
     """
 
     def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial, most_in_flight: int, chunk_bytes: int) -> None:
+        self.by_crew = False
         self.lists: Iterator[Copies] | None = None
         self.given: list[_Given] = []
         self.waits_for_crew = False
@@ -278,10 +281,11 @@ class LocalTransport:
             job = _Job(op, on_done, trial, trial.threads, self._chunk_bytes)
             self._alone = job if alone else None
             self._jobs[op.op_id] = job
-            if self._crew is None or not _is_within_host(op):
+            is_long = rows <= LIST_ROWS or size_bytes >= SHORT_ROW_BYTES * rows
+            if self._crew is None or not is_long or not _is_within_host(op):
                 self._queue_up(job)
                 return
-            job.expansion = _NO_MORE
+            job.by_crew, job.expansion = True, _NO_MORE
             job.most_in_flight = len(self._threads)  # for its checksums: no crew shares what is hashed as a whole
         job.lists = _lists_of(op, min(LIST_BYTES, CHUNK_BYTES * trial.threads) if others else LIST_BYTES)
         self._go_on(job)
@@ -343,7 +347,7 @@ class LocalTransport:
             job = self._jobs.get(op_id)
             if job is None or job.error is not None:
                 return
-            if self._crew is None or not _is_within_host(job.op):
+            if self._crew is None or not job.by_crew:
                 job.error = error
                 return
         self._give_up(job, self._crew, error)

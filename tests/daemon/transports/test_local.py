@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import select
 import threading
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -549,15 +550,25 @@ class GivenCrew(Crew):
         """Wait until a thread stands in the middle of a copy."""
 
         def wait() -> None:
+            ends_s = time.monotonic() + WAIT_S
             while not self.gate.standing:
-                pass
+                assert time.monotonic() < ends_s
 
-        await asyncio.wait_for(asyncio.to_thread(wait), WAIT_S)
+        await asyncio.to_thread(wait)
 
 
 @asynccontextmanager
 async def with_crew(crew: GivenCrew) -> AsyncIterator[Site]:
-    """Yield a site that copies with a crew, whose gate is open in the end."""
+    """Yield a site that copies with a crew, whose gate is open in the end; no copy is too short for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "SHORT_ROW_BYTES", 0)
+        async with with_crew_for_long_rows(crew) as site:
+            yield site
+
+
+@asynccontextmanager
+async def with_crew_for_long_rows(crew: GivenCrew) -> AsyncIterator[Site]:
+    """Yield a site as ``with_crew`` does, but that very many short copies are for its threads."""
     async with closing(Site(best_copy(), chunk_bytes=ONE_CHUNK, crew=crew)) as site:
         try:
             yield site
@@ -634,6 +645,27 @@ async def test_lists_are_short_where_others_copy_and_pages_in_a_row_are_cut(monk
         assert max(crew.given_bytes[2:4]) <= 2 * 2 * PAGE_BYTES, "of two threads"
         assert sum(crew.given_bytes) == 2 * plan.total_bytes
         assert site.harness.content(site.source, ids) == site.harness.content(site.destination, ids)
+
+
+async def test_very_many_short_copies_are_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = GivenCrew()
+    async with with_crew_for_long_rows(crew) as site:
+        entries = site.source.manifest.entries
+        rows = 8 * len(entries)
+        monkeypatch.setattr(local, "LIST_ROWS", rows - 1)
+        site.start(site.op(1, 1, 8))
+        assert await site.reported(1) == [(1, None)]
+        assert site.arrived(1, 8)
+        assert crew.given == []
+        monkeypatch.setattr(local, "LIST_ROWS", rows)
+        site.start(site.op(2, 9, 8))
+        assert (await site.reported(2))[1] == (2, None)
+        assert crew.given == [rows]
+        monkeypatch.setattr(local, "LIST_ROWS", 4)
+        monkeypatch.setattr(local, "SHORT_ROW_BYTES", min(entry.page_bytes for entry in entries))
+        site.start(site.op(3, 17, 8))
+        assert (await site.reported(3))[2] == (3, None)
+        assert crew.given == [rows, *[4] * (rows // 4)]
 
 
 @pytest.mark.parametrize("list_rows", [5, 4096])
@@ -729,6 +761,7 @@ async def test_close_waits_for_what_the_crew_is_at_and_nothing_more_is_copied_or
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(local, "LIST_ROWS", 4)
+    monkeypatch.setattr(local, "SHORT_ROW_BYTES", 0)
     crew = GivenCrew()
     site = Site(best_copy(), chunk_bytes=ONE_CHUNK, crew=crew)
     crew.gate.shut()
