@@ -156,7 +156,7 @@ class _Job:
     What the crew is given, and has, of it is the loop's alone: ``lists`` are those to come, None where there are none.
     """
 
-    def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial, most_in_flight: int, chunk_bytes: int) -> None:
+    def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial, chunk_bytes: int) -> None:
         self.by_crew = False
         self.lists: Iterator[Copies] | None = None
         self.given: list[_Given] = []
@@ -165,7 +165,7 @@ class _Job:
         self.op = op
         self.on_done = on_done
         self.trial = trial
-        self.most_in_flight = most_in_flight
+        self.most_in_flight = trial.threads
         self.queued = False
         self.expanding = False
         self.checking = False
@@ -219,7 +219,7 @@ class LoopBudget:
 
 
 class LocalTransport:
-    """See ``Transport``. Copies ``chunk_bytes`` at a time on each of ``threads``, what is small at once on the loop."""
+    """See ``Transport``. Each of ``threads`` copies ``chunk_bytes`` at a time of what neither loop nor crew copies."""
 
     def __init__(
         self,
@@ -278,11 +278,11 @@ class LocalTransport:
             others = bool(self._jobs)
             alone = not others and not op.checksums and _is_populated(op.source) and _is_populated(op.destination)
             trial = self._thread_count.begin(length_of(size_bytes, rows), size_bytes, alone=alone)
-            job = _Job(op, on_done, trial, trial.threads, self._chunk_bytes)
+            job = _Job(op, on_done, trial, self._chunk_bytes)
             self._alone = job if alone else None
             self._jobs[op.op_id] = job
-            is_long = rows <= LIST_ROWS or size_bytes >= SHORT_ROW_BYTES * rows
-            if self._crew is None or not is_long or not _is_within_host(op):
+            are_short = rows > LIST_ROWS and size_bytes < SHORT_ROW_BYTES * rows
+            if self._crew is None or are_short or not _is_within_host(op):
                 self._queue_up(job)
                 return
             job.by_crew, job.expansion = True, _NO_MORE
