@@ -55,11 +55,25 @@ typedef struct {
     size_t bytes;
 } Span;
 
-/* -- streaming stores: for each kind, whole lines in one place or in two. `to` is aligned to a line. */
+typedef struct {
+    Span span; /* of the first row */
+    size_t rows, from_stride, to_stride;
+} Block;
+
+/* -- streaming stores: for each kind, whole lines in one place or in two, and whole rows. `to` is aligned to a line. */
 
 /* Copies `bytes`, a multiple of LINE, and fetches as many at `ahead`; in two places, which lie `apart`, does the same in
    both in turns. */
 typedef void (*CopyLines)(char *to, const char *from, size_t bytes, const char *ahead, size_t apart);
+
+/* Copies `count` blocks of one shape, a row of each in turns, and fetches what is `later` rows later: of the block, then
+   of what is read after it. */
+typedef void (*CopyRows)(const Block *blocks, const char *const *next, size_t count, size_t later);
+
+static const char *row_of(const Block *block, size_t row, const char *next) {
+    return row < block->rows ? block->span.from + row * block->from_stride
+                             : next + (row - block->rows) * block->from_stride;
+}
 
 /* Where what is fetched goes: into the second-level cache, which has the most fetches under way; or past it, where the
    processor can do that, so that what others have in the caches stays there. */
@@ -87,6 +101,20 @@ static void fetch(const char *from, size_t bytes) {
                     FETCH(ahead + line, WHERE);                                                                        \
                     COPY_LINE(to + line, from + line);                                                                 \
                 }                                                                                                      \
+    }                                                                                                                  \
+    TARGET static void rows_##NAME(const Block *blocks, const char *const *next, size_t count, size_t later) {         \
+        size_t bytes = blocks->span.bytes;                                                                             \
+        for (size_t row = 0; row < blocks->rows; row++) {                                                              \
+            for (size_t one = 0; one < count; one++) {                                                                 \
+                const char *ahead = row_of(blocks + one, row + later, next[one]);                                      \
+                for (size_t at = 0; at < bytes; at += LINE) FETCH(ahead + at, WHERE);                                  \
+            }                                                                                                          \
+            for (size_t one = 0; one < count; one++) {                                                                 \
+                char *to = blocks[one].span.to + row * blocks[one].to_stride;                                          \
+                const char *from = blocks[one].span.from + row * blocks[one].from_stride;                              \
+                for (size_t at = 0; at < bytes; at += LINE) COPY_LINE(to + at, from + at);                             \
+            }                                                                                                          \
+        }                                                                                                              \
     }
 
 #if defined(__x86_64__)
@@ -125,15 +153,16 @@ static void fence(void) {}
 typedef struct {
     const char *name;
     CopyLines lines; /* NULL: memcpy */
-    CopyLines two;   /* for long blocks; NULL: in one place */
+    CopyLines two;   /* for long blocks; NULL: in one place, and blocks of rows one after the other */
+    CopyRows rows;   /* of whole lines, where those are aligned; with `two`, of two blocks at a time */
     const char *needs; /* of the processor; NULL: all have it */
 } Way;
 
 #define BOTH(NAME, NEEDS)                                                 \
-    {#NAME, lines_##NAME, NULL, NEEDS},                                   \
-    {#NAME " in two places", lines_##NAME, two_##NAME, NEEDS},            \
-    {#NAME " past the cache", lines_##NAME##_past, NULL, NEEDS},          \
-    {#NAME " in two places past the cache", lines_##NAME##_past, two_##NAME##_past, NEEDS}
+    {#NAME, lines_##NAME, NULL, rows_##NAME, NEEDS},                      \
+    {#NAME " in two places", lines_##NAME, two_##NAME, rows_##NAME, NEEDS}, \
+    {#NAME " past the cache", lines_##NAME##_past, NULL, rows_##NAME##_past, NEEDS}, \
+    {#NAME " in two places past the cache", lines_##NAME##_past, two_##NAME##_past, rows_##NAME##_past, NEEDS}
 
 static const Way WAYS[] = {
 #if defined(__x86_64__)
@@ -143,7 +172,7 @@ static const Way WAYS[] = {
 #elif defined(__aarch64__)
     BOTH(stnp, NULL),
 #endif
-    {"memcpy", NULL, NULL, NULL},
+    {"memcpy", NULL, NULL, NULL, NULL},
 };
 enum { WAY_COUNT = sizeof WAYS / sizeof *WAYS };
 
@@ -361,11 +390,6 @@ typedef struct {
     int with_rows;
 } Copies;
 
-typedef struct {
-    Span span; /* of the first row */
-    size_t rows, from_stride, to_stride;
-} Block;
-
 static uint64_t column(const Copies *copies, size_t row, int number) {
     uint64_t value;
     const char *at = copies->numbers + (ptrdiff_t)row * copies->row_stride + number * copies->column_stride;
@@ -426,9 +450,39 @@ static void copy_row(Span row, size_t most, const Way *way, const char *next) {
     }
 }
 
+/* Returns whether a block is of short rows of whole lines, all aligned. */
+static int has_aligned_rows(const Block *block) {
+    size_t together = (uintptr_t)block->span.to | block->to_stride | block->span.bytes;
+    return block->rows > 1 && block->span.bytes < LONG && !(together & (LINE - 1));
+}
+
+/* Copies a block of aligned rows, and the next one in turns if it is alike; returns how many these were, maybe none. */
+static size_t copy_aligned(const Copies *copies, size_t row, size_t stop, size_t most, const Way *way) {
+    Block blocks[2] = {block_of(copies, row)};
+    size_t bytes = blocks->span.bytes, count = 1;
+    if (!way->rows || !has_aligned_rows(blocks) || bytes * blocks->rows > most / 2) return 0;
+    if (way->two && row + 1 < stop) {
+        blocks[1] = block_of(copies, row + 1);
+        count += has_aligned_rows(blocks + 1) && blocks[1].rows == blocks->rows && blocks[1].span.bytes == bytes;
+    }
+    const char *next[2];
+    for (size_t one = 0; one < count; one++) {
+        next[one] = start_of(copies, row + count + one);
+        if (!next[one]) next[one] = blocks[one].span.from;
+    }
+    if (most < SIZE_MAX) give_way(count * bytes * blocks->rows);
+    way->rows(blocks, next, count, later_by(bytes));
+    return count;
+}
+
 static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way *way) {
     size_t most = giving_way.gate ? YIELDED : SIZE_MAX;
     for (size_t row = first; row < stop; row++) {
+        size_t copied = copy_aligned(copies, row, stop, most, way);
+        if (copied) {
+            row += copied - 1;
+            continue;
+        }
         Block block = block_of(copies, row);
         size_t later = later_by(block.span.bytes);
         const char *next = start_of(copies, row + later);
