@@ -40,9 +40,10 @@ enum {
     DISTANCE = 4 << 10,      /* how far ahead lines are fetched, within a block and in the ones after it */
     AHEAD = 2 << 10,         /* how much of what is next is fetched before a plain copy */
     GRAIN = 256,             /* what is copied in one place before the other one has its turn */
-    LONG = 64 << 10,         /* shorter blocks are copied in one place */
+    LONG = 16 << 10,         /* shorter blocks are copied in one place */
     ROWS = 512,              /* what is shorter than this is a class of its own for trials, */
-    MIDDLE = 8 << 10,        /* and so is what is shorter than this, or than LONG */
+    MIDDLE = 8 << 10,        /* and so is what is shorter than this, */
+    LARGE = 64 << 10,        /* or than this */
     SHORT = 128,             /* shorter rows are left to memcpy */
     PIECE = PIECE_BYTES,     /* of a call, tried in one way */
     STREAMED = STREAMED_BYTES, /* less than this in a call may stay in the caches: somebody reads it soon */
@@ -243,7 +244,7 @@ static double now_ns(void) {
 }
 
 static int class_of(uint64_t mean_bytes, int hashed) {
-    int size = mean_bytes < ROWS ? 0 : mean_bytes < MIDDLE ? 1 : mean_bytes < LONG ? 2 : 3;
+    int size = mean_bytes < ROWS ? 0 : mean_bytes < MIDDLE ? 1 : mean_bytes < LARGE ? 2 : 3;
     return hashed ? size + SIZES : size;
 }
 
