@@ -40,6 +40,8 @@ enum {
     DISTANCE = 4 << 10,      /* how far ahead lines are fetched, within a block and in the ones after it */
     AHEAD = 2 << 10,         /* how much of what is next is fetched before a plain copy */
     GRAIN = 256,             /* what is copied in one place before the other one has its turn */
+    FETCHED = 4 << 10,       /* longer blocks are not fetched as a whole */
+    TOGETHER = 128,          /* so many that are, are copied before others have their turn */
     LONG = 16 << 10,         /* shorter blocks are copied in one place */
     ROWS = 512,              /* what is shorter than this is a class of its own for trials, */
     MIDDLE = 8 << 10,        /* and so is what is shorter than this, */
@@ -61,6 +63,27 @@ typedef struct {
     size_t rows, from_stride, to_stride;
 } Block;
 
+/* -- lists of copies: rows of three (from, to, bytes), or of six (…, rows, distances between rows on both sides) */
+
+typedef struct {
+    const char *numbers; /* uint64 */
+    ptrdiff_t row_stride, column_stride;
+    size_t count;
+    int with_rows;
+} Copies;
+
+static uint64_t column(const Copies *copies, size_t row, int number) {
+    uint64_t value;
+    const char *at = copies->numbers + (ptrdiff_t)row * copies->row_stride + number * copies->column_stride;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static Span span_of(const Copies *copies, size_t row) {
+    return (Span){(char *)(uintptr_t)column(copies, row, 1), (const char *)(uintptr_t)column(copies, row, 0),
+                  column(copies, row, 2)};
+}
+
 /* -- streaming stores: for each kind, whole lines in one place or in two, and whole rows. `to` is aligned to a line. */
 
 /* Copies `bytes`, a multiple of LINE, and fetches as many at `ahead`; in two places, which lie `apart`, does the same in
@@ -74,6 +97,14 @@ typedef void (*CopyRows)(const Block *blocks, const char *const *next, size_t co
 static const char *row_of(const Block *block, size_t row, const char *next) {
     return row < block->rows ? block->span.from + row * block->from_stride
                              : next + (row - block->rows) * block->from_stride;
+}
+
+/* Copies short blocks of whole lines, and fetches what comes `later` blocks later, up to the first that is another one, or
+   `stop`; returns which. */
+typedef size_t (*CopyShort)(const Copies *copies, size_t row, size_t stop, size_t later);
+
+static int is_short(Span span) {
+    return span.bytes <= FETCHED && !(((uintptr_t)span.to | span.bytes) & (LINE - 1));
 }
 
 /* Where what is fetched goes: into the second-level cache, which has the most fetches under way; or past it, where the
@@ -116,6 +147,16 @@ static void fetch(const char *from, size_t bytes) {
                 for (size_t at = 0; at < bytes; at += LINE) COPY_LINE(to + at, from + at);                             \
             }                                                                                                          \
         }                                                                                                              \
+    }                                                                                                                  \
+    TARGET static size_t short_##NAME(const Copies *copies, size_t row, size_t stop, size_t later) {                   \
+        size_t last = copies->count - 1;                                                                               \
+        for (; row < stop; row++) {                                                                                    \
+            Span span = span_of(copies, row), ahead = span_of(copies, row + later < last ? row + later : last);        \
+            if (!is_short(span)) break;                                                                                \
+            for (size_t at = 0; at < ahead.bytes && at < FETCHED; at += LINE) FETCH(ahead.from + at, WHERE);           \
+            for (size_t at = 0; at < span.bytes; at += LINE) COPY_LINE(span.to + at, span.from + at);                  \
+        }                                                                                                              \
+        return row;                                                                                                    \
     }
 
 #if defined(__x86_64__)
@@ -153,17 +194,19 @@ static void fence(void) {}
 
 typedef struct {
     const char *name;
-    CopyLines lines; /* NULL: memcpy */
-    CopyLines two;   /* for long blocks; NULL: in one place, and blocks of rows one after the other */
-    CopyRows rows;   /* of whole lines, where those are aligned; with `two`, of two blocks at a time */
-    const char *needs; /* of the processor; NULL: all have it */
+    CopyLines lines;    /* NULL: memcpy */
+    CopyLines two;      /* for long blocks; NULL: in one place, and blocks of rows one after the other */
+    CopyRows rows;      /* of whole, aligned lines; with `two`, of two blocks at a time */
+    CopyShort shorts;   /* the same for blocks of one row */
+    const char *needs;  /* of the processor; NULL: all have it */
 } Way;
 
-#define BOTH(NAME, NEEDS)                                                 \
-    {#NAME, lines_##NAME, NULL, rows_##NAME, NEEDS},                      \
-    {#NAME " in two places", lines_##NAME, two_##NAME, rows_##NAME, NEEDS}, \
-    {#NAME " past the cache", lines_##NAME##_past, NULL, rows_##NAME##_past, NEEDS}, \
-    {#NAME " in two places past the cache", lines_##NAME##_past, two_##NAME##_past, rows_##NAME##_past, NEEDS}
+#define ONE(NAME, IN, TWO, NEEDS) {NAME, lines_##IN, TWO, rows_##IN, short_##IN, NEEDS}
+#define BOTH(NAME, NEEDS)                                                                \
+    ONE(#NAME, NAME, NULL, NEEDS),                                                       \
+    ONE(#NAME " in two places", NAME, two_##NAME, NEEDS),                                \
+    ONE(#NAME " past the cache", NAME##_past, NULL, NEEDS),                              \
+    ONE(#NAME " in two places past the cache", NAME##_past, two_##NAME##_past, NEEDS)
 
 static const Way WAYS[] = {
 #if defined(__x86_64__)
@@ -173,7 +216,7 @@ static const Way WAYS[] = {
 #elif defined(__aarch64__)
     BOTH(stnp, NULL),
 #endif
-    {"memcpy", NULL, NULL, NULL, NULL},
+    {"memcpy", NULL, NULL, NULL, NULL, NULL},
 };
 enum { WAY_COUNT = sizeof WAYS / sizeof *WAYS };
 
@@ -382,26 +425,8 @@ typedef struct {
 
 static Hash hash;
 
-/* -- lists of copies: rows of three (from, to, bytes), or of six (…, rows, distances between rows on both sides) */
-
-typedef struct {
-    const char *numbers; /* uint64 */
-    ptrdiff_t row_stride, column_stride;
-    size_t count;
-    int with_rows;
-} Copies;
-
-static uint64_t column(const Copies *copies, size_t row, int number) {
-    uint64_t value;
-    const char *at = copies->numbers + (ptrdiff_t)row * copies->row_stride + number * copies->column_stride;
-    memcpy(&value, at, sizeof value);
-    return value;
-}
-
 static Block block_of(const Copies *copies, size_t row) {
-    Block block = {{(char *)(uintptr_t)column(copies, row, 1), (const char *)(uintptr_t)column(copies, row, 0),
-                    column(copies, row, 2)},
-                   1, 0, 0};
+    Block block = {span_of(copies, row), 1, 0, 0};
     if (copies->with_rows) {
         block.rows = column(copies, row, 3);
         block.from_stride = column(copies, row, 4);
@@ -457,32 +482,46 @@ static int has_aligned_rows(const Block *block) {
     return block->rows > 1 && block->span.bytes < LONG && !(together & (LINE - 1));
 }
 
-/* Copies a block of aligned rows, and the next one in turns if it is alike; returns how many these were, maybe none. */
+/* Copies blocks of aligned rows from one of a list on, two at a time where they are alike and the way is in two places;
+   returns which one is something else. */
 static size_t copy_aligned(const Copies *copies, size_t row, size_t stop, size_t most, const Way *way) {
-    Block blocks[2] = {block_of(copies, row)};
-    size_t bytes = blocks->span.bytes, count = 1;
-    if (!way->rows || !has_aligned_rows(blocks) || bytes * blocks->rows > most / 2) return 0;
-    if (way->two && row + 1 < stop) {
-        blocks[1] = block_of(copies, row + 1);
-        count += has_aligned_rows(blocks + 1) && blocks[1].rows == blocks->rows && blocks[1].span.bytes == bytes;
+    for (size_t count; row < stop; row += count) {
+        Block blocks[2] = {block_of(copies, row)};
+        size_t bytes = blocks->span.bytes;
+        if (!has_aligned_rows(blocks) || bytes * blocks->rows > most / 2) break;
+        count = 1;
+        if (way->two && row + 1 < stop) {
+            blocks[1] = block_of(copies, row + 1);
+            count += has_aligned_rows(blocks + 1) && blocks[1].rows == blocks->rows && blocks[1].span.bytes == bytes;
+        }
+        const char *next[2];
+        for (size_t one = 0; one < count; one++) {
+            next[one] = start_of(copies, row + count + one);
+            if (!next[one]) next[one] = blocks[one].span.from;
+        }
+        give_way(count * bytes * blocks->rows);
+        way->rows(blocks, next, count, later_by(bytes));
     }
-    const char *next[2];
-    for (size_t one = 0; one < count; one++) {
-        next[one] = start_of(copies, row + count + one);
-        if (!next[one]) next[one] = blocks[one].span.from;
+    return row;
+}
+
+/* Copies short blocks from one of a list on; returns which one is something else. */
+static size_t copy_short(const Copies *copies, size_t row, size_t stop, const Way *way) {
+    for (size_t part = row; row == part && row < stop && is_short(span_of(copies, row));) {
+        uint64_t bytes = column(copies, row, 2);
+        part = stop - row < TOGETHER ? stop : row + TOGETHER;
+        give_way((part - row) * bytes); /* about: they are of one size nearly always */
+        row = way->shorts(copies, row, part, later_by(bytes));
     }
-    if (most < SIZE_MAX) give_way(count * bytes * blocks->rows);
-    way->rows(blocks, next, count, later_by(bytes));
-    return count;
+    return row;
 }
 
 static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way *way) {
     size_t most = giving_way.gate ? YIELDED : SIZE_MAX;
     for (size_t row = first; row < stop; row++) {
-        size_t copied = copy_aligned(copies, row, stop, most, way);
-        if (copied) {
-            row += copied - 1;
-            continue;
+        if (way->lines) {
+            row = copies->with_rows ? copy_aligned(copies, row, stop, most, way) : copy_short(copies, row, stop, way);
+            if (row == stop) break;
         }
         Block block = block_of(copies, row);
         size_t later = later_by(block.span.bytes);

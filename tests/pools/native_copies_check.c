@@ -77,6 +77,7 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     int64_t ends[MOST];
     size_t count = 1 + below(MOST), read = 0, written = 0;
     uint64_t bytes = 0, rows = 0;
+    int with_rows = !!below(2);
     Gate open = {0};
     memset(to, 0x5a, MEMORY);
     memset(expected, 0x5a, MEMORY);
@@ -84,7 +85,7 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     for (size_t row = 0; row < count; row++) {
         if (!row || below(2)) bytes = some_size(), bytes -= below(2) * (bytes % LINE);
         if (!row || below(2)) rows = below(30); /* both like the ones before: two blocks may be copied together */
-        if (bytes >= 2000) rows = 1;
+        if (!with_rows || bytes >= 2000) rows = 1;
         uint64_t read_step = bytes + below(600), write_step = bytes + below(600);
         read += below(200), written += below(200);
         if (below(4)) written += -(uintptr_t)(to + written) % LINE; /* aligned rows are copied in a way of their own */
@@ -102,7 +103,7 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
         wanted[row] = mine, ends[row] = (int64_t)row + 1;
         read += rows * read_step, written += rows * write_step;
     }
-    Copies copies = {(const char *)numbers, sizeof *numbers, sizeof **numbers, count, 1};
+    Copies copies = {(const char *)numbers, sizeof *numbers, sizeof **numbers, count, with_rows};
     Digests into = {ends, digests, count, 0, &fnv};
     forced = way;
     Call call = begin_call(&copies, hashed ? &into : NULL, 0);
@@ -303,16 +304,17 @@ static int scripted_clock(clockid_t clock, struct timespec *now) {
 /* What gives way yields its processor each time that YIELDED bytes are copied, also of one row, or of rows that are copied
    together, but not while it may keep it, which is bounded; nothing else does. */
 static int check_yields(const Way *way, char *from, char *to, int hashed) {
-    enum { BLOCKS = 16, BYTES = YIELDED / 4 };
-    uint64_t numbers[BLOCKS][6], digests[BLOCKS], fnv;
-    int64_t ends[BLOCKS];
+    enum { BLOCKS = 16, MANY = 1024, BYTES = YIELDED / 4 };
+    uint64_t numbers[MANY][6], digests[MANY], fnv;
+    int64_t ends[MANY];
     static const struct {
         int gives_way;
         size_t blocks, rows;
         time_t away_s;
         unsigned least, most;
     } CASES[] = {{0, BLOCKS, 1, 0, 0, 0}, {1, BLOCKS, 1, 0, 4, 4}, {1, 1, 1, 0, 4, 4}, {1, BLOCKS, 1, 3600, 1, 1},
-                 {1, BLOCKS, 64, 0, 4, 4}, {1, 4, 256, 0, 4, 4}, {1, 2, 1024, 0, 4, 4}};
+                 {1, BLOCKS, 64, 0, 4, 4}, {1, 4, 256, 0, 4, 4}, {1, 2, 1024, 0, 4, 4},
+                 {1, MANY, 1, 0, 4, 4}};
     int failed = 0;
     is_scripted = 1;
     for (size_t at = 0; at < sizeof CASES / sizeof *CASES; at++) {
@@ -324,7 +326,7 @@ static int check_yields(const Way *way, char *from, char *to, int hashed) {
             ends[row] = (int64_t)row + 1;
         }
         Gate gate = {0};
-        Copies copies = {(const char *)numbers, sizeof *numbers, sizeof **numbers, blocks, 1};
+        Copies copies = {(const char *)numbers, sizeof *numbers, sizeof **numbers, blocks, rows > 1};
         Digests into = {ends, digests, blocks, 0, &fnv};
         Call call = begin_call(&copies, hashed ? &into : NULL, 0);
         call.class = -1, call.way = way;
