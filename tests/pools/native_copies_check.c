@@ -77,13 +77,14 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     int64_t ends[MOST];
     size_t count = 1 + below(MOST), read = 0, written = 0;
     uint64_t bytes = 0, rows = 0;
-    int with_rows = !!below(2);
+    int with_rows = !!below(4);
     Gate open = {0};
     memset(to, 0x5a, MEMORY);
     memset(expected, 0x5a, MEMORY);
     reset_fnv(&fnv);
     for (size_t row = 0; row < count; row++) {
-        if (!row || below(2)) bytes = some_size(), bytes -= below(2) * (bytes % LINE);
+        if (!row || below(2)) bytes = row && below(2) ? bytes + LINE : some_size();
+        bytes -= below(2) * (bytes % LINE);
         if (!row || below(2)) rows = below(30); /* both like the ones before: two blocks may be copied together */
         if (!with_rows || bytes >= 2000) rows = 1;
         uint64_t read_step = bytes + below(600), write_step = bytes + below(600);
