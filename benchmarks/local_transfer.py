@@ -36,6 +36,8 @@ from kvferry.protocol.manifests import Entry, Manifest
 LAYERS = 4
 TARGETS = {16 * KIB: 0.75, 128 * KIB: 1.2, 1 * MIB: 1.5}
 """At 64 MiB. Where memcpy itself goes past the caches, from three quarters of the last one on, none is much faster."""
+SHORT_BYTES = 512
+"""Two heads of a token: what pools of one token a page have."""
 TARGETED = (("random", 64), ("random", 8))
 CHECKSUMS = 0.2
 """Of what it copies, a transfer with checksums gathers both sides anew, and hashes both."""
@@ -43,20 +45,20 @@ MEMCPY = "one numpy.copyto of one contiguous range, one thread"
 
 
 def measure(effort: Effort) -> list[Row]:
-    """Measure three page sizes, random and contiguous pages, and two amounts."""
+    """Measure four page sizes, random and contiguous pages, and two amounts."""
     keep_freed_memory()
     sizes_mib = (8, 16) if effort.quick else (64, 512)
     rows = []
-    for page_bytes in TARGETS:
+    for page_bytes in (SHORT_BYTES, *TARGETS):
+        size = f"{page_bytes // KIB}KiB" if page_bytes >= KIB else f"{page_bytes}B"
         with copying(page_bytes, sizes_mib[-1] * MIB) as copier:
             rows += [
-                copier.measure(f"local_transfer/{page_bytes // KIB}KiB/{order}/{size_mib}MiB", order, size_mib, effort)
+                copier.measure(f"local_transfer/{size}/{order}/{size_mib}MiB", order, size_mib, effort)
                 for size_mib in sizes_mib
                 for order in ("random", "contiguous")
             ]
-            rows.append(
-                copier.measure_checksums(f"local_transfer/checksums/{page_bytes // KIB}KiB", sizes_mib[0], effort)
-            )
+            if page_bytes in TARGETS:
+                rows.append(copier.measure_checksums(f"local_transfer/checksums/{size}", sizes_mib[0], effort))
     return rows
 
 
@@ -97,7 +99,7 @@ class Copier:
             peer_is=MEMCPY,
             rounds=effort.pick(11, 2),
             settle=effort.pick(SETTLE, 1),
-            target=Target(TARGETS[entries[0].page_bytes]) if (order, size_mib) in TARGETED else None,
+            target=_target(entries[0].page_bytes, order, size_mib),
             limit=limit_of(partial(copy_kernel.copy, blocks), TRANSFER_THREADS, in_unit),
         )
         self.copied_gigabytes_a_second(plan)
@@ -160,6 +162,10 @@ class Copier:
     def _memcpy(self, size_bytes: int) -> None:
         source, destination = (one.view() for one in self._memory)
         np.copyto(destination[:size_bytes], source[:size_bytes])
+
+
+def _target(page_bytes: int, order: str, size_mib: int) -> Target | None:
+    return Target(TARGETS[page_bytes]) if page_bytes in TARGETS and (order, size_mib) in TARGETED else None
 
 
 @contextmanager

@@ -42,6 +42,7 @@ enum {
     GRAIN = 256,             /* what is copied in one place before the other one has its turn */
     FETCHED = 4 << 10,       /* longer blocks are not fetched as a whole */
     TOGETHER = 128,          /* so many that are, are copied before others have their turn */
+    GATHERED = 1 << 10,      /* longer blocks are hashed where they are */
     LONG = 16 << 10,         /* shorter blocks are copied in one place */
     ROWS = 512,              /* what is shorter than this is a class of its own for trials, */
     MIDDLE = 8 << 10,        /* and so is what is shorter than this, */
@@ -536,6 +537,13 @@ static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way
     if (way->lines) fence();
 }
 
+typedef struct {
+    const int64_t *ends;
+    uint64_t *digests;
+    size_t count, ended;
+    void *state;
+} Digests;
+
 /* Hashes one row, and copies it in the same pass, unless it has no destination. */
 static void hash_row(void *state, Span span, const Way *way, const char *next) {
     for (size_t at = 0; at < span.bytes; at += CHUNK) {
@@ -554,26 +562,48 @@ static void hash_row(void *state, Span span, const Way *way, const char *next) {
     }
 }
 
-typedef struct {
-    const int64_t *ends;
-    uint64_t *digests;
-    size_t count, ended;
-    void *state;
-} Digests;
+/* Hashes short blocks from one of a list on up to the end of a digest, CHUNK at most, and copies them: a hash takes a few
+   hundred bytes hardly sooner than thousands, so they are put side by side first. Returns where what it took ends. */
+static size_t hash_short(const Copies *copies, size_t row, size_t stop, const Way *way, const Digests *into) {
+    _Alignas(LINE) char together[CHUNK];
+    size_t first = row, bytes = 0, later = later_by(column(copies, row, 2)), last = copies->count - 1;
+    if (into->ended < into->count && (size_t)into->ends[into->ended] < stop) stop = (size_t)into->ends[into->ended];
+    for (; row < stop; row++) {
+        Span span = span_of(copies, row);
+        if (!span.to || !is_short(span) || span.bytes > GATHERED || bytes + span.bytes > CHUNK) break;
+        fetch((const char *)(uintptr_t)column(copies, row + later < last ? row + later : last, 0), span.bytes);
+        memcpy(together + bytes, span.from, span.bytes);
+        bytes += span.bytes;
+    }
+    if (row == first) return row;
+    give_way(bytes);
+    hash.update(into->state, together, bytes);
+    for (size_t at = 0; first < row; first++) {
+        Span span = span_of(copies, first);
+        way->lines(span.to, together + at, span.bytes, together + at, 0);
+        at += span.bytes;
+    }
+    return row;
+}
+
+static void hash_block(void *state, const Copies *copies, size_t row, const Way *way) {
+    Block block = block_of(copies, row);
+    size_t later = later_by(block.span.bytes);
+    const char *next = start_of(copies, row + later);
+    for (size_t done = 0; done < block.rows; done++) {
+        if (block.rows > 1) next = block.span.from + later * block.from_stride;
+        hash_row(state, block.span, way, next);
+        block.span.from += block.from_stride;
+        if (block.span.to) block.span.to += block.to_stride;
+    }
+}
 
 /* Hashes, and copies, rows; a digest is of the rows since the last one up to its end. */
 static void hash_rows(const Copies *copies, size_t first, size_t stop, const Way *way, Digests *into) {
-    for (size_t row = first; row < stop; row++) {
-        Block block = block_of(copies, row);
-        size_t later = later_by(block.span.bytes);
-        const char *next = start_of(copies, row + later);
-        for (size_t done = 0; done < block.rows; done++) {
-            if (block.rows > 1) next = block.span.from + later * block.from_stride;
-            hash_row(into->state, block.span, way, next);
-            block.span.from += block.from_stride;
-            if (block.span.to) block.span.to += block.to_stride;
-        }
-        for (; into->ended < into->count && into->ends[into->ended] == (int64_t)row + 1; into->ended++) {
+    for (size_t row = first, after; row < stop; row = after) {
+        after = way->lines && !copies->with_rows ? hash_short(copies, row, stop, way, into) : row;
+        if (after == row) hash_block(into->state, copies, row, way), after++;
+        for (; into->ended < into->count && into->ends[into->ended] == (int64_t)after; into->ended++) {
             into->digests[into->ended] = hash.digest(into->state);
             hash.reset(into->state);
         }
