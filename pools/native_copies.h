@@ -580,7 +580,10 @@ static size_t hash_short(const Copies *copies, size_t row, size_t stop, const Wa
     hash.update(into->state, together, bytes);
     for (size_t at = 0; first < row; first++) {
         Span span = span_of(copies, first);
-        way->lines(span.to, together + at, span.bytes, together + at, 0);
+        if (way->lines)
+            way->lines(span.to, together + at, span.bytes, together + at, 0);
+        else
+            memcpy(span.to, together + at, span.bytes);
         at += span.bytes;
     }
     return row;
@@ -601,7 +604,7 @@ static void hash_block(void *state, const Copies *copies, size_t row, const Way 
 /* Hashes, and copies, rows; a digest is of the rows since the last one up to its end. */
 static void hash_rows(const Copies *copies, size_t first, size_t stop, const Way *way, Digests *into) {
     for (size_t row = first, after; row < stop; row = after) {
-        after = way->lines && !copies->with_rows ? hash_short(copies, row, stop, way, into) : row;
+        after = copies->with_rows ? row : hash_short(copies, row, stop, way, into);
         if (after == row) hash_block(into->state, copies, row, way), after++;
         for (; into->ended < into->count && into->ends[into->ended] == (int64_t)after; into->ended++) {
             into->digests[into->ended] = hash.digest(into->state);
