@@ -49,7 +49,7 @@ class Kernel(Protocol):
     """One of the two ways."""
 
     def copy(self, copies: Copies) -> None:
-        """Copy, in order. Releases the GIL where it takes more than a few microseconds.
+        """Copy, in any order. Releases the GIL where it takes more than a few microseconds.
 
         Raises:
             TypeError: not an array of that form.
@@ -61,7 +61,7 @@ class Kernel(Protocol):
     def copy_hashed(
         self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /, *, read_next: bool = False
     ) -> None:
-        """Copy, in order, and hash the sources; a row with destination 0 is hashed alone.
+        """Copy, in any order, and hash the sources in theirs; a row with destination 0 is hashed alone.
 
         Args:
             copies: what to copy.
@@ -260,12 +260,12 @@ _KERNEL, DESCRIPTION, _CREWS = _choose()
 
 
 def copy(copies: Copies) -> None:
-    """Copy, in order; see ``Kernel.copy``."""
+    """Copy, in any order: no destination may overlap another one, or a source. See ``Kernel.copy``."""
     _KERNEL.copy(copies)
 
 
 def copy_hashed(copies: Copies, ends: Ends, state: HashState = None, *, read_next: bool = False) -> Digests:
-    """Copy, in order, and return the digest of the sources up to each end; see ``Kernel.copy_hashed``.
+    """Copy as ``copy`` does, and return the digest of the sources up to each end; see ``Kernel.copy_hashed``.
 
     Args:
         copies: what to copy; where the destination is 0, a row is only hashed.
@@ -284,7 +284,7 @@ def new_hash() -> HashState:
 
 
 class Gate:
-    """Stops copies that have begun, between two blocks, or 8 KiB that are hashed, while something more urgent copies.
+    """Stops copies that have begun, after a MiB at most, or 8 KiB that are hashed, while something more urgent copies.
 
     The Python kernel knows no gates: what has begun there goes on.
     """

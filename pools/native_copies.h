@@ -41,7 +41,7 @@ enum {
     AHEAD = 2 << 10,         /* how much of what is next is fetched before a plain copy */
     GRAIN = 256,             /* what is copied in one place before the other one has its turn */
     FETCHED = 4 << 10,       /* longer blocks are not fetched as a whole */
-    TOGETHER = 128,          /* so many that are, are copied before others have their turn */
+    TOGETHER = 64,           /* so many that are, are copied before others have their turn */
     GATHERED = 1 << 10,      /* longer blocks are hashed where they are */
     LONG = 16 << 10,         /* shorter blocks are copied in one place */
     ROWS = 512,              /* what is shorter than this is a class of its own for trials, */
@@ -337,7 +337,7 @@ static void age(Trials *of, double at_ns) {
     }
 }
 
-/* -- giving way: between two rows, or pieces of long ones, such a thread stops while its gate is shut, and lets others have
+/* -- giving way: between two rows, some short ones, or pieces of long ones, such a thread stops while its gate is shut, and lets others have
    its processor. The kernel lets who was preempted, or wakes up having had its share, wait for a tick of its clock
    otherwise, which may take 4 ms, even for a thread in the background. */
 
@@ -508,11 +508,13 @@ static size_t copy_aligned(const Copies *copies, size_t row, size_t stop, size_t
 
 /* Copies short blocks from one of a list on; returns which one is something else. */
 static size_t copy_short(const Copies *copies, size_t row, size_t stop, const Way *way) {
-    for (size_t part = row; row == part && row < stop && is_short(span_of(copies, row));) {
-        uint64_t bytes = column(copies, row, 2);
+    for (size_t part = row; row == part && row < stop;) {
+        give_way(0);
         part = stop - row < TOGETHER ? stop : row + TOGETHER;
-        give_way((part - row) * bytes); /* about: they are of one size nearly always */
-        row = way->shorts(copies, row, part, later_by(bytes));
+        size_t after = way->shorts(copies, row, part, later_by(column(copies, row, 2)));
+        if (giving_way.gate)
+            for (; row < after; row++) yielding.bytes += column(copies, row, 2); /* before what is next */
+        row = after;
     }
     return row;
 }

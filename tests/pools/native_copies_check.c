@@ -38,6 +38,8 @@ static int scripted_setaffinity(pid_t thread, size_t bytes, const cpu_set_t *wan
 
 enum { MEMORY = MEMORY_BYTES, MOST = 40, FEW = 6, MIB = 1 << 20, THREADS = 3 };
 
+static const Way *const STREAMS = &WAYS[WAY_COUNT - 4]; /* in two places */
+
 static uint64_t state = 88172645463325252ULL;
 
 static uint64_t below(uint64_t bound) {
@@ -156,14 +158,14 @@ static int check_trials(void) {
 }
 
 /* One digest goes over the end of a call, and begins before it; what is between is shared. */
-static int check_digests_over_calls(char *from, Crew *crew) {
-    enum { ROWS_OF_CALL = 40, BYTES = 5000 };
+static int check_digests_over_calls(char *from, char *to, Crew *crew, uint64_t bytes) {
+    enum { ROWS_OF_CALL = 40 };
     uint64_t numbers[2 * ROWS_OF_CALL][3], digests[2][ROWS_OF_CALL] = {{0}}, fnv, mine;
     int64_t ends[2][ROWS_OF_CALL];
     int failed = 0;
     reset_fnv(&fnv), reset_fnv(&mine);
     for (size_t row = 0; row < 2 * ROWS_OF_CALL; row++) {
-        uint64_t one[3] = {(uintptr_t)(from + row * BYTES), 0, BYTES};
+        uint64_t one[3] = {(uintptr_t)(from + row * bytes), to ? (uintptr_t)(to + row * bytes) : 0, bytes};
         memcpy(numbers[row], one, sizeof one);
     }
     for (size_t half = 0; half < 2; half++) {
@@ -173,16 +175,17 @@ static int check_digests_over_calls(char *from, Crew *crew) {
         Copies copies = {(const char *)numbers[half * ROWS_OF_CALL], sizeof *numbers, sizeof **numbers, ROWS_OF_CALL, 0};
         Digests into = {ends[half], digests[half], count, 0, &fnv};
         Call call = begin_call(&copies, &into, 0);
+        if (to) call.way = STREAMS;
         do_by_crew(crew, &call, THREADS);
         end_call(&call);
         size_t row = half * ROWS_OF_CALL;
         for (size_t number = 0; number < count; number++) {
             for (; row < half * ROWS_OF_CALL + (size_t)ends[half][number]; row++)
-                update_fnv(&mine, from + row * BYTES, BYTES);
+                update_fnv(&mine, from + row * bytes, bytes);
             failed |= digests[half][number] != mine;
             reset_fnv(&mine);
         }
-        for (; row < (half + 1) * ROWS_OF_CALL; row++) update_fnv(&mine, from + row * BYTES, BYTES);
+        for (; row < (half + 1) * ROWS_OF_CALL; row++) update_fnv(&mine, from + row * bytes, bytes);
         failed |= fnv != mine;
     }
     if (failed) printf("digests over several calls differ\n");
@@ -193,19 +196,21 @@ typedef struct {
     Crew *crew;
     Gate *gate;
     double patience_ns;
-    uint64_t numbers[4][3];
-    int64_t ends[4];
-    uint64_t digests[4], fnv;
-    int hashed;
+    int hashed, with_rows;
+    size_t count;
+    uint64_t numbers[64][6];
+    int64_t ends[64];
+    uint64_t digests[64], fnv;
 } Gated;
 
 static void *copy_gated(void *argument) {
     Gated *self = argument;
-    Copies copies = {(const char *)self->numbers, sizeof *self->numbers, sizeof **self->numbers, 4, 0};
-    Digests into = {self->ends, self->digests, 4, 0, &self->fnv};
+    Copies copies = {(const char *)self->numbers, sizeof *self->numbers, sizeof **self->numbers, self->count,
+                     self->with_rows};
+    Digests into = {self->ends, self->digests, self->count, 0, &self->fnv};
     giving_way.gate = self->gate, giving_way.patience_ns = self->patience_ns;
     Call call = begin_call(&copies, self->hashed ? &into : NULL, 0);
-    call.class = -1;
+    call.class = -1, call.way = STREAMS;
     if (self->crew)
         do_by_crew(self->crew, &call, 2);
     else
@@ -215,31 +220,36 @@ static void *copy_gated(void *argument) {
 
 /* A thread whose gate is shut copies nothing until it has been open for a moment; out of patience, it goes on. */
 static int check_gate(char *from, char *to, Crew *crew, int hashed) {
-    enum { BYTES = 100000 };
+    static const struct {
+        size_t count, rows, bytes;
+    } SHAPES[] = {{4, 1, 100000}, {4, 100, 1024}, {64, 1, 1024}};
     int failed = 0;
-    for (int patient = 0; patient < 2; patient++) {
+    for (int one_of = 0; one_of < 6; one_of++) {
+        int patient = one_of % 2;
+        size_t count = SHAPES[one_of / 2].count, rows = SHAPES[one_of / 2].rows, bytes = SHAPES[one_of / 2].bytes;
         Gate gate = {0};
-        Gated one = {.crew = crew, .gate = &gate, .hashed = hashed, .patience_ns = patient ? 1e18 : 1e6};
+        Gated one = {crew, &gate, patient ? 1e18 : 1e6, hashed, rows > 1, count, {{0}}, {0}, {0}, 0};
         double opened_ns = 0;
         pthread_t thread;
         reset_fnv(&one.fnv);
-        for (size_t row = 0; row < 4; row++) {
-            uint64_t numbers[3] = {(uintptr_t)(from + row * BYTES), (uintptr_t)(to + row * BYTES), BYTES};
+        for (size_t row = 0; row < count; row++) {
+            size_t at = row * rows * bytes;
+            uint64_t numbers[6] = {(uintptr_t)(from + at), (uintptr_t)(to + at), bytes, rows, bytes, bytes};
             memcpy(one.numbers[row], numbers, sizeof numbers);
             one.ends[row] = (int64_t)row + 1;
         }
-        memset(to, 0x5a, 4 * BYTES);
+        memset(to, 0x5a, count * rows * bytes);
         set_gate(&gate, 1);
         if (pthread_create(&thread, NULL, copy_gated, &one)) return printf("no thread\n"), 1;
         if (patient) {
             while (!read_now(&gate.waiting)) sched_yield();
-            for (size_t at = 0; at < 4 * BYTES; at++) failed |= to[at] != 0x5a;
+            for (size_t at = 0; at < count * rows * bytes; at++) failed |= to[at] != 0x5a;
             opened_ns = now_ns();
             set_gate(&gate, 0);
         }
         pthread_join(thread, NULL);
         failed |= patient && now_ns() - opened_ns < PAUSE_NS;
-        failed |= !!memcmp(to, from, 4 * BYTES);
+        failed |= !!memcmp(to, from, count * rows * bytes);
     }
     if (failed) printf("a gate does not hold, or does not open\n");
     return failed;
@@ -317,7 +327,7 @@ static int check_yields(const Way *way, char *from, char *to, int hashed) {
         unsigned least, most;
     } CASES[] = {{0, BLOCKS, 1, 0, 0, 0}, {1, BLOCKS, 1, 0, 4, 4}, {1, 1, 1, 0, 4, 4}, {1, BLOCKS, 1, 3600, 1, 1},
                  {1, BLOCKS, 64, 0, 4, 4}, {1, 4, 256, 0, 4, 4}, {1, 2, 1024, 0, 4, 4},
-                 {1, MANY, 1, 0, 4, 4}};
+                 {1, MANY, 1, 0, 3, 4}, {1, MANY / 4, 1, 0, 3, 4}};
     int failed = 0;
     is_scripted = 1;
     for (size_t at = 0; at < sizeof CASES / sizeof *CASES; at++) {
@@ -335,12 +345,14 @@ static int check_yields(const Way *way, char *from, char *to, int hashed) {
         call.class = -1, call.way = way;
         reset_fnv(&fnv);
         memset(&yielding, 0, sizeof yielding);
+        memset(to, 0x5a, BLOCKS * BYTES);
         yields = 0, away_s = CASES[at].away_s;
         giving_way.gate = CASES[at].gives_way ? &gate : NULL, giving_way.waited_ns = 0;
         do_call(&call);
         double kept_ns = yielding.again_ns - now_ns();
         giving_way.gate = NULL, passed_s = 0;
         int is_right = yields >= CASES[at].least && yields <= CASES[at].most && kept_ns <= MOST_KEPT_NS;
+        is_right &= !memcmp(to, from, BLOCKS * BYTES);
         if (is_right && giving_way.waited_ns >= 1e9 * (double)(yields * away_s)) continue;
         printf("case %zu, %shashed: %u yields, %.0f ns, %.0f kept\n", at, hashed ? "" : "not ", yields, giving_way.waited_ns,
                kept_ns);
@@ -407,7 +419,7 @@ static int check_processors(void) {
 
 int main(int count, char **arguments) {
     int rounds = count > 1 ? atoi(arguments[1]) : 100, failed = 0, ways = 0;
-    char *from = malloc(MEMORY), *to = malloc(MEMORY), *expected = malloc(MEMORY);
+    char *from = aligned_alloc(4096, MEMORY), *to = aligned_alloc(4096, MEMORY), *expected = malloc(MEMORY);
     for (size_t at = 0; at < MEMORY; at++) from[at] = (char)below(256);
     hash = (Hash){create_fnv, free_fnv, reset_fnv, update_fnv, digest_fnv};
     Crew *crews[] = {NULL, new_crew(1, "", 0), new_crew(THREADS, "", 0)};
@@ -424,11 +436,11 @@ int main(int count, char **arguments) {
     }
     for (int one = 0; one < 3; one++) failed |= check_rest(crews[one]);
     failed |= check_processors() | check_trials();
-    for (int one = 0; one < 4; one++) failed |= check_yields(one / 2 ? PLAIN : &WAYS[WAY_COUNT - 4], from, to, one % 2);
+    for (int one = 0; one < 4; one++) failed |= check_yields(one / 2 ? PLAIN : STREAMS, from, to, one % 2);
     for (int one = 0; one < 3; one++) {
         failed |= check_gate(from, to, crews[one], 0) | check_gate(from, to, crews[one], 1);
         if (one)
-            failed |= check_digests_over_calls(from, crews[one]) | check_withdrawn(from, to, crews[one]), free_crew(crews[one]);
+            failed |= check_digests_over_calls(from, NULL, crews[one], 5000) | check_digests_over_calls(from, to, crews[one], 640) | check_withdrawn(from, to, crews[one]), free_crew(crews[one]);
     }
     free(from), free(to), free(expected);
     printf("%d ways, %d rounds each: %s\n", ways, rounds, failed ? "failed" : "ok");
