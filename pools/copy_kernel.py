@@ -7,7 +7,8 @@ every installation has, in a second one; all give the same values. Callers have 
 mapped ends the process, as it does with memcpy.
 
 Copies are lists: ``(n, 3)`` uint64 of source address, destination address and size in bytes, or ``(n, 6)`` with the
-number of rows, and the distance in bytes from one row to the next at the source and at the destination.
+number of rows, and the distance in bytes from one row to the next at the source and at the destination. They are made
+in any order: no destination may overlap another one, or a source.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Kernel(Protocol):
     def copy_hashed(
         self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /, *, read_next: bool = False
     ) -> None:
-        """Copy, in any order, and hash the sources in theirs; a row with destination 0 is hashed alone.
+        """Copy, in any order, and hash the sources in the order of the list; a row with destination 0 is hashed alone.
 
         Args:
             copies: what to copy.
@@ -260,7 +261,7 @@ _KERNEL, DESCRIPTION, _CREWS = _choose()
 
 
 def copy(copies: Copies) -> None:
-    """Copy, in any order: no destination may overlap another one, or a source. See ``Kernel.copy``."""
+    """Copy, in any order; see ``Kernel.copy``."""
     _KERNEL.copy(copies)
 
 

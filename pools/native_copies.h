@@ -4,7 +4,7 @@
    is going to replace; a streaming store does not, which saves a third of the traffic. memcpy streams only from many
    megabytes a call on, which a page never has. So blocks are copied here: with streaming stores where a call moves much,
    with lines fetched early across the blocks' borders, since processors fetch ahead within 4 KiB only, and in one place
-   or in two at a time. The checksum, XXH3-64, is libxxhash's, and takes each 8 KiB while they are in the first-level cache.
+   or in two at a time; what is short, and rows, in loops of their own. Copies are made in any order. The checksum, XXH3-64, is libxxhash's, and takes each 8 KiB while they are in the first-level cache.
 
    Which of these ways is the fastest depends on the processor and on the memory: what is 1.8 of memcpy on one is 0.5 on
    another. So the first large call tries each way a few times, and the later ones take the best.
@@ -337,9 +337,9 @@ static void age(Trials *of, double at_ns) {
     }
 }
 
-/* -- giving way: between two rows, some short ones, or pieces of long ones, such a thread stops while its gate is shut, and lets others have
-   its processor. The kernel lets who was preempted, or wakes up having had its share, wait for a tick of its clock
-   otherwise, which may take 4 ms, even for a thread in the background. */
+/* -- giving way: between two rows, some short ones, or pieces of long ones, such a thread stops while its gate is shut,
+   and lets others have its processor. The kernel lets who was preempted, or wakes up having had its share, wait for a
+   tick of its clock otherwise, which may take 4 ms, even for a thread in the background. */
 
 typedef struct {
     uint32_t shut, waiting;
@@ -513,7 +513,7 @@ static size_t copy_short(const Copies *copies, size_t row, size_t stop, const Wa
         part = stop - row < TOGETHER ? stop : row + TOGETHER;
         size_t after = way->shorts(copies, row, part, later_by(column(copies, row, 2)));
         if (giving_way.gate)
-            for (; row < after; row++) yielding.bytes += column(copies, row, 2); /* before what is next */
+            for (; row < after; row++) yielding.bytes += column(copies, row, 2); /* what is next yields for them */
         row = after;
     }
     return row;

@@ -43,7 +43,7 @@ _readv.argtypes = (
 
 
 class CopyBlocks(Protocol):
-    """Copies blocks at absolute addresses, in order; source and destination blocks must not overlap."""
+    """Copies blocks at absolute addresses, in any order: none may overlap another one, but sources may be the same."""
 
     def __call__(self, blocks: Blocks, /) -> None:
         """Copy ``(n, 3)`` blocks; n may be 0.
