@@ -42,6 +42,7 @@ from tests.devices import DEVICE
 Memory = npt.NDArray[np.uint8]
 Require = Callable[[object, str], None]
 UNTOUCHED = 0x5A
+LINE = 64
 MIB = 1 << 20
 SIZES = st.integers(0, 300) | st.integers(0, 20_000) | st.integers(0, 3 * MIB)
 ALIGNMENTS = st.integers(0, 4096)
@@ -161,6 +162,43 @@ def test_rows_arrive_at_their_distances(
     else:
         kernel.copy(copies)
     assert (destination == expected).all()
+
+
+@pytest.mark.parametrize("way", ["plain", "hashed"])
+@DEVICE.examples(12)
+@given(st.integers(1, 80), st.just(1) | st.integers(2, 40), st.integers(0, 300), st.integers(0, 3), st.integers(1, 40))
+@example(4, 1, 0, 0, 7)
+@example(8, 128, 512, 0, 1)
+def test_many_short_blocks_and_rows_of_whole_lines_arrive(
+    kernel: Kernel, way: str, lines: int, rows: int, apart: int, lines_apart: int, per_digest: int
+) -> None:
+    """As much as is streamed, in random order: blocks of one token's page, and slices of larger pages."""
+    size = LINE * lines
+    count = -(-768 * 1024 // (size * rows))
+    steps = size + apart, size + LINE * lines_apart
+    source = noise(count * rows * steps[0]).reshape(count, rows, steps[0])
+    memory = np.full(count * rows * steps[1] + LINE, UNTOUCHED, np.uint8)
+    destination = memory[-memory.ctypes.data % LINE :][: count * rows * steps[1]].reshape(count, rows, steps[1])
+    expected = destination.copy()
+    rng = np.random.default_rng(size)
+    places = rng.permutation(count), rng.permutation(count)
+    expected[places[1], :, :size] = source[places[0], :, :size]
+    copies = np.zeros((count, 6), np.uint64)
+    copies[:, 0] = source.ctypes.data + places[0] * source.strides[0]
+    copies[:, 1] = destination.ctypes.data + places[1] * destination.strides[0]
+    copies[:, 2:] = size, rows, *steps
+    if rows == 1:
+        copies = copies[:, :3]
+    if way == "hashed":
+        ends = np.array([*range(per_digest, count, per_digest), count], np.int64)
+        digests = np.zeros(len(ends), np.uint64)
+        kernel.copy_hashed(copies, ends, digests, kernel.new_hash())
+        parts = np.split(source[places[0], :, :size], ends[:-1])
+        assert digests.tolist() == [xxhash.xxh3_64_intdigest(part.tobytes()) for part in parts]
+    else:
+        kernel.copy(copies)
+    assert (destination == expected).all()
+    assert (memory[: -memory.ctypes.data % LINE] == UNTOUCHED).all()
 
 
 @DEVICE.examples(60)
