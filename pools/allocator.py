@@ -8,13 +8,13 @@ page: never free, never owned. An owner is a number above 0; the allocator knows
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.integrity import SHOWN, WALKED, Problem, Walk, check, problem_at
-from kvferry.pools.planning.page_ids import check_distinct, check_range
+from kvferry.pools.planning.page_ids import FEW, check_distinct, check_range
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import NotOwnerError, PageBusyError, PoolFullError
 
@@ -23,6 +23,8 @@ PADDING_PAGE = 0
 OWNER_DTYPE = np.dtype(np.int32)
 Owners = npt.NDArray[np.int32]
 """``(pages,)`` int32: the number of each page's owner, NOBODY for none."""
+Flags: TypeAlias = npt.NDArray[np.bool_] | npt.NDArray[np.int32]
+"""``(n,)``, set where not 0."""
 
 _WALK_PAGES = 1 << 17  # of a check of all pages, before it may be paused: about a millisecond
 _SCAN_PAGES = 1 << 10  # first window of the search for free pages; each further window is twice as wide
@@ -159,7 +161,10 @@ class PageAllocator:
             EmptyPagesError, PageOutOfRangeError, NotOwnerError: names the first invalid page.
         """
         check_range(ids, self._pages, field)
-        foreign = (self._owner[ids] != owner).nonzero()[0]
+        owners = self._owner[ids]
+        if len(ids) <= FEW and owners.tolist().count(owner) == len(ids):
+            return
+        foreign = (owners != owner).nonzero()[0]
         if len(foreign):
             page = int(ids[foreign[0]])
             state = "owned by another instance" if self._owner[page] != NOBODY else "not allocated, or already freed"
@@ -196,7 +201,7 @@ class PageAllocator:
         self.check_owned(owner, ids, field)
         check_distinct(ids, field)
         self._check_none(self._writing[ids], ids, "is being written", field)
-        self._check_none(self._readers[ids] > 0, ids, "is being read", field)
+        self._check_none(self._readers[ids], ids, "is being read", field)
         self.changes += 1
         self._writing[ids] = True
 
@@ -325,7 +330,7 @@ class PageAllocator:
     def _reclaim(self, ids: PageIds, *, repeated: bool = False) -> int:
         """Free those of ``ids`` that are doomed and idle; return how many. One may be ``repeated``."""
         doomed = self._doomed[ids]
-        if not doomed.any():
+        if not _any(doomed):
             return 0
         idle = ids[doomed & (self._readers[ids] == 0) & ~self._writing[ids]]
         if repeated and len(idle):
@@ -346,7 +351,12 @@ class PageAllocator:
                     self._when_freed.append(waiter)
         return count
 
-    def _check_none(self, busy: np.typing.NDArray[np.bool_], ids: PageIds, what: str, field: str) -> None:
-        at = busy.nonzero()[0]
-        if len(at):
-            raise PageBusyError(f"page {ids[at[0]]} at position {at[0]} {what}", field=field)
+    def _check_none(self, busy: Flags, ids: PageIds, what: str, field: str) -> None:
+        if _any(busy):
+            at = int(busy.nonzero()[0][0])
+            raise PageBusyError(f"page {ids[at]} at position {at} {what}", field=field)
+
+
+def _any(flags: Flags) -> bool:
+    """Return whether any is set. numpy's own way to ask is slow where its code was not used of late."""
+    return any(flags.tolist()) if len(flags) <= FEW else bool(flags.any())

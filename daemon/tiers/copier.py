@@ -29,7 +29,7 @@ from kvferry.daemon.process.time_slices import be_as_others, run_in_background
 from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Crew, Hashing
-from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Hashed, Pending, Region
+from kvferry.pools.devices.base import NOTHING_PENDING, Hashed, Pending, Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.block_copies import hash_step, offload_copies, restore_copies
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, BlockSteps
@@ -70,7 +70,7 @@ class Shard:
         self,
         kind: Kind,
         segments: Sequence[BlockSegment],
-        arena: Arena,
+        arena: HostRegion,
         digests: Sequence[Digests] | None,
         blocks: Iterable[tuple[int, int]],
     ) -> None:
@@ -86,7 +86,7 @@ class Shard:
             if first < stop
         )
         self._returned: ShardStep | None = None
-        self._memory: Arena | None = None
+        self._memory: memoryview | None = None
 
     @property
     def exhausted(self) -> bool:
@@ -125,20 +125,20 @@ class Shard:
         region, pages = self._segments[step.segment]
         if self._digests is not None and isinstance(region, HostRegion):
             hashed = region.offload_hashed if self.kind == "offload" else region.restore_hashed
-            return hashed(pages, step.step, self._arena, self._hash)
+            return hashed(pages, step.step, self._arena.view(), self._hash)
         begin = region.begin_offload if self.kind == "offload" else region.begin_restore
-        return begin(pages, step.step, self._arena)
+        return begin(pages, step.step, self._arena.view())
 
     def submit(self, step: ShardStep, crew: Crew, threads: int) -> Pending:
         """Give a step in host memory to a crew; once that has ended, it is completed with what this returns."""
         region, pages = self._segments[step.segment]
         assert isinstance(region, HostRegion)
-        self._memory = memory = region.view()  # kept, so that it stays mapped
+        self._memory = memoryview(region.buffer)  # kept, so that it stays mapped
         if self.kind == "offload":
-            copies, ends = offload_copies(memory, pages, step.step, self._arena)
+            copies, ends = offload_copies(region.address, pages, step.step, self._arena.address)
         else:
             hashed = self._digests is not None
-            copies, ends = restore_copies(memory, pages, step.step, self._arena, hashed=hashed)
+            copies, ends = restore_copies(region.address, pages, step.step, self._arena.address, hashed=hashed)
         if self._digests is None:
             crew.submit(copies, threads, self)
             return NOTHING_PENDING
@@ -156,19 +156,22 @@ class Shard:
             return
         segment, (first, stop, _, _) = step
         pages = self._segments[segment].pages
-        found = pending.digests if isinstance(pending, Hashed) else hash_step(pages, step.step, self._arena, self._hash)
+        if isinstance(pending, Hashed):
+            found = pending.digests
+        else:
+            found = hash_step(pages, step.step, self._arena.view(), self._hash)
         if not len(found):  # none of its blocks ends in it
             return
         if self.kind == "offload":
             self._digests[segment][first:stop] = found
             return
         expected = self._digests[segment][first:stop]
-        wrong = np.flatnonzero(found != expected)
-        if len(wrong):
-            block = first + int(wrong[0])
+        if found.tobytes() != expected.tobytes():
+            wrong = int(np.flatnonzero(found != expected)[0])
+            block = first + wrong
             raise SnapshotDamagedError(
                 f"block {block} of {len(pages.ids)} of space {pages.layout.space!r} has checksum "
-                f"{int(found[wrong[0]]):016x}, expected {int(expected[wrong[0]]):016x}",
+                f"{int(found[wrong]):016x}, expected {int(expected[wrong]):016x}",
                 field=f"{pages.layout.space}[{block}]",
             )
 
@@ -178,7 +181,7 @@ MIN_SHARD_BYTES: Final = 4 << 20
 
 
 def shards_of(
-    kind: Kind, segments: Sequence[BlockSegment], arena: Arena, digests: Sequence[Digests] | None, max_shards: int
+    kind: Kind, segments: Sequence[BlockSegment], arena: HostRegion, digests: Sequence[Digests] | None, max_shards: int
 ) -> list[Shard]:
     """Return a job's shards: at most ``max_shards``, as equal as possible, none empty."""
     total_bytes = sum(one.pages.total_bytes for one in segments)
@@ -216,6 +219,8 @@ class BlockJob:
     Attributes:
         kind: the direction.
         operation_class: RESTORE for a restore, OFFLOAD for an offload.
+        total_bytes: how many of the arena's it reads or writes.
+        copies: how many it makes: one for each block's part of an entry.
         segments: one per page space; a region may occur several times.
         arena: the memory that holds the blocks.
         checksums: whether an offload computes checksums.
@@ -243,8 +248,11 @@ class BlockJob:
         self.checksums = checksums
         self.digests = None if digests is None else tuple(digests)
         self.operation_class = OperationClass.RESTORE if kind == "restore" else OperationClass.OFFLOAD
-        for segment in self.segments:
-            segment.pages.check(arena.size_bytes)
+        self.total_bytes = self.copies = 0
+        for _, pages in self.segments:
+            pages.check(arena.size_bytes)
+            self.total_bytes += pages.total_bytes
+            self.copies += len(pages.ids) * len(pages.layout.entries)
         counts = [len(digests) for digests in self.digests or ()]
         if self.digests is not None and counts != [len(segment.pages.ids) for segment in self.segments]:
             raise InternalError(f"checksums of {counts} blocks for {self!r}")
@@ -252,16 +260,6 @@ class BlockJob:
     def __repr__(self) -> str:
         """Show kind and size."""
         return f"<BlockJob {self.kind} blocks={[len(one.pages.ids) for one in self.segments]} {self.total_bytes} bytes>"
-
-    @property
-    def total_bytes(self) -> int:
-        """Return the number of arena bytes that the job reads or writes."""
-        return sum(one.pages.total_bytes for one in self.segments)
-
-    @property
-    def copies(self) -> int:
-        """Return the number of copies: one for each block's part of an entry."""
-        return sum(len(one.pages.ids) * len(one.pages.layout.entries) for one in self.segments)
 
     @property
     def hashed(self) -> bool:
@@ -285,7 +283,7 @@ class _Running:
         self.on_done = on_done
         self.job = job
         self.trial = trial
-        self.arena: Arena = job.arena.view()  # keeps the memory mapped
+        self.memory = memoryview(job.arena.buffer)  # keeps it mapped
         self.error: KvferryError | None = None
         self.open_shards = 0
         self.digests = job.digests
@@ -365,7 +363,7 @@ class TierCopier:
         if crew is not None and self._may_submit(job, crew) and self._submit(running, crew):
             return
         most = 1 if self._crew is not None and self._crew_shares(job) else running.trial.threads
-        shards = shards_of(job.kind, job.segments, running.arena, running.digests, most)
+        shards = shards_of(job.kind, job.segments, job.arena, running.digests, most)
         with self._changed:
             self._running[id(job)] = running
             running.open_shards = len(shards)
@@ -387,7 +385,8 @@ class TierCopier:
     def _submit(self, running: _Running, crew: Crew) -> bool:
         """Give a job to the crew; return False, and do nothing, where it may not begin at once."""
         job = running.job
-        [shard] = shards_of(job.kind, job.segments, running.arena, running.digests, 1)
+        [(_, pages)] = job.segments
+        shard = Shard(job.kind, job.segments, job.arena, running.digests, [(0, len(pages.ids))])
         grant = self._scheduler.try_begin(job.operation_class, shard.left_bytes)
         if grant is None:
             return False
@@ -401,11 +400,12 @@ class TierCopier:
     def _submitted_ended(self, crew: Crew) -> None:
         if crew.take_ended() and self._submitted is not None:
             in_flight, self._submitted = self._submitted, None
-            self._complete(in_flight, 0.0, keep=False)
+            self._complete(in_flight, 0.0, keep=True)  # it was the only step of the only shard
+            self._report(in_flight.slot.running)
 
     def _has_grown(self, arena: HostRegion) -> bool:
         """Return whether the arena has another amount of memory than when this was last asked."""
-        before, self._arena_bytes = self._arena_bytes, arena.allocated_bytes
+        before, self._arena_bytes = self._arena_bytes, arena.size_bytes if arena.is_populated else arena.allocated_bytes
         return self._arena_bytes != before
 
     def stop(self, job: BlockJob) -> None:

@@ -35,6 +35,10 @@ class OperationClass(enum.IntEnum):
     DEMOTION = 2
 
 
+_ABOVE: Final = {one: tuple(other for other in OperationClass if other < one) for one in OperationClass}
+"""The classes that are more urgent than each."""
+
+
 class Grant(NamedTuple):
     """A step may begin; what it copies in host memory stands still until ``patience_s`` later while transfers copy."""
 
@@ -238,9 +242,7 @@ class Scheduler:
 
     def _may_start(self, ticket: _Ticket, now_s: float) -> bool:
         operation_class, tickets = ticket.operation_class, self._waiting[ticket.operation_class]
-        if (tickets and tickets[0] is not ticket) or any(
-            self._waiting[one] for one in OperationClass if one < operation_class
-        ):
+        if (tickets and tickets[0] is not ticket) or any(self._waiting[one] for one in _ABOVE[operation_class]):
             return False
         if self._transfers:
             return not self.bytes_in_flight and self._patient_at_s(ticket) <= now_s

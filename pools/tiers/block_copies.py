@@ -22,6 +22,7 @@ from kvferry.protocol.codec import PageIds
 Bytes = npt.NDArray[np.uint8]
 
 _ZEROS: Final = np.zeros(BLOCK_ALIGNMENT, np.uint8)
+_NONE: Final[Ends] = np.zeros(0, np.int64)
 
 
 class StepCopies(NamedTuple):
@@ -36,25 +37,22 @@ class StepCopies(NamedTuple):
     ends: Ends
 
 
-def offload_copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> StepCopies:
-    """Return a step's copies from pages in ``memory``, ``(region_bytes,)``, to blocks in ``arena``, ``(arena_bytes,)``.
+def offload_copies(memory: int, pages: BlockPages, step: BlockStep, arena: int) -> StepCopies:
+    """Return a step's copies from pages in memory at one address to blocks in an arena at the other.
 
     The padding of blocks whose end is in the step becomes zero.
     """
-    return _with_ends(_with_zeros(_copies(memory, pages, step, arena), pages, step, arena), pages, step)
+    return _with_ends(_copies(memory, pages, step, arena, padded=True), pages, step)
 
 
-def restore_copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, *, hashed: bool) -> StepCopies:
+def restore_copies(memory: int, pages: BlockPages, step: BlockStep, arena: int, *, hashed: bool) -> StepCopies:
     """Return a step's copies from blocks to pages; those that are ``hashed`` have the padding, too, to no place."""
-    copies = _copies(memory, pages, step, arena)
-    back = (_with_zeros(copies, pages, step, arena) if hashed else copies)[:, :, [1, 0, 2]]
-    back[:, copies.shape[1] :, 1] = 0  # hashed alone
-    return _with_ends(back, pages, step)
+    return _with_ends(_copies(memory, pages, step, arena, back=True, padded=hashed), pages, step)
 
 
 def offload_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
     """Copy a step from pages to blocks; see ``offload_copies``."""
-    copy_kernel.copy(offload_copies(memory, pages, step, arena).copies)
+    copy_kernel.copy(offload_copies(memory.ctypes.data, pages, step, arena.ctypes.data).copies)
 
 
 def offload_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
@@ -67,17 +65,18 @@ def offload_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena
         arena: of the blocks.
         state: of ``copy_kernel.new_hash``: what it has of a block that began in an earlier step.
     """
-    return copy_kernel.copy_hashed(*offload_copies(memory, pages, step, arena), state)
+    return copy_kernel.copy_hashed(*offload_copies(memory.ctypes.data, pages, step, arena.ctypes.data), state)
 
 
 def restore_step(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> None:
     """Copy a step from blocks to pages: the reverse of ``offload_step``."""
-    copy_kernel.copy(restore_copies(memory, pages, step, arena, hashed=False).copies)
+    copy_kernel.copy(restore_copies(memory.ctypes.data, pages, step, arena.ctypes.data, hashed=False).copies)
 
 
 def restore_step_hashed(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
     """Copy as ``restore_step`` does, and return the digests of blocks in the same pass; see ``offload_step_hashed``."""
-    return copy_kernel.copy_hashed(*restore_copies(memory, pages, step, arena, hashed=True), state)
+    copies = restore_copies(memory.ctypes.data, pages, step, arena.ctypes.data, hashed=True)
+    return copy_kernel.copy_hashed(*copies, state)
 
 
 def hash_step(pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState) -> Digests:
@@ -91,46 +90,45 @@ def hash_step(pages: BlockPages, step: BlockStep, arena: Bytes, state: HashState
 def _with_ends(copies: Copies, pages: BlockPages, step: BlockStep) -> StepCopies:
     """Return copies, ``(blocks, copies of a block, 3)``, with where their blocks end."""
     blocks, rows = copies.shape[:2]
-    ends = np.arange(1, blocks + 1) * rows if step.stop_byte == pages.layout.content_bytes else np.zeros(0, np.int64)
+    ends = np.arange(rows, (blocks + 1) * rows, rows) if step.stop_byte == pages.layout.content_bytes else _NONE
     return StepCopies(copies.reshape(-1, 3), ends)
 
 
-def _copies(memory: Bytes, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
-    """Return a step's copies from pages to blocks: ``(blocks, copies of a block, 3)``."""
+def _copies(
+    memory: int, pages: BlockPages, step: BlockStep, arena: int, *, back: bool = False, padded: bool = False
+) -> Copies:
+    """Return a step's copies from pages to blocks, or ``back``: ``(blocks, copies of a block, 3)``.
+
+    Those that are ``padded`` have one more where the step ends blocks that have padding: of zeros to it, or of it to no
+    place.
+    """
     layout, ids, offsets = (
         pages.layout,
         pages.ids[step.first : step.stop, None],
         pages.offsets[step.first : step.stop, None],
     )
-    if step.stop_byte - step.first_byte == layout.content_bytes:  # as most are: all entries of each block
-        copies = np.empty((len(ids), len(layout.entries), 3), np.uint64)
-        copies[:, :, 0] = ids * layout.page_bytes + (layout.bases + memory.ctypes.data)
-        copies[:, :, 1] = offsets + (layout.offsets + arena.ctypes.data)
-        copies[:, :, 2] = layout.page_bytes
-        return copies
-    sources, destinations, sizes = [], [], []
-    for one in pages.layout.stacks_of(step.first_byte, step.stop_byte):
-        entries = np.arange(one.entries)
-        sources.append(one.base + entries * one.spacing_bytes + ids * one.page_bytes)
-        destinations.append(offsets + one.offset + entries * one.size_bytes)
-        sizes.append(np.full(one.entries, one.size_bytes))
-    copies = np.empty((len(ids), sum(map(len, sizes)), 3), np.uint64)
-    copies[:, :, 0] = np.concatenate(sources, axis=1) + memory.ctypes.data
-    copies[:, :, 1] = np.concatenate(destinations, axis=1) + arena.ctypes.data
-    copies[:, :, 2] = np.concatenate(sizes)
+    page, block = (1, 0) if back else (0, 1)
+    whole = step.stop_byte - step.first_byte == layout.content_bytes  # as most are: all entries of each block
+    stacks = () if whole else layout.stacks_of(step.first_byte, step.stop_byte)
+    rows = len(layout.entries) if whole else sum([one.entries for one in stacks])
+    padded = padded and step.stop_byte == layout.content_bytes < layout.block_bytes
+    copies = np.empty((len(ids), rows + padded, 3), np.uint64)
+    if whole:
+        copies[:, :rows, page] = ids * layout.page_bytes + (layout.bases + memory)
+        copies[:, :rows, block] = offsets + (layout.offsets + arena)
+        copies[:, :rows, 2] = layout.page_bytes
+    at = 0
+    for one in stacks:
+        entries, part = np.arange(one.entries), slice(at, at + one.entries)
+        copies[:, part, page] = ids * one.page_bytes + (entries * one.spacing_bytes + (one.base + memory))
+        copies[:, part, block] = offsets + (entries * one.size_bytes + (one.offset + arena))
+        copies[:, part, 2] = one.size_bytes
+        at += one.entries
+    if padded:
+        copies[:, rows, page] = 0 if back else _ZEROS.ctypes.data
+        copies[:, rows:, block] = offsets + (layout.content_bytes + arena)
+        copies[:, rows, 2] = layout.block_bytes - layout.content_bytes
     return copies
-
-
-def _with_zeros(copies: Copies, pages: BlockPages, step: BlockStep, arena: Bytes) -> Copies:
-    """Add one copy a block, of zeros to its padding, where the step ends blocks that have any."""
-    layout = pages.layout
-    if step.stop_byte < layout.content_bytes or layout.block_bytes == layout.content_bytes:
-        return copies
-    zeros = np.empty((len(copies), 1, 3), np.uint64)
-    zeros[:, 0, 0] = _ZEROS.ctypes.data
-    zeros[:, 0, 1] = pages.offsets[step.first : step.stop] + (arena.ctypes.data + layout.content_bytes)
-    zeros[:, 0, 2] = layout.block_bytes - layout.content_bytes
-    return np.concatenate((copies, zeros), axis=1)
 
 
 # -- a layout's blocks as cells: numbered rows of one width, for memory that only a device can access.
