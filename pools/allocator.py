@@ -73,6 +73,7 @@ class PageAllocator:
         self._lowest_free = int(np.argmax(self._free)) if self._free_count else pages
         self._full = np.zeros(-(-pages // _STRETCH_PAGES), np.bool_)  # no page of the stretch is free
         self._readers = np.zeros(pages, np.int32)
+        self._reader_counts = self._readers.data
         self._writing = np.zeros(pages, np.bool_)
         self._doomed = np.zeros(pages, np.bool_)
         self._when_freed: list[Callable[[], None]] = []
@@ -179,16 +180,16 @@ class PageAllocator:
         self.check_owned(owner, ids, field)
         self._check_none(self._writing[ids], ids, "is being written", field)
         self.changes += 1
-        np.add.at(self._readers, ids, 1)
+        self._add_readers(ids, 1)
 
     def end_read(self, ids: PageIds) -> None:
         """Undo ``begin_read``; doomed pages without readers become free."""
         self.changes += 1
-        np.subtract.at(self._readers, ids, 1)
+        self._add_readers(ids, -1)
         try:
             self._reclaim(ids, repeated=len(ids) > 1)
         except Exception:  # no memory: what raised may be called again
-            np.add.at(self._readers, ids, 1)
+            self._add_readers(ids, 1)
             raise
 
     def begin_write(self, owner: int, ids: PageIds, field: str) -> None:
@@ -210,6 +211,15 @@ class PageAllocator:
         self.changes += 1
         self._writing[ids] = False
         self._reclaim(ids)
+
+    def _add_readers(self, ids: PageIds, more: int) -> None:
+        """Add so many readers to pages, to one that is listed twice twice as many."""
+        if len(ids) > FEW:
+            np.add.at(self._readers, ids, more)
+            return
+        counts = self._reader_counts
+        for page in ids.tolist():
+            counts[page] += more
 
     def check_integrity(self) -> None:
         """Check that counts and arrays agree.

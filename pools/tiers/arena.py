@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.integrity import SHOWN, WALKED, Problem, Walk, check, problem_at
+from kvferry.pools.planning.page_ids import FEW
 
 ALLOCATION_UNIT_BYTES = 4096
 """Every block begins at a multiple of this, and takes a multiple of it."""
@@ -91,7 +92,10 @@ class Arena:
 
     def fitting(self, size_bytes: int) -> int:
         """Return how many blocks of ``size_bytes`` (at least 1) could be allocated now."""
-        return int((self._sizes // whole_units(size_bytes)).sum())
+        step = whole_units(size_bytes)
+        if len(self._sizes) > FEW:
+            return int((self._sizes // step).sum())
+        return sum([size // step for size in self._sizes.tolist()])
 
     def allocate(self, count: int, size_bytes: int) -> Offsets:
         """Allocate ``count`` blocks of ``size_bytes`` (at least 1) each.
@@ -106,16 +110,16 @@ class Arena:
             NotEnoughError: nothing was allocated.
         """
         step = whole_units(size_bytes)
+        if not count:
+            return np.empty(0, np.int64)
+        hole = self._smallest_for(count * step)
+        if hole is not None:
+            start = int(self._starts[hole])
+            self._cut_one(hole, count * step)
+            return np.arange(start, start + count * step, step)
         capacity = self._sizes // step
         if int(capacity.sum()) < count:
             raise NotEnoughError(f"{count * step} bytes requested, {self._free} free")
-        if not count:
-            return np.empty(0, np.int64)
-        hole = self._smallest_for(capacity, count)
-        if hole is not None:
-            offsets = int(self._starts[hole]) + step * np.arange(count, dtype=np.int64)
-            self._cut(np.array([hole]), np.array([step * count]))
-            return offsets
         holes, counts = self._choose(capacity, count)
         before = np.cumsum(counts) - counts
         offsets = np.repeat(self._starts[holes] - step * before, counts) + step * np.arange(count, dtype=np.int64)
@@ -129,20 +133,21 @@ class Arena:
             AssertionError: a block is already free, given twice, or outside the arena.
         """
         step = whole_units(size_bytes)
-        starts = np.sort(offsets)
-        if not len(starts):
+        if not len(offsets):
             return
-        assert int(starts[0]) >= 0, "a block before the arena"
-        assert int(starts[-1]) + step <= self._size, "a block past the arena"
-        at = np.searchsorted(self._starts, starts)
-        holes = np.insert(self._starts, at, starts)
-        sizes = np.insert(self._sizes, at, step)
-        ends = holes + sizes
-        assert bool((ends[:-1] <= holes[1:]).all()), "a block is freed that is free"
-        first = np.flatnonzero(np.concatenate(([True], ends[:-1] != holes[1:])))
+        starts = np.concatenate((self._starts, offsets))
+        order = starts.argsort(kind="stable")  # of two that are in order, as the blocks mostly are: merges them
+        starts = starts[order]
+        sizes = np.concatenate((self._sizes, np.full(len(offsets), step)))[order]
+        ends = starts + sizes
+        apart = starts[1:] - ends[:-1]
+        assert starts[0] >= 0, "a block before the arena"
+        assert ends[-1] <= self._size, "a block past the arena"
+        assert not len(apart) or apart.min() >= 0, "a block is freed that is free"
+        first = np.concatenate(([0], apart.nonzero()[0] + 1))
         self.changes += 1
-        self._starts, self._sizes = holes[first], np.add.reduceat(sizes, first)
-        self._free += step * len(starts)
+        self._starts, self._sizes = starts[first], np.add.reduceat(sizes, first)
+        self._free += step * len(offsets)
 
     def grow(self, size_bytes: int) -> None:
         """Make it larger, up to ``max_bytes``: the new bytes are free."""
@@ -212,9 +217,14 @@ class Arena:
         for start, (_, holder) in itertools.islice(taken.items() if leaks < SHOWN else (), SHOWN):
             yield problem_at("it begins inside another block, or beyond the arena", [start], holder)
 
-    def _smallest_for(self, capacity: Offsets, count: int) -> int | None:
-        """Return the smallest hole that holds ``count`` blocks; None where none holds so many."""
-        holds_all = (capacity >= count).nonzero()[0]
+    def _smallest_for(self, size_bytes: int) -> int | None:
+        """Return the smallest hole of at least so many bytes, the first of several; None where there is none."""
+        if len(self._sizes) <= FEW:
+            sizes = self._sizes.tolist()
+            return min(
+                [one for one, size in enumerate(sizes) if size >= size_bytes], key=sizes.__getitem__, default=None
+            )
+        holds_all = (self._sizes >= size_bytes).nonzero()[0]
         return int(holds_all[self._sizes[holds_all].argmin()]) if len(holds_all) else None
 
     def _choose(self, capacity: Offsets, count: int) -> tuple[npt.NDArray[np.intp], Offsets]:
@@ -234,6 +244,16 @@ class Arena:
         counts = np.append(capacity[order[:whole]], rest)
         ascending = np.argsort(holes)
         return holes[ascending], counts[ascending]
+
+    def _cut_one(self, hole: int, taken_bytes: int) -> None:
+        """Remove bytes from the front of one hole."""
+        if taken_bytes == self._sizes[hole]:
+            self._cut(np.array([hole]), np.array([taken_bytes]))
+            return
+        self.changes += 1
+        self._starts[hole] += taken_bytes
+        self._sizes[hole] -= taken_bytes
+        self._free -= taken_bytes
 
     def _cut(self, holes: npt.NDArray[np.intp], taken_bytes: Offsets) -> None:
         """Remove bytes from the front of holes."""

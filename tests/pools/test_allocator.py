@@ -9,7 +9,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvferry.pools import allocator as allocator_module
 from kvferry.pools.allocator import PageAllocator
+from kvferry.pools.planning import page_ids
 from kvferry.protocol.errors import (
     DuplicatePageError,
     EmptyPagesError,
@@ -173,6 +175,23 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
 
 TestAllocator = AllocatorAgainstModel.TestCase
 TestAllocator.settings = DEVICE.examples(60, stateful_step_count=40)
+
+
+class AllocatorOfLongLists(AllocatorAgainstModel):
+    """The same by the way of long lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(allocator_module, "FEW", 0)
+        self.patch.setattr(page_ids, "FEW", 0)
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+
+TestLongLists = AllocatorOfLongLists.TestCase
+TestLongLists.settings = DEVICE.examples(60, stateful_step_count=40)
 
 
 def test_only_what_the_owner_has_still_is_taken_back() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.page_ids import Runs, check_distinct, check_equal_length, check_range, coalesce
+from kvferry.pools.planning import page_ids
+from kvferry.pools.planning.page_ids import FEW, Runs, check_distinct, check_equal_length, check_range, coalesce
 from kvferry.protocol.errors import (
     DuplicatePageError,
     EmptyPagesError,
@@ -68,29 +72,44 @@ def ids_of(pages: list[int]) -> np.typing.NDArray[np.int64]:
     return np.array(pages, np.int64)
 
 
-@given(IDS)
-@example([0])
-@example([POOL_PAGES])
-@example([1, POOL_PAGES - 1])
-def test_range(pages: list[int]) -> None:
+@contextmanager
+def looked_at_as(few: int) -> Iterator[None]:
+    """Have lists of more than so many ids looked at as long ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_ids, "FEW", few)
+        yield
+
+
+@pytest.mark.parametrize("few", [0, FEW])
+@given(pages=IDS)
+@example(pages=[0])
+@example(pages=[POOL_PAGES])
+@example(pages=[1, POOL_PAGES - 1])
+def test_range(few: int, pages: list[int]) -> None:
     wrong = [at for at, page in enumerate(pages) if not 1 <= page < POOL_PAGES]
     if pages and not wrong:
-        check_range(ids_of(pages), POOL_PAGES, "lists[3].pages")
+        with looked_at_as(few):
+            check_range(ids_of(pages), POOL_PAGES, "lists[3].pages")
         return
-    with pytest.raises(PageOutOfRangeError if pages else EmptyPagesError) as refused:
+    with looked_at_as(few), pytest.raises(PageOutOfRangeError if pages else EmptyPagesError) as refused:
         check_range(ids_of(pages), POOL_PAGES, "lists[3].pages")
     assert refused.value.field == "lists[3].pages"
     if wrong:
         assert refused.value.detail == f"page {pages[wrong[0]]} at position {wrong[0]}; the pool has 1..7"
 
 
-@given(st.lists(st.integers(1, POOL_PAGES), max_size=8))
-def test_distinct(pages: list[int]) -> None:
+@pytest.mark.parametrize("few", [0, FEW])
+@given(pages=st.lists(st.integers(1, POOL_PAGES), max_size=8))
+def test_distinct(few: int, pages: list[int]) -> None:
     again = sorted(page for page in set(pages) if pages.count(page) > 1)
     if not again:
-        check_distinct(ids_of(pages), "pages")
+        with looked_at_as(few):
+            check_distinct(ids_of(pages), "pages")
         return
-    with pytest.raises(DuplicatePageError, match=f"page {again[0]} is named more than once") as refused:
+    with (
+        looked_at_as(few),
+        pytest.raises(DuplicatePageError, match=f"page {again[0]} is named more than once") as refused,
+    ):
         check_distinct(ids_of(pages), "pages")
     assert refused.value.field == "pages"
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvferry.pools.tiers import arena as arena_module
 from kvferry.pools.tiers.arena import ALLOCATION_UNIT_BYTES as UNIT
 from kvferry.pools.tiers.arena import Arena, NotEnoughError
 from tests.devices import DEVICE
@@ -103,6 +104,22 @@ class _ArenaAgainstMap(RuleBasedStateMachine):
 
 TestArena = _ArenaAgainstMap.TestCase
 TestArena.settings = DEVICE.examples(80, stateful_step_count=40)
+
+
+class _ManyHoles(_ArenaAgainstMap):
+    """The same by the way of an arena with many holes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(arena_module, "FEW", 0)
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+
+TestManyHoles = _ManyHoles.TestCase
+TestManyHoles.settings = DEVICE.examples(80, stateful_step_count=40)
 
 
 def test_what_does_not_fit_one_hole_takes_the_largest_and_then_the_one_that_fits_best() -> None:
