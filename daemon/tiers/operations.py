@@ -442,15 +442,17 @@ class Operations:
         del self._live[operation.number]
         if operation.timer is not None:
             operation.timer.cancel()
+        session = None if operation.quiet else self._sessions.get(operation.session.session_id)
+        if session is not None:
+            # Later, as the caller may still have to reply: events never overtake the reply to their request. But before
+            # what ``finish`` leaves for later.
+            self._loop.call_soon(self._dispatcher.push_events, session)
         ending = self._finish(operation, error)
         done = self._with_times(operation, ending.done, error)
-        session = self._sessions.get(operation.session.session_id)
-        if session is not None and not operation.quiet:
+        if session is not None:
             session.add_event(done, ending.ids)
             for call in operation.cancels:
                 self._dispatcher.answer(session, call.message_id, Answer(OperationCancelled(was_done=False)))
-            # Later, as the caller may still have to reply: events never overtake the reply to their request.
-            self._loop.call_soon(self._dispatcher.push_events, session)
         if not self._live:
             self._idle.set()
         self._count(operation.kind, done)

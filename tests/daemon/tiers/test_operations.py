@@ -55,6 +55,23 @@ async def test_the_event_comes_after_the_reply_also_where_the_operation_was_done
     assert kinds == ["reply", "TierDone", "reply", "reply", "TierDone"]
 
 
+async def test_the_event_comes_before_what_the_end_leaves_for_later(
+    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accounts, before = tiers.host.index.accounts, list[str]()
+    catch_up = accounts.catch_up
+
+    def caught_up(most: int) -> None:
+        before.append(tiers.said[-1][1])
+        catch_up(most)
+
+    engine.store([b"0" * 16], engine.allocate(1))
+    monkeypatch.setattr(accounts, "catch_up", caught_up)
+    await tiers.finish()
+    await until(lambda: not accounts.behind)
+    assert before == ["TierDone"]
+
+
 async def test_an_operation_shows_what_it_waits_for(tiers: Harness, engine: Engine) -> None:
     snapshot = engine.offload(engine.allocate(15)).snapshot
     operation = engine.restore(snapshot)
