@@ -170,7 +170,7 @@ def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span
     plan = make_plan(pairing, source_ids, destination.ids[extent.start : extent.stop])
     cells = cells_of(pairing, extent.start, extent.stop)
     whole = PlannedCopy(one.component, cells, plan, pairing.pairs, source_start)
-    return whole if extent.rows.all() else _of(whole, extent.rows)
+    return whole if np.count_nonzero(extent.rows) == len(extent.rows) else _of(whole, extent.rows)
 
 
 def _of(planned_copy: PlannedCopy, rows: Rows) -> PlannedCopy:

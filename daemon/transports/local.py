@@ -610,8 +610,13 @@ def _blocks_of_one_chunk(op: StartOp, chunk_bytes: int) -> Blocks | None:
         or not plan.is_whole
     ):
         return None
-    blocks = whole_blocks(plan, at=(source.address, destination.address))
-    return blocks if plan.total_bytes <= MAX_BLOCK_BYTES else split_blocks(blocks, MAX_BLOCK_BYTES)
+    return _all_blocks(plan, (source.address, destination.address))
+
+
+def _all_blocks(plan: Plan, at: tuple[int, int]) -> Blocks:
+    """Return all blocks of a plan of whole pages, none above MAX_BLOCK_BYTES."""
+    blocks = whole_blocks(plan, at=at)
+    return blocks if plan.largest_block_bytes <= MAX_BLOCK_BYTES else split_blocks(blocks, MAX_BLOCK_BYTES)
 
 
 def _lists_of(op: StartOp, list_bytes: int) -> Iterator[Copies]:
@@ -625,16 +630,19 @@ def _lists_of(op: StartOp, list_bytes: int) -> Iterator[Copies]:
     assert isinstance(destination, HostRegion)
     at = (source.address, destination.address)
     for plan in op.plans:
-        if plan.is_whole:
+        rows = len(plan.runs.pages) * len(plan.source.base)
+        if plan.is_whole and rows <= LIST_ROWS and plan.total_bytes <= list_bytes:
+            yield _all_blocks(plan, at)  # as of most
+        elif plan.is_whole:
             parts = BlockParts(plan, at)
             while not parts.is_over:
                 blocks = split_blocks(parts.take(list_bytes, LIST_ROWS), MAX_BLOCK_BYTES)
                 for first, stop in pairwise(chunk_bounds(blocks, list_bytes).tolist()):  # of several where pages adjoin
                     yield blocks[first:stop]
-            continue
-        for first, stop, _ in cut_copy_chunks(plan.source, max(list_bytes, int(plan.source.segment_bytes.max()))):
-            for one in range(first, stop, LIST_ROWS):
-                yield between(plan, *at, one, min(one + LIST_ROWS, stop))
+        else:
+            for first, stop, _ in cut_copy_chunks(plan.source, max(list_bytes, int(plan.source.segment_bytes.max()))):
+                for one in range(first, stop, LIST_ROWS):
+                    yield between(plan, *at, one, min(one + LIST_ROWS, stop))
 
 
 def _is_populated(pool: SourcePool) -> bool:

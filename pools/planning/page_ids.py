@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -33,8 +34,8 @@ class Runs(NamedTuple):
 def coalesce(source: PageIds, destination: PageIds) -> Runs:
     """Return the runs of two page lists of equal length, in list order; see docs/architecture.md, "Formulas"."""
     count = len(source)
-    if count <= 1:
-        return Runs(source, destination, np.ones(count, np.int64))
+    if count <= FEW:
+        return _few_runs(source, destination)
     cut = np.empty(count, np.bool_)
     cut[0] = True
     step = source[1:] - source[:-1]
@@ -46,6 +47,17 @@ def coalesce(source: PageIds, destination: PageIds) -> Runs:
     np.subtract(starts[1:], starts[:-1], out=pages[:-1])
     pages[-1] = count - starts[-1]
     return Runs(source.take(starts, mode="clip"), destination.take(starts, mode="clip"), pages)
+
+
+def _few_runs(source: PageIds, destination: PageIds) -> Runs:
+    """Return what ``coalesce`` does, of few pages."""
+    count, ours, theirs = len(source), source.tolist(), destination.tolist()
+    starts = [at for at in range(count) if not at or ours[at] - ours[at - 1] != 1 or theirs[at] - theirs[at - 1] != 1]
+    if len(starts) == count:  # as where pages are random
+        return Runs(source, destination, np.ones(count, np.int64))
+    firsts = [ours[at] for at in starts], [theirs[at] for at in starts]
+    pages = [stop - at for at, stop in pairwise([*starts, count])]
+    return Runs(*np.array([*firsts, pages], np.int64))
 
 
 def bounds(ids: PageIds) -> tuple[int, int]:

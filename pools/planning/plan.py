@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.planning.geometry import Heads, page_rows
-from kvferry.pools.planning.page_ids import Runs, check_distinct, check_equal_length, check_range, coalesce
+from kvferry.pools.planning.page_ids import Runs, bounds, check_distinct, check_equal_length, check_range, coalesce
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
@@ -98,7 +98,16 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def total_bytes(self) -> int:
         """Return the number of bytes copied."""
-        return self.pages * int(self.source.segment_bytes.sum())
+        side = self.source
+        sizes = side.slice_bytes if side.is_whole else side.segment_bytes
+        bytes_a_page: int = sum(sizes.tolist())
+        return self.pages * bytes_a_page
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """Return the size that no block of whole pages exceeds."""
+        page_bytes: int = max(self.source.page_bytes.tolist())
+        return page_bytes * bounds(self.runs.pages)[1]
 
     @property
     def sliced(self) -> npt.NDArray[np.bool_]:
@@ -274,12 +283,8 @@ def whole_blocks(plan: Plan, entries: slice = _ALL, runs: slice = _ALL, at: tupl
 
     ``at``: what is added to the addresses of the source, and of the destination.
     """
-    sizes = plan.source.page_bytes[entries, None]
-    source, destination, pages = (one[runs].view(np.uint64) for one in plan.runs)
-    columns = np.empty((3, len(sizes), len(pages)), np.uint64)  # each column contiguous
-    np.multiply(sizes, source, out=columns[0])
-    np.multiply(sizes, destination, out=columns[1])
-    np.multiply(sizes, pages, out=columns[2])
+    its_runs = np.array([one[runs] for one in plan.runs], np.uint64)  # source, destination, pages
+    columns: Blocks = plan.source.page_bytes[entries, None] * its_runs[:, None]  # each column contiguous
     columns[0] += plan.source.base[entries, None] + np.uint64(at[0])
     columns[1] += plan.destination.base[entries, None] + np.uint64(at[1])
     return columns.reshape(3, -1).T

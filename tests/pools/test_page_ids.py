@@ -23,9 +23,22 @@ NEARBY = st.integers(1, 12)
 PAIRS = st.lists(st.tuples(NEARBY, NEARBY), max_size=40)
 
 
-def runs_of(pairs: list[tuple[int, int]]) -> Runs:
+BOTH_WAYS = pytest.mark.parametrize("few", [0, FEW])
+"""As if all lists were long, and as if all were short."""
+
+
+@contextmanager
+def looked_at_as(few: int) -> Iterator[None]:
+    """Have lists of more than so many ids looked at as long ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_ids, "FEW", few)
+        yield
+
+
+def runs_of(pairs: list[tuple[int, int]], few: int) -> Runs:
     lists = np.array(pairs, np.int64).reshape(-1, 2)
-    return coalesce(lists[:, 0].copy(), lists[:, 1].copy())
+    with looked_at_as(few):
+        return coalesce(lists[:, 0].copy(), lists[:, 1].copy())
 
 
 def expanded(runs: Runs) -> list[tuple[int, int]]:
@@ -36,29 +49,33 @@ def expanded(runs: Runs) -> list[tuple[int, int]]:
     ]
 
 
-@given(PAIRS)
-@example([(1, 5), (2, 7), (3, 8)])  # contiguous at the source alone
-@example([(1, 5), (3, 6), (4, 7)])  # contiguous at the destination alone
-@example([(3, 3), (2, 2), (1, 1)])  # descending
-@example([(1, 1), (1, 2), (1, 3)])  # one page again and again
-@example([(1 << 40, 7), ((1 << 40) + 1, 8)])
-def test_runs_give_the_lists_back(pairs: list[tuple[int, int]]) -> None:
-    assert expanded(runs_of(pairs)) == pairs
+@BOTH_WAYS
+@given(pairs=PAIRS)
+@example(pairs=[(1, 5), (2, 7), (3, 8)])  # contiguous at the source alone
+@example(pairs=[(1, 5), (3, 6), (4, 7)])  # contiguous at the destination alone
+@example(pairs=[(3, 3), (2, 2), (1, 1)])  # descending
+@example(pairs=[(1, 1), (1, 2), (1, 3)])  # one page again and again
+@example(pairs=[(1 << 40, 7), ((1 << 40) + 1, 8)])
+def test_runs_give_the_lists_back(few: int, pairs: list[tuple[int, int]]) -> None:
+    assert expanded(runs_of(pairs, few)) == pairs
 
 
-@given(PAIRS)
-def test_runs_are_maximal(pairs: list[tuple[int, int]]) -> None:
-    runs = runs_of(pairs)
+@BOTH_WAYS
+@given(pairs=PAIRS)
+def test_runs_are_maximal(few: int, pairs: list[tuple[int, int]]) -> None:
+    runs = runs_of(pairs, few)
     assert (runs.pages >= 1).all()
     ends = zip(runs.source + runs.pages, runs.destination + runs.pages, strict=True)
     starts = zip(runs.source[1:], runs.destination[1:], strict=True)
     assert not any(end == start for end, start in zip(ends, starts, strict=False))
 
 
-def test_the_lists_are_not_written_to() -> None:
+@BOTH_WAYS
+def test_the_lists_are_not_written_to(few: int) -> None:
     pages = np.array([4, 5, 9], np.int64)
     pages.flags.writeable = False
-    assert coalesce(pages, pages).pages.tolist() == [2, 1]
+    with looked_at_as(few):
+        assert coalesce(pages, pages).pages.tolist() == [2, 1]
 
 
 # -- checks of page lists: exactly which error, and which page it names.
@@ -72,15 +89,7 @@ def ids_of(pages: list[int]) -> np.typing.NDArray[np.int64]:
     return np.array(pages, np.int64)
 
 
-@contextmanager
-def looked_at_as(few: int) -> Iterator[None]:
-    """Have lists of more than so many ids looked at as long ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_ids, "FEW", few)
-        yield
-
-
-@pytest.mark.parametrize("few", [0, FEW])
+@BOTH_WAYS
 @given(pages=IDS)
 @example(pages=[0])
 @example(pages=[POOL_PAGES])
@@ -98,7 +107,7 @@ def test_range(few: int, pages: list[int]) -> None:
         assert refused.value.detail == f"page {pages[wrong[0]]} at position {wrong[0]}; the pool has 1..7"
 
 
-@pytest.mark.parametrize("few", [0, FEW])
+@BOTH_WAYS
 @given(pages=st.lists(st.integers(1, POOL_PAGES), max_size=8))
 def test_distinct(few: int, pages: list[int]) -> None:
     again = sorted(page for page in set(pages) if pages.count(page) > 1)
