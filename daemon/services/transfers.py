@@ -159,6 +159,7 @@ class TransferService:
         self._pools = pools
         self._rings = rings
         self._local = movers.local
+        self._local.reported = self._end_ops
         self._remote = movers.remote
         self._activity = movers.activity
         self._peers = peers
@@ -203,10 +204,11 @@ class TransferService:
         self.execute()
 
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
-        """Take note that a transfer op has ended, as its transport reports: at once, or to be handled in the next turn.
+        """Take note that a transfer op has ended, as its transport reports; in the next turn that is handled.
 
         Engines hear in one message of all that have ended by then. What comes first in that turn, a CANCEL or a
-        deadline, may still end a transfer whose bytes are all there.
+        deadline, may still end a transfer whose bytes are all there. Where the transport says that this was all,
+        nothing does.
         """
         if self._executing:
             self._end_op(op_id, error)
@@ -219,7 +221,8 @@ class TransferService:
         done, self._done = self._done, []
         for op_id, error in done:
             self._end_op(op_id, error)
-        self.execute()
+        if done:  # else they were handled as ``reported`` was called
+            self.execute()
 
     def _end_op(self, op_id: int, error: KvferryError | None) -> None:
         if op_id not in self._state_machine.endpoints.ops:  # it was ended by _end_by, as its transport raised

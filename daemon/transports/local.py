@@ -100,7 +100,12 @@ class Transport(Protocol):
     """Copies transfer ops in the background. Methods are called on the control loop and return at once.
 
     ``StartOp`` is what is copied within this daemon; transports from other daemons take the ``TransferOp`` itself.
+
+    Attributes:
+        reported: called once all that is known to have ended was reported, in the same turn of the loop.
     """
+
+    reported: Callable[[], None]
 
     def start(self, op: StartOp, on_done: OnOpDone) -> None:
         """Start copying; ``on_done`` is called exactly once, when no byte of the transfer op can move any more.
@@ -125,6 +130,10 @@ def best_copy() -> CopyBlocks:
         remedy="install a C compiler and Python's headers, then kvferry again; or end what switches it off",
     )
     return copy_by_size if vectored_copy_works() else copy_one_by_one
+
+
+def _nobody() -> None:
+    """Tell nobody."""
 
 
 class _Staged(NamedTuple):
@@ -232,6 +241,7 @@ class LocalTransport:
         crew: Crew | None = None,
     ) -> None:
         """``crew``: what copies in host memory, where ``copy`` is the kernel's; None: the threads here do that."""
+        self.reported: Callable[[], None] = _nobody
         self._loop = loop
         self._copy = copy
         self._crew = crew if copy is copy_kernel.copy else None  # it does just that
@@ -315,13 +325,18 @@ class LocalTransport:
         self._given_rows += given.rows
 
     def _crew_told(self, crew: Crew) -> None:
+        ended: list[_Job] = []
         for given in crew.take_ended():
             self._given_rows -= given.rows
             given.job.given.remove(given)
-            self._go_on(given.job)
+            self._go_on(given.job, ended.append)
         self._give(crew)
+        for job in ended:
+            self._report(job)
+        if ended:
+            self.reported()
 
-    def _go_on(self, job: _Job) -> None:
+    def _go_on(self, job: _Job, report: Callable[[_Job], None] | None = None) -> None:
         """Let a transfer op wait for its next turn; or end it, if the crew has had, and is done with, all of it."""
         if job.lists is not None:
             if not job.waits_for_crew and len(job.given) < LISTS_AT_ONCE and not self._closing:
@@ -329,7 +344,7 @@ class LocalTransport:
                 self._waiting.append(job)
         elif not job.given:
             with self._changed:
-                self._finish_if_idle(job)
+                self._finish_if_idle(job, report)
 
     def _give_up(self, job: _Job, crew: Crew, error: KvferryError) -> None:
         """End a transfer op with an error, once what threads are at of it has ended."""
@@ -488,8 +503,11 @@ class LocalTransport:
             staging = self._staging.buffer = np.empty(max(size_bytes, STAGING_BYTES), np.uint8)
         return staging
 
-    def _finish_if_idle(self, job: _Job) -> None:
-        """Report the transfer op once nothing of it is in flight and nothing is left to do. Needs the lock."""
+    def _finish_if_idle(self, job: _Job, report: Callable[[_Job], None] | None = None) -> None:
+        """Report the transfer op once nothing of it is in flight and nothing is left to do. Needs the lock.
+
+        ``report``: takes it, on the loop; None: its next turn does.
+        """
         if job.in_flight or (job.has_more and job.error is None):
             return
         if job.op.checksums and job.error is None and not job.checking:
@@ -499,7 +517,10 @@ class LocalTransport:
         if self._jobs.pop(job.op.op_id, None) is not None:
             if self._alone is job and job.error is None:
                 self._thread_count.end(job.trial)
-            self._loop.call_soon_threadsafe(self._report, job)
+            if report is None:
+                self._loop.call_soon_threadsafe(self._report, job)
+            else:
+                report(job)
 
     def _report(self, job: _Job) -> None:
         if not self._closing:

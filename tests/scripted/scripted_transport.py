@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvferry.daemon.transfer.registry import StartOp
@@ -16,11 +18,13 @@ class ScriptedTransport:
     Attributes:
         under_way: the transfer ops started and not ended, by id, oldest first.
         stopped: the ids of those that are to stop.
+        reported: see ``Transport``; called by nobody here.
     """
 
     def __init__(self) -> None:
         self.under_way: dict[int, StartOp] = {}
         self.stopped: set[int] = set()
+        self.reported: Callable[[], None] = lambda: None
         self._on_done: dict[int, OnOpDone] = {}
 
     def __repr__(self) -> str:

@@ -115,7 +115,7 @@ async def test_each_end_is_counted_as_it_comes_and_logged_once(tiers: Harness, e
         counted = tiers.counters.snapshot()
         assert (counted["operations.offload.ok"], counted["operations.offload.out_of_memory"]) == (1, 1)
         assert counted["operations.offload.moved_bytes"] == done.moved_bytes > 0
-        await settle()
+        await tiers.operations.drained()
     assert [one["outcome"] for one in logs if one["event"] == "operation done"] == ["OK", "OUT_OF_MEMORY"]
 
 

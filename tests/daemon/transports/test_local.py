@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import re
 import select
 import threading
 import time
@@ -586,6 +587,29 @@ async def test_the_loop_gives_a_crew_what_is_in_host_memory() -> None:
         assert all(site.arrived(1 + 8 * number, 8) for number in range(4))
         assert site.threads == {threading.get_ident()}
         assert crew.given == [8 * len(site.source.manifest.entries)] * 4
+
+
+async def test_what_a_crew_has_copied_is_reported_in_one_turn() -> None:
+    loop, said, over = asyncio.get_running_loop(), list[int | str](), asyncio.Event()
+
+    def done(op_id: int, error: KvferryError | None) -> None:
+        assert error is None
+        said.append(op_id)
+        loop.call_soon(next_turn)
+
+    def next_turn() -> None:
+        said.append("next turn")
+        if said.count("next turn") == 4:
+            over.set()
+
+    crew = GivenCrew()
+    async with with_crew(crew) as site:
+        site.transport.reported = lambda: said.append("that was all")
+        for number in range(4):
+            site.transport.start(site.op(number, 1 + 8 * number, 8), done)
+        await asyncio.wait_for(over.wait(), WAIT_S)
+    turns = "".join(str(one)[0] for one in said)  # like 01tnn2tn3tn
+    assert re.fullmatch(r"([0-3]+tn+)+", turns), said
 
 
 async def test_checksums_are_compared_once_the_crew_has_copied(monkeypatch: pytest.MonkeyPatch) -> None:
