@@ -9,6 +9,7 @@ is loaded is compared with what was stored, outside the clock.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,12 +36,14 @@ from benchmarks.processes import running_daemon
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from kvferry.clients.hashing import block_hashes
 from kvferry.daemon.process.host import keep_freed_memory
+from kvferry.protocol.tier_messages import HASH_BYTES
 
 BLOCK_TOKENS = 256
 CACHED_PROMPTS = 16
 LMCACHE_GB = 4
 MEMCPY = "one memcpy of as many bytes"
 PING = "one PING from the same client"
+BARE_LOOKUP = "hashing the tokens with hashlib, and one PING from the same client"
 
 
 def measure(effort: Effort) -> list[Row]:
@@ -121,11 +124,20 @@ class Engine:
     def limits(self) -> Iterator[dict[str, Limit]]:
         """Yield how fast each could be, if there were nothing but its copies and a PING."""
         with tier_limits(self._pair, milliseconds, checksums=True) as (out, back):
-            yield {"store": out, "lookup": Limit((self.ping_ms,), PING), "load": back}
+            yield {"store": out, "lookup": Limit((self.bare_lookup_ms,), BARE_LOOKUP), "load": back}
 
     def ping_ms(self) -> float:
         """Return the milliseconds of one round trip."""
         return self._client.ping() * 1e3
+
+    def bare_lookup_ms(self) -> float:
+        """Return the milliseconds of what no lookup can do without: as many hashes, and one round trip."""
+        data, block_bytes, before = self._tokens.tobytes(), BLOCK_TOKENS * self._tokens.itemsize, b""
+        started = time.perf_counter()
+        for end in range(block_bytes, len(data) + 1, block_bytes):
+            before = hashlib.sha256(before + data[end - block_bytes : end]).digest()[:HASH_BYTES]
+        self._client.ping()
+        return (time.perf_counter() - started) * 1e3
 
     def _found(self) -> int:
         hashes = self._hashes(self._prompts - 1)
