@@ -247,15 +247,23 @@ def between(plan: Plan, source_address: int, destination_address: int, first: in
 
     The addresses are added to the sides' bases; see ``copy_kernel`` for the columns.
     """
-    entries, pages = np.divmod(np.arange(first, stop), len(plan.source.ids))
-    copies = np.empty((6, stop - first), np.uint64)
-    rows = np.maximum(plan.source.rows, plan.destination.rows)[entries]
-    copies[2] = plan.source.segment_bytes[entries] // rows
-    copies[3] = rows
+    count = len(plan.source.ids)
+    entry, page = divmod(first, count)
+    if page + stop - first <= count:
+        entries, pages, cut = slice(entry, entry + 1), slice(page, page + stop - first), slice(None)
+    else:  # whole entries, of which the first and the last one are cut afterwards
+        entries, pages, cut = slice(entry, -(-stop // count)), slice(None), slice(page, page + stop - first)
+    rows = np.maximum(plan.source.rows[entries], plan.destination.rows[entries])
+    sizes = plan.source.rows[entries] * plan.source.slice_bytes[entries] // rows
+    ids = plan.source.ids[pages]
+    copies = np.empty((6, len(rows), len(ids)), np.uint64)
+    copies[2], copies[3] = sizes[:, None], rows[:, None]
     for column, side, address in ((0, plan.source, source_address), (1, plan.destination, destination_address)):
-        copies[column] = _slice_starts(side, entries, pages) + np.uint64(address)
-        copies[column + 4] = np.where(side.sliced[entries], side.row_bytes[entries], copies[2])
-    return copies.T
+        page_bytes, slice_bytes = side.page_bytes[entries], side.slice_bytes[entries]
+        starts = side.base[entries] + side.slice_offset[entries] + np.uint64(address)
+        copies[column] = starts[:, None] + page_bytes[:, None] * side.ids[pages].view(np.uint64)
+        copies[column + 4] = np.where(slice_bytes != page_bytes, side.row_bytes[entries], sizes)[:, None]
+    return copies.reshape(6, -1)[:, cut].T
 
 
 def memory_runs(side: PlanSide, memory_address: int, first: int, stop: int) -> list[tuple[int, int]]:
