@@ -258,12 +258,14 @@ static void stream(const Way *way, Span span, size_t distance, const char *next)
     memcpy(to + whole, from + whole, left - whole);
 }
 
-/* -- which way: calls of one class, by what a block has and whether it is hashed, try each way, and take the best.
+/* -- which way: calls of one class, by what a block or row has, how rows lie and whether all is hashed, try each way, and
+   take the best.
 
    Tried are pieces of a call, each in another way, so that one large call knows. What is found is forgotten little by
    little, and tried anew, since a moment in which others used the memory must not decide for ever. */
 
-enum { TRIES = 3, SIZES = 4, CLASSES = 2 * SIZES };
+enum { BLOCKS, GATHERED_ROWS, SCATTERED_ROWS, KINDS };
+enum { TRIES = 3, SIZES = 4, CLASSES = 2 * KINDS * SIZES };
 
 static const double AGAIN_NS = 60e9, OLDER_IS_WORSE = 1.05;
 
@@ -287,9 +289,13 @@ static double now_ns(void) {
     return 1e9 * (double)now.tv_sec + (double)now.tv_nsec;
 }
 
-static int class_of(uint64_t mean_bytes, int hashed) {
-    int size = mean_bytes < ROWS ? 0 : mean_bytes < MIDDLE ? 1 : mean_bytes < LARGE ? 2 : 3;
-    return hashed ? size + SIZES : size;
+/* Returns the class of a list of `rows` in all. What is gathered from rows far apart may be copied best by a way that is
+   half as fast as another one where rows are scattered. */
+static int class_of(const Copies *copies, uint64_t bytes, uint64_t rows, int hashed) {
+    uint64_t mean = bytes / rows;
+    int size = mean < ROWS ? 0 : mean < MIDDLE ? 1 : mean < LARGE ? 2 : 3;
+    int kind = !copies->with_rows ? BLOCKS : column(copies, 0, 4) > column(copies, 0, 5) ? GATHERED_ROWS : SCATTERED_ROWS;
+    return (hashed ? KINDS + kind : kind) * SIZES + size;
 }
 
 /* Returns the way that has been tried the least, and too seldom; NULL where each was tried often enough. */
@@ -635,7 +641,7 @@ static Call begin_call(const Copies *copies, Digests *into, int read_next) {
     Total total = total_of(copies);
     Call call = {.copies = copies, .into = into, .bytes = total.bytes, .class = -1, .way = PLAIN};
     if (total.bytes < STREAMED || read_next) return call;
-    int class = class_of(total.bytes / total.rows, into != NULL);
+    int class = class_of(copies, total.bytes, total.rows, into != NULL);
     age(&trials[class], now_ns());
     call.way = forced ? forced : best(&trials[class]);
     if (forced || !column(copies, 0, 1) || !untried(&trials[class])) return call;

@@ -133,6 +133,23 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
 }
 
 /* Each way is tried, then the one that took the least is taken; after a while all are tried again, and may win. */
+/* What has a best way of its own is tried by itself: blocks, what is gathered, what is scattered; each hashed or not, and
+   of each size. */
+static int check_classes(void) {
+    static const uint64_t BYTES[] = {128, 1024, 16384, 65536}, LIES[][3] = {{1, 0, 0}, {4, 4096, 128}, {4, 128, 4096}};
+    int seen[CLASSES] = {0}, failed = 0;
+    for (int size = 0; size < SIZES; size++)
+        for (int kind = 0; kind < KINDS; kind++) {
+            uint64_t row[6] = {0, 0, BYTES[size], LIES[kind][0], LIES[kind][1], LIES[kind][2]};
+            Copies copies = {(const char *)row, sizeof row, sizeof *row, 1, kind > 0};
+            for (int hashed = 0; hashed < 2; hashed++)
+                seen[class_of(&copies, BYTES[size] * row[3], row[3], hashed)]++;
+        }
+    for (int class = 0; class < CLASSES; class++) failed |= seen[class] != 1;
+    if (failed) printf("what differs is tried as one\n");
+    return failed;
+}
+
 static int check_trials(void) {
     Trials of = {0};
     const Way *quick = PLAIN, *slow = &WAYS[WAY_COUNT - 2], *trying;
@@ -435,7 +452,7 @@ int main(int count, char **arguments) {
         failed = check(NULL, from, to, expected, round % 2, crews[round / 2 % 3]);
     }
     for (int one = 0; one < 3; one++) failed |= check_rest(crews[one]);
-    failed |= check_processors() | check_trials();
+    failed |= check_processors() | check_classes() | check_trials();
     for (int one = 0; one < 4; one++) failed |= check_yields(one / 2 ? PLAIN : STREAMS, from, to, one % 2);
     for (int one = 0; one < 3; one++) {
         failed |= check_gate(from, to, crews[one], 0) | check_gate(from, to, crews[one], 1);
