@@ -347,6 +347,9 @@ class Daemon:
                 await self._tiers.operations.drained()
         except TimeoutError:
             log.warning("transfers cut off", live=len(self._transfers.status()))
+        finally:
+            self._transfers.write_log()
+            self._tiers.operations.write_log()
 
     def _watch_devices(self) -> None:
         try:

@@ -319,7 +319,7 @@ class Gate:
 
 
 class _GivingWay(contextlib.AbstractContextManager[None]):
-    """A block of ``Gate.giving_way``; one of a generator's takes three times as long."""
+    """A block of ``Gate.giving_way``; ``contextlib.contextmanager`` takes three times as long."""
 
     def __init__(self, gate: GateState, patience_s: float) -> None:
         self._gate = gate

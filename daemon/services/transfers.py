@@ -204,11 +204,11 @@ class TransferService:
         self.execute()
 
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
-        """Take note that a transfer op has ended, as its transport reports; in the next turn that is handled.
+        """Take note that a transfer op has ended, as its transport reports.
 
-        Engines hear in one message of all that have ended by then. What comes first in that turn, a CANCEL or a
-        deadline, may still end a transfer whose bytes are all there. Where the transport says that this was all,
-        nothing does.
+        That is handled at once where effects are being executed, or the transport then says that all was reported; else
+        in the next turn: engines hear in one message of all that have ended by then. What comes first in that turn, a
+        CANCEL or a deadline, may still end a transfer whose bytes are all there.
         """
         if self._executing:
             self._end_op(op_id, error)
@@ -240,6 +240,10 @@ class TransferService:
         """Return once no transfer is live and the last events are queued for sending."""
         await self._idle.wait()
         await asyncio.sleep(0)
+        self.write_log()
+
+    def write_log(self) -> None:
+        """Write the lines of the log that wait."""
         self._later.make_all()
 
     def live(self, session_id: int) -> int:

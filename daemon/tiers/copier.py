@@ -133,12 +133,12 @@ class Shard:
         """Give a step in host memory to a crew; once that has ended, it is completed with what this returns."""
         region, pages = self._segments[step.segment]
         assert isinstance(region, HostRegion)
+        memory, arena = region.address, self._arena.address
         self._memory = memoryview(region.buffer)  # kept, so that it stays mapped
         if self.kind == "offload":
-            copies, ends = offload_copies(region.address, pages, step.step, self._arena.address)
+            copies, ends = offload_copies(memory, pages, step.step, arena)
         else:
-            hashed = self._digests is not None
-            copies, ends = restore_copies(region.address, pages, step.step, self._arena.address, hashed=hashed)
+            copies, ends = restore_copies(memory, pages, step.step, arena, hashed=self._digests is not None)
         if self._digests is None:
             crew.submit(copies, threads, self)
             return NOTHING_PENDING
@@ -283,7 +283,7 @@ class _Running:
         self.on_done = on_done
         self.job = job
         self.trial = trial
-        self.memory = memoryview(job.arena.buffer)  # keeps it mapped
+        self.memory = job.arena.view()  # keeps it mapped
         self.error: KvferryError | None = None
         self.open_shards = 0
         self.digests = job.digests

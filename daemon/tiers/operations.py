@@ -476,6 +476,10 @@ class Operations:
     async def drained(self) -> None:
         """Wait until no operation is live."""
         await self._idle.wait()
+        self.write_log()
+
+    def write_log(self) -> None:
+        """Write the lines of the log that wait."""
         self._later.make_all()
 
     # -- what all operations hold, for checks

@@ -102,7 +102,8 @@ class Transport(Protocol):
     ``StartOp`` is what is copied within this daemon; transports from other daemons take the ``TransferOp`` itself.
 
     Attributes:
-        reported: called once all that is known to have ended was reported, in the same turn of the loop.
+        reported: may be called once several ends were reported together: whoever was told need not wait for the loop's
+            next turn.
     """
 
     reported: Callable[[], None]
@@ -332,8 +333,11 @@ class LocalTransport:
             self._go_on(given.job, ended.append)
         self._give(crew)
         for job in ended:
-            self._report(job)
-        if ended:
+            try:
+                self._report(job)
+            except Exception as cause:  # noqa: BLE001  it keeps no other from being reported
+                self._loop.call_exception_handler({"message": "the end of a copy was not heard", "exception": cause})
+        if ended and not self._closing:
             self.reported()
 
     def _go_on(self, job: _Job, report: Callable[[_Job], None] | None = None) -> None:

@@ -249,7 +249,11 @@ def between(plan: Plan, source_address: int, destination_address: int, first: in
     """
     count = len(plan.source.ids)
     entry, page = divmod(first, count)
-    if page + stop - first <= count:
+    border = (entry + 1) * count
+    if border < stop < first + count:  # parts of two entries, each longer than what is asked for of it
+        at = source_address, destination_address
+        return np.concatenate((between(plan, *at, first, border), between(plan, *at, border, stop)))
+    if stop <= border:
         entries, pages, cut = slice(entry, entry + 1), slice(page, page + stop - first), slice(None)
     else:  # whole entries, of which the first and the last one are cut afterwards
         entries, pages, cut = slice(entry, -(-stop // count)), slice(None), slice(page, page + stop - first)

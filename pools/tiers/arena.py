@@ -135,13 +135,14 @@ class Arena:
         step = whole_units(size_bytes)
         if not len(offsets):
             return
-        starts = np.concatenate((self._starts, offsets))
+        starts = np.concatenate((self._starts, offsets), dtype=np.int64)
         order = starts.argsort(kind="stable")  # of two that are in order, as the blocks mostly are: merges them
         starts = starts[order]
         sizes = np.concatenate((self._sizes, np.full(len(offsets), step)))[order]
         ends = starts + sizes
         apart = starts[1:] - ends[:-1]
         assert starts[0] >= 0, "a block before the arena"
+        assert starts[-1] < self._size, "a block past the arena"  # else its end may be past 64 bits
         assert ends[-1] <= self._size, "a block past the arena"
         assert not len(apart) or apart.min() >= 0, "a block is freed that is free"
         first = np.concatenate(([0], apart.nonzero()[0] + 1))

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 from blockbuster import blockbuster_ctx
@@ -17,7 +18,7 @@ from kvferry.daemon.control import later
 from kvferry.daemon.services import transfers
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from kvferry.protocol.events import Finished
-from tests.daemon.in_process import SPEC, serving
+from tests.daemon.in_process import CONFIG, SPEC, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 TIERS = ("copier", "host_tier", "disk_tier", "remote_tier")
@@ -80,8 +81,10 @@ async def test_pages_of_a_session_that_ends_are_free_at_once() -> None:
         assert len(await client.allocate("pool", 16)) == 16
 
 
-@pytest.mark.parametrize("ends", [True, False])
-async def test_all_ends_of_transfers_are_logged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, *, ends: bool) -> None:
+@pytest.mark.parametrize(("ends", "drain_timeout_s"), [(True, 10), (True, 0), (False, 10)])
+async def test_all_ends_of_transfers_are_logged_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, drain_timeout_s: float, *, ends: bool
+) -> None:
     logged = list[str]()
 
     def log(event: Finished) -> None:
@@ -91,7 +94,9 @@ async def test_all_ends_of_transfers_are_logged_a_few_at_a_time(monkeypatch: pyt
 
     monkeypatch.setattr(transfers, "log_finished", log)
     monkeypatch.setattr(later, "AT_ONCE", 1)
-    async with serving() as (path, _, stopping), await AsyncClient.connect(path) as watching:
+    service = msgspec.structs.replace(CONFIG.service, drain_timeout_s=drain_timeout_s)
+    config = msgspec.structs.replace(CONFIG, service=service)
+    async with serving(config) as (path, _, stopping), await AsyncClient.connect(path) as watching:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         async with await AsyncClient.connect(path) as client:
             await client.create_pool("pool", SPEC)

@@ -132,7 +132,6 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     return 0;
 }
 
-/* Each way is tried, then the one that took the least is taken; after a while all are tried again, and may win. */
 /* What has a best way of its own is tried by itself: blocks, what is gathered, what is scattered; each hashed or not, and
    of each size. */
 static int check_classes(void) {
@@ -150,6 +149,7 @@ static int check_classes(void) {
     return failed;
 }
 
+/* Each way is tried, then the one that took the least is taken; after a while all are tried again, and may win. */
 static int check_trials(void) {
     Trials of = {0};
     const Way *quick = PLAIN, *slow = &WAYS[WAY_COUNT - 2], *trying;

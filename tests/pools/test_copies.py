@@ -13,10 +13,12 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvferry.pools import copy_kernel
 from kvferry.pools.planning.copies import (
     MAX_VECTOR,
     CopyBlocks,
     CopyChunk,
+    between,
     cells_of,
     chunk_bounds,
     copy_by_size,
@@ -33,7 +35,8 @@ from kvferry.pools.planning.copies import (
     vectored_copy_works,
 )
 from kvferry.pools.planning.geometry import Heads
-from kvferry.pools.planning.plan import Blocks, PlanSide, make_side
+from kvferry.pools.planning.page_ids import coalesce
+from kvferry.pools.planning.plan import Blocks, Plan, PlanSide, make_side
 from kvferry.protocol.errors import BounceBufferTooSmallError, TransferFailedError
 from kvferry.protocol.manifests import Entry
 from tests.pools.sides import ENTRY_BYTES, SIZES, bytes_of, extents, side_of, sides
@@ -157,6 +160,28 @@ def test_every_byte_arrives_by_copy_chunks_and_no_other_changes(
             scatter(plan.destination, at, copy_chunk.first, copy_chunk.stop, sent.ctypes.data, best_copy())
         assert (source.memory == before).all()
     assert (destination == expected_memory(case)).all()
+
+
+@given(cases(), st.data())
+def test_every_byte_arrives_by_rows_between_the_pools(case: TransferCase, data: st.DataObject) -> None:
+    destination = np.full(case.region_bytes, UNTOUCHED, np.uint8)
+    for source, _, plan in plans_of(case):
+        total = total_segments(plan.source)
+        cuts = sorted(data.draw(st.sets(st.integers(1, total), max_size=4)) | {0, total})
+        for first, stop in itertools.pairwise(cuts):
+            copies = between(plan, source.memory.ctypes.data, destination.ctypes.data, first, stop)
+            assert copies.shape == (stop - first, 6)
+            copy_kernel.copy(copies)
+    assert (destination == expected_memory(case)).all()
+
+
+@pytest.mark.parametrize(("first", "stop"), [(0, 20), (3990, 4010), (3990, 8010), (11990, 12000)])
+def test_rows_across_entries_take_little_more_than_their_own_memory(first: int, stop: int) -> None:
+    side = side_of([(2, 2, 8)] * 3, 4000, cut=True)
+    copies = between(Plan(side, side, coalesce(side.ids, side.ids)), 0, 0, first, stop)
+    while isinstance(copies.base, np.ndarray):
+        copies = copies.base
+    assert copies.nbytes <= 48 * (stop - first if stop - first <= 4000 else 3 * 4000)
 
 
 @given(cases())

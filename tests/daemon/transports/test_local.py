@@ -612,6 +612,26 @@ async def test_what_a_crew_has_copied_is_reported_in_one_turn() -> None:
     assert re.fullmatch(r"([0-3]+tn+)+", turns), said
 
 
+async def test_an_end_that_is_not_heard_keeps_no_other_from_being_reported() -> None:
+    loop, seen, failed, over = asyncio.get_running_loop(), list[int](), list[str](), asyncio.Event()
+
+    def done(op_id: int, error: KvferryError | None) -> None:
+        assert error is None
+        seen.append(op_id)
+        if len(seen) == 4:
+            loop.call_soon(over.set)
+        raise OSError
+
+    loop.set_exception_handler(lambda _, context: failed.append(context["message"]))
+    crew = GivenCrew()
+    async with with_crew(crew) as site:
+        for number in range(4):
+            site.transport.start(site.op(number, 1 + 8 * number, 8), done)
+        await asyncio.wait_for(over.wait(), WAIT_S)
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert failed == ["the end of a copy was not heard"] * 4
+
+
 async def test_checksums_are_compared_once_the_crew_has_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     crew, compared = GivenCrew(), list[int]()
 

@@ -140,7 +140,11 @@ def test_blocks_are_spread_over_holes_that_each_hold_one() -> None:
         arena.allocate(1, UNIT + 1)
 
 
-@pytest.mark.parametrize("units", [[1, 1], [9, 10], [-1], [3]], ids=["twice", "past-the-end", "before", "not-taken"])
+@pytest.mark.parametrize(
+    "units",
+    [[1, 1], [9, 10], [-1], [3], [(1 << 63) // UNIT - 1]],
+    ids=["twice", "past-the-end", "before", "not-taken", "past-all"],
+)
 def test_a_wrong_free_is_refused_and_changes_nothing(units: list[int]) -> None:
     arena = Arena(10 * UNIT)
     arena.allocate(10, 1)
