@@ -16,7 +16,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, Protocol, TypeVar
 
@@ -331,7 +331,13 @@ class LocalTransport:
             self._given_rows -= given.rows
             given.job.given.remove(given)
             self._go_on(given.job, ended.append)
-        self._give(crew)
+        try:
+            self._give(crew)
+        finally:
+            self._report_all(ended)
+
+    def _report_all(self, ended: Sequence[_Job]) -> None:
+        """Report several transfer ops in one turn of the loop."""
         for job in ended:
             try:
                 self._report(job)

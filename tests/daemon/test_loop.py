@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,10 +16,13 @@ import kvferry.clients
 import kvferry.daemon
 from kvferry.clients import AsyncClient, new_request_id, pages
 from kvferry.daemon.control import later
+from kvferry.daemon.control.dispatch import Dispatcher
+from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services import transfers
+from kvferry.daemon.transports.local import LocalTransport
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from kvferry.protocol.events import Finished
-from tests.daemon.in_process import CONFIG, SPEC, serving
+from tests.daemon.in_process import CONFIG, SPEC, TUNING, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 TIERS = ("copier", "host_tier", "disk_tier", "remote_tier")
@@ -79,6 +83,44 @@ async def test_pages_of_a_session_that_ends_are_free_at_once() -> None:
         while len((await client.status()).sessions) > 1:
             pass  # each look is a round trip
         assert len(await client.allocate("pool", 16)) == 16
+
+
+async def test_an_engine_hears_of_an_end_in_the_turn_in_which_its_transport_reports_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, said = list[LocalTransport](), list[str]()
+    as_fast_as_here, push_events = LocalTransport.as_fast_as_here, Dispatcher.push_events
+
+    def make(*args: Any, **options: Any) -> LocalTransport:  # noqa: ANN401  its own
+        made.append(as_fast_as_here(*args, **options))
+        return made[-1]
+
+    def pushed(dispatcher: Dispatcher, session: Session) -> None:
+        if session.unsent:
+            said.append("pushed")
+        push_events(dispatcher, session)
+
+    monkeypatch.setattr(LocalTransport, "as_fast_as_here", make)
+    async with serving(tuning=msgspec.structs.replace(TUNING, at_once_s=0)) as (path, _, _):
+        [transport] = made
+        reported = transport.reported
+
+        def report() -> None:
+            said.append("reported")
+            reported()
+            said.append("turn over")
+
+        async with await AsyncClient.connect(path) as client:
+            await client.create_pool("pool", SPEC)
+            sent, received = await client.allocate("pool", 4), await client.allocate("pool", 4)
+            monkeypatch.setattr(transport, "reported", report)
+            monkeypatch.setattr(Dispatcher, "push_events", pushed)
+            request_id = new_request_id()
+            receiving = client.receive("pool", request_id, [pages(received)])
+            client.send("pool", request_id, [pages(sent)])
+            await client.wait_finished(receiving)
+    at = said.index("reported")
+    assert said[at + 1] == "pushed", said
 
 
 @pytest.mark.parametrize(("ends", "drain_timeout_s"), [(True, 10), (True, 0), (False, 10)])

@@ -589,6 +589,20 @@ async def test_the_loop_gives_a_crew_what_is_in_host_memory() -> None:
         assert crew.given == [8 * len(site.source.manifest.entries)] * 4
 
 
+async def test_a_crew_has_pages_that_adjoin_in_blocks_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew, ids = GivenCrew(), np.arange(1, 9)
+    async with with_crew(crew) as site:
+        entries = site.source.manifest.entries
+        most = max(one.page_bytes for one in entries) * 3
+        monkeypatch.setattr(local, "MAX_BLOCK_BYTES", most)
+        site.harness.fill(site.source, ids)
+        plan = make_plan(pair_entries(entries, site.destination.manifest.entries), ids, ids)
+        site.start(StartOp(0, site.source, site.destination, (plan,)))
+        assert await site.reported(1) == [(0, None)]
+        assert site.harness.content(site.source, ids) == site.harness.content(site.destination, ids)
+    assert crew.given == [sum(-(-8 * one.page_bytes // most) for one in entries)]
+
+
 async def test_what_a_crew_has_copied_is_reported_in_one_turn() -> None:
     loop, said, over = asyncio.get_running_loop(), list[int | str](), asyncio.Event()
 
