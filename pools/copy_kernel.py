@@ -38,6 +38,12 @@ GateState: TypeAlias = Any
 CrewState: TypeAlias = Any
 """Of a ``Gate``, and of a ``Crew``, for the kernel that made it."""
 
+Entries: TypeAlias = npt.NDArray[np.uint64]
+"""``(entries, 8)`` uint64, see ``list_segments``."""
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+"""``(pages,)`` int64, page ids."""
+
 Ends: TypeAlias = npt.NDArray[np.int64]
 """``(m,)`` int64, ascending: each digest is of the rows since the last one up to this row."""
 
@@ -55,6 +61,19 @@ class Kernel(Protocol):
         Raises:
             TypeError: not an array of that form.
         """
+
+    def list_segments(
+        self,
+        copies: Copies,
+        entries: Entries,
+        from_ids: Ids | None,
+        to_ids: Ids | None,
+        first: int,
+        from_at: int,
+        to_at: int,
+        /,
+    ) -> int:
+        """Fill in the copies of segments from ``first`` on; return how many rows those are. See ``list_segments``."""
 
     def new_hash(self) -> HashState:
         """Return the state of a hash, for ``copy_hashed``; one thread at a time may use it."""
@@ -124,6 +143,27 @@ class PythonKernel:
         for source, destination, size in copies.tolist():
             ctypes.memmove(destination, source, size)
 
+    def list_segments(
+        self,
+        copies: Copies,
+        entries: Entries,
+        from_ids: Ids | None,
+        to_ids: Ids | None,
+        first: int,
+        from_at: int,
+        to_at: int,
+        /,
+    ) -> int:
+        """See ``Kernel``."""
+        pages = len(from_ids) if from_ids is not None else len(to_ids) if to_ids is not None else 0
+        numbers, positions = np.divmod(np.arange(first, first + len(copies)), pages)
+        its = entries[numbers]
+        for column, ids, at in ((0, from_ids, from_at), (1, to_ids, to_at)):
+            its_pages = (positions if ids is None else ids[positions]).astype(np.uint64)
+            copies[:, column] = its[:, 2 * column] + its[:, 2 * column + 1] * its_pages + np.uint64(at % (1 << 64))
+        copies[:, 2:] = its[:, 4 : 2 + copies.shape[1]]
+        return len(copies) if copies.shape[1] == 6 else _join(copies)  # noqa: PLR2004  columns
+
     def new_hash(self) -> xxhash.xxh3_64:
         """See ``Kernel``."""
         return xxhash.xxh3_64()
@@ -176,6 +216,7 @@ class SecondPassKernel(PythonKernel):
 
     def __init__(self, native: Kernel) -> None:
         self.copy = native.copy  # type: ignore[method-assign]
+        self.list_segments = native.list_segments  # type: ignore[method-assign]
         self.new_gate = native.new_gate  # type: ignore[method-assign]
         self.shut_gate = native.shut_gate  # type: ignore[method-assign]
         self.open_gate = native.open_gate  # type: ignore[method-assign]
@@ -199,6 +240,19 @@ def _rows_at(address: int, rows: int, step_bytes: int, size_bytes: int) -> npt.N
     """Return a view of rows at an address, ``(rows, size_bytes)`` uint8; the memory must outlive it."""
     interface = {"data": (address, False), "shape": (rows, size_bytes), "strides": (step_bytes, 1), "typestr": "|u1"}
     return np.asarray(_Memory({**interface, "version": 3}))
+
+
+def _join(copies: Copies) -> int:
+    """Make one row of those that adjoin on both sides; return how many rows there are then."""
+    if not len(copies):
+        return 0
+    goes_on = np.zeros(len(copies), np.bool_)
+    goes_on[1:] = (copies[1:, :2] == copies[:-1, :2] + copies[:-1, 2:]).all(axis=1)
+    starts = np.flatnonzero(~goes_on)
+    sizes = np.add.reduceat(copies[:, 2], starts)
+    copies[: len(starts)] = copies[starts]
+    copies[: len(starts), 2] = sizes
+    return len(starts)
 
 
 def _rows(copies: Copies) -> list[tuple[int, int, int]]:
@@ -265,6 +319,37 @@ def copy(copies: Copies) -> None:
     _KERNEL.copy(copies)
 
 
+def list_segments(
+    entries: Entries,
+    from_ids: Ids | None,
+    to_ids: Ids | None,
+    segments: tuple[int, int],
+    at: tuple[int, int],
+    *,
+    with_rows: bool,
+) -> Copies:
+    """Return the copies of some segments: a segment is one page of one entry, numbered entry by entry.
+
+    Args:
+        entries: ``(entries, 8)`` uint64, C-contiguous: the address of an entry's page 0 and the distance from page to
+            page at the source, the same at the destination, and of a segment the bytes, rows and the two distances
+            between rows as in ``Copies``.
+        from_ids: ``(pages,)`` int64, C-contiguous: the source's pages; None: they are numbered in order.
+        to_ids: the destination's; at most one of both is None.
+        segments: the first one, and the one after the last.
+        at: what is added to the source's addresses, and to the destination's; may be negative.
+        with_rows: whether the copies have six columns. Else segments that adjoin on both sides share a row, of a MiB at
+            most, or in Python of any size.
+
+    Raises:
+        ValueError: there are no such segments.
+    """
+    first, stop = segments
+    copies = np.empty((stop - first, 6 if with_rows else 3), np.uint64)
+    rows = _KERNEL.list_segments(copies, entries, from_ids, to_ids, first, *at)
+    return copies if rows == len(copies) else copies[:rows]
+
+
 def copy_hashed(copies: Copies, ends: Ends, state: HashState = None, *, read_next: bool = False) -> Digests:
     """Copy as ``copy`` does, and return the digest of the sources up to each end; see ``Kernel.copy_hashed``.
 
@@ -277,6 +362,11 @@ def copy_hashed(copies: Copies, ends: Ends, state: HashState = None, *, read_nex
     digests = np.zeros(len(ends), np.uint64)
     _KERNEL.copy_hashed(copies, ends, digests, _KERNEL.new_hash() if state is None else state, read_next=read_next)
     return digests
+
+
+def copy_with_digest(copies: Copies, *, read_next: bool = False) -> int:
+    """Copy as ``copy_hashed`` does, and return the digest of all sources."""
+    return int(copy_hashed(copies, np.array([len(copies)]), read_next=read_next)[0])
 
 
 def new_hash() -> HashState:

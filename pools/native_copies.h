@@ -48,6 +48,7 @@ enum {
     MIDDLE = 8 << 10,        /* and so is what is shorter than this, */
     LARGE = 64 << 10,        /* or than this */
     SHORT = 128,             /* shorter rows are left to memcpy */
+    JOINED = 1 << 20,        /* blocks that adjoin become one, up to this */
     PIECE = PIECE_BYTES,     /* of a call, tried in one way */
     STREAMED = STREAMED_BYTES, /* less than this in a call may stay in the caches: somebody reads it soon */
     UNLOCKED = 64 << 10      /* from here on a caller lets others run: less takes some microseconds */
@@ -83,6 +84,49 @@ static uint64_t column(const Copies *copies, size_t row, int number) {
 static Span span_of(const Copies *copies, size_t row) {
     return (Span){(char *)(uintptr_t)column(copies, row, 1), (const char *)(uintptr_t)column(copies, row, 0),
                   column(copies, row, 2)};
+}
+
+/* -- lists of segments: a segment is one page of one entry, numbered entry by entry */
+
+enum { ENTRY = 8 }; /* numbers of an entry, in order as below */
+
+typedef struct {
+    uint64_t from, from_page, to, to_page; /* address of its page 0, and the distance from page to page, on both sides */
+    uint64_t bytes, rows, from_stride, to_stride; /* of a segment, as in a list of copies */
+} Entry;
+
+typedef struct {
+    const Entry *entries;
+    const int64_t *from_ids, *to_ids; /* the pages; NULL: they are numbered in order */
+    size_t pages;
+    uint64_t from_at, to_at; /* added to all addresses */
+} Segments;
+
+/* Whether a copy of three numbers goes on where the last one of a list ends; none gets longer than JOINED. */
+static int goes_on(const uint64_t *last, uint64_t from, uint64_t to, uint64_t bytes) {
+    return last[0] + last[2] == from && last[1] + last[2] == to && last[2] + bytes <= JOINED;
+}
+
+/* Writes the copies of segments [first, stop) to a list of three or six columns, and returns how many rows those are: of
+   three columns, segments that adjoin on both sides share one. */
+static size_t list_segments(const Segments *of, size_t first, size_t stop, uint64_t *list, int columns) {
+    uint64_t *row = list;
+    while (first < stop) {
+        const Entry *entry = of->entries + first / of->pages;
+        size_t page = first % of->pages, last = of->pages - page < stop - first ? of->pages : page + stop - first;
+        for (first += last - page; page < last; page++) {
+            uint64_t from = of->from_at + entry->from + entry->from_page * (of->from_ids ? (uint64_t)of->from_ids[page] : page);
+            uint64_t to = of->to_at + entry->to + entry->to_page * (of->to_ids ? (uint64_t)of->to_ids[page] : page);
+            if (columns == 3 && row != list && goes_on(row - 3, from, to, entry->bytes)) {
+                row[-1] += entry->bytes;
+                continue;
+            }
+            row[0] = from, row[1] = to, row[2] = entry->bytes;
+            if (columns == 6) row[3] = entry->rows, row[4] = entry->from_stride, row[5] = entry->to_stride;
+            row += columns;
+        }
+    }
+    return (size_t)(row - list) / (size_t)columns;
 }
 
 /* -- streaming stores: for each kind, whole lines in one place or in two, and whole rows. `to` is aligned to a line. */

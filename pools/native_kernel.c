@@ -91,6 +91,49 @@ static int open_numbers(PyObject *object, Py_buffer *view, int flags, const char
     return -1;
 }
 
+static int open_table(PyObject *object, Py_buffer *view, int flags) {
+    if (PyObject_GetBuffer(object, view, PyBUF_ND | PyBUF_FORMAT | flags) < 0) return -1;
+    if (view->itemsize == 8 && view->ndim == 2 && view->format && strchr("LQ", view->format[0]) && !view->format[1]) return 0;
+    PyBuffer_Release(view);
+    PyErr_SetString(PyExc_TypeError, "a list and its entries must be (n, m) uint64");
+    return -1;
+}
+
+/* Opens the pages of one side; None: NULL. */
+static int open_pages(PyObject *object, Py_buffer *view) {
+    *view = (Py_buffer){.obj = NULL}; /* which may be released */
+    return object == Py_None ? 0 : open_numbers(object, view, 0, "lq", "pages must be (n,) int64");
+}
+
+static PyObject *kernel_list_segments(PyObject *self, PyObject *arguments) {
+    PyObject *rows, *table, *from_ids, *to_ids, *found = NULL;
+    Py_buffer list, entries, from, to;
+    unsigned long long first, from_at, to_at;
+    (void)self;
+    if (!PyArg_ParseTuple(arguments, "OOOOKKK", &rows, &table, &from_ids, &to_ids, &first, &from_at, &to_at)) return NULL;
+    if (open_table(rows, &list, PyBUF_WRITABLE) < 0) return NULL;
+    if (open_table(table, &entries, 0) < 0) goto no_entries;
+    if (open_pages(from_ids, &from) < 0) goto no_from;
+    if (open_pages(to_ids, &to) < 0) goto no_to;
+    size_t pages = from.obj ? (size_t)from.shape[0] : to.obj ? (size_t)to.shape[0] : 0;
+    size_t count = (size_t)list.shape[0], all = pages * (size_t)entries.shape[0];
+    if ((list.shape[1] != 3 && list.shape[1] != 6) || entries.shape[1] != ENTRY || first > all || count > all - first ||
+        (from.obj && to.obj && from.shape[0] != to.shape[0])) {
+        PyErr_SetString(PyExc_ValueError, "there are no such segments, or no such columns");
+    } else {
+        Segments segments = {entries.buf, from.obj ? from.buf : NULL, to.obj ? to.buf : NULL, pages, from_at, to_at};
+        found = PyLong_FromSize_t(list_segments(&segments, first, first + count, list.buf, (int)list.shape[1]));
+    }
+    PyBuffer_Release(&to);
+no_to:
+    PyBuffer_Release(&from);
+no_from:
+    PyBuffer_Release(&entries);
+no_entries:
+    PyBuffer_Release(&list);
+    return found;
+}
+
 typedef struct {
     Py_buffer ends, digests;
     Digests into;
@@ -373,6 +416,7 @@ static PyMethodDef methods[] = {
     {"copy", kernel_copy, METH_O, "Copy (n, 3) or (n, 6) uint64."},
     {"copy_hashed", (PyCFunction)(void (*)(void))kernel_copy_hashed, METH_VARARGS | METH_KEYWORDS,
       "Copy, and fill in the digests of the rows up to each end."},
+    {"list_segments", kernel_list_segments, METH_VARARGS, "Fill in the copies of segments; return how many rows those are."},
     {"new_hash", kernel_new_hash, METH_NOARGS, "Return the state of a hash."},
     {"new_gate", kernel_new_gate, METH_NOARGS, "Return a gate, which is open."},
     {"shut_gate", kernel_shut, METH_O, "Shut a gate."},

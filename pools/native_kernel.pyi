@@ -1,11 +1,21 @@
 from typing import Any
 
-from kvferry.pools.copy_kernel import Copies, CrewState, Digests, Ends, GateState, HashState
+from kvferry.pools.copy_kernel import Copies, CrewState, Digests, Ends, Entries, GateState, HashState, Ids
 
 def copy(copies: Copies, /) -> None: ...
 def copy_hashed(
     copies: Copies, ends: Ends, digests: Digests, state: HashState, /, *, read_next: bool = False
 ) -> None: ...
+def list_segments(
+    copies: Copies,
+    entries: Entries,
+    from_ids: Ids | None,
+    to_ids: Ids | None,
+    first: int,
+    from_at: int,
+    to_at: int,
+    /,
+) -> int: ...
 def new_hash() -> HashState: ...
 def new_gate() -> GateState: ...
 def shut_gate(gate: GateState, /) -> None: ...

@@ -25,7 +25,7 @@ from kvferry.daemon.transports.network_memory import NetworkMemory
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.planning.copies import gather_hashed, total_segments
+from kvferry.pools.planning.copies import SegmentCopies, offset_of, total_segments
 from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.plan import PlanSide, make_side
 from kvferry.protocol.errors import (
@@ -57,10 +57,18 @@ class _Sending:
         self.remote_endpoint = remote_endpoint
         self.sides = sides
         self.memory = memory
+        self._copies: dict[int, SegmentCopies] = {}
         self.waiting: deque[Grant] = deque()
         self.in_flight = 0
         self.reading = 0
         self.ended = False
+
+    def copies_of(self, segment: int, memory: HostRegion) -> SegmentCopies:
+        """On any thread: return the copies that gather a source segment, listed for its first grant alone."""
+        known = self._copies.get(segment)
+        if known is None:
+            known = self._copies[segment] = SegmentCopies.gathering(self.sides[segment], memory.address)
+        return known
 
 
 class _Writing:
@@ -278,7 +286,9 @@ def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
     """On a thread: gather the granted segments into ``buffer``; return their checksum."""
     side = sending.sides[grant.segment]
     if isinstance(sending.memory, HostRegion):
-        return gather_hashed(side, sending.memory.address, grant.first, grant.stop, buffer)
+        copies = sending.copies_of(grant.segment, sending.memory)
+        listed = copies.listed(grant.first, grant.stop, to_at=buffer - offset_of(side, grant.first))
+        return copy_kernel.copy_with_digest(listed, read_next=True)
     sending.memory.gather(side, grant.first, grant.stop, buffer, copy_kernel.copy)
     return copy_kernel.digest((buffer, grant.size_bytes))
 
@@ -292,7 +302,7 @@ def _grant_error(sending: _Sending | None, grant: Grant, staging_bytes: int) -> 
     side = sending.sides[grant.segment]
     if not grant.first < grant.stop <= total_segments(side):
         return InvalidFieldError(f"segments {grant.first}..{grant.stop} of {total_segments(side)}", field="stop")
-    size_bytes = _bytes_of(side, grant.first, grant.stop)
+    size_bytes = offset_of(side, grant.stop) - offset_of(side, grant.first)
     if size_bytes != grant.size_bytes or size_bytes > staging_bytes:
         return InvalidFieldError(
             f"{grant.size_bytes} bytes are granted for {size_bytes}, staging has {staging_bytes}",
@@ -302,17 +312,6 @@ def _grant_error(sending: _Sending | None, grant: Grant, staging_bytes: int) -> 
     if grant.runs and runs_bytes != size_bytes:
         return InvalidFieldError(f"the runs have {runs_bytes} bytes, the segments {size_bytes}", field="runs")
     return None
-
-
-def _bytes_of(side: PlanSide, first: int, stop: int) -> int:
-    """Return the bytes of segments ``[first, stop)``."""
-    sizes, pages = side.segment_bytes.tolist(), len(side.ids)
-
-    def before(segment: int) -> int:
-        entry, page = divmod(segment, pages)
-        return int(sum(sizes[:entry])) * pages + (page * int(sizes[entry]) if page else 0)
-
-    return before(stop) - before(first)
 
 
 def _side_of(segment: Segment, remote_endpoint: RemoteEndpoint, chunk: int) -> PlanSide:

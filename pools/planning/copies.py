@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies
-from kvferry.pools.planning.page_ids import Runs, coalesce
+from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.plan import Blocks, Plan, PlanSide, Sizes
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import BounceBufferTooSmallError, TransferFailedError
@@ -137,27 +137,16 @@ class CopyChunk(NamedTuple):
     size_bytes: int
 
 
-class _Rectangle(NamedTuple):
-    """Consecutive segments: some entries times some pages.
-
-    Attributes:
-        runs: of page ids; pages of the contiguous side count from 0.
-        by_row: mask of the entries that are copied by slice.
-        sizes: bytes of a segment.
-        base: address of the entry.
-        flat: address of the entry's first segment in the contiguous memory.
-    """
-
-    runs: Runs
-    by_row: npt.NDArray[np.bool_]
-    sizes: Sizes
-    base: npt.NDArray[np.uint64]
-    flat: npt.NDArray[np.uint64]
-
-
 def total_segments(side: PlanSide) -> int:
     """Return the number of segments of a side."""
     return len(side.base) * len(side.ids)
+
+
+def offset_of(side: PlanSide, segment: int) -> int:
+    """Return how many bytes all segments before one have."""
+    entry, page = divmod(segment, len(side.ids))
+    sizes: list[int] = side.segment_bytes.tolist()
+    return sum(sizes[:entry]) * len(side.ids) + (page * sizes[entry] if page else 0)
 
 
 def cut_copy_chunks(side: PlanSide, max_bytes: int) -> list[CopyChunk]:
@@ -189,6 +178,67 @@ def cut_copy_chunks(side: PlanSide, max_bytes: int) -> list[CopyChunk]:
     return copy_chunks
 
 
+class SegmentCopies:
+    """Lists the copies of segments, any of them, in order; for each of the two sides made once, and for any thread."""
+
+    def __init__(
+        self, columns: tuple[Sizes, ...], from_ids: PageIds | None, to_ids: PageIds | None, *, with_rows: bool
+    ) -> None:
+        """Use ``gathering``, ``scattering`` or ``between``. ``columns``: those of the entries, see the kernel."""
+        self._entries = np.empty((len(columns[0]), len(columns)), np.uint64)
+        for number, column in enumerate(columns):
+            self._entries[:, number] = column
+        self._from_ids = None if from_ids is None else np.ascontiguousarray(from_ids)
+        self._to_ids = None if to_ids is None else np.ascontiguousarray(to_ids)
+        self._with_rows = with_rows
+
+    @classmethod
+    def gathering(cls, side: PlanSide, memory_address: int) -> SegmentCopies:
+        """Copy from a side's pages into contiguous memory. ``memory_address`` is added to the side's bases."""
+        rows = side.rows, side.row_bytes, side.slice_bytes
+        columns = *_pages_of(side, memory_address), *_flat_of(side), side.slice_bytes, *rows
+        return cls(columns, side.ids, None, with_rows=not side.is_whole)
+
+    @classmethod
+    def scattering(cls, side: PlanSide, memory_address: int) -> SegmentCopies:
+        """Copy from contiguous memory into a side's pages."""
+        rows = side.rows, side.slice_bytes, side.row_bytes
+        columns = *_flat_of(side), *_pages_of(side, memory_address), side.slice_bytes, *rows
+        return cls(columns, None, side.ids, with_rows=not side.is_whole)
+
+    @classmethod
+    def between(cls, plan: Plan, source_address: int, destination_address: int) -> SegmentCopies:
+        """Copy from the source's pages into the destination's."""
+        source, destination = plan.source, plan.destination
+        rows = np.maximum(source.rows, destination.rows)
+        sizes = source.segment_bytes // rows
+        strides = [np.where(side.sliced, side.row_bytes, sizes) for side in (source, destination)]
+        columns = *_pages_of(source, source_address), *_pages_of(destination, destination_address), sizes, rows
+        return cls((*columns, *strides), source.ids, destination.ids, with_rows=not plan.is_whole)
+
+    def listed(self, first: int, stop: int, from_at: int = 0, to_at: int = 0) -> Copies:
+        """Return the copies of segments ``[first, stop)``; whole pages that adjoin share rows.
+
+        ``from_at`` and ``to_at`` are added to addresses; contiguous memory begins with segment 0: see ``offset_of``.
+        """
+        at = from_at, to_at
+        return copy_kernel.list_segments(
+            self._entries, self._from_ids, self._to_ids, (first, stop), at, with_rows=self._with_rows
+        )
+
+
+def _pages_of(side: PlanSide, memory_address: int) -> tuple[Sizes, Sizes]:
+    """Return the address of each entry's page 0, or of its slice, and the distance from page to page."""
+    return side.base + side.slice_offset + np.uint64(memory_address), side.page_bytes
+
+
+def _flat_of(side: PlanSide) -> tuple[Sizes, Sizes]:
+    """Return the same for contiguous memory that holds all segments."""
+    sizes = side.segment_bytes
+    held = sizes * np.uint64(len(side.ids))
+    return np.cumsum(held) - held, sizes
+
+
 def gather(
     side: PlanSide, memory_address: int, first: int, stop: int, out_address: int, copy: CopyBlocks = copy_kernel.copy
 ) -> None:
@@ -205,69 +255,23 @@ def gather(
     Raises:
         TransferFailedError: an address is not mapped.
     """
-    for one in _rectangles(side, first, stop, memory_address, out_address):
-        blocks = _whole_blocks(one)
-        if len(blocks):
-            copy(blocks)
-    if not side.is_whole:
-        copy_kernel.copy(_slices(side, first, stop, memory_address, out_address))
-
-
-def gather_hashed(side: PlanSide, memory_address: int, first: int, stop: int, out_address: int) -> int:
-    """Gather as ``gather`` does, and return the XXH3-64 of all of it, in the same pass; it is read next."""
-    if side.is_whole:
-        parts = [_whole_blocks(one) for one in _rectangles(side, first, stop, memory_address, out_address)]
-        copies = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    else:
-        copies = _slices(side, first, stop, memory_address, out_address, whole=True)
-    return int(copy_kernel.copy_hashed(copies, np.array([len(copies)]), read_next=True)[0])
-
-
-def digest_of(side: PlanSide, memory_address: int, first: int, stop: int) -> int:
-    """Return the XXH3-64 of what ``gather`` would gather, read where it is."""
-    copies = _slices(side, first, stop, memory_address, 0, whole=True)
-    copies[:, 1] = 0  # hashed alone
-    return int(copy_kernel.copy_hashed(copies, np.array([len(copies)]))[0])
+    copies = SegmentCopies.gathering(side, memory_address).listed(first, stop, 0, out_address - offset_of(side, first))
+    (copy if side.is_whole else copy_kernel.copy)(copies)
 
 
 def scatter(
     side: PlanSide, memory_address: int, first: int, stop: int, in_address: int, copy: CopyBlocks = copy_kernel.copy
 ) -> None:
     """Copy segments ``[first, stop)`` from contiguous memory into the side's pages: the reverse of ``gather``."""
-    for one in _rectangles(side, first, stop, memory_address, in_address):
-        blocks = _whole_blocks(one)
-        if len(blocks):
-            copy(blocks[:, [1, 0, 2]])
-    if not side.is_whole:
-        copy_kernel.copy(_slices(side, first, stop, memory_address, in_address)[:, [1, 0, 2, 3, 5, 4]])
+    copies = SegmentCopies.scattering(side, memory_address).listed(first, stop, in_address - offset_of(side, first))
+    (copy if side.is_whole else copy_kernel.copy)(copies)
 
 
-def between(plan: Plan, source_address: int, destination_address: int, first: int, stop: int) -> Copies:
-    """Return the copies of segments ``[first, stop)`` from the source's pages into the destination's: ``(n, 6)``.
-
-    The addresses are added to the sides' bases; see ``copy_kernel`` for the columns.
-    """
-    count = len(plan.source.ids)
-    entry, page = divmod(first, count)
-    border = (entry + 1) * count
-    if border < stop < first + count:  # parts of two entries, each longer than what is asked for of it
-        at = source_address, destination_address
-        return np.concatenate((between(plan, *at, first, border), between(plan, *at, border, stop)))
-    if stop <= border:
-        entries, pages, cut = slice(entry, entry + 1), slice(page, page + stop - first), slice(None)
-    else:  # whole entries, of which the first and the last one are cut afterwards
-        entries, pages, cut = slice(entry, -(-stop // count)), slice(None), slice(page, page + stop - first)
-    rows = np.maximum(plan.source.rows[entries], plan.destination.rows[entries])
-    sizes = plan.source.rows[entries] * plan.source.slice_bytes[entries] // rows
-    ids = plan.source.ids[pages]
-    copies = np.empty((6, len(rows), len(ids)), np.uint64)
-    copies[2], copies[3] = sizes[:, None], rows[:, None]
-    for column, side, address in ((0, plan.source, source_address), (1, plan.destination, destination_address)):
-        page_bytes, slice_bytes = side.page_bytes[entries], side.slice_bytes[entries]
-        starts = side.base[entries] + side.slice_offset[entries] + np.uint64(address)
-        copies[column] = starts[:, None] + page_bytes[:, None] * side.ids[pages].view(np.uint64)
-        copies[column + 4] = np.where(slice_bytes != page_bytes, side.row_bytes[entries], sizes)[:, None]
-    return copies.reshape(6, -1)[:, cut].T
+def digest_of(side: PlanSide, memory_address: int, first: int, stop: int) -> int:
+    """Return the XXH3-64 of what ``gather`` would gather, read where it is."""
+    copies = SegmentCopies.gathering(side, memory_address).listed(first, stop)
+    copies[:, 1] = 0  # hashed alone
+    return copy_kernel.copy_with_digest(copies)
 
 
 def memory_runs(side: PlanSide, memory_address: int, first: int, stop: int) -> list[tuple[int, int]]:
@@ -286,64 +290,6 @@ def memory_runs(side: PlanSide, memory_address: int, first: int, stop: int) -> l
         found += [(base + at * page_bytes, pages * page_bytes) for at, pages in zip(starts, counts, strict=True)]
         first += len(ids)
     return found
-
-
-def _rectangles(side: PlanSide, first: int, stop: int, memory_address: int, flat_address: int) -> Iterator[_Rectangle]:
-    """Yield at most three rectangles: the rest of the first entry, whole entries, the beginning of the last entry."""
-    pages, sizes, sliced = len(side.ids), side.segment_bytes, side.sliced
-    while first < stop:
-        entry, page = divmod(first, pages)
-        if page == 0 and stop - first >= pages:
-            entries, ids = slice(entry, stop // pages), side.ids
-        else:
-            entries, ids = slice(entry, entry + 1), side.ids[page : page + stop - first]
-        held = sizes[entries] * np.uint64(len(ids))
-        ends = np.cumsum(held) + np.uint64(flat_address)
-        base = side.base[entries] + np.uint64(memory_address)
-        runs = coalesce(ids, np.arange(len(ids)))
-        yield _Rectangle(runs, sliced[entries], sizes[entries], base, ends - held)
-        flat_address = int(ends[-1])
-        first += (entries.stop - entry) * len(ids)
-
-
-def _slices(
-    side: PlanSide, first: int, stop: int, memory_address: int, flat_address: int, *, whole: bool = False
-) -> Copies:
-    """Return the copies of the slices in segments ``[first, stop)``, from the pages to the contiguous memory.
-
-    With ``whole``, those of whole pages too, each a row.
-    """
-    entries, pages = np.divmod(np.arange(first, stop), len(side.ids))
-    sizes = side.segment_bytes[entries]
-    flat = np.cumsum(sizes) - sizes + np.uint64(flat_address)
-    cut = side.sliced[entries] | whole
-    entries, pages = entries[cut], pages[cut]
-    copies = np.empty((6, len(entries)), np.uint64)
-    copies[0] = _slice_starts(side, entries, pages) + np.uint64(memory_address)
-    copies[1] = flat[cut]
-    copies[2] = copies[5] = side.slice_bytes[entries]
-    copies[3] = side.rows[entries]
-    copies[4] = side.row_bytes[entries]
-    return copies.T
-
-
-def _slice_starts(side: PlanSide, entries: PageIds, pages: PageIds) -> npt.NDArray[np.uint64]:
-    """Return where the first slice of each segment begins: ``entries`` and ``pages`` are indices, ``(n,)`` int64."""
-    ids = side.ids[pages].astype(np.uint64)
-    return side.base[entries] + side.slice_offset[entries] + ids * side.page_bytes[entries]
-
-
-def _whole_blocks(part: _Rectangle) -> Blocks:
-    """Return the blocks of the entries not in ``by_row``, from the pages to the contiguous memory."""
-    if part.by_row.all():
-        return np.empty((0, 3), np.uint64)
-    whole = ~part.by_row
-    columns = np.empty((3, np.count_nonzero(whole), len(part.runs.pages)), np.uint64)
-    for column, numbers in zip(columns, part.runs, strict=True):
-        np.multiply(part.sizes[whole, None], numbers.astype(np.uint64), out=column)
-    columns[0] += part.base[whole, None]
-    columns[1] += part.flat[whole, None]
-    return columns.reshape(3, -1).T
 
 
 # -- segments as gather cells: equal-width rows of a two-dimensional view, from which a device gathers by row index.

@@ -502,3 +502,76 @@ def test_it_can_be_switched_off() -> None:
         [sys.executable, "-c", code], env={SWITCH: "python"}, capture_output=True, text=True, check=True
     )
     assert told.stdout.strip() == f"False it is switched off by {SWITCH}=python"
+
+
+# -- lists of segments
+
+NUMBERS = st.integers(0, 50)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int] | None], tuple[int, int], tuple[int, int]]:
+    """Draw entries, the pages of both sides, the segments, and what is added."""
+    entries = draw(st.lists(st.lists(NUMBERS, min_size=8, max_size=8), min_size=1, max_size=4))
+    pages = draw(st.integers(1, 6))
+    ids: list[list[int] | None] = [draw(st.lists(NUMBERS, min_size=pages, max_size=pages)) for _ in range(2)]
+    if draw(st.booleans()):
+        ids[draw(st.integers(0, 1))] = None
+    first = draw(st.integers(0, len(entries) * pages))
+    at = draw(st.integers(-100, 100)), draw(st.integers(-100, 100))
+    return entries, ids, (first, draw(st.integers(first, len(entries) * pages))), at
+
+
+@pytest.mark.parametrize("with_rows", [True, False])
+@pytest.mark.parametrize("kernel", [native, PythonKernel()], ids=["native", "python"])
+@given(case=segments())
+@example(case=([[7, 4, 9, 4, 4, 1, 4, 4]], [[3, 4, 5, 9], None], (0, 4), (0, 0)))
+@example(case=([[7, 4, 9, 4, 4, 1, 4, 4]] * 3, [[3, 4], [8, 9]], (1, 6), (-40, 2)))
+def test_segments_are_listed_entry_by_entry(
+    kernel: Kernel,
+    case: tuple[list[list[int]], list[list[int] | None], tuple[int, int], tuple[int, int]],
+    with_rows: bool,  # noqa: FBT001
+) -> None:
+    entries, ids, (first, stop), at = case
+    from_ids, to_ids = (None if one is None else np.array(one, np.int64) for one in ids)
+    copies = np.empty((stop - first, 6 if with_rows else 3), np.uint64)
+    rows = kernel.list_segments(copies, np.array(entries, np.uint64), from_ids, to_ids, first, *at)
+    expected = []
+    for number in range(first, stop):
+        entry, page = divmod(number, len(ids[0] or ids[1] or []))
+        its = entries[entry]
+        pages = [page if one is None else one[page] for one in ids]
+        addresses = [(at[side] + its[2 * side] + its[2 * side + 1] * pages[side]) % (1 << 64) for side in range(2)]
+        expected.append([*addresses, *its[4 : 8 if with_rows else 5]])
+    if with_rows:
+        assert copies.tolist() == expected
+        assert rows == len(expected)
+        return
+    joined: list[list[int]] = []
+    for source, destination, size in expected:
+        if joined and [sum(joined[-1][::2]), sum(joined[-1][1:])] == [source, destination]:
+            joined[-1][2] += size
+        else:
+            joined.append([source, destination, size])
+    assert copies[:rows].tolist() == joined
+
+
+def test_what_adjoins_becomes_no_block_above_a_mebibyte() -> None:
+    size = 300 << 10
+    entries, copies = np.array([[0, size, 0, size, size, 1, 0, 0]], np.uint64), np.empty((5, 3), np.uint64)
+    rows = native.list_segments(copies, entries, np.arange(5), None, 0, 0, 0)
+    assert copies[:rows, 2].tolist() == [3 * size, 2 * size]
+
+
+@pytest.mark.parametrize(
+    ("columns", "numbers", "ids", "first"),
+    [(4, 8, 3, 0), (3, 7, 3, 0), (3, 8, 3, 6), (3, 8, 3, (1 << 64) - 1), (3, 8, 2, 0), (3, 8, None, 0)],
+    ids=["columns", "entries", "behind the last", "from afar", "pages of one side only", "no pages"],
+)
+def test_segments_that_there_are_none_of_are_refused(columns: int, numbers: int, ids: int | None, first: int) -> None:
+    copies, entries = np.empty((4, columns), np.uint64), np.zeros((3, numbers), np.uint64)
+    from_ids, to_ids = (None, None) if ids is None else (np.zeros(3, np.int64), np.zeros(ids, np.int64))
+    with pytest.raises(ValueError, match="there are no such segments"):
+        native.list_segments(copies, entries, from_ids, to_ids, first, 0, 0)
+    with pytest.raises(TypeError, match="must be"):
+        native.list_segments(copies, entries, np.zeros(3, np.float64), None, 0, 0, 0)
