@@ -1,8 +1,9 @@
 """The receiving side of a transfer between hosts: grants bounce buffers to transfer ops, and scatters from them.
 
-The source writes into a bounce buffer and reports that; no page is touched before incarnation, length and checksum are
-verified. So a late write can only land in a bounce buffer, and a failed receive request settles at once: only its
-bounce buffers stay, until the source reports that its writes have ended, or quarantined until a fence.
+The source writes into a bounce buffer and reports that; no page is touched before incarnation and length are verified,
+and the checksum is while they are copied. So a late write can only land in a bounce buffer, and a failed receive
+request settles at once: only its bounce buffers stay, until the source reports that its writes have ended, or
+quarantined until a fence.
 
 Where pages are written directly (``network.direct``), there is no bounce buffer in between: the bytes are verified in
 the pages, and a failed transfer op is reported only when nothing can land in them any more.
@@ -31,7 +32,7 @@ from kvferry.daemon.transports.network_memory import NetworkMemory, Target
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import Walk
-from kvferry.pools.planning.copies import CopyChunk, cut_copy_chunks, memory_runs
+from kvferry.pools.planning.copies import CopyChunk, SegmentCopies, cut_copy_chunks, memory_runs, offset_of
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,
@@ -81,9 +82,18 @@ class _IncomingOp:
         self.granted = 0
         self.scattering: set[int] = set()
         self.error: KvferryError | None = None
+        self._copies: dict[int, SegmentCopies] = {}
         self.queued = False
         self.failed_s = 0.0
         self.reported = False
+
+    def copies_of(self, segment: int, memory: HostRegion) -> SegmentCopies:
+        """On any thread: return the copies that scatter a segment of whole pages, listed for its first grant alone."""
+        known = self._copies.get(segment)
+        if known is None:
+            side = self.op.planned_copies[segment].plan.destination
+            known = self._copies[segment] = SegmentCopies.scattering(side, memory.address)
+        return known
 
     @property
     def grantable(self) -> bool:
@@ -370,23 +380,27 @@ class NetworkReceiver:
         return self._bounce_buffers.take(incoming.peer, number)
 
     def _verify_and_scatter(self, grant: _Grant, checksum: int) -> None:
-        """On a thread: verify the checksum of the received bytes and scatter them into their pages."""
-        runs = grant.target.runs or ((grant.target.address, grant.copy_chunk.size_bytes),)
-        found = copy_kernel.digest(*runs)
-        if found != checksum:
-            raise TransferFailedError(f"the received bytes have checksum {found:016x}, the source sent {checksum:016x}")
-        if grant.target.runs:  # what was verified are the pages
+        """On a thread: verify the checksum of the received bytes, and scatter them into their pages.
+
+        Whole pages of a host's memory in one pass: what is damaged is in them then, but the transfer fails.
+        """
+        if grant.target.runs:  # what was written are the pages
+            _check_digest(copy_kernel.digest(*grant.target.runs), checksum)
             return
-        side, pool = (
-            grant.incoming.op.planned_copies[grant.segment].plan.destination,
-            grant.incoming.op.receive_request.pool,
-        )
+        op, address = grant.incoming.op, grant.target.address
+        side, pool = op.planned_copies[grant.segment].plan.destination, op.receive_request.pool
         first, stop, size_bytes = grant.copy_chunk
-        pool.region.scatter(side, first, stop, grant.target.address, copy_kernel.copy)
-        if grant.incoming.op.checksums:
+        if side.is_whole and isinstance(pool.region, HostRegion):
+            copies = grant.incoming.copies_of(grant.segment, pool.region)
+            listed = copies.listed(first, stop, from_at=address - offset_of(side, first))
+            _check_digest(copy_kernel.copy_with_digest(listed), checksum)
+        else:
+            _check_digest(copy_kernel.digest((address, size_bytes)), checksum)
+            pool.region.scatter(side, first, stop, address, copy_kernel.copy)
+        if op.checksums:
             arrived = np.empty(size_bytes, np.uint8)
             pool.region.gather(side, first, stop, arrived.ctypes.data, copy_kernel.copy)
-            sent = np.frombuffer(memoryview((ctypes.c_char * size_bytes).from_address(grant.target.address)), np.uint8)
+            sent = np.frombuffer(memoryview((ctypes.c_char * size_bytes).from_address(address)), np.uint8)
             check_arrived(sent, arrived, side, first, pool.manifest)
 
     def _on_scattered(self, grant: _Grant, done: asyncio.Future[None]) -> None:
@@ -457,6 +471,11 @@ class NetworkReceiver:
             self._loop.call_soon(incoming.on_done, incoming.op.op_id, incoming.error)
         if incoming.error is None:
             self._say_ended(incoming)
+
+
+def _check_digest(found: int, sent: int) -> None:
+    if found != sent:
+        raise TransferFailedError(f"the received bytes have checksum {found:016x}, the source sent {sent:016x}")
 
 
 class FenceWatch:
