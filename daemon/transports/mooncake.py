@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Self, TypeVar
 
-from kvferry.daemon.process.time_slices import be_as_others
 from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings, NativeEngine
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, TransferFailedError
@@ -140,7 +139,8 @@ class MooncakeEngine:
         self._write_ids = itertools.count(1)
         self._poll_timer: asyncio.TimerHandle | None = None
         self._progress_s = 0.0  # loop time at which a write was last submitted or finished
-        self._worker = worker or ThreadPoolExecutor(1, "mooncake", be_as_others)
+        # Mooncake's threads inherit the loop's short slices from it: each waits for its peer's every few microseconds.
+        self._worker = worker or ThreadPoolExecutor(1, "mooncake")
         self._lifecycle_lock = asyncio.Lock()  # serializes creation, registration, rebuild and close
 
     def __repr__(self) -> str:

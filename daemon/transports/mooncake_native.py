@@ -24,6 +24,10 @@ INSTALL: Final = (
 )
 P2P: Final = "P2PHANDSHAKE"
 ALL_DEVICES: Final = ""
+SLICE_BYTES: Final = 1 << 20
+"""What Mooncake hands to a socket at a time, and must move within the progress timeout. Its default is 64 KiB, each of
+which wakes the peer, and is 53 bytes longer than the largest segment of a loopback."""
+
 _ACCEPT_TIMEOUT_US = 2000
 _WAKE_TIMEOUT_S = 1.0
 log = structlog.get_logger(__name__)
@@ -59,6 +63,7 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
             # The default is one connection per write, made while the submission blocks.
             "MC_TCP_ENABLE_CONNECTION_POOL": "true",
             "MC_TCP_LANES_PER_PEER": "4",
+            "MC_TCP_SLICE_SIZE": str(SLICE_BYTES),
         }
         # Else a host with RDMA devices would use those, whatever the requested protocol.
         return variables | {"MC_FORCE_TCP": "1"} if self.protocol == "tcp" else variables
