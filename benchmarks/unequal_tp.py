@@ -27,7 +27,7 @@ from benchmarks.measure import (
 from benchmarks.pools import PAGE_SIZE
 from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.pools import copy_kernel
-from kvferry.pools.planning.copies import SegmentCopies, total_segments
+from kvferry.pools.planning.copies import total_segments
 from kvferry.pools.planning.geometry import rank_heads
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.pairing import pair_entries
@@ -88,7 +88,7 @@ def _rows(
         for one in (sliced, equal)
     )
     assert plan.total_bytes == whole.total_bytes
-    copies = SegmentCopies.between(plan, *sliced.addresses).listed(0, total_segments(plan.source))
+    copies = plan.listed(0, total_segments(plan.source), sliced.addresses)
     in_unit = partial(gigabytes_a_second, size_bytes=plan.total_bytes)
     limit = limit_of(partial(copy_kernel.copy, copies), TRANSFER_THREADS, in_unit)
     ours, written, in_whole_pages, *limits = interleave(

@@ -68,6 +68,7 @@ class Kernel(Protocol):
         entries: Entries,
         from_ids: Ids | None,
         to_ids: Ids | None,
+        counts: Ids | None,
         first: int,
         from_at: int,
         to_at: int,
@@ -149,6 +150,7 @@ class PythonKernel:
         entries: Entries,
         from_ids: Ids | None,
         to_ids: Ids | None,
+        counts: Ids | None,
         first: int,
         from_at: int,
         to_at: int,
@@ -162,7 +164,9 @@ class PythonKernel:
             its_pages = (positions if ids is None else ids[positions]).astype(np.uint64)
             copies[:, column] = its[:, 2 * column] + its[:, 2 * column + 1] * its_pages + np.uint64(at % (1 << 64))
         copies[:, 2:] = its[:, 4 : 2 + copies.shape[1]]
-        return len(copies) if copies.shape[1] == 6 else _join(copies)  # noqa: PLR2004  columns
+        if counts is not None:
+            copies[:, 2] *= counts[positions].astype(np.uint64)
+        return len(copies) if counts is not None or copies.shape[1] == 6 else _join(copies)  # noqa: PLR2004  columns
 
     def new_hash(self) -> xxhash.xxh3_64:
         """See ``Kernel``."""
@@ -326,7 +330,8 @@ def list_segments(
     segments: tuple[int, int],
     at: tuple[int, int],
     *,
-    with_rows: bool,
+    counts: Ids | None = None,
+    with_rows: bool = False,
 ) -> Copies:
     """Return the copies of some segments: a segment is one page of one entry, numbered entry by entry.
 
@@ -334,19 +339,20 @@ def list_segments(
         entries: ``(entries, 8)`` uint64, C-contiguous: the address of an entry's page 0 and the distance from page to
             page at the source, the same at the destination, and of a segment the bytes, rows and the two distances
             between rows as in ``Copies``.
-        from_ids: ``(pages,)`` int64, C-contiguous: the source's pages; None: they are numbered in order.
+        from_ids: ``(pages,)`` int64, the source's pages; None: they are numbered in order.
         to_ids: the destination's; at most one of both is None.
         segments: the first one, and the one after the last.
         at: what is added to the source's addresses, and to the destination's; may be negative.
-        with_rows: whether the copies have six columns. Else segments that adjoin on both sides share a row, of a MiB at
-            most, or in Python of any size.
+        counts: ``(pages,)`` int64, of runs: how many pages each stands for, itself and those after it; None: one each.
+        with_rows: whether the copies have six columns. Else single pages that adjoin on both sides share a row, of a
+            MiB at most, or in Python of any size.
 
     Raises:
         ValueError: there are no such segments.
     """
     first, stop = segments
     copies = np.empty((stop - first, 6 if with_rows else 3), np.uint64)
-    rows = _KERNEL.list_segments(copies, entries, from_ids, to_ids, first, *at)
+    rows = _KERNEL.list_segments(copies, entries, from_ids, to_ids, counts, first, *at)
     return copies if rows == len(copies) else copies[:rows]
 
 

@@ -96,8 +96,21 @@ typedef struct {
 } Entry;
 
 typedef struct {
+    const char *numbers; /* int64; NULL: there are none */
+    ptrdiff_t stride;
+} Numbers;
+
+static uint64_t number_of(Numbers numbers, size_t position, uint64_t usual) {
+    int64_t value;
+    if (!numbers.numbers) return usual;
+    memcpy(&value, numbers.numbers + (ptrdiff_t)position * numbers.stride, sizeof value);
+    return (uint64_t)value;
+}
+
+typedef struct {
     const Entry *entries;
-    const int64_t *from_ids, *to_ids; /* the pages; NULL: they are numbered in order */
+    Numbers from_ids, to_ids; /* the pages, usually numbered in order */
+    Numbers counts;           /* how many pages each stands for, itself and those after it; usually one */
     size_t pages;
     uint64_t from_at, to_at; /* added to all addresses */
 } Segments;
@@ -108,20 +121,21 @@ static int goes_on(const uint64_t *last, uint64_t from, uint64_t to, uint64_t by
 }
 
 /* Writes the copies of segments [first, stop) to a list of three or six columns, and returns how many rows those are: of
-   three columns, segments that adjoin on both sides share one. */
+   three columns, single pages that adjoin on both sides share one. */
 static size_t list_segments(const Segments *of, size_t first, size_t stop, uint64_t *list, int columns) {
     uint64_t *row = list;
+    int joins = columns == 3 && !of->counts.numbers;
     while (first < stop) {
         const Entry *entry = of->entries + first / of->pages;
         size_t page = first % of->pages, last = of->pages - page < stop - first ? of->pages : page + stop - first;
         for (first += last - page; page < last; page++) {
-            uint64_t from = of->from_at + entry->from + entry->from_page * (of->from_ids ? (uint64_t)of->from_ids[page] : page);
-            uint64_t to = of->to_at + entry->to + entry->to_page * (of->to_ids ? (uint64_t)of->to_ids[page] : page);
-            if (columns == 3 && row != list && goes_on(row - 3, from, to, entry->bytes)) {
+            uint64_t from = of->from_at + entry->from + entry->from_page * number_of(of->from_ids, page, page);
+            uint64_t to = of->to_at + entry->to + entry->to_page * number_of(of->to_ids, page, page);
+            if (joins && row != list && goes_on(row - 3, from, to, entry->bytes)) {
                 row[-1] += entry->bytes;
                 continue;
             }
-            row[0] = from, row[1] = to, row[2] = entry->bytes;
+            row[0] = from, row[1] = to, row[2] = entry->bytes * number_of(of->counts, page, 1);
             if (columns == 6) row[3] = entry->rows, row[4] = entry->from_stride, row[5] = entry->to_stride;
             row += columns;
         }

@@ -99,35 +99,43 @@ static int open_table(PyObject *object, Py_buffer *view, int flags) {
     return -1;
 }
 
-/* Opens the pages of one side; None: NULL. */
-static int open_pages(PyObject *object, Py_buffer *view) {
+/* Opens (n,) int64 of any strides, None as no numbers; n is `count`, unless that is unknown yet, -1. */
+static int open_pages(PyObject *object, Py_buffer *view, Numbers *numbers, Py_ssize_t *count) {
     *view = (Py_buffer){.obj = NULL}; /* which may be released */
-    return object == Py_None ? 0 : open_numbers(object, view, 0, "lq", "pages must be (n,) int64");
+    *numbers = (Numbers){NULL, 0};
+    if (object == Py_None) return 0;
+    if (open_numbers(object, view, PyBUF_STRIDES, "lq", "pages must be (n,) int64") < 0) return -1;
+    *numbers = (Numbers){view->buf, view->strides[0]};
+    if (*count < 0) *count = view->shape[0];
+    if (*count == view->shape[0]) return 0;
+    PyBuffer_Release(view);
+    PyErr_SetString(PyExc_ValueError, "there are no such segments: both sides have as many pages");
+    return -1;
 }
 
 static PyObject *kernel_list_segments(PyObject *self, PyObject *arguments) {
-    PyObject *rows, *table, *from_ids, *to_ids, *found = NULL;
-    Py_buffer list, entries, from, to;
+    PyObject *rows, *table, *objects[3], *found = NULL; /* pages from, to, and how many each stands for */
+    Py_buffer list, entries, views[3];
+    Numbers pages[3];
     unsigned long long first, from_at, to_at;
+    Py_ssize_t every = -1;
+    int opened = 0;
     (void)self;
-    if (!PyArg_ParseTuple(arguments, "OOOOKKK", &rows, &table, &from_ids, &to_ids, &first, &from_at, &to_at)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "OOOOOKKK", &rows, &table, objects, objects + 1, objects + 2, &first, &from_at, &to_at))
+        return NULL;
     if (open_table(rows, &list, PyBUF_WRITABLE) < 0) return NULL;
     if (open_table(table, &entries, 0) < 0) goto no_entries;
-    if (open_pages(from_ids, &from) < 0) goto no_from;
-    if (open_pages(to_ids, &to) < 0) goto no_to;
-    size_t pages = from.obj ? (size_t)from.shape[0] : to.obj ? (size_t)to.shape[0] : 0;
-    size_t count = (size_t)list.shape[0], all = pages * (size_t)entries.shape[0];
-    if ((list.shape[1] != 3 && list.shape[1] != 6) || entries.shape[1] != ENTRY || first > all || count > all - first ||
-        (from.obj && to.obj && from.shape[0] != to.shape[0])) {
+    for (; opened < 3; opened++)
+        if (open_pages(objects[opened], &views[opened], &pages[opened], &every) < 0) goto end;
+    size_t count = (size_t)list.shape[0], all = every < 0 ? 0 : (size_t)every * (size_t)entries.shape[0];
+    if ((list.shape[1] != 3 && list.shape[1] != 6) || entries.shape[1] != ENTRY || first > all || count > all - first) {
         PyErr_SetString(PyExc_ValueError, "there are no such segments, or no such columns");
-    } else {
-        Segments segments = {entries.buf, from.obj ? from.buf : NULL, to.obj ? to.buf : NULL, pages, from_at, to_at};
-        found = PyLong_FromSize_t(list_segments(&segments, first, first + count, list.buf, (int)list.shape[1]));
+        goto end;
     }
-    PyBuffer_Release(&to);
-no_to:
-    PyBuffer_Release(&from);
-no_from:
+    Segments segments = {entries.buf, pages[0], pages[1], pages[2], (size_t)every, from_at, to_at};
+    found = PyLong_FromSize_t(list_segments(&segments, first, first + count, list.buf, (int)list.shape[1]));
+end:
+    while (opened--) PyBuffer_Release(&views[opened]);
     PyBuffer_Release(&entries);
 no_entries:
     PyBuffer_Release(&list);

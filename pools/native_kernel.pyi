@@ -11,6 +11,7 @@ def list_segments(
     entries: Entries,
     from_ids: Ids | None,
     to_ids: Ids | None,
+    counts: Ids | None,
     first: int,
     from_at: int,
     to_at: int,

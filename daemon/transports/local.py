@@ -37,7 +37,6 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import (
     CopyBlocks,
-    SegmentCopies,
     chunk_bounds,
     copy_by_size,
     copy_one_by_one,
@@ -478,7 +477,7 @@ class LocalTransport:
         source, destination = _region(op.source), _region(op.destination)
         plan, first, stop, _ = chunk
         if isinstance(source, HostRegion) and isinstance(destination, HostRegion):
-            copy_kernel.copy(SegmentCopies.between(plan, source.address, destination.address).listed(first, stop))
+            copy_kernel.copy(plan.listed(first, stop, (source.address, destination.address)))
             return
         if (
             isinstance(source, AcceleratorRegion)
@@ -671,10 +670,9 @@ def _lists_of(op: StartOp, list_bytes: int) -> Iterator[Copies]:
                 for first, stop in pairwise(chunk_bounds(blocks, list_bytes).tolist()):  # of several where pages adjoin
                     yield blocks[first:stop]
         else:
-            copies = SegmentCopies.between(plan, *at)
             for first, stop, _ in cut_copy_chunks(plan.source, max(list_bytes, int(plan.source.segment_bytes.max()))):
                 for one in range(first, stop, LIST_ROWS):
-                    yield copies.listed(one, min(one + LIST_ROWS, stop))
+                    yield plan.listed(one, min(one + LIST_ROWS, stop), at)
 
 
 def _is_populated(pool: SourcePool) -> bool:

@@ -32,7 +32,7 @@ from kvferry.daemon.transports.network_memory import NetworkMemory, Target
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import Walk
-from kvferry.pools.planning.copies import CopyChunk, SegmentCopies, cut_copy_chunks, memory_runs, offset_of
+from kvferry.pools.planning.copies import CopyChunk, FlatCopies, cut_copy_chunks, memory_runs, offset_of
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,
@@ -82,17 +82,17 @@ class _IncomingOp:
         self.granted = 0
         self.scattering: set[int] = set()
         self.error: KvferryError | None = None
-        self._copies: dict[int, SegmentCopies] = {}
+        self._copies: dict[int, FlatCopies] = {}
         self.queued = False
         self.failed_s = 0.0
         self.reported = False
 
-    def copies_of(self, segment: int, memory: HostRegion) -> SegmentCopies:
+    def copies_of(self, segment: int, memory: HostRegion) -> FlatCopies:
         """On any thread: return the copies that scatter a segment of whole pages, listed for its first grant alone."""
         known = self._copies.get(segment)
         if known is None:
             side = self.op.planned_copies[segment].plan.destination
-            known = self._copies[segment] = SegmentCopies.scattering(side, memory.address)
+            known = self._copies[segment] = FlatCopies.scattering(side, memory.address)
         return known
 
     @property
@@ -392,7 +392,7 @@ class NetworkReceiver:
         first, stop, size_bytes = grant.copy_chunk
         if side.is_whole and isinstance(pool.region, HostRegion):
             copies = grant.incoming.copies_of(grant.segment, pool.region)
-            listed = copies.listed(first, stop, from_at=address - offset_of(side, first))
+            listed = copies.listed(first, stop, address - offset_of(side, first))
             _check_digest(copy_kernel.copy_with_digest(listed), checksum)
         else:
             _check_digest(copy_kernel.digest((address, size_bytes)), checksum)

@@ -25,7 +25,7 @@ from kvferry.daemon.transports.network_memory import NetworkMemory
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.planning.copies import SegmentCopies, offset_of, total_segments
+from kvferry.pools.planning.copies import FlatCopies, offset_of, total_segments
 from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.plan import PlanSide, make_side
 from kvferry.protocol.errors import (
@@ -57,17 +57,17 @@ class _Sending:
         self.remote_endpoint = remote_endpoint
         self.sides = sides
         self.memory = memory
-        self._copies: dict[int, SegmentCopies] = {}
+        self._copies: dict[int, FlatCopies] = {}
         self.waiting: deque[Grant] = deque()
         self.in_flight = 0
         self.reading = 0
         self.ended = False
 
-    def copies_of(self, segment: int, memory: HostRegion) -> SegmentCopies:
+    def copies_of(self, segment: int, memory: HostRegion) -> FlatCopies:
         """On any thread: return the copies that gather a source segment, listed for its first grant alone."""
         known = self._copies.get(segment)
         if known is None:
-            known = self._copies[segment] = SegmentCopies.gathering(self.sides[segment], memory.address)
+            known = self._copies[segment] = FlatCopies.gathering(self.sides[segment], memory.address)
         return known
 
 
@@ -287,7 +287,7 @@ def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
     side = sending.sides[grant.segment]
     if isinstance(sending.memory, HostRegion):
         copies = sending.copies_of(grant.segment, sending.memory)
-        listed = copies.listed(grant.first, grant.stop, to_at=buffer - offset_of(side, grant.first))
+        listed = copies.listed(grant.first, grant.stop, buffer - offset_of(side, grant.first))
         return copy_kernel.copy_with_digest(listed, read_next=True)
     sending.memory.gather(side, grant.first, grant.stop, buffer, copy_kernel.copy)
     return copy_kernel.digest((buffer, grant.size_bytes))

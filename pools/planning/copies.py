@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.planning.page_ids import coalesce
-from kvferry.pools.planning.plan import Blocks, Plan, PlanSide, Sizes
+from kvferry.pools.planning.plan import Blocks, PlanSide, Sizes
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import BounceBufferTooSmallError, TransferFailedError
 
@@ -178,53 +178,38 @@ def cut_copy_chunks(side: PlanSide, max_bytes: int) -> list[CopyChunk]:
     return copy_chunks
 
 
-class SegmentCopies:
-    """Lists the copies of segments, any of them, in order; for each of the two sides made once, and for any thread."""
+class FlatCopies:
+    """Lists the copies between a side's pages and contiguous memory, of any segments; for any thread."""
 
     def __init__(
         self, columns: tuple[Sizes, ...], from_ids: PageIds | None, to_ids: PageIds | None, *, with_rows: bool
     ) -> None:
-        """Use ``gathering``, ``scattering`` or ``between``. ``columns``: those of the entries, see the kernel."""
-        self._entries = np.empty((len(columns[0]), len(columns)), np.uint64)
-        for number, column in enumerate(columns):
-            self._entries[:, number] = column
-        self._from_ids = None if from_ids is None else np.ascontiguousarray(from_ids)
-        self._to_ids = None if to_ids is None else np.ascontiguousarray(to_ids)
+        """Use ``gathering`` or ``scattering``. ``columns``: those of the entries, see ``copy_kernel.list_segments``."""
+        self._entries = np.stack(columns, axis=1)
+        self._ids = from_ids, to_ids
         self._with_rows = with_rows
 
     @classmethod
-    def gathering(cls, side: PlanSide, memory_address: int) -> SegmentCopies:
+    def gathering(cls, side: PlanSide, memory_address: int) -> FlatCopies:
         """Copy from a side's pages into contiguous memory. ``memory_address`` is added to the side's bases."""
         rows = side.rows, side.row_bytes, side.slice_bytes
         columns = *_pages_of(side, memory_address), *_flat_of(side), side.slice_bytes, *rows
         return cls(columns, side.ids, None, with_rows=not side.is_whole)
 
     @classmethod
-    def scattering(cls, side: PlanSide, memory_address: int) -> SegmentCopies:
+    def scattering(cls, side: PlanSide, memory_address: int) -> FlatCopies:
         """Copy from contiguous memory into a side's pages."""
         rows = side.rows, side.slice_bytes, side.row_bytes
         columns = *_flat_of(side), *_pages_of(side, memory_address), side.slice_bytes, *rows
         return cls(columns, None, side.ids, with_rows=not side.is_whole)
 
-    @classmethod
-    def between(cls, plan: Plan, source_address: int, destination_address: int) -> SegmentCopies:
-        """Copy from the source's pages into the destination's."""
-        source, destination = plan.source, plan.destination
-        rows = np.maximum(source.rows, destination.rows)
-        sizes = source.segment_bytes // rows
-        strides = [np.where(side.sliced, side.row_bytes, sizes) for side in (source, destination)]
-        columns = *_pages_of(source, source_address), *_pages_of(destination, destination_address), sizes, rows
-        return cls((*columns, *strides), source.ids, destination.ids, with_rows=not plan.is_whole)
-
-    def listed(self, first: int, stop: int, from_at: int = 0, to_at: int = 0) -> Copies:
+    def listed(self, first: int, stop: int, flat_address: int) -> Copies:
         """Return the copies of segments ``[first, stop)``; whole pages that adjoin share rows.
 
-        ``from_at`` and ``to_at`` are added to addresses; contiguous memory begins with segment 0: see ``offset_of``.
+        ``flat_address``: where segment 0 is, or would be, in the contiguous memory; see ``offset_of``.
         """
-        at = from_at, to_at
-        return copy_kernel.list_segments(
-            self._entries, self._from_ids, self._to_ids, (first, stop), at, with_rows=self._with_rows
-        )
+        at = (flat_address, 0) if self._ids[0] is None else (0, flat_address)
+        return copy_kernel.list_segments(self._entries, *self._ids, (first, stop), at, with_rows=self._with_rows)
 
 
 def _pages_of(side: PlanSide, memory_address: int) -> tuple[Sizes, Sizes]:
@@ -255,7 +240,7 @@ def gather(
     Raises:
         TransferFailedError: an address is not mapped.
     """
-    copies = SegmentCopies.gathering(side, memory_address).listed(first, stop, 0, out_address - offset_of(side, first))
+    copies = FlatCopies.gathering(side, memory_address).listed(first, stop, out_address - offset_of(side, first))
     (copy if side.is_whole else copy_kernel.copy)(copies)
 
 
@@ -263,13 +248,13 @@ def scatter(
     side: PlanSide, memory_address: int, first: int, stop: int, in_address: int, copy: CopyBlocks = copy_kernel.copy
 ) -> None:
     """Copy segments ``[first, stop)`` from contiguous memory into the side's pages: the reverse of ``gather``."""
-    copies = SegmentCopies.scattering(side, memory_address).listed(first, stop, in_address - offset_of(side, first))
+    copies = FlatCopies.scattering(side, memory_address).listed(first, stop, in_address - offset_of(side, first))
     (copy if side.is_whole else copy_kernel.copy)(copies)
 
 
 def digest_of(side: PlanSide, memory_address: int, first: int, stop: int) -> int:
     """Return the XXH3-64 of what ``gather`` would gather, read where it is."""
-    copies = SegmentCopies.gathering(side, memory_address).listed(first, stop)
+    copies = FlatCopies.gathering(side, memory_address).listed(first, stop, 0)
     copies[:, 1] = 0  # hashed alone
     return copy_kernel.copy_with_digest(copies)
 

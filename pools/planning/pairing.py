@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools.copy_kernel import Entries
 from kvferry.pools.planning.geometry import HND, PAGE_HEADS, Heads, intersect, page_rows
 from kvferry.pools.planning.manifest import check_unique, key_of
-from kvferry.pools.planning.plan import PlanSide, make_side
+from kvferry.pools.planning.plan import PlanSide, entries_between, make_side
 from kvferry.pools.planning.scales import check_same_scales
 from kvferry.protocol.errors import GeometryMismatchError, ScaleMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
@@ -86,6 +87,15 @@ class Pairing(msgspec.Struct, frozen=True, dict=True):
             make_side([pair.source for pair in self.pairs], ours, none),
             make_side([pair.destination for pair in self.pairs], theirs, none),
         )
+
+    @cached_property
+    def entries(self) -> Entries:
+        """Return what the copies of all plans share; see ``entries_between``.
+
+        Raises:
+            GeometryMismatchError: see ``sides``.
+        """
+        return entries_between(*self.sides)
 
     @cached_property
     def destination_entries(self) -> npt.NDArray[np.intp]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools import copy_kernel
+from kvferry.pools.copy_kernel import Copies, Entries
 from kvferry.pools.planning.geometry import Heads, page_rows
 from kvferry.pools.planning.page_ids import Runs, bounds, check_distinct, check_equal_length, check_range, coalesce
 from kvferry.protocol.codec import PageIds
@@ -84,11 +86,15 @@ class PlanSide(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, dict=True):
-    """The copies of one SEND into one transfer; entries in the destination's order."""
+    """The copies of one SEND into one transfer; entries in the destination's order.
+
+    ``entries`` is what ``entries_between`` returns for both sides: it is the same for all plans of two pools.
+    """
 
     source: PlanSide
     destination: PlanSide
     runs: Runs
+    entries: Entries
 
     @property
     def pages(self) -> int:
@@ -121,7 +127,15 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
 
     def of(self, entries: npt.NDArray[np.bool_]) -> Plan:
         """Return the plan with some of the entries only, by a mask."""
-        return Plan(self.source.of(entries), self.destination.of(entries), self.runs)
+        return Plan(self.source.of(entries), self.destination.of(entries), self.runs, self.entries[entries])
+
+    def listed(self, first: int, stop: int, at: tuple[int, int]) -> Copies:
+        """Return the copies of segments ``[first, stop)``; ``at``: added to the source's addresses, the destination's.
+
+        A segment is one page of one entry, numbered ``entry * pages + page``. Whole pages that adjoin share rows.
+        """
+        ids = self.source.ids, self.destination.ids
+        return copy_kernel.list_segments(self.entries, *ids, (first, stop), at, with_rows=not self.is_whole)
 
     def blocks(self) -> Blocks:
         """Return all copies, entry by entry, runs in order: ``(n, 3)`` uint64.
@@ -176,7 +190,7 @@ class BlockParts:
         stop = min(self._from(self._taken_bytes + max_bytes), first + max_blocks)
         self._first = stop = max(stop, first + 1)
         self._taken_bytes = self._offset(stop)
-        return self._between(first, stop)
+        return _listed_runs(self._plan, first, stop, self._at)
 
     def _measure(self) -> None:
         runs = self._plan.runs
@@ -197,21 +211,6 @@ class BlockParts:
         entry, run = divmod(block, self._runs)
         before = int(self._entry_ends[entry - 1]) if entry else 0
         return before + (int(self._run_starts[run] * self._page_bytes[entry]) if run else 0)
-
-    def _between(self, first: int, stop: int) -> Blocks:
-        """Return blocks ``[first, stop)``: the rest of an entry, whole entries, the beginning of one."""
-        parts: list[Blocks] = []
-        while first < stop:
-            entry, run = divmod(first, self._runs)
-            last_entry, last_run = (stop // self._runs, self._runs) if not run else (entry + 1, self._runs)
-            if run or last_entry == entry:
-                last_entry, last_run = entry + 1, min(self._runs, run + stop - first)
-            parts.append(whole_blocks(self._plan, slice(entry, last_entry), slice(run, last_run), self._at))
-            first += len(parts[-1])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-_ALL: Final = slice(None)
 
 
 def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageIds) -> Plan:
@@ -235,6 +234,7 @@ def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageId
         msgspec.structs.replace(source, ids=source_pages),
         msgspec.structs.replace(destination, ids=destination_pages),
         coalesce(source_pages, destination_pages),
+        pairing.entries,
     )
 
 
@@ -278,16 +278,28 @@ def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
     return rows, row_bytes, heads.start * head_bytes, heads.count * head_bytes
 
 
-def whole_blocks(plan: Plan, entries: slice = _ALL, runs: slice = _ALL, at: tuple[int, int] = (0, 0)) -> Blocks:
-    """Return the copies of a plan of whole pages, or of some of its entries and runs: ``(n, 3)`` uint64.
+def entries_between(source: PlanSide, destination: PlanSide) -> Entries:
+    """Return what the copies of all pages share: ``(entries, 8)`` uint64, see ``copy_kernel.list_segments``."""
+    rows = np.maximum(source.rows, destination.rows)
+    sizes = source.segment_bytes // rows
+    strides = [np.where(side.sliced, side.row_bytes, sizes) for side in (source, destination)]
+    pages = [column for side in (source, destination) for column in (side.base + side.slice_offset, side.page_bytes)]
+    return np.stack((*pages, sizes, rows, *strides), axis=1)
+
+
+def whole_blocks(plan: Plan, at: tuple[int, int] = (0, 0)) -> Blocks:
+    """Return the copies of a plan of whole pages: ``(n, 3)`` uint64.
 
     ``at``: what is added to the addresses of the source, and of the destination.
     """
-    its_runs = np.array([one[runs] for one in plan.runs], np.uint64)  # source, destination, pages
-    columns: Blocks = plan.source.page_bytes[entries, None] * its_runs[:, None]  # each column contiguous
-    columns[0] += plan.source.base[entries, None] + np.uint64(at[0])
-    columns[1] += plan.destination.base[entries, None] + np.uint64(at[1])
-    return columns.reshape(3, -1).T
+    return _listed_runs(plan, 0, len(plan.runs.pages) * len(plan.entries), at)
+
+
+def _listed_runs(plan: Plan, first: int, stop: int, at: tuple[int, int]) -> Blocks:
+    """Return the copies of runs ``[first, stop)`` of a plan of whole pages, numbered entry by entry."""
+    runs = plan.runs
+    ids = runs.source, runs.destination
+    return copy_kernel.list_segments(plan.entries, *ids, (first, stop), at, counts=runs.pages)
 
 
 def _token_blocks(plan: Plan) -> Blocks:

@@ -21,7 +21,7 @@ from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, WAITING_STREAMS,
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
 from kvferry.pools.planning.copies import copy_one_by_one, total_segments
 from kvferry.pools.planning.page_ids import coalesce
-from kvferry.pools.planning.plan import Plan, PlanSide
+from kvferry.pools.planning.plan import Plan, PlanSide, entries_between
 from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.errors import DeviceLostError, DeviceUnavailableError, OutOfMemoryError
 from tests.cann_simulator.simulator import Simulator
@@ -90,7 +90,7 @@ def test_a_copy_larger_than_the_staging_goes_in_pieces(side: PlanSide) -> None:
 def test_copies_within_a_device_move_each_byte_to_its_place(side: PlanSide, staging_bytes: int) -> None:
     pages = len(side.ids)
     theirs = side.__class__(**{name: getattr(side, name) for name in side.__struct_fields__[:-1]}, ids=side.ids[::-1])
-    plan = Plan(side, theirs, coalesce(side.ids, theirs.ids))
+    plan = Plan(side, theirs, coalesce(side.ids, theirs.ids), entries_between(side, theirs))
     source = region_on(DEVICE.accelerator, StagingPool(DEVICE.accelerator, staging_bytes), ENTRY_BYTES * len(side.base))
     destination = region_on(DEVICE.accelerator, StagingPool(DEVICE.accelerator, staging_bytes), source.size_bytes)
     try:

@@ -18,7 +18,7 @@ from kvferry.pools.planning.copies import (
     MAX_VECTOR,
     CopyBlocks,
     CopyChunk,
-    SegmentCopies,
+    FlatCopies,
     cells_of,
     chunk_bounds,
     copy_by_size,
@@ -36,7 +36,7 @@ from kvferry.pools.planning.copies import (
 )
 from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.page_ids import coalesce
-from kvferry.pools.planning.plan import Blocks, Plan, PlanSide, make_side
+from kvferry.pools.planning.plan import Blocks, Plan, PlanSide, entries_between, make_side
 from kvferry.protocol.errors import BounceBufferTooSmallError, TransferFailedError
 from kvferry.protocol.manifests import Entry
 from tests.pools.sides import ENTRY_BYTES, SIZES, bytes_of, extents, side_of, sides
@@ -169,8 +169,7 @@ def test_every_byte_arrives_by_rows_between_the_pools(case: TransferCase, data: 
         total = total_segments(plan.source)
         cuts = sorted(data.draw(st.sets(st.integers(1, total), max_size=4)) | {0, total})
         for first, stop in itertools.pairwise(cuts):
-            copies = SegmentCopies.between(plan, source.memory.ctypes.data, destination.ctypes.data)
-            listed = copies.listed(first, stop)
+            listed = plan.listed(first, stop, (source.memory.ctypes.data, destination.ctypes.data))
             assert len(listed) <= stop - first
             assert listed.shape[1] == (3 if plan.is_whole else 6)
             copy_kernel.copy(listed)
@@ -180,7 +179,8 @@ def test_every_byte_arrives_by_rows_between_the_pools(case: TransferCase, data: 
 @pytest.mark.parametrize(("first", "stop"), [(0, 20), (3990, 4010), (3990, 8010), (11990, 12000)])
 def test_rows_across_entries_take_little_more_than_their_own_memory(first: int, stop: int) -> None:
     side = side_of([(2, 2, 8)] * 3, 4000, cut=True)
-    copies = SegmentCopies.between(Plan(side, side, coalesce(side.ids, side.ids)), 0, 0).listed(first, stop)
+    plan = Plan(side, side, coalesce(side.ids, side.ids), entries_between(side, side))
+    copies = plan.listed(first, stop, (0, 0))
     while isinstance(copies.base, np.ndarray):
         copies = copies.base
     assert copies.nbytes == 48 * (stop - first)
@@ -225,8 +225,8 @@ def test_what_is_hashed_as_it_is_gathered_is_all_of_it(side: PlanSide, data: st.
     memory = np.random.default_rng(0).integers(0, 256, ENTRY_BYTES * len(side.base), np.uint8)
     expected, found = (np.zeros(bytes_of(side, first, stop), np.uint8) for _ in range(2))
     gather(side, memory.ctypes.data, first, stop, expected.ctypes.data)
-    copies = SegmentCopies.gathering(side, memory.ctypes.data)
-    listed = copies.listed(first, stop, to_at=found.ctypes.data - offset_of(side, first))
+    copies = FlatCopies.gathering(side, memory.ctypes.data)
+    listed = copies.listed(first, stop, found.ctypes.data - offset_of(side, first))
     digest = copy_kernel.copy_with_digest(listed)
     assert (found == expected).all()
     assert digest == xxhash.xxh3_64_intdigest(expected.tobytes())

@@ -511,12 +511,13 @@ NUMBERS = st.integers(0, 50)
 
 @st.composite
 def segments(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int] | None], tuple[int, int], tuple[int, int]]:
-    """Draw entries, the pages of both sides, the segments, and what is added."""
+    """Draw entries, the pages of both sides and how many each stands for, the segments, and what is added."""
     entries = draw(st.lists(st.lists(NUMBERS, min_size=8, max_size=8), min_size=1, max_size=4))
     pages = draw(st.integers(1, 6))
     ids: list[list[int] | None] = [draw(st.lists(NUMBERS, min_size=pages, max_size=pages)) for _ in range(2)]
     if draw(st.booleans()):
         ids[draw(st.integers(0, 1))] = None
+    ids.append(draw(st.none() | st.lists(NUMBERS, min_size=pages, max_size=pages)))
     first = draw(st.integers(0, len(entries) * pages))
     at = draw(st.integers(-100, 100)), draw(st.integers(-100, 100))
     return entries, ids, (first, draw(st.integers(first, len(entries) * pages))), at
@@ -525,25 +526,26 @@ def segments(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int] | None], 
 @pytest.mark.parametrize("with_rows", [True, False])
 @pytest.mark.parametrize("kernel", [native, PythonKernel()], ids=["native", "python"])
 @given(case=segments())
-@example(case=([[7, 4, 9, 4, 4, 1, 4, 4]], [[3, 4, 5, 9], None], (0, 4), (0, 0)))
-@example(case=([[7, 4, 9, 4, 4, 1, 4, 4]] * 3, [[3, 4], [8, 9]], (1, 6), (-40, 2)))
+@example(case=([[7, 4, 9, 4, 4, 1, 4, 4]], [[3, 4, 5, 9], None, None], (0, 4), (0, 0)))
+@example(case=([[7, 4, 9, 4, 4, 1, 4, 4]] * 3, [[3, 4], [8, 9], None], (1, 6), (-40, 2)))
 def test_segments_are_listed_entry_by_entry(
     kernel: Kernel,
     case: tuple[list[list[int]], list[list[int] | None], tuple[int, int], tuple[int, int]],
     with_rows: bool,  # noqa: FBT001
 ) -> None:
     entries, ids, (first, stop), at = case
-    from_ids, to_ids = (None if one is None else np.array(one, np.int64) for one in ids)
+    from_ids, to_ids, counts = (None if one is None else np.array(one, np.int64) for one in ids)
     copies = np.empty((stop - first, 6 if with_rows else 3), np.uint64)
-    rows = kernel.list_segments(copies, np.array(entries, np.uint64), from_ids, to_ids, first, *at)
+    rows = kernel.list_segments(copies, np.array(entries, np.uint64), from_ids, to_ids, counts, first, *at)
     expected = []
     for number in range(first, stop):
         entry, page = divmod(number, len(ids[0] or ids[1] or []))
         its = entries[entry]
-        pages = [page if one is None else one[page] for one in ids]
+        pages = [page if one is None else one[page] for one in ids[:2]]
         addresses = [(at[side] + its[2 * side] + its[2 * side + 1] * pages[side]) % (1 << 64) for side in range(2)]
-        expected.append([*addresses, *its[4 : 8 if with_rows else 5]])
-    if with_rows:
+        size = its[4] * (ids[2][page] if ids[2] else 1)
+        expected.append([*addresses, size, *(its[5:] if with_rows else ())])
+    if with_rows or ids[2]:
         assert copies.tolist() == expected
         assert rows == len(expected)
         return
@@ -559,7 +561,7 @@ def test_segments_are_listed_entry_by_entry(
 def test_what_adjoins_becomes_no_block_above_a_mebibyte() -> None:
     size = 300 << 10
     entries, copies = np.array([[0, size, 0, size, size, 1, 0, 0]], np.uint64), np.empty((5, 3), np.uint64)
-    rows = native.list_segments(copies, entries, np.arange(5), None, 0, 0, 0)
+    rows = native.list_segments(copies, entries, np.arange(5), None, None, 0, 0, 0)
     assert copies[:rows, 2].tolist() == [3 * size, 2 * size]
 
 
@@ -572,6 +574,8 @@ def test_segments_that_there_are_none_of_are_refused(columns: int, numbers: int,
     copies, entries = np.empty((4, columns), np.uint64), np.zeros((3, numbers), np.uint64)
     from_ids, to_ids = (None, None) if ids is None else (np.zeros(3, np.int64), np.zeros(ids, np.int64))
     with pytest.raises(ValueError, match="there are no such segments"):
-        native.list_segments(copies, entries, from_ids, to_ids, first, 0, 0)
+        native.list_segments(copies, entries, from_ids, to_ids, None, first, 0, 0)
+    with pytest.raises(ValueError, match="there are no such segments"):
+        native.list_segments(copies, entries, np.zeros(3, np.int64), None, np.zeros(2, np.int64), 0, 0, 0)
     with pytest.raises(TypeError, match="must be"):
-        native.list_segments(copies, entries, np.zeros(3, np.float64), None, 0, 0, 0)
+        native.list_segments(copies, entries, np.zeros(3, np.float64), None, None, 0, 0, 0)

@@ -154,7 +154,7 @@ async def test_bytes_that_cannot_be_gathered_are_answered(monkeypatch: pytest.Mo
     _, message = source.asked()
     source.grant(message)
     with capture_logs(), monkeypatch.context() as patched:
-        patched.delattr("kvferry.daemon.transports.network_sender.SegmentCopies")  # of the host's memory
+        patched.delattr("kvferry.daemon.transports.network_sender.FlatCopies")  # of the host's memory
         patched.delattr(type(source.harness.source_pool.region), "gather")  # of a device's
         await source.executor.run()
     assert source.written == [(1, "INTERNAL")]
