@@ -178,7 +178,7 @@ class RawMooncake:
 
     def _gather(self, chunk: Chunk, buffer: int) -> int:
         copies = chunk.copies(self._source.address, buffer, 1, self._source.size_bytes)
-        return int(copy_kernel.copy_hashed(copies, np.array([len(copies)]), read_next=True)[0])
+        return copy_kernel.copy_with_digest(copies, read_next=True)
 
 
 class Peer:
@@ -256,11 +256,11 @@ def be_peer(network_fd: int, pages_fd: int, size_bytes: int) -> None:
 
 
 def scatter(chunk: Chunk, checksum: int, network: HostRegion, pages: HostRegion) -> None:
-    """Verify a chunk that has arrived, bring it to its pages, and say so."""
+    """Verify a chunk that has arrived while it is brought to its pages, and say so."""
     arrived, said = network.address + chunk.offset_bytes, b"damaged\n"
     try:
-        if copy_kernel.digest((arrived, chunk.size_bytes)) == checksum:
-            copy_kernel.copy(chunk.copies(pages.address, arrived, 2, network.size_bytes)[:, [1, 0, 2]])
+        copies = chunk.copies(pages.address, arrived, 2, network.size_bytes)[:, [1, 0, 2]]
+        if copy_kernel.copy_with_digest(copies) == checksum:
             said = b"scattered\n"
     finally:
         os.write(sys.stdout.fileno(), said)  # at once: there are several threads
