@@ -157,7 +157,12 @@ class PythonKernel:
         /,
     ) -> int:
         """See ``Kernel``."""
-        pages = len(from_ids) if from_ids is not None else len(to_ids) if to_ids is not None else 0
+        lengths = {len(ids) for ids in (from_ids, to_ids, counts) if ids is not None}
+        pages = max(lengths, default=0)
+        if len(lengths) > 1 or not 0 <= first <= first + len(copies) <= len(entries) * pages:
+            raise ValueError("there are no such segments")
+        if not len(copies):
+            return 0
         numbers, positions = np.divmod(np.arange(first, first + len(copies)), pages)
         its = entries[numbers]
         for column, ids, at in ((0, from_ids, from_at), (1, to_ids, to_at)):
@@ -248,8 +253,6 @@ def _rows_at(address: int, rows: int, step_bytes: int, size_bytes: int) -> npt.N
 
 def _join(copies: Copies) -> int:
     """Make one row of those that adjoin on both sides; return how many rows there are then."""
-    if not len(copies):
-        return 0
     goes_on = np.zeros(len(copies), np.bool_)
     goes_on[1:] = (copies[1:, :2] == copies[:-1, :2] + copies[:-1, 2:]).all(axis=1)
     starts = np.flatnonzero(~goes_on)
@@ -309,6 +312,8 @@ def _choose() -> tuple[Kernel, Description, CrewKernel | None]:
         from kvferry.pools import native_kernel as native  # noqa: PLC0415
     except ImportError as cause:
         return PythonKernel(), Description("python", "xxhash", f"it was not built for here: {cause}"), None
+    if not hasattr(native, "list_segments"):  # what it learned last
+        return PythonKernel(), Description("python", "xxhash", "it is that of an older kvferry"), None
     found = next((path for path in LIBRARIES if path and native.load_hash(path)), None)
     if found is None:
         return SecondPassKernel(native), Description(native.ways()[0], "xxhash"), native

@@ -2,10 +2,11 @@
 
 Niceness alone is not enough: since Linux 6.6 the kernel lets a thread that runs finish its slice before one that wakes
 up has its turn (EEVDF, RUN_TO_PARITY), some milliseconds that the control loop and engines would wait. From 6.12 on a
-thread that wakes up does not wait for one with longer slices. So the loop has the shortest that there are, and
-transfers have what all have. Offloads and restores yield their processor (``native_copies.h``); as that sets a thread
-back by its slice, theirs are the shortest, too. Threads that have Python's lock now and then should not be in the
-background: whoever wants that lock waits until they run.
+thread that wakes up does not wait for one with longer slices. So the loop has the shortest that there are, as have
+Mooncake's threads, which wake each other every few microseconds, and transfers have what all have. Offloads and
+restores yield their processor (``native_copies.h``); as that sets a thread back by its slice, theirs are the shortest,
+too. Threads that have Python's lock now and then should not be in the background: whoever wants that lock waits until
+they run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The receiving side of a transfer between hosts: grants bounce buffers to transfer ops, and scatters from them.
 
-The source writes into a bounce buffer and reports that; no page is touched before incarnation and length are verified,
-and the checksum is while they are copied. So a late write can only land in a bounce buffer, and a failed receive
-request settles at once: only its bounce buffers stay, until the source reports that its writes have ended, or
-quarantined until a fence.
+The source writes into a bounce buffer and reports that; no page is touched before incarnation, length and checksum are
+verified, but whole pages of a host's memory, whose checksum is verified while they are copied. So a late write can only
+land in a bounce buffer, and a failed receive request settles at once: only its bounce buffers stay, until the source
+reports that its writes have ended, or quarantined until a fence.
 
 Where pages are written directly (``network.direct``), there is no bounce buffer in between: the bytes are verified in
 the pages, and a failed transfer op is reported only when nothing can land in them any more.
@@ -87,12 +87,11 @@ class _IncomingOp:
         self.failed_s = 0.0
         self.reported = False
 
-    def copies_of(self, segment: int, memory: HostRegion) -> FlatCopies:
-        """On any thread: return the copies that scatter a segment of whole pages, listed for its first grant alone."""
+    def copies_of(self, segment: int) -> FlatCopies:
+        """On any thread: return the copies that scatter a segment of whole pages; made once for all its grants."""
         known = self._copies.get(segment)
         if known is None:
-            side = self.op.planned_copies[segment].plan.destination
-            known = self._copies[segment] = FlatCopies.scattering(side, memory.address)
+            known = self._copies[segment] = FlatCopies.scattering(self.op.planned_copies[segment].plan.destination)
         return known
 
     @property
@@ -391,8 +390,8 @@ class NetworkReceiver:
         side, pool = op.planned_copies[grant.segment].plan.destination, op.receive_request.pool
         first, stop, size_bytes = grant.copy_chunk
         if side.is_whole and isinstance(pool.region, HostRegion):
-            copies = grant.incoming.copies_of(grant.segment, pool.region)
-            listed = copies.listed(first, stop, address - offset_of(side, first))
+            copies = grant.incoming.copies_of(grant.segment)
+            listed = copies.listed(first, stop, pool.region.address, address - offset_of(side, first))
             _check_digest(copy_kernel.copy_with_digest(listed), checksum)
         else:
             _check_digest(copy_kernel.digest((address, size_bytes)), checksum)

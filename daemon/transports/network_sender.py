@@ -63,11 +63,11 @@ class _Sending:
         self.reading = 0
         self.ended = False
 
-    def copies_of(self, segment: int, memory: HostRegion) -> FlatCopies:
-        """On any thread: return the copies that gather a source segment, listed for its first grant alone."""
+    def copies_of(self, segment: int) -> FlatCopies:
+        """On any thread: return the copies that gather a source segment; made once for all its grants."""
         known = self._copies.get(segment)
         if known is None:
-            known = self._copies[segment] = FlatCopies.gathering(self.sides[segment], memory.address)
+            known = self._copies[segment] = FlatCopies.gathering(self.sides[segment])
         return known
 
 
@@ -286,8 +286,9 @@ def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
     """On a thread: gather the granted segments into ``buffer``; return their checksum."""
     side = sending.sides[grant.segment]
     if isinstance(sending.memory, HostRegion):
-        copies = sending.copies_of(grant.segment, sending.memory)
-        listed = copies.listed(grant.first, grant.stop, buffer - offset_of(side, grant.first))
+        flat_address = buffer - offset_of(side, grant.first)
+        copies = sending.copies_of(grant.segment)
+        listed = copies.listed(grant.first, grant.stop, sending.memory.address, flat_address)
         return copy_kernel.copy_with_digest(listed, read_next=True)
     sending.memory.gather(side, grant.first, grant.stop, buffer, copy_kernel.copy)
     return copy_kernel.digest((buffer, grant.size_bytes))

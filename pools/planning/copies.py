@@ -190,31 +190,35 @@ class FlatCopies:
         self._with_rows = with_rows
 
     @classmethod
-    def gathering(cls, side: PlanSide, memory_address: int) -> FlatCopies:
-        """Copy from a side's pages into contiguous memory. ``memory_address`` is added to the side's bases."""
+    def gathering(cls, side: PlanSide) -> FlatCopies:
+        """Copy from a side's pages into contiguous memory."""
         rows = side.rows, side.row_bytes, side.slice_bytes
-        columns = *_pages_of(side, memory_address), *_flat_of(side), side.slice_bytes, *rows
+        columns = *_pages_of(side), *_flat_of(side), side.slice_bytes, *rows
         return cls(columns, side.ids, None, with_rows=not side.is_whole)
 
     @classmethod
-    def scattering(cls, side: PlanSide, memory_address: int) -> FlatCopies:
+    def scattering(cls, side: PlanSide) -> FlatCopies:
         """Copy from contiguous memory into a side's pages."""
         rows = side.rows, side.slice_bytes, side.row_bytes
-        columns = *_flat_of(side), *_pages_of(side, memory_address), side.slice_bytes, *rows
+        columns = *_flat_of(side), *_pages_of(side), side.slice_bytes, *rows
         return cls(columns, None, side.ids, with_rows=not side.is_whole)
 
-    def listed(self, first: int, stop: int, flat_address: int) -> Copies:
+    def listed(self, first: int, stop: int, memory_address: int, flat_address: int) -> Copies:
         """Return the copies of segments ``[first, stop)``; whole pages that adjoin share rows.
 
-        ``flat_address``: where segment 0 is, or would be, in the contiguous memory; see ``offset_of``.
+        Args:
+            first: the first segment.
+            stop: the segment after the last.
+            memory_address: added to the side's bases; 0 if they are absolute addresses.
+            flat_address: where segment 0 is, or would be, in the contiguous memory; see ``offset_of``.
         """
-        at = (flat_address, 0) if self._ids[0] is None else (0, flat_address)
+        at = (flat_address, memory_address) if self._ids[0] is None else (memory_address, flat_address)
         return copy_kernel.list_segments(self._entries, *self._ids, (first, stop), at, with_rows=self._with_rows)
 
 
-def _pages_of(side: PlanSide, memory_address: int) -> tuple[Sizes, Sizes]:
+def _pages_of(side: PlanSide) -> tuple[Sizes, Sizes]:
     """Return the address of each entry's page 0, or of its slice, and the distance from page to page."""
-    return side.base + side.slice_offset + np.uint64(memory_address), side.page_bytes
+    return side.base + side.slice_offset, side.page_bytes
 
 
 def _flat_of(side: PlanSide) -> tuple[Sizes, Sizes]:
@@ -240,7 +244,8 @@ def gather(
     Raises:
         TransferFailedError: an address is not mapped.
     """
-    copies = FlatCopies.gathering(side, memory_address).listed(first, stop, out_address - offset_of(side, first))
+    flat_address = out_address - offset_of(side, first)
+    copies = FlatCopies.gathering(side).listed(first, stop, memory_address, flat_address)
     (copy if side.is_whole else copy_kernel.copy)(copies)
 
 
@@ -248,13 +253,14 @@ def scatter(
     side: PlanSide, memory_address: int, first: int, stop: int, in_address: int, copy: CopyBlocks = copy_kernel.copy
 ) -> None:
     """Copy segments ``[first, stop)`` from contiguous memory into the side's pages: the reverse of ``gather``."""
-    copies = FlatCopies.scattering(side, memory_address).listed(first, stop, in_address - offset_of(side, first))
+    flat_address = in_address - offset_of(side, first)
+    copies = FlatCopies.scattering(side).listed(first, stop, memory_address, flat_address)
     (copy if side.is_whole else copy_kernel.copy)(copies)
 
 
 def digest_of(side: PlanSide, memory_address: int, first: int, stop: int) -> int:
     """Return the XXH3-64 of what ``gather`` would gather, read where it is."""
-    copies = FlatCopies.gathering(side, memory_address).listed(first, stop, 0)
+    copies = FlatCopies.gathering(side).listed(first, stop, memory_address, 0)
     copies[:, 1] = 0  # hashed alone
     return copy_kernel.copy_with_digest(copies)
 

@@ -17,6 +17,7 @@ from kvferry.daemon.transports.network_memory import FenceBounds
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
 from kvferry.protocol.peer_messages import Grant, OpEnded, OpRequest, Written
@@ -162,9 +163,13 @@ async def test_grants_tile_the_op_and_do_not_share_bounce_buffers(home_of: MakeH
     assert {one.session for one in grants} == {"session 1"}
 
 
-async def test_a_wrong_checksum_fails_the_op(home_of: MakeHome) -> None:
+@pytest.mark.parametrize("way", ["in one pass", "as a device's are"])
+async def test_a_wrong_checksum_fails_the_op(home_of: MakeHome, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    if way == "as a device's are":
+        monkeypatch.setattr(network_receiver, "HostRegion", AcceleratorRegion)
     home = home_of(BYTES)
     op = home.start()
+    before = content_at_home(op)
     (grant,) = home.grants(op)
     checksum = write(home.harness, op, grant)
     ctypes.memset(grant.address + 3, 0x55, 1)
@@ -172,6 +177,8 @@ async def test_a_wrong_checksum_fails_the_op(home_of: MakeHome) -> None:
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "TRANSFER_FAILED")]
     assert "checksum" in str(home.harness.reports[0][1])
+    if way != "in one pass":
+        assert content_at_home(op) == before, "slices, and what devices have, are verified first"
     assert home.counted("network.refused") == 1
     assert home.all_free(), "nothing more can land there"
 
