@@ -18,7 +18,8 @@ from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
-from kvferry.pools.planning.copies import copy_one_by_one
+from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
+from kvferry.pools.planning.plan import PlanSide
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
 from kvferry.protocol.peer_messages import Grant, OpEnded, OpRequest, Written
 from tests.daemon.transports.network_harness import (
@@ -536,7 +537,8 @@ async def test_what_was_scattered_wrongly_is_found_where_checksums_are_asked_for
     op = home.start()
     op.send_request.checksums = asked == "by the sender"
     op.receive_request.checksums = asked == "by the receiver"
-    rightly = copy_kernel.copy_with_digest
+    region, rightly = type(home.harness.home_pool.region), copy_kernel.copy_with_digest
+    scatter = region.scatter
 
     def wrong(copies: Copies, *, read_next: bool = False) -> int:
         digest = rightly(copies, read_next=read_next)
@@ -544,7 +546,12 @@ async def test_what_was_scattered_wrongly_is_found_where_checksums_are_asked_for
         ctypes.memmove(destination, source + BYTES // 2, 8)
         return digest
 
+    def wrong_on_device(self: Any, side: PlanSide, first: int, stop: int, at: int, copy: CopyBlocks) -> None:  # noqa: ANN401
+        scatter(self, side, first, stop, at, copy)
+        scatter(self, side, first, first + 1, at + BYTES // 2, copy)
+
     monkeypatch.setattr(copy_kernel, "copy_with_digest", wrong)
+    monkeypatch.setattr(region, "scatter", wrong_on_device)
     await home.land_all(op)
     outcome = "OK" if asked == "by nobody" else "TRANSFER_FAILED"
     assert home.harness.outcomes == [(op.op_id, outcome)]
