@@ -17,7 +17,6 @@ from kvferry.daemon.transports.network_memory import FenceBounds
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
 from kvferry.pools.planning.plan import PlanSide
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
@@ -167,7 +166,7 @@ async def test_grants_tile_the_op_and_do_not_share_bounce_buffers(home_of: MakeH
 @pytest.mark.parametrize("way", ["in one pass", "as a device's are"])
 async def test_a_wrong_checksum_fails_the_op(home_of: MakeHome, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "as a device's are":
-        monkeypatch.setattr(network_receiver, "HostRegion", AcceleratorRegion)
+        monkeypatch.setattr(network_receiver, "HostRegion", Home)  # which no region is
     home = home_of(BYTES)
     op = home.start()
     before = content_at_home(op)
