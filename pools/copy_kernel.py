@@ -161,8 +161,6 @@ class PythonKernel:
         pages = max(lengths, default=0)
         if len(lengths) > 1 or not 0 <= first <= first + len(copies) <= len(entries) * pages:
             raise ValueError("there are no such segments")
-        if not len(copies):
-            return 0
         numbers, positions = np.divmod(np.arange(first, first + len(copies)), pages)
         its = entries[numbers]
         for column, ids, at in ((0, from_ids, from_at), (1, to_ids, to_at)):

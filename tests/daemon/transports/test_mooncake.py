@@ -328,9 +328,11 @@ async def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], sai
 async def test_the_operators_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_LANES_PER_PEER", "1")
     monkeypatch.delenv("MC_TCP_PROGRESS_TIMEOUT_SEC", raising=False)
+    monkeypatch.delenv("MC_TCP_SLICE_SIZE", raising=False)
     async with MooncakeEngine(SETTINGS):
         assert os.environ["MC_TCP_LANES_PER_PEER"] == "1"
         assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == str(PROGRESS_TIMEOUT_S)
+        assert os.environ["MC_TCP_SLICE_SIZE"] == str(mooncake_native.SLICE_BYTES)
 
 
 # --- with real engines ---
