@@ -7,8 +7,8 @@ says how). Knows nothing of receive requests, grants or pages: a write is one co
 How Mooncake's calls behave (0.3.13): a submission may block on the first contact with a peer (a connection that nobody
 accepts: for ``MC_HANDSHAKE_CONNECT_TIMEOUT``; a peer that accepts and never answers: for a minute), and meanwhile holds
 a lock that all other submissions take. Hence one worker thread submits, and the loop first checks, without blocking,
-whether a new peer accepts connections. Statuses are polled on the loop, as that takes a microsecond. An id whose status
-was 1 or -1 is dropped at once, since asking again aborts the process.
+whether a new peer accepts connections. Statuses are polled, which takes a microsecond, on another thread
+(``CompletionPoller``). An id whose status was 1 or -1 is dropped at once, since asking again aborts the process.
 
 A write that ends with 1 has landed, as confirmed by the peer. One that ends with -1 no longer reads its source, but
 bytes in the kernel may still land minutes later, when a cut link returns: ``WriteFailedError.may_still_land``.
@@ -26,6 +26,7 @@ from functools import partial
 from typing import Final, Self, TypeVar
 
 from kvferry.daemon.transports import mooncake_native
+from kvferry.daemon.transports.mooncake_completions import FAILED, CompletionPoller
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings, NativeEngine
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, TransferFailedError
 
@@ -66,7 +67,6 @@ class Write:
     on_done: OnWriteDone
     on_late: OnWriteLate | None
     timer: asyncio.TimerHandle | None = None
-    batch_id: int = 0
     handed: bool = False
     begun: bool = False
     withdrawn: bool = False
@@ -104,10 +104,6 @@ def host_and_port(session_name: str) -> tuple[str, int]:
 CreateEngine = Callable[[MooncakeSettings], NativeEngine]
 DestroyEngine = Callable[[list[NativeEngine]], None]
 
-_DONE, _FAILED = 1, -1
-_POLL_AT_LEAST_S = 0.001  # also uvloop's shortest timer
-_POLL_AT_MOST_S = 0.02
-_POLL_FRACTION = 8  # a poll comes late by at most an eighth of what its write has taken
 _T = TypeVar("_T")
 
 
@@ -133,12 +129,11 @@ class MooncakeEngine:
         self._peers: dict[str, Peer] = {}  # those that are not idle; the next one to serve first
         self._contacted: set[str] = set()  # peers known to accept connections
         self._writes: dict[int, Write] = {}  # all unfinished writes
-        self._polled: list[Write] = []  # those that Mooncake has given an id
+        self._submitted: dict[int, Write] = {}  # those that Mooncake has given an id, by that
         self._submitting = False
         self._held = False
         self._write_ids = itertools.count(1)
-        self._poll_timer: asyncio.TimerHandle | None = None
-        self._progress_s = 0.0  # loop time at which a write was last submitted or finished
+        self._poller = CompletionPoller(self._on_completed)
         # Mooncake's threads inherit the loop's short slices from it: each waits for its peer's every few microseconds.
         self._worker = worker or ThreadPoolExecutor(1, "mooncake")
         self._lifecycle_lock = asyncio.Lock()  # serializes creation, registration, rebuild and close
@@ -158,7 +153,12 @@ class MooncakeEngine:
             TransferFailedError: Mooncake could not start.
         """
         async with self._lifecycle_lock:
-            self._use(await self._create_native())
+            self._poller.start()
+            try:
+                self._use(await self._create_native())
+            except BaseException:
+                self._poller.close()
+                raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -310,8 +310,8 @@ class MooncakeEngine:
     def _detach(self) -> list[NativeEngine]:
         """Return the engine, which gets no submission and no poll from now on."""
         old, self._native = self._native, []
-        self._polled.clear()  # their ids end with the engine
-        self._schedule_poll()
+        self._poller.forget()  # their ids end with the engine
+        self._submitted.clear()
         self._contacted.clear()
         return old
 
@@ -340,6 +340,7 @@ class MooncakeEngine:
                 write.withdrawn = True
                 self._finish(write, WriteFailedError(f"the engine is closed: {write}", may_still_land=write.begun))
             self._worker.shutdown(wait=False)
+            self._poller.close()
             await asyncio.gather(*contacts, return_exceptions=True)
 
     async def _on_worker(self, function: Callable[[], _T]) -> _T:
@@ -422,10 +423,8 @@ class MooncakeEngine:
             cause = done.exception() or "the peer did not answer the engine"
             self._finish(write, WriteFailedError(f"{write} did not begin: {cause}", may_still_land=False))
         else:
-            write.batch_id = batch_id
-            self._polled.append(write)
-            self._progress_s = asyncio.get_running_loop().time()
-            self._schedule_poll()
+            self._submitted[batch_id] = write
+            self._poller.watch(native, batch_id)
         self._pump()
 
     def _requeue(self, write: Write) -> None:
@@ -437,40 +436,16 @@ class MooncakeEngine:
 
     # --- completion ---
 
-    def _schedule_poll(self) -> None:
-        """Schedule the next poll: the sooner, the more recently something happened; none where nothing is in flight."""
-        loop = asyncio.get_running_loop()
-        if self._poll_timer is not None:
-            self._poll_timer.cancel()
-            self._poll_timer = None
-        if self._polled:
-            quiet_s = (loop.time() - self._progress_s) / _POLL_FRACTION
-            delay_s = min(max(quiet_s, _POLL_AT_LEAST_S), _POLL_AT_MOST_S)
-            self._poll_timer = loop.call_later(delay_s, self._poll)
-
-    def _poll(self) -> None:
-        self._poll_timer = None
-        in_flight = deque(self._polled)
-        self._polled.clear()
-        try:
-            while in_flight:
-                self._poll_one(in_flight.popleft())
-        finally:  # whatever one of them raised, the others are asked for again
-            self._polled += in_flight
-            self._schedule_poll()
-            self._pump()
-
-    def _poll_one(self, write: Write) -> None:
-        status = self._native[0].transfer_check_status(write.batch_id)
-        if status not in (_DONE, _FAILED):
-            self._polled.append(write)
+    def _on_completed(self, native: list[NativeEngine], completed: list[tuple[int, int]]) -> None:
+        if native is not self._native:  # found just before that engine was replaced
             return
-        self._progress_s = asyncio.get_running_loop().time()
-        error = None
-        if status == _FAILED:
-            detail = f"{write} failed: refused, or the peer or the link to it was lost"
-            error = WriteFailedError(detail, may_still_land=True)
-        self._finish(write, error)
+        for batch_id, status in completed:
+            write, error = self._submitted.pop(batch_id), None
+            if status == FAILED:
+                detail = f"{write} failed: refused, or the peer or the link to it was lost"
+                error = WriteFailedError(detail, may_still_land=True)
+            self._finish(write, error)
+        self._pump()
 
     def _finish(self, write: Write, error: KvferryError | None) -> None:
         """Report the end of a write, once; the callback runs from the loop, so that it may write again."""

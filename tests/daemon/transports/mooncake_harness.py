@@ -97,7 +97,7 @@ class Ends:
 
 
 class ScriptedEngine:
-    """Mooncake's engine as far as it is used: a write ends when the test says so; what aborts the process fails."""
+    """Mooncake's engine as far as it is used: a write ends when the test says so; ``aborted`` is what would abort."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -108,6 +108,9 @@ class ScriptedEngine:
         self.hangs: threading.Event | None = None  # a submission waits for it
         self.hanging = False
         self.polls = 0
+        self.fail: Exception | None = None  # once, when it is asked for a status
+        self.aborted: list[int] = []
+        self.ended = threading.Event()
         self._ids = 0
 
     def initialize(self, *_: object) -> int:
@@ -139,9 +142,15 @@ class ScriptedEngine:
 
     def transfer_check_status(self, batch_id: int, /) -> int:
         self.polls += 1
-        status = self.under_way[batch_id]  # KeyError: the real one would abort
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            raise error
+        if batch_id not in self.under_way:
+            self.aborted.append(batch_id)
+        status = self.under_way[batch_id]
         if status in (1, -1):
             del self.under_way[batch_id]
+            self.ended.set()
         return status
 
     def end(self, remote_address: int, status: int) -> None:

@@ -63,6 +63,7 @@ async def scripted(**settings: Any) -> AsyncIterator[tuple[MooncakeEngine, Facto
     async with engine:
         yield engine, factory
     assert mishaps == []
+    assert [native.aborted for native in factory.engines] == [[] for _ in factory.engines]
 
 
 async def eventually(condition: Callable[[], object]) -> None:
@@ -97,6 +98,48 @@ async def test_bytes_in_flight_are_bounded_and_the_rest_waits_in_order(listener:
         native.end(4, 1)
         assert await ends.wait(5) == [None] * 5
         assert engine.bytes_in_flight == {}
+
+
+async def test_the_ends_of_writes_are_asked_for_until_all_are_known(listener: str) -> None:
+    async with scripted() as (engine, factory):
+        native, ends = factory.engines[0], Ends()
+        for number in range(3):
+            engine.write(listener, 1, number, 10, ends, timeout_s=WAIT_S)
+        await eventually(lambda: len(native.submitted) == 3)
+        native.fail = MemoryError()
+        await eventually(lambda: native.fail is None)  # nothing is lost by it
+        native.end(1, 1)
+        assert await ends.wait(1) == [None]
+        native.end(0, 1)
+        native.end(2, -1)
+        assert sorted(map(bool, await ends.wait(3))) == [False, False, True]
+        asked = native.polls
+        engine.write(listener, 1, 3, 10, ends, timeout_s=WAIT_S)
+        await eventually(lambda: native.polls > asked)
+        native.end(3, 1)
+        await ends.wait(4)
+
+
+async def test_the_thread_that_asks_ends_with_the_engine(listener: str) -> None:
+    def asking() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "mooncake-ends"]
+
+    before = asking()
+    async with scripted() as (engine, factory):
+        engine.write(listener, 1, 1, 10, Ends(), timeout_s=WAIT_S)
+        await eventually(lambda: factory.engines[0].polls)
+        [thread] = [thread for thread in asking() if thread not in before]
+    await eventually(lambda: not thread.is_alive())
+
+
+async def test_without_a_thread_that_asks_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError(f"can't start {thread.name}")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    with pytest.raises(TransferFailedError, match=r"no thread .* can't start mooncake-ends"):
+        async with scripted():
+            pass
 
 
 async def test_a_write_above_the_bound_goes_alone(listener: str) -> None:
@@ -173,6 +216,18 @@ async def test_rebuilding_fails_what_is_under_way_and_keeps_what_waits(listener:
         await eventually(lambda: new.submitted == [2])
         new.end(2, 1)
         assert await waiting.wait(1) == [None]
+
+
+async def test_an_end_that_is_found_just_before_the_engine_is_replaced_is_not_the_new_ones(listener: str) -> None:
+    async with scripted() as (engine, factory):
+        old, ends = factory.engines[0], Ends()
+        engine.write(listener, 1, 1, 10, ends, timeout_s=WAIT_S)
+        await eventually(lambda: old.polls)
+        rebuilding = asyncio.create_task(engine.rebuild())
+        old.end(1, 1)
+        assert old.ended.wait(WAIT_S)  # without a turn of the loop, whose next one is the rebuild's
+        await rebuilding
+        assert failure((await ends.wait(1))[0]).may_still_land
 
 
 async def keep_the_worker_busy(engine: MooncakeEngine, factory: Factory, name: str, gate: threading.Event) -> None:

@@ -1,0 +1,107 @@
+"""Which of Mooncake's writes have ended: asked on a thread, as the loop's timers take a millisecond at least.
+
+In that time a fast link moves a bounce buffer, and no other write begins before the end of this one is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from kvferry.daemon.transports.mooncake_native import NativeEngine
+from kvferry.protocol.errors import TransferFailedError
+
+DONE: Final = 1
+FAILED: Final = -1
+
+_POLL_AT_LEAST_S = 0.0002
+_POLL_AT_MOST_S = 0.02
+_POLL_FRACTION = 16  # a poll comes late by at most a sixteenth of what its write has taken
+log = structlog.get_logger(__name__)
+
+OnCompleted = Callable[[list[NativeEngine], list[tuple[int, int]]], None]
+"""Called on the loop with the engine, and the id and status (``DONE`` or ``FAILED``) of each write that has ended."""
+
+
+class CompletionPoller:
+    """Asks an engine for the ends of its writes: the more often, the more recently one began or ended.
+
+    All but the thread's own methods are for the control loop.
+    """
+
+    def __init__(self, on_completed: OnCompleted) -> None:
+        self._on_completed = on_completed
+        self._loop = asyncio.get_running_loop()
+        self._changed = threading.Condition()  # guards all below
+        self._native: list[NativeEngine] = []
+        self._batch_ids: list[int] = []
+        self._progress_s = 0.0  # when a write last began or ended
+        self._closed = False
+
+    def __repr__(self) -> str:
+        """Show how many writes have not ended."""
+        return f"<CompletionPoller writes={len(self._batch_ids)}>"
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            TransferFailedError: there is none to be had.
+        """
+        try:
+            threading.Thread(target=self._poll, name="mooncake-ends", daemon=True).start()
+        except RuntimeError as error:
+            raise TransferFailedError(f"no thread to ask Mooncake for the ends of writes: {error}") from error
+
+    def watch(self, native: list[NativeEngine], batch_id: int) -> None:
+        """Report the end of a write, once."""
+        with self._changed:
+            self._native = native
+            self._batch_ids.append(batch_id)
+            self._progress_s = time.monotonic()
+            self._changed.notify()
+
+    def forget(self) -> None:
+        """Ask for no write any more, so that its engine can be destroyed; what was found already is still reported."""
+        with self._changed:
+            self._batch_ids.clear()
+            self._native = []
+
+    def close(self) -> None:
+        """End the thread; it reports nothing any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _poll(self) -> None:
+        with self._changed:
+            while not self._closed:
+                self._changed.wait(self._pause_s())
+                try:
+                    self._ask()
+                except Exception as error:  # whatever it is, the writes are asked for again
+                    log.exception("Mooncake could not be asked for the ends of writes", cause=str(error))
+
+    def _pause_s(self) -> float | None:
+        if not self._batch_ids:
+            return None
+        quiet_s = (time.monotonic() - self._progress_s) / _POLL_FRACTION
+        return min(max(quiet_s, _POLL_AT_LEAST_S), _POLL_AT_MOST_S)
+
+    def _ask(self) -> None:
+        completed = []
+        try:
+            for batch_id in tuple(self._batch_ids):
+                status = self._native[0].transfer_check_status(batch_id)
+                if status in (DONE, FAILED):  # asking again aborts the process
+                    self._batch_ids.remove(batch_id)
+                    completed.append((batch_id, status))
+        finally:
+            if completed and not self._closed:
+                self._progress_s = time.monotonic()
+                self._loop.call_soon_threadsafe(self._on_completed, self._native, completed)
