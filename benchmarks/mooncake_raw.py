@@ -178,7 +178,7 @@ class RawMooncake:
 
     def _gather(self, chunk: Chunk, buffer: int) -> int:
         copies = chunk.copies(self._source.address, buffer, 1, self._source.size_bytes)
-        return copy_kernel.copy_with_digest(copies, read_next=True)
+        return copy_kernel.copy_with_digest(copies)
 
 
 class Peer:

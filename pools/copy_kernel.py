@@ -79,9 +79,7 @@ class Kernel(Protocol):
     def new_hash(self) -> HashState:
         """Return the state of a hash, for ``copy_hashed``; one thread at a time may use it."""
 
-    def copy_hashed(
-        self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /, *, read_next: bool = False
-    ) -> None:
+    def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /) -> None:
         """Copy, in any order, and hash the sources in the order of the list; a row with destination 0 is hashed alone.
 
         Args:
@@ -89,7 +87,6 @@ class Kernel(Protocol):
             ends: where digests end; what comes after the last one continues with the next call's rows.
             digests: ``(m,)``, filled in.
             state: what a hash has seen so far.
-            read_next: whether the copies are read next, and so had better stay in the caches.
         """
 
     def new_gate(self) -> GateState:
@@ -175,18 +172,8 @@ class PythonKernel:
         """See ``Kernel``."""
         return xxhash.xxh3_64()
 
-    def copy_hashed(
-        self,
-        copies: Copies,
-        ends: Ends,
-        digests: Digests,
-        state: xxhash.xxh3_64,
-        /,
-        *,
-        read_next: bool = False,
-    ) -> None:
+    def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: xxhash.xxh3_64, /) -> None:
         """See ``Kernel``."""
-        del read_next  # memmove does as it likes
         first = 0
         for number, end in enumerate(ends.tolist()):
             self._hash(copies[first:end], state)
@@ -359,23 +346,22 @@ def list_segments(
     return copies if rows == len(copies) else copies[:rows]
 
 
-def copy_hashed(copies: Copies, ends: Ends, state: HashState = None, *, read_next: bool = False) -> Digests:
+def copy_hashed(copies: Copies, ends: Ends, state: HashState = None) -> Digests:
     """Copy as ``copy`` does, and return the digest of the sources up to each end; see ``Kernel.copy_hashed``.
 
     Args:
         copies: what to copy; where the destination is 0, a row is only hashed.
         ends: ``(m,)`` int64, row numbers, ascending.
         state: of ``new_hash``, for digests that begin or end in other calls; by default none does.
-        read_next: whether the copies are read next; see ``Kernel.copy_hashed``.
     """
     digests = np.zeros(len(ends), np.uint64)
-    _KERNEL.copy_hashed(copies, ends, digests, _KERNEL.new_hash() if state is None else state, read_next=read_next)
+    _KERNEL.copy_hashed(copies, ends, digests, _KERNEL.new_hash() if state is None else state)
     return digests
 
 
-def copy_with_digest(copies: Copies, *, read_next: bool = False) -> int:
+def copy_with_digest(copies: Copies) -> int:
     """Copy as ``copy_hashed`` does, and return the digest of all sources."""
-    return int(copy_hashed(copies, np.array([len(copies)]), read_next=read_next)[0])
+    return int(copy_hashed(copies, np.array([len(copies)]))[0])
 
 
 def new_hash() -> HashState:

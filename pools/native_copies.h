@@ -693,12 +693,12 @@ typedef struct {
 
 static const Way *const PLAIN = &WAYS[WAY_COUNT - 1];
 
-/* Decides how a call copies: what is small, or is `read_next`, stays in the caches, and what is only hashed is copied in
-   no way. Needs the interpreter's lock. */
-static Call begin_call(const Copies *copies, Digests *into, int read_next) {
+/* Decides how a call copies: what is small stays in the caches, and what is only hashed is copied in no way. Needs the
+   interpreter's lock. */
+static Call begin_call(const Copies *copies, Digests *into) {
     Total total = total_of(copies);
     Call call = {.copies = copies, .into = into, .bytes = total.bytes, .class = -1, .way = PLAIN};
-    if (total.bytes < STREAMED || read_next) return call;
+    if (total.bytes < STREAMED) return call;
     int class = class_of(copies, total.bytes, total.rows, into != NULL);
     age(&trials[class], now_ns());
     call.way = forced ? forced : best(&trials[class]);

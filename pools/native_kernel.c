@@ -63,7 +63,7 @@ static PyObject *kernel_copy(PyObject *self, PyObject *argument) {
     CopyList list;
     (void)self;
     if (open_copies(argument, &list) < 0) return NULL;
-    run(begin_call(&list.copies, NULL, 0));
+    run(begin_call(&list.copies, NULL));
     PyBuffer_Release(&list.view);
     Py_RETURN_NONE;
 }
@@ -169,21 +169,18 @@ static int open_digests(PyObject *ends, PyObject *digests, PyObject *capsule, si
     return -1;
 }
 
-static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments, PyObject *named) {
-    static char *names[] = {"", "", "", "", "read_next", NULL};
+static PyObject *kernel_copy_hashed(PyObject *self, PyObject *arguments) {
     PyObject *copies, *ends, *digests, *capsule;
     CopyList list;
     DigestList hashed;
-    int read_next = 0;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OOOO|$p", names, &copies, &ends, &digests, &capsule, &read_next))
-        return NULL;
+    if (!PyArg_ParseTuple(arguments, "OOOO", &copies, &ends, &digests, &capsule)) return NULL;
     if (open_copies(copies, &list) < 0) return NULL;
     if (open_digests(ends, digests, capsule, list.copies.count, &hashed) < 0) {
         PyBuffer_Release(&list.view);
         return NULL;
     }
-    run(begin_call(&list.copies, &hashed.into, read_next));
+    run(begin_call(&list.copies, &hashed.into));
     close_digests(&hashed), PyBuffer_Release(&list.view);
     Py_RETURN_NONE;
 }
@@ -297,7 +294,7 @@ static PyObject *kernel_submit(PyObject *self, PyObject *arguments) {
     }
     Py_INCREF(token);
     Py_XINCREF(one->gate = used.gate_object), Py_XINCREF(one->state = state);
-    one->call = begin_call(&one->list.copies, state ? &one->hashed.into : NULL, 0);
+    one->call = begin_call(&one->list.copies, state ? &one->hashed.into : NULL);
     submit(crew, &one->task, &one->call, threads ? threads : 1, token);
     Py_RETURN_NONE;
 refused:
@@ -422,7 +419,7 @@ static PyObject *kernel_use(PyObject *self, PyObject *argument) {
 
 static PyMethodDef methods[] = {
     {"copy", kernel_copy, METH_O, "Copy (n, 3) or (n, 6) uint64."},
-    {"copy_hashed", (PyCFunction)(void (*)(void))kernel_copy_hashed, METH_VARARGS | METH_KEYWORDS,
+    {"copy_hashed", kernel_copy_hashed, METH_VARARGS,
       "Copy, and fill in the digests of the rows up to each end."},
     {"list_segments", kernel_list_segments, METH_VARARGS, "Fill in the copies of segments; return how many rows those are."},
     {"new_hash", kernel_new_hash, METH_NOARGS, "Return the state of a hash."},

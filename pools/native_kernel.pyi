@@ -3,9 +3,7 @@ from typing import Any
 from kvferry.pools.copy_kernel import Copies, CrewState, Digests, Ends, Entries, GateState, HashState, Ids
 
 def copy(copies: Copies, /) -> None: ...
-def copy_hashed(
-    copies: Copies, ends: Ends, digests: Digests, state: HashState, /, *, read_next: bool = False
-) -> None: ...
+def copy_hashed(copies: Copies, ends: Ends, digests: Digests, state: HashState, /) -> None: ...
 def list_segments(
     copies: Copies,
     entries: Entries,

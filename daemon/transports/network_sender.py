@@ -289,7 +289,7 @@ def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
         flat_address = buffer - offset_of(side, grant.first)
         copies = sending.copies_of(grant.segment)
         listed = copies.listed(grant.first, grant.stop, sending.memory.address, flat_address)
-        return copy_kernel.copy_with_digest(listed, read_next=True)
+        return copy_kernel.copy_with_digest(listed)
     sending.memory.gather(side, grant.first, grant.stop, buffer, copy_kernel.copy)
     return copy_kernel.digest((buffer, grant.size_bytes))
 

@@ -111,7 +111,7 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     Copies copies = {(const char *)numbers, sizeof *numbers, sizeof **numbers, count, with_rows};
     Digests into = {ends, digests, digests_count, 0, &fnv};
     forced = way;
-    Call call = begin_call(&copies, hashed ? &into : NULL, 0);
+    Call call = begin_call(&copies, hashed ? &into : NULL);
     if (way) call.way = way; /* however few bytes there are */
     unsigned threads = 1 + (unsigned)below(THREADS);
     Task task;
@@ -191,7 +191,7 @@ static int check_digests_over_calls(char *from, char *to, Crew *crew, uint64_t b
             if (row < ROWS_OF_CALL || half) ends[half][count++] = (int64_t)row;
         Copies copies = {(const char *)numbers[half * ROWS_OF_CALL], sizeof *numbers, sizeof **numbers, ROWS_OF_CALL, 0};
         Digests into = {ends[half], digests[half], count, 0, &fnv};
-        Call call = begin_call(&copies, &into, 0);
+        Call call = begin_call(&copies, &into);
         if (to) call.way = STREAMS;
         do_by_crew(crew, &call, THREADS);
         end_call(&call);
@@ -226,7 +226,7 @@ static void *copy_gated(void *argument) {
                      self->with_rows};
     Digests into = {self->ends, self->digests, self->count, 0, &self->fnv};
     giving_way.gate = self->gate, giving_way.patience_ns = self->patience_ns;
-    Call call = begin_call(&copies, self->hashed ? &into : NULL, 0);
+    Call call = begin_call(&copies, self->hashed ? &into : NULL);
     call.class = -1, call.way = STREAMS;
     if (self->crew)
         do_by_crew(self->crew, &call, 2);
@@ -292,7 +292,7 @@ static int check_withdrawn(char *from, char *to, Crew *crew) {
                 memcpy(numbers[one][row], block, sizeof block);
             }
             copies[one] = (Copies){(const char *)numbers[one], sizeof **numbers, sizeof ***numbers, ROWS, 0};
-            calls[one] = begin_call(&copies[one], NULL, 0);
+            calls[one] = begin_call(&copies[one], NULL);
             calls[one].class = -1;
             submit(crew, &tasks[one], &calls[one], 1, &calls[one]);
         }
@@ -358,7 +358,7 @@ static int check_yields(const Way *way, char *from, char *to, int hashed) {
         Gate gate = {0};
         Copies copies = {(const char *)numbers, sizeof *numbers, sizeof **numbers, blocks, rows > 1};
         Digests into = {ends, digests, blocks, 0, &fnv};
-        Call call = begin_call(&copies, hashed ? &into : NULL, 0);
+        Call call = begin_call(&copies, hashed ? &into : NULL);
         call.class = -1, call.way = way;
         reset_fnv(&fnv);
         memset(&yielding, 0, sizeof yielding);

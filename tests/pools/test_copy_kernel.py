@@ -71,11 +71,8 @@ class TellingKernel(PythonKernel):
         """See ``Kernel``."""
         return native.new_hash()
 
-    def copy_hashed(
-        self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /, *, read_next: bool = False
-    ) -> None:
+    def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /) -> None:
         """See ``Kernel``."""
-        del read_next
         self._crew.submit(copies, 3, self, Hashing(ends, digests, state))
         self._await()
 

@@ -539,8 +539,8 @@ async def test_what_was_scattered_wrongly_is_found_where_checksums_are_asked_for
     region, rightly = type(home.harness.home_pool.region), copy_kernel.copy_with_digest
     scatter = region.scatter
 
-    def wrong(copies: Copies, *, read_next: bool = False) -> int:
-        digest = rightly(copies, read_next=read_next)
+    def wrong(copies: Copies) -> int:
+        digest = rightly(copies)
         source, destination = copies[0, :2].tolist()
         ctypes.memmove(destination, source + BYTES // 2, 8)
         return digest
