@@ -6,9 +6,11 @@ In that time a fast link moves a bounce buffer, and no other write begins before
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Final
 
 import structlog
@@ -37,7 +39,8 @@ class CompletionPoller:
     def __init__(self, on_completed: OnCompleted) -> None:
         self._on_completed = on_completed
         self._loop = asyncio.get_running_loop()
-        self._changed = threading.Condition()  # guards all below
+        self._news = SimpleQueue[None]()  # waiting for it costs less than for a condition
+        self._lock = threading.Lock()  # guards all below
         self._native: list[NativeEngine] = []
         self._batch_ids: list[int] = []
         self._progress_s = 0.0  # when a write last began or ended
@@ -60,32 +63,33 @@ class CompletionPoller:
 
     def watch(self, native: list[NativeEngine], batch_id: int) -> None:
         """Report the end of a write, once."""
-        with self._changed:
+        with self._lock:
             self._native = native
             self._batch_ids.append(batch_id)
             self._progress_s = time.monotonic()
-            self._changed.notify()
+        self._news.put(None)
 
     def forget(self) -> None:
         """Ask for no write any more, so that its engine can be destroyed; what was found already is still reported."""
-        with self._changed:
+        with self._lock:
             self._batch_ids.clear()
             self._native = []
 
     def close(self) -> None:
         """End the thread; it reports nothing any more."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify()
+        self._news.put(None)
 
     def _poll(self) -> None:
-        with self._changed:
-            while not self._closed:
-                self._changed.wait(self._pause_s())
-                try:
+        while not self._closed:
+            with contextlib.suppress(Empty):
+                self._news.get(timeout=self._pause_s())
+            try:
+                with self._lock:
                     self._ask()
-                except Exception as error:  # whatever it is, the writes are asked for again
-                    log.exception("Mooncake could not be asked for the ends of writes", cause=str(error))
+            except Exception as error:  # whatever it is, the writes are asked for again
+                log.exception("Mooncake could not be asked for the ends of writes", cause=str(error))
 
     def _pause_s(self) -> float | None:
         if not self._batch_ids:
