@@ -38,7 +38,7 @@ from kvferry.daemon.process.inherited import Inherited, take_inherited
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.process.threads import started_threads
-from kvferry.daemon.process.time_slices import be_as_others, be_prompt
+from kvferry.daemon.process.time_slices import as_others, be_as_others, be_prompt
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
@@ -53,6 +53,7 @@ from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transports.local import AT_ONCE_S, LocalTransport
+from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.daemon.transports.network_memory import NetworkMemory, NetworkTuning, open_network
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
@@ -223,11 +224,11 @@ class Daemon:
             tuning.whole_below_bytes,
         )
         self._transport = LocalTransport.as_fast_as_here(loop, threads=tuning.copy_threads, at_once_s=tuning.at_once_s)
-        self._executor = started_threads(tuning.copy_threads, "network", initializer=be_as_others)
         self._network = network
+        self._copier: NetworkCopier | None = None
         self._remote = RemoteTransports(
             PullTransport(self._links.send, self._transport, self._fetcher, fetch_region),
-            *(() if network is None else self._network_transports(network, state_machine, hub)),
+            *(() if network is None else self._network_transports(network, tuning.copy_threads, state_machine, hub)),
         )
         self._peers = PeerTransferService(self._links, state_machine, self._remote, hub, counters)
         self._transfers = TransferService(
@@ -263,21 +264,23 @@ class Daemon:
         self._dispatcher.check_complete()
 
     def _network_transports(
-        self, network: NetworkMemory, state_machine: TransferStateMachine, hub: EventHub
+        self, network: NetworkMemory, threads: int, state_machine: TransferStateMachine, hub: EventHub
     ) -> tuple[NetworkReceiver, NetworkSender]:
         """Return both halves of transfers between hosts."""
+        executor = started_threads(threads, "network", initializer=be_as_others)
+        self._copier = NetworkCopier(executor, copy_kernel.new_crew(threads, as_others()))
         hub.subscribe(PoolRemoved, lambda event: network.drop_pool(event.pool))
         receiver = NetworkReceiver(
             self._links.send,
             lambda peer: self._links.terms_with(peer).bounce_buffer_bytes,
             network,
-            self._executor,
+            self._copier,
             self.counters,
         )
         sender = NetworkSender(
             self._links.send,
             network,
-            self._executor,
+            self._copier,
             state_machine.peers,
             lambda: hub.publish(EndpointsChanged()),
             self.counters,
@@ -322,11 +325,10 @@ class Daemon:
             self._leave_in_any_case()
             await self_ping.close()
             self._remote.close()
-            if self._network is not None:
+            if self._network is not None and self._copier is not None:
                 await self._network.stop()
-            # Its threads know the network's memory by its address.
-            await self._loop.run_in_executor(self._fetcher, self._executor.shutdown)
-            if self._network is not None:
+                # Its threads know the network's memory by its address.
+                await self._loop.run_in_executor(self._fetcher, self._copier.close)
                 self._network.close()
             await self._verification.close()
             await self._tiers.close()

@@ -17,7 +17,7 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Executor
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -28,11 +28,14 @@ from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
 from kvferry.daemon.transfer.peer_transfers import op_of
 from kvferry.daemon.transports.arrival import check_arrived
 from kvferry.daemon.transports.local import OnOpDone, SendToPeer
+from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.daemon.transports.network_memory import NetworkMemory, Target
 from kvferry.pools import copy_kernel
+from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import Walk
 from kvferry.pools.planning.copies import CopyChunk, FlatCopies, cut_copy_chunks, memory_runs, offset_of
+from kvferry.pools.planning.plan import PlanSide
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,
@@ -46,6 +49,11 @@ from kvferry.protocol.session_messages import NetworkStatus
 
 KEPT_FOR_OTHERS = 8
 """A peer has all bounce buffers but one of so many: one that does not answer its grants leaves others the rest."""
+CUT_INTO = 4
+"""What is no more than bounce buffers are for is cut into so many copy chunks, where they are large enough: so the next
+one is gathered, and the last one scattered, while one is written."""
+LEAST_CHUNK_BYTES = 4 << 20
+"""Smaller ones cost more than that brings."""
 GRANTS_PER_OP = 8
 """Concurrent grants of one transfer op: enough for its source to have the next one when a staging buffer is free."""
 
@@ -108,10 +116,10 @@ class NetworkReceiver:
         send: SendToPeer,
         write_bytes: Callable[[Incarnation], int],
         memory: NetworkMemory,
-        executor: Executor,
+        copier: NetworkCopier,
         counters: Counters,
     ) -> None:
-        """Verify and scatter on ``executor``, which is shut down before ``memory`` is closed.
+        """Verify and scatter by ``copier``, which is closed before ``memory`` is.
 
         ``write_bytes`` returns what a peer and this daemon both take for one write; 0: the peer sends to no other host.
         """
@@ -120,7 +128,7 @@ class NetworkReceiver:
         self._engine = memory.engine
         self._bounce_buffers = memory.bounce_buffers
         self._pages = memory.pages
-        self._executor = executor
+        self._copier = copier
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._incoming: dict[int, _IncomingOp] = {}
@@ -157,7 +165,7 @@ class NetworkReceiver:
                     remedy="set network.transport in that daemon's configuration",
                 )
             for number, planned_copy in enumerate(op.planned_copies):
-                cut = cut_copy_chunks(planned_copy.plan.source, write_bytes)
+                cut = _cut(planned_copy.plan.source, write_bytes)
                 incoming.copy_chunks.extend((number, copy_chunk) for copy_chunk in cut)
                 pool = op.receive_request.pool
                 # Peers never write the host tier: what is received there goes through bounce buffers.
@@ -188,13 +196,9 @@ class NetworkReceiver:
         if message.error is None and incoming.error is None:
             incoming.scattering.add(grant.number)
             try:
-                scattering = self._loop.run_in_executor(
-                    self._executor, self._verify_and_scatter, grant, message.checksum
-                )
+                self._scatter(grant, message.checksum)
             except Exception as cause:  # noqa: BLE001  no thread: as if it had failed there
-                scattering = self._loop.create_future()
-                scattering.set_exception(cause)
-            scattering.add_done_callback(lambda done: self._on_scattered(grant, done))
+                self._loop.call_soon(self._on_scattered, grant, message.checksum, 0, cause)
             return
         self._release(grant, may_still_land=message.may_still_land)
         if message.error is not None:
@@ -378,39 +382,32 @@ class NetworkReceiver:
                 return self._bounce_buffers.take_pages(incoming.peer, number, tuple(runs))
         return self._bounce_buffers.take(incoming.peer, number)
 
-    def _verify_and_scatter(self, grant: _Grant, checksum: int) -> None:
-        """On a thread: verify the checksum of the received bytes, and scatter them into their pages.
+    def _scatter(self, grant: _Grant, checksum: int) -> None:
+        """Verify the checksum of the received bytes, and scatter them into their pages.
 
         Whole pages of a host's memory in one pass: what is damaged is in them then, but the transfer fails.
         """
+        op, on_scattered = grant.incoming.op, partial(self._on_scattered, grant, checksum)
+        region, (first, stop, _) = op.receive_request.pool.region, grant.copy_chunk
+        is_whole = op.planned_copies[grant.segment].plan.destination.is_whole
         if grant.target.runs:  # what was written are the pages
-            _check_digest(copy_kernel.digest(*grant.target.runs), checksum)
-            return
-        op, address = grant.incoming.op, grant.target.address
-        side, pool = op.planned_copies[grant.segment].plan.destination, op.receive_request.pool
-        first, stop, size_bytes = grant.copy_chunk
-        if side.is_whole and isinstance(pool.region, HostRegion):
-            copies = grant.incoming.copies_of(grant.segment)
-            listed = copies.listed(first, stop, pool.region.address, address - offset_of(side, first))
-            _check_digest(copy_kernel.copy_with_digest(listed), checksum)
+            self._copier.run(partial(copy_kernel.digest, *grant.target.runs), on_scattered)
+        elif is_whole and isinstance(region, HostRegion) and not op.checksums:
+            self._copier.copy(stop - first, partial(_listed, grant, region), on_scattered)
         else:
-            _check_digest(copy_kernel.digest((address, size_bytes)), checksum)
-            pool.region.scatter(side, first, stop, address, copy_kernel.copy)
-        if op.checksums:
-            arrived = np.empty(size_bytes, np.uint8)
-            pool.region.gather(side, first, stop, arrived.ctypes.data, copy_kernel.copy)
-            sent = np.frombuffer(memoryview((ctypes.c_char * size_bytes).from_address(address)), np.uint8)
-            check_arrived(sent, arrived, side, first, pool.manifest)
+            self._copier.run(partial(_scatter_on_thread, grant, checksum), on_scattered)
 
-    def _on_scattered(self, grant: _Grant, done: asyncio.Future[None]) -> None:
+    def _on_scattered(self, grant: _Grant, checksum: int, found: int, failed: Exception | None) -> None:
         incoming = grant.incoming
         incoming.scattering.discard(grant.number)
         self._release(grant)
-        error = None if done.cancelled() else done.exception()
-        if error is not None:
+        if failed is None and found != checksum:
+            detail = f"the received bytes have checksum {found:016x}, the source sent {checksum:016x}"
+            failed = TransferFailedError(detail)
+        if failed is not None:
             self._counters.add("network.refused")
-            failure = error if isinstance(error, KvferryError) else TransferFailedError(f"scattering failed: {error}")
-            self._fail(incoming, failure)
+            error = failed if isinstance(failed, KvferryError) else TransferFailedError(f"scattering failed: {failed}")
+            self._fail(incoming, error)
         elif grant.target.runs:
             self._counters.add("network.direct_bytes", grant.copy_chunk.size_bytes)
         self._check_done(incoming)
@@ -472,9 +469,42 @@ class NetworkReceiver:
             self._say_ended(incoming)
 
 
-def _check_digest(found: int, sent: int) -> None:
-    if found != sent:
-        raise TransferFailedError(f"the received bytes have checksum {found:016x}, the source sent {sent:016x}")
+def _cut(side: PlanSide, write_bytes: int) -> list[CopyChunk]:
+    """Cut a source into copy chunks of at most ``write_bytes``: as few as are good for it.
+
+    Raises:
+        BounceBufferTooSmallError: a page of an entry is larger.
+    """
+    largest = max(1, int(side.segment_bytes.max(initial=0)))
+    total = int(side.segment_bytes.sum()) * len(side.ids)
+    wanted = -(-total // (CUT_INTO * largest)) * largest
+    return cut_copy_chunks(side, min(write_bytes, max(wanted, LEAST_CHUNK_BYTES)))
+
+
+def _listed(grant: _Grant, memory: HostRegion) -> Copies:
+    """On any thread: return the copies of the received bytes to the whole pages that they are for."""
+    side, (first, stop, _) = grant.incoming.op.planned_copies[grant.segment].plan.destination, grant.copy_chunk
+    flat_address = grant.target.address - offset_of(side, first)
+    return grant.incoming.copies_of(grant.segment).listed(first, stop, memory.address, flat_address)
+
+
+def _scatter_on_thread(grant: _Grant, checksum: int) -> int:
+    """On a thread: return the checksum of what was received; where it is the source's, scatter, and check that."""
+    op, address = grant.incoming.op, grant.target.address
+    side, pool = op.planned_copies[grant.segment].plan.destination, op.receive_request.pool
+    first, stop, size_bytes = grant.copy_chunk
+    if side.is_whole and isinstance(pool.region, HostRegion):
+        found = copy_kernel.copy_with_digest(_listed(grant, pool.region))
+    else:
+        found = copy_kernel.digest((address, size_bytes))
+        if found == checksum:
+            pool.region.scatter(side, first, stop, address, copy_kernel.copy)
+    if op.checksums and found == checksum:
+        arrived = np.empty(size_bytes, np.uint8)
+        pool.region.gather(side, first, stop, arrived.ctypes.data, copy_kernel.copy)
+        sent = np.frombuffer(memoryview((ctypes.c_char * size_bytes).from_address(address)), np.uint8)
+        check_arrived(sent, arrived, side, first, pool.manifest)
+    return found
 
 
 class FenceWatch:

@@ -11,7 +11,6 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor
 from typing import NamedTuple
 
 import structlog
@@ -21,8 +20,10 @@ from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transports.local import SendToPeer
 from kvferry.daemon.transports.mooncake import WriteFailedError
+from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.daemon.transports.network_memory import NetworkMemory
 from kvferry.pools import copy_kernel
+from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import FlatCopies, offset_of, total_segments
@@ -96,12 +97,12 @@ class NetworkSender:
         self,
         send: SendToPeer,
         memory: NetworkMemory,
-        executor: Executor,
+        copier: NetworkCopier,
         state_machine: PeerTransfers,
         on_settled: Callable[[], None],
         counters: Counters,
     ) -> None:
-        """Gather on ``executor``, which is shut down before ``memory`` is closed.
+        """Gather by ``copier``, which is closed before ``memory`` is.
 
         ``on_settled`` is called after the state machine was notified that a transfer op is over.
         """
@@ -110,7 +111,7 @@ class NetworkSender:
         self._staging_bytes = memory.config.bounce_buffer_bytes
         self._free = [memory.staging.address + at for at in range(0, memory.staging.size_bytes, self._staging_bytes)]
         self._timeout_s = memory.tuning.write_timeout_s
-        self._executor = executor
+        self._copier = copier
         self._state_machine = state_machine
         self._on_settled = on_settled
         self._counters = counters
@@ -210,17 +211,23 @@ class NetworkSender:
                 continue
             writing = _Writing(key, sending, sending.waiting.popleft(), self._free.pop())
             try:
-                gathering = self._loop.run_in_executor(self._executor, _gather, sending, writing.grant, writing.buffer)
+                self._gather(writing)
             except Exception as cause:  # noqa: BLE001  no thread: the home must hear of it
-                gathering = self._loop.create_future()
-                gathering.set_exception(cause)
-            gathering.add_done_callback(functools.partial(self._on_gathered, writing))
+                self._loop.call_soon(self._on_gathered, writing, 0, cause)
 
-    def _on_gathered(self, writing: _Writing, done: asyncio.Future[int]) -> None:
+    def _gather(self, writing: _Writing) -> None:
+        sending, grant, buffer = writing.sending, writing.grant, writing.buffer
+        on_gathered = functools.partial(self._on_gathered, writing)
+        if isinstance(sending.memory, HostRegion):
+            listed = functools.partial(_listed, sending, sending.memory, grant, buffer)
+            self._copier.copy(grant.stop - grant.first, listed, on_gathered)
+        else:
+            self._copier.run(functools.partial(_gather_from_device, sending, grant, buffer), on_gathered)
+
+    def _on_gathered(self, writing: _Writing, checksum: int, failed: Exception | None) -> None:
         writing.sending.reading -= 1
-        failed = done.exception()
         if failed is None:
-            writing.checksum = done.result()
+            writing.checksum = checksum
             self._write(writing)
         else:
             writing.error = failed if isinstance(failed, KvferryError) else InternalError(f"gathering failed: {failed}")
@@ -282,15 +289,15 @@ def _may_still_land(error: KvferryError | None) -> bool:
     return isinstance(error, WriteFailedError) and error.may_still_land
 
 
-def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
+def _listed(sending: _Sending, memory: HostRegion, grant: Grant, buffer: int) -> Copies:
+    """On any thread: return the copies that gather the granted segments into ``buffer``."""
+    flat_address = buffer - offset_of(sending.sides[grant.segment], grant.first)
+    return sending.copies_of(grant.segment).listed(grant.first, grant.stop, memory.address, flat_address)
+
+
+def _gather_from_device(sending: _Sending, grant: Grant, buffer: int) -> int:
     """On a thread: gather the granted segments into ``buffer``; return their checksum."""
-    side = sending.sides[grant.segment]
-    if isinstance(sending.memory, HostRegion):
-        flat_address = buffer - offset_of(side, grant.first)
-        copies = sending.copies_of(grant.segment)
-        listed = copies.listed(grant.first, grant.stop, sending.memory.address, flat_address)
-        return copy_kernel.copy_with_digest(listed)
-    sending.memory.gather(side, grant.first, grant.stop, buffer, copy_kernel.copy)
+    sending.memory.gather(sending.sides[grant.segment], grant.first, grant.stop, buffer, copy_kernel.copy)
     return copy_kernel.digest((buffer, grant.size_bytes))
 
 

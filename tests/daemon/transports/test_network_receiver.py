@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
 from kvferry.daemon.transports import network_receiver
+from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.daemon.transports.network_memory import FenceBounds
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.pools import copy_kernel
@@ -58,7 +59,9 @@ class Home:
         self.engine.may_register.set()
         self.memory, self.bounce_buffers = memory, memory.bounce_buffers
         self.write_bytes = buffer_bytes
-        self.receiver = NetworkReceiver(self.said, lambda _peer: self.write_bytes, memory, self.executor, self.counters)
+        self.receiver = NetworkReceiver(
+            self.said, lambda _peer: self.write_bytes, memory, NetworkCopier(self.executor), self.counters
+        )
 
     def start(self) -> TransferOp:
         op = self.harness.op()
@@ -126,6 +129,21 @@ async def home_of(anyio_backend: object) -> AsyncIterator[MakeHome]:  # noqa: AR
     for home in made:
         home.receiver.close()
     await turns()
+
+
+@pytest.mark.parametrize(
+    ("buffer_pages", "least_pages", "chunk_pages"), [(12, 0, 3), (12, 4, 4), (12, 5, 5), (12, 12, 12), (2, 0, 2)]
+)
+async def test_a_transfer_is_cut_so_that_its_copies_overlap(
+    home_of: MakeHome, monkeypatch: pytest.MonkeyPatch, buffer_pages: int, least_pages: int, chunk_pages: int
+) -> None:
+    monkeypatch.setattr(network_receiver, "LEAST_CHUNK_BYTES", least_pages * PAGE_BYTES)
+    home = home_of(buffer_pages * PAGE_BYTES)
+    op = home.start()
+    assert home.grants(op)[0].size_bytes == chunk_pages * PAGE_BYTES
+    await home.land_all(op)
+    assert len(home.grants(op)) == -(-SEGMENTS // chunk_pages)
+    assert home.harness.arrived(op)
 
 
 async def test_an_op_lands_fragment_by_fragment_in_any_order(home_of: MakeHome) -> None:

@@ -14,6 +14,7 @@ from kvferry.daemon.transfer.endpoints import TransferOp
 from kvferry.daemon.transfer.peer_transfers import op_of
 from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.mooncake import WriteFailedError
+from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.protocol.errors import ErrorInfo, GeometryMismatchError, InvalidFieldError, UnknownTransferError
 from kvferry.protocol.peer_messages import Grant, OpRequest, Written
@@ -44,7 +45,12 @@ class Source:
         self.settled = 0
         self.writer, self.memory = network_memory(buffer_bytes=staging_bytes, staging=buffers)
         self.sender = NetworkSender(
-            self.said, self.memory, self.executor, self.harness.source.state_machine.peers, self._settled, self.counters
+            self.said,
+            self.memory,
+            NetworkCopier(self.executor),
+            self.harness.source.state_machine.peers,
+            self._settled,
+            self.counters,
         )
 
     def _settled(self) -> None:

@@ -1,0 +1,162 @@
+"""The copies of transfers between hosts: by a crew and by threads, with digests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+
+from kvferry.daemon.transports.network_copier import MOST_ROWS, NetworkCopier
+from kvferry.pools import copy_kernel
+from kvferry.pools.copy_kernel import Copies
+
+WAIT_S = 60.0
+pytestmark = pytest.mark.anyio
+Bytes = npt.NDArray[np.uint8]
+
+
+class Ends:
+    """Collects the ends of copies, by a number of the test's."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, tuple[int, Exception | None]] = {}
+        self._news = asyncio.Event()
+
+    def of(self, number: int) -> Callable[[int, Exception | None], None]:
+        def on_copied(digest: int, error: Exception | None) -> None:
+            assert number not in self.all
+            self.all[number] = digest, error
+            self._news.set()
+
+        return on_copied
+
+    async def wait(self, count: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.all) < count:
+                self._news.clear()
+                await self._news.wait()
+
+
+class Threads(ThreadPoolExecutor):
+    """Counts what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.given = 0
+
+    def submit(self, *arguments: object, **named: object) -> object:  # type: ignore[override]
+        self.given += 1
+        return super().submit(*arguments, **named)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def threads() -> Threads:
+    return Threads()
+
+
+@pytest.fixture(params=["a crew", "threads"])
+async def copier(
+    request: pytest.FixtureRequest, threads: Threads, require: Callable[[object, str], None]
+) -> AsyncIterator[NetworkCopier]:
+    crew = copy_kernel.new_crew(2, b"") if request.param == "a crew" else None
+    require(crew is not None or request.param == "threads", "the native copy kernel")
+    made = NetworkCopier(threads, crew)
+    assert request.param.split()[-1] in repr(made)
+    yield made
+    await asyncio.to_thread(made.close)
+
+
+def listed(source: Bytes, target: Bytes, rng: np.random.Generator, most: int) -> tuple[Copies, Bytes]:
+    """Return copies of random parts of the source to places in the target, and what lies there then, in order."""
+    sizes = rng.integers(1, most, len(source) // (2 * most))
+    starts = rng.integers(0, len(source) - most, len(sizes))
+    ends = np.cumsum(sizes)
+    copies = np.empty((len(sizes), 3), np.uint64)
+    copies[:, 0], copies[:, 1], copies[:, 2] = starts, ends - sizes, sizes
+    copies[:, 0] += np.uint64(source.ctypes.data)
+    copies[:, 1] += np.uint64(target.ctypes.data)
+    return copies, np.concatenate([source[start : start + n] for start, n in zip(starts, sizes, strict=True)])
+
+
+@pytest.mark.parametrize("most", [7, 300, 70_000])
+async def test_what_is_copied_is_there_and_has_its_digest(copier: NetworkCopier, most: int) -> None:
+    rng, ends = np.random.default_rng(most), Ends()
+    source = rng.integers(0, 256, 50 * most, np.uint8)
+    targets = [np.zeros(source.nbytes, np.uint8) for _ in range(20)]
+    made = [listed(source, target, rng, most) for target in targets]
+    for number, (copies, _) in enumerate(made):
+        copier.copy(len(copies), partial(np.copy, copies), ends.of(number))
+    await ends.wait(len(made))
+    for number, (_, expected) in enumerate(made):
+        assert ends.all[number] == (xxhash.xxh3_64_intdigest(expected.tobytes()), None)
+        assert targets[number][: len(expected)].tobytes() == expected.tobytes()
+
+
+async def test_what_is_listed_in_very_many_rows_is_for_threads(copier: NetworkCopier, threads: Threads) -> None:
+    ends, loop_thread, listers = Ends(), threading.get_ident(), list[int]()
+    byte = np.zeros(2, np.uint8)
+
+    def lister() -> Copies:
+        listers.append(threading.get_ident())
+        return np.array([[byte.ctypes.data, byte.ctypes.data + 1, 1]], np.uint64)
+
+    copier.copy(MOST_ROWS, lister, ends.of(0))
+    await ends.wait(1)
+    by_crew = "crew" in repr(copier)
+    copier.copy(MOST_ROWS + 1, lister, ends.of(1))
+    await ends.wait(2)
+    assert [one == loop_thread for one in listers] == [by_crew, False]
+    assert threads.given == (1 if by_crew else 2)
+
+
+async def test_what_fails_on_a_thread_is_reported(copier: NetworkCopier) -> None:
+    ends = Ends()
+
+    def fails() -> int:
+        raise MemoryError("no staging")
+
+    copier.run(fails, ends.of(0))
+    copier.run(lambda: 7, ends.of(1))
+    await ends.wait(2)
+    assert [repr(error) for _, error in ends.all.values()].count("MemoryError('no staging')") == 1
+    assert ends.all[1] == (7, None)
+
+
+async def test_who_does_not_hear_of_an_end_keeps_no_other_from_it(copier: NetworkCopier) -> None:
+    ends, byte, mishaps = Ends(), np.zeros(2, np.uint8), list[dict[str, object]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: mishaps.append(context))
+    copies = np.array([[byte.ctypes.data, byte.ctypes.data + 1, 1]], np.uint64)
+
+    def deaf(digest: int, error: Exception | None) -> None:
+        raise RuntimeError(f"not {digest}, {error}")
+
+    copier.copy(1, lambda: copies, deaf)
+    copier.copy(1, lambda: copies, ends.of(0))
+    await ends.wait(1)
+    assert [one["message"] for one in mishaps] == ["the end of a copy was not heard"]
+
+
+async def test_nothing_moves_and_nothing_is_reported_once_it_is_closed(copier: NetworkCopier) -> None:
+    ends, rng = Ends(), np.random.default_rng(0)
+    source, target = rng.integers(0, 256, 8 << 20, np.uint8), np.zeros(8 << 20, np.uint8)
+    copies = np.array([[source.ctypes.data, target.ctypes.data, source.nbytes]], np.uint64)
+    for number in range(8):
+        copier.copy(1, lambda: copies, ends.of(number))
+    closing = threading.Thread(target=copier.close)
+    closing.start()
+    closing.join(WAIT_S)  # without a turn of the loop
+    assert not closing.is_alive()
+    target[:] = 0
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert ends.all == {}
+    assert not target.any()
+    with pytest.raises(RuntimeError):
+        copier.run(lambda: 1, ends.of(9))
