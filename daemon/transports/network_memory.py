@@ -419,7 +419,9 @@ async def open_network(config: Config, tuning: NetworkTuning) -> NetworkMemory |
     address = config.network_address
     if not address:
         raise ConfigError("set the address to listen at, or peers.listen", field="network.address")
-    engine = MooncakeEngine(MooncakeSettings(address=address, protocol=network.protocol))
+    two_writes = 2 * network.bounce_buffer_bytes
+    settings = MooncakeSettings(address=address, protocol=network.protocol, max_bytes_in_flight_per_peer=two_writes)
+    engine = MooncakeEngine(settings)
     buffers = HostRegion.create("network", network.bounce_buffers * network.bounce_buffer_bytes)
     staging = HostRegion.create("staging", tuning.staging * network.bounce_buffer_bytes)
     await engine.__aenter__()

@@ -124,8 +124,8 @@ class NetworkConfig(Section, frozen=True, kw_only=True):
     protocol: Literal["tcp", "ascend"] = "tcp"
     address: Host | None = None
     direct: bool = False
-    bounce_buffers: Annotated[int, Meta(ge=1, le=65_536)] = 16
-    bounce_buffer_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
+    bounce_buffers: Annotated[int, Meta(ge=1, le=65_536)] = 8
+    bounce_buffer_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 16 << 20
 
 
 class DiskTierConfig(Section, frozen=True, kw_only=True):

@@ -17,7 +17,9 @@ import pytest
 from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake import MooncakeEngine, WriteFailedError
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings
+from kvferry.daemon.transports.network_memory import NetworkTuning, open_network
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.config.schema import Config, NetworkConfig
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError, TransferFailedError
 from tests.daemon.transports.mooncake_harness import (
     PROGRESS_TIMEOUT_S,
@@ -377,6 +379,16 @@ async def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], sai
     with pytest.raises(ConfigError, match=said) as refused:
         await asyncio.to_thread(mooncake_native.create, MooncakeSettings(**settings))
     assert field in {None, refused.value.field}
+
+
+@needs_mooncake
+async def test_two_bounce_buffers_are_written_to_a_peer_at_a_time() -> None:
+    network = NetworkConfig(transport="mooncake", address="127.0.0.1", bounce_buffers=2, bounce_buffer_bytes=4096)
+    memory = await open_network(Config(network=network), NetworkTuning())
+    assert memory is not None
+    assert memory.engine.settings.max_bytes_in_flight_per_peer == 2 * 4096
+    await memory.stop()
+    memory.close()
 
 
 @needs_mooncake
