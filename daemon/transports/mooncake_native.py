@@ -24,9 +24,9 @@ INSTALL: Final = (
 )
 P2P: Final = "P2PHANDSHAKE"
 ALL_DEVICES: Final = ""
-SLICE_BYTES: Final = 1 << 20
-"""What Mooncake hands to a socket at a time, and must move within the progress timeout. Its default is 64 KiB, each of
-which wakes the peer, and is 53 bytes longer than the largest segment of a loopback."""
+SLICE_BYTES: Final = 60 << 10
+"""What Mooncake hands to a socket at a time, and must move within the progress timeout. Its default, 64 KiB, is 53
+bytes longer than a loopback's largest segment, so that each makes two; with 1 MiB transfers take a tenth longer."""
 
 _ACCEPT_TIMEOUT_US = 2000
 _WAKE_TIMEOUT_S = 1.0
@@ -39,8 +39,8 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         address: an address of this host, without a port, by which peers reach it.
         protocol: ``tcp``, or ``ascend`` on NPUs.
-        max_bytes_in_flight_per_peer: further writes wait, in order. A single larger write goes alone. The default is
-            two bounce buffers, fewer than Mooncake's connections to a peer, so that the writes to a hanging peer fail
+        max_bytes_in_flight_per_peer: further writes wait, in order. A single larger write goes alone. Best are two
+            bounce buffers, fewer than Mooncake's connections to a peer, so that the writes to a hanging peer fail
             together and not one progress timeout after the other.
         contact_timeout_s: how long the first contact with a peer may take.
         progress_timeout_s: a write without progress for so long fails.
@@ -48,7 +48,7 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str
     protocol: str = "tcp"
-    max_bytes_in_flight_per_peer: int = 16 << 20
+    max_bytes_in_flight_per_peer: int = 32 << 20
     contact_timeout_s: float = 2.0
     progress_timeout_s: int = 5
 
