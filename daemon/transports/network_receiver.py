@@ -50,8 +50,8 @@ from kvferry.protocol.session_messages import NetworkStatus
 KEPT_FOR_OTHERS = 8
 """A peer has all bounce buffers but one of so many: one that does not answer its grants leaves others the rest."""
 CUT_INTO = 4
-"""What is no more than bounce buffers are for is cut into so many copy chunks, where they are large enough: so the next
-one is gathered, and the last one scattered, while one is written."""
+"""What a few bounce buffers hold is cut into so many copy chunks, if they are large enough: one is gathered, another
+scattered, while a third is written."""
 LEAST_CHUNK_BYTES = 4 << 20
 """Smaller ones cost more than that brings."""
 GRANTS_PER_OP = 8
