@@ -328,7 +328,7 @@ class Daemon:
             if self._network is not None and self._copier is not None:
                 await self._network.stop()
                 # Its threads know the network's memory by its address.
-                await self._loop.run_in_executor(self._fetcher, self._copier.close)
+                await self._copier.close(self._fetcher)
                 self._network.close()
             await self._verification.close()
             await self._tiers.close()

@@ -129,11 +129,10 @@ class MooncakeEngine:
         self._peers: dict[str, Peer] = {}  # those that are not idle; the next one to serve first
         self._contacted: set[str] = set()  # peers known to accept connections
         self._writes: dict[int, Write] = {}  # all unfinished writes
-        self._submitted: dict[int, Write] = {}  # those that Mooncake has given an id, by that
         self._submitting = False
         self._held = False
         self._write_ids = itertools.count(1)
-        self._poller = CompletionPoller(self._on_completed)
+        self._poller = CompletionPoller[Write](self._on_completed)
         # Mooncake's threads inherit the loop's short slices from it: each waits for its peer's every few microseconds.
         self._worker = worker or ThreadPoolExecutor(1, "mooncake")
         self._lifecycle_lock = asyncio.Lock()  # serializes creation, registration, rebuild and close
@@ -311,7 +310,6 @@ class MooncakeEngine:
         """Return the engine, which gets no submission and no poll from now on."""
         old, self._native = self._native, []
         self._poller.forget()  # their ids end with the engine
-        self._submitted.clear()
         self._contacted.clear()
         return old
 
@@ -423,8 +421,7 @@ class MooncakeEngine:
             cause = done.exception() or "the peer did not answer the engine"
             self._finish(write, WriteFailedError(f"{write} did not begin: {cause}", may_still_land=False))
         else:
-            self._submitted[batch_id] = write
-            self._poller.watch(native, batch_id)
+            self._poller.watch(native, batch_id, write)
         self._pump()
 
     def _requeue(self, write: Write) -> None:
@@ -436,11 +433,9 @@ class MooncakeEngine:
 
     # --- completion ---
 
-    def _on_completed(self, native: list[NativeEngine], completed: list[tuple[int, int]]) -> None:
-        if native is not self._native:  # found just before that engine was replaced
-            return
-        for batch_id, status in completed:
-            write, error = self._submitted.pop(batch_id), None
+    def _on_completed(self, completed: list[tuple[Write, int]]) -> None:
+        for write, status in completed:
+            error = None
             if status == FAILED:
                 detail = f"{write} failed: refused, or the peer or the link to it was lost"
                 error = WriteFailedError(detail, may_still_land=True)

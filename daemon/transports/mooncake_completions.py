@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import structlog
 
@@ -26,29 +26,30 @@ _POLL_AT_MOST_S = 0.02
 _POLL_FRACTION = 16  # a poll comes late by at most a sixteenth of what its write has taken
 log = structlog.get_logger(__name__)
 
-OnCompleted = Callable[[list[NativeEngine], list[tuple[int, int]]], None]
-"""Called on the loop with the engine, and the id and status (``DONE`` or ``FAILED``) of each write that has ended."""
+W = TypeVar("W")
 
 
-class CompletionPoller:
+class CompletionPoller(Generic[W]):
     """Asks an engine for the ends of its writes: the more often, the more recently one began or ended.
 
-    All but the thread's own methods are for the control loop.
+    Mooncake gives the id of a write that has ended to the next one, before the loop hears of it: so what is reported is
+    what the id stood for. All but the thread's own methods are for the control loop.
     """
 
-    def __init__(self, on_completed: OnCompleted) -> None:
+    def __init__(self, on_completed: Callable[[list[tuple[W, int]]], None]) -> None:
+        """``on_completed`` is called on the loop with the writes that have ended, each with DONE or FAILED."""
         self._on_completed = on_completed
         self._loop = asyncio.get_running_loop()
         self._news = SimpleQueue[None]()  # waiting for it costs less than for a condition
         self._lock = threading.Lock()  # guards all below
         self._native: list[NativeEngine] = []
-        self._batch_ids: list[int] = []
+        self._watched: list[tuple[int, W]] = []  # the id of each write
         self._progress_s = 0.0  # when a write last began or ended
         self._closed = False
 
     def __repr__(self) -> str:
         """Show how many writes have not ended."""
-        return f"<CompletionPoller writes={len(self._batch_ids)}>"
+        return f"<CompletionPoller writes={len(self._watched)}>"
 
     def start(self) -> None:
         """Start the thread.
@@ -61,18 +62,18 @@ class CompletionPoller:
         except RuntimeError as error:
             raise TransferFailedError(f"no thread to ask Mooncake for the ends of writes: {error}") from error
 
-    def watch(self, native: list[NativeEngine], batch_id: int) -> None:
+    def watch(self, native: list[NativeEngine], batch_id: int, write: W) -> None:
         """Report the end of a write, once."""
         with self._lock:
             self._native = native
-            self._batch_ids.append(batch_id)
+            self._watched.append((batch_id, write))
             self._progress_s = time.monotonic()
         self._news.put(None)
 
     def forget(self) -> None:
         """Ask for no write any more, so that its engine can be destroyed; what was found already is still reported."""
         with self._lock:
-            self._batch_ids.clear()
+            self._watched.clear()
             self._native = []
 
     def close(self) -> None:
@@ -85,27 +86,27 @@ class CompletionPoller:
         while not self._closed:
             with contextlib.suppress(Empty):
                 self._news.get(timeout=self._pause_s())
-            try:
-                with self._lock:
-                    self._ask()
-            except Exception as error:  # whatever it is, the writes are asked for again
-                log.exception("Mooncake could not be asked for the ends of writes", cause=str(error))
+            with self._lock:
+                self._ask()
 
     def _pause_s(self) -> float | None:
-        if not self._batch_ids:
+        if not self._watched:
             return None
         quiet_s = (time.monotonic() - self._progress_s) / _POLL_FRACTION
         return min(max(quiet_s, _POLL_AT_LEAST_S), _POLL_AT_MOST_S)
 
     def _ask(self) -> None:
         completed = []
-        try:
-            for batch_id in tuple(self._batch_ids):
+        for one in tuple(self._watched):
+            batch_id, write = one
+            try:
                 status = self._native[0].transfer_check_status(batch_id)
-                if status in (DONE, FAILED):  # asking again aborts the process
-                    self._batch_ids.remove(batch_id)
-                    completed.append((batch_id, status))
-        finally:
-            if completed and not self._closed:
-                self._progress_s = time.monotonic()
-                self._loop.call_soon_threadsafe(self._on_completed, self._native, completed)
+            except Exception as error:  # whatever it is, the write is asked for again
+                log.exception("Mooncake could not be asked for the end of a write", cause=str(error))
+                continue
+            if status in (DONE, FAILED):  # asking again aborts the process
+                self._watched.remove(one)
+                completed.append((write, status))
+        if completed and not self._closed:
+            self._progress_s = time.monotonic()
+            self._loop.call_soon_threadsafe(self._on_completed, completed)

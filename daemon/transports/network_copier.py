@@ -15,6 +15,7 @@ import numpy as np
 
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies, Crew, Digests, Hashing
+from kvferry.protocol.errors import CancelledError
 
 MOST_ROWS: Final = 1 << 12
 """What the loop lists in some ten microseconds."""
@@ -29,7 +30,7 @@ class _Copying(NamedTuple):
 
 
 class NetworkCopier:
-    """Copies what was gathered, or is to be scattered. All but ``close`` is for the control loop."""
+    """Gathers, and scatters. For the control loop."""
 
     def __init__(self, executor: Executor, crew: Crew | None = None) -> None:
         """Both are the copier's: ``close`` ends them. Without a crew that hashes, all is for the executor."""
@@ -48,8 +49,10 @@ class NetworkCopier:
         """Copy what ``list_copies`` returns, at most so many rows, and hash it.
 
         Raises:
+            CancelledError: the copier is closed.
             RuntimeError: no thread can be had.
         """
+        self._check_open()
         if self._crew is None or rows > MOST_ROWS:
             self.run(lambda: copy_kernel.copy_with_digest(list_copies()), on_copied)
             return
@@ -61,23 +64,26 @@ class NetworkCopier:
         """Let a thread copy and return the digest.
 
         Raises:
+            CancelledError: the copier is closed.
             RuntimeError: no thread can be had.
         """
+        self._check_open()
         copying = self._executor.submit(function)
         # No future of asyncio's: it costs as much as the call, and a turn of the loop.
         copying.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._thread_told, on_copied, done))
 
-    def close(self) -> None:
-        """On another thread: return when no byte moves any more; nothing is reported after that."""
+    async def close(self, waiter: Executor) -> None:
+        """Begin and report nothing any more; return when no byte moves. ``waiter``: where that is waited for."""
         self._closed = True
-        self._executor.shutdown()
+        await self._loop.run_in_executor(waiter, self._executor.shutdown)
         if self._crew is not None:
-            self._crew.withdraw_all()
-            self._loop.call_soon_threadsafe(self._stop_listening, self._crew)
+            await self._loop.run_in_executor(waiter, self._crew.withdraw_all)
+            self._loop.remove_reader(self._crew.fileno())
+            self._crew.take_ended()  # what was withdrawn, and would keep this alive
 
-    def _stop_listening(self, crew: Crew) -> None:
-        self._loop.remove_reader(crew.fileno())
-        crew.take_ended()  # what was withdrawn, and would keep this alive
+    def _check_open(self) -> None:
+        if self._closed:  # the memory may be unmapped
+            raise CancelledError("this daemon ends")
 
     def _thread_told(self, on_copied: OnCopied, copying: Future[int]) -> None:
         error = copying.exception()

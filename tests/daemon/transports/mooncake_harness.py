@@ -108,10 +108,12 @@ class ScriptedEngine:
         self.hangs: threading.Event | None = None  # a submission waits for it
         self.hanging = False
         self.polls = 0
-        self.fail: Exception | None = None  # once, when it is asked for a status
+        self.fails: dict[int, Exception] = {}  # by id, once, when its status is asked for
         self.aborted: list[int] = []
         self.ended = threading.Event()
-        self._ids = 0
+        self.ids: dict[int, int] = {}  # by remote address
+        self.free_ids: list[int] = []  # given again, as the real one does
+        self.returns: threading.Event | None = None  # what a status waits for after its id has become free
 
     def initialize(self, *_: object) -> int:
         return 0
@@ -135,27 +137,29 @@ class ScriptedEngine:
         assert self.hangs is None or self.hangs.wait(WAIT_S)
         if self.refuse:
             return 0
-        self._ids += 1
+        batch_id = self.free_ids.pop() if self.free_ids else len(self.submitted) + 1
         self.submitted.append(peer_buffer_addresses[0])
-        self.under_way[self._ids] = 0
-        return self._ids
+        self.ids[peer_buffer_addresses[0]] = batch_id
+        self.under_way[batch_id] = 0
+        return batch_id
 
     def transfer_check_status(self, batch_id: int, /) -> int:
         self.polls += 1
-        if self.fail is not None:
-            error, self.fail = self.fail, None
-            raise error
+        if batch_id in self.fails:
+            raise self.fails.pop(batch_id)
         if batch_id not in self.under_way:
             self.aborted.append(batch_id)
         status = self.under_way[batch_id]
         if status in (1, -1):
             del self.under_way[batch_id]
+            self.free_ids.append(batch_id)
             self.ended.set()
+            assert self.returns is None or self.returns.wait(WAIT_S)
         return status
 
     def end(self, remote_address: int, status: int) -> None:
         """Let the write to this address end; addresses are written once a test."""
-        self.under_way[self.submitted.index(remote_address) + 1] = status
+        self.under_way[self.ids[remote_address]] = status
 
 
 class Factory:

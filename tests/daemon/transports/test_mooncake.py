@@ -16,6 +16,7 @@ import pytest
 
 from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake import MooncakeEngine, WriteFailedError
+from kvferry.daemon.transports.mooncake_completions import CompletionPoller
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings
 from kvferry.daemon.transports.network_memory import NetworkTuning, open_network
 from kvferry.pools.devices.host import HostRegion
@@ -108,11 +109,11 @@ async def test_the_ends_of_writes_are_asked_for_until_all_are_known(listener: st
         for number in range(3):
             engine.write(listener, 1, number, 10, ends, timeout_s=WAIT_S)
         await eventually(lambda: len(native.submitted) == 3)
-        native.fail = MemoryError()
-        await eventually(lambda: native.fail is None)  # nothing is lost by it
-        native.end(1, 1)
-        assert await ends.wait(1) == [None]
+        native.fails[native.ids[1]] = MemoryError()  # nothing is lost by it, not even the one before
         native.end(0, 1)
+        assert await ends.wait(1) == [None]
+        await eventually(lambda: not native.fails)
+        native.end(1, 1)
         native.end(2, -1)
         assert sorted(map(bool, await ends.wait(3))) == [False, False, True]
         asked = native.polls
@@ -153,7 +154,7 @@ async def test_a_write_above_the_bound_goes_alone(listener: str) -> None:
         for number in range(3):
             while len(native.submitted) <= number:
                 await eventually(lambda: native.under_way)
-            assert list(native.under_way) == [number + 1]
+            assert list(native.under_way) == [native.ids[number]]
             native.end(number, 1)
             await ends.wait(number + 1)
 
@@ -220,7 +221,7 @@ async def test_rebuilding_fails_what_is_under_way_and_keeps_what_waits(listener:
         assert await waiting.wait(1) == [None]
 
 
-async def test_an_end_that_is_found_just_before_the_engine_is_replaced_is_not_the_new_ones(listener: str) -> None:
+async def test_an_end_that_is_found_just_before_the_engine_is_replaced_is_reported(listener: str) -> None:
     async with scripted() as (engine, factory):
         old, ends = factory.engines[0], Ends()
         engine.write(listener, 1, 1, 10, ends, timeout_s=WAIT_S)
@@ -229,7 +230,33 @@ async def test_an_end_that_is_found_just_before_the_engine_is_replaced_is_not_th
         old.end(1, 1)
         assert old.ended.wait(WAIT_S)  # without a turn of the loop, whose next one is the rebuild's
         await rebuilding
-        assert failure((await ends.wait(1))[0]).may_still_land
+        assert await ends.wait(1) == [None]
+
+
+async def test_an_id_that_is_given_again_before_its_end_is_reported_is_another_write(
+    listener: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = CompletionPoller[Any].watch
+
+    def watch_at_last(poller: CompletionPoller[Any], native: list[Any], batch_id: int, write: object) -> None:
+        if native[0].returns is not None:
+            native[0].returns.set()
+        watch(poller, native, batch_id, write)
+
+    monkeypatch.setattr(CompletionPoller, "watch", watch_at_last)
+    async with scripted() as (engine, factory):
+        native, first, second = factory.engines[0], Ends(), Ends()
+        engine.write(listener, 1, 1, 10, first, timeout_s=WAIT_S)
+        await eventually(lambda: native.polls)
+        native.returns = threading.Event()
+        native.end(1, 1)
+        assert native.ended.wait(WAIT_S)
+        engine.write(listener, 1, 2, 10, second, timeout_s=WAIT_S)
+        assert await first.wait(1) == [None]
+        assert native.ids[1] == native.ids[2]
+        assert second.errors == []
+        native.end(2, -1)
+        assert failure((await second.wait(1))[0]).may_still_land
 
 
 async def keep_the_worker_busy(engine: MooncakeEngine, factory: Factory, name: str, gate: threading.Event) -> None:

@@ -16,6 +16,7 @@ import xxhash
 from kvferry.daemon.transports.network_copier import MOST_ROWS, NetworkCopier
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies
+from kvferry.protocol.errors import CancelledError
 
 WAIT_S = 60.0
 pytestmark = pytest.mark.anyio
@@ -70,7 +71,8 @@ async def copier(
     made = NetworkCopier(threads, crew)
     assert request.param.split()[-1] in repr(made)
     yield made
-    await asyncio.to_thread(made.close)
+    with ThreadPoolExecutor(1) as waiter:
+        await made.close(waiter)
 
 
 def listed(source: Bytes, target: Bytes, rng: np.random.Generator, most: int) -> tuple[Copies, Bytes]:
@@ -149,14 +151,15 @@ async def test_nothing_moves_and_nothing_is_reported_once_it_is_closed(copier: N
     copies = np.array([[source.ctypes.data, target.ctypes.data, source.nbytes]], np.uint64)
     for number in range(8):
         copier.copy(1, lambda: copies, ends.of(number))
-    closing = threading.Thread(target=copier.close)
-    closing.start()
-    closing.join(WAIT_S)  # without a turn of the loop
-    assert not closing.is_alive()
+    with ThreadPoolExecutor(1) as waiter:
+        async with asyncio.timeout(WAIT_S):
+            await copier.close(waiter)
     target[:] = 0
     for _ in range(10):
         await asyncio.sleep(0)
     assert ends.all == {}
     assert not target.any()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(CancelledError, match="ends"):
         copier.run(lambda: 1, ends.of(9))
+    with pytest.raises(CancelledError, match="ends"):
+        copier.copy(1, lambda: copies, ends.of(9))
