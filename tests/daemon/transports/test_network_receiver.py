@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,13 +56,12 @@ class Home:
     def __init__(self, buffer_bytes: int, **network: Any) -> None:  # noqa: ANN401  see ``network_memory``
         self.harness = NetworkHarness()
         self.said, self.executor, self.counters = Said(), ManualExecutor(), Counters()
+        self.copier = NetworkCopier(self.executor)
         self.engine, memory = network_memory(buffer_bytes=buffer_bytes, **network)
         self.engine.may_register.set()
         self.memory, self.bounce_buffers = memory, memory.bounce_buffers
         self.write_bytes = buffer_bytes
-        self.receiver = NetworkReceiver(
-            self.said, lambda _peer: self.write_bytes, memory, NetworkCopier(self.executor), self.counters
-        )
+        self.receiver = NetworkReceiver(self.said, lambda _peer: self.write_bytes, memory, self.copier, self.counters)
 
     def start(self) -> TransferOp:
         op = self.harness.op()
@@ -573,3 +573,18 @@ async def test_what_was_scattered_wrongly_is_found_where_checksums_are_asked_for
     outcome = "OK" if asked == "by nobody" else "TRANSFER_FAILED"
     assert home.harness.outcomes == [(op.op_id, outcome)]
     assert not home.harness.arrived(op)
+
+
+async def test_what_arrives_when_the_daemon_ends_is_not_scattered(home_of: MakeHome) -> None:
+    home = home_of(BYTES)
+    op = home.start()
+    (grant,) = home.grants(op)
+    checksum = write(home.harness, op, grant)
+    home.receiver.close()
+    with ThreadPoolExecutor(1) as waiter:
+        await home.copier.close(waiter)
+    home.notify(Written(grant=grant.grant, checksum=checksum))
+    await home.executor.run()
+    assert not home.harness.arrived(op)
+    assert home.all_free()
+    assert home.harness.reports == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -43,11 +44,12 @@ class Source:
         self.harness = NetworkHarness()
         self.said, self.executor, self.counters = Said(), ManualExecutor(), Counters()
         self.settled = 0
+        self.copier = NetworkCopier(self.executor)
         self.writer, self.memory = network_memory(buffer_bytes=staging_bytes, staging=buffers)
         self.sender = NetworkSender(
             self.said,
             self.memory,
-            NetworkCopier(self.executor),
+            self.copier,
             self.harness.source.state_machine.peers,
             self._settled,
             self.counters,
@@ -359,3 +361,12 @@ async def test_only_the_home_of_the_send_may_ask_and_once(source: Source) -> Non
     assert source.written == [(1, "UNKNOWN_TRANSFER")]
     with pytest.raises(InvalidFieldError, match="known already"):
         source.sender.op(source.harness.to_home, message)
+
+
+async def test_what_is_granted_when_the_daemon_ends_is_refused() -> None:
+    source = Source()
+    with ThreadPoolExecutor(1) as waiter:
+        await source.copier.close(waiter)
+    await source.granted()
+    assert source.refusal().code == "CANCELLED"
+    assert source.writer.begun == []
