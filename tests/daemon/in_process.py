@@ -14,6 +14,7 @@ from kvferry.daemon.daemon import Daemon, Tuning
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.fd_store import FdStore
 from kvferry.daemon.process.host import configure_logs
+from kvferry.daemon.transports.network_memory import NetworkMemory
 from kvferry.protocol.config.schema import Config, LoggingConfig, ServiceConfig
 from tests.scripted.recording_service_manager import RecordingServiceManager
 
@@ -35,7 +36,11 @@ class Serving(NamedTuple):
 
 @asynccontextmanager
 async def serving(
-    config: Config = CONFIG, store: FdStore | None = None, *, tuning: Tuning = TUNING
+    config: Config = CONFIG,
+    store: FdStore | None = None,
+    *,
+    tuning: Tuning = TUNING,
+    network: NetworkMemory | None = None,
 ) -> AsyncIterator[Serving]:
     """Run a daemon; it is stopped in the end, if it was not before, and must have ended well.
 
@@ -45,7 +50,7 @@ async def serving(
     stopping, manager = asyncio.Event(), RecordingServiceManager()
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         directory = await asyncio.to_thread(RuntimeDirectory(Path(folder) / "run").__enter__)
-        daemon = Daemon(config, directory, stopping, tuning=tuning, store=store)
+        daemon = Daemon(config, directory, stopping, network, tuning=tuning, store=store)
         ends = asyncio.ensure_future(daemon.serve(manager))
         ready = asyncio.ensure_future(manager.is_ready.wait())
         await asyncio.wait([ends, ready], return_when=asyncio.FIRST_COMPLETED)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,11 +15,13 @@ import pytest
 
 from kvferry.clients import AsyncClient, new_request_id, pages
 from kvferry.daemon.transports import local
+from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.pools.copy_kernel import Copies, Crew, Gate
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
 from tests.daemon.in_process import ON_THREADS, SPEC, serving
+from tests.daemon.transports.network_harness import network_memory
 
 pytestmark = pytest.mark.anyio
 ALL = 16
@@ -156,3 +159,25 @@ async def test_pages_that_a_stalled_copy_still_writes_are_nobodys(stalled: Stall
         tensor[:, theirs] = THEIRS
     await decode.ping()
     assert all(bool((tensor[:, theirs] == THEIRS).all()) for tensor in tensors), "a late write reached a page"
+
+
+async def test_copies_between_hosts_end_before_their_memory_is_unmapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, network = network_memory(buffer_bytes=4096)
+    order: list[str] = []
+    close, unmap = NetworkCopier.close, network.close
+
+    async def closing(copier: NetworkCopier, waiter: Executor) -> None:
+        await close(copier, waiter)
+        order.append("copies ended")
+
+    def unmapping() -> None:
+        order.append("unmapped")
+        unmap()
+
+    monkeypatch.setattr(NetworkCopier, "close", closing)
+    monkeypatch.setattr(network, "close", unmapping)
+    async with serving(network=network):
+        pass
+    assert order == ["copies ended", "unmapped"]
