@@ -29,7 +29,7 @@ VLLM := 0.32.0
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-sglang test-sglang-full test-vllm test-vllm-full torture check bench flame mutants census sync-client peers clean
+.PHONY: help demo test test-full test-sglang test-sglang-full test-vllm test-vllm-full torture check bench flame census sync-client peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,10 +93,6 @@ bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu $(if $(filter sglang,$(
 flame: $(STAMPS)/demo $(STAMPS)/system  ## draw where the daemon's time goes when small pages are handed over (FILE=docs/one_page.svg)
 	$(call install,the profiler,-e '.[profile]')
 	@$(BIN)/python -m benchmarks.flame $(or $(FILE),docs/one_page.svg)
-
-mutants: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## put seeded faults into the code and see which no test notices
-	@$(BIN)/python -m tests.mutation map
-	@$(BIN)/python -m tests.mutation run
 
 census: $(STAMPS)/test $(STAMPS)/check  ## count the product: lines, modules, circles, what one request goes through
 	@$(BIN)/python -m tests.census $(ARGS)

@@ -31,7 +31,6 @@ PRELOADED: Final = ("torch", "kvferry.clients", "kvferry.daemon.daemon")
 PRELOADED_FOR_DEVICES: Final = ("torch", "torch_npu", *PRELOADED[1:])
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 START_S: Final = 240.0
-COVERAGE: Final = "COVERAGE_PROCESS_START"
 _STATUS: Final = struct.Struct("<i")
 _MAX_REQUEST: Final = 1 << 20
 
@@ -134,8 +133,7 @@ class _Server:
         with theirs:
             modules = PRELOADED if DEVICE.name == HOST else PRELOADED_FOR_DEVICES
             fd = theirs.fileno()
-            unmeasured = {name: value for name, value in os.environ.items() if name != COVERAGE}
-            self._process = subprocess.Popen([*command, str(fd), *modules], pass_fds=[fd], env=unmeasured)
+            self._process = subprocess.Popen([*command, str(fd), *modules], pass_fds=[fd])
         self._channel.settimeout(START_S)
         assert self._channel.recv(16) == b"ready"
 
@@ -162,8 +160,6 @@ def main() -> NoReturn:
     if program is None:
         sys.exit()
     random.seed()
-    if COVERAGE in os.environ:  # as it is with every process that Python starts
-        importlib.import_module("coverage").process_startup()
     sys.argv = list(program)
     if program[0] == "-m":
         sys.argv = list(program[1:])

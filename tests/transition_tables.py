@@ -6,9 +6,14 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import TypeVar
+
+from kvferry.daemon.tiers import operations
+from kvferry.daemon.transfer import transitions
+from kvferry.protocol.errors import KvferryError
 
 PAGE = Path(__file__).parents[1] / "docs/architecture.md"
 
@@ -47,9 +52,57 @@ def show(name: str, table: str) -> None:
     PAGE.write_text(f"{before}{marker}\n{table}\n{end}{rest}")
 
 
-if __name__ == "__main__":
-    from kvferry.daemon.tiers import operations as of_operations
-    from kvferry.daemon.transfer import transitions as of_transfers
+def markdown_of_transfers() -> str:
+    """Return the table of endpoints as the page shows it."""
+    head = (
+        "endpoint",
+        "state",
+        "event",
+        "next state",
+        "finishes with",
+        "matched endpoints with",
+        "tombstone",
+        "message to other daemons",
+    )
+    rows = (
+        (
+            kind.value,
+            state.name,
+            event.value,
+            _next_state(state, row),
+            _words(row.own),
+            _words(row.matched),
+            "yes" if row.tombstone else "",
+            row.notice.value,
+        )
+        for (kind, state, event), row in transitions.TRANSITIONS.items()
+    )
+    return _markdown(head, rows)
 
-    show("transfer", of_transfers.as_markdown())
-    show("operation", of_operations.as_markdown())
+
+def markdown_of_operations() -> str:
+    """Return the table of operations as the page shows it."""
+    rows = (
+        (state.name, event.value, "ignored" if row.state is state else row.state.name, _words(row.ends))
+        for (state, event), row in operations.TRANSITIONS.items()
+    )
+    return _markdown(("state", "event", "next state", "ends with"), rows)
+
+
+def _next_state(state: transitions.State, row: transitions.Transition) -> str:
+    if row.state is not state:
+        return row.state.name
+    return "ignored" if row == transitions.Transition(state) else "stays"
+
+
+def _markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ("---",) * len(head), *rows))
+
+
+def _words(ends: type[KvferryError] | Enum) -> str:
+    return str(ends.value) if isinstance(ends, Enum) else ends.code
+
+
+if __name__ == "__main__":
+    show("transfer", markdown_of_transfers())
+    show("operation", markdown_of_operations())

@@ -126,20 +126,6 @@ def bug_in(state: State) -> Transition:
     return Transition(State.DONE, InternalError) if state is State.WAITING else Transition(state)
 
 
-def as_markdown(transitions: Transitions = TRANSITIONS) -> str:
-    """Return the table for docs/architecture.md."""
-    rows = [("state", "event", "next state", "ends with"), ("---",) * 4]
-    rows += [
-        (state.name, event.value, "ignored" if row.state is state else row.state.name, _words(row.ends))
-        for (state, event), row in transitions.items()
-    ]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def _words(ends: type[KvferryError] | Outcome) -> str:
-    return ends.value if isinstance(ends, Outcome) else ends.code
-
-
 OVERDUE_S: Final = 5.0
 """A deadline that passed longer ago was forgotten; a loaded daemon is late by less."""
 

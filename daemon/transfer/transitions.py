@@ -191,36 +191,3 @@ def bug_in(state: State) -> Transition:
     if state is State.OPEN:
         return _fails(InternalError, InternalError, Notice.CLOSE)
     return Transition(state)
-
-
-def as_markdown(transitions: Transitions = TRANSITIONS) -> str:
-    """Return the table as docs/architecture.md shows it."""
-    head = (
-        "endpoint",
-        "state",
-        "event",
-        "next state",
-        "finishes with",
-        "matched endpoints with",
-        "tombstone",
-        "message to other daemons",
-    )
-    rows = [head, ("---",) * len(head)]
-    rows += [
-        (
-            kind.value,
-            state.name,
-            event.value,
-            row.state.name if row.state is not state else "ignored" if row == Transition(state) else "stays",
-            _words(row.own),
-            _words(row.matched),
-            "yes" if row.tombstone else "",
-            row.notice.value,
-        )
-        for (kind, state, event), row in transitions.items()
-    ]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def _words(result: Result) -> str:
-    return result.value if isinstance(result, Outcome) else result.code

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from tests.cann_simulator.simulator import NPU_PYTHON, Simulator
-from tests.forked import COVERAGE, Forked
+from tests.forked import Forked
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 ANSWER_TIMEOUT_S: Final = 60.0
@@ -32,11 +32,6 @@ import torch, torch_npu
 torch.npu.set_device({device})
 torch.npu.current_stream()
 acl = ctypes.CDLL("libascendcl.so")
-"""
-
-_SAVE_COVERAGE: Final = """
-import coverage
-coverage.Coverage.current().save()
 """
 
 
@@ -131,9 +126,6 @@ class Child:
 
     def close(self) -> None:
         """End the process; what it has not done is not done."""
-        if COVERAGE in os.environ and self.process.poll() is None:
-            with contextlib.suppress(ChildError, EOFError, TimeoutError):
-                self.do(_SAVE_COVERAGE)
         self.kill()
         self._reader.join(timeout=10)
         for pipe in (self.process.stdin, self.process.stdout):

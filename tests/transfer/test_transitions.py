@@ -10,12 +10,12 @@ import pytest
 
 from kvferry.daemon.transfer import peer_transfers
 from kvferry.daemon.transfer.endpoints import SendRequest
-from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, Key, Kind, State, as_markdown
+from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, Key, Kind, State
 from kvferry.pools.planning.coverage import Coverage
 from kvferry.protocol.errors import TransferFailedError
 from kvferry.protocol.peer_messages import Announce
 from tests.transfer.peer_harness import PAGES, Transfer, Way
-from tests.transition_tables import SeenRows, transitions_of
+from tests.transition_tables import SeenRows, markdown_of_transfers, transitions_of
 
 pytestmark = pytest.mark.any_device
 
@@ -272,4 +272,4 @@ def test_an_announcement_that_ends_without_a_row_is_a_bug_too() -> None:
 
 def test_the_documentation_shows_the_table() -> None:
     """What docs/architecture.md says is what is executed."""
-    assert transitions_of("transfer") == as_markdown()
+    assert transitions_of("transfer") == markdown_of_transfers()

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from kvferry.daemon.control import later
 from kvferry.daemon.tiers import operations
-from kvferry.daemon.tiers.operations import TRANSITIONS, Event, Key, Operations, State, as_markdown
+from kvferry.daemon.tiers.operations import TRANSITIONS, Event, Key, Operations, State
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.tiers.index import BlockIndex
 from kvferry.protocol.errors import (
@@ -29,7 +29,7 @@ from kvferry.protocol.session_messages import OperationStatus
 from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled
 from tests.daemon.tiers.tier_harness import Engine, Harness, harness, settle, until
 from tests.scripted.scripted_copier import ScriptedCopier
-from tests.transition_tables import SeenRows, transitions_of
+from tests.transition_tables import SeenRows, markdown_of_operations, transitions_of
 
 pytestmark = pytest.mark.anyio
 
@@ -348,4 +348,4 @@ async def test_an_event_without_a_row_is_a_bug_that_ends_what_waits() -> None:
 
 
 async def test_the_documentation_shows_the_table() -> None:
-    assert transitions_of("operation") == as_markdown()
+    assert transitions_of("operation") == markdown_of_operations()
