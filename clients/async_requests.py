@@ -33,7 +33,7 @@ from kvferry.clients.tables import Tables, mapped_tables, tables_name
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import DeadlineError, MisuseError, NoSessionError, UnknownTablesError
+from kvferry.protocol.errors import DeadlineError, NoSessionError, UnknownTablesError
 from kvferry.protocol.events import Finished, TierDone
 from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import HOST, MAIN, ModelIdentity, PoolLifetime
@@ -211,32 +211,12 @@ class AsyncRequests(Resuming):
             kind: type[RegionFollows | ShareFollows] = RegionFollows if attached.device == HOST else ShareFollows
             follows, fds = channel.take(number, kind)  # before the thread: a loss meanwhile closes the channel
             try:
-                pool = await asyncio.to_thread(attached_pool, name, attached, follows, fds, channel, self._devices)
+                pool = await asyncio.to_thread(attached_pool, name, attached, follows, fds, self._devices)
             finally:
                 close_left(fds)
             self._keeps.add_pool(pool)
             self._lost_pools.discard(name)
             return pool
-
-    def let_children_inherit(self) -> None:
-        """Let children that are forked from now on have the pools that are attached from now on, at the same addresses.
-
-        The pages of this session's instance are then given to others only once this process and all such children have
-        ended, or no longer have the memory; see docs/engines.md. For a client with ``reconnect=False``.
-
-        Raises:
-            MisuseError: the client reconnects, and the next daemon would not know of the children.
-            NoSessionError: it has no session.
-            DaemonLostError: the daemon closed the session.
-        """
-        with self._use:
-            channel = self._open_channel()
-            if channel.is_kept:
-                raise MisuseError(
-                    "let_children_inherit needs connect(reconnect=False) without keep: a restarted daemon knows none "
-                    "of the children, and would give their pages to others; see docs/engines.md"
-                )
-            channel.let_inherit()
 
     async def register_pool(
         self,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from kvferry.clients.events import RingEvent
 from kvferry.clients.pool import AttachedPool
-from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
 from kvferry.pools.devices.host import HostRegion
@@ -132,7 +131,6 @@ def attached_pool(
     attached: PoolAttached,
     follows: RegionFollows | ShareFollows,
     fds: list[int],
-    channel: SessionChannel,
     devices: EngineDevices,
 ) -> AttachedPool:
     """Return the pool that ATTACH_POOL's reply speaks of, mapped by what came over the session socket.
@@ -141,10 +139,7 @@ def attached_pool(
     """
     size_bytes = attached.manifest.region_bytes
     if isinstance(follows, RegionFollows):
-        memory = HostRegion(fds.pop(), size_bytes, inherited=channel.is_inherited)
-        if channel.is_inherited:
-            channel.inherited(memory.buffer)
-        return AttachedPool(name, attached.manifest, memory, attached.model)
+        return AttachedPool(name, attached.manifest, HostRegion(fds.pop(), size_bytes), attached.model)
     region = devices.map(attached.device, follows, size_bytes)
     return AttachedPool(name, attached.manifest, region, attached.model)
 

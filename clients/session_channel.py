@@ -8,11 +8,10 @@ import select
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias, TypeVar
+from typing import NamedTuple, Self, TypeAlias, TypeVar
 
 from kvferry.clients.daemon_socket import no_answer
 from kvferry.protocol.errors import (
@@ -20,7 +19,6 @@ from kvferry.protocol.errors import (
     DaemonLostError,
     KvferryError,
     MalformedError,
-    OutOfDescriptorsError,
     OverloadedError,
     SessionLostError,
     raised,
@@ -28,7 +26,6 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.session_stream import (
     EventsFollow,
     FrameSplitter,
-    HoldersFollow,
     MemoryFollows,
     RegionFollows,
     SessionEnd,
@@ -41,9 +38,6 @@ from kvferry.protocol.session_stream import (
     pack,
     unpack_frame,
 )
-
-if TYPE_CHECKING:
-    import mmap
 from kvferry.protocol.settings import SESSION_SOCKET
 
 OPENING_TIMEOUT_S = 10.0
@@ -76,40 +70,11 @@ class SessionChannel:
         self._fds: deque[int] = deque()
         self._followed: dict[int, Followed] = {}
         self._saying = threading.Lock()
-        self._holder_fd = -1
-        self._inherited: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-        self._pid = os.getpid()
 
     @property
     def is_kept(self) -> bool:
         """Return whether the session outlives its socket."""
         return self._kept
-
-    def inherited(self, mapping: mmap.mmap) -> None:
-        """Record a mapping that forked children have until this is closed."""
-        self._inherited.add(mapping)
-
-    @property
-    def is_inherited(self) -> bool:
-        """Return whether forked children have the pools that are attached."""
-        return self._holder_fd >= 0
-
-    def let_inherit(self) -> None:
-        """Let forked children have the pools that are attached from now on: the daemon hears of the last one's end.
-
-        Raises:
-            DaemonLostError: the daemon closed the session.
-            OutOfDescriptorsError: this process may not open a pipe.
-        """
-        try:
-            read, self._holder_fd = os.pipe2(os.O_CLOEXEC)
-        except OSError as cause:
-            remedy = "raise this process's limit of open files (ulimit -n)"
-            raise OutOfDescriptorsError(f"no pipe: {cause.strerror}", remedy=remedy) from cause
-        try:
-            self.send([HoldersFollow()], [read])
-        finally:
-            os.close(read)
 
     @classmethod
     def open(
@@ -171,7 +136,7 @@ class SessionChannel:
             raise MalformedError(f"no {kind.__name__} came with the reply to message {message_id}")
         return frame, fds
 
-    def send(self, frames: Sequence[ShareFollows | MemoryFollows | HoldersFollow], fds: Sequence[int] = ()) -> None:
+    def send(self, frames: Sequence[ShareFollows | MemoryFollows], fds: Sequence[int] = ()) -> None:
         """Say what a request registers, before the request; waits where the daemon is slow to read.
 
         ``fds`` go with the first byte; they stay the caller's.
@@ -214,13 +179,6 @@ class SessionChannel:
 
     def close(self) -> None:
         """Give this process's descriptors back. Closing twice does nothing."""
-        if self._holder_fd >= 0 and os.getpid() == self._pid:  # a child's goes with the child, as its mapping does
-            from kvferry.pools.devices.host import keep_from_children  # noqa: PLC0415  few let children inherit
-
-            for mapping in self._inherited:  # what the engine keeps mapped, later children do not get
-                keep_from_children(mapping)
-            os.close(self._holder_fd)
-            self._holder_fd = -1
         self.socket.close()
         for fd in (*self._fds, *(fd for one in self._followed.values() for fd in one.fds)):
             os.close(fd)

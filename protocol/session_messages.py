@@ -181,8 +181,6 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: ModelIdentity | None = None
     """The model identity of its KV, without the salt; None: it was created without one."""
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
-    quarantined: int = 0
-    """Pages of engines that are gone and whose children still have them mapped: given to nobody until they end."""
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

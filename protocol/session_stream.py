@@ -165,14 +165,6 @@ class MemoryFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     message_id: int
 
 
-class HoldersFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOLDERS"):
-    """Comes with one file descriptor: the reading end of a pipe whose writing end the engine's children inherit.
-
-    An engine sends it before it attaches pools that its children shall have, too. While any process has the writing
-    end, the pages of an instance that has ended are given to nobody.
-    """
-
-
 class TablesFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="TABLES"):
     """The memory of CREATE_TABLES ``message_id``: the descriptor of the host lengths, then of the tables, or a share.
 
@@ -192,13 +184,13 @@ _encoder = msgspec.msgpack.Encoder()
 _open_decoder: msgspec.msgpack.Decoder[SessionOpen | RegionRequest] = msgspec.msgpack.Decoder(
     SessionOpen | RegionRequest
 )
-_said_decoder: msgspec.msgpack.Decoder[ShareFollows | MemoryFollows | HoldersFollow | SessionEnd] = (
-    msgspec.msgpack.Decoder(ShareFollows | MemoryFollows | HoldersFollow | SessionEnd)
+_said_decoder: msgspec.msgpack.Decoder[ShareFollows | MemoryFollows | SessionEnd] = msgspec.msgpack.Decoder(
+    ShareFollows | MemoryFollows | SessionEnd
 )
 _frame_decoder: msgspec.msgpack.Decoder[SessionFrame] = msgspec.msgpack.Decoder(SessionFrame)
 
 
-def pack(message: SessionOpen | SessionEnd | RegionRequest | MemoryFollows | HoldersFollow | SessionFrame) -> bytes:
+def pack(message: SessionOpen | SessionEnd | RegionRequest | MemoryFollows | SessionFrame) -> bytes:
     """Return the message as one frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -242,7 +234,7 @@ def unpack_open(frame: bytes) -> SessionOpen | RegionRequest:
     return _unpack(_open_decoder, frame, "a session opening")
 
 
-def unpack_attachment(frame: bytes) -> ShareFollows | MemoryFollows | HoldersFollow | SessionEnd:
+def unpack_attachment(frame: bytes) -> ShareFollows | MemoryFollows | SessionEnd:
     """Return a later frame from an engine, after its session was opened.
 
     Raises:

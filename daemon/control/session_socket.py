@@ -21,7 +21,6 @@ from typing import Final
 
 import structlog
 
-from kvferry.daemon.control.holders import Holders
 from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded, SessionResumed
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
@@ -43,7 +42,6 @@ from kvferry.protocol.ids import BootId
 from kvferry.protocol.limits import agree
 from kvferry.protocol.session_stream import (
     FrameSplitter,
-    HoldersFollow,
     MemoryFollows,
     RegionFollows,
     RegionRequest,
@@ -129,20 +127,6 @@ class Attachments:
         else:
             self._note_memory(said.message_id)
 
-    def take_unexplained(self) -> int:
-        """Return the descriptor that came with a frame; the caller owns it from now on.
-
-        Raises:
-            MalformedError: none did.
-            OutOfDescriptorsError: it was not kept, as its user has too many.
-        """
-        if not self._fds:
-            raise MalformedError("a frame that needs a descriptor came without one")
-        fd = self._fds.pop(0)
-        if fd == NOT_KEPT:
-            raise OutOfDescriptorsError("a descriptor more (your bound) was not kept")
-        return fd
-
     def close(self) -> None:
         """Drop everything and close the descriptors."""
         for fd in (*self._fds, *self._memory.values()):
@@ -219,7 +203,6 @@ class SessionSocket:
         self.region_of = region_of
         self.descriptors = descriptors
         self._hub = hub
-        self.holders = Holders(descriptors)
         self._unopened: dict[_Connection, int] = {}
         self._refusal_logged_at = -REFUSAL_LOG_S
         self._connections: dict[int, _Connection] = {}
@@ -307,17 +290,6 @@ class SessionSocket:
         if found is not None:
             self.descriptors.keep(found, found.kept)
         return fd
-
-    def inherits(self, session: Session) -> bool:
-        """Return whether children of the session's instance inherit its pools, by all that it has said before this.
-
-        Raises:
-            NoSessionError: what it has said ended it.
-        """
-        self._attachments(session)
-        if self.sessions.get(session.session_id) is not session:
-            raise NoSessionError("the session has ended", field="secret")
-        return self.holders.inherits(session.owner_id)
 
     def _attachments(self, session: Session) -> Attachments | None:
         connection = self._connections.get(session.session_id)
@@ -581,14 +553,9 @@ class _Connection:
                     fds[at] = NOT_KEPT
         self._attachments.add_descriptors(fds)
 
-    def _handle_frame(self, frame: ShareFollows | MemoryFollows | HoldersFollow | SessionEnd) -> None:
+    def _handle_frame(self, frame: ShareFollows | MemoryFollows | SessionEnd) -> None:
         if isinstance(frame, SessionEnd):
             self.close("its engine ended it")
-        elif isinstance(frame, HoldersFollow):
-            assert self._session is not None
-            fd = self._attachments.take_unexplained()
-            self._owner.descriptors.keep(self._attachments, self._attachments.kept)
-            self._owner.holders.add(self._session, fd)
         else:
             self._attachments.note(frame)
 

@@ -239,8 +239,6 @@ class SessionRegistry:
         self._by_owner: dict[int, list[Session]] = {}
         self._owners: dict[tuple[int, str], int] = {}
         self._reply_total = ReplyTotal()
-        self.mourned: dict[int, str] = {}
-        """Who holds the memory of instances that have ended, by their number."""
 
     def __len__(self) -> int:
         """Return how many sessions live."""

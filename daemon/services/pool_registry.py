@@ -211,7 +211,7 @@ def session_text(sessions: SessionRegistry, session_id: int, asking: int) -> str
 def owner_text(sessions: SessionRegistry, owner_id: int, asking: int) -> str:
     """Return an instance's name, if any, and its sessions; ``asking`` is the instance whose request is refused."""
     its = sessions.of_instance(owner_id)
-    known = in_words(map(_text_of, its)) or sessions.mourned.get(owner_id, "an engine that is gone")
+    known = in_words(map(_text_of, its)) or "an engine that is gone"
     if its and its[0].instance:
         known = f"instance {its[0].instance!r} ({known})"
     return f"{known}, the caller" if owner_id == asking else known

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Final, NamedTuple
 
@@ -14,7 +13,6 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.process.descriptors import PER_POOL, Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
@@ -32,7 +30,6 @@ from kvferry.daemon.services.pool_checks import (
 from kvferry.daemon.services.pool_registry import (
     PoolRegistry,
     holders_text,
-    in_words,
     owner_text,
     pool_full,
     session_text,
@@ -43,7 +40,7 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import STEP_BYTES, HostRegion
 from kvferry.pools.index_file import PoolRecord, manifest_digest
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.manifest import bytes_per_page, total_bytes
+from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import ReplyBody
 from kvferry.protocol.errors import (
@@ -84,8 +81,6 @@ from kvferry.protocol.session_messages import PoolStatus
 from kvferry.protocol.session_stream import RegionFollows, Share, ShareFollows
 
 SWEEP_S: Final = 0.05
-QUARANTINE_S: Final = 600.0
-"""How long pages of a user may be quarantined before sessions whose children inherit get no more."""
 DEVICE_GRACE_S: Final = 0.05
 """Before an ended instance's device pages are freed: the driver stops a killed engine's kernels a moment after its
 sockets are closed."""
@@ -150,7 +145,6 @@ class PoolService:
         self._max_bytes = max_bytes
         self._largest_payload_bytes = largest_payload_bytes
         self._populate = populate
-        self._quarantined: dict[int, float] = {}
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._leaving: list[Pool] = []
         self._executor = started_threads(1, "populate")
@@ -179,12 +173,8 @@ class PoolService:
         for creation in self._creations.values():
             if creation.traits.ends_with == owner_id:
                 creation.stopped.set()
-        if self._session_socket.holders.are_alive(owner_id):
-            self._quarantine(owner_id)
         for pool in list(self._pools):
-            if owner_id in self._quarantined:
-                pass  # released by ``_look_at_holders``
-            elif pool.region.device == HOST:
+            if pool.region.device == HOST:
                 _release(pool, owner_id)
             else:
                 asyncio.get_running_loop().call_later(DEVICE_GRACE_S, _release, pool, owner_id)
@@ -198,72 +188,9 @@ class PoolService:
         """Return the pools that were removed while pages of them were in flight."""
         return self._leaving
 
-    def _quarantine(self, owner_id: int) -> None:
-        """Let an ended instance keep its pages until no child of its processes can write to them any more."""
-        pids = self._session_socket.holders.pids(owner_id)
-        held = {pool.name: count for pool in self._pools if (count := _owned(pool, owner_id))}
-        if not held:
-            return
-        self._quarantined[owner_id] = time.monotonic()
-        self._dispatcher.sessions.mourned[owner_id] = f"children of {_processes(pids)}, which has ended"
-        log.warning("pages quarantined", pages=held, cause=f"children of {_processes(pids)} have them mapped")
-        if len(self._quarantined) == 1:
-            asyncio.get_running_loop().call_later(SWEEP_S, self._look_at_holders)
-
-    def _look_at_holders(self) -> None:
-        """Free the pages of instances whose last holder has ended."""
-        holders = self._session_socket.holders
-        for owner_id in [one for one in self._quarantined if not holders.are_alive(one)]:
-            waited_s = time.monotonic() - self._quarantined.pop(owner_id)
-            self._dispatcher.sessions.mourned.pop(owner_id, None)
-            for pool in self._pools:
-                _release(pool, owner_id)
-            log.info("quarantine ended", owner=owner_id, after_s=round(waited_s, 3))
-        if self._quarantined:
-            asyncio.get_running_loop().call_later(SWEEP_S, self._look_at_holders)
-
-    def _check_quarantine(self, session: Session) -> None:
-        """Check that quarantined pages are few, and the user's recent, where the session would make more of them.
-
-        A user may have a quarter of ``max_bytes`` quarantined, and all users together half of it.
-
-        Raises:
-            PoolFullError: they are not.
-            NoSessionError: the session has ended.
-        """
-        if not self._quarantined or not self._session_socket.inherits(session):
-            return
-        tenants = [pool for pool in self._pools if pool.tenant == session.tenant]
-        mine = [one for one in self._quarantined if any(_owned(pool, one) for pool in tenants)]
-        oldest_s = max((time.monotonic() - self._quarantined[one] for one in mine), default=0.0)
-        for whose, held, bound in (
-            (f"user {session.tenant}", self._quarantined_bytes(tenants), self._max_bytes // 4),
-            ("all users", self._quarantined_bytes(self._pools), self._max_bytes // 2),
-        ):
-            if held > bound or oldest_s > QUARANTINE_S:
-                holders = in_words(self._dispatcher.sessions.mourned[one] for one in mine) or "others' children"
-                raise PoolFullError(
-                    f"{held} bytes of {whose} are quarantined, the user's for up to {oldest_s:.0f} s; at most {bound} "
-                    f"bytes, for {QUARANTINE_S:.0f} s; held by {holders}",
-                    field="pool",
-                    remedy="end the children that have the memory mapped, or let no children inherit",
-                )
-
-    def _quarantined_bytes(self, pools: Iterable[Pool]) -> int:
-        return sum(
-            bytes_per_page(pool.manifest, space) * count
-            for pool in pools
-            for space, allocator in pool.allocators.items()
-            for owner, count in allocator.pages_by_owner().items()
-            if owner in self._quarantined
-        )
-
     def status(self) -> tuple[PoolStatus, ...]:
         """Return the pools as STATUS shows them."""
-        return tuple(
-            msgspec.structs.replace(status_of(pool), quarantined=sum(_owned(pool, one) for one in self._quarantined))
-            for pool in self._pools
-        )
+        return tuple(map(status_of, self._pools))
 
     def close(self) -> None:
         """Free all memory, without waiting for a lost device."""
@@ -273,7 +200,6 @@ class PoolService:
             executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
         for pool in (*self._pools, *self._leaving):
             pool.close()
-        self._session_socket.holders.close()
 
     def _create(self, call: Call) -> Answer | None:
         body = expect(call, CreatePool)
@@ -612,7 +538,6 @@ class PoolService:
         body = expect(call, Allocate)
         pool = self._pools.get(call.session.tenant, body.pool)
         asking = call.session.owner_id
-        self._check_quarantine(call.session)
         try:
             ids = pool.space(body.space).allocate(asking, body.count)
         except PoolFullError as error:
@@ -674,14 +599,6 @@ def _record_of(key: tuple[int, str], body: CreatePool, traits: PoolTraits, regio
 
 def _public(pool: Pool) -> ModelIdentity | None:
     return pool.model.public if pool.model else None
-
-
-def _owned(pool: Pool, owner_id: int) -> int:
-    return sum(one.pages_by_owner().get(owner_id, 0) for one in pool.allocators.values())
-
-
-def _processes(pids: Sequence[int]) -> str:
-    return f"process {', '.join(map(str, pids))}"
 
 
 def _release(pool: Pool, owner_id: int) -> None:

@@ -166,7 +166,7 @@ class Verification:
         yield from allocator.holder_problems(self._held_pages())
         if owned:
             sessions = self._dispatcher.sessions
-            yield from allocator.owner_problems({one.owner_id for one in sessions} | sessions.mourned.keys())
+            yield from allocator.owner_problems({one.owner_id for one in sessions})
 
     async def _walked(self, check: Check) -> list[Problem]:
         """Return the problems that a walk finds, all of one moment."""

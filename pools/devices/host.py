@@ -77,8 +77,8 @@ class HostRegion:
 
     device = HOST
 
-    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True, inherited: bool = False) -> None:
-        """Map ``fd``, which this object owns from now on, even if this raises; children have it if ``inherited``.
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
+        """Map ``fd``, which this object owns from now on, even if this raises.
 
         Raises:
             InvalidFieldError: the descriptor's size differs from the manifest's, or it is not sealed.
@@ -97,9 +97,7 @@ class HostRegion:
         self._pid = os.getpid()
         self._address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         self._map.madvise(mmap.MADV_DONTDUMP)
-        self._inherited = inherited
-        if not inherited:
-            keep_from_children(self._map)
+        _keep_from_children(self._map)
 
     def __repr__(self) -> str:
         """Show size and state."""
@@ -325,7 +323,7 @@ class HostRegion:
         Raises:
             ForkedError: this is a child that was forked since.
         """
-        if not self._inherited and not self.is_ours:
+        if not self.is_ours:
             raise ForkedError(f"process {self._pid} mapped this memory, not its child {os.getpid()}")
 
 
@@ -421,7 +419,7 @@ def _map(fd: int, size_bytes: int, *, writable: bool) -> mmap.mmap:
 _mappings: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
-def keep_from_children(mapping: mmap.mmap) -> None:
+def _keep_from_children(mapping: mmap.mmap) -> None:
     """Exclude a mapping from every fork, for as long as it exists."""
     mapping.madvise(mmap.MADV_DONTFORK)
     _mappings[mapping] = (int(np.frombuffer(mapping, np.uint8).ctypes.data), len(mapping))

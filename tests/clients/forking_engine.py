@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 import numpy as np
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
@@ -158,46 +157,7 @@ def holds(runtime_dir: str, pool_name: str) -> None:
     os.wait()
 
 
-def inherits(runtime_dir: str, pool_name: str, pages_owned: str = "1") -> None:
-    """Let a child inherit a pool, die, and let the child write to an engine's page when it is told to."""
-    read, write = os.pipe()
-    engine = os.fork()
-    if engine == 0:
-        client = Client.connect(runtime_dir, name="engine", reconnect=False)
-        client.let_children_inherit()
-        spec = msgspec.structs.replace(SPEC, tokens=4 * (int(pages_owned) + 15))
-        tensor = client.create_pool(pool_name, spec).tensor("main", "k")
-        page = int(client.allocate(pool_name, int(pages_owned))[0])
-        tensor[0, page] = 1.0
-        if os.fork() == 0:
-            os.write(write, b"%d" % os.getpid())
-            sys.stdin.readline()
-            tensor[0, page] = 6.0
-            print(page, flush=True)
-            sys.stdin.readline()
-            os._exit(0)
-        signal.pause()
-    child = int(os.read(read, 20))
-    os.kill(engine, signal.SIGKILL)
-    os.waitpid(engine, 0)
-    print(child, flush=True)
-    os.close(write)
-    os.read(read, 1)  # until the child has ended
-
-
-def closes(runtime_dir: str, pool_name: str) -> None:
-    """Let children inherit until the client is closed: one forked afterwards has no pool any more."""
-    client = Client.connect(runtime_dir, reconnect=False)
-    client.let_children_inherit()
-    tensor = client.create_pool(pool_name, SPEC).tensor("main", "k")
-    tensor[0, 1] = 5.0
-    print(in_child(lambda: print(float(tensor[0, 1, 0, 0, 0]))))
-    client.close()
-    print(in_child(lambda: tensor[0, 1].fill_(6.0)))
-    print(code_of(Client.connect(runtime_dir).let_children_inherit))
-
-
-SCENES = {one.__name__: one for one in (calls, async_calls, touches, leaves, attaches, holds, inherits, closes)}
+SCENES = {one.__name__: one for one in (calls, async_calls, touches, leaves, attaches, holds)}
 
 if __name__ == "__main__":
     SCENES[sys.argv[1]](*sys.argv[2:])

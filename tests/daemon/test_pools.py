@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import msgspec
@@ -14,7 +13,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
-from kvferry.daemon.control.holders import Holders
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
@@ -70,7 +68,7 @@ class Pools:
         self.registry = PoolRegistry(LostPools(None), EventHub())
         self.service = PoolService(
             cast("Dispatcher", self),
-            cast("SessionSocket", SimpleNamespace(holders=Holders(Descriptors()))),
+            cast("SessionSocket", None),
             Devices(DevicesConfig(), lambda _name, _error: None),
             self.registry,
             cast("EventRings", None),

@@ -427,10 +427,3 @@ def test_a_spoiled_record_for_the_next_daemon_is_found(memory: str, content: byt
         spoil(life.daemon.process.pid, memory, content)
         (finding,) = client.verify().findings
         assert what in finding.what
-
-
-async def test_pages_of_an_ended_instance_whose_children_live_are_in_order(busy: Busy) -> None:
-    an_owner_has_ended(busy)
-    sessions: SessionRegistry = busy.made[SessionRegistry]
-    sessions.mourned[NOBODY] = "children of process 1"
-    assert not (await busy.client.verify()).findings

@@ -8,14 +8,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.daemon.control.dispatch import Dispatcher
-from kvferry.daemon.control.holders import Holders
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
@@ -102,7 +100,7 @@ class Harness:
         self.executor = ThreadPoolExecutor(1)
         devices, no_socket = (
             cast("Devices", _NoDevices()),
-            cast("SessionSocket", SimpleNamespace(holders=Holders(Descriptors()))),
+            cast("SessionSocket", None),
         )
         rings = EventRings(self.dispatcher, no_socket, devices, self.executor, hub, Descriptors())
         self.pool_service = PoolService(
