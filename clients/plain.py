@@ -78,7 +78,6 @@ def is_receive(one: _Unknown) -> bool:
         and one.after is None
         and type(one.into) is str
         and one.into in INTO
-        and type(one.any_model) is bool
         and type(one.checksums) is bool
     )
 
@@ -146,7 +145,6 @@ def _is_restore(one: _Unknown) -> bool:
         and type(one.allocate) is bool
         and type(one.drop) is bool
         and one.after is None
-        and type(one.any_model) is bool
     )
 
 

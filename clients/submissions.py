@@ -127,11 +127,9 @@ class Submissions(Submitting, OfOneProcess):
         """Send a request, in a call that is under way."""
         return super().begin(call, deadline_s=deadline_s)
 
-    def _begin_transfer(
-        self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None, *, wakes_on_match: bool = False
-    ) -> Transfer:
+    def _begin_transfer(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None) -> Transfer:
         with self._use:
-            return super()._begin_transfer(body, ids, deadline_s, wakes_on_match=wakes_on_match)
+            return super()._begin_transfer(body, ids, deadline_s)
 
     def _begin_operation(
         self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float | None

@@ -93,7 +93,7 @@ class Submitting(ABC):
 
     # -- transfers
 
-    def send(  # noqa: PLR0913  as many as SEND has fields
+    def send(
         self,
         pool: str,
         request_id: str,
@@ -104,7 +104,6 @@ class Submitting(ABC):
         last: bool = True,
         destinations: int = 1,
         steps: Sequence[LayerStep] = (),
-        wake_on_match: bool = False,
         checksums: bool = False,
         deadline_s: float | None = None,
     ) -> Transfer:
@@ -122,8 +121,6 @@ class Submitting(ABC):
             last: whether no further chunk follows.
             destinations: how many transfers take these pages.
             steps: which layers are ready after which event, in that order; none: the pages are filled.
-            wake_on_match: whether ``poll`` returns the transfer, too, when another receiver has come; ``matched`` of
-                the transfer counts them either way.
             checksums: whether what arrives in the receivers' pages is compared with checksums of these pages before it
                 counts (TRANSFER_FAILED); see docs/engines.md for what that costs, and covers.
             deadline_s: for the whole transfer.
@@ -141,7 +138,7 @@ class Submitting(ABC):
             checksums=checksums,
         )
         body = body if is_send(body) else checked(body)
-        return self._begin_transfer(body, ids, deadline_s, wakes_on_match=wake_on_match)
+        return self._begin_transfer(body, ids, deadline_s)
 
     def receive(
         self,
@@ -153,7 +150,6 @@ class Submitting(ABC):
         source_daemons: Sequence[str] = (),
         after: DeviceEvent | None = None,
         into: ReceiveInto = "pages",
-        any_model: bool = False,
         checksums: bool = False,
         deadline_s: float | None = None,
     ) -> Transfer:
@@ -172,7 +168,6 @@ class Submitting(ABC):
             after: work that still uses the pages, see ``EventRing.record_event``; nothing is written before it is done.
             into: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
                 ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
-            any_model: whether pages of another model's pool are taken too; else they are refused (MODEL_MISMATCH).
             checksums: as in ``send``, whatever the senders say.
             deadline_s: for the whole transfer.
         """
@@ -186,7 +181,6 @@ class Submitting(ABC):
             source_daemons=sequence(source_daemons, "addresses", "source_daemons"),
             after=after,
             into=into,
-            any_model=any_model,
             checksums=checksums,
         )
         body = body if is_receive(body) else checked(body)
@@ -267,7 +261,6 @@ class Submitting(ABC):
         lists: Sequence[Pages] | None = None,
         *,
         drop: bool = False,
-        any_model: bool = False,
         after: DeviceEvent | None = None,
         deadline_s: float | None = None,
     ) -> TierOperation:
@@ -279,7 +272,6 @@ class Submitting(ABC):
             lists: the pages, as many as it has, one list a component. None: the daemon takes pages for this session as
                 soon as enough are free; the operation has them as ``pages``.
             drop: drop the snapshot once it is restored.
-            any_model: whether the pool may be another model's; else that is refused (MODEL_MISMATCH).
             after: work that still uses the pages; nothing is written before it is done.
             deadline_s: for the whole operation, waiting for pages included.
         """
@@ -291,7 +283,6 @@ class Submitting(ABC):
             allocate=lists is None,
             drop=drop,
             after=after,
-            any_model=any_model,
         )
         return self._begin_operation(body, ids, deadline_s)
 
@@ -347,13 +338,11 @@ class Submitting(ABC):
         )
         return self._begin_operation(body, [array], deadline_s)
 
-    def _begin_transfer(
-        self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None, *, wakes_on_match: bool = False
-    ) -> Transfer:
+    def _begin_transfer(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None) -> Transfer:
         deadline_ms = 0 if deadline_s is None else self._deadline(deadline_s)[1]
         if self._lost_pools:
             self._check_pool(body)
-        transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms, wakes_on_match=wakes_on_match)
+        transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms)
         self._put(outgoing)
         return transfer
 

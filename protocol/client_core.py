@@ -225,7 +225,7 @@ class ClientCore:
         return self._results([(one, body, ()) for one in requests])
 
     def transfer(
-        self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0, wakes_on_match: bool = False
+        self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0
     ) -> tuple[Transfer, Outgoing]:
         """Return the transfer that a SEND or RECEIVE starts or continues, and the request."""
         key = TransferKey("send" if isinstance(body, Send) else "receive", body.request_id, body.pool)
@@ -235,7 +235,6 @@ class ClientCore:
         elif transfer.finished is not None:
             transfer = Transfer(key, self.token)  # replaces the previous one once it is accepted
         transfer.refused = None
-        transfer.wakes_on_match |= wakes_on_match
         return transfer, self.request(body, ids, deadline_ms=deadline_ms, follows=transfer)
 
     def operation(
@@ -511,7 +510,7 @@ class ClientCore:
                 transfer.has_settled = True
                 del self._transfers[key]
             return transfer
-        return transfer if transfer.wakes_on_match else None
+        return None
 
     def _done(self, body: TierDone, ids: tuple[PageIds, ...]) -> TierOperation | None:
         operation = self._operations.pop(body.operation, None)

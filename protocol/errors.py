@@ -347,7 +347,7 @@ class ModelMismatchError(CallerError):
     """Pages of one model were sent to a pool of another."""
 
     code = "MODEL_MISMATCH"
-    remedy = "pair pools of one model, revision and adapter; any_model=true accepts other KV if you know that it fits"
+    remedy = "pair pools of one model, revision and adapter"
 
 
 class WindowMismatchError(CallerError):

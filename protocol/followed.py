@@ -28,7 +28,6 @@ class Transfer(msgspec.Struct, eq=False, weakref=True):
         accepted: the reply to its latest accepted message, or None.
         finished: the FINISHED event, or None.
         matched: how many destinations of a send, or sources of a receive, the daemon has reported as matched.
-        wakes_on_match: whether it counts as changed when ``matched`` grows.
         refused: why one of its messages was refused, or None.
         has_settled: whether the daemon has said that it has settled.
         conversation: the ``token`` of the client core that made it.
@@ -39,7 +38,6 @@ class Transfer(msgspec.Struct, eq=False, weakref=True):
     accepted: Accepted | None = None
     finished: Finished | None = None
     matched: int = 0
-    wakes_on_match: bool = False
     refused: KvferryError | None = None
     has_settled: bool = False
     _settled: Settled | None = None

@@ -67,8 +67,6 @@ class Restore(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="REST
     """Drop the snapshot once it is restored."""
     after: DeviceEvent | None = None
     """Device event to wait for before the pages are written: the end of the kernels that still read them."""
-    any_model: bool = False
-    """Allow a pool of another model: the caller knows that its KV fits."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""

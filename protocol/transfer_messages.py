@@ -72,8 +72,6 @@ class Receive(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="RECEIVE"):
     into: ReceiveInto = "pages"
     """``host``: the lists give only the number of pages, and no ids follow. The bytes become a snapshot in the host
     tier, which FINISHED names, and which RESTORE brings into pages later."""
-    any_model: bool = False
-    """Accept pages of a pool with another model identity too: the engine knows that the KV is compatible."""
     checksums: bool = False
     """Compare what arrived in the pages with checksums of the source's bytes, before FINISHED says that all is well."""
 

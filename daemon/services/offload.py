@@ -250,8 +250,7 @@ class OffloadService:
         pool = self._pools.get(call.session.tenant, body.pool)
         snapshot = self.snapshots.get(call.session.tenant, body.snapshot)
         check_layout(snapshot, pool.manifest, pool.name)
-        if not body.any_model:
-            check_models(snapshot.model, pool.model, f"the snapshot, of pool {snapshot.pool!r},", f"pool {pool.name!r}")
+        check_models(snapshot.model, pool.model, f"the snapshot, of pool {snapshot.pool!r},", f"pool {pool.name!r}")
         restoring = _Restoring(call, pool, snapshot)
         self._operations.check(call.session)
         if body.allocate:

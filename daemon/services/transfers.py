@@ -340,9 +340,7 @@ class TransferService:
         daemons = body.source_daemons
         if daemons:
             daemons = self._peers.source_daemons(daemons)
-        accepted = self._state_machine.receive(
-            sender, ranges, body.sources, daemons, any_model=body.any_model, checksums=body.checksums
-        )
+        accepted = self._state_machine.receive(sender, ranges, body.sources, daemons, checksums=body.checksums)
         self._keep_lists(call, "receive", ranges)
         self.execute(call.session)
         return Answer(accepted)

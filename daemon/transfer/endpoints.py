@@ -431,14 +431,12 @@ class ReceiveRequest(Endpoint):
         sources: int,
         source_daemons: tuple[str, ...] = (),
         *,
-        any_model: bool = False,
         checksums: bool = False,
     ) -> None:
         super().__init__(pool, request_id, session_id, times)
         self.pool: Pool = pool
         self.sources = sources
         self.source_daemons = source_daemons
-        self.any_model = any_model
         self.checksums = checksums
         self.ranges = {one.component: one for one in ranges}
         self.coverage = {

@@ -75,13 +75,12 @@ def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest,
         PageOverlapError: a cell has a sender already.
         TooLargeError: the payload exceeds the bound of the receive request's pool.
         FirstTokenTwiceError: the receive request has a first token or payload already.
-        ModelMismatchError: the pools have different models, and the receive request was not made with ``any_model``.
+        ModelMismatchError: the pools have different models.
         UncoveredEntryError, GeometryMismatchError, DuplicateEntryError: the pools' layouts do not match.
     """
-    if not receive_request.any_model:
-        check_models(
-            source.model, receive_request.pool.model, f"pool {source.name!r}", f"pool {receive_request.pool.name!r}"
-        )
+    check_models(
+        source.model, receive_request.pool.model, f"pool {source.name!r}", f"pool {receive_request.pool.name!r}"
+    )
     if chunk.carries_token and receive_request.token_chunk is not None:
         raise FirstTokenTwiceError(
             "another SEND of the request carries the first token or payload", field="first_token"

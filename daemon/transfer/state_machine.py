@@ -128,7 +128,6 @@ class TransferStateMachine:
         sources: int,
         source_daemons: tuple[str, ...] = (),
         *,
-        any_model: bool = False,
         checksums: bool = False,
     ) -> Accepted:
         """Make a receive request, start the copies of send requests that wait for it, and announce it to other daemons.
@@ -138,7 +137,6 @@ class TransferStateMachine:
             ranges: the pages to fill.
             sources: how many send requests fill it, over all daemons.
             source_daemons: the other daemons that may have send requests for it.
-            any_model: whether it accepts another model's KV too.
             checksums: whether what arrives is compared with checksums of the source's bytes.
 
         Raises:
@@ -157,7 +155,6 @@ class TransferStateMachine:
             ranges,
             sources,
             source_daemons,
-            any_model=any_model,
             checksums=checksums,
         )
         if receive_request.key in self.endpoints.receive_requests:

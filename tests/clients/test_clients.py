@@ -300,10 +300,9 @@ def test_the_peer_hears_of_a_cancel(engines: TwoEngines) -> None:
     engines.decode.wait_settled(receiving, SOON_S)
 
 
-@pytest.mark.parametrize("wake", [True, False])
-def test_a_sender_hears_who_waits_before_it_computes(engines: TwoEngines, *, wake: bool) -> None:
+def test_a_sender_hears_who_waits_before_it_computes(engines: TwoEngines) -> None:
     request_id, pool = new_request_id(), engines.source.name
-    sending = engines.prefill.send(pool, request_id, last=False, wake_on_match=wake)
+    sending = engines.prefill.send(pool, request_id, last=False)
     assert engines.prefill.poll(SOON_S) == [sending]
     assert sending.matched == engines.prefill.result(pool, request_id, "send").matched == 0
     receiving = engines.receive(request_id)
@@ -311,7 +310,7 @@ def test_a_sender_hears_who_waits_before_it_computes(engines: TwoEngines, *, wak
     assert receiving.matched == 1
     assert engines.prefill.result(pool, request_id, "send").matched == 1  # its event has come before
     assert sending.matched == 1
-    assert engines.prefill.poll(0) == ([sending] if wake else [])
+    assert engines.prefill.poll(0) == []
     assert engines.send(request_id, first_token=3) is sending
     assert engines.decode.wait_finished(receiving, SOON_S).first_token == 3
     engines.prefill.wait_settled(sending, SOON_S)

@@ -188,7 +188,6 @@ class TransferHarness:
         tokens: int | None = None,
         sources: int = 1,
         source_daemons: tuple[str, ...] = (),
-        any_model: bool = False,
         deadline_s: float = 30.0,
     ) -> Accepted:
         """RECEIVE as the service does."""
@@ -196,7 +195,7 @@ class TransferHarness:
         try:
             ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=True)
             sender = self._sender(session, pool, request, deadline_s)
-            return self.state_machine.receive(sender, ranges, sources, source_daemons, any_model=any_model)
+            return self.state_machine.receive(sender, ranges, sources, source_daemons)
         finally:
             self._execute()
 
