@@ -8,6 +8,7 @@ who connect meanwhile wait.
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,9 @@ from kvferry.pools.tiers.own_folder import OwnFolder
 from kvferry.protocol.errors import AccessDeniedError, ConfigError
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
 
-DIRECTORY_MODE = 0o750
+DIRECTORY_MODE = 0o710
+"""Others may enter it, but not list it: whoever may open a directory could lock it."""
+MOST_MODE: Final = 0o750
 PARENT_MODE = 0o755
 SOCKET_MODE = 0o660
 PEER_SOCKET_MODE = 0o600
@@ -28,6 +31,8 @@ DEVICE_POOLS_FILE = "device-pools.json"
 HOLDER_SOCKET = "holder.sock"
 MAX_SOCKET_PATH_BYTES = 107
 BACKLOG: Final = 1024
+DYING_MS: Final = 1000
+"""For how long a killed daemon, whose lock is free already, may still have its sockets open."""
 ACTIVATED: Final = (CONTROL_SOCKET, SESSION_SOCKET)
 """What a service manager may listen on for the daemon."""
 
@@ -68,7 +73,7 @@ class RuntimeDirectory:
         self.path = path
         self._activated = [socket.socket(fileno=fd) for fd in activated]
         self._sockets: dict[str, socket.socket] = {}
-        self._bound: list[str] = []
+        self._bound: dict[str, os.stat_result] = {}
 
     def check_path(self) -> None:
         """Check what depends on the path alone.
@@ -131,8 +136,8 @@ class RuntimeDirectory:
 
     def _close(self) -> None:
         self.close()
-        for name in self._bound:
-            self.folder.remove(name)
+        for name, bound in self._bound.items():
+            self.folder.remove(name, only=bound)
         self._bound.clear()
         self.folder.close()
 
@@ -145,25 +150,52 @@ class RuntimeDirectory:
         for one in self._activated:
             one.setblocking(False)  # noqa: FBT003  socket's own signature
             self._sockets[Path(one.getsockname()).name] = one
-        for name in MODES.keys() - self._sockets.keys():
+        missing = MODES.keys() - self._sockets.keys()
+        for name in missing:
+            self._check_left_over(name)
+        for name in missing:
             self.folder.remove(name)
             self._sockets[name] = bind(self.path / name, MODES[name])
-            self._check_place(self.path / name)
-            self._bound.append(name)
+            self._bound[name] = self._checked_place(self.path / name)
 
-    def _check_place(self, path: Path) -> None:
-        """Check that a socket was bound in the locked directory: its name is the path, for `ss` and for peers.
+    def _check_left_over(self, name: str) -> None:
+        """Check that nobody listens on a socket of this user or root, as a service manager does without its daemon.
+
+        Raises:
+            ConfigError: somebody does, who would never be connected to again.
+        """
+        found = self.folder.find(name)
+        if found is None or not self.folder.is_own(found):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
+            try:
+                probe.connect(os.fspath(self.folder.by_descriptor / name))
+            except BlockingIOError:
+                pass  # many wait to be accepted
+            except OSError:
+                return
+            hangs_up = select.poll()
+            hangs_up.register(probe, 0)
+            if hangs_up.poll(DYING_MS):
+                return
+        raise ConfigError(
+            f"another process, as a service manager's socket unit, listens on {self.path / name}",
+            field=_FIELD,
+            retryable=True,
+            remedy="start the daemon by its service manager, stop the socket unit, or use another directory",
+        )
+
+    def _checked_place(self, path: Path) -> os.stat_result:
+        """Return the socket's file, which was bound in the locked directory: its name is the path, for `ss` and peers.
 
         Raises:
             ConfigError: another directory has taken the place of the locked one.
         """
-        try:
-            found = os.stat(path.name, dir_fd=self.folder.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            found = None
+        found = self.folder.find(path.name)
         if found is None or not os.path.samestat(found, path.lstat()):
             path.unlink()
             raise ConfigError(f"{self.path} is another directory by now than the one that is locked", field=_FIELD)
+        return found
 
     def _is_ours(self, one: socket.socket) -> bool:
         return (
@@ -214,7 +246,7 @@ def bind(path: Path, mode: int) -> socket.socket:
 
 def _close_to_others(folder: OwnFolder) -> None:
     """Remove others' permissions from an existing directory, unless it is not the daemon's alone; never add any."""
-    if not folder.mode & ~DIRECTORY_MODE:
+    if not folder.mode & ~MOST_MODE:
         return
     foreign = {one.name for one in folder.by_descriptor.iterdir()} - OURS
     sticky = folder.mode & 0o1000

@@ -18,6 +18,7 @@ from typing import Final
 
 from kvferry.protocol.errors import ConfigError
 
+OTHERS_READ: Final = stat.S_IRGRP | stat.S_IROTH
 OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 FILE_MODE: Final = 0o600
 MAX_FILE_BYTES: Final = 64 << 20
@@ -79,7 +80,11 @@ class OwnFolder:
         self.fd = self._lock_fd = -1
 
     def lock(self, name: str, use: str) -> None:
-        """Lock the folder by this file, until it is closed; ``use`` says what for: "another daemon USE PATH".
+        """Lock the folder, until it is closed; ``use`` says what for: "another daemon USE PATH".
+
+        The lock is on the folder itself, which no cleaner of old files can replace, and on this file in it, which says
+        who holds it, and which hosts of a network file system see. Whoever may open either could lock it, so both are
+        closed to others.
 
         Raises:
             ConfigError: another process has locked it (retryable), or the file is no file of this user's own.
@@ -87,8 +92,11 @@ class OwnFolder:
         """
         fd = self._open_lock(name)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.fchmod(fd, FILE_MODE)  # whoever may read it could lock it
+            for one in (self.fd, fd):
+                fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(fd, FILE_MODE)
+            with suppress(PermissionError):  # root's folder
+                os.fchmod(self.fd, self.mode & ~OTHERS_READ)
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except BlockingIOError:
@@ -129,14 +137,26 @@ class OwnFolder:
             file.write(data)
         os.replace(new, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
-    def remove(self, name: str) -> None:
-        """Remove a file, link or socket, if there is one.
+    def find(self, name: str) -> os.stat_result | None:
+        """Return what is there under a name, without following a link; None: nothing."""
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str, only: os.stat_result | None = None) -> None:
+        """Remove a file, link or socket, if there is one; with ``only``, nothing but this very one.
 
         Raises:
             OSError: it cannot be removed.
         """
-        with suppress(FileNotFoundError):
+        found = self.find(name)
+        if found is not None and (only is None or os.path.samestat(found, only)):
             os.unlink(name, dir_fd=self.fd)
+
+    def is_own(self, found: os.stat_result) -> bool:
+        """Return whether something in it is this user's or root's."""
+        return found.st_uid in _trusted()
 
     def _open_lock(self, name: str) -> int:
         return self._opened(name, os.O_RDWR | os.O_CREAT)

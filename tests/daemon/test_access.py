@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,12 +48,51 @@ def test_a_socket_of_another_user_gives_way(path: Path, require: Callable[[objec
         with RuntimeDirectory(path) as directory, directory.listen(CONTROL_SOCKET).socket as ours:
             found = (path / CONTROL_SOCKET).stat()
             assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), SOCKET_MODE)
-            assert stat.S_IMODE(path.stat().st_mode) == 0o750
+            assert stat.S_IMODE(path.stat().st_mode) == 0o710
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(os.fspath(path / CONTROL_SOCKET))
                 ours.accept()[0].close()
                 with pytest.raises(BlockingIOError):
                     theirs.accept()
+
+
+def test_a_cleaner_of_old_files_lets_no_second_daemon_in(path: Path) -> None:
+    with RuntimeDirectory(path) as first:
+        (path / LOCK_FILE).unlink()
+        with pytest.raises(ConfigError, match="another daemon") as refused:
+            RuntimeDirectory(path).__enter__()
+        assert refused.value.retryable
+        with first.listen(CONTROL_SOCKET).socket, socket.socket(socket.AF_UNIX) as client:
+            client.connect(os.fspath(path / CONTROL_SOCKET))
+
+
+def test_a_daemon_that_ends_removes_its_own_sockets_alone(path: Path) -> None:
+    with RuntimeDirectory(path):
+        (path / CONTROL_SOCKET).unlink()
+        theirs = listen_on(path / CONTROL_SOCKET, SOCKET_MODE)
+    assert (path / CONTROL_SOCKET).exists()
+    assert not (path / SESSION_SOCKET).exists()
+    theirs.close()
+
+
+def test_a_socket_on_which_a_service_manager_listens_stays(path: Path) -> None:
+    path.chmod(0o750)
+    with listen_on(path / SESSION_SOCKET, SOCKET_MODE):
+        with pytest.raises(ConfigError, match="socket unit"):
+            RuntimeDirectory(path).__enter__()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(os.fspath(path / SESSION_SOCKET))
+
+
+def test_a_socket_of_a_daemon_that_is_being_killed_is_left_over(path: Path) -> None:
+    """The kernel frees its lock before it closes its sockets."""
+    path.chmod(0o750)
+    dying = listen_on(path / CONTROL_SOCKET, SOCKET_MODE)
+    seen = threading.Thread(target=lambda: (select.select([dying], [], [], 20), dying.close()))
+    seen.start()
+    with RuntimeDirectory(path) as directory, directory.listen(CONTROL_SOCKET).socket as ours:
+        assert ours.getsockname() == os.fspath(path / CONTROL_SOCKET)
+    seen.join()
 
 
 def test_what_cannot_be_removed_is_said(path: Path) -> None:
@@ -88,7 +129,7 @@ def test_parents_are_made_closed_to_writers_whatever_the_umask_is(tmp_path: Path
             modes = [stat.S_IMODE((tmp_path / one).stat().st_mode) for one in ("a", "a/b", "a/b/run")]
     finally:
         os.umask(umask)
-    assert modes == [0o755, 0o755, 0o750]
+    assert modes == [0o755, 0o755, 0o710]
 
 
 def test_the_service_managers_sockets_are_taken_and_stay(path: Path) -> None:

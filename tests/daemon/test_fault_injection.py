@@ -253,7 +253,7 @@ def test_a_shared_directory_is_left_alone(tmp_path: Path, mode: int, holds: str)
 
 @pytest.mark.parametrize(
     ("mode", "then", "holds"),
-    [(0o700, 0o700, "precious"), (0o750, 0o750, "precious"), (0o700, 0o700, "daemon.lock"), (0o757, 0o750, "")],
+    [(0o700, 0o700, "precious"), (0o750, 0o710, "precious"), (0o700, 0o700, "daemon.lock"), (0o757, 0o710, "")],
 )
 def test_a_directory_that_is_there_is_never_opened(tmp_path: Path, mode: int, then: int, holds: str) -> None:
     there = tmp_path / "there"
@@ -283,7 +283,7 @@ def test_who_is_in_the_way_now_may_be_gone_later(tmp_path: Path) -> None:
 
 @pytest.mark.host_only
 def test_modes_of_directory_and_sockets(daemon: DaemonProcess) -> None:
-    for name, mode in ((".", 0o750), ("control.sock", 0o660), ("session.sock", 0o660), ("peer.sock", 0o600)):
+    for name, mode in ((".", 0o710), ("control.sock", 0o660), ("session.sock", 0o660), ("peer.sock", 0o600)):
         assert (daemon.runtime_dir / name).stat().st_mode & 0o777 == mode, "an engine is no daemon"
 
 

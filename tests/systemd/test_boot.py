@@ -159,7 +159,7 @@ def test_start_answer_kill_and_stop(machine: Machine) -> None:
     assert "answers in" in machine.run(KVFERRY, "ping", status=0).stdout, "found at its default place"
     assert machine.shell("stat -c '%a %U %G' /run/kvferry /run/kvferry/test /var/lib/kvferry/test").splitlines() == [
         "755 root root",
-        "750 kvferry kvferry",
+        "710 kvferry kvferry",
         "700 kvferry kvferry",
     ]
     assert machine.shell("stat -c '%a %U %G' /run/kvferry/test/*.sock").splitlines() == [

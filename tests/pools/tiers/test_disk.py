@@ -176,6 +176,13 @@ def test_only_the_daemon_can_read_what_is_kept(store: DiskStore) -> None:
     assert stat.S_IMODE((store.root / LOCK_FILE).stat().st_mode) == 0o600
 
 
+def test_a_cleaner_of_old_files_lets_no_second_store_in(store: DiskStore) -> None:
+    (store.root / LOCK_FILE).unlink()
+    with pytest.raises(ConfigError, match="another daemon") as refused:
+        DiskStore(store.root)
+    assert refused.value.retryable
+
+
 class Calls:
     """Notes the calls that make a file durable or give it its name."""
 

@@ -97,6 +97,7 @@ def test_a_planted_lock_is_refused_and_what_it_leads_to_stays(own: Path, victim:
 
 
 def test_the_holder_of_a_lock_keeps_its_word_in_it(own: Path) -> None:
+    own.chmod(0o755)
     first, second = OwnFolder(own, FIELD), OwnFolder(own, FIELD)
     first.lock(LOCK, "runs in")
     with pytest.raises(ConfigError, match=f"pid {os.getpid()} .*runs in") as refused:
@@ -104,6 +105,7 @@ def test_the_holder_of_a_lock_keeps_its_word_in_it(own: Path) -> None:
     assert refused.value.retryable
     assert (own / LOCK).read_text().startswith(f"pid {os.getpid()} "), "nothing is truncated without the lock"
     assert stat.S_IMODE((own / LOCK).stat().st_mode) == FILE_MODE, "who could read it could lock it"
+    assert stat.S_IMODE(own.stat().st_mode) == 0o711, "and so could who may list the folder"
     first.close()
     second.lock(LOCK, "runs in")
     second.close()
