@@ -7,6 +7,7 @@ socket spells it. Knows nothing of sockets or configuration.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 
@@ -34,6 +35,32 @@ def is_numeric(address: str) -> bool:
         packed = socket.inet_pton(family, bare)
         return any(packed) and socket.inet_ntop(family, packed) == bare and is_v6(address) == (host != bare)
     return False
+
+
+def canonical(address: str) -> str:
+    """Return a TCP address with its numeric IPv6 host spelt canonically; any other one as it is."""
+    start, port = address.rpartition(":")[::2]
+    with contextlib.suppress(ValueError):
+        return f"tcp://[{ipaddress.IPv6Address(start.removeprefix('tcp://').strip('[]'))}]:{port}"
+    return address
+
+
+def unreachable_host(host: str) -> str:
+    """Return why other hosts cannot reach this one by a host's name or address; empty if they might."""
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        if ":" not in bare:
+            return ""  # a name
+        return "is no IPv6 address; if it has a port, leave that out: it is chosen when the daemon starts"
+    if address.is_unspecified:
+        return "stands for all addresses of this host: name the one by which other hosts reach it"
+    if address.version == 6 and address.is_link_local:  # noqa: PLR2004
+        return "is a link-local address, which another host cannot know the interface of: name a global or fd00::/8 one"
+    if address.is_multicast or bare == "255.255.255.255":
+        return "is no single host's address"
+    return ""
 
 
 def wrong_port(address: str, least: int) -> str:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import importlib.util
 import math
-import os
+import socket
 import struct
 import time
 from collections.abc import Sequence
@@ -163,7 +163,13 @@ class RemoteStore:
         """
         self._config = config
         self._tuning = tuning
-        self._address = address
+        self._settings = MooncakeSettings(
+            section="tiers.remote",
+            address=address,
+            protocol=config.protocol,
+            progress_timeout_s=tuning.progress_timeout_s,
+        )
+        self._family = socket.AF_INET
         self._arena_fd = arena_fd
         self._arena_bytes = arena_bytes
         self._counters = counters
@@ -213,8 +219,8 @@ class RemoteStore:
         """
         if importlib.util.find_spec("mooncake") is None:
             raise ConfigError(f"Mooncake is not installed; {INSTALL}", field="tiers.remote.transport")
-        await asyncio.to_thread(check_address, self._address)
-        check_protocol(self._config.protocol)
+        self._family = await asyncio.to_thread(check_address, self._settings)
+        check_protocol(self._settings)
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def close(self) -> None:
@@ -354,7 +360,7 @@ class RemoteStore:
         """Start a store process and watch it until it ends; return the reason."""
         config = self._config
         begin = Begin(
-            address=self._address,
+            address=self._settings.address,
             master=config.master,
             protocol=config.protocol,
             segment_bytes=config.segment_bytes,
@@ -431,18 +437,17 @@ class RemoteStore:
         event.set()
 
     def _environment(self) -> dict[str, str]:
-        """Return Mooncake's timeouts as environment variables; those that the operator has set are left alone."""
-        progress_s = self._tuning.progress_timeout_s
-        settings = MooncakeSettings(
-            address=self._address, protocol=self._config.protocol, progress_timeout_s=progress_s
+        """Return the store process's environment."""
+        timeout_ms = str(self._tuning.progress_timeout_s * 1000)
+        return self._settings.environment(
+            self._family,
+            {
+                "MC_RPC_TIMEOUT_MS": timeout_ms,
+                "MC_RPC_CONNECT_TIMEOUT_MS": timeout_ms,
+                "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+                "MC_STORE_CLIENT_METRIC": "0",
+            },
         )
-        variables = settings.environment() | {
-            "MC_RPC_TIMEOUT_MS": str(progress_s * 1000),
-            "MC_RPC_CONNECT_TIMEOUT_MS": str(progress_s * 1000),
-            "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-            "MC_STORE_CLIENT_METRIC": "0",
-        }
-        return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:

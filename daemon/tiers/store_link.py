@@ -62,11 +62,11 @@ class StoreLink:
         Args:
             begin: the first message to the process.
             arena_fd: a memfd of ``begin.arena_bytes``; passed to the process.
-            environment: variables for the process, added to this one's.
+            environment: the process's, whole.
         """
         self._begin = begin
         self._arena_fd = arena_fd
-        self._environment = dict(os.environ) | environment
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._output_fd = -1

@@ -42,6 +42,8 @@ import msgspec
 
 from kvferry.daemon.process.inspection import forbid_inspection
 from kvferry.daemon.process.signals import end_within, ignore_but_for_libraries
+from kvferry.daemon.transports.mooncake_native import P2P, MooncakeSettings, check_delivery
+from kvferry.protocol.errors import KvferryError
 
 # -- messages between the daemon and its store process: length-prefixed msgpack over a socketpair.
 #
@@ -187,7 +189,6 @@ def unpack_ranges(data: bytes) -> tuple[list[int], list[int]]:
 
 CLOSE_S: Final = 5
 """After this time an alarm ends the process, whatever Mooncake is doing."""
-_P2P: Final = "P2PHANDSHAKE"
 
 
 class Memory:
@@ -370,7 +371,7 @@ def open_store(begin: Begin) -> Any:  # noqa: ANN401 Mooncake has no types
 
     store = MooncakeDistributedStore()
     own_buffer_bytes = 0
-    status = store.setup(begin.address, _P2P, 0, own_buffer_bytes, begin.protocol, "", begin.master)
+    status = store.setup(begin.address, P2P, 0, own_buffer_bytes, begin.protocol, "", begin.master)
     if status:
         raise OSError(f"Mooncake's store did not start at {begin.address} with master {begin.master}: {status}")
     return store
@@ -410,9 +411,10 @@ def main(socket_fd: int) -> NoReturn:
         os._exit(2)
     memory = Memory(fds[0], begin.arena_bytes, begin.threads)
     try:
+        check_delivery(MooncakeSettings(section="tiers.remote", address=begin.address, protocol=begin.protocol))
         store = open_store(begin)
         segments = give_memory(store, begin, memory)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, KvferryError) as error:
         channel.sendall(framed(Began(error=str(error))))
         os._exit(1)
     process = StoreProcess(channel, store, memory, begin.threads)

@@ -26,8 +26,8 @@ from functools import partial
 from typing import Final, Self, TypeVar
 
 from kvferry.daemon.transports import mooncake_native
-from kvferry.daemon.transports.mooncake_completions import FAILED, CompletionPoller
-from kvferry.daemon.transports.mooncake_native import MooncakeSettings, NativeEngine
+from kvferry.daemon.transports.mooncake_completions import CompletionPoller
+from kvferry.daemon.transports.mooncake_native import FAILED, MooncakeSettings, NativeEngine
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, TransferFailedError
 
 LARGEST_PORT = 65535
@@ -298,8 +298,7 @@ class MooncakeEngine:
 
     def _use(self, native: list[NativeEngine]) -> None:
         self._native = native
-        host = f"[{self.settings.address}]" if ":" in self.settings.address else self.settings.address
-        self.session_name = f"{host}:{native[0].get_rpc_port()}"
+        self.session_name = f"{self.settings.host}:{native[0].get_rpc_port()}"
 
     def _require_open(self) -> list[NativeEngine]:
         if not self._native:
@@ -370,9 +369,10 @@ class MooncakeEngine:
     async def _make_contact(self, name: str, peer: Peer) -> None:
         """Check whether the peer accepts connections, so that one that does not cannot block the worker."""
         error: Exception | None = None
+        host, port = host_and_port(name)
         try:
             async with asyncio.timeout(self.settings.contact_timeout_s):
-                _, writer = await asyncio.open_connection(*host_and_port(name))
+                _, writer = await asyncio.open_connection(host, port, family=mooncake_native.family())
             writer.close()
             self._contacted.add(name)
         except (OSError, TimeoutError, UnicodeError) as caught:

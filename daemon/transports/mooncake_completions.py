@@ -11,15 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import structlog
 
-from kvferry.daemon.transports.mooncake_native import NativeEngine
+from kvferry.daemon.transports.mooncake_native import DONE, FAILED, NativeEngine
 from kvferry.protocol.errors import TransferFailedError
-
-DONE: Final = 1
-FAILED: Final = -1
 
 _POLL_AT_LEAST_S = 0.0002
 _POLL_AT_MOST_S = 0.02

@@ -1,21 +1,29 @@
 """Mooncake's native engine: import, configure and create it, and destroy it without stalling this process for a second.
 
-The only module that imports ``mooncake``. All functions may block and are for a worker thread.
+The only module that imports ``mooncake.engine``. All functions may block and are for a worker thread.
+
+Mooncake listens and connects over one address family, IPv4 unless ``MC_USE_IPV6`` is set (to whatever), and reads that
+once in a process. With the wrong one it starts all the same, and every transfer fails.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import mmap
 import os
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 import structlog
 
+from kvferry.protocol.addresses import unreachable_host
 from kvferry.protocol.errors import ConfigError, InternalError, TransferFailedError
 
 ASCEND_WHEEL: Final = "mooncake-transfer-engine-npu"
@@ -28,8 +36,20 @@ SLICE_BYTES: Final = 60 << 10
 """What Mooncake hands to a socket at a time, and must move within the progress timeout. Its default, 64 KiB, is 53
 bytes longer than a loopback's largest segment, so that each makes two; with 1 MiB transfers take a tenth longer."""
 
+DONE: Final = 1
+FAILED: Final = -1
+"""Statuses of a write that has ended."""
+
+_OF_THE_CONFIGURATION: Final = ("MC_USE_IPV6", "MC_FORCE_TCP")
+"""Variables that follow from the configuration alone: with another value it would not be what is done."""
+
+_applied: dict[str, str] = {}
+"""What this process has set for its own engine: another one that it starts is not to inherit it."""
+
 _ACCEPT_TIMEOUT_US = 2000
 _WAKE_TIMEOUT_S = 1.0
+_PROBE_BYTES: Final = mmap.PAGESIZE
+_LOOK_AGAIN_S: Final = 0.0002
 log = structlog.get_logger(__name__)
 
 
@@ -37,7 +57,8 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to create the engine, and its limits.
 
     Attributes:
-        address: an address of this host, without a port, by which peers reach it.
+        section: the configuration's section that names address and protocol, for errors.
+        address: an address of this host, without a port or brackets, by which peers reach it.
         protocol: ``tcp``, or ``ascend`` on NPUs.
         max_bytes_in_flight_per_peer: further writes wait, in order. A single larger write goes alone. Best are two
             bounce buffers, fewer than Mooncake's connections to a peer, so that the writes to a hanging peer fail
@@ -46,14 +67,27 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
         progress_timeout_s: a write without progress for so long fails.
     """
 
+    section: str = "network"
     address: str
     protocol: str = "tcp"
     max_bytes_in_flight_per_peer: int = 32 << 20
     contact_timeout_s: float = 2.0
     progress_timeout_s: int = 5
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables for Mooncake; they apply where the operator has not set them."""
+    @property
+    def host(self) -> str:
+        """Return the address as it is written before a port."""
+        return f"[{self.address}]" if ":" in self.address else self.address
+
+    def environment(self, family: socket.AddressFamily, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the whole environment for Mooncake, in this process or one that it starts.
+
+        What the operator has set applies, except where the configuration decides.
+
+        Args:
+            family: of the address; see ``check_address``.
+            more: further variables.
+        """
         variables = {
             "MC_LOG_LEVEL": "ERROR",  # else it warns of every connection attempt
             "MC_HANDSHAKE_CONNECT_TIMEOUT": str(max(1, round(self.contact_timeout_s))),
@@ -65,8 +99,16 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
             "MC_TCP_LANES_PER_PEER": "4",
             "MC_TCP_SLICE_SIZE": str(SLICE_BYTES),
         }
-        # Else a host with RDMA devices would use those, whatever the requested protocol.
-        return variables | {"MC_FORCE_TCP": "1"} if self.protocol == "tcp" else variables
+        if self.protocol == "tcp":  # else a host with RDMA devices would use those, whatever the requested protocol
+            variables["MC_FORCE_TCP"] = "1"
+        if family == socket.AF_INET6:
+            variables["MC_USE_IPV6"] = "1"
+        given = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _OF_THE_CONFIGURATION and _applied.get(name) != value
+        }
+        return variables | dict(more or {}) | given
 
 
 class NativeEngine(Protocol):
@@ -100,15 +142,16 @@ def create(settings: MooncakeSettings) -> NativeEngine:
         ConfigError: Mooncake is not installed, or the address does not belong to this host.
         TransferFailedError: Mooncake could not start.
     """
-    check_address(settings.address)
-    check_protocol(settings.protocol)
-    for name, value in settings.environment().items():
-        os.environ.setdefault(name, value)
+    environment = settings.environment(check_address(settings))
+    check_protocol(settings)
+    _apply(environment)
     try:
         # An optional dependency that maps 40 MB: imported only where it is used.
         from mooncake.engine import TransferEngine  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError(f"Mooncake cannot be loaded: {error}; {INSTALL}", field="transport") from error
+        raise ConfigError(
+            f"Mooncake cannot be loaded: {error}; {INSTALL}", field=f"{settings.section}.transport"
+        ) from error
     engine: NativeEngine = TransferEngine()
     status = engine.initialize(settings.address, P2P, settings.protocol, ALL_DEVICES)
     if status:
@@ -146,31 +189,116 @@ def destroy(holder: list[NativeEngine]) -> None:
         raise InternalError(f"the engine at port {port} was not destroyed: something still refers to it")
 
 
-def check_protocol(protocol: str) -> None:
+def check_protocol(settings: MooncakeSettings) -> None:
     """Check that the installed wheel supports a protocol: all but the NPU wheel accept ``ascend`` but silently use TCP.
 
     Raises:
         ConfigError: it does not.
     """
-    if protocol == "ascend":
+    if settings.protocol == "ascend":
         try:
             importlib.metadata.version(ASCEND_WHEEL)
         except importlib.metadata.PackageNotFoundError as cause:
-            raise ConfigError(f"protocol {protocol!r} needs the package {ASCEND_WHEEL}", field="protocol") from cause
+            raise ConfigError(
+                f"protocol {settings.protocol!r} needs the package {ASCEND_WHEEL}", field=f"{settings.section}.protocol"
+            ) from cause
 
 
-def check_address(address: str) -> None:
+def check_address(settings: MooncakeSettings) -> socket.AddressFamily:
     """Check an address: Mooncake would advertise any text, and peers would fail to connect without a diagnosis.
 
+    Returns:
+        The family to use: IPv4 where a name has both, since all hosts must agree.
+
     Raises:
-        ConfigError: it does not belong to this host.
+        ConfigError: it does not belong to this host (yet: retryable), or no other host could reach it.
     """
+    field = f"{settings.section}.address"
     try:
-        family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(settings.address, 0, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, sockaddr = min(found, key=lambda one: one[0] != socket.AF_INET)
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(sockaddr)
+    except (OSError, UnicodeError) as error:
+        said = f"{settings.address!r} is not an address of this host: {error}"
+        raise ConfigError(said, field=field, retryable=True) from error
+    if wrong := unreachable_host(str(sockaddr[0])):
+        raise ConfigError(f"{settings.address!r} {wrong}", field=field)
+    return family
+
+
+def check_delivery(settings: MooncakeSettings) -> None:
+    """Move bytes from one engine of this process to another by the configured address, and compare them.
+
+    That an engine has started is no proof: see the module. Not with ``ascend``, where two engines would share a device.
+
+    Raises:
+        ConfigError: as ``create`` does; or the bytes did not arrive (retryable).
+        TransferFailedError: Mooncake could not start.
+    """
+    if settings.protocol != "tcp":
+        check_address(settings)
+        check_protocol(settings)
+        return
+    memory = mmap.mmap(-1, 2 * _PROBE_BYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory[:_PROBE_BYTES] = os.urandom(_PROBE_BYTES)
+    with ExitStack() as engines:
+        target, source = [create(settings)], list[NativeEngine]()
+        engines.callback(destroy, target)  # afterwards no byte lands any more
+        source.append(create(settings))
+        engines.callback(destroy, source)
+        place = f"{settings.host}:{target[0].get_rpc_port()}"
+        register(target, address + _PROBE_BYTES, _PROBE_BYTES)
+        why = _accepts_connections(settings, target[0].get_rpc_port()) or _written(source[0], place, address, settings)
+    if not why and memory[:_PROBE_BYTES] != memory[_PROBE_BYTES:]:
+        why = "other bytes arrived than were sent"
+    if why:
+        raise ConfigError(
+            f"{settings.section}.address = {settings.address!r}: bytes that this host sends itself through Mooncake at "
+            f"{place} do not arrive: {why}",
+            field=f"{settings.section}.address",
+            retryable=True,
+            remedy="let this host reach itself there (firewall, routes), or name another address of this host; "
+            "kvferry doctor tries the same",
+        )
+
+
+def _accepts_connections(settings: MooncakeSettings, port: int) -> str:
+    """Return why there is no connection to a port at the address; empty if there is. Mooncake would try for longer."""
+    try:
+        socket.create_connection((settings.address, port), settings.contact_timeout_s).close()
     except OSError as error:
-        raise ConfigError(f"{address!r} is not an address of this host: {error}", field="address") from error
+        return str(error)
+    return ""
+
+
+def _written(engine: NativeEngine, place: str, address: int, settings: MooncakeSettings) -> str:
+    """Write the first of two probes' bytes over the second one, at ``place``; return why not, empty if it is done."""
+    batch = engine.batch_transfer_async_write(place, [address], [address + _PROBE_BYTES], [_PROBE_BYTES])
+    if not batch:
+        return "the engine there did not answer"
+    ends_at = time.monotonic() + settings.progress_timeout_s
+    while (status := engine.transfer_check_status(batch)) not in {DONE, FAILED}:
+        if time.monotonic() > ends_at:
+            return f"nothing moved for {settings.progress_timeout_s} s"
+        time.sleep(_LOOK_AGAIN_S)
+    return "" if status == DONE else "the write failed"
+
+
+def family() -> socket.AddressFamily:
+    """Return the address family that this process's engine uses, for its peers too."""
+    return socket.AF_INET6 if "MC_USE_IPV6" in os.environ else socket.AF_INET
+
+
+def _apply(environment: Mapping[str, str]) -> None:
+    """Give this process an environment for Mooncake, and remember what is not the operator's."""
+    for name in _OF_THE_CONFIGURATION:
+        if name not in environment:
+            os.environ.pop(name, None)
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = _applied[name] = value
 
 
 def _shorten_accept_timeout(port: int) -> None:

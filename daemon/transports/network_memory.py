@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from collections.abc import Set as AbstractSet
@@ -24,7 +25,7 @@ import structlog
 
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.daemon.transports.mooncake import MooncakeEngine
-from kvferry.daemon.transports.mooncake_native import MooncakeSettings
+from kvferry.daemon.transports.mooncake_native import MooncakeSettings, check_delivery
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import Walk, problem_at
 from kvferry.pools.pool import Pool
@@ -409,7 +410,7 @@ async def open_network(config: Config, tuning: NetworkTuning) -> NetworkMemory |
     """Start listening for writes of other hosts; None where no transport between hosts is configured.
 
     Raises:
-        ConfigError: no address to listen on, or Mooncake is not installed.
+        ConfigError: no address to listen on, Mooncake is not installed, or no bytes come by the address.
         OutOfMemoryError: no memory for bounce buffers or staging.
         TransferFailedError: Mooncake could not start.
     """
@@ -421,6 +422,9 @@ async def open_network(config: Config, tuning: NetworkTuning) -> NetworkMemory |
         raise ConfigError("set the address to listen at, or peers.listen", field="network.address")
     two_writes = 2 * network.bounce_buffer_bytes
     settings = MooncakeSettings(address=address, protocol=network.protocol, max_bytes_in_flight_per_peer=two_writes)
+    began_s = time.monotonic()
+    await asyncio.to_thread(check_delivery, settings)
+    checked_ms = round((time.monotonic() - began_s) * 1000)
     engine = MooncakeEngine(settings)
     buffers = HostRegion.create("network", network.bounce_buffers * network.bounce_buffer_bytes)
     staging = HostRegion.create("staging", tuning.staging * network.bounce_buffer_bytes)
@@ -428,6 +432,10 @@ async def open_network(config: Config, tuning: NetworkTuning) -> NetworkMemory |
     # Peers may write whatever is registered, so only this is, unless pages are written directly.
     await engine.register(buffers.address, buffers.size_bytes)
     log.info(
-        "network ready", transport=network.transport, session=engine.session_name, bounce_buffers=network.bounce_buffers
+        "network ready",
+        transport=network.transport,
+        session=engine.session_name,
+        bounce_buffers=network.bounce_buffers,
+        checked_ms=checked_ms,
     )
     return NetworkMemory(network, tuning, engine, buffers, staging)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvferry.protocol.addresses import is_numeric
+from kvferry.protocol.addresses import canonical, is_numeric, unreachable_host
 from kvferry.protocol.config.memory import read_file, smallest_limit
 from kvferry.protocol.config.placement import nodes
 from kvferry.protocol.config.schema import MIN_SIZE_BYTES, STAGING_BUFFERS, Config
@@ -33,11 +33,18 @@ def _addresses(config: Config) -> Iterator[Conflict]:
         yield Conflict("devices.open", 'devices.open = ["host"]: the host is not a device; use npu:N or cuda:N')
     listen = config.peers.listen
     if listen and not is_numeric(listen):
-        yield Conflict(
-            "peers.listen",
-            f'peers.listen = "{listen}": give a numeric address of this host, as in "tcp://10.0.0.3:7801" or '
-            '"tcp://[fd00::3]:7801"',
-        )
+        spelt = canonical(listen)
+        fix = 'give a numeric address of this host, as in "tcp://10.0.0.3:7801" or "tcp://[fd00::3]:7801"'
+        fix = f"write it as {spelt}" if spelt != listen else fix
+        yield Conflict("peers.listen", f'peers.listen = "{listen}": {fix}')
+    elif listen and (wrong := unreachable_host(listen.removeprefix("tcp://").rpartition(":")[0])):
+        yield Conflict("peers.listen", f'peers.listen = "{listen}" {wrong}')
+    for key, host in (
+        ("network.address", config.network.address),
+        ("tiers.remote.address", config.tiers.remote.address),
+    ):
+        if host and (wrong := unreachable_host(host)):
+            yield Conflict(key, f'{key} = "{host}" {wrong}')
     for key, address in (("peers.listen", listen), ("tiers.remote.master", config.tiers.remote.master)):
         port = address.rpartition(":")[2] if address else ""
         if port.isdecimal() and not 0 < int(port) <= _MAX_PORT:

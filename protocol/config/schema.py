@@ -30,7 +30,11 @@ Bytes = Annotated[int, Meta(ge=0, le=MAX_SIZE_BYTES)]
 Path = Annotated[str, Meta(pattern="^[^\\x00]+\\Z", max_length=4096, description="a path")]
 Host = Annotated[
     str,
-    Meta(pattern="^[0-9A-Za-z_.:-]+\\Z", max_length=256, description="an address or name of this host, without a port"),
+    Meta(
+        pattern="^[0-9A-Za-z_.:%-]+\\Z|^\\[[0-9A-Fa-f:.%]+\\]\\Z",
+        max_length=256,
+        description="an address or name of this host, without a port",
+    ),
 ]
 Listen = Annotated[
     str,
@@ -43,7 +47,7 @@ Listen = Annotated[
 MasterAddress = Annotated[
     str,
     Meta(
-        pattern="^[^ :]+:[0-9]{1,5}\\Z|^\\[[0-9a-f:.]+\\]:[0-9]{1,5}\\Z",
+        pattern="^[^ :]+:[0-9]{1,5}\\Z|^\\[[0-9A-Fa-f:.]+\\]:[0-9]{1,5}\\Z",
         max_length=256,
         description="HOST:PORT, with an IPv6 address in brackets",
     ),
@@ -229,11 +233,13 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def network_address(self) -> str | None:
-        """Return the address at which other hosts reach this one; None if none is configured."""
+        """Return the address at which other hosts reach this one, without brackets; None if none is configured."""
         listen = self.peers.listen
-        return self.network.address or (listen and listen.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
+        address = self.network.address or (listen and listen.removeprefix("tcp://").rpartition(":")[0])
+        return address and address.strip("[]")
 
     @property
     def store_address(self) -> str | None:
-        """Return the address at which other nodes of the store reach this one; None if none is configured."""
-        return self.tiers.remote.address or self.network_address
+        """Return the address at which other nodes of the store reach this one, as ``network_address`` does."""
+        address = self.tiers.remote.address
+        return address.strip("[]") if address else self.network_address

@@ -125,16 +125,22 @@ class Node:
 
 @asynccontextmanager
 async def running_node(
-    master: Master, *, there: bool = True, segment_bytes: int = 32 << 20, hung_s: float = 5.0, timeout_s: float = 30.0
+    master: Master,
+    *,
+    address: str = "127.0.0.1",
+    there: bool = True,
+    segment_bytes: int = 32 << 20,
+    hung_s: float = 5.0,
+    timeout_s: float = 30.0,
 ) -> AsyncIterator[Node]:
-    """Run a node; wait until it has joined, unless ``there`` is False."""
+    """Run a node at an address of the loopback; wait until it has joined, unless ``there`` is False."""
     config = RemoteTierConfig(
         transport="mooncake_store", master=f"127.0.0.1:{master.port}", segment_bytes=segment_bytes
     )
     tuning = StoreTuning(retry_s=0.05, lookup_timeout_s=5.0, progress_timeout_s=1, hung_s=hung_s, timeout_s=timeout_s)
     counters = Counters()
     with HostRegion.create("arena", ARENA_BYTES) as region:
-        async with RemoteStore(config, "127.0.0.1", region.fd, ARENA_BYTES, counters, tuning) as store:
+        async with RemoteStore(config, address, region.fd, ARENA_BYTES, counters, tuning) as store:
             node = Node(region, store, counters)
             if there:
                 await node.until(available=True)

@@ -67,8 +67,12 @@ def master(binary: Path, tmp_path: Path) -> Iterator[Master]:
         yield running
 
 
-async def test_two_nodes_share_blocks(master: Master) -> None:
-    async with running_node(master) as one, running_node(master, segment_bytes=0) as other:
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+async def test_two_nodes_share_blocks(master: Master, address: str) -> None:
+    async with (
+        running_node(master, address=address) as one,
+        running_node(master, address=address, segment_bytes=0) as other,
+    ):
         header = await put_pages(one, "a")
         assert await other.store.exists(["a", "b", "a"]) == [True, False, True]
         assert await other.store.get("a", pages_at(AT, 3), pages=3) == header

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import ctypes
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,7 +21,7 @@ import pytest
 from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake import MooncakeEngine, WriteFailedError
 from kvferry.daemon.transports.mooncake_completions import CompletionPoller
-from kvferry.daemon.transports.mooncake_native import MooncakeSettings
+from kvferry.daemon.transports.mooncake_native import MooncakeSettings, check_delivery
 from kvferry.daemon.transports.network_memory import NetworkTuning, open_network
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.config.schema import Config, NetworkConfig
@@ -28,6 +32,7 @@ from tests.daemon.transports.mooncake_harness import (
     Ends,
     Factory,
     Peer,
+    ScriptedEngine,
     mooncake_works,
     running_peer,
 )
@@ -398,18 +403,23 @@ async def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("settings", "said", "field"),
     [
-        ({"address": "192.0.2.1"}, r"192\.0\.2\.1", None),
-        ({"address": "127.0.0.1", "protocol": "ascend"}, "mooncake-transfer-engine-npu", "protocol"),  # not by TCP
+        ({"address": "198.51.100.1"}, r"198\.51\.100\.1.*not an address of this host", "network.address"),
+        ({"address": "127.0.0.1:7801"}, "not an address of this host", "network.address"),
+        ({"address": "0"}, "all addresses of this host", "network.address"),  # what 0.0.0.0 may be called, too
+        ({"address": "::", "section": "tiers.remote"}, "all addresses of this host", "tiers.remote.address"),
+        ({"address": "127.0.0.1", "protocol": "ascend"}, "mooncake-transfer-engine-npu", "network.protocol"),
     ],
 )
-async def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str, field: str | None) -> None:
+async def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str, field: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         await asyncio.to_thread(mooncake_native.create, MooncakeSettings(**settings))
-    assert field in {None, refused.value.field}
+    assert refused.value.field == field
 
 
 @needs_mooncake
-async def test_two_bounce_buffers_are_written_to_a_peer_at_a_time() -> None:
+async def test_two_bounce_buffers_are_written_to_a_peer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SETTINGS.environment(socket.AF_INET).items():
+        monkeypatch.setenv(name, value)  # Mooncake reads its timeouts once, at a process's first write: this one
     network = NetworkConfig(transport="mooncake", address="127.0.0.1", bounce_buffers=2, bounce_buffer_bytes=4096)
     memory = await open_network(Config(network=network), NetworkTuning())
     assert memory is not None
@@ -427,6 +437,90 @@ async def test_the_operators_environment_wins(monkeypatch: pytest.MonkeyPatch) -
         assert os.environ["MC_TCP_LANES_PER_PEER"] == "1"
         assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == str(PROGRESS_TIMEOUT_S)
         assert os.environ["MC_TCP_SLICE_SIZE"] == str(mooncake_native.SLICE_BYTES)
+
+
+async def test_another_process_does_not_inherit_what_this_one_has_set_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MC_TCP_LANES_PER_PEER", "1")
+    monkeypatch.delenv("MC_TCP_PROGRESS_TIMEOUT_SEC", raising=False)
+    monkeypatch.setenv("MC_USE_IPV6", "0")  # any value turns it on
+    async with MooncakeEngine(SETTINGS):
+        other = MooncakeSettings(address="127.0.0.1", progress_timeout_s=77)
+        environment = other.environment(socket.AF_INET)
+        assert environment["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "77"
+        assert environment["MC_TCP_LANES_PER_PEER"] == "1"
+        assert "MC_USE_IPV6" not in environment
+        assert other.environment(socket.AF_INET6)["MC_USE_IPV6"] == "1"
+
+
+# --- whether bytes get through, on a scripted engine and by real ones ---
+
+
+class Moves(ScriptedEngine):
+    """An engine whose writes end as a test says, after they have moved ``moved`` of their bytes."""
+
+    def __init__(self, port: int, status: int, moved: float) -> None:
+        super().__init__(port)
+        self._status, self._moved = status, moved
+
+    def batch_transfer_async_write(
+        self, target: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
+    ) -> int:
+        assert target.startswith("127.0.0.1:")
+        ctypes.memmove(peer_buffer_addresses[0], buffers[0], int(lengths[0] * self._moved))
+        self.under_way[1] = self._status
+        return 0 if self.refuse else 1
+
+
+@pytest.mark.parametrize(
+    ("status", "moved", "refuse", "why"),
+    [
+        (1, 1.0, False, None),
+        (1, 0.5, False, "other bytes arrived than were sent"),
+        (-1, 0.0, False, "the write failed"),
+        (0, 0.0, False, "nothing moved for 0 s"),
+        (0, 0.0, True, "the engine there did not answer"),
+    ],
+)
+async def test_bytes_that_do_not_arrive_at_the_own_address_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, listener: str, status: int, moved: float, *, refuse: bool, why: str | None
+) -> None:
+    engine = Moves(int(listener.rpartition(":")[2]), status, moved)
+    engine.refuse = refuse
+    monkeypatch.setattr(mooncake_native, "create", lambda _settings: engine)
+    monkeypatch.setattr(mooncake_native, "destroy", list.clear)
+    settings = MooncakeSettings(address="127.0.0.1", progress_timeout_s=0)
+    if why is None:
+        await asyncio.to_thread(check_delivery, settings)
+        return
+    with pytest.raises(ConfigError, match=why) as refused:
+        await asyncio.to_thread(check_delivery, settings)
+    assert (refused.value.field, refused.value.retryable) == ("network.address", True)
+
+
+WRONG_FAMILY = """
+from kvferry.daemon.transports.mooncake_native import MooncakeSettings, check_delivery
+check_delivery(MooncakeSettings(address="127.0.0.1"))
+check_delivery(MooncakeSettings(address="::1"))
+"""
+
+
+@needs_mooncake
+async def test_an_engine_that_starts_with_the_wrong_family_is_found_out() -> None:
+    """Mooncake reads once in a process which family it uses, so that the second address is not served."""
+    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", WRONG_FAMILY], stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert b"do not arrive" in done.stderr
+    assert b"CONFIG [network.address]" in done.stderr
+
+
+@needs_mooncake
+async def test_a_peer_of_the_other_family_is_told_apart() -> None:
+    async with MooncakeEngine(SETTINGS) as engine:
+        ends = Ends()
+        engine.write("[::1]:1", 1, 1, 1, ends, timeout_s=WAIT_S)
+        assert "family" in str((await ends.wait(1))[0])
 
 
 # --- with real engines ---
