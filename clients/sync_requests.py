@@ -598,14 +598,31 @@ class SyncRequests(Resuming):
         reply = self.call(asked(CacheList(position=0, limit=1)))
         return reply.cursor
 
-    def pin_cached(self, hashes: Sequence[bytes], *, pinned: bool = True) -> int:
-        """Keep blocks whatever happens, or no longer; return how many were found. For operators."""
-        reply = self.call(asked(CachePin(hashes=joined(hashes), pinned=pinned)))
+    def pin_cached(
+        self, hashes: Sequence[bytes], *, pool: str | None = None, identity: str | None = None, pinned: bool = True
+    ) -> int:
+        """Keep blocks whatever happens, or no longer; return how many were found. For operators.
+
+        ``pool`` or ``identity`` says whose blocks the hashes name: see ``evict_cached``.
+        """
+        body = CachePin(hashes=joined(hashes), pinned=pinned, pool=pool, identity=identity)
+        reply = self.call(asked(body))
         return reply.blocks
 
-    def evict_cached(self, hashes: Sequence[bytes] | None = None) -> CacheEvicted:
-        """Drop blocks from every tier, by default all; pinned ones stay. For operators."""
-        body = CacheEvict(hashes=joined(() if hashes is None else hashes), everything=hashes is None)
+    def evict_cached(
+        self, hashes: Sequence[bytes] | None = None, *, pool: str | None = None, identity: str | None = None
+    ) -> CacheEvicted:
+        """Drop blocks from every tier; pinned ones stay.
+
+        Args:
+            hashes: of the blocks; None: all.
+            pool: only blocks of this pool's model identity and layout: what an engine that begins anew drops.
+            identity: only blocks of this identity, as ``cached_blocks`` gives it, of every layout. Hashes need one of
+                the two; without hashes, neither means the blocks of all of this user's models.
+        """
+        body = CacheEvict(
+            hashes=joined(() if hashes is None else hashes), everything=hashes is None, pool=pool, identity=identity
+        )
         return self.call(asked(body))
 
     # -- replies

@@ -301,12 +301,17 @@ class CachePinned(ReplyBody, frozen=True, kw_only=True, tag="CACHE_PINNED"):
 
 
 class CachePin(AnsweredBy[CachePinned], frozen=True, kw_only=True, tag="CACHE_PIN"):
-    """Pin blocks against eviction, or unpin them: those with these hashes of every model, layout and page space."""
+    """Pin blocks with these hashes against eviction, or unpin them.
+
+    A hash names a block only within one identity: give either the pool or the identity, as for CACHE_EVICT.
+    """
 
     after_restart = "again"
 
     hashes: Hashes
     pinned: bool = True
+    pool: PoolName | None = None
+    identity: Hex128 | None = None
 
 
 class CacheEvicted(ReplyBody, frozen=True, kw_only=True, tag="CACHE_EVICTED"):
@@ -318,12 +323,20 @@ class CacheEvicted(ReplyBody, frozen=True, kw_only=True, tag="CACHE_EVICTED"):
 
 
 class CacheEvict(AnsweredBy[CacheEvicted], frozen=True, kw_only=True, tag="CACHE_EVICT"):
-    """Drop this tenant's blocks with these hashes, or all of them, from every tier; pinned blocks stay."""
+    """Drop blocks of this tenant from every tier: those with these hashes, or all; pinned blocks stay.
+
+    ``pool`` or ``identity`` says whose blocks they are; ``hashes`` need one of the two. ``everything`` without either
+    drops the blocks of all models.
+    """
 
     after_restart = "again"
 
     hashes: Hashes = b""
     everything: bool = False
+    pool: PoolName | None = None
+    """Only blocks of this pool's model identity and layout."""
+    identity: Hex128 | None = None
+    """Only blocks of this identity, as CACHE_LIST gives it, of every layout."""
 
 
 class CacheChanges(ReplyBody, frozen=True, kw_only=True, tag="CACHE_CHANGES"):

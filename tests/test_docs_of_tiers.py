@@ -127,7 +127,7 @@ def test_hybrid_models(reader: Reader) -> None:
     assert (reader.names["main"].blocks, reader.names["window"]) == (5, hashes[3:5])
     assert reader.names["usable"]
     reader.run("for one in (main, swa): client.unpin(one.lease)")
-    client.evict_cached(hashes[4:])
+    client.evict_cached(hashes[4:], pool="hybrid")
     reader.run(WINDOWS)
     assert (reader.names["main"].blocks, reader.names["usable"]) == (4, False)
 
@@ -145,7 +145,7 @@ def test_a_router(daemon: DaemonProcess, reader: Reader, decode: Filled) -> None
         other.wait_done(other.store("decode", hashes[2:], other.allocate("decode", 2), parent=hashes[1]))
         reader.run(f"news = {tail}")
         assert reader.names["where"] == {(identity, one.hex()): {"host"} for one in hashes}
-        other.evict_cached(hashes[:1])
+        other.evict_cached(hashes[:1], pool="decode")
         reader.run(f"news = {tail}")
     assert reader.names["where"][identity, hashes[0].hex()] == set()
 

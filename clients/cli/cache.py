@@ -38,7 +38,7 @@ def add_cache(command: argparse.ArgumentParser) -> None:
         ("pin", "protect blocks from eviction", _pin),
         ("unpin", "allow eviction of blocks again", _pin),
         ("evict", "drop blocks from every tier; pinned ones stay", _evict),
-        ("clear", "drop all of this user's blocks from every tier; pinned ones stay", _evict),
+        ("clear", "drop all blocks of a pool or a model identity from every tier; pinned ones stay", _evict),
         ("watch", "print changes as they happen, one JSON object per line", _watch),
         ("snapshots", "list this user's snapshots", _snapshots),
         ("drop", "drop snapshots", _drop),
@@ -49,6 +49,12 @@ def add_cache(command: argparse.ArgumentParser) -> None:
             action.add_argument("--json", action="store_true", help="for programs: one JSON object per line")
         if name in {"pin", "unpin", "evict"}:
             action.add_argument("hashes", nargs="+", metavar="HASH", help="32 hexadecimal digits, as list shows them")
+        if name in {"pin", "unpin", "evict", "clear"}:
+            whose = action.add_mutually_exclusive_group(required=True)
+            whose.add_argument("--pool", metavar="POOL", help="blocks of this pool's model identity and layout")
+            whose.add_argument("--identity", metavar="ID", help="blocks of this identity, as list shows it")
+            if name == "clear":
+                whose.add_argument("--all", action="store_true", help="blocks of all of this user's models")
         if name == "drop":
             action.add_argument("snapshots", nargs="+", metavar="SNAPSHOT", help="as snapshots shows them")
         if name == "watch":
@@ -90,13 +96,16 @@ def _list(client: Client, options: argparse.Namespace) -> int:
 
 
 def _pin(client: Client, options: argparse.Namespace) -> int:
-    found = client.pin_cached(_hashes(options.hashes), pinned=options.action == "pin")
+    found = client.pin_cached(
+        _hashes(options.hashes), pool=options.pool, identity=options.identity, pinned=options.action == "pin"
+    )
     print(f"{found} blocks {options.action}ned")
     return 0 if found else 1
 
 
 def _evict(client: Client, options: argparse.Namespace) -> int:
-    done = client.evict_cached(_hashes(options.hashes) if options.action == "evict" else None)
+    hashes = _hashes(options.hashes) if options.action == "evict" else None
+    done = client.evict_cached(hashes, pool=options.pool, identity=options.identity)
     kept = f"; {done.kept} are pinned and stay" if done.kept else ""
     print(f"{done.blocks} blocks dropped, {done.size_bytes / MIB:.1f} MiB{kept}")
     return 0
@@ -156,7 +165,7 @@ def _block_row(one: CachedBlockStatus) -> Sequence[object]:
     pinned = ", ".join(one.pinned_by) or "-"
     parent = one.parent[:8] or "-"
     # Differently salted caches of one model share a label: only the identity differs.
-    model = f"{one.model or '?'} ({one.identity[:8]})"
+    model = f"{one.model or '?'} ({one.identity})"
     form = (one.block_pages, one.space, one.layout_digest[:8], model)
     return (one.hash, "+".join(one.tiers), size, *form, parent, pinned)
 

@@ -386,14 +386,7 @@ class KvferryHiCacheStorage(HiCacheStorage):
         """
         host, sessions = self._registered()
         with sessions.client() as client:
-            mine = host.pool.model.label
-            names = [
-                bytes.fromhex(one.hash)
-                for one in client.cached_blocks()
-                if (one.model, one.layout_digest) == (mine, host.pool.layout_digest)
-            ]
-            for start in range(0, len(names), LIST_BLOCKS):
-                client.evict_cached(names[start : start + LIST_BLOCKS])
+            client.evict_cached(pool=host.pool.name)
         return True
 
     def get_stats(self) -> Any:  # noqa: ANN401  SGLang's StorageMetrics

@@ -259,8 +259,8 @@ class KvferryConnector(KVConnectorBase_V1):
         if kv_events is not None and kv_events.enable_kv_cache_events and told.settings.cache:
             from kvferry.clients.vllm.events import CacheEventLog  # noqa: PLC0415
 
-            events = CacheEventLog(engine, told.block_size, told.ranks)
-        return Scheduler(engine, told, get_ip(), specs, events, model=model_identity(self._vllm_config))
+            events = CacheEventLog(engine, told.block_size, model_identity(self._vllm_config), specs)
+        return Scheduler(engine, told, get_ip(), events)
 
     def _make_worker(self, told: Configuration) -> tuple[RankMemory, Worker]:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvferry.clients import Client, KvferryError
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.tiers.cached_block import identity_of
 from kvferry.protocol.tier_messages import HASH_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvferry.clients.engine import Engine
+    from kvferry.clients.vllm.memory import Spec
+    from kvferry.protocol.ids import ModelIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +38,13 @@ EVENTS: Final = 1000
 class CacheEventLog:
     """What has been stored, and what is gone, since it was last taken. A thread of its own hears of the latter."""
 
-    def __init__(self, engine: Engine, block_size: int, ranks: int) -> None:
-        """Begin to listen; ``ranks``: each of which has to store a block."""
+    def __init__(self, engine: Engine, block_size: int, model: ModelIdentity, specs: Sequence[Spec]) -> None:
+        """Begin to listen; ``specs``: of each rank's pool, all of which have to store a block of ``model``."""
         self._engine = engine
         self._block_size = block_size
-        self._ranks = ranks
+        self._ranks = len(specs)
+        self._identity = identity_of(model)
+        self._digests = {manifest_of(one).layout_digest for one in specs}
         self._lock = threading.Lock()
         self._pending: dict[int, tuple[BlockStored, list[bytes], int]] = {}
         self._known: dict[bytes, tuple[object, set[str]]] = {}
@@ -114,6 +120,8 @@ class CacheEventLog:
                 return
             cursor = changes.cursor
             for change in changes.changes:
+                if change.identity != self._identity or change.layout_digest not in self._digests:
+                    continue  # another model's blocks may have the same hashes
                 names = [change.hashes[at : at + HASH_BYTES] for at in range(0, len(change.hashes), HASH_BYTES)]
                 with self._lock:
                     tiers = [self._known[one][1] for one in names if one in self._known]

@@ -32,7 +32,6 @@ from kvferry.clients.vllm.metadata import (
     prompt_digest,
     request_id,
 )
-from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError
 from kvferry.protocol.session_messages import Status
 from kvferry.protocol.tier_messages import HASH_BYTES, Found, Lookup, Unpin
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from kvferry.clients.engine import Engine
     from kvferry.clients.vllm.configuration import Configuration
     from kvferry.clients.vllm.events import CacheEventLog
-    from kvferry.clients.vllm.memory import Spec
-    from kvferry.protocol.ids import ModelIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +113,7 @@ class Scheduler:
         engine: Engine,
         told: Configuration,
         host: str,
-        specs: Sequence[Spec],
         events: CacheEventLog | None,
-        *,
-        model: ModelIdentity,
     ) -> None:
         """Take the session.
 
@@ -127,15 +121,11 @@ class Scheduler:
             engine: of this process.
             told: what both sides know.
             host: this engine's own address.
-            specs: of each rank's pool.
             events: what is told of the prefix cache; None: nothing is.
-            model: whose KV it is.
         """
         self._engine = engine
         self._told = told
         self._host = host
-        self._digests = {manifest_of(one).layout_digest for one in specs}
-        self._model = model
         self._events = events
         self._block_size = told.block_size
         self._caches = told.settings.cache and self._has_cache()
@@ -299,13 +289,8 @@ class Scheduler:
         try:
             with self._engine.client() as client:
                 self._wait_for_stores(client)
-                mine = [
-                    bytes.fromhex(one.hash)
-                    for one in client.cached_blocks()
-                    if one.model == self._model.label and one.layout_digest in self._digests
-                ]
-                for start in range(0, len(mine), LONGEST_LIST):
-                    client.evict_cached(mine[start : start + LONGEST_LIST])
+                for rank in range(self._told.ranks):
+                    client.evict_cached(pool=self._told.pool_of(rank))
         except KvferryError as error:
             logger.warning("kvferry: the prefix cache was not reset: %s", error)
             return False

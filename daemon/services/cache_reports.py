@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
-from kvferry.daemon.services.prefix_cache import split_hashes
+from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.services.prefix_cache import model_of, split_hashes
 from kvferry.daemon.tiers.host_tier import HostTier, holder_name
 from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
-from kvferry.pools.tiers.cached_block import CachedBlock
+from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, identity_of
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.pools.tiers.journal import Change
 from kvferry.protocol.errors import InvalidFieldError
@@ -44,11 +46,32 @@ class _Waiting:
             self.timer.cancel()
 
 
+class _Scope(NamedTuple):
+    """The blocks that a request is about: of one tenant, and of one identity, layout and list of hashes if given."""
+
+    tenant: int
+    identity: str | None
+    layout_digest: str | None
+    hashes: frozenset[bytes] | None
+
+    def has(self, block: CachedBlock) -> bool:
+        """Return whether a block is one of them."""
+        return self._has_space(block.namespace) and (self.hashes is None or block.hash in self.hashes)
+
+    def _has_space(self, space: Namespace) -> bool:
+        return (
+            space.tenant == self.tenant
+            and self.identity in {None, space.identity}
+            and self.layout_digest in {None, space.layout_digest}
+        )
+
+
 class CacheReports:
     """Answers the CACHE_* requests. Each user sees and changes only its own blocks."""
 
-    def __init__(self, dispatcher: Dispatcher, host: HostTier, lower: LowerTiers) -> None:
+    def __init__(self, dispatcher: Dispatcher, pools: PoolRegistry, host: HostTier, lower: LowerTiers) -> None:
         self._dispatcher = dispatcher
+        self._pools = pools
         self._host = host
         self._lower = lower
         self._loop = asyncio.get_running_loop()
@@ -88,12 +111,12 @@ class CacheReports:
 
     def _pin(self, call: Call) -> Answer | None:
         body = expect(call, CachePin)
-        self._background.spawn(self._pin_all(call, set(split_hashes(body.hashes)), pinned=body.pinned))
+        self._background.spawn(self._pin_all(call, self._scope(call, body), pinned=body.pinned))
         return None
 
-    async def _pin_all(self, call: Call, named: set[bytes], *, pinned: bool) -> None:
+    async def _pin_all(self, call: Call, scope: _Scope, *, pinned: bool) -> None:
         index, count = self._host.index, 0
-        async for blocks in self._blocks_of(call.session.tenant, named):
+        async for blocks in self._blocks_of(scope):
             count += len(blocks)
             if pinned:
                 index.pin([block for block in blocks if OPERATOR not in block.pins], OPERATOR)
@@ -105,13 +128,12 @@ class CacheReports:
         body = expect(call, CacheEvict)
         if body.everything == bool(body.hashes):
             raise InvalidFieldError("no block named: give hashes, or everything=true", field="hashes")
-        named = None if body.everything else set(split_hashes(body.hashes))
-        self._background.spawn(self._evict_all(call, named))
+        self._background.spawn(self._evict_all(call, self._scope(call, body)))
         return None
 
-    async def _evict_all(self, call: Call, named: set[bytes] | None) -> None:
+    async def _evict_all(self, call: Call, scope: _Scope) -> None:
         count = size_bytes = kept = 0
-        async for blocks in self._blocks_of(call.session.tenant, named):
+        async for blocks in self._blocks_of(scope):
             going = [block for block in blocks if not block.pins]
             kept += len(blocks) - len(going)
             count, size_bytes = count + len(going), size_bytes + sum(block.size_bytes for block in going)
@@ -120,13 +142,34 @@ class CacheReports:
         reply = CacheEvicted(blocks=count, size_bytes=size_bytes, kept=kept)
         self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
-    async def _blocks_of(self, tenant: int, named: set[bytes] | None) -> AsyncIterator[list[CachedBlock]]:
-        """Yield a tenant's blocks (``named`` ones, None: all) in parts, letting other requests run in between."""
+    def _scope(self, call: Call, body: CachePin | CacheEvict) -> _Scope:
+        """Return which blocks a request is about.
+
+        Raises:
+            InvalidFieldError: it names hashes without saying of which identity, or gives both a pool and an identity.
+            UnknownPoolError, NoModelError: of the pool.
+        """
+        everything = isinstance(body, CacheEvict) and body.everything
+        hashes = None if everything else frozenset(split_hashes(body.hashes))
+        tenant, identity, layout_digest = call.session.tenant, body.identity, None
+        if body.pool is not None:
+            if identity is not None:
+                raise InvalidFieldError("a pool and an identity are given: give one of them", field="identity")
+            pool = self._pools.get(tenant, body.pool)
+            identity, layout_digest = identity_of(model_of(pool)), pool.manifest.layout_digest
+        elif hashes is not None and identity is None:
+            raise InvalidFieldError(
+                "a hash names a block of one identity only: give its pool, or its identity as CACHE_LIST shows it",
+                field="identity",
+            )
+        return _Scope(tenant, identity, layout_digest, hashes)
+
+    async def _blocks_of(self, scope: _Scope) -> AsyncIterator[list[CachedBlock]]:
+        """Yield blocks in parts, letting other requests run in between."""
         position: int | None = 0
         while position is not None:
             page = self._host.index.page(position, LOOK_AT)
-            mine = [block for block in page.blocks if block.namespace.tenant == tenant]
-            yield mine if named is None else [block for block in mine if block.hash in named]
+            yield [block for block in page.blocks if scope.has(block)]
             position = page.next_position
             await asyncio.sleep(0)
 

@@ -113,7 +113,7 @@ class Tiers:
         self._cache = PrefixCache(
             dispatcher, pools, sessions, rings, self._host, self.operations, self._lower, room, counters
         )
-        self._reports = CacheReports(dispatcher, self._host, self._lower)
+        self._reports = CacheReports(dispatcher, pools, self._host, self._lower)
 
     def __repr__(self) -> str:
         """Show the live counts."""

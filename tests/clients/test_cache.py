@@ -161,14 +161,14 @@ def test_the_command_line(daemon: DaemonProcess, client: Client, pool: Filled) -
     listed = [json.loads(line) for line in run("list", "--json").splitlines()]
     assert [one["hash"] for one in listed] == [one.hex() for one in hashes(2)]
     assert [line.split()[-1] for line in run("list").splitlines() if hashes(2)[0].hex() in line] == ["-"]
-    assert run("pin", hashes(2)[0].hex()) == "1 blocks pinned\n"
+    assert run("pin", hashes(2)[0].hex(), "--pool", pool.name) == "1 blocks pinned\n"
     assert [line.split()[-1] for line in run("list").splitlines() if hashes(2)[0].hex() in line] == ["cache)"]
-    assert "1 are pinned and stay" in run("clear")
-    assert run("unpin", hashes(2)[0].hex()) == "1 blocks unpinned\n"
-    assert run("evict", hashes(2)[0].hex()).startswith("1 blocks dropped")
+    assert "1 are pinned and stay" in run("clear", "--pool", pool.name)
+    assert run("unpin", hashes(2)[0].hex(), "--identity", listed[0]["identity"]) == "1 blocks unpinned\n"
+    assert run("evict", hashes(2)[0].hex(), "--pool", pool.name).startswith("1 blocks dropped")
     assert snapshot in run("snapshots")
     assert run("drop", snapshot) == f"{snapshot} dropped\n"
-    wrong = run_kvferry("cache", "evict", "abc", "--runtime-dir", daemon.runtime_dir)
+    wrong = run_kvferry("cache", "evict", "abc", "--pool", pool.name, "--runtime-dir", daemon.runtime_dir)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "'abc' is not hexadecimal" in wrong.stderr
 
@@ -275,7 +275,7 @@ def test_an_engine_that_is_killed_leaves_nothing_behind(daemon: DaemonProcess, c
     _until_unpinned(client)
     while client.status().operations or _free(client, pool.name) < 12:
         client.ping()  # until its operations are over; pytest's own timeout fails what never ends
-    assert client.evict_cached(hashes(4)).kept == 0
+    assert client.evict_cached(hashes(4), pool=pool.name).kept == 0
     for one in [one for one in client.snapshots() if one.pool == pool.name]:
         client.drop_snapshot(one.snapshot)
 

@@ -332,6 +332,8 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     ("c.unpin(12345)", "lease", "", UnknownLeaseError),
     ("c.pin_cached('abc')", "hashes", "no list of hashes"),
     ("c.evict_cached(0)", "hashes", "0 is no list of hashes"),
+    ("c.evict_cached([bytes(16)])", "identity", "give its pool, or its identity"),
+    ("c.evict_cached(pool=p, identity='0' * 32)", "identity", "give one of them"),
     ("block_hashes([1, 2], 0)", "block_tokens", "give 1 or more"),
     ("block_hashes([1, 2], 1.5)", "block_tokens", "whole number"),
     ("block_hashes('abc', 1)", "tokens", "no list of integers"),

@@ -124,7 +124,7 @@ def test_an_operation_waits_for_what_still_uses_its_pages(client: Client, pool: 
         ring.record(point)
         client.wait_done(operation)
     client.unpin(lease)
-    client.evict_cached(names)
+    client.evict_cached(names, pool=pool.name)
     for one in {snapshot, operation.snapshot} - {""}:
         client.drop_snapshot(one)
 

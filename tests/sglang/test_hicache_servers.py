@@ -143,7 +143,7 @@ def test_other_bytes_give_other_tokens(one: Server, daemon: RestartedDaemon, exp
         spec = MhaSpec(layers=30, tokens=PAGE * len(blocks), page_size=PAGE, kv_heads=3, head_dim=64, dtype="float32")
         client.create_pool("zeros", spec, model=ModelIdentity(name=name, revision=revision))
         ids = client.allocate("zeros", len(blocks))
-        assert client.evict_cached(hashes).blocks == len(blocks)
+        assert client.evict_cached(hashes, pool="zeros").blocks == len(blocks)
         assert client.wait_done(client.store("zeros", hashes, ids)).stored == len(blocks)
     one.flush()
     for length in LENGTHS:

@@ -130,7 +130,7 @@ def test_reset_waits_for_what_is_being_stored(kept_daemon: RestartedDaemon) -> N
     with contextlib.closing(session), Client.connect(kept_daemon.runtime_dir, instance="reset") as worker:
         worker.create_pool("reset", spec, model=model, lifetime="instance")
         ids = worker.allocate("reset", 64)
-        scheduler = Scheduler(session, told, "127.0.0.1", [spec], None, model=model)
+        scheduler = Scheduler(session, told, "127.0.0.1", None)
         with stopped(kept_daemon):
             storing = worker.store("reset", [bytes([number]) * 16 for number in range(64)], ids)
         worker.wait_accepted(storing)  # else the reset, on a connection of its own, may be there before it

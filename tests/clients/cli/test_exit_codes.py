@@ -23,13 +23,15 @@ WRONG_USAGE: Final = (
     "probe PING --runtime-dir=", "cache list --runtime-dir=", "doctor --runtime-dir=", "daemon --runtime-dir=",
     "ping --timeout", "ping --timeout x", "ping --timeout -1", "ping --timeout 0", "ping --timeout nan",
     "ping --timeout inf", "status --timeout 1e9", "status all", "probe", "probe --timeout x PING", "probe --file",
-    "cache", "cache burn", "cache pin", "cache drop", "cache list --timeout -3", "cache watch --from now", "layout",
+    "cache", "cache burn", "cache pin", f"cache evict {HASH}", "cache clear", "cache drop", "cache list --timeout -3",
+    "cache watch --from now", "layout",
     "layout --model", "layout --model llama-3-8b --tokens many", "layout --model llama-3-8b --packed tightly",
     "layout a b", "layout spec.json --models", "layout --models --model x", "plan", "plan a b", "doctor --timeout no",
     "doctor more", "daemon --fast",
 )  # fmt: skip
 AS_TEXT: Final = (
-    "cache pin zz", f"cache evict {HASH}00", "layout DIR/none", "layout DIR", "layout DIR/broken", "layout DIR/wrong",
+    "cache pin zz --pool p", f"cache evict {HASH}00 --pool p", "layout DIR/none", "layout DIR", "layout DIR/broken",
+    "layout DIR/wrong",
     "layout --model llama-9", "layout --model llama-3-8b --layers 3", "plan DIR/none", "plan DIR/broken",
     "plan DIR/wrong --explain", "doctor --config DIR/none", "doctor --config DIR/none --json",
     "doctor --user nobody-of-that-name", "daemon --config DIR/none", "daemon --config DIR/broken",
@@ -45,7 +47,7 @@ AS_JSON: Final = (
 FAILING: Final = (
     "ping --runtime-dir DIR", "status --runtime-dir DIR", "status --json --runtime-dir DIR",
     "probe PING --runtime-dir DIR", "probe SNAPSHOTS --runtime-dir DIR", "cache list --runtime-dir DIR",
-    f"cache pin {HASH} --runtime-dir DIR", "daemon --runtime-dir /proc/none",
+    f"cache pin {HASH} --pool p --runtime-dir DIR", "daemon --runtime-dir /proc/none",
 )  # fmt: skip
 """No daemon is there."""
 
@@ -115,7 +117,7 @@ def test_a_refusal_by_the_daemon_is_no_wrong_input(command: Command, daemon: Dae
     where = ("--runtime-dir", str(daemon.runtime_dir))
     status, _, err = command("cache", "drop", HASH, *where)
     assert (status, "UNKNOWN_SNAPSHOT" in err) == (1, True)
-    assert command("cache", "pin", HASH, *where)[:2] == (1, "0 blocks pinned\n")
+    assert command("cache", "pin", HASH, "--identity", HASH, *where)[:2] == (1, "0 blocks pinned\n")
     status, out, _ = command("probe", "ALLOCATE", '{"pool": "nobodys", "count": 1}', *where)
     assert (status, json.loads(out)["error"]["code"]) == (1, "UNKNOWN_POOL")
 

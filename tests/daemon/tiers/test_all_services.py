@@ -280,7 +280,11 @@ class _Machine(RuleBasedStateMachine):
     )
     def operate(self, engine: Engine, first: int, count: int, what: str) -> None:
         hashes = b"".join(names(*range(first, first + count)))
-        body = CacheEvict(hashes=hashes) if what == "evict" else CachePin(hashes=hashes, pinned=what == "pin")
+        body = (
+            CacheEvict(hashes=hashes, pool=POOL)
+            if what == "evict"
+            else CachePin(hashes=hashes, pinned=what == "pin", pool=POOL)
+        )
         self.guarded(engine, lambda: engine.send(body))
 
     # -- what happens by itself
@@ -388,7 +392,7 @@ class _Machine(RuleBasedStateMachine):
         for uid in (1, 2):
             operator = harness.engine(uid)
             named = b"".join(names(*range(HASHES)))
-            unpinned = operator.send(CachePin(hashes=named, pinned=False))
+            unpinned = operator.send(CachePin(hashes=named, pinned=False, pool=POOL))
             await until(lambda: unpinned in operator.replies)  # noqa: B023
             operator.reply(unpinned, CachePinned)
             assert (await operator.answer(CacheEvict(everything=True), CacheEvicted)).kept == 0

@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from kvferry.daemon.services import cache_reports, prefix_cache
 from kvferry.daemon.tiers import host_tier
 from kvferry.pools.integrity import WALKED, check
 from kvferry.pools.tiers.cached_block import Tier
-from kvferry.protocol.errors import CacheMissError, CancelledError, OutOfMemoryError, OverloadedError, UnknownLeaseError
+from kvferry.protocol.errors import (
+    CacheMissError,
+    CancelledError,
+    InvalidFieldError,
+    OutOfMemoryError,
+    OverloadedError,
+    UnknownLeaseError,
+)
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.tier_messages import (
     CacheChanges,
     CacheEvents,
@@ -27,7 +36,7 @@ from kvferry.protocol.tier_messages import (
     Unpin,
     Unpinned,
 )
-from tests.daemon.tiers.tier_harness import POOL, UNIT, Engine, Harness, harness, names, settle, until
+from tests.daemon.tiers.tier_harness import POOL, SPEC, UNIT, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 
@@ -240,7 +249,7 @@ async def test_another_users_blocks_are_not_there(tiers: Harness, engine: Engine
     assert other.ask(CacheList(), CacheListed).blocks == ()
     with pytest.raises(UnknownLeaseError):
         other.load(engine.lookup(names(1)).lease, other.allocate(1))
-    evicted, pinned = other.send(CacheEvict(everything=True)), other.send(CachePin(hashes=hashes(1)))
+    evicted, pinned = other.send(CacheEvict(everything=True)), other.send(CachePin(hashes=hashes(1), pool=POOL))
     await until(lambda: {evicted, pinned} <= other.replies.keys())
     assert other.reply(evicted, CacheEvicted).blocks == 0
     assert other.reply(pinned, CachePinned).blocks == 0
@@ -431,10 +440,54 @@ async def test_an_operator_evicts_what_nobody_pins(engine: Engine, monkeypatch: 
     monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
     await engine.stored(1, 2, 3, 4, 5)
     engine.lookup(names(1))
-    assert (await engine.answer(CachePin(hashes=hashes(2, 9)), CachePinned)).blocks == 1
+    assert (await engine.answer(CachePin(hashes=hashes(2, 9), pool=POOL), CachePinned)).blocks == 1
     evicted = await engine.answer(CacheEvict(everything=True), CacheEvicted)
     assert evicted == CacheEvicted(blocks=3, size_bytes=3 * UNIT, kept=2)
-    await engine.answer(CachePin(hashes=hashes(2), pinned=False), CachePinned)
-    number = engine.send(CacheEvict(hashes=hashes(1, 2)))
+    await engine.answer(CachePin(hashes=hashes(2), pinned=False, pool=POOL), CachePinned)
+    number = engine.send(CacheEvict(hashes=hashes(1, 2), pool=POOL))
     await until(lambda: number in engine.replies)
     assert engine.reply(number, CacheEvicted) == CacheEvicted(blocks=1, size_bytes=UNIT, kept=1)
+
+
+async def test_a_reset_of_one_model_leaves_the_same_prompts_of_others(tiers: Harness, engine: Engine) -> None:
+    """The labels of the two models are equal."""
+    await new_pool(tiers, "base", model=ModelIdentity(name="m+a"))
+    await new_pool(tiers, "adapted", model=ModelIdentity(name="m", adapter="a"))
+    for pool in ("base", "adapted"):
+        engine.store(names(1, 2), engine.allocate(2, pool), pool)
+    await tiers.finish()
+    assert (await engine.answer(CacheEvict(hashes=hashes(2), pool="base"), CacheEvicted)).blocks == 1
+    assert (await engine.answer(CachePin(hashes=hashes(1), pool="base"), CachePinned)).blocks == 1
+    assert (await engine.answer(CachePin(hashes=hashes(1), pool="base", pinned=False), CachePinned)).blocks == 1
+    assert (await engine.answer(CacheEvict(everything=True, pool="base"), CacheEvicted)).blocks == 1
+    assert [engine.lookup(names(1, 2), pool, pin=False).blocks for pool in ("base", "adapted")] == [0, 2]
+    identity = engine.ask(CacheList(), CacheListed).blocks[0].identity
+    assert (await engine.answer(CacheEvict(everything=True, identity=identity), CacheEvicted)).blocks == 2
+
+
+async def test_a_reset_of_one_layout_leaves_the_others(tiers: Harness, engine: Engine) -> None:
+    """Of the ranks of a model, each with its heads."""
+    wider = msgspec.structs.replace(SPEC, kv_heads=2)
+    await new_pool(tiers, "wider", wider)
+    for pool in (POOL, "wider"):
+        engine.store(names(1), engine.allocate(1, pool), pool)
+    await tiers.finish()
+    assert (await engine.answer(CacheEvict(everything=True, pool="wider"), CacheEvicted)).blocks == 1
+    assert [engine.lookup(names(1), pool, pin=False).blocks for pool in (POOL, "wider")] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CacheEvict(hashes=hashes(1)),
+        CachePin(hashes=hashes(1)),
+        CachePin(hashes=hashes(1), pinned=False),
+        CacheEvict(everything=True, pool=POOL, identity="0" * 32),
+        CachePin(hashes=b"", pool=POOL),
+    ],
+)
+async def test_a_hash_without_an_identity_names_no_block(engine: Engine, body: CacheEvict | CachePin) -> None:
+    await engine.stored(1)
+    with pytest.raises(InvalidFieldError):
+        engine.ask(body, CacheEvicted)
+    assert engine.lookup(names(1), pin=False).blocks == 1

@@ -149,7 +149,7 @@ class Harness:
             self.room,
             self.counters,
         )
-        self.reports = CacheReports(self.dispatcher, self.host, self.lower)
+        self.reports = CacheReports(self.dispatcher, self.pools, self.host, self.lower)
         self.engines: dict[bytes, Engine] = {}
         self.said: list[tuple[int, str]] = []
 
