@@ -110,7 +110,8 @@ class Shard:
             step, self._returned = self._returned, None
             return step
         segment, steps = self._ahead[0]
-        taken = steps.take(step_bytes)
+        region, pages = self._segments[segment]
+        taken = steps.take(step_bytes, region.most_blocks(pages.layout))
         assert taken is not None, self
         if steps.exhausted:
             self._ahead.popleft()

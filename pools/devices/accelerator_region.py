@@ -36,6 +36,9 @@ STAGING_BYTES: Final = 8 << 20
 FEW_RUNS: Final = 8
 """Up to this many runs of cells, one copy per run costs less than uploading the cell numbers and running a kernel."""
 
+MAX_STEP_COPIES: Final = 1024
+"""In a step of blocks: a device that takes 50 ms for each is done within the watchdog's minute."""
+
 MIN_RUN_BYTES: Final = 32 << 10
 """With shorter runs in the arena, copying each by the host costs less than by the device."""
 
@@ -264,6 +267,11 @@ class AcceleratorRegion:
                 staging.done.record(stream)
                 self.accelerator.wait(staging.done)
 
+    def most_blocks(self, layout: BlockLayout) -> int:
+        """See ``Region.most_blocks``: the watchdog gives a slow device as long for a step as for a single copy."""
+        copies = self._cells_of(layout).copies_of_block
+        return max(1, MAX_STEP_COPIES // copies) if copies else layout.pages
+
     def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
         """See ``Region.begin_offload``. Copies directly to the arena if that is registered with the device."""
         stream, copy, runs = (
@@ -386,10 +394,7 @@ class AcceleratorRegion:
     @contextmanager
     def _step(self, pages: BlockPages, step: BlockStep) -> Iterator[tuple[list[Cells], Staging, int]]:
         """Begin a step: yield its cells, a staging, and the bytes staged. The region is in use until ``end_step``."""
-        cells = self._cells.get(pages.layout)
-        if cells is None:
-            cells = self._cells[pages.layout] = BlockCells(pages.layout, self._starts)
-        parts = list(cells.of(step, pages.ids[step.first : step.stop]))
+        parts = list(self._cells_of(pages.layout).of(step, pages.ids[step.first : step.stop]))
         size = step.staged_bytes(pages.layout)
         self._acquire()
         try:
@@ -398,6 +403,12 @@ class AcceleratorRegion:
         except BaseException:
             self._release()
             raise
+
+    def _cells_of(self, layout: BlockLayout) -> BlockCells:
+        cells = self._cells.get(layout)
+        if cells is None:
+            cells = self._cells[layout] = BlockCells(layout, self._starts)
+        return cells
 
     def _direct(self, arena: Arena, runs: int, size_bytes: int) -> torch.Tensor | None:
         """Return the arena as a tensor that the device accesses; None if copies through pinned memory are better."""

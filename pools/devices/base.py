@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvferry.pools.copy_kernel import Digests
 from kvferry.pools.planning.copies import CopyBlocks
 from kvferry.pools.planning.plan import PlanSide
-from kvferry.pools.tiers.blocks import BlockPages, BlockStep
+from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 
 Arena = npt.NDArray[np.uint8]
 """Host memory that holds blocks, ``(size_bytes,)`` uint8."""
@@ -85,6 +85,9 @@ class Region(Protocol):
 
     def scatter(self, side: PlanSide, first: int, stop: int, in_address: int, copy: CopyBlocks) -> None:
         """Copy contiguous host memory to where segments ``[first, stop)`` belong: the reverse of ``gather``."""
+
+    def most_blocks(self, layout: BlockLayout) -> int:
+        """Return how many blocks a step may have, at least 1: it takes its time for each copy, however small."""
 
     def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
         """Begin to copy a step from pages to their blocks; a host region completes it at once.

@@ -30,7 +30,7 @@ from kvferry.pools.devices.numa import prefer_node
 from kvferry.pools.planning.copies import CopyBlocks, gather, scatter
 from kvferry.pools.planning.plan import PlanSide
 from kvferry.pools.tiers.block_copies import offload_step, offload_step_hashed, restore_step, restore_step_hashed
-from kvferry.pools.tiers.blocks import BlockPages, BlockStep
+from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 from kvferry.protocol.errors import (
     AccessDeniedError,
     ClientClosedError,
@@ -43,6 +43,10 @@ from kvferry.protocol.ids import HOST
 
 STEP_BYTES: Final = 8 << 20
 """How much is populated, or given back, at a time: meanwhile no other thread can map or unmap anything."""
+
+MAX_STEP_COPIES: Final = 16384
+"""In a step of blocks: to expand more of them would take longer than a step may."""
+
 Pages: TypeAlias = Literal["normal", "transparent", "reserved"]
 """What a region's memory consists of; ``transparent``: of huge pages as far as the kernel forms any, see madvise(2);
 ``reserved``: of those that were set aside on this host."""
@@ -238,6 +242,10 @@ class HostRegion:
     def scatter(self, side: PlanSide, first: int, stop: int, in_address: int, copy: CopyBlocks) -> None:
         """See ``Region.scatter``."""
         scatter(side, self.address, first, stop, in_address, copy)
+
+    def most_blocks(self, layout: BlockLayout) -> int:
+        """See ``Region.most_blocks``."""
+        return max(1, MAX_STEP_COPIES // len(layout.entries))
 
     def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
         """See ``Region.begin_offload``."""

@@ -174,6 +174,11 @@ class BlockCells:
         cuts = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
         self._extents = [extent for first, stop in pairwise(cuts) for extent in self._join(first, stop)]
 
+    @property
+    def copies_of_block(self) -> int:
+        """Return how many copies each whole block of a step adds; 0 where one kernel copies them all."""
+        return len(self._extents) if len(self._extents) > 1 else 0
+
     def of(self, step: BlockStep, ids: PageIds) -> Iterator[Cells]:
         """Yield a step's cells for these pages, ``(step.stop - step.first,)`` int64.
 

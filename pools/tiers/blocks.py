@@ -218,8 +218,8 @@ class BlockSteps:
         """Return the bytes of all steps that were not taken yet."""
         return (self._stop - self._at) * self._layout.content_bytes - self._byte
 
-    def take(self, step_bytes: int) -> BlockStep | None:
-        """Return the next step, of at most about ``step_bytes``; None after the last one.
+    def take(self, step_bytes: int, most_blocks: int) -> BlockStep | None:
+        """Return the next step, of at most about ``step_bytes`` and so many blocks; None after the last one.
 
         A larger block is cut between entries, or inside an entry that alone is larger.
         """
@@ -230,7 +230,7 @@ class BlockSteps:
             end = content if content - byte <= step_bytes else self._layout.cut(byte, byte + step_bytes)
             self._at, self._byte = (at + 1, 0) if end == content else (at, end)
             return BlockStep(at, at + 1, byte, end)
-        self._at = min(self._stop, at + step_bytes // content)
+        self._at = min(self._stop, at + min(step_bytes // content, most_blocks))
         return BlockStep(at, self._at, 0, content)
 
 

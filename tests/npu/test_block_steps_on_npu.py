@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.daemon.tiers.copier import BlockJob, BlockSegment, TierCopier
+from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
+from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, BlockSteps
-from kvferry.protocol.errors import DeviceLostError
+from kvferry.protocol.errors import DeviceLostError, KvferryError
 from kvferry.protocol.manifests import Entry
 from tests.cann_simulator.simulator import Simulator
 from tests.devices import DEVICE
@@ -25,6 +29,7 @@ from tests.region_bytes import fill_region, read_pages, write_pages
 
 WAIT_S = 30.0
 PAGES = 12
+MOST = 1 << 30
 
 
 @pytest.fixture
@@ -76,12 +81,12 @@ def test_memory_in_parts_moves_each_byte_to_its_place(
             content = memory[entry.base : entry.base + entry.pages * entry.page_bytes]
             write_pages(region, [entry], every[entry], content)
         steps = BlockSteps(harness.pages.layout, 0, len(harness.pages.ids))
-        while (step := steps.take(step_bytes)) is not None:
+        while (step := steps.take(step_bytes, MOST)) is not None:
             region.begin_offload(harness.pages, step, arena).wait()
         assert (arena == harness.offloaded(memory)).all()
         arena[:] = np.random.default_rng(1).integers(0, 256, len(arena), np.uint8)
         steps = BlockSteps(harness.pages.layout, 0, len(harness.pages.ids))
-        while (step := steps.take(step_bytes)) is not None:
+        while (step := steps.take(step_bytes, MOST)) is not None:
             region.begin_restore(harness.pages, step, arena).wait()
         expected = harness.restored(memory, arena)
         for entry in entries:
@@ -139,6 +144,39 @@ def test_a_step_on_a_device_that_hangs_loses_it(device: Accelerator, simulator: 
     with pytest.raises(DeviceLostError):
         region.begin_restore(pages, whole(pages), arena)
     DEVICE.synchronize()
+    region.close()
+
+
+@pytest.mark.anyio
+async def test_a_slow_device_that_copies_many_small_pages_is_not_taken_for_lost(simulator: Simulator) -> None:
+    """Of memory in parts each entry of each page is a copy."""
+    pages, sizes = 2049, [64] * 4
+    manifest = lay_out(
+        [
+            Entry(component="main", role="k", layer=layer, base=0, pages=pages, page_bytes=size)
+            for layer, size in enumerate(sizes)
+        ]
+    )
+    layout = BlockLayout(manifest, "main")
+    device = Accelerator(DEVICE.name, stuck_after_s=1.5)
+    device.open()
+    region = registered_in_parts(device, manifest.region_bytes, [one.base for one in layout.entries])
+    ids = np.arange(1, pages)
+    loop, scheduler = asyncio.get_running_loop(), Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
+    copier = TierCopier(loop, scheduler, threads=1)
+    done: asyncio.Future[KvferryError | None] = loop.create_future()
+    with HostRegion.create("arena", len(ids) * layout.block_bytes) as arena:
+        job = BlockJob(
+            "offload", [BlockSegment(region, BlockPages(layout, ids, (ids - 1) * layout.block_bytes))], arena
+        )
+        simulator.slow_copies(on_device_us=400)
+        try:
+            copier.start(job, lambda _job, error: done.set_result(error))
+            assert await asyncio.wait_for(done, WAIT_S) is None
+        finally:
+            simulator.slow_copies()
+            scheduler.close()
+            await asyncio.to_thread(copier.close)
     region.close()
 
 

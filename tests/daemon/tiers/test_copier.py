@@ -126,6 +126,9 @@ class _ScriptedRegion:
         self.on_begin: Callable[[BlockStep], None] = lambda _step: None
         self.on_wait: Callable[[BlockStep], None] | None = None
 
+    def most_blocks(self, layout: BlockLayout) -> int:
+        return layout.pages
+
     def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
         del pages, arena
         self.steps.append(step)

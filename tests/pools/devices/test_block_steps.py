@@ -23,6 +23,7 @@ from tests.region_bytes import read_region, write_region
 pytestmark = pytest.mark.any_device
 STEP_BYTES = st.integers(1, 300) | st.integers(300, 40_000) | st.just(1 << 20)
 MAX_UNDER_WAY = 3
+MOST = 1 << 30
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "registered"], scope="module")
@@ -40,7 +41,7 @@ def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
 
 def steps_of(pages: BlockPages, step_bytes: int) -> Iterator[BlockStep]:
     steps = BlockSteps(pages.layout, 0, len(pages.ids))
-    while (step := steps.take(step_bytes)) is not None:
+    while (step := steps.take(step_bytes, MOST)) is not None:
         yield step
 
 

@@ -27,6 +27,7 @@ from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
 from tests.pools.tiers.block_harness import BlockHarness, Bytes, harnesses
 
+MOST = 1 << 30
 STEP_BYTES = st.integers(1, 300) | st.integers(300, 40_000)
 
 
@@ -42,7 +43,7 @@ def manifest_of_sizes(*sizes: int, pages: int = 4) -> Manifest:
 def steps_of(pages: BlockPages, step_bytes: int) -> list[BlockStep]:
     steps = BlockSteps(pages.layout, 0, len(pages.ids))
     found = []
-    while (step := steps.take(step_bytes)) is not None:
+    while (step := steps.take(step_bytes, MOST)) is not None:
         found.append(step)
     assert steps.exhausted
     return found
@@ -142,7 +143,7 @@ def test_the_size_may_change_from_step_to_step() -> None:
     layout = BlockLayout(manifest_of_sizes(100, 100), "main")
     steps = BlockSteps(layout, 2, 9)
     assert steps.left_bytes == 1400
-    assert [steps.take(size) for size in (200, 250, 600, 150, 1000, 1000)] == [
+    assert [steps.take(size, MOST) for size in (200, 250, 600, 150, 1000, 1000)] == [
         (2, 3, 0, 200),
         (3, 4, 0, 200),
         (4, 7, 0, 200),
@@ -150,14 +151,20 @@ def test_the_size_may_change_from_step_to_step() -> None:
         (7, 8, 100, 200),
         (8, 9, 0, 200),
     ]
-    assert steps.take(1000) is None
+    assert steps.take(1000, MOST) is None
     assert steps.left_bytes == 0
+
+
+def test_a_step_has_no_more_blocks_than_may_be() -> None:
+    layout = BlockLayout(manifest_of_sizes(100, 100), "main")
+    steps = BlockSteps(layout, 0, 5)
+    assert [steps.take(size, 2) for size in (1000, 100, 1000)] == [(0, 2, 0, 200), (2, 3, 0, 100), (2, 3, 100, 200)]
 
 
 def test_what_is_left_counts_the_rest_of_a_block_that_was_cut() -> None:
     layout = BlockLayout(manifest_of_sizes(100, 100), "main")
     steps = BlockSteps(layout, 0, 2)
-    steps.take(100)
+    steps.take(100, MOST)
     assert steps.left_bytes == 300
 
 
