@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from typing import Annotated, Literal, NewType
 
 import msgspec
@@ -62,6 +63,14 @@ def new_request_id() -> str:
 def new_boot_id() -> BootId:
     """Return a fresh boot id: 128 random bits as 32 hexadecimal digits."""
     return BootId(os.urandom(16).hex())
+
+
+def new_number() -> int:
+    """Return 52 random bits, which JSON has exactly, above 0: a number, or the first of a count, of this boot alone.
+
+    An engine may still have numbers of the daemon before this one, which must mean nothing here.
+    """
+    return secrets.randbits(52) + 1
 
 
 def new_secret() -> bytes:

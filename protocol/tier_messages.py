@@ -353,8 +353,8 @@ class CacheChanges(ReplyBody, frozen=True, kw_only=True, tag="CACHE_CHANGES"):
 class CacheEvents(AnsweredBy[CacheChanges], frozen=True, kw_only=True, tag="CACHE_EVENTS"):
     """Ask for changes of this tenant's cache from ``cursor`` on; answered as soon as there is one.
 
-    If nothing changes within the request's deadline, the reply has no changes. Cursors count from 1, the first change
-    of this boot id of the daemon.
+    If nothing changes within the request's deadline, the reply has no changes. Cursor 1 is that of the first change;
+    others come from CACHE_LISTED and CACHE_CHANGES. With one of another boot id of the daemon, changes are ``lost``.
     """
 
     after_restart = "absent"

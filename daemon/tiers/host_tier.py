@@ -32,6 +32,7 @@ from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.protocol.config.memory import smallest_limit
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import RETRY_LATER_MS, OutOfMemoryError, OverloadedError, TierOffError
+from kvferry.protocol.ids import new_number
 from kvferry.protocol.session_messages import TierStatus
 
 log = structlog.get_logger(__name__)
@@ -123,7 +124,7 @@ class HostTier:
         self._clock = clock
         size_bytes = config.size_bytes(smallest_limit().size_bytes)
         self.arena = Arena(0, size_bytes)
-        self.journal = CacheJournal(JOURNAL_CHANGES)
+        self.journal = CacheJournal(JOURNAL_CHANGES, new_number())
         quota_bytes = size_bytes if config.tenant_bytes is None else config.tenant_bytes
         self._call_soon = call_soon
         self.index = BlockIndex(

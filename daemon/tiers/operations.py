@@ -48,6 +48,7 @@ from kvferry.protocol.errors import (
     UnknownOperationError,
 )
 from kvferry.protocol.events import OperationKind, TierDone
+from kvferry.protocol.ids import new_number
 from kvferry.protocol.session_messages import OperationStatus
 from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled
 
@@ -255,7 +256,7 @@ class Operations:
         self._executor = executor
         self._registered: dict[str, asyncio.Future[None]] = {}
         self._loop = asyncio.get_running_loop()
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(new_number())
         self._live: dict[int, Operation] = {}
         self._by_job: dict[BlockJob, Operation] = {}
         self._unacknowledged: Counter[int] = Counter()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.plan import Plan, PlanSide
 from kvferry.pools.tiers.block_copies import BlockCells
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, step_runs, zero_padding
+from kvferry.protocol.ids import new_number
 from kvferry.protocol.session_stream import Share
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ MIN_RUN_BYTES: Final = 32 << 10
 
 MAX_WORD_BYTES: Final = 4
 """Gather kernels are optimised for 32-bit elements; 64-bit ones may run on the device's slow cores."""
-
-_identities = itertools.count(1)
 
 
 # -- stagings: the caller that takes one ensures that nothing uses it any more when it gives it back.
@@ -189,7 +187,7 @@ class AcceleratorRegion:
         self._starts = [part.start for part in self._parts]
         self._stagings = stagings
         self._on_closed = on_closed
-        self._identity = next(_identities)
+        self._identity = new_number()
         self._cells: weakref.WeakKeyDictionary[BlockLayout, BlockCells] = weakref.WeakKeyDictionary()
         self._users = threading.Condition()
         self._using = 0
@@ -201,7 +199,7 @@ class AcceleratorRegion:
 
     @property
     def identity(self) -> int:
-        """See ``Region.identity``; unique within this process only."""
+        """See ``Region.identity``."""
         return self._identity
 
     @property

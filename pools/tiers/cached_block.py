@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.pools.tiers.reuse_policy import Place
-from kvferry.protocol.ids import ModelIdentity
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import ModelIdentity, new_number
 
 IDENTITY_BYTES = 16
 DIGEST_BYTES: Final = 8
@@ -228,7 +229,7 @@ class BlockListing:
     def __init__(self) -> None:
         self._stretches: dict[int, _Stretch] = {}  # by serial // _STRETCH
         self._numbers: list[int] = []  # their keys, ascending
-        self._last_serial = 0
+        self._last_serial = self._first = new_number()
         self._count = 0
 
     def __len__(self) -> int:
@@ -267,7 +268,15 @@ class BlockListing:
         Args:
             position: 0 for the first part; then the ``next_position`` of the previous part.
             limit: how many blocks to look at, at least 1: bounds the time of the call.
+
+        Raises:
+            InvalidFieldError: the position is none of this list.
         """
+        if position and not self._first < position <= self._last_serial:
+            raise InvalidFieldError(
+                "it is a position in the list of another daemon, or of this one before its restart: begin again at 0",
+                field="position",
+            )
         seen: list[CachedBlock] = []
         first = bisect_left(self._numbers, (position + 1) // _STRETCH)
         for number in islice(self._numbers, first, None):

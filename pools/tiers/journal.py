@@ -1,7 +1,7 @@
 """The journal of blocks stored in and evicted from the prefix cache, for routers that send requests to cached blocks.
 
-A ring of changes, numbered from 1. A reader asks for the changes since its cursor, and is told if the ring has lost
-some of them: it then reads the whole list of blocks again.
+A ring of changes, numbered one after another. A reader asks for the changes since its cursor, and is told if the ring
+has lost some of them: it then reads the whole list of blocks again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from kvferry.pools.tiers.cached_block import Namespace, Tier
+
+BEGINNING: Final = 1
+"""The cursor of the first change, whatever its number is."""
 
 MAX_HASHES: Final = 256
 """Most hashes of one change."""
@@ -48,15 +51,16 @@ class Changes(NamedTuple):
 class CacheJournal:
     """The latest changes. Consecutive changes of one kind are merged into one until they are read."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, first: int = BEGINNING) -> None:
         """Start empty.
 
         Args:
             capacity: number of changes to keep; at least 1.
+            first: the number of the first change: a cursor of another daemon is none of this one's.
         """
         self._capacity = capacity
         self._ring: list[Change] = []
-        self._next = 1  # the number of the first change that is not in the ring
+        self._first = self._next = first  # the number of the first change that is not in the ring
         self._listeners: list[Callable[[], None]] = []
         self._open: Change | None = None  # the change that still grows; its hashes are in ``_hashes``
         self._hashes: list[bytes] = []
@@ -100,15 +104,17 @@ class CacheJournal:
         """Return up to ``limit`` changes from ``cursor`` on, oldest first; none if there are none yet.
 
         Args:
-            cursor: 1 for the very first change, or a value from ``position`` or an earlier call.
+            cursor: ``BEGINNING`` for the very first change, or a value from ``position`` or an earlier call.
             limit: at least 1.
         """
         self._seal()
+        if cursor == BEGINNING:
+            cursor = self._first
         if not self._next - len(self._ring) <= cursor <= self._next:
             return Changes((), self._next, lost=True)
         end = min(self._next, cursor + limit)
-        # Change n is at (n - 1) % capacity, whether the ring has wrapped or not.
-        found = tuple(self._ring[(number - 1) % self._capacity] for number in range(cursor, end))
+        # Change n is at (n - first) % capacity, whether the ring has wrapped or not.
+        found = tuple(self._ring[(number - self._first) % self._capacity] for number in range(cursor, end))
         return Changes(found, end, lost=False)
 
     def _begin(self, kind: ChangeKind, tier: Tier, namespace: Namespace, parent: bytes | None) -> None:
@@ -137,6 +143,6 @@ class CacheJournal:
         if len(self._ring) < self._capacity:
             self._ring.append(change)
         else:
-            self._ring[(self._next - 1) % self._capacity] = change
+            self._ring[(self._next - self._first) % self._capacity] = change
         self._next += 1
         self._open, self._hashes = None, []

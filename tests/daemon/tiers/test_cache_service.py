@@ -19,6 +19,7 @@ from kvferry.protocol.errors import (
     OutOfMemoryError,
     OverloadedError,
     UnknownLeaseError,
+    UnknownOperationError,
 )
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.tier_messages import (
@@ -33,6 +34,7 @@ from kvferry.protocol.tier_messages import (
     CancelOperation,
     Found,
     Lookup,
+    OperationCancelled,
     Unpin,
     Unpinned,
 )
@@ -391,7 +393,7 @@ async def test_events_of_other_users_are_passed(
     tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
-    other = tiers.engine(uid=2)
+    other, first = tiers.engine(uid=2), tiers.host.journal.position()
     for number in (1, 3, 5, 7, 9):  # each a change of its own
         await other.stored(number)
         other.ask(CacheList(), CacheListed)
@@ -401,17 +403,53 @@ async def test_events_of_other_users_are_passed(
     await settle()
     changes = engine.reply(cursor, CacheChanges)
     assert [one.hashes for one in changes.changes] == [hashes(2)]
-    assert changes.cursor == 7
+    assert changes.cursor == first + 6
     late = engine.send(CacheEvents(cursor=1), deadline_ms=20)
     await settle()
     assert [one.hashes for one in engine.reply(late, CacheChanges).changes] == [hashes(2)]
 
 
 async def test_events_that_do_not_come_are_an_answer_at_the_deadline(tiers: Harness, engine: Engine) -> None:
-    other = tiers.engine(uid=2)
+    other, first = tiers.engine(uid=2), tiers.host.journal.position()
     await other.stored(1)
     nothing = await engine.answer(CacheEvents(cursor=1), CacheChanges, deadline_ms=5)
-    assert nothing == CacheChanges(changes=(), cursor=2)
+    assert nothing == CacheChanges(changes=(), cursor=first + 1)
+
+
+async def test_a_cursor_of_the_daemon_before_has_lost_changes(engine: Engine) -> None:
+    await engine.stored(1, 2, 3)
+    async with harness(8) as restarted:
+        later = restarted.engine()
+        for number in (4, 5, 6, 7):  # each a change of its own
+            await later.stored(number)
+            later.ask(CacheList(), CacheListed)
+        told = later.ask(CacheEvents(cursor=engine.ask(CacheList(), CacheListed).cursor), CacheChanges)
+        assert told.lost
+        assert [one.hashes for one in later.ask(CacheEvents(cursor=1), CacheChanges).changes] == [
+            hashes(4), hashes(5), hashes(6), hashes(7)
+        ]  # fmt: skip
+
+
+async def test_a_position_of_the_daemon_before_is_in_no_list(engine: Engine) -> None:
+    await engine.stored(1, 2, 3)
+    position = engine.ask(CacheList(limit=2), CacheListed).position
+    assert position is not None
+    assert len(engine.ask(CacheList(position=position), CacheListed).blocks) == 1
+    async with harness(8) as restarted:
+        later = restarted.engine()
+        await later.stored(4, 5, 6)
+        with pytest.raises(InvalidFieldError, match="begin again at 0"):
+            later.ask(CacheList(position=position), CacheListed)
+
+
+async def test_an_operation_of_the_daemon_before_is_none_of_this_one(engine: Engine) -> None:
+    before = engine.store(names(1), engine.allocate(1))
+    async with harness(8) as restarted:
+        later = restarted.engine()
+        later.store(names(1), later.allocate(1))
+        with pytest.raises(UnknownOperationError):
+            later.ask(CancelOperation(operation=before), OperationCancelled)
+        await restarted.finish()
 
 
 async def test_who_waits_for_events_and_dies_is_forgotten(tiers: Harness, engine: Engine) -> None:

@@ -75,6 +75,16 @@ def test_a_reader_pages_and_one_that_is_too_late_hears_of_it() -> None:
     assert journal.since(0, 2) == Changes((), 6, lost=True)
 
 
+def test_a_cursor_of_another_boot_has_lost_changes() -> None:
+    before, journal = CacheJournal(8, 1000), CacheJournal(8, 5000)
+    for name in (b"1", b"2", b"3"):
+        journal.evicted(Tier.HOST, SPACE, name)
+        assert journal.position()
+    assert journal.since(before.position(), 9) == Changes((), 5003, lost=True)
+    assert len(journal.since(1, 9).changes) == 3
+    assert len(journal.since(5001, 9).changes) == 2
+
+
 @given(notes=st.lists(NOTES, max_size=60), capacity=st.integers(1, 9), limit=st.integers(1, 4), data=st.data())
 def test_a_reader_gets_what_was_noted_in_order_or_hears_that_it_did_not(
     notes: list[tuple[bool, Tier, Namespace, bytes, bytes | None]], capacity: int, limit: int, data: st.DataObject
