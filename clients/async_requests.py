@@ -29,7 +29,7 @@ from kvferry.clients.resuming import Registration, Resuming, Said
 from kvferry.clients.session_channel import SessionChannel, close_left
 from kvferry.clients.submissions import DEFAULT_WAIT_S
 from kvferry.clients.submitting import PendingReply, pending_reply
-from kvferry.clients.tables import Tables, mapped_tables, tables_name
+from kvferry.clients.tables import Tables, mapped_tables
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.codec import PageIds
@@ -214,7 +214,7 @@ class AsyncRequests(Resuming):
                 pool = await asyncio.to_thread(attached_pool, name, attached, follows, fds, self._devices)
             finally:
                 close_left(fds)
-            self._keeps.add_pool(pool)
+            self._keeps.regions[name] = attached.region
             self._lost_pools.discard(name)
             return pool
 
@@ -288,7 +288,8 @@ class AsyncRequests(Resuming):
             call = asked(OpenEvents(device=device))
             number, opened, channel = await self._described(call, deadline_s=deadline_s, said=Said(said))
             _, (counters, eventfd) = channel.take(number, EventsFollow)
-            ring = EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
+            region = HostRegion(counters, opened.slots * COUNTER_BYTES)
+            ring = EventRing(region, eventfd, made, number=opened.ring)
             self._keeps.rings.add(ring)
             return ring
 
@@ -483,13 +484,13 @@ class AsyncRequests(Resuming):
                 raise
             finally:
                 close_left(fds)
-            self._keeps.tables.add(made)
+            self._tables.add(made)
             return made
 
     async def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
-        await self.call(asked(DeleteTables(tables=tables_name(tables))))
-        self._keeps.tables.discard(tables)
+        await self.call(asked(DeleteTables(tables=self._name_of(tables))))
+        self._tables.discard(tables)
         tables.close()
 
     # -- offload and restore

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 import numpy.typing as npt
 
 from kvferry.clients import calls
 from kvferry.clients.submitting import PendingReply, Submitting
+from kvferry.clients.tables import Tables
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.client_core import ClientCore, Outgoing, size_bytes
 from kvferry.protocol.codec import Frames, PageIds
@@ -48,6 +50,7 @@ class Batch(Submitting):
         send: Callable[[Outgoing, Frames | None], None],
         refuse: Callable[[Sequence[Outgoing], KvferryError], None],
         lost_pools: set[str],
+        tables: WeakSet[Tables],
     ) -> None:
         """Use ``client.batched()``."""
         self._core = core
@@ -59,6 +62,7 @@ class Batch(Submitting):
         self._send = send
         self._refuse = refuse
         self._lost_pools = lost_pools
+        self._tables = tables
         self._requests: list[Outgoing] = []
         self._ended = False
 

@@ -67,7 +67,6 @@ class EnginePool:
         self.model = model
         self._manifest = manifest_of(spec)
         self._attached: AttachedPool | None = None
-        self._again: AttachedPool | None = None
         self._shared: SharedMemory | None = None
         self.largest_payload_bytes = 0
         """Of what a transfer carries beside pages."""
@@ -151,7 +150,6 @@ class EnginePool:
         ours, theirs = self._region(), again.region
         if not isinstance(theirs, HostRegion) or not ours.is_same(theirs.fd):
             raise PoolLostError(f"{self.name}: the daemon has another memory of this name")
-        self._again = again  # by which this client compares the memory of the next daemon
 
     def _create(self, client: Client) -> None:
         pool = client.create_pool(

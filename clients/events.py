@@ -44,8 +44,12 @@ class RingEvent(NamedTuple):
 class EventRing(OfOneProcess):
     """One session's ring; made by ``open_events``. Any thread may use it, also while another one uses the client."""
 
-    def __init__(self, region: HostRegion, eventfd: int, events: Sequence[RingEvent] = ()) -> None:
-        """Take ownership of the mapped counters and the eventfd; ``events``: one per slot, for a ring on a device."""
+    def __init__(self, region: HostRegion, eventfd: int, events: Sequence[RingEvent] = (), *, number: int = 0) -> None:
+        """Take ownership of the mapped counters and the eventfd.
+
+        ``events``: one per slot, for a ring on a device; ``number``: by which the daemon knows the ring.
+        """
+        self._number = number
         self._region = region
         self._events = events
         self._eventfd = eventfd
@@ -87,7 +91,7 @@ class EventRing(OfOneProcess):
     def step(self, first_layer: int, layers: int) -> LayerStep:
         """Return a step for these layers, numbered as in the model, with a new event."""
         event = self.event()
-        return LayerStep(first_layer=first_layer, layers=layers, event=event.event, value=event.value)
+        return LayerStep(first_layer=first_layer, layers=layers, event=event.event, value=event.value, ring=event.ring)
 
     def event(self) -> DeviceEvent:
         """Return a new event, to be recorded later.
@@ -104,7 +108,7 @@ class EventRing(OfOneProcess):
             slot = self._next
             self._next = (slot + 1) % len(self._planned)
             self._planned[slot] += 1
-            return DeviceEvent(event=slot, value=self._planned[slot])
+            return DeviceEvent(event=slot, value=self._planned[slot], ring=self._number)
 
     def record_event(self, stream: torch.Stream | None = None) -> DeviceEvent:
         """Make an event and record it, for ``receive(after=…)`` and ``free(after=…)``; see ``record``."""
@@ -128,7 +132,7 @@ class EventRing(OfOneProcess):
             raise wrong_kind(step, "step or event, as the ring makes them", "step")
         slot = whole(step.event, "step.event", least=-math.inf)
         value = whole(step.value, "step.value", least=-math.inf)
-        if not 0 <= slot < len(self._planned):
+        if step.ring not in {0, self._number} or not 0 <= slot < len(self._planned):
             raise InvalidFieldError(
                 f"this ring has no event {slot}: the step is of another ring, or was made by hand", field="step"
             )

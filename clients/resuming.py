@@ -24,11 +24,8 @@ from kvferry.clients.calls import Call, asked
 from kvferry.clients.connection import Connection, Link, Reconnected
 from kvferry.clients.daemon_socket import LAST_WORDS_MS
 from kvferry.clients.events import EventRing
-from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel, SessionOpening
 from kvferry.clients.submissions import Submissions
-from kvferry.clients.tables import Tables
-from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import ErrorReply, ReplyBody
 from kvferry.protocol.client_core import Ended, Outgoing, ReplyArrived, stale
 from kvferry.protocol.codec import Frames, PageIds
@@ -37,7 +34,7 @@ from kvferry.protocol.held_pages import HeldPages
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import AttachPool, Free, Freed
 from kvferry.protocol.reconnection import Reconnection
-from kvferry.protocol.session_stream import MemoryFollows, RegionFollows, SessionOpen, ShareFollows
+from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows
 
 LOOK_S: Final = 0.05
 """How long a wait for the daemon's return may be at a time: a client that is closed meanwhile is told after it."""
@@ -65,21 +62,22 @@ class Registration(NamedTuple):
 
 
 class Keeps:
-    """What a client has of its daemon, and compares with the next one's."""
+    """What a client has of its daemon, and compares with the next one's.
+
+    Attributes:
+        regions: the number of each attached pool's memory: its tensors may live longer than who attached it.
+        rings: the session's event rings.
+        registered: how each pool was registered.
+    """
 
     def __init__(self) -> None:
-        self.pools: weakref.WeakSet[AttachedPool] = weakref.WeakSet()
+        self.regions: dict[str, int] = {}
         self.rings: weakref.WeakSet[EventRing] = weakref.WeakSet()
-        self.tables: weakref.WeakSet[Tables] = weakref.WeakSet()
         self.registered: dict[str, Registration] = {}
 
     def __repr__(self) -> str:
         """Show the pools."""
-        return f"<Keeps {[one.name for one in self.pools]} {list(self.registered)}>"
-
-    def add_pool(self, pool: AttachedPool) -> None:
-        """Remember a pool as long as somebody has it."""
-        self.pools.add(pool)
+        return f"<Keeps {list(self.regions)} {list(self.registered)}>"
 
     def add_registration(self, name: str, one: Registration) -> None:
         """Remember how a pool was registered, and hold its memory."""
@@ -91,8 +89,7 @@ class Keeps:
         gone = self.registered.pop(name, None)
         for fd in gone.fds if gone else ():
             os.close(fd)
-        for pool in [one for one in self.pools if one.name == name]:
-            self.pools.discard(pool)
+        self.regions.pop(name, None)
 
     def close(self) -> None:
         """Give the registered pools' descriptors back."""
@@ -356,9 +353,9 @@ class Resuming(Submissions):
             return
         for ring in keeps.rings:
             ring.outlive()
-        tables, rings = tuple(sorted(one.name for one in keeps.tables)), bool(keeps.rings)
-        for pool in list(keeps.pools):
-            yield from self._see_again(pool)
+        tables, rings = tuple(sorted(one.name for one in self._tables)), bool(keeps.rings)
+        for name, region in list(keeps.regions.items()):
+            yield from self._see_again(name, region)
         for name, one in list(keeps.registered.items()):
             yield from self._register_again(name, one)
         pages: dict[tuple[str, str], PageIds] = {}
@@ -370,7 +367,7 @@ class Resuming(Submissions):
                 yield from self._settle_books(held, name, its, pages)
         ended, self._ended = self._ended, []
         keeps.rings.clear()
-        keeps.tables.clear()
+        self._tables.clear()
         self._recovered = self.boot_id
         self._release()
         self._tell(
@@ -386,29 +383,14 @@ class Resuming(Submissions):
             )
         )
 
-    def _see_again(self, pool: AttachedPool) -> Steps:
-        """See whether the daemon's pool of that name is the memory that is mapped here; else it is lost."""
-        if pool.name in self._keeps.registered or not pool.is_open:
+    def _see_again(self, name: str, region: int) -> Steps:
+        """Ask whether the daemon's pool of that name is the memory that is mapped here; else it is lost."""
+        if name in self._keeps.registered:
             return
-        same = False
-        if isinstance(pool.region, HostRegion):
-            body = AttachPool(pool=pool.name, layout_digest=pool.manifest.layout_digest)
-            reply = yield from _answer(asked(body))
-            if reply.error is None:
-                same = self._is_mapped(pool.region, reply.message_id)
-        if not same:
-            self._lost_pools.add(pool.name)
-            self._keeps.pools.discard(pool)
-
-    def _is_mapped(self, region: HostRegion, message_id: int) -> bool:
-        channel = self._read_channel()
-        if not channel.has(message_id):
-            return False
-        _, fds = channel.take(message_id, RegionFollows)
-        same = all(region.is_same(fd) for fd in fds)
-        for fd in fds:
-            os.close(fd)
-        return same
+        reply = yield from _answer(asked(AttachPool(pool=name, region=region)))
+        if reply.error is not None:
+            self._lost_pools.add(name)
+            self._keeps.forget_pool(name)
 
     def _register_again(self, name: str, one: Registration) -> Steps:
         reply = yield from _answer(one)

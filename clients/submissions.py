@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Final, TypeVar
+from weakref import WeakSet
 
 from kvferry.clients.arguments import seconds, wrong_kind
 from kvferry.clients.batch import Batch
@@ -70,6 +71,7 @@ class Submissions(Submitting, OfOneProcess):
         self._channel = channel = connection.channel
         self._devices = EngineDevices(connection.devices)
         self._lost_pools = set()
+        self._tables = WeakSet()
         self._core = (
             ClientCore(
                 BootId(channel.opened.boot_id),
@@ -116,6 +118,7 @@ class Submissions(Submitting, OfOneProcess):
             send=self._put,
             refuse=lambda requests, error: self._hear(self._core.refuse(requests, error)),
             lost_pools=self._lost_pools,
+            tables=self._tables,
         )
 
     def begin(self, call: Call[T], *, deadline_s: float | None = None) -> PendingReply[T]:

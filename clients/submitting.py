@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Final, Generic, TypeVar
+from weakref import WeakSet
 
 import msgspec
 import numpy.typing as npt
@@ -19,9 +20,7 @@ from kvferry.clients.tables import Tables, tables_name
 from kvferry.protocol.base import DeviceEvent, RequestBody
 from kvferry.protocol.client_core import ClientCore, Outgoing
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import (
-    PoolLostError,
-)
+from kvferry.protocol.errors import PoolLostError, UnknownTablesError
 from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, RegisterPool
@@ -59,6 +58,23 @@ class Submitting(ABC):
 
     _core: ClientCore
     _lost_pools: set[str]
+    _tables: WeakSet[Tables]
+    """Those that this session has: others may have the same names."""
+
+    def _name_of(self, tables: Tables) -> str:
+        """Return the name of tables of this session.
+
+        Raises:
+            InvalidFieldError: the argument is not ``Tables``.
+            UnknownTablesError: they are another session's, or are no more.
+        """
+        name = tables_name(tables)
+        if tables not in self._tables:
+            raise UnknownTablesError(
+                f"{tables!r} are another session's, were deleted, or went with the daemon before this one",
+                field="tables",
+            )
+        return name
 
     def _check_pool(self, body: RequestBody) -> None:
         """Check that a request does not name a pool whose memory this client has mapped, and the daemon has not.
@@ -223,7 +239,7 @@ class Submitting(ABC):
                 InvalidFieldError: by ``wait``; the tables are as they were.
             TablesBusyError: by ``wait``: the update before has not ended.
         """
-        name = tables_name(tables)
+        name = self._name_of(tables)
         counts, ids = calls.table_lists(lengths, entries, rows, released, bound)
         body = UpdateTables(tables=name, extra_tokens=extra_tokens, after=after, **counts)
         return self.begin(asked(body, {"batch": "lengths"}, (ids,)), deadline_s=deadline_s)

@@ -174,7 +174,7 @@ class Daemon:
         )
         # -- pools and devices
         self._devices = Devices(config.devices, self._device_lost, tuning.stuck_after_s)
-        self._registry = PoolRegistry(LostPools(directory.folder), hub)
+        self._registry = PoolRegistry(LostPools(directory.folder), self._sessions, hub)
         self._session_socket = SessionSocket(
             directory.listen(SESSION_SOCKET),
             self.boot_id,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -69,6 +71,11 @@ class Pool:
         """Let an instance own every page of a new pool, as it does of one that it registers."""
         for allocator in self.allocators.values():
             allocator.allocate(owner, allocator.capacity)
+
+    @cached_property
+    def region_id(self) -> int:
+        """Return ``region.identity``, by which a pool that is made again under the same name is another one."""
+        return self.region.identity
 
     @property
     def allocator(self) -> PageAllocator:

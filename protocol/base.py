@@ -119,11 +119,17 @@ class PageList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     none: bool = False
 
 
-class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True):
+RingNumber = Annotated[int, Meta(ge=0, lt=1 << 62)]
+"""Of an event ring, from EVENTS_OPENED: no other session, and no other daemon, has one of this number."""
+
+
+class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An event of the session's ring, by index, and the value that it must reach."""
 
     event: Annotated[int, Meta(ge=0, lt=EVENT_RING_SLOTS)]
     value: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    ring: RingNumber = 0
+    """The ring that made it: one of another ring is refused. 0: it was made by hand, for the session's own."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

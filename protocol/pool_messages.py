@@ -15,6 +15,7 @@ from kvferry.protocol.manifests import Index, Manifest, Offset, PoolSpec, RoleNa
 MAX_DIMENSIONS: Final = 16
 PayloadBound = Annotated[int, Meta(ge=0, le=LARGEST_PAYLOAD_BYTES)]
 Stride = Annotated[int, Meta(ge=0, lt=1 << 62)]
+RegionNumber = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class PoolCreated(ReplyBody, frozen=True, kw_only=True, tag="POOL_CREATED"):
@@ -52,10 +53,16 @@ class PoolAttached(ReplyBody, frozen=True, kw_only=True, tag="POOL_ATTACHED"):
     device: str = HOST
     model: ModelIdentity | None = None
     """The model identity that the pool was created with, without the salt."""
+    region: RegionNumber = 0
+    """The number of its memory: a pool that is made again under its name has another one, also after a restart."""
 
 
 class AttachPool(AnsweredBy[PoolAttached], frozen=True, kw_only=True, tag="ATTACH_POOL"):
-    """Attach to a pool: its region's descriptor, or share, comes over the session socket before the reply."""
+    """Attach to a pool: its region's descriptor, or share, comes over the session socket before the reply.
+
+    Requests that name a pool which was made again since then are POOL_LOST, until the session attaches it again: those
+    of all sessions of its instance.
+    """
 
     in_batch = False
     after_restart = "again"
@@ -65,6 +72,9 @@ class AttachPool(AnsweredBy[PoolAttached], frozen=True, kw_only=True, tag="ATTAC
     """If given, the pool must have this layout digest."""
     device_pid: ProcessId | None = None
     """This process's pid as the device's driver sees it; needed if the kernel's pid differs, as in containers."""
+    region: RegionNumber = 0
+    """The memory that this process has mapped already, by POOL_ATTACHED's number: nothing is passed then, and where the
+    pool has another memory, the reply is POOL_LOST."""
 
 
 class RegisteredArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.protocol.base import AnsweredBy, ReplyBody
+from kvferry.protocol.base import AnsweredBy, ReplyBody, RingNumber
 from kvferry.protocol.ids import HOST, ClientName, DeviceName, ModelIdentity, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
 
@@ -314,6 +314,8 @@ class EventsOpened(ReplyBody, frozen=True, kw_only=True, tag="EVENTS_OPENED"):
     """OPEN_EVENTS's reply: how many little-endian int64 counters the ring has."""
 
     slots: int
+    ring: RingNumber = 0
+    """For the steps and events that the engine makes."""
 
 
 class OpenEvents(AnsweredBy[EventsOpened], frozen=True, kw_only=True, tag="OPEN_EVENTS"):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.base import MAX_PAGE_LISTS, AnsweredBy, DeviceEvent, PageList, ReplyBody
+from kvferry.protocol.base import MAX_PAGE_LISTS, AnsweredBy, DeviceEvent, PageList, ReplyBody, RingNumber
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
 from kvferry.protocol.limits import EVENT_RING_SLOTS, LARGEST_PAYLOAD_BYTES
@@ -35,6 +35,8 @@ class LayerStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     layers: LayerCount
     event: Annotated[int, Meta(ge=0, lt=EVENT_RING_SLOTS)]
     value: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    ring: RingNumber = 0
+    """As in ``DeviceEvent``."""
 
 
 class Accepted(ReplyBody, frozen=True, kw_only=True, tag="ACCEPTED"):

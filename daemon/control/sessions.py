@@ -17,6 +17,9 @@ from kvferry.protocol.limits import Limits
 SMALL_REPLY_BYTES: Final = 1024
 """Of up to so many bytes a reply is kept as long as its number is."""
 
+MOST_ATTACHED: Final = 1024
+"""Pools of a session of which is remembered which memory it has attached; then the oldest is forgotten."""
+
 _GONE: Final[Frames] = []
 
 
@@ -57,6 +60,7 @@ class Session:
         reads_merged: whether it reads one FINISHED for several events of an endpoint.
         sent_cursor: of the events that were sent so far, the highest cursor.
         reply_bytes: of the large replies that are kept.
+        attached: the number of the memory that its process has mapped, by the pool's name.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Session:
         self._large: OrderedDict[int, int] = OrderedDict()
         self._forgotten = 0
         self._parts: set[int] = set()
+        self.attached: dict[str, int] = {}
 
     def __repr__(self) -> str:
         """Show number, name and process; never the secret."""
@@ -103,6 +108,13 @@ class Session:
     def tenant(self) -> int:
         """Return the tenant whose pools it may use: its process's uid."""
         return self.peer.uid
+
+    def attach(self, pool: str, region_id: int) -> None:
+        """Record which memory of a pool its process has mapped."""
+        self.attached.pop(pool, None)
+        while len(self.attached) >= MOST_ATTACHED:
+            del self.attached[next(iter(self.attached))]
+        self.attached[pool] = region_id
 
     def begin(self, message_id: int) -> bool:
         """Record that a request is being handled; return False if it was seen before, as a retry is.

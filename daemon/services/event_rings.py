@@ -38,10 +38,11 @@ from kvferry.protocol.errors import (
     OutOfMemoryError,
     OverloadedError,
 )
-from kvferry.protocol.ids import HOST
+from kvferry.protocol.ids import HOST, new_number
 from kvferry.protocol.limits import EVENT_RING_SLOTS
 from kvferry.protocol.session_messages import EventsOpened, OpenEvents
 from kvferry.protocol.session_stream import EventsFollow
+from kvferry.protocol.transfer_messages import LayerStep
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +80,21 @@ class _Ring:
         except OSError as cause:
             self.region.close()
             raise OutOfDescriptorsError(f"no event ring: {cause.strerror}") from cause
+        self.number = new_number()
         self.slots = slots
         self.events = events
         self.waiting: list[_Waiting] = []
+
+    def check(self, one: DeviceEvent | LayerStep, field: str) -> None:
+        """Check that an event or a step is of this ring.
+
+        Raises:
+            InvalidFieldError: it is not: what it waits for is not what the engine means.
+        """
+        if one.ring not in {0, self.number}:
+            raise InvalidFieldError("it is of another event ring than the session's own", field=field)
+        if one.event >= self.slots:
+            raise InvalidFieldError(f"event {one.event}; the session's ring has {self.slots}", field=field)
 
     def recorded(self) -> list[int]:
         values: list[int] = self.region.view().view(COUNTER).tolist()
@@ -124,13 +137,16 @@ class EventRings:
         """Show how many rings there are."""
         return f"<EventRings {len(self._rings)}>"
 
-    def values(self, session_id: int) -> list[int]:
-        """Return the values that a session's events have reached.
+    def values(self, session_id: int, steps: Sequence[LayerStep] = ()) -> list[int]:
+        """Return the values that a session's events have reached, for which these steps wait.
 
         Raises:
-            InvalidFieldError: it has no ring.
+            InvalidFieldError: it has no ring, or a step is of another one.
         """
-        return self._ring(session_id, "steps").values()
+        ring = self._ring(session_id, "steps")
+        for one in steps:
+            ring.check(one, "steps")
+        return ring.values()
 
     def events(self, session_id: int) -> DeviceEvents | None:
         """Return a session's events, where its ring is on a device.
@@ -162,10 +178,7 @@ class EventRings:
         if device_event is None:
             return handle(call)
         ring = self._ring(call.session.session_id, "after")
-        if device_event.event >= ring.slots:
-            raise InvalidFieldError(
-                f"event {device_event.event}; the session's ring has {ring.slots}", field="after.event"
-            )
+        ring.check(device_event, "after.event")
         if (ring.recorded() if recorded else ring.values())[device_event.event] >= device_event.value:
             return handle(call)
         if len(ring.waiting) >= LOOK_FROM:
@@ -261,7 +274,7 @@ class EventRings:
     def _pass_ring(self, call: Call, ring: _Ring) -> Answer:
         fds = (ring.region.fd, ring.eventfd)
         self._session_socket.pass_frame(call.session, EventsFollow(message_id=call.message_id), fds)
-        return Answer(EventsOpened(slots=ring.slots))
+        return Answer(EventsOpened(slots=ring.slots, ring=ring.number))
 
     def _woken(self, session_id: int, ring: _Ring) -> None:
         _clear_eventfd(ring.eventfd)

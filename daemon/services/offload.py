@@ -184,7 +184,7 @@ class OffloadService:
 
     def _offload(self, call: Call) -> Answer:
         body = expect(call, Offload)
-        pool = self._pools.get(call.session.tenant, body.pool)
+        pool = self._pools.named_by(call.session, body.pool)
         if body.release and pool.registered_by is not None:
             raise InvalidFieldError(
                 f"pool {pool.name!r} is registered: its engine numbers its pages itself", field="release"
@@ -247,7 +247,7 @@ class OffloadService:
 
     def _restore(self, call: Call) -> Answer:
         body = expect(call, Restore)
-        pool = self._pools.get(call.session.tenant, body.pool)
+        pool = self._pools.named_by(call.session, body.pool)
         snapshot = self.snapshots.get(call.session.tenant, body.snapshot)
         check_layout(snapshot, pool.manifest, pool.name)
         check_models(snapshot.model, pool.model, f"the snapshot, of pool {snapshot.pool!r},", f"pool {pool.name!r}")

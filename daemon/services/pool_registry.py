@@ -102,8 +102,9 @@ class PoolRegistry:
         lost: pools whose memory is gone, with the reason; kept across restarts.
     """
 
-    def __init__(self, lost: LostPools, hub: EventHub) -> None:
+    def __init__(self, lost: LostPools, sessions: SessionRegistry, hub: EventHub) -> None:
         self.lost = lost
+        self._sessions = sessions
         self._hub = hub
         self._pools: dict[tuple[int, str], Pool] = {}
 
@@ -129,6 +130,24 @@ class PoolRegistry:
                 raise PoolLostError(f"pool {name!r} of user {tenant} {why}", field="pool")
             others = in_words(repr(one.name) for one in self if one.tenant == tenant)
             raise UnknownPoolError(f"no pool {name!r} of user {tenant}, who has {others or 'no pools'}", field="pool")
+        return pool
+
+    def named_by(self, session: Session, name: str) -> Pool:
+        """Return the pool that a session's request names: the one that its instance has attached, if it has any.
+
+        Raises:
+            PoolLostError, UnknownPoolError: as ``get``; or a session of its instance has attached another pool of this
+                name, which is no more: what that engine writes is not in this pool.
+        """
+        pool = self.get(session.tenant, name)
+        for one in self._sessions.of_instance(session.owner_id):
+            if one.attached.get(name, pool.region_id) != pool.region_id:
+                holder = session_text(self._sessions, one.session_id, session.session_id)
+                raise PoolLostError(
+                    f"pool {name!r} was made again since {holder} attached it",
+                    field="pool",
+                    remedy="attach it again there, or end that session: what it has mapped is no pool's any more",
+                )
         return pool
 
     def region_of(self, asked: RegionRequest) -> Region:

@@ -54,6 +54,7 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    PoolLostError,
     TooLargeError,
     UnknownPoolError,
 )
@@ -410,7 +411,9 @@ class PoolService:
                 self._end_creation(key[1], creation, deleted)
             return
         if is_registered:
-            pool.give_all(creation.waiting[0].session.owner_id)
+            registering = creation.waiting[0].session
+            pool.give_all(registering.owner_id)
+            registering.attach(pool.name, pool.region_id)
         self._pools.add(pool)
         if traits.device != HOST and not is_registered:
             self._pools.lost.made(*key, traits.device)
@@ -475,6 +478,8 @@ class PoolService:
 
     def _attach(self, call: Call) -> Answer | None:
         body = expect(call, AttachPool)
+        if body.region:
+            return self._attached_before(call, body)
         pool = self._pools.get(call.session.tenant, body.pool)
         if body.layout_digest not in {"", pool.manifest.layout_digest}:
             raise LayoutMismatchError(
@@ -485,7 +490,7 @@ class PoolService:
         if isinstance(region, HostRegion):
             follows = RegionFollows(message_id=call.message_id, pool=pool.name)
             self._session_socket.pass_frame(call.session, follows, [region.fd])
-            return Answer(PoolAttached(pool=pool.name, manifest=pool.manifest, model=_public(pool)))
+            return _attached(call, pool)
         assert isinstance(region, AcceleratorRegion), region
         if pool.registered_by is not None:
             raise InvalidFieldError(
@@ -502,9 +507,19 @@ class PoolService:
 
     def _shared(self, call: Call, pool: Pool, share: Share) -> Answer:
         self._session_socket.pass_frame(call.session, ShareFollows(message_id=call.message_id, shares=(share,)), [])
-        return Answer(
-            PoolAttached(pool=pool.name, manifest=pool.manifest, device=pool.region.device, model=_public(pool))
-        )
+        return _attached(call, pool)
+
+    def _attached_before(self, call: Call, body: AttachPool) -> Answer:
+        """Answer an engine that has mapped a pool, of this daemon or of the one before, and asks whether it still is.
+
+        Raises:
+            PoolLostError, UnknownPoolError: it is not; requests of its instance that name the pool are refused.
+        """
+        call.session.attach(body.pool, body.region)
+        pool = self._pools.get(call.session.tenant, body.pool)
+        if pool.region_id != body.region:
+            raise PoolLostError(f"pool {body.pool!r} was made again since this session attached it", field="pool")
+        return _attached(call, pool)
 
     def _delete(self, call: Call) -> Answer | None:
         body = expect(call, DeletePool)
@@ -536,7 +551,7 @@ class PoolService:
 
     def _allocate(self, call: Call) -> Answer:
         body = expect(call, Allocate)
-        pool = self._pools.get(call.session.tenant, body.pool)
+        pool = self._pools.named_by(call.session, body.pool)
         asking = call.session.owner_id
         try:
             ids = pool.space(body.space).allocate(asking, body.count)
@@ -550,7 +565,7 @@ class PoolService:
 
     def _free_now(self, call: Call) -> Answer:
         body = expect(call, Free)
-        pool = self._pools.get(call.session.tenant, body.pool)
+        pool = self._pools.named_by(call.session, body.pool)
         if pool.registered_by is not None:
             raise InvalidFieldError(
                 f"pool {body.pool!r} is registered: its engine numbers its pages itself", field="pool"
@@ -560,7 +575,7 @@ class PoolService:
 
     def _list_owned(self, call: Call) -> Answer:
         body = expect(call, ListOwned)
-        pool = self._pools.get(call.session.tenant, body.pool)
+        pool = self._pools.named_by(call.session, body.pool)
         ids = {name: space.pages_of(call.session.owner_id) for name, space in pool.allocators.items()}
         spaces = tuple(OwnedSpace(space=name, pages=len(its)) for name, its in ids.items())
         return Answer(OwnedPages(spaces=spaces), tuple(ids.values()))
@@ -599,6 +614,20 @@ def _record_of(key: tuple[int, str], body: CreatePool, traits: PoolTraits, regio
 
 def _public(pool: Pool) -> ModelIdentity | None:
     return pool.model.public if pool.model else None
+
+
+def _attached(call: Call, pool: Pool) -> Answer:
+    """Answer an engine that has the memory of a pool; other memory of this name is none to it from now on."""
+    call.session.attach(pool.name, pool.region_id)
+    return Answer(
+        PoolAttached(
+            pool=pool.name,
+            manifest=pool.manifest,
+            device=pool.region.device,
+            model=_public(pool),
+            region=pool.region_id,
+        )
+    )
 
 
 def _release(pool: Pool, owner_id: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -56,12 +55,10 @@ from kvferry.protocol.errors import (
     UnknownLeaseError,
 )
 from kvferry.protocol.events import TierDone
-from kvferry.protocol.ids import ModelIdentity
+from kvferry.protocol.ids import ModelIdentity, new_number
 from kvferry.protocol.tier_messages import HASH_BYTES, Found, Load, Lookup, OperationStarted, Store, Unpin, Unpinned
 
 MAX_LEASES = 4096
-_NUMBER_BITS = 52
-"""What JSON has exactly."""
 MAX_PINS = 1 << 20
 """Bounds of one instance; a block counts once in each lease."""
 
@@ -150,8 +147,7 @@ class PrefixCache:
         self._operations = operations
         self._lower = lower
         self._counters = counters
-        self._numbers = itertools.count(secrets.randbits(_NUMBER_BITS) + 1)
-        """Of leases: an engine may still have those of the daemon before, which must not be of other blocks here."""
+        self._numbers = itertools.count(new_number())
         self._leases: dict[int, dict[int, Lease]] = {}
         self._leased: Counter[int] = Counter()  # blocks in the leases of each instance
         self._looking: dict[tuple[int, int], list[CachedBlock]] = {}
@@ -195,7 +191,7 @@ class PrefixCache:
 
     def _chain(self, call: Call, body: Lookup | Store) -> _Chain:
         """Return the blocks that a request names."""
-        pool = self._pools.get(call.session.tenant, body.pool)
+        pool = self._pools.named_by(call.session, body.pool)
         self._host.region  # noqa: B018  raises TierOffError
         hashes = hashes_of(body.hashes)
         layout = pool.block_layout(body.space)
@@ -446,7 +442,7 @@ class PrefixCache:
     def _load(self, call: Call) -> Answer:
         body = expect(call, Load)
         lease = self.lease(call, body.lease)
-        pool = self._pools.get(call.session.tenant, body.pool)
+        pool = self._pools.named_by(call.session, body.pool)
         _check_namespace(pool, lease.namespace)
         pages = lease.namespace.block_pages
         count, rest = divmod(len(call.ids[0]), pages)

@@ -240,7 +240,7 @@ class TableService:
             raise TablesExistError(f"the session has tables {body.tables!r}", field="tables")
         if sum(one[0] == key[0] for one in (*self._tables, *self._coming)) >= MAX_TABLES_PER_SESSION:
             raise OverloadedError(f"the session has {MAX_TABLES_PER_SESSION} tables").after(RETRY_LATER_MS)
-        pool = self._pools.get(call.session.tenant, body.pool)
+        pool = self._pools.named_by(call.session, body.pool)
         tables = _tables_for(pool, body)
         if pool.region.device == HOST:
             size_bytes = table_layout(tables.shape).size_bytes

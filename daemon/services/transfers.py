@@ -49,7 +49,6 @@ from kvferry.pools.planning.page_ranges import PageRange, page_ranges
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,
-    InvalidFieldError,
     KvferryError,
     OverloadedError,
     PeerCancelledError,
@@ -292,13 +291,7 @@ class TransferService:
 
     def _reached(self, session_id: int, body: Send) -> list[int]:
         """Return the values of the session's event ring; empty where the SEND has no steps."""
-        if not body.steps:
-            return []
-        reached = self._rings.values(session_id)
-        beyond = max(step.event for step in body.steps)
-        if beyond >= len(reached):
-            raise InvalidFieldError(f"event {beyond}; the session's ring has {len(reached)}", field="steps")
-        return reached
+        return self._rings.values(session_id, body.steps) if body.steps else []
 
     def _receive(self, call: Call) -> Answer | None:
         after = expect(call, Receive).after
@@ -401,7 +394,7 @@ class TransferService:
     def _sender(self, call: Call, body: Send | Receive) -> Sender:
         if self.draining:
             raise ShuttingDownError("the daemon is shutting down and accepts no new transfers")
-        pool = self._pools.get(call.session.tenant, body.pool)
+        pool = self._pools.named_by(call.session, body.pool)
         session_id = call.session.session_id
         key = EndpointKey(pool.tenant, body.request_id, body.pool, "send" if isinstance(body, Send) else "receive")
         if self._state_machine.endpoint(session_id, key) is None:  # chunks of a live endpoint are always accepted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import pytest
@@ -220,6 +221,7 @@ def test_more_bytes_than_a_message_or_a_frame_may_have(bound: str) -> None:
         send=lambda outgoing, frames: sent.append(frames or core.frames(outgoing)),
         refuse=lambda _, error: pytest.fail(str(error)),
         lost_pools=set(),
+        tables=WeakSet(),
     ) as step:
         begun = [step.send("p", new_request_id(), [pages([7])], payload=b"x" * 10_000) for _ in range(20)]
     names: list[str] = []

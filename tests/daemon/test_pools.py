@@ -65,7 +65,7 @@ class Pools:
         monkeypatch.setattr(HostRegion, "populate", self._populate)
         self._handlers: dict[str, Handler] = {}
         self._replies: asyncio.Queue[Answer | KvferryError] = asyncio.Queue()
-        self.registry = PoolRegistry(LostPools(None), EventHub())
+        self.registry = PoolRegistry(LostPools(None), self.sessions, EventHub())
         self.service = PoolService(
             cast("Dispatcher", self),
             cast("SessionSocket", None),

@@ -96,7 +96,7 @@ class Harness:
         self.boot = new_boot_id()
         hub = EventHub()
         self.dispatcher = Dispatcher(self.boot, LIMITS, self.sessions, self.counters, self._send, hub)
-        self.pools = PoolRegistry(LostPools(None), hub)
+        self.pools = PoolRegistry(LostPools(None), self.sessions, hub)
         self.executor = ThreadPoolExecutor(1)
         devices, no_socket = (
             cast("Devices", _NoDevices()),
