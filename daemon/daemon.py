@@ -61,6 +61,7 @@ from kvferry.daemon.transports.pull import PullTransport, fetch_region
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.accelerator import STUCK_AFTER_S
+from kvferry.pools.devices.base import Region
 from kvferry.protocol import VERSION
 from kvferry.protocol.base import Body
 from kvferry.protocol.config.load import load_config
@@ -70,6 +71,7 @@ from kvferry.protocol.errors import ConfigError, DeviceLostError, KvferryError, 
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import FEATURES, Limits, agree
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
+from kvferry.protocol.session_stream import RegionRequest
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET, runtime_dirs
 
 FETCH_THREADS = 2
@@ -181,7 +183,7 @@ class Daemon:
             self._sessions,
             counters,
             hub,
-            self._registry.region_of,
+            self._region_of,
             descriptors,
             resume_grace_s=config.service.resume_grace_s,
         )
@@ -223,6 +225,7 @@ class Daemon:
             KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes),
             tuning.whole_below_bytes,
         )
+        self._redeem = state_machine.peers.redeem
         self._transport = LocalTransport.as_fast_as_here(loop, threads=tuning.copy_threads, at_once_s=tuning.at_once_s)
         self._network = network
         self._copier: NetworkCopier | None = None
@@ -417,6 +420,11 @@ class Daemon:
         except Exception as cause:
             self.counters.add("sessions.ends_failed")
             log.exception("a session's end failed in part", part=part, cause=str(cause))
+
+    def _region_of(self, asked: RegionRequest) -> Region:
+        """Return the memory that another daemon of this host may map for reading; see ``SessionSocket``."""
+        self._redeem(asked)
+        return self._registry.region_of(asked)
 
     def _hello(self, body: Body, _identity: bytes) -> Welcome:
         if not isinstance(body, Hello):

@@ -21,6 +21,9 @@ PoolName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*\\Z", min_len
 PeerAddress = Annotated[str, Meta(pattern="^(tcp://[^ ]+:[0-9]+|ipc:///[^ ]+)\\Z", max_length=256)]
 """Where a daemon listens for other daemons: ``tcp://ADDRESS:PORT``, or ``ipc://PATH`` on the same host."""
 
+PeerKey = Annotated[str, Meta(pattern="^([0-9a-f]{32})?\\Z", max_length=32)]
+"""128 bits that one daemon has told one address, as 32 hexadecimal digits; or nothing."""
+
 ComponentName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*\\Z", min_length=1, max_length=32)]
 
 HOST = "host"
@@ -70,6 +73,11 @@ def new_number() -> int:
     An engine may still have numbers of the daemon before this one, which must mean nothing here.
     """
     return (int.from_bytes(os.urandom(7), "little") & (1 << 52) - 1) + 1
+
+
+def new_key() -> str:
+    """Return a fresh key for another daemon: 128 random bits as 32 hexadecimal digits. Never log it."""
+    return os.urandom(16).hex()
 
 
 def new_secret() -> bytes:

@@ -16,7 +16,7 @@ from msgspec import Meta
 from kvferry.protocol.base import Body
 from kvferry.protocol.codec import Frames, PageIds, page_lists, with_page_lists
 from kvferry.protocol.errors import ErrorInfo, MalformedError
-from kvferry.protocol.ids import ComponentName, Hex128, ModelIdentity, PeerAddress, PoolName
+from kvferry.protocol.ids import ComponentName, Hex128, ModelIdentity, PeerAddress, PeerKey, PoolName
 from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
 from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, Direction, PageLists, Payload
 
@@ -96,6 +96,9 @@ class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
     """The pool's model identity without the salt, sent with the manifest."""
     checksums: bool = False
     """As in SEND."""
+    region_key: PeerKey = ""
+    """In chunk 0, for a home on the same host: its REGION_REQUEST shows it. Good for the pool's memory, once, while the
+    send request is open."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
@@ -255,10 +258,6 @@ PeerBody = (
     | Confirmed
     | PoolGone
 )
-
-
-PeerKey = Annotated[str, Meta(pattern="^([0-9a-f]{32})?\\Z", max_length=32)]
-"""128 bits that one daemon has told one address, as 32 hexadecimal digits; or nothing."""
 
 
 class PeerHead(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.errors import ErrorInfo, MalformedError
-from kvferry.protocol.ids import PLAIN_TEXT, ClientName, Hex128, PoolName
+from kvferry.protocol.ids import PLAIN_TEXT, ClientName, Hex128, PeerKey, PoolName
 
 Handle = Annotated[bytes, Meta(max_length=512)]
 DriverHandle = Annotated[int, Meta(ge=0)]
@@ -102,6 +102,9 @@ class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     pool: PoolName
     region: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     """The identity of the pool's memory when its pages were sent."""
+    send_request: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    key: PeerKey = ""
+    """What SEND_REQUEST has told of this send request: whoever else runs as the daemon's user does not know it."""
 
 
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPENED"):

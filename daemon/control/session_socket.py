@@ -609,7 +609,10 @@ class _Connection:
             self._loop.add_reader(self._pidfd, self._process_ended)
 
     def _pass_region(self, asked: RegionRequest) -> None:
-        """Pass a pool's memory, read-only, to another daemon of this host that runs as root or as our own user."""
+        """Pass a pool's memory, read-only, to another daemon of this host.
+
+        It runs as root or as our own user, and ``region_of`` looks at its key: other processes do so, too.
+        """
         peer = peer_of(self._channel)
         if peer.uid not in {0, os.getuid()}:
             raise AccessDeniedError(

@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import heapq
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -51,7 +50,7 @@ from kvferry.protocol.errors import (
     OverloadedError,
     TooLargeError,
 )
-from kvferry.protocol.ids import BootId
+from kvferry.protocol.ids import BootId, new_key
 from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN, Limits, agree
 from kvferry.protocol.peer_messages import (
     PeerBody,
@@ -815,11 +814,6 @@ class PeerLinks:
     def _drop(self, link: PeerLink) -> None:
         self._links.pop(link.address).close()
         self.counters.add("peers.dropped")
-
-
-def new_key() -> str:
-    """Return a fresh key: 128 random bits as 32 hexadecimal digits. Never log it."""
-    return os.urandom(16).hex()
 
 
 def _frame_bytes(frame: bytes | memoryview) -> int:

@@ -336,6 +336,7 @@ class SendRequest(Endpoint):
         self.destinations = destinations
         self.origin = origin
         self.kind = Kind.SEND if origin is None else Kind.REMOTE_SEND
+        self.region_key = ""
         self.chunks: list[SendChunk] = []
         self.checksums = False
         self.ready: list[int] = []
@@ -562,15 +563,19 @@ class RemoteEndpoint:
         number: identifies the send request in messages with the receive request's home.
         sending: the transfer ops that this daemon is writing to the home.
         ended: see ``Endpoint``.
+        region_key: by which the home may ask for the pool's memory, once; empty if it may not.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE_RECEIVE
 
-    def __init__(self, announcement: Announcement, send_request: SendRequest, number: int, state: State) -> None:
+    def __init__(
+        self, announcement: Announcement, send_request: SendRequest, number: int, state: State, region_key: str = ""
+    ) -> None:
         self.announcement = announcement
         self.send_request = send_request
         self.number = number
         self.state = state
+        self.region_key = region_key
         self.ended = False
         self.sending: set[int] = set()
 

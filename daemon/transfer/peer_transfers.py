@@ -7,6 +7,7 @@ lost that had not joined it. A half that comes after the other one has ended is 
 
 from __future__ import annotations
 
+import hmac
 import itertools
 from collections.abc import Sequence
 from typing import Protocol
@@ -34,8 +35,10 @@ from kvferry.daemon.transfer.registry import Endpoints, SendToPeer
 from kvferry.daemon.transfer.transitions import Event, State
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.planning.page_ranges import page_ranges, page_tokens_of, split
+from kvferry.protocol.addresses import IPC, scheme
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
+    AccessDeniedError,
     InternalError,
     InvalidFieldError,
     KvferryError,
@@ -47,6 +50,7 @@ from kvferry.protocol.errors import (
     UnknownTransferError,
     raised,
 )
+from kvferry.protocol.ids import new_key
 from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.peer_messages import (
     Announce,
@@ -62,6 +66,7 @@ from kvferry.protocol.peer_messages import (
     SendWithdrawn,
     StepReady,
 )
+from kvferry.protocol.session_stream import RegionRequest
 from kvferry.protocol.transfer_messages import LayerStep
 
 MAX_ANNOUNCEMENTS = 65_536
@@ -143,6 +148,7 @@ class PeerTransfers:
             chunk = chunk_of(body, ids, pool.manifest)
             if send_request is None:
                 send_request = self._new_send(origin, number, pool, receive_request, now)
+                send_request.region_key = body.region_key
             elif number < len(send_request.chunks):
                 return  # repeated after a reconnection
             elif number > len(send_request.chunks):
@@ -284,7 +290,8 @@ class PeerTransfers:
 
     def _join(self, announcement: Announcement, send_request: SendRequest) -> None:
         """Send all chunks of a local send request to another daemon's receive request."""
-        remote_endpoint = RemoteEndpoint(announcement, send_request, next(self._remote_numbers), State.OPEN)
+        key = new_key() if scheme(announcement.home.address) == IPC else ""
+        remote_endpoint = RemoteEndpoint(announcement, send_request, next(self._remote_numbers), State.OPEN, key)
         self._endpoints.remote_endpoints[remote_endpoint.number] = remote_endpoint
         announcement.remote_endpoints.append(remote_endpoint)
         send_request.receive_requests.append(remote_endpoint)
@@ -354,6 +361,24 @@ class PeerTransfers:
         if remote_endpoint.announcement.receive_request != name:
             raise UnknownTransferError("the send request is for another receive request", field="receive_request")
         return remote_endpoint
+
+    def redeem(self, asked: RegionRequest) -> None:
+        """Accept the key that a home of this host was told with a send request: once, while that is open.
+
+        Raises:
+            AccessDeniedError: it is no such key, or not for this pool.
+        """
+        remote_endpoint = self._endpoints.remote_endpoints.get(asked.send_request)
+        if remote_endpoint is not None and remote_endpoint.state is State.OPEN and remote_endpoint.region_key:
+            pool = remote_endpoint.send_request.pool
+            its = (pool.tenant, pool.name, pool.region.identity)
+            is_right = hmac.compare_digest(remote_endpoint.region_key, asked.key)
+            if is_right and its == (asked.tenant, asked.pool, asked.region):
+                remote_endpoint.region_key = ""
+                return
+        raise AccessDeniedError(
+            f"pool {asked.pool!r} is given to a daemon that shows the key of an open send request, once", field="key"
+        )
 
     def begin_sending(self, remote_endpoint: RemoteEndpoint, op: int, now: float) -> None:
         """Note that this daemon begins to write a transfer op to the remote endpoint's home."""
@@ -542,6 +567,7 @@ def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> SendToPeer:
         ready=send_request.ready[number],
         model=pool.model.public if pool.model and number == 0 else None,
         checksums=chunk.checksums,
+        region_key=remote_endpoint.region_key if number == 0 else "",
     )
     return SendToPeer(remote_endpoint.announcement.home, body, [ids for _, ids in lists])
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, TransferOp
+from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SendRequest, TransferOp
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import OnOpDone, SendToPeer, Transport
 from kvferry.pools.devices.host import HostRegion
@@ -95,11 +95,18 @@ class PullTransport:
         waiting = self._mapping.setdefault(pool, [])
         waiting.append(pull)
         if len(waiting) == 1:
-            request = RegionRequest(tenant=pool.tenant, pool=pool.name, region=pool.region_id)
+            assert op.send_request.origin is not None, op
+            request = RegionRequest(
+                tenant=pool.tenant,
+                pool=pool.name,
+                region=pool.region_id,
+                send_request=op.send_request.origin.send_request,
+                key=op.send_request.region_key,
+            )
             mapping = self._loop.run_in_executor(
                 self._executor, self._fetch, pool.peer.address, request, pool.manifest.region_bytes
             )
-            mapping.add_done_callback(lambda done: self._on_mapped(pool, done))
+            mapping.add_done_callback(lambda done: self._on_mapped(pool, op.send_request, done))
 
     def confirmed(self, peer: Incarnation, message: Confirmed) -> None:
         """Process the source's answer on a transfer op that was copied."""
@@ -144,7 +151,7 @@ class PullTransport:
             log.exception("a copy could not be confirmed", op=op_id, cause=str(cause))
             self._fail(pull, InternalError(f"the copy could not be confirmed: {cause!r}"))
 
-    def _on_mapped(self, pool: RemotePool, done: asyncio.Future[HostRegion]) -> None:
+    def _on_mapped(self, pool: RemotePool, asked_with: SendRequest, done: asyncio.Future[HostRegion]) -> None:
         waiting = self._mapping.pop(pool)
         failed = done.exception()
         wanted = any(pull.op.op_id in self._pulls for pull in waiting)
@@ -156,7 +163,9 @@ class PullTransport:
         for pull in waiting:
             if pull.op.op_id not in self._pulls:
                 continue
-            if failed is not None:
+            if isinstance(failed, AccessDeniedError) and pull.op.send_request is not asked_with:
+                self.start(pull.op, pull.on_done)  # the key of one that has ended is refused; this one has its own
+            elif failed is not None:
                 self._fail(pull, error)
             else:
                 try:
@@ -189,12 +198,12 @@ def fetch_region(address: str, request: RegionRequest, size_bytes: int) -> HostR
 
     Args:
         address: the peer's address, ``ipc://`` and a path; its session socket is in the same directory.
-        request: the pool.
+        request: the pool, and the key by which it is given.
         size_bytes: the size that the pool's manifest states.
 
     Raises:
         PeerLostError: no daemon answers there.
-        AccessDeniedError: the daemon there runs neither as root nor as this daemon's user.
+        AccessDeniedError: the daemon there runs neither as root nor as this daemon's user, or refuses the key.
         InvalidFieldError: its memory has another size, or is not sealed against resizing.
         KvferryError: it refuses.
     """

@@ -88,7 +88,12 @@ def test_a_socket_of_a_daemon_that_is_being_killed_is_left_over(path: Path) -> N
     """The kernel frees its lock before it closes its sockets."""
     path.chmod(0o750)
     dying = listen_on(path / CONTROL_SOCKET, SOCKET_MODE)
-    seen = threading.Thread(target=lambda: (select.select([dying], [], [], 20), dying.close()))
+
+    def die() -> None:
+        select.select([dying], [], [], 20)
+        dying.close()
+
+    seen = threading.Thread(target=die)
     seen.start()
     with RuntimeDirectory(path) as directory, directory.listen(CONTROL_SOCKET).socket as ours:
         assert ours.getsockname() == os.fspath(path / CONTROL_SOCKET)

@@ -20,9 +20,12 @@ import torch
 from kvferry.clients import Client, new_request_id, pages
 from kvferry.daemon.control.later import AT_ONCE
 from kvferry.daemon.process.access import RuntimeDirectory
+from kvferry.daemon.transports.pull import fetch_region
+from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.disk import DiskStore
 from kvferry.protocol import errors
 from kvferry.protocol.ids import HOST
+from kvferry.protocol.session_stream import RegionRequest
 from tests.daemon.victims import ALL, PAGES, SENT, SPEC, VALUE
 from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, start_and_wait_until_ready
 from tests.devices import DEVICE
@@ -285,6 +288,19 @@ def test_who_is_in_the_way_now_may_be_gone_later(tmp_path: Path) -> None:
 def test_modes_of_directory_and_sockets(daemon: DaemonProcess) -> None:
     for name, mode in ((".", 0o710), ("control.sock", 0o660), ("session.sock", 0o660), ("peer.sock", 0o600)):
         assert (daemon.runtime_dir / name).stat().st_mode & 0o777 == mode, "an engine is no daemon"
+
+
+@pytest.mark.host_only
+@pytest.mark.parametrize("key", ["", "0" * 32])
+def test_who_knows_all_numbers_of_a_pool_but_no_key_is_refused(daemon: DaemonProcess, client: Client, key: str) -> None:
+    pool = client.attach_pool("send")
+    assert isinstance(pool.region, HostRegion)
+    sent = client.send("send", new_request_id(), [pages(client.allocate("send", 1))])
+    asked = RegionRequest(tenant=os.getuid(), pool="send", region=pool.region.identity, send_request=1, key=key)
+    with pytest.raises(errors.AccessDeniedError) as refused:
+        fetch_region(f"ipc://{daemon.runtime_dir}/peer.sock", asked, pool.manifest.region_bytes)
+    assert refused.value.field == "key"
+    client.cancel(sent)
 
 
 @pytest.mark.host_only

@@ -23,7 +23,7 @@ from kvferry.daemon.control import control_socket
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.zmtp import GREETING, frame
 from kvferry.daemon.peers import links as peers
-from kvferry.daemon.peers.links import Heartbeat, PeerLinks, new_key
+from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import PEER_SOCKET_MODE, Listener, listen_on
 from kvferry.daemon.process.descriptors import PER_LINK, Descriptors
 from kvferry.daemon.transfer.endpoints import Incarnation
@@ -31,7 +31,7 @@ from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.config.schema import PeersConfig
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, TooLargeError
-from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.ids import new_boot_id, new_key
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.peer_messages import (
     OpEnded,

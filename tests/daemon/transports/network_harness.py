@@ -61,10 +61,14 @@ class ManualExecutor(Executor):
         """Do all the work there is, and let it be reported."""
         await turns()
         while self.waiting:
-            worker = threading.Thread(target=self.waiting.popleft())
-            worker.start()
-            worker.join()
-            await turns()
+            await self.run_one()
+
+    async def run_one(self) -> None:
+        """Do the oldest work, and let it be reported."""
+        worker = threading.Thread(target=self.waiting.popleft())
+        worker.start()
+        worker.join()
+        await turns()
 
 
 async def turns() -> None:

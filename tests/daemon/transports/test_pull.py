@@ -87,7 +87,16 @@ async def test_an_op_is_mapped_copied_and_confirmed(home: Home) -> None:
     assert list(home.copier.under_way) == [], "not mapped yet"
     await home.executor.run()
     pool = home.pool(op)
-    asked = RegionRequest(tenant=pool.tenant, pool="prefill", region=home.harness.source_pool.region.identity)
+    origin = op.send_request.origin
+    assert origin is not None
+    asked = RegionRequest(
+        tenant=pool.tenant,
+        pool="prefill",
+        region=home.harness.source_pool.region.identity,
+        send_request=origin.send_request,
+        key=op.send_request.region_key,
+    )
+    assert asked.key
     assert home.fetched == [(home.harness.source.ipc, asked, pool.manifest.region_bytes)]
     home.copier.finish(op.op_id)
     await turns()
@@ -151,6 +160,17 @@ async def test_a_pool_that_cannot_be_mapped_fails_all_that_wait(home: Home, refu
     again = home.start()
     await home.executor.run()
     assert list(home.copier.under_way) == [again.op_id], "the next one asks again"
+
+
+async def test_the_key_of_a_transfer_that_has_ended_fails_no_other(home: Home) -> None:
+    home.refusal = errors.AccessDeniedError("no open send request has this key", field="key")
+    ended, other = home.start(), home.start()
+    await home.executor.run_one()
+    home.refusal = None
+    await home.executor.run()
+    assert await home.outcomes() == [(ended.op_id, "ACCESS_DENIED")]
+    assert list(home.copier.under_way) == [other.op_id]
+    assert [one.key for _, one, _ in home.fetched] == [ended.send_request.region_key, other.send_request.region_key]
 
 
 # -- stopped, and lost
