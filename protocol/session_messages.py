@@ -283,7 +283,7 @@ class TablesStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One tier in STATUS. ``state``: ``ready``, ``full``, or why it is not in use.
+    """One tier in STATUS. ``state``: ``ready``, ``full``, or what is wrong: ``away: …``, ``failing: …``.
 
     ``pinned_bytes``: in the host tier, the bytes of snapshots and of blocks pinned by a lease, an operation or an
     operator.

@@ -1,7 +1,7 @@
 """The disk tier: cached blocks are written in the background, and read once a lookup has pinned them.
 
 ``DiskStore`` handles the files. This module decides what is written when and what is evicted when the disk quota is
-used up, and handles a full or failing disk: the node continues without it and logs that once.
+used up, and handles a full or failing disk: the node continues without it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.tiers.host_tier import CATCH_UP_TURNS, USES_AT_ONCE, Demotions, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.daemon.tiers.write_failures import WriteFailures
 from kvferry.pools.integrity import WALKED, Problem, Walk
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError, file_bytes
@@ -71,7 +72,7 @@ class DiskTier:
         self._used_bytes = 0
         self._queue = Demotions(host, Tier.DISK, self._write_block)
         self._paused_until = 0.0
-        self._failure = ""
+        self._failures = WriteFailures("disk", clock)
         self._closing = threading.Event()
         self._writer = started_threads(1, "disk-write")
         self._reader = started_threads(1, "disk-read")
@@ -141,7 +142,7 @@ class DiskTier:
         """Return the tier as STATUS shows it."""
         return TierStatus(
             tier="disk",
-            state=self._failure or "ready",
+            state=self._failures.state or "ready",
             total_bytes=self._max_bytes,
             used_bytes=self._used_bytes,
             blocks=len(self._sizes),
@@ -299,17 +300,20 @@ class DiskTier:
         if self._host.index.set_tier(block, Tier.DISK, present=True):
             self._add(block, size_bytes)
             self._counters.add("tiers.disk.written_blocks")
-            self._resumed()
+            self._failures.succeeded()
         else:  # it was dropped meanwhile
             await self._unlink(block)
 
     def _remove_all(self, keys: Sequence[BlockKey]) -> None:
         """On the writing thread: remove files. One that cannot be deleted is found again by the next scan."""
+        failed: list[DiskError] = []
         for key in keys:
             try:
                 self._store.remove(key)
             except DiskError as error:
-                log.warning("a cached block could not be deleted from disk", cause=str(error))
+                failed.append(error)
+        if failed:
+            log.warning("cached blocks could not be deleted from disk", blocks=len(failed), cause=str(failed[0]))
 
     def _write(self, block: CachedBlock, buffers: list[memoryview], model: str) -> bool:
         """On the writing thread: write a block in steps that the scheduler allows; False where the daemon is ending."""
@@ -383,22 +387,12 @@ class DiskTier:
         self._host.index.set_tier(block, Tier.DISK, present=False)
 
     def _pause(self, error: DiskError) -> None:
-        """Pause writing for a while; log that once, not for every block."""
+        """Write nothing for a while."""
         full = isinstance(error, DiskFullError)
         self._counters.add("tiers.disk.full" if full else "tiers.disk.failed")
         self._paused_until = self._clock() + PAUSE_S
-        if not self._failure:
-            log.warning(
-                "the disk tier is paused: cached blocks are kept in memory only",
-                cause=str(error),
-                remedy="free space, or lower tiers.disk.max_bytes" if full else "check the disk (dmesg, smartctl)",
-            )
-        self._failure = "full" if full else f"failed: {error}"
-
-    def _resumed(self) -> None:
-        if self._failure:
-            log.info("the disk tier works again")
-            self._failure = ""
+        remedy = "free space, or lower tiers.disk.max_bytes" if full else "check the disk (dmesg, smartctl)"
+        self._failures.failed("full" if full else f"failing: {error}", f"{remedy}; blocks stay in memory meanwhile")
 
     def _buffers(self, offsets: Offsets, page_bytes: int) -> list[memoryview]:
         memory = memoryview(self._host.region.buffer)

@@ -30,6 +30,7 @@ from kvferry.daemon.tiers.store_process import (
     OK,
     RPC_FAIL,
     RPC_TIMEOUT,
+    TRANSFER_FAILED,
     Answer,
     Begin,
     Exists,
@@ -40,6 +41,7 @@ from kvferry.daemon.tiers.store_process import (
     Remove,
     pack_ranges,
 )
+from kvferry.daemon.tiers.write_failures import WriteFailures
 from kvferry.daemon.transports.mooncake_native import INSTALL, MooncakeSettings, check_address, check_protocol
 from kvferry.pools.tiers.cached_block import BlockKey
 from kvferry.protocol.config.schema import RemoteTierConfig
@@ -113,6 +115,11 @@ MAX_LOOKUPS: Final = 64
 
 _OUTCOMES: Final = {OK: "done", OBJECT_NOT_FOUND: "missed", NO_ROOM: "no_room"}
 _PROBE: Final = ["kvferry/1/probe"]
+FULL_S: Final = 10.0
+"""A store that has no room for so long is full."""
+_CAUSES: Final = {TRANSFER_FAILED: "bytes do not reach the node that was to keep them"}
+_LOOK: Final = "do the nodes reach each other at their tiers.remote.address? kvferry doctor on each; the store's log"
+_ENLARGE: Final = "give it memory: tiers.remote.segment_bytes of some nodes"
 log = structlog.get_logger(__name__)
 
 
@@ -176,6 +183,8 @@ class RemoteStore:
         self._link: StoreLink | None = None  # while the process has joined the store
         self._master_answers = False
         self._away_logged = False
+        self._why_away = "it has not been joined yet"
+        self._puts_failing = WriteFailures("remote")
         self._lookups = 0
         self._moves = StoreMoves(tuning.threads, tuning.timeout_s, lambda: self._reachable)
         self._changed = asyncio.Event()
@@ -196,6 +205,11 @@ class RemoteStore:
     def available(self) -> bool:
         """Return whether the store is reachable."""
         return self._reachable is not None
+
+    @property
+    def state(self) -> str:
+        """Return ``ready``, ``full``, or what is wrong: ``away: …`` or ``failing: …``."""
+        return (self._puts_failing.state or "ready") if self.available else f"away: {self._why_away}"
 
     @property
     def _reachable(self) -> StoreLink | None:
@@ -279,6 +293,7 @@ class RemoteStore:
         """
         block = PutBlock(name, pack_header(name, parent, digests), pack_ranges(ranges))
         moved = await self._move(block, "puts", ranges)
+        self._note_put(moved)
         return moved is not None and moved.status == OK
 
     async def get(self, name: str, ranges: Sequence[Range], *, pages: int) -> StoredHeader | None:
@@ -324,6 +339,20 @@ class RemoteStore:
         if moved is not None:
             self._check_status(link, moved.status)
         return moved
+
+    def _note_put(self, moved: Moved | None) -> None:
+        """Keep what STATUS and the log say of puts; nothing while the store is away, which is said itself."""
+        if not self.available:
+            return
+        if moved is None:
+            self._puts_failing.failed(f"failing: no answer within {self._tuning.timeout_s:g} s", _LOOK)
+        elif moved.status == OK:
+            self._puts_failing.succeeded()
+        elif moved.status == NO_ROOM:  # for moments where the store is new, or evicts
+            self._puts_failing.failed("full", _ENLARGE, patience_s=FULL_S)
+        else:
+            cause = _CAUSES.get(moved.status, "Mooncake's error")
+            self._puts_failing.failed(f"failing: {cause} ({moved.status})", _LOOK)
 
     # --- supervision ---
 
@@ -424,7 +453,7 @@ class RemoteStore:
 
     def _away(self, why: str) -> None:
         """Mark the store as away, and log that once."""
-        self._master_answers = False
+        self._master_answers, self._why_away = False, why
         if self._away_logged:
             return
         self._away_logged = True

@@ -143,7 +143,7 @@ class RemoteTier:
 
     def status(self) -> TierStatus:
         """Return the tier as STATUS shows it; only the store's master knows how full the store is."""
-        return TierStatus(tier="remote", state="ready" if self.available else "away", total_bytes=0, used_bytes=0)
+        return TierStatus(tier="remote", state=self._store.state, total_bytes=0, used_bytes=0)
 
     async def _put(self, block: CachedBlock) -> None:
         """Put a block once the scheduler allows it."""

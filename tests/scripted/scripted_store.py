@@ -22,6 +22,7 @@ class ScriptedStore:
 
     Attributes:
         available: whether it is there.
+        state: what STATUS is to say.
         values: what it has, by name.
         waiting: calls that wait, oldest first.
         holds: whether calls wait.
@@ -29,6 +30,7 @@ class ScriptedStore:
 
     def __init__(self, arena: HostRegion) -> None:
         self.available = True
+        self.state = "ready"
         self.values: dict[str, _Stored] = {}
         self.waiting: list[asyncio.Future[None]] = []
         self.holds = False

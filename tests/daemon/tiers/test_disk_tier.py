@@ -158,7 +158,8 @@ async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(
 
 
 @pytest.mark.parametrize(
-    ("make", "state"), [(lambda: DiskFullError("no space"), "full"), (lambda: DiskFailedError("broken"), "failed")]
+    ("make", "state"),
+    [(lambda: DiskFullError("no space"), "full"), (lambda: DiskFailedError("broken"), "failing: broken")],
 )
 async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
     tiers: Harness, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Exception], state: str
@@ -172,7 +173,7 @@ async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
     with capture_logs() as logs:
         await tiers.stored(1, 2)
         await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
-    assert [one["event"] for one in logs].count("the disk tier is paused: cached blocks are kept in memory only") == 1
+    assert [one["event"] for one in logs].count("a tier does not store blocks") == 1
     assert tiers.lower.status()[0].state.startswith(state)
     assert all(not one.pins for one in tiers.blocks(1, 2))
     monkeypatch.setattr(DiskStore, "begin_write", real)

@@ -226,6 +226,7 @@ async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(far: Harness, mon
 
 async def test_a_store_that_is_away_is_no_tier(far: Harness) -> None:
     far.store.available = False
+    far.store.state = "away"
     [block] = await far.stored(1)
     await settle()
     assert not block.in_remote

@@ -165,6 +165,7 @@ async def test_a_master_that_comes_late(binary: Path, tmp_path: Path) -> None:
     with running_master(binary, tmp_path / "log", start=False) as master, capture_logs() as logs:
         async with running_node(master, there=False) as node:
             await node.store.changed()
+            assert node.store.state.startswith("away: its master at 127.0.0.1:")
             began_s = time.monotonic()
             assert await node.store.exists(["a", "b"]) == [False, False]
             assert not await node.store.put("a", [(0, PAGE_BYTES)], parent=None, digests=[1])
@@ -266,6 +267,31 @@ async def test_a_node_that_does_not_answer_is_given_up(master: Master) -> None:
         assert (node.store.process_id, node.store.available) == (before, True)
         assert node.counters.snapshot()["remote.gets_failed"] == 1
         keeper.signal(signal.SIGCONT)
+
+
+async def test_puts_that_fail_are_said_and_so_is_that_they_work_again(master: Master) -> None:
+    async with running_node(master, hung_s=WAIT_S) as keeper, running_node(master, segment_bytes=0) as node:
+        await put_pages(node, "a")
+        assert node.store.state == "ready"
+        keeper.signal(signal.SIGSTOP)
+        with capture_logs() as logs:
+            for name in ("b", "c"):
+                assert not await node.store.put(name, [(0, PAGE_BYTES)], parent=None, digests=[1])
+            assert node.store.state.startswith("failing: bytes do not reach the node")
+            keeper.signal(signal.SIGCONT)
+            await put_pages(node, "d")
+            assert node.store.state == "ready"
+        assert [(line["event"], line["failed"]) for line in logs if line["log_level"] in {"warning", "info"}] == [
+            ("a tier does not store blocks", 1),
+            ("a tier stores blocks again", 2),
+        ]
+        assert node.counters.snapshot()["remote.puts_failed"] == 2
+
+
+async def test_a_store_without_memory_is_full(master: Master) -> None:
+    async with running_node(master, segment_bytes=0) as node:
+        assert not await node.store.put("a", [(0, PAGE_BYTES)], parent=None, digests=[1])
+        assert node.store.state == "full"
 
 
 async def test_a_node_that_leaves_takes_its_blocks_along(master: Master) -> None:
