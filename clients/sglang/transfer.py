@@ -13,7 +13,9 @@ All methods are called by the scheduler's thread, but ``_handle_node_failure``, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import itertools
 import logging
 import time
@@ -55,7 +57,7 @@ from kvferry.protocol.transfer_messages import Abandon, Cancel, Direction
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE: Final = 1
+HANDSHAKE: Final = 2
 """What both servers must have alike: how a transfer's id is made of a room, and what its payload is."""
 
 ROUTE: Final = "/kvferry"
@@ -94,6 +96,16 @@ class PrefillRank(DaemonPlace, frozen=True, kw_only=True, forbid_unknown_fields=
     pool: PoolName
 
 
+def request_id(boot_id: str, pool: str, room: int) -> str:
+    """Return the id of a request's transfer: its room, and which rank of which prefill server has it.
+
+    Rooms are a router's: other requests may have the same one, at another server, of the same daemon or not. Both sides
+    know a rank by what it says at its bootstrap server: the daemon's incarnation, and its pool in it.
+    """
+    whose = hashlib.blake2b(f"{boot_id}/{pool}".encode(), digest_size=8).hexdigest()
+    return f"{room & (1 << 64) - 1:016x}{whose}"
+
+
 class KvferryKVManager(CommonKVManager):
     """One of a scheduler process, over the pool that this process has in the daemon's memory."""
 
@@ -113,6 +125,7 @@ class KvferryKVManager(CommonKVManager):
         _check_carried(args, pool)
         assert pool is not None
         self.pool: EnginePool = pool
+        self._pool_name = pool.name
         with pool.engine.client() as client:
             self._boot_id, self._addresses = client.boot_id, client.status().addresses
         self._prefill_ranks: dict[tuple[str, str], PrefillRank] = {}
@@ -133,7 +146,7 @@ class KvferryKVManager(CommonKVManager):
         rank = PrefillRank(
             handshake=HANDSHAKE,
             rank=f"{self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank}/{self.attn_tp_rank}",
-            pool=self.pool.name,
+            pool=self._pool_name,
             host=self.local_ip,
             place=place_of(self._addresses),
             daemons=self._addresses,
@@ -214,8 +227,12 @@ class KvferryKVManager(CommonKVManager):
                 one.open()
 
     def request_id(self, room: int) -> str:
-        """Return the id of a request's transfer: both sides make it of the room and the rank."""
-        return f"{room & (1 << 64) - 1:016x}{self.attn_tp_rank:04x}".ljust(32, "0")
+        """Return the id of the transfer of a request that this rank, of prefill, has."""
+        return request_id(self._boot_id, self._pool_name, room)
+
+    def known_ranks(self, bootstrap_addr: str) -> list[PrefillRank]:
+        """Return the prefill server's ranks of this one's number that are known without asking."""
+        return [one for (address, _), one in tuple(self._prefill_ranks.items()) if address == bootstrap_addr]
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         self.forget_prefill(failed_bootstrap_addr)
@@ -280,14 +297,14 @@ class _Half:
         if self._abandoned:
             return
         self._abandoned = True
-        request_id = self.kv_mgr.request_id(self.bootstrap_room)
         reason = "the other server gave the request up"
-        body = Abandon(request_id=request_id, direction=self._direction, daemons=self._others(), reason=reason)
-        self.kv_mgr.pool.engine.say(asked(body))
+        for request, daemons in self._others():
+            body = Abandon(request_id=request, direction=self._direction, daemons=daemons, reason=reason)
+            self.kv_mgr.pool.engine.say(asked(body))
 
-    def _others(self) -> tuple[str, ...]:
-        """Return the addresses of the daemons at which the other half may wait, but for those that ask ours."""
-        return ()
+    def _others(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return by which ids the other half may wait, and at which daemons, but for those that ask ours."""
+        raise NotImplementedError
 
     def _look(self) -> int | None:
         """Take what has arrived, and return how it ended; None: it has not."""
@@ -416,6 +433,9 @@ class KvferryKVSender(_Half, CommonKVSender):
         self._send(lists, is_last=self._is_last_sent)
         self._record_transfer_indices(kv_indices, None)
 
+    def _others(self) -> list[tuple[str, tuple[str, ...]]]:
+        return [(self.kv_mgr.request_id(self.bootstrap_room), ())]
+
     def abort(self) -> None:
         """Give it up; ``poll`` says Failed once no page is read any more.
 
@@ -518,7 +538,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
                 self._generation = mgr.pool.engine.generation
                 self._transfer = step.receive(
                     mgr.pool.name,
-                    mgr.request_id(self.bootstrap_room),
+                    request_id(self._source.boot_id, self._source.pool, self.bootstrap_room),
                     self._lists,
                     source_daemons=mgr.source_daemons(self._source),
                     deadline_s=min(mgr.waiting_timeout, LONGEST_S),
@@ -531,11 +551,14 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         self._fail(ABORTED)
         self._cancel()
 
-    def _others(self) -> tuple[str, ...]:
-        try:
-            return () if self._source is None else self.kv_mgr.source_daemons(self._source)
-        except InvalidFieldError:  # none that reaches there
-            return ()
+    def _others(self) -> list[tuple[str, tuple[str, ...]]]:
+        mgr, others = self.kv_mgr, []
+        for one in mgr.known_ranks(self.bootstrap_addr) if self._source is None else [self._source]:
+            daemons: tuple[str, ...] = ()
+            with contextlib.suppress(InvalidFieldError):  # none that reaches there
+                daemons = mgr.source_daemons(one)
+            others.append((request_id(one.boot_id, one.pool, self.bootstrap_room), daemons))
+        return others
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Do nothing: the daemon tells the other side."""

@@ -334,6 +334,28 @@ def test_prefill_that_gives_up_after_its_last_chunk_does_not_wait(mha: Halves, k
     receiver.clear()
 
 
+def test_requests_of_two_prefill_servers_with_equal_rooms_do_not_cross(
+    mha: Halves, kept_daemon: RestartedDaemon
+) -> None:
+    with halves(kept_daemon.runtime_dir, mha_pool, KVFERRY_SGLANG_POOL="of-another") as another:
+        mha.fill(FROM, 3.0)
+        another.fill(FROM, 5.0)
+        room = mha.new_room()
+        receiver = another.receiver(room)
+        receiver.send_metadata(ids(TO), 2)
+        assert looked(receiver)
+        stranger = mha.sender(room, len(FROM))
+        stranger.send(ids(FROM))
+        assert soon(lambda: looked(stranger) and len(mha.transfers()) != 1)
+        sender = another.sender(room, len(FROM))
+        sender.send(ids(FROM))
+        assert polled(receiver, KVPoll.Success)
+        assert (another.tokens(TO) == 5).all()
+        assert polled(sender, KVPoll.Success)
+        stranger.abort()
+        assert polled(stranger, KVPoll.Failed)
+
+
 @pytest.fixture
 def narrow() -> Iterator[Halves]:
     """Return halves whose daemon has room for two of them."""
