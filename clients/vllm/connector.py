@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -53,14 +54,19 @@ COMPLETE: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_
 
 
 @dataclass
-class StoresDone(KVConnectorWorkerMetadata):
-    """The numbers of stores that ranks have done: each as often as ranks have."""
+class RanksSaid(KVConnectorWorkerMetadata):
+    """What ranks have done and seen.
 
-    numbers: list[int] = field(default_factory=list)
+    ``stores``: the numbers of stores that are done, each as often as ranks have done it. ``weights``: of each rank that
+    has looked at its weights the look's number, and what stands for them.
+    """
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StoresDone:
-        """Return those of both."""
-        return StoresDone(self.numbers + other.numbers)
+    stores: list[int] = field(default_factory=list)
+    weights: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RanksSaid:
+        """Return what both say."""
+        return RanksSaid(self.stores + other.stores, self.weights | other.weights)
 
 
 @dataclass
@@ -150,16 +156,23 @@ class KvferryConnector(KVConnectorBase_V1):
         """Return what was moved since the last step."""
         return None if self._worker is None else self._worker.moved.taken()
 
-    def build_connector_worker_meta(self) -> StoresDone | None:
-        """Return which stores are done, for events."""
-        numbers = [] if self._worker is None else self._worker.stored()
-        return StoresDone(numbers) if numbers else None
+    def build_connector_worker_meta(self) -> RanksSaid | None:
+        """Return which stores are done, for events, and what the weights are, if it was asked for."""
+        if self._worker is None:
+            return None
+        stores, weights = self._worker.stored(), self._worker.looked()
+        return RanksSaid(stores, weights) if stores or weights else None
 
     def get_handshake_metadata(self) -> WithoutDaemon | None:
         """Tell the scheduler's side if this rank can do nothing for it."""
         return WithoutDaemon() if self._worker is None else None
 
     # -- the scheduler's
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take note of the pool: where its prefix cache was reset, the weights may be others."""
+        if self._scheduler is not None:
+            self._scheduler.watch(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """Do without a daemon where a rank does: nobody would answer for it."""
@@ -193,8 +206,9 @@ class KvferryConnector(KVConnectorBase_V1):
             if connector_output.finished_recving:
                 self._scheduler.arrived(connector_output.finished_recving)
             done = getattr(connector_output, "kv_connector_worker_meta", None)
-            if isinstance(done, StoresDone):
-                self._scheduler.stored(done.numbers)
+            if isinstance(done, RanksSaid):
+                self._scheduler.stored(done.stores)
+                self._scheduler.looked(done.weights)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """Return whether its blocks are still being read, and what its answer says to decode."""
@@ -207,7 +221,10 @@ class KvferryConnector(KVConnectorBase_V1):
         return () if self._scheduler is None else self._scheduler.events()
 
     def reset_cache(self) -> bool:
-        """Drop what is stored of this model in this layout, also what other engines of this user have stored."""
+        """Drop what is stored of this model in this layout, also what other engines of this user have stored.
+
+        vLLM asks for it where weights are about to change, too.
+        """
         return self._scheduler is None or self._scheduler.clear()
 
     # -- both
@@ -266,6 +283,7 @@ class KvferryConnector(KVConnectorBase_V1):
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415
 
         from kvferry.clients.vllm.memory import RankMemory, choose  # noqa: PLC0415
+        from kvferry.clients.vllm.weights import Weights  # noqa: PLC0415
         from kvferry.clients.vllm.worker import Worker  # noqa: PLC0415
 
         rank = get_tensor_model_parallel_rank()
@@ -280,4 +298,4 @@ class KvferryConnector(KVConnectorBase_V1):
             engine.close()
             raise
         blocks = RankMemory(kind, pool)
-        return blocks, Worker(engine, blocks, told.settings, rank)
+        return blocks, Worker(engine, blocks, Weights(self._vllm_config), told.settings, rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvferry.clients.places import DaemonPlace
 from kvferry.protocol.ids import PeerAddress
 
-HANDSHAKE = 1
+HANDSHAKE = 2
 """Of what prefill says to decode; another number is refused."""
 
 MOST_RANKS = 1024
@@ -99,7 +99,8 @@ class StepWork(KVConnectorMetadata):
 
     ``preempted``: requests whose blocks are about to be others'. ``ended``: requests that have finished while blocks
     of them were being read, which each rank answers once nothing reads them. ``aborted``: of those and of requests that
-    still receive, the ones whose transfers are to be given up.
+    still receive, the ones whose transfers are to be given up. ``look``: the number of a look at the weights that each
+    rank is to take before all of it; 0: none.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -109,12 +110,13 @@ class StepWork(KVConnectorMetadata):
     preempted: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    look: int = 0
 
     @property
     def is_empty(self) -> bool:
         """Return whether there is nothing to do, as in most steps."""
         begun = self.loads or self.receives or self.stores or self.sends
-        return not (begun or self.preempted or self.ended or self.aborted)
+        return not (begun or self.preempted or self.ended or self.aborted or self.look)
 
 
 def joined_chunks(first: Send, second: Send) -> Send:
@@ -126,14 +128,3 @@ def joined_chunks(first: Send, second: Send) -> Send:
 def request_id(transfer: str, rank: int) -> str:
     """Return the daemon's id of a rank's part of a transfer: both sides make it so."""
     return hashlib.blake2b(f"{transfer}/{rank}".encode(), digest_size=16).hexdigest()
-
-
-def prompt_digest(request: Any) -> bytes:  # noqa: ANN401  vLLM's Request
-    """Return what tells a prompt from others: its tokens, its adapter, and its images."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(msgspec.msgpack.encode(list(request.prompt_token_ids or ())))
-    adapter = request.lora_request
-    digest.update(b"" if adapter is None else str(adapter.lora_name).encode())
-    for one in request.mm_features or ():
-        digest.update(str(one.identifier).encode())
-    return digest.digest()

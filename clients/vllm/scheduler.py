@@ -6,20 +6,28 @@ what it has told them: a request that ends while its blocks may be being read ke
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import math
+import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kvferry.clients import Client, KvferryError, new_request_id
 from kvferry.clients.calls import asked, joined
-from kvferry.clients.model_weights import weights_revision
 from kvferry.clients.places import DaemonPlace, place_of
 from kvferry.clients.submitting import PendingReply
+from kvferry.clients.vllm.identity import (
+    Adapters,
+    Labels,
+    digest_of,
+    key_of,
+    labels_of,
+    name_of,
+    prompt_digest,
+)
 from kvferry.clients.vllm.metadata import (
     HANDSHAKE,
     Blocks,
@@ -29,7 +37,6 @@ from kvferry.clients.vllm.metadata import (
     Send,
     StepWork,
     Store,
-    prompt_digest,
     request_id,
 )
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError
@@ -39,6 +46,7 @@ from kvferry.protocol.transfer_messages import Abandon, Direction
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -50,6 +58,9 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_S: Final = 2.0
 """What a lookup may take, lower tiers included; what is late counts as a miss."""
+
+LOOK_S: Final = 60.0
+"""What a look at the weights may take; requests wait for it, later ones are computed without the prefix cache."""
 
 WAIT_S: Final = 0.002
 """How long a step waits for lookups; those that come later are looked at again at the next step."""
@@ -85,6 +96,12 @@ class Known:
         is_sent: whether all of the prompt was told to be sent.
         is_read: whether its blocks may be being read.
         is_receiving: whether the workers were told to receive or load.
+        adapter: what stands for its adapter's content; None: it is not known.
+        key: what its blocks are named with beyond vLLM's hashes; None: not known yet, or they must not be shared.
+        names: of its leading blocks.
+        labels: what vLLM's hashes know by a name, with the contents.
+        is_mixed: whether its blocks may be of other contents than these.
+        prompt: what both sides of a transfer compare.
     """
 
     def __init__(self, request: Request) -> None:
@@ -101,7 +118,11 @@ class Known:
         self.is_sent = False
         self.is_read = False
         self.is_receiving = False
+        self.adapter: bytes | None = None
+        self.key: bytes | None = None
         self.names: list[bytes] = []
+        self.labels: dict[object, bytes | None] = {}
+        self.is_mixed = False
         self.prompt = b""
 
 
@@ -134,6 +155,16 @@ class Scheduler:
         self._stores = 0
         self._place: DaemonPlace | None = None
         self._patience_s = WAIT_S
+        self._adapters = Adapters()
+        self._labels = Labels()
+        self._weights: bytes | None = b""
+        """What stands for the weights of all ranks; empty: they are those of the start; None: ranks are looking."""
+        self._looks = 0
+        self._look_ends_at_s = 0.0
+        self._looked: dict[int, bytes] = {}
+        """What ranks have said of the look that is being taken."""
+        self._block_pool: BlockPool | None = None
+        self._local_cache: object = None
 
     def __repr__(self) -> str:
         """Show how many requests are known."""
@@ -145,7 +176,9 @@ class Scheduler:
         """Take note of a request, and ask what of it is cached."""
         if request.request_id in self._known:
             return
+        self._notice_reset()
         known = self._known[request.request_id] = Known(request)
+        self._identify(known)
         self._read_parameters(known)
         if known.handoff is None or not known.handoff.do_remote_prefill:
             self._look_up(known)
@@ -155,14 +188,20 @@ class Scheduler:
 
         None: it is not known yet.
         """
+        self._notice_reset()
         self.came(request)
         known = self._known[request.request_id]
         known.local = local_tokens
+        if self._is_mixed(known):  # what it had is gone: it begins anew
+            self._identify(known)
+        known.is_mixed = self._labels.mix(known.labels, self._weights) and local_tokens > 0
         if known.handoff is not None and known.handoff.do_remote_prefill:
             missing = request.num_prompt_tokens - local_tokens
             return missing, missing > 0
         if getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
+        if self._caches and self._weights is None and time.monotonic() < self._look_ends_at_s:
+            return None, False
         if known.lookups is None:
             self._look_up(known)
         blocks = self._found(known)
@@ -203,7 +242,10 @@ class Scheduler:
 
     def work(self, step: SchedulerOutput) -> StepWork:
         """Return what the workers are to do in a step."""
+        self._notice_reset()
         work, self._work = self._work, StepWork()
+        if work.look:
+            self._look_ends_at_s = time.monotonic() + LOOK_S
         self._patience_s = WAIT_S
         # One that goes on with other blocks was preempted, also where vLLM has not said so.
         resumed = step.scheduled_cached_reqs.resumed_req_ids
@@ -284,6 +326,7 @@ class Scheduler:
 
     def clear(self) -> bool:
         """Drop what is stored of this model in this layout; return whether that was done."""
+        self._look_at_weights()
         if not self._caches:
             return True
         try:
@@ -342,7 +385,7 @@ class Scheduler:
                 known.handoff, known.refused = handoff, f"{error.field}: {error.detail}"
             return
         known.handoff = handoff
-        known.prompt = prompt_digest(request)
+        known.prompt = prompt_digest(request, known.adapter)
         if handoff.do_remote_decode:
             known.transfer = handoff.transfer_id or new_request_id()
 
@@ -455,7 +498,8 @@ class Scheduler:
             return
         blocks = Blocks(known.blocks[known.sent : stop], known.sent)
         count = min(prompt, stop * self._block_size) - known.sent * self._block_size
-        work.sends.append(Send(request.request_id, blocks, count, known.transfer, known.is_sent, known.prompt))
+        content = os.urandom(HASH_BYTES) if self._is_mixed(known) else known.prompt  # nobody's
+        work.sends.append(Send(request.request_id, blocks, count, known.transfer, known.is_sent, content))
         if not known.sent:
             known.boot_id = self._engine.boot_id
         known.sent, known.is_read = stop, True
@@ -498,16 +542,62 @@ class Scheduler:
             known.transfer = "" if given else new_request_id()
         known.sent, known.is_sent = 0, False
 
+    # -- what KV depends on
+
+    def _identify(self, known: Known) -> None:
+        """Take note of the adapter and the media of a request that begins, or begins anew."""
+        self._give_back(known)
+        known.adapter = self._adapters.of(known.request.lora_request)
+        known.labels = labels_of(known.request, known.adapter)
+        known.key, known.names, known.stored, known.is_mixed = None, [], 0, False
+        if known.prompt:
+            known.prompt = prompt_digest(known.request, known.adapter)
+
+    def watch(self, block_pool: BlockPool) -> None:
+        """Have the weights looked at where vLLM's own prefix cache is reset: who changes them has to do so."""
+        self._block_pool = block_pool
+        self._local_cache = getattr(block_pool, "cached_block_hash_to_block", None)
+
+    def looked(self, weights: Mapping[int, tuple[int, bytes]]) -> None:
+        """Take note of what stands for the weights of ranks, of which each look has a number."""
+        self._looked |= {rank: found for rank, (look, found) in weights.items() if look == self._looks}
+        if self._weights is None and len(self._looked) == self._told.ranks:
+            found = [self._looked[rank] for rank in sorted(self._looked)]
+            self._weights = digest_of(found) if any(found) else b""
+
+    def _notice_reset(self) -> None:
+        local = getattr(self._block_pool, "cached_block_hash_to_block", None)  # a new one with each reset
+        if local is not self._local_cache:
+            self._local_cache = local
+            self._labels.forget()
+            self._look_at_weights()
+
+    def _look_at_weights(self) -> None:
+        """Have all ranks look at their weights; until they have nothing is looked up, nor stored."""
+        self._looks += 1
+        self._work.look = self._looks
+        self._weights, self._looked = None, {}
+        self._look_ends_at_s = math.inf
+        for known in self._known.values():
+            self._give_back(known)
+            known.is_mixed = True
+
+    def _is_mixed(self, known: Known) -> bool:
+        """Return whether a request's blocks may be of other weights, or another adapter, than its key says."""
+        if known.adapter and not known.is_mixed:
+            known.is_mixed = not self._adapters.is_still(known.request.lora_request, known.adapter)
+        return known.is_mixed
+
     # -- the prefix cache
 
     def _names(self, known: Known, stop: int) -> list[bytes]:
-        """Return the names of a request's first blocks, as far as vLLM has hashed them."""
+        """Return the names of a request's first blocks, as far as vLLM has hashed them; none: they are not shared."""
+        if known.key is None and self._weights is not None and not known.is_mixed:
+            known.key = key_of(known.labels, self._weights)
+        if known.key is None:
+            return []
         hashes = known.request.block_hashes
-        have = len(known.names)
-        if have < min(stop, len(hashes)):
-            adapter = known.request.lora_request
-            key = b"" if adapter is None else _adapter_key(adapter.lora_path, adapter.lora_int_id)
-            known.names += [name_of(bytes(one), key) for one in hashes[have:stop]]
+        known.names += [name_of(bytes(one), known.key) for one in hashes[len(known.names) : stop]]
         return known.names[:stop]
 
     def _look_up(self, known: Known) -> None:
@@ -594,7 +684,9 @@ class Scheduler:
         first = known.stored
         if stop <= first:
             return
-        names = self._names(known, stop)
+        names = [] if self._is_mixed(known) else self._names(known, stop)
+        if not names:
+            return
         parent = names[first - 1] if first else None
         self._stores += 1
         blocks = Blocks(known.blocks[first:stop], first)
@@ -614,20 +706,3 @@ def _handoff_of(params: dict[str, Any]) -> Handoff:
         return msgspec.convert(params, Handoff, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidFieldError(str(error), field="kv_transfer_params") from error
-
-
-def name_of(block_hash: bytes, adapter: bytes = b"") -> bytes:
-    """Return a block's name: of vLLM's hash the last 16 bytes, by which its events name it too.
-
-    ``adapter``: of the LoRA's very weights; vLLM's hash has its name and path only.
-    """
-    if adapter or len(block_hash) < HASH_BYTES:
-        return hashlib.blake2b(block_hash, digest_size=HASH_BYTES, key=adapter).digest()
-    return block_hash[-HASH_BYTES:]
-
-
-@lru_cache(maxsize=1024)
-def _adapter_key(path: str, number: int) -> bytes:
-    """Return what tells a LoRA's weights from others; ``number`` is vLLM's, another one each time it is loaded."""
-    del number
-    return weights_revision(path, None, None).encode()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvferry.clients.engine import Engine
     from kvferry.clients.vllm.configuration import Settings
     from kvferry.clients.vllm.memory import RankMemory
+    from kvferry.clients.vllm.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -137,10 +138,13 @@ class Write(NamedTuple):
 class Worker:
     """A rank's part: one thread's, that of vLLM's worker."""
 
-    def __init__(self, engine: Engine, memory: RankMemory, settings: Settings, rank: int) -> None:
-        """Take a rank's session and memory."""
+    def __init__(self, engine: Engine, memory: RankMemory, weights: Weights, settings: Settings, rank: int) -> None:
+        """Take a rank's session, memory and weights."""
         self._engine = engine
         self._memory = memory
+        self._weights = weights
+        self._look = 0
+        """The number of the look that was taken at them, and is not reported."""
         self._pool = memory.pool.name
         self._settings = settings
         self._rank = rank
@@ -190,6 +194,9 @@ class Worker:
 
     def begin_step(self, work: StepWork) -> None:
         """Begin what can be begun before a step is computed: its loads, and sends that go layer by layer."""
+        if work.look:
+            self._look = work.look
+            self._weights.look()
         self.give_up(work.preempted)
         for request in work.aborted:
             self._cancel(request)
@@ -220,7 +227,7 @@ class Worker:
         told: list[Store | Send] = [*sends, *work.stores]
         self._memory.copy_out(sorted({block for one in told for block in one.blocks.ids}))
         for one in sends:
-            self._sending(one).add(one)
+            self._sending(one).add(one._replace(prompt=self._with_weights(one.prompt)))
         if sends:
             self._poll()
         reads: list[Store | Send] = [*self._due(), *work.stores]
@@ -255,6 +262,11 @@ class Worker:
         taken, self._stored = self._stored, []
         return taken
 
+    def looked(self) -> dict[int, tuple[int, bytes]]:
+        """Return by this rank which look it has taken at its weights, and what stands for them, once."""
+        look, self._look = self._look, 0
+        return {self._rank: (look, self._weights.now)} if look else {}
+
     def close(self) -> None:
         """End the session; what it had under way ends with it."""
         self.signals.close()
@@ -271,7 +283,7 @@ class Worker:
         self._steps = ()
         if not self._settings.layer_by_layer or self._memory.kind == "staged":
             return []
-        layered = [one for one in sends if self._is_layered(one)]
+        layered = [one._replace(prompt=self._with_weights(one.prompt)) for one in sends if self._is_layered(one)]
         if layered and not self._engine.is_away:
             try:
                 with self._engine.client() as client:
@@ -441,6 +453,10 @@ class Worker:
             deadline_s=self._settings.hold_s,
         )
 
+    def _with_weights(self, prompt: bytes) -> bytes:
+        """Return what both sides compare: the prompt, and the weights, where they are no longer the pool's."""
+        return prompt + self._weights.now
+
     def _poll(self) -> None:
         try:
             self._engine.poll()
@@ -554,8 +570,9 @@ class Worker:
             return work.error, count if work.error is None else min(loaded, count)
         if work.error is None and isinstance(one.asked, Receive):
             assert work.finished is not None
-            if work.finished.payload != one.asked.prompt:
-                return LengthMismatchError("the other server has computed another prompt", field="transfer_id"), 0
+            if work.finished.payload != self._with_weights(one.asked.prompt):
+                what = "another prompt, or the same one with another adapter or other weights"
+                return LengthMismatchError(f"the other server has computed {what}", field="transfer_id"), 0
         return work.error, count if work.error is None else 0
 
     def _worked(self, what: Kind, blocks: int, began_s: float) -> None:

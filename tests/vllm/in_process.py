@@ -85,6 +85,8 @@ class Asked(NamedTuple):
         params: its ``kv_transfer_params``.
         salt: its ``cache_salt``.
         adapter: folder of a LoRA.
+        number: vLLM's of that LoRA; 0: a new one with each request.
+        in_place: whether it is loaded again, under its number.
         skips_cache: whether it reads nothing that is cached.
     """
 
@@ -93,6 +95,8 @@ class Asked(NamedTuple):
     params: dict[str, Any] | None = None
     salt: str | None = None
     adapter: str = ""
+    number: int = 0
+    in_place: bool = False
     skips_cache: bool = False
 
 
@@ -166,7 +170,10 @@ class Served:
             skip_reading_prefix_cache=asked.skips_cache,
             extra_args=None if asked.params is None else {"kv_transfer_params": asked.params},
         )
-        adapter = LoRARequest("adapter", self._count, asked.adapter) if asked.adapter else None
+        adapter = None
+        if asked.adapter:
+            number = asked.number or self._count
+            adapter = LoRARequest("adapter", number, asked.adapter, load_inplace=asked.in_place)
         self.llm.llm_engine.add_request(name, prompt, sampling, lora_request=adapter)
         return name
 

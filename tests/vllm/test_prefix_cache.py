@@ -6,7 +6,6 @@ In order: each test has a prompt of its own, and asks for it first.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from kvferry.clients import Client
 from kvferry.protocol.errors import KvferryError
 from tests.daemons import RestartedDaemon, restarted_daemon, soon
 from tests.folders import MODELS, TINY_MHA
+from tests.vllm.adapters import make_adapter
 from tests.vllm.cached import HOST_TIER, NOTHING, cached_blocks, forget_cached, instance_client, left
 from tests.vllm.in_process import (
     BLOCK,
@@ -343,21 +342,6 @@ def test_adapters_do_not_mix(start: Callable[..., Engine], tmp_path: Path) -> No
     base, was_found = found(one, asked)
     assert not was_found
     assert len({tuple(tokens) for tokens in (*said, base)}) == 3
-
-
-def make_adapter(folder: Path, seed: int) -> None:
-    """Make a LoRA of the small model, or another one in its place."""
-    folder.mkdir(exist_ok=True)
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
-    random = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(3):
-        for name, rows in (("q", 128), ("k", 64), ("v", 64)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj.lora_"
-            weights[f"{prefix}A.weight"] = torch.randn(8, 128, generator=random)
-            weights[f"{prefix}B.weight"] = torch.randn(rows, 8, generator=random)
-    save_file(weights, folder / "adapter_model.safetensors")
 
 
 @pytest.mark.long
