@@ -11,21 +11,20 @@ import inspect
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeGuard, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.clients.plain import is_plain
-from kvferry.protocol.codec import PageIds
+from kvferry.protocol.codec import WIRE_IDS, PageIds
 from kvferry.protocol.errors import InvalidFieldError, invalid_field
 from kvferry.protocol.manifests import PoolSpec
 
 MAX_SECONDS: Final = 1e6
 """Upper bound of deadlines and timeouts: eleven days."""
 
-_INT64: Final = np.dtype(np.int64)
 _NO_NUMBERS: Final = (bool, str, bytes)  # a union would be made at every use
 _MAX_INT64: Final = (1 << 63) - 1
 
@@ -60,19 +59,23 @@ def seconds(value: float, field: str) -> float:
     return value
 
 
-def are_page_ids(value: object) -> TypeGuard[PageIds]:
-    """Return whether these are page ids as they are sent."""
-    return type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 1
-
-
-def page_ids(value: npt.ArrayLike, field: str) -> PageIds:
-    """Return page ids, or other integers, as they are sent: ``(n,)`` int64.
+def packed_ids(value: npt.ArrayLike, field: str) -> bytes:
+    """Return page ids, or other integers, as they travel: what becomes of a caller's array afterwards is its affair.
 
     Raises:
         InvalidFieldError: the value is not a list of 64-bit integers.
     """
-    if are_page_ids(value):
-        return value
+    if type(value) is np.ndarray and value.dtype is WIRE_IDS and value.ndim == 1:
+        return value.tobytes()
+    return page_ids(value, field).astype(WIRE_IDS, copy=False).tobytes()
+
+
+def page_ids(value: npt.ArrayLike, field: str) -> PageIds:
+    """Return page ids, or other integers, as ``(n,)`` int64; it may be the caller's own array.
+
+    Raises:
+        InvalidFieldError: the value is not a list of 64-bit integers.
+    """
     if hasattr(value, "head") and hasattr(value, "ids"):
         raise InvalidFieldError("Pages are for send, receive, offload and restore: here give their ids", field=field)
     try:
@@ -194,7 +197,7 @@ def device_names(value: Mapping[str, str] | None) -> Mapping[str, str]:
     Raises:
         InvalidFieldError: the value is not a mapping of strings to strings.
     """
-    names = mapping({} if value is None else value, "the daemon's names of devices to ours", "devices")
+    names = dict(mapping({} if value is None else value, "the daemon's names of devices to ours", "devices"))
     for pair in names.items():
         if [type(one) for one in pair] != [str, str]:
             raise wrong_kind(pair, "pair of names", "devices")

@@ -8,17 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
-from kvferry.clients.arguments import are_page_ids, checked, mapping, page_ids, sequence, shown, whole, wrong_kind
+from kvferry.clients.arguments import checked, mapping, packed_ids, sequence, shown, whole, wrong_kind
 from kvferry.clients.plain import is_list
 from kvferry.protocol.base import AnsweredBy, DeviceEvent, PageList, ReplyT, RequestBody
 from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
 from kvferry.protocol.ids import MAIN
-from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN
+from kvferry.protocol.limits import INT64_BYTES, PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.protocol.pool_messages import Allocate, Allocated, Free, Freed, ListOwned
 from kvferry.protocol.session_messages import Hello, Welcome
 from kvferry.protocol.session_stream import SessionOpen
@@ -33,22 +32,22 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Call(msgspec.Struct, Generic[T_co], frozen=True):
-    """A request and the reading of its reply."""
+    """A request, with its page lists as they travel, and the reading of its reply."""
 
     body: RequestBody
-    ids: tuple[PageIds, ...]
+    ids: tuple[bytes, ...]
     read: Callable[[ReplyArrived], T_co]
 
 
 def asked(
-    body: AnsweredBy[ReplyT], names: Mapping[str, str] | None = None, ids: tuple[PageIds, ...] = ()
+    body: AnsweredBy[ReplyT], names: Mapping[str, str] | None = None, ids: tuple[bytes, ...] = ()
 ) -> Call[ReplyT]:
     """Return a request whose reply is read as it is.
 
     Args:
         body: built from a caller's arguments.
         names: the caller's argument for a field, if the names differ.
-        ids: its page lists.
+        ids: its page lists, as ``packed_ids`` returns them.
 
     Raises:
         InvalidFieldError: a field is invalid; names the argument.
@@ -63,12 +62,14 @@ def check_ids(call: Call[T_co]) -> None:
         InvalidFieldError: it has not.
     """
     for number, one in enumerate(call.ids):
-        if not are_page_ids(one):
-            raise wrong_kind(one, "array of page ids, (n,) int64", f"ids[{number}]")
-    lengths, counts = tuple([len(one) for one in call.ids]), call.body.page_counts()
-    if lengths != counts:
+        if type(one) is not bytes:
+            raise wrong_kind(one, "page list as it travels: give packed_ids(ids)", f"ids[{number}]")
+    lengths = tuple([len(one) for one in call.ids])
+    wanted = tuple([count * INT64_BYTES for count in call.body.page_counts()])
+    if lengths != wanted:
         raise InvalidFieldError(
-            f"page lists of {lengths} pages, where {type(call.body).__name__} announces {counts}", field="ids"
+            f"page lists of {lengths} bytes, where those that {type(call.body).__name__} announces have {wanted}",
+            field="ids",
         )
 
 
@@ -85,22 +86,22 @@ def _reading(kind: type[ReplyT]) -> Callable[[ReplyArrived], ReplyT]:
 
 
 class Pages(msgspec.Struct, frozen=True, eq=False):
-    """A page list with its ids, as ``send`` and ``receive`` take it; made by ``pages``.
+    """A page list with its ids as they travel, for ``send`` and ``receive``; made by ``pages``.
 
     Raises:
         InvalidFieldError: a field of the list is invalid.
     """
 
     head: PageList
-    ids: PageIds
+    ids: bytes
 
     def __post_init__(self) -> None:
         if type(self.head) is not PageList:
             raise wrong_kind(self.head, "PageList", "head")
         if not is_list(self.head):
             msgspec.structs.force_setattr(self, "head", checked(self.head))
-        if not are_page_ids(self.ids):
-            msgspec.structs.force_setattr(self, "ids", page_ids(self.ids, "ids"))
+        if type(self.ids) is not bytes or len(self.ids) % INT64_BYTES:
+            msgspec.structs.force_setattr(self, "ids", packed_ids(self.ids, "ids"))
 
 
 class BlockTableEntries(NamedTuple):
@@ -126,9 +127,9 @@ def pages(
     Raises:
         InvalidFieldError: the ids are not a list of integers, or another argument is not what it has to be.
     """
-    array = page_ids(ids, "ids")
-    head = PageList(component=component, first_page=first_page, pages=len(array), tokens=tokens)
-    return Pages(head, array)
+    packed = packed_ids(ids, "ids")
+    head = PageList(component=component, first_page=first_page, pages=_count(packed), tokens=tokens)
+    return Pages(head, packed)
 
 
 def pages_wanted(
@@ -136,15 +137,20 @@ def pages_wanted(
 ) -> Pages:
     """Describe pages that are not there yet, for ``receive(into="host")``; see ``pages``."""
     head = PageList(component=component, first_page=first_page, pages=count, tokens=tokens)
-    return Pages(checked(head, {"pages": "count"}), np.empty(0, np.int64))
+    return Pages(checked(head, {"pages": "count"}), b"")
 
 
 def no_pages(component: str) -> Pages:
     """Say that this side wants nothing of a window or state component."""
-    return Pages(PageList(component=component, pages=0, none=True), np.empty(0, np.int64))
+    return Pages(PageList(component=component, pages=0, none=True), b"")
 
 
-def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[tuple[PageList, ...], tuple[PageIds, ...]]:
+def _count(packed: bytes) -> int:
+    """Return how many ids these are."""
+    return len(packed) // INT64_BYTES
+
+
+def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[tuple[PageList, ...], tuple[bytes, ...]]:
     """Return the page lists of a message and their ids; ``with_ids``: of pages that are there.
 
     Raises:
@@ -153,14 +159,14 @@ def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[tuple[
     if isinstance(lists, Pages):
         raise InvalidFieldError("one Pages, where a list of them is wanted: give [pages(ids)]", field="lists")
     every = lists if type(lists) is list else sequence(lists, "Pages", "lists")
-    if len(every) == 1 and type(every[0]) is Pages and with_ids and len(every[0].ids) == every[0].head.pages:
+    if len(every) == 1 and type(every[0]) is Pages and with_ids and _count(every[0].ids) == every[0].head.pages:
         return (every[0].head,), (every[0].ids,)
     for number, one in enumerate(every):
         if not isinstance(one, Pages):
             raise InvalidFieldError(
                 f"{shown(one)} is no Pages: give [pages(ids)], one a component", field=f"lists[{number}]"
             )
-        if with_ids and len(one.ids) != one.head.pages:
+        if with_ids and _count(one.ids) != one.head.pages:
             raise InvalidFieldError(
                 f"{one.head.pages} pages without ids: pages_wanted is for receive(into='host'), here give pages(ids)",
                 field=f"lists[{number}]",
@@ -238,9 +244,9 @@ def allocate_each(pool: str, counts: Sequence[int], space: str) -> Call[list[Pag
 
 def free(pool: str, ids: npt.ArrayLike, space: str, after: DeviceEvent | None) -> Call[Freed]:
     """Give pages back."""
-    array = page_ids(ids, "ids")
-    body = Free(pool=pool, pages=len(array), space=space, after=after)
-    return asked(body, IDS, (array,))
+    packed = packed_ids(ids, "ids")
+    body = Free(pool=pool, pages=_count(packed), space=space, after=after)
+    return asked(body, IDS, (packed,))
 
 
 def list_owned(pool: str) -> Call[dict[str, PageIds]]:
@@ -260,7 +266,7 @@ def table_lists(
     rows: Mapping[int, npt.ArrayLike] | None,
     released: npt.ArrayLike,
     bound: tuple[npt.ArrayLike, npt.ArrayLike],
-) -> tuple[dict[str, int], PageIds]:
+) -> tuple[dict[str, int], bytes]:
     """Return the lists of an UPDATE_TABLES in one, and how many each of its fields counts; see ``update_tables``.
 
     Raises:
@@ -272,24 +278,28 @@ def table_lists(
         raise wrong_kind(entries, "BlockTableEntries(rows, columns, pages)", "entries")
     if len(sequence(bound, "lists", "bound")) != 2:  # noqa: PLR2004  full pages, window pages
         raise wrong_kind(bound, "pair of lists: full pages, and the window pages that they get", "bound")
-    tokens = page_ids(lengths, "lengths")
-    cells = [page_ids(one, f"entries.{field}") for one, field in zip(at, BlockTableEntries._fields, strict=True)]
+    tokens = packed_ids(lengths, "lengths")
+    cells = [packed_ids(one, f"entries.{field}") for one, field in zip(at, BlockTableEntries._fields, strict=True)]
     named = mapping({} if rows is None else rows, "row to ids", "rows").items()
-    whole_rows = {whole(row, "rows"): page_ids(ids, f"rows[{row}]") for row, ids in named}
-    heads = [page_ids(list(whole_rows), "rows"), page_ids([len(ids) for ids in whole_rows.values()], "rows")]
-    back = page_ids(released, "released")
-    full, window = (page_ids(one, f"bound[{number}]") for number, one in enumerate(bound))
+    whole_rows = {whole(row, "rows"): packed_ids(ids, f"rows[{row}]") for row, ids in named}
+    heads = [packed_ids(list(whole_rows), "rows"), packed_ids([_count(ids) for ids in whole_rows.values()], "rows")]
+    back = packed_ids(released, "released")
+    full, window = (packed_ids(one, f"bound[{number}]") for number, one in enumerate(bound))
     if len({len(one) for one in cells}) != 1:
-        counted = ", ".join(f"{len(one)} {field}" for one, field in zip(cells, BlockTableEntries._fields, strict=True))
+        counted = ", ".join(
+            f"{_count(one)} {field}" for one, field in zip(cells, BlockTableEntries._fields, strict=True)
+        )
         raise LengthMismatchError(f"{counted} of entries", field="entries")
     if len(full) != len(window):
-        raise LengthMismatchError(f"{len(full)} full pages are bound to {len(window)} window pages", field="bound")
+        raise LengthMismatchError(
+            f"{_count(full)} full pages are bound to {_count(window)} window pages", field="bound"
+        )
     counts = {
-        "batch": len(tokens),
-        "entries": len(cells[0]),
+        "batch": _count(tokens),
+        "entries": _count(cells[0]),
         "rows": len(whole_rows),
-        "pages": sum(len(ids) for ids in whole_rows.values()),
-        "released": len(back),
-        "bound": len(full),
+        "pages": sum(_count(ids) for ids in whole_rows.values()),
+        "released": _count(back),
+        "bound": _count(full),
     }
-    return counts, np.concatenate([tokens, *cells, *heads, *whole_rows.values(), back, full, window])
+    return counts, b"".join([tokens, *cells, *heads, *whole_rows.values(), back, full, window])

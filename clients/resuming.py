@@ -28,7 +28,7 @@ from kvferry.clients.session_channel import SessionChannel, SessionOpening
 from kvferry.clients.submissions import Submissions
 from kvferry.protocol.base import ErrorReply, ReplyBody
 from kvferry.protocol.client_core import Ended, Outgoing, ReplyArrived, stale
-from kvferry.protocol.codec import Frames, PageIds
+from kvferry.protocol.codec import Frames, PageIds, unpacked
 from kvferry.protocol.errors import DaemonLostError, KvferryError, OverloadedError, PoolLostError, UnknownPoolError
 from kvferry.protocol.held_pages import HeldPages
 from kvferry.protocol.ids import BootId
@@ -410,7 +410,7 @@ class Resuming(Submissions):
         elif isinstance(reply.error, UnknownPoolError | PoolLostError):
             owned = dict.fromkeys(held.spaces_of(pool), np.zeros(0, np.int64))
         for one in frees:
-            body, [ids] = _freed(one), one.ids
+            body, [ids] = _freed(one), unpacked(one.ids)
             still = bool(np.isin(ids, owned.get(body.space, ids[:0])).any())
             if reply.error is not None:
                 result: ReplyBody | KvferryError = reply.error

@@ -29,7 +29,7 @@ from kvferry.protocol.client_core import (
     ReplyArrived,
     unclaimed_pages,
 )
-from kvferry.protocol.codec import Frames, PageIds
+from kvferry.protocol.codec import Frames
 from kvferry.protocol.errors import (
     InvalidFieldError,
     MisuseError,
@@ -130,12 +130,12 @@ class Submissions(Submitting, OfOneProcess):
         """Send a request, in a call that is under way."""
         return super().begin(call, deadline_s=deadline_s)
 
-    def _begin_transfer(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None) -> Transfer:
+    def _begin_transfer(self, body: Send | Receive, ids: Sequence[bytes], deadline_s: float | None) -> Transfer:
         with self._use:
             return super()._begin_transfer(body, ids, deadline_s)
 
     def _begin_operation(
-        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float | None
+        self, body: Offload | Restore | Store | Load, ids: Sequence[bytes], deadline_s: float | None
     ) -> TierOperation:
         with self._use:
             return super()._begin_operation(body, ids, deadline_s)

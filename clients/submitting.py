@@ -12,17 +12,17 @@ import msgspec
 import numpy.typing as npt
 
 from kvferry.clients import calls
-from kvferry.clients.arguments import checked, page_ids, sequence, wrong_kind
+from kvferry.clients.arguments import checked, packed_ids, sequence, wrong_kind
 from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, asked, check_ids, joined, page_lists
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.clients.plain import is_receive, is_send
 from kvferry.clients.tables import Tables, tables_name
 from kvferry.protocol.base import DeviceEvent, RequestBody
 from kvferry.protocol.client_core import ClientCore, Outgoing
-from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import PoolLostError, UnknownTablesError
 from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import MAIN
+from kvferry.protocol.limits import INT64_BYTES
 from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, RegisterPool
 from kvferry.protocol.table_messages import TablesUpdated, UpdateTables
 from kvferry.protocol.tier_messages import Load, Offload, Restore, Store
@@ -320,9 +320,11 @@ class Submitting(ABC):
         A block that is gone or damaged is a CacheMissError; ``operation.done.loaded`` leading blocks are there all the
         same.
         """
-        array = page_ids(ids, "ids")
-        body = Load(lease=lease, pool=pool, pages=len(array), first_block=first_block, after=after, unpin=unpin)
-        return self._begin_operation(body, [array], deadline_s)
+        packed = packed_ids(ids, "ids")
+        body = Load(
+            lease=lease, pool=pool, pages=len(packed) // INT64_BYTES, first_block=first_block, after=after, unpin=unpin
+        )
+        return self._begin_operation(body, [packed], deadline_s)
 
     def store(
         self,
@@ -342,19 +344,19 @@ class Submitting(ABC):
         (NO_MODEL). The pages may not be written before the operation is done. ``parent`` is the hash before the first
         one: only new blocks have to be named.
         """
-        array = page_ids(ids, "ids")
+        packed = packed_ids(ids, "ids")
         body = Store(
             pool=pool,
             hashes=joined(hashes),
-            pages=len(array),
+            pages=len(packed) // INT64_BYTES,
             parent=b"" if parent is None else parent,
             space=space,
             block_pages=block_pages,
             after=after,
         )
-        return self._begin_operation(body, [array], deadline_s)
+        return self._begin_operation(body, [packed], deadline_s)
 
-    def _begin_transfer(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None) -> Transfer:
+    def _begin_transfer(self, body: Send | Receive, ids: Sequence[bytes], deadline_s: float | None) -> Transfer:
         deadline_ms = 0 if deadline_s is None else self._deadline(deadline_s)[1]
         if self._lost_pools:
             self._check_pool(body)
@@ -363,7 +365,7 @@ class Submitting(ABC):
         return transfer
 
     def _begin_operation(
-        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float | None
+        self, body: Offload | Restore | Store | Load, ids: Sequence[bytes], deadline_s: float | None
     ) -> TierOperation:
         body = checked(body, IDS)
         deadline_ms = 0 if deadline_s is None else self._deadline(deadline_s)[1]

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody, RequestBody
-from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, encoded_bytes, split
+from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, encoded_bytes, split, unpacked
 from kvferry.protocol.envelope import Batch, Batched, Event, Request
 from kvferry.protocol.errors import (
     DaemonLostError,
@@ -44,19 +44,19 @@ class Outgoing(msgspec.Struct, frozen=True):
     Attributes:
         message_id: its number.
         body: the message.
-        ids: its page lists.
+        ids: its page lists, as they travel: the caller's arrays may change before it goes, or goes again.
         deadline_ms: time left for it; 0 for the daemon's default.
     """
 
     message_id: int
     body: RequestBody
-    ids: tuple[PageIds, ...] = ()
+    ids: tuple[bytes, ...] = ()
     deadline_ms: int = 0
 
 
 def size_bytes(requests: Sequence[Outgoing]) -> int:
     """Return the bytes that the bodies and page lists of requests add to a message."""
-    ids = sum([one.nbytes for request in requests for one in request.ids])
+    ids = sum([len(one) for request in requests for one in request.ids])
     return encoded_bytes([request.body for request in requests]) + ids
 
 
@@ -159,7 +159,7 @@ class ClientCore:
         self._seen_cursor = 0
         self._batches: dict[int, tuple[Outgoing, ...]] = {}
         self._sent: dict[int, Sent] = {}
-        self._movers: dict[TierOperation, tuple[Offload | Restore | Store | Load, tuple[PageIds, ...]]] = {}
+        self._movers: dict[TierOperation, tuple[Offload | Restore | Store | Load, tuple[bytes, ...]]] = {}
         self._early: dict[int, tuple[TierDone, tuple[PageIds, ...]]] = {}  # of operations whose batch has no reply yet
 
     def __repr__(self) -> str:
@@ -175,7 +175,7 @@ class ClientCore:
     def request(
         self,
         body: RequestBody,
-        ids: Sequence[PageIds] = (),
+        ids: Sequence[bytes] = (),
         *,
         deadline_ms: int = 0,
         follows: Transfer | TierOperation | _Nobody | None = None,
@@ -184,14 +184,12 @@ class ClientCore:
 
         Args:
             body: the message.
-            ids: its page lists, each ``(n,)`` int64, in the order in which the body names them.
+            ids: its page lists, as they travel, in the order in which the body names them.
             deadline_ms: time left for the request; 0 for the daemon's default.
             follows: whose state its reply tells; None where that is a ReplyArrived.
         """
         message_id = next(self._ids)
         self._pending[message_id] = follows
-        if type(body) is Free:  # the books look at its pages with its reply: an engine may reuse its array before
-            return Outgoing(message_id, body, tuple([one.copy() for one in ids]), deadline_ms)
         return Outgoing(message_id, body, tuple(ids), deadline_ms)
 
     def batch(self, requests: Sequence[Outgoing], *, joined: bool = False) -> Outgoing:
@@ -225,7 +223,7 @@ class ClientCore:
         return self._results([(one, body, ()) for one in requests])
 
     def transfer(
-        self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0
+        self, body: Send | Receive, ids: Sequence[bytes], *, deadline_ms: int = 0
     ) -> tuple[Transfer, Outgoing]:
         """Return the transfer that a SEND or RECEIVE starts or continues, and the request."""
         key = TransferKey("send" if isinstance(body, Send) else "receive", body.request_id, body.pool)
@@ -238,13 +236,13 @@ class ClientCore:
         return transfer, self.request(body, ids, deadline_ms=deadline_ms, follows=transfer)
 
     def operation(
-        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], *, deadline_ms: int = 0
+        self, body: Offload | Restore | Store | Load, ids: Sequence[bytes], *, deadline_ms: int = 0
     ) -> tuple[TierOperation, Outgoing]:
         """Return a new operation and its request."""
         operation = TierOperation(_KINDS[type(body)], body.snapshot if isinstance(body, Restore) else "", self.token)
         if self.held is not None:
             gives = isinstance(body, Offload) and body.release
-            self._movers[operation] = (body, tuple([one.copy() for one in ids]) if gives else ())
+            self._movers[operation] = (body, tuple(ids) if gives else ())
         return operation, self.request(body, ids, deadline_ms=deadline_ms, follows=operation)
 
     def forget(self, message_id: int) -> None:
@@ -257,7 +255,7 @@ class ClientCore:
     def give_back(self, unclaimed: Unclaimed) -> Outgoing:
         """Return the request that frees pages of which nobody knows; its reply is news to nobody."""
         body = Free(pool=unclaimed.pool, pages=len(unclaimed.ids), space=unclaimed.space)
-        return self.request(body, (unclaimed.ids,), follows=NOBODY)
+        return self.request(body, (unclaimed.ids.tobytes(),), follows=NOBODY)
 
     def feed(self, frames: Sequence[bytes]) -> News | BatchAnswered | None:
         """Process a message from the daemon; return what it changed, or None if it is obsolete.
@@ -465,7 +463,7 @@ class ClientCore:
             return
         body, its = request
         if isinstance(body, Offload) and body.release and done.error is None:
-            self.held.gave_lists(body.pool, body.lists, its)
+            self.held.gave_lists(body.pool, body.lists, unpacked(its))
         self.held.took_lists(body.pool, done.lists, ids)
 
     def _transfer_answered(self, transfer: Transfer, body: Body) -> Transfer:
@@ -561,7 +559,7 @@ def _keep_books(held: HeldPages, results: Sequence[Result], pending: Container[i
         if isinstance(body, Allocated) and isinstance(asked, Allocate):
             held.took(asked.pool, asked.space, ids[0])
         elif isinstance(body, Freed) and isinstance(asked, Free):
-            held.gave(asked.pool, asked.space, request.ids[0])
+            held.gave(asked.pool, asked.space, unpacked(request.ids)[0])
         elif isinstance(body, PoolCreated | PoolAttached):
             held.learn(body.pool, body.manifest)
 

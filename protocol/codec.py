@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvferry.protocol.base import Body, list_frames
 from kvferry.protocol.envelope import REQUEST_TYPES, BodyHead, Event, FromDaemon, Reply, Request, RequestHead
 from kvferry.protocol.errors import CallerError, KvferryError, MalformedError, UnknownTypeError, invalid_field
+from kvferry.protocol.limits import INT64_BYTES
 
 PageIds: TypeAlias = npt.NDArray[np.int64]
 """Ids of pages, or of slots of states, ``(n,)`` int64."""
@@ -60,10 +61,10 @@ def encoded_bytes(body: Body | Sequence[Body]) -> int:
     return len(_encoder.encode(body))
 
 
-def encode(message: Request | Reply | Event, ids: Sequence[PageIds] = ()) -> Frames:
+def encode(message: Request | Reply | Event, ids: Sequence[PageIds | bytes] = ()) -> Frames:
     """Return the message's frames; see ``with_page_lists``.
 
-    A list that has a frame of its own is a view of the array there: do not modify it before sending.
+    An array that has a frame of its own is seen there: do not modify it before sending.
     """
     return with_page_lists(_encoder.encode(message), message.body, ids)
 
@@ -90,8 +91,18 @@ def decode_from_daemon(frames: Sequence[bytes]) -> IncomingReply:
         raise MalformedError(f"the daemon's message cannot be decoded: {cause}") from cause
 
 
-def with_page_lists(head: bytes, body: Body, ids: Sequence[PageIds]) -> Frames:
+def unpacked(frames: Sequence[bytes]) -> tuple[PageIds, ...]:
+    """Return page lists as arrays that see the frames."""
+    return tuple([np.frombuffer(frame, WIRE_IDS) for frame in frames])
+
+
+def with_page_lists(head: bytes, body: Body, ids: Sequence[PageIds | bytes]) -> Frames:
     """Return a message's frames: the encoded envelope and the page lists that the body announces.
+
+    Args:
+        head: the encoded envelope.
+        body: what announces them.
+        ids: each an array, or bytes as they travel.
 
     Raises:
         ValueError: the lists are not those that the body announces, of a body whose lists have each a frame: a bug of
@@ -100,11 +111,16 @@ def with_page_lists(head: bytes, body: Body, ids: Sequence[PageIds]) -> Frames:
     if body.are_lists_joined():
         if not ids:
             return [head]
-        return [head, b"".join([(one if one.dtype is WIRE_IDS else one.astype(WIRE_IDS)).tobytes() for one in ids])]
+        return [head, b"".join([one if isinstance(one, bytes) else _packed(one) for one in ids])]
+    frames = [one if isinstance(one, bytes) else np.ascontiguousarray(one, WIRE_IDS).data.cast("B") for one in ids]
     counts = body.page_counts()
-    if tuple([len(one) for one in ids]) != counts:
+    if tuple([len(one) for one in frames]) != tuple([count * INT64_BYTES for count in counts]):
         raise ValueError(f"{type(body).__name__} announces {counts} page ids")
-    return [head, *(np.ascontiguousarray(one, WIRE_IDS).data.cast("B") for one in ids)]
+    return [head, *frames]
+
+
+def _packed(ids: PageIds) -> bytes:
+    return (ids if ids.dtype is WIRE_IDS else ids.astype(WIRE_IDS)).tobytes()
 
 
 def page_lists(body: Body, frames: Sequence[bytes]) -> tuple[PageIds, ...]:
@@ -113,7 +129,7 @@ def page_lists(body: Body, frames: Sequence[bytes]) -> tuple[PageIds, ...]:
     Raises:
         MalformedError: they are not those that the body announces.
     """
-    return tuple([np.frombuffer(frame, WIRE_IDS) for frame in list_frames(body, frames)])
+    return unpacked(list_frames(body, frames))
 
 
 def split(bodies: Sequence[Body], ids: Sequence[PageIds]) -> list[tuple[PageIds, ...]]:

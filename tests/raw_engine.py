@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 import zmq
 
 from kvferry.clients import calls
+from kvferry.clients.arguments import packed_ids
 from kvferry.clients.calls import Call
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
@@ -72,7 +72,9 @@ class RawEngine(NamedTuple):
         deadline_ms: int = REPLY_MS,
     ) -> ReplyArrived:
         """Send a body with its id arrays, after what it registers, and return the reply as it is."""
-        call = Call(body, tuple(np.asarray(one, np.int64) for one in ids), lambda reply: reply)
+        call = Call(
+            body, tuple(one if isinstance(one, bytes) else packed_ids(one, "ids") for one in ids), lambda reply: reply
+        )
         if registered is None:
             return self.call(call, deadline_ms=deadline_ms)
         frames = functools.partial(_numbered, registered)
@@ -81,7 +83,7 @@ class RawEngine(NamedTuple):
     def say(self, kind: str, registered: ShareFollows | None = None, **fields: Any) -> Body:  # noqa: ANN401  any JSON
         """Send a message with its fields as JSON, page ids in place, and return the reply's body."""
         body, frames = request_from_fields(kind, fields)
-        return self.ask(body, *(np.frombuffer(one, np.int64) for one in frames), registered=registered).body
+        return self.ask(body, *frames, registered=registered).body
 
 
 def _numbered(registered: ShareFollows, message_id: int) -> Sequence[ShareFollows]:

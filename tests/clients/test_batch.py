@@ -151,7 +151,7 @@ def test_a_list_of_another_length_moves_no_others(client: Client, name: str) -> 
     with client.batched() as step:
         for call in (client.begin, step.begin):
             with pytest.raises(InvalidFieldError) as refused:
-                call(asked(Free(pool=name, pages=3), ids=(ids[:2],)))
+                call(asked(Free(pool=name, pages=3), ids=(ids[:2].tobytes(),)))
             assert refused.value.field == "ids"
         freed = step.free(name, ids[2:])
     assert client.wait(freed).freed == 2

@@ -111,7 +111,7 @@ class Engine:
                     one.answered(news.ids[0] if news.ids else None)
         return True
 
-    def _ask(self, body: RequestBody, answered: Callable[[PageIds | None], None], *ids: PageIds) -> None:
+    def _ask(self, body: RequestBody, answered: Callable[[PageIds | None], None], *ids: bytes) -> None:
         outgoing = self.raw.core.request(body, ids, deadline_ms=REPLY_MS)
         self.asked.append(Asked(outgoing.message_id, answered))
         self.raw.control.send_multipart(self.raw.core.frames(outgoing))
@@ -132,7 +132,7 @@ class Engine:
         ids = self._some(4)
         if len(ids):
             self.freeing |= set(ids.tolist())
-            self._ask(Free(pool=POOL, pages=len(ids)), lambda _ids: self._freed(ids), ids)
+            self._ask(Free(pool=POOL, pages=len(ids)), lambda _ids: self._freed(ids), ids.tobytes())
 
     def _freed(self, ids: PageIds) -> None:
         self.freeing -= set(ids.tolist())

@@ -72,7 +72,7 @@ def free_pages(client: Client) -> int:
     return next(one.free for one in client.status().pools if one.pool == POOL)
 
 
-def receive(engine: RawEngine, request_id: str, count: int) -> tuple[Receive, PageIds, tuple[PageIds, ...]]:
+def receive(engine: RawEngine, request_id: str, count: int) -> tuple[Receive, PageIds, tuple[bytes, ...]]:
     """Let a raw engine receive new pages; return the request, the pages and their lists."""
     ids = engine.call(calls.allocate(POOL, count, "main"))
     heads, lists = calls.page_lists([pages(ids)])

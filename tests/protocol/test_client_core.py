@@ -35,7 +35,8 @@ BOOT: Final = BootId("00112233445566778899aabbccddeeff")
 OTHER_BOOT: Final = "ff" * 16
 SECRET: Final = b"0123456789abcdef"
 REQUEST: Final = "ab" * 16
-IDS: Final = (np.array([3, 4], np.int64),)
+PAGES: Final = np.array([3, 4], np.int64)
+IDS: Final = (PAGES.tobytes(),)
 CHUNK: Final = Send(request_id=REQUEST, pool="prefill", lists=(PageList(pages=2),), last=False)
 SEND: Final = Send(request_id=REQUEST, pool="prefill", lists=CHUNK.lists)
 RECEIVE: Final = Receive(request_id=REQUEST, pool="decode", lists=CHUNK.lists)
@@ -110,7 +111,7 @@ def test_a_request_says_who_when_and_what_was_seen(core: ClientCore) -> None:
 def test_a_reply_finds_its_request(core: ClientCore) -> None:
     first, second = core.request(ALLOCATE), core.request(Ping())
     assert reply(core, second, Pong()) == ReplyArrived(2, Pong(), (), None)
-    assert reply(core, first, Allocated(pages=2), IDS[0]).ids[0].tolist() == [3, 4]
+    assert reply(core, first, Allocated(pages=2), PAGES).ids[0].tolist() == [3, 4]
     assert core.pending == 0
 
 
@@ -367,7 +368,7 @@ def test_a_batch_is_answered_part_by_part(core: ClientCore) -> None:
     done = TierDone(operation=7, kind="store", stored=2)
     assert event(core, 1, done) is None, "nobody knows the number yet"
     results = (Accepted(), OperationStarted(operation=7), Allocated(pages=2))
-    heard = reply(core, batch, Batched(results=results), *IDS)
+    heard = reply(core, batch, Batched(results=results), PAGES)
     assert heard.news[:2] == (transfer, operation)
     assert (transfer.state, operation.state, operation.done) == ("open", "done", done)
     assert heard.news[2].message_id == asking.message_id

@@ -32,7 +32,8 @@ NEW: Final = BootId("f" * 32)
 SECRET: Final = b"0123456789abcdef"
 REQUEST: Final = "ab" * 16
 DEFAULT_MS: Final = 30_000
-IDS: Final = (np.array([3, 4], np.int64),)
+PAGES: Final = np.array([3, 4], np.int64)
+IDS: Final = (PAGES.tobytes(),)
 RECEIVE: Final = Receive(request_id=REQUEST, pool="pool", lists=(PageList(pages=2),))
 REFUSED: Final = ErrorReply(error=StaleBootError("for another boot").info())
 ALLOCATE: Final = Allocate(pool="pool", count=2)
@@ -107,7 +108,7 @@ def test_a_batch_goes_again_as_one(core: ClientCore) -> None:
     assert again.body.deadlines_ms == (750, 0)
     assert again.deadline_ms == DEFAULT_MS - 250
     results = Batched(results=(Allocated(pages=2), Freed(freed=2, deferred=0)))
-    assert reply(core, again, results, IDS[0]) is not None
+    assert reply(core, again, results, PAGES) is not None
     assert core.pending == 0
 
 
@@ -131,7 +132,7 @@ def test_pages_for_nobody_go_back_and_other_late_replies_mean_nothing(core: Clie
     core.disconnected()
     assert numbers(core.waiting(0.0, DEFAULT_MS)) == [allocate.message_id], "its pages have to be known"
     assert reply(core, ping, Pong()) is None
-    unclaimed = reply(core, allocate, Allocated(pages=2), IDS[0])
+    unclaimed = reply(core, allocate, Allocated(pages=2), PAGES)
     assert isinstance(unclaimed, Unclaimed)
     back = sent(core, core.give_back(unclaimed))
     assert back.body == FREE
@@ -276,9 +277,7 @@ def test_the_books_follow_replies_and_events(core: ClientCore) -> None:
     manifest = manifest_of(MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16"))
     reply(core, put(core, Ping()), PoolCreated(pool="pool", created=True, manifest=manifest))
     reply(core, put(core, Allocate(pool="pool", count=4)), Allocated(pages=4), ids(1, 2, 3, 4))
-    back = ids(1)
-    freed = put(core, Free(pool="pool", pages=1), back)
-    back[:] = 7  # an engine may use its list for something else then
+    freed = put(core, Free(pool="pool", pages=1), ids(1).tobytes())
     reply(core, freed, Freed(freed=1, deferred=0))
     for number, body, done, moved in (
         (
@@ -295,10 +294,8 @@ def test_the_books_follow_replies_and_events(core: ClientCore) -> None:
             (),
         ),
     ):
-        its = ids(*moved)
-        _, outgoing = core.operation(body, (its,) if moved else ())
+        _, outgoing = core.operation(body, (ids(*moved).tobytes(),) if moved else ())
         reply(core, sent(core, outgoing), OperationStarted(operation=number))
-        its[:] = 7  # an engine may use its list for something else then
         given = (ids(8, 9),) if number == 3 else ()
         core.feed([bytes(frame) for frame in encode(Event(number, OLD, done), given)])
     unknown, missing = core.held.compare("pool", "main", ids(3, 4, 5, 9))
