@@ -23,6 +23,7 @@ import uvloop
 from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.hub import EndpointsChanged, EventHub, InstanceEnded, PoolRemoved, SessionEnded
+from kvferry.daemon.control.kept_bytes import ConnectionBytes
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.self_ping import SelfPing
 from kvferry.daemon.control.session_socket import SessionSocket
@@ -65,7 +66,7 @@ from kvferry.pools.devices.base import Region
 from kvferry.protocol import VERSION
 from kvferry.protocol.base import Body
 from kvferry.protocol.config.load import load_config
-from kvferry.protocol.config.memory import smallest_limit
+from kvferry.protocol.config.memory import kept_bytes, smallest_limit
 from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError, DeviceLostError, KvferryError, MalformedError
 from kvferry.protocol.ids import new_boot_id
@@ -148,7 +149,9 @@ class Daemon:
         self._config = config
         self._tuning = tuning
         self._inherited = inherited or Inherited()
-        self._limits = limits = tuning.limits or config.announced
+        may_keep_bytes = kept_bytes(smallest_limit().size_bytes)
+        self._limits = limits = (tuning.limits or config.announced).within(may_keep_bytes)
+        connection_bytes = ConnectionBytes(may_keep_bytes // 2)
         self._loop = loop = asyncio.get_running_loop()
         self._started_at = time.monotonic()
         self._stopping = stopping
@@ -160,7 +163,11 @@ class Daemon:
         self._control_path = directory.path / CONTROL_SOCKET
         self._descriptors = descriptors = Descriptors(raise_limit())
         self._control = ControlSocket(
-            directory.listen(CONTROL_SOCKET), limits, counters, max_connections=descriptors.strangers
+            directory.listen(CONTROL_SOCKET),
+            limits,
+            counters,
+            max_connections=descriptors.strangers,
+            kept=connection_bytes,
         )
         self._sessions = SessionRegistry(limits)
         self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, counters, self._control.send, hub)
@@ -173,6 +180,7 @@ class Daemon:
             counters,
             config.network.bounce_buffer_bytes if network is not None else 0,
             descriptors,
+            connection_bytes,
         )
         # -- pools and devices
         self._devices = Devices(config.devices, self._device_lost, tuning.stuck_after_s)
@@ -222,7 +230,7 @@ class Daemon:
         # -- transfers
         state_machine = TransferStateMachine(
             scheduler,
-            KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes),
+            KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes, self._dispatcher.kept),
             tuning.whole_below_bytes,
         )
         self._redeem = state_machine.peers.redeem

@@ -54,6 +54,26 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return the largest ``max_payload_bytes`` of a pool; the rest of a frame is for what goes with a payload."""
         return min(LARGEST_PAYLOAD_BYTES, self.max_frame_bytes // 2)
 
+    def within(self, kept_bytes: int) -> Limits:
+        """Return these limits, made smaller where they would let sessions keep more than their part of so many bytes.
+
+        Half of it is for what connections keep (``daemon.control.kept_bytes``), an eighth for replies, the rest for
+        requests and payloads. So a message is small against each part.
+        """
+        requests, replies = kept_bytes * 3 // 8, kept_bytes // 8
+        message = min(self.max_message_bytes, kept_bytes // 8)
+        return msgspec.structs.replace(
+            self,
+            max_frame_bytes=min(self.max_frame_bytes, message),
+            max_message_bytes=message,
+            max_kept_session_payload_bytes=min(self.max_kept_session_payload_bytes, requests // 2),
+            max_kept_payload_bytes=min(self.max_kept_payload_bytes, requests),
+            max_kept_session_request_bytes=min(self.max_kept_session_request_bytes, requests // 2),
+            max_kept_request_bytes=min(self.max_kept_request_bytes, requests),
+            max_kept_session_reply_bytes=min(self.max_kept_session_reply_bytes, replies // 2),
+            max_kept_reply_bytes=min(self.max_kept_reply_bytes, replies),
+        )
+
 
 # -- protocol versions and how two sides agree on one.
 #

@@ -21,6 +21,7 @@ from typing import Final
 
 import structlog
 
+from kvferry.daemon.control.kept_bytes import ConnectionBytes
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.zmtp import IncomingStream, ReceivedMessage, encoded
 from kvferry.daemon.process.access import BACKLOG, Listener
@@ -51,9 +52,6 @@ was reset with bytes unread would stay as it is for ever once they are read."""
 LAST_WORDS_S: Final = 0.1
 RECEIVE_BYTES: Final = 1 << 18
 SENT_AT_ONCE: Final = 64
-MAX_HELD_BYTES: Final = 256 << 20
-"""Bytes of incomplete messages, of all connections: then the connection that has most of them is closed."""
-
 TURN_S: Final = 0.001
 """A connection's messages are handled for so long in a row, or one of them; then others have their turn.
 
@@ -93,10 +91,11 @@ class ControlSocket:
         also: str | None = None,
         name: str = "control",
         max_connections: int = MAX_CONNECTIONS,
+        kept: ConnectionBytes | None = None,
     ) -> None:
         """Take over a listening Unix socket and, if given, listen on the TCP address ``also``.
 
-        ``name`` is its name in the log.
+        ``name`` is its name in the log; ``kept`` counts what connections keep, of other sockets too.
 
         Raises:
             ConfigError: the TCP address cannot be listened on.
@@ -105,8 +104,7 @@ class ControlSocket:
         self.counters = counters
         self.max_connections = max_connections
         self.max_queued = limits.max_requests_per_session + 2 * limits.max_transfers_per_session
-        self.held_bytes = 0
-        self.queued_bytes = 0
+        self.kept = kept or ConnectionBytes()
         self.buffer = bytearray(RECEIVE_BYTES)
         self.on_message: OnMessage | None = None
         self._name = name
@@ -116,6 +114,7 @@ class ControlSocket:
         self._sweeping: asyncio.TimerHandle | None = None
         self._numbers = itertools.count(1)
         self._connections: dict[bytes, _Connection] = {}
+        self.kept.watch(self._connections.values)
         self._background: deque[_Connection] = deque()
         self._paused: set[socket.socket] = set()
         self._listeners = [listener.socket]
@@ -221,11 +220,6 @@ class ControlSocket:
         if self._connections.pop(identity, None) is not None and self._on_end is not None and self._loop is not None:
             self._loop.call_soon(self._on_end, identity)
 
-    def too_much_held(self) -> None:
-        """Close a connection with many bytes of incomplete messages."""
-        self.counters.add("connections.closed.held")
-        self._close_most(lambda one: one.held_bytes)
-
     def is_of_session(self, identity: bytes) -> bool:
         """Return whether a session is answered there; always where nobody is spared: its connections are all alike."""
         return self._spared is _nobody or identity in self._spared()
@@ -254,18 +248,6 @@ class ControlSocket:
             for connection in self._connections.values():
                 connection.await_turn()
             self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
-
-    def too_much_queued(self) -> None:
-        """Close a connection whose peer has left many bytes unread."""
-        self.counters.add("connections.closed.unread")
-        self._close_most(lambda one: one.queued_bytes)
-
-    def _close_most(self, bytes_of: Callable[[_Connection], int]) -> None:
-        """Close the connection with most bytes of the user, or host, who has most of them in all."""
-        whole: Counter[object] = Counter()
-        for one in self._connections.values():
-            whole[one.origin] += bytes_of(one)
-        max(self._connections.values(), key=lambda one: (whole[one.origin], bytes_of(one))).close()
 
     def _accept(self, listener: socket.socket) -> None:
         ends_at = time.perf_counter() + TURN_S
@@ -331,7 +313,7 @@ class _Connection:
         self._loop = loop
         self._channel = channel
         self._stream = IncomingStream(identity, owner.limits)
-        self._held_bytes = 0
+        self._held_bytes = self._counted_bytes = 0
         self._waiting: list[ReceivedMessage] = []
         self._out: deque[bytes | memoryview] = deque()
         self._queued_bytes = 0
@@ -350,12 +332,13 @@ class _Connection:
         loop.add_reader(channel, self.read)
 
     @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
+    def kept_bytes(self) -> int:
+        return self._held_bytes + self._queued_bytes
 
-    @property
-    def queued_bytes(self) -> int:
-        return self._queued_bytes
+    def close_for_others(self) -> None:
+        is_held = self._held_bytes > self._queued_bytes
+        self._owner.counters.add(f"connections.closed.{'held' if is_held else 'unread'}")
+        self.close()
 
     def put(self, data: bytes, *, more: bool = False) -> bool:
         owner, size_bytes = self._owner, len(data)
@@ -366,11 +349,9 @@ class _Connection:
             return False
         self._out.append(data)
         self._queued_bytes += size_bytes
-        owner.queued_bytes += size_bytes
         if not self._writing and (not (self._corked or more) or self._queued_bytes > FLUSH_BYTES):
             self._flush()
-        if owner.queued_bytes > owner.limits.max_kept_reply_bytes:
-            owner.too_much_queued()
+        self._count()
         return not self._closed
 
     def read(self) -> None:
@@ -415,9 +396,9 @@ class _Connection:
             self._loop.remove_writer(self._channel)
         self._channel.close()
         self._out.clear()
-        self._owner.queued_bytes -= self._queued_bytes
-        self._queued_bytes = 0
-        self._owner.held_bytes -= self._held_bytes
+        self._waiting = []
+        self._held_bytes = self._queued_bytes = 0
+        self._count()
         self._owner.forget(self.identity)
 
     def finish(self, ends_at: float) -> None:
@@ -477,7 +458,6 @@ class _Connection:
         except KvferryError:
             self.close()
             return False
-        self._count_held()
         if self._stream.silence_ms != self._silence_ms:
             self._silence_ms = self._stream.silence_ms
             self._looking.cancel()
@@ -493,7 +473,7 @@ class _Connection:
                     break
             self._is_of_session = self._is_of_session or self._owner.is_of_session(self.identity)
         self._is_heavy = time.perf_counter() - started > TURN_S
-        self._waiting = messages[number:]
+        self._keep(messages[number:])
         if (self._waiting or self._stream.has_more) and not self._closed:
             self._has_more = True
             self._more = self._loop.call_soon(self.read)
@@ -501,9 +481,17 @@ class _Connection:
 
     def _pause(self, rest: list[ReceivedMessage]) -> None:
         """Read and handle no more until the peer has read: its next replies would wait here as well."""
-        self._waiting, self._paused = rest, True
+        self._paused = True
         self._owner.counters.add("connections.paused")
         self._loop.remove_reader(self._channel)
+        self._keep(rest)
+
+    def _keep(self, waiting: list[ReceivedMessage]) -> None:
+        """Keep the messages that wait; count them, and what is not complete."""
+        if not self._closed:
+            self._waiting = waiting
+            self._held_bytes = self._stream.held_bytes + sum([one.size_bytes for one in waiting])
+            self._count()
 
     def _resume(self) -> None:
         self._paused = False
@@ -511,14 +499,12 @@ class _Connection:
         self._has_more = True
         self._more = self._loop.call_soon(self.read)  # also what was taken from the stream, or is complete in it
 
-    def _count_held(self) -> None:
-        held = self._stream.held_bytes
-        if held != self._held_bytes:
-            owner = self._owner
-            owner.held_bytes += held - self._held_bytes
-            self._held_bytes = held
-            if owner.held_bytes > MAX_HELD_BYTES:
-                owner.too_much_held()
+    def _count(self) -> None:
+        """Count what is kept, where that has changed."""
+        more = self.kept_bytes - self._counted_bytes
+        if more:
+            self._counted_bytes += more
+            self._owner.kept.changed(more)
 
     def _flush(self) -> None:
         """Send what the socket takes; the rest as soon as it takes more."""
@@ -528,13 +514,11 @@ class _Connection:
         if answers:
             out.append(bytes(answers))
             self._queued_bytes += len(answers)
-            self._owner.queued_bytes += len(answers)
             answers.clear()
         try:
             while out:
                 sent = self._channel.sendmsg(list(itertools.islice(out, SENT_AT_ONCE)))
                 self._queued_bytes -= sent
-                self._owner.queued_bytes -= sent
                 _drop(out, sent)
         except BlockingIOError:
             pass
@@ -548,8 +532,13 @@ class _Connection:
                 self._loop.add_writer(self._channel, self._flush)
             else:
                 self._loop.remove_writer(self._channel)
-        if self._paused and self._queued_bytes <= PAUSE_BYTES:
+        self._count()
+        if self._is_paused_no_more():
             self._resume()
+
+    def _is_paused_no_more(self) -> bool:
+        """Return whether its peer has read enough; not where it was closed meanwhile."""
+        return self._paused and not self._closed and self._queued_bytes <= PAUSE_BYTES
 
 
 def _drop(out: deque[bytes | memoryview], sent: int) -> None:

@@ -10,8 +10,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import structlog
 
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
-from kvferry.daemon.control.kept_bytes import SMALL_BYTES as SMALL_MESSAGE_BYTES
-from kvferry.daemon.control.kept_bytes import KeptBytes
+from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, KeptBytes
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import PendingEvent, Session, SessionRegistry
 from kvferry.daemon.control.zmtp import ReceivedMessage
@@ -166,7 +165,7 @@ class Dispatcher:
         self._boot_id = boot_id
         self._limits = limits
         self.sessions = sessions
-        self.kept = KeptBytes(limits)
+        self.kept = KeptBytes(limits, sessions.user_of)
         self._counters = counters
         self._open_handlers: dict[type[Body], OpenHandler] = {}
         self._handlers: dict[type[Body], Handler] = {}
@@ -350,7 +349,7 @@ class Dispatcher:
     def _run(self, call: Call, size_bytes: int = 0) -> None:
         """Run the handler of a request; answer it, or keep its message and set a timer that answers DEADLINE."""
         try:
-            if size_bytes > SMALL_MESSAGE_BYTES:
+            if call.message_id > 0:  # not one of a BATCH, which is counted as a whole
                 self.kept.check(call.session.session_id, size_bytes)
             answer = self._handlers[type(call.body)](call)
         except Exception as error:  # noqa: BLE001  see _serve
@@ -360,7 +359,7 @@ class Dispatcher:
             return
         if not call.session.is_pending(call.message_id):
             return
-        self.kept.keep(call.session.session_id, call.message_id, size_bytes)
+        self.kept.keep(call.session.session_id, call.message_id, size_bytes + REQUEST_BYTES)
         if not isinstance(call.body, Batch):
             late = _late(call)
             late.request_id = about(call.body).get("request_id", "")

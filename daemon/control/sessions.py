@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hmac
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from kvferry.daemon.process.shares import share
 from kvferry.pools.index_file import SessionRecord
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import RETRY_LATER_MS, InvalidFieldError, OverloadedError, ReplyGoneError
@@ -264,10 +265,13 @@ class SessionRegistry:
         """Return a new session, in the user's live instance of this name if there is one.
 
         Raises:
-            OverloadedError: ``max_sessions`` sessions are live.
+            OverloadedError: ``max_sessions`` sessions are live, or the user has its share of them.
         """
-        if len(self._by_id) >= self._limits.max_sessions:
-            raise OverloadedError(f"{len(self._by_id)} sessions live").after(RETRY_LATER_MS)
+        live, its = len(self._by_id), sum([one.tenant == peer.uid for one in self])
+        if its >= share(peer.uid, self._limits.max_sessions, live - its):
+            raise OverloadedError(
+                f"{live} sessions live, {its} of them of user {peer.uid}, of at most {self._limits.max_sessions} of all"
+            ).after(RETRY_LATER_MS)
         self._last_id += 1
         session_id = self._last_id
         owner_id = self._owners.get((peer.uid, instance), session_id) if instance else session_id
@@ -343,13 +347,24 @@ class SessionRegistry:
         return self._reply_total.size_bytes
 
     def bound_replies(self) -> None:
-        """Drop large replies, of the session that keeps most of them, until those of all are within their bound."""
+        """Drop large replies until those of all are within their bound.
+
+        Those of the user who keeps most of them go, of the session with most.
+        """
         while self.reply_bytes > self._limits.max_kept_reply_bytes:
-            max(self, key=lambda one: one.reply_bytes).drop_oldest_reply()
+            whole: Counter[int] = Counter()
+            for one in self:
+                whole[one.tenant] += one.reply_bytes
+            max(self, key=lambda one: (whole[one.tenant], one.reply_bytes)).drop_oldest_reply()
 
     def identities(self) -> set[bytes]:
         """Return the identities to which live sessions are answered."""
         return {one.identity for one in self if one.identity is not None}
+
+    def user_of(self, session_id: int) -> int:
+        """Return the user of a live session; -1 where it has ended."""
+        session = self._by_id.get(session_id)
+        return -1 if session is None else session.tenant
 
     def get(self, session_id: int) -> Session | None:
         """Return the live session with this number, or None."""

@@ -59,6 +59,11 @@ class ReceivedMessage(NamedTuple):
     frames: list[bytes]
     too_large: bool
 
+    @property
+    def size_bytes(self) -> int:
+        """Return what it takes in memory."""
+        return sum(map(len, self.frames)) + CHUNK_BYTES * len(self.frames)
+
 
 class IncomingStream:
     """The bytes that one connection sends: its greeting, its commands, and its messages.
@@ -96,7 +101,7 @@ class IncomingStream:
 
         A stranger may send byte by byte, so the pieces count as well.
         """
-        pieces = self._chunks_bytes + CHUNK_BYTES * len(self._chunks)
+        pieces = self._chunks_bytes + CHUNK_BYTES * (len(self._chunks) + len(self._frames))
         return len(self._data) + pieces + min(self._size, self._limits.max_message_bytes)
 
     def feed(self, data: bytes) -> None:

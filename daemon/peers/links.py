@@ -35,6 +35,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.control.control_socket import ControlSocket
+from kvferry.daemon.control.kept_bytes import ConnectionBytes
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.daemon.process.access import Listener
@@ -497,8 +498,11 @@ class PeerLinks:
         counters: Counters,
         bounce_buffer_bytes: int = 0,
         descriptors: Descriptors | None = None,
+        kept: ConnectionBytes | None = None,
     ) -> None:
         """Take over a Unix socket for daemons of this host and, with ``listen``, listen on TCP.
+
+        ``kept`` counts what connections to it keep.
 
         Raises:
             ConfigError: the TCP address cannot be listened on, or peers could not connect to it.
@@ -516,7 +520,7 @@ class PeerLinks:
         self.listener: PeerListener | None = None
         self._descriptors = descriptors or Descriptors()
         self._router = ControlSocket(
-            listener, limits, counters, also=listen, name="peers", max_connections=self._descriptors.peers
+            listener, limits, counters, also=listen, name="peers", max_connections=self._descriptors.peers, kept=kept
         )
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed socket counts a little longer

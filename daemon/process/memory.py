@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.config.memory import Read, narrowest_limit, read_file
+from kvferry.protocol.config.memory import MACHINE, Limit, Read, limits, narrowest_limit, read_file
 from kvferry.protocol.config.placement import SHMEM_ENABLED, preferred_node, reserved, transparent
 from kvferry.protocol.config.schema import MemoryConfig
 from kvferry.protocol.errors import OutOfMemoryError
@@ -43,6 +43,7 @@ class HostMemory:
         self._node = preferred_node(read, config.numa_node, cpus)
         self._said: set[str] = set()
         self._counted: weakref.WeakKeyDictionary[HostRegion, int] = weakref.WeakKeyDictionary()
+        self._inside: weakref.WeakKeyDictionary[HostRegion, frozenset[str]] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         """Show how much is counted on."""
@@ -51,8 +52,15 @@ class HostMemory:
     @property
     def promised_bytes(self) -> int:
         """Return what regions will still take, beyond the memory that they have."""
-        live = [(one, up_to) for one, up_to in self._counted.items() if one.fd >= 0]
-        return sum(max(0, up_to - one.allocated_bytes) for one, up_to in live)
+        return self._promised(MACHINE)
+
+    def _promised(self, file: str) -> int:
+        """Return what regions may still take of a limit."""
+        return sum(self._wanted(one, up_to, file) for one, up_to in self._counted.items() if one.fd >= 0)
+
+    def _wanted(self, region: HostRegion, up_to: int, file: str) -> int:
+        inside = self._inside.get(region)
+        return max(0, up_to - (region.allocated_bytes if inside is None or file in inside else 0))
 
     def region(self, name: str, size_bytes: int, *, grows: bool = False) -> HostRegion:
         """Make a region, of the pages and on the node that are wanted, as far as these are to be had.
@@ -106,24 +114,35 @@ class HostMemory:
             self._said.add(what)
             log.warning(what, cause=cause, remedy=remedy)
 
-    def count_on(self, region: HostRegion, up_to: int) -> None:
+    def count_on(self, region: HostRegion, up_to: int, process: int | None = None) -> None:
         """Count on a region to take memory for its first ``up_to`` bytes, until it is closed.
 
         One of reserved pages has them already, and no other memory.
+
+        Args:
+            region: not closed.
+            up_to: at most its size.
+            process: the one that has made it, if it is an engine's; 0: unknown. What it has then is charged to that
+                process's control groups. It may give that back at any time, and then the memory is charged to whoever
+                touches it next: so all of it counts for those groups of this process in which the other one is not.
 
         Raises:
             OutOfMemoryError: there is not so much left; what was counted on before still is.
         """
         if region.is_reserved:
             return
-        before = self._counted.pop(region, None)
+        if process is not None:
+            self._inside[region] = frozenset(one.file for one in limits(self._read, str(process)))
+        before = self._counted.pop(region, 0)
         try:
-            self._check(max(0, up_to - region.allocated_bytes), self.promised_bytes)
+            for limit in limits(self._read):
+                self._check(limit, self._wanted(region, up_to, limit.file), self._promised(limit.file))
         except OutOfMemoryError:
-            if before is not None:
-                self._counted[region] = before
+            up_to = before
             raise
-        self._counted[region] = up_to
+        finally:
+            if up_to:
+                self._counted[region] = up_to
 
     def fill(self, region: HostRegion, stopped: threading.Event, start: int = 0, stop: int | None = None) -> None:
         """Allocate a region's memory step by step, as long as there is enough and until ``stopped`` is set.
@@ -136,16 +155,13 @@ class HostMemory:
             if stopped.is_set():
                 return False
             if not region.is_reserved:
-                self._check(step_bytes, 0)
+                self._check(narrowest_limit(self._read), step_bytes)
             return True
 
         region.populate(go_on, start, stop)
 
-    def _check(self, wanted_bytes: int, promised_bytes: int) -> None:
-        if not wanted_bytes:
-            return
-        limit = narrowest_limit(self._read)
-        if promised_bytes + wanted_bytes > limit.room_bytes:
+    def _check(self, limit: Limit, wanted_bytes: int, promised_bytes: int = 0) -> None:
+        if wanted_bytes and promised_bytes + wanted_bytes > limit.room_bytes:
             promised = f", {promised_bytes} of which pools and tiers will still take" if promised_bytes else ""
             raise OutOfMemoryError(
                 f"{wanted_bytes} bytes of host memory are needed; {limit.whose} has {limit.room_bytes} left of "

@@ -14,7 +14,7 @@ from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, identity_of
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.pools.tiers.journal import Change
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.tier_messages import (
     CacheChange,
     CacheChanges,
@@ -119,6 +119,13 @@ class CacheReports:
         async for blocks in self._blocks_of(scope):
             count += len(blocks)
             if pinned:
+                try:
+                    self._host.check_share(
+                        call.session.tenant, sum([one.size_bytes for one in blocks if one.evictable])
+                    )
+                except KvferryError as error:
+                    self._dispatcher.answer_error(call.session, call.message_id, error)
+                    return
                 index.pin([block for block in blocks if OPERATOR not in block.pins], OPERATOR)
             else:
                 self._host.free_all(index.unpin([block for block in blocks if OPERATOR in block.pins], OPERATOR))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Final, NamedTuple
@@ -16,6 +17,7 @@ from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.process.descriptors import PER_POOL, Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
+from kvferry.daemon.process.shares import share
 from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
@@ -227,7 +229,7 @@ class PoolService:
             return None
         creation, size_bytes = _Creation(wanted, [call]), wanted.manifest.region_bytes
         if body.device == HOST:
-            self._check_budget(wanted.manifest)
+            self._check_budget(wanted.manifest, call.session.tenant)
             self._begin_on_host(key, creation, body)
         else:
             self._begin(key, creation, self._device_executor, self._devices.allocate, body.device, size_bytes)
@@ -279,8 +281,8 @@ class PoolService:
             self._check_payload_bound(body.max_payload_bytes)
             key = self._check_new(call, body.pool)
             manifest = placed_in(region, manifest_of(body.spec), body.arrays, self._memory_in_use())
-            self._check_budget(manifest)
-            self._memory.count_on(region, region.size_bytes)
+            self._check_budget(manifest, key[0])
+            self._memory.count_on(region, region.size_bytes, call.session.peer.pid)
             self._descriptors.take(region, key[0], "pools", PER_POOL)
         except BaseException:
             region.close()
@@ -584,14 +586,18 @@ class PoolService:
         """Return a text saying who holds pages of a pool; empty where nobody does."""
         return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.owner_id)
 
-    def _check_budget(self, manifest: Manifest) -> None:
-        made = [pool.manifest for pool in (*self._pools, *self._leaving) if pool.region.device == HOST]
-        coming = [one.traits.manifest for one in self._creations.values() if one.traits.device == HOST]
-        used = sum(map(total_bytes, (*made, *coming)))
-        wanted = total_bytes(manifest)
-        if used + wanted > self._max_bytes:
+    def _check_budget(self, manifest: Manifest, user: int) -> None:
+        made = [(pool.tenant, pool.manifest) for pool in (*self._pools, *self._leaving) if pool.region.device == HOST]
+        coming = [(key[0], one.traits.manifest) for key, one in self._creations.items() if one.traits.device == HOST]
+        used: Counter[int] = Counter()
+        for tenant, its in (*made, *coming):
+            used[tenant] += total_bytes(its)
+        wanted, most = total_bytes(manifest), share(user, self._max_bytes, used.total() - used[user])
+        if used[user] + wanted > most:
             raise OutOfMemoryError(
-                f"the pool needs {wanted} bytes; {used} of {self._max_bytes} are taken (pools.max_bytes)", field="spec"
+                f"the pool needs {wanted} bytes; {used.total()} of {self._max_bytes} are taken (pools.max_bytes), and "
+                f"user {user} may have {most} in all",
+                field="spec",
             )
 
 

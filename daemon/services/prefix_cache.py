@@ -291,6 +291,7 @@ class PrefixCache:
         body, blocks = expect(call, Lookup), found.blocks
         if body.pin:
             self._check_pins(call.session.owner_id, len(blocks))
+            self._host.check_share(call.session.tenant, sum([one.size_bytes for one in blocks if one.evictable]))
             if lease is None:
                 self._check_leases(call.session.owner_id)  # others may have been added while lower tiers were asked
         self._counters.add("cache.lookups")

@@ -18,6 +18,7 @@ from kvferry.attention.host_lengths import HostLengthsWriter, host_lengths_bytes
 from kvferry.attention.table_layout import TableShape, table_layout, table_shape, views
 from kvferry.attention.table_update import TableUpdate
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.control.kept_bytes import TABLES
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.process.descriptors import PER_REGION, Descriptors
 from kvferry.daemon.process.devices import Devices
@@ -34,6 +35,7 @@ from kvferry.protocol.errors import (
     RETRY_LATER_MS,
     InvalidFieldError,
     KvferryError,
+    OutOfMemoryError,
     OverloadedError,
     TablesBusyError,
     TablesExistError,
@@ -55,7 +57,9 @@ from kvferry.protocol.table_messages import (
 
 MAX_TABLES_PER_SESSION: Final = 16
 MAX_TABLES_BYTES: Final = 256 << 20
-"""Bound of one set of tables: 1024 rows of 8 million tokens each. Host memory holds twice as much again."""
+"""Bound of one set of tables: 1024 rows of 8 million tokens each."""
+HOST_COPIES: Final = 3
+"""Host memory holds the tables, or a pinned copy of them, and their contents twice as numbers."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 100e-6, 5e-3
 CLOSE_PAUSE_S: Final = 0.05
@@ -242,15 +246,40 @@ class TableService:
             raise OverloadedError(f"the session has {MAX_TABLES_PER_SESSION} tables").after(RETRY_LATER_MS)
         pool = self._pools.named_by(call.session, body.pool)
         tables = _tables_for(pool, body)
-        if pool.region.device == HOST:
-            size_bytes = table_layout(tables.shape).size_bytes
-            visible = HostTables(HostRegion.create(f"tables-{key[0]}-{body.tables}", size_bytes), tables)
-            return self._created(call, _Tables(*key, tables, visible), None)
-        process_id = body.device_pid or call.session.peer.pid
+        size_bytes = table_layout(tables.shape).size_bytes
+        self._keep(*key, HOST_COPIES * size_bytes)
+        try:
+            if pool.region.device == HOST:
+                visible = HostTables(HostRegion.create(f"tables-{key[0]}-{body.tables}", size_bytes), tables)
+                return self._created(call, _Tables(*key, tables, visible), None)
+            process_id = body.device_pid or call.session.peer.pid
+            making = self._loop.run_in_executor(self._executor, self._make, pool.region.device, tables, process_id)
+        except Exception:
+            self._forget(*key)
+            raise
         self._coming.add(key)
-        making = self._loop.run_in_executor(self._executor, self._make, pool.region.device, tables, process_id)
         making.add_done_callback(lambda done: self._made(call, tables, done))
         return None
+
+    def _keep(self, session_id: int, name: str, size_bytes: int) -> None:
+        """Count what tables take of host memory.
+
+        Raises:
+            OutOfMemoryError: there is not so much for them.
+        """
+        kept = self._dispatcher.kept
+        try:
+            kept.check_all(session_id, size_bytes)
+        except OverloadedError as error:
+            raise OutOfMemoryError(
+                f"tables take {size_bytes} bytes of host memory: {error.detail}",
+                field="max_batch",
+                remedy="make them smaller, or delete others",
+            ) from None
+        kept.keep(session_id, (TABLES, name), size_bytes)
+
+    def _forget(self, session_id: int, name: str) -> None:
+        self._dispatcher.kept.drop(session_id, (TABLES, name))
 
     def _make(self, device: str, tables: GraphTables, process_id: int) -> tuple[DeviceTables, Share]:
         """Allocate a device's tables. Runs on the tables' thread."""
@@ -273,10 +302,12 @@ class TableService:
                 self._loop.run_in_executor(self._executor, visible.close)
                 raise
             if not call.session.is_pending(call.message_id):  # answered with DEADLINE: the engine does not know of them
+                self._forget(*key)
                 self._close_tables(made)
                 return
             answer = self._created(call, made, share)
         except Exception as cause:  # noqa: BLE001  see Dispatcher.run_held
+            self._forget(*key)
             self._dispatcher.answer_failure(call, cause)
         else:
             self._dispatcher.answer(call.session, call.message_id, answer)
@@ -374,6 +405,7 @@ class TableService:
         body = expect(call, DeleteTables)
         one = self._get_idle(call.session.session_id, body.tables)
         del self._tables[one.session_id, one.name]
+        self._forget(one.session_id, one.name)
         self._close_tables(one)
         return Answer(TablesDeleted(tables=body.tables))
 

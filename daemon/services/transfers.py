@@ -19,10 +19,11 @@ from kvferry.daemon.control.hub import (
     EventHub,
     SessionBegan,
 )
-from kvferry.daemon.control.kept_bytes import TRANSFER
+from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, TRANSFER
 from kvferry.daemon.control.later import Later
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session
+from kvferry.daemon.process.shares import share
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.services.pool_registry import PoolRegistry
@@ -342,7 +343,7 @@ class TransferService:
         """Count the page lists of an accepted message until its endpoint has settled."""
         body = call.body
         assert isinstance(body, Send | Receive), body
-        size_bytes = sum(one.ids.nbytes for one in ranges if not one.shared)
+        size_bytes = REQUEST_BYTES + sum(one.ids.nbytes for one in ranges if not one.shared)
         self._dispatcher.kept.keep(
             call.session.session_id, (TRANSFER, direction, body.request_id, body.pool), size_bytes
         )
@@ -399,7 +400,7 @@ class TransferService:
         key = EndpointKey(pool.tenant, body.request_id, body.pool, "send" if isinstance(body, Send) else "receive")
         if self._state_machine.endpoint(session_id, key) is None:  # chunks of a live endpoint are always accepted
             self._check_limits(call.session)
-        self._dispatcher.kept.check(session_id, sum(one.nbytes for one in call.ids))
+        self._dispatcher.kept.check(session_id, REQUEST_BYTES + sum(one.nbytes for one in call.ids))
         now = time.monotonic()
         return Sender(session_id, pool, body.request_id, Clocked(now, now + call.deadline_s), call.session.owner_id)
 
@@ -409,8 +410,15 @@ class TransferService:
             raise OverloadedError(f"{most} transfers of the session are live or unacknowledged")
         if len(session.unacknowledged) >= 2 * most:  # reused request ids keep the count of results low
             raise OverloadedError(f"{len(session.unacknowledged)} events of the session are unacknowledged")
-        if self._state_machine.results.total >= self._limits.max_transfers:
-            raise OverloadedError(f"{self._limits.max_transfers} transfers of all sessions are live or unacknowledged")
+        total, most = self._state_machine.results.total, self._limits.max_transfers
+        if 2 * total < most:
+            return
+        its = sum(self.live(one.session_id) for one in self._dispatcher.sessions if one.tenant == session.tenant)
+        if its >= share(session.tenant, most, total - its):
+            raise OverloadedError(
+                f"{total} transfers of all sessions are live or unacknowledged, {its} of them of user "
+                f"{session.tenant}, of at most {most} (limits.max_transfers)"
+            )
 
     def _acknowledged(self, acknowledged: EventAcknowledged) -> None:
         session, event = acknowledged

@@ -22,6 +22,7 @@ from kvferry.daemon.control.later import in_turns
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.access import may_see_all
 from kvferry.daemon.process.memory import HostMemory
+from kvferry.daemon.process.shares import share
 from kvferry.daemon.process.threads import started_threads
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
@@ -194,11 +195,13 @@ class HostTier:
 
         Raises:
             OutOfMemoryError: more than the tier, or the tenant's quota, can ever hold.
-            OverloadedError: too much is pinned; the detail names the holders.
+            OverloadedError: too much is pinned, or more than the tenant's share; the detail names the holders.
         """
         wanted = count * whole_units(size_bytes)
         account = self.index.accounts[tenant]
-        self._evict(self.index.host_victims(tenant), self._over_quota(tenant, wanted))
+        over_quota = self._over_quota(tenant, wanted)
+        self.check_share(tenant, wanted)
+        self._evict(self.index.host_victims(tenant), over_quota)
         try:
             offsets = self.arena.allocate(count, size_bytes)
         except NotEnoughError:
@@ -354,6 +357,7 @@ class HostTier:
         """
         wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
         missing = self._over_quota(tenant, wanted)
+        self.check_share(tenant, wanted)
         if missing > 0:
             return _Missing(missing, tenant)
         missing = self._unfitting(wants)
@@ -378,7 +382,7 @@ class HostTier:
             OverloadedError: it has not so many that may go.
         """
         account = self.index.accounts[tenant]
-        if wanted > min(account.quota_bytes, self.arena.max_bytes):
+        if wanted > min(account.quota_bytes, share(tenant, self.arena.max_bytes, 0)):
             raise OutOfMemoryError(
                 f"{wanted} bytes are needed in the host tier, which has {self.arena.max_bytes}; user {tenant} has "
                 f"a quota of {account.quota_bytes}",
@@ -390,6 +394,19 @@ class HostTier:
                 tenant, wanted, f"user {tenant} has {account.taken_bytes} of its {account.quota_bytes} bytes in use"
             )
         return missing
+
+    def check_share(self, tenant: int, more_bytes: int) -> None:
+        """Check that a tenant may have so much more that nobody evicts: snapshots, pinned blocks, what is written.
+
+        Raises:
+            OverloadedError: with that it would have more than its share of the tier.
+        """
+        pinned = {user: one.taken_bytes - one.evictable_bytes for user, one in self.index.accounts.items()}
+        its = pinned.get(tenant, 0)
+        size_bytes = self.arena.size_bytes if self._too_little else self.arena.max_bytes
+        most = share(tenant, size_bytes, sum(pinned.values()) - its)
+        if its + more_bytes > most and self._may_fit(more_bytes):  # else that is what is said
+            raise self._full(tenant, more_bytes, f"user {tenant} may have {most} bytes that stay, and has {its}")
 
     def _may_fit(self, wanted: int) -> bool:
         """Return whether all that may go would be enough."""

@@ -22,7 +22,7 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
-from kvferry.daemon.control.kept_bytes import OPERATION, SMALL_BYTES
+from kvferry.daemon.control.kept_bytes import OPERATION, REQUEST_BYTES, SMALL_BYTES
 from kvferry.daemon.control.later import Later
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session, SessionRegistry
@@ -302,7 +302,9 @@ class Operations:
         self.check(call.session)
         operation = self._add(call.session, kind, pool, pages, finish, holdings)
         self._unacknowledged[call.session.session_id] += 1
-        self._dispatcher.kept.keep(call.session.session_id, (OPERATION, operation.number), pages * KEPT_PAGE_BYTES)
+        self._dispatcher.kept.keep(
+            call.session.session_id, (OPERATION, operation.number), REQUEST_BYTES + pages * KEPT_PAGE_BYTES
+        )
         late = f"the {kind} was not done within {call.deadline_s:g} s"
         operation.timer = self._loop.call_later(call.deadline_s, self._apply, operation, Event.DEADLINE, late)
         return operation

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -38,11 +38,22 @@ ABANDONED: Final = ""
 # -- results and payloads
 
 
+class Budget(Protocol):
+    """What payloads are kept out of, beside whatever else sessions keep; see ``KeptBytes``."""
+
+    def check_all(self, session_id: int, size_bytes: int) -> None:
+        """Raise OverloadedError where a session may not keep so many bytes more."""
+
+    def charge(self, session_id: int, size_bytes: int) -> None:
+        """Count bytes that a session keeps, or, below 0, no more."""
+
+
 class KeptPayloads:
     """The bytes of payloads by session, endpoint and generation. A payload counts for each endpoint that keeps it."""
 
-    def __init__(self, session_bytes: int, all_bytes: int) -> None:
-        """Keep at most ``session_bytes`` for each session and ``all_bytes`` for all sessions."""
+    def __init__(self, session_bytes: int, all_bytes: int, budget: Budget | None = None) -> None:
+        """Keep at most ``session_bytes`` for each session and ``all_bytes`` for all sessions, out of ``budget``."""
+        self._budget = budget
         self._session_bytes = session_bytes
         self._all_bytes = all_bytes
         self._sizes: dict[tuple[int, EndpointKey, int], int] = {}
@@ -75,14 +86,16 @@ class KeptPayloads:
                     f"not acknowledged; {size_bytes} more exceed {most}",
                     field="payload",
                 )
+        for session_id, size_bytes in more.items():
+            if size_bytes and self._budget is not None:
+                self._budget.check_all(session_id, size_bytes)
 
     def keep(self, session_id: int, key: EndpointKey, generation: int, size_bytes: int) -> None:
         """Count an endpoint's payload."""
         if size_bytes:
             counted = (session_id, key, generation)
             self._sizes[counted] = self._sizes.get(counted, 0) + size_bytes
-            self._of_session[session_id] += size_bytes
-            self.kept_bytes += size_bytes
+            self._count(session_id, size_bytes)
 
     def drop_receives(self, session_id: int) -> None:
         """Stop counting the payloads of a session's receive requests: the session has ended."""
@@ -94,10 +107,16 @@ class KeptPayloads:
     def drop(self, session_id: int, key: EndpointKey, generation: int) -> None:
         """Stop counting an endpoint's payload, if it was counted."""
         size_bytes = self._sizes.pop((session_id, key, generation), 0)
-        self._of_session[session_id] -= size_bytes
-        self.kept_bytes -= size_bytes
+        if size_bytes:
+            self._count(session_id, -size_bytes)
+
+    def _count(self, session_id: int, size_bytes: int) -> None:
+        self._of_session[session_id] += size_bytes
+        self.kept_bytes += size_bytes
         if not self._of_session[session_id]:
             del self._of_session[session_id]
+        if self._budget is not None:
+            self._budget.charge(session_id, size_bytes)
 
 
 class Results:

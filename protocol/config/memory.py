@@ -18,6 +18,9 @@ Read = Callable[[str], str]
 RESERVE_PART: Final = 16
 MAX_RESERVE_BYTES: Final = 1 << 30
 """Of every limit a 16th, but no more than this, is left to whatever else needs memory at the same time."""
+KEPT_PART: Final = 16
+MAX_KEPT_BYTES: Final = 2 << 30
+"""Of every limit another 16th, but no more than this, is what others may make the daemon keep: see ``kept_bytes``."""
 MACHINE: Final = "/proc/meminfo"
 
 _READ_BYTES: Final = 1 << 16
@@ -33,13 +36,19 @@ class Limit(NamedTuple):
 
     @property
     def room_bytes(self) -> int:
-        """Return what may be taken now; a reserve stays."""
-        return max(0, self.left_bytes - min(MAX_RESERVE_BYTES, self.size_bytes // RESERVE_PART))
+        """Return what regions may take now; a reserve stays, and what the daemon may be made to keep."""
+        reserve_bytes = min(MAX_RESERVE_BYTES, self.size_bytes // RESERVE_PART)
+        return max(0, self.left_bytes - reserve_bytes - kept_bytes(self.size_bytes))
 
     @property
     def whose(self) -> str:
         """Return who sets the limit, for an error."""
         return "this host" if self.file == MACHINE else f"the control group ({self.file})"
+
+
+def kept_bytes(memory_bytes: int) -> int:
+    """Return how many bytes of messages, requests and replies others may make the daemon keep, with so much memory."""
+    return min(MAX_KEPT_BYTES, memory_bytes // KEPT_PART)
 
 
 def read_file(path: str) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.control import control_socket
 from kvferry.daemon.control.control_socket import TURN_S, ControlSocket
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.zmtp import GREETING, ReceivedMessage, encoded, frame
@@ -181,8 +180,8 @@ async def test_a_failure_closes_its_connection_and_the_others_have_their_turns(s
     assert len(site.control) == STRANGERS - 1
 
 
-async def test_who_holds_little_pays_for_no_other_host(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_socket, "MAX_HELD_BYTES", 10_000)
+async def test_who_holds_little_pays_for_no_other_host(site: Served) -> None:
+    site.control.kept.most = 10_000
     engine = site.connect()
     strangers = [site.connect_from_a_host() for _ in range(STRANGERS)]
     engine.sendall(encoded([b"engine"]) + encoded([bytes(5000)])[:4000])
@@ -193,6 +192,18 @@ async def test_who_holds_little_pays_for_no_other_host(site: Served, monkeypatch
     engine.sendall(encoded([bytes(5000)])[4000:] + encoded([b"lives"]))
     await site.until(b"lives", 1)
     assert len(site.control) < 1 + STRANGERS
+
+
+async def test_what_waits_for_its_turn_is_counted(site: Served) -> None:
+    site.control.kept.most = 10_000
+    stranger = site.connect()
+    stranger.sendall(encoded([b"long"]) + encoded([b"long", bytes(20_000)]))
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012  once it is closed
+        await site.until(b"long", 1)
+        while True:
+            stranger.sendall(encoded([b"late"]))
+            await asyncio.sleep(0)
+    assert b"late" not in site.handled
 
 
 async def test_what_was_to_leave_together_leaves_where_the_rest_finds_no_room(site: Served) -> None:

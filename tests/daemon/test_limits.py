@@ -17,7 +17,7 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess, running_daemon, said_by_another_user
 from tests.raw_engine import raw_engine
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
@@ -67,6 +67,24 @@ def test_transfers_of_all_sessions(daemon: DaemonProcess, client: Client) -> Non
             one.ping()
         with pytest.raises(OverloadedError, match="3 transfers of all sessions"):
             other.wait_finished(transfers[1])
+
+
+def test_transfers_of_one_user_leave_some_to_others(daemon: DaemonProcess, client: Client) -> None:
+    said = said_by_another_user(
+        daemon,
+        "from kvferry.clients import new_request_id, pages\n"
+        "spec = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype='float32')\n"
+        "one, other = (Client.connect(sys.argv[1]) for _ in range(2))\n"
+        "one.create_pool('decode', spec)\n"
+        "transfers = [(each, each.receive('decode', new_request_id(), [pages(each.allocate('decode', 1))]))"
+        " for each in (one, one, other)]\n"
+        "one.ping(), other.ping()\n"
+        "print([each.refused is None for _, each in transfers])\n"
+        "print(transfers[-1][1].refused)",
+    )
+    assert said.startswith("[True, True, False]"), said
+    assert "2 of them of user 12345" in said
+    assert client.ping() > 0
 
 
 def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None:

@@ -1,21 +1,41 @@
-"""A daemon in a control group that allows it less memory than the machine has: a real one, which the test makes."""
+"""A daemon in a control group that allows it less memory than the machine has: a real one, which the test makes.
+
+The kernel must not end it, whatever strangers and sessions make it keep.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import numpy as np
 import pytest
 
-from kvferry.clients import Client, MhaSpec
+from kvferry.clients import Client, MhaSpec, SharedMemory, new_request_id, pages
+from kvferry.daemon.control.zmtp import GREETING, frame
+from kvferry.protocol.base import Busy, DeviceEvent
+from kvferry.protocol.codec import decode_from_daemon, encode
+from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OutOfMemoryError
-from tests.daemons import running_daemon, soon
+from kvferry.protocol.pool_messages import Free
+from kvferry.protocol.session_messages import OpenEvents
+from kvferry.protocol.settings import CONTROL_SOCKET
+from tests.daemons import DaemonProcess, running_daemon, soon
+from tests.raw_engine import RawEngine, raw_engine
 
 MIB: Final = 1 << 20
-LIMIT_BYTES: Final = 320 * MIB
+SMALL_BYTES: Final = 320 * MIB
+GIB: Final = 1 << 30
 CONFIG: Final = '[pools]\nmax_bytes = "8GiB"\n[tiers]\nhost_bytes = "4MiB"\n'
+MORE, COMMAND = 1, 4
+OPENING: Final = GREETING + frame(COMMAND, b"\5READY\x0bSocket-Type\0\0\0\6DEALER")
+PAGES: Final = 256 << 10
+"""Of a FREE of 2 MiB."""
 
 
 class ControlGroup(NamedTuple):
@@ -27,6 +47,10 @@ class ControlGroup(NamedTuple):
     @property
     def prefix(self) -> list[str]:
         return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs && exec "$@"', "sh"]
+
+    def limit(self, size_bytes: int) -> None:
+        """Set the limit."""
+        Path(self.limit_file).write_text(str(size_bytes))
 
 
 @pytest.fixture
@@ -43,7 +67,7 @@ def group(require: Callable[[object, str], None]) -> Iterator[ControlGroup]:
     try:
         if not (folder / file).exists():
             require(False, "the memory controller is not there for new control groups")  # noqa: FBT003
-        (folder / file).write_text(str(LIMIT_BYTES))
+        one.limit(SMALL_BYTES)
         yield one
     finally:
         assert soon(lambda: not (folder / "cgroup.procs").read_text())
@@ -56,6 +80,14 @@ def spec(size_bytes: int) -> MhaSpec:
     return MhaSpec(layers=1, tokens=pages * 512, page_size=512, kv_heads=8, head_dim=64, dtype="float16")
 
 
+def fill(client: Client) -> None:
+    """Create pools until there is no memory left for one."""
+    for size_bytes in (256 * MIB, 64 * MIB, 16 * MIB, 4 * MIB):
+        with contextlib.suppress(OutOfMemoryError):
+            for number in range(16):
+                client.create_pool(f"{size_bytes}-{number}", spec(size_bytes)).close()
+
+
 def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_lives(
     group: ControlGroup, tmp_path: Path
 ) -> None:
@@ -64,10 +96,117 @@ def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_
         Client.connect(daemon.runtime_dir) as client,
     ):
         with pytest.raises(OutOfMemoryError) as refused:
-            client.create_pool("large", spec(LIMIT_BYTES - 16 * MIB))  # fits the machine, and pools.max_bytes
+            client.create_pool("large", spec(SMALL_BYTES - 16 * MIB))  # fits the machine, and pools.max_bytes
         assert group.limit_file in refused.value.detail
         client.create_pool("small", spec(64 * MIB))
         with pytest.raises(OutOfMemoryError):
-            client.create_pool("another", spec(LIMIT_BYTES - 96 * MIB))  # it would have fitted before
+            client.create_pool("another", spec(SMALL_BYTES - 112 * MIB))  # it would have fitted before
         client.delete_pool("small")
         assert client.ping() > 0
+
+
+def test_strangers_that_never_finish_a_message(group: ControlGroup, tmp_path: Path) -> None:
+    group.limit(GIB)
+    with (
+        running_daemon(tmp_path, prefix=group.prefix) as daemon,
+        Client.connect(daemon.runtime_dir) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        fill(client)
+        part = frame(MORE, bytes(3 * MIB))
+        for _ in range(6):
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.connect(os.fspath(daemon.runtime_dir / CONTROL_SOCKET))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                stranger.sendall(OPENING + part * 5)
+        assert client.ping() > 0
+        assert client.status().counters["connections.closed.held"] > 0
+
+
+def waiting_frees(daemon: DaemonProcess, engine: RawEngine, count: int) -> bool:
+    """Have so many large FREEs of a session wait for an event, or until one is refused; return whether one was."""
+    opened = engine.channel.opened
+    body = Free(pool="small", pages=PAGES, after=DeviceEvent(event=0, value=1))
+    engine.ask(OpenEvents())
+    for number in range(1000, 1000 + count):
+        request = Request(number, opened.boot_id, opened.secret, 600_000, 0, body)
+        engine.control.send_multipart(encode(request, (np.arange(1, PAGES + 1),)))
+        request = Request(number + 10_000, opened.boot_id, opened.secret, 600_000, 0, OpenEvents())
+        engine.control.send_multipart(encode(request, ()))  # answered behind it
+        while engine.control.poll(20_000):
+            reply = decode_from_daemon(engine.control.recv_multipart()).message
+            assert isinstance(reply, Reply)
+            if isinstance(reply.body, Busy):
+                return True
+            if reply.message_id == number + 10_000:
+                break
+        else:
+            pytest.fail(f"no reply:\n{daemon.log.read_text()}")
+    return False
+
+
+def test_sessions_whose_requests_wait_where_the_limit_is_that_of_the_docs(group: ControlGroup, tmp_path: Path) -> None:
+    group.limit(128 * MIB + 1 * GIB)
+    config = '[pools]\nmax_bytes = "64MiB"\n[tiers]\nhost_bytes = "64MiB"\n'
+    with (
+        running_daemon(tmp_path, config, prefix=group.prefix) as daemon,
+        Client.connect(daemon.runtime_dir) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        client.create_pool("small", spec(64 * MIB)).close()
+        engines = [stack.enter_context(raw_engine(daemon.runtime_dir, f"e{number}")) for number in range(8)]
+        assert [waiting_frees(daemon, one, 62) for one in engines] == [True] * 8
+        assert client.ping() > 0
+
+
+def test_memory_that_its_engine_gives_back_once_it_is_registered(group: ControlGroup, tmp_path: Path) -> None:
+    large = spec(224 * MIB)
+    count = large.tokens // large.page_size + 1
+    memory = SharedMemory(224 * MIB)
+    arrays = {("main", role): memory.array((1, count, 512, 8, 64), "float16") for role in ("k", "v")}
+    memory.view()[:] = 1
+    with (
+        running_daemon(tmp_path, CONFIG, prefix=group.prefix) as daemon,
+        Client.connect(daemon.runtime_dir) as client,
+    ):
+        client.create_pool("first", spec(128 * MIB)).close()
+        source = client.allocate("first", 120)
+        with contextlib.suppress(OutOfMemoryError):
+            client.register_pool("holes", large, arrays, device="host")
+            give_back(memory)
+            request_id = new_request_id()
+            receiving = client.receive("holes", request_id, [pages(range(1, 121))])
+            client.send("first", request_id, [pages(source)])
+            client.wait_finished(receiving)
+            again = new_request_id()
+            receiving = client.receive("holes", again, [pages(range(101, 221))])
+            client.send("first", again, [pages(source)])
+            client.wait_finished(receiving)
+        assert client.ping() > 0
+
+
+def give_back(memory: SharedMemory) -> None:
+    """Give an engine's own memory back to the system; whoever touches it next is charged with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fallocate_punch_hole = 3
+    size = ctypes.c_long(memory.size_bytes)
+    assert not libc.fallocate(memory.region.fd, fallocate_punch_hole, ctypes.c_long(0), size), ctypes.get_errno()
+
+
+def test_tables(group: ControlGroup, tmp_path: Path) -> None:
+    group.limit(GIB)
+    with (
+        running_daemon(tmp_path, prefix=group.prefix) as daemon,
+        Client.connect(daemon.runtime_dir) as client,
+    ):
+        client.create_pool("pool", spec(64 * MIB)).close()
+        with pytest.raises(OutOfMemoryError) as refused:
+            create_many_tables(client)
+        assert refused.value.field == "max_batch"
+        assert client.ping() > 0
+
+
+def create_many_tables(client: Client) -> None:
+    """Create fifteen tables of 64 MiB."""
+    for number in range(15):
+        client.create_tables(f"t{number}", "pool", max_batch=64, max_context_tokens=512 << 18)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, cast
@@ -27,7 +28,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.protocol.base import Body
-from kvferry.protocol.config.memory import MACHINE
+from kvferry.protocol.config.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
 from kvferry.protocol.config.schema import DevicesConfig, MemoryConfig
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError, PoolExistsError, UnknownPoolError
 from kvferry.protocol.ids import HOST, ModelIdentity
@@ -98,8 +99,8 @@ class Pools:
         del session, message_id
         self._replies.put_nowait(error)
 
-    def engine(self, instance: str) -> Session:
-        return self.sessions.open("engine", Peer(1, 2, 3), instance)
+    def engine(self, instance: str, user: int = 0) -> Session:
+        return self.sessions.open("engine", Peer(1, user, 3), instance)
 
     def end(self, session: Session) -> None:
         self.sessions.close(session)
@@ -162,9 +163,30 @@ async def test_a_removed_pool_is_counted_while_its_pages_are_in_flight(pools: Po
     pool.allocator.end_read(answer.ids[0])
 
 
+@pytest.mark.anyio
+async def test_what_a_user_leaves_is_enough_for_the_next_one_and_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = Pools(monkeypatch, max_bytes=20 * POOL_BYTES)
+    pools.may_populate.set()
+    try:
+        first, second, root = pools.engine("first", 1001), pools.engine("second", 1002), pools.engine("root")
+        assert [pools_until_refused(pools, one) for one in (first, second, root)] == [18, 1, 1]
+    finally:
+        await asyncio.to_thread(pools.service.close)
+
+
+def pools_until_refused(pools: Pools, session: Session) -> int:
+    """Create pools until one is refused; return how many there are."""
+    for number in itertools.count():
+        try:
+            pools.create(session, f"pool-{number}")
+        except OutOfMemoryError:
+            return number
+    raise AssertionError
+
+
 # -- memory that there is not
 
-RESERVED_KIB: Final = 1 << 20
+RESERVED_KIB: Final = MAX_RESERVE_BYTES + MAX_KEPT_BYTES >> 10
 
 
 @pytest.mark.anyio

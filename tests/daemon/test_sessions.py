@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from kvferry.protocol.events import Settled
 from kvferry.protocol.limits import Limits
 
 PEER = Peer(pid=4242, uid=1000, gid=1000)
-LIMITS = Limits(max_requests_per_session=4, max_sessions=2)
+LIMITS = Limits(max_requests_per_session=4, max_sessions=3)
 
 
 @pytest.fixture
@@ -38,6 +40,22 @@ def test_a_retry_is_told_apart_and_gets_the_same_reply(session: Session) -> None
     assert not session.is_pending(7)
     assert not session.begin(7)
     assert session.reply_to(7) == [b"first"]
+
+
+def test_a_user_with_many_sessions_keeps_out_neither_the_next_one_nor_root() -> None:
+    registry = SessionRegistry(Limits())
+    opened = [sessions_until_refused(registry, user) for user in (1000, 1001, 0)]
+    assert opened == [960, 60, 4]
+
+
+def sessions_until_refused(registry: SessionRegistry, user: int) -> int:
+    """Open sessions until one is refused; return how many there are."""
+    for number in itertools.count():
+        try:
+            registry.open("engine", Peer(1, user, user))
+        except OverloadedError:
+            return number
+    raise AssertionError
 
 
 def test_the_oldest_replies_are_forgotten(session: Session) -> None:

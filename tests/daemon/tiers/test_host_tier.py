@@ -22,12 +22,12 @@ from kvferry.daemon.tiers.host_tier import (
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR
-from kvferry.protocol.config.memory import MACHINE
+from kvferry.protocol.config.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
 from tests.daemon.tiers.tier_harness import UNIT, names, tiers_config
 
-MINE, THEIRS = 1, 2
+MINE, THEIRS, ROOT = 1, 2, 0
 
 
 def namespace(tenant: int = MINE, block_pages: int = 1) -> Namespace:
@@ -65,14 +65,14 @@ def cached(host: HostTier, tenant: int = MINE) -> list[int]:
 
 
 class ScriptedHost:
-    """A host with so much memory left, of 1 TiB, of which 1 GiB is the reserve."""
+    """A host with so much memory left, of 1 TiB, beside the reserve and what sessions may make a daemon keep."""
 
     def __init__(self) -> None:
         self.left_bytes = 0
 
     def read(self, path: str) -> str:
         """Return a file's text."""
-        left_kib = self.left_bytes + (1 << 30) >> 10
+        left_kib = self.left_bytes + MAX_RESERVE_BYTES + MAX_KEPT_BYTES >> 10
         return f"MemTotal: {1 << 30} kB\nMemAvailable: {left_kib} kB\n" if path == MACHINE else ""
 
 
@@ -85,16 +85,16 @@ def test_a_tier_does_not_grow_into_memory_that_the_host_has_not(
     host = HostTier(TiersConfig(host_bytes=large), counters, HostMemory(around.read), lambda: now_s[0])
     try:
         assert host.status(0).total_bytes == large
-        first = host.reserve(MINE, 1, AHEAD_BYTES)
+        first = host.reserve(ROOT, 1, AHEAD_BYTES)
         around.left_bytes = 2 * AHEAD_BYTES
         with pytest.raises(OverloadedError, match=f"cannot grow to its {large} .* this host has {AHEAD_BYTES} left"):
-            host.reserve(MINE, 1, UNIT)  # nobody looks again so soon
+            host.reserve(ROOT, 1, UNIT)  # nobody looks again so soon
         now_s[0] += GROW_AGAIN_S
-        assert len(host.reserve(MINE, 1, UNIT)) == 1
+        assert len(host.reserve(ROOT, 1, UNIT)) == 1
         with pytest.raises(OverloadedError, match="cannot grow"):
-            host.reserve(MINE, 1, 2 * AHEAD_BYTES)  # the first bytes are promised, though not taken yet
-        host.release(MINE, first, AHEAD_BYTES)
-        assert len(host.reserve(MINE, 1, AHEAD_BYTES)) == 1
+            host.reserve(ROOT, 1, 2 * AHEAD_BYTES)  # the first bytes are promised, though not taken yet
+        host.release(ROOT, first, AHEAD_BYTES)
+        assert len(host.reserve(ROOT, 1, AHEAD_BYTES)) == 1
     finally:
         host.close()
 
@@ -176,6 +176,28 @@ def test_nobody_goes_where_that_could_not_help(host: HostTier, evict: Evict) -> 
     host.release(THEIRS, held, UNIT)
     with pytest.raises(AssertionError, match="discharged"):
         host.discharge(THEIRS, 1, UNIT)
+
+
+def test_what_a_user_has_pinned_leaves_the_next_one_its_part(counters: Counters) -> None:
+    host = HostTier(tiers_config(64), counters, HostMemory())
+    try:
+        held = host.reserve(MINE, 59, UNIT)
+        (block,) = cache(host, 1)
+        host.index.pin([block], 7)
+        with pytest.raises(
+            OverloadedError, match=rf"user {MINE} may have {60 * UNIT} bytes that stay, and has {60 * UNIT}"
+        ):
+            host.reserve(MINE, 1, UNIT)
+        with pytest.raises(OverloadedError, match=f"user {MINE} may have"):
+            next(host.making_room(MINE, [Want(1, UNIT)]))
+        assert len(host.reserve(THEIRS, 3, UNIT)) == 3
+        with pytest.raises(OverloadedError, match=f"user {THEIRS} may have {3 * UNIT + UNIT * 3 // 4} bytes"):
+            host.reserve(THEIRS, 1, UNIT)
+        assert len(host.reserve(ROOT, 1, UNIT)) == 1
+        host.release(MINE, held, UNIT)
+        assert len(host.reserve(MINE, 50, UNIT)) == 50
+    finally:
+        host.close()
 
 
 def test_who_pins_what_is_said(host: HostTier, evict: Evict) -> None:
