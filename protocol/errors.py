@@ -486,7 +486,7 @@ class UnknownLeaseError(CallerError):
     """No lease of that number in this session."""
 
     code = "UNKNOWN_LEASE"
-    remedy = "LOOKUP again: a lease ends with UNPIN or the session"
+    remedy = "LOOKUP again: a lease ends with UNPIN, with the session, or after 5 minutes without a use"
 
 
 class UnknownOperationError(CallerError):

@@ -163,6 +163,8 @@ BlockPages = Annotated[int, Meta(ge=1, le=1024)]
 LeaseNumber = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Position = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Tier = Literal["host", "disk", "remote"]
+LEASE_S = 300.0
+"""How long a lease lasts after its last use: LOOKUP, LOAD with it, or the end of a LOAD."""
 
 
 class Found(ReplyBody, frozen=True, kw_only=True, tag="FOUND"):
@@ -183,7 +185,8 @@ class Lookup(AnsweredBy[Found], frozen=True, kw_only=True, tag="LOOKUP"):
     """Ask how many leading blocks of this list are cached, and pin them for this session's instance.
 
     Blocks of lower tiers are promoted to the host tier meanwhile. The pins form a lease, which ends with UNPIN, with
-    the instance or with the daemon; blocks that an operation still reads stay until it has ended.
+    the instance or with the daemon, or when it was not used for LEASE_S; each LOOKUP and LOAD with it is a use. Blocks
+    that an operation still reads stay until it has ended.
     """
 
     after_restart = "again"

@@ -41,7 +41,7 @@ from kvferry.clients.vllm.metadata import (
 )
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError
 from kvferry.protocol.session_messages import Status
-from kvferry.protocol.tier_messages import HASH_BYTES, Found, Lookup, Unpin
+from kvferry.protocol.tier_messages import HASH_BYTES, LEASE_S, Found, Lookup, Unpin
 from kvferry.protocol.transfer_messages import Abandon, Direction
 
 if TYPE_CHECKING:
@@ -70,12 +70,16 @@ LONGEST_LIST: Final = 65536
 
 
 class Lookups:
-    """A request's lookup: of each rank's pool, under way or answered. ``ends_at_s``: when it counts as a miss."""
+    """A request's lookup: of each rank's pool, under way or answered.
+
+    ``ends_at_s``: when it counts as a miss; ``asked_at_s``: its leases do not last for ever.
+    """
 
     def __init__(self, client_generation: int, pending: list[PendingReply[Found]]) -> None:
         self.generation = client_generation
         self.pending = pending
-        self.ends_at_s = time.monotonic() + LOOKUP_S
+        self.asked_at_s = time.monotonic()
+        self.ends_at_s = self.asked_at_s + LOOKUP_S
         self.found: list[Found] = []
 
 
@@ -623,6 +627,9 @@ class Scheduler:
 
     def _found(self, known: Known) -> int | None:
         """Return how many leading blocks all ranks have; None: they have not answered yet."""
+        if known.lookups is not None and time.monotonic() > known.lookups.asked_at_s + LEASE_S / 2:
+            self._give_back(known)  # it has waited so long that its lease may have ended: what is there now?
+            self._look_up(known)
         lookups = known.lookups
         if lookups is None:
             return 0

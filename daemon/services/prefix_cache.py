@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -56,11 +56,24 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.events import TierDone
 from kvferry.protocol.ids import ModelIdentity, new_number
-from kvferry.protocol.tier_messages import HASH_BYTES, Found, Load, Lookup, OperationStarted, Store, Unpin, Unpinned
+from kvferry.protocol.tier_messages import (
+    HASH_BYTES,
+    LEASE_S,
+    Found,
+    Load,
+    Lookup,
+    OperationStarted,
+    Store,
+    Unpin,
+    Unpinned,
+)
 
 MAX_LEASES = 4096
 MAX_PINS = 1 << 20
 """Bounds of one instance; a block counts once in each lease."""
+
+EXPIRED_AT_ONCE = 256
+"""Leases, in a turn of the loop."""
 
 UNPINNED_AT_ONCE = 1024
 """Blocks, in a turn of the loop: some 1 ms."""
@@ -69,16 +82,29 @@ log = structlog.get_logger(__name__)
 
 
 class Lease(msgspec.Struct):
-    """The blocks that an instance's LOOKUPs have pinned, in the order of the prompt."""
+    """The blocks that an instance's LOOKUPs have pinned, in the order of the prompt.
+
+    Attributes:
+        number: for the engine.
+        namespace: of the blocks.
+        layout: of the blocks.
+        blocks: pinned, each by the instance.
+        owner_id: the instance.
+        used_at_s: the loop's time.
+        loads: LOADs of it that are under way.
+    """
 
     number: int
     namespace: Namespace
     layout: BlockLayout
     blocks: list[CachedBlock]
+    owner_id: int = 0
+    used_at_s: float = 0.0
+    loads: int = 0
 
 
 class _Unpinning(NamedTuple):
-    """The blocks of a lease whose instance has ended; the first ``done`` ones are not pinned any more."""
+    """The blocks of a lease that has ended; the first ``done`` ones are not pinned any more."""
 
     holder: int
     blocks: Sequence[CachedBlock]
@@ -150,10 +176,13 @@ class PrefixCache:
         self._numbers = itertools.count(new_number())
         self._leases: dict[int, dict[int, Lease]] = {}
         self._leased: Counter[int] = Counter()  # blocks in the leases of each instance
+        self._by_use: OrderedDict[int, Lease] = OrderedDict()  # all leases, the one used longest ago first
+        self._loop = asyncio.get_running_loop()
+        self._expiry: asyncio.TimerHandle | None = None
         self._looking: dict[tuple[int, int], list[CachedBlock]] = {}
         """The blocks that each lookup pins while lower tiers are asked, by session and message."""
         self._unpinning: deque[_Unpinning] = deque()
-        """What instances that have ended pin still."""
+        """What leases that have ended pin still."""
         self._unpin_rest = host.in_turns(self._unpin_some)
         self._lookups = Background("a lookup")
         self._loads = Background("a load")
@@ -186,6 +215,8 @@ class PrefixCache:
 
     async def close(self) -> None:
         """Cancel the lookups and loads that wait for lower tiers."""
+        if self._expiry is not None:
+            self._expiry.cancel()
         await self._lookups.close()
         await self._loads.close()
 
@@ -203,32 +234,62 @@ class PrefixCache:
     # -- leases
 
     def lease(self, call: Call, number: int) -> Lease:
-        """Return a lease of the session's instance.
+        """Return a lease of the session's instance, which is used now.
 
         Raises:
-            UnknownLeaseError: the instance has no lease of that number.
+            UnknownLeaseError: the instance has no lease of that number, or has not used it for LEASE_S.
         """
         lease = self._leases.get(call.session.owner_id, {}).get(number)
         if lease is None:
             raise UnknownLeaseError(f"this session's instance has no lease {number}", field="lease")
+        self._use(lease)
         return lease
 
-    def _end_lease(self, owner_id: int, lease: Lease) -> None:
-        """End a lease and unpin its blocks; does nothing if it has ended."""
-        if self._leases.get(owner_id, {}).pop(lease.number, None) is not None:
-            self._leased[owner_id] -= len(lease.blocks)
-            self._host.free_all(self._host.index.unpin(lease.blocks, owner_id))
+    def _use(self, lease: Lease) -> None:
+        """Let a lease last from now on for LEASE_S."""
+        lease.used_at_s = self._loop.time()
+        self._by_use[lease.number] = lease
+        self._by_use.move_to_end(lease.number)
+        if self._expiry is None:
+            self._expiry = self._loop.call_later(LEASE_S, self._expire)
+
+    def _expire(self) -> None:
+        """End the leases that were not used for LEASE_S, a few in a turn; one that is being loaded is used."""
+        self._expiry = None
+        now = self._loop.time()
+        for lease in list(itertools.islice(self._by_use.values(), EXPIRED_AT_ONCE)):
+            if lease.used_at_s + LEASE_S > now:
+                break
+            if lease.loads > 0:
+                self._use(lease)
+            else:
+                self._end_lease(lease)
+                self._counters.add("cache.expired_leases")
+        oldest = next(iter(self._by_use.values()), None)
+        if oldest is not None and self._expiry is None:
+            self._expiry = self._loop.call_at(oldest.used_at_s + LEASE_S, self._expire)
+
+    def _end_lease(self, lease: Lease) -> None:
+        """End a lease and unpin its blocks, many in the next turns of the loop; does nothing if it has ended."""
+        if self._leases.get(lease.owner_id, {}).pop(lease.number, None) is not None:
+            self._leased[lease.owner_id] -= len(lease.blocks)
+            self._unpin_all([lease])
 
     def instance_lost(self, owner_id: int) -> None:
-        """End all leases of an instance; what many blocks they pin goes in the next turns of the loop."""
+        """End all leases of an instance."""
         self._leased.pop(owner_id, None)
-        leases = self._leases.pop(owner_id, {})
-        self._unpinning.extend(_Unpinning(owner_id, lease.blocks, 0) for lease in leases.values())
+        self._unpin_all(self._leases.pop(owner_id, {}).values())
+
+    def _unpin_all(self, leases: Iterable[Lease]) -> None:
+        """Unpin the blocks of leases that have ended; what is much goes in the next turns of the loop."""
+        for lease in leases:
+            self._by_use.pop(lease.number, None)
+            self._unpinning.append(_Unpinning(lease.owner_id, lease.blocks, 0))
         if self._unpin_some():
             self._unpin_rest()
 
     def _unpin_some(self) -> bool:
-        """Unpin some blocks of instances that have ended; return whether there are more."""
+        """Unpin some blocks of leases that have ended; return whether there are more."""
         left = UNPINNED_AT_ONCE
         while self._unpinning and left:
             holder, blocks, done = self._unpinning.popleft()
@@ -305,8 +366,9 @@ class PrefixCache:
             owner_id = call.session.owner_id
             self._host.index.pin(blocks, owner_id)
             if lease is None:
-                lease = msgspec.structs.replace(found, number=next(self._numbers), blocks=[])
+                lease = msgspec.structs.replace(found, number=next(self._numbers), blocks=[], owner_id=owner_id)
                 self._leases.setdefault(owner_id, {})[lease.number] = lease
+                self._use(lease)
             lease.blocks.extend(blocks)
             self._leased[owner_id] += len(blocks)
             for block in lower:
@@ -335,7 +397,7 @@ class PrefixCache:
 
     def _unpin(self, call: Call) -> Answer:
         lease = self.lease(call, expect(call, Unpin).lease)
-        self._end_lease(call.session.owner_id, lease)
+        self._end_lease(lease)
         return Answer(Unpinned(blocks=len(lease.blocks)))
 
     # -- STORE
@@ -461,8 +523,11 @@ class PrefixCache:
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             hold.release()
+            lease.loads -= 1
             if body.unpin:
-                self._end_lease(operation.session.owner_id, lease)
+                self._end_lease(lease)
+            elif lease.number in self._by_use:
+                self._use(lease)
             return self._loaded(operation, loading, error)
 
         holdings = Holdings(pages=hold, pinned=blocks)
@@ -471,6 +536,7 @@ class PrefixCache:
         except Exception:
             hold.release()
             raise
+        lease.loads += 1
         with self._operations.guarded(operation):
             loading.holder = OPERATIONS - operation.number
             self._host.index.pin(blocks, loading.holder)

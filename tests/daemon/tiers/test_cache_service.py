@@ -258,6 +258,42 @@ async def test_another_users_blocks_are_not_there(tiers: Harness, engine: Engine
     assert len(engine.ask(CacheList(), CacheListed).blocks) == 1
 
 
+async def test_a_lease_that_nobody_uses_ends(tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "LEASE_S", 0.01)
+    await engine.stored(1, 2)
+    lease = engine.lookup(names(1, 2)).lease
+    await until(lambda: not tiers.host.index.pinned_by())
+    with pytest.raises(UnknownLeaseError):
+        engine.load(lease, engine.allocate(2))
+    with pytest.raises(UnknownLeaseError):
+        engine.ask(Unpin(lease=lease), Unpinned)
+    assert tiers.counters.snapshot()["cache.expired_leases"] == 1
+    assert engine.lookup(names(1, 2), pin=False).blocks == 2
+
+
+async def test_a_lease_lasts_while_it_is_used(tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was used last ends last, and not while it is being loaded."""
+    await engine.stored(1, 2)
+    loop = asyncio.get_running_loop()
+    first, second = engine.lookup(names(1)).lease, engine.lookup(names(2)).lease
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now + prefix_cache.LEASE_S - 1)
+    engine.lookup(names(2), lease=first)
+    monkeypatch.setattr(loop, "time", lambda: now + prefix_cache.LEASE_S + 1)
+    await until(lambda: tiers.counters.snapshot().get("cache.expired_leases"))
+    with pytest.raises(UnknownLeaseError):
+        engine.ask(Unpin(lease=second), Unpinned)
+    operation = engine.load(first, ids := engine.allocate(2), deadline_ms=3_600_000)
+    monkeypatch.setattr(loop, "time", lambda: now + 3 * prefix_cache.LEASE_S)
+    await settle()
+    assert engine.done(operation) is None
+    assert engine.session.session_id in tiers.host.index.pinned_by()
+    await tiers.finish()
+    assert engine.ended(operation).loaded == 2
+    assert engine.read(ids) == [{1}, {2}]
+    assert engine.ask(Unpin(lease=first), Unpinned).blocks == 2
+
+
 async def test_a_lease_that_ends_while_the_store_is_asked_pins_nothing(far: Harness) -> None:
     engine = far.engine()
     await engine.stored(1, 2)
