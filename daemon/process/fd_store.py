@@ -6,12 +6,15 @@ A descriptor is kept under a name of its own, which begins with ``PREFIX``. Know
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Protocol
@@ -27,6 +30,9 @@ ANSWER_S: Final = 5.0
 """How long the keeper of the descriptors may take to answer."""
 
 _HOLDER_MODE: Final = 0o600
+_FULL: Final = frozenset({errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM})
+"""What sending says where the other side is to read first."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -35,7 +41,7 @@ class FdStoreError(Exception):
 
 
 class FdStore(Protocol):
-    """Keeps descriptors for the next daemon. ``put`` and ``remove`` block, and are for any thread.
+    """Keeps descriptors for the next daemon. ``put`` and ``remove`` may block, and are for any thread.
 
     Attributes:
         where: who keeps them, in words; empty where nobody does.
@@ -49,7 +55,7 @@ class FdStore(Protocol):
         """Return what the daemon before this one left; the caller owns the descriptors, and they stay in the store."""
 
     def put(self, descriptors: Mapping[str, int]) -> None:
-        """Keep descriptors under their names; returns when they are kept.
+        """Keep descriptors under their names; returns when they are kept, whatever becomes of this process.
 
         Raises:
             FdStoreError: they may not be kept.
@@ -57,6 +63,9 @@ class FdStore(Protocol):
 
     def remove(self, names: Iterable[str]) -> None:
         """Keep these no longer; says in the log if that fails."""
+
+    def silent_s(self) -> float:
+        """Return for how long the process that is to be watched has left a request unanswered; 0: it has not."""
 
     def leave(self, grace_s: float | None) -> None:
         """Keep everything for a daemon that comes within ``grace_s`` seconds; None: nothing needs to be kept."""
@@ -79,6 +88,10 @@ class NoStore:
     def remove(self, names: Iterable[str]) -> None:
         """See ``FdStore.remove``: there is nothing to remove."""
 
+    def silent_s(self) -> float:
+        """See ``FdStore.silent_s``."""
+        return 0.0
+
     def leave(self, grace_s: float | None) -> None:
         """See ``FdStore.leave``: there is nothing to keep."""
 
@@ -96,6 +109,7 @@ class SystemdStore:
         self._most = int(environ["FDSTORE"])
         self._inherited = inherited
         self._names: set[str] = set()
+        self._unanswered: list[int] = []
 
     def __repr__(self) -> str:
         """Show how many there are."""
@@ -119,6 +133,8 @@ class SystemdStore:
         """See ``FdStore.put``."""
         if len(self._names) + len(descriptors) > self._most:
             raise FdStoreError(f"systemd keeps {self._most} descriptors: raise FileDescriptorStoreMax= of the unit")
+        if not self._answers():
+            raise FdStoreError("systemd has still not answered")
         try:
             for name, fd in descriptors.items():
                 self._send(f"FDSTORE=1\nFDNAME={name}", fd)
@@ -136,6 +152,10 @@ class SystemdStore:
         except OSError as cause:
             log.warning("descriptors not removed", where=self.where, cause=str(cause))
 
+    def silent_s(self) -> float:
+        """See ``FdStore.silent_s``: systemd is no process of ours."""
+        return 0.0
+
     def leave(self, grace_s: float | None) -> None:
         """See ``FdStore.leave``: systemd keeps them while it restarts the unit."""
 
@@ -152,18 +172,28 @@ class SystemdStore:
             self._send("BARRIER=1", write)
             os.close(write)
             write = -1
-            poll = select.poll()
-            poll.register(read, 0)
-            if not poll.poll(ANSWER_S * 1000):
+            if not _hung_up(read, ANSWER_S):
+                self._unanswered.append(read)
+                read = -1
                 raise FdStoreError(f"systemd has not answered within {ANSWER_S:g} s")
         finally:
+            for fd in {read, write} - {-1}:
+                os.close(fd)
+
+    def _answers(self) -> bool:
+        """Return whether systemd has processed all that it was waited for in vain; else nobody waits anew."""
+        for read in [one for one in self._unanswered if _hung_up(one, 0)]:
+            self._unanswered.remove(read)
             os.close(read)
-            if write >= 0:
-                os.close(write)
+        return not self._unanswered
 
 
 class HolderStore:
-    """A holder process of this runtime directory, see ``holder``."""
+    """A holder process of this runtime directory, see ``holder``.
+
+    Only ``take`` waits for it: what is put waits in its socket, where it outlives this process, and what is to be
+    removed waits here where that is full.
+    """
 
     where = "a holder process"
 
@@ -177,12 +207,16 @@ class HolderStore:
         channel.settimeout(ANSWER_S)
         self._lock = threading.Lock()
         self._found: dict[str, int] = {}
+        self._unsent: deque[str] = deque()
+        self._unanswered: deque[tuple[str, float]] = deque()
         self.pid = 0
         try:
             self._greet()
         except FdStoreError:
             channel.close()
             raise
+        self._names = set(self._found)
+        channel.setblocking(False)  # noqa: FBT003  socket's own signature
 
     def __repr__(self) -> str:
         """Show the holder's process."""
@@ -215,27 +249,76 @@ class HolderStore:
     def put(self, descriptors: Mapping[str, int]) -> None:
         """See ``FdStore.put``."""
         with self._asking():
+            self._exchange()
+            if taken := self._names & descriptors.keys():
+                raise FdStoreError(f"the holder has {min(taken)} already: that name is taken")
+            if len(self._names) + len(descriptors) > holder.MAX_DESCRIPTORS:
+                raise FdStoreError(f"the holder keeps {holder.MAX_DESCRIPTORS} descriptors")
             for name, fd in descriptors.items():
-                socket.send_fds(self._channel, [f"PUT {name}".encode()], [fd])
-                _check(self._channel.recv(holder.MAX_PACKET_BYTES))
+                if self._unsent or not self._sent(f"PUT {name}", fd):
+                    raise FdStoreError("the holder stands still, and its socket is full")
+                self._names.add(name)
 
     def remove(self, names: Iterable[str]) -> None:
         """See ``FdStore.remove``."""
-        self._tell(*(f"REMOVE {name}" for name in names))
+        gone = list(names)
+        self._tell(*(f"REMOVE {name}" for name in gone))
+        self._names.difference_update(gone)
+
+    def silent_s(self) -> float:
+        """See ``FdStore.silent_s``."""
+        self._tell()
+        return time.monotonic() - self._unanswered[0][1] if self._unanswered else 0.0
 
     def leave(self, grace_s: float | None) -> None:
-        """See ``FdStore.leave``."""
+        """See ``FdStore.leave``. It is waited for, unless it was silent before."""
+        ends_at = time.monotonic() + (ANSWER_S if self.silent_s() < ANSWER_S else 0.0)
         self._tell("END" if grace_s is None else f"LEAVE {round(grace_s)}")
+        poll = select.poll()
+        while self._channel.fileno() >= 0 and self._unanswered and (left_s := ends_at - time.monotonic()) > 0:
+            poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            poll.poll(left_s * 1000)
+            self._tell()
+        if self._unanswered:
+            log.warning("the holder did not do as told", cause="it does not answer")
         self._channel.close()
 
     def _tell(self, *requests: str) -> None:
         try:
             with self._asking():
-                for request in requests:
-                    self._channel.send(request.encode())
-                    _check(self._channel.recv(holder.MAX_PACKET_BYTES))
+                self._unsent.extend(requests)
+                self._exchange()
         except FdStoreError as cause:
-            log.warning("the holder did not do as told", cause=str(cause))
+            self._unsent.clear()
+            self._unanswered.clear()
+            if requests:
+                log.warning("the holder did not do as told", cause=str(cause))
+
+    def _exchange(self) -> None:
+        """Take the answers that have come, and send what waits, as far as the socket takes it."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unanswered:
+                answer = self._channel.recv(holder.MAX_PACKET_BYTES)
+                if not answer:
+                    raise BrokenPipeError(errno.EPIPE, "it has ended")
+                request, _ = self._unanswered.popleft()
+                try:
+                    _check(answer)
+                except FdStoreError as cause:
+                    log.warning("the holder did not do as told", request=request, cause=str(cause))
+        while self._unsent and self._sent(self._unsent[0]):
+            self._unsent.popleft()
+
+    def _sent(self, request: str, *fds: int) -> bool:
+        """Send a request; return False where the socket is full."""
+        try:
+            socket.send_fds(self._channel, [request.encode()], fds)
+        except OSError as cause:
+            if cause.errno not in _FULL:
+                raise
+            return False
+        self._unanswered.append((request, time.monotonic()))
+        return True
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -250,6 +333,13 @@ class HolderStore:
 def _check(answer: bytes) -> None:
     if answer != b"OK":
         raise FdStoreError(f"the holder says: {answer.decode(errors='replace') or 'nothing'}")
+
+
+def _hung_up(fd: int, within_s: float) -> bool:
+    """Return whether nobody has the other end of a pipe within this time."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    return bool(poll.poll(within_s * 1000))
 
 
 def open_store(

@@ -14,7 +14,8 @@ LEAVE SECONDS    if this daemon goes, wait only so long for the next one
 END              end now
 ===============  ===================================================================================================
 
-The answer is OK, or NO and why. Without a daemon for ``HOLD_S``, or what LEAVE said, it ends, and the memory is free.
+The answer is OK, or NO and why. A daemon need not wait for it: what it has sent counts, even if it ends before this
+process comes to it. Without a daemon for ``HOLD_S``, or what LEAVE said, it ends, and the memory is free.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Holder:
             finally:
                 for fd in fds:  # those that were not kept
                     os.close(fd)
-            daemon.send(answer)
+            with contextlib.suppress(OSError):  # it is gone; what it sent before counts
+                daemon.send(answer)
             if data == b"END":
                 return True
 
@@ -105,9 +107,11 @@ class Holder:
 
 def _received(daemon: socket.socket) -> tuple[bytes, list[int], int]:
     """Return the next packet, with its descriptors; b"" at the end."""
-    data, ancillary, flags, _ = daemon.recvmsg(
-        MAX_PACKET_BYTES, socket.CMSG_SPACE(2 * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
-    )
+    most = MAX_PACKET_BYTES, socket.CMSG_SPACE(2 * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
+    try:
+        data, ancillary, flags, _ = daemon.recvmsg(*most)
+    except ConnectionResetError:  # said once where it ended with answers unread; its packets are still there
+        data, ancillary, flags, _ = daemon.recvmsg(*most)
     fds = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

@@ -20,7 +20,7 @@ from kvferry.daemon.control.hub import EventHub, PoolRemoved, SessionBegan, Sess
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Session, SessionRegistry
-from kvferry.daemon.process.fd_store import PREFIX, FdStore, FdStoreError, NoStore
+from kvferry.daemon.process.fd_store import ANSWER_S, PREFIX, FdStore, FdStoreError, NoStore
 from kvferry.daemon.process.host import started_at
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.host import HostRegion, identity_of
@@ -54,6 +54,9 @@ _RECORD: Final = ".record"
 MOST_TRIES: Final = 3
 """Daemons that may end while they adopt; the next one drops everything, rather than that none ever comes up."""
 
+LOOK_S: Final = 1.0
+"""How often it is looked whether the store's process answers."""
+
 LEAST_HOLD_S: Final = 10.0
 """How long the holder waits for the next daemon after an orderly end, at least."""
 
@@ -83,6 +86,8 @@ class Adoption:
         self._found = FoundSessions((), 0)
         self._removing = ThreadPoolExecutor(1, "fd-store")
         self._pidfd = -1
+        self._looks: asyncio.TimerHandle | None = None
+        self._is_silent = False
         self._memory = self._open_index()
         if self._memory is None:
             return
@@ -160,6 +165,8 @@ class Adoption:
     def leave(self) -> None:
         """End: what is recorded waits for the next daemon, or, where there is nothing, nobody waits."""
         self._removing.shutdown()
+        if self._looks is not None:
+            self._looks.cancel()
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -320,10 +327,30 @@ class Adoption:
             with contextlib.suppress(OSError):  # it is gone: the next pool says so
                 self._pidfd = os.pidfd_open(self._store.pid)
                 loop.add_reader(self._pidfd, self._store_lost, loop)
+            self._look(loop)
 
     def _store_lost(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.remove_reader(self._pidfd)
         self._go_cold(f"{self._store.where} has ended")
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Look whether the store's process answers; say it once where it does not, and where it does again."""
+        if not self._store.pid:
+            return
+        self._looks = loop.call_later(LOOK_S, self._look, loop)
+        if self._is_silent == (self._store.silent_s() > ANSWER_S):
+            return
+        self._is_silent = not self._is_silent
+        if not self._is_silent:
+            log.info("the process that keeps descriptors answers again", pid=self._store.pid)
+            return
+        self._counters.add("adoption.store_silent")
+        log.warning(
+            "while this process stands still, the daemon's end is that of all pools and sessions",
+            cause=f"{self._store.where} has not answered for {ANSWER_S:g} s",
+            pid=self._store.pid,
+            remedy="let it go on (kill -CONT)",
+        )
 
     def _go_cold(self, cause: str) -> None:
         self._store = NoStore()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,10 +149,76 @@ def test_one_daemon_at_a_time(directory: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found == [{"a": b"1"}], "who waits gets it when the other one is gone"
 
 
+@contextlib.contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    """Stop a process meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_holder_that_stands_still_is_not_waited_for(directory: Path) -> None:
+    with held_with(directory) as store:
+        with standing_still(store.pid):
+            assert store.silent_s() == 0, "it owes no answer"
+            put(store, a=b"1", b=b"2")
+            store.remove(["a"])
+            put(store, a=b"3")
+            assert store.silent_s() > 0
+        answered(store)
+    assert left(directory) == {"a": b"3", "b": b"2"}
+
+
+def test_what_a_killed_daemon_has_sent_counts(directory: Path) -> None:
+    with held_with(directory) as store:
+        pid = store.pid
+    fds = [memory(content) for content in (b"1", b"2", b"3")]
+    with connected(directory / HOLDER_SOCKET) as channel:
+        assert asked(channel, b"LIST") == b"OK"
+        socket.send_fds(channel, [b"PUT a"], fds[:1])
+        assert select.select([channel], [], [], 20)[0], "its answer is never read"
+        with standing_still(pid):
+            for name, fd in ((b"PUT b", fds[1]), (b"PUT c", fds[2])):
+                socket.send_fds(channel, [name], [fd])
+            channel.close()
+    for fd in fds:
+        os.close(fd)
+    assert left(directory) == {"a": b"1", "b": b"2", "c": b"3"}
+
+
+def test_what_its_full_socket_does_not_take_is_refused_or_waits(directory: Path) -> None:
+    kept: list[str] = []
+
+    def fill(store: HolderStore) -> None:
+        for number in range(holder.MAX_DESCRIPTORS):
+            put(store, **{str(number): b"1"})
+            kept.append(str(number))
+
+    with held_with(directory) as store:
+        with standing_still(store.pid), pytest.raises(FdStoreError, match="stands still"):
+            fill(store)
+        with standing_still(store.pid):
+            store.remove(kept[1:])
+        answered(store)
+    assert set(left(directory)) == {"0"}
+
+
+def answered(store: HolderStore) -> None:
+    """Wait until the holder has answered all that it was told."""
+    ends_at = time.monotonic() + END_MS / 1000
+    while store.silent_s():
+        assert time.monotonic() < ends_at
+
+
 def test_a_holder_that_is_killed_is_missed(directory: Path) -> None:
     with held_with(directory) as store:
         put(store, a=b"1")
+        pidfd = os.pidfd_open(store.pid)
         os.kill(store.pid, signal.SIGKILL)
+        assert ends(pidfd)
+        os.close(pidfd)
         with pytest.raises(FdStoreError):
             put(store, b=b"2")
         store.remove(["a"])
@@ -264,6 +331,21 @@ def test_systemd_stores_before_the_barrier(tmp_path: Path, manager: socket.socke
     thread.join()
     store.remove(["a"])
     assert heard(manager) == ("FDSTOREREMOVE=1\nFDNAME=a", [])
+
+
+def test_systemd_that_stands_still_is_waited_for_once(
+    tmp_path: Path, manager: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SystemdStore(Inherited(), environ(tmp_path))
+    monkeypatch.setattr("kvferry.daemon.process.fd_store.ANSWER_S", 0.05)
+    with pytest.raises(FdStoreError, match="has not answered within"):
+        put(store, a=b"1")
+    with pytest.raises(FdStoreError, match="still not answered"):
+        put(store, b=b"2")
+    for fd in [fd for _ in range(2) for fd in heard(manager)[1]]:  # the descriptor of a, and the barrier's
+        os.close(fd)
+    with pytest.raises(FdStoreError, match="has not answered within"):
+        put(store, b=b"2")
 
 
 def test_systemd_is_not_sent_more_than_it_takes(tmp_path: Path, manager: socket.socket) -> None:

@@ -23,7 +23,7 @@ from kvferry.clients import AsyncClient, Client, MhaSpec, calls
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.daemon.process.access import HOLDER_SOCKET
-from kvferry.daemon.process.fd_store import open_store
+from kvferry.daemon.process.fd_store import ANSWER_S, open_store
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.host import HostRegion
@@ -353,10 +353,7 @@ def test_flipped_bits_give_nobody_what_is_not_theirs(life: RestartedDaemon, seed
 def test_without_the_holder_it_goes_on_and_says_so(life: RestartedDaemon) -> None:
     with Client.connect(life.runtime_dir) as client:
         client.create_pool("before", SPEC)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-            channel.connect(os.fspath(life.runtime_dir / HOLDER_SOCKET))
-            credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        os.kill(struct.unpack("3i", credentials)[0], signal.SIGKILL)
+        os.kill(holder_of(life), signal.SIGKILL)
         assert soon(lambda: counters(client).get("store_lost") == 1)
         client.create_pool("after", SPEC)
         client.delete_pool("before")
@@ -364,16 +361,6 @@ def test_without_the_holder_it_goes_on_and_says_so(life: RestartedDaemon) -> Non
     life.restart()
     with Client.connect(life.runtime_dir) as client:
         assert not client.status().pools
-
-
-def test_what_an_earlier_daemon_left_ends_where_nobody_keeps_anything() -> None:
-    with restarted_daemon() as life, Client.connect(life.runtime_dir) as client:
-        client.create_pool(POOL, SPEC)
-        life.end(signal.SIGTERM)
-        open_store(life.runtime_dir, Inherited(), {})
-        life.start()
-        with Client.connect(life.runtime_dir) as again:
-            assert not again.status().pools
 
 
 class ScriptedStore:
@@ -395,8 +382,67 @@ class ScriptedStore:
         for name in names:
             os.close(self.kept.pop(name))
 
+    def silent_s(self) -> float:
+        return 0.0
+
     def leave(self, grace_s: float | None) -> None:
         pass
+
+
+def holder_of(life: RestartedDaemon) -> int:
+    """Return the process that keeps what outlives the daemon."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        channel.connect(os.fspath(life.runtime_dir / HOLDER_SOCKET))
+        credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("3i", credentials)[0])
+
+
+def test_pools_are_made_and_deleted_while_the_holder_stands_still(life: RestartedDaemon) -> None:
+    with Client.connect(life.runtime_dir) as client:
+        client.create_pool("before", SPEC)
+        holder = holder_of(life)
+        os.kill(holder, signal.SIGSTOP)
+        try:
+            client.create_pool("after", SPEC)
+            client.delete_pool("before")
+            assert "not_kept" not in counters(client), "it is not waited for"
+            life.end()
+        finally:
+            os.kill(holder, signal.SIGCONT)
+    life.start()
+    with Client.connect(life.runtime_dir) as client:
+        assert [one.pool for one in client.status().pools] == ["after"]
+
+
+def test_a_store_that_stands_still_is_counted_once() -> None:
+    class Silent(ScriptedStore):
+        pid = os.getpid()
+        looks = 0
+
+        def silent_s(self) -> float:
+            self.looks += 1
+            return 2 * ANSWER_S
+
+    store = Silent()
+
+    async def looked_at() -> int:
+        async with serving(store=store) as one, await AsyncClient.connect(one.path) as client:
+            while store.looks < 3:
+                await client.status()
+            return (await client.status()).counters["adoption.store_silent"]
+
+    assert asyncio.run(looked_at()) == 1
+    store.remove(list(store.kept))
+
+
+def test_what_an_earlier_daemon_left_ends_where_nobody_keeps_anything() -> None:
+    with restarted_daemon() as life, Client.connect(life.runtime_dir) as client:
+        client.create_pool(POOL, SPEC)
+        life.end(signal.SIGTERM)
+        open_store(life.runtime_dir, Inherited(), {})
+        life.start()
+        with Client.connect(life.runtime_dir) as again:
+            assert not again.status().pools
 
 
 def test_a_bug_that_one_pool_meets_costs_that_pool_only(monkeypatch: pytest.MonkeyPatch) -> None:
