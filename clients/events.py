@@ -41,29 +41,67 @@ class RingEvent(NamedTuple):
     event: torch.Event
 
 
+class RingPlan:
+    """Which events were made of a session's ring: it may be opened several times, and no two events are the same.
+
+    Attributes:
+        number: by which the daemon knows the ring; 0: it has none.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self._made: list[int] = []
+        self._next = 0
+        self._making = threading.Lock()
+
+    def begin(self, counters: Sequence[int]) -> None:
+        """Take note of what the ring's counters are where nothing was made yet: another process may have used it."""
+        self._made = self._made or list(counters)
+
+    @property
+    def slots(self) -> int:
+        """Return the number of slots."""
+        return len(self._made)
+
+    @property
+    def made(self) -> int:
+        """Return how many events were made."""
+        return sum(self._made)
+
+    def event(self, counters: npt.NDArray[np.int64]) -> DeviceEvent:
+        """Return a new event, if possible in a slot without one that was not recorded: it may never be."""
+        with self._making:
+            slots = len(self._made)
+            later = ((self._next + one) % slots for one in range(slots))
+            slot = next((one for one in later if self._made[one] == counters[one]), self._next)
+            self._next = (slot + 1) % slots
+            self._made[slot] += 1
+            return DeviceEvent(event=slot, value=self._made[slot], ring=self.number)
+
+
 class EventRing(OfOneProcess):
     """One session's ring; made by ``open_events``. Any thread may use it, also while another one uses the client."""
 
-    def __init__(self, region: HostRegion, eventfd: int, events: Sequence[RingEvent] = (), *, number: int = 0) -> None:
+    def __init__(
+        self, region: HostRegion, eventfd: int, events: Sequence[RingEvent] = (), plan: RingPlan | None = None
+    ) -> None:
         """Take ownership of the mapped counters and the eventfd.
 
-        ``events``: one per slot, for a ring on a device; ``number``: by which the daemon knows the ring.
+        ``events``: one per slot, for a ring on a device; ``plan``: that of the session, if it may open it again.
         """
-        self._number = number
         self._region = region
         self._events = events
         self._eventfd = eventfd
         self._counters = region.view().view(np.int64)
-        self._planned: list[int] = self._counters.tolist()  # not 0 if the session opened its ring before
-        self._next = 0
-        self._making = threading.Lock()
+        self._plan = plan or RingPlan()
+        self._plan.begin(self._counters.tolist())
         self._stale = False
 
     def __repr__(self) -> str:
         """Show how many steps were made and recorded."""
         if self._eventfd < 0 or not self._region.is_ours:
             return "<EventRing closed>"
-        return f"<EventRing steps={sum(self._planned)} recorded={int(self._counters.sum())}>"
+        return f"<EventRing steps={self._plan.made} recorded={int(self._counters.sum())}>"
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -104,11 +142,7 @@ class EventRing(OfOneProcess):
         self._check_open()
         if self._stale:
             raise StaleBootError("the event ring went with the daemon before this one", remedy="call open_events again")
-        with self._making:
-            slot = self._next
-            self._next = (slot + 1) % len(self._planned)
-            self._planned[slot] += 1
-            return DeviceEvent(event=slot, value=self._planned[slot], ring=self._number)
+        return self._plan.event(self._counters)
 
     def record_event(self, stream: torch.Stream | None = None) -> DeviceEvent:
         """Make an event and record it, for ``receive(after=…)`` and ``free(after=…)``; see ``record``."""
@@ -132,7 +166,7 @@ class EventRing(OfOneProcess):
             raise wrong_kind(step, "step or event, as the ring makes them", "step")
         slot = whole(step.event, "step.event", least=-math.inf)
         value = whole(step.value, "step.value", least=-math.inf)
-        if step.ring not in {0, self._number} or not 0 <= slot < len(self._planned):
+        if step.ring not in {0, self._plan.number} or not 0 <= slot < self._plan.slots:
             raise InvalidFieldError(
                 f"this ring has no event {slot}: the step is of another ring, or was made by hand", field="step"
             )

@@ -23,7 +23,7 @@ from kvferry.clients import calls
 from kvferry.clients.calls import Call, asked
 from kvferry.clients.connection import Connection, Link, Reconnected
 from kvferry.clients.daemon_socket import LAST_WORDS_MS
-from kvferry.clients.events import EventRing
+from kvferry.clients.events import EventRing, RingPlan
 from kvferry.clients.session_channel import SessionChannel, SessionOpening
 from kvferry.clients.submissions import Submissions
 from kvferry.protocol.base import ErrorReply, ReplyBody
@@ -74,10 +74,17 @@ class Keeps:
         self.regions: dict[str, int] = {}
         self.rings: weakref.WeakSet[EventRing] = weakref.WeakSet()
         self.registered: dict[str, Registration] = {}
+        self._plan = RingPlan()
 
     def __repr__(self) -> str:
         """Show the pools."""
         return f"<Keeps {list(self.regions)} {list(self.registered)}>"
+
+    def plan_of(self, ring: int) -> RingPlan:
+        """Return which events were made of the session's ring, by the daemon's number of it."""
+        if self._plan.number != ring:
+            self._plan = RingPlan(ring)
+        return self._plan
 
     def add_registration(self, name: str, one: Registration) -> None:
         """Remember how a pool was registered, and hold its memory."""

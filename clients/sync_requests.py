@@ -288,7 +288,7 @@ class SyncRequests(Resuming):
             number, opened, channel = self._described(call, deadline_s=deadline_s, said=Said(said))
             _, (counters, eventfd) = channel.take(number, EventsFollow)
             region = HostRegion(counters, opened.slots * COUNTER_BYTES)
-            ring = EventRing(region, eventfd, made, number=opened.ring)
+            ring = EventRing(region, eventfd, made, self._keeps.plan_of(opened.ring))
             self._keeps.rings.add(ring)
             return ring
 

@@ -661,7 +661,10 @@ class DeviceLostError(DaemonError):
 
 
 class PoolLostError(DaemonError):
-    """The pool's memory was lost with its device, the previous daemon, or the engine that registered it."""
+    """The pool's memory was lost with its device, the previous daemon, or the engine that registered it.
+
+    Or the pool was deleted and made again since this engine, or another one of its instance, attached it.
+    """
 
     code = "POOL_LOST"
     remedy = "create or register it again, recompute its contents, and capture graphs again"

@@ -18,6 +18,7 @@ from kvferry.clients import AsyncClient, Client, MhaSpec, SharedMemory, calls, n
 from kvferry.clients.connection import Reconnected
 from kvferry.protocol.errors import (
     DeadlineError,
+    PoolLostError,
     SessionLostError,
     ShuttingDownError,
     StaleBootError,
@@ -284,3 +285,23 @@ def test_a_client_says_that_its_daemon_is_away(life: RestartedDaemon, kind: type
         life.start()
         assert client.ping()
         assert not client.is_away
+
+
+def test_a_pool_that_was_made_again_before_the_restart_is_lost_to_its_whole_instance(life: RestartedDaemon) -> None:
+    with (
+        Client.connect(life.runtime_dir, name="worker", instance="engine") as worker,
+        Client.connect(life.runtime_dir, name="scheduler", instance="engine") as scheduler,
+        Client.connect(life.runtime_dir) as other,
+    ):
+        worker.create_pool("again", SPEC)
+        other.delete_pool("again")
+        other.create_pool("again", SPEC)
+        life.restart()
+        worker.status()  # which waits until it has gone on, and has said what it maps
+        with pytest.raises(PoolLostError):
+            worker.allocate("again", 1)
+        with pytest.raises(PoolLostError, match="'worker' of process"):
+            scheduler.allocate("again", 1)
+        worker.attach_pool("again")
+        scheduler.free("again", scheduler.allocate("again", 1))
+        other.delete_pool("again")

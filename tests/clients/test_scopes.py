@@ -10,6 +10,7 @@ import pytest
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.clients.tables import Tables
 from kvferry.protocol.errors import InvalidFieldError, PoolLostError, UnknownTablesError
+from kvferry.protocol.limits import EVENT_RING_SLOTS
 from tests.daemons import DaemonProcess
 from tests.devices import DEVICE
 
@@ -118,6 +119,16 @@ def test_a_ring_records_no_step_of_another_sessions_ring(client: Client, other: 
         ours.step(0, 2)
         with pytest.raises(InvalidFieldError, match="of another ring"):
             ours.record(theirs.step(0, 2))
+
+
+def test_a_ring_that_is_opened_twice_makes_no_event_twice(client: Client) -> None:
+    with client.open_events() as first:
+        before = first.event()
+        with client.open_events() as second:
+            assert second.event() != before
+    with client.open_events() as third:
+        events = [third.record_event() for _ in range(EVENT_RING_SLOTS)]  # the slot that is never reached is left out
+        assert before.event not in {one.event for one in events}
 
 
 # -- graph tables
