@@ -15,7 +15,6 @@ import logging
 import math
 import threading
 import time
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from kvferry.clients import Client, MhaSpec, MlaSpec, ModelIdentity
 from kvferry.clients.engine import Engine, end_of
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.model_weights import weights_revision
-from kvferry.clients.sglang import plugin
+from kvferry.clients.sglang import identity, plugin
 from kvferry.clients.sglang.pools import model_identity, pool_name, tensor_parallel
 from kvferry.clients.sglang.settings import settings
 from kvferry.clients.slots import pages_from_slots
@@ -131,11 +130,12 @@ def fits_beside_padding(
     return original(controller, operation, need_size + padding)
 
 
-def weights_changed(*_: object) -> None:
-    """Note that what is computed from now on is another model's KV; SGLang has flushed its own caches."""
-    for one in _allocators:
-        one.weights = uuid.uuid4().bytes
-        logger.info("kvferry: the weights were changed: the storage begins anew, for this process alone")
+def tell_apart(_: object, req: Any, *__: object, **___: object) -> None:  # noqa: ANN401  SGLang's object
+    """Have a request's cached prefixes be those of its adapter's content, not of SGLang's number of it."""
+    if not _allocators:
+        return
+    told: str | None = req.extra_key
+    req.extra_key = identity.namespaced(told.removesuffix(req.lora_id) if told and req.lora_id else told, req.lora_id)
 
 
 class HostAllocator(HostTensorAllocator):
@@ -143,14 +143,12 @@ class HostAllocator(HostTensorAllocator):
 
     Attributes:
         host: what it has allocated, or None.
-        weights: of which weights the KV is, where they were changed since the start.
     """
 
     def __init__(self, host_pool: Any) -> None:  # noqa: ANN401
         """``host_pool``: SGLang's, whose geometry is known already."""
         super().__init__()
         self.host: HostPool | None = None
-        self.weights = b""
         _allocators.add(self)
         self._host_pool = weakref.proxy(host_pool)  # which has this
 
@@ -222,11 +220,12 @@ def _identity() -> ModelIdentity:
     """Return whose KV it is: the served model, the very weights, and what they are computed with."""
     from sglang.srt.runtime_context import get_model  # noqa: PLC0415
 
-    model, identity = get_model(), model_identity()
+    model = get_model()
     told = {name: str(getattr(model, name)) for name in COMPUTED_WITH}
+    if model.quantization_param_path:  # a file of scales
+        told["quantization_param_path"] = weights_revision(str(model.quantization_param_path), None, None)
     settings_digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
-    weights = weights_revision(str(model.model_path), model.revision, model.download_dir)
-    return msgspec.structs.replace(identity, revision=f"{weights}-{settings_digest}")
+    return msgspec.structs.replace(model_identity(), revision=f"{identity.weights.begin()}-{settings_digest}")
 
 
 def _refusal(what: str) -> InvalidFieldError:
@@ -267,7 +266,6 @@ class KvferryHiCacheStorage(HiCacheStorage):
         self._measures = bool(storage_config.enable_storage_metrics)
         self._host: HostPool | None = None
         self._sessions: Sessions | None = None
-        self._allocator: HostAllocator | None = None
         self._failures: set[tuple[str, str]] = set()
         self._measured: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
 
@@ -291,7 +289,7 @@ class KvferryHiCacheStorage(HiCacheStorage):
                 field="hicache_storage_backend",
             )
         super().register_mem_pool_host(mem_pool_host)
-        self._host, self._sessions, self._allocator = host, Sessions(host.pool.engine), found
+        self._host, self._sessions = host, Sessions(host.pool.engine)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:  # noqa: ANN401
         """Take a pool by name: the KV's, which it has already.
@@ -458,7 +456,7 @@ class KvferryHiCacheStorage(HiCacheStorage):
                 logger.warning("kvferry: HiCache storage: %s works again", what)
 
     def _names(self, keys: Sequence[str]) -> list[bytes]:
-        weights = b"" if self._allocator is None else self._allocator.weights
+        weights = identity.weights.key
         return [name_of(key, weights) for key in keys]
 
     def _moved(self, what: str, count: int, began: float) -> None:

@@ -37,9 +37,20 @@ _SCHEDULER: Final = f"{_SRT}managers.scheduler.Scheduler"
 _HOST: Final = f"{_SRT}mem_cache.pool_host."
 _FITS: Final = f"{_SRT}managers.cache_controller.HiCacheController.can_fit_prefetch_host_buffers"
 _STORAGE: Final = f"{_SRT}mem_cache.hicache_storage.HiCacheStorage."
-_WEIGHTS: Final = (
-    f"{_SRT}managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update"
+_WEIGHTS: Final = f"{_SRT}managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+_UPDATES: Final = tuple(
+    f"{_WEIGHTS}{call}"
+    for call in (
+        "begin_weight_update",
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+    )
 )
+_LORA: Final = f"{_SRT}lora.lora_manager.LoRAManager._load_lora_adapter"
+_SENDERS: Final = f"{_SRT}disaggregation.prefill.PrefillBootstrapQueue.create_sender"
+_RECEIVERS: Final = f"{_SRT}disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 KNOWN: Final = (
     Known(f"{_SRT}server_args.add_disagg_transfer_backend_choices", ("iterable",)),
     Known(f"{_SRT}disaggregation.utils.get_kv_class", ("transfer_backend", "class_type")),
@@ -96,7 +107,12 @@ KNOWN: Final = (
     Known(f"{_STORAGE}batch_exists", ("self", "keys", "extra_info")),
     Known(f"{_STORAGE}batch_get_v1", ("self", "keys", "host_indices", "extra_info")),
     Known(f"{_STORAGE}batch_set_v1", ("self", "keys", "host_indices", "extra_info")),
-    Known(_WEIGHTS, ("self", "recv_req", "success", "message")),
+    *(Known(path, ("self", "recv_req")) for path in (*_UPDATES, f"{_WEIGHTS}end_weight_update")),
+    Known(f"{_SCHEDULER}.handle_update_weight_version", ("self", "recv_req")),
+    Known(_LORA, ("self", "lora_ref")),
+    Known(f"{_LORA}_from_tensors", ("self", "lora_ref", "tensors", "config_dict", "added_tokens_config")),
+    Known(_SENDERS, ("self", "req", "num_kv_heads")),
+    Known(_RECEIVERS, ("self", "req", "is_rebootstrap")),
     Known(f"{_SCHEDULER}.on_idle", ("self",)),
     Known(f"{_SCHEDULER}.is_fully_idle", ("self", "for_health_check", "ignore_waiting")),
 )  # fmt: skip
@@ -159,7 +175,13 @@ def _register(unknown: list[str]) -> None:
     HookRegistry.register(f"{_SRT}disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)
     if unknown:
         return
-    from kvferry.clients.sglang import hicache, pools, retraction, waiting  # noqa: PLC0415  numpy and the client only now
+    from kvferry.clients.sglang import (  # noqa: PLC0415  numpy and the client only now
+        hicache,
+        identity,
+        pools,
+        retraction,
+        waiting,
+    )
 
     HookRegistry.register(f"{_POOL}KVCache.__init__", pools.check_kind, HookType.BEFORE)
     for target, hook in (
@@ -171,10 +193,20 @@ def _register(unknown: list[str]) -> None:
         (f"{_HOST}base.HostKVCache.clear", hicache.clear_all_but_padding),
         (_FITS, hicache.fits_beside_padding),
         (f"{_SCHEDULER}.on_idle", waiting.on_idle),
+        *((path, identity.note_weights) for path in _UPDATES),
+        (_LORA, identity.note_adapter),
+        (f"{_LORA}_from_tensors", identity.note_adapter_of_tensors),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.register(f"{_HOST}base.HostKVCache._allocate_host_buffer", hicache.choose_allocator, HookType.BEFORE)
-    HookRegistry.register(_WEIGHTS, hicache.weights_changed, HookType.AFTER)
+    for target, note in (
+        (f"{_WEIGHTS}end_weight_update", identity.note_end),
+        (f"{_SCHEDULER}.handle_update_weight_version", identity.note_version),
+        (_SENDERS, identity.note_sender),
+        (_RECEIVERS, identity.note_receiver),
+        (f"{_REQ}.__init__", hicache.tell_apart),
+    ):
+        HookRegistry.register(target, note, HookType.AFTER)
 
 
 def _kv_class(kind: str) -> type[Any]:

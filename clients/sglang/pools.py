@@ -13,6 +13,7 @@ from typing import Any, Final
 from kvferry.clients import MhaSpec, MlaSpec, ModelIdentity
 from kvferry.clients.engine import Engine
 from kvferry.clients.engine_pool import EnginePool
+from kvferry.clients.sglang import identity
 from kvferry.clients.sglang.settings import end_server, settings
 from kvferry.protocol.errors import InvalidFieldError
 
@@ -99,6 +100,7 @@ def _make(spec: MhaSpec | MlaSpec) -> EnginePool:
     global _current  # noqa: PLW0603  as SGLang's own pool, one a process
     told = settings()
     name = pool_name(told.pool)
+    identity.weights.begin()
     engine = Engine(name, told.runtime_dir, on_pool_lost=end_server)
     _current = EnginePool(engine, name, spec, model_identity(), told.memory)
     return _current
@@ -117,10 +119,13 @@ def pool_name(given: str = "") -> str:
 
 
 def model_identity() -> ModelIdentity:
-    """Return whose KV this process computes: the served model's name, which both sides of a transfer must share."""
-    from sglang.srt.runtime_context import get_model, get_serving  # noqa: PLC0415
+    """Return whose KV this process computes: the served model's name, which both sides of a transfer must share.
 
-    return ModelIdentity(name=str(get_serving().served_model_name), revision=str(get_model().revision or ""))
+    Its weights may be changed while it runs: each request's transfer says which they are.
+    """
+    from sglang.srt.runtime_context import get_serving  # noqa: PLC0415
+
+    return ModelIdentity(name=str(get_serving().served_model_name))
 
 
 def _check(pool: Any) -> None:  # noqa: ANN401  SGLang's object

@@ -1,9 +1,10 @@
 """The four classes that SGLang asks a transfer backend for.
 
 A request is one transfer. Prefill's sender opens it without pages when the request comes, and hears by it whether
-decode has pages (SGLang's back-pressure); each chunk is a SEND; the last one has the row of metadata (first token,
-logprobs, hidden states) as its payload. Decode's receiver says RECEIVE for the pages that it lacks. SGLang uses pages
-again as soon as it is told of the end, so Success and Failed are told when the transfer has settled.
+decode has pages (SGLang's back-pressure); each chunk is a SEND; the payload of the last one says with which weights and
+adapter the KV was computed, and has the row of metadata (first token, logprobs, hidden states). Decode's receiver says
+RECEIVE for the pages that it lacks, and takes them only of its own weights and adapter. SGLang uses pages again as soon
+as it is told of the end, so Success and Failed are told when the transfer has settled.
 
 What senders and receivers begin in a step of the scheduler goes to the daemon in one message: SGLang polls them all
 after it has begun what it begins, and the first one that is polled sends it. A chunk that others follow goes at once.
@@ -44,10 +45,11 @@ from kvferry.clients import Transfer, pages
 from kvferry.clients.calls import asked
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.places import DaemonPlace, place_of
-from kvferry.clients.sglang import pools
+from kvferry.clients.sglang import identity, pools
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
+    ModelMismatchError,
     OverloadedError,
     StaleBootError,
     UnknownTransferError,
@@ -245,6 +247,8 @@ class _Half:
     kv_mgr: KvferryKVManager
     bootstrap_room: int
     conclude_state: int | None
+    content = identity.NO_CONTENT
+    """Of which weights and adapter the KV is, since the request came."""
     turn = 0
     """Its place among those of this process that wait for room in the daemon."""
     _transfer: Transfer | None = None
@@ -450,7 +454,7 @@ class KvferryKVSender(_Half, CommonKVSender):
     def _send(self, lists: list[Any], *, is_last: bool) -> None:
         mgr = self.kv_mgr
         try:
-            row = metadata_row(mgr.kv_args, self.aux_index) if is_last else b""
+            row = self.content + metadata_row(mgr.kv_args, self.aux_index) if is_last else b""
             with mgr.pool.engine.step() as step:
                 if self._transfer is not None and self._transfer.is_finished:
                     return  # ``poll`` says why; another SEND would be a second try, which nobody waits for
@@ -570,9 +574,12 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         if state == KVPoll.Success:
             assert self._transfer is not None
             assert self._transfer.finished is not None
+            payload = self._transfer.finished.payload
+            theirs, row = payload[: identity.CONTENT_BYTES], payload[identity.CONTENT_BYTES :]
             try:
-                set_metadata_row(self.kv_mgr.kv_args, self._row, self._transfer.finished.payload)
-            except InvalidFieldError as error:
+                identity.check_content(theirs, self.content)
+                set_metadata_row(self.kv_mgr.kv_args, self._row, row)
+            except (InvalidFieldError, ModelMismatchError) as error:
                 self._fail(str(error))
                 state = KVPoll.Failed
         return super()._conclude(state)
@@ -657,10 +664,10 @@ def _check_carried(args: Any, pool: EnginePool | None) -> None:  # noqa: ANN401 
         raise InvalidFieldError(
             f"SGLang's KV memory is not pool {pool.name}: addresses, lengths or page sizes differ", field="kv_data_ptrs"
         )
-    row_bytes = sum(args.aux_item_lens)
-    if row_bytes > pool.largest_payload_bytes:
+    row_bytes, room_bytes = sum(args.aux_item_lens), pool.largest_payload_bytes - identity.CONTENT_BYTES
+    if row_bytes > room_bytes:
         raise InvalidFieldError(
-            f"a request's metadata is {row_bytes} bytes, the daemon takes {pool.largest_payload_bytes}: start the "
+            f"a request's metadata is {row_bytes} bytes, the daemon has room for {room_bytes}: start the "
             "server without what makes it so large (sampling masks, hidden states)",
             field="aux_item_lens",
         )

@@ -19,6 +19,8 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_context, get_parallel
 
+from kvferry.clients.sglang import identity
+
 Kind: TypeAlias = Literal["mha", "mla"]
 Layout: TypeAlias = Literal["layer_first", "page_first", "page_first_direct"]
 
@@ -157,6 +159,7 @@ def opened(  # noqa: PLR0913  what a server may be told
         patch.setenv("KVFERRY_RUNTIME_DIR", str(runtime_dir))
         patch.setenv("KVFERRY_SGLANG_POOL", name)
         patch.setenv("KVFERRY_SGLANG_MEMORY", memory)
+        patch.setattr(identity, "weights", identity.RunningWeights())
         stack.enter_context(get_context().override_server_args(**told))
         stack.enter_context(get_parallel().override(**parallel))
         size = pages // 2 * page_size

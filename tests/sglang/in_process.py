@@ -23,7 +23,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from kvferry.clients.engine_pool import EnginePool
-from kvferry.clients.sglang import pools, transfer
+from kvferry.clients.sglang import identity, pools, transfer
 from tests.servers import free_ports
 
 PAGE: Final = 4
@@ -55,6 +55,7 @@ def told(environment: Mapping[str, str] | None = None, **options: object) -> Ite
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         for name, value in (environment or {}).items():
             patch.setenv(name, value)
+        patch.setattr(identity, "weights", identity.RunningWeights())
         stack.enter_context(get_context().override_server_args(**{**chosen, **options}))
         stack.enter_context(get_parallel().override(**RANKS))
         yield

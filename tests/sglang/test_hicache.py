@@ -210,21 +210,6 @@ def test_a_checkpoint_in_the_place_of_another_is_another(daemon: DaemonProcess, 
         assert one.storage.batch_exists(keys_of(name, 1)) == 1
 
 
-def test_changed_weights_find_nothing_of_before_and_their_own(daemon: DaemonProcess, name: str) -> None:
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager  # noqa: PLC0415
-
-    class Request:
-        flush_cache = False
-
-    with opened(daemon.runtime_dir, name) as one:
-        stored(one, name)
-        done = SchedulerWeightUpdaterManager.flush_cache_after_weight_update(None, Request(), True, "done")  # noqa: FBT003
-        assert done == (True, "done")
-        assert one.storage.batch_exists(keys_of(name, PAGES)) == 0
-        content = stored(one, name, seed=8)
-        assert_loads(one, name, content)
-
-
 def test_clear_drops_this_models_blocks_alone(daemon: DaemonProcess, name: str) -> None:
     with opened(daemon.runtime_dir, name) as one, opened(daemon.runtime_dir, f"{name}-other", revision="2") as other:
         stored(one, f"{name}-a")

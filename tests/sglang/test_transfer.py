@@ -115,7 +115,7 @@ def test_draft_pools_are_refused_by_name(mha: Halves) -> None:
 def test_metadata_that_no_payload_has_room_for_is_refused(mha: Halves) -> None:
     args = copy.copy(mha.prefill.kv_args)
     args.aux_item_lens = [mha.made.daemon.largest_payload_bytes, 1]
-    with pytest.raises(InvalidFieldError, match="a request's metadata is 2097153 bytes, the daemon takes 2097152"):
+    with pytest.raises(InvalidFieldError, match="metadata is 2097153 bytes, the daemon has room for 2097120"):
         manager(args, DisaggregationMode.PREFILL)
 
 
