@@ -137,7 +137,7 @@ def shared(one: Opened, first: Req, second: Req) -> int:
 
 def test_equal_requests_share(one: Opened, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lora = loaded_at_start(monkeypatch, adapter)
-    told = {"lora_id": lora, "extra_key": "key", "cache_salt": "salt"}
+    told: dict[str, Any] = {"lora_id": lora, "extra_key": "key", "cache_salt": "salt"}
     assert shared(one, request(**told), request(**told)) == PAGES
 
 
@@ -357,7 +357,7 @@ def both(kept_daemon: RestartedDaemon) -> Iterator[Halves]:
         yield one
 
 
-def told_of(both: Halves, **told: object) -> Req:
+def told_of(both: Halves, **told: Any) -> Req:  # noqa: ANN401
     """Return a request that has come to a server of a pair."""
     host, port = both.address.split(":")
     return request(bootstrap_host=host, bootstrap_port=int(port), **told)
