@@ -97,7 +97,7 @@ def configuration_of(vllm_config: VllmConfig) -> Configuration:
     assert transfer is not None
     settings = settings_of(transfer.kv_connector_extra_config)
     check_carried(vllm_config)
-    engine = re.sub(r"[^A-Za-z0-9._-]", "-", str(transfer.engine_id))[:LONGEST_POOL_NAME]
+    engine = name_of(str(transfer.engine_id))
     parallel = vllm_config.parallel_config
     pool = settings.pool
     if pool and parallel.data_parallel_size > 1:
@@ -111,6 +111,14 @@ def configuration_of(vllm_config: VllmConfig) -> Configuration:
         is_producer=transfer.is_kv_producer,
         is_consumer=transfer.is_kv_consumer,
     )
+
+
+def name_of(engine_id: str) -> str:
+    """Return an engine's id as a name of pools and instances; no two ids give the same one."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", engine_id)[:LONGEST_POOL_NAME]
+    if name == engine_id:
+        return name
+    return f"{name[: LONGEST_POOL_NAME - 17]}-{hashlib.sha256(engine_id.encode()).hexdigest()[:16]}"
 
 
 def settings_of(extra: dict[str, Any]) -> Settings:
@@ -167,10 +175,15 @@ def model_identity(vllm_config: VllmConfig) -> ModelIdentity:
 
     Of the latter the dtype is readable: it is what two servers most often have different.
     """
-    model = vllm_config.model_config
+    model, load = vllm_config.model_config, vllm_config.load_config
     told = {name: str(getattr(model, name, None)) for name in COMPUTED_WITH}
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
-    weights = weights_revision(str(model.model), model.revision, vllm_config.load_config.download_dir)
+    config = getattr(model, "hf_config_path", None)
+    if config:
+        told["config"] = weights_revision(str(config), model.revision, load.download_dir)
+    if str(load.load_format) == "dummy":  # weights that are in no file
+        told["seed"] = str(model.seed)
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    weights = weights_revision(str(model.model), model.revision, load.download_dir)
     names = model.served_model_name
     name = names if isinstance(names, str) else (names or [model.model])[0]
     return ModelIdentity(name=name, revision=f"{weights}-{told['dtype'].removeprefix('torch.')}-{digest}")

@@ -93,6 +93,8 @@ class Adapters:
 
     def _say(self, adapter: LoRARequest, why: str) -> None:
         if (adapter.lora_name, why) not in self._told:
+            if len(self._told) == MOST_ADAPTERS:
+                self._told.clear()
             self._told.add((adapter.lora_name, why))
             logger.warning("kvferry: KV of the adapter %s is not shared: %s", adapter.lora_name, why)
 

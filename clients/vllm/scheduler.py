@@ -164,6 +164,7 @@ class Scheduler:
         self._weights: bytes | None = b""
         """What stands for the weights of all ranks; empty: they are those of the start; None: ranks are looking."""
         self._looks = 0
+        self._is_look_due = self._is_look_awaited = False
         self._look_ends_at_s = 0.0
         self._looked: dict[int, bytes] = {}
         """What ranks have said of the look that is being taken."""
@@ -202,9 +203,11 @@ class Scheduler:
         if known.handoff is not None and known.handoff.do_remote_prefill:
             missing = request.num_prompt_tokens - local_tokens
             return missing, missing > 0
-        if getattr(request, "skip_reading_prefix_cache", False):
+        if known.is_mixed or getattr(request, "skip_reading_prefix_cache", False):
+            self._give_back(known)
             return 0, False
         if self._caches and self._weights is None and time.monotonic() < self._look_ends_at_s:
+            self._is_look_awaited = True
             return None, False
         if known.lookups is None:
             self._look_up(known)
@@ -248,8 +251,10 @@ class Scheduler:
         """Return what the workers are to do in a step."""
         self._notice_reset()
         work, self._work = self._work, StepWork()
-        if work.look:
-            self._look_ends_at_s = time.monotonic() + LOOK_S
+        if self._is_look_due and (step.num_scheduled_tokens or work.receives or self._is_look_awaited):
+            # Not before: vLLM resets its cache when it is paused, and weights change until it goes on.
+            work.look, self._look_ends_at_s = self._looks, time.monotonic() + LOOK_S
+            self._is_look_due = self._is_look_awaited = False
         self._patience_s = WAIT_S
         # One that goes on with other blocks was preempted, also where vLLM has not said so.
         resumed = step.scheduled_cached_reqs.resumed_req_ids
@@ -579,7 +584,7 @@ class Scheduler:
     def _look_at_weights(self) -> None:
         """Have all ranks look at their weights; until they have nothing is looked up, nor stored."""
         self._looks += 1
-        self._work.look = self._looks
+        self._is_look_due = True
         self._weights, self._looked = None, {}
         self._look_ends_at_s = math.inf
         for known in self._known.values():

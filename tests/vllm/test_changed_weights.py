@@ -11,7 +11,7 @@ import pytest
 from tests.daemons import RestartedDaemon
 from tests.folders import TINY_MHA
 from tests.vllm.adapters import make_adapter
-from tests.vllm.in_process import STORY, TOKENS, Answer, Asked, Engine, Served, engine, reset
+from tests.vllm.in_process import STORY, TOKENS, Answer, Asked, Engine, Served, by_hand, engine, reset
 from tests.vllm.pairs import through_router
 from tests.vllm.servers import REMOTE_DECODE
 
@@ -86,6 +86,34 @@ def test_weights_that_changed_find_nothing_of_before(engines: Engines) -> None:
         assert (after.cached, after.tokens) == (0, computed(one, prompt))
         assert after.tokens != before.tokens
         assert asked(other, prompt).cached > 0, "the control: what has those weights finds it"
+    finally:
+        changed(one, 0.5)
+
+
+def paused(served: Served, factor: float) -> None:
+    """Change weights as a trainer does by vLLM's interface: generation is paused, which resets caches, and goes on."""
+    core = served.llm.llm_engine.engine_core.engine_core
+    core.pause_scheduler("abort")
+    served.step()
+    scaled(served, factor)
+    core.resume_scheduler()
+
+
+def test_weights_that_change_while_generation_is_paused(engines: Engines) -> None:
+    """Requests are aborted, of which vLLM tells its workers in a step between."""
+    one, other = engines
+    prompt = prompt_of("paused")
+    before = asked(other, prompt)
+    with by_hand(one):
+        one.add(prompt)
+        one.call(Served.step)
+        one.call(paused, 2.0)
+    other.call(reset, external=False)
+    asked(other, prompt)
+    try:
+        (after,) = one.ask(prompt)
+        assert (after.cached, after.tokens) == (0, computed(one, prompt))
+        assert after.tokens != before.tokens
     finally:
         changed(one, 0.5)
 

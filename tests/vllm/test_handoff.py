@@ -260,7 +260,7 @@ WRONG: Final[dict[str, dict[str, Any]]] = {
     "[kv_transfer_params]: Expected `str | null`, got `int` - at `$.transfer_id`": {"transfer_id": 5},
     "[kv_transfer_params]: Expected `str` of length >= 1 - at `$.transfer_id`": {"transfer_id": ""},
     "[kv_transfer_params]: Expected `str` of length <= 256 - at `$.transfer_id`": {"transfer_id": "x" * 300},
-    "[handshake]: prefill has another version": {"handshake": 2},
+    "[handshake]: prefill has another version": {"handshake": 3},
     "[remote_tp_size]: prefill has 2 ranks": {"remote_tp_size": 2},
     "[kv_transfer_params]: Expected `int` >= 1 - at `$.remote_tp_size`": {"remote_tp_size": 0},
     "[kv_transfer_params]: Object missing required field `place`": {"remote_place": {"host": "elsewhere"}},
@@ -286,7 +286,7 @@ def test_wrong_parameters_are_named_and_the_prompt_computed(pair: Pair, plain: P
 def test_prefill_hears_at_once_that_decode_cannot_follow(pair: Pair, plain: Plain) -> None:
     one = prompt(50, seed=95)
     (params,) = pair.prefilled(one)
-    (answer,) = pair.decode.ask(Asked(one, TOKENS, {**params, "handshake": 2}))
+    (answer,) = pair.decode.ask(Asked(one, TOKENS, {**params, "handshake": 3}))
     assert [answer.tokens] == want(plain, one)
     pair.assert_nothing_left()
 

@@ -34,7 +34,7 @@ def test_policy_fail_fails_that_request_alone(kept_daemon: RestartedDaemon, plai
     settings = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "decode", "cache": False, "receive_s": 1.0}
     prompts = [prompt(100, seed=number) for number in range(3)]
     with engine(tmp_path, settings, role="kv_consumer", policy="fail", model=TINY_MHA) as decode:
-        refused = {"do_remote_prefill": True, "transfer_id": "refused", "handshake": 2}
+        refused = {"do_remote_prefill": True, "transfer_id": "refused", "handshake": 3}
         late = {"do_remote_prefill": True, "transfer_id": "never comes"}
         answers = decode.ask(
             Asked(prompts[0], TOKENS, refused), Asked(prompts[1], TOKENS, late), Asked(prompts[2], TOKENS)

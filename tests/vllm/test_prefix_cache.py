@@ -102,6 +102,7 @@ def test_same_tokens_at_first_from_vllms_own_cache_and_from_the_daemons(
     assert cached_of(local) == CACHED
     one.drain()
     assert one.call(reset)
+    one.ask("A step, before which the weights are looked at.", tokens=1)
     loaded = one.ask(*PROMPTS)
     assert (tokens_of(loaded), cached_of(loaded)) == (want, CACHED)
     one.drain()
@@ -336,6 +337,7 @@ def test_adapters_do_not_mix(start: Callable[..., Engine], tmp_path: Path) -> No
         assert not was_found
         assert one.call(reset)
         (right,) = one.ask(asked, adapter=str(adapter), skips_cache=True)
+        one.drain()
         assert first == right.tokens
         assert found(one, asked, adapter=str(adapter)) == (first, True)
         said.append(first)
