@@ -28,6 +28,7 @@ MOST_ADAPTERS: Final = 4096
 """That are remembered; of more, the oldest are not."""
 
 MOST_LABELS: Final = 65536
+"""Names with contents that are remembered."""
 
 _OF_CONTENT: Final = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
 """How vLLM writes its hashes of media; anything else is a name that a client or a counter gave them."""
@@ -156,8 +157,8 @@ class Labels:
         """
         mixed = weights is None
         for label, content in (*labels.items(), *([] if weights is None else [("weights", weights)])):
-            if self._contents.setdefault(label, content) != content:
-                self._contents[label] = None
+            before = self._contents.pop(label, content)  # the last one used is the last one dropped
+            self._contents[label] = content if before == content else None
             mixed |= self._contents[label] is None
         while len(self._contents) > MOST_LABELS:
             del self._contents[next(iter(self._contents))]
