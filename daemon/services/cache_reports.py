@@ -172,7 +172,8 @@ class CacheReports:
         return _Scope(tenant, identity, layout_digest, hashes)
 
     async def _blocks_of(self, scope: _Scope) -> AsyncIterator[list[CachedBlock]]:
-        """Yield blocks in parts, letting other requests run in between."""
+        """Yield blocks in parts, letting other requests run in between; those on disk, too, once they are known."""
+        await self._lower.known()
         position: int | None = 0
         while position is not None:
             page = self._host.index.page(position, LOOK_AT)

@@ -316,14 +316,14 @@ class PrefixCache:
             self._check_leases(call.session.owner_id)
         found = self._host.index.longest_prefix(namespace, hashes)
         rest = hashes[len(found) :]
-        if not rest or not self._lower.has_remote:
+        if not rest or not self._lower.may_find:
             return self._found(call, lease, Lease(0, namespace, layout, found))
         self._host.index.pin(found, LOOKUPS)  # the prefix must not be evicted meanwhile
         self._looking[call.session.session_id, call.message_id] = found
-        self._lookups.spawn(self._look_remote(call, lease, Lease(0, namespace, layout, found), rest))
+        self._lookups.spawn(self._look_below(call, lease, Lease(0, namespace, layout, found), rest))
         return None
 
-    async def _look_remote(self, call: Call, lease: Lease | None, near: Lease, rest: Sequence[bytes]) -> None:
+    async def _look_below(self, call: Call, lease: Lease | None, near: Lease, rest: Sequence[bytes]) -> None:
         blocks = near.blocks
         parent = blocks[-1].hash if blocks else lease.blocks[-1].hash if lease is not None and lease.blocks else None
         try:

@@ -23,7 +23,7 @@ from kvferry.daemon.tiers.write_failures import WriteFailures
 from kvferry.pools.integrity import WALKED, Problem, Walk
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError, file_bytes
-from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Tier, place_of
+from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Namespace, Tier, place_of
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.policies import Deferred, make_policy
 from kvferry.protocol.config.schema import DiskTierConfig
@@ -33,6 +33,12 @@ STEP_BYTES: Final = 1 << 20
 SYNC_EVERY_S: Final = 5.0
 PAUSE_S: Final = 30.0
 """How long nothing is written after the disk was full or failed."""
+
+MAX_FOUND: Final = 4096
+"""Blocks that one lookup asks the folder for while it is being scanned; those further on count as missing."""
+
+FOUND_AT_ONCE: Final = 32
+"""Files that are opened for it at a time; between them the scan goes on."""
 
 FOLDERS_SHOWN: Final = 8
 MAX_WRONG: Final = 64
@@ -69,6 +75,7 @@ class DiskTier:
         self._policy: Deferred[CachedBlock] = Deferred(make_policy(policy), place_of, host.in_turns(self._catch_up))
         self._sizes: dict[CachedBlock, int] = {}
         self._scanned = False
+        self._scan_ended = asyncio.Event()
         self._used_bytes = 0
         self._queue = Demotions(host, Tier.DISK, self._write_block)
         self._paused_until = 0.0
@@ -100,6 +107,35 @@ class DiskTier:
         for executor in (self._writer, self._reader):
             await asyncio.to_thread(executor.shutdown, cancel_futures=True)  # a step may take a while
         self._store.close()
+
+    @property
+    def is_scanning(self) -> bool:
+        """Return whether there may be blocks on disk that the index does not know yet: ``find`` asks for them."""
+        return not self._scan_ended.is_set()
+
+    async def scan_ended(self) -> None:
+        """Wait until the blocks on disk are in the index."""
+        await self._scan_ended.wait()
+
+    async def find(self, namespace: Namespace, hashes: Sequence[bytes]) -> list[CachedBlock]:
+        """Return those leading blocks that are on disk, or in the index, while the folder is being scanned."""
+        loop, found = asyncio.get_running_loop(), list[CachedBlock]()
+        keys = [BlockKey(namespace, block_hash) for block_hash in hashes[:MAX_FOUND]]
+        for first in range(0, len(keys), FOUND_AT_ONCE):
+            some = keys[first : first + FOUND_AT_ONCE]
+            try:
+                on_disk = await loop.run_in_executor(self._reader, self._store.find, some)
+            except DiskError as error:
+                self._pause(error)
+                break
+            for key, one in zip(some, on_disk, strict=True):
+                block = self._host.index.get(*key)
+                if block is None and one is not None:
+                    block = self._adopt(one)
+                if block is None or block.state is not BlockState.READY:
+                    return found
+                found.append(block)
+        return found
 
     def store(self, block: CachedBlock) -> None:
         """Queue a block of the host tier to be written, unless too many wait."""
@@ -232,6 +268,7 @@ class DiskTier:
             self._pause(error)
         except Exception as cause:  # blocks on disk are lost to this daemon; new ones can still be written
             log.exception("scanning the disk tier's folder failed", cause=str(cause))
+        self._scan_ended.set()
         await self._queue.run()
 
     async def _sync(self) -> None:
@@ -267,7 +304,7 @@ class DiskTier:
             )
         log.info("disk tier ready", path=str(self._store.root), blocks=len(self._sizes), used_bytes=self._used_bytes)
 
-    def _adopt(self, found: FoundBlock) -> None:
+    def _adopt(self, found: FoundBlock) -> CachedBlock:
         header, (namespace, block_hash) = found.header, found.header.key
         size_bytes = namespace.block_pages * whole_units(header.page_bytes)
         block = self._host.index.adopt(
@@ -275,6 +312,7 @@ class DiskTier:
         )
         self._host.know(namespace, header.page_bytes, header.model)
         self._add(block, found.size_bytes)
+        return block
 
     async def _write_block(self, block: CachedBlock) -> None:
         """Write a block, evicting others first where needed."""

@@ -127,15 +127,24 @@ class LowerTiers:
     async def find(
         self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, page_bytes: int
     ) -> list[CachedBlock]:
-        """Return those leading blocks that the remote tier has, as blocks of the index."""
-        if self._remote is None or not hashes:
-            return []
-        return await self._remote.find(namespace, hashes, parent, page_bytes)
+        """Return those leading blocks that lower tiers have and the index may not know, as blocks of the index."""
+        found = await self._disk.find(namespace, hashes) if self._disk is not None and self._disk.is_scanning else []
+        rest = hashes[len(found) :]
+        if self._remote is None or not self._remote.available or not rest:
+            return found
+        parent = found[-1].hash if found else parent
+        return found + await self._remote.find(namespace, rest, parent, page_bytes)
 
     @property
-    def has_remote(self) -> bool:
+    def may_find(self) -> bool:
         """Return whether ``find`` may find anything."""
-        return self._remote is not None and self._remote.available
+        is_scanning = self._disk is not None and self._disk.is_scanning
+        return is_scanning or (self._remote is not None and self._remote.available)
+
+    async def known(self) -> None:
+        """Wait until the index knows what is on disk."""
+        if self._disk is not None:
+            await self._disk.scan_ended()
 
     def promote(self, block: CachedBlock) -> asyncio.Future[bool] | None:
         """Promote a block to the host tier; None where it is there already, or gone.

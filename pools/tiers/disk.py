@@ -478,6 +478,14 @@ class DiskStore:
         finally:
             os.close(opened.fd)
 
+    def find(self, keys: Sequence[BlockKey]) -> list[FoundBlock | None]:
+        """Return those of these blocks that are on disk, whether a scan has come to them or not; None for the others.
+
+        Raises:
+            DiskError: no descriptor is left.
+        """
+        return [self._found(Candidate(key, 0)) for key in keys]
+
     def _readable(self, candidates: Sequence[Candidate]) -> tuple[tuple[FoundBlock, ...], list[Candidate]]:
         """Return the blocks, and those of the candidates that no descriptor was left for."""
         found: list[FoundBlock] = []

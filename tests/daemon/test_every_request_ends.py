@@ -65,7 +65,7 @@ async def hung(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncI
         stored = client.store("pool", HASHES, ids[:1])
         await client.wait_done(stored)
         monkeypatch.setattr(HostRegion, "populate", lambda *_: gate.wait(MARGIN_S))
-        monkeypatch.setattr(LowerTiers, "has_remote", True)
+        monkeypatch.setattr(LowerTiers, "may_find", True)
         monkeypatch.setattr(LowerTiers, "find", asks)
         try:
             yield Hung(client, ids, await client.open_events(), copying, gate)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.pools.tiers.block_file import DiskFailedError, DiskFullError
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
-from kvferry.pools.tiers.disk import DiskStore
+from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.protocol.errors import CacheMissError
-from kvferry.protocol.tier_messages import CacheEvict, CacheEvicted
-from tests.daemon.tiers.tier_harness import Engine, Harness, harness, names, settle, until
+from kvferry.protocol.tier_messages import CacheEvict, CacheEvicted, Found, Lookup
+from tests.daemon.tiers.tier_harness import POOL, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
 
@@ -78,6 +79,54 @@ async def test_the_next_daemon_finds_them(folder: Path) -> None:
         operation, contents = await loaded(second, engine, 1, 2, 3)
         assert engine.error(operation) is None
         assert contents == [{1}, {2}, {3}]
+
+
+@pytest.fixture
+def scan_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold scans of folders before the first file until this is set."""
+    goes_on, scan = threading.Event(), DiskStore.scan
+
+    def held(store: DiskStore) -> Iterator[tuple[FoundBlock, ...]]:
+        while not goes_on.is_set():
+            yield ()
+        yield from scan(store)
+
+    monkeypatch.setattr(DiskStore, "scan", held)
+    return goes_on
+
+
+async def test_a_lookup_finds_what_is_on_disk_before_the_scan_does(folder: Path, scan_goes_on: threading.Event) -> None:
+    scan_goes_on.set()
+    async with harness(8, disk=folder) as first:
+        await written(first, 1, 2, 4, 5)
+    scan_goes_on.clear()
+    async with harness(8, disk=folder, scanned=False) as second:
+        await second.stored(3)
+        engine = second.engine()
+        found = await engine.answer(Lookup(pool=POOL, hashes=b"".join(names(1, 2, 3, 4, 6, 5))), Found)
+        assert (found.blocks, found.host, found.disk) == (4, 1, 3)
+        scan_goes_on.set()
+        await until(lambda: len(second.host.index) == 5)
+        ids = engine.allocate(4)
+        operation = engine.load(found.lease, ids)
+        await until(lambda: second.copier.finish_all() or engine.done(operation))
+        assert engine.read(ids) == [{1}, {2}, {3}, {4}]
+
+
+async def test_a_reset_drops_what_is_on_disk_and_not_known_yet(folder: Path, scan_goes_on: threading.Event) -> None:
+    scan_goes_on.set()
+    async with harness(8, disk=folder) as first:
+        await written(first, 1, 2)
+    scan_goes_on.clear()
+    async with harness(8, disk=folder, scanned=False) as second:
+        engine = second.engine()
+        number = engine.send(CacheEvict(everything=True, pool=POOL))
+        await settle()
+        assert number not in engine.replies
+        scan_goes_on.set()
+        await until(lambda: number in engine.replies)
+        assert engine.reply(number, CacheEvicted).blocks == 2
+    assert not files(folder)
 
 
 async def test_the_oldest_go_for_new_ones(folder: Path) -> None:

@@ -230,7 +230,7 @@ async def test_a_store_that_is_away_is_no_tier(far: Harness) -> None:
     [block] = await far.stored(1)
     await settle()
     assert not block.in_remote
-    assert not far.lower.has_remote
+    assert not far.lower.may_find
     [status] = far.lower.status()
     assert (status.tier, status.state) == ("remote", "away")
 

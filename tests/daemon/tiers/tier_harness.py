@@ -441,12 +441,18 @@ async def harness(
     tenants: Sequence[int] = (1,),
     transitions: Transitions = TRANSITIONS,
     adds_up: bool = True,
+    scanned: bool = True,
     **fields: Any,  # noqa: ANN401
 ) -> AsyncIterator[Harness]:
-    """Yield a harness with a pool of each tenant; in the end all must add up, unless the test has spoiled it."""
+    """Yield a harness with a pool of each tenant; in the end all must add up, unless the test has spoiled it.
+
+    ``scanned``: what is on disk is known from the beginning.
+    """
     config = tiers_config(units, disk=DiskTierConfig(path=str(disk) if disk else None, max_bytes=disk_bytes), **fields)
     made = Harness(config, remote=remote, transitions=transitions)
     await made.lower.start()
+    if scanned:
+        await made.lower.known()
     try:
         for tenant in tenants:
             await new_pool(made, tenant=tenant)
