@@ -104,7 +104,7 @@ class Lease(msgspec.Struct):
 
 
 class _Unpinning(NamedTuple):
-    """The blocks of a lease that has ended; the first ``done`` ones are not pinned any more."""
+    """The blocks of a lease or a LOAD that has ended; the first ``done`` ones are not pinned any more."""
 
     holder: int
     blocks: Sequence[CachedBlock]
@@ -182,7 +182,7 @@ class PrefixCache:
         self._looking: dict[tuple[int, int], list[CachedBlock]] = {}
         """The blocks that each lookup pins while lower tiers are asked, by session and message."""
         self._unpinning: deque[_Unpinning] = deque()
-        """What leases that have ended pin still."""
+        """What leases and LOADs that have ended pin still."""
         self._unpin_rest = host.in_turns(self._unpin_some)
         self._lookups = Background("a lookup")
         self._loads = Background("a load")
@@ -289,7 +289,7 @@ class PrefixCache:
             self._unpin_rest()
 
     def _unpin_some(self) -> bool:
-        """Unpin some blocks of leases that have ended; return whether there are more."""
+        """Unpin some blocks of leases and LOADs that have ended; return whether there are more."""
         left = UNPINNED_AT_ONCE
         while self._unpinning and left:
             holder, blocks, done = self._unpinning.popleft()
@@ -572,7 +572,11 @@ class PrefixCache:
         self._operations.start(operation, job)
 
     def _loaded(self, operation: Operation, loading: _Loading, error: KvferryError | None) -> Ending:
-        self._host.free_all(self._host.index.unpin_holder(loading.holder))
+        if loading.holder:
+            self._unpinning.append(_Unpinning(loading.holder, loading.blocks, 0))
+            loading.holder = 0
+            if self._unpin_some():
+                self._unpin_rest()
         done = TierDone(operation=operation.number, kind="load")
         if isinstance(error, SnapshotDamagedError):
             self._damaged(loading, error)

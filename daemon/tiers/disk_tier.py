@@ -384,7 +384,9 @@ class DiskTier:
         """Evict files until ``size_bytes`` fit; blocks that a lookup waits for stay. Return whether they fit."""
         if size_bytes > self._max_bytes:
             return False
-        turns_left = CATCH_UP_TURNS
+        if self._used_bytes + size_bytes <= self._max_bytes:
+            return True
+        turns_left = await self._caught_up(CATCH_UP_TURNS)
         for block in self._policy.victims():
             if self._used_bytes + size_bytes <= self._max_bytes:
                 break
@@ -394,11 +396,16 @@ class DiskTier:
             self._host.index.set_tier(block, Tier.DISK, present=False)
             self._counters.add("tiers.disk.evicted_blocks")
             await self._unlink(block)
-            while self._policy.behind > USES_AT_ONCE and turns_left:
-                turns_left -= 1
-                self._policy.catch_up(USES_AT_ONCE)
-                await asyncio.sleep(0)
+            turns_left = await self._caught_up(turns_left)
         return self._used_bytes + size_bytes <= self._max_bytes
+
+    async def _caught_up(self, turns_left: int) -> int:
+        """Tell the policy of what it does not know yet, in at most so many turns; return how many of them are left."""
+        while self._policy.behind > USES_AT_ONCE and turns_left:
+            turns_left -= 1
+            self._policy.catch_up(USES_AT_ONCE)
+            await asyncio.sleep(0)
+        return turns_left
 
     async def _unlink(self, block: CachedBlock) -> None:
         try:

@@ -30,6 +30,7 @@ from kvferry.pools.tiers.arena import Arena, Extent, Freed, NotEnoughError, Offs
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import BlockIndex, PinnedBlocks
 from kvferry.pools.tiers.journal import CacheJournal
+from kvferry.pools.tiers.policies import MOST_BEHIND
 from kvferry.protocol.config.memory import smallest_limit
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import RETRY_LATER_MS, OutOfMemoryError, OverloadedError, TierOffError
@@ -52,7 +53,7 @@ USES_AT_ONCE = 32
 EVICTED_AT_ONCE = 32
 """Uses that eviction policies are told of, and blocks that are evicted ahead, in a turn of the loop: some 0.5 ms."""
 
-CATCH_UP_TURNS = 256
+CATCH_UP_TURNS = MOST_BEHIND // USES_AT_ONCE
 """For so many turns an operation that needs room waits for eviction policies that others' uses keep behind."""
 
 LARGER_TIER = "ask for fewer pages at once, or raise tiers.host_bytes, and the user's quota (tiers.tenant_bytes)"

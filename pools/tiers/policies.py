@@ -128,8 +128,8 @@ class Lru(Generic[Key]):
         node.link_before(self._end)
 
 
-MOST_BEHIND: Final = 1 << 14
-"""Uses that a policy has not been told of yet: those of prompts of a quarter million tokens, in pages of 16."""
+MOST_BEHIND: Final = 1 << 17
+"""Uses that a policy has not been told of yet: those of two of the longest requests, each of which is told in turns."""
 
 
 class _Run(NamedTuple, Generic[Key]):

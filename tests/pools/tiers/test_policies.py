@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvferry.pools.tiers import policies
 from kvferry.pools.tiers.policies import POLICY_NAMES, Deferred, EvictionPolicy, Key, make_policy
 from kvferry.pools.tiers.reuse_policy import Place
+from kvferry.protocol.tier_messages import MAX_HASHES
 from tests.devices import DEVICE
 
 KEYS = st.integers(0, 11)
@@ -210,6 +211,14 @@ def test_a_policy_that_is_told_later_decides_the_same(name: str, data: st.DataOb
         assert victim == expected
         later.remove(victim)
     assert later.behind == 0
+
+
+def test_a_policy_is_told_of_the_longest_request_in_turns() -> None:
+    """All at once, it would hold up others for seconds."""
+    later: Deferred[int] = Deferred(make_policy("reuse"), place, lambda: None)
+    later.add(range(MAX_HASHES))
+    later.hit(range(MAX_HASHES))
+    assert later.behind == 2 * MAX_HASHES
 
 
 def test_a_policy_falls_behind_by_so_many_uses_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
