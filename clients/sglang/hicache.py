@@ -63,13 +63,18 @@ SHA256_DIGITS: Final = 64
 COMPUTED_WITH: Final = (
     "dtype",
     "quantization",
-    "quantization_param_path",
+    "modelopt_quant",
     "kv_cache_dtype",
     "json_model_override_args",
+    "model_config_parser",
+    "is_embedding",
     "load_format",
     "model_impl",
 )
 """Arguments of SGLang's under which the same weights and tokens give other KV, or other bytes of it."""
+
+FILES: Final = ("quantization_param_path", "decrypted_config_file", "modelopt_checkpoint_restore_path")
+"""Arguments that name files of the same effect."""
 
 
 class HostPool(NamedTuple):
@@ -222,8 +227,9 @@ def _identity() -> ModelIdentity:
 
     model = get_model()
     told = {name: str(getattr(model, name)) for name in COMPUTED_WITH}
-    if model.quantization_param_path:  # a file of scales
-        told["quantization_param_path"] = weights_revision(str(model.quantization_param_path), None, None)
+    for name in FILES:
+        if path := getattr(model, name):
+            told[name] = weights_revision(str(path), None, None)
     settings_digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     return msgspec.structs.replace(model_identity(), revision=f"{identity.weights.begin()}-{settings_digest}")
 

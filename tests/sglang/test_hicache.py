@@ -17,6 +17,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from kvferry.clients import Client
+from kvferry.clients.sglang import hicache
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from tests.daemons import (
     COMMAND,
@@ -208,6 +209,20 @@ def test_a_checkpoint_in_the_place_of_another_is_another(daemon: DaemonProcess, 
     weights.write_bytes(bytes(1 << 20))
     with opened(daemon.runtime_dir, name, model_path=str(tmp_path)) as one:
         assert one.storage.batch_exists(keys_of(name, 1)) == 1
+
+
+@pytest.mark.parametrize("option", hicache.FILES)
+def test_a_file_in_the_place_of_another_is_another(
+    daemon: DaemonProcess, name: str, tmp_path: Path, option: str
+) -> None:
+    file = tmp_path / "file.json"
+    file.write_text("1")
+    with opened(daemon.runtime_dir, name, **{option: str(file)}) as one:
+        stored(one, name)
+    for content, found in (("2", 0), ("1", PAGES)):
+        file.write_text(content)
+        with opened(daemon.runtime_dir, name, **{option: str(file)}) as one:
+            assert one.storage.batch_exists(keys_of(name, PAGES)) == found
 
 
 def test_clear_drops_this_models_blocks_alone(daemon: DaemonProcess, name: str) -> None:
