@@ -157,6 +157,15 @@ def note_end(result: object, *_: object) -> None:  # noqa: ARG001  SGLang's
         weights.change(version=weights.version)
 
 
+def note_resumed(_: object, __: object, recv_req: Any) -> None:  # noqa: ANN401  SGLang's object
+    """Note that memory is there again; weights without a copy elsewhere are nothing until they are written."""
+    from sglang.srt.runtime_context import get_exec  # noqa: PLC0415  SGLang need not be there
+
+    is_restored = get_exec().features.enable_weights_cpu_backup
+    if weights.start and not is_restored and "weights" in (recv_req.tags or ["weights"]):
+        weights.change()
+
+
 def note_version(_: object, __: object, recv_req: Any) -> None:  # noqa: ANN401  SGLang's object
     """Note what changed weights are called."""
     weights.name(str(recv_req.new_version))

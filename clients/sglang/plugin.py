@@ -48,6 +48,8 @@ _UPDATES: Final = tuple(
         "update_weights_from_ipc",
     )
 )
+_END_UPDATE: Final = f"{_WEIGHTS}end_weight_update"
+_RESUME: Final = f"{_WEIGHTS}resume_memory_occupation"
 _LORA: Final = f"{_SRT}lora.lora_manager.LoRAManager._load_lora_adapter"
 _SENDERS: Final = f"{_SRT}disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 _RECEIVERS: Final = f"{_SRT}disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
@@ -107,7 +109,7 @@ KNOWN: Final = (
     Known(f"{_STORAGE}batch_exists", ("self", "keys", "extra_info")),
     Known(f"{_STORAGE}batch_get_v1", ("self", "keys", "host_indices", "extra_info")),
     Known(f"{_STORAGE}batch_set_v1", ("self", "keys", "host_indices", "extra_info")),
-    *(Known(path, ("self", "recv_req")) for path in (*_UPDATES, f"{_WEIGHTS}end_weight_update")),
+    *(Known(path, ("self", "recv_req")) for path in (*_UPDATES, _END_UPDATE, _RESUME)),
     Known(f"{_SCHEDULER}.handle_update_weight_version", ("self", "recv_req")),
     Known(_LORA, ("self", "lora_ref")),
     Known(f"{_LORA}_from_tensors", ("self", "lora_ref", "tensors", "config_dict", "added_tokens_config")),
@@ -200,7 +202,8 @@ def _register(unknown: list[str]) -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.register(f"{_HOST}base.HostKVCache._allocate_host_buffer", hicache.choose_allocator, HookType.BEFORE)
     for target, note in (
-        (f"{_WEIGHTS}end_weight_update", identity.note_end),
+        (_END_UPDATE, identity.note_end),
+        (_RESUME, identity.note_resumed),
         (f"{_SCHEDULER}.handle_update_weight_version", identity.note_version),
         (_SENDERS, identity.note_sender),
         (_RECEIVERS, identity.note_receiver),

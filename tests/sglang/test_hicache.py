@@ -216,12 +216,13 @@ def test_a_file_in_the_place_of_another_is_another(
     daemon: DaemonProcess, name: str, tmp_path: Path, option: str
 ) -> None:
     file = tmp_path / "file.json"
+    told: dict[str, Any] = {option: str(file)}
     file.write_text("1")
-    with opened(daemon.runtime_dir, name, **{option: str(file)}) as one:
+    with opened(daemon.runtime_dir, name, **told) as one:
         stored(one, name)
     for content, found in (("2", 0), ("1", PAGES)):
         file.write_text(content)
-        with opened(daemon.runtime_dir, name, **{option: str(file)}) as one:
+        with opened(daemon.runtime_dir, name, **told) as one:
             assert one.storage.batch_exists(keys_of(name, PAGES)) == found
 
 

@@ -24,6 +24,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
+    ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
@@ -33,6 +34,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from tests.daemons import DaemonProcess, RestartedDaemon, running_daemon
@@ -247,7 +249,7 @@ class Weights:
             begin_weight_update=lambda: None,
             end_weight_update=lambda **_: None,
         )
-        monkeypatch.setattr(torch.distributed, "barrier", lambda **_: None)
+        monkeypatch.setattr(torch.distributed, "barrier", lambda *_, **__: None)
         monkeypatch.setattr(
             SchedulerWeightUpdaterManager, "__post_init__", lambda manager: setattr(manager, "tp_cpu_group", None)
         )
@@ -255,12 +257,13 @@ class Weights:
             tp_worker=SimpleNamespace(
                 weight_update_runners=lambda: [("target", SimpleNamespace(weight_updater=runner))],
                 deserialize_own_rank=lambda _: {},
+                model_runner=SimpleNamespace(model=torch.nn.Module()),
             ),
             draft_worker=None,
-            memory_saver_adapter=None,
+            memory_saver_adapter=SimpleNamespace(resume=lambda _: None),
             flush_cache=lambda **_: True,
             is_fully_idle=lambda **_: True,
-            scheduler=SimpleNamespace(record_weight_version_change=lambda **_: None),
+            scheduler=SimpleNamespace(record_weight_version_change=lambda **_: None, disaggregation_mode=None),
         )
 
     def from_disk(self, folder: Path, **told: object) -> None:
@@ -276,6 +279,12 @@ class Weights:
     def end(self) -> None:
         """End it."""
         assert self.manager.end_weight_update(EndWeightUpdateReqInput()).success
+
+    def resume(self, tag: str) -> None:
+        """Have released memory again."""
+        self.manager.offload_tags.add(tag)
+        self.manager.stashed_model_static_state = {"buffers": []}
+        self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))
 
     def from_tensors(self, version: str | None = None) -> None:
         """Load other ones, whose content nobody tells."""
@@ -345,6 +354,18 @@ def test_weights_that_were_written_past_sglang_share_nothing(one: Opened, weight
     assert shared(one, request(), request()) == PAGES
     weights.end()
     assert one.storage.batch_exists(keys(request())) == 0
+
+
+@pytest.mark.parametrize(
+    ("tag", "is_copied", "found"), [("weights", False, 0), ("weights", True, PAGES), ("kv_cache", False, PAGES)]
+)
+def test_weights_without_a_copy_are_others_when_their_memory_is_back(
+    one: Opened, weights: Weights, tag: str, *, is_copied: bool, found: int
+) -> None:
+    assert shared(one, request(), request()) == PAGES
+    with get_context().override_server_args(enable_weights_cpu_backup=is_copied):
+        weights.resume(tag)
+    assert one.storage.batch_exists(keys(request())) == found
 
 
 # -- prefill and decode
