@@ -21,7 +21,7 @@ import structlog
 import uvloop
 
 from kvferry.daemon.control.control_socket import ControlSocket
-from kvferry.daemon.control.dispatch import Dispatcher
+from kvferry.daemon.control.dispatch import Dispatcher, OpenCall
 from kvferry.daemon.control.hub import EndpointsChanged, EventHub, InstanceEnded, PoolRemoved, SessionEnded
 from kvferry.daemon.control.kept_bytes import ConnectionBytes
 from kvferry.daemon.control.metrics import Counters
@@ -64,7 +64,6 @@ from kvferry.pools import copy_kernel
 from kvferry.pools.devices.accelerator import STUCK_AFTER_S
 from kvferry.pools.devices.base import Region
 from kvferry.protocol import VERSION
-from kvferry.protocol.base import Body
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.config.memory import kept_bytes, smallest_limit
 from kvferry.protocol.config.schema import Config
@@ -260,6 +259,7 @@ class Daemon:
         )
         self._verification = Verification(
             self._dispatcher,
+            self._control.user_of,
             self._registry,
             self._pools,
             state_machine.endpoints,
@@ -270,7 +270,7 @@ class Daemon:
         hub.subscribe(SessionEnded, self._session_ended)
         hub.subscribe(InstanceEnded, self._instance_ended)
         self._dispatcher.handle_open("HELLO", self._hello)
-        self._dispatcher.handle_open("PING", lambda _body, _identity: Pong())
+        self._dispatcher.handle_open("PING", lambda _call: Pong())
         self._dispatcher.handle_open("STATUS", self._status)
         self._dispatcher.check_complete()
 
@@ -434,19 +434,19 @@ class Daemon:
         self._redeem(asked)
         return self._registry.region_of(asked)
 
-    def _hello(self, body: Body, _identity: bytes) -> Welcome:
-        if not isinstance(body, Hello):
+    def _hello(self, call: OpenCall) -> Welcome:
+        if not isinstance(call.body, Hello):
             raise MalformedError("no HELLO")
         return Welcome(
-            protocol=agree(body.protocol_min, body.protocol_max),
+            protocol=agree(call.body.protocol_min, call.body.protocol_max),
             daemon_version=VERSION,
             features=FEATURES,
             limits=self._limits,
         )
 
-    def _status(self, _body: Body, identity: bytes) -> StatusReport:
-        user = self._control.user_of(identity)
-        if self._control.is_of_session(identity):
+    def _status(self, call: OpenCall) -> StatusReport:
+        user = self._control.user_of(call.identity)
+        if self._control.is_of_session(call.identity):
             return seen_by(self._report(), user)
         began_s = time.perf_counter()
         report = self._last_report

@@ -21,7 +21,7 @@ def add_verify(command: argparse.ArgumentParser) -> None:
 
 def verify(options: argparse.Namespace) -> int:
     """Print a line for each finding, then what was checked; return 1 where something is wrong."""
-    with Connection.open(options.runtime_dir, "verify", timeout_s=options.timeout, session=True) as connection:
+    with Connection.open(options.runtime_dir, "verify", timeout_s=options.timeout) as connection:
         verified = connection.call(Verify(deep=options.deep), timeout_s=connection.left_s)
     if options.json:
         print(json_line(verified))

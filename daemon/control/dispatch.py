@@ -75,8 +75,17 @@ class Handler(Protocol):
         """Return the reply, or None if ``Dispatcher.answer`` is called later; raise KvferryError to refuse."""
 
 
-OpenHandler = Callable[[Body, bytes], ReplyBody]
-"""Handles a type of request that needs no session, of the connection with this identity."""
+class OpenCall(NamedTuple):
+    """A request that needs no session, of the connection with this identity; see ``Call``."""
+
+    message_id: int
+    identity: bytes
+    body: Body
+    deadline_s: float
+
+
+OpenHandler = Callable[[OpenCall], ReplyBody | None]
+"""Returns the reply, or None if ``Dispatcher.answer_open`` is called later; raises KvferryError to refuse."""
 
 
 class SendFrames(Protocol):
@@ -234,6 +243,12 @@ class Dispatcher:
             self.answer(call.session, call.message_id, answer)
         self._push_after(call)
 
+    def answer_open(self, call: OpenCall, answer: ReplyBody | KvferryError) -> None:
+        """Send the reply, or the refusal, that the handler of a request without a session deferred."""
+        body = _error_body(answer) if isinstance(answer, KvferryError) else answer
+        self._count(body)
+        self._send(call.identity, encode(Reply(call.message_id, self._boot_id, body)))
+
     def answer_failure(self, call: Call, cause: Exception) -> None:
         """Answer a request that a handler deferred with what was raised since; log what is a bug."""
         self.answer(call.session, call.message_id, Answer(self._refusal(call.body, cause)))
@@ -313,7 +328,11 @@ class Dispatcher:
             session.reads_together, session.reads_merged = request.body.events_together, request.body.events_merged
         open_handler = self._open_handlers.get(kind)
         if open_handler is not None:
-            self._send(identity, encode(Reply(request.message_id, self._boot_id, open_handler(request.body, identity))))
+            deadline_ms = min(request.deadline_ms or self._limits.default_deadline_ms, self._limits.max_deadline_ms)
+            call = OpenCall(request.message_id, identity, request.body, deadline_ms / 1000)
+            answer = open_handler(call)
+            if answer is not None:
+                self.answer_open(call, answer)
         elif session is None:
             raise NoSessionError(f"{kind.__name__} needs a session", field="secret")
         elif not request.boot_id:

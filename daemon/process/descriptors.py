@@ -7,7 +7,8 @@ strangers make the daemon open is counted here before it is kept. Of the limit, 
 - four *shares* are for what has no session: connections to the control socket, connections of other daemons, those to
   the session socket that have not opened one, and links to other daemons. New ones take the place of the oldest.
 - the *room* is for sessions, pools, rings and tables. One user may have three quarters of it, and half of it for pools,
-  so that pools do not keep sessions out. What does not fit is refused.
+  so that pools do not keep sessions out. What does not fit is refused; root and the daemon's own user may open a few
+  sessions more.
 
 Counts are of what is promised: a session has its control connection from its first moment on.
 """
@@ -22,6 +23,7 @@ from typing import Final, Literal
 
 import structlog
 
+from kvferry.daemon.process.access import may_see_all
 from kvferry.protocol.errors import ConfigError, OutOfDescriptorsError
 from kvferry.protocol.session_messages import DescriptorsStatus
 
@@ -35,6 +37,8 @@ PER_POOL: Final = 2 * PER_REGION
 """Its memory, and the record from which the next daemon adopts it."""
 PER_SESSION: Final = 3
 """Its socket, the process's pidfd, and its control connection."""
+OPERATORS: Final = 4
+"""Sessions, out of the reserve, that root and the daemon's own user may have beyond the bounds: commands need one."""
 PER_RING: Final = PER_REGION + 1
 """With the eventfd."""
 PER_LINK: Final = 6
@@ -161,8 +165,9 @@ class Descriptors:
         ]
         if kind == "pools":
             bounds.insert(0, (self.promised(user, kind), self._room // 2, f"pools of user {user} (your bound)"))
+        of_operators = OPERATORS * PER_SESSION if kind == "sessions" and may_see_all(user) else 0
         for promised, bound, whose in bounds:
-            if promised + count > bound:
+            if promised + count > bound + of_operators:
                 self._refuse(f"{whose} would have {promised + count} of at most {bound} descriptors")
         if 2 * bounds[-1][0] > self._room and self._count() + count > self.limit - self._reserve // 2:
             self._refuse(f"{self._count()} of {self.limit} descriptors are open")

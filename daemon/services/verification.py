@@ -12,13 +12,13 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
 import structlog
 
-from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.control.dispatch import Dispatcher, OpenCall
 from kvferry.daemon.process.access import may_see_all
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.pool_registry import PoolRegistry
@@ -30,7 +30,14 @@ from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.pools.allocator import HeldPages, PageAllocator
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
 from kvferry.pools.pool import Pool
-from kvferry.protocol.errors import RETRY_LATER_MS, AccessDeniedError, InternalError, OverloadedError
+from kvferry.protocol.errors import (
+    RETRY_LATER_MS,
+    AccessDeniedError,
+    DeadlineError,
+    InternalError,
+    KvferryError,
+    OverloadedError,
+)
 from kvferry.protocol.session_messages import Finding, Verified, Verify
 
 SLICE_S: Final = 0.5e-3
@@ -57,11 +64,12 @@ log = structlog.get_logger(__name__)
 
 
 class Verification:
-    """Answers VERIFY, one at a time."""
+    """Answers VERIFY, one at a time; without a session, which an operator may not get where there are too many."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
+        user_of: Callable[[bytes], int | None],
         registry: PoolRegistry,
         pools: PoolService,
         endpoints: Endpoints,
@@ -69,7 +77,9 @@ class Verification:
         receiver: NetworkReceiver | None,
         adoption: Adoption,
     ) -> None:
+        """``user_of`` returns the user who made a connection."""
         self._dispatcher = dispatcher
+        self._user_of = user_of
         self._registry = registry
         self._pools = pools
         self._endpoints = endpoints
@@ -79,7 +89,7 @@ class Verification:
         self._background = Background("a VERIFY")
         self._in_progress = False
         self._longest_s = 0.0
-        dispatcher.handle("VERIFY", self._verify)
+        dispatcher.handle_open("VERIFY", self._verify)
 
     def __repr__(self) -> str:
         """Show whether one is in progress."""
@@ -89,31 +99,32 @@ class Verification:
         """Cancel the one that is in progress."""
         await self._background.close()
 
-    def _verify(self, call: Call) -> Answer | None:
-        body = expect(call, Verify)
-        if not may_see_all(call.session.tenant):
+    def _verify(self, call: OpenCall) -> None:
+        assert isinstance(call.body, Verify), call.body
+        user = self._user_of(call.identity)
+        if not may_see_all(user):
             raise AccessDeniedError(
-                f"VERIFY names every user's pools and requests: user {call.session.tenant} is neither root nor the "
-                f"daemon's own user {os.geteuid()}"
+                f"VERIFY names every user's pools and requests: user {user} is neither root nor the daemon's own user "
+                f"{os.geteuid()}"
             )
         if self._in_progress:
             raise OverloadedError("another VERIFY is in progress").after(RETRY_LATER_MS)
         self._in_progress = True
-        self._background.spawn(self._answer(call, deep=body.deep))
-        return None
+        self._background.spawn(self._answer(call, deep=call.body.deep))
 
-    async def _answer(self, call: Call, *, deep: bool) -> None:
+    async def _answer(self, call: OpenCall, *, deep: bool) -> None:
         until_s = asyncio.get_running_loop().time() + call.deadline_s - MARGIN_S
+        answer: Verified | KvferryError
         try:
-            verified = await self._verified(deep=deep, until_s=until_s)
+            async with asyncio.timeout(call.deadline_s):
+                answer = await self._verified(deep=deep, until_s=until_s)
+        except TimeoutError:
+            answer = DeadlineError(f"VERIFY took longer than {call.deadline_s:g} s", remedy="allow more time")
         except Exception as cause:  # what checks for bugs may have one
             log.exception("VERIFY failed", cause=str(cause))
-            error = InternalError(f"VERIFY failed: {type(cause).__name__}")
-            self._in_progress = False
-            self._dispatcher.answer_error(call.session, call.message_id, error)
-        else:
-            self._in_progress = False
-            self._dispatcher.answer(call.session, call.message_id, Answer(verified))
+            answer = InternalError(f"VERIFY failed: {type(cause).__name__}")
+        self._in_progress = False
+        self._dispatcher.answer_open(call, answer)
 
     async def _verified(self, *, deep: bool, until_s: float) -> Verified:
         self._longest_s = 0.0

@@ -37,7 +37,7 @@ class Dispatching:
         self.hub = EventHub()
         self.dispatcher = Dispatcher(BOOT, limits, self.sessions, self.counters, self.send, self.hub)
         self.said = asyncio.Event()
-        self.dispatcher.handle_open("PING", lambda _body, _identity: Pong())
+        self.dispatcher.handle_open("PING", lambda _call: Pong())
         self.dispatcher.handle("ALLOCATE", self.allocate)
         self.dispatcher.handle("DELETE_POOL", self.deferred_call)
         self.sent: list[tuple[bytes, Reply | Event, tuple[PageIds, ...]]] = []

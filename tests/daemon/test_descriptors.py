@@ -12,7 +12,9 @@ import psutil
 import pytest
 
 from kvferry.clients import Client, MhaSpec, SharedMemory
+from kvferry.clients.cli.main import main
 from kvferry.clients.pool import AttachedPool
+from kvferry.daemon.process.descriptors import OPERATORS, PER_SESSION, Descriptors
 from kvferry.protocol.errors import OutOfDescriptorsError, OverloadedError
 from kvferry.protocol.session_messages import DescriptorsStatus
 from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
@@ -117,6 +119,7 @@ def test_sessions_of_one_user(daemon: DaemonProcess, engine: Engine) -> None:
         assert len(opened) > 20
         engine.is_well()
         assert descriptors(daemon).open < LIMIT - 16
+        assert main(["verify", "--runtime-dir", str(daemon.runtime_dir)]) == 0, "an operator's check needs no session"
         opened.pop().close()
         assert soon(lambda: is_served(daemon)), "one that left makes room"
 
@@ -192,3 +195,28 @@ def test_every_request_that_needs_a_descriptor_is_refused_by_name(daemon: Daemon
         for name in made:
             client.delete_pool(name)
         engine.is_well()
+
+
+def test_operators_have_a_few_sessions_where_others_have_taken_all() -> None:
+    books = Descriptors(LIMIT, count=lambda: 0)
+    taken: list[Session] = []
+
+    def take_all(user: int) -> None:
+        while True:
+            taken.append(Session(user))
+            books.take(taken[-1], user, "sessions", PER_SESSION)
+
+    for user in (4711, 4712):
+        with pytest.raises(OutOfDescriptorsError):
+            take_all(user)
+    others = len(taken)
+    with pytest.raises(OutOfDescriptorsError, match="everybody's bound"):
+        take_all(0)
+    assert len(taken) - others - 1 in {OPERATORS, OPERATORS + 1}, "what is left of the room may be one more"
+
+
+class Session:
+    """Something that descriptors are promised to."""
+
+    def __init__(self, user: int) -> None:
+        self.user = user

@@ -250,7 +250,7 @@ async def test_what_a_deferred_request_causes_does_not_wait_for_its_reply(daemon
 
 
 def test_events_go_together_to_who_reads_them_so(daemon: Dispatching) -> None:
-    daemon.dispatcher.handle_open("HELLO", lambda _body, _identity: Pong())
+    daemon.dispatcher.handle_open("HELLO", lambda _call: Pong())
     hello = Hello(protocol_min=2, protocol_max=2, events_together=True)
     push(daemon, 1, 2)
     daemon.take(hello, number=1)
@@ -266,7 +266,7 @@ def test_events_go_together_to_who_reads_them_so(daemon: Dispatching) -> None:
 
 
 def test_one_finished_tells_of_all_that_happens_at_once_to_who_reads_it_so(daemon: Dispatching) -> None:
-    daemon.dispatcher.handle_open("HELLO", lambda _body, _identity: Pong())
+    daemon.dispatcher.handle_open("HELLO", lambda _call: Pong())
     daemon.take(Hello(protocol_min=2, protocol_max=2, events_together=True, events_merged=True), number=1)
     outcome = Finished(request_id=f"{1:032x}", pool="decode", direction="receive")
     for body in (outcome, settled(2), settled(1)):
@@ -283,7 +283,7 @@ def test_one_finished_tells_of_all_that_happens_at_once_to_who_reads_it_so(daemo
 
 def test_what_is_sent_again_is_not_merged(daemon: Dispatching) -> None:
     """Whoever has heard a part of it would take one FINISHED for what it knows."""
-    daemon.dispatcher.handle_open("HELLO", lambda _body, _identity: Pong())
+    daemon.dispatcher.handle_open("HELLO", lambda _call: Pong())
     hello = Hello(protocol_min=2, protocol_max=2, events_together=True, events_merged=True)
     daemon.take(hello, number=1)
     outcomes = [Finished(request_id=f"{one:032x}", pool="decode", direction="receive") for one in (1, 2)]
@@ -304,7 +304,7 @@ def test_what_is_sent_again_is_not_merged(daemon: Dispatching) -> None:
 
 
 def test_events_with_large_payloads_go_by_themselves(daemon: Dispatching) -> None:
-    daemon.dispatcher.handle_open("HELLO", lambda _body, _identity: Pong())
+    daemon.dispatcher.handle_open("HELLO", lambda _call: Pong())
     daemon.take(Hello(protocol_min=2, protocol_max=2, events_together=True))
     for size_bytes in (10, TOGETHER_BYTES, 10, 20):
         body = Finished(request_id="f" * 32, pool="decode", direction="receive", payload=bytes(size_bytes))
