@@ -23,6 +23,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.tier_messages import (
+    LEASE_S,
     CacheChanges,
     CacheEvents,
     CacheEvict,
@@ -277,14 +278,14 @@ async def test_a_lease_lasts_while_it_is_used(tiers: Harness, engine: Engine, mo
     loop = asyncio.get_running_loop()
     first, second = engine.lookup(names(1)).lease, engine.lookup(names(2)).lease
     now = loop.time()
-    monkeypatch.setattr(loop, "time", lambda: now + prefix_cache.LEASE_S - 1)
+    monkeypatch.setattr(loop, "time", lambda: now + LEASE_S - 1)
     engine.lookup(names(2), lease=first)
-    monkeypatch.setattr(loop, "time", lambda: now + prefix_cache.LEASE_S + 1)
+    monkeypatch.setattr(loop, "time", lambda: now + LEASE_S + 1)
     await until(lambda: tiers.counters.snapshot().get("cache.expired_leases"))
     with pytest.raises(UnknownLeaseError):
         engine.ask(Unpin(lease=second), Unpinned)
     operation = engine.load(first, ids := engine.allocate(2), deadline_ms=3_600_000)
-    monkeypatch.setattr(loop, "time", lambda: now + 3 * prefix_cache.LEASE_S)
+    monkeypatch.setattr(loop, "time", lambda: now + 3 * LEASE_S)
     await settle()
     assert engine.done(operation) is None
     assert engine.session.session_id in tiers.host.index.pinned_by()

@@ -109,7 +109,12 @@ async def test_a_lookup_finds_what_is_on_disk_before_the_scan_does(folder: Path,
         await until(lambda: len(second.host.index) == 5)
         ids = engine.allocate(4)
         operation = engine.load(found.lease, ids)
-        await until(lambda: second.copier.finish_all() or engine.done(operation))
+
+        def is_loaded() -> bool:
+            second.copier.finish_all()
+            return engine.done(operation) is not None
+
+        await until(is_loaded)
         assert engine.read(ids) == [{1}, {2}, {3}, {4}]
 
 
