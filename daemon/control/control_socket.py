@@ -122,15 +122,10 @@ class ControlSocket:
         """The address bound last: the TCP address with its port, if there is one."""
         if also:
             try:
-                self._listeners.append(_listening_on(also))
-            except OSError as cause:
+                self._listeners.append(listening_on(also))
+            except ConfigError:
                 self._listeners[0].close()
-                raise ConfigError(
-                    f"cannot listen on {also}: {cause.strerror}",
-                    field="peers.listen",
-                    retryable=True,  # the process that listens there may end, and the address may come up
-                    remedy="see what listens there (ss -lptn), or name another address of this host",
-                ) from cause
+                raise
             self.endpoint = f"{also.rpartition(':')[0]}:{self._listeners[1].getsockname()[1]}"
 
     def __repr__(self) -> str:
@@ -561,8 +556,12 @@ def _origin(channel: socket.socket, address: object) -> object:
     return address[0] if isinstance(address, tuple) else address
 
 
-def _listening_on(address: str) -> socket.socket:
-    """Return a TCP socket that listens on a numeric address."""
+def listening_on(address: str) -> socket.socket:
+    """Return a TCP socket that listens on a numeric address, ``peers.listen``.
+
+    Raises:
+        ConfigError: it cannot be listened on.
+    """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     listener = socket.socket(socket.AF_INET6 if is_v6(address) else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -570,7 +569,12 @@ def _listening_on(address: str) -> socket.socket:
         listener.bind((host.strip("[]"), int(port)))
         listener.listen(BACKLOG)
         listener.setblocking(False)  # noqa: FBT003  socket's own signature
-    except OSError:
+    except OSError as cause:
         listener.close()
-        raise
+        raise ConfigError(
+            f"cannot listen on {address}: {cause.strerror}",
+            field="peers.listen",
+            retryable=True,  # the process that has the port may end, and the address may come up
+            remedy="see who has the port (ss -ltanp), or name another port or address of this host",
+        ) from cause
     return listener

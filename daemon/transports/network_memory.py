@@ -406,6 +406,19 @@ class NetworkMemory:
             region.close()
 
 
+def network_settings(config: Config) -> MooncakeSettings:
+    """Return how the engine is created.
+
+    Raises:
+        ConfigError: no address to listen on.
+    """
+    address = config.network_address
+    if not address:
+        raise ConfigError("set the address to listen at, or peers.listen", field="network.address")
+    two_writes = 2 * config.network.bounce_buffer_bytes
+    return MooncakeSettings(address=address, protocol=config.network.protocol, max_bytes_in_flight_per_peer=two_writes)
+
+
 async def open_network(config: Config, tuning: NetworkTuning) -> NetworkMemory | None:
     """Start listening for writes of other hosts; None where no transport between hosts is configured.
 
@@ -417,11 +430,7 @@ async def open_network(config: Config, tuning: NetworkTuning) -> NetworkMemory |
     network = config.network
     if network.transport == "none":
         return None
-    address = config.network_address
-    if not address:
-        raise ConfigError("set the address to listen at, or peers.listen", field="network.address")
-    two_writes = 2 * network.bounce_buffer_bytes
-    settings = MooncakeSettings(address=address, protocol=network.protocol, max_bytes_in_flight_per_peer=two_writes)
+    settings = network_settings(config)
     began_s = time.monotonic()
     await asyncio.to_thread(check_delivery, settings)
     checked_ms = round((time.monotonic() - began_s) * 1000)

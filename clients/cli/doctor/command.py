@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from kvferry.clients.cli.console import add_daemon, table
-from kvferry.clients.cli.doctor import kernel, npus, ports, running, tiers, unit, wheels
+from kvferry.clients.cli.doctor import kernel, npus, ports, running, tiers, trials, unit, wheels
 from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, summary
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
 from kvferry.protocol.errors import InvalidFieldError
@@ -28,6 +28,25 @@ Found = Finding | dict[str, Finding] | None
 
 Checks = dict[str, Callable[[], Found]]
 """By the name in the report, the same in every release: programs select by it."""
+
+KEYS: Final[dict[str, tuple[str, ...]]] = {
+    "memory": ("pools.max_bytes",),
+    "huge pages": ("memory.huge_pages",),
+    "numa of pools": ("memory.numa_node",),
+    "memlock": ("pools.max_bytes", "tiers.host_bytes"),
+    "mooncake": ("network.transport", "network.protocol", "tiers.remote.transport", "tiers.remote.protocol"),
+    "peers.listen": ("peers.listen",),
+    "network.address": ("network.address",),
+    "mooncake ports": ("network.transport",),
+    "host tier": ("tiers.host_bytes", "tiers.tenant_bytes", "tiers.quotas", "tiers.remote.segment_bytes"),
+    "disk tier": ("tiers.disk",),
+    "mooncake store": ("tiers.remote.transport",),
+    "tiers.remote.address": ("tiers.remote.address",),
+    "store master": ("tiers.remote.master",),
+    "runtime directory": ("runtime_dir",),
+    "devices.open": ("devices",),
+}
+"""The keys that each check depends on: it is not run where the daemon refuses one of them."""
 
 _LEAST_COLUMNS: Final = 40
 _HEAD: Final = ("check", "state", "found")
@@ -83,10 +102,12 @@ def examine(host: Host, options: argparse.Namespace) -> dict[str, Finding]:
         "daemon": partial(running.check_daemon, daemon),
         "descriptors": partial(running.check_descriptors, daemon),
         "devices": partial(running.check_devices, daemon),
+        "devices.open": partial(trials.check_open, host, needs),
     }
     findings = {"configuration": configuration}
     for name, check in checks.items():
-        findings |= _run(name, check)
+        refused = needs.refused(KEYS.get(name, ()))
+        findings |= {name: refused} if refused else _run(name, check)
     return findings
 
 
@@ -169,7 +190,8 @@ def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> Check
     return {
         "mooncake": partial(wheels.check_wheel, host, needs),
         "libibverbs": partial(wheels.check_verbs, host, needs),
-        "peers.listen": partial(ports.check_listen, needs, sockets, daemon.pid),
+        "peers.listen": partial(ports.check_listen, host, needs, sockets, daemon),
+        "network.address": partial(trials.check_network, host, needs),
         "mooncake ports": partial(ports.check_mooncake, needs, sockets, daemon.pid),
     }
 
@@ -180,6 +202,7 @@ def _tier_checks(host: Host, needs: Needs, daemon: running.Running) -> Checks:
         "host tier": partial(tiers.check_host_tier, host, needs),
         "disk tier": partial(tiers.check_disk_tier, host, needs, used_bytes),
         "mooncake store": partial(wheels.check_store_module, host, needs),
+        "tiers.remote.address": partial(trials.check_store_address, host, needs),
         "store master": partial(tiers.check_master, needs),
         "tiers": partial(running.check_tiers, daemon),
     }

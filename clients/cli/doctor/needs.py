@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,11 +15,33 @@ from kvferry.protocol.errors import ConfigError
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What the configuration requires, whether ``--npu`` requires an NPU, and which process the daemon is."""
+    """What the configuration requires, and what is known of the daemon.
+
+    Attributes:
+        config: the configuration; a key that is wrong has its default.
+        npu_asked: ``--npu`` requires an NPU.
+        daemon_pid: the daemon's process; None if none answers.
+        path: the configuration's file; None if none was given.
+        mistakes: why the daemon refuses the file.
+    """
 
     config: Config = Config()
     npu_asked: bool = False
     daemon_pid: int | None = None
+    path: Path | None = None
+    mistakes: tuple[ConfigError, ...] = ()
+
+    def refused(self, keys: Sequence[str]) -> Finding | None:
+        """Return that the daemon refuses one of these keys, a table of theirs, or the whole file; None if it does not.
+
+        So no check is content with the default of a key that is wrong.
+        """
+        for mistake in self.mistakes:
+            wrong = f"{mistake.field or ''}"
+            if any(not wrong or f"{key}.".startswith(f"{wrong}.") or wrong.startswith(f"{key}.") for key in keys):
+                said = f"the daemon refuses {wrong or 'the file'}: see configuration"
+                return Finding("missing", said, mistake.remedy)
+        return None
 
     @property
     def mooncake(self) -> bool:
@@ -39,7 +62,7 @@ class Needs(msgspec.Struct, frozen=True):
     @property
     def asks_for_npu(self) -> bool:
         """Return whether an NPU is needed even if none is visible."""
-        return self.npu_asked or self.ascend
+        return self.npu_asked or self.ascend or any(name.startswith("npu:") for name in self.config.devices.open)
 
     def host_tier_bytes(self, host: Host) -> int:
         """Return the size of the host tier; 0 if there is none, or if it is unknown."""
@@ -60,11 +83,12 @@ def read_needs(host: Host, path: Path | None, *, npu: bool) -> tuple[Needs, Find
         config, mistakes = read_config(host.path(path.absolute()))
     except ConfigError as error:
         config, mistakes = Config(), [error]
+    needs = Needs(config, npu, path=path.absolute(), mistakes=tuple(mistakes))
     if not mistakes:
-        return Needs(config, npu), Finding("ok", str(path))
+        return needs, Finding("ok", str(path))
     said = f"{path}: the daemon refuses it: {'; '.join(str(one) for one in mistakes)}"
     fix = "correct the file; systemd/kvferry.toml shows every key"
-    return Needs(config, npu), Finding("missing", said, fix)
+    return needs, Finding("missing", said, fix)
 
 
 def memory_limit(host: Host, daemon_pid: int | None) -> Limit:

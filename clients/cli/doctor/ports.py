@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import os
 import re
-import socket
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,9 +12,10 @@ import msgspec
 
 from kvferry.clients.cli.doctor.host import Finding, Host
 from kvferry.clients.cli.doctor.needs import Needs
-from kvferry.clients.cli.doctor.running import RESTART
+from kvferry.clients.cli.doctor.running import RESTART, Running
+from kvferry.clients.cli.doctor.trials import attempt
 
-# -- which process listens where, from /proc alone: probing a port by binding it could disturb a daemon
+# -- which process listens where, from /proc: a port that is listened on is not tried
 
 
 _LISTENING: Final = "0A"
@@ -90,17 +89,23 @@ def _owners(host: Host, inodes: set[str]) -> dict[str, int]:
 _FENCE = "let only the cluster's hosts reach them: systemd/hosts.conf, or the firewall"
 
 
-def check_listen(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | None) -> Finding:
-    """Check whether ``peers.listen`` is an address of this host with a port that is free, or held by the daemon."""
+def check_listen(host: Host, needs: Needs, sockets: Sequence[Listener], running: Running) -> Finding:
+    """Check whether the daemon listens at ``peers.listen`` or, where it does not, could."""
     listen = needs.config.peers.listen
     if listen is None:
         return Finding("ok", "not set: only daemons of this host find this one")
+    if running.report is not None and listen in running.report.addresses:
+        return Finding("ok", f"{listen}, held by the daemon (pid {running.pid or 'not seen from here'})")
     address, _, number = listen.removeprefix("tcp://").rpartition(":")
-    address, port = address.strip("[]"), int(number)
-    problem = _foreign(address)
-    if problem:
-        return Finding("missing", f"{listen}: {problem}", "name an address of this host (ip -brief address)")
-    return _held(listen, [one for one in sockets if one.port == port and one.covers(address)], daemon_pid)
+    holders = [one for one in sockets if one.port == int(number) and one.covers(address.strip("[]"))]
+    if holders:
+        fix = "choose another port and tell the other hosts, or stop the process that holds it if nobody needs it"
+        return Finding("missing", f"{listen} is held by {holders[0].owner}", fix)
+    finding = attempt(host, needs, "peers.listen", f"{listen} is free")
+    if finding.state == "ok" and running.report is not None:
+        fix = f"with this configuration: {RESTART}"
+        return Finding("warning", f"the daemon that runs does not listen at {listen}", fix)
+    return finding
 
 
 def check_mooncake(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | None) -> Finding | None:
@@ -114,29 +119,3 @@ def check_mooncake(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | 
     if not ports:
         return Finding("unknown", "this user may not see the daemon's sockets", "run as root or as its user")
     return Finding("ok", f"{', '.join(sorted(ports))}; {_FENCE}")
-
-
-def _held(listen: str, holders: Sequence[Listener], daemon_pid: int | None) -> Finding:
-    if not holders:
-        if daemon_pid is None:
-            return Finding("ok", f"{listen} is free")
-        fix = f"with this configuration: {RESTART}"
-        return Finding("warning", f"nothing listens at {listen}, though a daemon runs", fix)
-    if daemon_pid is not None and (not daemon_pid or any(one.pid in {daemon_pid, None} for one in holders)):
-        return Finding("ok", f"{listen}, held by the daemon (pid {daemon_pid or 'not seen from here'})")
-    fix = "choose another port and tell the other hosts, or stop the process that holds it if nobody needs it"
-    return Finding("missing", f"{listen} is held by {holders[0].owner}", fix)
-
-
-def _foreign(address: str) -> str:
-    """Return why nothing can listen at an address; empty if it is this host's. Binds only an ephemeral port."""
-    try:
-        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET  # noqa: PLR2004
-    except ValueError:
-        return "not a numeric address"
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError as error:
-        return "not an address of this host" if error.errno == errno.EADDRNOTAVAIL else os.strerror(error.errno or 0)
-    return ""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from pathlib import Path
 from typing import Final
 
 from kvferry.clients.cli.doctor.folders import STATE_FOLDER, close_to_others, make_own
 from kvferry.clients.cli.doctor.host import Finding, Host, User
 from kvferry.clients.cli.doctor.kernel import size
 from kvferry.clients.cli.doctor.needs import Needs, memory_limit
+from kvferry.pools.tiers.own_folder import OwnFolder
+from kvferry.protocol.errors import ConfigError
 
 KEY: Final = "tiers.disk.path"
 ANOTHER: Final = f"name a folder of the daemon's own in {KEY}, such as {STATE_FOLDER}"
@@ -50,7 +53,7 @@ def check_disk_tier(host: Host, needs: Needs, used_bytes: int) -> Finding | None
         space = os.statvfs(host.path(disk.path))
     except OSError as error:
         return _no_folder(disk.path, error, host.user)
-    fault = _folder_fault(host, disk.path, folder)
+    fault = _folder_fault(host, disk.path, folder) or _refusal(host, disk.path)
     if fault is not None:
         return fault
     free = space.f_bavail * space.f_frsize
@@ -94,6 +97,17 @@ def _no_folder(path: str, error: OSError, user: User) -> Finding:
         return Finding("missing", said, ANOTHER)
     fix = f"{make_own(path, user)}; in the unit StateDirectory=kvferry creates {STATE_FOLDER}"
     return Finding("missing", said, fix)
+
+
+def _refusal(host: Host, path: str) -> Finding | None:
+    """Return why the daemon's own check refuses the folder, where this process may stand for the daemon."""
+    if host.root != Path("/") or host.user.uid != os.geteuid():
+        return None
+    try:
+        OwnFolder(Path(path), KEY, may_be_link=True).close()
+    except ConfigError as error:
+        return Finding("missing", error.detail, error.remedy)
+    return None
 
 
 def _folder_fault(host: Host, path: str, folder: os.stat_result) -> Finding | None:

@@ -108,12 +108,14 @@ def check_unit_environment(host: Host) -> Finding | None:
 
 def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
     """Return what keeps the daemon from reaching other hosts, each with the fix."""
-    if not (needs.config.peers.listen or "").startswith("tcp://") and not needs.store:
+    config = needs.config
+    hosts = [config.peers.listen and config.peers.listen.removeprefix("tcp://").rpartition(":")[0]]
+    hosts += [config.network_address] * needs.mooncake + [config.store_address] * needs.store
+    wanted = {"AF_INET6" if ":" in host else "AF_INET" for host in hosts if host}
+    if not wanted:
         return []
     families = unit.words("RestrictAddressFamilies")
-    closed = (
-        families and not families & {"AF_INET", "AF_INET6"} and not unit.last("RestrictAddressFamilies").startswith("~")
-    )
+    closed = families and not wanted <= families and not unit.last("RestrictAddressFamilies").startswith("~")
     denied = "any" in unit.words("IPAddressDeny") and not unit.words("IPAddressAllow")
     if closed or denied:
         fix = f"copy hosts.conf from beside the unit's file to {DROP_INS} and name your network in it"

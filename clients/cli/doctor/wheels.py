@@ -167,12 +167,9 @@ def check_wheel(host: Host, needs: Needs) -> Finding:
 
 
 def check_store_module(host: Host, needs: Needs) -> Finding | None:
-    """Check whether Mooncake's store module can be imported, and whether an address for other nodes is configured."""
+    """Check whether Mooncake's store module can be imported; None if no store is configured."""
     if not needs.store:
         return None
-    if needs.config.store_address is None:
-        fix = "set tiers.remote.address: the address of this host at which other nodes reach it"
-        return Finding("missing", "none of tiers.remote.address, network.address and peers.listen is set", fix)
     reason = _import_problem(host, "mooncake.store")
     if reason:
         return Finding("missing", reason, f'{STORE_LIBRARIES}, and the wheel as "mooncake" says')

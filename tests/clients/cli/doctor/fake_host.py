@@ -80,4 +80,4 @@ def needs_of(toml: str = "") -> Needs:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(toml)
         file.flush()
-        return Needs(read_config(Path(file.name))[0])
+        return Needs(read_config(Path(file.name))[0], path=Path(file.name))

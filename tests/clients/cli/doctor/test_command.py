@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.clients.cli.doctor import kernel, running
+from kvferry.clients.cli.doctor import kernel, ports, running
 from kvferry.clients.cli.doctor.command import add_doctor, examine, lines
 from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, run_child
+from kvferry.clients.cli.doctor.needs import read_needs
 from kvferry.clients.cli.main import main
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, MODERN_KERNEL, limits, make_host, npu_files, script
 from tests.daemons import DaemonProcess
@@ -24,6 +26,7 @@ BASE = {
     "/dev/shm/.keep": "",  # noqa: S108  below the laid-out root
 }
 PLAIN_PYTHON = """case "$*" in
+*kvferry.daemon.trial*) echo '{"problem": "", "remedy": ""}';;
 *mooncake*) echo '{}';;
 *ascendcl*) exit 0;;
 *) echo '{"torch": "2.13.0", "torch_npu": "", "step": ""}';;
@@ -88,8 +91,41 @@ def test_the_configuration_asks_for_tiers(tmp_path: Path) -> None:
         '[tiers.disk]\npath = "/srv/blocks"\n[tiers.remote]\ntransport = "mooncake_store"\nmaster = "127.0.0.1:1"\n'
     )
     found = by_name(host, "--config", "/a.toml")
-    tiers = ("host tier", "disk tier", "mooncake", "libibverbs", "mooncake store", "store master")
+    tiers = ("host tier", "disk tier", "mooncake", "libibverbs", "tiers.remote.address", "store master")
     assert [found[name].state for name in tiers] == ["ok", "missing", "missing", "ok", "missing", "warning"]
+
+
+@pytest.mark.parametrize(
+    ("toml", "name"),
+    [
+        ('[peers]\nlisten = "tcp://0.0.0.0:7801"\n', "peers.listen"),
+        ('[peers]\nlisten = "tcp://127.0.0.1:0"\n', "peers.listen"),
+        ('[peers]\nlisten = "127.0.0.1:7801"\n', "peers.listen"),
+        ('[peers]\nlisten = "tcp://127.0.0.1:7801"\n[network]\ntransport = "mooncake"\naddress = "::"\n',
+         "network.address"),
+        ('[tiers.disk]\npath = ""\n', "disk tier"),
+        ('[tiers.remote]\nmaster = "nowhere"\n', "store master"),
+        ('[pools]\nmax_bytes = "1TB"\n', "memory"),
+        ("devices = 1\n", "devices.open"),
+        ("[peers\n", "peers.listen"),
+    ],
+)  # fmt: skip
+def test_no_line_is_content_with_a_key_that_the_daemon_refuses(tmp_path: Path, toml: str, name: str) -> None:
+    host = plain_host(tmp_path)
+    (tmp_path / "a.toml").write_text(toml)
+    found = by_name(host, "--config", "/a.toml")
+    assert found[name].state == "missing"
+    assert "the daemon refuses" in found[name].found
+
+
+def test_a_port_that_is_bound_and_not_listened_on_is_not_free(tmp_path: Path) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        file = tmp_path / "a.toml"
+        file.write_text(f'[peers]\nlisten = "tcp://127.0.0.1:{bound.getsockname()[1]}"\n')
+        needs, _ = read_needs(Host.this_one(), file, npu=False)
+        found = ports.check_listen(Host.this_one(), needs, [], running.Running(tmp_path))
+    assert (found.state, "Address already in use" in found.found) == ("missing", True)
 
 
 def test_a_whole_npu_host(tmp_path: Path) -> None:

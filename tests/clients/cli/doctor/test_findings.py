@@ -10,14 +10,16 @@ from typing import Final, NamedTuple
 
 import pytest
 
-from kvferry.clients.cli.doctor import kernel, npus, ports, tiers, wheels
+from kvferry.clients.cli.doctor import kernel, npus, ports, tiers, trials, wheels
 from kvferry.clients.cli.doctor.host import Finding, Host, Outcome, State, User, exit_status, summary
 from kvferry.clients.cli.doctor.kernel import GIB
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.ports import Listener
+from kvferry.clients.cli.doctor.running import Running
 from kvferry.clients.cli.doctor.wheels import CUDA_WHEEL, NPU_WHEEL, PLAIN_WHEEL, TorchFound
 from kvferry.pools.copy_kernel import Description
 from kvferry.protocol.config.schema import MemoryConfig
+from kvferry.protocol.session_messages import StatusReport
 from tests.clients.cli.doctor.fake_host import (
     GIB_IN_KIB,
     MODERN_KERNEL,
@@ -376,8 +378,6 @@ ASCEND: Final = needs_of('[network]\ntransport = "mooncake"\nprotocol = "ascend"
 STORE_TOML: Final = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
 STORE: Final = needs_of(STORE_TOML)
 ASCEND_STORE: Final = needs_of(STORE_TOML + 'protocol = "ascend"\n')
-NOWHERE: Final = needs_of('[tiers.remote]\ntransport = "mooncake_store"\n')
-IN_NETWORK: Final = needs_of('[network]\naddress = "10.0.0.3"\n[tiers.remote]\ntransport = "mooncake_store"\n')
 OTHERS: Final = Listener("127.0.0.1", 7801, 9, "nginx")
 OWN: Final = Listener("127.0.0.1", 7801, 4711, "kvferry")
 UNSEEN: Final = Listener("127.0.0.1", 7801, None)
@@ -397,8 +397,39 @@ def _check_master(master: str, _host: Host) -> Finding | None:
     return tiers.check_master(needs_of(f'{STORE_TOML}master = "{master}"'))
 
 
-def listens(needs: Needs, sockets: list[Listener], pid: int | None, state: str, found: str, fix: str = "") -> Row:
-    return Row(lambda _host: ports.check_listen(needs, sockets, pid), state, found, fix)
+def listens(
+    needs: Needs,
+    sockets: list[Listener],
+    running: Running,
+    state: str,
+    found: str,
+    fix: str = "",
+    *,
+    problem: str = "",
+) -> Row:
+    """Where the port is tried, ``problem`` is what the daemon's code says."""
+    python = trial_says(problem)
+    return Row(lambda host: ports.check_listen(host, needs, sockets, running), state, found, fix, python=python)
+
+
+def daemon_at(*addresses: str, pid: int = 4711) -> Running:
+    """Return a daemon that listens at these addresses."""
+    report = StatusReport(
+        daemon_version="1", pid=1, uptime_ms=1, draining=False, pools=(), sessions=(), transfers=(), counters={},
+        addresses=addresses,
+    )  # fmt: skip
+    return Running(Path("/run/kvferry"), report, pid=pid)
+
+
+NO_DAEMON: Final = Running(Path("/run/kvferry"))
+TCP_PLACE: Final = "tcp://127.0.0.1:7801"
+
+NPU: Final = needs_of('[devices]\nopen = ["npu:0"]')
+
+
+def trial_says(problem: str) -> str:
+    """Return a Python that says what the daemon's code has met."""
+    return f"""echo '{{"problem": "{problem}", "remedy": "{problem and "mend it"}"}}'"""
 
 
 def host_tier(toml: str, state: str, found: str, *, total_gib: int = 100) -> Row:
@@ -448,12 +479,6 @@ OF_OTHER_HOSTS: Final = {
         "apt-get install libcurl4",
         python=LACKING_CURL,
     ),
-    "a store without an address": Row(
-        lambda host: wheels.check_store_module(host, NOWHERE), "missing", "", "tiers.remote.address", python="exit 0"
-    ),
-    "a store at the network's address": Row(
-        lambda host: wheels.check_store_module(host, IN_NETWORK), "ok", python="exit 0"
-    ),
     "no master": Row(lambda _host: tiers.check_master(needs_of()), None),
     **{
         f"a master that is away at {master}": Row(
@@ -461,25 +486,47 @@ OF_OTHER_HOSTS: Final = {
         )
         for master in ("127.0.0.1:0", "[::1]:0", "127.0.0.1:99999")
     },
-    "nothing listens": listens(needs_of(), [OTHERS], None, "ok", "not set"),
+    "nothing listens": listens(needs_of(), [OTHERS], NO_DAEMON, "ok", "not set"),
     "a free port": listens(
         TCP,
         [Listener("127.0.0.1", 7802, 9, "nginx"), Listener("10.9.9.9", 7801, 9, "nginx")],
-        None,
+        NO_DAEMON,
         "ok",
         "tcp://127.0.0.1:7801 is free",
     ),
-    "a port that is taken": listens(TCP, [OTHERS], None, "missing", "held by nginx (pid 9)"),
-    "a port that is taken beside a daemon": listens(TCP, [OTHERS], 4711, "missing", "held by nginx (pid 9)"),
-    "a port that somebody unseen has": listens(TCP, [UNSEEN], None, "missing", "may not see"),
-    "the daemon's port": listens(TCP, [OWN], 4711, "ok", "tcp://127.0.0.1:7801, held by the daemon (pid 4711)"),
-    "probably the daemon's port": listens(TCP, [UNSEEN], 4711, "ok", "held by the daemon"),
-    "the port of a daemon out of sight": listens(TCP, [OTHERS], 0, "ok", "not seen from here"),
-    "a daemon with another configuration": listens(TCP, [], 4711, "warning", "nothing listens", "restart"),
-    "an address of another host": listens(
-        needs_of('[peers]\nlisten = "tcp://192.0.2.1:7801"'), [], None, "missing", "not an address of this host"
+    "a port that the daemon cannot have": listens(TCP, [], NO_DAEMON, "missing", "in use", "mend it", problem="in use"),
+    "a port that is taken": listens(TCP, [OTHERS], NO_DAEMON, "missing", "held by nginx (pid 9)"),
+    "a port that is taken beside a daemon": listens(TCP, [OTHERS], daemon_at(), "missing", "held by nginx (pid 9)"),
+    "a port that somebody unseen has": listens(TCP, [UNSEEN], NO_DAEMON, "missing", "may not see"),
+    "a port that somebody unseen has beside a daemon": listens(TCP, [UNSEEN], daemon_at(), "missing", "may not see"),
+    "the daemon's port": listens(TCP, [OWN], daemon_at(TCP_PLACE), "ok", f"{TCP_PLACE}, held by the daemon (pid 4711)"),
+    "the port of a daemon out of sight": listens(
+        TCP, [OTHERS], daemon_at(TCP_PLACE, pid=0), "ok", "not seen from here"
     ),
-    "IPv6": listens(needs_of('[peers]\nlisten = "tcp://[::1]:7801"'), [], None, "ok", "tcp://[::1]:7801 is free"),
+    "a daemon with another configuration": listens(TCP, [], daemon_at(), "warning", "does not listen at", "restart"),
+    "IPv6": listens(needs_of('[peers]\nlisten = "tcp://[::1]:7801"'), [], NO_DAEMON, "ok", "tcp://[::1]:7801 is free"),
+    "no network to try": Row(lambda host: trials.check_network(host, needs_of()), None),
+    "no store to try": Row(lambda host: trials.check_store_address(host, needs_of()), None),
+    "no devices to open": Row(lambda host: trials.check_open(host, needs_of()), None),
+    "bytes that arrive": Row(
+        lambda host: trials.check_network(host, TCP), "ok", "arrive at 127.0.0.1", python=trial_says("")
+    ),
+    "bytes that do not arrive": Row(
+        lambda host: trials.check_network(host, TCP), "missing", "lost", "mend it", python=trial_says("lost")
+    ),
+    "bytes for the store that do not arrive": Row(
+        lambda host: trials.check_store_address(host, STORE), "missing", "lost", "mend it", python=trial_says("lost")
+    ),
+    "a device that cannot be opened": Row(
+        lambda host: trials.check_open(host, NPU), "missing", "lost", "mend it", python=trial_says("lost")
+    ),
+    "a trial that dies": Row(
+        lambda host: trials.check_network(host, TCP),
+        "unknown",
+        "No module named x",
+        "the daemon's Python",
+        python="echo 'No module named x' >&2; exit 1",
+    ),
     "no ports of Mooncake": Row(lambda _host: ports.check_mooncake(needs_of(), [], None), None),
     "Mooncake's ports before it runs": Row(lambda _host: ports.check_mooncake(TCP, [], None), "ok", "hosts.conf"),
     "Mooncake's ports": Row(

@@ -48,6 +48,16 @@ def test_whose_the_folder_is(tmp_path: Path, mode: int, state: str, found: str) 
     assert ("chmod 0700" in finding.fix) is (state != "ok")
 
 
+def test_a_folder_in_one_that_others_write_is_refused_as_the_daemon_does(tmp_path: Path) -> None:
+    (tmp_path / "open" / "blocks").mkdir(parents=True)
+    (tmp_path / "open" / "blocks").chmod(0o700)
+    (tmp_path / "open").chmod(0o777)
+    needs = needs_of(f'[tiers.disk]\npath = "{tmp_path}/open/blocks"\nmax_bytes = "1MiB"')
+    finding = check_disk_tier(Host.this_one(), needs, 0)
+    assert finding is not None
+    assert (finding.state, "could put another folder" in finding.found) == ("missing", True)
+
+
 def test_another_users_folder(tmp_path: Path) -> None:
     finding = check_disk_tier(disk_host(tmp_path, 0o700, WORKER), on_disk(), 0)
     assert finding is not None

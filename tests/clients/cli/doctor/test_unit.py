@@ -17,7 +17,8 @@ HOSTS: Final = (FOLDER / "hosts.conf").read_text()
 PLACE: Final = "/etc/systemd/system/kvferry@.service"
 HERE: Final = needs_of()
 ACROSS: Final = needs_of('[peers]\nlisten = "tcp://127.0.0.1:7801"')
-STORE: Final = needs_of('[tiers.remote]\ntransport = "mooncake_store"')
+STORE: Final = needs_of('[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"')
+ACROSS_V6: Final = needs_of('[peers]\nlisten = "tcp://[fd00::3]:7801"')
 MEMORY: Final = needs_of('[pools]\nmax_bytes = "8GiB"\n[tiers]\nhost_bytes = "4GiB"')
 DRAINS: Final = needs_of("[service]\ndrain_timeout_s = 60")
 FORBIDS: Final = "forbids the daemon to reach other hosts"
@@ -46,6 +47,9 @@ CASES: Final = {
     "other hosts": Case("missing", FORBIDS, "hosts.conf", needs=ACROSS, npus=16),
     "a store": Case("missing", FORBIDS, "hosts.conf", needs=STORE),
     "a store that may be reached": Case("ok", drop_in=HOSTS, needs=STORE),
+    "IPv6 that is forbidden": Case(
+        "missing", FORBIDS, "hosts.conf", needs=ACROSS_V6, unit=f"{MORE}RestrictAddressFamilies=AF_UNIX AF_INET\n"
+    ),
     "any address": Case("ok", needs=ACROSS, unit=f"{MORE}RestrictAddressFamilies=~AF_PACKET\n"),
     "the state folder": on_disk("/var/lib/kvferry/main"),
     "below it": on_disk("/var/lib/blocks/main/x", "StateDirectory=blocks"),

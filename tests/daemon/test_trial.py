@@ -1,0 +1,62 @@
+"""What ``kvferry doctor`` has the daemon's own code try."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.daemon.trial import tried
+from tests.daemon.transports.mooncake_harness import mooncake_works
+
+
+def configured(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "daemon.toml"
+    file.write_text(text)
+    return file
+
+
+def test_a_port_that_is_bound_but_not_listened_on_is_not_free(tmp_path: Path) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        file = configured(tmp_path, f'[peers]\nlisten = "tcp://127.0.0.1:{port}"\n')
+        assert "Address already in use" in tried(file, "peers.listen").problem
+    assert tried(file, "peers.listen").problem == ""
+
+
+def test_an_address_of_another_host_cannot_be_listened_on(tmp_path: Path) -> None:
+    file = configured(tmp_path, '[peers]\nlisten = "tcp://198.51.100.1:7801"\n')
+    assert "cannot listen on tcp://198.51.100.1:7801" in tried(file, "peers.listen").problem
+
+
+def test_a_device_that_is_not_there_cannot_be_opened(tmp_path: Path) -> None:
+    assert tried(configured(tmp_path, '[devices]\nopen = ["cuda:99"]\n'), "devices.open").problem
+
+
+def test_a_configuration_that_the_daemon_refuses_is_a_problem(tmp_path: Path) -> None:
+    assert "numeric" in tried(configured(tmp_path, '[peers]\nlisten = "tcp://node:7801"\n'), "peers.listen").problem
+
+
+@pytest.mark.parametrize("key", ["peers.listen", "network.address", "tiers.remote.address", "devices.open"])
+def test_nothing_is_tried_that_is_not_configured(tmp_path: Path, key: str) -> None:
+    assert tried(configured(tmp_path, ""), key).problem == ""
+
+
+NETWORK = '[network]\ntransport = "mooncake"\naddress = "::1"\n'
+STORE = '[network]\naddress = "127.0.0.1"\n[tiers.remote]\ntransport = "mooncake_store"\naddress = "::1"\n'
+
+
+@pytest.mark.parametrize(("text", "key"), [(NETWORK, "network.address"), (STORE, "tiers.remote.address")])
+def test_bytes_go_through_the_configured_address(
+    tmp_path: Path, require: Callable[[object, str], None], text: str, key: str
+) -> None:
+    require(mooncake_works(), "mooncake-transfer-engine-non-cuda and libibverbs1")
+    command = [sys.executable, "-P", "-m", "kvferry.daemon.trial", str(configured(tmp_path, text)), key]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    assert json.loads(done.stdout) == {"problem": "", "remedy": ""}
