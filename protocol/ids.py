@@ -72,7 +72,7 @@ def new_number() -> int:
 
     An engine may still have numbers of the daemon before this one, which must mean nothing here.
     """
-    return (int.from_bytes(os.urandom(7), "little") & (1 << 52) - 1) + 1
+    return (int.from_bytes(os.urandom(7)) >> 4) + 1
 
 
 def new_key() -> str:

@@ -107,6 +107,8 @@ class PoolRegistry:
         self._sessions = sessions
         self._hub = hub
         self._pools: dict[tuple[int, str], Pool] = {}
+        self._older: set[tuple[int, str]] = set()
+        """Of which a session may have attached an earlier one."""
 
     def __iter__(self) -> Iterator[Pool]:
         """Yield the pools."""
@@ -140,6 +142,8 @@ class PoolRegistry:
                 name, which is no more: what that engine writes is not in this pool.
         """
         pool = self.get(session.tenant, name)
+        if (pool.tenant, name) not in self._older:
+            return pool
         for one in self._sessions.of_instance(session.owner_id):
             if one.attached.get(name, pool.region_id) != pool.region_id:
                 holder = session_text(self._sessions, one.session_id, session.session_id)
@@ -149,6 +153,18 @@ class PoolRegistry:
                     remedy="attach it again there, or end that session: what it has mapped is no pool's any more",
                 )
         return pool
+
+    def attach(self, session: Session, name: str, region_id: int) -> None:
+        """Record which memory of a pool a session's process has mapped."""
+        session.attach(name, region_id)
+        pool = self.find(session.tenant, name)
+        if pool is not None:
+            self._look_for_older(pool)
+
+    def _look_for_older(self, pool: Pool) -> None:
+        its = [one.attached for one in self._sessions if one.tenant == pool.tenant and pool.name in one.attached]
+        is_older = any(one[pool.name] != pool.region_id for one in its)
+        (self._older.add if is_older else self._older.discard)((pool.tenant, pool.name))
 
     def region_of(self, asked: RegionRequest) -> Region:
         """Return the pool memory that another daemon of this host asks to map for reading.
@@ -164,10 +180,12 @@ class PoolRegistry:
     def add(self, pool: Pool) -> None:
         """Add a pool, so that requests can name it."""
         self._pools[pool.tenant, pool.name] = pool
+        self._look_for_older(pool)
 
     def remove(self, pool: Pool) -> None:
         """Remove a pool, and publish ``PoolRemoved`` before its memory is freed."""
         del self._pools[pool.tenant, pool.name]
+        self._older.discard((pool.tenant, pool.name))
         self._hub.publish(PoolRemoved(pool))
 
     def pages_by_owner(self) -> Counter[int]:

@@ -415,7 +415,7 @@ class PoolService:
         if is_registered:
             registering = creation.waiting[0].session
             pool.give_all(registering.owner_id)
-            registering.attach(pool.name, pool.region_id)
+            self._pools.attach(registering, pool.name, pool.region_id)
         self._pools.add(pool)
         if traits.device != HOST and not is_registered:
             self._pools.lost.made(*key, traits.device)
@@ -492,7 +492,7 @@ class PoolService:
         if isinstance(region, HostRegion):
             follows = RegionFollows(message_id=call.message_id, pool=pool.name)
             self._session_socket.pass_frame(call.session, follows, [region.fd])
-            return _attached(call, pool)
+            return self._attached(call, pool)
         assert isinstance(region, AcceleratorRegion), region
         if pool.registered_by is not None:
             raise InvalidFieldError(
@@ -509,7 +509,7 @@ class PoolService:
 
     def _shared(self, call: Call, pool: Pool, share: Share) -> Answer:
         self._session_socket.pass_frame(call.session, ShareFollows(message_id=call.message_id, shares=(share,)), [])
-        return _attached(call, pool)
+        return self._attached(call, pool)
 
     def _attached_before(self, call: Call, body: AttachPool) -> Answer:
         """Answer an engine that has mapped a pool, of this daemon or of the one before, and asks whether it still is.
@@ -517,11 +517,24 @@ class PoolService:
         Raises:
             PoolLostError, UnknownPoolError: it is not; requests of its instance that name the pool are refused.
         """
-        call.session.attach(body.pool, body.region)
+        self._pools.attach(call.session, body.pool, body.region)
         pool = self._pools.get(call.session.tenant, body.pool)
         if pool.region_id != body.region:
             raise PoolLostError(f"pool {body.pool!r} was made again since this session attached it", field="pool")
-        return _attached(call, pool)
+        return self._attached(call, pool)
+
+    def _attached(self, call: Call, pool: Pool) -> Answer:
+        """Answer an engine that has the memory of a pool; other memory of this name is none to it from now on."""
+        self._pools.attach(call.session, pool.name, pool.region_id)
+        return Answer(
+            PoolAttached(
+                pool=pool.name,
+                manifest=pool.manifest,
+                device=pool.region.device,
+                model=_public(pool),
+                region=pool.region_id,
+            )
+        )
 
     def _delete(self, call: Call) -> Answer | None:
         body = expect(call, DeletePool)
@@ -530,7 +543,7 @@ class PoolService:
             creation.deleting.append(call)
             creation.stopped.set()
             return None
-        pool = self._pools.get(call.session.tenant, body.pool)
+        pool = self._pools.named_by(call.session, body.pool)
         if pool.registered_by is not None:
             registering = self._dispatcher.sessions.get(pool.registered_by)
             if registering is None or registering.owner_id != call.session.owner_id:
@@ -620,20 +633,6 @@ def _record_of(key: tuple[int, str], body: CreatePool, traits: PoolTraits, regio
 
 def _public(pool: Pool) -> ModelIdentity | None:
     return pool.model.public if pool.model else None
-
-
-def _attached(call: Call, pool: Pool) -> Answer:
-    """Answer an engine that has the memory of a pool; other memory of this name is none to it from now on."""
-    call.session.attach(pool.name, pool.region_id)
-    return Answer(
-        PoolAttached(
-            pool=pool.name,
-            manifest=pool.manifest,
-            device=pool.region.device,
-            model=_public(pool),
-            region=pool.region_id,
-        )
-    )
 
 
 def _release(pool: Pool, owner_id: int) -> None:

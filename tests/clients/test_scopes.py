@@ -52,6 +52,13 @@ def test_an_engine_that_maps_the_pool_of_before_is_refused(client: Client, other
     other.delete_pool("again")
 
 
+def test_an_engine_that_maps_the_pool_of_before_does_not_delete_the_new_one(client: Client, other: Client) -> None:
+    made_again(client, other, "kept")
+    with pytest.raises(PoolLostError, match="made again"):
+        client.delete_pool("kept")
+    other.delete_pool("kept")
+
+
 def test_pages_of_the_pool_of_before_are_not_sent(client: Client, other: Client) -> None:
     made_again(client, other, "sent")
     theirs = other.allocate("sent", 1)
