@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.daemons import RestartedDaemon
-from tests.folders import TINY_MHA
+from tests.folders import TINY_GQA, TINY_MHA
 from tests.vllm.adapters import make_adapter
 from tests.vllm.in_process import STORY, TOKENS, Answer, Asked, Engine, Served, by_hand, engine, reset
 from tests.vllm.pairs import through_router
@@ -31,10 +31,14 @@ def engines(kept_daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFacto
         yield one, two
 
 
-def scaled(served: Served, factor: float) -> None:
-    """Scale some weights, as a trainer might."""
+def scaled(served: Served, factor: float, rank: int | None = None) -> None:
+    """Scale some weights, as a trainer might; ``rank``: which alone."""
 
     def scale(model: Any) -> None:  # noqa: ANN401  vLLM's
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415
+
+        if rank not in {None, get_tensor_model_parallel_rank()}:
+            return
         for name, weights in model.named_parameters():
             if "layernorm" in name:
                 weights.data[::2].mul_(factor)
@@ -145,6 +149,22 @@ def test_reset_without_change_keeps_what_is_stored(engines: Engines) -> None:
     prompt = prompt_of("reset")
     asked(one, prompt)
     assert [asked(each, prompt).cached > 0 for each in (one, other, one)] == [True] * 3
+
+
+@pytest.mark.long
+def test_two_ranks_are_looked_at(kept_daemon: RestartedDaemon, tmp_path: Path) -> None:
+    """What one of them alone has changed is a change of both."""
+    told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "ranks"}
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    options["environment"] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # for functions of tests
+    prompt = prompt_of("ranks")
+    with engine(tmp_path, told, model=TINY_GQA, **options) as one:
+        cached = [asked(one, prompt).cached > 0, asked(one, prompt).cached > 0]
+        for factor in (2.0, 0.5):
+            one.drain()
+            one.call(scaled, factor, rank=1)
+            cached.append(asked(one, prompt).cached > 0)
+    assert cached == [False, True, False, True]
 
 
 def handed_on(one: Engine, other: Engine, prompt: str, **more: Any) -> Answer:  # noqa: ANN401  of Asked
