@@ -25,8 +25,23 @@ REPLY_MARGIN_S = 2.0
 
 
 def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
-    """Return the directory of a daemon: the one given, or where daemons are by default; see ``choose``."""
-    return choose((os.fspath(runtime_dir),) if runtime_dir else runtime_dirs(os.environ))
+    """Return the directory of a daemon: the one given, or where daemons are by default; see ``choose``.
+
+    It is absolute: a client that reconnects finds it wherever its process has gone.
+    """
+    return choose([absolute(one) for one in ((os.fspath(runtime_dir),) if runtime_dir else runtime_dirs(os.environ))])
+
+
+def absolute(path: str) -> str:
+    """Return a path that means the same after the process has changed its working directory.
+
+    Raises:
+        DaemonLostError: it is relative, and the working directory was deleted.
+    """
+    try:
+        return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH117, PTH118
+    except FileNotFoundError:
+        raise DaemonLostError(f"no daemon at {path}: the working directory was deleted") from None
 
 
 def choose(places: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 import uuid
@@ -24,6 +25,7 @@ from kvferry.clients import Client, KvferryError, TierOperation
 from kvferry.clients.batch import Batch
 from kvferry.clients.calls import Call
 from kvferry.clients.connection import Reconnected
+from kvferry.clients.daemon_socket import absolute
 from kvferry.clients.submitting import PendingReply
 from kvferry.protocol.errors import (
     DaemonLostError,
@@ -108,7 +110,8 @@ class Engine:
             KvferryError: there is no daemon, or it refuses the session.
         """
         self.name = name
-        self.runtime_dir = runtime_dir
+        given = runtime_dir or os.environ.get("KVFERRY_RUNTIME_DIR")
+        self.runtime_dir = absolute(given) if given else None  # it connects again, from wherever the process is then
         self.instance = instance or f"{name}-{uuid.uuid4().hex[:12]}"
         self.lost: PoolLostError | None = None
         """Why the pool's memory is gone: this engine cannot go on."""

@@ -64,6 +64,22 @@ def test_the_first_place_with_a_daemon_counts(tmp_path: Path, monkeypatch: pytes
     assert find_runtime_dir(None) == theirs
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_relative_path_holds_wherever_the_process_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, named: bool
+) -> None:
+    mine = make(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVFERRY_RUNTIME_DIR", "mine")
+    assert find_runtime_dir("mine" if named else None) == mine
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(DaemonLostError, match="no daemon at mine: the working directory was deleted"):
+        find_runtime_dir("mine" if named else None)
+
+
 def test_those_that_one_may_enter_come_first(tmp_path: Path, require: Callable[[object, str], None]) -> None:
     require(os.geteuid() == 0, "root, to be another user")
     for one in (tmp_path, *tmp_path.parents):

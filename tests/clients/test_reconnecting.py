@@ -205,6 +205,28 @@ def test_a_loss_while_descriptors_are_mapped(
 
 
 @KINDS
+def test_a_daemon_at_a_relative_path_is_found_again(
+    proxy: CuttingProxy,
+    other: Client,
+    kind: type[Client | AsyncClient],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Reconnected] = []
+    monkeypatch.chdir(proxy.runtime_dir.parent)
+    with connected(kind, proxy.runtime_dir.name, name=name, on_reconnect=told.append) as client:
+        monkeypatch.chdir(tmp_path)
+        for cut in (BOTH, BOTH[:1]):
+            proxy.cut(*cut)
+            known = len(told)
+            while len(told) == known:
+                client.poll(0.02)
+        assert client.ping()
+    assert other.ping()
+
+
+@KINDS
 def test_polling_alone_finds_the_daemon_again(
     proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient], name: str
 ) -> None:
