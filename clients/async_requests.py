@@ -33,7 +33,7 @@ from kvferry.clients.tables import Tables, mapped_tables
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import DeadlineError, NoSessionError, UnknownTablesError
+from kvferry.protocol.errors import DeadlineError, NoSessionError, UnknownTablesError, UnknownTransferError
 from kvferry.protocol.events import Finished, TierDone
 from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import HOST, MAIN, ModelIdentity, PoolLifetime
@@ -353,9 +353,18 @@ class AsyncRequests(Resuming):
             deadline_s: for the daemon's reply.
 
         Raises:
-            UnknownTransferError: the daemon has no such side, or its end was acknowledged before.
+            UnknownTransferError: it was refused, or is over, or the daemon has no such side.
         """
         self._check_transfer(transfer)
+        if not self._core.is_named_by_key(transfer):
+            timeout_s, _ = self._deadline(deadline_s)
+            ends_at = time.monotonic() + timeout_s
+            await self._wait_until(
+                lambda: transfer.accepted is not None or transfer.is_finished, timeout_s, "the daemon's answer"
+            )
+            deadline_s = max(MIN_LEFT_S, ends_at - time.monotonic())
+        if transfer.is_settled:
+            raise UnknownTransferError(f"nothing of {transfer!r} is under way", field="transfer")
         key = transfer.key
         body = Cancel(request_id=key.request_id, pool=key.pool, direction=key.direction, wait=wait)
         return await self.call(asked(body), deadline_s=deadline_s)

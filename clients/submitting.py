@@ -126,7 +126,7 @@ class Submitting(ABC):
         """Send filled pages to the request's receivers. Return at once; follow it with ``poll`` or ``wait_…``.
 
         The pages may not be written before the transfer has settled. A prompt may be sent in chunks: ``last`` is false
-        for all but the last one, and they share one transfer.
+        for all but the last one. They are one transfer and end alike, but for one that is refused.
 
         Args:
             pool: the pool of the pages.

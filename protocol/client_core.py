@@ -26,7 +26,7 @@ from kvferry.protocol.errors import (
     StaleBootError,
     raised,
 )
-from kvferry.protocol.events import Finished, OperationKind, Settled, SingleEvent, TierDone, Together
+from kvferry.protocol.events import Finished, Matched, OperationKind, Settled, SingleEvent, TierDone, Together
 from kvferry.protocol.followed import TierOperation, Transfer, TransferKey
 from kvferry.protocol.held_pages import HeldPages
 from kvferry.protocol.ids import NO_BOOT, BootId
@@ -155,12 +155,13 @@ class ClientCore:
         self._ids = itertools.count(last_message + 1)
         self._pending: dict[int, Transfer | TierOperation | _Nobody | None] = {}
         self._operations: dict[int, TierOperation] = {}
-        self._transfers: dict[tuple[Direction, str, str], Transfer] = {}  # by ``TransferKey``, or what is equal to one
+        self._transfers: dict[tuple[Direction, str, str], list[Transfer]] = {}  # by what is equal to a ``TransferKey``
         self._seen_cursor = 0
         self._batches: dict[int, tuple[Outgoing, ...]] = {}
         self._sent: dict[int, Sent] = {}
         self._movers: dict[TierOperation, tuple[Offload | Restore | Store | Load, tuple[bytes, ...]]] = {}
         self._early: dict[int, tuple[TierDone, tuple[PageIds, ...]]] = {}  # of operations whose batch has no reply yet
+        self._early_of: dict[tuple[Direction, str, str], list[Matched | Finished | Settled]] = {}  # of several RECEIVEs
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -225,15 +226,22 @@ class ClientCore:
     def transfer(
         self, body: Send | Receive, ids: Sequence[bytes], *, deadline_ms: int = 0
     ) -> tuple[Transfer, Outgoing]:
-        """Return the transfer that a SEND or RECEIVE starts or continues, and the request."""
+        """Return what follows the transfer that a SEND or RECEIVE starts or continues, and the request."""
         key = TransferKey("send" if isinstance(body, Send) else "receive", body.request_id, body.pool)
-        transfer = self._transfers.get(key)
-        if transfer is None:
-            transfer = self._transfers[key] = Transfer(key, self.token)
-        elif transfer.finished is not None:
-            transfer = Transfer(key, self.token)  # replaces the previous one once it is accepted
-        transfer.refused = None
+        transfer = Transfer(key, self.token)
+        known = self._transfers.get(key)
+        if known is None:
+            self._transfers[key] = [transfer]
+        else:
+            if key.direction == "send" and known[-1].finished is None:  # it continues
+                transfer.accepted, transfer.matched = known[-1].accepted, known[-1].matched
+            known.append(transfer)
         return transfer, self.request(body, ids, deadline_ms=deadline_ms, follows=transfer)
+
+    def is_named_by_key(self, transfer: Transfer) -> bool:
+        """Return whether what names a transfer's key names this one: of two RECEIVEs the daemon's answers tell."""
+        known = self._transfers.get(transfer.key, [])
+        return transfer.accepted is not None or transfer.key.direction == "send" or known == [transfer]
 
     def operation(
         self, body: Offload | Restore | Store | Load, ids: Sequence[bytes], *, deadline_ms: int = 0
@@ -334,7 +342,7 @@ class ClientCore:
         what = f"the daemon was restarted: {self.boot_id[:8]} is {boot_id[:8]} now"
         self.boot_id, self._secret, self._seen_cursor = boot_id, secret, 0
         messages = [replace(one, outgoing=part) for one in self._sent.values() for part in self._parts_of(one.outgoing)]
-        for known in (self._sent, self._batches, self._early):
+        for known in (self._sent, self._batches, self._early, self._early_of):
             known.clear()
         if self.held is not None:
             moves = [body for body, _ in list(self._movers.values())]
@@ -371,7 +379,7 @@ class ClientCore:
         """End everything: there is no daemon to go on with, and the pages are this session's no longer."""
         for one in self._under_way(list(self._pending)):
             self._ended(one, error)
-        for known in (self._sent, self._batches, self._early, self._pending):
+        for known in (self._sent, self._batches, self._early, self._early_of, self._pending):
             known.clear()
 
     def _parts_of(self, message: Outgoing) -> tuple[Outgoing, ...]:
@@ -380,10 +388,13 @@ class ClientCore:
     def _under_way(self, sent: Iterable[int]) -> dict[Transfer | TierOperation, None]:
         """Return the transfers and operations that the daemon knows, or may know by these messages."""
         found: dict[Transfer | TierOperation, None] = {}
-        found.update((one, None) for one in list(self._transfers.values()) if one.accepted is not None)
+        known = itertools.chain.from_iterable(list(self._transfers.values()))
+        found.update((one, None) for one in known if one.accepted is not None)
         found.update((one, None) for one in self._operations.values())
         asked = (self._pending.get(number) for number in sent)
         found.update((one, None) for one in asked if isinstance(one, Transfer | TierOperation))
+        for one in [one for one in found if isinstance(one, Transfer)]:
+            found.update((other, None) for other in self._together_with(one))
         return found
 
     def _ended(self, one: Transfer | TierOperation, cause: str | KvferryError) -> Transfer | TierOperation:
@@ -404,9 +415,16 @@ class ClientCore:
             )
         if restarted:
             one.settled = Settled(request_id=request_id, pool=pool, direction=direction, generation=generation)
-        if self._transfers.get(one.key) is one:
-            del self._transfers[one.key]
+        self._drop(one)
         return one
+
+    def _drop(self, transfer: Transfer) -> None:
+        """Forget a transfer that is over, if it is known still."""
+        known = self._transfers.get(transfer.key, [])
+        if transfer in known:
+            known.remove(transfer)
+            if not known:
+                del self._transfers[transfer.key]
 
     # -- replies and events
 
@@ -419,6 +437,7 @@ class ClientCore:
             raise MalformedError(f"the daemon answered a batch of {len(requests)} with {type(body).__name__}")
         if not self._batches:
             self._early.clear()
+            self._early_of.clear()
         return news
 
     def _results(self, results: Sequence[Result]) -> BatchAnswered:
@@ -468,56 +487,91 @@ class ClientCore:
 
     def _transfer_answered(self, transfer: Transfer, body: Body) -> Transfer:
         if isinstance(body, Accepted):
-            transfer.accepted = body
-            transfer.matched = max(transfer.matched, body.matched)
-            if not transfer.has_settled:  # else its events came before the reply of its batch
-                self._transfers[transfer.key] = transfer
+            for one in self._together_with(transfer):
+                one.accepted = body
+                one.matched = max(one.matched, body.matched)
+            for event in self._early_of.get(transfer.key, ()):
+                if event.generation == body.generation:
+                    self._happened(event, ())
         elif (error := _refusal(body)) is not None:
             error.request_id = transfer.key.request_id  # BUSY does not carry it
-            transfer.refused = transfer.refused or error
-            if transfer.is_settled and self._transfers.get(transfer.key) is transfer:
-                del self._transfers[transfer.key]
+            transfer.refused = error
+            if transfer.is_settled:
+                self._drop(transfer)
         return transfer
+
+    def _together_with(self, transfer: Transfer) -> Sequence[Transfer]:
+        """Return the transfers that are accepted with this one: SENDs of one key that have not finished are one."""
+        if transfer.key.direction == "receive" or transfer.finished is not None:
+            return (transfer,)
+        return _unfinished(self._transfers.get(transfer.key, []))
 
     def _event(self, event: Event, ids: tuple[PageIds, ...]) -> News | BatchAnswered | None:
         if event.cursor <= self._seen_cursor or event.boot_id != self.boot_id:
             return None
         body, seen, self._seen_cursor = event.body, self._seen_cursor, event.cursor
         if not isinstance(body, Together):
-            return self._happened(body, ids)
+            changed = self._happened(body, ids)
+            return changed[0] if len(changed) == 1 else BatchAnswered(tuple(changed)) if changed else None
         known = max(0, seen + len(body.events) - event.cursor)  # of these, where they were sent again
         its = split(body.events, ids)
         found = [self._happened(one, its[at]) for at, one in enumerate(body.events) if at >= known]
-        return BatchAnswered(tuple([one for one in found if one is not None]))
+        return BatchAnswered(tuple([one for some in found for one in some]))
 
-    def _happened(self, body: SingleEvent, ids: tuple[PageIds, ...]) -> Transfer | TierOperation | None:
+    def _happened(self, body: SingleEvent, ids: tuple[PageIds, ...]) -> Sequence[Transfer | TierOperation]:
         if isinstance(body, TierDone):
             return self._done(body, ids)
         key = body.direction, body.request_id, body.pool
-        transfer = self._transfers.get(key)
-        if transfer is None:
-            return None
+        known = self._transfers.get(key)
+        if known is None:
+            return ()
+        its = known if len(known) == 1 else self._its(key, known, body)
         if isinstance(body, Settled):
-            transfer.settled = body
+            for one in its:
+                one.settled = body
+        else:
+            for one in its:
+                one.matched = max(one.matched, body.matched)
+            if not isinstance(body, Finished):
+                return ()
+            for one in its:
+                one.finished = body
+                one.has_settled |= body.settled
+            if not body.settled:
+                return its
+        if len(its) == len(known):
             del self._transfers[key]
-            return transfer
-        transfer.matched = max(transfer.matched, body.matched)
-        if isinstance(body, Finished):
-            transfer.finished = body
-            if body.settled:
-                transfer.has_settled = True
-                del self._transfers[key]
-            return transfer
-        return None
+        else:
+            self._transfers[key] = [one for one in known if one not in its]
+        return its
 
-    def _done(self, body: TierDone, ids: tuple[PageIds, ...]) -> TierOperation | None:
+    def _its(
+        self, key: tuple[Direction, str, str], known: Sequence[Transfer], body: Matched | Finished | Settled
+    ) -> Sequence[Transfer]:
+        """Return those of several transfers of a key that an event is of."""
+        if body.direction == "send":
+            has_finished = [one for one in known if one.finished is not None]
+            return has_finished if has_finished and isinstance(body, Settled) else _unfinished(known)
+        its = [one for one in known if one.accepted is not None and one.accepted.generation == body.generation]
+        unanswered = [one for one in known if one.accepted is None]
+        if its or len(unanswered) == 1:
+            return its or unanswered
+        if unanswered and self._batches:  # which of them was accepted, the reply of their batch says
+            self._early_of.setdefault(key, []).append(body)
+        return ()
+
+    def _done(self, body: TierDone, ids: tuple[PageIds, ...]) -> Sequence[TierOperation]:
         operation = self._operations.pop(body.operation, None)
         if operation is None:
             if self._batches:  # its event may come before the reply of its batch
                 self._early[body.operation] = (body, ids)
-            return None
+            return ()
         self._operation_ended(operation, body, ids)
-        return operation
+        return (operation,)
+
+
+def _unfinished(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
+    return [one for one in transfers if one.finished is None]
 
 
 class _Nobody(enum.Enum):

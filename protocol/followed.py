@@ -21,14 +21,16 @@ class TransferKey(NamedTuple):
 
 
 class Transfer(msgspec.Struct, eq=False, weakref=True):
-    """An endpoint of a transfer, as far as the client knows its state.
+    """A SEND or RECEIVE, and the endpoint of a transfer that it began or continued, as far as the client knows it.
+
+    SENDs of one request and pool are one endpoint: each has its own refusal, and those that are not refused end alike.
 
     Attributes:
-        key: its key in the session.
-        accepted: the reply to its latest accepted message, or None.
+        key: the endpoint's key in the session.
+        accepted: the reply to the endpoint's latest accepted message, or None.
         finished: the FINISHED event, or None.
         matched: how many destinations of a send, or sources of a receive, the daemon has reported as matched.
-        refused: why one of its messages was refused, or None.
+        refused: why this message was refused, or None.
         has_settled: whether the daemon has said that it has settled.
         conversation: the ``token`` of the client core that made it.
     """

@@ -310,6 +310,10 @@ class _Half:
         """Return by which ids the other half may wait, and at which daemons, but for those that ask ours."""
         raise NotImplementedError
 
+    def _error(self) -> KvferryError | None:
+        """Return why it failed, as far as the daemon has said."""
+        return None if self._transfer is None else self._transfer.error
+
     def _look(self) -> int | None:
         """Take what has arrived, and return how it ended; None: it has not."""
         if self.conclude_state is not None:
@@ -322,8 +326,9 @@ class _Half:
         transfer = self._transfer
         if transfer is None:
             return self._conclude(KVPoll.Failed) if self._is_failed() else None
-        if transfer.error is not None:
-            self._fail(str(transfer.error))
+        error = self._error()
+        if error is not None:
+            self._fail(str(error))
         if self._is_failed():
             self._cancel()
         if self._generation != engine.generation:  # nothing that wrote for it is there any more
@@ -391,6 +396,8 @@ class KvferryKVSender(_Half, CommonKVSender):
         """Open the transfer, so that decode's coming is heard, and decode hears of this one's end."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._is_last_sent = False
+        self._earlier: list[Transfer] = []
+        """Of the chunks before the latest one: each may be refused."""
         self.turn = next(mgr.turns)
         if mgr.unopened:
             mgr.unopened[self] = None
@@ -401,6 +408,9 @@ class KvferryKVSender(_Half, CommonKVSender):
         """Begin the transfer, unless it is begun."""
         if self._transfer is None and not self._is_failed():
             self._send([], is_last=False)
+
+    def _error(self) -> KvferryError | None:
+        return super()._error() or next((one.error for one in self._earlier if one.error is not None), None)
 
     def poll(self) -> int:
         """Return how far it is."""
@@ -456,8 +466,10 @@ class KvferryKVSender(_Half, CommonKVSender):
         try:
             row = self.content + metadata_row(mgr.kv_args, self.aux_index) if is_last else b""
             with mgr.pool.engine.step() as step:
-                if self._transfer is not None and self._transfer.is_finished:
-                    return  # ``poll`` says why; another SEND would be a second try, which nobody waits for
+                if self._transfer is not None:
+                    if self._transfer.is_finished:
+                        return  # ``poll`` says why; another SEND would be a second try, which nobody waits for
+                    self._earlier.append(self._transfer)
                 self._generation = mgr.pool.engine.generation
                 self._transfer = step.send(
                     mgr.pool.name,

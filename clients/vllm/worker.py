@@ -73,7 +73,8 @@ class Sending:
     Attributes:
         transfer: the id that both sides know.
         began_s: when the first chunk was filled.
-        work: the daemon's; None: it was not asked yet, or had no room.
+        work: the latest chunk's, which tells of the transfer; None: the daemon was not asked yet, or had no room.
+        earlier: those of the chunks before, each of which may be refused.
         generation: of the engine's client then.
         blocks: how many were sent.
         asked: the first chunk, which the daemon may have no room for.
@@ -86,6 +87,7 @@ class Sending:
         self.transfer = transfer
         self.began_s = time.monotonic()
         self.work: Transfer | None = None
+        self.earlier: list[Transfer] = []
         self.generation = 0
         self.blocks = 0
         self.asked: Send | None = None
@@ -111,6 +113,8 @@ class Sending:
         """Take note of a chunk that the daemon was asked for."""
         if self.work is None:
             self.asked = one
+        else:
+            self.earlier.append(self.work)
         self.work, self.generation, self.unsent = work, generation, None
         self.blocks += len(one.blocks.ids)
 
@@ -360,7 +364,7 @@ class Worker:
                 continue
             if _has_no_room(work) and time.monotonic() < one.began_s + self._settings.hold_s:
                 continue
-            error = work.error
+            error = next((chunk.error for chunk in (work, *one.earlier) if chunk.error is not None), None)
             if error is None and not work.is_settled and self._is_gone(one):
                 error = DaemonLostError("the daemon ended")
             if error is None:

@@ -30,6 +30,7 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolInUseError,
     TooLargeError,
+    TransferExistsError,
     UnknownPoolError,
     UnknownTransferError,
 )
@@ -220,10 +221,11 @@ def test_chunks_of_a_prompt(engines: TwoEngines) -> None:
     request_id = new_request_id()
     receiving = engines.receive(request_id)
     chunk = engines.send_chunk(request_id, 0, 1, 4, last=False)
-    assert chunk is engines.send_chunk(request_id, 1, 2, 4, last=False)
-    assert chunk is engines.send_chunk(request_id, 2, 3, 2, first_token=3)
+    engines.send_chunk(request_id, 1, 2, 4, last=False)
+    last = engines.send_chunk(request_id, 2, 3, 2, first_token=3)
     assert engines.decode.wait_finished(receiving, SOON_S).first_token == 3
     assert engines.prefill.wait_finished(chunk, SOON_S).pages == 3
+    assert last.finished == chunk.finished
     assert engines.arrived()
 
 
@@ -231,10 +233,10 @@ def test_a_refused_chunk_may_be_corrected(engines: TwoEngines) -> None:
     request_id = new_request_id()
     receiving = engines.receive(request_id)
     sending = engines.send_chunk(request_id, 0, 1, 4, last=False)
-    engines.send_chunk(request_id, 2, 3, 2)
+    refused = engines.send_chunk(request_id, 2, 3, 2)
     with pytest.raises(KvferryError, match="PAGE_GAP"):
-        engines.prefill.wait_finished(sending, SOON_S)
-    assert not sending.is_settled
+        engines.prefill.wait_finished(refused, SOON_S)
+    assert (sending.state, refused.is_settled) == ("open", False)
     engines.send_chunk(request_id, 1, 3, 6)
     engines.prefill.wait_finished(sending, SOON_S)
     engines.decode.wait_finished(receiving, SOON_S)
@@ -267,6 +269,23 @@ def test_a_pool_says_how_large_its_payloads_may_be(client: Client, name: str, sp
     receiving = client.receive(f"{name}-receive", request_id)
     client.send(name, request_id, payload=payload)
     assert client.wait_finished(receiving, SOON_S).payload == payload
+
+
+@pytest.mark.parametrize("side", ["send", "receive"])
+def test_a_refused_second_one_is_not_the_first_ones_end(engines: TwoEngines, side: str) -> None:
+    request_id = new_request_id()
+    begin, engine = (engines.send, engines.prefill) if side == "send" else (engines.receive, engines.decode)
+    first, second = begin(request_id), begin(request_id)
+    with pytest.raises(TransferExistsError):
+        engine.wait_finished(second, SOON_S)
+    assert first.error is None
+    if side == "receive":
+        with pytest.raises(UnknownTransferError):
+            engine.cancel(second)
+    other = engines.receive(request_id) if side == "send" else engines.send(request_id)
+    engine.wait_finished(first, SOON_S)
+    (engines.decode if side == "send" else engines.prefill).wait_finished(other, SOON_S)
+    assert engines.arrived()
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -311,7 +330,7 @@ def test_a_sender_hears_who_waits_before_it_computes(engines: TwoEngines) -> Non
     assert engines.prefill.result(pool, request_id, "send").matched == 1  # its event has come before
     assert sending.matched == 1
     assert engines.prefill.poll(0) == []
-    assert engines.send(request_id, first_token=3) is sending
+    assert engines.send(request_id, first_token=3).matched == 1
     assert engines.decode.wait_finished(receiving, SOON_S).first_token == 3
     engines.prefill.wait_settled(sending, SOON_S)
     assert engines.arrived()

@@ -202,28 +202,79 @@ def test_a_refused_transfer_is_over(core: ClientCore) -> None:
 
 
 def test_a_refused_chunk_leaves_the_transfer_open(core: ClientCore) -> None:
-    transfer = opened(core, CHUNK)
-    same, outgoing = core.transfer(SEND, IDS)
-    assert same is transfer
-    reply(core, outgoing, PageGapError("a hole"))
-    assert states(transfer) == ("refused", True, False), "its pages are held"
-    same, outgoing = core.transfer(SEND, IDS)
-    assert same is transfer
-    assert states(transfer) == ("open", False, False)
+    first = opened(core, CHUNK)
+    hole, outgoing = core.transfer(SEND, IDS)
+    assert reply(core, outgoing, PageGapError("a hole")) is hole
+    assert states(hole) == ("refused", True, False), "what was sent before is held"
+    assert states(first) == ("open", False, False)
+    second, outgoing = core.transfer(SEND, IDS)
     reply(core, outgoing, Accepted())
-    assert event(core, 1, finished(SEND)) is transfer
-    transfer.outcome()
+    assert event(core, 1, finished(SEND)) == BatchAnswered((first, hole, second))
+    assert (first.outcome(), second.outcome()) == (finished(SEND),) * 2
+    with pytest.raises(PageGapError):
+        hole.outcome()
+    event(core, 2, replace(SETTLED, pool="prefill", direction="send"))
+    assert {one.state for one in (first, hole, second)} == {"settled"}
+    assert repr(core) == "<ClientCore pending=0 batches=0 transfers=0>"
 
 
 def test_chunks_may_be_sent_without_waiting(core: ClientCore) -> None:
     transfer, first = core.transfer(CHUNK, IDS)
-    same, second = core.transfer(SEND, IDS)
-    assert same is transfer
+    other, second = core.transfer(SEND, IDS)
     assert reply(core, first, BUSY) is transfer
     assert states(transfer) == ("refused", True, True)
-    assert reply(core, second, Accepted()) is transfer
-    assert transfer.is_settled is False
-    assert event(core, 1, finished(SEND, LOST)) is transfer
+    assert reply(core, second, Accepted()) is other
+    assert event(core, 1, finished(SEND, LOST)) is other
+    assert isinstance(transfer.error, PageBusyError)
+
+
+@pytest.mark.parametrize("answered", ["first", "last"])
+def test_a_refused_second_receive_is_not_the_first_ones_end(core: ClientCore, answered: str) -> None:
+    first, outgoing = core.transfer(RECEIVE, IDS)
+    if answered == "first":
+        reply(core, outgoing, Accepted(generation=1))
+    second, again = core.transfer(RECEIVE, IDS)
+    assert reply(core, again, BUSY) is second
+    if answered == "last":
+        reply(core, outgoing, Accepted(generation=1))
+    assert (states(first), states(second)) == (("open", False, False), ("refused", True, True))
+    assert event(core, 1, finished(generation=1)) is first
+    assert first.outcome() == finished(generation=1)
+    assert event(core, 2, SETTLED) is first
+    assert isinstance(second.error, PageBusyError)
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_of_two_receives_in_a_batch_the_accepted_one_ends(core: ClientCore, refused: int) -> None:
+    both = [core.transfer(RECEIVE, IDS) for _ in range(2)]
+    batch = core.batch([outgoing for _, outgoing in both])
+    assert event(core, 1, finished(generation=1)) is None, "nobody knows yet of which of them"
+    assert event(core, 2, replace(SETTLED, generation=1)) is None
+    results = [Accepted(generation=1), ErrorReply(error=BUSY.info())]
+    reply(core, batch, Batched(results=tuple(results[:: -1 if refused == 0 else 1])))
+    mine, other = both[1 - refused][0], both[refused][0]
+    assert (states(mine), states(other)) == (("settled", True, True), ("refused", True, True))
+    assert (mine.error, type(other.error)) == (None, PageBusyError)
+    assert repr(core) == "<ClientCore pending=0 batches=0 transfers=0>"
+
+
+def test_a_receive_that_settles_late_is_not_the_next_ones_end(core: ClientCore) -> None:
+    first = opened(core)
+    event(core, 1, finished(generation=1))
+    second, outgoing = core.transfer(RECEIVE, IDS)
+    reply(core, outgoing, Accepted(generation=2))
+    assert event(core, 2, replace(SETTLED, generation=1)) is first
+    assert states(second) == ("open", False, False)
+    assert event(core, 3, finished(generation=2)) is second
+
+
+def test_a_send_that_settles_late_is_not_the_next_ones_end(core: ClientCore) -> None:
+    first = opened(core, SEND)
+    event(core, 1, finished(SEND))
+    second, outgoing = core.transfer(SEND, IDS)
+    reply(core, outgoing, Accepted())
+    assert event(core, 2, replace(SETTLED, pool="prefill", direction="send")) is first
+    assert (first.state, second.state) == ("settled", "open")
 
 
 def test_a_request_id_used_again_is_another_transfer(core: ClientCore) -> None:
