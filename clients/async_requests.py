@@ -531,16 +531,22 @@ class AsyncRequests(Resuming):
     async def cancel_operation(
         self, operation: TierOperation, *, deadline_s: float | None = None
     ) -> OperationCancelled:
-        """Give an operation up; returns when no byte of it can move any more.
+        """Give an operation up, also before the daemon has answered; returns when no byte of it can move any more.
 
         Raises:
             UnknownOperationError: the daemon does not know it, or its end was acknowledged before.
+            KvferryError: it was refused.
         """
-        await self.wait_accepted(operation)
+        self._check_operation(operation)
+        if operation.refused is not None:
+            raise operation.refused
         number = operation.number
-        if number is None:  # answered and done at once
+        if number is None and operation.is_done:  # by a restart, before it was answered
             return OperationCancelled(was_done=True)
-        return await self.call(asked(CancelOperation(operation=number)), deadline_s=deadline_s)
+        with self._use:
+            message_id, part = (0, 0) if number is not None else self._core.asked_by(operation)
+        body = CancelOperation(operation=number, message=message_id, part=part)
+        return await self.call(asked(body), deadline_s=deadline_s)
 
     async def drop_snapshot(self, snapshot: str) -> SnapshotDropped:
         """Give a snapshot up; restores that are under way go on.

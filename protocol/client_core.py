@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -22,6 +22,7 @@ from kvferry.protocol.errors import (
     Effect,
     KvferryError,
     MalformedError,
+    MisuseError,
     OverloadedError,
     StaleBootError,
     raised,
@@ -31,7 +32,7 @@ from kvferry.protocol.followed import TierOperation, Transfer, TransferKey
 from kvferry.protocol.held_pages import HeldPages
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated, Free, Freed, PoolAttached, PoolCreated
-from kvferry.protocol.tier_messages import Load, Offload, Offloading, OperationStarted, Restore, Store
+from kvferry.protocol.tier_messages import CancelOperation, Load, Offload, Offloading, OperationStarted, Restore, Store
 from kvferry.protocol.transfer_messages import Accepted, Direction, Receive, Send
 
 MAX_CUTS: Final = 3
@@ -253,6 +254,21 @@ class ClientCore:
             self._movers[operation] = (body, tuple(ids) if gives else ())
         return operation, self.request(body, ids, deadline_ms=deadline_ms, follows=operation)
 
+    def asked_by(self, operation: TierOperation) -> tuple[int, int]:
+        """Return by which message an operation without an answer was asked for, and which of a batch it is, or 0.
+
+        Raises:
+            MisuseError: it was not sent yet.
+        """
+        number = next((number for number, follows in self._pending.items() if follows is operation), None)
+        for message_id, parts in self._batches.items():
+            for at, one in enumerate(parts):
+                if one.message_id == number:
+                    return message_id, at
+        if number is None or number not in self._sent:
+            raise MisuseError("its batch was not sent yet: leave the batch's with block first")
+        return number, 0
+
     def forget(self, message_id: int) -> None:
         """Stop waiting for a reply; if it still arrives it is ignored, unless it brings pages: those are Unclaimed."""
         self._pending.pop(message_id, None)
@@ -341,7 +357,16 @@ class ClientCore:
         """
         what = f"the daemon was restarted: {self.boot_id[:8]} is {boot_id[:8]} now"
         self.boot_id, self._secret, self._seen_cursor = boot_id, secret, 0
-        messages = [replace(one, outgoing=part) for one in self._sent.values() for part in self._parts_of(one.outgoing)]
+        names = {
+            (message_id, at): (one.message_id, 0)
+            for message_id, parts in self._batches.items()
+            for at, one in enumerate(parts)
+        }
+        messages = [
+            replace(one, outgoing=_renamed(part, names))
+            for one in self._sent.values()
+            for part in self._parts_of(one.outgoing)
+        ]
         for known in (self._sent, self._batches, self._early, self._early_of):
             known.clear()
         if self.held is not None:
@@ -623,6 +648,15 @@ def unclaimed_pages(asked: Body | None, body: Body, ids: tuple[PageIds, ...]) ->
     if isinstance(asked, Allocate) and isinstance(body, Allocated):
         return Unclaimed(asked.pool, asked.space, ids[0].copy())
     return None
+
+
+def _renamed(outgoing: Outgoing, names: Mapping[tuple[int, int], tuple[int, int]]) -> Outgoing:
+    """Return a request that names another one, if it does, by that one's new name."""
+    body = outgoing.body
+    if not isinstance(body, CancelOperation) or (body.message, body.part) not in names:
+        return outgoing
+    message_id, part = names[body.message, body.part]
+    return replace(outgoing, body=replace(body, message=message_id, part=part))
 
 
 def _shortened(outgoing: Outgoing, passed_ms: int, default_ms: int) -> Outgoing:

@@ -133,17 +133,24 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class OperationCancelled(ReplyBody, frozen=True, kw_only=True, tag="OPERATION_CANCELLED"):
-    """CANCEL_OPERATION's reply. ``was_done``: the operation had already ended."""
+    """CANCEL_OPERATION's reply. ``was_done``: the operation had already ended, or its request was refused."""
 
     was_done: bool
 
 
 class CancelOperation(AnsweredBy[OperationCancelled], frozen=True, kw_only=True, tag="CANCEL_OPERATION"):
-    """Cancel an operation of this session. Answered once no byte of it moves any more."""
+    """Cancel an operation of this session. Answered once no byte of it moves any more.
+
+    Before its number is known it is named by its request, which may still wait for its event: that is CANCELLED then.
+    """
 
     after_restart = "done"
 
-    operation: OperationNumber
+    operation: OperationNumber | None = None
+    message: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    """Without ``operation``: the id of the message that asked for it."""
+    part: PageCount = 0
+    """If that is a BATCH: which of its requests, counted from 0."""
 
 
 # -- the prefix cache: LOOKUP, LOAD, STORE, UNPIN; CACHE_LIST, CACHE_PIN, CACHE_EVICT for operators; CACHE_EVENTS.

@@ -257,6 +257,25 @@ class Dispatcher:
         """Refuse a request that a handler deferred."""
         self.answer(session, message_id, Answer(_error_body(error)))
 
+    def asked_by(self, call: Call) -> tuple[int, int]:
+        """Return by which message a request came, and which of a BATCH it is; 0 where it came alone."""
+        batch = self._batches.get(call.message_id)
+        return (call.message_id, 0) if batch is None else (batch.message_id, batch.places[call.message_id])
+
+    def give_up(self, session: Session, asked_by: tuple[int, int], error: KvferryError) -> bool:
+        """Answer a request that is held with an error; return False if it has its answer."""
+        message_id, place = asked_by
+        of_batch = {
+            batch.places[part_id]: part_id
+            for part_id, batch in self._batches.items()
+            if batch.session is session and batch.message_id == message_id
+        }
+        held = of_batch.get(place) if of_batch else message_id
+        if held is None or not session.is_pending(held):
+            return False
+        self.answer_error(session, held, error)
+        return True
+
     def push_events(self, session: Session) -> None:
         """Send the session's unsent events, as many as its queue takes; the others follow with its next request."""
         try:

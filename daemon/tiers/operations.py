@@ -183,6 +183,7 @@ class Operation:
         pages: the number of pages it covers.
         state: see ``operations``.
         stopped: the error it was stopped with, if any, also while its job still ends.
+        asked_by: by which message its request came, and which of a BATCH that was.
         quiet: no session asked for it: its end sends no event, and it outlives the session.
         holdings: what it holds; ``finish`` releases it.
     """
@@ -212,6 +213,7 @@ class Operation:
         self.job: BlockJob | None = None
         self.cancels: list[Call] = []
         self.timer: asyncio.TimerHandle | None = None
+        self.asked_by = (0, 0)
         self.quiet = False
 
     def __repr__(self) -> str:
@@ -301,6 +303,7 @@ class Operations:
         """Begin an operation with the deadline of its request. Raises what ``check`` does."""
         self.check(call.session)
         operation = self._add(call.session, kind, pool, pages, finish, holdings)
+        operation.asked_by = self._dispatcher.asked_by(call)
         self._unacknowledged[call.session.session_id] += 1
         self._dispatcher.kept.keep(
             call.session.session_id, (OPERATION, operation.number), REQUEST_BYTES + pages * KEPT_PAGE_BYTES
@@ -567,16 +570,28 @@ class Operations:
         )
 
     def _cancel(self, call: Call) -> Answer | None:
-        number = expect(call, CancelOperation).operation
-        operation = self._live.get(number)
-        if operation is not None and operation.session is call.session and not operation.quiet:
-            operation.cancels.append(call)
-            self._apply(operation, Event.CANCEL, "cancelled by its own session")
-            return None
+        body = expect(call, CancelOperation)
+        number, asked_by = body.operation, (body.message, body.part)
+        for operation in self._live.values() if number is None else filter(None, [self._live.get(number)]):
+            is_it = number is not None or operation.asked_by == asked_by
+            if is_it and operation.session is call.session and not operation.quiet:
+                operation.cancels.append(call)
+                self._apply(operation, Event.CANCEL, "cancelled by its own session")
+                return None
+        if number is None:
+            return self._cancel_request(call.session, body)
         ended = (event.body for event in call.session.unacknowledged)
         if any(isinstance(body, TierDone) and body.operation == number for body in ended):
             return Answer(OperationCancelled(was_done=True))
         raise UnknownOperationError(f"no operation {number} of this session, live or unacknowledged", field="operation")
+
+    def _cancel_request(self, session: Session, body: CancelOperation) -> Answer:
+        """Cancel an operation that has not begun, or has ended, by the request for it."""
+        if not session.is_pending(body.message) and session.reply_to(body.message) is None:
+            raise UnknownOperationError(f"no message {body.message} of this session asks for one", field="message")
+        error = CancelledError("cancelled before its event was reached")
+        given_up = self._dispatcher.give_up(session, (body.message, body.part), error)
+        return Answer(OperationCancelled(was_done=not given_up))
 
     def _on_acknowledged(self, event: EventAcknowledged) -> None:
         if isinstance(event.body, TierDone):

@@ -34,6 +34,7 @@ from kvferry.protocol.transfer_messages import Accepted
 from tests.clients.tier_pools import MODEL, SPEC, Filled, hashes
 from tests.daemons import DaemonProcess
 
+SOON_S = 20.0
 SMALL = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 
 
@@ -110,6 +111,64 @@ def test_an_operation_that_waits_for_pages_is_cancelled(client: Client, name: st
     with pytest.raises(CancelledError):
         client.wait_done(waiting)
     client.drop_snapshot(out.snapshot)
+
+
+@pytest.mark.parametrize("kind", ["offload", "restore", "store", "load"])
+@pytest.mark.parametrize("batched", [True, False])
+def test_an_operation_that_waits_for_its_event_is_cancelled(
+    client: Client, name: str, kind: str, *, batched: bool
+) -> None:
+    client.create_pool(name, SPEC, model=MODEL)
+    ids, never = client.allocate(name, 1), client.open_events().event()
+    snapshot = client.wait_done(client.offload(name, [pages(ids)])).snapshot
+    client.wait_done(client.store(name, hashes(1, salt=13), ids))
+    lease = client.lookup(name, hashes(1, salt=13)).lease
+    arguments: dict[str, tuple[Any, ...]] = {
+        "offload": ([pages(ids)],),
+        "restore": (snapshot,),
+        "store": (hashes(1, salt=14), ids),
+        "load": (lease, ids),
+    }
+    if batched:
+        with client.batched() as step:
+            step.send(name, new_request_id(), last=False)
+            waiting = getattr(step, kind)(name, *arguments[kind], after=never)
+    else:
+        waiting = getattr(client, kind)(name, *arguments[kind], after=never)
+    assert not client.cancel_operation(waiting, deadline_s=SOON_S).was_done
+    with pytest.raises(CancelledError, match="before its event was reached"):
+        client.wait_done(waiting)
+    client.drop_snapshot(snapshot)
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_an_operation_is_cancelled_while_its_batch_is_held(client: Client, name: str, *, done: bool) -> None:
+    ids = client.allocate(name, client.create_pool(name, SPEC, model=MODEL).manifest.pages - 1)
+    ring, snapshot = client.open_events(), client.wait_done(client.offload(name, [pages(ids[:1])])).snapshot
+    mark = ring.step(0, 1)
+    with client.batched() as step:
+        operation = step.restore(name, snapshot, [pages(ids[1:2])] if done else None, drop=True)
+        freed = step.free(name, ids[:1], after=DeviceEvent(event=mark.event, value=mark.value))
+    while done and client.snapshots():
+        pass
+    assert client.cancel_operation(operation, deadline_s=SOON_S).was_done == done
+    assert operation.state == "sent"
+    ring.record(mark)
+    assert client.wait(freed).freed == 1
+    if done:
+        client.wait_done(operation)
+    else:
+        with pytest.raises(CancelledError):
+            client.wait_done(operation)
+        client.drop_snapshot(snapshot)
+
+
+def test_what_is_in_a_block_still_cannot_be_cancelled(client: Client, name: str) -> None:
+    client.create_pool(name, SPEC, model=MODEL)
+    with client.batched() as step:
+        operation = step.offload(name, [pages(client.allocate(name, 1))])
+        with pytest.raises(MisuseError, match="was not sent yet"):
+            client.cancel_operation(operation)
 
 
 def test_a_block_that_raises_sends_nothing(client: Client, name: str) -> None:

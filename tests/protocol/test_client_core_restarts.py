@@ -15,7 +15,7 @@ from kvferry.protocol.base import ErrorReply, PageList, RequestBody
 from kvferry.protocol.client_core import MAX_CUTS, ClientCore, OtherDaemon, Outgoing, ReplyArrived, Unclaimed
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Batch, Batched, Event, Reply
-from kvferry.protocol.errors import DaemonLostError, NotOwnerError, StaleBootError
+from kvferry.protocol.errors import DaemonLostError, MisuseError, NotOwnerError, StaleBootError
 from kvferry.protocol.events import Finished, TierDone
 from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.held_pages import MOST_MOVES, HeldPages
@@ -24,7 +24,7 @@ from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import Allocate, Allocated, DeletePool, Free, Freed, PoolCreated
 from kvferry.protocol.requests import REQUESTS, request_type
 from kvferry.protocol.session_messages import Ping, Pong, Status
-from kvferry.protocol.tier_messages import Offload, OperationStarted, Restore, Unpin
+from kvferry.protocol.tier_messages import CancelOperation, Offload, OperationStarted, Restore, Unpin
 from kvferry.protocol.transfer_messages import Accepted, Cancel, Receive, Send
 
 OLD: Final = BootId("0" * 32)
@@ -240,6 +240,21 @@ def test_a_batch_goes_on_as_what_is_left_of_it(core: ClientCore) -> None:
     assert ended.transfers == (transfer,)
     [again] = core.waiting(0.0, DEFAULT_MS)
     assert (again.message_id, again.body) == (ping_like.message_id, ALLOCATE)
+
+
+def test_a_cancel_of_what_a_batch_asks_for_goes_on_with_it(core: ClientCore) -> None:
+    operation, part = core.operation(Offload(pool="pool", lists=(PageList(pages=2),)), IDS)
+    with pytest.raises(MisuseError, match="was not sent yet"):
+        core.asked_by(operation)
+    batch = core.batch([core.request(ALLOCATE), part])
+    core.sent(batch, 0.0, connected=False)
+    assert core.asked_by(operation) == (batch.message_id, 1)
+    cancel = CancelOperation(message=batch.message_id, part=1)
+    core.sent(core.request(cancel), 0.0, connected=False)
+    core.restarted(NEW, SECRET)
+    *_, again = core.waiting(0.0, DEFAULT_MS)
+    assert again.body == CancelOperation(message=part.message_id)
+    assert core.asked_by(operation) == (part.message_id, 0)
 
 
 def test_what_a_block_has_collected_is_for_the_next_daemon(core: ClientCore) -> None:

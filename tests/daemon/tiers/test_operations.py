@@ -109,6 +109,14 @@ async def test_another_session_cannot_cancel_it(tiers: Harness, engine: Engine) 
     assert engine.error(operation) is None
 
 
+async def test_no_operation_is_named_by_a_message_that_was_never_sent(tiers: Harness, engine: Engine) -> None:
+    del tiers
+    for named in (CancelOperation(message=1 << 40), CancelOperation()):
+        with pytest.raises(UnknownOperationError) as unknown:
+            engine.ask(named, OperationCancelled)
+        assert unknown.value.field == "message"
+
+
 async def test_an_operation_that_was_stopped_and_is_done_all_the_same_is_done(tiers: Harness, engine: Engine) -> None:
     offloading = engine.offload(engine.allocate(2))
     engine.send(CancelOperation(operation=offloading.operation))
