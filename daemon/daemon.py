@@ -192,6 +192,7 @@ class Daemon:
             hub,
             self._region_of,
             descriptors,
+            self._dispatcher.kept,
             resume_grace_s=config.service.resume_grace_s,
         )
         self._adoption = Adoption(

@@ -41,7 +41,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_kept_session_request_bytes: int = 128 << 20
     """Messages of a session's requests that wait, and lists of its transfers and operations that are not over."""
     max_kept_request_bytes: int = 1 << 30
-    """The same, over all sessions."""
+    """The same, over all sessions, with payloads, graph tables, and what comes ahead of messages."""
     max_kept_session_reply_bytes: int = 16 << 20
     """A session's replies that are kept for a retry; of more, the oldest large ones are dropped."""
     max_kept_reply_bytes: int = 256 << 20

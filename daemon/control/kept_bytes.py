@@ -20,7 +20,7 @@ from kvferry.protocol.limits import Limits
 SMALL_BYTES = 16 << 10
 """For messages of up to this size there is a quarter more, and no bound of the session: one may end what waits."""
 
-REQUEST_BYTES: Final = 2048
+REQUEST_BYTES: Final = 3072
 """What a request that waits takes besides its message, and a transfer besides its lists."""
 
 MAX_CONNECTIONS_BYTES: Final = 1 << 30

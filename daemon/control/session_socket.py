@@ -22,6 +22,7 @@ from typing import Final
 import structlog
 
 from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded, SessionResumed
+from kvferry.daemon.control.kept_bytes import SHARES, KeptBytes
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import Listener
@@ -69,6 +70,8 @@ NOT_KEPT: Final = -1
 _NO_ROOM: Final = frozenset({errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 MAX_MESSAGES_SHARED: Final = 16
 MAX_SHARES_SAID: Final = 16_384
+SHARE_COPIES: Final = 4
+"""So many times as much as on the wire a share takes in memory."""
 _SO_PEERPIDFD: Final = 77
 _CREDENTIALS: Final = struct.Struct("3i")
 
@@ -97,6 +100,11 @@ class Attachments:
     def unexplained(self) -> int:
         """Return how many descriptors came that no frame has named yet."""
         return len(self._fds)
+
+    @property
+    def has_shares(self) -> bool:
+        """Return whether it keeps shares for any message."""
+        return bool(self._shares)
 
     @property
     def kept(self) -> int:
@@ -188,6 +196,7 @@ class SessionSocket:
         hub: EventHub,
         region_of: Callable[[RegionRequest], Region],
         descriptors: Descriptors,
+        kept: KeptBytes,
         *,
         resume_grace_s: float = 0.0,
     ) -> None:
@@ -202,6 +211,7 @@ class SessionSocket:
         self.counters = counters
         self.region_of = region_of
         self.descriptors = descriptors
+        self.kept = kept
         self._hub = hub
         self._unopened: dict[_Connection, int] = {}
         self._refusal_logged_at = -REFUSAL_LOG_S
@@ -275,7 +285,10 @@ class SessionSocket:
     def take_share(self, session: Session, message_id: int) -> ShareFollows:
         """Return the shares that an engine sent for a message, before the message itself; empty if none came."""
         found = self._attachments(session)
-        return (found and found.take_share(message_id)) or ShareFollows(message_id=message_id)
+        share = found.take_share(message_id) if found is not None else None
+        if found is not None and not found.has_shares:
+            self.kept.drop(session.session_id, SHARES)
+        return share or ShareFollows(message_id=message_id)
 
     def take_memory(self, session: Session, message_id: int) -> int | None:
         """Return the descriptor that an engine sent for a message, or None; the caller owns it.
@@ -491,6 +504,8 @@ class _Connection:
         self._channel.close()
         self._attachments.close()
         self._owner.descriptors.give(self._attachments)
+        if self._session is not None:
+            self._owner.kept.drop(self._session.session_id, SHARES)
 
     def _process_ended(self) -> None:
         """Read what the process has said last, of its children say, and end its session."""
@@ -534,7 +549,7 @@ class _Connection:
                 if self._session is None:
                     self._open(frame)
                 else:
-                    self._handle_frame(unpack_attachment(frame))
+                    self._handle_frame(unpack_attachment(frame), self._session.session_id, SHARE_COPIES * len(frame))
             self._check_descriptors(flags)
         except KvferryError as error:
             if self._session is None:
@@ -553,11 +568,14 @@ class _Connection:
                     fds[at] = NOT_KEPT
         self._attachments.add_descriptors(fds)
 
-    def _handle_frame(self, frame: ShareFollows | MemoryFollows | SessionEnd) -> None:
+    def _handle_frame(self, frame: ShareFollows | MemoryFollows | SessionEnd, session_id: int, size_bytes: int) -> None:
         if isinstance(frame, SessionEnd):
             self.close("its engine ended it")
         else:
+            self._owner.kept.check(session_id, size_bytes)
             self._attachments.note(frame)
+            if isinstance(frame, ShareFollows):
+                self._owner.kept.keep(session_id, SHARES, size_bytes)
 
     def _check_descriptors(self, flags: int) -> None:
         """Check that no descriptor has come except one for a frame that is still incomplete."""

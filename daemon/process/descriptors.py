@@ -6,9 +6,9 @@ strangers make the daemon open is counted here before it is kept. Of the limit, 
 - a *reserve* is for what nobody asks for: files of the disk tier, memory on its way, libraries.
 - four *shares* are for what has no session: connections to the control socket, connections of other daemons, those to
   the session socket that have not opened one, and links to other daemons. New ones take the place of the oldest.
-- the *room* is for sessions, pools, rings and tables. One user may have three quarters of it, and half of it for pools,
-  so that pools do not keep sessions out. What does not fit is refused; root and the daemon's own user may open a few
-  sessions more.
+- the *room* is for sessions, pools, rings and tables. One user may have three quarters of it, and its share of what the
+  others leave; and half of it for pools, so that pools do not keep sessions out. What does not fit is refused; root and
+  the daemon's own user may open a few sessions more.
 
 Counts are of what is promised: a session has its control connection from its first moment on.
 """
@@ -24,6 +24,7 @@ from typing import Final, Literal
 import structlog
 
 from kvferry.daemon.process.access import may_see_all
+from kvferry.daemon.process.shares import share
 from kvferry.protocol.errors import ConfigError, OutOfDescriptorsError
 from kvferry.protocol.session_messages import DescriptorsStatus
 
@@ -159,9 +160,10 @@ class Descriptors:
         self._held.pop(holder, None)
 
     def _check(self, user: int, kind: Kind, count: int) -> None:
+        its, whole = self.promised(user), self.promised()
         bounds = [
-            (self.promised(user), self._room * 3 // 4, f"user {user} (your bound)"),
-            (self.promised(), self._room, "all users together (everybody's bound)"),
+            (its, min(self._room * 3 // 4, share(user, self._room, whole - its)), f"user {user} (your bound)"),
+            (whole, self._room, "all users together (everybody's bound)"),
         ]
         if kind == "pools":
             bounds.insert(0, (self.promised(user, kind), self._room // 2, f"pools of user {user} (your bound)"))

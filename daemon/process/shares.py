@@ -13,9 +13,11 @@ from kvferry.daemon.process.access import may_see_all
 
 PART: Final = 16
 """Of what others leave, a 16th stays, rounded up."""
+ROOT_PART: Final = 256
+"""Of the whole, a 256th stays for root and the daemon's own user, however many users there are."""
 
 
 def share(user: int, size: int, of_others: int) -> int:
     """Return how much of ``size`` a user may have in all, where the other users have ``of_others`` of it."""
     left = max(0, size - of_others)
-    return left if may_see_all(user) else left - -(-left // PART)
+    return left if may_see_all(user) else max(0, left - max(-(-left // PART), size // ROOT_PART))

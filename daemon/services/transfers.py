@@ -67,6 +67,9 @@ from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cance
 END_AGAIN_S = 0.1
 """After so long a copy's end that could not be handled is handled again."""
 
+FEW_EVENTS = 64
+"""A session with so few events that are not acknowledged is not asked how many others have."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -410,15 +413,19 @@ class TransferService:
             raise OverloadedError(f"{most} transfers of the session are live or unacknowledged")
         if len(session.unacknowledged) >= 2 * most:  # reused request ids keep the count of results low
             raise OverloadedError(f"{len(session.unacknowledged)} events of the session are unacknowledged")
-        total, most = self._state_machine.results.total, self._limits.max_transfers
-        if 2 * total < most:
-            return
-        its = sum(self.live(one.session_id) for one in self._dispatcher.sessions if one.tenant == session.tenant)
-        if its >= share(session.tenant, most, total - its):
-            raise OverloadedError(
-                f"{total} transfers of all sessions are live or unacknowledged, {its} of them of user "
-                f"{session.tenant}, of at most {most} (limits.max_transfers)"
-            )
+        most = self._limits.max_transfers
+        if 2 * self._state_machine.results.total >= most:
+            live = {one: self.live(one.session_id) for one in self._dispatcher.sessions}
+            self._check_share(session.tenant, most, live, "transfers of all sessions are live or unacknowledged")
+        if len(session.unacknowledged) > FEW_EVENTS:
+            events = {one: len(one.unacknowledged) for one in self._dispatcher.sessions}
+            self._check_share(session.tenant, 2 * most, events, "events of all sessions are unacknowledged")
+
+    def _check_share(self, user: int, most: int, counts: dict[Session, int], what: str) -> None:
+        total = sum(counts.values())
+        its = sum(count for one, count in counts.items() if one.tenant == user)
+        if its >= share(user, most, total - its):
+            raise OverloadedError(f"{total} {what}, {its} of them of user {user}, of at most {most}")
 
     def _acknowledged(self, acknowledged: EventAcknowledged) -> None:
         session, event = acknowledged

@@ -26,6 +26,7 @@ from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFul
 from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Namespace, Tier, place_of
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.policies import Deferred, make_policy
+from kvferry.protocol.config.memory import smallest_limit
 from kvferry.protocol.config.schema import DiskTierConfig
 from kvferry.protocol.session_messages import TierStatus
 
@@ -39,6 +40,10 @@ MAX_FOUND: Final = 4096
 
 FOUND_AT_ONCE: Final = 32
 """Files that are opened for it at a time; between them the scan goes on."""
+
+INDEX_PART: Final = 16
+BLOCK_MEMORY_BYTES: Final = 640
+"""Blocks on disk may take a 16th of the daemon's memory: so much is in the index for each."""
 
 FOLDERS_SHOWN: Final = 8
 MAX_WRONG: Final = 64
@@ -67,6 +72,7 @@ class DiskTier:
         """
         assert config.path is not None, config
         self._max_bytes = config.max_bytes
+        self._max_blocks = smallest_limit().size_bytes // INDEX_PART // BLOCK_MEMORY_BYTES
         self._host = host
         self._scheduler = scheduler
         self._counters = counters
@@ -292,7 +298,7 @@ class DiskTier:
         while (step := await loop.run_in_executor(self._reader, next, steps, None)) is not None:
             for found in step:
                 self._adopt(found)
-        await self._evict_for(0)
+            await self._evict_for(0)
         outdated = self._store.counts.outdated
         if outdated:
             log.warning(
@@ -384,11 +390,11 @@ class DiskTier:
         """Evict files until ``size_bytes`` fit; blocks that a lookup waits for stay. Return whether they fit."""
         if size_bytes > self._max_bytes:
             return False
-        if self._used_bytes + size_bytes <= self._max_bytes:
+        if self._fits(size_bytes):
             return True
         turns_left = await self._caught_up(CATCH_UP_TURNS)
         for block in self._policy.victims():
-            if self._used_bytes + size_bytes <= self._max_bytes:
+            if self._fits(size_bytes):
                 break
             if block.pins and not block.in_host:
                 continue
@@ -397,7 +403,13 @@ class DiskTier:
             self._counters.add("tiers.disk.evicted_blocks")
             await self._unlink(block)
             turns_left = await self._caught_up(turns_left)
-        return self._used_bytes + size_bytes <= self._max_bytes
+        return self._fits(size_bytes)
+
+    def _fits(self, size_bytes: int) -> bool:
+        """Return whether there is room for a file of that size; of 0 bytes: for what there is."""
+        return (
+            self._used_bytes + size_bytes <= self._max_bytes and len(self._sizes) + bool(size_bytes) <= self._max_blocks
+        )
 
     async def _caught_up(self, turns_left: int) -> int:
         """Tell the policy of what it does not know yet, in at most so many turns; return how many of them are left."""

@@ -31,7 +31,7 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace,
 from kvferry.pools.tiers.index import BlockIndex, PinnedBlocks
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.pools.tiers.policies import MOST_BEHIND
-from kvferry.protocol.config.memory import smallest_limit
+from kvferry.protocol.config.memory import kept_bytes, smallest_limit
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import RETRY_LATER_MS, OutOfMemoryError, OverloadedError, TierOffError
 from kvferry.protocol.ids import new_number
@@ -59,6 +59,10 @@ CATCH_UP_TURNS = MOST_BEHIND // USES_AT_ONCE
 LARGER_TIER = "ask for fewer pages at once, or raise tiers.host_bytes, and the user's quota (tiers.tenant_bytes)"
 
 JOURNAL_CHANGES = 1 << 16
+JOURNAL_PART = 8
+HASH_MEMORY_BYTES = 64
+"""The journal may have an eighth as much memory as others may make the daemon keep; so much a hash takes."""
+
 MAX_LABELS = 4096
 """Models whose labels are kept; beyond that, blocks of the oldest ones are listed without a label."""
 
@@ -124,9 +128,11 @@ class HostTier:
         self._counters = counters
         self._memory = memory
         self._clock = clock
-        size_bytes = config.size_bytes(smallest_limit().size_bytes)
+        memory_bytes = smallest_limit().size_bytes
+        size_bytes = config.size_bytes(memory_bytes)
         self.arena = Arena(0, size_bytes)
-        self.journal = CacheJournal(JOURNAL_CHANGES, new_number())
+        max_hashes = kept_bytes(memory_bytes) // JOURNAL_PART // HASH_MEMORY_BYTES
+        self.journal = CacheJournal(JOURNAL_CHANGES, new_number(), max_hashes)
         quota_bytes = size_bytes if config.tenant_bytes is None else config.tenant_bytes
         self._call_soon = call_soon
         self.index = BlockIndex(

@@ -51,23 +51,28 @@ class Changes(NamedTuple):
 class CacheJournal:
     """The latest changes. Consecutive changes of one kind are merged into one until they are read."""
 
-    def __init__(self, capacity: int, first: int = BEGINNING) -> None:
+    def __init__(self, capacity: int, first: int = BEGINNING, max_hashes: int = 1 << 24) -> None:
         """Start empty.
 
         Args:
             capacity: number of changes to keep; at least 1.
             first: the number of the first change: a cursor of another daemon is none of this one's.
+            max_hashes: number of their hashes to keep, beside those of the latest change.
         """
         self._capacity = capacity
+        self._max_hashes = max_hashes
+        self._kept_hashes = 0
         self._ring: list[Change] = []
-        self._first = self._next = first  # the number of the first change that is not in the ring
+        self._start = first
+        self._first = first  # the number of the first change that is still there
+        self._next = first  # the number of the first change that is not in the ring
         self._listeners: list[Callable[[], None]] = []
         self._open: Change | None = None  # the change that still grows; its hashes are in ``_hashes``
         self._hashes: list[bytes] = []
 
     def __repr__(self) -> str:
         """Show the current counts."""
-        return f"<CacheJournal changes={len(self._ring)} next={self._next + bool(self._hashes)}>"
+        return f"<CacheJournal changes={self._next - self._first} next={self._next + bool(self._hashes)}>"
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call this after each change."""
@@ -109,12 +114,12 @@ class CacheJournal:
         """
         self._seal()
         if cursor == BEGINNING:
-            cursor = self._first
-        if not self._next - len(self._ring) <= cursor <= self._next:
+            cursor = self._start
+        if not self._first <= cursor <= self._next:
             return Changes((), self._next, lost=True)
         end = min(self._next, cursor + limit)
-        # Change n is at (n - first) % capacity, whether the ring has wrapped or not.
-        found = tuple(self._ring[(number - self._first) % self._capacity] for number in range(cursor, end))
+        # Change n is at (n - start) % capacity, whether the ring has wrapped or not.
+        found = tuple(self._ring[(number - self._start) % self._capacity] for number in range(cursor, end))
         return Changes(found, end, lost=False)
 
     def _begin(self, kind: ChangeKind, tier: Tier, namespace: Namespace, parent: bytes | None) -> None:
@@ -135,14 +140,26 @@ class CacheJournal:
         for listener in self._listeners:
             listener()
 
+    def _forget_first(self) -> None:
+        """Forget the oldest change."""
+        at = (self._first - self._start) % self._capacity
+        self._kept_hashes -= len(self._ring[at].hashes)
+        self._ring[at] = self._ring[at]._replace(hashes=())
+        self._first += 1
+
     def _seal(self) -> None:
         """Move the open change into the ring: it does not change any more."""
         if self._open is None:
             return
         change = self._open._replace(hashes=tuple(self._hashes))
+        if self._next - self._first == self._capacity:
+            self._forget_first()
         if len(self._ring) < self._capacity:
             self._ring.append(change)
         else:
-            self._ring[(self._next - self._first) % self._capacity] = change
+            self._ring[(self._next - self._start) % self._capacity] = change
         self._next += 1
+        self._kept_hashes += len(change.hashes)
+        while self._kept_hashes > self._max_hashes and self._next - self._first > 1:
+            self._forget_first()
         self._open, self._hashes = None, []

@@ -21,6 +21,8 @@ MAX_RESERVE_BYTES: Final = 1 << 30
 KEPT_PART: Final = 16
 MAX_KEPT_BYTES: Final = 2 << 30
 """Of every limit another 16th, but no more than this, is what others may make the daemon keep: see ``kept_bytes``."""
+DAEMON_BYTES: Final = 256 << 20
+"""Of the daemon itself: its code, the books of a million pages and blocks, and what is under way."""
 MACHINE: Final = "/proc/meminfo"
 
 _READ_BYTES: Final = 1 << 16
@@ -44,6 +46,13 @@ class Limit(NamedTuple):
     def whose(self) -> str:
         """Return who sets the limit, for an error."""
         return "this host" if self.file == MACHINE else f"the control group ({self.file})"
+
+
+def enough_for(regions_bytes: int) -> int:
+    """Return a limit under which pools, tiers and buffers may have so many bytes, beside what the daemon needs."""
+    wanted = regions_bytes + DAEMON_BYTES
+    parts = RESERVE_PART // 2  # the reserve and what is kept, together
+    return min(-(-wanted * parts // (parts - 1)), wanted + MAX_RESERVE_BYTES + MAX_KEPT_BYTES)
 
 
 def kept_bytes(memory_bytes: int) -> int:

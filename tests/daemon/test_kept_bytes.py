@@ -191,3 +191,35 @@ def test_bytes_are_counted_by_session_and_in_all() -> None:
     kept.drop(1, (TRANSFER, "a"))
     kept.session_lost(2)
     assert (kept.of(1), kept.of(2), kept.total) == (0, 0, 0)
+
+
+def test_what_a_user_keeps_leaves_the_next_one_its_part() -> None:
+    users = {1: 1001, 2: 1001, 3: 1002, 4: 0}
+    most = 64 * SMALL_BYTES
+    limits = Limits(max_kept_session_request_bytes=most, max_kept_request_bytes=most)
+    kept = KeptBytes(limits, users.__getitem__)
+    kept.keep(1, 7, 40 * SMALL_BYTES)
+    kept.charge(2, 20 * SMALL_BYTES)  # payloads, say
+    with pytest.raises(OverloadedError, match=f"the share of user 1001, who has {60 * SMALL_BYTES}"):
+        kept.check(2, SMALL_BYTES + 1)
+    kept.check(3, 3 * SMALL_BYTES)
+    kept.check(4, 4 * SMALL_BYTES)
+    kept.check(2, SMALL_BYTES)  # what is small has a quarter more
+    kept.keep(1, 8, 16 * SMALL_BYTES)
+    with pytest.raises(OverloadedError):
+        kept.check(2, SMALL_BYTES)
+    kept.check(3, SMALL_BYTES)
+    users.clear()  # the sessions have ended
+    kept.session_lost(1)
+    kept.charge(2, -20 * SMALL_BYTES)
+    assert kept.total == 0
+
+
+def test_limits_are_a_part_of_what_may_be_kept() -> None:
+    limits = Limits().within(64 << 20)
+    assert limits.max_message_bytes == 8 << 20
+    assert limits.max_frame_bytes == 4 << 20
+    assert limits.max_kept_request_bytes == limits.max_kept_payload_bytes == 24 << 20
+    assert limits.max_kept_session_request_bytes == limits.max_kept_session_payload_bytes == 12 << 20
+    assert (limits.max_kept_reply_bytes, limits.max_kept_session_reply_bytes) == (8 << 20, 4 << 20)
+    assert Limits().within(4 << 30) == Limits()

@@ -69,22 +69,21 @@ def test_transfers_of_all_sessions(daemon: DaemonProcess, client: Client) -> Non
             other.wait_finished(transfers[1])
 
 
-def test_transfers_of_one_user_leave_some_to_others(daemon: DaemonProcess, client: Client) -> None:
-    said = said_by_another_user(
-        daemon,
-        "from kvferry.clients import new_request_id, pages\n"
-        "spec = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype='float32')\n"
-        "one, other = (Client.connect(sys.argv[1]) for _ in range(2))\n"
-        "one.create_pool('decode', spec)\n"
-        "transfers = [(each, each.receive('decode', new_request_id(), [pages(each.allocate('decode', 1))]))"
-        " for each in (one, one, other)]\n"
-        "one.ping(), other.ping()\n"
-        "print([each.refused is None for _, each in transfers])\n"
-        "print(transfers[-1][1].refused)",
-    )
-    assert said.startswith("[True, True, False]"), said
-    assert "2 of them of user 12345" in said
-    assert client.ping() > 0
+def test_transfers_of_one_user_leave_some_to_others(tmp_path: Path) -> None:
+    limits = Limits(max_transfers_per_session=3, max_transfers=3)
+    with running_daemon(tmp_path, tuning=Tuning(limits=limits)) as daemon:
+        said = said_by_another_user(
+            daemon,
+            "from kvferry.clients import new_request_id, pages\n"
+            "spec = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype='float32')\n"
+            "with Client.connect(sys.argv[1]) as one:\n"
+            "    one.create_pool('decode', spec)\n"
+            "    ids = one.allocate('decode', 3)\n"
+            "    sent = [one.receive('decode', new_request_id(), [pages(ids[n : n + 1])]) for n in range(3)]\n"
+            "    one.ping()\n"
+            "    print([each.state for each in sent], sent[-1].refused)",
+        )
+    assert "2 of them of user 12345, of at most 3" in said
 
 
 def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None:

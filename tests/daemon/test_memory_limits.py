@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import pytest
@@ -20,11 +20,13 @@ from kvferry.clients import Client, MhaSpec, SharedMemory, new_request_id, pages
 from kvferry.daemon.control.zmtp import GREETING, frame
 from kvferry.protocol.base import Busy, DeviceEvent
 from kvferry.protocol.codec import decode_from_daemon, encode
+from kvferry.protocol.config.memory import enough_for
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OutOfMemoryError
 from kvferry.protocol.pool_messages import Free
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.settings import CONTROL_SOCKET
+from tests.control_groups import ControlGroup
 from tests.daemons import DaemonProcess, running_daemon, soon
 from tests.raw_engine import RawEngine, raw_engine
 
@@ -38,40 +40,19 @@ PAGES: Final = 256 << 10
 """Of a FREE of 2 MiB."""
 
 
-class ControlGroup(NamedTuple):
-    """A group with a limit on memory; ``prefix`` runs a command in it."""
-
-    folder: Path
-    limit_file: str
-
-    @property
-    def prefix(self) -> list[str]:
-        return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs && exec "$@"', "sh"]
-
-    def limit(self, size_bytes: int) -> None:
-        """Set the limit."""
-        Path(self.limit_file).write_text(str(size_bytes))
-
-
 @pytest.fixture
 def group(require: Callable[[object, str], None]) -> Iterator[ControlGroup]:
-    """Return a new group below the root of the hierarchy that has the memory controller."""
-    first = Path("/sys/fs/cgroup/memory").is_dir()
-    root, file = ("memory", "memory.limit_in_bytes") if first else ("", "memory.max")
-    folder = Path("/sys/fs/cgroup", root, f"kvferry-test-{os.getpid()}")
+    """Return a new group."""
     try:
-        folder.mkdir()
+        one = ControlGroup.make(f"kvferry-test-{os.getpid()}", SMALL_BYTES)
     except OSError as cause:
-        require(False, f"a control group: {cause}")  # noqa: FBT003
-    one = ControlGroup(folder, f"{folder}/{file}")
+        require(False, f"a control group with a limit on memory: {cause}")  # noqa: FBT003
+        raise
     try:
-        if not (folder / file).exists():
-            require(False, "the memory controller is not there for new control groups")  # noqa: FBT003
-        one.limit(SMALL_BYTES)
         yield one
     finally:
-        assert soon(lambda: not (folder / "cgroup.procs").read_text())
-        folder.rmdir()
+        assert soon(lambda: one.is_empty)
+        one.remove()
 
 
 def spec(size_bytes: int) -> MhaSpec:
@@ -97,7 +78,7 @@ def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_
     ):
         with pytest.raises(OutOfMemoryError) as refused:
             client.create_pool("large", spec(SMALL_BYTES - 16 * MIB))  # fits the machine, and pools.max_bytes
-        assert group.limit_file in refused.value.detail
+        assert str(group.limit_file) in refused.value.detail
         client.create_pool("small", spec(64 * MIB))
         with pytest.raises(OutOfMemoryError):
             client.create_pool("another", spec(SMALL_BYTES - 112 * MIB))  # it would have fitted before
@@ -146,14 +127,14 @@ def waiting_frees(daemon: DaemonProcess, engine: RawEngine, count: int) -> bool:
 
 
 def test_sessions_whose_requests_wait_where_the_limit_is_that_of_the_docs(group: ControlGroup, tmp_path: Path) -> None:
-    group.limit(128 * MIB + 1 * GIB)
+    group.limit(enough_for(128 * MIB))
     config = '[pools]\nmax_bytes = "64MiB"\n[tiers]\nhost_bytes = "64MiB"\n'
     with (
         running_daemon(tmp_path, config, prefix=group.prefix) as daemon,
         Client.connect(daemon.runtime_dir) as client,
         contextlib.ExitStack() as stack,
     ):
-        client.create_pool("small", spec(64 * MIB)).close()
+        client.create_pool("small", spec(64 * MIB)).close()  # there is memory for all that pools may have
         engines = [stack.enter_context(raw_engine(daemon.runtime_dir, f"e{number}")) for number in range(8)]
         assert [waiting_frees(daemon, one, 62) for one in engines] == [True] * 8
         assert client.ping() > 0

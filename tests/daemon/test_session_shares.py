@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, calls
 from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
+from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import KvferryError, MalformedError
+from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_stream import (
     MAX_SHARED_EVENTS,
@@ -112,6 +115,20 @@ def test_shares_of_one_message_have_a_bound(daemon: DaemonProcess) -> None:
             rude.sendall(frame)
         assert is_ended(rude)
         rude.sendall(frame)
+
+
+def test_shares_count_to_what_sessions_may_keep_in_all(tmp_path: Path) -> None:
+    tuning = Tuning(limits=Limits(max_kept_request_bytes=1 << 20))
+    frame = shared(1, *(VmmShare(handle=1, size_bytes=1),) * MAX_SHARES)
+    with running_daemon(tmp_path, tuning=tuning) as daemon:
+        with session(daemon) as polite:
+            polite.sendall(frame)
+            with session(daemon) as rude:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ends meanwhile
+                    rude.sendall(frame * ((1 << 19) // len(frame)))
+                assert is_ended(rude)
+            assert is_served(daemon)
+        assert "bytes of all sessions are kept" in daemon.log.read_text()
 
 
 VMM = {"kind": "vmm", "handle": 1, "size_bytes": 1}

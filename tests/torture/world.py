@@ -21,6 +21,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.settings import PEER_SOCKET
 from tests.cann_simulator.build import NPU_PYTHON
+from tests.control_groups import ControlGroup
 from tests.started import REPOSITORY, Started, started
 from tests.tcp_proxy import Proxy
 from tests.torture.actors import LAST_S, READY, Ended, Order
@@ -29,6 +30,8 @@ ACTORS: Final = Path(__file__).with_name("actors.py")
 START_S: Final = 60.0
 END_S: Final = 40.0
 DISK_BYTES: Final = 24 << 20
+MEMORY_BYTES: Final = 1 << 30
+"""Of a daemon, where a control group can be made; of one on a device, what stands for the device would count."""
 CONFIG: Final = """
 [service]
 drain_timeout_s = 2
@@ -92,6 +95,7 @@ class Daemon:
         self._process: asyncio.subprocess.Process | None = None
         self.disk.mkdir(parents=True, mode=0o700)
         self.small_disk = os.geteuid() == 0 and _mounted(self.disk)
+        self._group = None if simulated else _group(f"kvferry-torture-{os.getpid()}-{number}")
         (self.folder / "daemon.toml").write_text(CONFIG.format(disk=self.disk))
 
     @property
@@ -119,6 +123,7 @@ class Daemon:
         command = ["-m", "tests.torture.sabotage", self._sabotage] if self._sabotage else ["-P", "-m", "kvferry.daemon"]
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
+                *(self._group.prefix if self._group is not None else []),
                 os.fspath(self.python or sys.executable),
                 *command,
                 *(["--keep"] if self.warm else []),
@@ -172,6 +177,9 @@ class Daemon:
         if self.small_disk:
             self.small_disk = False
             await asyncio.to_thread(_unmount, self.disk)
+        if self._group is not None:
+            with contextlib.suppress(OSError):  # what held its memory may still be ending
+                self._group.remove()
 
     def check_alive(self) -> None:
         """Check that it has not ended by itself.
@@ -189,6 +197,14 @@ class Daemon:
                 return True
         await asyncio.sleep(0.05)
         return False
+
+
+def _group(name: str) -> ControlGroup | None:
+    """Return a control group with little memory, where that is allowed here."""
+    try:
+        return ControlGroup.make(name, MEMORY_BYTES)
+    except OSError:
+        return None
 
 
 def _mounted(folder: Path) -> bool:

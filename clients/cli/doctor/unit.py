@@ -13,6 +13,8 @@ from kvferry.clients.cli.doctor.host import Finding, Host
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.npus import MANAGER_NODES, davinci_nodes
 from kvferry.clients.cli.doctor.running import RESTART
+from kvferry.protocol.config.memory import enough_for
+from kvferry.protocol.config.schema import STAGING_BUFFERS
 
 NAME: Final = "kvferry@.service"
 FOLDERS: Final = ("/etc/systemd/system", "/run/systemd/system", "/usr/local/lib/systemd/system",
@@ -23,9 +25,6 @@ DROP_INS: Final = f"/etc/systemd/system/{NAME}.d"
 PRIVATE: Final = ("/tmp", "/var/tmp")  # noqa: S108  only compared as names
 HOMES: Final = ("/home", "/root", "/run/user")
 GIB: Final = 1 << 30
-OVERHEAD_BYTES: Final = GIB
-"""Of the daemon itself: its code, plans and messages, staging."""
-
 DEFAULT_STOP: Final = "90s"
 STOP_MARGIN_S: Final = 20.0
 _BOOTED: Final = "/run/systemd/system"
@@ -150,11 +149,12 @@ def _memory_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
     """Return whether the configuration lets the daemon take more memory than the unit does, with the fix."""
     limit = _bytes(unit.last("MemoryMax"))
     config = needs.config
-    wanted = (config.pools.max_bytes or 0) + (config.tiers.host_bytes or 0) + OVERHEAD_BYTES
+    regions = (config.pools.max_bytes or 0) + (config.tiers.host_bytes or 0)
     if needs.store:
-        wanted += config.tiers.remote.segment_bytes
+        regions += config.tiers.remote.segment_bytes
     if needs.mooncake:
-        wanted += config.network.bounce_buffers * config.network.bounce_buffer_bytes
+        regions += (config.network.bounce_buffers + STAGING_BUFFERS) * config.network.bounce_buffer_bytes
+    wanted = enough_for(regions)
     if limit is None or wanted <= limit:
         return []
     said = f"MemoryMax={unit.last('MemoryMax')} is less than the {wanted / GIB:.1f} GiB of pools, tiers and the daemon"

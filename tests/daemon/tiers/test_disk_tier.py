@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.tiers import host_tier
+from kvferry.daemon.tiers import disk_tier, host_tier
 from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.pools.tiers.block_file import DiskFailedError, DiskFullError
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
+from kvferry.protocol.config.memory import MACHINE, Limit
 from kvferry.protocol.errors import CacheMissError
 from kvferry.protocol.tier_messages import CacheEvict, CacheEvicted, Found, Lookup
 from tests.daemon.tiers.tier_harness import POOL, Engine, Harness, harness, names, settle, until
@@ -147,6 +148,20 @@ async def test_the_oldest_go_for_new_ones(folder: Path) -> None:
         tiers.empty_memory()
         assert [one.hash for one in tiers.blocks(1, 2, 3)] == names(2, 3)
         assert tiers.lower.status()[0].used_bytes == 2 * size
+
+
+async def test_there_are_no_more_than_the_index_may_have_in_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with harness(8, disk=folder) as first:
+        await written(first, 1, 2, 3)
+    memory_bytes = 2 * disk_tier.INDEX_PART * disk_tier.BLOCK_MEMORY_BYTES
+    monkeypatch.setattr(disk_tier, "smallest_limit", lambda: Limit(memory_bytes, memory_bytes, MACHINE))
+    async with harness(8, disk=folder) as tiers:
+        await until(lambda: len(files(folder)) == 2)
+        await written(tiers, 4)
+        await until(lambda: len(files(folder)) == 2)
+        assert tiers.lower.status()[0].blocks == 2
 
 
 async def test_those_looked_up_last_stay_and_of_a_prompt_its_beginning(

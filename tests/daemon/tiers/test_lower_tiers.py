@@ -160,7 +160,7 @@ async def test_room_for_a_block_that_comes_up_is_made_in_turns(far: Harness, mon
 async def test_a_full_host_tier_lets_nothing_come_up(far: Harness) -> None:
     [block] = await away(far, 1)
     engine = far.engine()
-    engine.offload(engine.allocate(8))
+    engine.offload(engine.allocate(7))  # the user's share of 8 blocks
     coming = far.lower.promote(block)
     assert coming is not None
     assert not await coming

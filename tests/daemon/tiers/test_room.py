@@ -38,7 +38,8 @@ POLICIES = pytest.mark.parametrize("policy", ["lru", "reuse"])
 
 @pytest.fixture(autouse=True)
 def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evict one block, and tell of one use, in a turn of the loop."""
+    """Evict one block, and tell of one use, in a turn of the loop; one user may have all of a tier of few blocks."""
+    monkeypatch.setattr(host_tier, "share", lambda _user, size, of_others: size - of_others)
     monkeypatch.setattr(host_tier, "EVICTED_AT_ONCE", 1)
     monkeypatch.setattr(host_tier, "USES_AT_ONCE", 1)
     monkeypatch.setattr(host_tier, "CATCH_UP_TURNS", 8)

@@ -85,6 +85,16 @@ def test_a_cursor_of_another_boot_has_lost_changes() -> None:
     assert len(journal.since(5001, 9).changes) == 2
 
 
+def test_the_oldest_changes_go_where_there_are_too_many_hashes() -> None:
+    journal = CacheJournal(8, max_hashes=5)
+    for name in (b"1", b"2", b"3"):
+        journal.stored(Tier.HOST, SPACE, [name, name * 2], [None, name])
+    assert journal.since(1, 9) == Changes((), 4, lost=True)
+    assert [one.hashes for one in journal.since(2, 9).changes] == [(b"2", b"22"), (b"3", b"33")]
+    journal.stored(Tier.HOST, SPACE, list(names := [b"%d" % n for n in range(10, 17)]), [None, *names[:-1]])
+    assert [len(one.hashes) for one in journal.since(4, 9).changes] == [7], "the latest one stays in any case"
+
+
 @given(notes=st.lists(NOTES, max_size=60), capacity=st.integers(1, 9), limit=st.integers(1, 4), data=st.data())
 def test_a_reader_gets_what_was_noted_in_order_or_hears_that_it_did_not(
     notes: list[tuple[bool, Tier, Namespace, bytes, bytes | None]], capacity: int, limit: int, data: st.DataObject

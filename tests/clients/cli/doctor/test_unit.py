@@ -66,9 +66,9 @@ CASES: Final = {
         "missing", "DeviceAllow leaves out davinci16, davinci17", "DeviceAllow=/dev/davinci16 rw", npus=18
     ),
     "every node": Case("ok", unit=f"{MORE}DeviceAllow=char-* rw\n", npus=16),
-    "enough memory": Case("ok", drop_in="MemoryMax=13G", needs=MEMORY),
+    "enough memory": Case("ok", drop_in="MemoryMax=14G", needs=MEMORY),
     "too little memory": Case(
-        "missing", "MemoryMax=12G is less than the 13.0 GiB", "MemoryMax=13G", "MemoryMax=12G", MEMORY
+        "missing", "MemoryMax=13G is less than the 14.0 GiB", "MemoryMax=14G", "MemoryMax=13G", MEMORY
     ),
     "no limit to its memory": Case("ok", drop_in="MemoryMax=infinity", needs=MEMORY),
     "a part of the host's memory": Case("ok", drop_in="MemoryMax=90%", needs=MEMORY),
