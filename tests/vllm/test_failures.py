@@ -264,7 +264,7 @@ def test_no_host_tier(tmp_path: Path, plain: Plain) -> None:
 @pytest.mark.long
 def test_limits_of_the_daemon(tmp_path: Path, plain: Plain) -> None:
     """It answers BUSY where it is asked for more than two loads or stores at once."""
-    limits = Limits(max_kept_session_request_bytes=17_000)
+    limits = Limits(max_kept_session_request_bytes=20_100)
     with (
         running_daemon(tmp_path, HOST_TIER, tuning=Tuning(limits=limits)) as daemon,
         engine(tmp_path, told(daemon.runtime_dir), model=TINY_MHA, disable_log_stats=False) as one,
