@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from kvferry.daemon.control.dispatch import Answer, Call, OpenBatch
 from kvferry.daemon.control.kept_bytes import KeptBytes
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
+from kvferry.daemon.services import prefix_cache
+from kvferry.daemon.tiers import host_tier, operations
 from kvferry.protocol import tier_messages as tier
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
 from kvferry.protocol.envelope import MAX_BATCH, REQUEST_TYPES, Batch, Batched, Reply
@@ -283,5 +286,7 @@ def test_a_batch_is_its_requests_one_by_one(
                 assert one.pool().allocator.pages_by_owner() == other.pool().allocator.pages_by_owner()
                 other.check()
 
-    with patch("secrets.randbits", return_value=0):  # leases of both have the same numbers, from 1
+    with contextlib.ExitStack() as patches:
+        for module in (host_tier, operations, prefix_cache):  # what both count has the same numbers, from 1
+            patches.enter_context(patch.object(module, "new_number", return_value=1))
         asyncio.run(run())
