@@ -1,8 +1,8 @@
 """The prefix cache: LOOKUP and UNPIN, STORE and LOAD.
 
-A LOOKUP finds the longest cached prefix, and pins it for the instance until UNPIN or the instance's end. A STORE
-becomes visible as a whole or not at all. A LOAD brings the leading blocks that are intact, and reports CACHE_MISS for
-the rest.
+A LOOKUP finds the longest cached prefix, and pins it for the instance until UNPIN or the instance's end. The blocks of a
+STORE become visible in their order, once the bytes of all are there. A LOAD brings the leading blocks that are intact,
+and reports CACHE_MISS for the rest. A long prompt is looked up, stored and loaded in turns of the loop.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import asyncio
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
@@ -23,7 +24,7 @@ from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
-from kvferry.daemon.tiers.host_tier import LOOKUPS, OPERATIONS, HostTier, Want
+from kvferry.daemon.tiers.host_tier import HostTier, Want
 from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
 from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
 from kvferry.daemon.tiers.room import Room
@@ -75,8 +76,8 @@ MAX_PINS = 1 << 20
 EXPIRED_AT_ONCE = 256
 """Leases, in a turn of the loop."""
 
-UNPINNED_AT_ONCE = 1024
-"""Blocks, in a turn of the loop: some 1 ms."""
+BLOCKS_AT_ONCE = 1024
+"""Blocks of a request, in a turn of the loop: 1 to 4 ms. More would hold up all other engines."""
 
 log = structlog.get_logger(__name__)
 
@@ -104,7 +105,7 @@ class Lease(msgspec.Struct):
 
 
 class _Unpinning(NamedTuple):
-    """The blocks of a lease or a LOAD that has ended; the first ``done`` ones are not pinned any more."""
+    """Blocks that nobody needs to be pinned any more; the first ``done`` ones are not."""
 
     holder: int
     blocks: Sequence[CachedBlock]
@@ -120,29 +121,59 @@ class _Chain(NamedTuple):
     hashes: list[bytes]
 
 
+class _Looking:
+    """A LOOKUP in progress.
+
+    Attributes:
+        lease: that it extends, if any.
+        blocks: those that it has found; with ``body.pin`` each is pinned by the instance.
+        host: how many of them are in the host tier, of those that were counted as used.
+        disk: how many of these have their fastest copy on disk.
+    """
+
+    def __init__(self, call: Call, body: Lookup, chain: _Chain, lease: Lease | None) -> None:
+        self.call = call
+        self.body = body
+        self.chain = chain
+        self.lease = lease
+        self.blocks: list[CachedBlock] = []
+        self.host = self.disk = 0
+
+    def asked(self, count: int) -> list[bytes]:
+        """Return the hashes after the blocks that were found, at most so many."""
+        found = len(self.blocks)
+        return self.chain.hashes[found : found + count]
+
+    @property
+    def has_rest(self) -> bool:
+        """Return whether not all was found."""
+        return len(self.blocks) < len(self.chain.hashes)
+
+
 class _Storing:
     """A STORE in progress: its new blocks, and the pages that they are copied from once they have memory.
 
     Attributes:
-        ids: of the pages, ``(blocks, block_pages)``.
+        fresh: the new blocks, as far as they have begun.
+        ids: of the pages, ``(blocks, block_pages)``: of all blocks, and of the new ones once all of these have begun.
         offsets: of the memory, of the same shape; empty until there is some.
+        visible: how many of the new blocks are visible already.
     """
 
-    def __init__(
-        self, pool: Pool, layout: BlockLayout, hold: PageHold, fresh: Sequence[CachedBlock], ids: PageIds
-    ) -> None:
+    def __init__(self, pool: Pool, layout: BlockLayout, hold: PageHold, ids: PageIds) -> None:
         self.pool = pool
         self.layout = layout
         self.hold = hold
-        self.fresh = fresh
+        self.fresh: list[CachedBlock] = []
         self.ids = ids
         self.offsets: Offsets = np.empty((0, ids.shape[1]), np.int64)
         self.job: BlockJob | None = None
+        self.visible = 0
 
     @property
     def want(self) -> Want:
         """Return the memory that it needs."""
-        return Want(self.ids.size, self.layout.block_bytes)
+        return Want(len(self.fresh) * self.ids.shape[1], self.layout.block_bytes)
 
     @property
     def memory(self) -> Freed:
@@ -179,10 +210,11 @@ class PrefixCache:
         self._by_use: OrderedDict[int, Lease] = OrderedDict()  # all leases, the one used longest ago first
         self._loop = asyncio.get_running_loop()
         self._expiry: asyncio.TimerHandle | None = None
-        self._looking: dict[tuple[int, int], list[CachedBlock]] = {}
-        """The blocks that each lookup pins while lower tiers are asked, by session and message."""
+        self._looking: dict[tuple[int, int], _Looking] = {}
+        """The lookups that were not answered at once, by session and message."""
+        self._ended: dict[int, Lease] = {}
+        """The leases that have ended and are still being loaded."""
         self._unpinning: deque[_Unpinning] = deque()
-        """What leases and LOADs that have ended pin still."""
         self._unpin_rest = host.in_turns(self._unpin_some)
         self._lookups = Background("a lookup")
         self._loads = Background("a load")
@@ -200,7 +232,7 @@ class PrefixCache:
 
     @property
     def lookups(self) -> int:
-        """Return how many lookups wait for lower tiers."""
+        """Return how many lookups are under way."""
         return len(self._lookups)
 
     def pinned(self) -> Iterator[PinnedBlocks]:
@@ -208,13 +240,16 @@ class PrefixCache:
         for owner_id, leases in list(self._leases.items()):
             for lease in list(leases.values()):
                 yield PinnedBlocks(owner_id, lease.blocks)
+        for lease in list(self._ended.values()):
+            yield PinnedBlocks(lease.owner_id, lease.blocks)
         for holder, blocks, done in tuple(self._unpinning):
             yield PinnedBlocks(holder, blocks[done:])
-        for blocks in list(self._looking.values()):
-            yield PinnedBlocks(LOOKUPS, blocks)
+        for looking in list(self._looking.values()):
+            if looking.body.pin:
+                yield PinnedBlocks(looking.call.session.owner_id, looking.blocks)
 
     async def close(self) -> None:
-        """Cancel the lookups and loads that wait for lower tiers."""
+        """Cancel the lookups that are under way, and the loads that have not begun to copy."""
         if self._expiry is not None:
             self._expiry.cancel()
         await self._lookups.close()
@@ -281,16 +316,23 @@ class PrefixCache:
         self._unpin_all(self._leases.pop(owner_id, {}).values())
 
     def _unpin_all(self, leases: Iterable[Lease]) -> None:
-        """Unpin the blocks of leases that have ended; what is much goes in the next turns of the loop."""
+        """Unpin the blocks of leases that have ended, once no LOAD reads them any more."""
         for lease in leases:
             self._by_use.pop(lease.number, None)
-            self._unpinning.append(_Unpinning(lease.owner_id, lease.blocks, 0))
+            if lease.loads:
+                self._ended[lease.number] = lease
+            else:
+                self._unpinning.append(_Unpinning(lease.owner_id, lease.blocks, 0))
+        self._begin_unpinning()
+
+    def _begin_unpinning(self) -> None:
+        """Unpin what nobody needs to be pinned; what is much goes in the next turns of the loop."""
         if self._unpin_some():
             self._unpin_rest()
 
     def _unpin_some(self) -> bool:
-        """Unpin some blocks of leases and LOADs that have ended; return whether there are more."""
-        left = UNPINNED_AT_ONCE
+        """Unpin some of the blocks that nobody needs to be pinned; return whether there are more."""
+        left = BLOCKS_AT_ONCE
         while self._unpinning and left:
             holder, blocks, done = self._unpinning.popleft()
             some = blocks[done : done + left]
@@ -304,82 +346,143 @@ class PrefixCache:
 
     def _lookup(self, call: Call) -> Answer | None:
         body = expect(call, Lookup)
-        _, layout, namespace, hashes = self._chain(call, body)
+        chain = self._chain(call, body)
         lease = None
         if body.lease is not None:
             lease = self.lease(call, body.lease)
-            if lease.namespace != namespace:
+            if lease.namespace != chain.namespace:
                 raise InvalidFieldError(
                     f"lease {lease.number} has blocks of another namespace: {lease.namespace}", field="lease"
                 )
         elif body.pin:
             self._check_leases(call.session.owner_id)
-        found = self._host.index.longest_prefix(namespace, hashes)
-        rest = hashes[len(found) :]
-        if not rest or not self._lower.may_find:
-            return self._found(call, lease, Lease(0, namespace, layout, found))
-        self._host.index.pin(found, LOOKUPS)  # the prefix must not be evicted meanwhile
-        self._looking[call.session.session_id, call.message_id] = found
-        self._lookups.spawn(self._look_below(call, lease, Lease(0, namespace, layout, found), rest))
+        looking = _Looking(call, body, chain, lease)
+        more = self._look(looking)
+        if not more and not self._lower_may_have(looking):
+            self._use_some(looking, looking.blocks)
+            return self._found(looking)
+        self._looking[call.session.session_id, call.message_id] = looking
+        self._lookups.spawn(self._look_on(looking, more=more))
         return None
 
-    async def _look_below(self, call: Call, lease: Lease | None, near: Lease, rest: Sequence[bytes]) -> None:
-        blocks = near.blocks
-        parent = blocks[-1].hash if blocks else lease.blocks[-1].hash if lease is not None and lease.blocks else None
+    def _look(self, looking: _Looking) -> bool:
+        """Find the next blocks of a lookup; return whether there may be more. Raises what ``_take`` does."""
+        asked = looking.asked(BLOCKS_AT_ONCE)
+        found = self._host.index.longest_prefix(looking.chain.namespace, asked)
+        self._take(looking, found)
+        return len(found) == len(asked) and looking.has_rest
+
+    def _lower_may_have(self, looking: _Looking) -> bool:
+        """Return whether lower tiers may have blocks that the index does not know."""
+        return looking.has_rest and self._lower.may_find
+
+    def _take(self, looking: _Looking, blocks: Sequence[CachedBlock]) -> None:
+        """Pin blocks that a lookup has found, at most BLOCKS_AT_ONCE, and start their promotion.
+
+        Raises:
+            OverloadedError: the instance has reached its bound of pinned blocks.
+        """
+        session = looking.call.session
+        if looking.body.pin:
+            self._check_pins(session.owner_id, len(looking.blocks) + len(blocks))
+            self._host.check_share(session.tenant, sum([one.size_bytes for one in blocks if one.evictable]))
+            self._host.index.pin(blocks, session.owner_id)
+            for block in blocks:
+                if not block.in_host:
+                    self._lower.promote(block)
+        looking.blocks.extend(blocks)
+
+    async def _look_on(self, looking: _Looking, *, more: bool) -> None:
+        """Go on with a lookup, some blocks in each turn of the loop, and answer it; ``more``: in the index."""
+        call = looking.call
+        is_kept = False
         try:
-            far = await self._lower.find(near.namespace, rest, parent, near.layout.block_bytes)
+            while more and self._is_wanted(call):
+                await asyncio.sleep(0)
+                more = self._look(looking)
+            if self._lower_may_have(looking) and self._is_wanted(call):
+                await self._look_below(looking)
+            for start in reversed(range(0, len(looking.blocks), BLOCKS_AT_ONCE)):
+                self._use_some(looking, looking.blocks[start : start + BLOCKS_AT_ONCE])
+                await asyncio.sleep(0)
+            if self._is_wanted(call):
+                answer = self._found(looking)
+                is_kept = looking.body.pin
+                self._dispatcher.answer(call.session, call.message_id, answer)
+        except KvferryError as error:
+            if self._is_wanted(call):
+                self._dispatcher.answer_error(call.session, call.message_id, error)
         finally:
             del self._looking[call.session.session_id, call.message_id]
-            self._host.free_all(self._host.index.unpin(blocks, LOOKUPS))
-        still = list(itertools.takewhile(lambda one: one.state is BlockState.READY, [*blocks, *far]))
-        if not call.session.is_pending(call.message_id) or self._sessions.get(call.session.session_id) is None:
-            return
-        try:
-            if lease is not None:
-                self.lease(call, lease.number)  # it may have ended meanwhile
-            answer = self._found(call, lease, msgspec.structs.replace(near, blocks=still))
-        except KvferryError as error:
-            self._dispatcher.answer_error(call.session, call.message_id, error)
-        else:
-            self._dispatcher.answer(call.session, call.message_id, answer)
+            if looking.body.pin and not is_kept:
+                self._unpinning.append(_Unpinning(call.session.owner_id, looking.blocks, 0))
+                self._begin_unpinning()
 
-    def _found(self, call: Call, lease: Lease | None, found: Lease) -> Answer:
-        """Pin the blocks found, start their promotion, and return the reply.
+    async def _look_below(self, looking: _Looking) -> None:
+        """Ask lower tiers for the blocks after those that were found."""
+        lease, near = looking.lease, looking.blocks
+        parent = near[-1].hash if near else lease.blocks[-1].hash if lease is not None and lease.blocks else None
+        rest = looking.chain.hashes[len(near) :]
+        far = await self._lower.find(looking.chain.namespace, rest, parent, looking.chain.layout.block_bytes)
+        gone = next((number for number, one in enumerate(near) if one.state is not BlockState.READY), None)
+        if gone is not None:
+            looking.blocks = near[:gone]
+            if looking.body.pin:
+                self._unpinning.append(_Unpinning(looking.call.session.owner_id, near[gone:], 0))
+                self._begin_unpinning()
+            return
+        for start in range(0, len(far), BLOCKS_AT_ONCE):
+            some = far[start : start + BLOCKS_AT_ONCE]
+            ready = list(itertools.takewhile(lambda one: one.state is BlockState.READY, some))
+            self._take(looking, ready)
+            if len(ready) < len(some):
+                return
+            await asyncio.sleep(0)
+
+    def _use_some(self, looking: _Looking, blocks: Sequence[CachedBlock]) -> None:
+        """Take note that blocks were used, and in which tiers they are; those of a prompt's end come first."""
+        self._host.index.touch(blocks)
+        self._lower.used(blocks)
+        lower = [one for one in blocks if not one.in_host]
+        looking.host += len(blocks) - len(lower)
+        looking.disk += sum([one.on_disk for one in lower])
+
+    def _is_wanted(self, call: Call) -> bool:
+        """Return whether a request's answer is still waited for."""
+        return call.session.is_pending(call.message_id) and self._sessions.get(call.session.session_id) is not None
+
+    def _found(self, looking: _Looking) -> Answer:
+        """Make what a lookup has pinned a lease, or more of one, and return the reply.
 
         Raises:
             OverloadedError: the instance has reached its bound of leases or pinned blocks.
+            UnknownLeaseError: the lease has ended meanwhile.
         """
-        body, blocks = expect(call, Lookup), found.blocks
+        call, body, blocks, lease = looking.call, looking.body, looking.blocks, looking.lease
+        owner_id = call.session.owner_id
+        if lease is not None:
+            self.lease(call, lease.number)
         if body.pin:
-            self._check_pins(call.session.owner_id, len(blocks))
-            self._host.check_share(call.session.tenant, sum([one.size_bytes for one in blocks if one.evictable]))
+            self._check_pins(owner_id, len(blocks))
             if lease is None:
-                self._check_leases(call.session.owner_id)  # others may have been added while lower tiers were asked
+                self._check_leases(owner_id)
         self._counters.add("cache.lookups")
-        self._counters.add("cache.asked_blocks", len(body.hashes) // HASH_BYTES)
+        self._counters.add("cache.asked_blocks", len(looking.chain.hashes))
         self._counters.add("cache.hit_blocks", len(blocks))
-        self._host.index.touch(blocks)
-        self._lower.used(blocks)
-        lower = [block for block in blocks if not block.in_host]
-        host, disk = len(blocks) - len(lower), sum([block.on_disk for block in lower])
         if body.pin and (blocks or lease is not None):
-            owner_id = call.session.owner_id
-            self._host.index.pin(blocks, owner_id)
             if lease is None:
-                lease = msgspec.structs.replace(found, number=next(self._numbers), blocks=[], owner_id=owner_id)
+                lease = Lease(next(self._numbers), looking.chain.namespace, looking.chain.layout, [], owner_id)
                 self._leases.setdefault(owner_id, {})[lease.number] = lease
                 self._use(lease)
             lease.blocks.extend(blocks)
             self._leased[owner_id] += len(blocks)
-            for block in lower:
-                self._lower.promote(block)
         return Answer(
             Found(
                 blocks=len(blocks),
                 lease=lease.number if lease is not None else 0,
-                host=host,
-                disk=disk,
-                remote=len(blocks) - host - disk,
+                host=looking.host,
+                disk=looking.disk,
+                remote=len(blocks) - looking.host - looking.disk,
                 lease_blocks=len(lease.blocks) if lease is not None else 0,
             )
         )
@@ -411,62 +514,80 @@ class PrefixCache:
         self._operations.check(call.session)
         hold = PageHold(write=False)
         hold.add(pool.space(body.space), call.session.owner_id, call.ids[0], "pages")
-        storing: _Storing | None = None
+        storing = _Storing(pool, layout, hold, ids)
+        steps = self._begin(storing, namespace, hashes, body.parent or None)
         try:
-            fresh, at = self._begin(namespace, hashes, body.parent or None, layout)
-            storing = _Storing(pool, layout, hold, fresh, ids[at])
-            self._host.awaits(namespace.tenant, storing.want)
-            steps = self._host.making_room(namespace.tenant, [storing.want])
             waits = next(steps, self) is not self
             if not waits:
                 self._take_memory(storing)
             operation = self._begin_store(call, body, storing)
         except Exception:
             hold.release()
-            if storing is not None:
-                self._abandon(storing)
+            self._abandon(storing)
             raise
         if waits:
             self._room.make(operation, steps, lambda: self._copy_in(operation, storing, takes_memory=True))
-        elif fresh:
+        else:
             with self._operations.guarded(operation):
                 self._copy_in(operation, storing, takes_memory=False)
-        else:
-            asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
         return Answer(OperationStarted(operation=operation.number))
 
     def _begin(
-        self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, layout: BlockLayout
-    ) -> tuple[list[CachedBlock], list[int]]:
-        """Begin the blocks that are not cached yet; return them, and their positions in ``hashes``."""
-        size_bytes = namespace.block_pages * whole_units(layout.block_bytes)
-        begun = self._host.index.begin(namespace, hashes, parent, size_bytes)
-        self._host.index.touch([one.block for one in begun if not one.fresh])  # new blocks are useless without them
-        at = [number for number, one in enumerate(begun) if one.fresh]
-        return [begun[number].block for number in at], at
+        self, storing: _Storing, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None
+    ) -> Iterator[None]:
+        """Begin the blocks that are not cached yet, and make room for them; yield where there is more.
+
+        Raises what ``HostTier.making_room`` does.
+        """
+        size_bytes = namespace.block_pages * whole_units(storing.layout.block_bytes)
+        at, present = list[int](), list[CachedBlock]()
+        for start in range(0, len(hashes), BLOCKS_AT_ONCE):
+            if start:
+                yield
+            some = hashes[start : start + BLOCKS_AT_ONCE]
+            before = storing.want
+            for number, (block, is_fresh) in enumerate(
+                self._host.index.begin(namespace, some, parent, size_bytes), start
+            ):
+                if is_fresh:
+                    storing.fresh.append(block)
+                    at.append(number)
+                else:
+                    present.append(block)
+            self._host.awaits(namespace.tenant, Want(storing.want.blocks - before.blocks, before.size_bytes))
+            parent = some[-1]
+        storing.ids = storing.ids[at]
+        for start in reversed(range(0, len(present), BLOCKS_AT_ONCE)):
+            self._host.index.touch(present[start : start + BLOCKS_AT_ONCE])  # new blocks are useless without them
+            if start:
+                yield
+        yield from self._host.making_room(namespace.tenant, [storing.want])
 
     def _begin_store(self, call: Call, body: Store, storing: _Storing) -> Operation:
         """Begin the operation of a STORE."""
-        asked, pages = len(body.hashes) // HASH_BYTES, len(storing.fresh) * body.block_pages
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             storing.hold.release()
             if error is None:
-                self._commit(storing)
+                self._publish_some(operation, storing)
             else:
                 self._abandon(storing)
             done = TierDone(operation=operation.number, kind="store")
             if error is not None:
                 return Ending(done)
-            stored, moved = len(storing.fresh), pages * storing.layout.content_bytes
+            stored, pages = len(storing.fresh), storing.want.blocks
             return Ending(
                 msgspec.structs.replace(
-                    done, stored=stored, present=asked - stored, copied_pages=pages, moved_bytes=moved
+                    done,
+                    stored=stored,
+                    present=len(body.hashes) // HASH_BYTES - stored,
+                    copied_pages=pages,
+                    moved_bytes=pages * storing.layout.content_bytes,
                 )
             )
 
         holdings = Holdings(pages=storing.hold, memory=storing.memory, writing=storing.fresh)
-        return self._operations.begin(call, "store", storing.pool.name, pages, finish, holdings)
+        return self._operations.begin(call, "store", storing.pool.name, len(call.ids[0]), finish, holdings)
 
     def _take_memory(self, storing: _Storing) -> None:
         blocks, size_bytes = storing.want
@@ -474,7 +595,10 @@ class PrefixCache:
         storing.offsets = offsets.reshape(storing.ids.shape)
 
     def _copy_in(self, operation: Operation, storing: _Storing, *, takes_memory: bool) -> None:
-        """Start the job that copies the new blocks."""
+        """Start the job that copies the new blocks, which are visible after it; end the operation if there are none."""
+        if not storing.fresh:
+            asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
+            return
         if takes_memory:
             self._take_memory(storing)
             operation.holdings = operation.holdings._replace(memory=storing.memory)
@@ -482,6 +606,7 @@ class PrefixCache:
             storing.pool.region, BlockPages(storing.layout, storing.ids.reshape(-1), storing.offsets.reshape(-1))
         )
         storing.job = BlockJob("offload", [segment], self._host.region, checksums=self._host.checksums)
+        operation.after_job = self._publish(operation, storing)
         self._operations.start(operation, storing.job)
 
     def _abandon(self, storing: _Storing) -> None:
@@ -493,12 +618,23 @@ class PrefixCache:
         else:
             self._host.not_awaited(storing.pool.tenant, storing.want)
 
-    def _commit(self, storing: _Storing) -> None:
-        fresh, offsets, job = storing.fresh, storing.offsets, storing.job
-        digests = job.digests[0].reshape(offsets.shape) if job is not None and job.digests else None
-        self._host.index.commit(fresh, offsets, digests)
-        self._counters.add("cache.stored_blocks", len(fresh))
-        self._lower.stored(fresh)
+    def _publish(self, operation: Operation, storing: _Storing) -> Iterator[None]:
+        """Make blocks visible whose bytes are there, in their order, all but the last ones, some in each step."""
+        while len(storing.fresh) - storing.visible > BLOCKS_AT_ONCE:
+            self._publish_some(operation, storing)
+            yield
+
+    def _publish_some(self, operation: Operation, storing: _Storing) -> None:
+        """Make the next blocks visible."""
+        start, stop = storing.visible, storing.visible + BLOCKS_AT_ONCE
+        some, offsets, job = storing.fresh[start:stop], storing.offsets, storing.job
+        digests = job.digests[0].reshape(offsets.shape)[start:stop] if job is not None and job.digests else None
+        self._host.index.commit(some, offsets[start:stop], digests)
+        storing.visible += len(some)
+        memory = Freed(offsets[stop:].reshape(-1), storing.layout.block_bytes)
+        operation.holdings = operation.holdings._replace(memory=memory, writing=storing.fresh[stop:])
+        self._counters.add("cache.stored_blocks", len(some))
+        self._lower.stored(some)
 
     # -- LOAD
 
@@ -528,9 +664,11 @@ class PrefixCache:
                 self._end_lease(lease)
             elif lease.number in self._by_use:
                 self._use(lease)
+            if not lease.loads and self._ended.pop(lease.number, None) is not None:
+                self._unpin_all([lease])
             return self._loaded(operation, loading, error)
 
-        holdings = Holdings(pages=hold, pinned=blocks)
+        holdings = Holdings(pages=hold)
         try:
             operation = self._operations.begin(call, "load", pool.name, len(call.ids[0]), finish, holdings)
         except Exception:
@@ -538,45 +676,50 @@ class PrefixCache:
             raise
         lease.loads += 1
         with self._operations.guarded(operation):
-            loading.holder = OPERATIONS - operation.number
-            self._host.index.pin(blocks, loading.holder)
-            coming = [one for one in map(self._lower.promote, blocks) if one is not None]
-            if coming:
-                operation.waits_for = f"{len(coming)} blocks from lower tiers"
-                self._loads.spawn(self._when_up(operation, loading, coming))
-            else:
+            if len(blocks) <= BLOCKS_AT_ONCE and all(one.in_host for one in blocks):
+                self._take_up(loading, blocks)
                 self._copy(operation, loading)
+            else:
+                self._loads.spawn(self._bring(operation, loading))
         return Answer(OperationStarted(operation=operation.number))
 
-    async def _when_up(self, operation: Operation, loading: _Loading, coming: Sequence[asyncio.Future[bool]]) -> None:
-        await asyncio.gather(*coming, return_exceptions=True)
-        if operation.stopped is None:
-            with self._operations.guarded(operation):
+    async def _bring(self, operation: Operation, loading: _Loading) -> None:
+        """Bring blocks of lower tiers into the host tier, some in each turn of the loop, and copy them then."""
+        with self._operations.guarded(operation):
+            for start in range(0, len(loading.blocks), BLOCKS_AT_ONCE):
+                some = loading.blocks[start : start + BLOCKS_AT_ONCE]
+                coming = [one for one in map(self._lower.promote, some) if one is not None]
+                if coming:
+                    operation.waits_for = f"{len(coming)} blocks from lower tiers"
+                    await asyncio.gather(*coming, return_exceptions=True)
+                if operation.stopped is not None or not self._take_up(loading, some):
+                    break
+                await asyncio.sleep(0)
+            if operation.stopped is None:
                 self._copy(operation, loading)
+
+    def _take_up(self, loading: _Loading, blocks: Sequence[CachedBlock]) -> bool:
+        """Have the leading blocks copied that are in the host tier, and stay there; return whether all of them are."""
+        there = list(itertools.takewhile(lambda one: one.in_host, blocks))
+        loading.there += len(there)
+        loading.offsets.append(offsets_of(there))
+        loading.digests.append(digests_of(there))
+        return len(there) == len(blocks)
 
     def _copy(self, operation: Operation, loading: _Loading) -> None:
         """Copy the leading blocks that are in the host tier."""
-        there = list(itertools.takewhile(lambda one: one.in_host, loading.blocks))
-        loading.there = len(there)
         namespace = loading.lease.namespace
         layout, pages = loading.pool.block_layout(namespace.space), namespace.block_pages
-        if not there:
+        if not loading.there:
             asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
             return
-        segment = BlockSegment(
-            loading.pool.region, BlockPages(layout, loading.ids[: len(there) * pages], offsets_of(there))
-        )
-        digests = digests_of(there)
+        offsets, digests = np.concatenate(loading.offsets), np.concatenate(loading.digests)
+        segment = BlockSegment(loading.pool.region, BlockPages(layout, loading.ids[: loading.there * pages], offsets))
         known = self._host.checksums and len(digests) == len(segment.pages.ids)
         job = BlockJob("restore", [segment], self._host.region, digests=[digests] if known else None)
         self._operations.start(operation, job)
 
     def _loaded(self, operation: Operation, loading: _Loading, error: KvferryError | None) -> Ending:
-        if loading.holder:
-            self._unpinning.append(_Unpinning(loading.holder, loading.blocks, 0))
-            loading.holder = 0
-            if self._unpin_some():
-                self._unpin_rest()
         done = TierDone(operation=operation.number, kind="load")
         if isinstance(error, SnapshotDamagedError):
             self._damaged(loading, error)
@@ -630,15 +773,16 @@ def _check_namespace(pool: Pool, namespace: Namespace) -> None:
 
 
 class _Loading:
-    """A LOAD in progress; ``there`` counts the leading blocks that are copied."""
+    """A LOAD in progress: of the leading ``there`` blocks it is known where they are. The lease pins them."""
 
     def __init__(self, pool: Pool, lease: Lease, blocks: list[CachedBlock], ids: PageIds) -> None:
         self.pool = pool
         self.lease = lease
         self.blocks = blocks
         self.ids = ids
-        self.holder = 0
         self.there = 0
+        self.offsets: list[Offsets] = []
+        self.digests: list[npt.NDArray[np.uint64]] = []
 
 
 def model_of(pool: Pool) -> ModelIdentity:
@@ -679,7 +823,7 @@ def split_hashes(joined: bytes) -> list[bytes]:
     """
     if not joined or len(joined) % HASH_BYTES:
         raise InvalidFieldError(f"{len(joined)} bytes are not one or more hashes of {HASH_BYTES}", field="hashes")
-    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+    return cast("list[bytes]", np.frombuffer(joined, f"V{HASH_BYTES}").tolist())
 
 
 def hashes_of(joined: bytes) -> list[bytes]:

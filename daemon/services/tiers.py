@@ -62,7 +62,7 @@ def checks_of(
         return itertools.chain.from_iterable(holder.extents() for holder in holders)
 
     def pinned() -> Iterator[PinnedBlocks]:
-        return itertools.chain(cache.pinned(), operations.pinned(), lower.pinned())
+        return itertools.chain(cache.pinned(), lower.pinned())
 
     def writing() -> Walk:
         return host.index.writing_problems(operations.writing())

@@ -72,12 +72,6 @@ MAX_DEMOTIONS = 4096
 DEMOTION = -2
 """The holder of pins on blocks that are being written to a lower tier."""
 
-LOOKUPS = -3
-"""The holder of pins of lookups that wait for lower tiers."""
-
-OPERATIONS = -16
-"""Holders of operations' pins count down from here."""
-
 
 class Want(NamedTuple):
     """Blocks of one size that a request is about to ask for."""
@@ -526,6 +520,4 @@ def holder_name(holder: int) -> str:
     """Return a readable name for a holder of pins."""
     if holder > 0:
         return f"instance {holder}"
-    if holder <= OPERATIONS:
-        return f"operation {OPERATIONS - holder}"
-    return {DEMOTION: "demotion to a lower tier", LOOKUPS: "lookups"}.get(holder, "an operator (kvferry cache)")
+    return {DEMOTION: "demotion to a lower tier"}.get(holder, "an operator (kvferry cache)")

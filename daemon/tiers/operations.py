@@ -27,7 +27,7 @@ from kvferry.daemon.control.later import Later
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
-from kvferry.daemon.tiers.host_tier import OPERATIONS, HostTier
+from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.snapshots import PageHold
 from kvferry.pools.allocator import HeldPages
 from kvferry.pools.devices.accelerator import Accelerator
@@ -35,7 +35,6 @@ from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.integrity import Problem, Walk
 from kvferry.pools.tiers.arena import Extent, Freed
 from kvferry.pools.tiers.cached_block import CachedBlock
-from kvferry.pools.tiers.index import PinnedBlocks
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
@@ -163,13 +162,11 @@ class Holdings(NamedTuple):
         pages: of a pool; it may take them later.
         memory: that it writes in the host tier, as blocks of one size.
         writing: the blocks of the index that it writes there.
-        pinned: the blocks that it keeps in the host tier, each with one pin of ``OPERATIONS`` minus its number.
     """
 
     pages: PageHold | None = None
     memory: Freed | None = None
     writing: Sequence[CachedBlock] = ()
-    pinned: Sequence[CachedBlock] = ()
 
 
 HOLDS_NOTHING: Final = Holdings()
@@ -186,6 +183,7 @@ class Operation:
         asked_by: by which message its request came, and which of a BATCH that was.
         quiet: no session asked for it: its end sends no event, and it outlives the session.
         holdings: what it holds; ``finish`` releases it.
+        after_job: what is done once its job has succeeded, some of it in each turn of the loop; it ends after that.
     """
 
     def __init__(
@@ -211,6 +209,7 @@ class Operation:
         self.state = State.WAITING
         self.stopped: KvferryError | None = None
         self.job: BlockJob | None = None
+        self.after_job: Iterator[None] = iter(())
         self.cancels: list[Call] = []
         self.timer: asyncio.TimerHandle | None = None
         self.asked_by = (0, 0)
@@ -394,9 +393,17 @@ class Operations:
                 self.start(operation, job)
 
     def _on_job_done(self, job: BlockJob, error: KvferryError | None) -> None:
-        operation = self._by_job.pop(job, None)
+        operation = self._by_job.get(job)
         if operation is None:  # it was ended as one that could not begin, and began all the same
             return
+        try:
+            if error is None and next(operation.after_job, self) is not self:
+                self._loop.call_soon(self._on_job_done, job, None)
+                return
+        except Exception as cause:
+            log.exception("an operation failed", operation=operation.number, kind=operation.kind, cause=str(cause))
+            error = InternalError(f"the {operation.kind} failed: {cause!r}")
+        del self._by_job[job]
         operation.job = None
         self._apply(operation, Event.JOB_DONE if error is None else Event.JOB_FAILED, cause=error)
 
@@ -487,12 +494,6 @@ class Operations:
         for operation in self:
             if operation.holdings.memory is not None:
                 yield Extent(*operation.holdings.memory, operation.name)
-
-    def pinned(self) -> Iterator[PinnedBlocks]:
-        """Yield the blocks that each operation pins."""
-        for operation in self:
-            if operation.holdings.pinned:
-                yield PinnedBlocks(OPERATIONS - operation.number, operation.holdings.pinned)
 
     def writing(self) -> Iterator[Sequence[CachedBlock]]:
         """Yield the blocks that each operation writes."""

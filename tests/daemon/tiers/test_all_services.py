@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.daemon.control.dispatch import Call
+from kvferry.daemon.services import prefix_cache
 from kvferry.daemon.services.receive_to_host import HostReceive
 from kvferry.daemon.tiers import host_tier
 from kvferry.pools.tiers.index import OPERATOR
@@ -105,8 +106,9 @@ class _Machine(RuleBasedStateMachine):
 
     @initialize(target=engines, remote=st.booleans(), units=st.integers(6, 24), at_once=st.sampled_from([1, 32]))
     def begin(self, *, remote: bool, units: int, at_once: int) -> Any:  # noqa: ANN401
-        """Begin with nothing; what needs room waits for it where only one block is evicted at once."""
+        """Begin with nothing; what needs room waits for it where only one block is evicted at once, and so on."""
         self.patch.setattr(host_tier, "EVICTED_AT_ONCE", at_once)
+        self.patch.setattr(prefix_cache, "BLOCKS_AT_ONCE", at_once)
 
         async def make() -> Harness:
             config = tiers_config(units, snapshot_grace_s=0, tenant_bytes=None)

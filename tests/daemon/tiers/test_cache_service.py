@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvferry.daemon.services import cache_reports, prefix_cache
 from kvferry.daemon.tiers import host_tier
 from kvferry.pools.integrity import WALKED, check
 from kvferry.pools.tiers.cached_block import Tier
+from kvferry.pools.tiers.index import BlockIndex
 from kvferry.protocol.errors import (
     CacheMissError,
     CancelledError,
+    InternalError,
     InvalidFieldError,
     OutOfMemoryError,
     OverloadedError,
@@ -153,11 +160,11 @@ async def test_pins_end_with_unpin_and_with_the_session(tiers: Harness, engine: 
 async def test_the_pins_of_an_instance_that_ends_go_in_turns(
     tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_cache, "UNPINNED_AT_ONCE", 2)
     dead, other = tiers.engine(), tiers.engine()
     await engine.stored(1, 2, 3)
     for one in (dead, dead, other):
         one.lookup(names(1, 2, 3))
+    monkeypatch.setattr(prefix_cache, "BLOCKS_AT_ONCE", 2)
     tiers.lose(other)
     tiers.lose(dead)
     left = list[int]()
@@ -421,6 +428,208 @@ async def test_where_pins_fill_the_host_tier_a_load_comes_as_far_as_it_can(far: 
     assert done.error is not None
     assert "does not fit into the host tier" in done.error.detail
     assert held.snapshot
+
+
+# -- long prompts
+
+MANY = 9
+"""Blocks, where two are done in a turn of the loop."""
+
+
+@pytest.fixture
+async def turns(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
+    """Return services that do two blocks in a turn of the loop."""
+    monkeypatch.setattr(prefix_cache, "BLOCKS_AT_ONCE", 2)
+    async with harness(12) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def most_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count how many blocks the index is asked for in a turn of the loop, by what is asked; tell of the most."""
+    loop, most, now = asyncio.get_running_loop(), Counter[str](), Counter[str]()
+
+    def begin_turn() -> None:
+        now.clear()
+        timer.append(loop.call_soon(begin_turn))
+
+    def counted(what: str, blocks: int) -> None:
+        now[what] += blocks
+        most[what] = max(most[what], now[what])
+
+    timer = deque([loop.call_soon(begin_turn)], 1)
+
+    def count(what: str, at: int) -> None:
+        original = getattr(BlockIndex, what)
+
+        def method(self: BlockIndex, *given: Any) -> Any:  # noqa: ANN401
+            counted(what, len(given[at]))
+            return original(self, *given)
+
+        monkeypatch.setattr(BlockIndex, what, method)
+
+    for what, at in (("longest_prefix", 1), ("begin", 1), ("commit", 0), ("touch", 0), ("pin", 0), ("unpin", 0)):
+        count(what, at)
+    yield most
+    timer[0].cancel()
+
+
+async def test_a_long_prompt_is_stored_found_and_loaded_some_blocks_in_each_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    many = 4 * prefix_cache.BLOCKS_AT_ONCE + 1
+    async with harness(2 * many) as one:
+        await new_pool(one, "long", msgspec.structs.replace(SPEC, tokens=SPEC.page_size * many))
+        engine, ids = one.engine(), np.arange(1, many + 1)
+        engine.allocate(many, "long")
+        with most_in_a_turn(monkeypatch) as most:
+            operation = engine.store(names(*range(many)), ids, "long")
+            await until(lambda: one.copier.under_way)
+            one.copier.end(one.copier.under_way[0])
+            await until(lambda: engine.done(operation))
+            found = await engine.answer(Lookup(pool="long", hashes=hashes(*range(many))), Found)
+            operation = engine.load(found.lease, ids, "long")
+            engine.ask(Unpin(lease=found.lease), Unpinned)
+            await until(lambda: one.copier.under_way)
+            one.copier.end(one.copier.under_way[0])
+            await until(lambda: engine.done(operation))
+            await until(lambda: not one.host.index.pinned_by())
+        assert (found.blocks, engine.ended(operation).loaded) == (many, many)
+        assert set(most.values()) == {prefix_cache.BLOCKS_AT_ONCE}, most
+
+
+async def test_a_store_in_turns_stores_all(turns: Harness) -> None:
+    engine = turns.engine()
+    await engine.stored(3, 4)
+    ids = engine.allocate(MANY)
+    for one in range(MANY):
+        engine.write(ids[one], one)
+    operation = engine.store(names(*range(MANY)), ids)
+    while not engine.done(operation):
+        turns.check()
+        turns.copier.finish_all()
+        await asyncio.sleep(0)
+    assert (engine.ended(operation).stored, engine.ended(operation).present) == (MANY - 2, 2)
+    found = await engine.answer(Lookup(pool=POOL, hashes=hashes(*range(MANY, -1, -1))), Found)
+    assert found.blocks == 0
+    found = await engine.answer(Lookup(pool=POOL, hashes=hashes(*range(MANY))), Found)
+    operation = engine.load(found.lease, ids[::-1])
+    await until(lambda: turns.copier.under_way)
+    await turns.finish()
+    assert engine.read(ids[::-1]) == [{one} for one in range(MANY)]
+    assert (found.host, engine.error(operation)) == (MANY, None)
+
+
+async def test_of_a_store_in_turns_each_block_is_told_after_its_parent(turns: Harness) -> None:
+    engine = turns.engine()
+    await engine.stored(*range(MANY))
+    changes = engine.ask(CacheEvents(cursor=1), CacheChanges).changes
+    told = [change.hashes[at : at + 16] for change in changes for at in range(0, len(change.hashes), 16)]
+    assert told == names(*range(MANY))
+    assert [change.parent for change in changes] == [b"", *(change.hashes[-16:] for change in changes[:-1])]
+
+
+@pytest.mark.parametrize("turn", range(MANY // 2))
+@pytest.mark.parametrize("how", ["cancel", "death"])
+async def test_a_store_that_ends_while_it_begins_leaves_nothing(turns: Harness, turn: int, how: str) -> None:
+    engine = turns.engine()
+    operation = engine.store(names(*range(MANY)), engine.allocate(MANY))
+    for _ in range(turn):
+        await asyncio.sleep(0)
+    assert not turns.copier.under_way
+    if how == "cancel":
+        engine.send(CancelOperation(operation=operation))
+        await settle()
+        assert engine.error(operation) is CancelledError
+    turns.lose(engine)
+    await settle()
+    turns.check_empty()
+
+
+async def test_a_store_that_is_cancelled_while_its_blocks_become_visible_is_done(turns: Harness) -> None:
+    engine = turns.engine()
+    operation = engine.store(names(*range(MANY)), engine.allocate(MANY))
+    await until(lambda: turns.copier.under_way)
+    turns.copier.finish_all()
+    number = engine.send(CancelOperation(operation=operation))
+    assert len(turns.blocks(*range(MANY))) == 2
+    await until(lambda: engine.done(operation))
+    assert number in engine.replies
+    assert engine.ended(operation).stored == len(turns.blocks(*range(MANY))) == MANY
+
+
+async def test_a_bug_while_blocks_become_visible_leaves_those_that_are(
+    turns: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, commit = turns.engine(), turns.host.index.commit
+    operation = engine.store(names(*range(MANY)), engine.allocate(MANY))
+    await until(lambda: turns.copier.under_way)
+
+    def breaks(blocks: Any, *places: Any) -> None:  # noqa: ANN401
+        if blocks[0].hash == names(4)[0]:
+            raise ZeroDivisionError
+        commit(blocks, *places)
+
+    monkeypatch.setattr(turns.host.index, "commit", breaks)
+    with capture_logs() as logs:
+        turns.copier.finish_all()
+        await until(lambda: engine.done(operation))
+    assert engine.error(operation) is InternalError
+    assert "an operation failed" in [one["event"] for one in logs]
+    assert len(turns.blocks(*range(MANY))) == 4
+    assert turns.host.arena.used_bytes == 4 * UNIT
+
+
+async def test_what_a_lookup_in_turns_has_found_stays(turns: Harness) -> None:
+    engine, other = turns.engine(), turns.engine()
+    await engine.stored(*range(MANY))
+    number = engine.send(Lookup(pool=POOL, hashes=hashes(*range(MANY))))
+    assert (await other.answer(CacheEvict(everything=True), CacheEvicted)).kept >= 2
+    await until(lambda: number in engine.replies)
+    found = engine.reply(number, Found)
+    assert 2 <= found.host == found.blocks == len(turns.blocks(*range(MANY)))
+    engine.ask(Unpin(lease=found.lease), Unpinned)
+    await settle()
+    assert not turns.host.index.pinned_by()
+
+
+@pytest.mark.parametrize("turn", range(MANY // 2 + 1))
+async def test_a_lookup_whose_session_ends_pins_nothing(turns: Harness, turn: int) -> None:
+    engine, dead = turns.engine(), turns.engine()
+    await engine.stored(*range(MANY))
+    number = dead.send(Lookup(pool=POOL, hashes=hashes(*range(MANY))))
+    for _ in range(turn):
+        await asyncio.sleep(0)
+    turns.check()
+    assert number not in dead.replies
+    turns.lose(dead)
+    await settle()
+    assert not turns.host.index.pinned_by()
+
+
+async def test_a_lookup_that_may_not_pin_so_many_pins_nothing(turns: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = turns.engine()
+    await engine.stored(*range(MANY))
+    monkeypatch.setattr(prefix_cache, "MAX_PINS", MANY - 1)
+    with pytest.raises(OverloadedError, match="exceed"):
+        await engine.answer(Lookup(pool=POOL, hashes=hashes(*range(MANY))), Found)
+    await settle()
+    assert not turns.host.index.pinned_by()
+
+
+async def test_what_is_being_loaded_in_turns_stays_where_its_lease_ends(turns: Harness) -> None:
+    engine = turns.engine()
+    await engine.stored(*range(MANY))
+    found = await engine.answer(Lookup(pool=POOL, hashes=hashes(*range(MANY))), Found)
+    operation = engine.load(found.lease, engine.allocate(MANY))
+    engine.ask(Unpin(lease=found.lease), Unpinned)
+    assert (await engine.answer(CacheEvict(everything=True), CacheEvicted)).kept == MANY
+    await until(lambda: turns.copier.under_way)
+    turns.check()
+    await turns.finish()
+    assert engine.ended(operation).loaded == MANY
+    await settle()
+    assert not turns.host.index.pinned_by()
 
 
 # -- reports

@@ -380,7 +380,9 @@ class Engine:
         for one, number in zip(ids, numbers, strict=True):
             self.write([one], number)
         operation = self.store(names(*numbers), ids)
-        await self.harness.finish()
+        async with asyncio.timeout(WAIT_S):
+            while self.done(operation) is None:
+                await self.harness.finish()
         assert self.error(operation) is None
         self.free(ids)
 
