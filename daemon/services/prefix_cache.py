@@ -1,8 +1,8 @@
 """The prefix cache: LOOKUP and UNPIN, STORE and LOAD.
 
-A LOOKUP finds the longest cached prefix, and pins it for the instance until UNPIN or the instance's end. The blocks of a
-STORE become visible in their order, once the bytes of all are there. A LOAD brings the leading blocks that are intact,
-and reports CACHE_MISS for the rest. A long prompt is looked up, stored and loaded in turns of the loop.
+A LOOKUP finds the longest cached prefix, and pins it for the instance until UNPIN or the instance's end. The blocks of
+a STORE become visible in their order, once the bytes of all are there. A LOAD brings the leading blocks that are
+intact, and reports CACHE_MISS for the rest. Of a long prompt some blocks are done in each turn of the loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operati
 from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.snapshots import PageHold
 from kvferry.pools.pool import Pool
-from kvferry.pools.tiers.arena import Freed, Offsets, whole_units
+from kvferry.pools.tiers.arena import Extent, Freed, Offsets, whole_units
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
 from kvferry.pools.tiers.cached_block import (
     BlockState,
@@ -157,7 +157,7 @@ class _Storing:
         fresh: the new blocks, as far as they have begun.
         ids: of the pages, ``(blocks, block_pages)``: of all blocks, and of the new ones once all of these have begun.
         offsets: of the memory, of the same shape; empty until there is some.
-        visible: how many of the new blocks are visible already.
+        over: how many of the new blocks are visible, or given up.
     """
 
     def __init__(self, pool: Pool, layout: BlockLayout, hold: PageHold, ids: PageIds) -> None:
@@ -168,7 +168,7 @@ class _Storing:
         self.ids = ids
         self.offsets: Offsets = np.empty((0, ids.shape[1]), np.int64)
         self.job: BlockJob | None = None
-        self.visible = 0
+        self.over = 0
 
     @property
     def want(self) -> Want:
@@ -177,8 +177,8 @@ class _Storing:
 
     @property
     def memory(self) -> Freed:
-        """Return the memory that it has."""
-        return Freed(self.offsets.reshape(-1), self.layout.block_bytes)
+        """Return the memory that it has for blocks that are not over."""
+        return Freed(self.offsets[self.over :].reshape(-1), self.layout.block_bytes)
 
 
 class PrefixCache:
@@ -216,6 +216,8 @@ class PrefixCache:
         """The leases that have ended and are still being loaded."""
         self._unpinning: deque[_Unpinning] = deque()
         self._unpin_rest = host.in_turns(self._unpin_some)
+        self._abandoned: deque[_Storing] = deque()
+        self._abandon_rest = host.in_turns(self._abandon_some)
         self._lookups = Background("a lookup")
         self._loads = Background("a load")
         for kind, handler in (
@@ -247,6 +249,15 @@ class PrefixCache:
         for looking in list(self._looking.values()):
             if looking.body.pin:
                 yield PinnedBlocks(looking.call.session.owner_id, looking.blocks)
+
+    def writing(self) -> Iterator[Sequence[CachedBlock]]:
+        """Yield the blocks of STOREs that have failed, as far as these have not been given up."""
+        return (storing.fresh[storing.over :] for storing in self._abandoned)
+
+    def extents(self) -> Iterator[Extent]:
+        """Yield the memory of these blocks."""
+        for storing in tuple(self._abandoned):
+            yield Extent(*storing.memory, "a STORE that has failed")
 
     async def close(self) -> None:
         """Cancel the lookups that are under way, and the loads that have not begun to copy."""
@@ -610,29 +621,41 @@ class PrefixCache:
         self._operations.start(operation, storing.job)
 
     def _abandon(self, storing: _Storing) -> None:
-        """Stop writing blocks, those that are not visible yet, and free their memory, if they have some."""
-        at = [number for number, one in enumerate(storing.fresh) if one.state is BlockState.WRITING]
+        """Give up the blocks that are not visible yet, and their memory; what is much goes in the next turns."""
+        self._abandoned.append(storing)
+        if self._abandon_some():
+            self._abandon_rest()
+
+    def _abandon_some(self) -> bool:
+        """Give up some blocks; return whether there are more."""
+        storing = self._abandoned[0]
+        start, size_bytes = storing.over, storing.layout.block_bytes
+        some = storing.fresh[start : start + BLOCKS_AT_ONCE]
+        storing.over += len(some)
+        if storing.over == len(storing.fresh):
+            self._abandoned.popleft()
+        at = [number for number, one in enumerate(some, start) if one.state is BlockState.WRITING]
         self._host.index.abandon([storing.fresh[number] for number in at])
         if len(storing.offsets):
-            self._host.arena.free(storing.offsets[at].reshape(-1), storing.layout.block_bytes)
+            self._host.arena.free(storing.offsets[at].reshape(-1), size_bytes)
         else:
-            self._host.not_awaited(storing.pool.tenant, storing.want)
+            self._host.not_awaited(storing.pool.tenant, Want(len(at) * storing.ids.shape[1], size_bytes))
+        return bool(self._abandoned)
 
     def _publish(self, operation: Operation, storing: _Storing) -> Iterator[None]:
         """Make blocks visible whose bytes are there, in their order, all but the last ones, some in each step."""
-        while len(storing.fresh) - storing.visible > BLOCKS_AT_ONCE:
+        while len(storing.fresh) - storing.over > BLOCKS_AT_ONCE:
             self._publish_some(operation, storing)
             yield
 
     def _publish_some(self, operation: Operation, storing: _Storing) -> None:
         """Make the next blocks visible."""
-        start, stop = storing.visible, storing.visible + BLOCKS_AT_ONCE
+        start, stop = storing.over, storing.over + BLOCKS_AT_ONCE
         some, offsets, job = storing.fresh[start:stop], storing.offsets, storing.job
         digests = job.digests[0].reshape(offsets.shape)[start:stop] if job is not None and job.digests else None
         self._host.index.commit(some, offsets[start:stop], digests)
-        storing.visible += len(some)
-        memory = Freed(offsets[stop:].reshape(-1), storing.layout.block_bytes)
-        operation.holdings = operation.holdings._replace(memory=memory, writing=storing.fresh[stop:])
+        storing.over += len(some)
+        operation.holdings = operation.holdings._replace(memory=storing.memory, writing=storing.fresh[stop:])
         self._counters.add("cache.stored_blocks", len(some))
         self._lower.stored(some)
 

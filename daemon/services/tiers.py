@@ -58,14 +58,14 @@ def checks_of(
     """Yield the checks of tiers, each against what holds memory and blocks there."""
 
     def extents() -> Iterator[Extent]:
-        holders = (snapshots, host_receives, operations, lower)
+        holders = (snapshots, host_receives, operations, lower, cache)
         return itertools.chain.from_iterable(holder.extents() for holder in holders)
 
     def pinned() -> Iterator[PinnedBlocks]:
         return itertools.chain(cache.pinned(), lower.pinned())
 
     def writing() -> Walk:
-        return host.index.writing_problems(operations.writing())
+        return host.index.writing_problems(itertools.chain(operations.writing(), cache.writing()))
 
     yield from host.checks(extents, pinned)
     yield Check("the blocks being stored", writing, lambda: host.index.changes, RESTART)

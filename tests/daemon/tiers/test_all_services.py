@@ -40,6 +40,7 @@ from kvferry.protocol.tier_messages import (
     CachePinned,
     CancelOperation,
     DropSnapshot,
+    Found,
     Lookup,
     Unpin,
 )
@@ -258,7 +259,7 @@ class _Machine(RuleBasedStateMachine):
     def load(self, lease: Any, skip: int, count: int, pool: str, *, done: bool) -> None:  # noqa: ANN401
         engine, number, numbers = lease
         found = engine.replies.get(number, (None,))[0]
-        if engine.identity in self.lost or found is None or isinstance(found, ErrorReply) or not found.lease:
+        if engine.identity in self.lost or not isinstance(found, Found) or not found.lease:
             return
         count = max(1, min(count, found.lease_blocks - skip))
         ids = self.some_pages(engine, count, pool)
@@ -271,7 +272,7 @@ class _Machine(RuleBasedStateMachine):
     def unpin(self, lease: Any) -> None:  # noqa: ANN401
         engine, number, _ = lease
         found = engine.replies.get(number, (None,))[0]
-        if found is not None and not isinstance(found, ErrorReply) and found.lease:
+        if isinstance(found, Found) and found.lease:
             self.guarded(engine, lambda: engine.send(Unpin(lease=found.lease)))
 
     @rule(

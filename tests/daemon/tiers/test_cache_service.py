@@ -546,6 +546,21 @@ async def test_a_store_that_ends_while_it_begins_leaves_nothing(turns: Harness, 
     turns.check_empty()
 
 
+async def test_the_blocks_of_a_store_that_is_cancelled_go_in_turns(turns: Harness) -> None:
+    engine, left, account = turns.engine(), list[int](), turns.host.index.accounts[1]
+    operation = engine.store(names(*range(MANY)), engine.allocate(MANY))
+    await until(lambda: turns.copier.under_way)
+    engine.send(CancelOperation(operation=operation))
+    turns.copier.finish_all()
+    while account.writing_bytes:
+        turns.check()
+        left.append(account.writing_bytes // UNIT)
+        await asyncio.sleep(0)
+    assert left == [7, 5, 3, 1]
+    assert engine.error(operation) is CancelledError
+    assert turns.host.arena.used_bytes == 0
+
+
 async def test_a_store_that_is_cancelled_while_its_blocks_become_visible_is_done(turns: Harness) -> None:
     engine = turns.engine()
     operation = engine.store(names(*range(MANY)), engine.allocate(MANY))
@@ -577,7 +592,7 @@ async def test_a_bug_while_blocks_become_visible_leaves_those_that_are(
     assert engine.error(operation) is InternalError
     assert "an operation failed" in [one["event"] for one in logs]
     assert len(turns.blocks(*range(MANY))) == 4
-    assert turns.host.arena.used_bytes == 4 * UNIT
+    await until(lambda: turns.host.arena.used_bytes == 4 * UNIT)
 
 
 async def test_what_a_lookup_in_turns_has_found_stays(turns: Harness) -> None:
