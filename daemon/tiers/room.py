@@ -45,7 +45,7 @@ class Room:
 
         Args:
             operation: it has begun, and waits.
-            steps: of ``HostTier.making_room``, of which the first one is done.
+            steps: end with those of ``HostTier.making_room``; the first one is done.
             then: called when they are done, unless the operation has ended; what they raise ends the operation.
         """
         operation.waits_for = "room in the host tier"

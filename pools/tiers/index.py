@@ -447,14 +447,6 @@ class BlockIndex:
                 block.pins = {**block.pins, holder: block.pins[holder] - 1}
         return freed
 
-    def unpin_holder(self, holder: int) -> list[Freed]:
-        """Remove all pins of a holder, which may have none; return bytes that are no longer used, to be freed."""
-        self.changes += 1
-        freed: list[Freed] = []
-        for block in list(self._held.get(holder, ())):
-            self._unhold(block, holder, freed)
-        return freed
-
     def pinned_by(self, tenant: int | None = None) -> dict[int, int]:
         """Return the bytes in the host tier, of a tenant or of all, that each holder pins; two holders count for both.
 

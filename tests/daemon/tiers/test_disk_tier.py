@@ -199,7 +199,7 @@ async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:
         await tiers.stored(2)
         await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
         assert block.on_disk
-        tiers.host.index.unpin_holder(77)
+        tiers.host.index.unpin([block], 77)
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "gone"])

@@ -256,7 +256,7 @@ def test_what_the_index_gives_back_is_freed_at_once_whatever_its_size(host: Host
     host.index.pin([*small, *large], 5)
     for block in (*small, *large):
         assert host.index.remove(block) == []
-    host.free_all(host.index.unpin_holder(5))
+    host.free_all(host.index.unpin([*small, *large], 5))
     assert host.arena.used_bytes == 0
     host.free_all([])
 

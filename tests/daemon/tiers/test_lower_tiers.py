@@ -204,7 +204,7 @@ async def test_what_the_store_had_once_is_forgotten_some_time(far: Harness, monk
     assert [one.hash for one in far.blocks(1, 2, 3, 4, 5)] == names(1, 3, 4, 5)  # 1 is pinned: the next one went
     found = await far.lower.find(far.namespace, names(2), None, 192)
     assert [one.hash for one in found] == names(2)  # the store has it still
-    far.host.index.unpin_holder(5)
+    far.host.index.unpin(first[:1], 5)
 
 
 async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

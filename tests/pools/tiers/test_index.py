@@ -312,13 +312,6 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
         known.pins[holder] -= 1
         self.freed(freed, [known] if known in self.gone and known.number and not known.pinned() else [])
 
-    @rule(holder=HOLDERS)
-    def unpin_holder(self, holder: int) -> None:
-        freed = self.index.unpin_holder(holder)
-        for known in self.known():
-            known.pins[holder] = 0
-        self.freed(freed, [known for known in self.gone if known.number and not known.pinned()])
-
     @rule(tenant=st.sampled_from([1, 2]), size=st.integers(0, 900))
     def charge(self, tenant: int, size: int) -> None:
         self.index.accounts[tenant].charged_bytes += size
@@ -456,7 +449,7 @@ def test_pinned_blocks_keep_their_places_where_nothing_can_go() -> None:
     index.touch(blocks[2:])
     index.pin(blocks, 1)
     assert list(index.host_victims()) == []
-    index.unpin_holder(1)
+    index.unpin(blocks, 1)
     assert next(index.host_victims()) is blocks[1]
 
 
