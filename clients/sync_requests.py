@@ -540,7 +540,7 @@ class SyncRequests(Resuming):
             return OperationCancelled(was_done=True)
         with self._use:
             message_id, part = (0, 0) if number is not None else self._core.asked_by(operation)
-        body = CancelOperation(operation=number, message=message_id, part=part)
+        body = CancelOperation(operation=number, request=message_id, part=part)
         return self.call(asked(body), deadline_s=deadline_s)
 
     def drop_snapshot(self, snapshot: str) -> SnapshotDropped:

@@ -653,10 +653,10 @@ def unclaimed_pages(asked: Body | None, body: Body, ids: tuple[PageIds, ...]) ->
 def _renamed(outgoing: Outgoing, names: Mapping[tuple[int, int], tuple[int, int]]) -> Outgoing:
     """Return a request that names another one, if it does, by that one's new name."""
     body = outgoing.body
-    if not isinstance(body, CancelOperation) or (body.message, body.part) not in names:
+    if not isinstance(body, CancelOperation) or (body.request, body.part) not in names:
         return outgoing
-    message_id, part = names[body.message, body.part]
-    return replace(outgoing, body=replace(body, message=message_id, part=part))
+    message_id, part = names[body.request, body.part]
+    return replace(outgoing, body=replace(body, request=message_id, part=part))
 
 
 def _shortened(outgoing: Outgoing, passed_ms: int, default_ms: int) -> Outgoing:

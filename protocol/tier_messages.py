@@ -147,7 +147,7 @@ class CancelOperation(AnsweredBy[OperationCancelled], frozen=True, kw_only=True,
     after_restart = "done"
 
     operation: OperationNumber | None = None
-    message: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    request: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     """Without ``operation``: the id of the message that asked for it."""
     part: PageCount = 0
     """If that is a BATCH: which of its requests, counted from 0."""

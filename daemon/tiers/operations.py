@@ -572,7 +572,7 @@ class Operations:
 
     def _cancel(self, call: Call) -> Answer | None:
         body = expect(call, CancelOperation)
-        number, asked_by = body.operation, (body.message, body.part)
+        number, asked_by = body.operation, (body.request, body.part)
         for operation in self._live.values() if number is None else filter(None, [self._live.get(number)]):
             is_it = number is not None or operation.asked_by == asked_by
             if is_it and operation.session is call.session and not operation.quiet:
@@ -588,10 +588,10 @@ class Operations:
 
     def _cancel_request(self, session: Session, body: CancelOperation) -> Answer:
         """Cancel an operation that has not begun, or has ended, by the request for it."""
-        if not session.is_pending(body.message) and session.reply_to(body.message) is None:
-            raise UnknownOperationError(f"no message {body.message} of this session asks for one", field="message")
+        if not session.is_pending(body.request) and session.reply_to(body.request) is None:
+            raise UnknownOperationError(f"no message {body.request} of this session asks for one", field="request")
         error = CancelledError("cancelled before its event was reached")
-        given_up = self._dispatcher.give_up(session, (body.message, body.part), error)
+        given_up = self._dispatcher.give_up(session, (body.request, body.part), error)
         return Answer(OperationCancelled(was_done=not given_up))
 
     def _on_acknowledged(self, event: EventAcknowledged) -> None:

@@ -249,11 +249,11 @@ def test_a_cancel_of_what_a_batch_asks_for_goes_on_with_it(core: ClientCore) -> 
     batch = core.batch([core.request(ALLOCATE), part])
     core.sent(batch, 0.0, connected=False)
     assert core.asked_by(operation) == (batch.message_id, 1)
-    cancel = CancelOperation(message=batch.message_id, part=1)
+    cancel = CancelOperation(request=batch.message_id, part=1)
     core.sent(core.request(cancel), 0.0, connected=False)
     core.restarted(NEW, SECRET)
     *_, again = core.waiting(0.0, DEFAULT_MS)
-    assert again.body == CancelOperation(message=part.message_id)
+    assert again.body == CancelOperation(request=part.message_id)
     assert core.asked_by(operation) == (part.message_id, 0)
 
 

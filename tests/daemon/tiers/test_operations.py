@@ -111,10 +111,10 @@ async def test_another_session_cannot_cancel_it(tiers: Harness, engine: Engine) 
 
 async def test_no_operation_is_named_by_a_message_that_was_never_sent(tiers: Harness, engine: Engine) -> None:
     del tiers
-    for named in (CancelOperation(message=1 << 40), CancelOperation()):
+    for named in (CancelOperation(request=1 << 40), CancelOperation()):
         with pytest.raises(UnknownOperationError) as unknown:
             engine.ask(named, OperationCancelled)
-        assert unknown.value.field == "message"
+        assert unknown.value.field == "request"
 
 
 async def test_an_operation_that_was_stopped_and_is_done_all_the_same_is_done(tiers: Harness, engine: Engine) -> None:
