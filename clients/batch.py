@@ -45,7 +45,6 @@ class Batch(Submitting):
         use: AbstractContextManager[None],
         limits: Limits,
         *,
-        joined: bool,
         deadline: Callable[[float | None], tuple[float, int]],
         send: Callable[[Outgoing, Frames | None], None],
         refuse: Callable[[Sequence[Outgoing], KvferryError], None],
@@ -56,7 +55,6 @@ class Batch(Submitting):
         self._core = core
         self._use = use
         self._limits = limits
-        self._joined = joined
         self._deadline_of = deadline
         self._default_deadline = deadline(None)
         self._send = send
@@ -87,7 +85,7 @@ class Batch(Submitting):
             with self._use:
                 if not self._send_whole():
                     for part in self._parts():
-                        self._send(self._core.batch(part, joined=self._joined), None)
+                        self._send(self._core.batch(part), None)
                         del unsent[: len(part)]
         except Exception as failure:
             why = failure if isinstance(failure, KvferryError) else CancelledError(f"never sent: {failure!r}")
@@ -143,9 +141,9 @@ class Batch(Submitting):
 
     def _send_whole(self) -> bool:
         """Send all in one message, and return True, if it is within the daemon's bounds: most are, and encoded once."""
-        if not self._joined or not 0 < len(self._requests) <= MAX_BATCH:
+        if not 0 < len(self._requests) <= MAX_BATCH:
             return False
-        message = self._core.batch(self._requests, joined=True)
+        message = self._core.batch(self._requests)
         try:
             frames = self._core.frames(message)
         except Exception:
@@ -163,14 +161,12 @@ class Batch(Submitting):
         limits = self._limits
         most_bytes = min(limits.max_message_bytes, limits.max_frame_bytes) - ENVELOPE_BYTES
         parts: list[list[Outgoing]] = []
-        frames_left = bytes_left = 0
+        bytes_left = 0
         for one in self._requests:
-            frames, its_bytes = 0 if self._joined else len(one.ids), size_bytes((one,))
-            if not parts or len(parts[-1]) >= MAX_BATCH or frames > frames_left or its_bytes > bytes_left:
+            its_bytes = size_bytes((one,))
+            if not parts or len(parts[-1]) >= MAX_BATCH or its_bytes > bytes_left:
                 parts.append([])
-                frames_left = limits.max_frames - 1
                 bytes_left = most_bytes
             parts[-1].append(one)
-            frames_left -= frames
             bytes_left -= its_bytes
         return parts

@@ -195,8 +195,6 @@ def hello(client: str) -> Call[Welcome]:
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
         client=client,
-        events_together=True,
-        events_merged=True,
     )
     return asked(body, {"client": "name"})
 

@@ -113,7 +113,6 @@ class Submissions(Submitting, OfOneProcess):
             self._core,
             self._use,
             self._limits(),
-            joined=self.welcome is not None and "batch.joined" in self.welcome.features,
             deadline=self._deadline,
             send=self._put,
             refuse=lambda requests, error: self._hear(self._core.refuse(requests, error)),

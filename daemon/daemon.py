@@ -69,7 +69,7 @@ from kvferry.protocol.config.memory import kept_bytes, smallest_limit
 from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError, DeviceLostError, KvferryError, MalformedError
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.limits import FEATURES, Limits, agree
+from kvferry.protocol.limits import Limits, agree
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
 from kvferry.protocol.session_stream import RegionRequest
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET, runtime_dirs
@@ -441,7 +441,6 @@ class Daemon:
         return Welcome(
             protocol=agree(call.body.protocol_min, call.body.protocol_max),
             daemon_version=VERSION,
-            features=FEATURES,
             limits=self._limits,
         )
 

@@ -31,6 +31,10 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_def
     """Whether all numbers travel in one frame, whose parts the body counts; in JSON they are ``ids``."""
     has_lists: ClassVar[bool] = False
     """Whether page lists may follow."""
+    lists_joined: ClassVar[bool] = False
+    """Whether one frame has the ids of all lists, one list after another; else each list has its own."""
+    frame_field: ClassVar[str] = "pages"
+    """The field to name where a frame is wrong."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -39,14 +43,6 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_def
     def page_counts(self) -> tuple[int, ...]:
         """Return the length of each page list that follows as a frame, in frame order; () if none follows."""
         return ()
-
-    def are_lists_joined(self) -> bool:
-        """Return whether one frame has the ids of all lists, one list after another; else each list has its own."""
-        return False
-
-    def frame_field(self, number: int) -> str:  # noqa: ARG002  a body of bodies says which of them it is
-        """Return the field to name where a frame is wrong."""
-        return "pages"
 
 
 class ReplyBody(Body, frozen=True, kw_only=True):
@@ -158,7 +154,7 @@ def list_frames(body: Body, frames: Sequence[bytes]) -> Sequence[bytes]:
     counts = body.page_counts() if body.has_lists else ()
     if not counts and not frames:
         return frames
-    if not (counts and body.are_lists_joined()):
+    if not (counts and body.lists_joined):
         _check_frames(body, counts, frames)
         return frames
     _check_frames(body, (sum(counts),), frames)
@@ -176,11 +172,11 @@ def _check_frames(body: Body, counts: Sequence[int], frames: Sequence[bytes]) ->
         MalformedError: their number, or the length of one, is wrong.
     """
     if len(counts) != len(frames):
-        field = body.frame_field(min(len(counts), len(frames)))
+        field = body.frame_field
         raise MalformedError(f"{len(frames)} id frames for {len(counts)} page lists", field=field)
     for number, (count, frame) in enumerate(zip(counts, frames, strict=True)):
         if len(frame) != count * INT64_BYTES:
             raise MalformedError(
                 f"id frame {number} has {len(frame)} bytes; {count} pages need {count * INT64_BYTES}",
-                field=body.frame_field(number),
+                field=body.frame_field,
             )

@@ -194,19 +194,14 @@ class ClientCore:
         self._pending[message_id] = follows
         return Outgoing(message_id, body, tuple(ids), deadline_ms)
 
-    def batch(self, requests: Sequence[Outgoing], *, joined: bool = False) -> Outgoing:
-        """Return one message with several requests that were not sent yet; its reply contains theirs.
-
-        ``joined``: with all page lists in one frame, which a daemon reads that has the feature ``batch.joined``.
-        """
+    def batch(self, requests: Sequence[Outgoing]) -> Outgoing:
+        """Return one message with several requests that were not sent yet; its reply contains theirs."""
         message_id = next(self._ids)
         self._batches[message_id] = tuple(requests)
         deadlines_ms = [one.deadline_ms for one in requests]
         body = Batch(
             requests=tuple([one.body for one in requests]),
             deadlines_ms=tuple(deadlines_ms) if any(deadlines_ms) else (),
-            alike=True,
-            joined=joined,
         )
         return Outgoing(message_id, body, tuple([ids for one in requests for ids in one.ids]))
 

@@ -108,7 +108,7 @@ def with_page_lists(head: bytes, body: Body, ids: Sequence[PageIds | bytes]) -> 
         ValueError: the lists are not those that the body announces, of a body whose lists have each a frame: a bug of
             the caller. Who gets the lists of others in one frame finds it out.
     """
-    if body.are_lists_joined():
+    if body.lists_joined:
         if not ids:
             return [head]
         return [head, b"".join([one if isinstance(one, bytes) else _packed(one) for one in ids])]

@@ -86,7 +86,7 @@ class Conversation:
         self._last_message += 1
         self._replies[self._last_message] = body.reply
         envelope = _Request(self._last_message, self.boot_id, self._secret, deadline_ms, 0, body)
-        if frames and body.are_lists_joined():
+        if frames and body.lists_joined:
             frames = (b"".join(frames),)
         return self._last_message, [_encoder.encode(envelope), *frames]
 

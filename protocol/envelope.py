@@ -49,9 +49,10 @@ class Batched(ReplyBody, frozen=True, kw_only=True, tag="BATCHED"):
     A result that would make the message larger than ``limits.max_message_bytes`` is TOO_LARGE: ask for that alone.
     """
 
+    lists_joined = True
+
     results: Annotated[tuple[BatchedResult, ...], Meta(max_length=MAX_BATCH)]
-    joined: bool = False
-    """As in BATCH."""
+    """Of results in a row that are equal, and bring no page lists, the first one."""
     times: Annotated[tuple[Times, ...], Meta(max_length=MAX_BATCH)] = ()
     """How many results in a row each of ``results`` is; none: each is one."""
 
@@ -59,45 +60,26 @@ class Batched(ReplyBody, frozen=True, kw_only=True, tag="BATCHED"):
         """Return the lengths of all results' lists."""
         return counts_of(self.results)
 
-    def are_lists_joined(self) -> bool:
-        """Return ``joined``."""
-        return self.joined
-
 
 class Batch(AnsweredBy[Batched], frozen=True, kw_only=True, tag="BATCH"):
     """Requests that are begun in their order, as if each had come by itself; one that fails does not stop the others.
 
-    The frames of their page lists follow one after another. One that waits does not hold up those behind it. The reply
-    comes once all have their result. Events of what they begin may come before it.
+    The ids of all page lists travel in one frame, one list after another, and so do those of the reply: a frame costs
+    more than the few ids of a list. A request that waits does not hold up those behind it. The reply comes once all
+    have their result. Events of what they begin may come before it.
     """
 
     in_batch = False
+    lists_joined = True
+    frame_field = "requests"
 
     requests: Annotated[tuple[BatchedRequest, ...], Meta(min_length=1, max_length=MAX_BATCH)]
     deadlines_ms: Annotated[tuple[DeadlineMs, ...], Meta(max_length=MAX_BATCH)] = ()
     """Of each request, 0 for the message's own; empty: that of the message for all."""
-    alike: bool = False
-    """Whether results in a row that are alike, and bring no page lists, are said once, with ``times``."""
-    joined: bool = False
-    """Whether the ids of all lists travel in one frame, one list after another; so do those of the reply. A frame costs
-    more than the few ids of a list."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the lengths of all requests' lists."""
         return counts_of(self.requests)
-
-    def are_lists_joined(self) -> bool:
-        """Return ``joined``."""
-        return self.joined
-
-    def frame_field(self, number: int) -> str:
-        """Return the request whose frame that is."""
-        for at, one in enumerate(() if self.joined else self.requests):
-            frames = len(one.page_counts())
-            if number < frames:
-                return f"requests[{at}].{one.frame_field(number)}"
-            number -= frames
-        return "requests"
 
 
 _ALL: Final[tuple[type[RequestBody], ...]] = (*_ALONE, Batch)

@@ -199,7 +199,7 @@ class UnknownTypeError(CallerError):
     """A message type that this daemon does not know."""
 
     code = "UNKNOWN_TYPE"
-    remedy = "see the features in HELLO's reply for what this daemon supports"
+    remedy = "client and daemon are of different versions: kvferry status shows the daemon's"
 
 
 class VersionMismatchError(CallerError):

@@ -43,7 +43,7 @@ class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
     ``trimmed_pages``: pages of windows and states that were left out, because one list was shorter and one of the lists
     had no first page.
     ``settled`` and ``matched``: SETTLED, too, and for a sender what MATCHED counts, of which no message of their own
-    comes then. Sent only where HELLO has said ``events_merged``.
+    comes then.
     """
 
     request_id: str
@@ -110,8 +110,7 @@ MAX_TOGETHER: Final = 256
 class Together(Body, frozen=True, kw_only=True, tag="EVENTS"):
     """Events in their order, and the frames of their page lists; the envelope's ``cursor`` is that of the last one.
 
-    The cursors of the others are those before it, without a gap; what a FINISHED stands for has its own. Sent only
-    where HELLO has said ``events_together``.
+    The cursors of the others are those before it, without a gap; what a FINISHED stands for has its own.
     """
 
     events: Annotated[tuple[SingleEvent, ...], Meta(min_length=1, max_length=MAX_TOGETHER)]

@@ -80,39 +80,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 # The version increases when a message's meaning changes; a new field or type only adds a feature.
 
 
-PROTOCOL_MIN = 2
-PROTOCOL_MAX = 2
-
-FEATURES = (
-    "pools.host",
-    "layout.mha",
-    "layout.mla",
-    "layout.hybrid_swa",
-    "layout.mamba",
-    "transfers.local",
-    "transfers.chunks",
-    "transfers.layers",
-    "transfers.heads",
-    "transfers.windows",
-    "transfers.peers",
-    "pools.npu",
-    "pools.cuda",
-    "pools.registered",
-    "transfers.after",
-    "tables",
-    "tiers",
-    "tiers.cache",
-    "transfers.into",
-    "instances",
-    "batch",
-    "sessions.resume",
-    "pools.owned",
-    "verify",
-    "transfers.checksums",
-    "batch.joined",
-    "events.together",
-)
-"""The features of this version of kvferry, by stable names; clients ignore unknown names."""
+PROTOCOL_MIN = 3
+PROTOCOL_MAX = 3
 
 
 def agree(protocol_min: int, protocol_max: int) -> int:

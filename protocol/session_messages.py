@@ -10,11 +10,10 @@ from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
 
 
 class Welcome(ReplyBody, frozen=True, kw_only=True, tag="WELCOME"):
-    """HELLO's reply: this daemon's protocol version, features and limits. The envelope carries the boot id."""
+    """HELLO's reply: this daemon's protocol version and limits. The envelope carries the boot id."""
 
     protocol: int
     daemon_version: str
-    features: tuple[str, ...]
     limits: Limits
 
 
@@ -28,10 +27,6 @@ class Hello(AnsweredBy[Welcome], frozen=True, kw_only=True, tag="HELLO"):
     protocol_min: int
     protocol_max: int
     client: ClientName = ""
-    events_together: bool = False
-    """Whether this client reads EVENTS; else each event comes by itself."""
-    events_merged: bool = False
-    """Whether it reads FINISHED that stands for MATCHED and SETTLED, too."""
 
 
 class Pong(ReplyBody, frozen=True, kw_only=True, tag="PONG"):

@@ -148,7 +148,7 @@ class ProbeRun:
                 self._open[_operation(result)] = [message.name]
 
     def _event(self, fields: dict[str, Any]) -> None:
-        if fields["type"] == "EVENTS":  # of a HELLO that asks for them together
+        if fields["type"] == "EVENTS":
             for one in fields["events"]:
                 self._event(one)
             return

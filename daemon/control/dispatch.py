@@ -38,7 +38,6 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.events import MAX_TOGETHER, Together, merged
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.session_messages import Hello
 
 EVENT_AGAIN_S: Final = 0.05
 SMALL_BYTES: Final = 1024
@@ -105,8 +104,6 @@ class OpenBatch:
     def __init__(self, session: Session, message_id: int, batch: Batch, max_bytes: int, kept: KeptBytes) -> None:
         self.session = session
         self.message_id = message_id
-        self._joined = batch.joined
-        self._alike = batch.alike
         self.places: dict[int, int] = {}
         self._max_bytes = max_bytes
         self._kept = kept
@@ -144,13 +141,13 @@ class OpenBatch:
         results: list[ReplyBody] = []
         times: list[int] = []
         for body, its in self._results:
-            if self._alike and results and not its and body == results[-1]:
+            if results and not its and body == results[-1]:
                 times[-1] += 1
             else:
                 results.append(body)
                 times.append(1)
         folded = tuple(times) if len(results) < len(self._results) else ()
-        return Batched(results=tuple(results), joined=self._joined, times=folded), ids
+        return Batched(results=tuple(results), times=folded), ids
 
 
 class Dispatcher:
@@ -283,7 +280,7 @@ class Dispatcher:
                 events = _together(session)
                 more = len(session.unsent) > len(events)
                 is_first = events[0].cursor > session.sent_cursor  # of those sent again, it may know some
-                frames = self._event_frames(events, merge=session.reads_merged and is_first)
+                frames = self._event_frames(events, merge=is_first)
                 if not self._send(session.identity, frames, more=more):
                     return
                 session.sent_cursor = max(session.sent_cursor, events[-1].cursor)
@@ -343,8 +340,6 @@ class Dispatcher:
         if session is not None:
             self._update_session(session, identity, request)
         kind = type(request.body)
-        if session is not None and isinstance(request.body, Hello):
-            session.reads_together, session.reads_merged = request.body.events_together, request.body.events_merged
         open_handler = self._open_handlers.get(kind)
         if open_handler is not None:
             deadline_ms = min(request.deadline_ms or self._limits.default_deadline_ms, self._limits.max_deadline_ms)
@@ -478,8 +473,6 @@ def _error_body(error: KvferryError) -> ErrorReply | Busy:
 
 def _together(session: Session) -> list[PendingEvent]:
     """Return the next of a session's unsent events, of which there are some: as many as go in one message."""
-    if not session.reads_together:
-        return [session.unsent[0]]
     found: list[PendingEvent] = []
     size_bytes = 0
     for one in itertools.islice(session.unsent, MAX_TOGETHER):

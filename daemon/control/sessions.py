@@ -57,8 +57,6 @@ class Session:
         turn: how often it was resumed.
         ended: whether it has been removed from the registry.
         last_message: the highest number of its requests so far.
-        reads_together: whether who is answered now reads several events in one message.
-        reads_merged: whether it reads one FINISHED for several events of an endpoint.
         sent_cursor: of the events that were sent so far, the highest cursor.
         reply_bytes: of the large replies that are kept.
         attached: the number of the memory that its process has mapped, by the pool's name.
@@ -82,7 +80,6 @@ class Session:
         self.keep = False
         self.ended = False
         self.last_message = 0
-        self.reads_together = self.reads_merged = False
         self.sent_cursor = 0
         self.name = name
         self.peer = peer
@@ -227,7 +224,6 @@ class Session:
         """Send replies and events to this ZeroMQ identity; a new one gets all unacknowledged events again."""
         if identity != self.identity:
             self.identity = identity
-            self.reads_together = self.reads_merged = False
             self.unsent = deque(self.unacknowledged)
 
     def resumed_by(self, peer: Peer, *, keep: bool) -> None:

@@ -32,7 +32,6 @@ from kvferry.protocol.session_messages import OpenEvents, Ping
 from kvferry.protocol.tier_messages import Lookup
 from kvferry.protocol.transfer_messages import Accepted
 from tests.clients.tier_pools import MODEL, SPEC, Filled, hashes
-from tests.daemons import DaemonProcess
 
 SOON_S = 20.0
 SMALL = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
@@ -240,18 +239,7 @@ def test_more_than_one_message_takes(client: Client, name: str) -> None:
     assert requests_of(client) == before + 3
 
 
-@pytest.mark.parametrize(("features", "messages"), [(("batch.joined",), 1), ((), 2)], ids=["one frame", "older daemon"])
-def test_more_page_lists_than_there_may_be_frames(
-    daemon: DaemonProcess, name: str, features: tuple[str, ...], messages: int
-) -> None:
-    with Client.connect(daemon.runtime_dir, name="engine") as client:
-        assert client.welcome is not None
-        client.welcome = msgspec.structs.replace(client.welcome, features=features)
-        receive_many_lists(client, name, messages)
-
-
-def receive_many_lists(client: Client, name: str, messages: int) -> None:
-    """Name more page lists in a step than a message has frames; check how many messages it takes."""
+def test_more_page_lists_than_there_may_be_frames_go_in_one_message(client: Client, name: str) -> None:
     client.create_pool(name, msgspec.structs.replace(SMALL, tokens=8192))
     ids = client.allocate(name, 20 * 64).reshape(20, 64)
     before = requests_of(client)
@@ -263,7 +251,7 @@ def receive_many_lists(client: Client, name: str, messages: int) -> None:
     while any(one.state == "sent" for one in begun):
         client.poll(1.0)
     assert {one.state for one in begun} == {"open"}
-    assert requests_of(client) == before + messages + 1, "and the one that asks"
+    assert requests_of(client) == before + 1 + 1, "and the one that asks"
 
 
 @pytest.mark.parametrize("bound", ["max_message_bytes", "max_frame_bytes"])
@@ -275,7 +263,6 @@ def test_more_bytes_than_a_message_or_a_frame_may_have(bound: str) -> None:
         core,
         contextlib.nullcontext(),
         limits,
-        joined=True,
         deadline=lambda _: (1.0, 0),
         send=lambda outgoing, frames: sent.append(frames or core.frames(outgoing)),
         refuse=lambda _, error: pytest.fail(str(error)),

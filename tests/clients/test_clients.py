@@ -50,8 +50,7 @@ SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=2, head_dim=4, 
 def test_what_a_daemon_shows(daemon: DaemonProcess, client: Client, name: str) -> None:
     welcome = client.welcome
     assert welcome is not None
-    assert {"transfers.local", "transfers.chunks"} <= set(welcome.features)
-    assert (welcome.protocol, len(client.boot_id)) == (2, 32)
+    assert (welcome.protocol, len(client.boot_id)) == (3, 32)
     with Client.connect(daemon.runtime_dir, session=False) as looker:
         assert looker.ping() > 0
         assert looker.status().pid == daemon.process.pid

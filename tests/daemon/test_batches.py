@@ -23,7 +23,7 @@ from kvferry.protocol import tier_messages as tier
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
 from kvferry.protocol.envelope import MAX_BATCH, REQUEST_TYPES, Batch, Batched, Reply
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.pool_messages import Allocate, DeletePool, Free, Freed, PoolDeleted
+from kvferry.protocol.pool_messages import Allocate, Allocated, DeletePool, Free, Freed, PoolDeleted
 from tests.daemon.dispatching import ALLOCATE, BOOT, DELETE, Dispatching, error_of
 from tests.daemon.tiers.tier_harness import POOL, Engine, harness, names, settle, until
 from tests.devices import DEVICE
@@ -44,7 +44,7 @@ class Batching(Dispatching):
     def results(self) -> list[Any]:
         (reply,) = self.messages
         assert isinstance(reply.body, Batched), reply.body
-        return list(reply.body.results)
+        return unfolded(reply.body)
 
     def _free(self, call: Call) -> Answer:
         self.freed.append(call.ids[0].tolist())
@@ -138,25 +138,19 @@ def test_a_small_result_is_never_left_out() -> None:
 
 
 @pytest.mark.anyio
-async def test_results_in_a_row_that_are_alike_are_said_once_to_who_reads_that(daemon: Batching) -> None:
+async def test_equal_results_in_a_row_are_said_once(daemon: Batching) -> None:
     requests = (FREE, FREE, ALLOCATE, ALLOCATE, FREE, FREE, FREE)
-    ids = [[one, one + 1] for one in range(5)]
-    daemon.take(Batch(requests=requests, alike=True), *ids)
-    daemon.take(Batch(requests=requests), *ids, number=2)
-    folded, plain = (one.body for one in daemon.messages)
+    daemon.take(Batch(requests=requests), *[[one, one + 1] for one in range(5)])
+    (folded,) = (one.body for one in daemon.messages)
     assert isinstance(folded, Batched)
-    assert isinstance(plain, Batched)
-    assert (len(plain.results), plain.times) == (7, ())
     assert folded.times == (2, 1, 1, 3), "each ALLOCATE brings pages of its own"
-    assert [one for one, times in zip(folded.results, folded.times, strict=True) for _ in range(times)] == [
-        *plain.results
-    ]
-    assert [len(lists) for *_, lists in daemon.sent] == [2, 2]
+    assert [type(one) for one in folded.results] == [Freed, Allocated, Allocated, Freed]
+    assert [len(lists) for *_, lists in daemon.sent] == [2]
 
 
 @pytest.mark.anyio
 async def test_results_that_differ_are_all_said(daemon: Batching) -> None:
-    daemon.take(Batch(requests=(FREE, ALLOCATE, FREE), alike=True), [1, 2], [3, 4])
+    daemon.take(Batch(requests=(FREE, ALLOCATE, FREE)), [1, 2], [3, 4])
     (reply,) = daemon.messages
     assert isinstance(reply.body, Batched)
     assert (len(reply.body.results), reply.body.times) == (3, ())
@@ -180,9 +174,9 @@ ID: Final = b"\x01" + 7 * b"\x00"
 @pytest.mark.parametrize(
     ("requests", "frames", "code", "field"),
     [
-        ([FREE_RAW] * 2, [ID], "MALFORMED", "requests[1].pages"),
+        ([FREE_RAW] * 2, [ID], "MALFORMED", "requests"),
         ([FREE_RAW] * 2, [ID] * 3, "MALFORMED", "requests"),
-        ([FREE_RAW, {**FREE_RAW, "pages": 2}], [ID, ID], "MALFORMED", "requests[1].pages"),
+        ([FREE_RAW, {**FREE_RAW, "pages": 2}], [ID, ID], "MALFORMED", "requests"),
         ([FREE_RAW, {**FREE_RAW, "pages": "x"}], [ID, ID], "INVALID_FIELD", "requests[1].pages"),
         ([FREE_RAW, {"type": "FREE"}], [ID], "INVALID_FIELD", "requests[1]"),
         ([FREE_RAW, {"type": "NOTHING"}], [ID], "INVALID_FIELD", "requests[1].type"),
@@ -253,6 +247,12 @@ def plain(reply: Any) -> Any:  # noqa: ANN401  any reply
     return msgspec.json.decode(re.sub(rb"engine-\d+", b"engine", text))
 
 
+def unfolded(reply: Batched) -> list[Any]:
+    """Return the result of each request."""
+    times = reply.times or (1,) * len(reply.results)
+    return [one for one, count in zip(reply.results, times, strict=True) for _ in range(count)]
+
+
 def ended(engine: Engine) -> list[tuple[Any, ...]]:
     """Return what events said, but for names and times."""
     bodies: list[Any] = [body for body, _ in engine.events]
@@ -260,10 +260,9 @@ def ended(engine: Engine) -> list[tuple[Any, ...]]:
 
 
 @DEVICE.examples(100)
-@given(st.lists(STEPS, min_size=1, max_size=3), st.booleans())
+@given(st.lists(STEPS, min_size=1, max_size=3))
 def test_a_batch_is_its_requests_one_by_one(
     rounds: list[list[tuple[Any, list[int] | None]]],
-    joined: bool,  # noqa: FBT001  drawn
 ) -> None:
     async def run() -> None:
         async with harness() as one, harness() as other:
@@ -271,15 +270,14 @@ def test_a_batch_is_its_requests_one_by_one(
             for steps in rounds:
                 numbers = [single.send(body, *([] if ids is None else [ids])) for body, ids in steps]
                 number = batched.send(
-                    Batch(requests=tuple(body for body, _ in steps), joined=joined),
+                    Batch(requests=tuple(body for body, _ in steps)),
                     *[ids for _, ids in steps if ids is not None],
                 )
                 for tiers in (one, other):
                     tiers.copier.finish_all()
                 await settle()
                 reply, ids = batched.replies[number]
-                assert reply.joined == joined
-                assert [plain(single.replies[at][0]) for at in numbers] == [plain(body) for body in reply.results]
+                assert [plain(single.replies[at][0]) for at in numbers] == [plain(body) for body in unfolded(reply)]
                 expected = [list(its) for at in numbers for its in single.replies[at][1]]
                 assert expected == [list(its) for its in ids]
                 assert ended(single) == ended(batched)

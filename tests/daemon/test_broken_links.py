@@ -29,7 +29,7 @@ TIMEOUT_MS = 600
 CONFIG = f"[peers]\ntimeout_ms = {TIMEOUT_MS}\n"
 SPEC = MhaSpec(layers=2, tokens=512, page_size=16, kv_heads=2, head_dim=16, dtype="float32")
 PAGES = 8
-HELLO = PeerHello(boot_id="f" * 32, protocol_min=2, protocol_max=2, dialled="ipc:///run/kvferry/peer.sock")
+HELLO = PeerHello(boot_id="f" * 32, protocol_min=3, protocol_max=3, dialled="ipc:///run/kvferry/peer.sock")
 PHASES = {
     "before the announcement": b"ANNOUNCE",
     "before the chunk": b"SEND_REQUEST",

@@ -17,7 +17,7 @@ from kvferry.protocol.events import Finished, Settled, SingleEvent, Together
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocated, PoolDeleted
-from kvferry.protocol.session_messages import Hello, Ping, Pong
+from kvferry.protocol.session_messages import Ping, Pong
 from tests.daemon.dispatching import ALLOCATE, BOOT, DEALER, DELETE, Dispatching, error_of
 
 LIMITS = Limits(max_requests_per_session=4, default_deadline_ms=10)
@@ -207,9 +207,9 @@ def test_events_are_pushed_once_to_each_peer_until_they_are_acknowledged(daemon:
     push(daemon, 1, 2)
     assert daemon.sent == [], "there is no peer yet"
     for number, identity, acknowledged, pushed in (
-        (1, b"a", 0, [1, 2]),
+        (1, b"a", 0, [2]),
         (2, b"a", 0, []),
-        (3, b"b", 0, [1, 2]),
+        (3, b"b", 0, [2]),
         (4, b"c", 1, [2]),
         (5, b"c", 1, []),
         (6, b"d", 1 << 60, []),  # beyond all events: no harm
@@ -233,8 +233,8 @@ async def test_what_a_request_causes_follows_its_reply_and_leaves_with_it(daemon
 
     daemon.on_call = causes_two
     sent = daemon.take(ALLOCATE)
-    assert [type(one) for one in sent] == [Reply, Event, Event]
-    assert daemon.more == [False, True, False], "the events in one write"
+    assert [type(one) for one in sent] == [Reply, Event]
+    assert cursors(sent) == [2], "the events in one message"
 
 
 @pytest.mark.anyio
@@ -249,25 +249,20 @@ async def test_what_a_deferred_request_causes_does_not_wait_for_its_reply(daemon
     daemon.dispatcher.forget_session(daemon.session)
 
 
-def test_events_go_together_to_who_reads_them_so(daemon: Dispatching) -> None:
-    daemon.dispatcher.handle_open("HELLO", lambda _call: Pong())
-    hello = Hello(protocol_min=2, protocol_max=2, events_together=True)
+def test_events_go_together(daemon: Dispatching) -> None:
+    daemon.take(ALLOCATE)
     push(daemon, 1, 2)
-    daemon.take(hello, number=1)
-    assert cursors(daemon.messages) == [1, 2], "what came before"
     push(daemon, 3, 4, 5)
-    (together,) = daemon.messages[3:]
+    (_, first, together) = daemon.messages
+    assert cursors([first]) == [2]
     assert isinstance(together, Event)
     assert (together.cursor, together.body) == (5, Together(events=tuple(settled(number) for number in (3, 4, 5))))
     push(daemon, 6)
     assert daemon.messages[-1] == Event(6, BOOT, settled(6)), "one goes by itself"
-    again = daemon.take(ALLOCATE, number=2, identity=b"another connection", acknowledged=3)
-    assert cursors(again) == [4, 5, 6], "which has not said that it reads them"
 
 
-def test_one_finished_tells_of_all_that_happens_at_once_to_who_reads_it_so(daemon: Dispatching) -> None:
-    daemon.dispatcher.handle_open("HELLO", lambda _call: Pong())
-    daemon.take(Hello(protocol_min=2, protocol_max=2, events_together=True, events_merged=True), number=1)
+def test_one_finished_tells_of_all_that_happens_at_once(daemon: Dispatching) -> None:
+    daemon.take(ALLOCATE)
     outcome = Finished(request_id=f"{1:032x}", pool="decode", direction="receive")
     for body in (outcome, settled(2), settled(1)):
         daemon.session.add_event(body)
@@ -277,15 +272,11 @@ def test_one_finished_tells_of_all_that_happens_at_once_to_who_reads_it_so(daemo
         daemon.session.add_event(body)
     daemon.dispatcher.push_events(daemon.session)
     assert daemon.messages[-1] == Event(5, BOOT, replace(outcome, settled=True)), "and has the cursor of the last one"
-    again = daemon.take(ALLOCATE, number=2, identity=b"another connection", acknowledged=3)
-    assert cursors(again) == [4, 5], "which has not said that it reads it"
 
 
 def test_what_is_sent_again_is_not_merged(daemon: Dispatching) -> None:
     """Whoever has heard a part of it would take one FINISHED for what it knows."""
-    daemon.dispatcher.handle_open("HELLO", lambda _call: Pong())
-    hello = Hello(protocol_min=2, protocol_max=2, events_together=True, events_merged=True)
-    daemon.take(hello, number=1)
+    daemon.take(ALLOCATE)
     outcomes = [Finished(request_id=f"{one:032x}", pool="decode", direction="receive") for one in (1, 2)]
     told: list[SingleEvent] = [*outcomes, settled(2)]
     for body in told:
@@ -293,7 +284,7 @@ def test_what_is_sent_again_is_not_merged(daemon: Dispatching) -> None:
     daemon.dispatcher.push_events(daemon.session)
     daemon.session.add_event(settled(1))
     daemon.accepts = False
-    daemon.take(hello, number=2, identity=b"another connection")
+    daemon.take(ALLOCATE, number=2, identity=b"another connection")
     daemon.accepts = True
     (again, _) = daemon.take(ALLOCATE, number=3, identity=b"another connection")
     assert again == Event(4, BOOT, Together(events=(*told, settled(1))))
@@ -304,8 +295,7 @@ def test_what_is_sent_again_is_not_merged(daemon: Dispatching) -> None:
 
 
 def test_events_with_large_payloads_go_by_themselves(daemon: Dispatching) -> None:
-    daemon.dispatcher.handle_open("HELLO", lambda _call: Pong())
-    daemon.take(Hello(protocol_min=2, protocol_max=2, events_together=True))
+    daemon.take(ALLOCATE)
     for size_bytes in (10, TOGETHER_BYTES, 10, 20):
         body = Finished(request_id="f" * 32, pool="decode", direction="receive", payload=bytes(size_bytes))
         daemon.session.add_event(body)
@@ -319,4 +309,6 @@ def test_a_full_queue_keeps_events_for_later_in_order(daemon: Dispatching) -> No
     push(daemon, 1, 2)
     daemon.accepts = True
     push(daemon, 3)
-    assert cursors(daemon.messages) == [1, 2, 3]
+    (_, event) = daemon.messages
+    assert isinstance(event, Event)
+    assert event.body == Together(events=tuple(settled(number) for number in (1, 2, 3)))

@@ -159,7 +159,7 @@ def test_names_that_are_none(daemon: DaemonProcess, name: str) -> None:
     with pytest.raises(errors.InvalidFieldError) as refused:
         Client.connect(daemon.runtime_dir, instance=name)
     assert refused.value.field == "instance"
-    opening = SessionOpen(protocol_min=2, protocol_max=2, instance=name)
+    opening = SessionOpen(protocol_min=3, protocol_max=3, instance=name)
     with pytest.raises(errors.KvferryError) as refused_by_daemon, raw_engine(daemon.runtime_dir, opening=opening):
         pass
     assert refused_by_daemon.value.code == "MALFORMED"

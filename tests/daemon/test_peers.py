@@ -325,7 +325,7 @@ async def test_a_stranger_can_neither_part_two_daemons_nor_speak_for_one(make: M
     other.said.clear()
     await break_once(other, one)
     stolen = {"key": one.links.boot_id, "to_key": other.links.boot_id}
-    hello = PeerHello(boot_id=one.links.boot_id, protocol_min=2, protocol_max=2, dialled=other.address)
+    hello = PeerHello(boot_id=one.links.boot_id, protocol_min=3, protocol_max=3, dialled=other.address)
     restarted = msgspec.structs.replace(hello, boot_id=stranger.boot_id)
     samples = [one for one, _ in PEER_MESSAGES.values() if isinstance(one, PeerEnvelope)]
     bodies = [hello, restarted, *(one.body for one in samples if not one.body.page_counts())]

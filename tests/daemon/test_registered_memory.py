@@ -469,7 +469,7 @@ def test_a_descriptor_with_the_opening_is_refused(daemon: DaemonProcess) -> None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as rude:
         rude.settimeout(WAIT_S)
         rude.connect(os.fspath(daemon.runtime_dir / SESSION_SOCKET))
-        opening = pack(SessionOpen(protocol_min=2, protocol_max=2))
+        opening = pack(SessionOpen(protocol_min=3, protocol_max=3))
         socket.send_fds(rude, [opening[:5]], [fd])
         assert rude.recv(4096)[4:] != b""
         assert rude.recv(4096) == b""

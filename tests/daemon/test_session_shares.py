@@ -58,7 +58,7 @@ def session(daemon: DaemonProcess) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         channel.settimeout(WAIT_S)
         channel.connect(os.fspath(daemon.runtime_dir / SESSION_SOCKET))
-        channel.sendall(pack(SessionOpen(protocol_min=2, protocol_max=2, name="rude")))
+        channel.sendall(pack(SessionOpen(protocol_min=3, protocol_max=3, name="rude")))
         (frame,) = FrameSplitter().feed(channel.recv(4096))
         assert isinstance(unpack_frame(frame), SessionOpened)
         yield channel
@@ -84,7 +84,7 @@ def is_served(daemon: DaemonProcess) -> bool:
 @pytest.mark.parametrize(
     "junk",
     [
-        pack(SessionOpen(protocol_min=2, protocol_max=2)),
+        pack(SessionOpen(protocol_min=3, protocol_max=3)),
         b"\x05\x00\x00\x00junk!",
         (1 << 31).to_bytes(4, "little"),
         (4).to_bytes(4, "little") + msgspec.msgpack.encode([1, 2, 3]),

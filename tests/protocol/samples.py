@@ -1,6 +1,6 @@
-"""One fixed message of every type: its body is a line of ``samples.txt``, its bytes are in ``golden_v2.json``.
+"""One fixed message of every type: its body is a line of ``samples.txt``, its bytes are in ``golden_v3.json``.
 
-Messages between daemons have theirs in ``golden_peer_v2.json``. The golden bytes change only with the protocol: when a
+Messages between daemons have theirs in ``golden_peer_v3.json``. The golden bytes change only with the protocol: when a
 type or a field is added (at the tail, with a default), write them anew with ``python -m tests.protocol.samples`` and
 look at the difference; old lines must not change, unless PROTOCOL_MAX is raised and new files begun.
 """
@@ -28,8 +28,8 @@ BOOT: Final = "00112233445566778899aabbccddeeff"
 TO_BOOT: Final = "ffeeddccbbaa99887766554433221100"
 IDS: Final = (np.array([5, 1 << 40], np.int64), np.array([-1], np.int64))
 OF_TABLES: Final = np.array([129, 257, 0, 1, 9, 1, 2, 5, 6, 7, 4, 8], np.int64)
-GOLDEN: Final = Path(__file__).with_name("golden_v2.json")
-PEER_GOLDEN: Final = Path(__file__).with_name("golden_peer_v2.json")
+GOLDEN: Final = Path(__file__).with_name("golden_v3.json")
+PEER_GOLDEN: Final = Path(__file__).with_name("golden_peer_v3.json")
 
 Message: TypeAlias = tuple[Request | Reply | Event | PeerEnvelope, tuple[PageIds, ...]]
 REQUESTS: Final = tuple(REQUEST_TYPES.values())
@@ -61,13 +61,9 @@ def enveloped(body: Any) -> Message:  # noqa: ANN401  any body
 BODIES: Final = samples("message", (*REQUESTS, *REPLIES, *EVENTS))
 MESSAGES: Final = {name: enveloped(body) for name, body in BODIES.items()}
 NEWER: Final = {
-    "HELLO of who reads EVENTS": enveloped(replace(BODIES["HELLO"], events_together=True)),
-    "HELLO of who reads merged events": enveloped(replace(BODIES["HELLO"], events_together=True, events_merged=True)),
     "FINISHED for SETTLED, too": enveloped(replace(BODIES["FINISHED"], settled=True)),
     "FINISHED for MATCHED, too": enveloped(replace(BODIES["FINISHED"], matched=2)),
-    "BATCH in one frame": enveloped(replace(BODIES["BATCH"], joined=True)),
-    "BATCHED in one frame": enveloped(replace(BODIES["BATCHED"], joined=True)),
-    "BATCHED of results that are alike": enveloped(replace(BODIES["BATCHED"], times=(2, 1))),
+    "BATCHED of equal results": enveloped(replace(BODIES["BATCHED"], times=(2, 1))),
 }
 """With fields that were added at the tail, and which the samples above leave out as an older side does."""
 

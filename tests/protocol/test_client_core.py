@@ -442,7 +442,6 @@ def test_results_that_are_alike_are_said_once(core: ClientCore) -> None:
     batch = core.batch([*(one for _, one in asked), sending])
     body = request_in(core, batch).body
     assert isinstance(body, Batch)
-    assert body.alike
     heard = reply(core, batch, Batched(results=(Accepted(), Accepted(generation=1)), times=(3, 1)))
     assert heard == BatchAnswered((*(one for one, _ in asked), last))
     assert [one.accepted for one in heard.news] == [Accepted()] * 3 + [Accepted(generation=1)]

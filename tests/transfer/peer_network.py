@@ -147,7 +147,7 @@ class ScriptedLinks:
 
     def hello(self, address: str, *, answers: bool) -> Sequence[bytes | memoryview]:
         """Return a PEER_HELLO."""
-        body = PeerHello(boot_id=self.boot_id, protocol_min=2, protocol_max=2, dialled=address)
+        body = PeerHello(boot_id=self.boot_id, protocol_min=3, protocol_max=3, dialled=address)
         to_key = ANSWER if answers else ""
         return encode_peer(PeerEnvelope(self.own_address(address), self.boot_id, to_key, body))
 

@@ -60,7 +60,7 @@ TRANSFER = {"request_id": REQUEST_ID, "pool": OWN}
 REGISTERED = {"pool": "b", "spec": SPEC, "device": "npu:0", "arrays": [{"component": "main", "role": "k"}]}
 PAGE = {"lists": [{"pages": [1]}]}
 ANSWERS: dict[str, tuple[str, object]] = {
-    "HELLO": ("", {"protocol_min": 2, "protocol_max": 2}),
+    "HELLO": ("", {"protocol_min": 3, "protocol_max": 3}),
     "CREATE_POOL": ("", {"pool": f"{OWN}-new", "spec": SPEC, "model": {"name": "m", "revision": "1"}}),
     "ATTACH_POOL": ("", {"pool": OWN}),
     "DELETE_POOL": ("", {"pool": f"{OWN}-new"}),
@@ -158,7 +158,7 @@ def test_what_a_batch_begins_is_followed_to_its_end(probe: Probe, name: str) -> 
     assert status == 1, "the pool is full by then"
     results = next(one["results"] for one in said if one["type"] == "BATCHED")
     assert types(results) == ["ACCEPTED", "ACCEPTED", "OFFLOADING", "ERROR"]
-    ended = [one for one in said if one["type"] in {"SETTLED", "TIER_DONE"}]
+    ended = [one for one in said if one["type"] in {"SETTLED", "TIER_DONE"} or one.get("settled")]
     assert [one["message"] for one in ended] == ["step"] * 3
 
 
@@ -196,10 +196,10 @@ def test_a_transfer_is_followed_to_its_end(probe: Probe, name: str) -> None:
         "RESULT", {**ids, "direction": "$sent.FINISHED.direction"},
     )  # fmt: skip
     assert status == 0
-    assert sorted(types(said[6:10])) == ["FINISHED", "FINISHED", "SETTLED", "SETTLED"]
-    assert {one["message"] for one in said[6:10]} == {"5", "sent"}
-    assert [one["first_token"] for one in said[6:10] if one.get("first_token")] == [7]
-    assert (said[10]["message"], said[10]["state"]) == ("8", "settled")
+    *events, result = said[6:]
+    assert {one["message"] for one in events if one["type"] == "SETTLED" or one.get("settled")} == {"5", "sent"}
+    assert [one["first_token"] for one in events if one.get("first_token")] == [7]
+    assert (result["message"], result["state"]) == ("8", "settled")
 
 
 def test_what_ends_badly_is_a_failure_and_what_was_cancelled_is_none(probe: Probe, name: str) -> None:
@@ -207,10 +207,10 @@ def test_what_ends_badly_is_a_failure_and_what_was_cancelled_is_none(probe: Prob
     begin = ("CREATE_POOL", {"pool": name, "spec": SPEC}, "ALLOCATE", {"pool": name, "count": 1}, "SEND", send)
     result = "RESULT", {"request_id": REQUEST_ID, "pool": name, "direction": "send"}
     status, said = probe("--timeout", "0.2", "--keep-going", *begin, "WAIT", *result)
-    assert (status, types(said[2:])) == (1, ["ACCEPTED", "FINISHED", "SETTLED", "TRANSFER_RESULT"])
-    assert (said[3]["error"]["code"], said[5]["state"]) == ("DEADLINE", "settled")
+    assert (status, types(said[2:])) == (1, ["ACCEPTED", "FINISHED", "TRANSFER_RESULT"])
+    assert (said[3]["error"]["code"], said[3]["settled"], said[4]["state"]) == ("DEADLINE", True, "settled")
     status, said = probe(*begin, "CANCEL", {"request_id": REQUEST_ID, "pool": name, "direction": "send"})
-    assert (status, sorted(types(said[2:]))) == (0, ["ACCEPTED", "CANCELLED", "FINISHED", "SETTLED"])
+    assert (status, sorted(types(said[2:]))) == (0, ["ACCEPTED", "CANCELLED", "FINISHED"])
 
 
 def test_operations_of_the_tiers_are_followed_to_their_end(probe: Probe, name: str) -> None:
@@ -294,8 +294,8 @@ def test_lines_are_answered_as_they_are_typed(daemon: DaemonProcess, name: str) 
     with Client.connect(daemon.runtime_dir) as other:
         other.create_pool(f"{name}-to", msgspec.convert(SPEC, MhaSpec))
         other.wait_settled(other.receive(f"{name}-to", REQUEST_ID, [pages(other.allocate(f"{name}-to", 1))]))
-    heard = [typed.hear()["type"] for _ in range(3)]
-    assert heard == ["MATCHED", "FINISHED", "SETTLED"], "while nothing is typed"
+    heard = typed.hear()
+    assert (heard["type"], heard["settled"]) == ("FINISHED", True), "while nothing is typed"
     typed.say("PING")
     assert typed.end() == (0, '{"message":"4","type":"PONG"}\n')
 
@@ -315,11 +315,10 @@ def test_a_daemon_that_goes_ends_it(tmp_path: Path) -> None:
         assert typed.end()[0] == 1
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_events_that_come_together_are_heard(probe: Probe, name: str, *, merged: bool) -> None:
+def test_events_that_come_together_are_heard(probe: Probe, name: str) -> None:
     ids = {"request_id": REQUEST_ID, "pool": name}
     status, said = probe(
-        "HELLO", {"protocol_min": 2, "protocol_max": 2, "events_together": True, "events_merged": merged},
+        "HELLO", {"protocol_min": 3, "protocol_max": 3},
         "CREATE_POOL", {"pool": name, "spec": SPEC},
         "ALLOCATE", {"as": "its", "pool": name, "count": 2},
         "SEND", {**ids, "lists": [{"pages": ["$its.pages.0"]}]},
@@ -330,4 +329,4 @@ def test_events_that_come_together_are_heard(probe: Probe, name: str, *, merged:
     assert said[-1]["type"] == "TRANSFER_RESULT"
     settled = [one for one in said[:-1] if one["type"] == "SETTLED" or one.get("settled")]
     assert len(settled) == 2
-    assert {one["type"] for one in settled} == ({"FINISHED"} if merged else {"SETTLED"})
+    assert {one["type"] for one in settled} == {"FINISHED"}

@@ -43,11 +43,11 @@ from kvferry.pools.integrity import Check, check
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
-from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode
+from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, split
 from kvferry.protocol.config.schema import DiskTierConfig, TiersConfig
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import KvferryError, OverloadedError, raised
-from kvferry.protocol.events import EventBody, TierDone
+from kvferry.protocol.events import SingleEvent, TierDone, Together
 from kvferry.protocol.ids import ModelIdentity, new_boot_id
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import HybridSwaSpec, MhaSpec, PoolSpec
@@ -284,7 +284,7 @@ class Engine:
         self.identity = f"engine-{next(self._names)}".encode()
         self.session = harness.sessions.open(self.identity.decode(), Peer(1, uid, uid), instance)
         self.replies: dict[int, tuple[Any, tuple[PageIds, ...]]] = {}
-        self.events: list[tuple[EventBody, tuple[PageIds, ...]]] = []
+        self.events: list[tuple[SingleEvent, tuple[PageIds, ...]]] = []
         self.cursor = 0
         self._numbers = itertools.count(1)
 
@@ -295,7 +295,8 @@ class Engine:
             self.replies[message.message_id] = (message.body, ids)
             self.harness.said.append((self.session.session_id, "reply"))
         else:
-            self.events.append((message.body, ids))
+            events = message.body.events if isinstance(message.body, Together) else (message.body,)
+            self.events += zip(events, split(events, ids), strict=True)
             self.cursor = message.cursor
             self.harness.said.append((self.session.session_id, type(message.body).__name__))
 
