@@ -104,7 +104,7 @@ class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     """The identity of the pool's memory when its pages were sent."""
     send_request: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     key: PeerKey = ""
-    """What SEND_REQUEST has told of this send request: whoever else runs as the daemon's user does not know it."""
+    """What SEND_REQUEST has told of this send request: no other process of the daemon's user knows it."""
 
 
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPENED"):

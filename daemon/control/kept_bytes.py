@@ -107,7 +107,7 @@ class KeptBytes:
             self.charge(session_id, size_bytes)
 
     def charge(self, session_id: int, size_bytes: int) -> None:
-        """Count bytes for a session's user and for all, or, below 0, stop: whoever calls it knows the rest."""
+        """Count bytes for a session's user and for all, or stop counting them (below 0)."""
         user = self._user(session_id)
         charged = self._charged.get(session_id, 0) + size_bytes
         if charged:

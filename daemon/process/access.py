@@ -20,7 +20,7 @@ from kvferry.protocol.errors import AccessDeniedError, ConfigError
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
 
 DIRECTORY_MODE = 0o710
-"""Others may enter it, but not list it: whoever may open a directory could lock it."""
+"""Others may enter it, but not list it: a process that may open a directory may lock it."""
 MOST_MODE: Final = 0o750
 PARENT_MODE = 0o755
 SOCKET_MODE = 0o660

@@ -2,7 +2,7 @@
 
 A user may have nearly all of it, but not what the next one needs to begin: of what the other users leave, a part always
 stays. Root and the daemon's own user may have that, too, so that who looks after the daemon is always served. Does not
-count: who shares something out knows who has how much of it.
+count: its caller knows which user has how much.
 """
 
 from __future__ import annotations

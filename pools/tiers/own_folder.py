@@ -83,8 +83,8 @@ class OwnFolder:
         """Lock the folder, until it is closed; ``use`` says what for: "another daemon USE PATH".
 
         The lock is on the folder itself, which no cleaner of old files can replace, and on this file in it, which says
-        who holds it, and which hosts of a network file system see. Whoever may open either could lock it, so both are
-        closed to others.
+        who holds it, and which hosts of a network file system see. A process that may open either may lock it, so both
+        are closed to others.
 
         Raises:
             ConfigError: another process has locked it (retryable), or the file is no file of this user's own.

@@ -167,7 +167,7 @@ def test_memory_that_its_engine_gives_back_once_it_is_registered(group: ControlG
 
 
 def give_back(memory: SharedMemory) -> None:
-    """Give an engine's own memory back to the system; whoever touches it next is charged with it."""
+    """Give an engine's own memory back to the system; the next process that touches it is charged."""
     libc = ctypes.CDLL(None, use_errno=True)
     fallocate_punch_hole = 3
     size = ctypes.c_long(memory.size_bytes)
