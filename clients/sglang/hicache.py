@@ -29,6 +29,7 @@ from kvferry.clients.engine import Engine, end_of
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.model_weights import weights_revision
 from kvferry.clients.sglang import identity, plugin
+from kvferry.clients.sglang.choice import stores_in_kvferry
 from kvferry.clients.sglang.pools import model_identity, pool_name, tensor_parallel
 from kvferry.clients.sglang.settings import settings
 from kvferry.clients.slots import pages_from_slots
@@ -91,24 +92,9 @@ _allocators: weakref.WeakSet[HostAllocator] = weakref.WeakSet()
 # -- the host pool
 
 
-def chosen() -> bool:
-    """Return whether this server was told to have kvferry as its HiCache storage."""
-    try:
-        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController  # noqa: PLC0415
-        from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
-
-        memory = get_memory()
-        if memory.hicache_storage_backend != "dynamic":
-            return False
-        told = HybridCacheController.parse_storage_backend_extra_config(memory.hicache_storage_backend_extra_config)[0]
-    except Exception:  # noqa: BLE001  a pool that is made without a server has no configuration; SGLang says what is wrong
-        return False
-    return (told.get("module_path"), told.get("class_name")) == (__name__, KvferryHiCacheStorage.__name__)
-
-
 def choose_allocator(host_pool: Any) -> None:  # noqa: ANN401  SGLang's object
     """Have a host pool allocated in the daemon's pool, where kvferry was chosen."""
-    if chosen():
+    if stores_in_kvferry():
         host_pool.allocator = HostAllocator(host_pool)
 
 

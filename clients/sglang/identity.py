@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvferry.clients.model_weights import adapter_revision, weights_revision
+from kvferry.clients.sglang.choice import stores_in_kvferry, transfers_by_kvferry
 from kvferry.protocol.errors import InvalidFieldError, ModelMismatchError
 
 logger = logging.getLogger(__name__)
@@ -214,9 +215,7 @@ def _tell(half: Any, req: Any) -> None:  # noqa: ANN401
 
 
 def _is_chosen() -> bool:
-    from kvferry.clients.sglang import hicache, pools  # noqa: PLC0415  they import this
-
-    return pools.chosen() or hicache.chosen()
+    return transfers_by_kvferry() or stores_in_kvferry()
 
 
 def _is_loaded_as_at_start(load_format: str | None) -> bool:

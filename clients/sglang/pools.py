@@ -14,13 +14,13 @@ from kvferry.clients import MhaSpec, MlaSpec, ModelIdentity
 from kvferry.clients.engine import Engine
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import identity
+from kvferry.clients.sglang.choice import transfers_by_kvferry
 from kvferry.clients.sglang.settings import end_server, settings
 from kvferry.protocol.errors import InvalidFieldError
 
 KINDS: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
 """The classes themselves: what is derived from them keeps its bytes in other ways."""
 
-MODES: Final = ("prefill", "decode")
 
 _current: EnginePool | None = None
 
@@ -30,27 +30,16 @@ def current() -> EnginePool | None:
     return _current
 
 
-def chosen() -> bool:
-    """Return whether this process is a prefill or decode server that was told to transfer by kvferry."""
-    from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415  SGLang need not be there
-
-    try:
-        told = get_disagg().disaggregation_mode, get_disagg().disaggregation_transfer_backend
-    except Exception:  # noqa: BLE001  a pool that is made without a server has no configuration
-        return False
-    return told[0] in MODES and told[1] == "kvferry"
-
-
 def check_kind(pool: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401  SGLang's object and arguments
     """Refuse a pool of another class before it is made, where kvferry was chosen."""
     kind = type(pool).__name__
-    if kind not in KINDS and chosen():
+    if kind not in KINDS and transfers_by_kvferry():
         raise _refusal(f"the KV pool {kind}")
 
 
 def create_mha_buffers(original: Callable[[Any], None], pool: Any) -> None:  # noqa: ANN401  SGLang's object
     """Create the buffers of an ``MHATokenToKVPool`` in the daemon's pool, where kvferry was chosen."""
-    if not chosen():
+    if not transfers_by_kvferry():
         original(pool)
         return
     _check(pool)
@@ -76,7 +65,7 @@ def create_mha_buffers(original: Callable[[Any], None], pool: Any) -> None:  # n
 
 def create_mla_buffers(original: Callable[[Any], None], pool: Any) -> None:  # noqa: ANN401  SGLang's object
     """Create the buffers of an ``MLATokenToKVPool`` in the daemon's pool: latent and rope of a token in one row."""
-    if not chosen():
+    if not transfers_by_kvferry():
         original(pool)
         return
     _check(pool)
