@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.clients import Client, HybridSwaSpec, MhaSpec, ModelIdentity, TierOperation, pages
 from kvferry.clients.hashing import block_hashes
-from kvferry.daemon.services.prefix_cache import MAX_LEASES, MAX_PINS
+from kvferry.daemon.services.leases import MAX_LEASES, MAX_PINS
 from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.operations import MAX_OPERATIONS
 from kvferry.protocol.tier_messages import MAX_HASHES

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import msgspec
@@ -22,6 +22,7 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.services.event_rings import EventRings
+from kvferry.daemon.services.leases import Lease, Leases
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier, Want
@@ -43,7 +44,6 @@ from kvferry.pools.tiers.cached_block import (
 from kvferry.pools.tiers.index import PinnedBlocks
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
-    RETRY_LATER_MS,
     CacheMissError,
     InvalidFieldError,
     KvferryError,
@@ -51,15 +51,12 @@ from kvferry.protocol.errors import (
     LengthMismatchError,
     ModelMismatchError,
     NoModelError,
-    OverloadedError,
     SnapshotDamagedError,
-    UnknownLeaseError,
 )
 from kvferry.protocol.events import TierDone
-from kvferry.protocol.ids import ModelIdentity, new_number
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.tier_messages import (
     HASH_BYTES,
-    LEASE_S,
     Found,
     Load,
     Lookup,
@@ -69,47 +66,10 @@ from kvferry.protocol.tier_messages import (
     Unpinned,
 )
 
-MAX_LEASES = 4096
-MAX_PINS = 1 << 20
-"""Bounds of one instance; a block counts once in each lease."""
-
-EXPIRED_AT_ONCE = 256
-"""Leases, in a turn of the loop."""
-
 BLOCKS_AT_ONCE = 1024
 """Blocks of a request, in a turn of the loop: 1 to 4 ms. More would hold up all other engines."""
 
 log = structlog.get_logger(__name__)
-
-
-class Lease(msgspec.Struct):
-    """The blocks that an instance's LOOKUPs have pinned, in the order of the prompt.
-
-    Attributes:
-        number: for the engine.
-        namespace: of the blocks.
-        layout: of the blocks.
-        blocks: pinned, each by the instance.
-        owner_id: the instance.
-        used_at_s: the loop's time.
-        loads: LOADs of it that are under way.
-    """
-
-    number: int
-    namespace: Namespace
-    layout: BlockLayout
-    blocks: list[CachedBlock]
-    owner_id: int = 0
-    used_at_s: float = 0.0
-    loads: int = 0
-
-
-class _Unpinning(NamedTuple):
-    """Blocks that nobody needs to be pinned any more; the first ``done`` ones are not."""
-
-    holder: int
-    blocks: Sequence[CachedBlock]
-    done: int
 
 
 class _Chain(NamedTuple):
@@ -182,7 +142,11 @@ class _Storing:
 
 
 class PrefixCache:
-    """Answers LOOKUP, UNPIN, STORE and LOAD, and keeps the leases."""
+    """Answers LOOKUP, UNPIN, STORE and LOAD.
+
+    Attributes:
+        leases: what LOOKUPs have pinned.
+    """
 
     def __init__(
         self,
@@ -204,18 +168,9 @@ class PrefixCache:
         self._operations = operations
         self._lower = lower
         self._counters = counters
-        self._numbers = itertools.count(new_number())
-        self._leases: dict[int, dict[int, Lease]] = {}
-        self._leased: Counter[int] = Counter()  # blocks in the leases of each instance
-        self._by_use: OrderedDict[int, Lease] = OrderedDict()  # all leases, the one used longest ago first
-        self._loop = asyncio.get_running_loop()
-        self._expiry: asyncio.TimerHandle | None = None
+        self.leases = Leases(host, counters)
         self._looking: dict[tuple[int, int], _Looking] = {}
         """The lookups that were not answered at once, by session and message."""
-        self._ended: dict[int, Lease] = {}
-        """The leases that have ended and are still being loaded."""
-        self._unpinning: deque[_Unpinning] = deque()
-        self._unpin_rest = host.in_turns(self._unpin_some)
         self._abandoned: deque[_Storing] = deque()
         self._abandon_rest = host.in_turns(self._abandon_some)
         self._lookups = Background("a lookup")
@@ -230,7 +185,7 @@ class PrefixCache:
 
     def __repr__(self) -> str:
         """Show the block index and the number of leases."""
-        return f"<PrefixCache {self._host.index!r} leases={sum(map(len, self._leases.values()))}>"
+        return f"<PrefixCache {self._host.index!r} {self.leases!r}>"
 
     @property
     def lookups(self) -> int:
@@ -239,13 +194,7 @@ class PrefixCache:
 
     def pinned(self) -> Iterator[PinnedBlocks]:
         """Yield the blocks that leases and lookups pin; others may come and go meanwhile."""
-        for owner_id, leases in list(self._leases.items()):
-            for lease in list(leases.values()):
-                yield PinnedBlocks(owner_id, lease.blocks)
-        for lease in list(self._ended.values()):
-            yield PinnedBlocks(lease.owner_id, lease.blocks)
-        for holder, blocks, done in tuple(self._unpinning):
-            yield PinnedBlocks(holder, blocks[done:])
+        yield from self.leases.pinned()
         for looking in list(self._looking.values()):
             if looking.body.pin:
                 yield PinnedBlocks(looking.call.session.owner_id, looking.blocks)
@@ -261,8 +210,7 @@ class PrefixCache:
 
     async def close(self) -> None:
         """Cancel the lookups that are under way, and the loads that have not begun to copy."""
-        if self._expiry is not None:
-            self._expiry.cancel()
+        self.leases.close()
         await self._lookups.close()
         await self._loads.close()
 
@@ -277,82 +225,6 @@ class PrefixCache:
             self._host.know(namespace, layout.block_bytes, model_of(pool).label)
         return _Chain(pool, layout, namespace, hashes)
 
-    # -- leases
-
-    def lease(self, call: Call, number: int) -> Lease:
-        """Return a lease of the session's instance, which is used now.
-
-        Raises:
-            UnknownLeaseError: the instance has no lease of that number, or has not used it for LEASE_S.
-        """
-        lease = self._leases.get(call.session.owner_id, {}).get(number)
-        if lease is None:
-            raise UnknownLeaseError(f"this session's instance has no lease {number}", field="lease")
-        self._use(lease)
-        return lease
-
-    def _use(self, lease: Lease) -> None:
-        """Let a lease last from now on for LEASE_S."""
-        lease.used_at_s = self._loop.time()
-        self._by_use[lease.number] = lease
-        self._by_use.move_to_end(lease.number)
-        if self._expiry is None:
-            self._expiry = self._loop.call_later(LEASE_S, self._expire)
-
-    def _expire(self) -> None:
-        """End the leases that were not used for LEASE_S, a few in a turn; one that is being loaded is used."""
-        self._expiry = None
-        now = self._loop.time()
-        for lease in list(itertools.islice(self._by_use.values(), EXPIRED_AT_ONCE)):
-            if lease.used_at_s + LEASE_S > now:
-                break
-            if lease.loads > 0:
-                self._use(lease)
-            else:
-                self._end_lease(lease)
-                self._counters.add("cache.expired_leases")
-        oldest = next(iter(self._by_use.values()), None)
-        if oldest is not None and self._expiry is None:
-            self._expiry = self._loop.call_at(oldest.used_at_s + LEASE_S, self._expire)
-
-    def _end_lease(self, lease: Lease) -> None:
-        """End a lease and unpin its blocks, many in the next turns of the loop; does nothing if it has ended."""
-        if self._leases.get(lease.owner_id, {}).pop(lease.number, None) is not None:
-            self._leased[lease.owner_id] -= len(lease.blocks)
-            self._unpin_all([lease])
-
-    def instance_lost(self, owner_id: int) -> None:
-        """End all leases of an instance."""
-        self._leased.pop(owner_id, None)
-        self._unpin_all(self._leases.pop(owner_id, {}).values())
-
-    def _unpin_all(self, leases: Iterable[Lease]) -> None:
-        """Unpin the blocks of leases that have ended, once no LOAD reads them any more."""
-        for lease in leases:
-            self._by_use.pop(lease.number, None)
-            if lease.loads:
-                self._ended[lease.number] = lease
-            else:
-                self._unpinning.append(_Unpinning(lease.owner_id, lease.blocks, 0))
-        self._begin_unpinning()
-
-    def _begin_unpinning(self) -> None:
-        """Unpin what nobody needs to be pinned; what is much goes in the next turns of the loop."""
-        if self._unpin_some():
-            self._unpin_rest()
-
-    def _unpin_some(self) -> bool:
-        """Unpin some of the blocks that nobody needs to be pinned; return whether there are more."""
-        left = BLOCKS_AT_ONCE
-        while self._unpinning and left:
-            holder, blocks, done = self._unpinning.popleft()
-            some = blocks[done : done + left]
-            if done + len(some) < len(blocks):
-                self._unpinning.appendleft(_Unpinning(holder, blocks, done + len(some)))
-            self._host.free_all(self._host.index.unpin(some, holder))
-            left -= len(some)
-        return bool(self._unpinning)
-
     # -- LOOKUP, UNPIN
 
     def _lookup(self, call: Call) -> Answer | None:
@@ -360,13 +232,13 @@ class PrefixCache:
         chain = self._chain(call, body)
         lease = None
         if body.lease is not None:
-            lease = self.lease(call, body.lease)
+            lease = self.leases.get(call.session.owner_id, body.lease)
             if lease.namespace != chain.namespace:
                 raise InvalidFieldError(
                     f"lease {lease.number} has blocks of another namespace: {lease.namespace}", field="lease"
                 )
         elif body.pin:
-            self._check_leases(call.session.owner_id)
+            self.leases.check_number(call.session.owner_id)
         looking = _Looking(call, body, chain, lease)
         more = self._look(looking)
         if not more and not self._lower_may_have(looking):
@@ -395,7 +267,7 @@ class PrefixCache:
         """
         session = looking.call.session
         if looking.body.pin:
-            self._check_pins(session.owner_id, len(looking.blocks) + len(blocks))
+            self.leases.check_blocks(session.owner_id, len(looking.blocks) + len(blocks))
             self._host.check_share(session.tenant, sum([one.size_bytes for one in blocks if one.evictable]))
             self._host.index.pin(blocks, session.owner_id)
             for block in blocks:
@@ -426,8 +298,7 @@ class PrefixCache:
         finally:
             del self._looking[call.session.session_id, call.message_id]
             if looking.body.pin and not is_kept:
-                self._unpinning.append(_Unpinning(call.session.owner_id, looking.blocks, 0))
-                self._begin_unpinning()
+                self.leases.unpin(call.session.owner_id, looking.blocks)
 
     async def _look_below(self, looking: _Looking) -> None:
         """Ask lower tiers for the blocks after those that were found."""
@@ -439,8 +310,7 @@ class PrefixCache:
         if gone is not None:
             looking.blocks = near[:gone]
             if looking.body.pin:
-                self._unpinning.append(_Unpinning(looking.call.session.owner_id, near[gone:], 0))
-                self._begin_unpinning()
+                self.leases.unpin(looking.call.session.owner_id, near[gone:])
             return
         for start in range(0, len(far), BLOCKS_AT_ONCE):
             some = far[start : start + BLOCKS_AT_ONCE]
@@ -472,21 +342,18 @@ class PrefixCache:
         call, body, blocks, lease = looking.call, looking.body, looking.blocks, looking.lease
         owner_id = call.session.owner_id
         if lease is not None:
-            self.lease(call, lease.number)
+            self.leases.get(owner_id, lease.number)
         if body.pin:
-            self._check_pins(owner_id, len(blocks))
+            self.leases.check_blocks(owner_id, len(blocks))
             if lease is None:
-                self._check_leases(owner_id)
+                self.leases.check_number(owner_id)
         self._counters.add("cache.lookups")
         self._counters.add("cache.asked_blocks", len(looking.chain.hashes))
         self._counters.add("cache.hit_blocks", len(blocks))
         if body.pin and (blocks or lease is not None):
             if lease is None:
-                lease = Lease(next(self._numbers), looking.chain.namespace, looking.chain.layout, [], owner_id)
-                self._leases.setdefault(owner_id, {})[lease.number] = lease
-                self._use(lease)
-            lease.blocks.extend(blocks)
-            self._leased[owner_id] += len(blocks)
+                lease = self.leases.add(owner_id, looking.chain.namespace, looking.chain.layout)
+            self.leases.extend(lease, blocks)
         return Answer(
             Found(
                 blocks=len(blocks),
@@ -498,20 +365,9 @@ class PrefixCache:
             )
         )
 
-    def _check_leases(self, owner_id: int) -> None:
-        if len(self._leases.get(owner_id, ())) >= MAX_LEASES:
-            raise OverloadedError(f"the instance has {MAX_LEASES} leases: UNPIN some").after(RETRY_LATER_MS)
-
-    def _check_pins(self, owner_id: int, more: int) -> None:
-        pins = self._leased[owner_id]
-        if pins + more > MAX_PINS:
-            raise OverloadedError(f"the instance's leases have {pins} blocks; {more} more exceed {MAX_PINS}").after(
-                RETRY_LATER_MS
-            )
-
     def _unpin(self, call: Call) -> Answer:
-        lease = self.lease(call, expect(call, Unpin).lease)
-        self._end_lease(lease)
+        lease = self.leases.get(call.session.owner_id, expect(call, Unpin).lease)
+        self.leases.end(lease)
         return Answer(Unpinned(blocks=len(lease.blocks)))
 
     # -- STORE
@@ -663,7 +519,7 @@ class PrefixCache:
 
     def _load(self, call: Call) -> Answer:
         body = expect(call, Load)
-        lease = self.lease(call, body.lease)
+        lease = self.leases.get(call.session.owner_id, body.lease)
         pool = self._pools.named_by(call.session, body.pool)
         _check_namespace(pool, lease.namespace)
         pages = lease.namespace.block_pages
@@ -682,13 +538,7 @@ class PrefixCache:
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             hold.release()
-            lease.loads -= 1
-            if body.unpin:
-                self._end_lease(lease)
-            elif lease.number in self._by_use:
-                self._use(lease)
-            if not lease.loads and self._ended.pop(lease.number, None) is not None:
-                self._unpin_all([lease])
+            self.leases.loaded(lease, ends=body.unpin)
             return self._loaded(operation, loading, error)
 
         holdings = Holdings(pages=hold)

@@ -135,7 +135,7 @@ class Tiers:
 
     def instance_lost(self, owner_id: int) -> None:
         """Release an instance's leases; its snapshots are kept for a while."""
-        self._cache.instance_lost(owner_id)
+        self._cache.leases.instance_lost(owner_id)
         self._service.instance_lost(owner_id)
 
     def checks(self) -> Iterator[Check]:

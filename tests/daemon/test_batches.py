@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvferry.daemon.control.dispatch import Answer, Call, OpenBatch
 from kvferry.daemon.control.kept_bytes import KeptBytes
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
-from kvferry.daemon.services import prefix_cache
+from kvferry.daemon.services import leases
 from kvferry.daemon.tiers import host_tier, operations
 from kvferry.protocol import tier_messages as tier
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
@@ -285,6 +285,6 @@ def test_a_batch_is_its_requests_one_by_one(
                 other.check()
 
     with contextlib.ExitStack() as patches:
-        for module in (host_tier, operations, prefix_cache):  # what both count has the same numbers, from 1
+        for module in (host_tier, leases, operations):  # what both count has the same numbers, from 1
             patches.enter_context(patch.object(module, "new_number", return_value=1))
         asyncio.run(run())

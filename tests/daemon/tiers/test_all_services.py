@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.daemon.control.dispatch import Call
-from kvferry.daemon.services import prefix_cache
+from kvferry.daemon.services import leases, prefix_cache
 from kvferry.daemon.services.receive_to_host import HostReceive
 from kvferry.daemon.tiers import host_tier
 from kvferry.pools.tiers.index import OPERATOR
@@ -110,6 +110,7 @@ class _Machine(RuleBasedStateMachine):
         """Begin with nothing; what needs room waits for it where only one block is evicted at once, and so on."""
         self.patch.setattr(host_tier, "EVICTED_AT_ONCE", at_once)
         self.patch.setattr(prefix_cache, "BLOCKS_AT_ONCE", at_once)
+        self.patch.setattr(leases, "UNPINNED_AT_ONCE", at_once)
 
         async def make() -> Harness:
             config = tiers_config(units, snapshot_grace_s=0, tenant_bytes=None)

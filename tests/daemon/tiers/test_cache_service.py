@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.services import cache_reports, prefix_cache
+from kvferry.daemon.services import cache_reports, leases, prefix_cache
 from kvferry.daemon.tiers import host_tier
 from kvferry.pools.integrity import WALKED, check
 from kvferry.pools.tiers.cached_block import Tier
@@ -165,6 +165,7 @@ async def test_the_pins_of_an_instance_that_ends_go_in_turns(
     for one in (dead, dead, other):
         one.lookup(names(1, 2, 3))
     monkeypatch.setattr(prefix_cache, "BLOCKS_AT_ONCE", 2)
+    monkeypatch.setattr(leases, "UNPINNED_AT_ONCE", 2)
     tiers.lose(other)
     tiers.lose(dead)
     left = list[int]()
@@ -219,7 +220,7 @@ async def test_a_load_compares_checksums_where_all_blocks_have_them(tiers: Harne
 
 
 async def test_a_session_may_have_so_many_pins(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "MAX_PINS", 3)
+    monkeypatch.setattr(leases, "MAX_PINS", 3)
     await engine.stored(1, 2)
     lease = engine.lookup(names(1, 2)).lease
     with pytest.raises(OverloadedError, match="2 blocks; 2 more exceed 3"):
@@ -231,7 +232,7 @@ async def test_a_session_may_have_so_many_pins(engine: Engine, monkeypatch: pyte
 
 
 async def test_an_instance_may_have_so_many_leases(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "MAX_LEASES", 1)
+    monkeypatch.setattr(leases, "MAX_LEASES", 1)
     await engine.stored(1, 2)
     lease = engine.lookup(names(1)).lease
     with pytest.raises(OverloadedError, match="1 leases"):
@@ -267,7 +268,7 @@ async def test_another_users_blocks_are_not_there(tiers: Harness, engine: Engine
 
 
 async def test_a_lease_that_nobody_uses_ends(tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "LEASE_S", 0.01)
+    monkeypatch.setattr(leases, "LEASE_S", 0.01)
     await engine.stored(1, 2)
     lease = engine.lookup(names(1, 2)).lease
     await until(lambda: not tiers.host.index.pinned_by())
@@ -440,6 +441,7 @@ MANY = 9
 async def turns(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
     """Return services that do two blocks in a turn of the loop."""
     monkeypatch.setattr(prefix_cache, "BLOCKS_AT_ONCE", 2)
+    monkeypatch.setattr(leases, "UNPINNED_AT_ONCE", 2)
     async with harness(12) as one:
         yield one
 
@@ -625,7 +627,7 @@ async def test_a_lookup_whose_session_ends_pins_nothing(turns: Harness, turn: in
 async def test_a_lookup_that_may_not_pin_so_many_pins_nothing(turns: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = turns.engine()
     await engine.stored(*range(MANY))
-    monkeypatch.setattr(prefix_cache, "MAX_PINS", MANY - 1)
+    monkeypatch.setattr(leases, "MAX_PINS", MANY - 1)
     with pytest.raises(OverloadedError, match="exceed"):
         await engine.answer(Lookup(pool=POOL, hashes=hashes(*range(MANY))), Found)
     await settle()

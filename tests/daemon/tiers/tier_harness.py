@@ -205,7 +205,7 @@ class Harness:
         self.reports.session_lost(session_id)
         self.pool_service.session_lost(session_id)
         if not self.sessions.of_instance(engine.session.owner_id):
-            self.cache.instance_lost(engine.session.owner_id)
+            self.cache.leases.instance_lost(engine.session.owner_id)
             self.service.instance_lost(engine.session.owner_id)
             self.pool_service.instance_lost(engine.session.owner_id)
         del self.engines[engine.identity]
