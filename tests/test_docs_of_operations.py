@@ -59,6 +59,11 @@ class Terminal:
         os.killpg(self._shell.pid, signal.SIGINT)
 
 
+def but_settled(types: list[str]) -> list[str]:
+    """Return what was said, without SETTLED: FINISHED stands for it where both come at once."""
+    return [one for one in types if one != "SETTLED"]
+
+
 def test_a_transfer_and_an_offload_by_hand(daemon: DaemonProcess) -> None:
     with Client.connect(daemon.runtime_dir, name="observer") as client:
         source, destination = (client.create_pool(name, SPEC) for name in "pd")
@@ -71,10 +76,10 @@ def test_a_transfer_and_an_offload_by_hand(daemon: DaemonProcess) -> None:
         decode.until("ACCEPTED")
         prefill = Terminal(daemon, PREFILL)
         sent = prefill.until("ALLOCATED")["pages"]
-        assert prefill.end()[2:] == ["ACCEPTED", "FINISHED", "SETTLED", "TRANSFER_RESULT", "FREED"]
+        assert but_settled(prefill.end()[2:]) == ["ACCEPTED", "FINISHED", "TRANSFER_RESULT", "FREED"]
         assert prefill.said[-2]["state"] == "settled"
-        assert decode.end()[-3:] == ["FINISHED", "SETTLED", "FREED"]
-        assert decode.said[-3]["first_token"] == 42
+        assert but_settled(decode.end())[-2:] == ["FINISHED", "FREED"]
+        assert [one["first_token"] for one in decode.said if one["type"] == "FINISHED"] == [42]
         assert decode.said[-1]["freed"] == 2
         assert (arrived[:, pages] == filled[:, sent]).all()
 
