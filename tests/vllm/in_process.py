@@ -350,6 +350,12 @@ def reset(served: Served, *, external: bool = False) -> bool:
     return bool(served.llm.reset_prefix_cache(reset_connector=external))
 
 
+def begin_anew(one: Engine) -> None:
+    """Reset its own prefix cache, and let it look at its weights: until then it looks nothing up."""
+    assert one.call(reset)
+    one.ask("weights")
+
+
 def metrics(served: Served) -> dict[str, float]:
     """Return Prometheus' counters by name, and of histograms how many and their sum: ``NAME_count``, ``NAME_sum``."""
     found: dict[str, float] = {}

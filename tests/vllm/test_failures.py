@@ -29,6 +29,7 @@ from tests.vllm.in_process import (
     EngineFailedError,
     Plain,
     Served,
+    begin_anew,
     by_hand,
     engine,
     free_blocks,
@@ -120,7 +121,7 @@ def test_killed_while_blocks_are_loaded(pair: Pair, plain: Plain, is_loading: bo
     asked = prompt_of(f"killed while blocks are loaded: {is_loading}")
     one.ask(asked)
     one.drain()
-    assert one.call(reset)
+    begin_anew(one)
     one.log()
     with by_hand(one):
         name = one.add(asked)
@@ -177,7 +178,7 @@ def test_what_waits_does_not_load_by_a_lease_of_the_daemon_before(tmp_path: Path
         hashes = in_order(cached_blocks(daemon.runtime_dir))
         one.ask(asked)
         one.drain()
-        assert one.call(reset)
+        begin_anew(one)
         assert soon(lambda: all("disk" in block.tiers for block in cached_blocks(daemon.runtime_dir)))
         one.log()
         with by_hand(one):
@@ -209,7 +210,7 @@ def test_request_fails_where_the_policy_says_so_and_the_engine_goes_on(tmp_path:
     ):
         one.ask(asked)
         one.drain()
-        assert one.call(reset)
+        begin_anew(one)
         one.log()
         with by_hand(one):
             name = one.add(asked)

@@ -22,6 +22,7 @@ from tests.vllm.in_process import (
     Plain,
     Served,
     abort,
+    begin_anew,
     by_hand,
     engine,
     free_blocks,
@@ -147,7 +148,7 @@ def test_abort(kept_daemon: RestartedDaemon, small: Engine, plain: Plain, state:
     if is_cached:
         small.ask(asked)
         small.drain()
-        assert small.call(reset)
+        begin_anew(small)
     with by_hand(small):
         name = small.add(asked)
         assert soon(lambda: (pinned_bytes(kept_daemon.runtime_dir) > 0) is is_cached)
