@@ -97,8 +97,8 @@ class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
     checksums: bool = False
     """As in SEND."""
     region_key: PeerKey = ""
-    """In chunk 0, for a home on the same host: its REGION_REQUEST shows it. Good for the pool's memory, once, while the
-    send request is open."""
+    """In chunk 0, for a home on the same host: its REGION_REQUEST shows it. Good for the pool's memory while the send
+    request is open."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""

@@ -563,7 +563,7 @@ class RemoteEndpoint:
         number: identifies the send request in messages with the receive request's home.
         sending: the transfer ops that this daemon is writing to the home.
         ended: see ``Endpoint``.
-        region_key: by which the home may ask for the pool's memory, once; empty if it may not.
+        region_key: by which the home may ask for the pool's memory; empty if it may not.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE_RECEIVE

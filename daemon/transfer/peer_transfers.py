@@ -363,7 +363,7 @@ class PeerTransfers:
         return remote_endpoint
 
     def redeem(self, asked: RegionRequest) -> None:
-        """Accept the key that a home of this host was told with a send request: once, while that is open.
+        """Accept the key that a home of this host was told with a send request, while that is open.
 
         Raises:
             AccessDeniedError: it is no such key, or not for this pool.
@@ -374,10 +374,9 @@ class PeerTransfers:
             its = (pool.tenant, pool.name, pool.region.identity)
             is_right = hmac.compare_digest(remote_endpoint.region_key, asked.key)
             if is_right and its == (asked.tenant, asked.pool, asked.region):
-                remote_endpoint.region_key = ""
                 return
         raise AccessDeniedError(
-            f"pool {asked.pool!r} is given to a daemon that shows the key of an open send request, once", field="key"
+            f"pool {asked.pool!r} is given to a daemon that shows the key of an open send request", field="key"
         )
 
     def begin_sending(self, remote_endpoint: RemoteEndpoint, op: int, now: float) -> None:

@@ -160,6 +160,8 @@ class PullTransport:
         elif failed is None:
             done.result().close()  # the peer may be gone, and nothing else would close it
         error = failed if isinstance(failed, KvferryError) else TransferFailedError(f"cannot map the pool: {failed}")
+        if isinstance(failed, AccessDeniedError) and failed.field == "key":  # its own word of that comes later
+            error = PeerLostError(f"the daemon at {pool.peer.address} has ended the send request")
         for pull in waiting:
             if pull.op.op_id not in self._pulls:
                 continue

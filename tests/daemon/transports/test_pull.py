@@ -168,7 +168,7 @@ async def test_the_key_of_a_transfer_that_has_ended_fails_no_other(home: Home) -
     await home.executor.run_one()
     home.refusal = None
     await home.executor.run()
-    assert await home.outcomes() == [(ended.op_id, "ACCESS_DENIED")]
+    assert await home.outcomes() == [(ended.op_id, "PEER_LOST")], "and its own daemon says why"
     assert list(home.copier.under_way) == [other.op_id]
     assert [one.key for _, one, _ in home.fetched] == [ended.send_request.region_key, other.send_request.region_key]
 
