@@ -178,7 +178,7 @@ class ConnectionBytes:
     def changed(self, by_bytes: int) -> None:
         """Count what a connection keeps more, or less; where that is too much, close one.
 
-        That is the connection with most bytes of the user, or host, who has most of them in all.
+        That is the largest connection of the user, or host, that keeps most bytes in all.
         """
         self.total += by_bytes
         if self.total <= self.most or by_bytes <= 0:

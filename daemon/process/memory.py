@@ -123,8 +123,8 @@ class HostMemory:
             region: not closed.
             up_to: at most its size.
             process: the one that has made it, if it is an engine's; 0: unknown. What it has then is charged to that
-                process's control groups. It may give that back at any time, and then the memory is charged to whoever
-                touches it next: so all of it counts for those groups of this process in which the other one is not.
+                process's control groups. It may give that back at any time, and then the next process that touches the
+                memory is charged: so all of it counts for those groups of this process in which the other one is not.
 
         Raises:
             OutOfMemoryError: there is not so much left; what was counted on before still is.
