@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
+from kvferry.daemon.services.transfers import FEW_EVENTS
 from kvferry.protocol.base import Busy, PageList, RequestBody
 from kvferry.protocol.codec import PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Reply, Request
@@ -99,8 +100,11 @@ def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None
         client.wait_finished(receive(client, received[:1]))
 
 
-def test_events_that_are_never_acknowledged(daemon: DaemonProcess, client: Client) -> None:
-    """A client that uses one request id again and again, and acknowledges nothing, is stopped in time."""
+def refused_while_deaf(daemon: DaemonProcess, rounds: int, observer: Client) -> tuple[str, int]:
+    """Let an engine use one request id again and again, and acknowledge nothing.
+
+    Return why its next request is refused then, and how many events it has not acknowledged.
+    """
     with raw_engine(daemon.runtime_dir, "deaf") as engine:
         opened, numbers = engine.channel.opened, itertools.count(100)
 
@@ -115,14 +119,27 @@ def test_events_that_are_never_acknowledged(daemon: DaemonProcess, client: Clien
         transfer = Receive(request_id=new_request_id(), pool="decode", lists=(PageList(pages=1),))
         cancel = Cancel(request_id=transfer.request_id, pool="decode", direction="receive")
         engine.say("ALLOCATE", pool="decode", count=1)
-        for _ in range(2):
+        for _ in range(rounds):
             assert isinstance(ask(transfer, np.array([1])), Accepted)
             assert isinstance(ask(cancel), Cancelled)
         busy = ask(transfer, np.array([1]))
         assert isinstance(busy, Busy)
-        assert "4 events of the session are unacknowledged" in busy.detail
-        (deaf,) = [one for one in client.status().sessions if one.name == "deaf"]
-        assert deaf.unacknowledged_events == 4
+        (deaf,) = [one for one in observer.status().sessions if one.name == "deaf"]
+        return busy.detail, deaf.unacknowledged_events
+
+
+def test_events_that_are_never_acknowledged(daemon: DaemonProcess, client: Client) -> None:
+    why, events = refused_while_deaf(daemon, 2, client)
+    assert ("4 events of the session are unacknowledged" in why, events) == (True, 4)
+
+
+def test_events_of_all_sessions_that_are_never_acknowledged(tmp_path: Path) -> None:
+    tuning = Tuning(limits=Limits(max_transfers=FEW_EVENTS))
+    with running_daemon(tmp_path, tuning=tuning) as daemon, Client.connect(daemon.runtime_dir) as client:
+        client.create_pool("decode", SPEC)
+        why, events = refused_while_deaf(daemon, FEW_EVENTS, client)
+        assert why.startswith(f"{2 * FEW_EVENTS} events of all sessions are unacknowledged")
+        assert events == 2 * FEW_EVENTS
 
 
 def test_sessions(daemon: DaemonProcess, client: Client) -> None:
