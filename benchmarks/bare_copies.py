@@ -18,7 +18,7 @@ from kvferry.clients import Client
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.services.tiers import MOST_COPY_THREADS
 from kvferry.pools import copy_kernel
-from kvferry.pools.copy_kernel import Crew
+from kvferry.pools.copy_kernel import CopyThreads
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import make_plan
@@ -40,7 +40,7 @@ TIER_THREADS = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
 def limit_of(
     copying: Copying, threads: int, in_unit: Callable[[Copying], Contender], asked_by: Client | None = None
 ) -> Limit:
-    """Return the limit: the work by one thread, by a crew of two, four …, and of so many.
+    """Return the limit: the work by one thread, by two, four … copy threads, and by so many.
 
     Args:
         copying: the work.
@@ -49,8 +49,11 @@ def limit_of(
         asked_by: who asks for it, and must at least send a PING; None: nobody does.
     """
     counts = sorted({1 << power for power in range(threads.bit_length())} | {threads})  # as the daemon tries them
-    crew = copy_kernel.new_crew(threads, b"")
-    ways: list[Copying] = [copying, *[partial(_shared, crew, count, copying) for count in counts[1:] if crew]]
+    copy_threads = copy_kernel.new_copy_threads(threads, b"")
+    ways: list[Copying] = [
+        copying,
+        *[partial(_shared, copy_threads, count, copying) for count in counts[1:] if copy_threads],
+    ]
     return Limit(
         tuple([in_unit(one if asked_by is None else partial(_asked, asked_by, one)) for one in ways]),
         "the copy kernel alone on the same bytes, from lists that are ready"
@@ -59,9 +62,9 @@ def limit_of(
     )
 
 
-def _shared(crew: Crew, threads: int, copying: Copying) -> None:
-    with crew.serving():
-        crew.serve(threads)
+def _shared(copy_threads: CopyThreads, threads: int, copying: Copying) -> None:
+    with copy_threads.serving():
+        copy_threads.serve(threads)
         copying()
 
 

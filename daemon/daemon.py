@@ -280,7 +280,7 @@ class Daemon:
     ) -> tuple[NetworkReceiver, NetworkSender]:
         """Return both halves of transfers between hosts."""
         executor = started_threads(threads, "network", initializer=be_as_others)
-        self._copier = NetworkCopier(executor, copy_kernel.new_crew(threads, as_others()))
+        self._copier = NetworkCopier(executor, copy_kernel.new_copy_threads(threads, as_others()))
         hub.subscribe(PoolRemoved, lambda event: network.drop_pool(event.pool))
         receiver = NetworkReceiver(
             self._links.send,

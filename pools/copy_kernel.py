@@ -35,8 +35,8 @@ HashState: TypeAlias = Any
 """What a hash has seen so far: made by ``new_hash``, and of use for the kernel that made it alone."""
 
 GateState: TypeAlias = Any
-CrewState: TypeAlias = Any
-"""Of a ``Gate``, and of a ``Crew``, for the kernel that made it."""
+CopyThreadsState: TypeAlias = Any
+"""Of a ``Gate``, and of a ``CopyThreads``, for the kernel that made it."""
 
 Entries: TypeAlias = npt.NDArray[np.uint64]
 """``(entries, 8)`` uint64, see ``list_segments``."""
@@ -105,27 +105,33 @@ class Kernel(Protocol):
         """Let the calling thread's copies wait while a gate is shut, until so long after a call began; None: never."""
 
 
-class CrewKernel(Protocol):
-    """What the native kernel has besides: crews. See ``Crew``."""
+class CopyThreadsKernel(Protocol):
+    """What the native kernel has besides: copy threads. See ``CopyThreads``."""
 
-    def new_crew(self, threads: int, scheduling: bytes, /) -> CrewState:
-        """Return so many threads that can copy for others. See ``new_crew`` below."""
+    def new_copy_threads(self, threads: int, scheduling: bytes, /) -> CopyThreadsState:
+        """Return so many threads that can copy for others. See ``new_copy_threads`` below."""
 
-    def serve(self, crew: CrewState | None, threads: int, /) -> None:
-        """Let so many threads of a crew make the large copies of the calling thread; None: it makes them itself."""
+    def serve(self, copy_threads: CopyThreadsState | None, threads: int, /) -> None:
+        """Let so many copy threads make the large copies of the calling thread; None: it makes them itself."""
 
     def submit(
-        self, crew: CrewState, copies: Copies, threads: int, token: object, /, *hashed: Ends | Digests | HashState
+        self,
+        copy_threads: CopyThreadsState,
+        copies: Copies,
+        threads: int,
+        token: object,
+        /,
+        *hashed: Ends | Digests | HashState,
     ) -> None:
-        """Let so many threads of a crew copy, and return at once; ``hashed``: those three of ``Kernel.copy_hashed``."""
+        """Let so many copy threads copy, and return at once; ``hashed``: those three of ``Kernel.copy_hashed``."""
 
-    def told_by(self, crew: CrewState, /) -> int:
+    def told_by(self, copy_threads: CopyThreadsState, /) -> int:
         """Return the descriptor that can be read when something that was submitted has ended."""
 
-    def take_ended(self, crew: CrewState, /) -> list[Any]:
+    def take_ended(self, copy_threads: CopyThreadsState, /) -> list[Any]:
         """Return the tokens of what was submitted and has ended since the last time."""
 
-    def withdraw(self, crew: CrewState, token: object, /) -> None:
+    def withdraw(self, copy_threads: CopyThreadsState, token: object, /) -> None:
         """End what was submitted with a token; None: end all, and wait for it."""
 
 
@@ -289,8 +295,8 @@ def check_switch() -> None:
         raise ConfigError(f"{SWITCH}={said}: must be python, or not set", field=SWITCH)
 
 
-def _choose() -> tuple[Kernel, Description, CrewKernel | None]:
-    """Return the best way here; and what has crews, if anything does."""
+def _choose() -> tuple[Kernel, Description, CopyThreadsKernel | None]:
+    """Return the best way here; and what has copy threads, if anything does."""
     if os.environ.get(SWITCH) == "python":
         return PythonKernel(), Description("python", "xxhash", f"it is switched off by {SWITCH}=python"), None
     try:
@@ -305,7 +311,7 @@ def _choose() -> tuple[Kernel, Description, CrewKernel | None]:
     return native, Description(native.ways()[0], found), native
 
 
-_KERNEL, DESCRIPTION, _CREWS = _choose()
+_KERNEL, DESCRIPTION, _COPY_THREADS = _choose()
 
 
 def copy(copies: Copies) -> None:
@@ -420,22 +426,22 @@ class _GivingWay(contextlib.AbstractContextManager[None]):
 
 
 class Hashing(NamedTuple):
-    """What is hashed in the pass that copies, for ``Crew.submit``; see ``Kernel.copy_hashed``."""
+    """What is hashed in the pass that copies, for ``CopyThreads.submit``; see ``Kernel.copy_hashed``."""
 
     ends: Ends
     digests: Digests
     state: HashState
 
 
-class Crew:
+class CopyThreads:
     """Threads that make the large copies of others, who wait meanwhile, or are told later; several share one call.
 
     They never have Python's lock: so they may run when nobody else wants to, and whoever wants that lock does not wait
     until they do.
     """
 
-    def __init__(self, kernel: CrewKernel, state: CrewState) -> None:
-        """Use ``new_crew``."""
+    def __init__(self, kernel: CopyThreadsKernel, state: CopyThreadsState) -> None:
+        """Use ``new_copy_threads``."""
         self._kernel = kernel
         self._state = state
 
@@ -480,8 +486,8 @@ class Crew:
         self._kernel.withdraw(self._state, None)
 
 
-def new_crew(threads: int, scheduling: bytes) -> Crew | None:
-    """Return a crew of so many threads; None where Python copies, which has its lock.
+def new_copy_threads(threads: int, scheduling: bytes) -> CopyThreads | None:
+    """Return so many copy threads; None where Python copies, which has its lock.
 
     Args:
         threads: 1 to 64.
@@ -490,10 +496,10 @@ def new_crew(threads: int, scheduling: bytes) -> Crew | None:
     Raises:
         OutOfMemoryError: the system gives no more memory, or threads.
     """
-    if _CREWS is None:
+    if _COPY_THREADS is None:
         return None
     try:
-        return Crew(_CREWS, _CREWS.new_crew(threads, scheduling))
+        return CopyThreads(_COPY_THREADS, _COPY_THREADS.new_copy_threads(threads, scheduling))
     except MemoryError as cause:
         raise OutOfMemoryError(
             f"no {threads} threads that copy", remedy="allow more threads (TasksMax, ulimit -u), descriptors or memory"

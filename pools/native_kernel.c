@@ -8,7 +8,7 @@
 #include <dlfcn.h>
 
 #include "native_copies.h"
-#include "native_crew.h"
+#include "native_copy_threads.h"
 
 typedef struct {
     Py_buffer view;
@@ -30,8 +30,8 @@ static int open_copies(PyObject *object, CopyList *list) {
 
 /* What the calling thread uses, and keeps: see kernel_serve and kernel_give_way. */
 static _Thread_local struct {
-    PyObject *crew_object, *gate_object;
-    Crew *crew; /* NULL: it copies by itself */
+    PyObject *copy_threads_object, *gate_object;
+    CopyThreads *copy_threads; /* NULL: it copies by itself */
     unsigned threads;
 } used;
 
@@ -45,8 +45,8 @@ static void keep(PyObject **place, PyObject *object) {
 static void run(Call call) {
     if (call.bytes >= UNLOCKED) {
         Py_BEGIN_ALLOW_THREADS
-        if (used.crew)
-            do_by_crew(used.crew, &call, used.threads);
+        if (used.copy_threads)
+            do_by_copy_threads(used.copy_threads, &call, used.threads);
         else
             do_call(&call);
         Py_END_ALLOW_THREADS
@@ -228,7 +228,7 @@ static PyObject *kernel_give_way(PyObject *self, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-static const char CREW[] = "kvferry.crew";
+static const char COPY_THREADS[] = "kvferry.copy_threads";
 
 /* What was submitted, with what it needs until it has ended. */
 typedef struct {
@@ -252,28 +252,28 @@ static PyObject *end_submitted(Task *task) {
     return token;
 }
 
-static void withdraw_all(Crew *crew) {
+static void withdraw_all(CopyThreads *copy_threads) {
     Py_BEGIN_ALLOW_THREADS
-    withdraw(crew, NULL);
+    withdraw(copy_threads, NULL);
     Py_END_ALLOW_THREADS
 }
 
-static void free_crew_of(PyObject *capsule) {
-    Crew *crew = PyCapsule_GetPointer(capsule, CREW);
-    if (crew->process == getpid()) {
-        withdraw_all(crew);
-        for (Task *task = take_ended(crew), *next; task; task = next) {
+static void free_copy_threads_of(PyObject *capsule) {
+    CopyThreads *copy_threads = PyCapsule_GetPointer(capsule, COPY_THREADS);
+    if (copy_threads->process == getpid()) {
+        withdraw_all(copy_threads);
+        for (Task *task = take_ended(copy_threads), *next; task; task = next) {
             next = task->next;
             Py_DECREF(end_submitted(task));
         }
     }
-    free_crew(crew);
+    free_copy_threads(copy_threads);
 }
 
-/* Returns a crew of this process; NULL, with an error, where it is none. */
-static Crew *own_crew(PyObject *capsule) {
-    Crew *crew = PyCapsule_GetPointer(capsule, CREW);
-    if (!crew || crew->process == getpid()) return crew;
+/* Returns copy threads of this process; NULL, with an error, where they are none. */
+static CopyThreads *own_copy_threads(PyObject *capsule) {
+    CopyThreads *copy_threads = PyCapsule_GetPointer(capsule, COPY_THREADS);
+    if (!copy_threads || copy_threads->process == getpid()) return copy_threads;
     PyErr_SetString(PyExc_RuntimeError, "a child that was forked has none of its parent's threads");
     return NULL;
 }
@@ -283,9 +283,9 @@ static PyObject *kernel_submit(PyObject *self, PyObject *arguments) {
     unsigned threads;
     (void)self;
     if (!PyArg_ParseTuple(arguments, "OOIO|OOO", &capsule, &copies, &threads, &token, &ends, &digests, &state)) return NULL;
-    Crew *crew = own_crew(capsule);
-    Submitted *one = crew ? PyMem_Calloc(1, sizeof *one) : NULL;
-    if (!one) return crew ? PyErr_NoMemory() : NULL;
+    CopyThreads *copy_threads = own_copy_threads(capsule);
+    Submitted *one = copy_threads ? PyMem_Calloc(1, sizeof *one) : NULL;
+    if (!one) return copy_threads ? PyErr_NoMemory() : NULL;
     if (open_copies(copies, &one->list) < 0) goto refused;
     one->is_hashed = state != NULL;
     if (state && open_digests(ends, digests, state, one->list.copies.count, &one->hashed) < 0) {
@@ -295,7 +295,7 @@ static PyObject *kernel_submit(PyObject *self, PyObject *arguments) {
     Py_INCREF(token);
     Py_XINCREF(one->gate = used.gate_object), Py_XINCREF(one->state = state);
     one->call = begin_call(&one->list.copies, state ? &one->hashed.into : NULL);
-    submit(crew, &one->task, &one->call, threads ? threads : 1, token);
+    submit(copy_threads, &one->task, &one->call, threads ? threads : 1, token);
     Py_RETURN_NONE;
 refused:
     PyMem_Free(one);
@@ -306,21 +306,21 @@ static PyObject *kernel_withdraw(PyObject *self, PyObject *arguments) {
     PyObject *capsule, *token;
     (void)self;
     if (!PyArg_ParseTuple(arguments, "OO", &capsule, &token)) return NULL;
-    Crew *crew = own_crew(capsule);
-    if (!crew) return NULL;
+    CopyThreads *copy_threads = own_copy_threads(capsule);
+    if (!copy_threads) return NULL;
     if (token == Py_None)
-        withdraw_all(crew);
+        withdraw_all(copy_threads);
     else
-        withdraw(crew, token);
+        withdraw(copy_threads, token);
     Py_RETURN_NONE;
 }
 
 static PyObject *kernel_take_ended(PyObject *self, PyObject *capsule) {
     (void)self;
-    Crew *crew = own_crew(capsule);
-    PyObject *tokens = crew ? PyList_New(0) : NULL;
+    CopyThreads *copy_threads = own_copy_threads(capsule);
+    PyObject *tokens = copy_threads ? PyList_New(0) : NULL;
     if (!tokens) return NULL;
-    for (Task *task = take_ended(crew), *next; task; task = next) {
+    for (Task *task = take_ended(copy_threads), *next; task; task = next) {
         next = task->next;
         PyObject *token = end_submitted(task);
         if (tokens && PyList_Append(tokens, token) < 0) Py_CLEAR(tokens);
@@ -331,24 +331,24 @@ static PyObject *kernel_take_ended(PyObject *self, PyObject *capsule) {
 
 static PyObject *kernel_told_by(PyObject *self, PyObject *capsule) {
     (void)self;
-    Crew *crew = own_crew(capsule);
-    return crew ? PyLong_FromLong(crew->tells) : NULL;
+    CopyThreads *copy_threads = own_copy_threads(capsule);
+    return copy_threads ? PyLong_FromLong(copy_threads->tells) : NULL;
 }
 
-static PyObject *kernel_new_crew(PyObject *self, PyObject *arguments) {
+static PyObject *kernel_new_copy_threads(PyObject *self, PyObject *arguments) {
     unsigned count;
     const char *scheduling;
     Py_ssize_t bytes;
     (void)self;
     if (!PyArg_ParseTuple(arguments, "Iy#", &count, &scheduling, &bytes)) return NULL;
-    if (!count || count > MOST_IN_CREW) {
-        PyErr_SetString(PyExc_ValueError, "a crew has some threads, and not too many");
+    if (!count || count > MOST_COPY_THREADS) {
+        PyErr_SetString(PyExc_ValueError, "there are some copy threads, and not too many");
         return NULL;
     }
-    Crew *crew = new_crew(count, scheduling, (size_t)bytes);
-    if (!crew) return PyErr_NoMemory();
-    PyObject *capsule = PyCapsule_New(crew, CREW, free_crew_of);
-    if (!capsule) free_crew(crew);
+    CopyThreads *copy_threads = new_copy_threads(count, scheduling, (size_t)bytes);
+    if (!copy_threads) return PyErr_NoMemory();
+    PyObject *capsule = PyCapsule_New(copy_threads, COPY_THREADS, free_copy_threads_of);
+    if (!capsule) free_copy_threads(copy_threads);
     return capsule;
 }
 
@@ -357,10 +357,10 @@ static PyObject *kernel_serve(PyObject *self, PyObject *arguments) {
     unsigned threads;
     (void)self;
     if (!PyArg_ParseTuple(arguments, "OI", &capsule, &threads)) return NULL;
-    Crew *crew = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, CREW);
-    if (!crew && capsule != Py_None) return NULL;
-    keep(&used.crew_object, capsule);
-    used.crew = crew;
+    CopyThreads *copy_threads = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, COPY_THREADS);
+    if (!copy_threads && capsule != Py_None) return NULL;
+    keep(&used.copy_threads_object, capsule);
+    used.copy_threads = copy_threads;
     used.threads = threads ? threads : 1;
     Py_RETURN_NONE;
 }
@@ -428,12 +428,12 @@ static PyMethodDef methods[] = {
     {"open_gate", kernel_open, METH_O, "Open a gate, and wake who waits at it."},
     {"standing_at", kernel_standing_at, METH_O, "Return how many threads stand still at a gate."},
     {"give_way", kernel_give_way, METH_VARARGS, "Let this thread's copies wait while a gate is shut, so many seconds; None: never."},
-    {"new_crew", kernel_new_crew, METH_VARARGS, "Return a crew of so many threads, scheduled as a struct sched_attr says."},
-    {"submit", kernel_submit, METH_VARARGS, "Let so many threads of a crew copy, and return; a token stands for that."},
+    {"new_copy_threads", kernel_new_copy_threads, METH_VARARGS, "Return so many copy threads, scheduled as sched_attr says."},
+    {"submit", kernel_submit, METH_VARARGS, "Let so many copy threads copy, and return; a token stands for that."},
     {"told_by", kernel_told_by, METH_O, "Return the descriptor that may be read when something submitted has ended."},
     {"take_ended", kernel_take_ended, METH_O, "Return the tokens of what was submitted and has ended since the last time."},
     {"withdraw", kernel_withdraw, METH_VARARGS, "End what was submitted with a token; None: all, and wait for that."},
-    {"serve", kernel_serve, METH_VARARGS, "Let so many threads of a crew make this thread's large copies; None: itself."},
+    {"serve", kernel_serve, METH_VARARGS, "Let so many copy threads make this thread's large copies; None: itself."},
     {"load_hash", kernel_load_hash, METH_O, "Take XXH3-64 from a library; return whether that worked."},
     {"ways", kernel_ways, METH_NOARGS, "Return the ways that this processor has."},
     {"use", kernel_use, METH_O, "Take one way from now on; None: by measurement, anew."},

@@ -101,8 +101,8 @@ class Tiers:
         loop = asyncio.get_running_loop()
         self._host = HostTier(config.tiers, counters, memory, call_soon=loop.call_soon)
         threads = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
-        crew = copy_kernel.new_crew(threads, background())
-        self._copier = TierCopier(loop, scheduler, threads=threads, crew=crew)
+        copy_threads = copy_kernel.new_copy_threads(threads, background())
+        self._copier = TierCopier(loop, scheduler, threads=threads, copy_threads=copy_threads)
         self.operations = Operations(dispatcher, hub, sessions, counters, self._copier, self._host, executor)
         room = Room(dispatcher, self.operations)
         self._service = OffloadService(

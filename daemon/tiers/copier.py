@@ -1,12 +1,12 @@
 """Copies between pools and the arena: offloads and restores, done in steps on a few threads.
 
 Before each step, which takes about a millisecond, a thread asks the scheduler. Between steps a job of a higher class
-overtakes, and jobs of one class take turns. What is in host memory is copied by a crew of other threads, which share a
-step of some milliseconds, and stop in the middle of it while transfers copy; for devices, and where there is no crew, a
-large job is spread over the threads here. A job that is alone, and a single step, the control loop gives to the crew
-itself: on its way nothing waits for a thread that waits for Python's lock. On a device, the next step is begun before
-the previous one is waited for. A restore compares checksums as it copies: where one is wrong it fails, and its pages
-hold anything.
+overtakes, and jobs of one class take turns. What is in host memory is copied by copy threads, which share a step of
+some milliseconds, and stop in the middle of it while transfers copy; for devices, and where there are no copy threads,
+a large job is spread over the threads here. A job that is alone, and a single step, the control loop gives to the
+copy threads itself: on its way nothing waits for a thread that waits for Python's lock. On a device, the next step
+is begun before the previous one is waited for. A restore compares checksums as it copies: where one is wrong it fails,
+and its pages hold anything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvferry.daemon.process.thread_count import ThreadCount, Trial, length_of
 from kvferry.daemon.process.time_slices import be_as_others, run_in_background
 from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
 from kvferry.pools import copy_kernel
-from kvferry.pools.copy_kernel import Crew, Hashing
+from kvferry.pools.copy_kernel import CopyThreads, Hashing
 from kvferry.pools.devices.base import NOTHING_PENDING, Hashed, Pending, Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.block_copies import hash_step, offload_copies, restore_copies
@@ -130,8 +130,8 @@ class Shard:
         begin = region.begin_offload if self.kind == "offload" else region.begin_restore
         return begin(pages, step.step, self._arena.view())
 
-    def submit(self, step: ShardStep, crew: Crew, threads: int) -> Pending:
-        """Give a step in host memory to a crew; once that has ended, it is completed with what this returns."""
+    def submit(self, step: ShardStep, copy_threads: CopyThreads, threads: int) -> Pending:
+        """Give a step in host memory to copy threads; once that has ended, it is completed with what this returns."""
         region, pages = self._segments[step.segment]
         assert isinstance(region, HostRegion)
         memory, arena = region.address, self._arena.address
@@ -141,10 +141,10 @@ class Shard:
         else:
             copies, ends = restore_copies(memory, pages, step.step, arena, hashed=self._digests is not None)
         if self._digests is None:
-            crew.submit(copies, threads, self)
+            copy_threads.submit(copies, threads, self)
             return NOTHING_PENDING
         digests = np.zeros(len(ends), np.uint64)
-        crew.submit(copies, threads, self, Hashing(ends, digests, self._hash))
+        copy_threads.submit(copies, threads, self, Hashing(ends, digests, self._hash))
         return Hashed(digests)
 
     def complete(self, step: ShardStep, pending: Pending) -> None:
@@ -198,13 +198,13 @@ def shards_of(
 __all__ = ["BlockJob", "BlockSegment", "Digests", "TierCopier"]
 
 STEP_S: Final = 0.8e-3
-CREW_STEP_S: Final = 8e-3
-"""Of a crew's steps, which stop while transfers copy: what a step costs besides its bytes is some 0.1 ms."""
+COPY_THREADS_STEP_S: Final = 8e-3
+"""Of steps of copy threads, which stop while transfers copy: what a step costs besides its bytes is some 0.1 ms."""
 WITH_THE_LAST: Final = 1.5
-"""Of a crew's step: what is left of a shard goes in one, where that is no larger."""
+"""Of a step of copy threads: what is left of a shard goes in one, where that is no larger."""
 MIN_STEP_BYTES: Final = 256 << 10
 MAX_STEP_BYTES: Final = 16 << 20
-MAX_CREW_STEP_BYTES: Final = 64 << 20
+MAX_COPY_THREADS_STEP_BYTES: Final = 64 << 20
 FIRST_STEP_BYTES: Final = 2 << 20
 SUBMITTED_ROWS: Final = 4096
 """How many copies the control loop may expand for a job: some 0.2 ms."""
@@ -322,9 +322,9 @@ class TierCopier:
         *,
         threads: int,
         clock: Callable[[], float] = time.perf_counter,
-        crew: Crew | None = None,
+        copy_threads: CopyThreads | None = None,
     ) -> None:
-        """``crew``: what copies in host memory; None: the threads here do it themselves, in the background."""
+        """``copy_threads``: what copies in host memory; None: the threads here do it themselves, in the background."""
         self._loop = loop
         self._clock = clock
         self._scheduler = scheduler
@@ -332,7 +332,7 @@ class TierCopier:
         self._alone: _Running | None = None
         self._thread_count = ThreadCount(threads)
         self._arena_bytes = 0
-        self._crew = crew
+        self._copy_threads = copy_threads
         self._submitted: _InFlightStep | None = None
         self._processors = len(os.sched_getaffinity(0))
         self._queues: dict[OperationClass, deque[_Slot]] = {one: deque() for one in OperationClass}
@@ -342,8 +342,8 @@ class TierCopier:
         self._threads = [threading.Thread(target=self._work, name=f"tier-{n}", daemon=True) for n in range(threads)]
         for thread in self._threads:
             thread.start()
-        if crew is not None:
-            loop.add_reader(crew.fileno(), self._submitted_ended, crew)
+        if copy_threads is not None:
+            loop.add_reader(copy_threads.fileno(), self._submitted_ended, copy_threads)
 
     def __repr__(self) -> str:
         """Show the number of jobs and threads."""
@@ -360,10 +360,10 @@ class TierCopier:
         kind = (job.kind, job.hashed, job.device, length_of(job.total_bytes, job.copies))
         running = _Running(job, on_done, self._thread_count.begin(kind, job.total_bytes, alone=alone))
         self._alone = running if alone else None
-        crew = self._crew
-        if crew is not None and self._may_submit(job, crew) and self._submit(running, crew):
+        copy_threads = self._copy_threads
+        if copy_threads is not None and self._may_submit(job, copy_threads) and self._submit(running, copy_threads):
             return
-        most = 1 if self._crew is not None and self._crew_shares(job) else running.trial.threads
+        most = 1 if self._copy_threads is not None and self._copy_threads_share(job) else running.trial.threads
         shards = shards_of(job.kind, job.segments, job.arena, running.digests, most)
         with self._changed:
             self._running[id(job)] = running
@@ -375,16 +375,16 @@ class TierCopier:
             return
         self._scheduler.wake()  # threads that wait with a lower class's shard should take this one
 
-    def _may_submit(self, job: BlockJob, crew: Crew) -> bool:
-        """Return whether the loop gives a job to the crew if it may begin: alone, a single step, in host memory."""
-        if self._running or len(job.segments) != 1 or (job.hashed and not crew.hashes):
+    def _may_submit(self, job: BlockJob, copy_threads: CopyThreads) -> bool:
+        """Return whether the loop gives a job to copy threads if it may begin: alone, a single step, in host memory."""
+        if self._running or len(job.segments) != 1 or (job.hashed and not copy_threads.hashes):
             return False
         if not isinstance(job.segments[0].region, HostRegion):
             return False
         return job.copies <= SUBMITTED_ROWS and 0 < job.total_bytes <= self._step_bytes(job.kind, HOST, job.total_bytes)
 
-    def _submit(self, running: _Running, crew: Crew) -> bool:
-        """Give a job to the crew; return False, and do nothing, where it may not begin at once."""
+    def _submit(self, running: _Running, copy_threads: CopyThreads) -> bool:
+        """Give a job to the copy threads; return False, and do nothing, where it may not begin at once."""
         job = running.job
         [(_, pages)] = job.segments
         shard = Shard(job.kind, job.segments, job.arena, running.digests, [(0, len(pages.ids))])
@@ -395,11 +395,11 @@ class TierCopier:
             self._running[id(job)] = running
             running.open_shards = 1
         slot = _Slot(running, shard)
-        self._submitted = self._begin(slot, shard.take(shard.left_bytes), grant, kept=False, crew=crew)
+        self._submitted = self._begin(slot, shard.take(shard.left_bytes), grant, kept=False, copy_threads=copy_threads)
         return True
 
-    def _submitted_ended(self, crew: Crew) -> None:
-        if crew.take_ended() and self._submitted is not None:
+    def _submitted_ended(self, copy_threads: CopyThreads) -> None:
+        if copy_threads.take_ended() and self._submitted is not None:
             in_flight, self._submitted = self._submitted, None
             self._complete(in_flight, 0.0, keep=True)  # it was the only step of the only shard
             self._report(in_flight.slot.running)
@@ -423,22 +423,22 @@ class TierCopier:
         self._scheduler.wake()
         for thread in self._threads:
             thread.join()
-        if self._crew is not None:
-            self._crew.withdraw_all()
-            self._loop.call_soon_threadsafe(self._stop_listening, self._crew)
+        if self._copy_threads is not None:
+            self._copy_threads.withdraw_all()
+            self._loop.call_soon_threadsafe(self._stop_listening, self._copy_threads)
 
-    def _stop_listening(self, crew: Crew) -> None:
-        self._loop.remove_reader(crew.fileno())
-        crew.take_ended()
+    def _stop_listening(self, copy_threads: CopyThreads) -> None:
+        self._loop.remove_reader(copy_threads.fileno())
+        copy_threads.take_ended()
 
     # -- threads
 
     def _work(self) -> None:
-        if self._crew is None:
+        if self._copy_threads is None:
             run_in_background()
         else:
             be_as_others()
-        with contextlib.nullcontext() if self._crew is None else self._crew.serving():
+        with contextlib.nullcontext() if self._copy_threads is None else self._copy_threads.serving():
             self._take_steps()
 
     def _take_steps(self) -> None:
@@ -497,18 +497,18 @@ class TierCopier:
         return grant
 
     def _begin(
-        self, slot: _Slot, step: ShardStep, grant: Grant, *, kept: bool, crew: Crew | None = None
+        self, slot: _Slot, step: ShardStep, grant: Grant, *, kept: bool, copy_threads: CopyThreads | None = None
     ) -> _InFlightStep | None:
-        """Begin a step, or give it to ``crew``. On an error, fail the job, and release the shard unless ``kept``."""
+        """Begin a step, or give it to ``copy_threads``. On error, fail the job; release the shard if not ``kept``."""
         began_s = self._clock()
         # What stands still says nothing of how fast it is; a step that starts despite transfers does not.
         transfers = self._scheduler.transfers_begun if grant.patience_s else None
         threads = self._threads_for(slot.running)
-        if self._crew is not None and crew is None:
-            self._crew.serve(threads)
+        if self._copy_threads is not None and copy_threads is None:
+            self._copy_threads.serve(threads)
         try:
             with self._scheduler.giving_way(grant):
-                pending = slot.shard.submit(step, crew, threads) if crew else slot.shard.begin(step)
+                pending = slot.shard.submit(step, copy_threads, threads) if copy_threads else slot.shard.begin(step)
                 return _InFlightStep(slot, step, pending, grant, began_s, transfers)
         except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported forever
             self._scheduler.end(slot.running.job.operation_class, step.step.size_bytes)
@@ -544,21 +544,21 @@ class TierCopier:
         speed = self._speeds.get((kind, device))
         if speed is None:
             return FIRST_STEP_BYTES
-        if device != HOST or self._crew is None or self._scheduler.transfers:
+        if device != HOST or self._copy_threads is None or self._scheduler.transfers:
             return _bytes_of(speed * STEP_S, MAX_STEP_BYTES)
-        step_bytes = _bytes_of(speed * CREW_STEP_S, MAX_CREW_STEP_BYTES)
-        if left_bytes <= min(WITH_THE_LAST * step_bytes, MAX_CREW_STEP_BYTES):
-            return _bytes_of(left_bytes + MIN_STEP_BYTES - 1, MAX_CREW_STEP_BYTES)
+        step_bytes = _bytes_of(speed * COPY_THREADS_STEP_S, MAX_COPY_THREADS_STEP_BYTES)
+        if left_bytes <= min(WITH_THE_LAST * step_bytes, MAX_COPY_THREADS_STEP_BYTES):
+            return _bytes_of(left_bytes + MIN_STEP_BYTES - 1, MAX_COPY_THREADS_STEP_BYTES)
         return step_bytes
 
     @staticmethod
-    def _crew_shares(job: BlockJob) -> bool:
-        """Return whether a crew shares each of a job's steps: whole blocks in host memory, many a step."""
+    def _copy_threads_share(job: BlockJob) -> bool:
+        """Return whether copy threads share each of a job's steps: whole blocks in host memory, many a step."""
         largest_bytes = max((one.pages.layout.block_bytes for one in job.segments), default=0)
         return job.device == HOST and largest_bytes <= MIN_SHARD_BYTES
 
     def _threads_for(self, running: _Running) -> int:
-        """Return how many of the crew share the next step: while transfers are about, a processor is left to them."""
+        """Return how many copy threads share the next step: while transfers are about, a processor is left to them."""
         threads = running.trial.threads
         return threads if self._scheduler.quiet else min(threads, max(1, self._processors - 1))
 

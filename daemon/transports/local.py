@@ -1,12 +1,12 @@
 """The protocol of transports, and the local one, which copies within this process's mappings.
 
 What takes less time than to wake a thread is copied on the control loop, within a budget for each of its turns. What is
-in host memory the loop expands, some thousand copies at a time, and gives to a crew; a descriptor tells of the end: on
-this way nothing waits for a thread that waits for Python's lock. All else (devices, checksums, very many short copies,
-and everything where there is no crew) is for a few threads that release it. On both ways transfer ops take turns, so
-that a large transfer does not delay a small one: a thread copies one chunk of the transfer op at the head of the queue
-and puts it back at the tail. Copies between a device and the host go through a staging buffer small enough to stay in a
-cache; those within one device stay on it. While a device copies, a thread here waits.
+in host memory the loop expands, some thousand copies at a time, and gives to copy threads; a descriptor tells of the
+end: on this way nothing waits for a thread that waits for Python's lock. All else (devices, checksums, very many short
+copies, and everything where there are no copy threads) is for a few threads that release it. On both ways transfer ops
+take turns, so that a large transfer does not delay a small one: a thread copies one chunk of the transfer op at the
+head of the queue and puts it back at the tail. Copies between a device and the host go through a staging buffer small
+enough to stay in a cache; those within one device stay on it. While a device copies, a thread here waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePoo
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.arrival import check_arrived
 from kvferry.pools import copy_kernel
-from kvferry.pools.copy_kernel import Copies, Crew
+from kvferry.pools.copy_kernel import Copies, CopyThreads
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -75,15 +75,15 @@ CHUNK_BYTES: Final = 4 << 20
 
 LIST_ROWS: Final = 1 << 12
 LIST_BYTES: Final = 64 << 20
-"""How much the crew is given at a time of a transfer op that is alone when it begins: what the loop expands in 0.2 ms,
-and some milliseconds for one thread, as one makes all of it where the kernel tries its ways. Of others it is as much as
-threads here would take, who have to wait for each other's."""
+"""How much the copy threads are given at a time of a transfer op that is alone when it begins: what the loop expands in
+0.2 ms, and some milliseconds for one thread, as one makes all of it where the kernel tries its ways. Of others it is as
+much as threads here would take, who have to wait for each other's."""
 LISTS_AT_ONCE: Final = 2
-"""So many of one transfer op: the next one is ready when the crew is done with one."""
+"""So many of one transfer op: the next one is ready when the copy threads are done with one."""
 SHORT_ROW_BYTES: Final = 1 << 10
-"""Below that the loop expands a list for as long as the crew copies it: where there are several, threads do both."""
+"""Below that the loop expands a list for as long as copy threads copy it: where there are several, threads do both."""
 GIVEN_ROWS: Final = 1 << 14
-"""Of all transfer ops together no more is expanded until the crew is done with some: 24 or 48 bytes each."""
+"""Of all transfer ops together no more is expanded until the copy threads are done with some: 24 or 48 bytes each."""
 
 log = structlog.get_logger(__name__)
 
@@ -162,14 +162,15 @@ class _Job:
     """One transfer op: queued chunks, the number in flight, and the first error. Guarded by the transport's lock.
 
     It is in the queue at most once, and not while a thread expands its next part, or as many as it may have are at it.
-    What the crew is given, and has, of it is the loop's alone: ``lists`` are those to come, None where there are none.
+    What the copy threads are given, and have, of it is the loop's alone: ``lists`` are those to come, None where there
+    are none.
     """
 
     def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial, chunk_bytes: int) -> None:
-        self.by_crew = False
+        self.by_copy_threads = False
         self.lists: Iterator[Copies] | None = None
         self.given: list[_Given] = []
-        self.waits_for_crew = False
+        self.waits_for_copy_threads = False
         self.chunk_bytes = chunk_bytes
         self.op = op
         self.on_done = on_done
@@ -190,7 +191,7 @@ class _Job:
 
 
 class _Given(NamedTuple):
-    """A list of copies that the crew has of a transfer op."""
+    """A list of copies that the copy threads have of a transfer op."""
 
     job: _Job
     rows: int
@@ -228,7 +229,7 @@ class LoopBudget:
 
 
 class LocalTransport:
-    """See ``Transport``. Each of ``threads`` copies ``chunk_bytes`` at a time of what neither loop nor crew copies."""
+    """See ``Transport``. Each of ``threads`` copies ``chunk_bytes`` at a time, if the loop and copy threads do not."""
 
     def __init__(
         self,
@@ -238,13 +239,13 @@ class LocalTransport:
         chunk_bytes: int | None = None,
         at_once_s: float = AT_ONCE_S,
         copy: CopyBlocks,
-        crew: Crew | None = None,
+        copy_threads: CopyThreads | None = None,
     ) -> None:
-        """``crew``: what copies in host memory, where ``copy`` is the kernel's; None: the threads here do that."""
+        """``copy_threads``: they copy in host memory, where ``copy`` is the kernel's; None: the threads here do."""
         self.reported: Callable[[], None] = _nobody
         self._loop = loop
         self._copy = copy
-        self._crew = crew if copy is copy_kernel.copy else None  # it does just that
+        self._copy_threads = copy_threads if copy is copy_kernel.copy else None  # it does just that
         self._given_rows = 0
         self._waiting: deque[_Job] = deque()
         self._chunk_bytes = chunk_bytes or CHUNK_BYTES
@@ -261,16 +262,16 @@ class LocalTransport:
         ]
         for thread in self._threads:
             thread.start()
-        if self._crew is not None:
-            loop.add_reader(self._crew.fileno(), self._crew_told, self._crew)
+        if self._copy_threads is not None:
+            loop.add_reader(self._copy_threads.fileno(), self._copy_threads_told, self._copy_threads)
 
     @classmethod
     def as_fast_as_here(
         cls, loop: asyncio.AbstractEventLoop, *, threads: int, at_once_s: float = AT_ONCE_S
     ) -> LocalTransport:
         """Return one that copies as fast as it can here, on so many threads."""
-        crew = copy_kernel.new_crew(threads, as_others())
-        return cls(loop, threads=threads, at_once_s=at_once_s, copy=best_copy(), crew=crew)
+        copy_threads = copy_kernel.new_copy_threads(threads, as_others())
+        return cls(loop, threads=threads, at_once_s=at_once_s, copy=best_copy(), copy_threads=copy_threads)
 
     def __repr__(self) -> str:
         """Show the number of transfer ops in progress."""
@@ -292,46 +293,48 @@ class LocalTransport:
             self._alone = job if alone else None
             self._jobs[op.op_id] = job
             are_short = rows > LIST_ROWS and size_bytes < SHORT_ROW_BYTES * rows
-            if self._crew is None or are_short or not _is_within_host(op):
+            if self._copy_threads is None or are_short or not _is_within_host(op):
                 self._queue_up(job)
                 return
-            job.by_crew, job.expansion = True, _NO_MORE
-            job.most_in_flight = len(self._threads)  # for its checksums: no crew shares what is hashed as a whole
+            job.by_copy_threads, job.expansion = True, _NO_MORE
+            job.most_in_flight = len(
+                self._threads
+            )  # for its checksums: no copy threads share what is hashed as a whole
         job.lists = _lists_of(op, min(LIST_BYTES, CHUNK_BYTES * trial.threads) if others else LIST_BYTES)
         self._go_on(job)
-        self._give(self._crew)
+        self._give(self._copy_threads)
 
-    # -- what the loop gives to the crew
+    # -- what the loop gives to the copy threads
 
-    def _give(self, crew: Crew) -> None:
-        """Give the crew a list of each transfer op in turns, as long as it may have more."""
+    def _give(self, copy_threads: CopyThreads) -> None:
+        """Give the copy threads a list of each transfer op in turns, as long as it may have more."""
         while self._waiting and self._given_rows < GIVEN_ROWS:
             job = self._waiting.popleft()
-            job.waits_for_crew = False
-            error = self._try(job.op, self._give_next, job, crew)
+            job.waits_for_copy_threads = False
+            error = self._try(job.op, self._give_next, job, copy_threads)
             if error is not None:
-                self._give_up(job, crew, error)
+                self._give_up(job, copy_threads, error)
             else:
                 self._go_on(job)
 
-    def _give_next(self, job: _Job, crew: Crew) -> None:
+    def _give_next(self, job: _Job, copy_threads: CopyThreads) -> None:
         copies = None if job.lists is None else next(job.lists, None)
         if copies is None:
             job.lists = None
             return
         given = _Given(job, len(copies))
-        crew.submit(copies, job.trial.threads, given)
+        copy_threads.submit(copies, job.trial.threads, given)
         job.given.append(given)
         self._given_rows += given.rows
 
-    def _crew_told(self, crew: Crew) -> None:
+    def _copy_threads_told(self, copy_threads: CopyThreads) -> None:
         ended: list[_Job] = []
-        for given in crew.take_ended():
+        for given in copy_threads.take_ended():
             self._given_rows -= given.rows
             given.job.given.remove(given)
             self._go_on(given.job, ended.append)
         try:
-            self._give(crew)
+            self._give(copy_threads)
         finally:
             self._report_all(ended)
 
@@ -346,22 +349,22 @@ class LocalTransport:
             self.reported()
 
     def _go_on(self, job: _Job, report: Callable[[_Job], None] | None = None) -> None:
-        """Let a transfer op wait for its next turn; or end it, if the crew has had, and is done with, all of it."""
+        """Let a transfer op wait for its next turn; or end it, if copy threads have copied all of it."""
         if job.lists is not None:
-            if not job.waits_for_crew and len(job.given) < LISTS_AT_ONCE and not self._closing:
-                job.waits_for_crew = True
+            if not job.waits_for_copy_threads and len(job.given) < LISTS_AT_ONCE and not self._closing:
+                job.waits_for_copy_threads = True
                 self._waiting.append(job)
         elif not job.given:
             with self._changed:
                 self._finish_if_idle(job, report)
 
-    def _give_up(self, job: _Job, crew: Crew, error: KvferryError) -> None:
+    def _give_up(self, job: _Job, copy_threads: CopyThreads, error: KvferryError) -> None:
         """End a transfer op with an error, once what threads are at of it has ended."""
         with self._changed:
             job.error = job.error or error
         job.lists = None  # also where it waits for its turn
         for given in job.given:
-            crew.withdraw(given)
+            copy_threads.withdraw(given)
         self._go_on(job)
 
     def stop(self, op_id: int) -> None:
@@ -371,10 +374,10 @@ class LocalTransport:
             job = self._jobs.get(op_id)
             if job is None or job.error is not None:
                 return
-            if self._crew is None or not job.by_crew:
+            if self._copy_threads is None or not job.by_copy_threads:
                 job.error = error
                 return
-        self._give_up(job, self._crew, error)
+        self._give_up(job, self._copy_threads, error)
 
     def close(self) -> None:
         """See ``Transport.close``."""
@@ -384,13 +387,13 @@ class LocalTransport:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        if self._crew is not None:
-            self._crew.withdraw_all()
-            self._loop.call_soon_threadsafe(self._stop_listening, self._crew)
+        if self._copy_threads is not None:
+            self._copy_threads.withdraw_all()
+            self._loop.call_soon_threadsafe(self._stop_listening, self._copy_threads)
 
-    def _stop_listening(self, crew: Crew) -> None:
-        self._loop.remove_reader(crew.fileno())
-        crew.take_ended()  # what was withdrawn, and would keep this alive
+    def _stop_listening(self, copy_threads: CopyThreads) -> None:
+        self._loop.remove_reader(copy_threads.fileno())
+        copy_threads.take_ended()  # what was withdrawn, and would keep this alive
 
     def _blocks_at_once(self, op: StartOp, rows: int, size_bytes: int) -> Blocks | None:
         """Return the blocks of an op that is copied sooner than a thread wakes up; None for any other.
@@ -650,7 +653,7 @@ def _all_blocks(plan: Plan, at: tuple[int, int]) -> Blocks:
 
 
 def _lists_of(op: StartOp, list_bytes: int) -> Iterator[Copies]:
-    """Yield all copies of an op within the host, in lists of about so many bytes, and LIST_ROWS at most, for the crew.
+    """Yield all copies of an op within the host, in lists of about so many bytes, and LIST_ROWS at most.
 
     Raises:
         InternalError: the memory of a pool is not mapped.

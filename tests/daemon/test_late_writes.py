@@ -16,7 +16,7 @@ import pytest
 from kvferry.clients import AsyncClient, new_request_id, pages
 from kvferry.daemon.transports import local
 from kvferry.daemon.transports.network_copier import NetworkCopier
-from kvferry.pools.copy_kernel import Copies, Crew, Gate
+from kvferry.pools.copy_kernel import Copies, CopyThreads, Gate
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
@@ -66,20 +66,20 @@ class StallingThreads:
         copy_one_by_one(blocks)
 
 
-class StallingCrew:
-    """What the loop gives to the crew stands still in its first block. See ``Stalling``."""
+class StallingCopyThreads:
+    """What the loop gives to the copy threads stands still in its first block. See ``Stalling``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        gate, submit = Gate(), Crew.submit
+        gate, submit = Gate(), CopyThreads.submit
         self._gate = gate
         self.go_on = gate.open
         gate.shut()
 
-        def submit_gated(crew: Crew, copies: Copies, threads: int, token: object) -> None:
+        def submit_gated(copy_threads: CopyThreads, copies: Copies, threads: int, token: object) -> None:
             with gate.giving_way(WAIT_S):
-                submit(crew, copies, threads, token)
+                submit(copy_threads, copies, threads, token)
 
-        monkeypatch.setattr(Crew, "submit", submit_gated)
+        monkeypatch.setattr(CopyThreads, "submit", submit_gated)
 
     def stands(self) -> None:
         """See ``Stalling``."""
@@ -97,7 +97,7 @@ class Stalled(NamedTuple):
     path: Path
 
 
-@pytest.fixture(params=[StallingThreads, StallingCrew])
+@pytest.fixture(params=[StallingThreads, StallingCopyThreads])
 async def stalled(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,

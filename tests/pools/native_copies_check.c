@@ -1,6 +1,7 @@
 /* The copies of native_copies.h against a loop over bytes: random sizes, alignments and rows, each way that the processor
-   has, hashed and not, by a crew that is waited for, by one that tells, and without, and no byte beside them changes; what
-   gates stop, what is withdrawn, when a copy yields, and how segments are listed. Ends with status 0, or says what differs. */
+   has, hashed and not, by copy threads that are waited for, by some that tell, and without, and no byte beside them changes;
+   what gates stop, what is withdrawn, when a copy yields, and how segments are listed. Ends with status 0, or says what
+   differs. */
 
 #define _GNU_SOURCE
 #include <poll.h>
@@ -26,7 +27,7 @@ static int scripted_setaffinity(pid_t thread, size_t bytes, const cpu_set_t *wan
 #define sched_getaffinity scripted_getaffinity
 #define sched_setaffinity scripted_setaffinity
 #define clock_gettime scripted_clock
-#include "native_crew.h"
+#include "native_copy_threads.h"
 #undef sched_yield
 #undef sched_getaffinity
 #undef sched_setaffinity
@@ -69,12 +70,12 @@ static void *create_fnv(void) { return malloc(sizeof(uint64_t)); }
 static int free_fnv(void *one) { return free(one), 0; }
 
 /* Waits until the descriptor tells of a task that was submitted, and nothing else. */
-static void await_ended(Crew *crew, const Task *task) {
-    struct pollfd told = {.fd = crew->tells, .events = POLLIN};
-    if (poll(&told, 1, -1) != 1 || take_ended(crew) != task || task->next || poll(&told, 1, 0)) abort();
+static void await_ended(CopyThreads *copy_threads, const Task *task) {
+    struct pollfd told = {.fd = copy_threads->tells, .events = POLLIN};
+    if (poll(&told, 1, -1) != 1 || take_ended(copy_threads) != task || task->next || poll(&told, 1, 0)) abort();
 }
 
-static int check(const Way *way, char *from, char *to, char *expected, int hashed, Crew *crew) {
+static int check(const Way *way, char *from, char *to, char *expected, int hashed, CopyThreads *copy_threads) {
     uint64_t numbers[MOST][6], digests[MOST], wanted[MOST], fnv, mine;
     int64_t ends[MOST];
     int with_rows = !!below(4), are_short = !below(3), aligned = !!below(2);
@@ -116,11 +117,11 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     unsigned threads = 1 + (unsigned)below(THREADS);
     Task task;
     giving_way.gate = below(3) ? NULL : &open;
-    if (crew && below(2)) {
-        submit(crew, &task, &call, threads, &call);
-        await_ended(crew, &task);
-    } else if (crew) {
-        do_by_crew(crew, &call, threads);
+    if (copy_threads && below(2)) {
+        submit(copy_threads, &task, &call, threads, &call);
+        await_ended(copy_threads, &task);
+    } else if (copy_threads) {
+        do_by_copy_threads(copy_threads, &call, threads);
     } else {
         do_call(&call);
     }
@@ -175,7 +176,7 @@ static int check_trials(void) {
 }
 
 /* One digest goes over the end of a call, and begins before it; what is between is shared. */
-static int check_digests_over_calls(char *from, char *to, Crew *crew, uint64_t bytes) {
+static int check_digests_over_calls(char *from, char *to, CopyThreads *copy_threads, uint64_t bytes) {
     enum { ROWS_OF_CALL = 40 };
     uint64_t numbers[2 * ROWS_OF_CALL][3], digests[2][ROWS_OF_CALL] = {{0}}, fnv, mine;
     int64_t ends[2][ROWS_OF_CALL];
@@ -193,7 +194,7 @@ static int check_digests_over_calls(char *from, char *to, Crew *crew, uint64_t b
         Digests into = {ends[half], digests[half], count, 0, &fnv};
         Call call = begin_call(&copies, &into);
         if (to) call.way = STREAMS;
-        do_by_crew(crew, &call, THREADS);
+        do_by_copy_threads(copy_threads, &call, THREADS);
         end_call(&call);
         size_t row = half * ROWS_OF_CALL;
         for (size_t number = 0; number < count; number++) {
@@ -210,7 +211,7 @@ static int check_digests_over_calls(char *from, char *to, Crew *crew, uint64_t b
 }
 
 typedef struct {
-    Crew *crew;
+    CopyThreads *copy_threads;
     Gate *gate;
     double patience_ns;
     int hashed, with_rows;
@@ -228,15 +229,15 @@ static void *copy_gated(void *argument) {
     giving_way.gate = self->gate, giving_way.patience_ns = self->patience_ns;
     Call call = begin_call(&copies, self->hashed ? &into : NULL);
     call.class = -1, call.way = STREAMS;
-    if (self->crew)
-        do_by_crew(self->crew, &call, 2);
+    if (self->copy_threads)
+        do_by_copy_threads(self->copy_threads, &call, 2);
     else
         do_call(&call);
     return NULL;
 }
 
 /* A thread whose gate is shut copies nothing until it has been open for a moment; out of patience, it goes on. */
-static int check_gate(char *from, char *to, Crew *crew, int hashed) {
+static int check_gate(char *from, char *to, CopyThreads *copy_threads, int hashed) {
     static const struct {
         size_t count, rows, bytes;
     } SHAPES[] = {{4, 1, 100000}, {4, 100, 1024}, {64, 1, 1024}};
@@ -245,7 +246,7 @@ static int check_gate(char *from, char *to, Crew *crew, int hashed) {
         int patient = one_of % 2;
         size_t count = SHAPES[one_of / 2].count, rows = SHAPES[one_of / 2].rows, bytes = SHAPES[one_of / 2].bytes;
         Gate gate = {0};
-        Gated one = {crew, &gate, patient ? 1e18 : 1e6, hashed, rows > 1, count, {{0}}, {0}, {0}, 0};
+        Gated one = {copy_threads, &gate, patient ? 1e18 : 1e6, hashed, rows > 1, count, {{0}}, {0}, {0}, 0};
         double opened_ns = 0;
         pthread_t thread;
         reset_fnv(&one.fnv);
@@ -273,7 +274,7 @@ static int check_gate(char *from, char *to, Crew *crew, int hashed) {
 }
 
 /* What is withdrawn ends once what threads are at has, and nothing of it moves later; its end is told of as any other. */
-static int check_withdrawn(char *from, char *to, Crew *crew) {
+static int check_withdrawn(char *from, char *to, CopyThreads *copy_threads) {
     enum { TASKS = THREADS + 2, ROWS = 3, LAST = TASKS - 1, TASK_BYTES = ROWS * SHARE_BYTES };
     static uint64_t numbers[TASKS][ROWS][3];
     Copies copies[TASKS];
@@ -294,20 +295,21 @@ static int check_withdrawn(char *from, char *to, Crew *crew) {
             copies[one] = (Copies){(const char *)numbers[one], sizeof **numbers, sizeof ***numbers, ROWS, 0};
             calls[one] = begin_call(&copies[one], NULL);
             calls[one].class = -1;
-            submit(crew, &tasks[one], &calls[one], 1, &calls[one]);
+            submit(copy_threads, &tasks[one], &calls[one], 1, &calls[one]);
         }
         giving_way.gate = NULL;
-        while (read_now(&gate.waiting) < crew->count) sched_yield(); /* each is at the first row of another one */
-        withdraw(crew, &calls[LAST]);
-        withdraw(crew, &calls[0]);
-        failed |= take_ended(crew) != &tasks[LAST];
+        while (read_now(&gate.waiting) < copy_threads->count) sched_yield(); /* each is at the first row of another one */
+        withdraw(copy_threads, &calls[LAST]);
+        withdraw(copy_threads, &calls[0]);
+        failed |= take_ended(copy_threads) != &tasks[LAST];
         set_gate(&gate, 0);
-        if (all) withdraw(crew, NULL);
+        if (all) withdraw(copy_threads, NULL);
         for (int ended = 1; ended < TASKS;)
-            for (Task *task = take_ended(crew), *next; task; task = next, ended++) next = task->next, failed |= task->at_it;
+            for (Task *task = take_ended(copy_threads), *next; task; task = next, ended++)
+                next = task->next, failed |= task->at_it;
         for (int one = 0; one < TASKS; one++) {
             size_t first = (size_t)one * TASK_BYTES, copied = one == LAST ? 0 : !one ? SHARE_BYTES : TASK_BYTES;
-            if (one && all) copied = one < (int)crew->count ? SHARE_BYTES : 0; /* more, if a thread was before it */
+            if (one && all) copied = one < (int)copy_threads->count ? SHARE_BYTES : 0; /* more, if a thread was before it */
             failed |= !!memcmp(to + first, from + first, copied);
             for (size_t at = copied; at < TASK_BYTES && (!one || one == LAST); at++) failed |= to[first + at] != 0x5a;
         }
@@ -398,22 +400,24 @@ static int scripted_setaffinity(pid_t thread, size_t bytes, const cpu_set_t *wan
     return times_set++, mask = first & cpuset, 0;
 }
 
-/* Returns whether a member of a crew that has nothing to do is said to be on a processor. */
-static int check_rest(const Crew *crew) {
-    for (unsigned one = 0; crew && one < crew->count; one++)
-        if (crew->members[one].processor >= 0) return printf("a member rests on a processor\n"), 1;
+/* Returns whether a copy thread that has nothing to do is said to be on a processor. */
+static int check_rest(const CopyThreads *copy_threads) {
+    for (unsigned one = 0; copy_threads && one < copy_threads->count; one++)
+        if (copy_threads->members[one].processor >= 0) return printf("a member rests on a processor\n"), 1;
     return 0;
 }
 
-/* Who runs beside another who is at work moves that one to the other processor, and then lets it be where it might before. */
+/* Who runs beside another who is at work moves that one to the other processor, and then lets it be where it might before.
+   */
 static int check_processors(void) {
     Member members[] = {{.processor = 0, .id = 1}, {.processor = -1, .id = 2}, {.processor = 2, .id = 3}, {.processor = 1, .id = 4}};
-    Crew crew = {.members = members, .count = 4};
-    int is_right = !waiting_beside(&crew, members);
+    CopyThreads copy_threads = {.members = members, .count = 4};
+    int is_right = !waiting_beside(&copy_threads, members);
     members[0].processor = -1;
-    is_right &= !waiting_beside(&crew, members);
+    is_right &= !waiting_beside(&copy_threads, members);
     members[0].processor = members[1].processor = 1;
-    is_right &= waiting_beside(&crew, members) == 2 && waiting_beside(&crew, members) == 4 && !waiting_beside(&crew, members);
+    is_right &= waiting_beside(&copy_threads, members) == 2 && waiting_beside(&copy_threads, members) == 4;
+    is_right &= !waiting_beside(&copy_threads, members);
     is_right &= count_runnable() == INT_MAX;
     int file = mkstemp(loadavg);
     static const struct {
@@ -483,25 +487,28 @@ int main(int count, char **arguments) {
     char *from = aligned_alloc(4096, MEMORY), *to = aligned_alloc(4096, MEMORY), *expected = malloc(MEMORY);
     for (size_t at = 0; at < MEMORY; at++) from[at] = (char)below(256);
     hash = (Hash){create_fnv, free_fnv, reset_fnv, update_fnv, digest_fnv};
-    Crew *crews[] = {NULL, new_crew(1, "", 0), new_crew(THREADS, "", 0)};
-    for (int one = 0; one < 3; one++) failed |= check_rest(crews[one]);
+    CopyThreads *copy_threads[] = {NULL, new_copy_threads(1, "", 0), new_copy_threads(THREADS, "", 0)};
+    for (int one = 0; one < 3; one++) failed |= check_rest(copy_threads[one]);
     for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
         if (!is_supported(way)) continue;
         ways++;
         for (int round = 0; round < rounds && !failed; round++)
-            failed = check(way, from, to, expected, round % 2, crews[round / 2 % 3]);
+            failed = check(way, from, to, expected, round % 2, copy_threads[round / 2 % 3]);
     }
     for (int round = 0; round < rounds && !failed; round++) {
         if (round % 10 == 0) memset(trials, 0, sizeof trials); /* tried anew */
-        failed = check(NULL, from, to, expected, round % 2, crews[round / 2 % 3]);
+        failed = check(NULL, from, to, expected, round % 2, copy_threads[round / 2 % 3]);
     }
-    for (int one = 0; one < 3; one++) failed |= check_rest(crews[one]);
+    for (int one = 0; one < 3; one++) failed |= check_rest(copy_threads[one]);
     failed |= check_processors() | check_classes() | check_trials() | check_segments(100 * rounds);
     for (int one = 0; one < 4; one++) failed |= check_yields(one / 2 ? PLAIN : STREAMS, from, to, one % 2);
     for (int one = 0; one < 3; one++) {
-        failed |= check_gate(from, to, crews[one], 0) | check_gate(from, to, crews[one], 1);
-        if (one)
-            failed |= check_digests_over_calls(from, NULL, crews[one], 5000) | check_digests_over_calls(from, to, crews[one], 640) | check_withdrawn(from, to, crews[one]), free_crew(crews[one]);
+        failed |= check_gate(from, to, copy_threads[one], 0) | check_gate(from, to, copy_threads[one], 1);
+        if (!one) continue;
+        failed |= check_digests_over_calls(from, NULL, copy_threads[one], 5000);
+        failed |= check_digests_over_calls(from, to, copy_threads[one], 640);
+        failed |= check_withdrawn(from, to, copy_threads[one]);
+        free_copy_threads(copy_threads[one]);
     }
     free(from), free(to), free(expected);
     printf("%d ways, %d rounds each: %s\n", ways, rounds, failed ? "failed" : "ok");

@@ -27,7 +27,7 @@ from kvferry.pools.copy_kernel import (
     LIBRARIES,
     SWITCH,
     Copies,
-    Crew,
+    CopyThreads,
     Digests,
     Ends,
     Gate,
@@ -53,18 +53,18 @@ SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
 RACES = ("-O1", "-g", "-fsanitize=thread", "-DMEMORY_BYTES=1048576")
 
 
-CREWS = {"a thread of a crew": 1, "a crew": 3}
+COPY_THREADS = {"one copy thread": 1, "copy threads": 3}
 
 
 class TellingKernel(PythonKernel):
-    """The native one, but that a crew makes all copies, and a descriptor tells of their end."""
+    """The native one, but that copy threads make all copies, and a descriptor tells of their end."""
 
     def __init__(self) -> None:
-        self._crew = Crew(native, native.new_crew(3, b""))
+        self._copy_threads = CopyThreads(native, native.new_copy_threads(3, b""))
 
     def copy(self, copies: Copies) -> None:
         """See ``Kernel``."""
-        self._crew.submit(copies, 2, self)
+        self._copy_threads.submit(copies, 2, self)
         self._await()
 
     def new_hash(self) -> HashState:
@@ -73,26 +73,27 @@ class TellingKernel(PythonKernel):
 
     def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /) -> None:
         """See ``Kernel``."""
-        self._crew.submit(copies, 3, self, Hashing(ends, digests, state))
+        self._copy_threads.submit(copies, 3, self, Hashing(ends, digests, state))
         self._await()
 
     def _await(self) -> None:
-        [told], _, _ = select.select([self._crew], [], [], WAIT_S)
+        [told], _, _ = select.select([self._copy_threads], [], [], WAIT_S)
         assert told.take_ended() == [self]
-        assert select.select([self._crew], [], [], 0) == ([], [], [])
+        assert select.select([self._copy_threads], [], [], 0) == ([], [], [])
 
 
 @pytest.fixture(
-    params=[*native.ways(), "by measurement", *CREWS, "a crew that tells", "second pass", "python"], scope="module"
+    params=[*native.ways(), "by measurement", *COPY_THREADS, "copy threads that tell", "second pass", "python"],
+    scope="module",
 )
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return each kernel, the native one with each way that this processor has, and with crews of three threads."""
-    if request.param in {"python", "a crew that tells"}:
+    """Return each kernel, the native one with each way that this processor has, and with three copy threads."""
+    if request.param in {"python", "copy threads that tell"}:
         yield PythonKernel() if request.param == "python" else TellingKernel()
         return
     native.use(request.param if request.param in native.ways() else None)
-    if request.param in CREWS:
-        native.serve(native.new_crew(3, b""), CREWS[request.param])
+    if request.param in COPY_THREADS:
+        native.serve(native.new_copy_threads(3, b""), COPY_THREADS[request.param])
     yield SecondPassKernel(native) if request.param == "second pass" else native
     native.serve(None, 1)
     native.use(None)
@@ -297,17 +298,17 @@ def test_it_copies_without_the_lock_of_the_interpreter(way: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [0, 65, -1])
-def test_a_crew_of_none_or_of_too_many_is_refused(threads: int) -> None:
+def test_no_copy_threads_or_too_many_are_refused(threads: int) -> None:
     with pytest.raises((ValueError, OverflowError)):
-        native.new_crew(threads, b"")
+        native.new_copy_threads(threads, b"")
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_who_is_served_by_a_crew_copies_nothing(threads: int) -> None:
+def test_who_is_served_by_copy_threads_copies_nothing(threads: int) -> None:
     source = noise(16 * MIB)
     copies = copies_of(source, source, [(at, 0, MIB) for at in range(0, len(source), MIB)])
     native.use("memcpy")
-    native.serve(native.new_crew(2, b""), threads)
+    native.serve(native.new_copy_threads(2, b""), threads)
     try:
         with mmap.mmap(-1, len(source)) as fresh:  # who is the first to write a page there has a fault
             destination = np.frombuffer(fresh, np.uint8)
@@ -328,34 +329,34 @@ from kvferry.pools import native_kernel
 native_kernel.load_hash = lambda path: False
 from kvferry.pools import copy_kernel
 assert copy_kernel.DESCRIPTION.native and copy_kernel.DESCRIPTION.hash_from == "xxhash"
-assert not copy_kernel.new_crew(1, b"").hashes
+assert not copy_kernel.new_copy_threads(1, b"").hashes
 """
 
 
-def test_a_crew_hashes_where_a_library_has_the_hash() -> None:
-    crew = copy_kernel.new_crew(1, b"")
-    assert crew is not None
-    assert crew.hashes
+def test_copy_threads_hash_where_a_library_has_the_hash() -> None:
+    copy_threads = copy_kernel.new_copy_threads(1, b"")
+    assert copy_threads is not None
+    assert copy_threads.hashes
     subprocess.run([sys.executable, "-c", WITHOUT_A_HASH], check=True, timeout=WAIT_S)
 
 
 FORKS = """
 import os, sys, numpy as np
 from kvferry.pools import copy_kernel
-crew = copy_kernel.new_crew(2, b"")
+copy_threads = copy_kernel.new_copy_threads(2, b"")
 source, destination = np.ones(4 << 20, np.uint8), np.zeros(4 << 20, np.uint8)
 child = os.fork()
 if not child:
-    give = lambda: crew.submit(np.zeros((0, 3), np.uint64), 1, 1)
-    for call in (give, crew.fileno, crew.take_ended, crew.withdraw_all):
+    give = lambda: copy_threads.submit(np.zeros((0, 3), np.uint64), 1, 1)
+    for call in (give, copy_threads.fileno, copy_threads.take_ended, copy_threads.withdraw_all):
         try:
             call()
         except RuntimeError as error:
             assert "forked" in str(error)
         else:
-            sys.exit("a child has its parent's crew")
-with crew.serving():
-    crew.serve(2)
+            sys.exit("a child has its parent's copy threads")
+with copy_threads.serving():
+    copy_threads.serve(2)
     copy_kernel.copy(np.array([[source.ctypes.data, destination.ctypes.data, source.nbytes]], np.uint64))
 assert destination.all()
 if child:
@@ -363,24 +364,24 @@ if child:
 """
 
 
-def test_a_child_that_was_forked_copies_without_its_parents_crew_and_ends() -> None:
+def test_a_child_that_was_forked_copies_without_its_parents_copy_threads_and_ends() -> None:
     subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=WAIT_S)
 
 
 def test_what_was_given_is_kept_until_its_end_was_taken_and_in_what_order_it_ends_is_open() -> None:
-    crew, source = Crew(native, native.new_crew(2, b"")), noise(3 * MIB)
+    copy_threads, source = CopyThreads(native, native.new_copy_threads(2, b"")), noise(3 * MIB)
     destinations = [np.zeros(3 * MIB, np.uint8) for _ in range(20)]
     tokens = [object() for _ in destinations]
     arrays = []
     for number, (token, destination) in enumerate(zip(tokens, destinations, strict=True)):
         copies = copies_of(source, destination, [(0, 0, number * 10000)])
         arrays.append(weakref.ref(copies))
-        crew.submit(copies, 1 + number % 2, token)
+        copy_threads.submit(copies, 1 + number % 2, token)
         del copies
     ended: list[object] = []
     while len(ended) < len(tokens):
-        assert select.select([crew], [], [], WAIT_S)[0]
-        ended += crew.take_ended()
+        assert select.select([copy_threads], [], [], WAIT_S)[0]
+        ended += copy_threads.take_ended()
     assert {*map(id, ended)} == {*map(id, tokens)}
     assert [array() for array in arrays] == [None] * len(arrays)
     for number, destination in enumerate(destinations):
@@ -399,27 +400,27 @@ def _one_way() -> Iterator[None]:
 @pytest.mark.usefixtures("_one_way")
 @pytest.mark.parametrize("how", ["withdrawn", "all withdrawn", "forgotten"])
 def test_what_is_withdrawn_ends_with_the_part_that_a_thread_is_at(how: str) -> None:
-    crew, gate = Crew(native, native.new_crew(1, b"")), Gate()
+    copy_threads, gate = CopyThreads(native, native.new_copy_threads(1, b"")), Gate()
     source, destination = noise(8 * MIB), np.zeros(8 * MIB, np.uint8)
     copies = copies_of(source, destination, [(at, at, MIB) for at in range(0, 8 * MIB, MIB)])
     kept, token = weakref.ref(copies), object()
     gate.shut()
     with gate.giving_way(WAIT_S):
-        crew.submit(copies, 1, token)
+        copy_threads.submit(copies, 1, token)
     del copies
     if how == "withdrawn":
-        crew.withdraw(object())  # of nothing
-        crew.withdraw(token)
+        copy_threads.withdraw(object())  # of nothing
+        copy_threads.withdraw(token)
     opener = threading.Thread(target=gate.open)
     opener.start()
     if how == "forgotten":
-        del crew
+        del copy_threads
     else:
         if how == "withdrawn":
-            assert select.select([crew], [], [], WAIT_S)[0]
+            assert select.select([copy_threads], [], [], WAIT_S)[0]
         else:
-            crew.withdraw_all()
-        assert crew.take_ended() == [token]
+            copy_threads.withdraw_all()
+        assert copy_threads.take_ended() == [token]
     opener.join()
     assert kept() is None
     assert how != "withdrawn" or not destination[MIB:].any()
@@ -427,14 +428,18 @@ def test_what_is_withdrawn_ends_with_the_part_that_a_thread_is_at(how: str) -> N
 
 @pytest.mark.usefixtures("_one_way")
 def test_what_is_hashed_keeps_its_hash_and_rows_behind_the_last_end_arrive_too() -> None:
-    crew, source, destination = Crew(native, native.new_crew(2, b"")), noise(4 * MIB), np.zeros(4 * MIB, np.uint8)
+    copy_threads, source, destination = (
+        CopyThreads(native, native.new_copy_threads(2, b"")),
+        noise(4 * MIB),
+        np.zeros(4 * MIB, np.uint8),
+    )
     copies = copies_of(source, destination, [(at, at, MIB) for at in range(0, 4 * MIB, MIB)])
     for end in (4, 0):
         digests, state = np.zeros(1, np.uint64), native.new_hash()
-        crew.submit(copies, 2, destination, Hashing(np.full(1, end), digests, state))
+        copy_threads.submit(copies, 2, destination, Hashing(np.full(1, end), digests, state))
         before = sys.getrefcount(state)
-        assert select.select([crew], [], [], WAIT_S)[0]
-        assert crew.take_ended()[0] is destination
+        assert select.select([copy_threads], [], [], WAIT_S)[0]
+        assert copy_threads.take_ended()[0] is destination
         assert sys.getrefcount(state) == before - 1, "it was kept"
         assert np.array_equal(source, destination)
         assert not end or int(digests[0]) == xxhash.xxh3_64_intdigest(source.tobytes())
@@ -442,29 +447,33 @@ def test_what_is_hashed_keeps_its_hash_and_rows_behind_the_last_end_arrive_too()
 
 
 def test_what_cannot_be_copied_is_refused_and_nothing_of_it_is_kept() -> None:
-    crew, token, copies = Crew(native, native.new_crew(1, b"")), object(), np.zeros((1, 3), np.uint64)
+    copy_threads, token, copies = (
+        CopyThreads(native, native.new_copy_threads(1, b"")),
+        object(),
+        np.zeros((1, 3), np.uint64),
+    )
     before, hashed = sys.getrefcount(token), Hashing(np.full(1, 2), np.zeros(1, np.uint64), native.new_hash())
     with pytest.raises(TypeError, match="copies must be"):
-        crew.submit(np.zeros((1, 4), np.uint64), 1, token)
+        copy_threads.submit(np.zeros((1, 4), np.uint64), 1, token)
     with pytest.raises(ValueError, match="behind the last of the copies"):
-        crew.submit(copies, 1, token, hashed)
+        copy_threads.submit(copies, 1, token, hashed)
     assert sys.getrefcount(token) == before
-    assert not select.select([crew], [], [], 0)[0]
-    crew.submit(copies[:0], 1, token)
-    assert select.select([crew], [], [], WAIT_S)[0], "there is nothing to copy, and that is done"
-    assert crew.take_ended() == [token]
+    assert not select.select([copy_threads], [], [], 0)[0]
+    copy_threads.submit(copies[:0], 1, token)
+    assert select.select([copy_threads], [], [], WAIT_S)[0], "there is nothing to copy, and that is done"
+    assert copy_threads.take_ended() == [token]
     assert sys.getrefcount(token) == before
 
 
-def test_what_is_no_crew_and_no_gate_is_refused() -> None:
+def test_what_are_no_copy_threads_and_no_gate_is_refused() -> None:
     for use in (native.serve, native.withdraw):
         with pytest.raises(ValueError, match="PyCapsule"):
-            use("no crew", 1)
+            use("no copy threads", 1)
     with pytest.raises(ValueError, match="PyCapsule"):
-        native.submit("no crew", np.zeros((0, 3), np.uint64), 1, 1)
+        native.submit("no copy threads", np.zeros((0, 3), np.uint64), 1, 1)
     for ask in (native.told_by, native.take_ended):
         with pytest.raises(ValueError, match="PyCapsule"):
-            ask("no crew")
+            ask("no copy threads")
     for call in (native.shut_gate, native.open_gate):
         with pytest.raises(ValueError, match="PyCapsule"):
             call("no gate")

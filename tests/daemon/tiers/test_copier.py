@@ -21,7 +21,7 @@ from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, Digests, TierCopier
 from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
 from kvferry.pools import native_kernel as native
-from kvferry.pools.copy_kernel import Copies, Crew, Hashing, new_crew
+from kvferry.pools.copy_kernel import Copies, CopyThreads, Hashing, new_copy_threads
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
@@ -236,7 +236,7 @@ def run_with(step_bytes: int, test: object) -> None:
     async def run() -> None:
         with pytest.MonkeyPatch.context() as patch:
             fix_steps(patch, step_bytes)
-            async with site(crew=new_crew(2, b"")) as made:
+            async with site(copy_threads=new_copy_threads(2, b"")) as made:
                 await test(made)  # type: ignore[operator]
 
     asyncio.run(run())
@@ -280,9 +280,9 @@ def test_what_was_offloaded_comes_back_to_other_pages_and_a_flipped_bit_is_named
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("with_crew", [False, True], ids=["alone", "crew"])
-async def test_several_threads_share_a_large_job(*, with_crew: bool) -> None:
-    async with site(threads=3, crew=new_crew(3, b"") if with_crew else None) as one:
+@pytest.mark.parametrize("with_copy_threads", [False, True], ids=["alone", "copy threads"])
+async def test_several_threads_share_a_large_job(*, with_copy_threads: bool) -> None:
+    async with site(threads=3, copy_threads=new_copy_threads(3, b"") if with_copy_threads else None) as one:
         region = HostRegion.create("large", PAGES * MIB)
         region.view()[:] = np.random.default_rng(0).integers(0, 256, PAGES * MIB, np.uint8)
         job = BlockJob("offload", one.job(region).segments, one.arena)
@@ -323,7 +323,7 @@ def _steps_of_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fix_steps(patch: pytest.MonkeyPatch, step_bytes: int) -> None:
-    for name in ("MIN_STEP_BYTES", "MAX_STEP_BYTES", "MAX_CREW_STEP_BYTES", "FIRST_STEP_BYTES"):
+    for name in ("MIN_STEP_BYTES", "MAX_STEP_BYTES", "MAX_COPY_THREADS_STEP_BYTES", "FIRST_STEP_BYTES"):
         patch.setattr(copier_module, name, step_bytes)
 
 
@@ -408,16 +408,20 @@ async def test_steps_grow_and_shrink_to_what_a_millisecond_copies(mib_per_s: int
         assert max(step.size_bytes for step in region.steps[-4:]) == expected
 
 
-@pytest.mark.parametrize(("with_crew", "expected"), [(False, MIB), (True, 10 * MIB)], ids=["alone", "crew"])
-async def test_steps_of_a_crew_are_longer_as_they_stop_for_transfers(*, with_crew: bool, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("with_copy_threads", "expected"), [(False, MIB), (True, 10 * MIB)], ids=["alone", "copy threads"]
+)
+async def test_steps_of_copy_threads_are_longer_as_they_stop_for_transfers(
+    *, with_copy_threads: bool, expected: int
+) -> None:
     time_s = 0.0
 
     def copied(step: BlockStep) -> None:
         nonlocal time_s
         time_s += step.size_bytes / (1300 * MIB)
 
-    crew = new_crew(1, b"") if with_crew else None
-    async with site(threads=1, clock=lambda: time_s, crew=crew) as one:
+    copy_threads = new_copy_threads(1, b"") if with_copy_threads else None
+    async with site(threads=1, clock=lambda: time_s, copy_threads=copy_threads) as one:
         region = _ScriptedRegion()
         region.device, region.on_begin = HOST, copied
         for _ in range(2):
@@ -426,14 +430,16 @@ async def test_steps_of_a_crew_are_longer_as_they_stop_for_transfers(*, with_cre
 
 
 @pytest.mark.parametrize(("job_mib", "expected"), [(9, [9]), (15, [15]), (16, [10, 6]), (26, [10, 10, 6])])
-async def test_what_is_left_goes_with_a_crews_last_step_where_it_is_little(job_mib: int, expected: list[int]) -> None:
+async def test_what_is_left_goes_with_the_last_step_of_copy_threads_where_it_is_little(
+    job_mib: int, expected: list[int]
+) -> None:
     time_s = 0.0
 
     def copied(step: BlockStep) -> None:
         nonlocal time_s
         time_s += step.size_bytes / (1300 * MIB)
 
-    async with site(threads=1, clock=lambda: time_s, crew=new_crew(1, b"")) as one:
+    async with site(threads=1, clock=lambda: time_s, copy_threads=new_copy_threads(1, b"")) as one:
         region = _ScriptedRegion()
         region.device, region.on_begin = HOST, copied
         assert await one.run(one.job(region, 39)) is None
@@ -442,11 +448,11 @@ async def test_what_is_left_goes_with_a_crews_last_step_where_it_is_little(job_m
         assert sorted(step.size_bytes // MIB for step in region.steps[begun:]) == sorted(expected)
 
 
-class _NotedCrew(Crew):
-    """A crew that copies nothing, and notes how many threads are asked for."""
+class _NotedCopyThreads(CopyThreads):
+    """Copy threads that copies nothing, and notes how many threads are asked for."""
 
     def __init__(self) -> None:
-        super().__init__(native, native.new_crew(1, b""))
+        super().__init__(native, native.new_copy_threads(1, b""))
         self.asked: list[int] = []
 
     def serve(self, threads: int) -> None:
@@ -457,7 +463,7 @@ class _NotedCrew(Crew):
 async def test_what_stands_still_for_a_transfer_is_not_taken_for_slow() -> None:
     time_s, transfers = 0.0, False
 
-    async with site(threads=1, clock=lambda: time_s, crew=_NotedCrew()) as one:
+    async with site(threads=1, clock=lambda: time_s, copy_threads=_NotedCopyThreads()) as one:
 
         def copied(step: BlockStep) -> None:
             nonlocal time_s
@@ -531,7 +537,7 @@ async def test_the_steps_that_start_despite_a_transfer_are_short() -> None:
         nonlocal time_s
         time_s += step.size_bytes / (2700 * MIB)
 
-    async with site(threads=1, clock=clock, crew=_NotedCrew(), patience_s=1e-7) as one:
+    async with site(threads=1, clock=clock, copy_threads=_NotedCopyThreads(), patience_s=1e-7) as one:
         region = _ScriptedRegion()
         region.device, region.on_begin = HOST, copied
         for _ in range(2):
@@ -544,7 +550,7 @@ async def test_the_steps_that_start_despite_a_transfer_are_short() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "block_bytes", "threads"), [(24, MIB, 1), (3, 8 * MIB, 3)])
-async def test_a_crew_shares_steps_of_many_blocks_and_large_ones_have_a_thread_each(
+async def test_copy_threads_share_steps_of_many_blocks_and_large_ones_have_a_thread_each(
     blocks: int, block_bytes: int, threads: int
 ) -> None:
     entry = Entry(component="main", role="k", layer=0, base=0, pages=blocks + 1, page_bytes=block_bytes)
@@ -556,7 +562,7 @@ async def test_a_crew_shares_steps_of_many_blocks_and_large_ones_have_a_thread_e
             at_it.add(threading.get_ident())
             together.wait(WAIT_S)
 
-    async with site(threads=3, crew=_NotedCrew()) as one:
+    async with site(threads=3, copy_threads=_NotedCopyThreads()) as one:
         region = _ScriptedRegion()
         region.device, region.size_bytes, region.on_begin = HOST, (blocks + 1) * block_bytes, begun
         pages = BlockPages(layout, ids, (ids - 1) * block_bytes)
@@ -567,27 +573,27 @@ async def test_a_crew_shares_steps_of_many_blocks_and_large_ones_have_a_thread_e
 
 async def test_while_transfers_are_about_a_processor_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copier_module.os, "sched_getaffinity", lambda _: {0, 1, 2})  # type: ignore[attr-defined]
-    crew = _NotedCrew()
-    async with site(threads=4, crew=crew) as one:
+    copy_threads = _NotedCopyThreads()
+    async with site(threads=4, copy_threads=copy_threads) as one:
         region = _ScriptedRegion()
         region.device = HOST
         assert await one.run(one.job(region, 20)) is None
-        assert {*crew.asked} == {4}
+        assert {*copy_threads.asked} == {4}
         one.scheduler.transfer_began()
         one.scheduler.transfer_ended()
-        crew.asked.clear()
+        copy_threads.asked.clear()
         assert await one.run(one.job(region, 20)) is None
-        assert {*crew.asked} == {2}
+        assert {*copy_threads.asked} == {2}
 
 
-# -- what the loop gives to the crew
+# -- what the loop gives to the copy threads
 
 
-class _GivenCrew(Crew):
-    """A crew, and what it was given and asked for: a word each."""
+class _GivenCopyThreads(CopyThreads):
+    """Copy threads, and what it was given and asked for: a word each."""
 
     def __init__(self) -> None:
-        super().__init__(native, native.new_crew(2, b""))
+        super().__init__(native, native.new_copy_threads(2, b""))
         self.log: list[str] = []
         self.before: Callable[[], None] = lambda: None
 
@@ -610,9 +616,9 @@ def _region(pages: int = PAGES) -> HostRegion:
 
 
 @pytest.mark.parametrize("checksums", [False, True])
-async def test_the_loop_gives_a_crew_a_job_that_is_alone_and_one_step(*, checksums: bool) -> None:
-    crew = _GivenCrew()
-    async with site(crew=crew) as one:
+async def test_the_loop_gives_copy_threads_a_job_that_is_alone_and_one_step(*, checksums: bool) -> None:
+    copy_threads = _GivenCopyThreads()
+    async with site(copy_threads=copy_threads) as one:
         region = _region()
         content = region.view().copy()
         offload = one.job(region, 2, checksums=checksums)
@@ -624,7 +630,7 @@ async def test_the_loop_gives_a_crew_a_job_that_is_alone_and_one_step(*, checksu
         assert await one.run(restore) is None
         assert (region.view()[MIB : 3 * MIB] == content[MIB : 3 * MIB]).all()
         assert not region.view()[3 * MIB :].any()
-        assert crew.log == ["hashed" if checksums else "given"] * 2
+        assert copy_threads.log == ["hashed" if checksums else "given"] * 2
         if checksums:
             one.arena.view()[MIB + 7] ^= 1
             error = await one.run(BlockJob("restore", offload.segments, one.arena, digests=offload.digests))
@@ -636,12 +642,12 @@ async def test_the_loop_gives_a_crew_a_job_that_is_alone_and_one_step(*, checksu
     "why", ["several steps", "two jobs", "two spaces", "many copies", "transfers", "no host memory", "no hash"]
 )
 async def test_other_jobs_are_for_the_threads(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    crew = _GivenCrew()
-    async with site(crew=crew) as one:
+    copy_threads = _GivenCopyThreads()
+    async with site(copy_threads=copy_threads) as one:
         region = _region()
         jobs = [one.job(region, 20 if why == "several steps" else 2)]
         if why == "no hash":
-            monkeypatch.setattr(_GivenCrew, "hashes", False)
+            monkeypatch.setattr(_GivenCopyThreads, "hashes", False)
             jobs = [one.job(region, 2, checksums=True)]
         elif why == "two jobs":
             jobs.append(one.job(region, 2, first=3))
@@ -663,18 +669,18 @@ async def test_other_jobs_are_for_the_threads(monkeypatch: pytest.MonkeyPatch, w
             assert not one.reports
             one.scheduler.transfer_ended()
         assert [error for _, error in await one.reported(len(jobs))] == [None] * len(jobs)
-        assert len([one for one in crew.log if one != "served"]) == (1 if why == "two jobs" else 0)
-        assert "served" in crew.log
+        assert len([one for one in copy_threads.log if one != "served"]) == (1 if why == "two jobs" else 0)
+        assert "served" in copy_threads.log
         assert one.scheduler.bytes_in_flight == 0
 
 
-async def test_a_job_that_the_crew_cannot_be_given_fails_and_the_next_one_does_not() -> None:
+async def test_a_job_that_the_copy_threads_cannot_be_given_fails_and_the_next_one_does_not() -> None:
     def fail() -> None:
         raise MemoryError
 
-    crew = _GivenCrew()
-    async with site(crew=crew) as one:
-        crew.before = fail
+    copy_threads = _GivenCopyThreads()
+    async with site(copy_threads=copy_threads) as one:
+        copy_threads.before = fail
         job = one.job(_region(), 2)
         with capture_logs() as logs:
             one.copier.start(job, one.done)
@@ -682,20 +688,20 @@ async def test_a_job_that_the_crew_cannot_be_given_fails_and_the_next_one_does_n
         [(_, error)] = await one.reported()
         assert (type(error), len(logs)) == (InternalError, 1)
         assert one.scheduler.bytes_in_flight == 0
-        crew.before = lambda: None
+        copy_threads.before = lambda: None
         assert await one.run(job) is None
 
 
-async def test_a_job_of_the_crew_stands_still_for_transfers_and_may_be_stopped() -> None:
-    crew = _GivenCrew()
-    async with site(crew=crew) as one:
-        job, crew.before = one.job(_region(), 2), one.scheduler.transfer_began
+async def test_a_job_of_the_copy_threads_stands_still_for_transfers_and_may_be_stopped() -> None:
+    copy_threads = _GivenCopyThreads()
+    async with site(copy_threads=copy_threads) as one:
+        job, copy_threads.before = one.job(_region(), 2), one.scheduler.transfer_began
         one.copier.start(job, one.done)
         assert await asyncio.get_running_loop().run_in_executor(None, lambda: one.arena.view().any()) == 0
         assert not one.reports
         one.scheduler.transfer_ended()
         assert (await one.reported())[0][1] is None
-        crew.before = lambda: None
+        copy_threads.before = lambda: None
         one.copier.start(job, one.done)
         one.copier.stop(job)
         (_, (_, error)) = await one.reported(2)
@@ -703,10 +709,10 @@ async def test_a_job_of_the_crew_stands_still_for_transfers_and_may_be_stopped()
         assert await one.run(job) is None
 
 
-async def test_nothing_that_the_crew_was_given_is_copied_or_reported_after_the_end() -> None:
-    crew, loop = _GivenCrew(), asyncio.get_running_loop()
-    one = _Site(crew=crew)
-    crew.before = one.scheduler.transfer_began
+async def test_nothing_that_the_copy_threads_were_given_is_copied_or_reported_after_the_end() -> None:
+    copy_threads, loop = _GivenCopyThreads(), asyncio.get_running_loop()
+    one = _Site(copy_threads=copy_threads)
+    copy_threads.before = one.scheduler.transfer_began
     one.copier.start(one.job(_region(), 2), one.done)
     closed = loop.run_in_executor(None, one.copier.close)
     done, _ = await asyncio.wait({closed}, timeout=0.05)
@@ -717,8 +723,8 @@ async def test_nothing_that_the_crew_was_given_is_copied_or_reported_after_the_e
     await loop.run_in_executor(None, lambda: None)
     assert not one.reports
     assert (one.arena.view()[: 2 * MIB] == content).all()
-    assert not loop.remove_reader(crew.fileno())
-    assert crew.take_ended() == []
+    assert not loop.remove_reader(copy_threads.fileno())
+    assert copy_threads.take_ended() == []
     one.arena.close()
 
 

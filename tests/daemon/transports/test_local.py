@@ -24,7 +24,7 @@ from kvferry.daemon.transports import local
 from kvferry.daemon.transports.local import PART_BLOCKS, LocalTransport, LoopBudget, best_copy
 from kvferry.pools import copy_kernel
 from kvferry.pools import native_kernel as native
-from kvferry.pools.copy_kernel import Copies, Crew, Description, Hashing
+from kvferry.pools.copy_kernel import Copies, CopyThreads, Description, Hashing
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one, digest_of
@@ -74,7 +74,7 @@ class Site:
         threads: int = 2,
         chunk_bytes: int = ONE_BLOCK,
         at_once_s: float = 0,
-        crew: Crew | None = None,
+        copy_threads: CopyThreads | None = None,
     ) -> None:
         self.harness = TransferHarness()
         self.source, self.destination = (
@@ -90,7 +90,7 @@ class Site:
             chunk_bytes=chunk_bytes,
             at_once_s=at_once_s,
             copy=copy,
-            crew=crew,
+            copy_threads=copy_threads,
         )
 
     def op(self, number: int, first: int, count: int) -> StartOp:
@@ -232,7 +232,7 @@ def by_head(pool: Pool, role: str, ids: np.typing.NDArray[np.int64]) -> np.typin
 
 @pytest.mark.any_device
 @pytest.mark.parametrize("chunk_bytes", [1, 500, ONE_CHUNK])
-@pytest.mark.parametrize(("threads", "with_crew"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize(("threads", "with_copy_threads"), [(1, False), (3, False), (2, True)])
 @pytest.mark.parametrize(("ours", "theirs"), [((0, 8), (2, 2)), ((4, 2), (4, 4)), ((2, 4), (0, 4)), ((6, 2), (0, 8))])
 async def test_slices_and_whole_pages_of_one_op_arrive(
     monkeypatch: pytest.MonkeyPatch,
@@ -241,12 +241,12 @@ async def test_slices_and_whole_pages_of_one_op_arrive(
     ours: tuple[int, int],
     theirs: tuple[int, int],
     *,
-    with_crew: bool,
+    with_copy_threads: bool,
 ) -> None:
     if chunk_bytes == 1:
         monkeypatch.setattr(local, "STAGING_BYTES", 8)  # smaller than a page
-    crew = copy_kernel.new_crew(threads, b"") if with_crew else None
-    async with closing(Site(best_copy(), threads=threads, chunk_bytes=chunk_bytes, crew=crew)) as site:
+    copy_threads = copy_kernel.new_copy_threads(threads, b"") if with_copy_threads else None
+    async with closing(Site(best_copy(), threads=threads, chunk_bytes=chunk_bytes, copy_threads=copy_threads)) as site:
         rng = np.random.default_rng(chunk_bytes)
         source = site.harness.pool("sliced source", heads_of(*ours), pages=33)
         destination = site.harness.pool("sliced destination", heads_of(*theirs), pages=33)
@@ -261,7 +261,9 @@ async def test_slices_and_whole_pages_of_one_op_arrive(
                 content[received, :, head - first] = by_head(source, role, sent)[:, :, head - own_first]
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), sent, received)
         assert plan.sliced.sum() == 2
-        plans = (plan.of(~plan.sliced), plan) if with_crew else (plan,)  # of whole pages alone, and some of both
+        plans = (
+            (plan.of(~plan.sliced), plan) if with_copy_threads else (plan,)
+        )  # of whole pages alone, and some of both
         site.start(StartOp(1, source, destination, plans))
         assert await site.reported(1) == [(1, None)]
         for role, content in expected.items():
@@ -496,7 +498,7 @@ async def test_a_transfer_has_as_many_threads_as_were_found_to_help(monkeypatch:
 
 @pytest.mark.parametrize("list_rows", [7, 4096])
 @pytest.mark.parametrize("threads", [1, 3])
-async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, threads: int, list_rows: int) -> None:
+async def test_copy_threads_share_what_is_large(monkeypatch: pytest.MonkeyPatch, threads: int, list_rows: int) -> None:
     monkeypatch.setattr(local, "LIST_ROWS", list_rows)
     monkeypatch.setattr(thread_count, "MIN_BYTES", 1)  # so that several numbers of threads are tried
     count, ops = 32, 4
@@ -512,8 +514,10 @@ async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, thre
         op = StartOp(number, pools[0], pools[1], (make_plan(pairing, ids, ids[::-1]),))
         transport.start(op, lambda op_id, error: reports.put_nowait((op_id, error)))
 
-    crew = copy_kernel.new_crew(threads, b"")
-    transport = LocalTransport(asyncio.get_running_loop(), threads=threads, copy=copy_kernel.copy, crew=crew)
+    copy_threads = copy_kernel.new_copy_threads(threads, b"")
+    transport = LocalTransport(
+        asyncio.get_running_loop(), threads=threads, copy=copy_kernel.copy, copy_threads=copy_threads
+    )
     try:
         for ids in (np.arange(1, count * ops + 1).reshape(ops, count), np.arange(1, count * ops + 1)[None]):
             destination.view()[:] = 0
@@ -531,17 +535,17 @@ async def test_a_crew_shares_what_is_large(monkeypatch: pytest.MonkeyPatch, thre
         await asyncio.get_running_loop().run_in_executor(None, transport.close)
 
 
-class GivenCrew(Crew):
-    """A crew, whose copies stand still while its gate is shut, and what it was given: the rows, and the bytes."""
+class GivenCopyThreads(CopyThreads):
+    """Copy threads, whose copies stand still while its gate is shut, and what it was given: the rows, and the bytes."""
 
     def __init__(self, threads: int = 1) -> None:
-        super().__init__(native, native.new_crew(threads, b""))
+        super().__init__(native, native.new_copy_threads(threads, b""))
         self.given: list[int] = []
         self.given_bytes: list[int] = []
         self.gate = copy_kernel.Gate()
 
     def submit(self, copies: Copies, threads: int, token: object, hashed: Hashing | None = None) -> None:
-        """Give it to the crew."""
+        """Give it to the copy threads."""
         self.given.append(len(copies))
         self.given_bytes.append(int(copies[:, 2].sum()))
         with self.gate.giving_way(WAIT_S):
@@ -559,39 +563,39 @@ class GivenCrew(Crew):
 
 
 @asynccontextmanager
-async def with_crew(crew: GivenCrew) -> AsyncIterator[Site]:
-    """Yield a site that copies with a crew, whose gate is open in the end; no copy is too short for it."""
+async def with_copy_threads(copy_threads: GivenCopyThreads) -> AsyncIterator[Site]:
+    """Yield a site that copies with copy threads, whose gate is open in the end; no copy is too short for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "SHORT_ROW_BYTES", 0)
-        async with with_crew_for_long_rows(crew) as site:
+        async with with_copy_threads_for_long_rows(copy_threads) as site:
             yield site
 
 
 @asynccontextmanager
-async def with_crew_for_long_rows(crew: GivenCrew) -> AsyncIterator[Site]:
-    """Yield a site as ``with_crew`` does, but that very many short copies are for its threads."""
-    async with closing(Site(best_copy(), chunk_bytes=ONE_CHUNK, crew=crew)) as site:
+async def with_copy_threads_for_long_rows(copy_threads: GivenCopyThreads) -> AsyncIterator[Site]:
+    """Yield a site as ``with_copy_threads`` does, but that very many short copies are for its threads."""
+    async with closing(Site(best_copy(), chunk_bytes=ONE_CHUNK, copy_threads=copy_threads)) as site:
         try:
             yield site
         finally:
-            crew.gate.open()
+            copy_threads.gate.open()
 
 
-async def test_the_loop_gives_a_crew_what_is_in_host_memory() -> None:
-    crew = GivenCrew(2)
-    async with with_crew(crew) as site:
+async def test_the_loop_gives_copy_threads_what_is_in_host_memory() -> None:
+    copy_threads = GivenCopyThreads(2)
+    async with with_copy_threads(copy_threads) as site:
         for number in range(4):
             site.start(site.op(number, 1 + 8 * number, 8))
         assert site.reports == []
         assert sorted(await site.reported(4)) == [(number, None) for number in range(4)]
         assert all(site.arrived(1 + 8 * number, 8) for number in range(4))
         assert site.threads == {threading.get_ident()}
-        assert crew.given == [8 * len(site.source.manifest.entries)] * 4
+        assert copy_threads.given == [8 * len(site.source.manifest.entries)] * 4
 
 
-async def test_a_crew_has_pages_that_adjoin_in_blocks_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew, ids = GivenCrew(), np.arange(1, 9)
-    async with with_crew(crew) as site:
+async def test_copy_threads_have_pages_that_adjoin_in_blocks_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_threads, ids = GivenCopyThreads(), np.arange(1, 9)
+    async with with_copy_threads(copy_threads) as site:
         entries = site.source.manifest.entries
         most = max(one.page_bytes for one in entries) * 3
         monkeypatch.setattr(local, "MAX_BLOCK_BYTES", most)
@@ -600,10 +604,10 @@ async def test_a_crew_has_pages_that_adjoin_in_blocks_of_a_bounded_size(monkeypa
         site.start(StartOp(0, site.source, site.destination, (plan,)))
         assert await site.reported(1) == [(0, None)]
         assert site.harness.content(site.source, ids) == site.harness.content(site.destination, ids)
-    assert crew.given == [sum(-(-8 * one.page_bytes // most) for one in entries)]
+    assert copy_threads.given == [sum(-(-8 * one.page_bytes // most) for one in entries)]
 
 
-async def test_what_a_crew_has_copied_is_reported_in_one_turn() -> None:
+async def test_what_copy_threads_have_copied_is_reported_in_one_turn() -> None:
     loop, said, over = asyncio.get_running_loop(), list[int | str](), asyncio.Event()
 
     def done(op_id: int, error: KvferryError | None) -> None:
@@ -616,8 +620,8 @@ async def test_what_a_crew_has_copied_is_reported_in_one_turn() -> None:
         if said.count("next turn") == 4:
             over.set()
 
-    crew = GivenCrew()
-    async with with_crew(crew) as site:
+    copy_threads = GivenCopyThreads()
+    async with with_copy_threads(copy_threads) as site:
         site.transport.reported = lambda: said.append("that was all")
         for number in range(4):
             site.transport.start(site.op(number, 1 + 8 * number, 8), done)
@@ -637,8 +641,8 @@ async def test_an_end_that_is_not_heard_keeps_no_other_from_being_reported() -> 
         raise OSError
 
     loop.set_exception_handler(lambda _, context: failed.append(context["message"]))
-    crew = GivenCrew()
-    async with with_crew(crew) as site:
+    copy_threads = GivenCopyThreads()
+    async with with_copy_threads(copy_threads) as site:
         for number in range(4):
             site.transport.start(site.op(number, 1 + 8 * number, 8), done)
         await asyncio.wait_for(over.wait(), WAIT_S)
@@ -646,40 +650,40 @@ async def test_an_end_that_is_not_heard_keeps_no_other_from_being_reported() -> 
     assert failed == ["the end of a copy was not heard"] * 4
 
 
-async def test_checksums_are_compared_once_the_crew_has_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew, compared = GivenCrew(), list[int]()
+async def test_checksums_are_compared_once_the_copy_threads_have_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_threads, compared = GivenCopyThreads(), list[int]()
 
     def digest(side: PlanSide, address: int, first: int, stop: int) -> int:
         compared.append(digest_of(side, address, first, stop))
         return compared[-1]
 
     monkeypatch.setattr(local, "digest_of", digest)
-    async with with_crew(crew) as site:
+    async with with_copy_threads(copy_threads) as site:
         site.start(site.op(1, 1, 8)._replace(checksums=True))
         assert await site.reported(1) == [(1, None)]
         assert site.arrived(1, 8)
-        assert (len(crew.given), len(compared)) == (1, 2)
+        assert (len(copy_threads.given), len(compared)) == (1, 2)
 
 
-async def test_a_crew_has_no_more_than_two_lists_of_an_op_and_so_many_rows_of_all(
+async def test_copy_threads_have_no_more_than_two_lists_of_an_op_and_so_many_rows_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(local, "LIST_ROWS", 4)
     monkeypatch.setattr(local, "GIVEN_ROWS", 12)
-    crew = GivenCrew()
-    async with with_crew(crew) as site:
-        crew.gate.shut()
+    copy_threads = GivenCopyThreads()
+    async with with_copy_threads(copy_threads) as site:
+        copy_threads.gate.shut()
         site.start(site.op(0, 1, 40))
-        assert crew.given == [4, 4]
+        assert copy_threads.given == [4, 4]
         for number in range(1, 4):
             site.start(site.op(number, 33 + 8 * number, 4))
-        assert crew.given == [4, 4, 4], "three times four rows are all that it may have"
-        crew.gate.open()
+        assert copy_threads.given == [4, 4, 4], "three times four rows are all that it may have"
+        copy_threads.gate.open()
         reports = await site.reported(4)
         assert sorted(reports) == [(number, None) for number in range(4)]
         assert reports[-1][0] == 0, "ops take turns"
-        assert {*crew.given} == {4}
-        assert sum(crew.given) == (40 + 3 * 4) * len(site.source.manifest.entries)
+        assert {*copy_threads.given} == {4}
+        assert sum(copy_threads.given) == (40 + 3 * 4) * len(site.source.manifest.entries)
         assert site.arrived(1, 40)
         assert all(site.arrived(33 + 8 * number, 4) for number in range(1, 4))
 
@@ -688,66 +692,66 @@ async def test_lists_are_short_where_others_copy_and_pages_in_a_row_are_cut(monk
     monkeypatch.setattr(local, "LIST_BYTES", 8 * PAGE_BYTES)
     monkeypatch.setattr(local, "CHUNK_BYTES", 2 * PAGE_BYTES)
     monkeypatch.setattr(local, "MAX_BLOCK_BYTES", PAGE_BYTES)
-    crew = GivenCrew()
-    async with with_crew(crew) as site:
+    copy_threads = GivenCopyThreads()
+    async with with_copy_threads(copy_threads) as site:
         ids = np.arange(1, 33)
         site.harness.fill(site.source, ids)
         plan = make_plan(pair_entries(site.source.manifest.entries, site.destination.manifest.entries), ids, ids)
         assert len(plan.runs.pages) == 1
-        crew.gate.shut()
+        copy_threads.gate.shut()
         site.start(StartOp(1, site.source, site.destination, (plan,)))
         site.start(StartOp(2, site.source, site.destination, (plan,)))
-        crew.gate.open()
+        copy_threads.gate.open()
         assert sorted(await site.reported(2)) == [(1, None), (2, None)]
-        assert max(crew.given_bytes[:2]) == 8 * PAGE_BYTES
-        assert max(crew.given_bytes[2:4]) <= 2 * 2 * PAGE_BYTES, "of two threads"
-        assert sum(crew.given_bytes) == 2 * plan.total_bytes
+        assert max(copy_threads.given_bytes[:2]) == 8 * PAGE_BYTES
+        assert max(copy_threads.given_bytes[2:4]) <= 2 * 2 * PAGE_BYTES, "of two threads"
+        assert sum(copy_threads.given_bytes) == 2 * plan.total_bytes
         assert site.harness.content(site.source, ids) == site.harness.content(site.destination, ids)
 
 
 async def test_very_many_short_copies_are_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = GivenCrew()
-    async with with_crew_for_long_rows(crew) as site:
+    copy_threads = GivenCopyThreads()
+    async with with_copy_threads_for_long_rows(copy_threads) as site:
         entries = site.source.manifest.entries
         rows = 8 * len(entries)
         monkeypatch.setattr(local, "LIST_ROWS", rows - 1)
         site.start(site.op(1, 1, 8))
         assert await site.reported(1) == [(1, None)]
         assert site.arrived(1, 8)
-        assert crew.given == []
+        assert copy_threads.given == []
         monkeypatch.setattr(local, "LIST_ROWS", rows)
         site.start(site.op(2, 9, 8))
         assert (await site.reported(2))[1] == (2, None)
-        assert crew.given == [rows]
+        assert copy_threads.given == [rows]
         monkeypatch.setattr(local, "LIST_ROWS", 4)
         monkeypatch.setattr(local, "SHORT_ROW_BYTES", min(entry.page_bytes for entry in entries))
         site.start(site.op(3, 17, 8))
         assert (await site.reported(3))[2] == (3, None)
-        assert crew.given == [rows, *[4] * (rows // 4)]
+        assert copy_threads.given == [rows, *[4] * (rows // 4)]
 
 
 @pytest.mark.parametrize("list_rows", [5, 4096])
 async def test_slices_are_given_a_page_a_row(monkeypatch: pytest.MonkeyPatch, list_rows: int) -> None:
     monkeypatch.setattr(local, "LIST_ROWS", list_rows)
-    crew = GivenCrew()
-    async with with_crew(crew) as site:
+    copy_threads = GivenCopyThreads()
+    async with with_copy_threads(copy_threads) as site:
         source = site.harness.pool("sliced source", heads_of(0, 8), pages=33)
         destination = site.harness.pool("sliced destination", heads_of(7, 1), pages=33)
         ids = np.arange(1, 33)
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
         site.start(StartOp(1, source, destination, (plan.of(~plan.sliced), plan.of(plan.sliced))))
         assert await site.reported(1) == [(1, None)]
-        assert max(crew.given) == min(list_rows, 2 * 32)
-        assert sum(crew.given) == 1 + 2 * 32, "whole pages in a row are one"
+        assert max(copy_threads.given) == min(list_rows, 2 * 32)
+        assert sum(copy_threads.given) == 1 + 2 * 32, "whole pages in a row are one"
 
 
-async def test_an_op_that_the_crew_has_not_begun_is_stopped_at_once() -> None:
-    crew = GivenCrew()
-    async with with_crew(crew) as site:
-        crew.gate.shut()
+async def test_an_op_that_the_copy_threads_have_not_begun_is_stopped_at_once() -> None:
+    copy_threads = GivenCopyThreads()
+    async with with_copy_threads(copy_threads) as site:
+        copy_threads.gate.shut()
         for number in range(3):
             site.start(site.op(number, 1 + 8 * number, 8))
-        await crew.stands()
+        await copy_threads.stands()
         site.transport.stop(1)
         site.transport.stop(1)
         [(number, error)] = await site.reported(1)
@@ -756,7 +760,7 @@ async def test_an_op_that_the_crew_has_not_begun_is_stopped_at_once() -> None:
         site.transport.stop(0)
         await let_scheduled_callbacks_run()
         assert len(site.reports) == 1, "a thread is at it"
-        crew.gate.open()
+        copy_threads.gate.open()
         reports = dict(await site.reported(3))
         assert (type(reports[0]), reports[2]) == (CancelledError, None)
         assert len(site.reports) == 3
@@ -766,33 +770,33 @@ async def test_an_op_that_the_crew_has_not_begun_is_stopped_at_once() -> None:
 async def test_an_op_is_stopped_while_it_waits(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
     monkeypatch.setattr(local, "LIST_ROWS", 4)
     monkeypatch.setattr(local, "GIVEN_ROWS", 4 if waits == "for its first list" else 8)
-    crew = GivenCrew()
-    async with with_crew(crew) as site:
-        crew.gate.shut()
+    copy_threads = GivenCopyThreads()
+    async with with_copy_threads(copy_threads) as site:
+        copy_threads.gate.shut()
         site.start(site.op(0, 1, 2 if waits == "for its first list" else 16))
         site.start(site.op(1, 33, 16))
-        await crew.stands()
+        await copy_threads.stands()
         site.transport.stop(1)
         [(number, error)] = await site.reported(1)
         assert (number, type(error)) == (1, CancelledError)
         site.transport.stop(0)
-        crew.gate.open()
+        copy_threads.gate.open()
         assert len(await site.reported(2)) == 2
-        given = len(crew.given)
+        given = len(copy_threads.given)
         site.start(site.op(2, 1, 16))
         assert (await site.reported(3))[2] == (2, None)
-        assert sum(crew.given[given:]) == 16 * len(site.source.manifest.entries), "nothing is left of the two"
+        assert sum(copy_threads.given[given:]) == 16 * len(site.source.manifest.entries), "nothing is left of the two"
         assert site.arrived(1, 16)
         assert not site.arrived(33, 16)
 
 
 @pytest.mark.parametrize("failing", [1, 3])
-async def test_what_the_crew_cannot_be_given_fails_and_nothing_else_does(
+async def test_what_the_copy_threads_cannot_be_given_fails_and_nothing_else_does(
     monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """Of the first list or a later one; what it was given before ends first."""
     monkeypatch.setattr(local, "LIST_ROWS", 4)
-    crew, split_blocks = GivenCrew(), local.split_blocks  # type: ignore[attr-defined]
+    copy_threads, split_blocks = GivenCopyThreads(), local.split_blocks  # type: ignore[attr-defined]
 
     def fail(blocks: Blocks, max_bytes: int) -> Blocks:
         nonlocal failing
@@ -801,7 +805,7 @@ async def test_what_the_crew_cannot_be_given_fails_and_nothing_else_does(
             raise MemoryError
         return split_blocks(blocks, max_bytes)
 
-    async with with_crew(crew) as site:
+    async with with_copy_threads(copy_threads) as site:
         monkeypatch.setattr(local, "split_blocks", fail)
         monkeypatch.setattr(local, "GIVEN_ROWS", 8)
         with capture_logs() as logs:
@@ -815,37 +819,39 @@ async def test_what_the_crew_cannot_be_given_fails_and_nothing_else_does(
         assert site.arrived(1, 8)
 
 
-async def test_close_waits_for_what_the_crew_is_at_and_nothing_more_is_copied_or_reported(
+async def test_close_waits_for_what_the_copy_threads_are_at_and_nothing_more_is_copied_or_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(local, "LIST_ROWS", 4)
     monkeypatch.setattr(local, "SHORT_ROW_BYTES", 0)
-    crew = GivenCrew()
-    site = Site(best_copy(), chunk_bytes=ONE_CHUNK, crew=crew)
-    crew.gate.shut()
+    copy_threads = GivenCopyThreads()
+    site = Site(best_copy(), chunk_bytes=ONE_CHUNK, copy_threads=copy_threads)
+    copy_threads.gate.shut()
     for number in range(3):
         site.start(site.op(number, 1 + 8 * number, 8))
-    given = len(crew.given)
-    await crew.stands()
+    given = len(copy_threads.given)
+    await copy_threads.stands()
     loop = asyncio.get_running_loop()
     closed = loop.run_in_executor(None, site.transport.close)
     done, _ = await asyncio.wait({closed}, timeout=0.05)
     assert not done, "a copy is under way"
-    crew.gate.open()
+    copy_threads.gate.open()
     await closed
     site.start(site.op(3, 33, 8))
     await let_scheduled_callbacks_run()
-    crew.submit(np.zeros((1, 3), np.uint64), 1, crew)  # behind all that it was given
-    assert select.select([crew], [], [], WAIT_S)[0]
-    assert crew.take_ended() == [crew], "of what was withdrawn nothing is left that keeps the transport alive"
+    copy_threads.submit(np.zeros((1, 3), np.uint64), 1, copy_threads)  # behind all that it was given
+    assert select.select([copy_threads], [], [], WAIT_S)[0]
+    assert copy_threads.take_ended() == [copy_threads], (
+        "of what was withdrawn nothing is left that keeps the transport alive"
+    )
     assert site.reports == []
-    assert len(crew.given) == given + 1
+    assert len(copy_threads.given) == given + 1
     assert not any(site.arrived(first, 1) for first in (9, 17, 33))
-    assert not loop.remove_reader(crew.fileno())
+    assert not loop.remove_reader(copy_threads.fileno())
 
 
-async def test_all_threads_compare_checksums_though_a_crew_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No crew shares what is hashed as a whole."""
+async def test_all_threads_compare_checksums_though_copy_threads_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy threads share what is hashed as a whole."""
     together, began = threading.Barrier(2), threading.local()
 
     def digest(side: PlanSide, address: int, first: int, stop: int) -> int:
@@ -856,7 +862,7 @@ async def test_all_threads_compare_checksums_though_a_crew_copies(monkeypatch: p
 
     monkeypatch.setattr(local, "digest_of", digest)
     monkeypatch.setattr(thread_count.ThreadCount, "best", lambda *_: 1)
-    async with closing(Site(copy_kernel.copy, chunk_bytes=8 * ONE_BLOCK, crew=GivenCrew())) as site:
+    async with closing(Site(copy_kernel.copy, chunk_bytes=8 * ONE_BLOCK, copy_threads=GivenCopyThreads())) as site:
         site.start(site.op(1, 1, 32)._replace(checksums=True))
         assert await site.reported(1) == [(1, None)]
         assert site.arrived(1, 32)

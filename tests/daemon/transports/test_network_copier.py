@@ -1,4 +1,4 @@
-"""The copies of transfers between hosts: by a crew and by threads, with digests."""
+"""The copies of transfers between hosts: by copy threads and by threads, with digests."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def threads() -> Threads:
     return Threads()
 
 
-@pytest.fixture(params=["a crew", "threads"])
+@pytest.fixture(params=["copy threads", "threads"])
 async def copier(
     request: pytest.FixtureRequest, threads: Threads, require: Callable[[object, str], None]
 ) -> AsyncIterator[NetworkCopier]:
-    crew = copy_kernel.new_crew(2, b"") if request.param == "a crew" else None
-    require(crew is not None or request.param == "threads", "the native copy kernel")
-    made = NetworkCopier(threads, crew)
+    copy_threads = copy_kernel.new_copy_threads(2, b"") if request.param == "copy threads" else None
+    require(copy_threads is not None or request.param == "threads", "the native copy kernel")
+    made = NetworkCopier(threads, copy_threads)
     assert request.param.split()[-1] in repr(made)
     yield made
     with ThreadPoolExecutor(1) as waiter:
@@ -111,11 +111,11 @@ async def test_what_is_listed_in_very_many_rows_is_for_threads(copier: NetworkCo
 
     copier.copy(MOST_ROWS, lister, ends.of(0))
     await ends.wait(1)
-    by_crew = "crew" in repr(copier)
+    by_copy_threads = "copy threads" in repr(copier)
     copier.copy(MOST_ROWS + 1, lister, ends.of(1))
     await ends.wait(2)
-    assert [one == loop_thread for one in listers] == [by_crew, False]
-    assert threads.given == (1 if by_crew else 2)
+    assert [one == loop_thread for one in listers] == [by_copy_threads, False]
+    assert threads.given == (1 if by_copy_threads else 2)
 
 
 async def test_what_fails_on_a_thread_is_reported(copier: NetworkCopier) -> None:

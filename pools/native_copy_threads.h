@@ -1,10 +1,10 @@
 /* Threads that make the copies of others, and never need Python's lock: so they may run when nobody else wants to, without
    anybody who waits for that lock waiting for them. Several share a large call: each takes some blocks of it at a time. For
    a call's end a thread waits, or it is submitted: then a descriptor tells of it. Who submits, or is told, never waits, not
-   even for one that has the crew's lock: it may run far more urgently than they do. */
+   even for one that has their lock: it may run far more urgently than they do. */
 
-#ifndef KVFERRY_NATIVE_CREW_H
-#define KVFERRY_NATIVE_CREW_H
+#ifndef KVFERRY_NATIVE_COPY_THREADS_H
+#define KVFERRY_NATIVE_COPY_THREADS_H
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -22,7 +22,7 @@
 
 enum {
     SHARE = SHARE_BYTES, /* bytes that a thread takes at a time: what one does more than the others at the end */
-    MOST_IN_CREW = 64,
+    MOST_COPY_THREADS = 64,
     NICE_AT = 16 /* in struct sched_attr */
 };
 
@@ -56,10 +56,10 @@ typedef struct {
     unsigned submitted;   /* and not ended */
     int tells;            /* an eventfd */
     char scheduling[64]; /* struct sched_attr of its threads, which begins with its size; 0: as whoever makes it */
-} Crew;
+} CopyThreads;
 
 typedef struct Member {
-    Crew *crew;
+    CopyThreads *copy_threads;
     void *hash; /* NULL where no library has one */
     pthread_t thread;
     pid_t id;
@@ -108,23 +108,23 @@ static void do_part(Call *call, Part part, void *own_hash) {
 }
 
 /* Returns where the task with work left is that the fewest are at; the first of several. */
-static Task **task_to_do(Crew *crew) {
+static Task **task_to_do(CopyThreads *copy_threads) {
     Task **found = NULL;
-    for (Task **at = &crew->first; *at && !(found && !(*found)->at_it); at = &(*at)->next)
+    for (Task **at = &copy_threads->first; *at && !(found && !(*found)->at_it); at = &(*at)->next)
         if ((*at)->at_it < (*at)->wanted && (!found || (*at)->at_it < (*found)->at_it)) found = at;
     return found;
 }
 
-static void append(Crew *crew, Task *task) {
+static void append(CopyThreads *copy_threads, Task *task) {
     task->next = NULL;
-    *crew->end = task;
-    crew->end = &task->next;
+    *copy_threads->end = task;
+    copy_threads->end = &task->next;
 }
 
-static Task *take_out(Crew *crew, Task **at) {
+static Task *take_out(CopyThreads *copy_threads, Task **at) {
     Task *task = *at;
     *at = task->next;
-    if (crew->end == &task->next) crew->end = at;
+    if (copy_threads->end == &task->next) copy_threads->end = at;
     return task;
 }
 
@@ -136,38 +136,39 @@ static void push(Task **tasks, Task *task) {
 static Task *take_all(Task **tasks) { return __atomic_exchange_n(tasks, NULL, __ATOMIC_ACQUIRE); }
 
 /* Appends what was given since the last time, in that order. Needs the lock. */
-static void take_given(Crew *crew) {
+static void take_given(CopyThreads *copy_threads) {
     Task *earliest = NULL;
-    for (Task *task = take_all(&crew->given), *next; task; task = next) next = task->next, task->next = earliest, earliest = task;
-    for (Task *task = earliest, *next; task; task = next) next = task->next, append(crew, task);
+    for (Task *task = take_all(&copy_threads->given), *next; task; task = next)
+        next = task->next, task->next = earliest, earliest = task;
+    for (Task *task = earliest, *next; task; task = next) next = task->next, append(copy_threads, task);
 }
 
 /* Wakes one thread, or all, for what was given. */
-static void wake(Crew *crew, int all) {
-    __atomic_add_fetch(&crew->news, 1, __ATOMIC_SEQ_CST);
-    syscall(SYS_futex, &crew->news, FUTEX_WAKE_PRIVATE, all ? INT_MAX : 1, NULL, NULL, 0);
+static void wake(CopyThreads *copy_threads, int all) {
+    __atomic_add_fetch(&copy_threads->news, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, &copy_threads->news, FUTEX_WAKE_PRIVATE, all ? INT_MAX : 1, NULL, NULL, 0);
 }
 
-static void tell(Crew *crew, Task *task) {
-    push(&crew->ended, task);
-    eventfd_write(crew->tells, 1);
+static void tell(CopyThreads *copy_threads, Task *task) {
+    push(&copy_threads->ended, task);
+    eventfd_write(copy_threads->tells, 1);
 }
 
 /* Tells whoever waits that no byte of a task moves any more; it may be gone then. Needs the lock. */
-static void end_task(Crew *crew, Task *task) {
+static void end_task(CopyThreads *copy_threads, Task *task) {
     task->done = 1;
     if (task->token) {
-        tell(crew, task);
-        __atomic_sub_fetch(&crew->submitted, 1, __ATOMIC_SEQ_CST);
+        tell(copy_threads, task);
+        __atomic_sub_fetch(&copy_threads->submitted, 1, __ATOMIC_SEQ_CST);
     }
-    pthread_cond_broadcast(&crew->done);
+    pthread_cond_broadcast(&copy_threads->done);
 }
 
 /* Returns the thread of another member that is at work on the same processor, and waits for that, as this one runs; 0: of
    none. */
-static pid_t waiting_beside(Crew *crew, const Member *self) {
-    for (unsigned one = 0; self->processor >= 0 && one < crew->count; one++) {
-        Member *other = &crew->members[one];
+static pid_t waiting_beside(CopyThreads *copy_threads, const Member *self) {
+    for (unsigned one = 0; self->processor >= 0 && one < copy_threads->count; one++) {
+        Member *other = &copy_threads->members[one];
         if (other == self || other->processor != self->processor) continue;
         other->processor = -1; /* until its next part */
         return other->id;
@@ -202,47 +203,47 @@ static void move_from(int processor, pid_t thread) {
 }
 
 /* Does the next part of a task. Needs the lock, and is without it meanwhile. Of two processors that were busy of late, the
-   kernel often gives one to all that wake up, without a look at whether the other one is idle, and leaves them there for some
-   milliseconds, as long as a copy takes; of more, it finds an idle one. */
-static void work_at(Crew *crew, Task **at, Member *self) {
-    Task *task = take_out(crew, at);
+   kernel often gives one to all that wake up, without a look at whether the other one is idle, and leaves them there for
+   some milliseconds, as long as a copy takes; of more, it finds an idle one. */
+static void work_at(CopyThreads *copy_threads, Task **at, Member *self) {
+    Task *task = take_out(copy_threads, at);
     Part part = take_part(task);
     task->at_it++;
-    if (!is_begun(task)) append(crew, task); /* the others first, next time */
+    if (!is_begun(task)) append(copy_threads, task); /* the others first, next time */
     int processor = self->processor = sched_getcpu();
-    pid_t waiting = waiting_beside(crew, self);
-    pthread_mutex_unlock(&crew->lock);
+    pid_t waiting = waiting_beside(copy_threads, self);
+    pthread_mutex_unlock(&copy_threads->lock);
     if (waiting) move_from(processor, waiting);
     do_part(task->call, part, self->hash);
-    pthread_mutex_lock(&crew->lock);
+    pthread_mutex_lock(&copy_threads->lock);
     self->processor = -1;
-    if (!--task->at_it && is_begun(task)) end_task(crew, task);
+    if (!--task->at_it && is_begun(task)) end_task(copy_threads, task);
 }
 
-static void *work_in_crew(void *argument) {
+static void *work_as_copy_thread(void *argument) {
     Member *self = argument;
-    Crew *crew = self->crew;
-    if (*crew->scheduling && syscall(SYS_sched_setattr, 0, crew->scheduling, 0)) { /* it may not: be as nice at least */
+    CopyThreads *copy_threads = self->copy_threads;
+    if (*copy_threads->scheduling && syscall(SYS_sched_setattr, 0, copy_threads->scheduling, 0)) { /* be as nice at least */
         int32_t nice;
-        memcpy(&nice, crew->scheduling + NICE_AT, sizeof nice);
+        memcpy(&nice, copy_threads->scheduling + NICE_AT, sizeof nice);
         setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), nice);
     }
-    pthread_mutex_lock(&crew->lock);
+    pthread_mutex_lock(&copy_threads->lock);
     self->id = (pid_t)syscall(SYS_gettid);
-    while (!crew->closing) {
-        uint32_t seen = __atomic_load_n(&crew->news, __ATOMIC_SEQ_CST);
-        take_given(crew);
-        Task **at = task_to_do(crew);
+    while (!copy_threads->closing) {
+        uint32_t seen = __atomic_load_n(&copy_threads->news, __ATOMIC_SEQ_CST);
+        take_given(copy_threads);
+        Task **at = task_to_do(copy_threads);
         if (at) {
             giving_way = (*at)->giving_way;
-            work_at(crew, at, self);
+            work_at(copy_threads, at, self);
         } else {
-            pthread_mutex_unlock(&crew->lock);
-            syscall(SYS_futex, &crew->news, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
-            pthread_mutex_lock(&crew->lock);
+            pthread_mutex_unlock(&copy_threads->lock);
+            syscall(SYS_futex, &copy_threads->news, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+            pthread_mutex_lock(&copy_threads->lock);
         }
     }
-    pthread_mutex_unlock(&crew->lock);
+    pthread_mutex_unlock(&copy_threads->lock);
     return NULL;
 }
 
@@ -254,103 +255,106 @@ static Task task_of(Call *call, unsigned wanted) {
     return task;
 }
 
-/* Lets `wanted` threads of a crew make a call, and waits for its end. A caller does not copy beside them: the one that it
+/* Lets `wanted` copy threads make a call, and waits for its end. A caller does not copy beside them: the one that it
    has just woken would often wait for its processor, with another one idle. Does not need the interpreter's lock. */
-static void do_by_crew(Crew *crew, Call *call, unsigned wanted) {
+static void do_by_copy_threads(CopyThreads *copy_threads, Call *call, unsigned wanted) {
     Task task = task_of(call, wanted);
-    if (!task.stop_row || crew->process != getpid()) {
+    if (!task.stop_row || copy_threads->process != getpid()) {
         do_call(call);
         return;
     }
-    pthread_mutex_lock(&crew->lock);
-    append(crew, &task);
-    wake(crew, wanted > 1);
-    while (!task.done) pthread_cond_wait(&crew->done, &crew->lock);
-    pthread_mutex_unlock(&crew->lock);
+    pthread_mutex_lock(&copy_threads->lock);
+    append(copy_threads, &task);
+    wake(copy_threads, wanted > 1);
+    while (!task.done) pthread_cond_wait(&copy_threads->done, &copy_threads->lock);
+    pthread_mutex_unlock(&copy_threads->lock);
 }
 
-/* Lets `wanted` threads of a crew of this process make a call, and does not wait; `take_ended` returns the task. What has no
+/* Lets `wanted` copy threads of this process make a call, and does not wait; `take_ended` returns the task. What has no
    part for them (nothing to copy, or nothing before the first end that is hashed) is made here. */
-static void submit(Crew *crew, Task *task, Call *call, unsigned wanted, void *token) {
+static void submit(CopyThreads *copy_threads, Task *task, Call *call, unsigned wanted, void *token) {
     *task = task_of(call, wanted);
     task->token = token;
     if (!task->stop_row) {
         do_call(call);
-        tell(crew, task);
+        tell(copy_threads, task);
         return;
     }
-    __atomic_add_fetch(&crew->submitted, 1, __ATOMIC_SEQ_CST);
-    push(&crew->given, task);
-    wake(crew, wanted > 1);
+    __atomic_add_fetch(&copy_threads->submitted, 1, __ATOMIC_SEQ_CST);
+    push(&copy_threads->given, task);
+    wake(copy_threads, wanted > 1);
 }
 
 /* Returns those submitted that have ended since the last time, as a list. Of none, too, if the last time was early. */
-static Task *take_ended(Crew *crew) {
+static Task *take_ended(CopyThreads *copy_threads) {
     eventfd_t count;
-    eventfd_read(crew->tells, &count);
-    return take_all(&crew->ended);
+    eventfd_read(copy_threads->tells, &count);
+    return take_all(&copy_threads->ended);
 }
 
 /* Ends what was submitted with a token, once the parts under way have ended; NULL: all, and waits for that. */
-static void withdraw(Crew *crew, const void *token) {
-    pthread_mutex_lock(&crew->lock);
-    take_given(crew);
-    for (Task **at = &crew->first; *at;) {
+static void withdraw(CopyThreads *copy_threads, const void *token) {
+    pthread_mutex_lock(&copy_threads->lock);
+    take_given(copy_threads);
+    for (Task **at = &copy_threads->first; *at;) {
         if (!(*at)->token || (token && (*at)->token != token)) {
             at = &(*at)->next;
             continue;
         }
-        Task *task = take_out(crew, at);
+        Task *task = take_out(copy_threads, at);
         task->next_row = task->stop_row;
-        if (!task->at_it) end_task(crew, task);
+        if (!task->at_it) end_task(copy_threads, task);
     }
-    while (!token && __atomic_load_n(&crew->submitted, __ATOMIC_SEQ_CST)) pthread_cond_wait(&crew->done, &crew->lock);
-    pthread_mutex_unlock(&crew->lock);
+    while (!token && __atomic_load_n(&copy_threads->submitted, __ATOMIC_SEQ_CST))
+        pthread_cond_wait(&copy_threads->done, &copy_threads->lock);
+    pthread_mutex_unlock(&copy_threads->lock);
 }
 
-/* Ends the threads of a crew for which nobody waits, and frees it. */
-static void free_crew(Crew *crew) {
-    if (crew->tells >= 0) close(crew->tells);
-    if (crew->process != getpid()) return;
-    pthread_mutex_lock(&crew->lock);
-    crew->closing = 1;
-    pthread_mutex_unlock(&crew->lock);
-    wake(crew, 1);
-    for (unsigned one = 0; one < crew->count; one++) {
-        pthread_join(crew->members[one].thread, NULL);
-        if (crew->members[one].hash) hash.free(crew->members[one].hash);
+/* Ends copy threads for which nobody waits, and frees their state. */
+static void free_copy_threads(CopyThreads *copy_threads) {
+    if (copy_threads->tells >= 0) close(copy_threads->tells);
+    if (copy_threads->process != getpid()) return;
+    pthread_mutex_lock(&copy_threads->lock);
+    copy_threads->closing = 1;
+    pthread_mutex_unlock(&copy_threads->lock);
+    wake(copy_threads, 1);
+    for (unsigned one = 0; one < copy_threads->count; one++) {
+        pthread_join(copy_threads->members[one].thread, NULL);
+        if (copy_threads->members[one].hash) hash.free(copy_threads->members[one].hash);
     }
-    pthread_cond_destroy(&crew->done), pthread_mutex_destroy(&crew->lock);
-    free(crew->members), free(crew);
+    pthread_cond_destroy(&copy_threads->done), pthread_mutex_destroy(&copy_threads->lock);
+    free(copy_threads->members), free(copy_threads);
 }
 
-static int add_member(Crew *crew) {
-    Member *member = &crew->members[crew->count];
-    member->crew = crew;
+static int add_member(CopyThreads *copy_threads) {
+    Member *member = &copy_threads->members[copy_threads->count];
+    member->copy_threads = copy_threads;
     member->processor = -1;
     if (hash.create) {
         member->hash = hash.create();
         if (!member->hash) return 0;
         hash.reset(member->hash);
     }
-    if (!pthread_create(&member->thread, NULL, work_in_crew, member)) return 1;
+    if (!pthread_create(&member->thread, NULL, work_as_copy_thread, member)) return 1;
     if (member->hash) hash.free(member->hash);
     return 0;
 }
 
-/* Returns a crew of so many threads; NULL where there is no memory, or no thread. See `Crew`. */
-static Crew *new_crew(unsigned count, const char *scheduling, size_t bytes) {
-    Crew *crew = calloc(1, sizeof *crew);
-    if (!crew) return NULL;
-    crew->end = &crew->first;
-    crew->tells = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    crew->process = getpid();
-    memcpy(crew->scheduling, scheduling, bytes < sizeof crew->scheduling ? bytes : sizeof crew->scheduling);
-    pthread_mutex_init(&crew->lock, NULL), pthread_cond_init(&crew->done, NULL);
-    crew->members = calloc(count, sizeof *crew->members);
-    while (crew->tells >= 0 && crew->members && crew->count < count && add_member(crew)) crew->count++;
-    if (crew->count == count) return crew;
-    free_crew(crew);
+/* Returns so many copy threads; NULL where there is no memory, or no thread. See `CopyThreads`. */
+static CopyThreads *new_copy_threads(unsigned count, const char *scheduling, size_t bytes) {
+    CopyThreads *copy_threads = calloc(1, sizeof *copy_threads);
+    if (!copy_threads) return NULL;
+    copy_threads->end = &copy_threads->first;
+    copy_threads->tells = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    copy_threads->process = getpid();
+    size_t most = sizeof copy_threads->scheduling;
+    memcpy(copy_threads->scheduling, scheduling, bytes < most ? bytes : most);
+    pthread_mutex_init(&copy_threads->lock, NULL), pthread_cond_init(&copy_threads->done, NULL);
+    copy_threads->members = calloc(count, sizeof *copy_threads->members);
+    while (copy_threads->tells >= 0 && copy_threads->members && copy_threads->count < count && add_member(copy_threads))
+        copy_threads->count++;
+    if (copy_threads->count == count) return copy_threads;
+    free_copy_threads(copy_threads);
     return NULL;
 }
 
