@@ -97,7 +97,7 @@ class Blocks:
         manifest = pair.source.pool.manifest
         layout = BlockLayout(manifest, manifest.components[0].space)
         with HostRegion.create("blocks", pair.count * layout.block_bytes) as memory:
-            memory.view()[:] = 0  # there when ways to copy are tried: the first access to memory takes longer than any
+            memory.view()[:] = 0  # there when kernel variants are tried: a first access takes longer than any
             blocks = cls(pair, layout, memory, checksums=checksums)
             blocks.offload()
             yield blocks

@@ -53,7 +53,7 @@ LIBRARIES: Final = ("libxxhash.so.0", str(getattr(getattr(xxhash, "_xxhash", Non
 
 
 class Kernel(Protocol):
-    """One of the two ways."""
+    """One of the two kernels."""
 
     def copy(self, copies: Copies) -> None:
         """Copy, in any order. Releases the GIL where it takes more than a few microseconds.
@@ -265,11 +265,11 @@ def _rows(copies: Copies) -> list[tuple[int, int, int]]:
 
 
 class Description(NamedTuple):
-    """Which way pages are copied.
+    """How pages are copied.
 
     Attributes:
         stores: the widest of its stores, ``avx512``, ``avx2``, ``sse2``, ``stnp`` or ``memcpy``; ``python`` without it.
-            Which way is taken with them, or whether memcpy is faster, large calls find out while they copy.
+            Which kernel variant is taken with them, or whether memcpy is faster, large calls find out while they copy.
         hash_from: where checksums are computed: the path of a library, or ``xxhash``, the package.
         why_not: why the C module does not copy; empty if it does.
     """
@@ -296,7 +296,7 @@ def check_switch() -> None:
 
 
 def _choose() -> tuple[Kernel, Description, CopyThreadsKernel | None]:
-    """Return the best way here; and what has copy threads, if anything does."""
+    """Return the best kernel here; and what has copy threads, if anything does."""
     if os.environ.get(SWITCH) == "python":
         return PythonKernel(), Description("python", "xxhash", f"it is switched off by {SWITCH}=python"), None
     try:
@@ -307,8 +307,8 @@ def _choose() -> tuple[Kernel, Description, CopyThreadsKernel | None]:
         return PythonKernel(), Description("python", "xxhash", "it is that of an older kvferry"), None
     found = next((path for path in LIBRARIES if path and native.load_hash(path)), None)
     if found is None:
-        return SecondPassKernel(native), Description(native.ways()[0], "xxhash"), native
-    return native, Description(native.ways()[0], found), native
+        return SecondPassKernel(native), Description(native.variants()[0], "xxhash"), native
+    return native, Description(native.variants()[0], found), native
 
 
 _KERNEL, DESCRIPTION, _COPY_THREADS = _choose()

@@ -4,10 +4,11 @@
    is going to replace; a streaming store does not, which saves a third of the traffic. memcpy streams only from many
    megabytes a call on, which a page never has. So blocks are copied here: with streaming stores where a call moves much,
    with lines fetched early across the blocks' borders, since processors fetch ahead within 4 KiB only, and in one place
-   or in two at a time; what is short, and rows, in loops of their own. Copies are made in any order. The checksum, XXH3-64, is libxxhash's, and takes each 8 KiB while they are in the first-level cache.
+   or in two at a time; what is short, and rows, in loops of their own. Copies are made in any order. The checksum, XXH3-64,
+   is libxxhash's, and takes each 8 KiB while they are in the first-level cache.
 
-   Which of these ways is the fastest depends on the processor and on the memory: what is 1.8 of memcpy on one is 0.5 on
-   another. So the first large call tries each way a few times, and the later ones take the best.
+   Which of these kernel variants is the fastest depends on the processor and on the memory: what is 1.8 of memcpy on one is
+   0.5 on another. So the first large call tries each kernel variant a few times, and the later ones take the best.
 
    Knows nothing of Python: native_kernel.c is the module around it. */
 
@@ -49,7 +50,7 @@ enum {
     LARGE = 64 << 10,        /* or than this */
     SHORT = 128,             /* shorter rows are left to memcpy */
     JOINED = 1 << 20,        /* blocks that adjoin become one, up to this */
-    PIECE = PIECE_BYTES,     /* of a call, tried in one way */
+    PIECE = PIECE_BYTES,     /* of a call, tried by one kernel variant */
     STREAMED = STREAMED_BYTES, /* less than this in a call may stay in the caches: somebody reads it soon */
     UNLOCKED = 64 << 10      /* from here on a caller lets others run: less takes some microseconds */
 };
@@ -258,7 +259,7 @@ typedef struct {
     CopyRows rows;      /* of whole, aligned lines; with `two`, of two blocks at a time */
     CopyShort shorts;   /* the same for blocks of one row */
     const char *needs;  /* of the processor; NULL: all have it */
-} Way;
+} Variant;
 
 #define ONE(NAME, IN, TWO, NEEDS) {NAME, lines_##IN, TWO, rows_##IN, short_##IN, NEEDS}
 #define BOTH(NAME, NEEDS)                                                                \
@@ -267,7 +268,7 @@ typedef struct {
     ONE(#NAME " past the cache", NAME##_past, NULL, NEEDS),                              \
     ONE(#NAME " in two places past the cache", NAME##_past, two_##NAME##_past, NEEDS)
 
-static const Way WAYS[] = {
+static const Variant VARIANTS[] = {
 #if defined(__x86_64__)
     BOTH(avx512, "avx512f"),
     BOTH(avx2, "avx2"),
@@ -277,21 +278,21 @@ static const Way WAYS[] = {
 #endif
     {"memcpy", NULL, NULL, NULL, NULL, NULL},
 };
-enum { WAY_COUNT = sizeof WAYS / sizeof *WAYS };
+enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
 
-static int is_supported(const Way *way) {
+static int is_supported(const Variant *variant) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (way->needs && !strcmp(way->needs, "avx512f")) return __builtin_cpu_supports("avx512f");
-    if (way->needs && !strcmp(way->needs, "avx2")) return __builtin_cpu_supports("avx2");
+    if (variant->needs && !strcmp(variant->needs, "avx512f")) return __builtin_cpu_supports("avx512f");
+    if (variant->needs && !strcmp(variant->needs, "avx2")) return __builtin_cpu_supports("avx2");
 #endif
-    (void)way;
+    (void)variant;
     return 1;
 }
 
 /* Copies one span with streaming stores; the ends, which share a line with others' bytes, with plain ones. Fetched is what
    comes `distance` later: of this span, then of `next`, which is copied after it (NULL: not known). */
-static void stream(const Way *way, Span span, size_t distance, const char *next) {
+static void stream(const Variant *variant, Span span, size_t distance, const char *next) {
     size_t head = -(uintptr_t)span.to & (LINE - 1);
     if (span.bytes < head + LINE) {
         memcpy(span.to, span.from, span.bytes);
@@ -301,33 +302,33 @@ static void stream(const Way *way, Span span, size_t distance, const char *next)
     char *to = span.to + head;
     const char *from = span.from + head;
     size_t left = span.bytes - head;
-    size_t apart = way->two && left >= LONG ? left / 2 / GRAIN * GRAIN : 0;
+    size_t apart = variant->two && left >= LONG ? left / 2 / GRAIN * GRAIN : 0;
     size_t whole = apart ? apart : left & ~(size_t)(LINE - 1);
     size_t within = distance && whole > distance ? whole - distance : 0;
-    CopyLines copy = apart ? way->two : way->lines;
+    CopyLines copy = apart ? variant->two : variant->lines;
     copy(to, from, within, from + distance, apart);
     copy(to + within, from + within, whole - within, next ? next : from + within, apart);
     if (apart) {
         size_t done = 2 * apart;
         whole = (left - done) & ~(size_t)(LINE - 1);
-        way->lines(to + done, from + done, whole, from + done, 0);
+        variant->lines(to + done, from + done, whole, from + done, 0);
         whole += done;
     }
     memcpy(to + whole, from + whole, left - whole);
 }
 
-/* -- which way: calls of one class, by what a block or row has, how rows lie and whether all is hashed, try each way, and
-   take the best.
+/* -- which kernel variant: calls of one class, by what a block or row has, how rows lie and whether all is hashed, try each
+   kernel variant, and take the best.
 
-   Tried are pieces of a call, each in another way, so that one large call knows. What is found is forgotten little by
-   little, and tried anew, since a moment in which others used the memory must not decide for ever. */
+   Tried are pieces of a call, each by another kernel variant, so that one large call knows. What is found is forgotten
+   little by little, and tried anew, since a moment in which others used the memory must not decide for ever. */
 
 enum { BLOCKS, GATHERED_ROWS, SCATTERED_ROWS, KINDS };
 enum { TRIES = 3, SIZES = 4, CLASSES = 2 * KINDS * SIZES };
 
 static const double AGAIN_NS = 60e9, OLDER_IS_WORSE = 1.05;
 
-static const Way *forced; /* NULL: by measurement */
+static const Variant *forced; /* NULL: by measurement */
 
 typedef struct {
     int tries;
@@ -335,7 +336,7 @@ typedef struct {
 } Trial;
 
 typedef struct {
-    Trial ways[WAY_COUNT];
+    Trial variants[VARIANT_COUNT];
     double tried_ns; /* when the last piece was tried */
 } Trials;
 
@@ -347,8 +348,8 @@ static double now_ns(void) {
     return 1e9 * (double)now.tv_sec + (double)now.tv_nsec;
 }
 
-/* Returns the class of a list of `rows` in all. What is gathered from rows far apart may be copied best by a way that is
-   half as fast as another one where rows are scattered. */
+/* Returns the class of a list of `rows` in all. What is gathered from rows far apart may be copied best by a kernel variant
+   that is half as fast as another one where rows are scattered. */
 static int class_of(const Copies *copies, uint64_t bytes, uint64_t rows, int hashed) {
     uint64_t mean = bytes / rows;
     int size = mean < ROWS ? 0 : mean < MIDDLE ? 1 : mean < LARGE ? 2 : 3;
@@ -356,38 +357,40 @@ static int class_of(const Copies *copies, uint64_t bytes, uint64_t rows, int has
     return (hashed ? KINDS + kind : kind) * SIZES + size;
 }
 
-/* Returns the way that has been tried the least, and too seldom; NULL where each was tried often enough. */
-static const Way *untried(const Trials *of) {
-    const Way *least = NULL;
-    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
-        int tries = of->ways[way - WAYS].tries;
-        if (is_supported(way) && tries < TRIES && (!least || tries < of->ways[least - WAYS].tries)) least = way;
+/* Returns the kernel variant that has been tried the least, and too seldom; NULL where each was tried often enough. */
+static const Variant *untried(const Trials *of) {
+    const Variant *least = NULL;
+    for (const Variant *variant = VARIANTS; variant < VARIANTS + VARIANT_COUNT; variant++) {
+        int tries = of->variants[variant - VARIANTS].tries;
+        if (!is_supported(variant) || tries >= TRIES) continue;
+        if (!least || tries < of->variants[least - VARIANTS].tries) least = variant;
     }
     return least;
 }
 
-static const Way *best(const Trials *of) {
-    const Way *found = NULL;
-    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
-        double taken = of->ways[way - WAYS].best;
-        if (taken > 0 && (!found || taken < of->ways[found - WAYS].best)) found = way;
+static const Variant *best(const Trials *of) {
+    const Variant *found = NULL;
+    for (const Variant *variant = VARIANTS; variant < VARIANTS + VARIANT_COUNT; variant++) {
+        double taken = of->variants[variant - VARIANTS].best;
+        if (taken > 0 && (!found || taken < of->variants[found - VARIANTS].best)) found = variant;
     }
-    return found ? found : WAYS + WAY_COUNT - 1;
+    return found ? found : VARIANTS + VARIANT_COUNT - 1;
 }
 
-static void note(Trials *of, const Way *way, double ns_a_byte) {
-    Trial *trial = &of->ways[way - WAYS];
+static void note(Trials *of, const Variant *variant, double ns_a_byte) {
+    Trial *trial = &of->variants[variant - VARIANTS];
     if (!(trial->best > 0) || ns_a_byte < trial->best) trial->best = ns_a_byte;
     trial->tries++;
 }
 
 /* Adds what a call has found, that began with `before`, to what is known now. */
 static void merge(Trials *into, const Trials *found, const Trials *before, double at_ns) {
-    for (int way = 0; way < WAY_COUNT; way++) {
-        const Trial *one = &found->ways[way];
-        if (one->tries == before->ways[way].tries) continue;
-        into->ways[way].tries += one->tries - before->ways[way].tries;
-        if (!(into->ways[way].best > 0) || one->best < into->ways[way].best) into->ways[way].best = one->best;
+    for (int variant = 0; variant < VARIANT_COUNT; variant++) {
+        const Trial *one = &found->variants[variant];
+        if (one->tries == before->variants[variant].tries) continue;
+        into->variants[variant].tries += one->tries - before->variants[variant].tries;
+        double *best_of_all = &into->variants[variant].best;
+        if (!(*best_of_all > 0) || one->best < *best_of_all) *best_of_all = one->best;
         into->tried_ns = at_ns;
     }
 }
@@ -395,9 +398,9 @@ static void merge(Trials *into, const Trials *found, const Trials *before, doubl
 /* Lets everything be tried anew once a while has passed. */
 static void age(Trials *of, double at_ns) {
     if (untried(of) || at_ns - of->tried_ns < AGAIN_NS) return;
-    for (int way = 0; way < WAY_COUNT; way++) {
-        of->ways[way].tries = 0;
-        of->ways[way].best *= OLDER_IS_WORSE;
+    for (int variant = 0; variant < VARIANT_COUNT; variant++) {
+        of->variants[variant].tries = 0;
+        of->variants[variant].best *= OLDER_IS_WORSE;
     }
 }
 
@@ -526,14 +529,14 @@ static const char *start_of(const Copies *copies, size_t row) {
 static size_t later_by(size_t bytes) { return bytes ? 1 + DISTANCE / bytes : 1; }
 
 /* Copies a row, in pieces of `most`, before each of which it gives way. */
-static void copy_row(Span row, size_t most, const Way *way, const char *next) {
+static void copy_row(Span row, size_t most, const Variant *variant, const char *next) {
     while (row.bytes) {
         Span piece = {row.to, row.from, row.bytes < most ? row.bytes : most};
         row = (Span){row.to + piece.bytes, row.from + piece.bytes, row.bytes - piece.bytes};
         const char *ahead = row.bytes ? row.from : next;
         if (most < SIZE_MAX) give_way(piece.bytes);
-        if (way->lines && piece.bytes >= SHORT) {
-            stream(way, piece, DISTANCE, ahead);
+        if (variant->lines && piece.bytes >= SHORT) {
+            stream(variant, piece, DISTANCE, ahead);
         } else {
             fetch(ahead, piece.bytes < AHEAD ? piece.bytes : AHEAD);
             memcpy(piece.to, piece.from, piece.bytes);
@@ -547,15 +550,15 @@ static int has_aligned_rows(const Block *block) {
     return block->rows > 1 && block->span.bytes < LONG && !(together & (LINE - 1));
 }
 
-/* Copies blocks of aligned rows from one of a list on, two at a time where they are alike and the way is in two places;
-   returns which one is something else. */
-static size_t copy_aligned(const Copies *copies, size_t row, size_t stop, size_t most, const Way *way) {
+/* Copies blocks of aligned rows from one of a list on, two at a time where they are alike and the kernel variant is in two
+   places; returns which one is something else. */
+static size_t copy_aligned(const Copies *copies, size_t row, size_t stop, size_t most, const Variant *variant) {
     for (size_t count; row < stop; row += count) {
         Block blocks[2] = {block_of(copies, row)};
         size_t bytes = blocks->span.bytes;
         if (!has_aligned_rows(blocks) || bytes * blocks->rows > most / 2) break;
         count = 1;
-        if (way->two && row + 1 < stop) {
+        if (variant->two && row + 1 < stop) {
             blocks[1] = block_of(copies, row + 1);
             count += has_aligned_rows(blocks + 1) && blocks[1].rows == blocks->rows && blocks[1].span.bytes == bytes;
         }
@@ -565,17 +568,17 @@ static size_t copy_aligned(const Copies *copies, size_t row, size_t stop, size_t
             if (!next[one]) next[one] = blocks[one].span.from;
         }
         give_way(count * bytes * blocks->rows);
-        way->rows(blocks, next, count, later_by(bytes));
+        variant->rows(blocks, next, count, later_by(bytes));
     }
     return row;
 }
 
 /* Copies short blocks from one of a list on; returns which one is something else. */
-static size_t copy_short(const Copies *copies, size_t row, size_t stop, const Way *way) {
+static size_t copy_short(const Copies *copies, size_t row, size_t stop, const Variant *variant) {
     for (size_t part = row; row == part && row < stop;) {
         give_way(0);
         part = stop - row < TOGETHER ? stop : row + TOGETHER;
-        size_t after = way->shorts(copies, row, part, later_by(column(copies, row, 2)));
+        size_t after = variant->shorts(copies, row, part, later_by(column(copies, row, 2)));
         if (giving_way.gate)
             for (; row < after; row++) yielding.bytes += column(copies, row, 2); /* what is next yields for them */
         row = after;
@@ -583,11 +586,11 @@ static size_t copy_short(const Copies *copies, size_t row, size_t stop, const Wa
     return row;
 }
 
-static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way *way) {
+static void copy_rows(const Copies *copies, size_t first, size_t stop, const Variant *variant) {
     size_t most = giving_way.gate ? YIELDED : SIZE_MAX;
     for (size_t row = first; row < stop; row++) {
-        if (way->lines) {
-            row = copies->with_rows ? copy_aligned(copies, row, stop, most, way) : copy_short(copies, row, stop, way);
+        if (variant->lines) {
+            row = copies->with_rows ? copy_aligned(copies, row, stop, most, variant) : copy_short(copies, row, stop, variant);
             if (row == stop) break;
         }
         Block block = block_of(copies, row);
@@ -595,12 +598,12 @@ static void copy_rows(const Copies *copies, size_t first, size_t stop, const Way
         const char *next = start_of(copies, row + later);
         for (size_t done = 0; done < block.rows; done++) {
             if (block.rows > 1) next = block.span.from + later * block.from_stride;
-            copy_row(block.span, most, way, next);
+            copy_row(block.span, most, variant, next);
             block.span.from += block.from_stride;
             block.span.to += block.to_stride;
         }
     }
-    if (way->lines) fence();
+    if (variant->lines) fence();
 }
 
 typedef struct {
@@ -611,7 +614,7 @@ typedef struct {
 } Digests;
 
 /* Hashes one row, and copies it in the same pass, unless it has no destination. */
-static void hash_row(void *state, Span span, const Way *way, const char *next) {
+static void hash_row(void *state, Span span, const Variant *variant, const char *next) {
     for (size_t at = 0; at < span.bytes; at += CHUNK) {
         size_t bytes = span.bytes - at < CHUNK ? span.bytes - at : CHUNK;
         give_way(bytes);
@@ -619,8 +622,8 @@ static void hash_row(void *state, Span span, const Way *way, const char *next) {
         if (!span.to) continue;
         Span chunk = {span.to + at, span.from + at, bytes};
         const char *ahead = at + bytes < span.bytes ? chunk.from + bytes : next;
-        if (way->lines && bytes >= SHORT) {
-            stream(way, chunk, 0, ahead);
+        if (variant->lines && bytes >= SHORT) {
+            stream(variant, chunk, 0, ahead);
         } else {
             fetch(ahead, bytes < AHEAD ? bytes : AHEAD);
             memcpy(chunk.to, chunk.from, bytes);
@@ -630,7 +633,7 @@ static void hash_row(void *state, Span span, const Way *way, const char *next) {
 
 /* Hashes short blocks from one of a list on up to the end of a digest, CHUNK at most, and copies them: a hash takes a few
    hundred bytes hardly sooner than thousands, so they are put side by side first. Returns where what it took ends. */
-static size_t hash_short(const Copies *copies, size_t row, size_t stop, const Way *way, const Digests *into) {
+static size_t hash_short(const Copies *copies, size_t row, size_t stop, const Variant *variant, const Digests *into) {
     _Alignas(LINE) char together[CHUNK];
     size_t first = row, bytes = 0, later = later_by(column(copies, row, 2)), last = copies->count - 1;
     if (into->ended < into->count && (size_t)into->ends[into->ended] < stop) stop = (size_t)into->ends[into->ended];
@@ -646,8 +649,8 @@ static size_t hash_short(const Copies *copies, size_t row, size_t stop, const Wa
     hash.update(into->state, together, bytes);
     for (size_t at = 0; first < row; first++) {
         Span span = span_of(copies, first);
-        if (way->lines)
-            way->lines(span.to, together + at, span.bytes, together + at, 0);
+        if (variant->lines)
+            variant->lines(span.to, together + at, span.bytes, together + at, 0);
         else
             memcpy(span.to, together + at, span.bytes);
         at += span.bytes;
@@ -655,29 +658,29 @@ static size_t hash_short(const Copies *copies, size_t row, size_t stop, const Wa
     return row;
 }
 
-static void hash_block(void *state, const Copies *copies, size_t row, const Way *way) {
+static void hash_block(void *state, const Copies *copies, size_t row, const Variant *variant) {
     Block block = block_of(copies, row);
     size_t later = later_by(block.span.bytes);
     const char *next = start_of(copies, row + later);
     for (size_t done = 0; done < block.rows; done++) {
         if (block.rows > 1) next = block.span.from + later * block.from_stride;
-        hash_row(state, block.span, way, next);
+        hash_row(state, block.span, variant, next);
         block.span.from += block.from_stride;
         if (block.span.to) block.span.to += block.to_stride;
     }
 }
 
 /* Hashes, and copies, rows; a digest is of the rows since the last one up to its end. */
-static void hash_rows(const Copies *copies, size_t first, size_t stop, const Way *way, Digests *into) {
+static void hash_rows(const Copies *copies, size_t first, size_t stop, const Variant *variant, Digests *into) {
     for (size_t row = first, after; row < stop; row = after) {
-        after = copies->with_rows ? row : hash_short(copies, row, stop, way, into);
-        if (after == row) hash_block(into->state, copies, row, way), after++;
+        after = copies->with_rows ? row : hash_short(copies, row, stop, variant, into);
+        if (after == row) hash_block(into->state, copies, row, variant), after++;
         for (; into->ended < into->count && into->ends[into->ended] == (int64_t)after; into->ended++) {
             into->digests[into->ended] = hash.digest(into->state);
             hash.reset(into->state);
         }
     }
-    if (way->lines) fence();
+    if (variant->lines) fence();
 }
 
 /* -- calls */
@@ -686,40 +689,40 @@ typedef struct {
     const Copies *copies;
     Digests *into; /* NULL: not hashed */
     uint64_t bytes;
-    int class; /* of trials; -1: copied in one way, which is not tried */
-    const Way *way;
+    int class; /* of trials; -1: copied by one kernel variant, which is not tried */
+    const Variant *variant;
     Trials before, found;
 } Call;
 
-static const Way *const PLAIN = &WAYS[WAY_COUNT - 1];
+static const Variant *const PLAIN = &VARIANTS[VARIANT_COUNT - 1];
 
-/* Decides how a call copies: what is small stays in the caches, and what is only hashed is copied in no way. Needs the
+/* Decides how a call copies: what is small stays in the caches, and what is only hashed is copied by none. Needs the
    interpreter's lock. */
 static Call begin_call(const Copies *copies, Digests *into) {
     Total total = total_of(copies);
-    Call call = {.copies = copies, .into = into, .bytes = total.bytes, .class = -1, .way = PLAIN};
+    Call call = {.copies = copies, .into = into, .bytes = total.bytes, .class = -1, .variant = PLAIN};
     if (total.bytes < STREAMED) return call;
     int class = class_of(copies, total.bytes, total.rows, into != NULL);
     age(&trials[class], now_ns());
-    call.way = forced ? forced : best(&trials[class]);
+    call.variant = forced ? forced : best(&trials[class]);
     if (forced || !column(copies, 0, 1) || !untried(&trials[class])) return call;
     call.class = class;
     call.before = call.found = trials[class];
     return call;
 }
 
-static void do_rows(const Copies *copies, size_t first, size_t stop, const Way *way, Digests *into) {
+static void do_rows(const Copies *copies, size_t first, size_t stop, const Variant *variant, Digests *into) {
     if (into)
-        hash_rows(copies, first, stop, way, into);
+        hash_rows(copies, first, stop, variant, into);
     else
-        copy_rows(copies, first, stop, way);
+        copy_rows(copies, first, stop, variant);
 }
 
 /* Copies. Does not need the interpreter's lock. */
 static void do_call(Call *call) {
     begin_giving_way(&giving_way);
     size_t done = 0, count = call->copies->count;
-    const Way *trying;
+    const Variant *trying;
     while (done < count && call->class >= 0 && (trying = untried(&call->found))) {
         size_t first = done;
         uint64_t bytes = 0;
@@ -730,7 +733,7 @@ static void do_call(Call *call) {
             note(&call->found, trying, (now_ns() - giving_way.waited_ns - begun_ns) / (double)bytes);
     }
     if (done == count) return;
-    do_rows(call->copies, done, count, call->class < 0 ? call->way : best(&call->found), call->into);
+    do_rows(call->copies, done, count, call->class < 0 ? call->variant : best(&call->found), call->into);
 }
 
 /* Takes note of what was found. Needs the interpreter's lock. */

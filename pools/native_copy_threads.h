@@ -72,7 +72,7 @@ static int is_begun(const Task *task) { return task->next_row >= task->stop_row;
 static Part take_part(Task *task) {
     const Digests *into = task->call->into;
     Part part = {task->next_row, task->next_row, task->next_end, task->next_end};
-    if (task->call->class >= 0) { /* tries all ways, on one thread */
+    if (task->call->class >= 0) { /* tries all kernel variants, on one thread */
         part.stop = task->stop_row;
     } else if (into && !part.first_end) {
         part.stop = into->count ? (size_t)into->ends[0] : task->stop_row;
@@ -95,16 +95,16 @@ static void do_part(Call *call, Part part, void *own_hash) {
         return;
     }
     if (!call->into) {
-        do_rows(call->copies, part.first, part.stop, call->way, NULL);
+        do_rows(call->copies, part.first, part.stop, call->variant, NULL);
         return;
     }
     Digests some = *call->into;
     some.ends += part.first_end, some.digests += part.first_end;
     some.count = part.stop_end - part.first_end, some.ended = 0;
     if (part.first_end) some.state = own_hash;
-    do_rows(call->copies, part.first, part.stop, call->way, &some);
+    do_rows(call->copies, part.first, part.stop, call->variant, &some);
     size_t end = call->into->count ? (size_t)call->into->ends[call->into->count - 1] : call->copies->count;
-    if (!part.first_end && end < call->copies->count) do_rows(call->copies, end, call->copies->count, call->way, &some);
+    if (!part.first_end && end < call->copies->count) do_rows(call->copies, end, call->copies->count, call->variant, &some);
 }
 
 /* Returns where the task with work left is that the fewest are at; the first of several. */

@@ -389,12 +389,12 @@ static PyObject *kernel_load_hash(PyObject *self, PyObject *argument) {
     Py_RETURN_TRUE;
 }
 
-static PyObject *kernel_ways(PyObject *self, PyObject *arguments) {
+static PyObject *kernel_variants(PyObject *self, PyObject *arguments) {
     (void)self, (void)arguments;
     PyObject *names = PyList_New(0);
-    for (const Way *way = WAYS; names && way < WAYS + WAY_COUNT; way++) {
-        if (!is_supported(way)) continue;
-        PyObject *name = PyUnicode_FromString(way->name);
+    for (const Variant *variant = VARIANTS; names && variant < VARIANTS + VARIANT_COUNT; variant++) {
+        if (!is_supported(variant)) continue;
+        PyObject *name = PyUnicode_FromString(variant->name);
         if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
         Py_XDECREF(name);
     }
@@ -408,12 +408,12 @@ static PyObject *kernel_use(PyObject *self, PyObject *argument) {
         memset(trials, 0, sizeof trials);
         Py_RETURN_NONE;
     }
-    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
-        if (PyUnicode_CompareWithASCIIString(argument, way->name) || !is_supported(way)) continue;
-        forced = way;
+    for (const Variant *variant = VARIANTS; variant < VARIANTS + VARIANT_COUNT; variant++) {
+        if (PyUnicode_CompareWithASCIIString(argument, variant->name) || !is_supported(variant)) continue;
+        forced = variant;
         Py_RETURN_NONE;
     }
-    PyErr_SetString(PyExc_ValueError, "this processor does not have that way");
+    PyErr_SetString(PyExc_ValueError, "this processor does not have that kernel variant");
     return NULL;
 }
 
@@ -435,8 +435,8 @@ static PyMethodDef methods[] = {
     {"withdraw", kernel_withdraw, METH_VARARGS, "End what was submitted with a token; None: all, and wait for that."},
     {"serve", kernel_serve, METH_VARARGS, "Let so many copy threads make this thread's large copies; None: itself."},
     {"load_hash", kernel_load_hash, METH_O, "Take XXH3-64 from a library; return whether that worked."},
-    {"ways", kernel_ways, METH_NOARGS, "Return the ways that this processor has."},
-    {"use", kernel_use, METH_O, "Take one way from now on; None: by measurement, anew."},
+    {"variants", kernel_variants, METH_NOARGS, "Return the kernel variants that this processor has."},
+    {"use", kernel_use, METH_O, "Take one kernel variant from now on; None: by measurement, anew."},
     {NULL, NULL, 0, NULL},
 };
 

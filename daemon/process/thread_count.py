@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Final, Literal, NamedTuple
 
 TRIES: Final = 6
-"""The first ones say little: the copy kernel tries its own ways meanwhile."""
+"""The first ones say little: the copy kernel tries its variants meanwhile."""
 
 WORTH: Final = 1.1
 """How much faster more threads must be."""

@@ -76,8 +76,8 @@ CHUNK_BYTES: Final = 4 << 20
 LIST_ROWS: Final = 1 << 12
 LIST_BYTES: Final = 64 << 20
 """How much the copy threads are given at a time of a transfer op that is alone when it begins: what the loop expands in
-0.2 ms, and some milliseconds for one thread, as one makes all of it where the kernel tries its ways. Of others it is as
-much as threads here would take, who have to wait for each other's."""
+0.2 ms, and some milliseconds for one thread, as one makes all of it where the kernel tries its variants. Of others it
+is as much as threads here would take, who have to wait for each other's."""
 LISTS_AT_ONCE: Final = 2
 """So many of one transfer op: the next one is ready when the copy threads are done with one."""
 SHORT_ROW_BYTES: Final = 1 << 10

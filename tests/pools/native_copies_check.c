@@ -1,5 +1,5 @@
-/* The copies of native_copies.h against a loop over bytes: random sizes, alignments and rows, each way that the processor
-   has, hashed and not, by copy threads that are waited for, by some that tell, and without, and no byte beside them changes;
+/* The copies of native_copies.h against a loop over bytes: random sizes, alignments and rows, each kernel variant that the
+   processor has, hashed and not, by copy threads that are waited for, by some that tell, and without, and no byte beside them changes;
    what gates stop, what is withdrawn, when a copy yields, and how segments are listed. Ends with status 0, or says what
    differs. */
 
@@ -39,7 +39,7 @@ static int scripted_setaffinity(pid_t thread, size_t bytes, const cpu_set_t *wan
 
 enum { MEMORY = MEMORY_BYTES, MOST = 40, FEW = 6, MIB = 1 << 20, THREADS = 3 };
 
-static const Way *const STREAMS = &WAYS[WAY_COUNT - 4]; /* in two places */
+static const Variant *const STREAMS = &VARIANTS[VARIANT_COUNT - 4]; /* in two places */
 
 static uint64_t state = 88172645463325252ULL;
 
@@ -75,7 +75,7 @@ static void await_ended(CopyThreads *copy_threads, const Task *task) {
     if (poll(&told, 1, -1) != 1 || take_ended(copy_threads) != task || task->next || poll(&told, 1, 0)) abort();
 }
 
-static int check(const Way *way, char *from, char *to, char *expected, int hashed, CopyThreads *copy_threads) {
+static int check(const Variant *variant, char *from, char *to, char *expected, int hashed, CopyThreads *copy_threads) {
     uint64_t numbers[MOST][6], digests[MOST], wanted[MOST], fnv, mine;
     int64_t ends[MOST];
     int with_rows = !!below(4), are_short = !below(3), aligned = !!below(2);
@@ -87,7 +87,7 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     reset_fnv(&fnv), reset_fnv(&mine);
     for (size_t row = 0; row < count; row++) {
         if (!row || below(2)) bytes = row && below(2) ? bytes + LINE : are_short ? below(1200) : some_size();
-        if (aligned || below(2)) bytes -= bytes % LINE; /* whole lines are copied in ways of their own */
+        if (aligned || below(2)) bytes -= bytes % LINE; /* whole lines are copied by code of their own */
         if (!row || below(2)) rows = below(30); /* both like the ones before: two blocks may be copied together */
         if (!with_rows || bytes >= 2000) rows = 1;
         uint64_t read_step = bytes + below(600), write_step = bytes + below(600);
@@ -111,9 +111,9 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     }
     Copies copies = {(const char *)numbers, sizeof *numbers, sizeof **numbers, count, with_rows};
     Digests into = {ends, digests, digests_count, 0, &fnv};
-    forced = way;
+    forced = variant;
     Call call = begin_call(&copies, hashed ? &into : NULL);
-    if (way) call.way = way; /* however few bytes there are */
+    if (variant) call.variant = variant; /* however few bytes there are */
     unsigned threads = 1 + (unsigned)below(THREADS);
     Task task;
     giving_way.gate = below(3) ? NULL : &open;
@@ -127,14 +127,14 @@ static int check(const Way *way, char *from, char *to, char *expected, int hashe
     }
     end_call(&call);
     giving_way.gate = NULL;
-    const char *name = way ? way->name : "by measurement";
+    const char *name = variant ? variant->name : "by measurement";
     if (memcmp(to, expected, MEMORY)) return printf("%s: the memory differs\n", name), 1;
     if (hashed && memcmp(digests, wanted, digests_count * sizeof *wanted)) return printf("%s: the digests differ\n", name), 1;
     return 0;
 }
 
-/* What has a best way of its own is tried by itself: blocks, what is gathered, what is scattered; each hashed or not, and
-   of each size. */
+/* What has a best kernel variant of its own is tried by itself: blocks, what is gathered, what is scattered; each hashed or
+   not, and of each size. */
 static int check_classes(void) {
     static const uint64_t BYTES[] = {128, 1024, 16384, 65536}, LIES[][3] = {{1, 0, 0}, {4, 4096, 128}, {4, 128, 4096}};
     int seen[CLASSES] = {0}, failed = 0;
@@ -150,14 +150,15 @@ static int check_classes(void) {
     return failed;
 }
 
-/* Each way is tried, then the one that took the least is taken; after a while all are tried again, and may win. */
+/* Each kernel variant is tried, then the one that took the least is taken; after a while all are tried again, and may win.
+   */
 static int check_trials(void) {
     Trials of = {0};
-    const Way *quick = PLAIN, *slow = &WAYS[WAY_COUNT - 2], *trying;
-    int tried[WAY_COUNT] = {0}, failed = best(&of) != PLAIN;
-    for (; (trying = untried(&of)); tried[trying - WAYS]++) note(&of, trying, trying == quick ? 1 : 2);
-    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++)
-        failed |= tried[way - WAYS] != (is_supported(way) ? TRIES : 0);
+    const Variant *quick = PLAIN, *slow = &VARIANTS[VARIANT_COUNT - 2], *trying;
+    int tried[VARIANT_COUNT] = {0}, failed = best(&of) != PLAIN;
+    for (; (trying = untried(&of)); tried[trying - VARIANTS]++) note(&of, trying, trying == quick ? 1 : 2);
+    for (const Variant *variant = VARIANTS; variant < VARIANTS + VARIANT_COUNT; variant++)
+        failed |= tried[variant - VARIANTS] != (is_supported(variant) ? TRIES : 0);
     failed |= best(&of) != quick;
     of.tried_ns = 1;
     age(&of, AGAIN_NS);
@@ -171,7 +172,7 @@ static int check_trials(void) {
         failed |= untried(&of) != NULL;
     }
     failed |= best(&of) != slow;
-    if (failed) printf("the best way is not found\n");
+    if (failed) printf("the best kernel variant is not found\n");
     return failed;
 }
 
@@ -193,7 +194,7 @@ static int check_digests_over_calls(char *from, char *to, CopyThreads *copy_thre
         Copies copies = {(const char *)numbers[half * ROWS_OF_CALL], sizeof *numbers, sizeof **numbers, ROWS_OF_CALL, 0};
         Digests into = {ends[half], digests[half], count, 0, &fnv};
         Call call = begin_call(&copies, &into);
-        if (to) call.way = STREAMS;
+        if (to) call.variant = STREAMS;
         do_by_copy_threads(copy_threads, &call, THREADS);
         end_call(&call);
         size_t row = half * ROWS_OF_CALL;
@@ -228,7 +229,7 @@ static void *copy_gated(void *argument) {
     Digests into = {self->ends, self->digests, self->count, 0, &self->fnv};
     giving_way.gate = self->gate, giving_way.patience_ns = self->patience_ns;
     Call call = begin_call(&copies, self->hashed ? &into : NULL);
-    call.class = -1, call.way = STREAMS;
+    call.class = -1, call.variant = STREAMS;
     if (self->copy_threads)
         do_by_copy_threads(self->copy_threads, &call, 2);
     else
@@ -335,7 +336,7 @@ static int scripted_clock(clockid_t clock, struct timespec *now) {
 
 /* What gives way yields its processor each time that YIELDED bytes are copied, also of one row, or of rows that are copied
    together, but not while it may keep it, which is bounded; nothing else does. */
-static int check_yields(const Way *way, char *from, char *to, int hashed) {
+static int check_yields(const Variant *variant, char *from, char *to, int hashed) {
     enum { BLOCKS = 16, MANY = 1024, BYTES = YIELDED / 4 };
     uint64_t numbers[MANY][6], digests[MANY], fnv;
     int64_t ends[MANY];
@@ -361,7 +362,7 @@ static int check_yields(const Way *way, char *from, char *to, int hashed) {
         Copies copies = {(const char *)numbers, sizeof *numbers, sizeof **numbers, blocks, rows > 1};
         Digests into = {ends, digests, blocks, 0, &fnv};
         Call call = begin_call(&copies, hashed ? &into : NULL);
-        call.class = -1, call.way = way;
+        call.class = -1, call.variant = variant;
         reset_fnv(&fnv);
         memset(&yielding, 0, sizeof yielding);
         memset(to, 0x5a, BLOCKS * BYTES);
@@ -483,17 +484,17 @@ static int check_segments(int rounds) {
 }
 
 int main(int count, char **arguments) {
-    int rounds = count > 1 ? atoi(arguments[1]) : 100, failed = 0, ways = 0;
+    int rounds = count > 1 ? atoi(arguments[1]) : 100, failed = 0, variants = 0;
     char *from = aligned_alloc(4096, MEMORY), *to = aligned_alloc(4096, MEMORY), *expected = malloc(MEMORY);
     for (size_t at = 0; at < MEMORY; at++) from[at] = (char)below(256);
     hash = (Hash){create_fnv, free_fnv, reset_fnv, update_fnv, digest_fnv};
     CopyThreads *copy_threads[] = {NULL, new_copy_threads(1, "", 0), new_copy_threads(THREADS, "", 0)};
     for (int one = 0; one < 3; one++) failed |= check_rest(copy_threads[one]);
-    for (const Way *way = WAYS; way < WAYS + WAY_COUNT; way++) {
-        if (!is_supported(way)) continue;
-        ways++;
+    for (const Variant *variant = VARIANTS; variant < VARIANTS + VARIANT_COUNT; variant++) {
+        if (!is_supported(variant)) continue;
+        variants++;
         for (int round = 0; round < rounds && !failed; round++)
-            failed = check(way, from, to, expected, round % 2, copy_threads[round / 2 % 3]);
+            failed = check(variant, from, to, expected, round % 2, copy_threads[round / 2 % 3]);
     }
     for (int round = 0; round < rounds && !failed; round++) {
         if (round % 10 == 0) memset(trials, 0, sizeof trials); /* tried anew */
@@ -511,6 +512,6 @@ int main(int count, char **arguments) {
         free_copy_threads(copy_threads[one]);
     }
     free(from), free(to), free(expected);
-    printf("%d ways, %d rounds each: %s\n", ways, rounds, failed ? "failed" : "ok");
+    printf("%d kernel variants, %d rounds each: %s\n", variants, rounds, failed ? "failed" : "ok");
     return failed;
 }

@@ -83,15 +83,15 @@ class TellingKernel(PythonKernel):
 
 
 @pytest.fixture(
-    params=[*native.ways(), "by measurement", *COPY_THREADS, "copy threads that tell", "second pass", "python"],
+    params=[*native.variants(), "by measurement", *COPY_THREADS, "copy threads that tell", "second pass", "python"],
     scope="module",
 )
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return each kernel, the native one with each way that this processor has, and with three copy threads."""
+    """Return each kernel, the native one with each variant that this processor has, and with three copy threads."""
     if request.param in {"python", "copy threads that tell"}:
         yield PythonKernel() if request.param == "python" else TellingKernel()
         return
-    native.use(request.param if request.param in native.ways() else None)
+    native.use(request.param if request.param in native.variants() else None)
     if request.param in COPY_THREADS:
         native.serve(native.new_copy_threads(3, b""), COPY_THREADS[request.param])
     yield SecondPassKernel(native) if request.param == "second pass" else native
@@ -265,7 +265,7 @@ def test_digests_and_ends_of_another_form_are_refused() -> None:
     for wrong in (-1, 1):
         with pytest.raises(ValueError, match="behind the last of the copies"):
             native.copy_hashed(copies, np.full(1, wrong), one, state)
-    with pytest.raises(ValueError, match="that way"):
+    with pytest.raises(ValueError, match="that kernel variant"):
         native.use("no such kind")
 
 
@@ -390,14 +390,14 @@ def test_what_was_given_is_kept_until_its_end_was_taken_and_in_what_order_it_end
 
 
 @pytest.fixture
-def _one_way() -> Iterator[None]:
-    """Copy in one way, so that no thread tries all of them and so takes all of a call at once."""
+def _one_variant() -> Iterator[None]:
+    """Copy by one kernel variant, so that no thread tries all of them and so takes all of a call at once."""
     native.use("memcpy")
     yield
     native.use(None)
 
 
-@pytest.mark.usefixtures("_one_way")
+@pytest.mark.usefixtures("_one_variant")
 @pytest.mark.parametrize("how", ["withdrawn", "all withdrawn", "forgotten"])
 def test_what_is_withdrawn_ends_with_the_part_that_a_thread_is_at(how: str) -> None:
     copy_threads, gate = CopyThreads(native, native.new_copy_threads(1, b"")), Gate()
@@ -426,7 +426,7 @@ def test_what_is_withdrawn_ends_with_the_part_that_a_thread_is_at(how: str) -> N
     assert how != "withdrawn" or not destination[MIB:].any()
 
 
-@pytest.mark.usefixtures("_one_way")
+@pytest.mark.usefixtures("_one_variant")
 def test_what_is_hashed_keeps_its_hash_and_rows_behind_the_last_end_arrive_too() -> None:
     copy_threads, source, destination = (
         CopyThreads(native, native.new_copy_threads(2, b"")),
