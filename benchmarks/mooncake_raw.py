@@ -45,7 +45,7 @@ BIG_BLOCKS = (
 )
 BARE = (
     "Mooncake's engine, and threads that gather and hash pages before it, and verify and scatter them behind it; "
-    "nothing is announced, granted or planned; by one thread that gathers or more, whichever is faster"
+    "nothing is announced, credited or planned; by one thread that gathers or more, whichever is faster"
 )
 CHUNK_BYTES = NetworkConfig().bounce_buffer_bytes
 _DONE, _FAILED = 1, -1

@@ -1,7 +1,7 @@
 """Transfers between hosts: two daemons, bounce buffers and Mooncake over loopback, against Mooncake's engine by itself.
 
 Ours is the whole way, from ``send`` at prefill to FINISHED at decode with the transfer waiting already: announced,
-granted, gathered, written, checked and scattered, between random pages. The engine by itself writes as many bytes from
+credited, gathered, written, checked and scattered, between random pages. The engine by itself writes as many bytes from
 one process's memory into another's, with nothing before or after it. Each round's bytes are compared at the
 destination. Two daemons in one machine share its cores, which two hosts would not: what the copies cost shows here at
 its worst.

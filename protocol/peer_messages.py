@@ -137,7 +137,7 @@ class SendWithdrawn(Body, frozen=True, kw_only=True, tag="SEND_WITHDRAWN"):
 
 
 class ReceiveClosed(Body, frozen=True, kw_only=True, tag="RECEIVE_CLOSED"):
-    """Home to source: the receive request's outcome is known; no more grants follow."""
+    """Home to source: the receive request's outcome is known; no more write credits follow."""
 
     receive_request: ReceiveName
     error: ErrorInfo | None = None
@@ -174,7 +174,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpRequest(Body, frozen=True, kw_only=True, tag="OP_REQUEST"):
-    """Home to source: the segments of a transfer op, which the following grants refer to by index."""
+    """Home to source: the segments of a transfer op, which the following write credits refer to by index."""
 
     receive_request: ReceiveName
     send_request: Number
@@ -183,7 +183,7 @@ class OpRequest(Body, frozen=True, kw_only=True, tag="OP_REQUEST"):
     segments: Annotated[tuple[Segment, ...], Meta(min_length=1, max_length=MAX_SEGMENTS)]
 
 
-class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
+class WriteCredit(Body, frozen=True, kw_only=True, tag="WRITE_CREDIT"):
     """Home to source: write plan segments ``[first, stop)`` of the transfer op's segment into this bounce buffer.
 
     With ``runs`` (``network.direct``), write them one after another into these (address, bytes) ranges of the home's
@@ -191,7 +191,7 @@ class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
     """
 
     op: Number
-    grant: Number
+    credit: Number
     segment: Index
     first: Number
     stop: Number
@@ -202,9 +202,9 @@ class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
 
 
 class Written(Body, frozen=True, kw_only=True, tag="WRITTEN"):
-    """Source to home: the grant has ended and its pages are not read any more; XXH3-64 if all bytes were written."""
+    """Source to home: the write credit has ended, and no page is read any more; XXH3-64 if all bytes were written."""
 
-    grant: Number
+    credit: Number
     checksum: Checksum = 0
     error: ErrorInfo | None = None
     may_still_land: bool = False
@@ -212,7 +212,7 @@ class Written(Body, frozen=True, kw_only=True, tag="WRITTEN"):
 
 
 class OpEnded(Body, frozen=True, kw_only=True, tag="OP_ENDED"):
-    """Home to source: no more grants of the transfer op follow. Outstanding grants are still answered."""
+    """Home to source: no more write credits of the transfer op follow. Outstanding write credits are still answered."""
 
     op: Number
 
@@ -251,7 +251,7 @@ PeerBody = (
     | ReceiveClosed
     | HalfAbandoned
     | OpRequest
-    | Grant
+    | WriteCredit
     | Written
     | OpEnded
     | Confirm

@@ -236,15 +236,15 @@ class NetworkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The bounce buffers into which daemons of other hosts write; ``quarantined`` ones are unused until a fence.
 
     ``quarantined_bytes``: their bytes and, with direct writes, those of quarantined pages. ``state``: ``ready``,
-    ``draining`` while a fence waits for live grants, ``fencing``, or ``broken`` if the transport could not be rebuilt.
-    ``held_by``: how many grants each peer has not answered, by its address.
+    ``draining`` while a fence waits for live write credits, ``fencing``, or ``broken`` if the transport could not be
+    rebuilt. ``held_by``: how many write credits each peer has not answered, by its address.
     """
 
     session: str
     bounce_buffer_bytes: int
     bounce_buffers: int
     free: int
-    granted: int
+    credits: int
     quarantined: int
     quarantined_bytes: int = 0
     direct: bool = False

@@ -116,7 +116,7 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         yield from table("other daemons", of_peer, [_peer_row(peer) for peer in report.peers])
     if report.network:
         slots = report.network
-        of_slots = ("session", "state", "buffer KiB", "buffers", "free", "granted")
+        of_slots = ("session", "state", "buffer KiB", "buffers", "free", "credits")
         of_quarantine = ("quarantined", "quarantined MiB", "held by")
         holders = ", ".join(f"{address} {count}" for address, count in slots.held_by.items()) or "-"
         row = (
@@ -125,7 +125,7 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
             slots.bounce_buffer_bytes >> 10,
             slots.bounce_buffers,
             slots.free,
-            slots.granted,
+            slots.credits,
         )
         quarantined = (slots.quarantined, f"{slots.quarantined_bytes / MIB:.1f}")
         yield from table("network", (*of_slots, *of_quarantine), [(*row, *quarantined, holders)])

@@ -23,7 +23,6 @@ from kvferry.protocol.peer_messages import (
     Announce,
     Confirm,
     Confirmed,
-    Grant,
     HalfAbandoned,
     OpEnded,
     OpRequest,
@@ -34,6 +33,7 @@ from kvferry.protocol.peer_messages import (
     SendRefused,
     SendWithdrawn,
     StepReady,
+    WriteCredit,
     Written,
 )
 from kvferry.protocol.session_messages import PeerStatus
@@ -75,7 +75,7 @@ class PeerTransferService:
         }
         self._to_transports: dict[type[PeerBody], Callable[[Incarnation, Any], None]] = {
             OpRequest: transports.op_asked,
-            Grant: transports.granted,
+            WriteCredit: transports.credited,
             Written: transports.written,
             OpEnded: transports.op_over,
             Confirm: self._confirm,

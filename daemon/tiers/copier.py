@@ -26,7 +26,7 @@ import structlog
 
 from kvferry.daemon.process.thread_count import ThreadCount, Trial, length_of
 from kvferry.daemon.process.time_slices import be_as_others, run_in_background
-from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
+from kvferry.daemon.tiers.scheduler import OperationClass, Permit, Scheduler
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import CopyThreads, Hashing
 from kvferry.pools.devices.base import NOTHING_PENDING, Hashed, Pending, Region
@@ -306,7 +306,7 @@ class _InFlightStep(NamedTuple):
     slot: _Slot
     step: ShardStep
     pending: Pending
-    grant: Grant
+    permit: Permit
     began_s: float
     transfers: int | None
     """How many had begun when it did: another one since may have stopped it. None: it stops for none."""
@@ -388,14 +388,14 @@ class TierCopier:
         job = running.job
         [(_, pages)] = job.segments
         shard = Shard(job.kind, job.segments, job.arena, running.digests, [(0, len(pages.ids))])
-        grant = self._scheduler.try_begin(job.operation_class, shard.left_bytes)
-        if grant is None:
+        permit = self._scheduler.try_begin(job.operation_class, shard.left_bytes)
+        if permit is None:
             return False
         with self._changed:
             self._running[id(job)] = running
             running.open_shards = 1
         slot = _Slot(running, shard)
-        self._submitted = self._begin(slot, shard.take(shard.left_bytes), grant, kept=False, copy_threads=copy_threads)
+        self._submitted = self._begin(slot, shard.take(shard.left_bytes), permit, kept=False, copy_threads=copy_threads)
         return True
 
     def _submitted_ended(self, copy_threads: CopyThreads) -> None:
@@ -453,15 +453,15 @@ class TierCopier:
             if slot is not None:
                 shard = slot.shard
                 step = shard.take(self._step_bytes(shard.kind, shard.device, shard.left_bytes))
-                grant = self._scheduler.try_begin(slot.running.job.operation_class, step.step.size_bytes)
-                if grant is None:
+                permit = self._scheduler.try_begin(slot.running.job.operation_class, step.step.size_bytes)
+                if permit is None:
                     if in_flight is not None:  # complete it first: else this thread might wait for itself
                         done_s = self._complete(in_flight, done_s, keep=in_flight.slot is slot)
                         in_flight = None
-                    grant = self._wait_for(slot, step)
-                    if grant is None:
+                    permit = self._wait_for(slot, step)
+                    if permit is None:
                         continue
-                begun = self._begin(slot, step, grant, kept=in_flight is not None and in_flight.slot is slot)
+                begun = self._begin(slot, step, permit, kept=in_flight is not None and in_flight.slot is slot)
             if in_flight is not None:
                 done_s = self._complete(in_flight, done_s, keep=begun is not None and begun.slot is in_flight.slot)
             in_flight = begun
@@ -486,30 +486,30 @@ class TierCopier:
                 self._changed.wait()
         return None
 
-    def _wait_for(self, slot: _Slot, step: ShardStep) -> Grant | None:
+    def _wait_for(self, slot: _Slot, step: ShardStep) -> Permit | None:
         """Wait until the step may begin. Return None, with the shard released, once there is no point in waiting."""
-        grant = self._scheduler.begin(
+        permit = self._scheduler.begin(
             slot.running.job.operation_class, step.step.size_bytes, lambda: self._should_stop_waiting(slot)
         )
-        if grant is None:
+        if permit is None:
             slot.shard.put_back(step)
             self._release(slot)
-        return grant
+        return permit
 
     def _begin(
-        self, slot: _Slot, step: ShardStep, grant: Grant, *, kept: bool, copy_threads: CopyThreads | None = None
+        self, slot: _Slot, step: ShardStep, permit: Permit, *, kept: bool, copy_threads: CopyThreads | None = None
     ) -> _InFlightStep | None:
         """Begin a step, or give it to ``copy_threads``. On error, fail the job; release the shard if not ``kept``."""
         began_s = self._clock()
         # What stands still says nothing of how fast it is; a step that starts despite transfers does not.
-        transfers = self._scheduler.transfers_begun if grant.patience_s else None
+        transfers = self._scheduler.transfers_begun if permit.patience_s else None
         threads = self._threads_for(slot.running)
         if self._copy_threads is not None and copy_threads is None:
             self._copy_threads.serve(threads)
         try:
-            with self._scheduler.giving_way(grant):
+            with self._scheduler.giving_way(permit):
                 pending = slot.shard.submit(step, copy_threads, threads) if copy_threads else slot.shard.begin(step)
-                return _InFlightStep(slot, step, pending, grant, began_s, transfers)
+                return _InFlightStep(slot, step, pending, permit, began_s, transfers)
         except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported forever
             self._scheduler.end(slot.running.job.operation_class, step.step.size_bytes)
             self._fail(slot.running, _as_kvferry_error(cause))
@@ -523,7 +523,7 @@ class TierCopier:
         size_bytes = step.step.size_bytes
         try:
             in_flight.pending.wait()
-            with self._scheduler.giving_way(in_flight.grant):
+            with self._scheduler.giving_way(in_flight.permit):
                 slot.shard.complete(step, in_flight.pending)
         except Exception as cause:  # noqa: BLE001
             self._fail(slot.running, _as_kvferry_error(cause))

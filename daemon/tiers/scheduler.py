@@ -39,7 +39,7 @@ _ABOVE: Final = {one: tuple(other for other in OperationClass if other < one) fo
 """The classes that are more urgent than each."""
 
 
-class Grant(NamedTuple):
+class Permit(NamedTuple):
     """A step may begin; what it copies in host memory stands still until ``patience_s`` later while transfers copy."""
 
     patience_s: float
@@ -131,12 +131,12 @@ class Scheduler:
                 self._gate.open()
                 self._wake()
 
-    def giving_way(self, grant: Grant) -> contextlib.AbstractContextManager[None]:
+    def giving_way(self, permit: Permit) -> contextlib.AbstractContextManager[None]:
         """Let what the calling thread copies in host memory for a step, in this block, stop for transfers."""
-        return self._gate.giving_way(grant.patience_s)
+        return self._gate.giving_way(permit.patience_s)
 
-    def try_begin(self, operation_class: OperationClass, size_bytes: int) -> Grant | None:
-        """Begin a step if it may start now and none of its class waits; a grant needs an ``end``."""
+    def try_begin(self, operation_class: OperationClass, size_bytes: int) -> Permit | None:
+        """Begin a step if it may start now and none of its class waits; a permit needs an ``end``."""
         with self._changed:
             if self._closed or self._waiting[operation_class]:
                 return None
@@ -145,8 +145,8 @@ class Scheduler:
 
     def begin(
         self, operation_class: OperationClass, size_bytes: int, stopped: Callable[[], bool] = _never
-    ) -> Grant | None:
-        """Block this thread until a step may start; a grant needs an ``end``.
+    ) -> Permit | None:
+        """Block this thread until a step may start; a permit needs an ``end``.
 
         Return None, with no step begun, once ``stopped`` returns True or the scheduler is closed.
 
@@ -158,9 +158,9 @@ class Scheduler:
         with self._changed, self._queued(operation_class, size_bytes) as ticket:
             while not (self._closed or stopped()):
                 now_s = self._clock()
-                grant = self._start(ticket, now_s)
-                if grant is not None:
-                    return grant
+                permit = self._start(ticket, now_s)
+                if permit is not None:
+                    return permit
                 self._changed.wait(self._patience_left_s(ticket, now_s))
             return None
 
@@ -226,7 +226,7 @@ class Scheduler:
                     self._waiting[operation_class].remove(ticket)
                     self._wake()
 
-    def _start(self, ticket: _Ticket, now_s: float) -> Grant | None:
+    def _start(self, ticket: _Ticket, now_s: float) -> Permit | None:
         """Begin a step if it may start now, and remove it from its queue. Needs the lock."""
         if not self._may_start(ticket, now_s):
             return None
@@ -238,7 +238,7 @@ class Scheduler:
             self._wake()  # the next one of its class, or a lower class, may start as well
         self._in_flight[ticket.operation_class] += ticket.size_bytes
         # What starts despite transfers has waited for them already.
-        return Grant(0.0 if self._transfers else self._patience_s or math.inf)
+        return Permit(0.0 if self._transfers else self._patience_s or math.inf)
 
     def _may_start(self, ticket: _Ticket, now_s: float) -> bool:
         operation_class, tickets = ticket.operation_class, self._waiting[ticket.operation_class]

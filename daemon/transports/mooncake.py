@@ -2,7 +2,7 @@
 
 Mooncake listens on all interfaces, on ports that it picks itself, and authenticates nobody: whoever reaches the port
 may read and write all registered memory. So register bounce buffers only, and firewall the ports (docs/operations.md
-says how). Knows nothing of receive requests, grants or pages: a write is one contiguous range of memory.
+says how). Knows nothing of receive requests, write credits or pages: a write is one contiguous range of memory.
 
 How Mooncake's calls behave (0.3.13): a submission may block on the first contact with a peer (a connection that nobody
 accepts: for ``MC_HANDSHAKE_CONNECT_TIMEOUT``; a peer that accepts and never answers: for a minute), and meanwhile holds
@@ -274,7 +274,7 @@ class MooncakeEngine:
             old, new = self._detach(), list[NativeEngine]()
             try:
                 # Create the new one first: while the old one listens, its ports are taken, so a peer that still uses
-                # them, for a grant that is over, cannot reach the new one.
+                # them, for a write credit that is over, cannot reach the new one.
                 new = await self._create_native()
                 await self._destroy_all(old)
                 for address, size_bytes in self._regions.items():

@@ -1,9 +1,9 @@
 """The memory that daemons of other hosts may write: bounce buffers, and pages where ``network.direct`` is on.
 
-A bounce buffer is free, granted to one (peer, grant), or quarantined: its grant is over, but a write of the peer may
-still land. Quarantine ends for a single bounce buffer when the peer reports that its writes have ended, or for all at
-once by a fence: this daemon destroys and rebuilds its network engine, after which no old write can land. As a fence
-aborts the writes of live grants too, it waits for them to end, with no new grants meanwhile, for at most
+A bounce buffer is free, credited to one (peer, write credit), or quarantined: its write credit is over, but a write of
+the peer may still land. Quarantine ends for a single bounce buffer when the peer reports that its writes have ended, or
+for all at once by a fence: this daemon destroys and rebuilds its network engine, after which no old write can land. As
+a fence aborts the writes of live write credits too, it waits for them to end, with no new ones meanwhile, for at most
 ``drain_timeout_s``.
 """
 
@@ -43,7 +43,7 @@ class FenceBounds(NamedTuple):
     Attributes:
         quarantined_bytes: more quarantined bytes than this require a fence.
         quarantined_s: a bounce buffer that is quarantined for longer requires a fence.
-        drain_timeout_s: how long a fence that is due waits for live grants to end.
+        drain_timeout_s: how long a fence that is due waits for live write credits to end.
         pages_s: pages that are quarantined for longer require a fence; where nothing else is in flight, at once.
             A transfer waits for them to settle, as for no bounce buffer.
     """
@@ -55,7 +55,7 @@ class FenceBounds(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a grant allows a peer to write.
+    """What a write credit allows a peer to write.
 
     Attributes:
         number: identifies it: a bounce buffer's index, 0 to ``count - 1``, or for pages a higher number.
@@ -68,9 +68,9 @@ class Target(NamedTuple):
     runs: tuple[tuple[int, int], ...] = ()
 
 
-class _Granted(NamedTuple):
+class _Credited(NamedTuple):
     peer: Incarnation
-    grant_id: int
+    credit_id: int
     size_bytes: int
     quarantined_since_s: float = 0.0
 
@@ -78,7 +78,7 @@ class _Granted(NamedTuple):
 class BounceBuffers:
     """``count`` contiguous buffers of ``bounce_buffer_bytes`` each, from ``base_address``, in memory of the caller.
 
-    Pages that peers write directly are tracked as bounce buffers that exist while they are granted or quarantined.
+    Pages that peers write directly are tracked as bounce buffers that exist while they are credited or quarantined.
     Knows nothing of sockets, engines or clocks: times are seconds of any clock that the caller reads.
     """
 
@@ -91,8 +91,8 @@ class BounceBuffers:
         self._base_address = base_address
         self.bounds: Final = bounds
         self._free = list(range(count - 1, -1, -1))  # a stack: lowest first, then the last one returned
-        self._granted: dict[int, _Granted] = {}
-        self._quarantined: dict[int, _Granted] = {}  # oldest first
+        self._credited: dict[int, _Credited] = {}
+        self._quarantined: dict[int, _Credited] = {}  # oldest first
         self._page_numbers = itertools.count(count)
         self._draining_since_s: float | None = None
         self._fencing = False
@@ -101,19 +101,19 @@ class BounceBuffers:
         """Show the number of bounce buffers in each state."""
         state = " draining" if self.draining else ""
         return (
-            f"<BounceBuffers free={len(self._free)} granted={len(self._granted)} "
+            f"<BounceBuffers free={len(self._free)} credited={len(self._credited)} "
             f"quarantined={len(self._quarantined)} bounce_buffer_bytes={self.bounce_buffer_bytes}{state}>"
         )
 
     @property
     def free(self) -> int:
-        """Return the number of free bounce buffers, grantable unless a fence is due."""
+        """Return the number of free bounce buffers, for which there are write credits unless a fence is due."""
         return len(self._free)
 
     @property
-    def granted(self) -> int:
-        """Return the number of live grants, of bounce buffers and of pages."""
-        return len(self._granted)
+    def credits(self) -> int:
+        """Return the number of live write credits, of bounce buffers and of pages."""
+        return len(self._credited)
 
     @property
     def quarantined_bytes(self) -> int:
@@ -127,7 +127,7 @@ class BounceBuffers:
 
     @property
     def draining(self) -> bool:
-        """Return whether a fence waits for live grants to end or is in progress: nothing is granted."""
+        """Return whether a fence waits for live write credits to end or is in progress: nothing is credited."""
         return self._fencing or self._draining_since_s is not None
 
     def oldest_quarantine_s(self, now_s: float) -> float:
@@ -136,69 +136,69 @@ class BounceBuffers:
             return now_s - quarantined.quarantined_since_s
         return 0.0
 
-    def take(self, peer: Incarnation, grant_id: int) -> Target | None:
-        """Grant a bounce buffer to a peer; None where none is free or a fence is due."""
+    def take(self, peer: Incarnation, credit_id: int) -> Target | None:
+        """Give a peer a write credit for a bounce buffer; None where none is free or a fence is due."""
         if self.draining or not self._free:
             return None
         number = self._free.pop()
-        self._granted[number] = _Granted(peer, grant_id, self.bounce_buffer_bytes)
+        self._credited[number] = _Credited(peer, credit_id, self.bounce_buffer_bytes)
         return Target(number, self._base_address + number * self.bounce_buffer_bytes)
 
-    def take_pages(self, peer: Incarnation, grant_id: int, runs: tuple[tuple[int, int], ...]) -> Target | None:
-        """Grant runs of pages, by address and bytes, to a peer; None where a fence is due."""
+    def take_pages(self, peer: Incarnation, credit_id: int, runs: tuple[tuple[int, int], ...]) -> Target | None:
+        """Give a peer a write credit for runs of pages, by address and bytes; None where a fence is due."""
         if self.draining:
             return None
         number = next(self._page_numbers)
-        self._granted[number] = _Granted(peer, grant_id, sum(size_bytes for _, size_bytes in runs))
+        self._credited[number] = _Credited(peer, credit_id, sum(size_bytes for _, size_bytes in runs))
         return Target(number, runs[0][0], runs)
 
-    def give_back(self, number: int, peer: Incarnation, grant_id: int) -> bool:
-        """Free the buffer of a grant whose writes have ended. Return False where the grant is over already.
+    def give_back(self, number: int, peer: Incarnation, credit_id: int) -> bool:
+        """Free the buffer of a write credit whose writes have ended. Return False where that is over already.
 
         Ends a quarantine as well, so a late report of ended writes counts. A report that comes after a fence and a new
-        grant of the same buffer does not match that grant and changes nothing.
+        write credit of the same buffer does not match that one and changes nothing.
         """
-        was_held = any(_take_out(states, number, peer, grant_id) for states in (self._granted, self._quarantined))
+        was_held = any(_take_out(states, number, peer, credit_id) for states in (self._credited, self._quarantined))
         if was_held:
             self._put_back(number)
         return was_held
 
-    def quarantine(self, number: int, peer: Incarnation, grant_id: int, now_s: float) -> bool:
-        """Quarantine the buffer of a grant whose writes may still land.
+    def quarantine(self, number: int, peer: Incarnation, credit_id: int, now_s: float) -> bool:
+        """Quarantine the buffer of a write credit whose writes may still land.
 
-        Return False where the grant is over already.
+        Return False where the write credit is over already.
         """
-        granted = _take_out(self._granted, number, peer, grant_id)
-        if granted is not None:
-            self._quarantined[number] = granted._replace(quarantined_since_s=now_s)
-        return granted is not None
+        credited = _take_out(self._credited, number, peer, credit_id)
+        if credited is not None:
+            self._quarantined[number] = credited._replace(quarantined_since_s=now_s)
+        return credited is not None
 
     def quarantine_peer(self, peer: Incarnation, now_s: float) -> list[int]:
-        """End all grants of a lost peer; return the numbers that are quarantined by this."""
-        lost = [(number, granted.grant_id) for number, granted in self._granted.items() if granted.peer == peer]
-        for number, grant_id in lost:
-            self.quarantine(number, peer, grant_id, now_s)
+        """End all write credits of a lost peer; return the numbers that are quarantined by this."""
+        lost = [(number, credited.credit_id) for number, credited in self._credited.items() if credited.peer == peer]
+        for number, credit_id in lost:
+            self.quarantine(number, peer, credit_id, now_s)
         return [number for number, _ in lost]
 
     def problems(self, awaited: AbstractSet[int]) -> Walk:
-        """Yield the buffers that are not in exactly one state; ``awaited``: those of the grants that are not over."""
-        known = Counter(number for number in itertools.chain(self._free, self._granted, self._quarantined))
+        """Yield the buffers that are not in exactly one state; ``awaited``: those of live write credits."""
+        known = Counter(number for number in itertools.chain(self._free, self._credited, self._quarantined))
         wrong = [number for number in range(self.count) if known[number] != 1]
         if wrong:
-            yield problem_at("a bounce buffer is in none or several of the states free, granted, quarantined", wrong)
-        lost = sorted(self._granted.keys() - awaited)
+            yield problem_at("a bounce buffer is in none or several of the states free, credited, quarantined", wrong)
+        lost = sorted(self._credited.keys() - awaited)
         if lost:
-            yield problem_at("a granted buffer, or granted pages, whose grant nothing waits for", lost)
+            yield problem_at("a credited buffer, or credited pages, whose write credit nothing waits for", lost)
 
     def fence_due(self, now_s: float, *, writing: bool = False) -> bool:
-        """Return whether to fence now. Where a bound is exceeded but grants are live, start draining and return False.
+        """Return whether to fence now. If a bound is exceeded while a write credit is live, start draining instead.
 
         Pages are fenced at once where nothing is in flight: it disturbs nobody.
 
         ``writing``: this daemon has writes in flight, which a fence would abort, so it waits for those too.
         Draining ends without a fence when quarantine falls below its bounds again. False while a fence is in progress.
         """
-        idle = not self._granted and not writing
+        idle = not self._credited and not writing
         if self._fencing or not (self._bounds_exceeded(now_s) or (idle and self._oldest_pages_s(now_s) is not None)):
             self._draining_since_s = None
             return False
@@ -207,23 +207,23 @@ class BounceBuffers:
         return idle or now_s - self._draining_since_s >= self.bounds.drain_timeout_s
 
     def fence_begins(self, now_s: float) -> list[int]:
-        """Quarantine what is still granted, just before the engine is destroyed; return the numbers.
+        """Quarantine what is still credited, just before the engine is destroyed; return the numbers.
 
-        Nothing is granted until ``fenced``, also where the engine cannot be rebuilt and ``fenced`` is never called.
+        Nothing is credited until ``fenced``, also where the engine cannot be rebuilt and ``fenced`` is never called.
         """
         self._fencing = True
-        peers = {granted.peer for granted in self._granted.values()}
+        peers = {credited.peer for credited in self._credited.values()}
         ended = [number for peer in peers for number in self.quarantine_peer(peer, now_s)]
-        assert not self._granted, "a grant outlived its engine"
+        assert not self._credited, "a write credit outlived its engine"
         return ended
 
     def fenced(self) -> int:
-        """Free everything quarantined, after the engine was rebuilt; return how many bounce buffers and page grants.
+        """Free what is quarantined, after the engine was rebuilt; return how many buffers and write credits of pages.
 
-        Nothing is granted after ``fence_begins``, so everything quarantined was granted before the fence.
+        Nothing is credited after ``fence_begins``, so everything quarantined was credited before the fence.
         """
         assert self._fencing, "fenced() without fence_begins()"
-        assert not self._granted, "granted while the engine was being rebuilt"
+        assert not self._credited, "credited while the engine was being rebuilt"
         freed = list(self._quarantined)
         self._quarantined.clear()
         for number in freed:
@@ -250,10 +250,10 @@ class BounceBuffers:
         return next(ages, None)
 
 
-def _take_out(states: dict[int, _Granted], number: int, peer: Incarnation, grant_id: int) -> _Granted | None:
-    """Remove and return the state of a grant; None where the buffer is another grant's or in another state."""
-    granted = states.get(number)
-    return states.pop(number) if granted is not None and granted[:2] == (peer, grant_id) else None
+def _take_out(states: dict[int, _Credited], number: int, peer: Incarnation, credit_id: int) -> _Credited | None:
+    """Remove and return the state of a write credit; None where the buffer is another's or in another state."""
+    credited = states.get(number)
+    return states.pop(number) if credited is not None and credited[:2] == (peer, credit_id) else None
 
 
 class _Registered:

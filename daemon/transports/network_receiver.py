@@ -1,4 +1,4 @@
-"""The receiving side of a transfer between hosts: grants bounce buffers to transfer ops, and scatters from them.
+"""The receiving side of a transfer between hosts: gives write credits for bounce buffers, and scatters from them.
 
 The source writes into a bounce buffer and reports that; no page is touched before incarnation, length and checksum are
 verified, but whole pages of a host's memory, whose checksum is verified while they are copied. So a late write can only
@@ -44,18 +44,18 @@ from kvferry.protocol.errors import (
     TransferFailedError,
     raised,
 )
-from kvferry.protocol.peer_messages import MAX_RUNS, Grant, OpEnded, OpRequest, Written
+from kvferry.protocol.peer_messages import MAX_RUNS, OpEnded, OpRequest, WriteCredit, Written
 from kvferry.protocol.session_messages import NetworkStatus
 
 KEPT_FOR_OTHERS = 8
-"""A peer has all bounce buffers but one of so many: one that does not answer its grants leaves others the rest."""
+"""A peer has all bounce buffers but one of so many: one that does not answer write credits leaves others the rest."""
 CUT_INTO = 4
 """What a few bounce buffers hold is cut into so many copy chunks, if they are large enough: one is gathered, another
 scattered, while a third is written."""
 LEAST_CHUNK_BYTES = 4 << 20
 """Smaller ones cost more than that brings."""
-GRANTS_PER_OP = 8
-"""Concurrent grants of one transfer op: enough for its source to have the next one when a staging buffer is free."""
+CREDITS_PER_OP = 8
+"""Concurrent write credits of a transfer op: enough for its source to have the next when a staging buffer is free."""
 
 CHECK_INTERVAL_S = 0.5
 """How often quarantined memory is looked at."""
@@ -64,7 +64,7 @@ State = Literal["ready", "draining", "fencing", "broken"]
 log = structlog.get_logger(__name__)
 
 
-class _Grant(NamedTuple):
+class _OutstandingCredit(NamedTuple):
     number: int
     incoming: _IncomingOp
     target: Target
@@ -73,11 +73,11 @@ class _Grant(NamedTuple):
 
 
 class _IncomingOp:
-    """One transfer op: copy chunks not granted yet, grants in flight, and the first error.
+    """One transfer op: copy chunks not credited yet, write credits in flight, and the first error.
 
-    ``direct`` are the segments whose pages are written directly, ``in_pages`` counts their grants that may still land.
-    ``scattering``: the grants that were written and are being verified and scattered. ``queued``: it is in the queue of
-    ops that wait for a bounce buffer.
+    ``direct`` are the segments whose pages are written directly, ``in_pages`` counts their write credits that may still
+    land. ``scattering``: the write credits that were written and are being verified and scattered. ``queued``: it is in
+    the queue of ops that wait for a bounce buffer.
     """
 
     def __init__(self, op: TransferOp, peer: Incarnation, on_done: OnOpDone) -> None:
@@ -87,7 +87,7 @@ class _IncomingOp:
         self.copy_chunks: deque[tuple[int, CopyChunk]] = deque()
         self.direct: set[int] = set()
         self.in_pages = 0
-        self.granted = 0
+        self.credited = 0
         self.scattering: set[int] = set()
         self.error: KvferryError | None = None
         self._copies: dict[int, FlatCopies] = {}
@@ -96,16 +96,16 @@ class _IncomingOp:
         self.reported = False
 
     def copies_of(self, segment: int) -> FlatCopies:
-        """On any thread: return the copies that scatter a segment of whole pages; made once for all its grants."""
+        """On any thread: return the copies that scatter a segment of whole pages; made once for all its credits."""
         known = self._copies.get(segment)
         if known is None:
             known = self._copies[segment] = FlatCopies.scattering(self.op.planned_copies[segment].plan.destination)
         return known
 
     @property
-    def grantable(self) -> bool:
-        """Return whether another copy chunk should be granted."""
-        return bool(self.copy_chunks) and self.granted < GRANTS_PER_OP
+    def awaits_credit(self) -> bool:
+        """Return whether another copy chunk should be credited."""
+        return bool(self.copy_chunks) and self.credited < CREDITS_PER_OP
 
 
 class NetworkReceiver:
@@ -132,10 +132,10 @@ class NetworkReceiver:
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._incoming: dict[int, _IncomingOp] = {}
-        self._grants: dict[int, _Grant] = {}
-        self._granted_to: Counter[Incarnation] = Counter()
+        self._credits: dict[int, _OutstandingCredit] = {}
+        self._credited_to: Counter[Incarnation] = Counter()
         self._most_of_a_peer = self._bounce_buffers.count - self._bounce_buffers.count // KEPT_FOR_OTHERS
-        self._grant_ids = itertools.count(1)
+        self._credit_ids = itertools.count(1)
         self._queue: deque[_IncomingOp] = deque()
         self._watch = FenceWatch(memory, self, counters)
         self._quarantined_pages: dict[int, _IncomingOp] = {}  # by the number of the pages that may still be written
@@ -145,9 +145,7 @@ class NetworkReceiver:
 
     def __repr__(self) -> str:
         """Show what is in flight."""
-        return (
-            f"<NetworkReceiver transfer ops={len(self._incoming)} grants={len(self._grants)} {self._bounce_buffers!r}>"
-        )
+        return f"<NetworkReceiver ops={len(self._incoming)} credits={len(self._credits)} {self._bounce_buffers!r}>"
 
     def start(self, op: TransferOp, on_done: OnOpDone) -> None:
         """See ``Transport.start``."""
@@ -186,21 +184,21 @@ class NetworkReceiver:
             self._fail(incoming, CancelledError("the transfer ended before all bytes were received"))
 
     def written(self, peer: Incarnation, message: Written) -> None:
-        """Process a peer's answer to a grant."""
-        grant = self._grants.get(message.grant)
-        if grant is None or grant.incoming.peer != peer or grant.number in grant.incoming.scattering:
-            self._counters.add("network.unknown_grants")
+        """Process a peer's answer to a write credit."""
+        credit = self._credits.get(message.credit)
+        if credit is None or credit.incoming.peer != peer or credit.number in credit.incoming.scattering:
+            self._counters.add("network.unknown_credits")
             return
-        incoming = grant.incoming
-        incoming.granted -= 1
+        incoming = credit.incoming
+        incoming.credited -= 1
         if message.error is None and incoming.error is None:
-            incoming.scattering.add(grant.number)
+            incoming.scattering.add(credit.number)
             try:
-                self._scatter(grant, message.checksum)
+                self._scatter(credit, message.checksum)
             except Exception as cause:  # noqa: BLE001  no thread: as if it had failed there
-                self._loop.call_soon(self._on_scattered, grant, message.checksum, 0, cause)
+                self._loop.call_soon(self._on_scattered, credit, message.checksum, 0, cause)
             return
-        self._release(grant, may_still_land=message.may_still_land)
+        self._release(credit, may_still_land=message.may_still_land)
         if message.error is not None:
             self._fail(incoming, raised(message.error))
         else:  # it has failed already, and may have waited for this answer
@@ -224,56 +222,56 @@ class NetworkReceiver:
         self._watch.close()
 
     def status(self) -> NetworkStatus:
-        """Return the bounce buffers, and the peers that have not answered grants, as STATUS shows them."""
+        """Return the bounce buffers, and the peers that have not answered write credits, as STATUS shows them."""
         buffers = self._bounce_buffers
         return NetworkStatus(
             session=self._engine.session_name,
             bounce_buffer_bytes=buffers.bounce_buffer_bytes,
             bounce_buffers=buffers.count,
             free=buffers.free,
-            granted=buffers.granted,
+            credits=buffers.credits,
             quarantined=buffers.quarantined,
             quarantined_bytes=buffers.quarantined_bytes,
             direct=self._pages is not None,
             state=self._watch.state,
-            held_by=dict(Counter(grant.incoming.peer.address for grant in self._grants.values())),
+            held_by=dict(Counter(credit.incoming.peer.address for credit in self._credits.values())),
         )
 
     def problems(self) -> Walk:
-        """Yield the bounce buffers that are not in exactly one state, and the grants that nothing waits for."""
-        yield from self._bounce_buffers.problems({grant.target.number for grant in self._grants.values()})
+        """Yield the bounce buffers that are not in exactly one state, and the write credits that nothing waits for."""
+        yield from self._bounce_buffers.problems({credit.target.number for credit in self._credits.values()})
 
     # -- for the fence watch
 
     @property
     def unanswered(self) -> bool:
-        """Return whether grants of failed transfer ops are unanswered."""
-        return any(grant.incoming.error is not None for grant in self._grants.values())
+        """Return whether write credits of failed transfer ops are unanswered."""
+        return any(credit.incoming.error is not None for credit in self._credits.values())
 
     def quarantine_unanswered(self, now_s: float) -> None:
         """Quarantine what is unanswered for too long: a live but silent peer must not hold memory forever."""
         bounds = self._bounce_buffers.bounds
         silent = [
-            grant
-            for grant in self._grants.values()
-            if grant.incoming.error is not None
-            and grant.number not in grant.incoming.scattering
-            and now_s - grant.incoming.failed_s > (bounds.pages_s if grant.target.runs else bounds.quarantined_s)
+            credit
+            for credit in self._credits.values()
+            if credit.incoming.error is not None
+            and credit.number not in credit.incoming.scattering
+            and now_s - credit.incoming.failed_s > (bounds.pages_s if credit.target.runs else bounds.quarantined_s)
         ]
-        for grant in silent:
-            incoming = grant.incoming
-            self._bounce_buffers.quarantine(grant.target.number, incoming.peer, grant.number, incoming.failed_s)
-            self._counters.add("network.unanswered_grants")
-            self._forget(grant)
+        for credit in silent:
+            incoming = credit.incoming
+            self._bounce_buffers.quarantine(credit.target.number, incoming.peer, credit.number, incoming.failed_s)
+            self._counters.add("network.unanswered_credits")
+            self._forget(credit)
 
     def fail_ops(self, numbers: set[int], error: KvferryError) -> None:
         """Fail the ops whose bounce buffers or pages were quarantined; what is already reported is scattered."""
-        ended = [grant for grant in self._grants.values() if grant.target.number in numbers]
-        for grant in ended:
-            if grant.number not in grant.incoming.scattering:
-                self._forget(grant)
-        for grant in ended:
-            self._fail(grant.incoming, error)
+        ended = [credit for credit in self._credits.values() if credit.target.number in numbers]
+        for credit in ended:
+            if credit.number not in credit.incoming.scattering:
+                self._forget(credit)
+        for credit in ended:
+            self._fail(credit.incoming, error)
 
     def on_fenced(self) -> None:
         """Release what was quarantined: no old write can land any more."""
@@ -283,44 +281,44 @@ class NetworkReceiver:
             self._check_done(incoming)
 
     def pump(self) -> None:
-        """Grant the free bounce buffers, one copy chunk per transfer op in turn."""
+        """Give write credits for the free bounce buffers, one copy chunk per transfer op in turn."""
         passed_over = 0  # one after another, as their peers have their share
         while passed_over < len(self._queue):
             incoming = self._queue[0]
-            if not incoming.grantable or self._awaits_registration(incoming):
+            if not incoming.awaits_credit or self._awaits_registration(incoming):
                 self._queue.popleft().queued = False
                 continue
-            if self._granted_to[incoming.peer] >= self._most_of_a_peer:
+            if self._credited_to[incoming.peer] >= self._most_of_a_peer:
                 self._queue.rotate(-1)
                 passed_over += 1
                 continue
             try:
-                if not self._grant_next(incoming):
+                if not self._credit_next(incoming):
                     return
                 passed_over = 0
             except Exception as cause:
-                log.exception("a copy chunk could not be granted", op=incoming.op.op_id, cause=str(cause))
-                self._fail(incoming, InternalError(f"a grant failed: {type(cause).__name__}: {cause}"))
+                log.exception("a copy chunk could not be credited", op=incoming.op.op_id, cause=str(cause))
+                self._fail(incoming, InternalError(f"a write credit failed: {type(cause).__name__}: {cause}"))
 
-    def _grant_next(self, incoming: _IncomingOp) -> bool:
-        """Grant the next copy chunk of the op at the head of the queue; return False where it has to wait."""
-        number = next(self._grant_ids)
+    def _credit_next(self, incoming: _IncomingOp) -> bool:
+        """Give a write credit for the next copy chunk of the op at the queue's head; return False if it must wait."""
+        number = next(self._credit_ids)
         target = self._allocate(incoming, number)
         if target is None:
             return False
         self._queue.popleft().queued = False
         try:
-            self._grant(incoming, number, target)
+            self._credit(incoming, number, target)
         except Exception:
-            if number not in self._grants:  # the peer has not heard of it
+            if number not in self._credits:  # the peer has not heard of it
                 self._bounce_buffers.give_back(target.number, incoming.peer, number)
             raise
         self._enqueue(incoming)
         return True
 
     def _enqueue(self, incoming: _IncomingOp) -> None:
-        """Append a transfer op to the queue, if it needs another grant."""
-        if incoming.grantable and not incoming.queued:
+        """Append a transfer op to the queue, if it needs another write credit."""
+        if incoming.awaits_credit and not incoming.queued:
             incoming.queued = True
             self._queue.append(incoming)
 
@@ -329,11 +327,11 @@ class NetworkReceiver:
             self._enqueue(incoming)
         self.pump()
 
-    def _grant(self, incoming: _IncomingOp, number: int, target: Target) -> None:
+    def _credit(self, incoming: _IncomingOp, number: int, target: Target) -> None:
         segment, copy_chunk = incoming.copy_chunks.popleft()
-        grant = Grant(
+        credit = WriteCredit(
             op=incoming.op.op_id,
-            grant=number,
+            credit=number,
             segment=segment,
             first=copy_chunk.first,
             stop=copy_chunk.stop,
@@ -342,19 +340,19 @@ class NetworkReceiver:
             size_bytes=copy_chunk.size_bytes,
             runs=target.runs,
         )
-        granted = _Grant(number, incoming, target, segment, copy_chunk)
+        credited = _OutstandingCredit(number, incoming, target, segment, copy_chunk)
         try:
-            self._tell(incoming, grant)
+            self._tell(incoming, credit)
         except KvferryError as error:
             self._bounce_buffers.give_back(target.number, incoming.peer, number)
             self._fail(incoming, error)
             return
-        self._grants[number] = granted
-        self._granted_to[incoming.peer] += 1
-        incoming.granted += 1
+        self._credits[number] = credited
+        self._credited_to[incoming.peer] += 1
+        incoming.credited += 1
         incoming.in_pages += bool(target.runs)
 
-    def _tell(self, incoming: _IncomingOp, body: OpRequest | Grant) -> None:
+    def _tell(self, incoming: _IncomingOp, body: OpRequest | WriteCredit) -> None:
         """Send a message to an op's source.
 
         Raises:
@@ -382,25 +380,25 @@ class NetworkReceiver:
                 return self._bounce_buffers.take_pages(incoming.peer, number, tuple(runs))
         return self._bounce_buffers.take(incoming.peer, number)
 
-    def _scatter(self, grant: _Grant, checksum: int) -> None:
+    def _scatter(self, credit: _OutstandingCredit, checksum: int) -> None:
         """Verify the checksum of the received bytes, and scatter them into their pages.
 
         Whole pages of a host's memory in one pass: what is damaged is in them then, but the transfer fails.
         """
-        op, on_scattered = grant.incoming.op, partial(self._on_scattered, grant, checksum)
-        region, (first, stop, _) = op.receive_request.pool.region, grant.copy_chunk
-        is_whole = op.planned_copies[grant.segment].plan.destination.is_whole
-        if grant.target.runs:  # what was written are the pages
-            self._copier.run(partial(copy_kernel.digest, *grant.target.runs), on_scattered)
+        op, on_scattered = credit.incoming.op, partial(self._on_scattered, credit, checksum)
+        region, (first, stop, _) = op.receive_request.pool.region, credit.copy_chunk
+        is_whole = op.planned_copies[credit.segment].plan.destination.is_whole
+        if credit.target.runs:  # what was written are the pages
+            self._copier.run(partial(copy_kernel.digest, *credit.target.runs), on_scattered)
         elif is_whole and isinstance(region, HostRegion) and not op.checksums:
-            self._copier.copy(stop - first, partial(_listed, grant, region), on_scattered)
+            self._copier.copy(stop - first, partial(_listed, credit, region), on_scattered)
         else:
-            self._copier.run(partial(_scatter_on_thread, grant, checksum), on_scattered)
+            self._copier.run(partial(_scatter_on_thread, credit, checksum), on_scattered)
 
-    def _on_scattered(self, grant: _Grant, checksum: int, found: int, failed: Exception | None) -> None:
-        incoming = grant.incoming
-        incoming.scattering.discard(grant.number)
-        self._release(grant)
+    def _on_scattered(self, credit: _OutstandingCredit, checksum: int, found: int, failed: Exception | None) -> None:
+        incoming = credit.incoming
+        incoming.scattering.discard(credit.number)
+        self._release(credit)
         if failed is None and found != checksum:
             detail = f"the received bytes have checksum {found:016x}, the source sent {checksum:016x}"
             failed = TransferFailedError(detail)
@@ -408,37 +406,37 @@ class NetworkReceiver:
             self._counters.add("network.refused")
             error = failed if isinstance(failed, KvferryError) else TransferFailedError(f"scattering failed: {failed}")
             self._fail(incoming, error)
-        elif grant.target.runs:
-            self._counters.add("network.direct_bytes", grant.copy_chunk.size_bytes)
+        elif credit.target.runs:
+            self._counters.add("network.direct_bytes", credit.copy_chunk.size_bytes)
         self._check_done(incoming)
         self._enqueue(incoming)
         self.pump()
 
-    def _release(self, grant: _Grant, *, may_still_land: bool = False) -> None:
-        """End a grant: its memory is free, or quarantined where a write may still land in it."""
-        target, incoming = grant.target, grant.incoming
+    def _release(self, credit: _OutstandingCredit, *, may_still_land: bool = False) -> None:
+        """End a write credit: its memory is free, or quarantined where a write may still land in it."""
+        target, incoming = credit.target, credit.incoming
         if may_still_land:
-            self._bounce_buffers.quarantine(target.number, incoming.peer, grant.number, time.monotonic())
-            self._forget(grant)
+            self._bounce_buffers.quarantine(target.number, incoming.peer, credit.number, time.monotonic())
+            self._forget(credit)
             self._watch.start_if_needed()
         else:
-            self._drop(grant)
-            self._bounce_buffers.give_back(target.number, incoming.peer, grant.number)
+            self._drop(credit)
+            self._bounce_buffers.give_back(target.number, incoming.peer, credit.number)
             incoming.in_pages -= bool(target.runs)
 
-    def _forget(self, grant: _Grant) -> None:
-        """Forget a grant whose bounce buffer or pages are quarantined."""
-        self._drop(grant)
-        if grant.target.runs:
-            self._quarantined_pages[grant.target.number] = grant.incoming
+    def _forget(self, credit: _OutstandingCredit) -> None:
+        """Forget a write credit whose bounce buffer or pages are quarantined."""
+        self._drop(credit)
+        if credit.target.runs:
+            self._quarantined_pages[credit.target.number] = credit.incoming
 
-    def _drop(self, grant: _Grant) -> None:
-        if self._grants.pop(grant.number, None) is None:
+    def _drop(self, credit: _OutstandingCredit) -> None:
+        if self._credits.pop(credit.number, None) is None:
             return
-        peer = grant.incoming.peer
-        self._granted_to[peer] -= 1
-        if not self._granted_to[peer]:
-            del self._granted_to[peer]
+        peer = credit.incoming.peer
+        self._credited_to[peer] -= 1
+        if not self._credited_to[peer]:
+            del self._credited_to[peer]
 
     def _fail(self, incoming: _IncomingOp, error: KvferryError) -> None:
         if incoming.error is None:
@@ -456,10 +454,10 @@ class NetworkReceiver:
             log.exception("the end of a transfer op could not be told", op=incoming.op.op_id, cause=str(cause))
 
     def _check_done(self, incoming: _IncomingOp) -> None:
-        """Report the transfer op once no byte of its pages can move; bounce buffers may still be granted."""
+        """Report the transfer op once no byte of its pages can move; bounce buffers may still be credited."""
         if incoming.reported or incoming.scattering or incoming.in_pages:
             return
-        if incoming.error is None and (incoming.copy_chunks or incoming.granted):
+        if incoming.error is None and (incoming.copy_chunks or incoming.credited):
             return
         incoming.reported = True
         self._incoming.pop(incoming.op.op_id, None)
@@ -481,20 +479,20 @@ def _cut(side: PlanSide, write_bytes: int) -> list[CopyChunk]:
     return cut_copy_chunks(side, min(write_bytes, max(wanted, LEAST_CHUNK_BYTES)))
 
 
-def _listed(grant: _Grant, memory: HostRegion) -> Copies:
+def _listed(credit: _OutstandingCredit, memory: HostRegion) -> Copies:
     """On any thread: return the copies of the received bytes to the whole pages that they are for."""
-    side, (first, stop, _) = grant.incoming.op.planned_copies[grant.segment].plan.destination, grant.copy_chunk
-    flat_address = grant.target.address - offset_of(side, first)
-    return grant.incoming.copies_of(grant.segment).listed(first, stop, memory.address, flat_address)
+    side, (first, stop, _) = credit.incoming.op.planned_copies[credit.segment].plan.destination, credit.copy_chunk
+    flat_address = credit.target.address - offset_of(side, first)
+    return credit.incoming.copies_of(credit.segment).listed(first, stop, memory.address, flat_address)
 
 
-def _scatter_on_thread(grant: _Grant, checksum: int) -> int:
+def _scatter_on_thread(credit: _OutstandingCredit, checksum: int) -> int:
     """On a thread: return the checksum of what was received; where it is the source's, scatter, and check that."""
-    op, address = grant.incoming.op, grant.target.address
-    side, pool = op.planned_copies[grant.segment].plan.destination, op.receive_request.pool
-    first, stop, size_bytes = grant.copy_chunk
+    op, address = credit.incoming.op, credit.target.address
+    side, pool = op.planned_copies[credit.segment].plan.destination, op.receive_request.pool
+    first, stop, size_bytes = credit.copy_chunk
     if side.is_whole and isinstance(pool.region, HostRegion):
-        found = copy_kernel.copy_with_digest(_listed(grant, pool.region))
+        found = copy_kernel.copy_with_digest(_listed(credit, pool.region))
     else:
         found = copy_kernel.digest((address, size_bytes))
         if found == checksum:
@@ -511,8 +509,8 @@ class FenceWatch:
     """Decides when to fence, and fences: runs while anything is quarantined. For the control loop.
 
     A fence rebuilds the network engine, which also aborts this daemon's own writes, so that their homes would have to
-    fence in turn. So while a fence waits for live grants, no write begins, and it waits for the writes in flight as
-    well.
+    fence in turn. So while a fence waits for live write credits, no write begins, and it waits for the writes in flight
+    as well.
     """
 
     def __init__(self, memory: NetworkMemory, receiver: NetworkReceiver, counters: Counters) -> None:

@@ -1,6 +1,6 @@
-"""The sending side of a transfer between hosts: granted segments are gathered and written to the peer's bounce buffer.
+"""The sending side of a transfer between hosts: credited segments are gathered and written to the peer's bounce buffer.
 
-Every grant is answered with WRITTEN, whatever its outcome. The pages of a transfer op stay held until nothing is
+Every write credit is answered with WRITTEN, whatever its outcome. The pages of a transfer op stay held until nothing is
 gathered from them any more: a write that hangs reads staging.
 """
 
@@ -37,10 +37,10 @@ from kvferry.protocol.errors import (
     OverloadedError,
     UnknownTransferError,
 )
-from kvferry.protocol.peer_messages import Grant, OpRequest, Segment, Written
+from kvferry.protocol.peer_messages import OpRequest, Segment, WriteCredit, Written
 
 MAX_OPS = 65_536
-MAX_GRANTS_PER_OP = 1024
+MAX_CREDITS_PER_OP = 1024
 MAX_REFUSED = 1024
 ANSWER_AGAIN_S = 0.5
 log = structlog.get_logger(__name__)
@@ -52,20 +52,20 @@ class _Key(NamedTuple):
 
 
 class _Sending:
-    """A transfer op that a home has requested: its source segments, its grants in flight, those not gathered yet."""
+    """A transfer op that a home has requested: its source segments, write credits in flight, those not gathered yet."""
 
     def __init__(self, remote_endpoint: RemoteEndpoint, sides: list[PlanSide], memory: Region) -> None:
         self.remote_endpoint = remote_endpoint
         self.sides = sides
         self.memory = memory
         self._copies: dict[int, FlatCopies] = {}
-        self.waiting: deque[Grant] = deque()
+        self.waiting: deque[WriteCredit] = deque()
         self.in_flight = 0
         self.reading = 0
         self.ended = False
 
     def copies_of(self, segment: int) -> FlatCopies:
-        """On any thread: return the copies that gather a source segment; made once for all its grants."""
+        """On any thread: return the copies that gather a source segment; made once for all its write credits."""
         known = self._copies.get(segment)
         if known is None:
             known = self._copies[segment] = FlatCopies.gathering(self.sides[segment])
@@ -73,12 +73,12 @@ class _Sending:
 
 
 class _Writing:
-    """A grant with a staging buffer, and its writes: one into a bounce buffer, or several into pages."""
+    """A write credit with a staging buffer, and its writes: one into a bounce buffer, or several into pages."""
 
-    def __init__(self, key: _Key, sending: _Sending, grant: Grant, buffer: int) -> None:
+    def __init__(self, key: _Key, sending: _Sending, credit: WriteCredit, buffer: int) -> None:
         self.key = key
         self.sending = sending
-        self.grant = grant
+        self.credit = credit
         self.buffer = buffer
         self.checksum = 0
         self.in_flight = 0
@@ -91,7 +91,7 @@ class _Writing:
 
 
 class NetworkSender:
-    """Serves the grants of all homes in order, through a few staging buffers. For the control loop."""
+    """Serves the write credits of all homes in order, through a few staging buffers. For the control loop."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class NetworkSender:
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._sendings: dict[_Key, _Sending] = {}
-        self._queue: deque[_Key] = deque()  # one per waiting grant; some are stale
-        self._refused: dict[_Key, KvferryError] = {}  # refused ops that homes may still grant for
+        self._queue: deque[_Key] = deque()  # one per waiting write credit; some are stale
+        self._refused: dict[_Key, KvferryError] = {}  # refused ops that homes may still give credits for
 
     def __repr__(self) -> str:
         """Show what is in flight."""
@@ -126,7 +126,7 @@ class NetworkSender:
         return f"<NetworkSender transfer ops={len(self._sendings)} waiting={waiting} free={len(self._free)}>"
 
     def op(self, peer: Incarnation, message: OpRequest) -> None:
-        """Accept a home's description of a transfer op, which its grants refer to. If it is invalid, they are refused.
+        """Accept a home's description of a transfer op, which its write credits refer to; refuse them if it is invalid.
 
         Raises:
             UnknownTransferError: the send request is over.
@@ -156,13 +156,13 @@ class NetworkSender:
         self._state_machine.begin_sending(remote_endpoint, message.op, time.monotonic())
         self._sendings[key] = sending
 
-    def grant(self, peer: Incarnation, message: Grant) -> None:
-        """Queue a granted write."""
+    def credit(self, peer: Incarnation, message: WriteCredit) -> None:
+        """Queue a credited write."""
         key = _Key(peer, message.op)
         sending = self._sendings.get(key)
-        error = self._refused.get(key) or _grant_error(sending, message, self._staging_bytes)
-        if sending is not None and sending.in_flight >= MAX_GRANTS_PER_OP:
-            error = OverloadedError(f"{MAX_GRANTS_PER_OP} grants of the transfer op are in flight")
+        error = self._refused.get(key) or _credit_error(sending, message, self._staging_bytes)
+        if sending is not None and sending.in_flight >= MAX_CREDITS_PER_OP:
+            error = OverloadedError(f"{MAX_CREDITS_PER_OP} write credits of the transfer op are in flight")
         if sending is None or error is not None:
             self._answer(peer, message, error)
             return
@@ -173,7 +173,7 @@ class NetworkSender:
         self._pump()
 
     def op_over(self, peer: Incarnation, number: int) -> None:
-        """End a transfer op: its home grants nothing more."""
+        """End a transfer op: its home gives no more write credits."""
         key = _Key(peer, number)
         self._refused.pop(key, None)
         sending = self._sendings.get(key)
@@ -216,13 +216,13 @@ class NetworkSender:
                 self._loop.call_soon(self._on_gathered, writing, 0, cause)
 
     def _gather(self, writing: _Writing) -> None:
-        sending, grant, buffer = writing.sending, writing.grant, writing.buffer
+        sending, credit, buffer = writing.sending, writing.credit, writing.buffer
         on_gathered = functools.partial(self._on_gathered, writing)
         if isinstance(sending.memory, HostRegion):
-            listed = functools.partial(_listed, sending, sending.memory, grant, buffer)
-            self._copier.copy(grant.stop - grant.first, listed, on_gathered)
+            listed = functools.partial(_listed, sending, sending.memory, credit, buffer)
+            self._copier.copy(credit.stop - credit.first, listed, on_gathered)
         else:
-            self._copier.run(functools.partial(_gather_from_device, sending, grant, buffer), on_gathered)
+            self._copier.run(functools.partial(_gather_from_device, sending, credit, buffer), on_gathered)
 
     def _on_gathered(self, writing: _Writing, checksum: int, failed: Exception | None) -> None:
         writing.sending.reading -= 1
@@ -235,12 +235,12 @@ class NetworkSender:
         self._check_settled(writing.key, writing.sending)
 
     def _write(self, writing: _Writing) -> None:
-        grant, address = writing.grant, writing.buffer
+        credit, address = writing.credit, writing.buffer
         writing.in_flight = 1  # one count for this loop, until all writes have begun
-        for remote_address, size_bytes in grant.runs or ((grant.address, grant.size_bytes),):
+        for remote_address, size_bytes in credit.runs or ((credit.address, credit.size_bytes),):
             try:
                 self._engine.write(
-                    grant.session,
+                    credit.session,
                     address,
                     remote_address,
                     size_bytes,
@@ -264,60 +264,62 @@ class NetworkSender:
             self._finish(writing)
 
     def _finish(self, writing: _Writing) -> None:
-        key, grant, error = writing.key, writing.grant, writing.error
+        key, credit, error = writing.key, writing.credit, writing.error
         self._free.append(writing.buffer)
         writing.sending.in_flight -= 1
         if error is None:
-            self._counters.add("network.sent_bytes", grant.size_bytes)
+            self._counters.add("network.sent_bytes", credit.size_bytes)
         else:
             context = about(writing.sending.remote_endpoint)
-            log.warning("a grant was not written", home=key.peer.address, cause=str(error), **context)
-        self._answer(key.peer, grant, error, writing.checksum)
+            log.warning("a write credit was not written", home=key.peer.address, cause=str(error), **context)
+        self._answer(key.peer, credit, error, writing.checksum)
         self._pump()
 
-    def _answer(self, peer: Incarnation, grant: Grant, error: KvferryError | None, checksum: int = 0) -> None:
+    def _answer(self, peer: Incarnation, credit: WriteCredit, error: KvferryError | None, checksum: int = 0) -> None:
         try:
             info = error.info() if error else None
-            written = Written(grant=grant.grant, checksum=checksum, error=info, may_still_land=_may_still_land(error))
+            written = Written(
+                credit=credit.credit, checksum=checksum, error=info, may_still_land=_may_still_land(error)
+            )
             self._send(peer, written)
         except Exception as cause:  # no memory: the home waits for it, and may hold pages until it has come
-            log.exception("a grant could not be answered yet", home=peer.address, cause=str(cause))
-            self._loop.call_later(ANSWER_AGAIN_S, self._answer, peer, grant, error, checksum)
+            log.exception("a write credit could not be answered yet", home=peer.address, cause=str(cause))
+            self._loop.call_later(ANSWER_AGAIN_S, self._answer, peer, credit, error, checksum)
 
 
 def _may_still_land(error: KvferryError | None) -> bool:
     return isinstance(error, WriteFailedError) and error.may_still_land
 
 
-def _listed(sending: _Sending, memory: HostRegion, grant: Grant, buffer: int) -> Copies:
-    """On any thread: return the copies that gather the granted segments into ``buffer``."""
-    flat_address = buffer - offset_of(sending.sides[grant.segment], grant.first)
-    return sending.copies_of(grant.segment).listed(grant.first, grant.stop, memory.address, flat_address)
+def _listed(sending: _Sending, memory: HostRegion, credit: WriteCredit, buffer: int) -> Copies:
+    """On any thread: return the copies that gather the credited segments into ``buffer``."""
+    flat_address = buffer - offset_of(sending.sides[credit.segment], credit.first)
+    return sending.copies_of(credit.segment).listed(credit.first, credit.stop, memory.address, flat_address)
 
 
-def _gather_from_device(sending: _Sending, grant: Grant, buffer: int) -> int:
-    """On a thread: gather the granted segments into ``buffer``; return their checksum."""
-    sending.memory.gather(sending.sides[grant.segment], grant.first, grant.stop, buffer, copy_kernel.copy)
-    return copy_kernel.digest((buffer, grant.size_bytes))
+def _gather_from_device(sending: _Sending, credit: WriteCredit, buffer: int) -> int:
+    """On a thread: gather the credited segments into ``buffer``; return their checksum."""
+    sending.memory.gather(sending.sides[credit.segment], credit.first, credit.stop, buffer, copy_kernel.copy)
+    return copy_kernel.digest((buffer, credit.size_bytes))
 
 
-def _grant_error(sending: _Sending | None, grant: Grant, staging_bytes: int) -> KvferryError | None:
-    """Return why a grant is invalid, or None."""
+def _credit_error(sending: _Sending | None, credit: WriteCredit, staging_bytes: int) -> KvferryError | None:
+    """Return why a write credit is invalid, or None."""
     if sending is None or sending.ended:
         return UnknownTransferError("the transfer op is over", field="op")
-    if grant.segment >= len(sending.sides):
-        return InvalidFieldError(f"segment {grant.segment} of {len(sending.sides)}", field="segment")
-    side = sending.sides[grant.segment]
-    if not grant.first < grant.stop <= total_segments(side):
-        return InvalidFieldError(f"segments {grant.first}..{grant.stop} of {total_segments(side)}", field="stop")
-    size_bytes = offset_of(side, grant.stop) - offset_of(side, grant.first)
-    if size_bytes != grant.size_bytes or size_bytes > staging_bytes:
+    if credit.segment >= len(sending.sides):
+        return InvalidFieldError(f"segment {credit.segment} of {len(sending.sides)}", field="segment")
+    side = sending.sides[credit.segment]
+    if not credit.first < credit.stop <= total_segments(side):
+        return InvalidFieldError(f"segments {credit.first}..{credit.stop} of {total_segments(side)}", field="stop")
+    size_bytes = offset_of(side, credit.stop) - offset_of(side, credit.first)
+    if size_bytes != credit.size_bytes or size_bytes > staging_bytes:
         return InvalidFieldError(
-            f"{grant.size_bytes} bytes are granted for {size_bytes}, staging has {staging_bytes}",
+            f"{credit.size_bytes} bytes are credited for {size_bytes}, staging has {staging_bytes}",
             field="size_bytes",
         )
-    runs_bytes = sum(size for _, size in grant.runs)
-    if grant.runs and runs_bytes != size_bytes:
+    runs_bytes = sum(size for _, size in credit.runs)
+    if credit.runs and runs_bytes != size_bytes:
         return InvalidFieldError(f"the runs have {runs_bytes} bytes, the segments {size_bytes}", field="runs")
     return None
 

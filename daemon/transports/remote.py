@@ -11,7 +11,7 @@ from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport
 from kvferry.protocol.errors import UnknownTransferError
-from kvferry.protocol.peer_messages import Confirmed, Grant, OpEnded, OpRequest, Written
+from kvferry.protocol.peer_messages import Confirmed, OpEnded, OpRequest, WriteCredit, Written
 
 ON_THIS_HOST = "ipc://"
 
@@ -54,7 +54,7 @@ class RemoteTransports:
             self.receiver.stop(op_id)
 
     def written(self, peer: Incarnation, message: Written) -> None:
-        """Pass on a source's answer to a grant."""
+        """Pass on a source's answer to a write credit."""
         if self.receiver is not None:
             self.receiver.written(peer, message)
 
@@ -63,7 +63,7 @@ class RemoteTransports:
         self._pull.confirmed(peer, message)
 
     def op_asked(self, peer: Incarnation, message: OpRequest) -> None:
-        """Pass on a home's description of the transfer op that it will send grants for.
+        """Pass on a home's description of the transfer op that it will send write credits for.
 
         Raises:
             UnknownTransferError: the send request is over, or this daemon cannot send to other hosts.
@@ -73,13 +73,13 @@ class RemoteTransports:
             raise UnknownTransferError("this daemon does not send to other hosts; set network.transport", field="op")
         self.sender.op(peer, message)
 
-    def granted(self, peer: Incarnation, message: Grant) -> None:
-        """Pass on a home's grant."""
+    def credited(self, peer: Incarnation, message: WriteCredit) -> None:
+        """Pass on a home's write credit."""
         if self.sender is not None:
-            self.sender.grant(peer, message)
+            self.sender.credit(peer, message)
 
     def op_over(self, peer: Incarnation, message: OpEnded) -> None:
-        """Pass on that a home grants nothing more for a transfer op."""
+        """Pass on that a home gives no more write credits for a transfer op."""
         if self.sender is not None:
             self.sender.op_over(peer, message.op)
 

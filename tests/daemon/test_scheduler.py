@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.daemon.tiers.scheduler import QUIET_S, Grant, OperationClass, Scheduler
+from kvferry.daemon.tiers.scheduler import QUIET_S, OperationClass, Permit, Scheduler
 from kvferry.pools import copy_kernel
 
 WAIT_S = 30.0
@@ -146,7 +146,7 @@ class Asking:
         self._executor = executor
         self.stop = False
 
-    def start(self, operation_class: OperationClass, size_bytes: int = 1) -> Future[Grant | None]:
+    def start(self, operation_class: OperationClass, size_bytes: int = 1) -> Future[Permit | None]:
         """Ask."""
         asked = threading.Event()
 
@@ -188,14 +188,14 @@ def test_nothing_begins_while_a_transfer_is_under_way(executor: ThreadPoolExecut
 
 def test_what_copies_already_stops_while_a_transfer_is_under_way(executor: ThreadPoolExecutor) -> None:
     scheduler = Scheduler(BOUNDS, patience_s=0)
-    grant = scheduler.try_begin(OFFLOAD, 1)
-    assert grant is not None
+    permit = scheduler.try_begin(OFFLOAD, 1)
+    assert permit is not None
     source, destination = np.ones(4 << 20, np.uint8), np.zeros(4 << 20, np.uint8)
     copies = np.array([[source.ctypes.data, destination.ctypes.data, source.nbytes]], np.uint64)
     thread: list[int] = []
 
     def copy_on() -> float:
-        with scheduler.giving_way(grant):
+        with scheduler.giving_way(permit):
             thread.append(threading.get_native_id())
             copy_kernel.copy(copies)
         return time.monotonic()
@@ -226,11 +226,11 @@ def wait_until_asleep(thread: list[int], done: Future[float]) -> None:
 
 def test_a_chunk_that_has_waited_begins_without_a_word(executor: ThreadPoolExecutor) -> None:
     scheduler = Scheduler(BOUNDS, patience_s=0.01)
-    assert scheduler.try_begin(OFFLOAD, 1) == Grant(0.01)
+    assert scheduler.try_begin(OFFLOAD, 1) == Permit(0.01)
     scheduler.end(OFFLOAD, 1)
     scheduler.transfer_began()
     waited = executor.submit(scheduler.begin, OFFLOAD, 1).result(WAIT_S)
-    assert waited == Grant(0.0), "it does not stand still for as long again"
+    assert waited == Permit(0.0), "it does not stand still for as long again"
     scheduler.end(OFFLOAD, 1)
     assert asyncio.run(scheduler.begin_async(DEMOTION, 1))
     assert scheduler.transfers == 1

@@ -26,9 +26,9 @@ ADDRESS_AT, KEY_AT, TO_KEY_AT = range(3)
 
 
 def test_an_older_daemon_leaves_out_what_has_a_default() -> None:
-    frames = [golden("WRITTEN")[0], msgspec.msgpack.encode({"type": "WRITTEN", "grant": 11})]
+    frames = [golden("WRITTEN")[0], msgspec.msgpack.encode({"type": "WRITTEN", "credit": 11})]
     body = decode_peer(frames).envelope.body
-    assert body == Written(grant=11)
+    assert body == Written(credit=11)
 
 
 def test_a_newer_daemon_may_add_fields_at_the_tail() -> None:
@@ -51,33 +51,33 @@ RECEIVE_REQUEST = ["f" * 32, "decode", 7, 2]
     [
         [], [b""], [b"\xc1"], [b"\x90"], [b"\xff" * 9], [b"\x91" * 100_000], [b"\x81\xa1a" * 100_000],
         [b"\xdf\xff\xff\xff\xff"],
-        changed("GRANT", ADDRESS_AT, "udp://192.0.2.7:1"),
-        changed("GRANT", ADDRESS_AT, "tcp://192.0.2.7:7801\n"),
-        changed("GRANT", ADDRESS_AT, "tcp://192.0.2.7:7801 x"),
-        changed("GRANT", ADDRESS_AT, "ipc://relative"),
-        changed("GRANT", ADDRESS_AT, "tcp://" + "x" * 300 + ":1"),
-        changed("GRANT", ADDRESS_AT, b"tcp://192.0.2.7:7801"),
-        changed("GRANT", KEY_AT, "x" * 32),
-        changed("GRANT", KEY_AT, ""),
-        changed("GRANT", TO_KEY_AT, 7),
-        changed("GRANT", TO_KEY_AT, "f" * 31),
-        changed("GRANT", TO_KEY_AT, "f" * 32 + "\n"),
-        [golden("GRANT")[0] + b"\xc0", *golden("GRANT")[1:]],
-        [msgspec.msgpack.encode(["tcp://192.0.2.7:7801", "f" * 32, "", "x" * 600]), golden("GRANT")[1]],
-        [golden("GRANT")[0], b"\xc0"],
-        [golden("GRANT")[0], b"\x80"],
-        [golden("GRANT")[0], msgspec.msgpack.encode({"type": "SEND"})],
+        changed("WRITE_CREDIT", ADDRESS_AT, "udp://192.0.2.7:1"),
+        changed("WRITE_CREDIT", ADDRESS_AT, "tcp://192.0.2.7:7801\n"),
+        changed("WRITE_CREDIT", ADDRESS_AT, "tcp://192.0.2.7:7801 x"),
+        changed("WRITE_CREDIT", ADDRESS_AT, "ipc://relative"),
+        changed("WRITE_CREDIT", ADDRESS_AT, "tcp://" + "x" * 300 + ":1"),
+        changed("WRITE_CREDIT", ADDRESS_AT, b"tcp://192.0.2.7:7801"),
+        changed("WRITE_CREDIT", KEY_AT, "x" * 32),
+        changed("WRITE_CREDIT", KEY_AT, ""),
+        changed("WRITE_CREDIT", TO_KEY_AT, 7),
+        changed("WRITE_CREDIT", TO_KEY_AT, "f" * 31),
+        changed("WRITE_CREDIT", TO_KEY_AT, "f" * 32 + "\n"),
+        [golden("WRITE_CREDIT")[0] + b"\xc0", *golden("WRITE_CREDIT")[1:]],
+        [msgspec.msgpack.encode(["tcp://192.0.2.7:7801", "f" * 32, "", "x" * 600]), golden("WRITE_CREDIT")[1]],
+        [golden("WRITE_CREDIT")[0], b"\xc0"],
+        [golden("WRITE_CREDIT")[0], b"\x80"],
+        [golden("WRITE_CREDIT")[0], msgspec.msgpack.encode({"type": "SEND"})],
         with_field("PEER_HELLO", "boot_id", ""),
         with_field("PEER_HELLO", "bounce_buffer_bytes", -1),
         with_field("PEER_HEARTBEAT", "number", -1),
-        with_field("GRANT", "type", "GRANTT"),
-        with_field("GRANT", "grant", -1),
-        with_field("GRANT", "grant", 1 << 63),
-        with_field("GRANT", "grant", 1.0),
-        with_field("GRANT", "segment", -1),
-        with_field("GRANT", "address", -1),
-        with_field("GRANT", "size_bytes", -1),
-        with_field("GRANT", "session", "x" * 257),
+        with_field("WRITE_CREDIT", "type", "WRITE_CREDITT"),
+        with_field("WRITE_CREDIT", "credit", -1),
+        with_field("WRITE_CREDIT", "credit", 1 << 63),
+        with_field("WRITE_CREDIT", "credit", 1.0),
+        with_field("WRITE_CREDIT", "segment", -1),
+        with_field("WRITE_CREDIT", "address", -1),
+        with_field("WRITE_CREDIT", "size_bytes", -1),
+        with_field("WRITE_CREDIT", "session", "x" * 257),
         with_field("OP_REQUEST", "segments", []),
         with_field("OP_REQUEST", "segments", [["main", 0, 1, [0], [[0, 0]]]] * (MAX_SEGMENTS + 1)),
         with_field("OP_REQUEST", "segments", [["Main", 0, 1, [0], [[0, 0]]]]),
@@ -106,7 +106,7 @@ RECEIVE_REQUEST = ["f" * 32, "decode", 7, 2]
         [*golden("SEND_REQUEST"), b""],
         [*golden("SEND_REQUEST")[:2], golden("SEND_REQUEST")[3], golden("SEND_REQUEST")[2]],
         [*golden("SEND_REQUEST")[:3], b"\0" * 7],
-        [*golden("GRANT"), b""],
+        [*golden("WRITE_CREDIT"), b""],
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused(frames: list[bytes]) -> None:
@@ -147,7 +147,7 @@ def test_damaged_messages_are_read_or_refused(frames: list[bytes]) -> None:
         ("RECEIVE_CLOSED", {"moved": ((1, 2, 3),) * (MAX_POOLS + 1)}),
         ("OP_REQUEST", {"segments": (Segment("main", 0, 1, (0,) * (MAX_ENTRIES + 1), ()),)}),
         ("OP_REQUEST", {"segments": (Segment("main", 0, 1, (), ((0, 1),) * (MAX_ENTRIES + 1)),)}),
-        ("GRANT", {"runs": ((0, 1),) * (MAX_RUNS + 1)}),
+        ("WRITE_CREDIT", {"runs": ((0, 1),) * (MAX_RUNS + 1)}),
     ],
 )
 def test_what_a_peer_may_say_at_once_is_bounded(name: str, change: dict[str, object]) -> None:

@@ -229,7 +229,7 @@ class PeerHarness:
     # -- copies
 
     def write(self, node: Node, key: SendingKey, error: KvferryError | None = None) -> None:
-        """Write what a home granted to its slot, and say so."""
+        """Write what a home gave a write credit for to its slot, and say so."""
         home = self.network.at(key[0].address)
         node_at = next((one for one in self.nodes.values() if one.links is home), None)
         if node_at is not None and home is not None and home.boot_id == key[0].boot_id:

@@ -1,7 +1,7 @@
 """Transports between daemons that do nothing by themselves: a test moves the bytes and ends each transfer op.
 
 By mapping, where the peer's address is of this host: the home copies, ends the copy, and has the source confirm. By
-bounce buffers else: the source gathers what was granted, and its write ends; only then does the home touch a page.
+bounce buffers else: the source gathers what was credited, and its write ends; only then does the home touch a page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvferry.protocol.errors import (
     UnknownTransferError,
     raised,
 )
-from kvferry.protocol.peer_messages import Confirm, Confirmed, Grant, OpEnded, OpRequest, Segment, Written
+from kvferry.protocol.peer_messages import Confirm, Confirmed, OpEnded, OpRequest, Segment, WriteCredit, Written
 from tests.region_bytes import read_region, write_region
 
 ON_THIS_HOST = "ipc://"
@@ -41,8 +41,8 @@ class Sending:
     """A transfer op that a source daemon sends.
 
     Attributes:
-        writing: whether a grant of it is being written.
-        over: whether no grant follows.
+        writing: whether a write credit of it is being written.
+        over: whether no write credit follows.
     """
 
     def __init__(self, remote_endpoint: RemoteEndpoint) -> None:
@@ -115,7 +115,7 @@ class ScriptedRemote:
         mapped: transfer ops that this daemon copies from a peer's memory, by id.
         landing: transfer ops that a peer is to write to this daemon's slots, by id.
         sending: transfer ops that homes have asked this daemon for, by home and number.
-        slots: what peers have written to this daemon's slots, by the peer's boot id and grant.
+        slots: what peers have written to this daemon's slots, by the peer's boot id and write credit.
         done: transfer ops that have ended and are not reported yet.
     """
 
@@ -163,8 +163,8 @@ class ScriptedRemote:
             chunk=op.chunk,
             segments=(SEGMENT,),
         )
-        grant = Grant(op=number, grant=number, segment=0, first=0, stop=1, session="", address=0, size_bytes=1)
-        if not (self._say(peer, asked) and self._say(peer, grant)):
+        credit = WriteCredit(op=number, credit=number, segment=0, first=0, stop=1, session="", address=0, size_bytes=1)
+        if not (self._say(peer, asked) and self._say(peer, credit)):
             self._end_network(number, PeerLostError("gone"))
 
     def _map(self, arriving: Arriving) -> None:
@@ -211,8 +211,8 @@ class ScriptedRemote:
 
     def written(self, peer: Incarnation, message: Written) -> None:
         """See ``RemoteTransports.written``."""
-        arriving = self.network.get(message.grant)
-        slot = self.slots.pop((peer.boot_id, message.grant), None)
+        arriving = self.network.get(message.credit)
+        slot = self.slots.pop((peer.boot_id, message.credit), None)
         if arriving is None or arriving.peer != peer:
             return
         error = raised(message.error) if message.error else None
@@ -220,7 +220,7 @@ class ScriptedRemote:
             error = TransferFailedError("the checksum is wrong: nothing came")
         if error is None and slot is not None:
             arriving.scatter(slot)
-        self._end_network(message.grant, error)
+        self._end_network(message.credit, error)
 
     def _fail(self, op_id: int, error: KvferryError) -> None:
         if op_id in self.network:
@@ -250,11 +250,11 @@ class ScriptedRemote:
         self._state_machine.begin_sending(remote_endpoint, message.op, remote_endpoint.send_request.created_at)
         self.sending[peer, message.op] = Sending(remote_endpoint)
 
-    def granted(self, peer: Incarnation, message: Grant) -> None:
-        """See ``RemoteTransports.granted``."""
+    def credited(self, peer: Incarnation, message: WriteCredit) -> None:
+        """See ``RemoteTransports.credited``."""
         sending = self.sending.get((peer, message.op))
         if sending is None or sending.over:
-            self._say(peer, Written(grant=message.grant, error=UnknownTransferError("over", field="op").info()))
+            self._say(peer, Written(credit=message.credit, error=UnknownTransferError("over", field="op").info()))
         else:
             sending.writing = True
 
@@ -268,13 +268,13 @@ class ScriptedRemote:
             self._over(key)
 
     def end_write(self, key: SendingKey, error: KvferryError | None = None) -> None:
-        """End the write of a grant: its pages are not read any more."""
+        """End the write of a write credit: its pages are not read any more."""
         peer, number = key
         sending = self.sending[key]
-        assert sending.writing, "nothing was granted"
+        assert sending.writing, "nothing was credited"
         assert sending.remote_endpoint.send_request.state is not State.SETTLED, "pages are read that nobody holds"
         sending.writing = False
-        self._say(peer, Written(grant=number, error=error.info() if error else None))
+        self._say(peer, Written(credit=number, error=error.info() if error else None))
         self._check_settled(key)
 
     def writing(self) -> list[SendingKey]:

@@ -34,7 +34,6 @@ from kvferry.protocol.peer_messages import (
     Announce,
     Confirm,
     Confirmed,
-    Grant,
     PeerSend,
     PoolGone,
     ReceiveClosed,
@@ -42,6 +41,7 @@ from kvferry.protocol.peer_messages import (
     SendRefused,
     SendWithdrawn,
     StepReady,
+    WriteCredit,
     Written,
     decode_peer,
 )
@@ -270,7 +270,7 @@ def test_what_was_read_after_its_send_had_ended_does_not_count(mapped: Transfer)
     mapped.ends("CANCELLED", "PEER_CANCELLED")
 
 
-def test_a_send_that_ends_while_its_grant_is_on_its_way(by_slots: Transfer) -> None:
+def test_a_send_that_ends_while_its_credit_is_on_its_way(by_slots: Transfer) -> None:
     by_slots.greet()
     by_slots.send()
     by_slots.receive()
@@ -278,7 +278,7 @@ def test_a_send_that_ends_while_its_grant_is_on_its_way(by_slots: Transfer) -> N
     by_slots.harness.deliver_until(by_slots.source, by_slots.home, PeerSend)
     by_slots.prefill.cancel("send")
     assert by_slots.prefill.told == "CANCELLED settled", "nothing has been asked for"
-    by_slots.harness.deliver_until(by_slots.home, by_slots.source, Grant)
+    by_slots.harness.deliver_until(by_slots.home, by_slots.source, WriteCredit)
     assert not by_slots.source.remote.sending
     by_slots.harness.deliver_until(by_slots.source, by_slots.home, Written)
     by_slots.ends("CANCELLED", "PEER_CANCELLED")
@@ -809,7 +809,7 @@ def test_the_source_daemon_restarts_and_hears_of_receives_that_still_wait(apart:
     assert prefill.content == apart.decode.content
 
 
-def test_the_grants_of_a_source_daemon_that_restarts_are_void(apart: Transfer) -> None:
+def test_the_credits_of_a_source_daemon_that_restarts_are_void(apart: Transfer) -> None:
     apart.meet()
     again = apart.harness.restart(apart.source)
     for connection in apart.harness.network.connections():  # reopened, and the break not noticed before that
@@ -833,7 +833,7 @@ def test_the_destination_daemon_dies(apart: Transfer) -> None:
     apart.harness.check_nothing_left()
 
 
-def test_the_destination_daemon_restarts_and_the_old_grant_is_void(by_slots: Transfer) -> None:
+def test_the_destination_daemon_restarts_and_the_old_credit_is_void(by_slots: Transfer) -> None:
     by_slots.meet()
     by_slots.harness.restart(by_slots.home)
     by_slots.harness.notice(by_slots.source, by_slots.home)

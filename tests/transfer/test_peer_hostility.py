@@ -112,7 +112,7 @@ def sayings(draw: st.DrawFn, meeting: Meeting) -> tuple[PeerBody, tuple[PageIds,
     kind = draw(st.sampled_from([*BODIES, PeerSend]))
     body: Any = draw(structs_of(kind))
     fields = set(body.__struct_fields__)
-    near: dict[str, Any] = {name: draw(NEAR) for name in fields & {"send_request", "chunk", "op", "grant", "ready"}}
+    near: dict[str, Any] = {name: draw(NEAR) for name in fields & {"send_request", "chunk", "op", "credit", "ready"}}
     near |= {name: draw(st.sampled_from(meeting.names)) for name in fields & {"receive_request"}}
     near |= {name: draw(st.integers(0, 1 << 20)) for name in fields & {"deadline_ms"}}
     near |= {name: draw(LISTS) for name in fields & {"lists"}}

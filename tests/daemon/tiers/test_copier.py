@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from kvferry.daemon.process.thread_count import ThreadCount, Trial
 from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, Digests, TierCopier
-from kvferry.daemon.tiers.scheduler import Grant, OperationClass, Scheduler
+from kvferry.daemon.tiers.scheduler import OperationClass, Permit, Scheduler
 from kvferry.pools import native_kernel as native
 from kvferry.pools.copy_kernel import Copies, CopyThreads, Hashing, new_copy_threads
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
@@ -507,7 +507,7 @@ async def test_what_a_step_copies_and_hashes_gives_way(monkeypatch: pytest.Monke
     said: list[str] = []
 
     @contextmanager
-    def giving_way(_grant: Grant) -> Iterator[None]:
+    def giving_way(_permit: Permit) -> Iterator[None]:
         said.append("gives way")
         yield
         said.append("goes on")

@@ -22,7 +22,7 @@ from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.pool import Pool
 from kvferry.protocol.config.schema import NetworkConfig
 from kvferry.protocol.errors import KvferryError, TransferFailedError
-from kvferry.protocol.peer_messages import Announce, Grant, PeerBody, PeerSend
+from kvferry.protocol.peer_messages import Announce, PeerBody, PeerSend, WriteCredit
 from tests.region_bytes import read_region
 from tests.transfer.peer_harness import PeerHarness
 from tests.transfer.transfer_harness import PAGE_BYTES
@@ -256,11 +256,11 @@ def content_at_home(op: TransferOp) -> bytes:
     return b"".join(memory[int(d) : int(d) + int(n)].tobytes() for _, d, n in planned_copy.plan.blocks().tolist())
 
 
-def write(harness: NetworkHarness, op: TransferOp, grant: Grant) -> int:
-    """Write to a bounce buffer what was granted; return the checksum."""
-    side = op.planned_copies[grant.segment].plan.source
-    harness.source_pool.region.gather(side, grant.first, grant.stop, grant.address, copy_one_by_one)
-    return checksum_at(grant.address, grant.size_bytes)
+def write(harness: NetworkHarness, op: TransferOp, credit: WriteCredit) -> int:
+    """Write to a bounce buffer what was credited; return the checksum."""
+    side = op.planned_copies[credit.segment].plan.source
+    harness.source_pool.region.gather(side, credit.first, credit.stop, credit.address, copy_one_by_one)
+    return checksum_at(credit.address, credit.size_bytes)
 
 
 def checksum_at(address: int, size_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Memory that peers write: nothing of it is granted while a write may still land in it, and nothing is lost."""
+"""Memory that peers write: nothing of it is credited while a write may still land in it, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.daemon.transports.network_harness import ScriptedNetwork
 BASE, BOUNCE_BUFFER_BYTES, COUNT = 1 << 20, 4096, 5
 A = Incarnation("tcp://192.0.2.1:7801", "a" * 32)
 B = A._replace(address="tcp://192.0.2.2:7801")
-"""B says A's boot id: what it is granted is its own all the same."""
+"""B says A's boot id: what it is credited is its own all the same."""
 PAGE_RUNS = ((BASE, 1000), (BASE + 5000, 2000))
 PAGES_BYTES = 3000
 BOUNDS = FenceBounds(quarantined_bytes=2 * BOUNCE_BUFFER_BYTES, quarantined_s=10.0, drain_timeout_s=3.0, pages_s=5.0)
@@ -40,12 +40,12 @@ BOUNDS = FenceBounds(quarantined_bytes=2 * BOUNCE_BUFFER_BYTES, quarantined_s=10
 
 @pytest.fixture
 def too_much() -> BounceBuffers:
-    """Return bounce buffers of which more rest than may, and one is granted."""
+    """Return bounce buffers of which more rest than may, and one is credited."""
     network = BounceBuffers(BASE, BOUNCE_BUFFER_BYTES, COUNT, BOUNDS)
-    for grant_id in range(3):
-        target = network.take(A, grant_id)
+    for credit_id in range(3):
+        target = network.take(A, credit_id)
         assert target is not None
-        assert network.quarantine(target.number, A, grant_id, 0.0)
+        assert network.quarantine(target.number, A, credit_id, 0.0)
     assert network.take(B, 9) is not None
     assert not network.fence_due(1.0)
     assert network.take(B, 10) is None
@@ -59,7 +59,7 @@ def test_after_the_drain_timeout_a_fence_waits_no_longer(too_much: BounceBuffers
     assert too_much.fence_begins(4.0) == [3]
     assert not too_much.give_back(3, B, 10)
     assert too_much.fenced() == 4
-    assert (too_much.free, too_much.granted, too_much.draining) == (COUNT, 0, False)
+    assert (too_much.free, too_much.credits, too_much.draining) == (COUNT, 0, False)
 
 
 def test_draining_ends_when_quarantine_falls_below_its_bounds(too_much: BounceBuffers) -> None:
@@ -69,15 +69,15 @@ def test_draining_ends_when_quarantine_falls_below_its_bounds(too_much: BounceBu
 
 
 def test_what_rests_too_long_asks_for_a_fence(too_much: BounceBuffers) -> None:
-    for number, peer, grant_id in ((0, A, 0), (1, A, 1), (3, B, 9)):
-        assert too_much.give_back(number, peer, grant_id)
+    for number, peer, credit_id in ((0, A, 0), (1, A, 1), (3, B, 9)):
+        assert too_much.give_back(number, peer, credit_id)
     assert [too_much.fence_due(now_s) for now_s in (2.0, 10.0, 10.1)] == [False, False, True]
 
 
 class NetworkMachine(RuleBasedStateMachine):
     """Against a plain list of what each bounce buffer holds; writes land only where the model says they may."""
 
-    grants: Bundle[tuple[int, Incarnation, int]] = Bundle("grants")
+    write_credits: Bundle[tuple[int, Incarnation, int]] = Bundle("write_credits")
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,13 +86,13 @@ class NetworkMachine(RuleBasedStateMachine):
         self.states: dict[int, tuple[str, Incarnation, int, float]] = {}
         self.asked_s: float | None = None
         self.fencing = False
-        self.next_grant = 0
+        self.next_credit = 0
 
     def held(self, state: str) -> list[int]:
         return [number for number, held in self.states.items() if held[0] == state]
 
     @property
-    def may_grant(self) -> bool:
+    def may_credit(self) -> bool:
         """Return whether no fence waits or is under way."""
         return self.asked_s is None and not self.fencing
 
@@ -100,64 +100,66 @@ class NetworkMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule(target=grants, peer=st.sampled_from([A, B]))
+    @rule(target=write_credits, peer=st.sampled_from([A, B]))
     def take(self, peer: Incarnation) -> MultipleResults[tuple[int, Incarnation, int]] | tuple[int, Incarnation, int]:
         """Take a bounce buffer where the model says that one may be taken."""
-        self.next_grant += 1
-        bounce_buffer = self.network.take(peer, self.next_grant)
-        assert (bounce_buffer is not None) == (sum(number < COUNT for number in self.states) < COUNT and self.may_grant)
+        self.next_credit += 1
+        bounce_buffer = self.network.take(peer, self.next_credit)
+        assert (bounce_buffer is not None) == (
+            sum(number < COUNT for number in self.states) < COUNT and self.may_credit
+        )
         if bounce_buffer is None:
             return multiple()
-        assert bounce_buffer.number not in self.states, "a bounce buffer was granted in which a write may land"
+        assert bounce_buffer.number not in self.states, "a bounce buffer was credited in which a write may land"
         assert bounce_buffer.address == BASE + bounce_buffer.number * BOUNCE_BUFFER_BYTES
-        self.states[bounce_buffer.number] = ("granted", peer, self.next_grant, 0.0)
-        return (bounce_buffer.number, peer, self.next_grant)
+        self.states[bounce_buffer.number] = ("credited", peer, self.next_credit, 0.0)
+        return (bounce_buffer.number, peer, self.next_credit)
 
-    @rule(target=grants, peer=st.sampled_from([A, B]))
+    @rule(target=write_credits, peer=st.sampled_from([A, B]))
     def take_pages(
         self, peer: Incarnation
     ) -> MultipleResults[tuple[int, Incarnation, int]] | tuple[int, Incarnation, int]:
-        self.next_grant += 1
-        target = self.network.take_pages(peer, self.next_grant, PAGE_RUNS)
-        assert (target is not None) == self.may_grant
+        self.next_credit += 1
+        target = self.network.take_pages(peer, self.next_credit, PAGE_RUNS)
+        assert (target is not None) == self.may_credit
         if target is None:
             return multiple()
         number = target.number
         assert (target.address, target.runs) == (BASE, PAGE_RUNS)
         assert number >= COUNT
         assert number not in self.states
-        self.states[number] = ("granted", peer, self.next_grant, 0.0)
-        return (number, peer, self.next_grant)
+        self.states[number] = ("credited", peer, self.next_credit, 0.0)
+        return (number, peer, self.next_credit)
 
-    @rule(grant=grants, peer=st.sampled_from([A, B]))
-    def give_back(self, grant: tuple[int, Incarnation, int], peer: Incarnation) -> None:
+    @rule(credit=write_credits, peer=st.sampled_from([A, B]))
+    def give_back(self, credit: tuple[int, Incarnation, int], peer: Incarnation) -> None:
         """Let any peer report terminal writes, perhaps late."""
-        held = self.states.get(grant[0])
-        its = held is not None and held[1:3] == (peer, grant[2])
-        assert self.network.give_back(grant[0], peer, grant[2]) == its
+        held = self.states.get(credit[0])
+        its = held is not None and held[1:3] == (peer, credit[2])
+        assert self.network.give_back(credit[0], peer, credit[2]) == its
         if its:
-            del self.states[grant[0]]
+            del self.states[credit[0]]
 
-    @rule(grant=consumes(grants), again=st.booleans())
-    def quarantine(self, grant: tuple[int, Incarnation, int], *, again: bool) -> None:
-        """End a grant without knowing how its writes ended; nobody else can."""
-        assert not self.network.quarantine(grant[0], A if grant[1] == B else B, grant[2], self.now_s)
-        held = self.states.get(grant[0])
-        its = held is not None and held[:3] == ("granted", *grant[1:])
-        assert self.network.quarantine(*grant, self.now_s) == its
+    @rule(credit=consumes(write_credits), again=st.booleans())
+    def quarantine(self, credit: tuple[int, Incarnation, int], *, again: bool) -> None:
+        """End a write credit without knowing how its writes ended; nobody else can."""
+        assert not self.network.quarantine(credit[0], A if credit[1] == B else B, credit[2], self.now_s)
+        held = self.states.get(credit[0])
+        its = held is not None and held[:3] == ("credited", *credit[1:])
+        assert self.network.quarantine(*credit, self.now_s) == its
         if its:
-            self.states[grant[0]] = ("quarantined", grant[1], grant[2], self.now_s)
-        assert not (again and self.network.quarantine(*grant, self.now_s))
+            self.states[credit[0]] = ("quarantined", credit[1], credit[2], self.now_s)
+        assert not (again and self.network.quarantine(*credit, self.now_s))
 
     @rule(peer=st.sampled_from([A, B]))
     def lose_a_peer(self, peer: Incarnation) -> None:
         assert set(self.network.quarantine_peer(peer, self.now_s)) == self.rest(peer)
 
     def rest(self, *peers: Incarnation) -> set[int]:
-        """Let what these peers have been granted rest; return the bounce buffers."""
+        """Let what these peers have been credited rest; return the bounce buffers."""
         ended = set()
         for number, held in self.states.items():
-            if held[0] == "granted" and held[1] in peers:
+            if held[0] == "credited" and held[1] in peers:
                 self.states[number] = ("quarantined", held[1], held[2], self.now_s)
                 ended.add(number)
         return ended
@@ -174,13 +176,13 @@ class NetworkMachine(RuleBasedStateMachine):
             self.resting_bytes() > 2 * BOUNCE_BUFFER_BYTES
             or any(self.now_s - one > 10.0 for one in since)
             or any(self.now_s - one > 5.0 for one in of_pages)
-            or bool(of_pages and not self.held("granted"))
+            or bool(of_pages and not self.held("credited"))
         )
         if not too_much:
             self.asked_s = None
         elif self.asked_s is None:
             self.asked_s = self.now_s
-        due = self.asked_s is not None and (not self.held("granted") or self.now_s - self.asked_s >= 3.0)
+        due = self.asked_s is not None and (not self.held("credited") or self.now_s - self.asked_s >= 3.0)
         assert self.network.fence_due(self.now_s) == due
 
     def resting_bytes(self) -> int:
@@ -205,7 +207,7 @@ class NetworkMachine(RuleBasedStateMachine):
     def same_as_the_model(self) -> None:
         assert self.network.free == COUNT - sum(number < COUNT for number in self.states)
         assert f"<BounceBuffers free={self.network.free} " in repr(self.network)
-        assert self.network.granted == len(self.held("granted"))
+        assert self.network.credits == len(self.held("credited"))
         since = [held[3] for held in self.states.values() if held[0] == "quarantined"]
         assert self.network.quarantined_bytes == self.resting_bytes()
         assert self.network.quarantined == sum(number < COUNT for number in self.held("quarantined"))

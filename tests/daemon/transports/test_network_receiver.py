@@ -1,4 +1,4 @@
-"""Bounce buffers at the home: granted, checked, scattered; nothing that comes late or wrong touches a page."""
+"""Bounce buffers at the home: credited, checked, scattered; nothing that comes late or wrong touches a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
 from kvferry.pools.planning.plan import PlanSide
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
-from kvferry.protocol.peer_messages import Grant, OpEnded, OpRequest, Written
+from kvferry.protocol.peer_messages import OpEnded, OpRequest, WriteCredit, Written
 from tests.daemon.transports.network_harness import (
     BYTES,
     PAGES,
@@ -42,7 +42,7 @@ from tests.transfer.transfer_harness import PAGE_BYTES
 
 pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
 ANOTHER = Incarnation("tcp://192.0.2.9:7801", "f" * 32)
-GRANTS = 4
+CREDITS = 4
 """How many a transfer op may have at a time in these tests."""
 
 AT_ONCE = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=1e9, pages_s=1e9)
@@ -74,30 +74,30 @@ class Home:
         await turns()
         return op
 
-    def grants(self, op: TransferOp) -> list[Grant]:
-        return [one for one in self.said.of(Grant) if one.op == op.op_id]
+    def credits(self, op: TransferOp) -> list[WriteCredit]:
+        return [one for one in self.said.of(WriteCredit) if one.op == op.op_id]
 
-    def into(self, op: TransferOp, grant: Grant) -> None:
-        self.notify(Written(grant=grant.grant, checksum=write(self.harness, op, grant)))
+    def into(self, op: TransferOp, credit: WriteCredit) -> None:
+        self.notify(Written(credit=credit.credit, checksum=write(self.harness, op, credit)))
 
     def notify(self, written: Written) -> None:
         self.receiver.written(self.harness.to_source, written)
 
     async def land_all(self, *ops: TransferOp) -> None:
-        """Let everything land that is granted, also meanwhile."""
+        """Let everything land that is credited, also meanwhile."""
         done: set[int] = set()
-        while new := [(p, g) for p in ops for g in self.grants(p) if g.grant not in done]:
-            for op, grant in new:
-                done.add(grant.grant)
-                self.into(op, grant)
+        while new := [(p, g) for p in ops for g in self.credits(p) if g.credit not in done]:
+            for op, credit in new:
+                done.add(credit.credit)
+                self.into(op, credit)
             await self.executor.run()
 
-    def fails(self, grant: Grant, *, may_still_land: bool = True) -> None:
-        """Let the source say that a grant could not be written."""
-        self.notify(Written(grant=grant.grant, error=FAILED, may_still_land=may_still_land))
+    def fails(self, credit: WriteCredit, *, may_still_land: bool = True) -> None:
+        """Let the source say that a write credit could not be written."""
+        self.notify(Written(credit=credit.credit, error=FAILED, may_still_land=may_still_land))
 
     def all_free(self) -> bool:
-        """Return whether nothing is granted or rests."""
+        """Return whether nothing is credited or rests."""
         return self.bounce_buffers.free == self.bounce_buffers.count
 
     def fence(self) -> tuple[int, bool, str]:
@@ -112,8 +112,8 @@ MakeHome = Callable[..., Home]
 
 
 @pytest.fixture(autouse=True)
-def _grants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_receiver, "GRANTS_PER_OP", GRANTS)
+def _credits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_receiver, "CREDITS_PER_OP", CREDITS)
 
 
 @pytest.fixture
@@ -140,9 +140,9 @@ async def test_a_transfer_is_cut_so_that_its_copies_overlap(
     monkeypatch.setattr(network_receiver, "LEAST_CHUNK_BYTES", least_pages * PAGE_BYTES)
     home = home_of(buffer_pages * PAGE_BYTES)
     op = home.start()
-    assert home.grants(op)[0].size_bytes == chunk_pages * PAGE_BYTES
+    assert home.credits(op)[0].size_bytes == chunk_pages * PAGE_BYTES
     await home.land_all(op)
-    assert len(home.grants(op)) == -(-SEGMENTS // chunk_pages)
+    assert len(home.credits(op)) == -(-SEGMENTS // chunk_pages)
     assert home.harness.arrived(op)
 
 
@@ -153,13 +153,13 @@ async def test_an_op_lands_fragment_by_fragment_in_any_order(home_of: MakeHome) 
     home.receiver.peer_lost(home.harness.to_source._replace(address=ANOTHER.address), "another one with its boot id")
     (asked,) = home.said.of(OpRequest)
     assert (asked.op, [segment.pages for segment in asked.segments]) == (op.op_id, [PAGES])
-    assert len(home.grants(op)) == GRANTS
-    for grant in reversed(home.grants(op)):
-        home.into(op, grant)
+    assert len(home.credits(op)) == CREDITS
+    for credit in reversed(home.credits(op)):
+        home.into(op, credit)
     await home.executor.run()
     assert home.harness.reports == [], "two of six copy chunks have not landed"
-    for grant in home.grants(op)[GRANTS:]:
-        home.into(op, grant)
+    for credit in home.credits(op)[CREDITS:]:
+        home.into(op, credit)
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "OK")]
     assert home.harness.arrived(op)
@@ -171,14 +171,14 @@ async def test_an_op_lands_fragment_by_fragment_in_any_order(home_of: MakeHome) 
     assert home.harness.outcomes == [(op.op_id, "OK")]
 
 
-async def test_grants_tile_the_op_and_do_not_share_bounce_buffers(home_of: MakeHome) -> None:
+async def test_credits_tile_the_op_and_do_not_share_bounce_buffers(home_of: MakeHome) -> None:
     home = home_of(5 * PAGE_BYTES)
     op = home.start()
-    grants = home.grants(op)
-    assert [(one.first, one.stop) for one in grants] == [(0, 5), (5, 10), (10, SEGMENTS)]
-    assert [one.size_bytes for one in grants] == [5 * PAGE_BYTES, 5 * PAGE_BYTES, 2 * PAGE_BYTES]
-    assert len({one.address for one in grants}) == len(grants)
-    assert {one.session for one in grants} == {"session 1"}
+    write_credits = home.credits(op)
+    assert [(one.first, one.stop) for one in write_credits] == [(0, 5), (5, 10), (10, SEGMENTS)]
+    assert [one.size_bytes for one in write_credits] == [5 * PAGE_BYTES, 5 * PAGE_BYTES, 2 * PAGE_BYTES]
+    assert len({one.address for one in write_credits}) == len(write_credits)
+    assert {one.session for one in write_credits} == {"session 1"}
 
 
 @pytest.mark.parametrize("way", ["in one pass", "as a device's are"])
@@ -188,10 +188,10 @@ async def test_a_wrong_checksum_fails_the_op(home_of: MakeHome, monkeypatch: pyt
     home = home_of(BYTES)
     op = home.start()
     before = content_at_home(op)
-    (grant,) = home.grants(op)
-    checksum = write(home.harness, op, grant)
-    ctypes.memset(grant.address + 3, 0x55, 1)
-    home.notify(Written(grant=grant.grant, checksum=checksum))
+    (credit,) = home.credits(op)
+    checksum = write(home.harness, op, credit)
+    ctypes.memset(credit.address + 3, 0x55, 1)
+    home.notify(Written(credit=credit.credit, checksum=checksum))
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "TRANSFER_FAILED")]
     assert "checksum" in str(home.harness.reports[0][1])
@@ -204,14 +204,14 @@ async def test_a_wrong_checksum_fails_the_op(home_of: MakeHome, monkeypatch: pyt
 async def test_a_peer_that_does_not_answer_leaves_others_some_bounce_buffers(home_of: MakeHome) -> None:
     home = home_of(PAGE_BYTES, bounce_buffers=8)
     silent = [home.start() for _ in range(3)]
-    assert sum(len(home.grants(op)) for op in silent) == 7
+    assert sum(len(home.credits(op)) for op in silent) == 7
     other = home.harness.op()
     assert other.send_request.origin is not None
     other.send_request.origin = other.send_request.origin._replace(peer=ANOTHER)
     home.receiver.start(other, home.harness.report)
-    assert (len(home.grants(other)), home.bounce_buffers.free) == (1, 0)
-    (grant,) = home.grants(other)
-    home.receiver.written(ANOTHER, Written(grant=grant.grant, error=FAILED))
+    assert (len(home.credits(other)), home.bounce_buffers.free) == (1, 0)
+    (credit,) = home.credits(other)
+    home.receiver.written(ANOTHER, Written(credit=credit.credit, error=FAILED))
     assert home.bounce_buffers.free == 1, "nor does the silent peer get it"
     await home.land_all(*silent)  # once it answers all goes on
     assert all(home.harness.arrived(op) for op in silent)
@@ -221,11 +221,11 @@ async def test_a_peer_that_does_not_answer_leaves_others_some_bounce_buffers(hom
 async def test_ops_wait_for_bounce_buffers_and_take_turns(home_of: MakeHome) -> None:
     home = home_of(bounce_buffers=2)
     one, other = home.start(), home.start()
-    assert (len(home.grants(one)), len(home.grants(other))) == (2, 0)
-    home.into(one, home.grants(one)[0])
-    assert len(home.said.of(Grant)) == 2, "the bounce buffer is being read"
+    assert (len(home.credits(one)), len(home.credits(other))) == (2, 0)
+    home.into(one, home.credits(one)[0])
+    assert len(home.said.of(WriteCredit)) == 2, "the bounce buffer is being read"
     await home.executor.run()
-    assert len(home.said.of(Grant)) == 3
+    assert len(home.said.of(WriteCredit)) == 3
     await home.land_all(one, other)
     assert sorted(home.harness.outcomes) == [(one.op_id, "OK"), (other.op_id, "OK")]
     assert home.harness.arrived(one)
@@ -238,96 +238,96 @@ async def test_a_page_that_no_bounce_buffer_can_hold_is_refused(home_of: MakeHom
     op = home.start()
     await turns()
     assert home.harness.outcomes == [(op.op_id, "BOUNCE_BUFFER_TOO_SMALL")]
-    assert not home.said.of(Grant)
+    assert not home.said.of(WriteCredit)
 
 
 @pytest.mark.parametrize("fault", ["CANCELLED", "PEER_LOST"])
-@pytest.mark.parametrize("when", ["granted", "being scattered"])
+@pytest.mark.parametrize("when", ["credited", "being scattered"])
 async def test_an_op_that_fails_is_over_when_no_page_changes_any_more(home_of: MakeHome, fault: str, when: str) -> None:
-    home = home_of(2 * PAGE_BYTES if when == "granted" else BYTES)
+    home = home_of(2 * PAGE_BYTES if when == "credited" else BYTES)
     op = home.start()
-    before, grants = content_at_home(op), home.grants(op)
+    before, write_credits = content_at_home(op), home.credits(op)
     if when == "being scattered":
-        home.into(op, grants[0])
+        home.into(op, write_credits[0])
     if fault == "CANCELLED":
         home.receiver.stop(op.op_id)
     else:
         home.receiver.peer_lost(home.harness.to_source, "its connection closed")
     await turns()
     assert home.said.of(OpEnded) == [OpEnded(op=op.op_id)]
-    assert home.harness.outcomes == ([(op.op_id, fault)] if when == "granted" else []), "its pages are being written"
-    if when == "granted":  # bounce buffers outlive the op; what comes late touches no page
-        assert home.bounce_buffers.quarantined == (GRANTS if fault == "PEER_LOST" else 0)
-        for grant in grants:
-            home.into(op, grant)
+    assert home.harness.outcomes == ([(op.op_id, fault)] if when == "credited" else []), "its pages are being written"
+    if when == "credited":  # bounce buffers outlive the op; what comes late touches no page
+        assert home.bounce_buffers.quarantined == (CREDITS if fault == "PEER_LOST" else 0)
+        for credit in write_credits:
+            home.into(op, credit)
     await home.executor.run()
-    assert (content_at_home(op) == before) == (when == "granted")
+    assert (content_at_home(op) == before) == (when == "credited")
     assert home.harness.outcomes == [(op.op_id, fault)]
-    may_still_land = fault == "PEER_LOST" and when == "granted"
-    assert home.bounce_buffers.free == home.bounce_buffers.count - (GRANTS if may_still_land else 0)
-    taken = {one.address for one in home.grants(home.start())}
-    assert not (may_still_land and taken & {one.address for one in grants}), "something may still land there"
+    may_still_land = fault == "PEER_LOST" and when == "credited"
+    assert home.bounce_buffers.free == home.bounce_buffers.count - (CREDITS if may_still_land else 0)
+    taken = {one.address for one in home.credits(home.start())}
+    assert not (may_still_land and taken & {one.address for one in write_credits}), "something may still land there"
 
 
-async def test_a_source_that_fails_a_grant_fails_the_op(home_of: MakeHome) -> None:
+async def test_a_source_that_fails_a_credit_fails_the_op(home_of: MakeHome) -> None:
     home = home_of()
     op = home.start()
-    first, *others = home.grants(op)
+    first, *others = home.credits(op)
     home.fails(first, may_still_land=False)
     await turns()
     assert home.harness.outcomes == [(op.op_id, "DEADLINE")]
-    assert home.bounce_buffers.granted == len(others)
-    for grant in others:
-        home.fails(grant, may_still_land=False)
+    assert home.bounce_buffers.credits == len(others)
+    for credit in others:
+        home.fails(credit, may_still_land=False)
     assert home.all_free()
-    assert len(home.grants(op)) == GRANTS, "no more is granted"
+    assert len(home.credits(op)) == CREDITS, "no more is credited"
 
 
 async def test_what_has_landed_is_taken_once(home_of: MakeHome) -> None:
     home = home_of(6 * PAGE_BYTES)
     op = home.start()
-    first, second = home.grants(op)
+    first, second = home.credits(op)
     home.into(op, first)
     home.into(op, first)  # while it is being scattered
     await home.executor.run()
     assert home.harness.reports == [], "the other half has not landed"
-    assert home.counted("network.unknown_grants") == 1
+    assert home.counted("network.unknown_credits") == 1
     home.into(op, second)
     await home.executor.run()
     assert home.harness.arrived(op)
 
 
-async def test_only_the_source_of_a_grant_may_end_it_and_once(home_of: MakeHome) -> None:
+async def test_only_the_source_of_a_credit_may_end_it_and_once(home_of: MakeHome) -> None:
     home = home_of(BYTES)
     op = home.start()
-    (grant,) = home.grants(op)
-    written = Written(grant=grant.grant, checksum=write(home.harness, op, grant))
+    (credit,) = home.credits(op)
+    written = Written(credit=credit.credit, checksum=write(home.harness, op, credit))
     home.receiver.written(home.harness.to_source._replace(boot_id="f" * 32), written)
-    home.notify(Written(grant=grant.grant + 1))
+    home.notify(Written(credit=credit.credit + 1))
     await home.executor.run()
     assert home.harness.reports == []
-    assert home.counted("network.unknown_grants") == 2
+    assert home.counted("network.unknown_credits") == 2
     home.notify(written)
     await home.executor.run()
     home.notify(written)
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "OK")]
-    assert home.counted("network.unknown_grants") == 3
+    assert home.counted("network.unknown_credits") == 3
     assert home.all_free()
 
 
 # -- peers that are gone
 
 
-@pytest.mark.parametrize("granted", [False, True], ids=["an op", "a grant"])
-async def test_a_peer_that_cannot_be_told_is_lost(home_of: MakeHome, *, granted: bool) -> None:
+@pytest.mark.parametrize("credited", [False, True], ids=["an op", "a write credit"])
+async def test_a_peer_that_cannot_be_told_is_lost(home_of: MakeHome, *, credited: bool) -> None:
     home = home_of(bounce_buffers=1)
-    if not granted:
+    if not credited:
         home.said.gone.add(home.harness.to_source)
     op = home.start()
-    if granted:
-        (grant,) = home.grants(op)
-        home.into(op, grant)
+    if credited:
+        (credit,) = home.credits(op)
+        home.into(op, credit)
         home.said.gone.add(home.harness.to_source)
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
@@ -345,41 +345,41 @@ def _checks_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_write_that_may_still_land_lets_its_bounce_buffer_rest_until_a_fence(home_of: MakeHome) -> None:
     home = home_of(BYTES, bounce_buffers=1, bounds=AT_ONCE)
     assert home.fence() == (0, False, "ready")
-    op, (grant,) = (found := home.start()), home.grants(found)
+    op, (credit,) = (found := home.start()), home.credits(found)
     before = content_at_home(op)
-    home.fails(grant)
+    home.fails(credit)
     await turns()
     assert home.harness.outcomes == [(op.op_id, "DEADLINE")]
     assert home.fence() == (1, True, "fencing")
     other = home.start()
-    assert not home.grants(other), "it may still be written"
-    write(home.harness, op, grant)
+    assert not home.credits(other), "it may still be written"
+    write(home.harness, op, credit)
     assert content_at_home(op) == before
     home.engine.may_rebuild.set()
     with capture_logs() as logs:
         await turns()
     assert [(one["event"], one["freed"]) for one in logs] == [("bounce buffers fenced", 1)]
-    assert (home.bounce_buffers.free + home.bounce_buffers.granted, home.counted("network.fences")) == (1, 1)
+    assert (home.bounce_buffers.free + home.bounce_buffers.credits, home.counted("network.fences")) == (1, 1)
     assert home.fence() == (1, False, "ready")
-    assert [one.session for one in home.grants(other)] == ["session 2"]
+    assert [one.session for one in home.credits(other)] == ["session 2"]
     await home.land_all(other)
     assert home.harness.arrived(other)
 
 
 @pytest.mark.usefixtures("_checks_all_the_time")
-@pytest.mark.parametrize("own", [False, True], ids=["grants", "own writes"])
-async def test_a_fence_waits_for_grants_and_for_own_writes(home_of: MakeHome, *, own: bool) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["write credits", "own writes"])
+async def test_a_fence_waits_for_credits_and_for_own_writes(home_of: MakeHome, *, own: bool) -> None:
     home = home_of(6 * PAGE_BYTES, bounce_buffers=3, bounds=AT_ONCE)
     bad = home.start()
-    doomed, alive = home.grants(bad)
+    doomed, alive = home.credits(bad)
     home.fails(doomed)
     home.engine.writing = own
     if own:
-        home.notify(Written(grant=alive.grant))
+        home.notify(Written(credit=alive.credit))
     await turns()
     assert home.fence() == (0, True, "draining")
     if not own:
-        home.notify(Written(grant=alive.grant))
+        home.notify(Written(credit=alive.credit))
     home.engine.writing = False
     home.engine.may_rebuild.set()
     await turns()
@@ -389,30 +389,30 @@ async def test_a_fence_waits_for_grants_and_for_own_writes(home_of: MakeHome, *,
 
 @pytest.mark.usefixtures("_checks_all_the_time")
 async def test_a_peer_that_lives_and_says_nothing_does_not_hold_bounce_buffers_for_ever(home_of: MakeHome) -> None:
-    home = home_of(bounce_buffers=GRANTS, bounds=FenceBounds(0, 0.0, 0.0, 0.0))
+    home = home_of(bounce_buffers=CREDITS, bounds=FenceBounds(0, 0.0, 0.0, 0.0))
     op = home.start()
     assert home.bounce_buffers.free == 0
-    assert list(home.receiver.status().held_by.values()) == [GRANTS]
+    assert list(home.receiver.status().held_by.values()) == [CREDITS]
     home.receiver.stop(op.op_id)
     home.engine.may_rebuild.set()
     async with asyncio.timeout(10):
-        while home.bounce_buffers.free < GRANTS:
+        while home.bounce_buffers.free < CREDITS:
             await turns()
     assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
     assert home.engine.rebuilds >= 1
-    assert (home.counted("network.unanswered_grants"), home.receiver.status().held_by) == (GRANTS, {})
+    assert (home.counted("network.unanswered_credits"), home.receiver.status().held_by) == (CREDITS, {})
 
 
 async def test_a_fence_that_waits_no_longer_fails_what_is_under_way(home_of: MakeHome) -> None:
     home = home_of(BYTES, bounce_buffers=3, bounds=IMPATIENT)
     bad, good = home.start(), home.start()
     home.engine.writing = True
-    home.fails(home.grants(bad)[0])
+    home.fails(home.credits(bad)[0])
     await turns()
     assert home.engine.rebuilds == 1
     assert home.harness.outcomes == [(bad.op_id, "DEADLINE"), (good.op_id, "TRANSFER_FAILED")]
-    home.into(good, home.grants(good)[0])
-    assert home.counted("network.unknown_grants") == 1
+    home.into(good, home.credits(good)[0])
+    assert home.counted("network.unknown_credits") == 1
     home.engine.may_rebuild.set()
     await turns()
     assert home.all_free()
@@ -425,7 +425,7 @@ async def test_a_fence_that_fails_frees_nothing_and_is_not_tried_again(home_of: 
     home.engine.error = TransferFailedError("no engine")
     home.engine.may_rebuild.set()
     with capture_logs() as logs:
-        home.fails(home.grants(op)[0])
+        home.fails(home.credits(op)[0])
         await turns()
     (complaint,) = [one["event"] for one in logs if one["log_level"] == "error"]
     assert complaint.startswith("the fence failed: bounce buffers stay quarantined")
@@ -438,9 +438,9 @@ async def test_a_fence_that_fails_frees_nothing_and_is_not_tried_again(home_of: 
 
 async def test_nothing_is_fenced_after_the_end(home_of: MakeHome) -> None:
     home = home_of(BYTES, bounds=AT_ONCE)
-    (grant,) = home.grants(home.start())
+    (credit,) = home.credits(home.start())
     home.receiver.close()
-    home.fails(grant)
+    home.fails(credit)
     await turns()
     assert (home.bounce_buffers.quarantined, home.engine.rebuilds) == (1, 0)
 
@@ -448,7 +448,7 @@ async def test_nothing_is_fenced_after_the_end(home_of: MakeHome) -> None:
 async def test_nothing_is_reported_after_the_end(home_of: MakeHome) -> None:
     home = home_of(BYTES)
     op = home.start()
-    home.into(op, home.grants(op)[0])
+    home.into(op, home.credits(op)[0])
     home.receiver.close()
     await home.executor.run()
     assert home.harness.reports == []
@@ -457,25 +457,25 @@ async def test_nothing_is_reported_after_the_end(home_of: MakeHome) -> None:
 # -- pages that are written directly
 
 
-def write_pages(home: Home, op: TransferOp, grant: Grant) -> int:
-    """Write to pages what was granted; return the checksum."""
-    staging = region(grant.size_bytes)
-    side = op.planned_copies[grant.segment].plan.source
-    home.harness.source_pool.region.gather(side, grant.first, grant.stop, staging.address, copy_one_by_one)
+def write_pages(home: Home, op: TransferOp, credit: WriteCredit) -> int:
+    """Write to pages what was credited; return the checksum."""
+    staging = region(credit.size_bytes)
+    side = op.planned_copies[credit.segment].plan.source
+    home.harness.source_pool.region.gather(side, credit.first, credit.stop, staging.address, copy_one_by_one)
     at = staging.address
-    for address, size_bytes in grant.runs:
+    for address, size_bytes in credit.runs:
         ctypes.memmove(address, at, size_bytes)
         at += size_bytes
-    return checksum_at(staging.address, grant.size_bytes)
+    return checksum_at(staging.address, credit.size_bytes)
 
 
 @pytest.mark.host_only
 async def test_pages_written_directly_are_checked_in_place(home_of: MakeHome) -> None:
     home = home_of(BYTES, direct=True)
     op = await home.start_direct()
-    (grant,) = home.grants(op)
-    assert sum(size for _, size in grant.runs) == grant.size_bytes == BYTES
-    home.notify(Written(grant=grant.grant, checksum=write_pages(home, op, grant)))
+    (credit,) = home.credits(op)
+    assert sum(size for _, size in credit.runs) == credit.size_bytes == BYTES
+    home.notify(Written(credit=credit.credit, checksum=write_pages(home, op, credit)))
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "OK")]
     assert home.harness.arrived(op)
@@ -489,21 +489,21 @@ async def test_pages_written_directly_are_checked_in_place(home_of: MakeHome) ->
 async def test_what_lands_in_the_host_tier_goes_by_bounce_buffers_all_the_same(home_of: MakeHome) -> None:
     home = home_of(BYTES, direct=True)
     home.harness.home_pool.becomes_snapshot = "0" * 32
-    assert [grant.runs for grant in home.grants(await home.start_direct())] == [()]
+    assert [credit.runs for credit in home.credits(await home.start_direct())] == [()]
 
 
 @pytest.mark.host_only
 async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(home_of: MakeHome) -> None:
     home = home_of(direct=True)
     op = await home.start_direct()
-    *grants, last = home.grants(op)
+    *write_credits, last = home.credits(op)
     home.receiver.stop(op.op_id)
     assert home.said.of(OpEnded) == [OpEnded(op=op.op_id)]
-    for grant in grants:
-        home.notify(Written(grant=grant.grant, checksum=0))
+    for credit in write_credits:
+        home.notify(Written(credit=credit.credit, checksum=0))
     await home.executor.run()
     assert home.harness.reports == [], "one may still land"
-    home.notify(Written(grant=last.grant, checksum=0))
+    home.notify(Written(credit=last.credit, checksum=0))
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
 
@@ -515,13 +515,13 @@ async def test_a_transfer_waits_for_a_fence_of_pages_no_longer_than_it_must(home
     bounds = FenceBounds(quarantined_bytes=1 << 30, quarantined_s=1e9, drain_timeout_s=1e9, pages_s=0.0)
     home = home_of(BYTES, bounds=bounds, direct=True)
     op = await home.start_direct()
-    (grant,) = home.grants(op)
+    (credit,) = home.credits(op)
     if how == "lost":
         home.receiver.peer_lost(home.harness.to_source, "its connection closed")
     elif how == "silent":
         home.receiver.stop(op.op_id)
     else:
-        home.fails(grant)
+        home.fails(credit)
     home.engine.may_rebuild.set()
     async with asyncio.timeout(10):
         while not home.harness.outcomes:
@@ -534,11 +534,11 @@ async def test_a_transfer_waits_for_a_fence_of_pages_no_longer_than_it_must(home
 async def test_pages_in_which_something_may_land_are_held_until_a_fence(home_of: MakeHome, how: str) -> None:
     home = home_of(BYTES, bounds=AT_ONCE, direct=True)
     op = await home.start_direct()
-    (grant,) = home.grants(op)
+    (credit,) = home.credits(op)
     if how == "lost":
         home.receiver.peer_lost(home.harness.to_source, "its connection closed")
     else:
-        home.fails(grant)
+        home.fails(credit)
     await turns()
     assert (home.harness.reports, home.engine.rebuilds) == ([], 1)
     home.engine.may_rebuild.set()
@@ -578,12 +578,12 @@ async def test_what_was_scattered_wrongly_is_found_where_checksums_are_asked_for
 async def test_what_arrives_when_the_daemon_ends_is_not_scattered(home_of: MakeHome) -> None:
     home = home_of(BYTES)
     op = home.start()
-    (grant,) = home.grants(op)
-    checksum = write(home.harness, op, grant)
+    (credit,) = home.credits(op)
+    checksum = write(home.harness, op, credit)
     home.receiver.close()
     with ThreadPoolExecutor(1) as waiter:
         await home.copier.close(waiter)
-    home.notify(Written(grant=grant.grant, checksum=checksum))
+    home.notify(Written(credit=credit.credit, checksum=checksum))
     await home.executor.run()
     assert not home.harness.arrived(op)
     assert home.all_free()

@@ -1,4 +1,4 @@
-"""Grants at the source: gathered into staging, written, and answered whatever became of them."""
+"""Write credits at the source: gathered into staging, written, and answered whatever became of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.daemon.transports.mooncake import WriteFailedError
 from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.protocol.errors import ErrorInfo, GeometryMismatchError, InvalidFieldError, UnknownTransferError
-from kvferry.protocol.peer_messages import Grant, OpRequest, Written
+from kvferry.protocol.peer_messages import OpRequest, WriteCredit, Written
 from tests.daemon.transports.network_harness import (
     BYTES,
     PAGES,
@@ -64,36 +64,36 @@ class Source:
         self.sender.op(self.harness.to_home, message)
         return op, message
 
-    def grant(self, message: OpRequest, number: int = 1, **fields: Any) -> Grant:  # noqa: ANN401
-        """Let the home grant all of a transfer op, or what ``fields`` say."""
+    def credit(self, message: OpRequest, number: int = 1, **fields: Any) -> WriteCredit:  # noqa: ANN401
+        """Let the home give a write credit for all of a transfer op, or what ``fields`` say."""
         whole = {"segment": 0, "first": 0, "stop": SEGMENTS, "address": BOUNCE_BUFFER, "size_bytes": BYTES}
-        grant = Grant(**{"op": message.op, "grant": number, "session": "home:1", **whole, **fields})
-        self.sender.grant(self.harness.to_home, grant)
-        return grant
+        credit = WriteCredit(**{"op": message.op, "credit": number, "session": "home:1", **whole, **fields})
+        self.sender.credit(self.harness.to_home, credit)
+        return credit
 
-    async def granted(self, number: int = 1, **fields: Any) -> tuple[TransferOp, OpRequest]:  # noqa: ANN401
-        """Let a home ask for a transfer op and grant it, and gather what is granted."""
+    async def credited(self, number: int = 1, **fields: Any) -> tuple[TransferOp, OpRequest]:  # noqa: ANN401
+        """Let a home ask for a transfer op and credit it, and gather that."""
         op, message = self.asked()
-        self.grant(message, number, **fields)
+        self.credit(message, number, **fields)
         await self.executor.run()
         return op, message
 
     def refusal(self) -> ErrorInfo:
-        """Return why the one grant was refused."""
+        """Return why the one write credit was refused."""
         (written,) = self.said.of(Written)
         assert written.error is not None
         assert not written.may_still_land
         return written.error
 
     def halves(self, message: OpRequest) -> None:
-        """Let the home grant a transfer op in two halves."""
-        self.grant(message, 1, stop=HALF, size_bytes=HALF * PAGE_BYTES)
-        self.grant(message, 2, first=HALF, size_bytes=HALF * PAGE_BYTES, address=BOUNCE_BUFFER + BYTES)
+        """Let the home credit a transfer op in two halves."""
+        self.credit(message, 1, stop=HALF, size_bytes=HALF * PAGE_BYTES)
+        self.credit(message, 2, first=HALF, size_bytes=HALF * PAGE_BYTES, address=BOUNCE_BUFFER + BYTES)
 
     @property
     def written(self) -> list[tuple[int, str]]:
-        """Return the answers to grants, in short."""
-        return [(one.grant, one.error.code if one.error else "OK") for one in self.said.of(Written)]
+        """Return the answers to write credits, in short."""
+        return [(one.credit, one.error.code if one.error else "OK") for one in self.said.of(Written)]
 
     @property
     def remote_states(self) -> list[State]:
@@ -111,11 +111,11 @@ async def source(anyio_backend: object) -> Source:  # noqa: ARG001  this fixture
     return Source()
 
 
-async def test_what_is_granted_is_gathered_written_and_answered(source: Source) -> None:
+async def test_what_is_credited_is_gathered_written_and_answered(source: Source) -> None:
     op, message = source.asked()
     source.sender.peer_lost(source.harness.to_home._replace(boot_id="f" * 32))  # another home's
     assert source.sending() == {op.op_id}
-    source.grant(message)
+    source.credit(message)
     assert source.writer.begun == [], "not gathered yet"
     await source.executor.run()
     (begun,) = source.writer.begun
@@ -134,14 +134,14 @@ async def test_parts_are_gathered_as_the_whole_is() -> None:
     source = Source(buffers=3)
     _, message = source.asked()
     source.halves(message)
-    source.grant(message, 3)
+    source.credit(message, 3)
     await source.executor.run()
     first, second, whole = (one.content for one in source.writer.begun)
     assert first + second == whole
     assert first != second
 
 
-async def test_grants_wait_for_staging_in_their_order() -> None:
+async def test_credits_wait_for_staging_in_their_order() -> None:
     source = Source(buffers=1)
     _, message = source.asked()
     source.halves(message)
@@ -171,33 +171,33 @@ async def test_an_op_is_sent_until_its_last_page_is_gathered(source: Source) -> 
 async def test_bytes_that_cannot_be_gathered_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(buffers=1)
     _, message = source.asked()
-    source.grant(message)
+    source.credit(message)
     with capture_logs(), monkeypatch.context() as patched:
         patched.delattr("kvferry.daemon.transports.network_sender.FlatCopies")  # of the host's memory
         patched.delattr(type(source.harness.source_pool.region), "gather")  # of a device's
         await source.executor.run()
     assert source.written == [(1, "INTERNAL")]
-    source.grant(message, 2)
+    source.credit(message, 2)
     await source.executor.run()
     assert len(source.writer.begun) == 1, "its staging buffer is free again"
 
 
 async def test_late_writes_are_counted(source: Source) -> None:
-    await source.granted()
+    await source.credited()
     on_late = source.writer.begun[0].on_late
     assert on_late is not None
     on_late(1)
     assert (source.counters.snapshot()["network.late_writes"], source.written) == (1, [])
 
 
-# -- several writes for one grant: pages that are written directly
+# -- several writes for one write credit: pages that are written directly
 
 RUNS = ((BOUNCE_BUFFER, 4 * PAGE_BYTES), (BOUNCE_BUFFER + (1 << 12), 8 * PAGE_BYTES))
 
 
 async def test_runs_are_written_one_by_one_and_answered_together(source: Source) -> None:
     _, message = source.asked()
-    source.grant(message, runs=RUNS)
+    source.credit(message, runs=RUNS)
     await source.executor.run()
     assert [(one.remote_address, len(one.content)) for one in source.writer.begun] == list(RUNS)
     source.writer.begun[1].on_done(None)
@@ -217,14 +217,14 @@ async def test_runs_are_written_one_by_one_and_answered_together(source: Source)
         pytest.param(RUNS, (None,), 1, id="the second is refused"),
     ],
 )
-async def test_a_grant_whose_writes_fail_is_answered_when_all_have_ended(
+async def test_a_credit_whose_writes_fail_is_answered_when_all_have_ended(
     runs: tuple[tuple[int, int], ...], ends: tuple[bool | None, ...], refuse_after: int | None
 ) -> None:
     """For each write that begins, ``ends`` says whether it may still land; None: it has landed."""
     source = Source(buffers=1)
     _, message = source.asked()
     source.writer.refuse_after = refuse_after
-    source.grant(message, runs=runs)
+    source.credit(message, runs=runs)
     with capture_logs():
         await source.executor.run()
         for begun, end in zip(source.writer.begun, ends, strict=True):
@@ -234,7 +234,7 @@ async def test_a_grant_whose_writes_fail_is_answered_when_all_have_ended(
     assert written.error is not None
     assert (written.error.code, written.may_still_land) == ("TRANSFER_FAILED", True in ends)
     source.writer.refuse_after = None
-    source.grant(message, 2)
+    source.credit(message, 2)
     await source.executor.run()
     assert len(source.writer.begun) == len(ends) + 1, "its staging buffer is free again"
 
@@ -252,7 +252,7 @@ async def test_a_remote_that_ends_drops_what_waits_and_ends_what_is_written() ->
     source.sender.stop(remote_endpoint)
     assert source.written == [(2, "CANCELLED")]
     assert (source.sending(), source.settled) == (set(), 1)
-    source.grant(message, 3)
+    source.credit(message, 3)
     assert source.written[1:] == [(3, "UNKNOWN_TRANSFER")]
     source.writer.begun[0].on_done(None)
     assert source.written[2:] == [(1, "OK")]
@@ -260,7 +260,7 @@ async def test_a_remote_that_ends_drops_what_waits_and_ends_what_is_written() ->
 
 
 async def test_pages_stay_held_until_they_are_gathered_for_a_home_that_is_gone(source: Source) -> None:
-    source.grant(source.asked()[1])
+    source.credit(source.asked()[1])
     state_machine, home = source.harness.source.state_machine, source.harness.to_home
     source.said.gone.add(home)
     source.sender.peer_lost(home)
@@ -291,20 +291,20 @@ async def test_pages_stay_held_until_they_are_gathered_for_a_home_that_is_gone(s
         ("op", {"op": 99}),
     ],
 )
-async def test_a_grant_that_is_wrong_is_answered_and_nothing_is_read(
+async def test_a_credit_that_is_wrong_is_answered_and_nothing_is_read(
     source: Source, field: str, fields: dict[str, Any]
 ) -> None:
     _, message = source.asked()
-    source.grant(message, **fields)
+    source.credit(message, **fields)
     assert source.refusal().field == field
     await source.executor.run()
     assert source.writer.begun == []
 
 
-async def test_a_grant_larger_than_staging_is_refused() -> None:
+async def test_a_credit_larger_than_staging_is_refused() -> None:
     source = Source(staging_bytes=BYTES - PAGE_BYTES)
     _, message = source.asked()
-    source.grant(message)
+    source.credit(message)
     assert "staging has" in source.refusal().detail
 
 
@@ -333,19 +333,19 @@ async def test_an_op_that_the_send_does_not_have_is_refused(source: Source, fiel
     assert source.sending() == set()
 
 
-async def test_grants_for_an_op_that_was_refused_are_told_why(source: Source) -> None:
+async def test_credits_for_an_op_that_was_refused_are_told_why(source: Source) -> None:
     message = op_of(source.harness.op())
     with pytest.raises(InvalidFieldError):
         source.sender.op(source.harness.to_home, msgspec.structs.replace(message, chunk=1))
-    source.grant(message)
+    source.credit(message)
     assert source.written == [(1, "INVALID_FIELD")]
     source.sender.op_over(source.harness.to_home, message.op)
-    source.grant(message, 2)
+    source.credit(message, 2)
     assert source.written[1:] == [(2, "UNKNOWN_TRANSFER")]
     with pytest.raises(InvalidFieldError):
         source.sender.op(source.harness.to_home, msgspec.structs.replace(message, chunk=1))
     source.sender.op(source.harness.to_home, message)
-    source.grant(message, 3)
+    source.credit(message, 3)
     assert source.written[2:] == [], "asked for as it should be, it is sent"
 
 
@@ -357,16 +357,16 @@ async def test_only_the_home_of_the_send_may_ask_and_once(source: Source) -> Non
     with pytest.raises(UnknownTransferError):
         source.sender.op(source.harness.to_home, msgspec.structs.replace(message, send_request=99, op=77))
     source.sender.op(source.harness.to_home, message)
-    source.sender.grant(stranger, source.grant(message))
+    source.sender.credit(stranger, source.credit(message))
     assert source.written == [(1, "UNKNOWN_TRANSFER")]
     with pytest.raises(InvalidFieldError, match="known already"):
         source.sender.op(source.harness.to_home, message)
 
 
-async def test_what_is_granted_when_the_daemon_ends_is_refused() -> None:
+async def test_what_is_credited_when_the_daemon_ends_is_refused() -> None:
     source = Source()
     with ThreadPoolExecutor(1) as waiter:
         await source.copier.close(waiter)
-    await source.granted()
+    await source.credited()
     assert source.refusal().code == "CANCELLED"
     assert source.writer.begun == []

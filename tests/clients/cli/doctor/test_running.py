@@ -32,7 +32,7 @@ REPORT: Final = StatusReport(
     daemon_version=VERSION, pid=1, uptime_ms=1, draining=False, pools=(), sessions=(), transfers=(), counters={}
 )
 BROKEN: Final = NetworkStatus(
-    session="s", bounce_buffer_bytes=1, bounce_buffers=1, free=0, granted=0, quarantined=1, state="broken"
+    session="s", bounce_buffer_bytes=1, bounce_buffers=1, free=0, credits=0, quarantined=1, state="broken"
 )
 
 
