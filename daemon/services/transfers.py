@@ -42,7 +42,7 @@ from kvferry.daemon.transfer.registry import (
     StopSending,
     WarnTrimmed,
 )
-from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
+from kvferry.daemon.transfer.state_machine import RequestContext, TransferStateMachine
 from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.local import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
@@ -281,15 +281,15 @@ class TransferService:
 
     def _send(self, call: Call) -> Answer:
         body = expect(call, Send)
-        sender = self._sender(call, body)
-        manifest = sender.pool.manifest
+        context = self._context(call, body)
+        manifest = context.pool.manifest
         ranges = page_ranges(body.lists, call.ids, manifest, may_end_inside=body.last, may_lack=not body.last)
         chunk = SendChunk(ranges, body.last, body.first_token, body.payload, body.steps, body.checksums)
-        reached = self._reached(sender.session_id, body)
-        accepted = self._state_machine.send(sender, chunk, body.destinations)
+        reached = self._reached(context.session_id, body)
+        accepted = self._state_machine.send(context, chunk, body.destinations)
         self._keep_lists(call, "send", ranges)
         if body.steps:
-            self._state_machine.events_reached(sender.session_id, reached, time.monotonic())
+            self._state_machine.events_reached(context.session_id, reached, time.monotonic())
         self.execute(call.session)
         return Answer(accepted)
 
@@ -305,27 +305,27 @@ class TransferService:
         body = expect(call, Receive)
         if self._host_receives.are_held(_same_receive(call.session.tenant, body.request_id, body.pool)):
             raise TransferExistsError("a RECEIVE of this request into this pool waits for room", field="request_id")
-        sender = self._sender(call, body)
+        context = self._context(call, body)
         if body.into == "host":
-            plan = self._host_receives.plan(body, sender.pool)
+            plan = self._host_receives.plan(body, context.pool)
             if self._host_receives.waits_for_room(call, plan, self._receive_held):
                 self._state_machine.comes_later(Half(call.session.tenant, body.request_id, "receive"))
                 return None
-            return self._receive_to_host(call, body, sender, plan)
-        ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)
-        return self._begin_receive_into(call, sender, ranges, body)
+            return self._receive_to_host(call, body, context, plan)
+        ranges = page_ranges(body.lists, call.ids, context.pool.manifest, may_end_inside=True)
+        return self._begin_receive_into(call, context, ranges, body)
 
     def _receive_held(self, call: Call) -> Answer:
         """Start what ``_begin_receive`` has held, by what there is now."""
         body = expect(call, Receive)
-        sender = self._sender(call, body)
-        return self._receive_to_host(call, body, sender, self._host_receives.plan(body, sender.pool))
+        context = self._context(call, body)
+        return self._receive_to_host(call, body, context, self._host_receives.plan(body, context.pool))
 
-    def _receive_to_host(self, call: Call, body: Receive, sender: Sender, plan: HostReceivePlan) -> Answer:
+    def _receive_to_host(self, call: Call, body: Receive, context: RequestContext, plan: HostReceivePlan) -> Answer:
         """Start a receive request whose bytes become a snapshot in the host tier."""
         host_receive = self._host_receives.make(call, body, plan)
         try:
-            return self._begin_receive_into(call, sender._replace(pool=host_receive.pool), host_receive.ranges, body)
+            return self._begin_receive_into(call, context._replace(pool=host_receive.pool), host_receive.ranges, body)
         except Exception as cause:
             error = (
                 cause if isinstance(cause, KvferryError) else InternalError(f"no receive request was made: {cause!r}")
@@ -333,11 +333,13 @@ class TransferService:
             self._host_receives.refused(host_receive, error)
             raise
 
-    def _begin_receive_into(self, call: Call, sender: Sender, ranges: tuple[PageRange, ...], body: Receive) -> Answer:
+    def _begin_receive_into(
+        self, call: Call, context: RequestContext, ranges: tuple[PageRange, ...], body: Receive
+    ) -> Answer:
         daemons = body.source_daemons
         if daemons:
             daemons = self._peers.source_daemons(daemons)
-        accepted = self._state_machine.receive(sender, ranges, body.sources, daemons, checksums=body.checksums)
+        accepted = self._state_machine.receive(context, ranges, body.sources, daemons, checksums=body.checksums)
         self._keep_lists(call, "receive", ranges)
         self.execute(call.session)
         return Answer(accepted)
@@ -395,7 +397,7 @@ class TransferService:
         key = EndpointKey(call.session.tenant, body.request_id, body.pool, body.direction)
         return Answer(self._state_machine.result(call.session.session_id, key))
 
-    def _sender(self, call: Call, body: Send | Receive) -> Sender:
+    def _context(self, call: Call, body: Send | Receive) -> RequestContext:
         if self.draining:
             raise ShuttingDownError("the daemon is shutting down and accepts no new transfers")
         pool = self._pools.named_by(call.session, body.pool)
@@ -405,7 +407,9 @@ class TransferService:
             self._check_limits(call.session)
         self._dispatcher.kept.check(session_id, REQUEST_BYTES + sum(one.nbytes for one in call.ids))
         now = time.monotonic()
-        return Sender(session_id, pool, body.request_id, Clocked(now, now + call.deadline_s), call.session.owner_id)
+        return RequestContext(
+            session_id, pool, body.request_id, Clocked(now, now + call.deadline_s), call.session.owner_id
+        )
 
     def _check_limits(self, session: Session) -> None:
         most = self._limits.max_transfers_per_session

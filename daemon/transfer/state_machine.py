@@ -63,7 +63,7 @@ EXPIRED_AT_ONCE: Final = 32
 """Endpoints whose deadlines have passed that end at once: some 2 ms with their log."""
 
 
-class Sender(NamedTuple):
+class RequestContext(NamedTuple):
     """The session and pool of a SEND or RECEIVE, its request id and deadline, and the instance that owns the pages."""
 
     session_id: int
@@ -123,7 +123,7 @@ class TransferStateMachine:
 
     def receive(
         self,
-        sender: Sender,
+        context: RequestContext,
         ranges: tuple[PageRange, ...],
         sources: int,
         source_daemons: tuple[str, ...] = (),
@@ -133,7 +133,7 @@ class TransferStateMachine:
         """Make a receive request, start the copies of send requests that wait for it, and announce it to other daemons.
 
         Args:
-            sender: the session, pool and deadline of the RECEIVE.
+            context: the session, pool and deadline of the RECEIVE.
             ranges: the pages to fill.
             sources: how many send requests fill it, over all daemons.
             source_daemons: the other daemons that may have send requests for it.
@@ -145,13 +145,13 @@ class TransferStateMachine:
             OverloadedError: too many payload bytes are kept.
             KvferryError: the pages cannot be written, or a waiting SEND does not fit: see ``match``.
         """
-        self._check_tenant(sender)
-        now = sender.times.created_at
+        self._check_tenant(context)
+        now = context.times.created_at
         receive_request = ReceiveRequest(
-            sender.pool,
-            sender.request_id,
-            sender.session_id,
-            sender.times,
+            context.pool,
+            context.request_id,
+            context.session_id,
+            context.times,
             ranges,
             sources,
             source_daemons,
@@ -159,20 +159,20 @@ class TransferStateMachine:
         )
         if receive_request.key in self.endpoints.receive_requests:
             raise TransferExistsError("a RECEIVE of this request into this pool is live", field="request_id")
-        send_requests = [one for one in self._open_sends(sender) if len(one.receive_requests) < one.destinations]
+        send_requests = [one for one in self._open_sends(context) if len(one.receive_requests) < one.destinations]
         if len(send_requests) > sources:
             raise UnexpectedSourceError(f"{len(send_requests)} pools send, sources={sources}", field="sources")
         payload_bytes = sum(len(chunk.payload) for one in send_requests for chunk in one.chunks)
-        self.payloads.check({sender.session_id: payload_bytes})
+        self.payloads.check({context.session_id: payload_bytes})
         fits = [
             (send_request, fit)
             for send_request in send_requests
             for fit in self._copy_scheduler.fit(receive_request, send_request, 0, send_request.chunks)
         ]
         check_together(receive_request, send_requests, [one for _, fit in fits for one in fit.match.excused])
-        whole = self._completion.whole(sender.request_id, now, receive_request)
+        whole = self._completion.whole(context.request_id, now, receive_request)
         try:
-            hold_for_writing(receive_request, sender.owner_id)
+            hold_for_writing(receive_request, context.owner_id)
         except Exception:
             receive_request.release()
             raise
@@ -206,7 +206,7 @@ class TransferStateMachine:
             self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=ended)
         self._completion.check_done(receive_request, now)
 
-    def send(self, sender: Sender, chunk: SendChunk, destinations: int) -> Accepted:
+    def send(self, context: RequestContext, chunk: SendChunk, destinations: int) -> Accepted:
         """Accept a SEND and start its copies into the receive requests that wait for it.
 
         Raises:
@@ -217,28 +217,28 @@ class TransferStateMachine:
             OverloadedError: too many payload bytes are kept.
             KvferryError: the pages cannot be read, or a receive request does not take them: see ``match``.
         """
-        self._check_tenant(sender)
-        now = sender.times.created_at
-        send_request = self._send_for(sender, destinations)
+        self._check_tenant(context)
+        now = context.times.created_at
+        send_request = self._send_for(context, destinations)
         number = len(send_request.chunks)
         check_chunk_count(send_request)
         check_continues(send_request, chunk)
-        check_steps(chunk, sender.pool.manifest)
-        check_payload(chunk.payload, sender.pool)
+        check_steps(chunk, context.pool.manifest)
+        check_payload(chunk.payload, context.pool)
         receive_requests = [
             one for one in send_request.receive_requests if isinstance(one, ReceiveRequest) and one.state is State.OPEN
         ]
         if number == 0:
-            receive_requests = self._receives_for(send_request, sender)
+            receive_requests = self._receives_for(send_request, context)
         if chunk.payload:
-            keeping = Counter([sender.session_id, *(one.session_id for one in receive_requests)])
+            keeping = Counter([context.session_id, *(one.session_id for one in receive_requests)])
             self.payloads.check({session_id: copies * len(chunk.payload) for session_id, copies in keeping.items()})
         fits: list[tuple[ReceiveRequest, list[Fit]]] = []
-        held, whole = len(send_request.held), self._completion.whole(sender.request_id, now, send_request)
+        held, whole = len(send_request.held), self._completion.whole(context.request_id, now, send_request)
         try:
             for receive_request in receive_requests:
                 fits.append((receive_request, self._copy_scheduler.fit(receive_request, send_request, number, [chunk])))  # noqa: PERF401  on a refusal, the fits so far are undone
-            hold_for_reading(send_request, chunk, sender.owner_id)
+            hold_for_reading(send_request, chunk, context.owner_id)
         except Exception:
             with whole:
                 send_request.release(keep=held)
@@ -246,7 +246,7 @@ class TransferStateMachine:
                     self._copy_scheduler.withdraw(receive_request, its_fits)
             raise
         with whole:
-            self._begin_send(send_request, chunk, fits, sender.times)
+            self._begin_send(send_request, chunk, fits, context.times)
         return _accepted(send_request)
 
     def _begin_send(
@@ -402,41 +402,41 @@ class TransferStateMachine:
         endpoint = self.endpoint(session_id, key)
         return known if endpoint is None else msgspec.structs.replace(known, matched=endpoint.matched)
 
-    def _check_tenant(self, sender: Sender) -> None:
-        tenants = {one.pool.tenant for one in self.endpoints.of_request(sender.request_id)}
-        tenants.update([one.receive_request.tenant for one in self.endpoints.announced(sender.request_id)])
-        if not tenants <= {sender.pool.tenant}:
+    def _check_tenant(self, context: RequestContext) -> None:
+        tenants = {one.pool.tenant for one in self.endpoints.of_request(context.request_id)}
+        tenants.update([one.receive_request.tenant for one in self.endpoints.announced(context.request_id)])
+        if not tenants <= {context.pool.tenant}:
             raise TransferExistsError("the request id is in use by another tenant", field="request_id")
 
-    def _open_sends(self, sender: Sender) -> list[SendRequest]:
-        endpoints = self.endpoints.of_request(sender.request_id)
+    def _open_sends(self, context: RequestContext) -> list[SendRequest]:
+        endpoints = self.endpoints.of_request(context.request_id)
         return [one for one in endpoints if isinstance(one, SendRequest) and one.state is State.OPEN]
 
-    def _send_for(self, sender: Sender, destinations: int) -> SendRequest:
-        send_request = SendRequest(sender.pool, sender.request_id, sender.session_id, sender.times, destinations)
+    def _send_for(self, context: RequestContext, destinations: int) -> SendRequest:
+        send_request = SendRequest(context.pool, context.request_id, context.session_id, context.times, destinations)
         live = self.endpoints.send_requests.get(send_request.key)
         if live is None:
-            self.results.check_not_failed(sender.session_id, send_request.key)
+            self.results.check_not_failed(context.session_id, send_request.key)
             return send_request
-        if live.session_id != sender.session_id:
+        if live.session_id != context.session_id:
             raise TransferExistsError("another session sends this request from this pool", field="request_id")
         if live.state is not State.OPEN:
-            self.results.check_not_failed(sender.session_id, send_request.key)
+            self.results.check_not_failed(context.session_id, send_request.key)
             raise TransferExistsError("the transfer has finished but not settled", field="request_id")
         if live.complete:
             raise TransferExistsError("the last SEND of this request from this pool was accepted", field="last")
         return live
 
-    def _receives_for(self, send_request: SendRequest, sender: Sender) -> list[ReceiveRequest]:
+    def _receives_for(self, send_request: SendRequest, context: RequestContext) -> list[ReceiveRequest]:
         """Return the open receive requests that a new send request joins."""
-        endpoints = self.endpoints.of_request(sender.request_id)
+        endpoints = self.endpoints.of_request(context.request_id)
         receive_requests = [one for one in endpoints if isinstance(one, ReceiveRequest) and one.state is State.OPEN]
         waiting = [
             receive_request
             for receive_request in receive_requests
             if len(receive_request.send_requests) < receive_request.sources
         ]
-        if receive_requests and not waiting and not self.endpoints.announced(sender.request_id):
+        if receive_requests and not waiting and not self.endpoints.announced(context.request_id):
             raise UnexpectedSourceError("every receive request of this request has all its sources", field="request_id")
         return waiting[: send_request.destinations]
 

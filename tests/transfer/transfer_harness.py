@@ -15,7 +15,7 @@ from kvferry.daemon.transfer import state_machine
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, SendChunk, SendRequest
 from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.registry import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
-from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
+from kvferry.daemon.transfer.state_machine import RequestContext, TransferStateMachine
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.pools.integrity import check
 from kvferry.pools.planning.manifest import lay_out
@@ -173,7 +173,7 @@ class TransferHarness:
         try:
             ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=last, may_lack=not last)
             chunk = SendChunk(ranges, last, first_token, payload, steps)
-            return self.state_machine.send(self._sender(session, pool, request, deadline_s), chunk, destinations)
+            return self.state_machine.send(self._context(session, pool, request, deadline_s), chunk, destinations)
         finally:
             self._execute()
 
@@ -194,8 +194,8 @@ class TransferHarness:
         lists, frames = _lists(ids, first_page, tokens)
         try:
             ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=True)
-            sender = self._sender(session, pool, request, deadline_s)
-            return self.state_machine.receive(sender, ranges, sources, source_daemons)
+            context = self._context(session, pool, request, deadline_s)
+            return self.state_machine.receive(context, ranges, sources, source_daemons)
         finally:
             self._execute()
 
@@ -323,8 +323,8 @@ class TransferHarness:
             for at in range(int(count))
         }
 
-    def _sender(self, session: int, pool: Pool, request: str, deadline_s: float) -> Sender:
-        return Sender(session, pool, request, Clocked(self.now, self.now + deadline_s), session)
+    def _context(self, session: int, pool: Pool, request: str, deadline_s: float) -> RequestContext:
+        return RequestContext(session, pool, request, Clocked(self.now, self.now + deadline_s), session)
 
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
         self.state_machine.op_done(op_id, error, self.now)
