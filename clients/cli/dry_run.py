@@ -333,7 +333,7 @@ def _check_filled(entries: tuple[Entry, ...], pairing: Pairing, part: Part, opti
     for span in part.spans:
         coverage.plan(cells_of(pairing, span.destination_start, span.destination_start + span.pages))
         if span.trimmed:
-            coverage.excuse(cells_of(pairing, span.pages, len(part.destination.ids)))
+            coverage.waive(cells_of(pairing, span.pages, len(part.destination.ids)))
     coverage.check_planned()
 
 

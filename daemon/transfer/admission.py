@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.daemon.transfer.endpoints import Excused, Held, ReceiveRequest, SendChunk, SendRequest, TransferOp
+from kvferry.daemon.transfer.endpoints import Held, ReceiveRequest, SendChunk, SendRequest, TransferOp, Waived
 from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.matching import DRAFT, Match, match
 from kvferry.daemon.transfer.registry import Endpoints, StartOp, WarnTrimmed
@@ -82,7 +82,7 @@ def check_steps(chunk: SendChunk, manifest: Manifest) -> None:
 
 
 def check_together(
-    receive_request: ReceiveRequest, send_requests: Sequence[SendRequest], excused: Sequence[Excused]
+    receive_request: ReceiveRequest, send_requests: Sequence[SendRequest], waived: Sequence[Waived]
 ) -> None:
     """Check the send requests that wait for a new receive request against each other; each one fits by itself.
 
@@ -93,7 +93,7 @@ def check_together(
     if sum(send_request.carries_token for send_request in send_requests) > 1:
         raise FirstTokenTwiceError("two SENDs of this request carry a first token or payload", field="request_id")
     if len(send_requests) == receive_request.sources and all(send_request.complete for send_request in send_requests):
-        receive_request.check_planned(excused)
+        receive_request.check_planned(waived)
 
 
 def would_complete(receive_request: ReceiveRequest, send_request: SendRequest, chunks: Sequence[SendChunk]) -> bool:
@@ -171,7 +171,7 @@ class CopyScheduler:
                 for planned_copy in found.planned_copies:
                     receive_request.coverage[planned_copy.component].plan(planned_copy.cells)
             if would_complete(receive_request, send_request, chunks):
-                receive_request.check_planned([one for fit in fits for one in fit.match.excused])
+                receive_request.check_planned([one for fit in fits for one in fit.match.waived])
         except Exception:
             self.withdraw(receive_request, fits)
             raise
@@ -201,8 +201,8 @@ class CopyScheduler:
             endpoint.skipped_source_pages += found.skipped_source_pages
             endpoint.trimmed_pages += found.trimmed_pages
         self._endpoints.effects.extend(WarnTrimmed(send_request, receive_request, trim) for trim in found.trims)
-        for excused in found.excused:
-            receive_request.coverage[excused.component].excuse(excused.cells)
+        for waived in found.waived:
+            receive_request.coverage[waived.component].waive(waived.cells)
         steps = sorted({planned_copy.step for planned_copy in found.planned_copies})
         for step in steps:
             planned_copies = tuple(one for one in found.planned_copies if one.step == step)

@@ -190,7 +190,7 @@ class PlannedCopy(NamedTuple):
     step: int = 0
 
 
-class Excused(NamedTuple):
+class Waived(NamedTuple):
     """Coverage cells of one component that stay unfilled, because the lists were cut to the shorter length."""
 
     component: str
@@ -496,10 +496,10 @@ class ReceiveRequest(Endpoint):
         """Return the chunk with the first token or payload, or None if it has not come."""
         return next((c for send_request in self.send_requests for c in send_request.chunks if c.carries_token), None)
 
-    def check_planned(self, excused: Sequence[Excused] = ()) -> None:
-        """Check that every required cell but the ``excused`` ones is planned; see ``Coverage.check_planned``."""
+    def check_planned(self, waived: Sequence[Waived] = ()) -> None:
+        """Check that every required cell but the ``waived`` ones is planned; see ``Coverage.check_planned``."""
         for component, coverage in self.coverage.items():
-            coverage.check_planned([one.cells for one in excused if one.component == component])
+            coverage.check_planned([one.cells for one in waived if one.component == component])
 
     def waits_for(self) -> str:
         """Return what is missing, for STATUS and for a DEADLINE error."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from kvferry.daemon.transfer.endpoints import Excused, PlannedCopy, ReceiveRequest, SendChunk, SourcePool, rows_by_step
+from kvferry.daemon.transfer.endpoints import PlannedCopy, ReceiveRequest, SendChunk, SourcePool, Waived, rows_by_step
 from kvferry.pools.planning.coverage import Extent, Rows, cells_of
 from kvferry.pools.planning.page_ranges import PageRange, Span, entries_of, paged_spans, state_span
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
@@ -45,7 +45,7 @@ class Match(msgspec.Struct, frozen=True):
         skipped_source_entries: entries that the destination does not have.
         skipped_source_pages: pages that the receive request does not list.
         covered_source_entries: entries that a replica has sent already.
-        excused: cells that stay unfilled because lists were trimmed.
+        waived: cells that stay unfilled because lists were trimmed.
         trims: how the lists were trimmed.
     """
 
@@ -53,7 +53,7 @@ class Match(msgspec.Struct, frozen=True):
     skipped_source_entries: int = 0
     skipped_source_pages: int = 0
     covered_source_entries: int = 0
-    excused: tuple[Excused, ...] = ()
+    waived: tuple[Waived, ...] = ()
     trims: tuple[Trim, ...] = ()
 
     @property
@@ -98,7 +98,7 @@ def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest,
         sum(part.skipped_source_entries for part in parts),
         sum(part.skipped_source_pages for part in parts),
         sum(part.covered_source_entries for part in parts),
-        tuple(excused for part in parts for excused in part.excused),
+        tuple(waived for part in parts for waived in part.waived),
         tuple(trim for part in parts for trim in part.trims),
     )
 
@@ -121,9 +121,9 @@ def _match_component(one: PageRange, chunk: SendChunk, source: SourcePool, recei
         check_covered(pairing, receive_request.pool.manifest.optional_components)
     trimmed = any(span.trimmed for span in spans)
     pages = sum(span.pages for span in spans)
-    excused = []
+    waived = []
     if trimmed and pages < len(destination.ids):
-        excused.append(Excused(one.component, cells_of(pairing, pages, len(destination.ids))))
+        waived.append(Waived(one.component, cells_of(pairing, pages, len(destination.ids))))
     planned_copies: tuple[PlannedCopy, ...] = ()
     covered = 0
     if pages and pairing.pairs:
@@ -133,7 +133,7 @@ def _match_component(one: PageRange, chunk: SendChunk, source: SourcePool, recei
         pairing.skipped_source_entries,
         sum(span.skipped_source_pages for span in spans),
         covered,
-        tuple(excused),
+        tuple(waived),
         (Trim(one.component, len(one.ids), len(destination.ids)),) if trimmed and pairing.pairs else (),
     )
 

@@ -169,7 +169,7 @@ class TransferStateMachine:
             for send_request in send_requests
             for fit in self._copy_scheduler.fit(receive_request, send_request, 0, send_request.chunks)
         ]
-        check_together(receive_request, send_requests, [one for _, fit in fits for one in fit.match.excused])
+        check_together(receive_request, send_requests, [one for _, fit in fits for one in fit.match.waived])
         whole = self._completion.whole(context.request_id, now, receive_request)
         try:
             hold_for_writing(receive_request, context.owner_id)

@@ -78,7 +78,7 @@ class Coverage:
         """
         self._entries = entries
         self._required = np.array([entry.component not in optional_components for entry in entries], np.bool_)
-        self._planned, self._arrived, self._excused = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
+        self._planned, self._arrived, self._waived = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
 
     def free_extents(self, cells: Cells, replicated: Rows) -> tuple[Extent, ...]:
         """Return the extents that have no sender yet; each row is in at most one.
@@ -130,16 +130,16 @@ class Coverage:
         """Mark the cells as arrived."""
         self._set(self._arrived, cells, value=True)
 
-    def excuse(self, cells: Cells) -> None:
+    def waive(self, cells: Cells) -> None:
         """Stop requiring these cells: no source has them, and both sides have agreed to that."""
         self._separate_heads(cells)
-        self._set(self._excused, cells, value=True)
+        self._set(self._waived, cells, value=True)
 
-    def check_planned(self, excused: Iterable[Cells] = ()) -> None:
-        """Check that every required cell has a sender or is excused.
+    def check_planned(self, waived: Iterable[Cells] = ()) -> None:
+        """Check that every required cell has a sender or is waived.
 
         Args:
-            excused: cells to treat as excused in this check only.
+            waived: cells to treat as waived in this check only.
 
         Raises:
             UncoveredEntryError: names the first entry without a sender for any page.
@@ -147,10 +147,10 @@ class Coverage:
         """
         if _are_all(self._planned):
             return
-        extra = tuple(excused)
+        extra = tuple(waived)
         for cells in extra:
             self._separate_heads(cells)
-        settled = self._planned | self._excused
+        settled = self._planned | self._waived
         for cells in extra:
             self._set(settled, cells, value=True)
         bare = np.flatnonzero(self._required & ~settled.any(axis=(1, 2)))
@@ -173,12 +173,12 @@ class Coverage:
         """Return whether every required and every planned cell has arrived."""
         if _are_all(self._arrived):
             return True
-        required = self._required[:, None, None] & ~self._excused
+        required = self._required[:, None, None] & ~self._waived
         return not ((self._planned | required) & ~self._arrived).any()
 
     @property
     def arrived_pages(self) -> int:
-        """Return how many pages have arrived in every required entry with all heads; excused pages do not count."""
+        """Return how many pages have arrived in every required entry with all heads; waived pages do not count."""
         return int((self._arrived | ~self._required[:, None, None]).all(axis=(0, 1)).sum())
 
     def _parts(self, cells: Cells) -> Iterator[tuple[npt.NDArray[np.intp], slice]]:
@@ -214,8 +214,8 @@ class Coverage:
         held = [self._heads_of(entry) for entry in cells.entries.tolist()]
         if any(heads and heads.count < most for heads, most in zip(cells.heads, held, strict=True)):
             most = max(self._heads_of(entry) for entry in range(len(self._entries)))
-            self._planned, self._arrived, self._excused = (
-                np.repeat(grid, most, axis=1) for grid in (self._planned, self._arrived, self._excused)
+            self._planned, self._arrived, self._waived = (
+                np.repeat(grid, most, axis=1) for grid in (self._planned, self._arrived, self._waived)
             )
 
     def _heads_of(self, entry: int) -> int:
