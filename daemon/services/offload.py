@@ -14,9 +14,8 @@ from kvferry.daemon.control.hub import EventHub, PoolRemoved
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
-from kvferry.daemon.tiers.host_tier import HostTier, Want
+from kvferry.daemon.tiers.host_tier import HostTier, SpaceRequest
 from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
-from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.snapshots import (
     PageHold,
     Snapshot,
@@ -27,6 +26,7 @@ from kvferry.daemon.tiers.snapshots import (
     ids_for,
     new_segments,
 )
+from kvferry.daemon.tiers.space_waiter import SpaceWaiter
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.planning.manifest import space_of
 from kvferry.pools.planning.page_ids import check_distinct
@@ -95,11 +95,11 @@ class OffloadService:
         rings: EventRings,
         host: HostTier,
         operations: Operations,
-        room: Room,
+        space_waiter: SpaceWaiter,
         *,
         grace_s: float,
     ) -> None:
-        self._room = room
+        self._space_waiter = space_waiter
         self.snapshots = SnapshotRegistry()
         self._pools = pools
         self._host = host
@@ -197,8 +197,8 @@ class OffloadService:
         held = hold_pages(pool, call.session.owner_id, lists, write=False)
         try:
             snapshot = self._without_memory(call, pool, lists)
-            wants = [Want(one.count, one.layout.block_bytes) for one in snapshot.segments]
-            steps = self._host.making_room(pool.tenant, wants)
+            space_requests = [SpaceRequest(one.count, one.layout.block_bytes) for one in snapshot.segments]
+            steps = self._host.making_room(pool.tenant, space_requests)
             waits = next(steps, self) is not self
             if not waits:
                 self._take_memory(snapshot)
@@ -214,7 +214,7 @@ class OffloadService:
             self.filled(snapshot, None, InternalError("the offload could not begin"))
             raise
         if waits:
-            self._room.make(operation, steps, lambda: self._copy_out(operation, offloading, takes_memory=True))
+            self._space_waiter.make(operation, steps, lambda: self._copy_out(operation, offloading, takes_memory=True))
         else:
             with self._operations.guarded(operation):
                 self._copy_out(operation, offloading, takes_memory=False)

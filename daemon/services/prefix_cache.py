@@ -25,11 +25,11 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.leases import Lease, Leases
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
-from kvferry.daemon.tiers.host_tier import HostTier, Want
+from kvferry.daemon.tiers.host_tier import HostTier, SpaceRequest
 from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
 from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
-from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.snapshots import PageHold
+from kvferry.daemon.tiers.space_waiter import SpaceWaiter
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Extent, Freed, Offsets, whole_units
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
@@ -131,9 +131,9 @@ class _Storing:
         self.over = 0
 
     @property
-    def want(self) -> Want:
+    def space_request(self) -> SpaceRequest:
         """Return the memory that it needs."""
-        return Want(len(self.fresh) * self.ids.shape[1], self.layout.block_bytes)
+        return SpaceRequest(len(self.fresh) * self.ids.shape[1], self.layout.block_bytes)
 
     @property
     def memory(self) -> Freed:
@@ -157,11 +157,11 @@ class PrefixCache:
         host: HostTier,
         operations: Operations,
         lower: LowerTiers,
-        room: Room,
+        space_waiter: SpaceWaiter,
         counters: Counters,
     ) -> None:
         self._dispatcher = dispatcher
-        self._room = room
+        self._space_waiter = space_waiter
         self._pools = pools
         self._sessions = sessions
         self._host = host
@@ -393,7 +393,7 @@ class PrefixCache:
             self._abandon(storing)
             raise
         if waits:
-            self._room.make(operation, steps, lambda: self._copy_in(operation, storing, takes_memory=True))
+            self._space_waiter.make(operation, steps, lambda: self._copy_in(operation, storing, takes_memory=True))
         else:
             with self._operations.guarded(operation):
                 self._copy_in(operation, storing, takes_memory=False)
@@ -412,7 +412,7 @@ class PrefixCache:
             if start:
                 yield
             some = hashes[start : start + BLOCKS_AT_ONCE]
-            before = storing.want
+            before = storing.space_request
             for number, (block, is_fresh) in enumerate(
                 self._host.index.begin(namespace, some, parent, size_bytes), start
             ):
@@ -421,14 +421,16 @@ class PrefixCache:
                     at.append(number)
                 else:
                     present.append(block)
-            self._host.awaits(namespace.tenant, Want(storing.want.blocks - before.blocks, before.size_bytes))
+            self._host.awaits(
+                namespace.tenant, SpaceRequest(storing.space_request.blocks - before.blocks, before.size_bytes)
+            )
             parent = some[-1]
         storing.ids = storing.ids[at]
         for start in reversed(range(0, len(present), BLOCKS_AT_ONCE)):
             self._host.index.touch(present[start : start + BLOCKS_AT_ONCE])  # new blocks are useless without them
             if start:
                 yield
-        yield from self._host.making_room(namespace.tenant, [storing.want])
+        yield from self._host.making_room(namespace.tenant, [storing.space_request])
 
     def _begin_store(self, call: Call, body: Store, storing: _Storing) -> Operation:
         """Begin the operation of a STORE."""
@@ -442,7 +444,7 @@ class PrefixCache:
             done = TierDone(operation=operation.number, kind="store")
             if error is not None:
                 return Ending(done)
-            stored, pages = len(storing.fresh), storing.want.blocks
+            stored, pages = len(storing.fresh), storing.space_request.blocks
             return Ending(
                 msgspec.structs.replace(
                     done,
@@ -457,7 +459,7 @@ class PrefixCache:
         return self._operations.begin(call, "store", storing.pool.name, len(call.ids[0]), finish, holdings)
 
     def _take_memory(self, storing: _Storing) -> None:
-        blocks, size_bytes = storing.want
+        blocks, size_bytes = storing.space_request
         offsets = self._host.reserve(storing.pool.tenant, blocks, size_bytes, counted=True)
         storing.offsets = offsets.reshape(storing.ids.shape)
 
@@ -495,7 +497,7 @@ class PrefixCache:
         if len(storing.offsets):
             self._host.arena.free(storing.offsets[at].reshape(-1), size_bytes)
         else:
-            self._host.not_awaited(storing.pool.tenant, Want(len(at) * storing.ids.shape[1], size_bytes))
+            self._host.not_awaited(storing.pool.tenant, SpaceRequest(len(at) * storing.ids.shape[1], size_bytes))
         return bool(self._abandoned)
 
     def _publish(self, operation: Operation, storing: _Storing) -> Iterator[None]:

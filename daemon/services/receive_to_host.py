@@ -17,10 +17,10 @@ import numpy as np
 from kvferry.daemon.control.dispatch import Call, Handler
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.offload import OffloadService
-from kvferry.daemon.tiers.host_tier import LARGER_TIER, HostTier, Want
+from kvferry.daemon.tiers.host_tier import LARGER_TIER, HostTier, SpaceRequest
 from kvferry.daemon.tiers.operations import Ending, Operation, Operations
-from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.snapshots import Snapshot, new_segments
+from kvferry.daemon.tiers.space_waiter import SpaceWaiter
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import bytes_per_page, component_of, space_of, spaces_of
 from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page_ranges
@@ -79,8 +79,10 @@ class HostReceivePlan(NamedTuple):
 class HostReceives:
     """Makes the temporary pools, and turns them into snapshots when their transfers settle."""
 
-    def __init__(self, host: HostTier, service: OffloadService, operations: Operations, room: Room) -> None:
-        self._room = room
+    def __init__(
+        self, host: HostTier, service: OffloadService, operations: Operations, space_waiter: SpaceWaiter
+    ) -> None:
+        self._space_waiter = space_waiter
         self._host = host
         self._service = service
         self._operations = operations
@@ -107,22 +109,22 @@ class HostReceives:
         """
         self._service.snapshots.check(plan.pool.tenant)
         segments = new_segments(plan.pool, lists_with_pages(plan.ranges))
-        wants = [Want(one.count, one.layout.block_bytes) for one in segments]
-        if wants:  # else it is refused
-            wants.append(Want(1, plan.laid_out.region_bytes))
-        steps = self._host.making_room(plan.pool.tenant, wants)
+        space_requests = [SpaceRequest(one.count, one.layout.block_bytes) for one in segments]
+        if space_requests:  # else it is refused
+            space_requests.append(SpaceRequest(1, plan.laid_out.region_bytes))
+        steps = self._host.making_room(plan.pool.tenant, space_requests)
         waits = next(steps, self) is not self
         if waits:
-            self._room.hold(call, steps, handle)
+            self._space_waiter.hold(call, steps, handle)
         return waits
 
     def are_held(self, is_wanted: Callable[[Call], bool]) -> bool:
         """Return whether such a RECEIVE waits for room."""
-        return any(map(is_wanted, self._room.held()))
+        return any(map(is_wanted, self._space_waiter.held()))
 
     def give_up(self, is_wanted: Callable[[Call], bool], error: KvferryError) -> bool:
-        """Give up RECEIVEs that wait for room; see ``Room.give_up``."""
-        return self._room.give_up(is_wanted, error)
+        """Give up RECEIVEs that wait for room; see ``SpaceWaiter.give_up``."""
+        return self._space_waiter.give_up(is_wanted, error)
 
     def make(self, call: Call, body: Receive, plan: HostReceivePlan) -> HostReceive:
         """Return the temporary pool of a plan.

@@ -30,9 +30,9 @@ from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
-from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.tiers.snapshots import SnapshotRegistry
+from kvferry.daemon.tiers.space_waiter import SpaceWaiter
 from kvferry.pools import copy_kernel
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
 from kvferry.pools.tiers.arena import Extent
@@ -104,14 +104,21 @@ class Tiers:
         copy_threads = copy_kernel.new_copy_threads(threads, background())
         self._copier = TierCopier(loop, scheduler, threads=threads, copy_threads=copy_threads)
         self.operations = Operations(dispatcher, hub, sessions, counters, self._copier, self._host, executor)
-        room = Room(dispatcher, self.operations)
+        space_waiter = SpaceWaiter(dispatcher, self.operations)
         self._service = OffloadService(
-            dispatcher, hub, pools, rings, self._host, self.operations, room, grace_s=config.tiers.snapshot_grace_s
+            dispatcher,
+            hub,
+            pools,
+            rings,
+            self._host,
+            self.operations,
+            space_waiter,
+            grace_s=config.tiers.snapshot_grace_s,
         )
-        self.host_receives = HostReceives(self._host, self._service, self.operations, room)
+        self.host_receives = HostReceives(self._host, self._service, self.operations, space_waiter)
         self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
         self._cache = PrefixCache(
-            dispatcher, pools, sessions, rings, self._host, self.operations, self._lower, room, counters
+            dispatcher, pools, sessions, rings, self._host, self.operations, self._lower, space_waiter, counters
         )
         self._reports = CacheReports(dispatcher, pools, self._host, self._lower)
 

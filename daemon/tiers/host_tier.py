@@ -73,7 +73,7 @@ DEMOTION = -2
 """The holder of pins on blocks that are being written to a lower tier."""
 
 
-class Want(NamedTuple):
+class SpaceRequest(NamedTuple):
     """Blocks of one size that a request is about to ask for."""
 
     blocks: int
@@ -219,16 +219,16 @@ class HostTier:
             self.populate(int(offsets[-1]) + size_bytes)
         return offsets
 
-    def awaits(self, tenant: int, want: Want) -> None:
+    def awaits(self, tenant: int, space_request: SpaceRequest) -> None:
         """Take note that blocks which the index counts have no memory yet: nobody has to make room for them but these.
 
         They get it by ``reserve`` with ``counted``, or ``not_awaited`` is called.
         """
-        self.index.accounts[tenant].awaited_bytes += want.blocks * whole_units(want.size_bytes)
+        self.index.accounts[tenant].awaited_bytes += space_request.blocks * whole_units(space_request.size_bytes)
 
-    def not_awaited(self, tenant: int, want: Want) -> None:
+    def not_awaited(self, tenant: int, space_request: SpaceRequest) -> None:
         """Take note that they want no memory any more."""
-        self.index.accounts[tenant].awaited_bytes -= want.blocks * whole_units(want.size_bytes)
+        self.index.accounts[tenant].awaited_bytes -= space_request.blocks * whole_units(space_request.size_bytes)
 
     def release(self, tenant: int, offsets: Offsets, size_bytes: int) -> None:
         """Free memory that ``reserve`` has charged to a tenant."""
@@ -328,7 +328,7 @@ class HostTier:
         if self._region is not None:
             self._region.close()
 
-    def making_room(self, tenant: int, wants: Sequence[Want]) -> Iterator[None]:
+    def making_room(self, tenant: int, space_requests: Sequence[SpaceRequest]) -> Iterator[None]:
         """Evict what ``reserve`` would have to evict for these blocks, a few at a time; yield where there is more.
 
         What others take meanwhile is evicted for, too, but no more than the tier had blocks.
@@ -338,7 +338,7 @@ class HostTier:
         """
         accounts, turns_left = self.index.accounts, CATCH_UP_TURNS
         for _ in range(accounts.blocks // EVICTED_AT_ONCE + 1):
-            missing = self._missing(tenant, wants)
+            missing = self._missing(tenant, space_requests)
             if missing.size_bytes <= 0:
                 return
             while accounts.behind > USES_AT_ONCE and turns_left:
@@ -347,32 +347,34 @@ class HostTier:
                 yield
             if not self._evict(self.index.host_victims(missing.of), missing.size_bytes, EVICTED_AT_ONCE):
                 return
-            if self._missing(tenant, wants).size_bytes > 0:
+            if self._missing(tenant, space_requests).size_bytes > 0:
                 yield
 
-    def _missing(self, tenant: int, wants: Sequence[Want]) -> _Missing:
+    def _missing(self, tenant: int, space_requests: Sequence[SpaceRequest]) -> _Missing:
         """Return what has to be evicted.
 
         Raises:
             OutOfMemoryError, OverloadedError: that could not be enough.
         """
-        wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
+        wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in space_requests)
         missing = self._over_quota(tenant, wanted)
         self.check_share(tenant, wanted)
         if missing > 0:
             return _Missing(missing, tenant)
-        missing = self._unfitting(wants)
+        missing = self._unfitting(space_requests)
         if missing > 0:
             self._grow(self.arena.size_bytes + missing)
-            missing = self._unfitting(wants)
+            missing = self._unfitting(space_requests)
         if not self._may_fit(wanted):
             raise self._short(tenant, wanted)
         return _Missing(missing, None)
 
-    def _unfitting(self, wants: Sequence[Want]) -> int:
+    def _unfitting(self, space_requests: Sequence[SpaceRequest]) -> int:
         """Return the bytes of those of these blocks that the arena's holes do not hold, as if each size came alone."""
-        lacking = [(blocks - self.arena.fitting(size_bytes)) * whole_units(size_bytes) for blocks, size_bytes in wants]
-        wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in wants)
+        lacking = [
+            (blocks - self.arena.fitting(size_bytes)) * whole_units(size_bytes) for blocks, size_bytes in space_requests
+        ]
+        wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in space_requests)
         return max(0, wanted - self.arena.free_bytes, *lacking)
 
     def _over_quota(self, tenant: int, wanted: int) -> int:

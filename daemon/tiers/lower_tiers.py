@@ -14,7 +14,7 @@ import structlog
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.disk_tier import DiskTier
-from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier, Want
+from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier, SpaceRequest
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.pools.integrity import RESTART, Check, Problem
 from kvferry.pools.tiers.arena import Extent, Offsets
@@ -200,7 +200,7 @@ class LowerTiers:
         tenant, pages = block.namespace.tenant, block.namespace.block_pages
         page_bytes = self._host.page_bytes[block.namespace]
         try:
-            for _ in self._host.making_room(tenant, [Want(pages, page_bytes)]):
+            for _ in self._host.making_room(tenant, [SpaceRequest(pages, page_bytes)]):
                 await asyncio.sleep(0)
             offsets = self._host.reserve(tenant, pages, page_bytes)
         except KvferryError as error:

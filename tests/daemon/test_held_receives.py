@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvferry.clients import AsyncClient, Transfer, new_request_id, pages, pages_wanted
-from kvferry.daemon.tiers.host_tier import HostTier, Want
+from kvferry.daemon.tiers.host_tier import HostTier, SpaceRequest
 from kvferry.protocol.config.schema import ServiceConfig, TiersConfig
 from kvferry.protocol.errors import CancelledError, ShuttingDownError, TransferExistsError, UnknownPoolError
 from tests.daemon.in_process import CONFIG, PATIENCE_S, SPEC, Serving, serving
@@ -44,10 +44,10 @@ async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sides]:
     """Run the daemon in this process."""
     room, real = asyncio.Event(), HostTier.making_room
 
-    def making_room(self: HostTier, tenant: int, wants: Sequence[Want]) -> Iterator[None]:
+    def making_room(self: HostTier, tenant: int, space_requests: Sequence[SpaceRequest]) -> Iterator[None]:
         while not room.is_set():
             yield
-        yield from real(self, tenant, wants)
+        yield from real(self, tenant, space_requests)
 
     monkeypatch.setattr(HostTier, "making_room", making_room)
     tiers, service = TiersConfig(host_bytes=4 << 20), ServiceConfig(drain_timeout_s=1)

@@ -14,7 +14,7 @@ from kvferry.daemon.tiers.host_tier import (
     DEMOTION,
     GROW_AGAIN_S,
     HostTier,
-    Want,
+    SpaceRequest,
     holder_name,
 )
 from kvferry.pools.devices.host import HostRegion
@@ -52,7 +52,7 @@ def cache(host: HostTier, *numbers: int, tenant: int = MINE, block_pages: int = 
     """Put blocks of so many allocation units into the tier."""
     begun = host.index.begin(namespace(tenant, block_pages), names(*numbers), None, block_pages * UNIT)
     blocks = [one.block for one in begun]
-    host.awaits(tenant, Want(len(blocks) * block_pages, UNIT))
+    host.awaits(tenant, SpaceRequest(len(blocks) * block_pages, UNIT))
     offsets = host.reserve(tenant, len(blocks) * block_pages, UNIT, counted=True)
     host.index.commit(blocks, offsets.reshape(len(blocks), block_pages))
     return blocks
@@ -107,7 +107,7 @@ def reserve(host: HostTier, tenant: int, blocks: int) -> None:
 
 def make_room(host: HostTier, tenant: int, blocks: int) -> None:
     """Have them evicted ahead."""
-    for _ in host.making_room(tenant, [Want(blocks, UNIT)]):
+    for _ in host.making_room(tenant, [SpaceRequest(blocks, UNIT)]):
         host.index.check_integrity()
 
 
@@ -153,15 +153,15 @@ def test_what_can_never_fit_is_no_matter_of_waiting(host: HostTier, evict: Evict
 def test_several_that_cannot_all_be_there_evict_nothing(host: HostTier) -> None:
     cache(host, 1, 2, 3, 4, 5, 6)
     pins = host.index.longest_prefix(namespace(), names(1, 2))
-    wants = [Want(2, UNIT), Want(2, 2 * UNIT)]
+    space_requests = [SpaceRequest(2, UNIT), SpaceRequest(2, 2 * UNIT)]
     with pytest.raises(OutOfMemoryError, match=r"28672 bytes are needed"):
-        next(host.making_room(MINE, [*wants, Want(1, UNIT)]))
+        next(host.making_room(MINE, [*space_requests, SpaceRequest(1, UNIT)]))
     host.index.pin(pins[:1], 7)
     with pytest.raises(OverloadedError, match=r"24576 bytes are needed"):
-        next(host.making_room(MINE, wants))
+        next(host.making_room(MINE, space_requests))
     assert cached(host) == [1, 2, 3, 4, 5, 6]
     host.index.unpin(pins[:1], 7)
-    assert not [*host.making_room(MINE, wants)]
+    assert not [*host.making_room(MINE, space_requests)]
     assert cached(host) == []
 
 
@@ -187,7 +187,7 @@ def test_what_a_user_has_pinned_leaves_the_next_one_its_part(counters: Counters)
         ):
             host.reserve(MINE, 1, UNIT)
         with pytest.raises(OverloadedError, match=f"user {MINE} may have"):
-            next(host.making_room(MINE, [Want(1, UNIT)]))
+            next(host.making_room(MINE, [SpaceRequest(1, UNIT)]))
         assert len(host.reserve(THEIRS, 3, UNIT)) == 3
         with pytest.raises(OverloadedError, match=f"user {THEIRS} may have {3 * UNIT + UNIT * 3 // 4} bytes"):
             host.reserve(THEIRS, 1, UNIT)

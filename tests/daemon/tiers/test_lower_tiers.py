@@ -9,7 +9,7 @@ import xxhash
 from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import lower_tiers, remote_tier
-from kvferry.daemon.tiers.host_tier import DEMOTION, Want
+from kvferry.daemon.tiers.host_tier import DEMOTION, SpaceRequest
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.protocol.errors import DeadlineError
@@ -140,10 +140,10 @@ async def test_so_many_have_memory_at_a_time(far: Harness, monkeypatch: pytest.M
 
 async def test_room_for_a_block_that_comes_up_is_made_in_turns(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     [block] = await away(far, 1)
-    made: list[Want] = []
+    made: list[SpaceRequest] = []
 
-    def making_room(_tenant: int, wants: Sequence[Want]) -> Iterator[None]:
-        made.extend(wants)
+    def making_room(_tenant: int, space_requests: Sequence[SpaceRequest]) -> Iterator[None]:
+        made.extend(space_requests)
         yield
         made.clear()
 
@@ -151,7 +151,7 @@ async def test_room_for_a_block_that_comes_up_is_made_in_turns(far: Harness, mon
     coming = far.lower.promote(block)
     assert coming is not None
     await until(lambda: made)
-    assert made == [Want(1, far.host.page_bytes[block.namespace])]
+    assert made == [SpaceRequest(1, far.host.page_bytes[block.namespace])]
     assert far.host.arena.used_bytes == 0
     assert await coming
     assert made == []

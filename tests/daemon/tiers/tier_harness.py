@@ -36,8 +36,8 @@ from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.daemon.tiers.operations import TRANSITIONS, Operations, Transitions
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
-from kvferry.daemon.tiers.room import Room
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.daemon.tiers.space_waiter import SpaceWaiter
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import Check, check
 from kvferry.pools.pool import Pool
@@ -119,7 +119,7 @@ class Harness:
         self.operations = Operations(
             self.dispatcher, hub, self.sessions, self.counters, self.copier, self.host, self.executor, transitions
         )
-        self.room = Room(self.dispatcher, self.operations)
+        self.space_waiter = SpaceWaiter(self.dispatcher, self.operations)
         self.service = OffloadService(
             self.dispatcher,
             hub,
@@ -127,10 +127,10 @@ class Harness:
             rings,
             self.host,
             self.operations,
-            self.room,
+            self.space_waiter,
             grace_s=config.snapshot_grace_s,
         )
-        self.host_receives = HostReceives(self.host, self.service, self.operations, self.room)
+        self.host_receives = HostReceives(self.host, self.service, self.operations, self.space_waiter)
         self.store = ScriptedStore(self.host.region)
         self.disk = self._disk(config)
         store = cast("RemoteStore", self.store)
@@ -146,7 +146,7 @@ class Harness:
             self.host,
             self.operations,
             self.lower,
-            self.room,
+            self.space_waiter,
             self.counters,
         )
         self.reports = CacheReports(self.dispatcher, self.pools, self.host, self.lower)

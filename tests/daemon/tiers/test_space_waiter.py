@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from kvferry.daemon.control.dispatch import Answer, Call, expect
 from kvferry.daemon.tiers import host_tier, snapshots
-from kvferry.daemon.tiers.host_tier import HostTier, Want
+from kvferry.daemon.tiers.host_tier import HostTier, SpaceRequest
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
@@ -210,10 +210,10 @@ async def test_uses_while_one_waits_count_and_do_not_end_it(policy: str) -> None
 
 
 async def test_memory_that_is_awaited_by_nobody_is_found(full: Harness) -> None:
-    full.host.awaits(1, Want(1, UNIT))
+    full.host.awaits(1, SpaceRequest(1, UNIT))
     with pytest.raises(AssertionError, match=r"users have 28672 bytes, 32768 are allocated"):
         full.check()
-    full.host.not_awaited(1, Want(1, UNIT))
+    full.host.not_awaited(1, SpaceRequest(1, UNIT))
     full.check()
 
 
@@ -261,7 +261,7 @@ async def test_a_deadline_a_session_or_the_daemon_ends_while_one_waits(tiers: Ha
     await tiers.operations.drained()
     await settle()
     assert engine.error(drained) is ShuttingDownError
-    assert repr(tiers.room) == "<Room waiting=0>"
+    assert repr(tiers.space_waiter) == "<SpaceWaiter waiting=0>"
     assert not list(tiers.service.snapshots)
     assert tiers.host.arena.used_bytes == 0
 
@@ -399,7 +399,7 @@ async def test_receives_that_wait_may_be_given_up(receives: Harness, engine: Eng
     await settle()
     assert second not in engine.replies
     assert theirs not in other.replies
-    assert repr(receives.room) == "<Room waiting=3>"
+    assert repr(receives.space_waiter) == "<SpaceWaiter waiting=3>"
 
 
 @pytest.mark.usefixtures("endless")
@@ -411,7 +411,7 @@ async def test_a_deadline_or_a_session_ends_while_a_receive_waits(receives: Harn
     await settle()
     with pytest.raises(DeadlineError):
         engine.reply(late, Accepted)
-    assert repr(receives.room) == "<Room waiting=0>"
+    assert repr(receives.space_waiter) == "<SpaceWaiter waiting=0>"
 
 
 @pytest.mark.usefixtures("full")

@@ -1,4 +1,4 @@
-"""Room in the host tier for what needs more than is free: blocks are evicted for it a few at a time.
+"""Space in the host tier for what needs more than is free: blocks are evicted for it a few at a time.
 
 To evict a block takes some 15 us, and a long prompt has thousands of them: all other engines would wait for that. So
 an operation that has begun, and holds its pages, waits until they have gone; and so does a request that has no pages.
@@ -28,8 +28,8 @@ class _Waiting(NamedTuple):
     """Of a request; None for an operation."""
 
 
-class Room:
-    """Operations and requests that wait for room, in turns. For the control loop."""
+class SpaceWaiter:
+    """Operations and requests that wait for space in the host tier, in turns. For the control loop."""
 
     def __init__(self, dispatcher: Dispatcher, operations: Operations) -> None:
         self._dispatcher = dispatcher
@@ -38,7 +38,7 @@ class Room:
 
     def __repr__(self) -> str:
         """Show how many wait."""
-        return f"<Room waiting={len(self._waiting)}>"
+        return f"<SpaceWaiter waiting={len(self._waiting)}>"
 
     def make(self, operation: Operation, steps: Iterator[None], then: Callable[[], None]) -> None:
         """Make room for an operation in the next turns of the loop.
