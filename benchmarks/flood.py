@@ -1,4 +1,4 @@
-"""What strangers and other engines that flood the daemon cost an engine: its latency meanwhile against that without.
+"""What a flood of unauthenticated clients and other engines costs an engine: its latency meanwhile and without.
 
 Four processes send as fast as the daemon takes it: STATUS without a session, SNAPSHOTS and LOOKUP of long lists with
 one, and bytes that are no message. All processes share this machine's cores; the echo of that is in both figures.
@@ -92,7 +92,7 @@ def flooding(runtime_dir: Path) -> Iterator[Event]:
 def _flood(runtime_dir: Path, kind: str, go: Event, ready: Semaphore) -> None:
     with Client.connect(runtime_dir, name=kind) as client, zmq.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.connect(control_address(runtime_dir))
-        conversation = Conversation(client.boot_id)  # without a secret: strangers have none
+        conversation = Conversation(client.boot_id)  # without a secret, so unauthenticated
         ready.release()
         hashes = os.urandom(16 * HASHES)
         while go.wait():

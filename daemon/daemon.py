@@ -85,7 +85,7 @@ SOCKETS: Final = "sockets"
 """What the socket unit calls those that it listens on (FileDescriptorName=)."""
 
 REPORT_KEPT: Final = 10.0
-"""Strangers are given a STATUS again for so many times as long as it took to make: a tenth of the work, at most."""
+"""Unauthenticated clients are given a STATUS again for as many times as long as it took: a tenth of the work."""
 
 EXIT_BAD_INPUT = 2
 EXIT_DEVICE_LOST = 3
@@ -165,7 +165,7 @@ class Daemon:
             directory.listen(CONTROL_SOCKET),
             limits,
             counters,
-            max_connections=descriptors.strangers,
+            max_connections=descriptors.unauthenticated,
             kept=connection_bytes,
         )
         self._sessions = SessionRegistry(limits)

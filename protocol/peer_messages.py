@@ -264,7 +264,8 @@ class PeerHead(msgspec.Struct, frozen=True, array_like=True):
     """The first frame of a message between daemons: all that is read of it before it is believed.
 
     ``address`` is the sender's; ``key`` is the sender's for the receiver; ``to_key`` is the receiver's for the sender,
-    which proves that the sender is told what is said to ``address``. It is empty in a PEER_HELLO to a stranger.
+    which proves that the sender is told what is said to ``address``. It is empty in a PEER_HELLO to an unauthenticated
+    peer.
     """
 
     address: PeerAddress

@@ -3,7 +3,7 @@
 What connects is accepted by the control loop itself, one after another and never more than the bound: see ``zmtp`` for
 why it is not libzmq that listens. At the bound a new connection takes the place of the one that was heard least
 recently, of the user (or, over TCP, the host) that has most of them; those of live sessions are spared. So silent
-strangers neither keep others out nor cost an idle engine its connection.
+unauthenticated connections neither keep others out nor cost an idle engine its connection.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ TURN_S: Final = 0.001
 """A connection's messages are handled for so long in a row, or one of them; then others have their turn.
 
 Connections that are no session's, and those whose last turn took longer, share as much in each turn of the loop. So an
-engine waits for little of them, however many connections a stranger makes, and however long another's lists are.
+engine waits for little of them, however many unauthenticated connections there are, and however long another's lists
+are.
 """
 
 FLUSH_BYTES: Final = 1 << 20
@@ -267,11 +268,11 @@ class ControlSocket:
         if len(self._connections) < self.max_connections:
             return
         spared = self._spared()
-        strangers = [one for one in self._connections.values() if one.identity not in spared]
-        if len(strangers) < self.max_connections:
+        unauthenticated = [one for one in self._connections.values() if one.identity not in spared]
+        if len(unauthenticated) < self.max_connections:
             return
-        counts = Counter(one.origin for one in strangers)
-        evicted = min(strangers, key=lambda one: (-counts[one.origin], one.heard_at))
+        counts = Counter(one.origin for one in unauthenticated)
+        evicted = min(unauthenticated, key=lambda one: (-counts[one.origin], one.heard_at))
         self.counters.add("connections.closed.for_others")
         evicted.close()
 

@@ -1,10 +1,10 @@
 """What others make the daemon keep in memory, in bytes: one budget, which follows the memory that the daemon may have.
 
-``Limits.within`` divides it. *Connections*, of strangers, engines and other daemons, keep unfinished messages and
-replies that are not read; where that is too much, the worst connection ends. *Sessions* keep requests that wait, lists
-and payloads of transfers and operations that are not over, what they send ahead of a message, and graph tables: there
-is a bound for each session, a share for each user, and a bound for all, and what does not fit is refused. Does not know
-what it counts.
+``Limits.within`` divides it. *Connections*, of unauthenticated clients, engines and other daemons, keep unfinished
+messages and replies that are not read; where that is too much, the worst connection ends. *Sessions* keep requests that
+wait, lists and payloads of transfers and operations that are not over, what they send ahead of a message, and graph
+tables: there is a bound for each session, a share for each user, and a bound for all, and what does not fit is refused.
+Does not know what it counts.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ MAX_BYTES_SAID_AHEAD: Final = 8 << 20
 """More than a socket's buffer holds, so that everything sent before a message is read."""
 
 REFUSAL_LOG_S: Final = 1.0
-"""Of the connections that open no session in such a time the first is logged; strangers may make any number of them."""
+"""Of the connections that open no session in such a time the first is logged; anybody may make any number of them."""
 
 log = structlog.get_logger(__name__)
 

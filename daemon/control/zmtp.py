@@ -99,7 +99,7 @@ class IncomingStream:
     def held_bytes(self) -> int:
         """Return how many bytes are kept: of messages that are not complete or not taken yet, and what goes with them.
 
-        A stranger may send byte by byte, so the pieces count as well.
+        An unauthenticated client may send byte by byte, so the pieces count as well.
         """
         pieces = self._chunks_bytes + CHUNK_BYTES * (len(self._chunks) + len(self._frames))
         return len(self._data) + pieces + min(self._size, self._limits.max_message_bytes)

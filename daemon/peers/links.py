@@ -17,7 +17,8 @@ its messages void that are received only later. The two directions may break at 
 one side may have been processed by the other before that one noticed.
 
 A link that is down is kept while a receive request waits for the peer, and for a minute after its last use; where there
-are too many, the least recently used one is dropped for a new one, and first those that only a stranger has named.
+are too many, the least recently used one is dropped for a new one, and first those that only an unauthenticated peer
+has named.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ MAX_PEERS = 1024
 """A low RLIMIT_NOFILE lowers it: see ``Descriptors``."""
 MAX_GUESTS = 128
 GUESTS_PER_HOST = 16
-"""Links to addresses that only a stranger has named: in all, and by one host or one user of this host."""
+"""Links to addresses that only an unauthenticated peer has named: in all, and by one host or one user of this host."""
 TIDY_S = 10.0
 QUIET_S = 60.0
 NEEDED_CHECKS = 32
@@ -664,7 +665,7 @@ class PeerLinks:
         return encode_peer(PeerEnvelope(self.own_address(link.address), link.key, link.claimed_key, body))
 
     def _spoken_on(self) -> set[bytes]:
-        """Return the connections on which peers that are up have spoken: no stranger takes their places."""
+        """Return the connections on which peers that are up have spoken: no unauthenticated one takes their places."""
         return {link.heard_on for link in self._links.values() if link.peer is not None}
 
     def _ended(self, connection: bytes) -> None:
@@ -793,7 +794,7 @@ class PeerLinks:
             pass
 
     def _drop_guest(self) -> bool:
-        """Drop a link that only a stranger has asked for; return whether there was one."""
+        """Drop a link that only an unauthenticated peer has asked for; return whether there was one."""
         guest = next((link for link in self._links.values() if link.guest_of is not None), None)
         if guest is not None:
             self._drop(guest)

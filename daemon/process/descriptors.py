@@ -1,7 +1,8 @@
 """The descriptors that this process may open: who has how many of them, and the reserve that is never touched.
 
 Where none is left, nothing that needs one works any more, and some libraries end the process. So what engines and
-strangers make the daemon open is counted here before it is kept. Of the limit, apart from what is open at the start:
+unauthenticated clients make the daemon open is counted here before it is kept. Of the limit, apart from what is open at
+the start:
 
 - a *reserve* is for what nobody asks for: files of the disk tier, memory on its way, libraries.
 - four *shares* are for what has no session: connections to the control socket, connections of other daemons, those to
@@ -78,7 +79,7 @@ class Descriptors:
 
     Attributes:
         limit: how many the process may have open.
-        strangers: connections to the control socket without a session.
+        unauthenticated: connections to the control socket without a session.
         peers: connections of other daemons.
         unopened: connections to the session socket that have not opened a session.
         links: links to other daemons.
@@ -96,12 +97,12 @@ class Descriptors:
                 remedy="raise LimitNOFILE= in the unit, or ulimit -n",
             )
         self.limit = limit
-        self.strangers = self.peers = min(max(limit // 16, 8), 1024)
+        self.unauthenticated = self.peers = min(max(limit // 16, 8), 1024)
         self.unopened = min(max(limit // 32, 4), 64)
         self._reserve = min(max(limit // 8, 32), 1024)
         self._count = count
         self.links = min(max(limit // 8 // PER_LINK, 4), 1024)
-        shares = self.strangers + self.peers + self.unopened + self.links * PER_LINK
+        shares = self.unauthenticated + self.peers + self.unopened + self.links * PER_LINK
         self._room = limit - self._reserve - shares
         self._held: weakref.WeakKeyDictionary[object, _Held] = weakref.WeakKeyDictionary()
         self._is_short = False

@@ -21,7 +21,7 @@ def seen_by(report: StatusReport, user: int | None) -> StatusReport:
     pools = tuple(one for one in report.pools if one.tenant == user)
     transfers = tuple(one for one in report.transfers if one.tenant == user)
     others = [one for one in report.pools if one.tenant != user]
-    strangers = [one for one in report.sessions if one.tenant != user]
+    of_others = [one for one in report.sessions if one.tenant != user]
     operations = tuple(one for one in report.operations if one.session in numbers)
     tables = tuple(one for one in report.tables if one.session in numbers)
     return msgspec.structs.replace(
@@ -32,13 +32,13 @@ def seen_by(report: StatusReport, user: int | None) -> StatusReport:
         operations=operations,
         tables=tables,
         others=OthersStatus(
-            users=len({one.tenant for one in others} | {one.tenant for one in strangers}),
+            users=len({one.tenant for one in others} | {one.tenant for one in of_others}),
             pools=len(others),
             region_bytes=sum(one.region_bytes for one in others),
-            sessions=len(strangers),
+            sessions=len(of_others),
             transfers=len(report.transfers) - len(transfers),
             operations=len(report.operations) - len(operations),
             tables=len(report.tables) - len(tables),
-            kept_bytes=sum(one.kept_bytes + one.reply_bytes for one in strangers),
+            kept_bytes=sum(one.kept_bytes + one.reply_bytes for one in of_others),
         ),
     )

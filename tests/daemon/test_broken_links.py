@@ -263,7 +263,7 @@ def test_an_abandoned_half_ends_the_other_one_at_another_daemon(pair: Pair, dire
 
 
 def test_a_flood_at_the_peers_socket_harms_no_transfer(pair: Pair) -> None:
-    """Strangers who say what they can, as fast as they can; who stop in the middle of a frame; who never read."""
+    """Unauthenticated peers who say what they can, as fast as can be; who stop within a frame; who never read."""
     lost = pair.source.lost(), pair.home.lost()
     unproven = pair.home.client.status().counters.get("peers.unproven", 0)
     address = f"{pair.home.address}.aside"  # past the proxy

@@ -22,7 +22,7 @@ from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, s
 LIMIT: Final = 256
 PREFIX: Final = ("bash", "-c", f'ulimit -n {LIMIT} && exec "$0" "$@"')
 SPEC: Final = MhaSpec(layers=1, tokens=16, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
-STRANGERS: Final = 600
+UNAUTHENTICATED: Final = 600
 PATIENCE_S: Final = 20.0
 
 
@@ -83,14 +83,14 @@ def descriptors(daemon: DaemonProcess) -> DescriptorsStatus:
 
 
 @contextlib.contextmanager
-def strangers(daemon: DaemonProcess, where: str) -> Iterator[list[socket.socket]]:
-    """Connect ``STRANGERS`` times, and say nothing."""
+def unauthenticated(daemon: DaemonProcess, where: str) -> Iterator[list[socket.socket]]:
+    """Connect ``UNAUTHENTICATED`` times, and say nothing."""
     with contextlib.ExitStack() as stack:
         with Client.connect(daemon.runtime_dir, session=False) as client:
             [tcp] = [one for one in client.status().addresses if one.startswith("tcp:")]
         address = str(daemon.runtime_dir / where) if where != "tcp" else ("127.0.0.1", int(tcp.rpartition(":")[2]))
         family = socket.AF_UNIX if where != "tcp" else socket.AF_INET
-        channels = [stack.enter_context(socket.socket(family)) for _ in range(STRANGERS)]
+        channels = [stack.enter_context(socket.socket(family)) for _ in range(UNAUTHENTICATED)]
         for channel in channels:
             channel.settimeout(PATIENCE_S)
             channel.connect(address)
@@ -98,8 +98,10 @@ def strangers(daemon: DaemonProcess, where: str) -> Iterator[list[socket.socket]
 
 
 @pytest.mark.parametrize("where", ["control.sock", "session.sock", "tcp", "peer.sock"])
-def test_strangers_that_connect_and_say_nothing(daemon: DaemonProcess, engine: Engine, where: str) -> None:
-    with strangers(daemon, where) as channels:
+def test_unauthenticated_connections_that_connect_and_say_nothing(
+    daemon: DaemonProcess, engine: Engine, where: str
+) -> None:
+    with unauthenticated(daemon, where) as channels:
         engine.is_well()
         assert descriptors(daemon).open < LIMIT - 16
         with Client.connect(daemon.runtime_dir, name="newcomer") as newcomer:

@@ -1,4 +1,4 @@
-"""An engine waits for little of strangers, and of others' long lists, however much of them there is to do."""
+"""An engine waits for little of unauthenticated connections, and of others' long lists, however much there is to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.protocol.limits import Limits
 
 COMMAND = 4
 OPENING = GREETING + frame(COMMAND, b"\5READY\x0bSocket-Type\0\0\0\6DEALER")
-STRANGERS = 6
+UNAUTHENTICATED = 6
 MANY = 40
 MOST = 20
 WAIT_S = 20.0
@@ -113,11 +113,11 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 @pytest.mark.parametrize("word", [b"long", b"short"])
-async def test_an_engine_waits_for_at_most_a_turn_of_strangers(site: Served, word: bytes) -> None:
-    engine, strangers = site.connect(), [site.connect() for _ in range(STRANGERS)]
+async def test_an_engine_waits_for_at_most_a_turn_of_unauthenticated_connections(site: Served, word: bytes) -> None:
+    engine, unauthenticated = site.connect(), [site.connect() for _ in range(UNAUTHENTICATED)]
     engine.sendall(encoded([b"engine"]))
     await site.until(b"engine", 1)
-    for one in strangers:
+    for one in unauthenticated:
         one.sendall(encoded([word]) * MANY)
     await site.until(word, 1)  # they are at it
     before = site.handled.count(word)
@@ -125,11 +125,11 @@ async def test_an_engine_waits_for_at_most_a_turn_of_strangers(site: Served, wor
     await site.until(b"request", 1)
     between = site.handled[: site.handled.index(b"request")].count(word) - before
     if word == b"long":
-        assert between <= 2, "one message a turn, of all strangers together"
-    await site.until(word, STRANGERS * MANY)
+        assert between <= 2, "one message a turn, of all unauthenticated connections together"
+    await site.until(word, UNAUTHENTICATED * MANY)
 
 
-async def test_an_engine_with_long_requests_waits_for_its_turn_with_the_strangers(site: Served) -> None:
+async def test_an_engine_with_long_requests_waits_for_its_turn_with_unauthenticated_connections(site: Served) -> None:
     engine, heavy = site.connect(), site.connect()
     heavy.sendall(encoded([b"engine"]))
     await site.until(b"engine", 1)
@@ -151,13 +151,13 @@ def ping(ttl: int) -> bytes:
     return frame(COMMAND, b"\4PING" + ttl.to_bytes(2))
 
 
-async def test_heartbeats_give_strangers_no_turns_of_their_own(site: Served) -> None:
-    strangers = [site.connect() for _ in range(STRANGERS)]
+async def test_heartbeats_give_unauthenticated_connections_no_turns_of_their_own(site: Served) -> None:
+    unauthenticated = [site.connect() for _ in range(UNAUTHENTICATED)]
     site.count_turns()
     for ttl in range(100, 100 + MANY):
-        for one in strangers:
+        for one in unauthenticated:
             one.sendall(ping(ttl) + encoded([b"long"]) * 2)
-        await site.until(b"long", 2 * STRANGERS * (ttl - 99))
+        await site.until(b"long", 2 * UNAUTHENTICATED * (ttl - 99))
     assert site.most_a_turn(b"long") == 1
 
 
@@ -172,36 +172,36 @@ async def test_who_connects_again_and_again_takes_a_turn_as_well(site: Served) -
 async def test_a_failure_closes_its_connection_and_the_others_have_their_turns(site: Served) -> None:
     failed: list[object] = []
     site.loop.set_exception_handler(lambda _, context: failed.append(context.get("exception")))
-    strangers = [site.connect() for _ in range(STRANGERS)]
-    for one in strangers:
-        one.sendall(encoded([b"fails" if one is strangers[0] else b"long"]) * 2)
-    await site.until(b"long", 2 * (STRANGERS - 1))
+    unauthenticated = [site.connect() for _ in range(UNAUTHENTICATED)]
+    for one in unauthenticated:
+        one.sendall(encoded([b"fails" if one is unauthenticated[0] else b"long"]) * 2)
+    await site.until(b"long", 2 * (UNAUTHENTICATED - 1))
     assert [type(one) for one in failed] == [MemoryError]
-    assert len(site.control) == STRANGERS - 1
+    assert len(site.control) == UNAUTHENTICATED - 1
 
 
 async def test_who_holds_little_pays_for_no_other_host(site: Served) -> None:
     site.control.kept.most = 10_000
     engine = site.connect()
-    strangers = [site.connect_from_a_host() for _ in range(STRANGERS)]
+    unauthenticated = [site.connect_from_a_host() for _ in range(UNAUTHENTICATED)]
     engine.sendall(encoded([b"engine"]) + encoded([bytes(5000)])[:4000])
     await site.until(b"engine", 1)
-    for one in strangers:
-        one.sendall(encoded([b"stranger"]) + encoded([bytes(5000)])[:2000])
-    await site.until(b"stranger", STRANGERS)
+    for one in unauthenticated:
+        one.sendall(encoded([b"unauthenticated"]) + encoded([bytes(5000)])[:2000])
+    await site.until(b"unauthenticated", UNAUTHENTICATED)
     engine.sendall(encoded([bytes(5000)])[4000:] + encoded([b"lives"]))
     await site.until(b"lives", 1)
-    assert len(site.control) < 1 + STRANGERS
+    assert len(site.control) < 1 + UNAUTHENTICATED
 
 
 async def test_what_waits_for_its_turn_is_counted(site: Served) -> None:
     site.control.kept.most = 10_000
-    stranger = site.connect()
-    stranger.sendall(encoded([b"long"]) + encoded([b"long", bytes(20_000)]))
+    unauthenticated = site.connect()
+    unauthenticated.sendall(encoded([b"long"]) + encoded([b"long", bytes(20_000)]))
     with pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012  once it is closed
         await site.until(b"long", 1)
         while True:
-            stranger.sendall(encoded([b"late"]))
+            unauthenticated.sendall(encoded([b"late"]))
             await asyncio.sleep(0)
     assert b"late" not in site.handled
 

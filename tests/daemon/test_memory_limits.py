@@ -1,6 +1,6 @@
 """A daemon in a control group that allows it less memory than the machine has: a real one, which the test makes.
 
-The kernel must not end it, whatever strangers and sessions make it keep.
+The kernel must not end it, whatever unauthenticated clients and sessions make it keep.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_
         assert client.ping() > 0
 
 
-def test_strangers_that_never_finish_a_message(group: ControlGroup, tmp_path: Path) -> None:
+def test_unauthenticated_connections_that_never_finish_a_message(group: ControlGroup, tmp_path: Path) -> None:
     group.limit(GIB)
     with (
         running_daemon(tmp_path, prefix=group.prefix) as daemon,
@@ -96,10 +96,10 @@ def test_strangers_that_never_finish_a_message(group: ControlGroup, tmp_path: Pa
         fill(client)
         part = frame(MORE, bytes(3 * MIB))
         for _ in range(6):
-            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
-            stranger.connect(os.fspath(daemon.runtime_dir / CONTROL_SOCKET))
+            unauthenticated = stack.enter_context(socket.socket(socket.AF_UNIX))
+            unauthenticated.connect(os.fspath(daemon.runtime_dir / CONTROL_SOCKET))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                stranger.sendall(OPENING + part * 5)
+                unauthenticated.sendall(OPENING + part * 5)
         assert client.ping() > 0
         assert client.status().counters["connections.closed.held"] > 0
 

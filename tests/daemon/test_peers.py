@@ -138,7 +138,7 @@ class Daemon:
         return address == self.needed
 
 
-class Stranger:
+class ScriptedPeer:
     """Something that speaks as a daemon does, but reads what it is told only when the test says so.
 
     Attributes:
@@ -216,9 +216,9 @@ class Stranger:
 
 
 @pytest.fixture
-async def stranger(tmp_path: Path, anyio_backend: object) -> AsyncIterator[Stranger]:  # noqa: ARG001  see ``start``
-    """Return a stranger, to whom little can be on its way: a Unix socket buffers less than one large message."""
-    one = Stranger(f"ipc://{tmp_path}/stranger")
+async def scripted(tmp_path: Path, anyio_backend: object) -> AsyncIterator[ScriptedPeer]:  # noqa: ARG001  see ``start``
+    """Return a scripted peer, to whom little can be on its way: a Unix socket buffers less than one large message."""
+    one = ScriptedPeer(f"ipc://{tmp_path}/scripted")
     yield one
     one.close()
 
@@ -297,16 +297,16 @@ async def test_a_restart_is_noticed_and_nothing_old_is_delivered(make: MakeDaemo
     assert [body for _, body in again.said] == [OpEnded(op=3)]
 
 
-async def test_what_proves_nothing_is_dropped(make: MakeDaemon, stranger: Stranger) -> None:
+async def test_what_proves_nothing_is_dropped(make: MakeDaemon, scripted: ScriptedPeer) -> None:
     one, other = make(), make()
     await one.meets(other)
     address, kind = one.address, one.address.partition("://")[0]
     unproven = other.counters.snapshot()["peers.unproven"]  # the first greeting is
     for key in (new_key(), "", other.links.boot_id):
         forged = PeerEnvelope(address, new_key(), key, OpEnded(op=1))
-        await stranger.tell(other, encode_peer(forged), address=f"{kind}://")
+        await scripted.tell(other, encode_peer(forged), address=f"{kind}://")
     for junk in ([b"\xc1 no message at all"], [b""] * 40, [b"x" * 600, b"\x80"]):
-        await stranger.tell(other, junk, address=f"{kind}://")
+        await scripted.tell(other, junk, address=f"{kind}://")
     assert one.links.send(other.incarnation, OpEnded(op=2))
     await other.until(lambda: other.said)
     await other.counts("peers.malformed", 3)
@@ -314,27 +314,29 @@ async def test_what_proves_nothing_is_dropped(make: MakeDaemon, stranger: Strang
     assert other.said == [(one.incarnation, OpEnded(op=2))]
 
 
-async def test_a_stranger_can_neither_part_two_daemons_nor_speak_for_one(make: MakeDaemon, stranger: Stranger) -> None:
+async def test_an_unauthenticated_peer_can_neither_part_two_daemons_nor_speak_for_one(
+    make: MakeDaemon, scripted: ScriptedPeer
+) -> None:
     """He knows both addresses and boot ids, says each kind of message, and repeats what was said at another time."""
     one, other = make(), make()
     await one.meets(other)
     before = [said_by(one, other, OpEnded(op=7))]
-    await stranger.tell(other, *before, address=one.address)
+    await scripted.tell(other, *before, address=one.address)
     await other.until(lambda: other.said)
     assert other.said == [(one.incarnation, OpEnded(op=7))], "on the path he could"
     other.said.clear()
     await break_once(other, one)
     stolen = {"key": one.links.boot_id, "to_key": other.links.boot_id}
     hello = PeerHello(boot_id=one.links.boot_id, protocol_min=3, protocol_max=3, dialled=other.address)
-    restarted = msgspec.structs.replace(hello, boot_id=stranger.boot_id)
+    restarted = msgspec.structs.replace(hello, boot_id=scripted.boot_id)
     samples = [one for one, _ in PEER_MESSAGES.values() if isinstance(one, PeerEnvelope)]
     bodies = [hello, restarted, *(one.body for one in samples if not one.body.page_counts())]
     up, lost = list(other.up), list(other.lost)
     unproven = other.counters.snapshot()["peers.unproven"]
     for body in bodies:
-        for head in ({}, stolen, {"key": stranger.key, "to_key": ""}):
-            await stranger.say(other, body, address=one.address, **head)
-    await stranger.tell(other, *before, address=one.address)
+        for head in ({}, stolen, {"key": scripted.key, "to_key": ""}):
+            await scripted.say(other, body, address=one.address, **head)
+    await scripted.tell(other, *before, address=one.address)
     await other.until(lambda: other.counters.snapshot()["peers.unproven"] > unproven + 3 * len(bodies))
     assert other.links.send(one.incarnation, OpEnded(op=8))
     assert one.links.send(other.incarnation, OpEnded(op=9))
@@ -374,14 +376,14 @@ async def test_a_peer_that_alone_has_noticed_a_break_begins_anew(make: MakeDaemo
     assert other.said == [(one.incarnation, OpEnded(op=2))]
 
 
-async def test_what_a_peer_said_before_it_greeted_anew_is_void(daemon: Daemon, stranger: Stranger) -> None:
-    await stranger.meet(daemon)
-    old = stranger.key
-    await stranger.greet(daemon, anew=True)
-    await stranger.say(daemon, OpEnded(op=1), key=old)  # by a connection of before, say, which comes late
-    await stranger.say(daemon, OpEnded(op=2))
+async def test_what_a_peer_said_before_it_greeted_anew_is_void(daemon: Daemon, scripted: ScriptedPeer) -> None:
+    await scripted.meet(daemon)
+    old = scripted.key
+    await scripted.greet(daemon, anew=True)
+    await scripted.say(daemon, OpEnded(op=1), key=old)  # by a connection of before, say, which comes late
+    await scripted.say(daemon, OpEnded(op=2))
     await daemon.until(lambda: daemon.said)
-    assert daemon.said == [(stranger.incarnation, OpEnded(op=2))]
+    assert daemon.said == [(scripted.incarnation, OpEnded(op=2))]
     assert daemon.counters.snapshot()["peers.stale"] == 1
     assert (len(daemon.up), len(daemon.lost)) == (2, 1)
 
@@ -401,7 +403,7 @@ async def test_a_peer_whose_daemon_does_not_answer_is_silent_and_then_lost(
     """Its libzmq answers ZMTP's own heartbeats all the time."""
     monkeypatch.setattr(peers, "SILENCE_S", 0.3)
     daemon = start(tmp_path / "peer.sock", None, Heartbeat(20, 100))
-    with contextlib.closing(Stranger(f"ipc://{tmp_path}/mute", takes_messages=0)) as mute:
+    with contextlib.closing(ScriptedPeer(f"ipc://{tmp_path}/mute", takes_messages=0)) as mute:
         await mute.meet(daemon)
         seen = set()
         while not daemon.lost:
@@ -416,47 +418,49 @@ async def test_a_peer_whose_daemon_does_not_answer_is_silent_and_then_lost(
         await daemon.until(lambda: len(daemon.up) == 2)
 
 
-async def test_a_heartbeat_is_answered(daemon: Daemon, stranger: Stranger) -> None:
-    await stranger.meet(daemon)
-    await stranger.say(daemon, PeerHeartbeat(number=77))
-    while (await stranger.hears_until(PeerHeartbeat)).body != PeerHeartbeat(number=77, answers=True):
+async def test_a_heartbeat_is_answered(daemon: Daemon, scripted: ScriptedPeer) -> None:
+    await scripted.meet(daemon)
+    await scripted.say(daemon, PeerHeartbeat(number=77))
+    while (await scripted.hears_until(PeerHeartbeat)).body != PeerHeartbeat(number=77, answers=True):
         pass
 
 
-async def test_two_that_have_no_protocol_in_common_refuse_each_other(daemon: Daemon, stranger: Stranger) -> None:
-    daemon.links.connect(stranger.address)
-    await stranger.hears()
-    await stranger.greet(daemon, protocol_min=90, protocol_max=99)
+async def test_two_that_have_no_protocol_in_common_refuse_each_other(daemon: Daemon, scripted: ScriptedPeer) -> None:
+    daemon.links.connect(scripted.address)
+    await scripted.hears()
+    await scripted.greet(daemon, protocol_min=90, protocol_max=99)
     await daemon.counts("peers.received", 1)
     (status,) = daemon.links.status()
     assert status.state == "refused"
     assert "90..99" in status.why
     assert daemon.up == []
-    await stranger.greet(daemon)
+    await scripted.greet(daemon)
     await daemon.until(lambda: daemon.up)
-    assert states(daemon) == [(stranger.address, "up")]
+    assert states(daemon) == [(scripted.address, "up")]
 
 
-async def test_the_smaller_of_both_sides_counts(daemon: Daemon, stranger: Stranger) -> None:
+async def test_the_smaller_of_both_sides_counts(daemon: Daemon, scripted: ScriptedPeer) -> None:
     small = {"max_frame_bytes": 4096, "max_message_bytes": 6000, "bounce_buffer_bytes": 1 << 40}
-    await stranger.meet(daemon, **small)
-    assert daemon.links.terms_with(stranger.incarnation) == (4096, 6000, 0)
+    await scripted.meet(daemon, **small)
+    assert daemon.links.terms_with(scripted.incarnation) == (4096, 6000, 0)
     lists = PageList(pages=400), PageList(pages=400)
     name = LARGE.receive_request
     chunk = PeerSend(receive_request=name, send_request=1, chunk=0, pool="p", last=True, lists=lists)
     for body, ids in ((LARGE, ()), (chunk, (np.arange(400), np.arange(400)))):  # a frame, or all of them together
         with pytest.raises(TooLargeError) as refused:
-            daemon.links.send(stranger.incarnation, body, ids)
+            daemon.links.send(scripted.incarnation, body, ids)
         assert refused.value.field == "limits.max_frame_bytes"
-    assert daemon.links.send(stranger.incarnation, OpEnded(op=2))
-    assert (await stranger.hears_until(OpEnded)).body == OpEnded(op=2)
+    assert daemon.links.send(scripted.incarnation, OpEnded(op=2))
+    assert (await scripted.hears_until(OpEnded)).body == OpEnded(op=2)
     assert daemon.lost == []
 
 
-async def test_strangers_can_have_few_addresses_called(tmp_path: Path, start: MakeDaemon, stranger: Stranger) -> None:
+async def test_unauthenticated_peers_can_have_few_addresses_called(
+    tmp_path: Path, start: MakeDaemon, scripted: ScriptedPeer
+) -> None:
     daemon, other = start(tmp_path / "peer.sock", LOOPBACK["tcp"]), start(tmp_path / "other.sock", LOOPBACK["tcp"])
     for port in range(1, 1 + 4 * peers.GUESTS_PER_HOST):
-        await stranger.say(daemon, OpEnded(op=1), address=f"tcp://127.0.0.1:{port}")
+        await scripted.say(daemon, OpEnded(op=1), address=f"tcp://127.0.0.1:{port}")
     await daemon.counts("peers.guests_refused", 3 * peers.GUESTS_PER_HOST)
     assert len(states(daemon)) == peers.GUESTS_PER_HOST
     await daemon.meets(other)
@@ -465,26 +469,26 @@ async def test_strangers_can_have_few_addresses_called(tmp_path: Path, start: Ma
 
 
 async def test_who_proves_nothing_for_long_is_cut_off(
-    make: MakeDaemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+    make: MakeDaemon, scripted: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "MAX_UNPROVEN", 20)
     one, other = make(), make()
     await one.meets(other)
     for _ in range(3):
-        await stranger.say(other, OpEnded(op=1), address=one.address, times=20)
-        await stranger.say(other, LARGE, address=one.address)
+        await scripted.say(other, OpEnded(op=1), address=one.address, times=20)
+        await scripted.say(other, LARGE, address=one.address)
     await other.until(lambda: other.counters.snapshot().get("peers.closed"))
     assert one.links.send(other.incarnation, OpEnded(op=2))
     await other.until(lambda: other.said)
     assert (one.lost, other.lost) == ([], [])
 
 
-async def test_what_comes_over_tcp_names_no_unix_socket(daemon: Daemon, stranger: Stranger) -> None:
-    """The daemon would connect to whatever socket of this host a stranger on another one names."""
-    frames = encode_peer(PeerEnvelope(stranger.address, stranger.key, "", OpEnded(op=1)))
-    await stranger.tell(daemon, frames, address="tcp://")
-    own = encode_peer(PeerEnvelope(daemon.address, stranger.key, "", OpEnded(op=1)))
-    await stranger.tell(daemon, own, address="tcp://")
+async def test_what_comes_over_tcp_names_no_unix_socket(daemon: Daemon, scripted: ScriptedPeer) -> None:
+    """The daemon would connect to whatever socket of this host an unauthenticated peer on another one names."""
+    frames = encode_peer(PeerEnvelope(scripted.address, scripted.key, "", OpEnded(op=1)))
+    await scripted.tell(daemon, frames, address="tcp://")
+    own = encode_peer(PeerEnvelope(daemon.address, scripted.key, "", OpEnded(op=1)))
+    await scripted.tell(daemon, own, address="tcp://")
     await daemon.counts("peers.malformed", 2)
     assert states(daemon) == []
 
@@ -513,14 +517,14 @@ async def test_peers_must_be_reachable_in_both_directions(tmp_path: Path, start:
     daemon.links.check_reachable(f"ipc://{tmp_path}/other.sock", "source_daemons[0]")
 
 
-async def test_a_greeting_from_where_nobody_listens_is_no_peer(daemon: Daemon, stranger: Stranger) -> None:
+async def test_a_greeting_from_where_nobody_listens_is_no_peer(daemon: Daemon, scripted: ScriptedPeer) -> None:
     nowhere = "tcp://127.0.0.1:1"
     for _ in range(2000):
-        hello = PeerHello(boot_id=stranger.boot_id, protocol_min=1, protocol_max=9, dialled=daemon.address)
-        await stranger.say(daemon, hello, address=nowhere)
-    await stranger.say(daemon, OpEnded(op=1), address=nowhere)
+        hello = PeerHello(boot_id=scripted.boot_id, protocol_min=1, protocol_max=9, dialled=daemon.address)
+        await scripted.say(daemon, hello, address=nowhere)
+    await scripted.say(daemon, OpEnded(op=1), address=nowhere)
     await daemon.counts("peers.unproven", 2001)
-    peer = Incarnation(nowhere, stranger.boot_id)
+    peer = Incarnation(nowhere, scripted.boot_id)
     assert states(daemon) == [(nowhere, "connecting")]
     assert daemon.links.connect(nowhere) is None
     assert not daemon.links.send(peer, OpEnded(op=1))
@@ -529,75 +533,77 @@ async def test_a_greeting_from_where_nobody_listens_is_no_peer(daemon: Daemon, s
     assert not daemon.said
 
 
-async def test_a_peer_is_up_once_it_has_said_our_key_again(daemon: Daemon, stranger: Stranger) -> None:
-    daemon.links.connect(stranger.address)
-    hello = (await stranger.hears()).body
+async def test_a_peer_is_up_once_it_has_said_our_key_again(daemon: Daemon, scripted: ScriptedPeer) -> None:
+    daemon.links.connect(scripted.address)
+    hello = (await scripted.hears()).body
     assert isinstance(hello, PeerHello)
     assert hello.boot_id == daemon.links.boot_id
     assert daemon.up == [], "nobody has said who is there"
-    assert states(daemon) == [(stranger.address, "greeting")]
-    await stranger.greet(daemon)
+    assert states(daemon) == [(scripted.address, "greeting")]
+    await scripted.greet(daemon)
     await daemon.until(lambda: daemon.up)
-    assert daemon.up == [stranger.incarnation]
+    assert daemon.up == [scripted.incarnation]
 
 
 async def test_a_peer_that_missed_our_greeting_hears_it_again(tmp_path: Path, start: MakeDaemon) -> None:
     daemon = start(tmp_path / "peer.sock", None, Heartbeat(10, 30_000))
-    with contextlib.closing(Stranger(f"ipc://{tmp_path}/deaf")) as stranger:
-        daemon.links.connect(stranger.address)
+    with contextlib.closing(ScriptedPeer(f"ipc://{tmp_path}/deaf")) as scripted:
+        daemon.links.connect(scripted.address)
         for _ in range(3):
-            assert isinstance((await stranger.hears()).body, PeerHello)
+            assert isinstance((await scripted.hears()).body, PeerHello)
 
 
-async def test_a_daemon_that_we_do_not_know_and_that_knows_us_is_called(make: MakeDaemon, stranger: Stranger) -> None:
+async def test_a_daemon_that_we_do_not_know_and_that_knows_us_is_called(
+    make: MakeDaemon, scripted: ScriptedPeer
+) -> None:
     one, other = make(), make()
-    await stranger.say(one, OpEnded(op=1), address=other.address)
+    await scripted.say(one, OpEnded(op=1), address=other.address)
     await one.until(lambda: one.up)
     await other.until(lambda: other.up)
     assert one.said == []
 
 
-async def _fill(daemon: Daemon, stranger: Stranger) -> None:
-    """Tell a stranger more than can be on its way, so that the rest waits, here or in libzmq, until it reads."""
-    await stranger.meet(daemon)
+async def _fill(daemon: Daemon, scripted: ScriptedPeer) -> None:
+    """Tell a peer more than can be on its way, so that the rest waits, here or in libzmq, until it reads."""
+    await scripted.meet(daemon)
     for _ in range(20):
-        assert daemon.links.send(stranger.incarnation, LARGE)
+        assert daemon.links.send(scripted.incarnation, LARGE)
 
 
 async def test_one_answer_to_a_greeting_waits_however_often_a_peer_greets(
-    daemon: Daemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, scripted: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "QUEUED_MESSAGES", 1)
-    await _fill(daemon, stranger)
+    await _fill(daemon, scripted)
     assert "waiting=0" not in repr(daemon.links)
-    await stranger.greet(daemon, times=50, anew=True)
+    await scripted.greet(daemon, times=50, anew=True)
     await daemon.until(lambda: len(daemon.up) == 51)
     assert any(f"waiting={most}>" in repr(daemon.links) for most in (0, 1, 2)), daemon.links  # and a heartbeat
 
 
 @pytest.mark.parametrize("bound", ["WAITING_MESSAGES", "WAITING_BYTES"])
 async def test_a_peer_that_takes_too_slowly_what_it_is_told_is_lost(
-    daemon: Daemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, bound: str
+    daemon: Daemon, scripted: ScriptedPeer, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     monkeypatch.setattr(peers, "QUEUED_MESSAGES", 1)
-    await _fill(daemon, stranger)
+    await _fill(daemon, scripted)
     monkeypatch.setattr(peers, bound, 5 if bound == "WAITING_MESSAGES" else 1 << 20)
-    said = [daemon.links.send(stranger.incarnation, LARGE) for _ in range(50)]
+    said = [daemon.links.send(scripted.incarnation, LARGE) for _ in range(50)]
     assert said.count(True) < 50, "what waits is not bounded"
     assert daemon.lost == [], "reported from within"
     await daemon.until(lambda: daemon.lost)
-    assert daemon.lost == [stranger.incarnation]
+    assert daemon.lost == [scripted.incarnation]
     assert daemon.counters.snapshot()["peers.overflowed"] == 1
-    assert daemon.links.connect(stranger.address) is None
-    old = stranger.told_key
-    while stranger.told_key == old:
-        await stranger.hears()
-    await stranger.greet(daemon)
+    assert daemon.links.connect(scripted.address) is None
+    old = scripted.told_key
+    while scripted.told_key == old:
+        await scripted.hears()
+    await scripted.greet(daemon)
     await daemon.until(lambda: len(daemon.up) == 2)
 
 
 async def test_the_last_words_are_heard(daemon: Daemon, tmp_path: Path) -> None:
-    with contextlib.closing(Stranger(f"ipc://{tmp_path}/listener", takes_messages=0)) as listener:
+    with contextlib.closing(ScriptedPeer(f"ipc://{tmp_path}/listener", takes_messages=0)) as listener:
         await listener.meet(daemon)
         for number in range(500):
             assert daemon.links.send(listener.incarnation, OpEnded(op=number))
@@ -616,8 +622,8 @@ async def test_what_a_peer_said_before_it_ended_is_heard_before_its_end(make: Ma
     assert in_order == ["said", "lost"]
 
 
-async def test_the_end_waits_for_nobody_who_does_not_listen(daemon: Daemon, stranger: Stranger) -> None:
-    await _fill(daemon, stranger)
+async def test_the_end_waits_for_nobody_who_does_not_listen(daemon: Daemon, scripted: ScriptedPeer) -> None:
+    await _fill(daemon, scripted)
     began = time.monotonic()
     daemon.links.close()
     assert time.monotonic() - began < 20 * peers.LINGER_MS / 1000
