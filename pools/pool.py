@@ -7,8 +7,8 @@ from functools import cached_property
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.index_file import owners_in
 from kvferry.pools.planning.manifest import component_of, spaces_of
+from kvferry.pools.pool_file import owners_in
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import ModelMismatchError, UnknownComponentError
 from kvferry.protocol.ids import COMPARED, MAY_BE_UNKNOWN, ModelIdentity

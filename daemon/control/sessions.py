@@ -7,8 +7,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from kvferry.daemon.control.session_index import SessionRecord
 from kvferry.daemon.process.shares import share
-from kvferry.pools.index_file import SessionRecord
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import RETRY_LATER_MS, InvalidFieldError, OverloadedError, ReplyGoneError
 from kvferry.protocol.events import SingleEvent

@@ -1,8 +1,9 @@
 """What outlives the daemon: host pools with the owners of their pages, and the sessions of those owners.
 
-Each daemon records them in memory that a store of descriptors keeps (``pools.index_file``, ``process.fd_store``), and
-the next one adopts what it can trust, record by record. What it cannot is dropped, counted, and said in the log: it is
-never half-adopted. Everything else ends with a boot: transfers, operations, events, event rings and graph tables.
+Each daemon records them (``pools.pool_file``, ``control.session_index``) in memory that a store of descriptors keeps
+(``process.fd_store``), and the next one adopts what it can trust, record by record. What it cannot is dropped, counted,
+and said in the log: it is never half-adopted. Everything else ends with a boot: transfers, operations, events, event
+rings and graph tables.
 """
 
 from __future__ import annotations
@@ -18,31 +19,27 @@ import structlog
 
 from kvferry.daemon.control.hub import EventHub, PoolRemoved, SessionBegan, SessionEnded, SessionResumed
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.session_index import INDEX_BYTES, FoundSessions, SessionIndex, SessionRecord, format_index
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.process.fd_store import ANSWER_S, PREFIX, FdStore, FdStoreError, NoStore
 from kvferry.daemon.process.host import started_at
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.host import HostRegion, identity_of
-from kvferry.pools.index_file import (
-    INDEX_BYTES,
-    FoundSessions,
+from kvferry.pools.integrity import Problem, Walk, problem_at
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.pool import Pool
+from kvferry.pools.pool_file import (
     PoolRecord,
-    SessionIndex,
-    SessionRecord,
-    UnreadableFileError,
     drop_owners,
     end_pool_file,
-    format_index,
     manifest_digest,
     owners_in,
     pool_file_bytes,
     read_pool_record,
     write_pool_file,
 )
-from kvferry.pools.integrity import Problem, Walk, problem_at
-from kvferry.pools.layouts import manifest_of
-from kvferry.pools.pool import Pool
+from kvferry.pools.records import UnreadableFileError
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.manifests import Manifest

@@ -40,10 +40,10 @@ from kvferry.daemon.services.pool_registry import (
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import STEP_BYTES, HostRegion
-from kvferry.pools.index_file import PoolRecord, manifest_digest
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
+from kvferry.pools.pool_file import PoolRecord, manifest_digest
 from kvferry.protocol.base import ReplyBody
 from kvferry.protocol.errors import (
     RETRY_AT_ONCE_MS,

@@ -22,12 +22,12 @@ import zmq
 from kvferry.clients import AsyncClient, Client, MhaSpec, calls
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
+from kvferry.daemon.control.session_index import INDEX_BYTES, SessionIndex
 from kvferry.daemon.process.access import HOLDER_SOCKET
 from kvferry.daemon.process.fd_store import ANSWER_S, open_store
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.index_file import INDEX_BYTES, SessionIndex
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.client_core import ClientCore
