@@ -24,6 +24,7 @@ if __name__ != "kvferry.clients":
 if TYPE_CHECKING:
     from kvferry.clients.async_client import AsyncClient
     from kvferry.clients.calls import BlockTableEntries, Pages, no_pages, pages, pages_wanted
+    from kvferry.clients.core.followed import TierOperation, Transfer
     from kvferry.clients.events import EventRing
     from kvferry.clients.hashing import block_hashes
     from kvferry.clients.pool import AttachedPool
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from kvferry.clients.sync_client import Client
     from kvferry.clients.tables import Tables
     from kvferry.protocol.errors import KvferryError
-    from kvferry.protocol.followed import TierOperation, Transfer
     from kvferry.protocol.ids import ModelIdentity, new_request_id
     from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
 
@@ -73,7 +73,7 @@ _MODULES = {
     "kvferry.clients.slots": ("pages_from_slots", "slots_from_pages"),
     "kvferry.clients.sync_client": ("Client",),
     "kvferry.clients.tables": ("Tables",),
-    "kvferry.protocol.followed": ("TierOperation", "Transfer"),
+    "kvferry.clients.core.followed": ("TierOperation", "Transfer"),
     "kvferry.protocol.errors": ("KvferryError",),
     "kvferry.protocol.ids": ("ModelIdentity", "new_request_id"),
     "kvferry.protocol.manifests": ("DraftSpec", "HybridSwaSpec", "MambaSpec", "MhaSpec", "MlaSpec"),

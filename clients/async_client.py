@@ -11,10 +11,10 @@ from typing import NoReturn, Self
 
 from kvferry.clients.async_requests import AsyncRequests
 from kvferry.clients.connection import Connection, Reconnected, given_back_with
+from kvferry.clients.core.client_core import BatchAnswered, News, ReplyArrived
 from kvferry.clients.daemon_socket import has_message, receive_frames, send_frames
 from kvferry.clients.exclusive_use import check_process
 from kvferry.clients.resuming import Loss
-from kvferry.protocol.client_core import BatchAnswered, News, ReplyArrived
 from kvferry.protocol.codec import Frames
 from kvferry.protocol.errors import (
     ClientClosedError,

@@ -11,10 +11,10 @@ from weakref import WeakSet
 import numpy.typing as npt
 
 from kvferry.clients import calls
+from kvferry.clients.core.client_core import ClientCore, Outgoing, size_bytes
 from kvferry.clients.submitting import PendingReply, Submitting
 from kvferry.clients.tables import Tables
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.client_core import ClientCore, Outgoing, size_bytes
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.envelope import MAX_BATCH
 from kvferry.protocol.errors import (

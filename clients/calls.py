@@ -11,9 +11,9 @@ import msgspec
 import numpy.typing as npt
 
 from kvferry.clients.arguments import checked, mapping, packed_ids, sequence, shown, whole, wrong_kind
+from kvferry.clients.core.client_core import ReplyArrived
 from kvferry.clients.plain import is_list
 from kvferry.protocol.base import AnsweredBy, DeviceEvent, PageList, ReplyT, RequestBody
-from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
 from kvferry.protocol.ids import MAIN

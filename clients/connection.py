@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, NoReturn, ParamS
 import zmq
 
 from kvferry.clients import arguments, daemon_socket
+from kvferry.clients.core.followed import TierOperation, Transfer
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel, SessionOpening
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError, MisuseError
-from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.session_stream import SessionOpen
 
 NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums are slow

@@ -2,7 +2,7 @@
 
 A loss is noticed by the session's socket or by the control socket's connection. Where only the latter broke, it is
 opened anew. Else the session is resumed by its secret: within ``limits.resume_grace_ms``, at the same daemon or at the
-one after it, which may have adopted the session. Until then requests are kept; ``protocol.client_core`` decides what
+one after it, which may have adopted the session. Until then requests are kept; ``core.client_core`` decides what
 becomes of those that were under way.
 """
 
@@ -22,18 +22,18 @@ import zmq
 from kvferry.clients import calls
 from kvferry.clients.calls import Call, asked
 from kvferry.clients.connection import Connection, Link, Reconnected
+from kvferry.clients.core.client_core import Ended, Outgoing, ReplyArrived, stale
+from kvferry.clients.core.held_pages import HeldPages
+from kvferry.clients.core.reconnection import Reconnection
 from kvferry.clients.daemon_socket import LAST_WORDS_MS
 from kvferry.clients.events import EventRing, RingPlan
 from kvferry.clients.session_channel import SessionChannel, SessionOpening
 from kvferry.clients.submissions import Submissions
 from kvferry.protocol.base import ErrorReply, ReplyBody
-from kvferry.protocol.client_core import Ended, Outgoing, ReplyArrived, stale
 from kvferry.protocol.codec import Frames, PageIds, unpacked
 from kvferry.protocol.errors import DaemonLostError, KvferryError, OverloadedError, PoolLostError, UnknownPoolError
-from kvferry.protocol.held_pages import HeldPages
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import AttachPool, Free, Freed
-from kvferry.protocol.reconnection import Reconnection
 from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows
 
 LOOK_S: Final = 0.05

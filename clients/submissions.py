@@ -16,11 +16,7 @@ from kvferry.clients.arguments import seconds, wrong_kind
 from kvferry.clients.batch import Batch
 from kvferry.clients.calls import Call
 from kvferry.clients.connection import Connection
-from kvferry.clients.devices import EngineDevices
-from kvferry.clients.exclusive_use import OfOneProcess
-from kvferry.clients.session_channel import SessionChannel
-from kvferry.clients.submitting import PendingReply, Submitting
-from kvferry.protocol.client_core import (
+from kvferry.clients.core.client_core import (
     BatchAnswered,
     ClientCore,
     News,
@@ -29,13 +25,17 @@ from kvferry.protocol.client_core import (
     ReplyArrived,
     unclaimed_pages,
 )
+from kvferry.clients.core.followed import TierOperation, Transfer
+from kvferry.clients.devices import EngineDevices
+from kvferry.clients.exclusive_use import OfOneProcess
+from kvferry.clients.session_channel import SessionChannel
+from kvferry.clients.submitting import PendingReply, Submitting
 from kvferry.protocol.codec import Frames
 from kvferry.protocol.errors import (
     InvalidFieldError,
     MisuseError,
     NoSessionError,
 )
-from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import Welcome

@@ -14,13 +14,13 @@ import numpy.typing as npt
 from kvferry.clients import calls
 from kvferry.clients.arguments import checked, packed_ids, sequence, wrong_kind
 from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, asked, check_ids, joined, page_lists
+from kvferry.clients.core.client_core import ClientCore, Outgoing
+from kvferry.clients.core.followed import TierOperation, Transfer
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.clients.plain import is_receive, is_send
 from kvferry.clients.tables import Tables, tables_name
 from kvferry.protocol.base import DeviceEvent, RequestBody
-from kvferry.protocol.client_core import ClientCore, Outgoing
 from kvferry.protocol.errors import PoolLostError, UnknownTablesError
-from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import INT64_BYTES
 from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, RegisterPool

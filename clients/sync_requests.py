@@ -20,6 +20,7 @@ from kvferry.clients import calls
 from kvferry.clients.arguments import device_names, pool_spec, seconds, sequence, truth, whole
 from kvferry.clients.calls import NAME, TABLES, Call, asked, joined
 from kvferry.clients.connection import Connection, Reconnected, find_runtime_dir
+from kvferry.clients.core.followed import TierOperation, Transfer
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S, no_answer
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
@@ -35,7 +36,6 @@ from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DeadlineError, NoSessionError, UnknownTablesError, UnknownTransferError
 from kvferry.protocol.events import Finished, TierDone
-from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import HOST, MAIN, ModelIdentity, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec

@@ -1,4 +1,4 @@
-"""The wire protocol: messages, codec, errors, versions and the client's sans-I/O core.
+"""The wire protocol: messages, codec, errors, versions and configuration.
 
 Uses no socket, clock, event loop or torch. Everything else in kvferry is built on it.
 """

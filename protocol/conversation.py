@@ -1,6 +1,6 @@
 """A conversation with a daemon that loads only the message types of its requests, for commands that must start fast.
 
-``client_core`` imports every type and tracks transfers and operations for engines; importing all types takes longer
+``clients.core`` imports every type and tracks transfers and operations for engines; importing all types takes longer
 than a ping. This only numbers requests and decodes replies and events. Sans I/O: uses no clock and no socket.
 """
 

@@ -15,12 +15,12 @@ import zmq
 from kvferry.clients import calls
 from kvferry.clients.arguments import packed_ids
 from kvferry.clients.calls import Call
+from kvferry.clients.cli.json_form import request_from_fields
+from kvferry.clients.core.client_core import ClientCore, ReplyArrived
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.base import Body, RequestBody
-from kvferry.protocol.client_core import ClientCore, ReplyArrived
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.json_form import request_from_fields
 from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows
 
 REPLY_MS = 60_000

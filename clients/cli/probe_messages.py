@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
+from kvferry.clients.cli.json_form import check_known_fields, object_from_json, request_from_fields
 from kvferry.protocol.errors import InvalidFieldError
-from kvferry.protocol.json_form import check_known_fields, object_from_json, request_from_fields
 from kvferry.protocol.requests import request_type
 
 WAIT: Final = "WAIT"

@@ -16,11 +16,11 @@ import msgspec
 
 from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.console import BAD_INPUT, FAILED, WORKED, add_runtime_dir, add_wait, seconds
+from kvferry.clients.cli.json_form import body_to_fields, request_from_fields
 from kvferry.clients.cli.probe_messages import WAIT, Answers, ProbeMessage, Reader, Reference, references, resolved
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.protocol.conversation import EVENT, Arrived
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError
-from kvferry.protocol.json_form import body_to_fields, request_from_fields
 from kvferry.protocol.printable import json_line
 from kvferry.protocol.requests import request_type
 

@@ -13,8 +13,8 @@ import pytest
 from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
 from kvferry.clients.batch import Batch
 from kvferry.clients.calls import Call, asked, joined
+from kvferry.clients.core.client_core import ClientCore
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.client_core import ClientCore
 from kvferry.protocol.codec import Frames, IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import MAX_BATCH, Batched, Reply
 from kvferry.protocol.errors import (

@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.clients import calls
 from kvferry.clients.calls import Pages
+from kvferry.clients.core.client_core import ReplyArrived
 from kvferry.protocol.base import PageList
-from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.errors import InvalidFieldError, MalformedError
 from kvferry.protocol.pool_messages import DeletePool, Free, PoolDeleted
 from kvferry.protocol.session_messages import Ping

@@ -19,8 +19,8 @@ import pytest
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, async_requests, calls, new_request_id, pages
 from kvferry.clients.connection import Reconnected
+from kvferry.clients.core.followed import Transfer
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, SessionLostError
-from kvferry.protocol.followed import Transfer
 from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
 from tests.clients.blocking import connected
 from tests.clients.cutting_proxy import CuttingProxy, cutting_proxy

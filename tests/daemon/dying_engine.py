@@ -16,10 +16,10 @@ from pathlib import Path
 import zmq
 
 from kvferry.clients import MhaSpec, SharedMemory, calls, new_request_id
+from kvferry.clients.core.client_core import ClientCore
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.base import PageList
-from kvferry.protocol.client_core import ClientCore
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import Allocate, AttachPool, CreatePool, RegisteredArrays, RegisterPool
 from kvferry.protocol.session_messages import OpenEvents

@@ -18,10 +18,10 @@ import pytest
 import zmq
 
 from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
+from kvferry.clients.core.client_core import ClientCore, ReplyArrived
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.base import RequestBody
-from kvferry.protocol.client_core import ClientCore, ReplyArrived
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError, NoSessionError, NotOwnerError
 from kvferry.protocol.ids import BootId

@@ -16,9 +16,9 @@ import pytest
 import zmq
 
 from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
+from kvferry.clients.core.client_core import ClientCore
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.protocol.client_core import ClientCore
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DaemonLostError, NoSessionError, SessionLostError
 from kvferry.protocol.ids import BootId

@@ -20,6 +20,7 @@ import pytest
 import zmq
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, calls
+from kvferry.clients.core.client_core import ClientCore
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.daemon.control.session_index import INDEX_BYTES, SessionIndex
@@ -30,7 +31,6 @@ from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import ErrorReply
-from kvferry.protocol.client_core import ClientCore
 from kvferry.protocol.codec import PageIds, decode_from_daemon
 from kvferry.protocol.errors import NoSessionError, NotOwnerError, UnknownPoolError
 from kvferry.protocol.ids import BootId

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
+from kvferry.clients.cli.json_form import object_from_json, request_from_fields
 from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.codec import IncomingRequest, decode_from_daemon, decode_request, encode
 from kvferry.protocol.envelope import REQUEST_TYPES, Reply
 from kvferry.protocol.errors import KvferryError, MalformedError
-from kvferry.protocol.json_form import object_from_json, request_from_fields
 from kvferry.protocol.peer_messages import decode_peer, encode_peer
 from kvferry.protocol.session_stream import FrameSplitter, unpack_frame, unpack_open
 from tests.protocol.samples import as_hex, peers_as_hex

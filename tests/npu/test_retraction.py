@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvferry.clients import AttachedPool, Client, EventRing, Tables, pages
+from kvferry.clients.core.followed import TierOperation
 from kvferry.clients.slots import pages_from_slots, slots_from_pages
 from kvferry.protocol.errors import DeadlineError
-from kvferry.protocol.followed import TierOperation
 from tests.cann_simulator.simulator import Simulator
 from tests.npu.tiny_model import CONTEXT, PAGE_SIZE, VOCABULARY, DecodeGraph, Model, model, prefill, reference, spec
 

@@ -21,6 +21,7 @@ import torch
 
 from kvferry.clients import AsyncClient, ModelIdentity, Transfer, pages, pages_wanted
 from kvferry.clients.connection import Reconnected
+from kvferry.clients.core.followed import TierOperation
 from kvferry.protocol.errors import (
     ClientClosedError,
     DaemonLostError,
@@ -30,7 +31,6 @@ from kvferry.protocol.errors import (
     SessionLostError,
 )
 from kvferry.protocol.events import Finished, TierDone
-from kvferry.protocol.followed import TierOperation
 from kvferry.protocol.ids import HOST
 from tests.torture import oracle
 from tests.torture.claims import ANY_PAGE, Claims

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.clients.core.client_core import MAX_CUTS, ClientCore, OtherDaemon, Outgoing, ReplyArrived, Unclaimed
+from kvferry.clients.core.followed import TierOperation, Transfer
+from kvferry.clients.core.held_pages import MOST_MOVES, HeldPages
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.base import ErrorReply, PageList, RequestBody
-from kvferry.protocol.client_core import MAX_CUTS, ClientCore, OtherDaemon, Outgoing, ReplyArrived, Unclaimed
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Batch, Batched, Event, Reply
 from kvferry.protocol.errors import DaemonLostError, MisuseError, NotOwnerError, StaleBootError
 from kvferry.protocol.events import Finished, TierDone
-from kvferry.protocol.followed import TierOperation, Transfer
-from kvferry.protocol.held_pages import MOST_MOVES, HeldPages
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import Allocate, Allocated, DeletePool, Free, Freed, PoolCreated

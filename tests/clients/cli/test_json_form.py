@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.clients.cli.json_form import BodyWithIds, body_to_fields, object_from_json, request_from_fields
 from kvferry.protocol.base import pack_ids, unpack_ids
 from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, UnknownTypeError
-from kvferry.protocol.json_form import BodyWithIds, body_to_fields, object_from_json, request_from_fields
 from kvferry.protocol.limits import INT64_BYTES
 from kvferry.protocol.pool_messages import Allocated
 from kvferry.protocol.transfer_messages import Receive, Send

@@ -14,6 +14,8 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
+from kvferry.clients.core.followed import TierOperation, Transfer, TransferKey
+from kvferry.clients.core.held_pages import HeldPages
 from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, encoded_bytes, split, unpacked
 from kvferry.protocol.envelope import Batch, Batched, Event, Request
@@ -28,8 +30,6 @@ from kvferry.protocol.errors import (
     raised,
 )
 from kvferry.protocol.events import Finished, Matched, OperationKind, Settled, SingleEvent, TierDone, Together
-from kvferry.protocol.followed import TierOperation, Transfer, TransferKey
-from kvferry.protocol.held_pages import HeldPages
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated, Free, Freed, PoolAttached, PoolCreated
 from kvferry.protocol.tier_messages import CancelOperation, Load, Offload, Offloading, OperationStarted, Restore, Store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.clients.core.reconnection import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reconnection
 from kvferry.protocol.errors import (
     AccessDeniedError,
     DaemonLostError,
@@ -13,7 +14,6 @@ from kvferry.protocol.errors import (
     SessionLostError,
     VersionMismatchError,
 )
-from kvferry.protocol.reconnection import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reconnection
 
 GONE = DaemonLostError("the daemon closed the session")
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvferry.clients.core.client_core import BatchAnswered, ClientCore, Outgoing, ReplyArrived
+from kvferry.clients.core.followed import TierOperation, Transfer
 from kvferry.protocol.base import Body, Busy, ErrorReply, PageList
-from kvferry.protocol.client_core import BatchAnswered, ClientCore, Outgoing, ReplyArrived
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Batch, Batched, Event, Reply, Request
 from kvferry.protocol.errors import (
@@ -24,7 +25,6 @@ from kvferry.protocol.errors import (
     PeerLostError,
 )
 from kvferry.protocol.events import Finished, Matched, Settled, SingleEvent, TierDone, Together, merged
-from kvferry.protocol.followed import TierOperation, Transfer
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated
 from kvferry.protocol.session_messages import Ping, Pong
