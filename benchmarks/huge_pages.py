@@ -19,8 +19,8 @@ from benchmarks.measure import GIGABYTES_A_SECOND, MILLISECONDS, Effort, Row, co
 from benchmarks.pools import KIB, MIB, noise
 from kvferry.pools.copy_kernel import Copies, copy
 from kvferry.pools.devices.host import HostRegion, Pages
-from kvferry.protocol.config.memory import read_file
-from kvferry.protocol.config.placement import SHMEM_ENABLED, reserved, transparent
+from kvferry.pools.host.memory import read_file
+from kvferry.pools.host.placement import SHMEM_ENABLED, reserved, transparent
 
 PAGE_BYTES = (16 * KIB, 128 * KIB, 1 * MIB)
 NORMAL = "the same in normal pages"

@@ -63,9 +63,10 @@ from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools import copy_kernel
 from kvferry.pools.devices.accelerator import STUCK_AFTER_S
 from kvferry.pools.devices.base import Region
+from kvferry.pools.host.memory import kept_bytes, smallest_limit
+from kvferry.pools.host.placement import offer
 from kvferry.protocol import VERSION
 from kvferry.protocol.config.load import load_config
-from kvferry.protocol.config.memory import kept_bytes, smallest_limit
 from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError, DeviceLostError, KvferryError, MalformedError
 from kvferry.protocol.ids import new_boot_id
@@ -535,7 +536,7 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         copy_kernel.check_switch()
-        config = load_config(options.config) if options.config else Config()
+        config = load_config(options.config, offer()) if options.config else Config()
         path = options.runtime_dir or Path(config.runtime_dir or runtime_dirs(os.environ)[0])
         runtime_directory = RuntimeDirectory(path.absolute(), inherited.take(SOCKETS))
         runtime_directory.check_path()

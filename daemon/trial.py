@@ -19,6 +19,7 @@ from kvferry.daemon.control.control_socket import listening_on
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings, check_delivery
 from kvferry.daemon.transports.network_memory import network_settings
+from kvferry.pools.host.placement import offer
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import KvferryError
@@ -65,7 +66,7 @@ class Outcome(msgspec.Struct, frozen=True):
 def tried(path: Path, key: str) -> Outcome:
     """Try one key of a configuration file."""
     try:
-        TRIALS[key](load_config(path))
+        TRIALS[key](load_config(path, offer()))
     except KvferryError as error:
         return Outcome(error.detail, error.remedy)
     return Outcome()

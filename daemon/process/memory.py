@@ -15,8 +15,8 @@ from typing import Final
 import structlog
 
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.config.memory import MACHINE, Limit, Read, limits, narrowest_limit, read_file
-from kvferry.protocol.config.placement import SHMEM_ENABLED, preferred_node, reserved, transparent
+from kvferry.pools.host.memory import MACHINE, Limit, Read, limits, narrowest_limit, read_file
+from kvferry.pools.host.placement import SHMEM_ENABLED, preferred_node, reserved, transparent
 from kvferry.protocol.config.schema import MemoryConfig
 from kvferry.protocol.errors import OutOfMemoryError
 

@@ -20,13 +20,13 @@ from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.tiers.host_tier import CATCH_UP_TURNS, USES_AT_ONCE, Demotions, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.tiers.write_failures import WriteFailures
+from kvferry.pools.host.memory import smallest_limit
 from kvferry.pools.integrity import WALKED, Problem, Walk
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError, file_bytes
 from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Namespace, Tier, place_of
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.policies import Deferred, make_policy
-from kvferry.protocol.config.memory import smallest_limit
 from kvferry.protocol.config.schema import DiskTierConfig
 from kvferry.protocol.session_messages import TierStatus
 

@@ -25,13 +25,13 @@ from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.shares import share
 from kvferry.daemon.process.threads import started_threads
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.host.memory import kept_bytes, smallest_limit
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
 from kvferry.pools.tiers.arena import Arena, Extent, Freed, NotEnoughError, Offsets, whole_units
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import BlockIndex, PinnedBlocks
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.pools.tiers.policies import MOST_BEHIND
-from kvferry.protocol.config.memory import kept_bytes, smallest_limit
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import RETRY_LATER_MS, OutOfMemoryError, OverloadedError, TierOffError
 from kvferry.protocol.ids import new_number

@@ -6,13 +6,22 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvferry.protocol.addresses import canonical, is_numeric, unreachable_host
-from kvferry.protocol.config.memory import read_file, smallest_limit
-from kvferry.protocol.config.placement import nodes
 from kvferry.protocol.config.schema import MIN_SIZE_BYTES, STAGING_BUFFERS, Config
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.settings import size_text
 
 _MAX_PORT = 65_535
+
+
+class HostOffer(NamedTuple):
+    """What a host offers, as far as a key may ask for more: memory, and the NUMA nodes that have some, where known.
+
+    ``whose`` says for an error who sets the limit on memory.
+    """
+
+    memory_bytes: int
+    whose: str
+    nodes: frozenset[int]
 
 
 class Conflict(NamedTuple):
@@ -22,10 +31,14 @@ class Conflict(NamedTuple):
     what: str
 
 
-def conflicts(config: Config) -> Iterator[Conflict]:
-    """Yield what no key shows by itself: keys that exclude each other."""
-    for check in (_addresses, _memory, _network, _tiers, _quotas, _remote):
-        yield from check(config)
+def conflicts(config: Config, offer: HostOffer) -> Iterator[Conflict]:
+    """Yield what no key shows by itself: keys that exclude each other, or that this host cannot grant."""
+    yield from _addresses(config)
+    yield from _memory(config, offer)
+    yield from _network(config, offer)
+    yield from _tiers(config, offer)
+    yield from _quotas(config)
+    yield from _remote(config)
 
 
 def _addresses(config: Config) -> Iterator[Conflict]:
@@ -51,14 +64,14 @@ def _addresses(config: Config) -> Iterator[Conflict]:
             yield Conflict(key, f'{key} = "{address}": the port must be from 1 to {_MAX_PORT}')
 
 
-def _memory(config: Config) -> Iterator[Conflict]:
-    wanted, known = config.memory.numa_node, nodes(read_file)
+def _memory(config: Config, offer: HostOffer) -> Iterator[Conflict]:
+    wanted, known = config.memory.numa_node, offer.nodes
     if wanted is not None and known and wanted not in known:
         numbers = ", ".join(map(str, sorted(known)))
         yield Conflict("memory.numa_node", f"memory.numa_node = {wanted}: this host has memory at the nodes {numbers}")
 
 
-def _network(config: Config) -> Iterator[Conflict]:
+def _network(config: Config, offer: HostOffer) -> Iterator[Conflict]:
     network = config.network
     if network.transport == "none":
         if network.direct:
@@ -80,17 +93,16 @@ def _network(config: Config) -> Iterator[Conflict]:
             f'network.transport = "{network.transport}" without peers.listen or network.address: set the address by '
             'which others reach this host, peers.listen = "tcp://ADDRESS:PORT"',
         )
-    limit = smallest_limit()
-    if (network.bounce_buffers + STAGING_BUFFERS) * network.bounce_buffer_bytes > limit.size_bytes:
+    if (network.bounce_buffers + STAGING_BUFFERS) * network.bounce_buffer_bytes > offer.memory_bytes:
         yield Conflict(
             "network.bounce_buffers",
             f"network.bounce_buffers = {network.bounce_buffers} with network.bounce_buffer_bytes = "
             f"{size_text(network.bounce_buffer_bytes)}: so many, and {STAGING_BUFFERS} more for what is sent, are more "
-            f"than {limit.whose} allows: {limit.size_bytes >> 20}MiB",
+            f"than {offer.whose} allows: {offer.memory_bytes >> 20}MiB",
         )
 
 
-def _tiers(config: Config) -> Iterator[Conflict]:
+def _tiers(config: Config, offer: HostOffer) -> Iterator[Conflict]:
     tiers = config.tiers
     for key, size in (
         ("tiers.host_bytes", tiers.host_bytes),
@@ -100,13 +112,12 @@ def _tiers(config: Config) -> Iterator[Conflict]:
     ):
         if size and size < MIN_SIZE_BYTES:
             yield Conflict(key, f'{key} = {size}: 0, or at least "4KiB"; did you mean "{size}GiB"?')
-    limit = smallest_limit()
     segment_bytes = tiers.remote.segment_bytes if tiers.remote.transport != "none" else 0
     for key, size in (("host_bytes", tiers.host_bytes), ("remote.segment_bytes", segment_bytes)):
-        if size and size > limit.size_bytes:
+        if size and size > offer.memory_bytes:
             yield Conflict(
                 f"tiers.{key}",
-                f"tiers.{key} = {size_text(size)}: more than {limit.whose} allows, {limit.size_bytes >> 20}MiB; give "
+                f"tiers.{key} = {size_text(size)}: more than {offer.whose} allows, {offer.memory_bytes >> 20}MiB; give "
                 "the tier a part of it",
             )
     if tiers.host_bytes == 0:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
-from kvferry.protocol.config.conflicts import conflicts
+from kvferry.protocol.config.conflicts import HostOffer, conflicts
 from kvferry.protocol.config.schema import Config, Section
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import PATTERNS
@@ -27,20 +27,20 @@ _NO_FILE = "name a readable file with --config, or none for the defaults"
 _NO_TABLE = "write it as TOML: [section] and key = value lines, in UTF-8"
 
 
-def load_config(path: Path) -> Config:
+def load_config(path: Path, offer: HostOffer) -> Config:
     """Return the configuration in a TOML file.
 
     Raises:
-        ConfigError: the file cannot be read or parsed, a key is unknown or has a wrong value, or two keys exclude each
-            other; names the keys, their values and what is allowed.
+        ConfigError: the file cannot be read or parsed, a key is unknown or has a wrong value, two keys exclude each
+            other, or the host offers less; names the keys, their values and what is allowed.
     """
-    config, mistakes = read_config(path)
+    config, mistakes = read_config(path, offer)
     for mistake in mistakes:
         raise mistake
     return config
 
 
-def read_config(path: Path) -> tuple[Config, list[ConfigError]]:
+def read_config(path: Path, offer: HostOffer) -> tuple[Config, list[ConfigError]]:
     """Return the configuration in a TOML file, and its mistakes; a key that is one has its default.
 
     Raises:
@@ -57,7 +57,7 @@ def read_config(path: Path) -> tuple[Config, list[ConfigError]]:
     mistakes: list[ConfigError] = []
     config = _table(path, "", Config, table, mistakes)
     if not mistakes:
-        mistakes += [ConfigError(f"{path}: {what}", field=key) for key, what in conflicts(config)]
+        mistakes += [ConfigError(f"{path}: {what}", field=key) for key, what in conflicts(config, offer)]
     return config, mistakes
 
 

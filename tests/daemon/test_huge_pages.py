@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.config.memory import read_file
-from kvferry.protocol.config.placement import reserved
+from kvferry.pools.host.memory import read_file
+from kvferry.pools.host.placement import reserved
 from tests.daemons import restarted_daemon, soon
 
 RESERVED: Final = Path("/proc/sys/vm/nr_hugepages")

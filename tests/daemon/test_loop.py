@@ -36,7 +36,7 @@ def _no_blocking_calls() -> Iterator[None]:
     with blockbuster_ctx(scanned_modules=[kvferry.clients, kvferry.daemon]) as blockbuster:
         for module in ENDING:
             blockbuster.functions["threading.Lock.acquire"].can_block_in(f"daemon/{module}.py", "close")
-        blockbuster.functions["os.read"].can_block_in("protocol/config/memory.py", "read_file")  # the kernel's own
+        blockbuster.functions["os.read"].can_block_in("pools/host/memory.py", "read_file")  # the kernel's own
         blockbuster.functions["os.scandir"].can_block_in("daemon/process/descriptors.py", "count_open")
         yield
 

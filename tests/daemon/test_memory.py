@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.config.memory import MACHINE
+from kvferry.pools.host.memory import MACHINE
 from kvferry.protocol.config.schema import MemoryConfig
 from tests.scripted.reserved_pages import PAGE_BYTES, ReservedPages
 

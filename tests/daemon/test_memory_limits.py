@@ -18,9 +18,9 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, SharedMemory, new_request_id, pages
 from kvferry.daemon.control.zmtp import GREETING, frame
+from kvferry.pools.host.memory import enough_for
 from kvferry.protocol.base import Busy, DeviceEvent
 from kvferry.protocol.codec import decode_from_daemon, encode
-from kvferry.protocol.config.memory import enough_for
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OutOfMemoryError
 from kvferry.protocol.pool_messages import Free

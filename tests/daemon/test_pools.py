@@ -25,10 +25,10 @@ from kvferry.daemon.services.pool_checks import PoolTraits, check_same
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import HostResources, PoolService
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.host.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.protocol.base import Body
-from kvferry.protocol.config.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
 from kvferry.protocol.config.schema import DevicesConfig, MemoryConfig
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError, PoolExistsError, UnknownPoolError
 from kvferry.protocol.ids import HOST, ModelIdentity

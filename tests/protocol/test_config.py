@@ -15,14 +15,15 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from kvferry.protocol.config.conflicts import HostOffer
 from kvferry.protocol.config.load import load_config, read_config
-from kvferry.protocol.config.memory import smallest_limit
 from kvferry.protocol.config.schema import Config, Section
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.settings import size_bytes, size_text
 
 HUGE = 10**30
+OFFER = HostOffer(64 << 30, "this host", frozenset({0, 1}))
 
 
 class Key(NamedTuple):
@@ -136,7 +137,7 @@ def written(tmp_path: Path, text: str) -> Path:
 def refused(tmp_path: Path, text: str) -> ConfigError:
     file = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
-        load_config(file)
+        load_config(file, OFFER)
     assert caught.value.detail.startswith(f"{file}: ")
     return caught.value
 
@@ -156,7 +157,7 @@ def test_a_wrong_value_is_refused_with_file_key_value_and_what_is_right(tmp_path
 @pytest.mark.parametrize("key", ALL)
 def test_a_value_at_the_bounds_is_taken(tmp_path: Path, key: Key) -> None:
     for value, read in right(key):
-        config: Any = read_config(written(tmp_path, key.text(value)))[0]
+        config: Any = read_config(written(tmp_path, key.text(value)), OFFER)[0]
         for name in key.name.split("."):
             config = getattr(config, name)
         assert config == read
@@ -178,7 +179,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(tmp_path: Path, table: st
 def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
     file = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
-        load_config(file)
+        load_config(file, OFFER)
     assert str(file) in caught.value.detail
     assert said in caught.value.detail
     assert ("named key" in caught.value.remedy) == bool(caught.value.field)
@@ -234,7 +235,7 @@ def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field
 
 
 def test_what_is_sent_needs_memory_too(tmp_path: Path) -> None:
-    most = smallest_limit().size_bytes >> 30  # of a GiB each: all of the host's memory, and 4 more for what is sent
+    most = OFFER.memory_bytes >> 30  # of a GiB each: all of the host's memory, and 4 more for what is sent
     assert refused(tmp_path, f'{MOONCAKE}bounce_buffers = {most}\nbounce_buffer_bytes = "1GiB"').field == (
         "network.bounce_buffers"
     )
@@ -252,13 +253,13 @@ def test_what_is_sent_needs_memory_too(tmp_path: Path) -> None:
     ],
 )
 def test_keys_that_go_together_are_taken(tmp_path: Path, text: str) -> None:
-    load_config(written(tmp_path, text))
+    load_config(written(tmp_path, text), OFFER)
 
 
 def test_the_limits_follow_from_those_of_the_file(tmp_path: Path) -> None:
     assert Config().announced == Limits()
     text = "[limits]", "max_frame_bytes = '16MiB'", "max_transfers_per_session = 3", "max_kept_payload_bytes = '1MiB'"
-    assert load_config(written(tmp_path, "\n".join(text))).announced == Limits(
+    assert load_config(written(tmp_path, "\n".join(text)), OFFER).announced == Limits(
         max_frame_bytes=16 << 20,
         max_message_bytes=64 << 20,
         max_transfers_per_session=3,
@@ -280,7 +281,7 @@ def test_the_limits_follow_from_those_of_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_where_others_reach_this_host(tmp_path: Path, text: str, network: str | None, store: str | None) -> None:
-    config = load_config(written(tmp_path, text))
+    config = load_config(written(tmp_path, text), OFFER)
     assert (config.network_address, config.store_address) == (network, store)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.daemon.daemon import EXIT_BAD_INPUT, EXIT_DEVICE_LOST, SOCKETS
 from kvferry.daemon.process.access import ACTIVATED, SOCKET_MODE
+from kvferry.pools.host.placement import offer
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.config.schema import Config
 
@@ -189,11 +190,11 @@ DEPENDING = {
 
 def test_the_example_shows_every_key_with_its_default(tmp_path: Path) -> None:
     text = (FOLDER / "kvferry.toml").read_text()
-    assert load_config(FOLDER / "kvferry.toml") == Config()
+    assert load_config(FOLDER / "kvferry.toml", offer()) == Config()
     shown = re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE)
     written = tmp_path / "all.toml"
     written.write_text(shown)
-    read, defaults = msgspec.to_builtins(load_config(written)), msgspec.to_builtins(Config())
+    read, defaults = msgspec.to_builtins(load_config(written, offer())), msgspec.to_builtins(Config())
     assert _without(read, DEPENDING) == _without(defaults, DEPENDING)
     assert {*_keys(tomllib.loads(shown))} == {*_keys(defaults)}
     assert _keys(defaults).count("tiers.remote.master") == 1, "tables in tables are looked at"

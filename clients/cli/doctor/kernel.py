@@ -13,8 +13,8 @@ from typing import Final
 from kvferry.clients.cli.doctor.host import Finding, Host, parse_version
 from kvferry.clients.cli.doctor.needs import memory_limit
 from kvferry.pools.copy_kernel import DESCRIPTION, Description
-from kvferry.protocol.config.memory import MACHINE
-from kvferry.protocol.config.placement import SHMEM_ENABLED, Reserved, node_of, nodes, numbers, reserved, transparent
+from kvferry.pools.host.memory import MACHINE
+from kvferry.pools.host.placement import SHMEM_ENABLED, Reserved, node_of, nodes, numbers, reserved, transparent
 from kvferry.protocol.config.schema import MemoryConfig
 
 MIB: Final = 1 << 20

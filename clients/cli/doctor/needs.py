@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from kvferry.clients.cli.doctor.host import Finding, Host
+from kvferry.pools.host.memory import MACHINE, Limit, smallest_limit
+from kvferry.pools.host.placement import offer
 from kvferry.protocol.config.load import read_config
-from kvferry.protocol.config.memory import MACHINE, Limit, smallest_limit
 from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError
 
@@ -80,7 +81,7 @@ def read_needs(host: Host, path: Path | None, *, npu: bool) -> tuple[Needs, Find
         hint = f"; there is /etc/kvferry/{others[0]}: give it with --config" if others else ""
         return Needs(npu_asked=npu), Finding("ok", f"none given, defaults{hint}")
     try:
-        config, mistakes = read_config(host.path(path.absolute()))
+        config, mistakes = read_config(host.path(path.absolute()), offer())
     except ConfigError as error:
         config, mistakes = Config(), [error]
     needs = Needs(config, npu, path=path.absolute(), mistakes=tuple(mistakes))

@@ -13,7 +13,7 @@ from kvferry.clients.cli.doctor.host import Finding, Host
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.npus import MANAGER_NODES, davinci_nodes
 from kvferry.clients.cli.doctor.running import RESTART
-from kvferry.protocol.config.memory import enough_for
+from kvferry.pools.host.memory import enough_for
 from kvferry.protocol.config.schema import STAGING_BUFFERS
 
 NAME: Final = "kvferry@.service"

@@ -16,10 +16,10 @@ from structlog.testing import capture_logs
 from kvferry.daemon.tiers import disk_tier, host_tier
 from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.host_tier import DEMOTION
+from kvferry.pools.host.memory import MACHINE, Limit
 from kvferry.pools.tiers.block_file import DiskFailedError, DiskFullError
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
-from kvferry.protocol.config.memory import MACHINE, Limit
 from kvferry.protocol.errors import CacheMissError
 from kvferry.protocol.tier_messages import CacheEvict, CacheEvicted, Found, Lookup
 from tests.daemon.tiers.tier_harness import POOL, Engine, Harness, harness, names, settle, until

@@ -18,9 +18,9 @@ from kvferry.daemon.tiers.host_tier import (
     holder_name,
 )
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.host.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR
-from kvferry.protocol.config.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
 from tests.daemon.tiers.tier_harness import UNIT, names, tiers_config

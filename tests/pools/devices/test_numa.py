@@ -10,8 +10,8 @@ from typing import Final
 import pytest
 
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.config.memory import read_file
-from kvferry.protocol.config.placement import nodes
+from kvferry.pools.host.memory import read_file
+from kvferry.pools.host.placement import nodes
 
 GET_MEMPOLICY: Final = {"x86_64": 239, "aarch64": 236}
 OF_ADDRESS: Final = 2

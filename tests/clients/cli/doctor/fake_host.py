@@ -10,6 +10,7 @@ from typing import Final
 
 from kvferry.clients.cli.doctor.host import Host, User
 from kvferry.clients.cli.doctor.needs import Needs
+from kvferry.pools.host.placement import offer
 from kvferry.protocol.config.load import read_config
 
 ROOT: Final = User("root", 0, frozenset({0}))
@@ -80,4 +81,4 @@ def needs_of(toml: str = "") -> Needs:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(toml)
         file.flush()
-        return Needs(read_config(Path(file.name))[0], path=Path(file.name))
+        return Needs(read_config(Path(file.name), offer())[0], path=Path(file.name))

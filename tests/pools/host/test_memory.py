@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from kvferry.protocol.config.memory import Limit, Read, limits, narrowest_limit, smallest_limit
+from kvferry.pools.host.memory import Limit, Read, limits, narrowest_limit, smallest_limit
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30

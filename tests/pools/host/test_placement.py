@@ -6,17 +6,19 @@ from typing import Final
 
 import pytest
 
-from kvferry.protocol.config.memory import Read
-from kvferry.protocol.config.placement import (
+from kvferry.pools.host.memory import Read
+from kvferry.pools.host.placement import (
     Reserved,
     Transparent,
     node_of,
     nodes,
     numbers,
+    offer,
     preferred_node,
     reserved,
     transparent,
 )
+from kvferry.protocol.config.conflicts import HostOffer
 
 THP: Final = "/sys/kernel/mm/transparent_hugepage"
 NODES: Final = "/sys/devices/system/node"
@@ -87,3 +89,8 @@ def test_where_there_is_one_node_none_is_preferred() -> None:
     assert preferred_node(reading(one), None, {0}) is None
     assert preferred_node(reading(one), 0) is None
     assert preferred_node(reading({}), None) is None
+
+
+def test_the_configuration_is_compared_with_the_smallest_limit_and_the_nodes() -> None:
+    files = {**TWO_NODES, "/proc/meminfo": f"MemTotal: {64 * MIB} kB\n"}
+    assert offer(reading(files)) == HostOffer(64 * MIB << 10, "this host", frozenset({0, 2}))

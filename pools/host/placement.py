@@ -11,7 +11,8 @@ import re
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
-from kvferry.protocol.config.memory import MACHINE, Read
+from kvferry.pools.host.memory import MACHINE, Read, read_file, smallest_limit
+from kvferry.protocol.config.conflicts import HostOffer
 
 SHMEM_ENABLED: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 NODES: Final = "/sys/devices/system/node"
@@ -72,6 +73,12 @@ def reserved(read: Read) -> Reserved:
 def nodes(read: Read) -> frozenset[int]:
     """Return the NUMA nodes that have memory; of a host that does not say, none."""
     return numbers(read(f"{NODES}/has_memory"))
+
+
+def offer(read: Read = read_file) -> HostOffer:
+    """Return what the configuration is compared with."""
+    limit = smallest_limit(read)
+    return HostOffer(limit.size_bytes, limit.whose, nodes(read))
 
 
 def node_of(read: Read, cpus: Collection[int]) -> int | None:
