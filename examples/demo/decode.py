@@ -64,7 +64,8 @@ class DecodeEngine:
     def _take_arrivals(self, timeout_s: float) -> None:
         changed = self._engine.client.poll(timeout_s)
         if not changed and timeout_s:
-            raise InternalError(f"no transfer moved within {timeout_s:g} s")
+            waiting = [f"{one.request_id} waits for {one.waits_for}" for one in self._engine.client.status().transfers]
+            raise InternalError(f"no transfer moved within {timeout_s:g} s: {', '.join(waiting) or 'none is live'}")
         for transfer in changed:
             if transfer.error is not None:
                 raise transfer.error
