@@ -83,6 +83,7 @@ class _Writing:
         self.checksum = 0
         self.in_flight = 0
         self.error: KvferryError | None = None
+        self.answered = False
 
     def failed(self, error: KvferryError) -> None:
         """Record the first error, or a later one whose bytes may still land."""
@@ -246,7 +247,7 @@ class NetworkSender:
                     size_bytes,
                     functools.partial(self._on_written, writing),
                     timeout_s=self._timeout_s,
-                    on_late=lambda _write: self._counters.add("network.late_writes"),
+                    on_late=functools.partial(self._on_late, writing),
                 )
             except Exception as cause:  # noqa: BLE001  what has begun ends by itself, and then the home hears of it
                 error = cause if isinstance(cause, KvferryError) else InternalError(f"the write failed: {cause!r}")
@@ -256,6 +257,13 @@ class NetworkSender:
             address += size_bytes
         self._on_written(writing, None)
 
+    def _on_late(self, writing: _Writing, _write: int) -> None:
+        """Tell the home, which holds its memory for the write; the staging buffer is held here until it ends."""
+        self._counters.add("network.late_writes")
+        detail = f"a write of {writing.credit.size_bytes} bytes takes longer than {self._timeout_s:g} s"
+        writing.failed(WriteFailedError(detail, may_still_land=True))
+        self._answer_once(writing)
+
     def _on_written(self, writing: _Writing, error: KvferryError | None) -> None:
         if error is not None:
             writing.failed(error)
@@ -264,16 +272,22 @@ class NetworkSender:
             self._finish(writing)
 
     def _finish(self, writing: _Writing) -> None:
-        key, credit, error = writing.key, writing.credit, writing.error
         self._free.append(writing.buffer)
         writing.sending.in_flight -= 1
-        if error is None:
-            self._counters.add("network.sent_bytes", credit.size_bytes)
-        else:
-            context = about(writing.sending.remote_endpoint)
-            log.warning("a write credit was not written", home=key.peer.address, cause=str(error), **context)
-        self._answer(key.peer, credit, error, writing.checksum)
+        if writing.error is None:
+            self._counters.add("network.sent_bytes", writing.credit.size_bytes)
+        self._answer_once(writing)
         self._pump()
+
+    def _answer_once(self, writing: _Writing) -> None:
+        if writing.answered:
+            return
+        writing.answered = True
+        peer, error = writing.key.peer, writing.error
+        if error is not None:
+            context = about(writing.sending.remote_endpoint)
+            log.warning("a write credit was not written", home=peer.address, cause=str(error), **context)
+        self._answer(peer, writing.credit, error, writing.checksum)
 
     def _answer(self, peer: Incarnation, credit: WriteCredit, error: KvferryError | None, checksum: int = 0) -> None:
         try:

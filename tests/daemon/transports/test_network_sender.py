@@ -182,12 +182,25 @@ async def test_bytes_that_cannot_be_gathered_are_answered(monkeypatch: pytest.Mo
     assert len(source.writer.begun) == 1, "its staging buffer is free again"
 
 
-async def test_late_writes_are_counted(source: Source) -> None:
-    await source.credited()
-    on_late = source.writer.begun[0].on_late
-    assert on_late is not None
-    on_late(1)
-    assert (source.counters.snapshot()["network.late_writes"], source.written) == (1, [])
+async def test_a_late_write_is_answered_once_and_keeps_its_staging_buffer_until_it_ends() -> None:
+    source = Source(buffers=1)
+    _, message = source.asked()
+    source.credit(message)
+    source.credit(message, 2)
+    await source.executor.run()
+    late = source.writer.begun[0]
+    assert late.on_late is not None
+    with capture_logs():
+        late.on_late(1)
+    assert source.written == [(1, "TRANSFER_FAILED")]
+    assert source.said.of(Written)[-1].may_still_land
+    assert source.counters.snapshot()["network.late_writes"] == 1
+    await source.executor.run()
+    assert len(source.writer.begun) == 1, "it may still be read"
+    late.on_done(None)
+    await source.executor.run()
+    assert [code for _, code in source.written] == ["TRANSFER_FAILED"], "once"
+    assert len(source.writer.begun) == 2
 
 
 # -- several writes for one write credit: pages that are written directly
