@@ -40,6 +40,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_def
         super().__init_subclass__()
         cls.has_lists = cls.page_counts is not Body.page_counts
 
+    @property
+    def request_id(self) -> str:
+        """Return the request that it concerns; "" if it does not concern a single one."""
+        return ""
+
     def page_counts(self) -> tuple[int, ...]:
         """Return the length of each page list that follows as a frame, in frame order; () if none follows."""
         return ()

@@ -67,17 +67,26 @@ class PeerHeartbeat(Body, frozen=True, kw_only=True, tag="PEER_HEARTBEAT"):
     answers: bool = False
 
 
-class Announce(Body, frozen=True, kw_only=True, tag="ANNOUNCE"):
-    """Home to source: a receive request waits for this request id. Repeated after a reconnection; idempotent."""
+class OfReceive(Body, frozen=True, kw_only=True):
+    """The base of what is said about an epoch of a receive request."""
 
     receive_request: ReceiveName
+
+    @property
+    def request_id(self) -> str:
+        """Return the receive request's."""
+        return self.receive_request.request_id
+
+
+class Announce(OfReceive, frozen=True, kw_only=True, tag="ANNOUNCE"):
+    """Home to source: a receive request waits for this request id. Repeated after a reconnection; idempotent."""
+
     deadline_ms: Number
 
 
-class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
+class PeerSend(OfReceive, frozen=True, kw_only=True, tag="SEND_REQUEST"):
     """Source to home: one SEND of the request. The first of a send request describes its pool."""
 
-    receive_request: ReceiveName
     send_request: Number
     chunk: Number
     pool: PoolName
@@ -105,41 +114,37 @@ class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
         return tuple(one.pages for one in self.lists)
 
 
-class StepReady(Body, frozen=True, kw_only=True, tag="STEP_READY"):
+class StepReady(OfReceive, frozen=True, kw_only=True, tag="STEP_READY"):
     """Source to home: ``ready`` steps of a chunk are ready."""
 
-    receive_request: ReceiveName
     send_request: Number
     chunk: Number
     ready: Number
 
 
-class SendRefused(Body, frozen=True, kw_only=True, tag="SEND_REFUSED"):
+class SendRefused(OfReceive, frozen=True, kw_only=True, tag="SEND_REFUSED"):
     """Home to source: the send request does not fit the receive request, which keeps waiting if nothing was accepted.
 
     Source to home, with ``send_request`` 0: the source has not accepted the announced receive request.
     """
 
-    receive_request: ReceiveName
     send_request: Number
     error: ErrorInfo
 
 
-class SendWithdrawn(Body, frozen=True, kw_only=True, tag="SEND_WITHDRAWN"):
+class SendWithdrawn(OfReceive, frozen=True, kw_only=True, tag="SEND_WITHDRAWN"):
     """Source to home: the send request has failed.
 
     With ``send_request`` 0: the send requests of this request id had ended before the receive request was announced.
     """
 
-    receive_request: ReceiveName
     send_request: Number
     error: ErrorInfo
 
 
-class ReceiveClosed(Body, frozen=True, kw_only=True, tag="RECEIVE_CLOSED"):
+class ReceiveClosed(OfReceive, frozen=True, kw_only=True, tag="RECEIVE_CLOSED"):
     """Home to source: the receive request's outcome is known; no more write credits follow."""
 
-    receive_request: ReceiveName
     error: ErrorInfo | None = None
     moved: Annotated[tuple[tuple[Number, Amount, Amount], ...], Meta(max_length=MAX_POOLS)] = ()
     """(send request, bytes moved, pages trimmed) of each send request of this source."""
@@ -173,10 +178,9 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     heads: Annotated[tuple[tuple[Index, Index], ...], Meta(max_length=MAX_ENTRIES)]
 
 
-class OpRequest(Body, frozen=True, kw_only=True, tag="OP_REQUEST"):
+class OpRequest(OfReceive, frozen=True, kw_only=True, tag="OP_REQUEST"):
     """Home to source: the segments of a transfer op, which the following write credits refer to by index."""
 
-    receive_request: ReceiveName
     send_request: Number
     op: Number
     chunk: Number
@@ -217,10 +221,9 @@ class OpEnded(Body, frozen=True, kw_only=True, tag="OP_ENDED"):
     op: Number
 
 
-class Confirm(Body, frozen=True, kw_only=True, tag="CONFIRM"):
+class Confirm(OfReceive, frozen=True, kw_only=True, tag="CONFIRM"):
     """Home to source: a transfer op was read from the source's memory; did the send request hold it throughout?"""
 
-    receive_request: ReceiveName
     send_request: Number
     op: Number
 

@@ -11,7 +11,7 @@ import structlog
 
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, KeptBytes
-from kvferry.daemon.control.metrics import Counters, about
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import PendingEvent, Session, SessionRegistry
 from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody
@@ -395,7 +395,7 @@ class Dispatcher:
         self.kept.keep(call.session.session_id, call.message_id, size_bytes + REQUEST_BYTES)
         if not isinstance(call.body, Batch):
             late = _late(call)
-            late.request_id = about(call.body).get("request_id", "")
+            late.request_id = call.body.request_id
             self._deadlines[call.session.session_id, call.message_id] = asyncio.get_running_loop().call_later(
                 call.deadline_s, self.answer_error, call.session, call.message_id, late
             )
@@ -449,9 +449,9 @@ class Dispatcher:
         """Return the answer to a request whose handler raised."""
         name = type(body).__name__
         if not isinstance(error, KvferryError):
-            log.error("request failed", type=name, exc_info=error, **about(body))
+            log.error("request failed", type=name, request_id=body.request_id, exc_info=error)
             error = InternalError(f"{name} failed: {type(error).__name__}")
-        error.request_id = about(body).get("request_id", "")
+        error.request_id = body.request_id
         return _error_body(error)
 
     def _count(self, answer: ReplyBody) -> None:

@@ -37,7 +37,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.kept_bytes import ConnectionBytes
-from kvferry.daemon.control.metrics import Counters, about
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.daemon.process.access import Listener
 from kvferry.daemon.process.descriptors import Descriptors
@@ -696,7 +696,10 @@ class PeerLinks:
         if now - self._warned_at >= WARNING_S:
             self._warned_at = now
             peer, origin = head.address if head else "", self._router.origin_of(message.identity)
-            log.warning("a peer's message was dropped", cause=str(error), peer=peer, origin=origin, **about(body))
+            request_id = body.request_id if body else ""
+            log.warning(
+                "a peer's message was dropped", cause=str(error), peer=peer, origin=origin, request_id=request_id
+            )
 
     def _process(self, head: PeerHead, message: ReceivedMessage) -> None:
         link = self.by_key.get(head.to_key)

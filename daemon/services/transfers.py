@@ -21,7 +21,7 @@ from kvferry.daemon.control.hub import (
 )
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, TRANSFER
 from kvferry.daemon.control.later import Later
-from kvferry.daemon.control.metrics import Counters, about
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.process.shares import share
 from kvferry.daemon.services.event_rings import EventRings
@@ -41,6 +41,7 @@ from kvferry.daemon.transfer.registry import (
     StopOp,
     StopSending,
     WarnTrimmed,
+    request_id_of,
 )
 from kvferry.daemon.transfer.state_machine import RequestContext, TransferStateMachine
 from kvferry.daemon.transfer.transitions import State
@@ -234,7 +235,7 @@ class TransferService:
         try:
             self._state_machine.op_done(op_id, error, time.monotonic())
         except Exception as cause:  # noqa: BLE001  no byte of it moves any more: it ends, if by another error
-            self._failed("the end of a copy", cause, None)
+            self._failed("the end of a copy", cause)
             self._end_by(op_id, InternalError(f"the copy could not be ended: {cause!r}"))
         finally:
             self._ended.append(op_id)
@@ -470,7 +471,7 @@ class TransferService:
             try:
                 self._do_one(effect, notified)
             except Exception as cause:  # noqa: BLE001  a bug in one transfer must not stop the others
-                self._failed(type(effect).__name__, cause, effect)
+                self._failed(type(effect).__name__, cause, request_id_of(effect))
                 if isinstance(effect, StartOp):
                     known = cause if isinstance(cause, KvferryError) else None
                     not_started[effect.op_id] = known or InternalError(f"the copy could not be started: {cause!r}")
@@ -478,7 +479,7 @@ class TransferService:
                     try:  # others wait for it
                         self._do_one(effect, notified)
                     except Exception as again:  # noqa: BLE001  its request ends here, and its deadline ends it there
-                        self._failed(type(effect).__name__, again, effect)
+                        self._failed(type(effect).__name__, again, request_id_of(effect))
         for op_id, error in not_started.items():
             self._end_by(op_id, error)
 
@@ -499,9 +500,9 @@ class TransferService:
         else:
             self._peers.execute(effect)
 
-    def _failed(self, what: str, cause: Exception, concerned: object) -> None:
+    def _failed(self, what: str, cause: Exception, request_id: str = "") -> None:
         self._counters.add("transfers.effects_failed")
-        log.error("an effect failed", effect=what, cause=str(cause), exc_info=cause, **about(concerned))
+        log.error("an effect failed", effect=what, cause=str(cause), exc_info=cause, request_id=request_id)
 
     def _end_by(self, op_id: int, error: KvferryError) -> None:
         """End a transfer op that could not be started, or whose end raised: no byte of it moves."""
@@ -512,7 +513,7 @@ class TransferService:
         try:
             self._state_machine.op_done(op_id, error, time.monotonic())
         except Exception as cause:  # noqa: BLE001  transports report once: nobody else would end it
-            self._failed("the end of a copy", cause, None)
+            self._failed("the end of a copy", cause)
             self._loop.call_later(END_AGAIN_S, self._op_done, op_id, error)
         finally:
             self._op_ended(op_id)
@@ -558,7 +559,7 @@ class TransferService:
             if session is not None and isinstance(event, Settled):
                 self._answer_cancels(session, event)
         except Exception as cause:  # noqa: BLE001
-            self._failed(type(event).__name__, cause, event)
+            self._failed(type(event).__name__, cause, event.request_id)
         return session
 
     def _answer_cancels(self, session: Session, event: Settled) -> None:
@@ -591,6 +592,6 @@ class TransferService:
         try:
             self._state_machine.expire(time.monotonic())
         except Exception as cause:  # noqa: BLE001  the timer is set again
-            self._failed("deadlines", cause, None)
+            self._failed("deadlines", cause)
         finally:
             self.execute()

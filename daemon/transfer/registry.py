@@ -109,6 +109,20 @@ class StopSending(NamedTuple):
 Effect = StartOp | StopOp | Notify | WarnTrimmed | ReportBug | AnnounceReceive | SendToPeer | SendToDaemon | StopSending
 
 
+def request_id_of(effect: Effect) -> str:
+    """Return the request that an effect concerns, for log lines; "" for a StopOp."""
+    match effect:
+        case Notify(event=about) | SendToPeer(body=about) | SendToDaemon(body=about):
+            return about.request_id
+        case WarnTrimmed(receive_request=about) | AnnounceReceive(receive_request=about):
+            return about.request_id
+        case StopSending(remote_endpoint=about):
+            return about.request_id
+        case StopOp():
+            return ""
+    return effect.request_id
+
+
 # -- deadlines
 
 

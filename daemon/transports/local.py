@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvferry.daemon.control.metrics import about
 from kvferry.daemon.process.thread_count import ThreadCount, Trial, length_of
 from kvferry.daemon.process.time_slices import as_others, be_as_others
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePool
@@ -472,7 +471,7 @@ class LocalTransport:
         except KvferryError as error:
             return error
         except Exception as error:  # a thread that dies would leave its transfer op unsettled forever
-            log.exception("copy failed", op=op.op_id, **about(op))
+            log.exception("copy failed", op=op.op_id, request_id=op.request_id)
             return InternalError(f"the copy failed: {type(error).__name__}: {error}")
         return None
 

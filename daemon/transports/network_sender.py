@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import structlog
 
-from kvferry.daemon.control.metrics import Counters, about
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transports.local import SendToPeer
@@ -285,8 +285,8 @@ class NetworkSender:
         writing.answered = True
         peer, error = writing.key.peer, writing.error
         if error is not None:
-            context = about(writing.sending.remote_endpoint)
-            log.warning("a write credit was not written", home=peer.address, cause=str(error), **context)
+            request_id = writing.sending.remote_endpoint.request_id
+            log.warning("a write credit was not written", home=peer.address, cause=str(error), request_id=request_id)
         self._answer(peer, writing.credit, error, writing.checksum)
 
     def _answer(self, peer: Incarnation, credit: WriteCredit, error: KvferryError | None, checksum: int = 0) -> None:

@@ -179,7 +179,10 @@ class PullTransport:
     def _copy(self, pull: _Pull) -> None:
         pull.view = pull.pool.region.view()  # keeps the memory mapped until the copy has ended
         plans = tuple(planned_copy.plan for planned_copy in pull.op.planned_copies)
-        op = StartOp(pull.op.op_id, pull.pool, pull.op.receive_request.pool, plans, checksums=pull.op.checksums)
+        receive_request = pull.op.receive_request
+        op = StartOp(
+            pull.op.op_id, pull.pool, receive_request.pool, plans, receive_request.request_id, pull.op.checksums
+        )
         self._copier.start(op, self._on_copied)
         pull.copying = True
 

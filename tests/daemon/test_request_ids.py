@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
-from kvferry.daemon.control.metrics import about
 from kvferry.daemon.transfer.endpoints import (
     Announcement,
     Clocked,
@@ -21,12 +20,21 @@ from kvferry.daemon.transfer.endpoints import (
     RemotePool,
     SendRequest,
 )
-from kvferry.daemon.transfer.registry import SendToDaemon, StopOp, StopSending
+from kvferry.daemon.transfer.registry import (
+    Effect,
+    Notify,
+    SendToDaemon,
+    SendToPeer,
+    StopOp,
+    StopSending,
+    request_id_of,
+)
 from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, NotOwnerError, PeerCancelledError, raised
-from kvferry.protocol.peer_messages import Announce, ReceiveClosed, ReceiveName
+from kvferry.protocol.events import Settled
+from kvferry.protocol.peer_messages import Announce, OpEnded, ReceiveClosed, ReceiveName
 from tests.daemons import DaemonProcess, running_daemon, soon
 from tests.kvferry_command import run_kvferry
 from tests.transfer.transfer_harness import layers
@@ -173,18 +181,18 @@ TRANSFER = ReceiveName(request_id=REQUEST, pool="decode", tenant=0, epoch=1)
 
 
 @pytest.mark.parametrize(
-    ("thing", "named"),
+    ("effect", "request_id"),
     [
-        (Announce(receive_request=TRANSFER, deadline_ms=1), True),
-        (SendToDaemon("ipc:///x", ReceiveClosed(receive_request=TRANSFER)), True),
-        (StopSending(RemoteEndpoint(Announcement(PEER, TRANSFER, 0.0), SEND_REQUEST, 1, State.OPEN)), True),
-        (SEND_REQUEST, True),
-        (StopOp(1), False),
-        (None, False),
+        (SendToPeer(PEER, Announce(receive_request=TRANSFER, deadline_ms=1)), REQUEST),
+        (SendToDaemon("ipc:///x", ReceiveClosed(receive_request=TRANSFER)), REQUEST),
+        (StopSending(RemoteEndpoint(Announcement(PEER, TRANSFER, 0.0), SEND_REQUEST, 1, State.OPEN)), REQUEST),
+        (Notify(1, Settled(request_id=REQUEST, pool="prefill", direction="send")), REQUEST),
+        (SendToPeer(PEER, OpEnded(op=1)), ""),
+        (StopOp(1), ""),
     ],
 )
-def test_what_a_line_is_about(thing: object, *, named: bool) -> None:
-    assert about(thing) == ({"request_id": REQUEST} if named else {})
+def test_which_request_a_line_on_an_effect_names(effect: Effect, request_id: str) -> None:
+    assert request_id_of(effect) == request_id
 
 
 def test_an_error_keeps_its_request_on_the_way() -> None:
