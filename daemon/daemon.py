@@ -22,12 +22,12 @@ import uvloop
 
 from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.dispatch import Dispatcher, OpenCall
-from kvferry.daemon.control.hub import EndpointsChanged, EventHub, InstanceEnded, PoolRemoved, SessionEnded
+from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.kept_bytes import ConnectionBytes
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.self_ping import SelfPing
 from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.control.sessions import SessionRegistry
+from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.descriptors import PER_POOL, PER_SESSION, Descriptors, raise_limit
@@ -65,6 +65,7 @@ from kvferry.pools.devices.accelerator import STUCK_AFTER_S
 from kvferry.pools.devices.base import Region
 from kvferry.pools.host.memory import kept_bytes, smallest_limit
 from kvferry.pools.host.placement import offer
+from kvferry.pools.pool import Pool
 from kvferry.protocol import VERSION
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.config.schema import Config
@@ -170,7 +171,7 @@ class Daemon:
             kept=connection_bytes,
         )
         self._sessions = SessionRegistry(limits)
-        self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, counters, self._control.send, hub)
+        self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, counters, self._control.send)
         self._links = PeerLinks(
             self.boot_id,
             directory.listen(PEER_SOCKET),
@@ -184,23 +185,31 @@ class Daemon:
         )
         # -- pools and devices
         self._devices = Devices(config.devices, self._device_lost, tuning.stuck_after_s)
-        self._registry = PoolRegistry(LostPools(directory.folder), self._sessions, hub)
+        self._registry = PoolRegistry(LostPools(directory.folder), self._sessions, self._pool_removed)
         self._session_socket = SessionSocket(
             directory.listen(SESSION_SOCKET),
             self.boot_id,
             self._sessions,
             counters,
-            hub,
+            self._session_began,
+            self._session_ended,
             self._region_of,
             descriptors,
             self._dispatcher.kept,
             resume_grace_s=config.service.resume_grace_s,
         )
         self._adoption = Adoption(
-            store or NoStore(), self.boot_id, self._sessions, self._session_socket, self._registry, hub, counters
+            store or NoStore(), self.boot_id, self._sessions, self._session_socket, self._registry, counters
         )
         self._fetcher = started_threads(FETCH_THREADS, "fetch")
-        self._rings = EventRings(self._dispatcher, self._session_socket, self._devices, self._fetcher, hub, descriptors)
+        self._rings = EventRings(
+            self._dispatcher,
+            self._session_socket,
+            self._devices,
+            self._fetcher,
+            self._events_reached,
+            descriptors,
+        )
         memory = HostMemory(config=config.memory)
         self._pools = PoolService(
             self._dispatcher,
@@ -219,7 +228,6 @@ class Daemon:
         self._tiers = Tiers(
             config,
             self._dispatcher,
-            hub,
             self._sessions,
             self._registry,
             self._rings,
@@ -269,8 +277,6 @@ class Daemon:
             self._remote.receiver,
             self._adoption,
         )
-        hub.subscribe(SessionEnded, self._session_ended)
-        hub.subscribe(InstanceEnded, self._instance_ended)
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.handle_open("PING", lambda _call: Pong())
         self._dispatcher.handle_open("STATUS", self._status)
@@ -282,7 +288,6 @@ class Daemon:
         """Return both halves of transfers between hosts."""
         executor = started_threads(threads, "network", initializer=be_as_others)
         self._copier = NetworkCopier(executor, copy_kernel.new_copy_threads(threads, as_others()))
-        hub.subscribe(PoolRemoved, lambda event: network.drop_pool(event.pool))
         receiver = NetworkReceiver(
             self._links.send,
             lambda peer: self._links.terms_with(peer).bounce_buffer_bytes,
@@ -405,10 +410,14 @@ class Daemon:
             with contextlib.suppress(RuntimeError):  # no thread left: the service manager looks at the time, too
                 timer.start()
 
-    def _session_ended(self, event: SessionEnded) -> None:
-        """Let go of what a session had for itself: what waits for it first."""
-        session = event.session
+    def _session_began(self, session: Session) -> None:
+        self._adoption.session_began(session)
+        self._transfers.session_began(session.session_id)
+
+    def _session_ended(self, session: Session) -> None:
+        """Let go of what a session had for itself, what waits for it first, and what its instance had: pages last."""
         for part, lost in (
+            ("adoption", partial(self._adoption.session_ended, session.session_id)),
             ("dispatcher", partial(self._dispatcher.forget_session, session)),
             ("event rings", partial(self._rings.session_lost, session.session_id)),
             ("tables", partial(self._tables.session_lost, session.session_id)),
@@ -417,11 +426,9 @@ class Daemon:
             ("pools", partial(self._pools.session_lost, session.session_id)),
         ):
             self._let_go(part, lost)
-
-    def _instance_ended(self, event: InstanceEnded) -> None:
-        """Let go of what the sessions of an instance had together: its pages last."""
-        self._let_go("tiers", partial(self._tiers.instance_lost, event.owner_id))
-        self._let_go("pools", partial(self._pools.instance_lost, event.owner_id))
+        if not self._sessions.of_instance(session.owner_id):
+            self._let_go("tiers", partial(self._tiers.instance_lost, session.owner_id))
+            self._let_go("pools", partial(self._pools.instance_lost, session.owner_id))
 
     def _let_go(self, part: str, lost: Callable[[], None]) -> None:
         """Let one part go; what it raises must not keep the others from it: the engine's pages come last."""
@@ -430,6 +437,16 @@ class Daemon:
         except Exception as cause:
             self.counters.add("sessions.ends_failed")
             log.exception("a session's end failed in part", part=part, cause=str(cause))
+
+    def _events_reached(self, session_id: int, values: list[int]) -> None:
+        self._transfers.events_reached(session_id, values)
+
+    def _pool_removed(self, pool: Pool) -> None:
+        self._adoption.forget(pool)
+        self._tiers.pool_removed(pool)
+        if self._network is not None:
+            self._network.drop_pool(pool)
+        self._peers.pool_removed(pool)
 
     def _region_of(self, asked: RegionRequest) -> Region:
         """Return the memory that another daemon of this host may map for reading; see ``SessionSocket``."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import structlog
 
-from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, KeptBytes
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import PendingEvent, Session, SessionRegistry
@@ -165,7 +164,6 @@ class Dispatcher:
         sessions: SessionRegistry,
         counters: Counters,
         send: SendFrames,
-        hub: EventHub,
     ) -> None:
         """``send`` sends replies and events; it returns False if the peer is gone or its queue is full."""
         self._boot_id = boot_id
@@ -176,7 +174,7 @@ class Dispatcher:
         self._open_handlers: dict[type[Body], OpenHandler] = {}
         self._handlers: dict[type[Body], Handler] = {}
         self._send = send
-        self._hub = hub
+        self._on_acknowledged: dict[type[Body], Callable[[Session, Any], None]] = {}
         self._deadlines: dict[tuple[int, int], asyncio.TimerHandle] = {}
         self._part_ids = itertools.count(-1, -1)
         self._batches: dict[int, OpenBatch] = {}
@@ -189,6 +187,10 @@ class Dispatcher:
     def handle(self, kind: str, handler: Handler) -> None:
         """Register the handler of a request type that needs a session."""
         self._handlers[REQUEST_TYPES[kind]] = handler
+
+    def handle_acknowledged(self, kind: type[BodyT], handler: Callable[[Session, BodyT], None]) -> None:
+        """Register what is called when an engine has acknowledged an event of this type."""
+        self._on_acknowledged[kind] = handler
 
     def check_complete(self) -> None:
         """Assert that every request type has a handler."""
@@ -366,7 +368,9 @@ class Dispatcher:
         """Apply what every request of a session carries: where to answer, and which events it acknowledges."""
         session.bind(identity)
         for event in session.acknowledge(request.acknowledged):
-            self._hub.publish(EventAcknowledged(session, event.body))
+            acknowledged = self._on_acknowledged.get(type(event.body))
+            if acknowledged is not None:
+                acknowledged(session, event.body)
         self.push_events(session)
 
     def _handle(self, session: Session, request: Request, ids: tuple[PageIds, ...], size_bytes: int) -> None:

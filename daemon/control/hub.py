@@ -5,54 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from kvferry.daemon.control.sessions import Session
-from kvferry.pools.pool import Pool
-from kvferry.protocol.events import SingleEvent
-
-
-class SessionBegan(NamedTuple):
-    """A session was opened and has sent no request yet."""
-
-    session: Session
-
-
-class SessionResumed(NamedTuple):
-    """A session that had lost its socket was taken over by a peer, which may be another process."""
-
-    session: Session
-
-
-class SessionEnded(NamedTuple):
-    """A session's socket was closed, or its process ended. It has been removed from the registry."""
-
-    session: Session
-
-
-class InstanceEnded(NamedTuple):
-    """The last session of an instance has ended; published after that session's ``SessionEnded``."""
-
-    owner_id: int
-
-
-class EventAcknowledged(NamedTuple):
-    """An engine has acknowledged an event of its session."""
-
-    session: Session
-    body: SingleEvent
-
-
-class PoolRemoved(NamedTuple):
-    """A pool was removed; its memory is freed after all handlers have returned."""
-
-    pool: Pool
-
-
-class DeviceEventsReached(NamedTuple):
-    """The values of a session's event ring may have changed; ``values`` has them by slot."""
-
-    session_id: int
-    values: list[int]
-
 
 class EndpointsChanged(NamedTuple):
     """The transfer state machine was called, and may have effects to be executed."""

@@ -21,7 +21,6 @@ from typing import Final
 
 import structlog
 
-from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded, SessionResumed
 from kvferry.daemon.control.kept_bytes import SHARES, KeptBytes
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
@@ -193,7 +192,8 @@ class SessionSocket:
         boot_id: BootId,
         sessions: SessionRegistry,
         counters: Counters,
-        hub: EventHub,
+        began: Callable[[Session], None],
+        ended: Callable[[Session], None],
         region_of: Callable[[RegionRequest], Region],
         descriptors: Descriptors,
         kept: KeptBytes,
@@ -202,8 +202,10 @@ class SessionSocket:
     ) -> None:
         """Take over a listening socket.
 
-        ``region_of`` returns the memory that another daemon of this host asks for, or raises. A session with ``keep``
-        whose socket is lost may resume for ``resume_grace_s`` seconds.
+        ``began`` is called with a session that was opened, adopted or resumed by a peer, which may be another process;
+        ``ended``, once it was removed from the registry. ``region_of`` returns the memory that another daemon of this
+        host asks for, or raises. A session with ``keep`` whose socket is lost may resume for ``resume_grace_s``
+        seconds.
         """
         self.resume_grace_s = resume_grace_s
         self.boot_id = boot_id
@@ -212,7 +214,8 @@ class SessionSocket:
         self.region_of = region_of
         self.descriptors = descriptors
         self.kept = kept
-        self._hub = hub
+        self._began = began
+        self._ended = ended
         self._unopened: dict[_Connection, int] = {}
         self._refusal_logged_at = -REFUSAL_LOG_S
         self._connections: dict[int, _Connection] = {}
@@ -258,7 +261,7 @@ class SessionSocket:
                 os.close(pidfd)
                 return False
         self._kept[session.session_id] = _Awaited(self, session, pidfd, loop)
-        self._hub.publish(SessionBegan(session))
+        self._began(session)
         return True
 
     @property
@@ -335,9 +338,9 @@ class SessionSocket:
         self._unopened.pop(connection, None)
 
     def opened(self, connection: _Connection, session: Session) -> None:
-        """Record a new session's connection, and publish ``SessionBegan``."""
+        """Record a new session's connection."""
         self._connections[session.session_id] = connection
-        self._hub.publish(SessionBegan(session))
+        self._began(session)
 
     def keep(self, connection: _Connection, session: Session) -> None:
         """Keep a session that has lost its socket, so that it can be resumed."""
@@ -363,18 +366,16 @@ class SessionSocket:
         kept.release()
         session.resumed_by(peer, keep=opening.keep)
         self._connections[session.session_id] = connection
-        self._hub.publish(SessionResumed(session))
+        self._began(session)
         return session
 
     def closed(self, session: Session) -> None:
-        """Close a session whose connection is gone, and publish its end, and its instance's after the last one."""
+        """Close a session whose connection is gone."""
         self._connections.pop(session.session_id, None)
         self._kept.pop(session.session_id, None)
         self.sessions.close(session)
         self.descriptors.give(session)
-        self._hub.publish(SessionEnded(session))
-        if not self.sessions.of_instance(session.owner_id):
-            self._hub.publish(InstanceEnded(session.owner_id))
+        self._ended(session)
 
     def _accept(self) -> None:
         for _ in range(ACCEPT_BOUND):

@@ -17,7 +17,6 @@ from typing import Final
 import numpy as np
 import structlog
 
-from kvferry.daemon.control.hub import EventHub, PoolRemoved, SessionBegan, SessionEnded, SessionResumed
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_index import INDEX_BYTES, FoundSessions, SessionIndex, SessionRecord, format_index
 from kvferry.daemon.control.session_socket import SessionSocket
@@ -70,10 +69,9 @@ class Adoption:
         sessions: SessionRegistry,
         session_socket: SessionSocket,
         pools: PoolRegistry,
-        hub: EventHub,
         counters: Counters,
     ) -> None:
-        """Take what the store has, and record sessions and pools from now on; ``adopt`` comes before any."""
+        """Take what the store has; ``adopt`` comes before any session or pool."""
         self._store = store
         self._sessions = sessions
         self._session_socket = session_socket
@@ -91,10 +89,6 @@ class Adoption:
         self._index = SessionIndex(self._memory.buffer)
         self._before = self._index.boot_id
         self._found = self._index.begin(boot_id)
-        hub.subscribe(SessionBegan, lambda event: self._session_began(event.session))
-        hub.subscribe(SessionResumed, lambda event: self._record(event.session))
-        hub.subscribe(SessionEnded, lambda event: self._index.remove(event.session.session_id))
-        hub.subscribe(PoolRemoved, lambda event: self.forget(event.pool))
 
     def __repr__(self) -> str:
         """Show who keeps what outlives the daemon."""
@@ -199,14 +193,19 @@ class Adoption:
 
     # -- recording
 
-    def _session_began(self, session: Session) -> None:
+    def session_began(self, session: Session) -> None:
+        """Record a session, or who has resumed it."""
+        if self._memory is None:
+            return
         self._index.give(session.session_id)
-        self._record(session)
-
-    def _record(self, session: Session) -> None:
         if not self._index.put(_record_of(session, started_at(session.peer.pid))):
             self._counters.add("adoption.not_kept")
             log.warning("a session does not outlive the daemon", session=session.session_id, cause="the index is full")
+
+    def session_ended(self, session_id: int) -> None:
+        """Let a session not be adopted."""
+        if self._memory is not None:
+            self._index.remove(session_id)
 
     # -- adopting
 

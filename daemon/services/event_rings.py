@@ -22,7 +22,6 @@ import numpy as np
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler, expect
-from kvferry.daemon.control.hub import DeviceEventsReached, EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.process.descriptors import PER_RING, Descriptors
 from kvferry.daemon.process.devices import Devices
@@ -119,16 +118,19 @@ class EventRings:
         session_socket: SessionSocket,
         devices: Devices,
         executor: Executor,
-        hub: EventHub,
+        reached: Callable[[int, list[int]], None],
         descriptors: Descriptors,
     ) -> None:
-        """``executor`` opens the events of devices, which may block."""
+        """Have ``executor`` open the events of devices, which may block.
+
+        ``reached`` is called with a session and the values of its ring, by slot, where they may have changed.
+        """
         self._descriptors = descriptors
         self._dispatcher = dispatcher
         self._session_socket = session_socket
         self._devices = devices
         self._executor = executor
-        self._hub = hub
+        self._reached = reached
         self._loop = asyncio.get_running_loop()
         self._rings: dict[int, _Ring] = {}
         dispatcher.handle("OPEN_EVENTS", self._open)
@@ -202,7 +204,7 @@ class EventRings:
         ring = self._rings.pop(session_id, None)
         if ring is not None:
             self._loop.remove_reader(ring.eventfd)
-            self._hub.publish(DeviceEventsReached(session_id, ring.values()))
+            self._reached(session_id, ring.values())
             ring.close()
 
     def _ring(self, session_id: int, field: str) -> _Ring:
@@ -286,7 +288,7 @@ class EventRings:
 
     def _check(self, session_id: int, ring: _Ring) -> None:
         if self._rings.get(session_id) is ring:
-            self._hub.publish(DeviceEventsReached(session_id, ring.values()))
+            self._reached(session_id, ring.values())
             self._release_held(ring)
 
     def _release_held(self, ring: _Ring) -> None:

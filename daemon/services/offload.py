@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import msgspec
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
-from kvferry.daemon.control.hub import EventHub, PoolRemoved
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
@@ -90,7 +89,6 @@ class OffloadService:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        hub: EventHub,
         pools: PoolRegistry,
         rings: EventRings,
         host: HostTier,
@@ -108,7 +106,6 @@ class OffloadService:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[Operation, _Restoring]] = deque()
         self._looking = False
-        hub.subscribe(PoolRemoved, self._pool_removed)
         for kind, handler in (
             ("OFFLOAD", lambda call: rings.hold(call, expect(call, Offload).after, self._offload)),
             ("RESTORE", lambda call: rings.hold(call, expect(call, Restore).after, self._restore)),
@@ -389,10 +386,11 @@ class OffloadService:
 
     # -- the rest
 
-    def _pool_removed(self, event: PoolRemoved) -> None:
+    def pool_removed(self, pool: Pool) -> None:
+        """End the RESTOREs that wait for pages of a pool."""
         for operation, restoring in list(self._waiting):
-            if restoring.pool is event.pool:
-                self._operations.give_up(operation, _deleted(event.pool))
+            if restoring.pool is pool:
+                self._operations.give_up(operation, _deleted(pool))
 
     def _drop(self, call: Call) -> Answer:
         snapshot = self.snapshots.get(call.session.tenant, expect(call, DropSnapshot).snapshot)

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from kvferry.daemon.control.hub import EndpointsChanged, EventHub, PoolRemoved
+from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.transfer.endpoints import Half, Incarnation, ReceiveRequest
@@ -82,7 +82,6 @@ class PeerTransferService:
             Confirmed: transports.confirmed,
             PoolGone: peers.pool_gone,
         }
-        hub.subscribe(PoolRemoved, lambda event: self.pool_removed(event.pool))
 
     def source_daemons(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
         """Return the daemons that a RECEIVE names, without this one, and connect to them.

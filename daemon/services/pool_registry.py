@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import msgspec
 
-from kvferry.daemon.control.hub import EventHub, PoolRemoved
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.process.access import DEVICE_POOLS_FILE
 from kvferry.pools.allocator import PageAllocator
@@ -102,10 +101,11 @@ class PoolRegistry:
         lost: pools whose memory is gone, with the reason; kept across restarts.
     """
 
-    def __init__(self, lost: LostPools, sessions: SessionRegistry, hub: EventHub) -> None:
+    def __init__(self, lost: LostPools, sessions: SessionRegistry, removed: Callable[[Pool], None]) -> None:
+        """``removed`` is called with a pool before its memory is freed."""
         self.lost = lost
         self._sessions = sessions
-        self._hub = hub
+        self._removed = removed
         self._pools: dict[tuple[int, str], Pool] = {}
         self._older: set[tuple[int, str]] = set()
         """Of which a session may have attached an earlier one."""
@@ -183,10 +183,10 @@ class PoolRegistry:
         self._look_for_older(pool)
 
     def remove(self, pool: Pool) -> None:
-        """Remove a pool, and publish ``PoolRemoved`` before its memory is freed."""
+        """Remove a pool."""
         del self._pools[pool.tenant, pool.name]
         self._older.discard((pool.tenant, pool.name))
-        self._hub.publish(PoolRemoved(pool))
+        self._removed(pool)
 
     def pages_by_owner(self) -> Counter[int]:
         """Return how many pages of all pools each instance owns."""

@@ -12,7 +12,6 @@ from typing import Final
 import structlog
 
 from kvferry.daemon.control.dispatch import Dispatcher
-from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.process.memory import HostMemory
@@ -35,6 +34,7 @@ from kvferry.daemon.tiers.snapshots import SnapshotRegistry
 from kvferry.daemon.tiers.space_waiter import SpaceWaiter
 from kvferry.pools import copy_kernel
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
+from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Extent
 from kvferry.pools.tiers.index import PinnedBlocks
 from kvferry.protocol.config.schema import Config
@@ -85,7 +85,6 @@ class Tiers:
         self,
         config: Config,
         dispatcher: Dispatcher,
-        hub: EventHub,
         sessions: SessionRegistry,
         pools: PoolRegistry,
         rings: EventRings,
@@ -103,11 +102,10 @@ class Tiers:
         threads = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
         copy_threads = copy_kernel.new_copy_threads(threads, background())
         self._copier = TierCopier(loop, scheduler, threads=threads, copy_threads=copy_threads)
-        self.operations = Operations(dispatcher, hub, sessions, counters, self._copier, self._host, executor)
+        self.operations = Operations(dispatcher, sessions, counters, self._copier, self._host, executor)
         space_waiter = SpaceWaiter(dispatcher, self.operations)
         self._service = OffloadService(
             dispatcher,
-            hub,
             pools,
             rings,
             self._host,
@@ -139,6 +137,10 @@ class Tiers:
         """Stop a session's operations, and forget its CACHE_EVENTS."""
         self.operations.session_lost(session_id)
         self._reports.session_lost(session_id)
+
+    def pool_removed(self, pool: Pool) -> None:
+        """End what waits for pages of a pool."""
+        self._service.pool_removed(pool)
 
     def instance_lost(self, owner_id: int) -> None:
         """Release an instance's leases; its snapshots are kept for a while."""

@@ -12,13 +12,7 @@ from typing import NamedTuple
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
-from kvferry.daemon.control.hub import (
-    DeviceEventsReached,
-    EndpointsChanged,
-    EventAcknowledged,
-    EventHub,
-    SessionBegan,
-)
+from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, TRANSFER
 from kvferry.daemon.control.later import Later
 from kvferry.daemon.control.metrics import Counters
@@ -186,19 +180,18 @@ class TransferService:
         dispatcher.handle("CANCEL", self._cancel)
         dispatcher.handle("ABANDON", self._abandon)
         dispatcher.handle("RESULT", self._result)
-        hub.subscribe(EventAcknowledged, self._acknowledged)
-        hub.subscribe(DeviceEventsReached, self._events_reached)
-        hub.subscribe(SessionBegan, self._session_began)
+        dispatcher.handle_acknowledged(Settled, self._acknowledged)
         hub.subscribe(EndpointsChanged, lambda _event: self.execute())
 
-    def _events_reached(self, event: DeviceEventsReached) -> None:
-        if self._state_machine.waits_for_events(event.session_id):
-            self._state_machine.events_reached(event.session_id, event.values, time.monotonic())
-            self.execute()
-
-    def _session_began(self, event: SessionBegan) -> None:
+    def session_began(self, session_id: int) -> None:
         """Keep the session's results from now on."""
-        self._state_machine.results.open_session(event.session.session_id)
+        self._state_machine.results.open_session(session_id)
+
+    def events_reached(self, session_id: int, values: list[int]) -> None:
+        """Start what waits for these values of a session's event ring, by slot."""
+        if self._state_machine.waits_for_events(session_id):
+            self._state_machine.events_reached(session_id, values, time.monotonic())
+            self.execute()
 
     def session_lost(self, session: Session) -> None:
         """Fail the session's open endpoints."""
@@ -432,10 +425,7 @@ class TransferService:
         if its >= share(user, most, total - its):
             raise OverloadedError(f"{total} {what}, {its} of them of user {user}, of at most {most}")
 
-    def _acknowledged(self, acknowledged: EventAcknowledged) -> None:
-        session, event = acknowledged
-        if not isinstance(event, Settled):
-            return
+    def _acknowledged(self, session: Session, event: Settled) -> None:
         key = EndpointKey(session.tenant, event.request_id, event.pool, event.direction)
         self._state_machine.results.acknowledged(session.session_id, key, event.generation)
 

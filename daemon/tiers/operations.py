@@ -21,7 +21,6 @@ import msgspec
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
-from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.kept_bytes import OPERATION, REQUEST_BYTES, SMALL_BYTES
 from kvferry.daemon.control.later import Later
 from kvferry.daemon.control.metrics import Counters
@@ -239,7 +238,6 @@ class Operations:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        hub: EventHub,
         sessions: SessionRegistry,
         counters: Counters,
         copier: Copier,
@@ -266,7 +264,7 @@ class Operations:
         self._idle = asyncio.Event()
         self._idle.set()
         dispatcher.handle("CANCEL_OPERATION", self._cancel)
-        hub.subscribe(EventAcknowledged, self._on_acknowledged)
+        dispatcher.handle_acknowledged(TierDone, self._acknowledged)
 
     def __iter__(self) -> Iterator[Operation]:
         """Yield the live operations, oldest first."""
@@ -594,7 +592,6 @@ class Operations:
         given_up = self._dispatcher.give_up(session, (body.request, body.part), error)
         return Answer(OperationCancelled(was_done=not given_up))
 
-    def _on_acknowledged(self, event: EventAcknowledged) -> None:
-        if isinstance(event.body, TierDone):
-            self._unacknowledged[event.session.session_id] -= 1
-            self._dispatcher.kept.drop(event.session.session_id, (OPERATION, event.body.operation))
+    def _acknowledged(self, session: Session, event: TierDone) -> None:
+        self._unacknowledged[session.session_id] -= 1
+        self._dispatcher.kept.drop(session.session_id, (OPERATION, event.operation))

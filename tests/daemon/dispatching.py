@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher
-from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
 from kvferry.daemon.control.zmtp import ReceivedMessage
@@ -34,8 +33,7 @@ class Dispatching:
         self.counters = Counters()
         self.sessions = SessionRegistry(limits)
         self.session = self.sessions.open("engine", Peer(1, 2, 3))
-        self.hub = EventHub()
-        self.dispatcher = Dispatcher(BOOT, limits, self.sessions, self.counters, self.send, self.hub)
+        self.dispatcher = Dispatcher(BOOT, limits, self.sessions, self.counters, self.send)
         self.said = asyncio.Event()
         self.dispatcher.handle_open("PING", lambda _call: Pong())
         self.dispatcher.handle("ALLOCATE", self.allocate)

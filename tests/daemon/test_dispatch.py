@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.daemon.control.dispatch import TOGETHER_BYTES, Answer, Call
-from kvferry.daemon.control.hub import EventAcknowledged
+from kvferry.daemon.control.sessions import Session
 from kvferry.protocol.base import Busy
 from kvferry.protocol.codec import encode
 from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Event, Reply, Request
@@ -202,8 +202,8 @@ def cursors(messages: list[Reply | Event]) -> list[int]:
 
 
 def test_events_are_pushed_once_to_each_peer_until_they_are_acknowledged(daemon: Dispatching) -> None:
-    seen: list[EventAcknowledged] = []
-    daemon.hub.subscribe(EventAcknowledged, seen.append)
+    seen: list[tuple[Session, Settled]] = []
+    daemon.dispatcher.handle_acknowledged(Settled, lambda session, event: seen.append((session, event)))
     push(daemon, 1, 2)
     assert daemon.sent == [], "there is no peer yet"
     for number, identity, acknowledged, pushed in (
@@ -215,7 +215,7 @@ def test_events_are_pushed_once_to_each_peer_until_they_are_acknowledged(daemon:
         (6, b"d", 1 << 60, []),  # beyond all events: no harm
     ):
         assert cursors(daemon.take(ALLOCATE, number=number, acknowledged=acknowledged, identity=identity)) == pushed
-    assert seen == [EventAcknowledged(daemon.session, settled(number)) for number in (1, 2)]
+    assert seen == [(daemon.session, settled(number)) for number in (1, 2)]
     push(daemon, 3)
     assert cursors(daemon.messages)[-1] == 3
 

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
-from kvferry.daemon.control.hub import DeviceEventsReached, EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session
 from kvferry.daemon.process.descriptors import Descriptors
@@ -63,10 +62,13 @@ class Daemon:
         self._told = asyncio.Event()
         self.engines: list[Engine] = []
         self.devices = Devices(DevicesConfig(), lambda _name, _error: None)
-        hub = EventHub()
-        hub.subscribe(DeviceEventsReached, self._on_reached)
         self.rings = EventRings(
-            cast("Dispatcher", self), cast("SessionSocket", self), self.devices, ManualExecutor(), hub, Descriptors()
+            cast("Dispatcher", self),
+            cast("SessionSocket", self),
+            self.devices,
+            ManualExecutor(),
+            self._on_reached,
+            Descriptors(),
         )
 
     def handle(self, kind: str, handler: Handler) -> None:
@@ -93,8 +95,8 @@ class Daemon:
             await asyncio.wait_for(self._told.wait(), WAIT_S)
         return self.reached.pop(0)
 
-    def _on_reached(self, event: DeviceEventsReached) -> None:
-        self.reached.append((event.session_id, event.values))
+    def _on_reached(self, session_id: int, values: list[int]) -> None:
+        self.reached.append((session_id, values))
         self._told.set()
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
-from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.descriptors import Descriptors
@@ -66,7 +65,7 @@ class Pools:
         monkeypatch.setattr(HostRegion, "populate", self._populate)
         self._handlers: dict[str, Handler] = {}
         self._replies: asyncio.Queue[Answer | KvferryError] = asyncio.Queue()
-        self.registry = PoolRegistry(LostPools(None), self.sessions, EventHub())
+        self.registry = PoolRegistry(LostPools(None), self.sessions, lambda _pool: None)
         self.service = PoolService(
             cast("Dispatcher", self),
             cast("SessionSocket", None),

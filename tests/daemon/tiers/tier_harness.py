@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.daemon.control.dispatch import Dispatcher
-from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
@@ -94,15 +93,14 @@ class Harness:
         self.counters = Counters()
         self.sessions = SessionRegistry(LIMITS)
         self.boot = new_boot_id()
-        hub = EventHub()
-        self.dispatcher = Dispatcher(self.boot, LIMITS, self.sessions, self.counters, self._send, hub)
-        self.pools = PoolRegistry(LostPools(None), self.sessions, hub)
+        self.dispatcher = Dispatcher(self.boot, LIMITS, self.sessions, self.counters, self._send)
+        self.pools = PoolRegistry(LostPools(None), self.sessions, self._pool_removed)
         self.executor = ThreadPoolExecutor(1)
         devices, no_socket = (
             cast("Devices", _NoDevices()),
             cast("SessionSocket", None),
         )
-        rings = EventRings(self.dispatcher, no_socket, devices, self.executor, hub, Descriptors())
+        rings = EventRings(self.dispatcher, no_socket, devices, self.executor, lambda *_: None, Descriptors())
         self.pool_service = PoolService(
             self.dispatcher,
             no_socket,
@@ -117,12 +115,11 @@ class Harness:
         self.host = HostTier(config, self.counters, HostMemory(), call_soon=asyncio.get_running_loop().call_soon)
         self.copier = ScriptedCopier()
         self.operations = Operations(
-            self.dispatcher, hub, self.sessions, self.counters, self.copier, self.host, self.executor, transitions
+            self.dispatcher, self.sessions, self.counters, self.copier, self.host, self.executor, transitions
         )
         self.space_waiter = SpaceWaiter(self.dispatcher, self.operations)
         self.service = OffloadService(
             self.dispatcher,
-            hub,
             self.pools,
             rings,
             self.host,
@@ -259,6 +256,9 @@ class Harness:
             DiskTier, config.disk, config.policy, self.host, self.scheduler, self.counters, clock=lambda: self.now_s
         )  # it looks at files: the daemon does so before it serves
         return opening.result()
+
+    def _pool_removed(self, pool: Pool) -> None:
+        self.service.pool_removed(pool)
 
     def _send(self, identity: bytes, frames: Frames, *, more: bool = False) -> bool:
         del more
