@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 import zmq
+import zmq.asyncio
 
 from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.conversation import Conversation
@@ -22,8 +23,6 @@ from kvferry.protocol.session_messages import Ping
 ANSWER_S: Final = 10.0
 """How long the first answer may take: the loop has nothing else to do yet."""
 
-NOBLOCK: Final = int(zmq.NOBLOCK)
-
 
 class SelfPing:
     """Pings on the running loop, from ``__init__`` to ``close``; one ping at a time."""
@@ -31,15 +30,12 @@ class SelfPing:
     def __init__(self, path: Path, boot_id: BootId) -> None:
         """Connect to the control socket; ``boot_id`` is this daemon's, so that no other one answers for it."""
         self._path = path
-        self._loop = asyncio.get_running_loop()
         self._conversation = Conversation(boot_id)
-        self._answered = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
-        self._context = zmq.Context()
+        self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(f"ipc://{path}")
-        self._loop.add_reader(self._socket.FD, self._drain)
 
     async def check(self) -> None:
         """Return once the daemon has answered.
@@ -55,14 +51,13 @@ class SelfPing:
 
     def watch(self, every_s: float, report: Callable[[], None]) -> None:
         """Ping from now on, and ``report`` each answer, about every ``every_s``."""
-        self._watching = self._loop.create_task(self._watch(every_s, report), name="self-ping")
+        self._watching = asyncio.create_task(self._watch(every_s, report), name="self-ping")
 
     async def close(self) -> None:
         """Stop, and disconnect."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        self._loop.remove_reader(self._socket.FD)
         self._socket.close()
         self._context.term()
 
@@ -73,24 +68,22 @@ class SelfPing:
                 await asyncio.sleep(every_s)
 
     async def _ping(self, timeout_s: float) -> bool:
-        """Return whether an answer comes in time."""
-        self._answered.clear()
+        """Return whether an answer comes in time, be it a late one to a ping before."""
+        while await self._socket.poll(0):  # what came while nobody asked says nothing about now
+            await self._socket.recv_multipart()
         _, frames = self._conversation.request(Ping(), deadline_ms=round(timeout_s * 1000) or 1)
-        self._socket.send_multipart(frames, NOBLOCK)
-        self._drain()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._answered.wait()
+                await self._socket.send_multipart(frames)
+                while not self._is_answer(await self._socket.recv_multipart()):
+                    pass
         except TimeoutError:
             return False
         return True
 
-    def _drain(self) -> None:
-        """Read what has come: the descriptor tells of a change only once."""
-        while cast("int", self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            try:
-                arrived = self._conversation.feed(self._socket.recv_multipart(NOBLOCK))
-            except MalformedError:
-                continue
-            if arrived is not None and not isinstance(arrived.body, ErrorReply):  # STALE_BOOT: another daemon's
-                self._answered.set()
+    def _is_answer(self, frames: list[bytes]) -> bool:
+        try:
+            arrived = self._conversation.feed(frames)
+        except MalformedError:
+            return False
+        return arrived is not None and not isinstance(arrived.body, ErrorReply)  # STALE_BOOT: another daemon's
