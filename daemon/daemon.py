@@ -316,7 +316,7 @@ class Daemon:
             await self._loop.run_in_executor(self._fetcher, self._devices.open, device)
         await self._tiers.start()
         self._adoption.adopt(self._loop)
-        self._links.start(self._loop, self._peers)
+        self._links.start(self._peers)
         self._control.start(self._loop, self._dispatcher.on_message, self._sessions.identities)
         self._session_socket.start(self._loop)
         self._watch_devices()

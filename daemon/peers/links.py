@@ -24,16 +24,18 @@ has named.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, Protocol
 
 import structlog
 import zmq
-from zmq.utils.monitor import parse_monitor_message
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.kept_bytes import ConnectionBytes
@@ -88,7 +90,6 @@ WARNING_S = 1.0
 
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 500
-RETRY_S = 0.01
 TTL_STEP_MS = 100
 MAX_TTL_STEPS = 655
 """libzmq keeps milliseconds in 16 bits: at most 65.5 s, which is longer than any interval."""
@@ -99,6 +100,7 @@ WAITING_BYTES = 256 << 20
 SOCKETS_PER_LINK = 3
 """The DEALER and both ends of its monitor."""
 
+NOBLOCK: Final = int(zmq.NOBLOCK)  # an enum costs a microsecond a use
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """What libzmq says where the process, not the address, is why there is no socket."""
 
@@ -226,18 +228,17 @@ class PeerLink:
         self._round_trip_s = 0.0
         self._outbox: deque[Frames] = deque()
         self._outbox_bytes = 0
-        self._retry: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None
         self._greeting: asyncio.TimerHandle | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        owner.by_key[self.key] = self
         try:
-            self._connect()
+            self._socket, self._monitor = self._open()
         except zmq.ZMQError as cause:
-            self.close()
             if cause.errno in _NO_ROOM:
                 raise OverloadedError(f"{address}: {cause.strerror}", field=field) from cause
             raise InvalidFieldError(f"{address}: {cause.strerror}", field=field) from cause
+        self._at_once: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
+        self._watching = owner.loop.create_task(self._watch(), name=f"link to {address}")
+        owner.by_key[self.key] = self
 
     def __repr__(self) -> str:
         """Show address and state."""
@@ -277,12 +278,11 @@ class PeerLink:
             return
         self._outbox.append(frames)
         self._outbox_bytes += _size_bytes(frames)
-        if self._retry is None:
+        if self._sending is None:
             self._flush()
         if len(self._outbox) > WAITING_MESSAGES or self._outbox_bytes > WAITING_BYTES:
             self._overflowed = True
-            if self._owner.loop is not None:  # the listener is never called from within
-                self._owner.loop.call_soon(self._owner.overflowed, self)
+            self._owner.loop.call_soon(self._owner.overflowed, self)  # the listener is never called from within
 
     def greeted(self, key: str, hello: PeerHello) -> None:
         """Process a PEER_HELLO that has proved to be the peer's.
@@ -319,7 +319,7 @@ class PeerLink:
     def hinted(self, key: str) -> None:
         """Greet, at most every ``GREETING_S``, as somebody has spoken for this address without a proof."""
         self.claimed_key = key
-        if not self._connected or self._greeting is not None or self._owner.loop is None:
+        if not self._connected or self._greeting is not None:
             return
         now = time.monotonic()
         wait_s = max(0.0, self._hinted_at + GREETING_S - now)
@@ -378,67 +378,71 @@ class PeerLink:
         is_up = self._incarnation is not None
         if is_up and linger_ms:
             self._flush()
-        for timer in (self._retry, self._greeting):
-            if timer is not None:
-                timer.cancel()
-        if self._monitor is not None and self._owner.loop is not None:
-            self._owner.loop.remove_reader(self._monitor.FD)
-        if self._socket is not None:
-            self._socket.disable_monitor()
-            self._socket.close(linger_ms if is_up else 0)
-        if self._monitor is not None:
-            self._monitor.close(0)
+        self._clear()
+        if self._greeting is not None:
+            self._greeting.cancel()
+        self._watching.cancel()
+        self._socket.disable_monitor()  # before the monitor is closed: libzmq would wait for who reads it
+        self._socket.close(linger_ms if is_up else 0)
+        self._monitor.close(0)
         self._connected = False
         self._owner.by_key.pop(self.key, None)
-        self._clear()
 
-    def _connect(self) -> None:
-        owner = self._owner
-        dealer = self._socket = owner.context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, QUEUED_MESSAGES),
-            (zmq.RCVHWM, 1),  # nothing is ever read here
-            (zmq.MAXMSGSIZE, owner.limits.max_frame_bytes),
-            (zmq.IMMEDIATE, 1),
-            (zmq.IPV6, int(is_v6(self.address))),
-            (zmq.RECONNECT_IVL, RECONNECT_MS),
-            (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
-            (zmq.CONNECT_TIMEOUT, owner.heartbeat.timeout_ms),
-            (zmq.HANDSHAKE_IVL, owner.heartbeat.timeout_ms),
-            (zmq.HEARTBEAT_IVL, owner.heartbeat.interval_ms),
-            (zmq.HEARTBEAT_TIMEOUT, owner.heartbeat.timeout_ms),
-            (zmq.HEARTBEAT_TTL, owner.heartbeat.time_to_live_ms),  # the ROUTER there sends no heartbeats itself
-            (zmq.TCP_MAXRT, owner.heartbeat.timeout_ms),
-        ):
-            dealer.setsockopt(option, value)
-        self._monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        if owner.loop is not None:
-            owner.loop.add_reader(self._monitor.FD, self._on_monitor_events)
-            owner.loop.call_soon(self._on_monitor_events)  # the descriptor is edge-triggered: read once first
-        dealer.connect(self.address)
+    def _open(self) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
+        """Return a DEALER that connects, and its monitor."""
+        heartbeat = self._owner.heartbeat
+        with contextlib.ExitStack() as unless_open:
+            dealer = self._owner.context.socket(zmq.DEALER)
+            unless_open.callback(dealer.close)
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.SNDHWM, QUEUED_MESSAGES),
+                (zmq.RCVHWM, 1),  # nothing is ever read here
+                (zmq.MAXMSGSIZE, self._owner.limits.max_frame_bytes),
+                (zmq.IMMEDIATE, 1),
+                (zmq.IPV6, int(is_v6(self.address))),
+                (zmq.RECONNECT_IVL, RECONNECT_MS),
+                (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+                (zmq.CONNECT_TIMEOUT, heartbeat.timeout_ms),
+                (zmq.HANDSHAKE_IVL, heartbeat.timeout_ms),
+                (zmq.HEARTBEAT_IVL, heartbeat.interval_ms),
+                (zmq.HEARTBEAT_TIMEOUT, heartbeat.timeout_ms),
+                (zmq.HEARTBEAT_TTL, heartbeat.time_to_live_ms),  # the ROUTER there sends no heartbeats itself
+                (zmq.TCP_MAXRT, heartbeat.timeout_ms),
+            ):
+                dealer.setsockopt(option, value)
+            monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            unless_open.callback(monitor.close)
+            unless_open.callback(dealer.disable_monitor)
+            dealer.connect(self.address)
+            unless_open.pop_all()
+        return dealer, monitor
 
     def _flush(self) -> None:
-        self._retry = None
-        while self._connected and self._outbox and self._socket is not None:
-            try:
-                self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK)
-            except zmq.Again:  # full, or the connection just broke, which the monitor reports
-                if self._owner.loop is not None:
-                    self._retry = self._owner.loop.call_later(RETRY_S, self._flush)
-                return
-            self._outbox_bytes -= _size_bytes(self._outbox.popleft())
+        """Send what libzmq takes; the rest as soon as it takes more."""
+        try:
+            while self._outbox:
+                self._at_once.send_multipart(self._outbox[0], NOBLOCK)
+                self._outbox_bytes -= _size_bytes(self._outbox.popleft())
+        except zmq.Again:  # full, or the connection just broke, which the monitor reports
+            if self._sending is None:
+                self._sending = self._owner.loop.create_task(self._send_on(), name=f"to {self.address}")
 
-    def _on_monitor_events(self) -> None:
-        while self._monitor is not None and not self._monitor.closed:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.Again:
-                return
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._on_connected()
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._on_disconnected()
+    async def _send_on(self) -> None:
+        while self._outbox:
+            await self._socket.poll(flags=zmq.POLLOUT)  # type: ignore[call-arg]  # its stub knows none
+            self._flush()
+        self._sending = None
+
+    async def _watch(self) -> None:
+        """Follow the connection until this link is closed."""
+        while True:
+            event = (await recv_monitor_message(self._monitor))["event"]
+            with self._owner.going_on(self.address):
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._on_connected()
+                elif event == zmq.EVENT_DISCONNECTED:
+                    self._on_disconnected()
 
     def _on_connected(self) -> None:
         self._connected = True
@@ -479,6 +483,9 @@ class PeerLink:
     def _clear(self) -> None:
         self._outbox.clear()
         self._outbox_bytes = 0
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
 
 
 class PeerLinks:
@@ -517,13 +524,13 @@ class PeerLinks:
         self.limits = limits
         self.terms = Terms(limits.max_frame_bytes, limits.max_message_bytes, bounce_buffer_bytes)
         self.counters = counters
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self.loop = asyncio.get_running_loop()
         self.listener: PeerListener | None = None
         self._descriptors = descriptors or Descriptors()
         self._router = ControlSocket(
             listener, limits, counters, also=listen, name="peers", max_connections=self._descriptors.peers, kept=kept
         )
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context = zmq.asyncio.Context()
         self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed socket counts a little longer
         self.context.socket(zmq.DEALER).close()  # its threads begin now: without a descriptor libzmq ends the process
         self._max_links = min(MAX_PEERS, self._descriptors.links)
@@ -533,7 +540,7 @@ class PeerLinks:
         self.by_key: dict[str, PeerLink] = {}
         self._links: dict[str, PeerLink] = {}
         self._unproven: Counter[bytes] = Counter()
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: list[asyncio.Task[None]] = []
         self._warned_at = -WARNING_S
 
     def __repr__(self) -> str:
@@ -545,24 +552,24 @@ class PeerLinks:
         """Return the heartbeat interval in seconds."""
         return self.heartbeat.interval_ms / 1000
 
-    def start(self, loop: asyncio.AbstractEventLoop, listener: PeerListener) -> None:
-        """Serve on this loop, and notify the listener."""
-        self.loop = loop
+    def start(self, listener: PeerListener) -> None:
+        """Serve on the running loop, and notify the listener."""
         self.listener = listener
-        self._router.start(loop, self._received, self._spoken_on, self._ended)
-        self._timers["beat"] = loop.call_later(self.interval_s, self._beat)
-        self._timers["tidy"] = loop.call_later(TIDY_S, self._tidy)
+        self._router.start(self.loop, self._received, self._spoken_on, self._ended)
+        self._tasks = [
+            self.loop.create_task(self._every(self.interval_s, self._beat), name="heartbeats"),
+            self.loop.create_task(self._every(TIDY_S, self._tidy), name="unused links"),
+        ]
 
     def close(self) -> None:
         """Close all connections and stop listening; the last messages have LINGER_MS to leave. Idempotent."""
-        for timer in self._timers.values():
-            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
         for link in self._links.values():
             link.close(LINGER_MS)
         self._links.clear()
         self.context.term()  # before our ROUTER closes, which peers take for our end
         self._router.close()
-        self.loop = None
 
     @property
     def is_listening(self) -> bool:
@@ -675,6 +682,21 @@ class PeerLinks:
             if link.heard_on == connection and link.peer is not None:
                 link.begin_anew("its connection to this daemon has ended, or was silent")
 
+    @contextlib.contextmanager
+    def going_on(self, address: str = "") -> Iterator[None]:
+        """Let an error end nothing but this."""
+        try:
+            yield
+        except Exception as error:
+            self.counters.add("peers.failed")
+            log.exception("a link failed", cause=str(error), peer=address)
+
+    async def _every(self, interval_s: float, call: Callable[[], None]) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            with self.going_on():
+                call()
+
     def _received(self, message: ReceivedMessage) -> None:
         self.counters.add("peers.received")
         head = None
@@ -778,9 +800,6 @@ class PeerLinks:
         self._router.drain_received()
 
     def _beat(self) -> None:
-        if self.loop is None:
-            return
-        self._timers["beat"] = self.loop.call_later(self.interval_s, self._beat)
         now = time.monotonic()
         for link in list(self._links.values()):
             link.beat(now)
@@ -790,9 +809,6 @@ class PeerLinks:
                 self._drop(link)
 
     def _tidy(self) -> None:
-        if self.loop is None:
-            return
-        self._timers["tidy"] = self.loop.call_later(TIDY_S, self._tidy)
         while self._drop_one(QUIET_S):
             pass
 

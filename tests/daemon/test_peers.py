@@ -87,7 +87,7 @@ class Daemon:
         self.said: list[tuple[Incarnation, PeerBody]] = []
         self.in_order: list[str] = []
         self.needed = ""
-        self.links.start(asyncio.get_running_loop(), self)
+        self.links.start(self)
 
     @property
     def address(self) -> str:
