@@ -97,7 +97,7 @@ class AsyncClient(AsyncRequests):
         self._give_back()
 
     def _connected(self) -> None:
-        self._listen(self._socket.FD, self._drain)
+        self._listen(self._socket.FD, self._drain)  # zmq.asyncio costs more: docs/performance.md
         if self._channel is not None:
             self._listen(self._channel.socket.fileno(), self._session_readable)
         if self._link.watch is not None:
