@@ -40,6 +40,7 @@ from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.process.time_slices import as_others, be_as_others, be_prompt
+from kvferry.daemon.quota import Quota
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
@@ -51,7 +52,6 @@ from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfers import Movers, TransferService
 from kvferry.daemon.services.verification import Verification
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
-from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transports.local import AT_ONCE_S, LocalTransport
 from kvferry.daemon.transports.network_copier import NetworkCopier
@@ -239,7 +239,14 @@ class Daemon:
         # -- transfers
         state_machine = TransferStateMachine(
             scheduler,
-            KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes, self._dispatcher.kept),
+            Quota(
+                "payload",
+                limits.max_kept_session_payload_bytes,
+                limits.max_kept_payload_bytes,
+                self._sessions.user_of,
+                field="payload",
+                part_of=self._dispatcher.kept,
+            ),
             tuning.whole_below_bytes,
         )
         self._redeem = state_machine.peers.redeem

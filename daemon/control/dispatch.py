@@ -9,10 +9,11 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import structlog
 
-from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, KeptBytes
+from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, SMALL_BYTES, outlives_session
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import PendingEvent, Session, SessionRegistry
 from kvferry.daemon.control.zmtp import ReceivedMessage
+from kvferry.daemon.quota import Quota
 from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody
 from kvferry.protocol.codec import (
     Frames,
@@ -39,7 +40,7 @@ from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 
 EVENT_AGAIN_S: Final = 0.05
-SMALL_BYTES: Final = 1024
+SMALL_RESULT_BYTES: Final = 1024
 """A result of up to this size is never left out: the client must learn what its request did."""
 
 TOGETHER_BYTES: Final = 1 << 16
@@ -100,7 +101,7 @@ class OpenBatch:
         places: the index of each request's result, by the number under which the request runs.
     """
 
-    def __init__(self, session: Session, message_id: int, batch: Batch, max_bytes: int, kept: KeptBytes) -> None:
+    def __init__(self, session: Session, message_id: int, batch: Batch, max_bytes: int, kept: Quota) -> None:
         self.session = session
         self.message_id = message_id
         self.places: dict[int, int] = {}
@@ -123,7 +124,7 @@ class OpenBatch:
         """Store a request's result; one that makes the reply too large is replaced by TOO_LARGE."""
         size_bytes = encoded_bytes(body) + sum(one.nbytes for one in ids)
         session_id = self.session.session_id
-        if size_bytes > SMALL_BYTES and not (
+        if size_bytes > SMALL_RESULT_BYTES and not (
             self._bytes + size_bytes <= self._max_bytes and self._kept.fits(session_id, size_bytes)
         ):
             too_large = TooLargeError(f"the batch's results exceed {self._max_bytes} bytes: send this request alone")
@@ -169,7 +170,13 @@ class Dispatcher:
         self._boot_id = boot_id
         self._limits = limits
         self.sessions = sessions
-        self.kept = KeptBytes(limits, sessions.user_of)
+        self.kept = Quota(
+            "request",
+            limits.max_kept_session_request_bytes,
+            limits.max_kept_request_bytes,
+            sessions.user_of,
+            small=SMALL_BYTES,
+        )
         self._counters = counters
         self._open_handlers: dict[type[Body], OpenHandler] = {}
         self._handlers: dict[type[Body], Handler] = {}
@@ -226,8 +233,7 @@ class Dispatcher:
         frames = encode(Reply(message_id, self._boot_id, answer.body), answer.ids)
         if not session.answered(message_id, frames):
             return
-        if self.sessions.reply_bytes > self._limits.max_kept_reply_bytes:
-            self.sessions.bound_replies()
+        self.sessions.bound_replies()
         self._count(answer.body)
         if session.identity is not None:
             self._send(session.identity, frames)
@@ -322,7 +328,7 @@ class Dispatcher:
             self._deadlines.pop(key).cancel()
         for part_id in [one for one, batch in self._batches.items() if batch.session is session]:
             del self._batches[part_id]
-        self.kept.session_lost(session.session_id)
+        self.kept.drop_all(session.session_id, lambda key: not outlives_session(key))
 
     def _serve(self, identity: bytes, incoming: IncomingRequest, size_bytes: int) -> None:
         try:

@@ -21,12 +21,13 @@ from typing import Final
 
 import structlog
 
-from kvferry.daemon.control.kept_bytes import SHARES, KeptBytes
+from kvferry.daemon.control.kept_bytes import SHARES
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import Listener
 from kvferry.daemon.process.descriptors import PER_SESSION, Descriptors
 from kvferry.daemon.process.host import started_at
+from kvferry.daemon.quota import Quota
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
@@ -196,7 +197,7 @@ class SessionSocket:
         ended: Callable[[Session], None],
         region_of: Callable[[RegionRequest], Region],
         descriptors: Descriptors,
-        kept: KeptBytes,
+        kept: Quota,
         *,
         resume_grace_s: float = 0.0,
     ) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hmac
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from kvferry.daemon.control.session_index import SessionRecord
 from kvferry.daemon.process.shares import share
+from kvferry.daemon.quota import Quota
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import RETRY_LATER_MS, InvalidFieldError, OverloadedError, ReplyGoneError
 from kvferry.protocol.events import SingleEvent
@@ -32,13 +33,6 @@ class Peer(NamedTuple):
     gid: int
 
 
-class ReplyTotal:
-    """The bytes of the large replies that all sessions keep."""
-
-    def __init__(self) -> None:
-        self.size_bytes = 0
-
-
 class PendingEvent(NamedTuple):
     """An event that the session has not acknowledged."""
 
@@ -58,7 +52,6 @@ class Session:
         ended: whether it has been removed from the registry.
         last_message: the highest number of its requests so far.
         sent_cursor: of the events that were sent so far, the highest cursor.
-        reply_bytes: of the large replies that are kept.
         attached: the number of the memory that its process has mapped, by the pool's name.
     """
 
@@ -72,7 +65,7 @@ class Session:
         owner_id: int | None = None,
         instance: str = "",
         secret: bytes = b"",
-        reply_total: ReplyTotal | None = None,
+        replies: Quota | None = None,
     ) -> None:
         self.session_id = session_id
         self.owner_id = session_id if owner_id is None else owner_id
@@ -90,10 +83,8 @@ class Session:
         self.unacknowledged: deque[PendingEvent] = deque()
         self._limits = limits
         self._next_cursor = 1
-        self.reply_bytes = 0
-        self._reply_total = reply_total or ReplyTotal()
+        self._large = replies or _large_replies(limits)
         self._replies: OrderedDict[int, Frames | None] = OrderedDict()
-        self._large: OrderedDict[int, int] = OrderedDict()
         self._forgotten = 0
         self._parts: set[int] = set()
         self.attached: dict[str, int] = {}
@@ -106,6 +97,11 @@ class Session:
     def tenant(self) -> int:
         """Return the tenant whose pools it may use: its process's uid."""
         return self.peer.uid
+
+    @property
+    def reply_bytes(self) -> int:
+        """Return the bytes of the large replies that are kept."""
+        return self._large.of(self.session_id)
 
     def attach(self, pool: str, region_id: int) -> None:
         """Record which memory of a pool its process has mapped."""
@@ -130,7 +126,7 @@ class Session:
             if answered is None:
                 raise OverloadedError(f"{len(self._replies)} requests of the session are in flight")
             del self._replies[answered]
-            self._drop_large(answered)
+            self._large.drop(self.session_id, answered)
             self._forgotten = max(self._forgotten, answered)
         self._replies[message_id] = None
         self.last_message = max(self.last_message, message_id)
@@ -160,28 +156,16 @@ class Session:
         self._replies[message_id] = reply
         size_bytes = sum(map(len, reply))
         if size_bytes > SMALL_REPLY_BYTES:
-            self._large[message_id] = size_bytes
-            self.reply_bytes += size_bytes
-            self._reply_total.size_bytes += size_bytes
-            while self.reply_bytes > self._limits.max_kept_session_reply_bytes:
+            self._large.keep(self.session_id, message_id, size_bytes)
+            while self.reply_bytes > self._large.each:
                 self.drop_oldest_reply()
         return True
 
     def drop_oldest_reply(self) -> None:
         """Drop the oldest of the large replies that are kept; a retry of its request is refused."""
-        message_id = next(iter(self._large))
-        self._drop_large(message_id)
+        message_id: int = self._large.oldest(self.session_id)
+        self._large.drop(self.session_id, message_id)
         self._replies[message_id] = _GONE
-
-    def drop_replies(self) -> None:
-        """Drop all large replies: the session ends."""
-        while self._large:
-            self.drop_oldest_reply()
-
-    def _drop_large(self, message_id: int) -> None:
-        size_bytes = self._large.pop(message_id, 0)
-        self.reply_bytes -= size_bytes
-        self._reply_total.size_bytes -= size_bytes
 
     def _gone(self, message_id: int) -> ReplyGoneError:
         return ReplyGoneError(
@@ -247,7 +231,7 @@ class SessionRegistry:
         self._by_secret: dict[bytes, Session] = {}
         self._by_owner: dict[int, list[Session]] = {}
         self._owners: dict[tuple[int, str], int] = {}
-        self._reply_total = ReplyTotal()
+        self._replies = _large_replies(limits, self.user_of)
 
     def __len__(self) -> int:
         """Return how many sessions live."""
@@ -278,7 +262,7 @@ class SessionRegistry:
             self._limits,
             owner_id=owner_id,
             instance=instance,
-            reply_total=self._reply_total,
+            replies=self._replies,
         )
         return self._add(session)
 
@@ -311,7 +295,7 @@ class SessionRegistry:
             owner_id=record.owner,
             instance=record.instance,
             secret=record.secret,
-            reply_total=self._reply_total,
+            replies=self._replies,
         )
         session.turn = record.turn
         session.keep = True
@@ -328,7 +312,7 @@ class SessionRegistry:
     def close(self, session: Session) -> None:
         """Remove a session, and with the last one its instance."""
         session.ended = True
-        session.drop_replies()
+        self._replies.drop_all(session.session_id)
         del self._by_id[session.session_id]
         del self._by_secret[session.secret]
         its = self._by_owner[session.owner_id]
@@ -340,18 +324,15 @@ class SessionRegistry:
     @property
     def reply_bytes(self) -> int:
         """Return the bytes of the large replies that are kept."""
-        return self._reply_total.size_bytes
+        return self._replies.total
 
     def bound_replies(self) -> None:
         """Drop large replies until those of all are within their bound.
 
         Those of the user who keeps most of them go, of the session with most.
         """
-        while self.reply_bytes > self._limits.max_kept_reply_bytes:
-            whole: Counter[int] = Counter()
-            for one in self:
-                whole[one.tenant] += one.reply_bytes
-            max(self, key=lambda one: (whole[one.tenant], one.reply_bytes)).drop_oldest_reply()
+        while self._replies.total > self._replies.most:
+            self._by_id[self._replies.worst()].drop_oldest_reply()
 
     def identities(self) -> set[bytes]:
         """Return the identities to which live sessions are answered."""
@@ -374,3 +355,8 @@ class SessionRegistry:
         """Return the live session with this secret, or None."""
         session = self._by_secret.get(secret)
         return session if session and hmac.compare_digest(session.secret, secret) else None
+
+
+def _large_replies(limits: Limits, user_of: Callable[[int], int] = lambda _session_id: 0) -> Quota:
+    """Return what counts the large replies that sessions keep, by message."""
+    return Quota("reply", limits.max_kept_session_reply_bytes, limits.max_kept_reply_bytes, user_of)

@@ -269,7 +269,7 @@ class TableService:
         """
         kept = self._dispatcher.kept
         try:
-            kept.check_all(session_id, size_bytes)
+            kept.check_whole(session_id, size_bytes)
         except OverloadedError as error:
             raise OutOfMemoryError(
                 f"tables take {size_bytes} bytes of host memory: {error.detail}",

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.daemon.quota import Quota
 from kvferry.daemon.transfer.endpoints import Held, ReceiveRequest, SendChunk, SendRequest, TransferOp, Waived
-from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.matching import DRAFT, Match, match
 from kvferry.daemon.transfer.registry import Endpoints, StartOp, WarnTrimmed
 from kvferry.pools.planning.page_ranges import check_apart, lists_with_pages
@@ -147,7 +147,7 @@ class Fit(NamedTuple):
 class CopyScheduler:
     """Makes and starts transfer ops. A chunk of less than ``whole_below_bytes`` is not split into steps."""
 
-    def __init__(self, endpoints: Endpoints, whole_below_bytes: int, payloads: KeptPayloads) -> None:
+    def __init__(self, endpoints: Endpoints, whole_below_bytes: int, payloads: Quota) -> None:
         self._endpoints = endpoints
         self._payloads = payloads
         self._whole_below_bytes = whole_below_bytes
@@ -194,7 +194,7 @@ class CopyScheduler:
             self.join(receive_request, send_request)
         found = fit.match
         payload = send_request.chunks[fit.chunk].payload
-        self._payloads.keep(receive_request.session_id, receive_request.key, receive_request.generation, len(payload))
+        self._payloads.keep(receive_request.session_id, (receive_request.key, receive_request.generation), len(payload))
         for endpoint in (receive_request, send_request):
             endpoint.skipped_source_entries = max(endpoint.skipped_source_entries, found.skipped_source_entries)
             endpoint.covered_source_entries = max(endpoint.covered_source_entries, found.covered_source_entries)

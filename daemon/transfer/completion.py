@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from types import TracebackType
 from typing import Final, TypeAlias
 
+from kvferry.daemon.quota import Quota
 from kvferry.daemon.transfer.endpoints import (
     Announcement,
     Endpoint,
@@ -20,7 +21,7 @@ from kvferry.daemon.transfer.endpoints import (
     RemoteEndpoint,
     SendRequest,
 )
-from kvferry.daemon.transfer.kept import KeptPayloads, Results
+from kvferry.daemon.transfer.kept import Results
 from kvferry.daemon.transfer.registry import (
     Endpoints,
     Notify,
@@ -87,7 +88,7 @@ class Completion:
     """
 
     def __init__(
-        self, endpoints: Endpoints, results: Results, payloads: KeptPayloads, transitions: Transitions = TRANSITIONS
+        self, endpoints: Endpoints, results: Results, payloads: Quota, transitions: Transitions = TRANSITIONS
     ) -> None:
         self.broken: dict[str, KvferryError] = {}
         self.retry_at = 0.0
@@ -260,7 +261,7 @@ class Completion:
         if receive_request.told is State.OPEN:
             self._tell_finished(receive_request, own, now)
             if own is not None:
-                self._payloads.drop(receive_request.session_id, receive_request.key, receive_request.generation)
+                self._payloads.drop(receive_request.session_id, (receive_request.key, receive_request.generation))
         if row.notice is Notice.CLOSE:
             self._close_at_sources(receive_request, matched, receive_request.unmet if row.tombstone else 0)
         while receive_request.waiting:  # these have not been started
@@ -341,7 +342,7 @@ class Completion:
     def _leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
         endpoint.release()
         if isinstance(endpoint, SendRequest):
-            self._payloads.drop(endpoint.session_id, endpoint.key, endpoint.generation)
+            self._payloads.drop(endpoint.session_id, (endpoint.key, endpoint.generation))
         if endpoint.told is not State.SETTLED:
             key = endpoint.key
             settled = Settled(

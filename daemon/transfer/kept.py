@@ -16,14 +16,15 @@ because of its peer leaves none: the peer knows, or is expected to retry.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Final, Protocol
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from typing import Final
 
 import msgspec
 
+from kvferry.daemon.quota import Quota
 from kvferry.daemon.transfer.endpoints import EndpointKey, Half
-from kvferry.protocol.errors import ErrorInfo, KvferryError, OverloadedError, TransferExistsError, raised
+from kvferry.protocol.errors import ErrorInfo, KvferryError, TransferExistsError, raised
 from kvferry.protocol.transfer_messages import TransferResult
 
 GENERATIONS_KEPT = 4096
@@ -35,94 +36,13 @@ ABANDONED: Final = ""
 """Stands for the pool's name where a whole half was abandoned before it came."""
 
 
-# -- results and payloads
-
-
-class Budget(Protocol):
-    """What payloads are kept out of, beside whatever else sessions keep; see ``KeptBytes``."""
-
-    def check_all(self, session_id: int, size_bytes: int) -> None:
-        """Raise OverloadedError where a session may not keep so many bytes more."""
-
-    def charge(self, session_id: int, size_bytes: int) -> None:
-        """Count bytes that a session keeps, or, below 0, no more."""
-
-
-class KeptPayloads:
-    """The bytes of payloads by session, endpoint and generation. A payload counts for each endpoint that keeps it."""
-
-    def __init__(self, session_bytes: int, all_bytes: int, budget: Budget | None = None) -> None:
-        """Keep at most ``session_bytes`` for each session and ``all_bytes`` for all sessions, out of ``budget``."""
-        self._budget = budget
-        self._session_bytes = session_bytes
-        self._all_bytes = all_bytes
-        self._sizes: dict[tuple[int, EndpointKey, int], int] = {}
-        self._of_session: Counter[int] = Counter()
-        self.kept_bytes = 0
-        """How many bytes are kept."""
-
-    def __repr__(self) -> str:
-        """Show how many bytes are kept."""
-        return f"<KeptPayloads {self.kept_bytes} of {self._all_bytes}>"
-
-    def check(self, more: Mapping[int, int]) -> None:
-        """Check that sessions may keep that many bytes more, together.
-
-        Args:
-            more: bytes by session number: all that one message adds.
-
-        Raises:
-            OverloadedError: that exceeds a bound; the error says which.
-        """
-        bounds = [
-            (self._of_session[session_id], size_bytes, self._session_bytes, f"session {session_id}")
-            for session_id, size_bytes in more.items()
-        ]
-        bounds.append((self.kept_bytes, sum(more.values()), self._all_bytes, "all sessions"))
-        for kept, size_bytes, most, whose in bounds:
-            if size_bytes and kept + size_bytes > most:
-                raise OverloadedError(
-                    f"{kept} payload bytes of {whose} are in transfers that have not settled or in events that are "
-                    f"not acknowledged; {size_bytes} more exceed {most}",
-                    field="payload",
-                )
-        for session_id, size_bytes in more.items():
-            if size_bytes and self._budget is not None:
-                self._budget.check_all(session_id, size_bytes)
-
-    def keep(self, session_id: int, key: EndpointKey, generation: int, size_bytes: int) -> None:
-        """Count an endpoint's payload."""
-        if size_bytes:
-            counted = (session_id, key, generation)
-            self._sizes[counted] = self._sizes.get(counted, 0) + size_bytes
-            self._count(session_id, size_bytes)
-
-    def drop_receives(self, session_id: int) -> None:
-        """Stop counting the payloads of a session's receive requests: the session has ended."""
-        for _, key, generation in [
-            one for one in self._sizes if one[0] == session_id and one[1].direction == "receive"
-        ]:
-            self.drop(session_id, key, generation)
-
-    def drop(self, session_id: int, key: EndpointKey, generation: int) -> None:
-        """Stop counting an endpoint's payload, if it was counted."""
-        size_bytes = self._sizes.pop((session_id, key, generation), 0)
-        if size_bytes:
-            self._count(session_id, -size_bytes)
-
-    def _count(self, session_id: int, size_bytes: int) -> None:
-        self._of_session[session_id] += size_bytes
-        self.kept_bytes += size_bytes
-        if not self._of_session[session_id]:
-            del self._of_session[session_id]
-        if self._budget is not None:
-            self._budget.charge(session_id, size_bytes)
+# -- results
 
 
 class Results:
     """The result of each endpoint, until its session acknowledges SETTLED. Bounded by the limits on transfers."""
 
-    def __init__(self, payloads: KeptPayloads) -> None:
+    def __init__(self, payloads: Quota) -> None:
         """``payloads`` counts the payload bytes in results of receive requests."""
         self._payloads = payloads
         self._by_session: dict[int, dict[EndpointKey, TransferResult]] = {}
@@ -174,7 +94,7 @@ class Results:
     def acknowledged(self, session_id: int, key: EndpointKey, generation: int) -> None:
         """Drop what an acknowledged SETTLED kept: that generation's payload, and the result if it is the latest."""
         if key.direction == "receive":
-            self._payloads.drop(session_id, key, generation)
+            self._payloads.drop(session_id, (key, generation))
         known = self.get(session_id, key)
         if known is not None and known.settled is not None and known.settled.generation == generation:
             self.forget(session_id, key)
@@ -187,7 +107,7 @@ class Results:
     def forget_session(self, session_id: int) -> None:
         """Drop all of a session's results."""
         self.total -= len(self._by_session.pop(session_id, ()))
-        self._payloads.drop_receives(session_id)
+        self._payloads.drop_all(session_id, lambda kept: kept[0].direction == "receive")
 
 
 class Generations:

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvferry.daemon.quota import Quota
 from kvferry.daemon.transfer.admission import CopyScheduler, check_chunk_count
 from kvferry.daemon.transfer.completion import Completion
 from kvferry.daemon.transfer.endpoints import (
@@ -30,7 +31,6 @@ from kvferry.daemon.transfer.endpoints import (
     SourcePool,
     TransferOp,
 )
-from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.registry import Endpoints, SendToPeer
 from kvferry.daemon.transfer.transitions import Event, State
 from kvferry.pools.layouts.entry_checks import check_entry
@@ -106,7 +106,7 @@ class PeerTransfers:
         completion: Completion,
         scheduling: CopyScheduler,
         activity: TransferActivity,
-        payloads: KeptPayloads,
+        payloads: Quota,
     ) -> None:
         self._endpoints = endpoints
         self._completion = completion
@@ -154,7 +154,7 @@ class PeerTransfers:
             elif number > len(send_request.chunks):
                 raise PageGapError(f"chunk {number} came after {len(send_request.chunks)} chunks", field="chunk")  # noqa: TRY301
             check_chunk_count(send_request)
-            self._payloads.check({receive_request.session_id: len(chunk.payload)})
+            self._payloads.check(receive_request.session_id, len(chunk.payload))
             fits = self._copy_scheduler.fit(receive_request, send_request, number, [chunk])
         except KvferryError as error:
             with self._completion.whole(body.receive_request.request_id, now):

@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from kvferry.daemon.quota import Quota
 from kvferry.daemon.transfer.admission import (
     CopyScheduler,
     Fit,
@@ -43,7 +44,7 @@ from kvferry.daemon.transfer.endpoints import (
     SendChunk,
     SendRequest,
 )
-from kvferry.daemon.transfer.kept import Generations, KeptPayloads, Results, Tombstones
+from kvferry.daemon.transfer.kept import Generations, Results, Tombstones
 from kvferry.daemon.transfer.matching import check_payload
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers, TransferActivity
 from kvferry.daemon.transfer.registry import AnnounceReceive, Effect, Endpoints, SendToDaemon, SendToPeer
@@ -86,7 +87,7 @@ class TransferStateMachine:
     def __init__(
         self,
         activity: TransferActivity,
-        payloads: KeptPayloads,
+        payloads: Quota,
         whole_below_bytes: int = 0,
         transitions: Transitions = TRANSITIONS,
     ) -> None:
@@ -163,7 +164,7 @@ class TransferStateMachine:
         if len(send_requests) > sources:
             raise UnexpectedSourceError(f"{len(send_requests)} pools send, sources={sources}", field="sources")
         payload_bytes = sum(len(chunk.payload) for one in send_requests for chunk in one.chunks)
-        self.payloads.check({context.session_id: payload_bytes})
+        self.payloads.check(context.session_id, payload_bytes)
         fits = [
             (send_request, fit)
             for send_request in send_requests
@@ -232,7 +233,9 @@ class TransferStateMachine:
             receive_requests = self._receives_for(send_request, context)
         if chunk.payload:
             keeping = Counter([context.session_id, *(one.session_id for one in receive_requests)])
-            self.payloads.check({session_id: copies * len(chunk.payload) for session_id, copies in keeping.items()})
+            for session_id, copies in keeping.items():
+                beside = (keeping.total() - copies) * len(chunk.payload)
+                self.payloads.check(session_id, copies * len(chunk.payload), beside)
         fits: list[tuple[ReceiveRequest, list[Fit]]] = []
         held, whole = len(send_request.held), self._completion.whole(context.request_id, now, send_request)
         try:
@@ -258,7 +261,7 @@ class TransferStateMachine:
     ) -> None:
         number, now = len(send_request.chunks), times.created_at
         send_request.add(chunk)
-        self.payloads.keep(send_request.session_id, send_request.key, send_request.generation, len(chunk.payload))
+        self.payloads.keep(send_request.session_id, (send_request.key, send_request.generation), len(chunk.payload))
         stepping = self._stepping.setdefault(send_request.session_id, []) if chunk.steps else []
         if send_request not in stepping:
             stepping.append(send_request)

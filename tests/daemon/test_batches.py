@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.control.dispatch import Answer, Call, OpenBatch
-from kvferry.daemon.control.kept_bytes import KeptBytes
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
+from kvferry.daemon.quota import Quota
 from kvferry.daemon.services import leases
 from kvferry.daemon.tiers import host_tier, operations
 from kvferry.protocol import tier_messages as tier
@@ -129,7 +129,13 @@ async def test_results_are_bounded_but_what_was_done_is_said(daemon: Batching) -
 
 def test_a_small_result_is_never_left_out() -> None:
     session = SessionRegistry(LIMITS).open("engine", Peer(1, 2, 3))
-    batch = OpenBatch(session, 1, Batch(requests=(FREE, FREE)), 1, KeptBytes(LIMITS))
+    batch = OpenBatch(
+        session,
+        1,
+        Batch(requests=(FREE, FREE)),
+        1,
+        Quota("request", LIMITS.max_kept_session_request_bytes, LIMITS.max_kept_request_bytes),
+    )
     batch.places.update({7: 1, 8: 0})
     for part_id in batch.places:
         batch.put(part_id, Freed(freed=part_id, deferred=0), ())

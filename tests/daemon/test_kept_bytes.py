@@ -16,12 +16,10 @@ import zmq
 
 from kvferry.clients import Client, MhaSpec, new_request_id
 from kvferry.daemon.control.control_socket import PAUSE_BYTES
-from kvferry.daemon.control.kept_bytes import OPERATION, SMALL_BYTES, TRANSFER, KeptBytes
 from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.base import Busy, DeviceEvent, ErrorReply, PageList
 from kvferry.protocol.codec import PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Batch, Reply, Request
-from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocate, Allocated, Free
 from kvferry.protocol.session_messages import OpenEvents
@@ -173,46 +171,6 @@ def test_results_of_batches_that_wait(attack: Attack) -> None:
         attack.put(Batch(requests=(*turn * 4, Allocate(pool="pages", count=1), wait)), *[IDS] * 4, IDS[:1])
     assert {type(attack.take().body) for _ in range(38)} == {Busy}
     assert attack.grown_bytes < 2 * KEPT_BYTES + MARGIN_BYTES
-
-
-def test_bytes_are_counted_by_session_and_in_all() -> None:
-    kept = KeptBytes(Limits(max_kept_session_request_bytes=3 * SMALL_BYTES, max_kept_request_bytes=4 * SMALL_BYTES))
-    kept.keep(1, 7, 2 * SMALL_BYTES)
-    kept.keep(1, (TRANSFER, "a"), SMALL_BYTES)
-    with pytest.raises(OverloadedError, match="of the session are kept"):
-        kept.check(1, SMALL_BYTES + 1)
-    kept.check(1, SMALL_BYTES)  # what is small is always taken: it may be what ends the others
-    kept.keep(2, (OPERATION, 1), 1)
-    with pytest.raises(OverloadedError, match="of all sessions are kept"):
-        kept.check(2, SMALL_BYTES + 1)
-    kept.session_lost(1)
-    assert (kept.of(1), kept.total) == (SMALL_BYTES, SMALL_BYTES + 1)
-    kept.drop(1, (TRANSFER, "a"))
-    kept.drop(1, (TRANSFER, "a"))
-    kept.session_lost(2)
-    assert (kept.of(1), kept.of(2), kept.total) == (0, 0, 0)
-
-
-def test_what_a_user_keeps_leaves_the_next_one_its_part() -> None:
-    users = {1: 1001, 2: 1001, 3: 1002, 4: 0}
-    most = 64 * SMALL_BYTES
-    limits = Limits(max_kept_session_request_bytes=most, max_kept_request_bytes=most)
-    kept = KeptBytes(limits, users.__getitem__)
-    kept.keep(1, 7, 40 * SMALL_BYTES)
-    kept.charge(2, 20 * SMALL_BYTES)  # payloads, say
-    with pytest.raises(OverloadedError, match=f"the share of user 1001, who has {60 * SMALL_BYTES}"):
-        kept.check(2, SMALL_BYTES + 1)
-    kept.check(3, 3 * SMALL_BYTES)
-    kept.check(4, 4 * SMALL_BYTES)
-    kept.check(2, SMALL_BYTES)  # what is small has a quarter more
-    kept.keep(1, 8, 16 * SMALL_BYTES)
-    with pytest.raises(OverloadedError):
-        kept.check(2, SMALL_BYTES)
-    kept.check(3, SMALL_BYTES)
-    users.clear()  # the sessions have ended
-    kept.session_lost(1)
-    kept.charge(2, -20 * SMALL_BYTES)
-    assert kept.total == 0
 
 
 def test_limits_are_a_part_of_what_may_be_kept() -> None:

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from kvferry.daemon.transfer.kept import KeptPayloads
+from kvferry.daemon.quota import Quota
 from kvferry.protocol.errors import (
     IncompleteError,
     InvalidFieldError,
@@ -94,14 +94,14 @@ class Engines:
     """One engine that sends and one that receives; payloads are bounded by few bytes."""
 
     def __init__(self) -> None:
-        self.harness = TransferHarness(payloads=KeptPayloads(OF_SESSION, OF_ALL))
+        self.harness = TransferHarness(payloads=Quota("payload", OF_SESSION, OF_ALL, field="payload"))
         self.prefill = self.harness.engine("prefill", max_payload_bytes=80)
         self.decode = self.harness.engine("decode", max_payload_bytes=60)
 
     @property
     def kept(self) -> int:
         """Return how many bytes are kept."""
-        return self.harness.state_machine.payloads.kept_bytes
+        return self.harness.state_machine.payloads.total
 
     def send(self, number: int, size: int, engine: Engine | None = None) -> None:
         """SEND a payload of that size."""
@@ -156,7 +156,7 @@ def test_a_home_refuses_a_payload_that_its_pool_does_not_take() -> None:
     apart.source.engine("other").send(ids={}, payload=b"few")
     apart.ends("TOO_LARGE", "OK")
     assert apart.decode.finished.payload == b"few"
-    assert [node.state_machine.payloads.kept_bytes for node in (apart.home, apart.source)] == [3, 0]
+    assert [node.state_machine.payloads.total for node in (apart.home, apart.source)] == [3, 0]
 
 
 def test_payloads_of_a_session_are_bounded_until_they_settle_or_are_acknowledged(engines: Engines) -> None:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
+from kvferry.daemon.quota import Quota
 from kvferry.daemon.transfer.endpoints import EndpointKey
-from kvferry.daemon.transfer.kept import GENERATIONS_KEPT, Generations, KeptPayloads, Results
+from kvferry.daemon.transfer.kept import GENERATIONS_KEPT, Generations, Results
 from kvferry.protocol.errors import TransferExistsError, UnknownTransferError
 from kvferry.protocol.transfer_messages import TransferResult
 from tests.transfer.peer_harness import Transfer
@@ -103,7 +104,7 @@ def test_a_transfer_that_begins_anew_drops_the_old_result(three: Three) -> None:
 
 
 def test_results_of_unknown_sessions_are_not_kept() -> None:
-    results = Results(KeptPayloads(1, 1))
+    results = Results(Quota("payload", 1, 1))
     results.begin(5, key("prefill", "send"))
     results.add(5, key("prefill", "send"), TransferResult(state="settled"))
     assert (results.total, results.count(5), results.get(5, key("prefill", "send"))) == (0, 0, None)

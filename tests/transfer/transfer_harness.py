@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.daemon.quota import Quota
 from kvferry.daemon.transfer import state_machine
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, SendChunk, SendRequest
-from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.registry import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.state_machine import RequestContext, TransferStateMachine
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
@@ -77,14 +77,14 @@ class TransferHarness:
     """
 
     def __init__(
-        self, whole_below_bytes: int = 0, transitions: Transitions = TRANSITIONS, payloads: KeptPayloads | None = None
+        self, whole_below_bytes: int = 0, transitions: Transitions = TRANSITIONS, payloads: Quota | None = None
     ) -> None:
         self.now = 100.0
         self.activity: list[str] = []
         self.bugs: list[str] = []
         self.matched: list[tuple[int, Matched]] = []
         self.state_machine = TransferStateMachine(
-            self, payloads or KeptPayloads(1 << 30, 1 << 30), whole_below_bytes, transitions
+            self, payloads or Quota("payload", 1 << 30, 1 << 30), whole_below_bytes, transitions
         )
         self.transport = ScriptedTransport()
         self.pools: list[Pool] = []

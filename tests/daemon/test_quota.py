@@ -1,0 +1,68 @@
+"""Bytes that sessions keep have a bound for each session, for each user and for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.daemon.quota import Quota
+from kvferry.protocol.errors import OverloadedError
+
+SMALL = 1 << 14
+
+
+def test_bytes_are_counted_by_session_and_in_all() -> None:
+    kept = Quota("request", 3 * SMALL, 4 * SMALL, small=SMALL)
+    kept.keep(1, 7, 2 * SMALL)
+    kept.keep(1, "stays", SMALL)
+    with pytest.raises(OverloadedError, match=r"of session 1 are kept.*max_kept_session_request_bytes"):
+        kept.check(1, SMALL + 1)
+    kept.check(1, SMALL)  # what is small is always taken: it may be what ends the others
+    kept.keep(2, 1, 1)
+    with pytest.raises(OverloadedError, match=r"of all sessions are kept.*max_kept_request_bytes"):
+        kept.check(2, SMALL + 1)
+    kept.drop_all(1, lambda key: key != "stays")
+    assert (kept.of(1), kept.total) == (SMALL, SMALL + 1)
+    kept.drop(1, "stays")
+    kept.drop(1, "stays")
+    kept.drop_all(2)
+    assert (kept.of(1), kept.of(2), kept.total) == (0, 0, 0)
+
+
+def test_what_a_user_keeps_leaves_the_next_one_its_part() -> None:
+    users = {1: 1001, 2: 1001, 3: 1002, 4: 0}
+    most = 64 * SMALL
+    kept = Quota("request", most, most, users.__getitem__, small=SMALL)
+    payloads = Quota("payload", most, most, users.__getitem__, field="payload", part_of=kept)
+    kept.keep(1, 7, 40 * SMALL)
+    payloads.keep(2, 7, 20 * SMALL)
+    with pytest.raises(OverloadedError, match=f"the share of user 1001, who has {60 * SMALL}"):
+        kept.check(2, SMALL + 1)
+    with pytest.raises(OverloadedError, match="request bytes of all sessions"):
+        payloads.check(2, SMALL + 1)
+    kept.check(3, 3 * SMALL)
+    payloads.check(3, 3 * SMALL)
+    with pytest.raises(OverloadedError):
+        payloads.check(3, SMALL, beside=3 * SMALL)
+    kept.check(4, 4 * SMALL)
+    kept.check(2, SMALL)  # what is small has a quarter more
+    assert (kept.of(2), payloads.of(2)) == (0, 20 * SMALL), (
+        "a part's bytes count to the whole, not to a session's bound"
+    )
+    kept.keep(1, 8, 16 * SMALL)
+    with pytest.raises(OverloadedError):
+        kept.check(2, SMALL)
+    kept.check(3, SMALL)
+    users.clear()  # the sessions have ended
+    kept.drop_all(1)
+    payloads.drop(2, 7)
+    assert (kept.total, payloads.total) == (0, 0)
+
+
+def test_the_worst_is_the_largest_session_of_the_user_who_keeps_most() -> None:
+    users = {1: 1001, 2: 1001, 3: 1002}
+    kept = Quota("reply", 9, 10, users.__getitem__)
+    for session, key, size in ((1, "a", 3), (2, "b", 4), (2, "c", 1), (3, "d", 6)):
+        kept.keep(session, key, size)
+    assert (kept.worst(), kept.oldest(2)) == (2, "b")
+    kept.drop(2, "b")
+    assert kept.worst() == 3
