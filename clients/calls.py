@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvferry.clients.arguments import checked, mapping, packed_ids, sequence, shown, whole, wrong_kind
 from kvferry.clients.core.client_core import ReplyArrived
-from kvferry.clients.plain import is_list
+from kvferry.clients.plain import is_plain
 from kvferry.protocol.base import AnsweredBy, DeviceEvent, PageList, ReplyT, RequestBody
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
@@ -98,7 +98,7 @@ class Pages(msgspec.Struct, frozen=True, eq=False):
     def __post_init__(self) -> None:
         if type(self.head) is not PageList:
             raise wrong_kind(self.head, "PageList", "head")
-        if not is_list(self.head):
+        if not is_plain(self.head):
             msgspec.structs.force_setattr(self, "head", checked(self.head))
         if type(self.ids) is not bytes or len(self.ids) % INT64_BYTES:
             msgspec.structs.force_setattr(self, "ids", packed_ids(self.ids, "ids"))

@@ -17,7 +17,7 @@ from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, asked, ch
 from kvferry.clients.core.client_core import ClientCore, Outgoing
 from kvferry.clients.core.followed import TierOperation, Transfer
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
-from kvferry.clients.plain import is_receive, is_send
+from kvferry.clients.plain import is_plain
 from kvferry.clients.tables import Tables, tables_name
 from kvferry.protocol.base import DeviceEvent, RequestBody
 from kvferry.protocol.errors import PoolLostError, UnknownTablesError
@@ -153,7 +153,7 @@ class Submitting(ABC):
             steps=sequence(steps, "steps, as ring.step makes them", "steps"),
             checksums=checksums,
         )
-        body = body if is_send(body) else checked(body)
+        body = body if is_plain(body, known="lists") else checked(body)
         return self._begin_transfer(body, ids, deadline_s)
 
     def receive(
@@ -199,7 +199,7 @@ class Submitting(ABC):
             into=into,
             checksums=checksums,
         )
-        body = body if is_receive(body) else checked(body)
+        body = body if is_plain(body, known="lists") else checked(body)
         return self._begin_transfer(body, ids if in_pages else (), deadline_s)
 
     # -- graph tables
