@@ -22,7 +22,6 @@ import uvloop
 
 from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.dispatch import Dispatcher, OpenCall
-from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.kept_bytes import ConnectionBytes
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.self_ping import SelfPing
@@ -159,7 +158,6 @@ class Daemon:
         self._last_report: StatusReport | None = None
         self._report_until_s = 0.0
         self.counters = counters = Counters()
-        hub = EventHub()
         # -- what engines, operators and other daemons talk to
         self._control_path = directory.path / CONTROL_SOCKET
         self._descriptors = descriptors = Descriptors(raise_limit())
@@ -255,12 +253,11 @@ class Daemon:
         self._copier: NetworkCopier | None = None
         self._remote = RemoteTransports(
             PullTransport(self._links.send, self._transport, self._fetcher, fetch_region),
-            *(() if network is None else self._network_transports(network, tuning.copy_threads, state_machine, hub)),
+            *(() if network is None else self._network_transports(network, tuning.copy_threads, state_machine)),
         )
-        self._peers = PeerTransferService(self._links, state_machine, self._remote, hub, counters)
+        self._peers = PeerTransferService(self._links, state_machine, self._remote, self._transfers_changed, counters)
         self._transfers = TransferService(
             self._dispatcher,
-            hub,
             state_machine,
             self._registry,
             self._rings,
@@ -290,7 +287,7 @@ class Daemon:
         self._dispatcher.check_complete()
 
     def _network_transports(
-        self, network: NetworkMemory, threads: int, state_machine: TransferStateMachine, hub: EventHub
+        self, network: NetworkMemory, threads: int, state_machine: TransferStateMachine
     ) -> tuple[NetworkReceiver, NetworkSender]:
         """Return both halves of transfers between hosts."""
         executor = started_threads(threads, "network", initializer=be_as_others)
@@ -307,7 +304,7 @@ class Daemon:
             network,
             self._copier,
             state_machine.peers,
-            lambda: hub.publish(EndpointsChanged()),
+            self._transfers_changed,
             self.counters,
         )
         return receiver, sender
@@ -447,6 +444,9 @@ class Daemon:
 
     def _events_reached(self, session_id: int, values: list[int]) -> None:
         self._transfers.events_reached(session_id, values)
+
+    def _transfers_changed(self) -> None:
+        self._transfers.execute()
 
     def _pool_removed(self, pool: Pool) -> None:
         self._adoption.forget(pool)

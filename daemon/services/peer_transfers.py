@@ -9,7 +9,6 @@ from typing import Any
 
 import structlog
 
-from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.transfer.endpoints import Half, Incarnation, ReceiveRequest
@@ -52,16 +51,16 @@ class PeerTransferService:
         links: PeerLinks,
         state_machine: TransferStateMachine,
         transports: RemoteTransports,
-        hub: EventHub,
+        changed: Callable[[], None],
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` returns seconds, and is the state machine's too."""
+        """``changed`` executes the state machine's effects; ``clock`` returns seconds, as the state machine's."""
         self._links = links
         self._endpoints = state_machine.endpoints
         self._state_machine = peers = state_machine.peers
         self._transports = transports
-        self._hub = hub
+        self._changed = changed
         self._counters = counters
         self._clock = clock
         self._unsent: dict[tuple[str, Half], tuple[HalfAbandoned, float]] = {}
@@ -204,7 +203,7 @@ class PeerTransferService:
         self._state_machine.peer_lost(peer, why, self._clock())
         for receive_request in self._endpoints.receives_expecting(peer.address):
             receive_request.unreachable.add(peer.address)
-        self._hub.publish(EndpointsChanged())
+        self._changed()
 
     def on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
         """See ``PeerListener.on_message``."""
@@ -223,7 +222,7 @@ class PeerTransferService:
             self._state_machine.failed(body, cause, self._clock())
             raise
         finally:
-            self._hub.publish(EndpointsChanged())
+            self._changed()
 
     def _confirm(self, peer: Incarnation, body: Confirm) -> None:
         error = None

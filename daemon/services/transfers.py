@@ -12,7 +12,6 @@ from typing import NamedTuple
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
-from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, TRANSFER
 from kvferry.daemon.control.later import Later
 from kvferry.daemon.control.metrics import Counters
@@ -140,7 +139,6 @@ class TransferService:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        hub: EventHub,
         state_machine: TransferStateMachine,
         pools: PoolRegistry,
         rings: EventRings,
@@ -181,7 +179,6 @@ class TransferService:
         dispatcher.handle("ABANDON", self._abandon)
         dispatcher.handle("RESULT", self._result)
         dispatcher.handle_acknowledged(Settled, self._acknowledged)
-        hub.subscribe(EndpointsChanged, lambda _event: self.execute())
 
     def session_began(self, session_id: int) -> None:
         """Keep the session's results from now on."""

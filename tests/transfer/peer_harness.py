@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Sized
 from typing import Any, Final, Literal, TypeAlias, cast
 
-from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.services.peer_transfers import PeerTransferService
@@ -42,13 +41,11 @@ class Node(TransferHarness):
         self._executing = False
         self.links = ScriptedLinks(harness.network, BootId(boot_id), {"ipc": self.ipc, "tcp": self.tcp})
         self.remote = ScriptedRemote(self.links.send, self.state_machine.peers, self._execute, harness.memory_of)
-        hub = EventHub()
-        hub.subscribe(EndpointsChanged, lambda _event: self._execute())
         self.peers = PeerTransferService(
             cast("PeerLinks", self.links),
             self.state_machine,
             cast("RemoteTransports", self.remote),
-            hub,
+            self._execute,
             Counters(),
             clock=lambda: self.now,
         )
