@@ -35,7 +35,7 @@ from kvferry.protocol.errors import (
     StaleBootError,
     TooLargeError,
 )
-from kvferry.protocol.events import MAX_TOGETHER, Together, merged
+from kvferry.protocol.events import MAX_TOGETHER, Finished, Together, merged
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 
@@ -486,7 +486,8 @@ def _together(session: Session) -> list[PendingEvent]:
     found: list[PendingEvent] = []
     size_bytes = 0
     for one in itertools.islice(session.unsent, MAX_TOGETHER):
-        size_bytes += len(getattr(one.body, "payload", b"")) + sum(ids.nbytes for ids in one.ids)
+        payload = one.body.payload if isinstance(one.body, Finished) else b""
+        size_bytes += len(payload) + sum(ids.nbytes for ids in one.ids)
         if found and size_bytes > TOGETHER_BYTES:
             break
         found.append(one)

@@ -401,10 +401,8 @@ class PeerTransfers:
 
     def failed(self, body: PeerBody, cause: Exception, now: float) -> None:
         """End what a message is about, because handling it raised ``cause``: its sender will not repeat it."""
-        name = getattr(body, "receive_request", None)
-        request_id = name.request_id if name is not None else getattr(body, "request_id", "")
-        if request_id:
-            self._completion.break_off(request_id, cause, now)
+        if body.request_id:
+            self._completion.break_off(body.request_id, cause, now)
 
     def abandoned(self, peer: Incarnation, body: HalfAbandoned, now: float) -> None:
         """Fail the endpoints here that wait for a half that another daemon abandons."""
