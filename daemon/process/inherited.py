@@ -8,7 +8,7 @@ nothing of what they are.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -56,13 +56,13 @@ class Inherited:
             )
 
 
-def take_inherited(environ: MutableMapping[str, str] = os.environ) -> Inherited:
+def take_inherited() -> Inherited:
     """Return what the service manager has passed to this very process, and remove its variables.
 
     From now on no program that this process starts inherits any of it. What is meant for another process is left alone,
     and a number of descriptors that cannot be is none.
     """
-    pid, count, names = (environ.pop(name, "") for name in VARIABLES)
+    pid, count, names = (os.environ.pop(name, "") for name in VARIABLES)
     if pid != str(os.getpid()) or not count.isdecimal() or len(count) > MAX_DIGITS:
         return Inherited()
     named = names.split(":") if names else []

@@ -19,10 +19,7 @@ from kvferry.protocol.manifests import Entry, Scales
 
 EIGHT_BIT_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 PAGE = "page"
-"""One scale per page, over all heads that the rank holds."""
-
-PAGE_HEAD = "page_head"
-"""One scale per page and head."""
+"""One scale per page, over all heads that the rank holds; else it is one per page and head."""
 
 
 class KeyValueScales(msgspec.Struct, frozen=True):
