@@ -353,6 +353,7 @@ class Daemon:
                 await self._copier.close(self._fetcher)
                 self._network.close()
             await self._verification.close()
+            await self._dispatcher.close()
             await self._tiers.close()
             self._transport.close()
             self._fetcher.shutdown(wait=False, cancel_futures=True)

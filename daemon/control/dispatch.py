@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import structlog
 
+from kvferry.daemon.control import first_step
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, SMALL_BYTES, outlives_session
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import PendingEvent, Session, SessionRegistry
@@ -72,6 +73,13 @@ class Handler(Protocol):
 
     def __call__(self, call: Call) -> Answer | None:
         """Return the reply, or None if ``Dispatcher.answer`` is called later; raise KvferryError to refuse."""
+
+
+AsyncHandler = Callable[[Call], Coroutine[Any, Any, Answer | None]]
+"""Does the same as a coroutine, which takes its first step at once.
+
+It is cancelled where the request gets another answer meanwhile (its deadline, ``give_up``), or its session ends.
+"""
 
 
 class OpenCall(NamedTuple):
@@ -179,10 +187,11 @@ class Dispatcher:
         )
         self._counters = counters
         self._open_handlers: dict[type[Body], OpenHandler] = {}
-        self._handlers: dict[type[Body], Handler] = {}
+        self._handlers: dict[type[Body], Handler | AsyncHandler] = {}
         self._send = send
         self._on_acknowledged: dict[type[Body], Callable[[Session, Any], None]] = {}
         self._deadlines: dict[tuple[int, int], asyncio.TimerHandle] = {}
+        self._handling: dict[tuple[int, int], asyncio.Future[Answer | None]] = {}
         self._part_ids = itertools.count(-1, -1)
         self._batches: dict[int, OpenBatch] = {}
         self.handle("BATCH", self._batch)
@@ -191,7 +200,7 @@ class Dispatcher:
         """Register the handler of a request type that needs no session."""
         self._open_handlers[REQUEST_TYPES[kind]] = handler
 
-    def handle(self, kind: str, handler: Handler) -> None:
+    def handle(self, kind: str, handler: Handler | AsyncHandler) -> None:
         """Register the handler of a request type that needs a session."""
         self._handlers[REQUEST_TYPES[kind]] = handler
 
@@ -227,6 +236,7 @@ class Dispatcher:
         if timer is not None:
             timer.cancel()
             self.kept.drop(session.session_id, message_id)
+            self._stop_handling(session.session_id, message_id)
         if message_id < 0:
             self._part_answered(session, message_id, answer)
             return
@@ -240,13 +250,51 @@ class Dispatcher:
 
     def run_held(self, call: Call, handle: Handler) -> None:
         """Run the handler of a request that was held back, and answer the request where that returns its reply."""
-        try:
-            answer = handle(call)
-        except Exception as error:  # noqa: BLE001  a bug must not block the requests held after it
-            answer = Answer(self._refusal(call.body, error))
+        answer = self._answer_of(call, handle)
         if answer is not None:
             self.answer(call.session, call.message_id, answer)
         self._push_after(call)
+
+    def _answer_of(self, call: Call, handle: Handler | AsyncHandler) -> Answer | None:
+        """Run a handler; return its answer, or None where that comes later. Never raises."""
+        try:
+            answer = handle(call)
+            if answer is None or isinstance(answer, Answer):
+                return answer
+            handling = first_step.begin(self._finish(call, answer))
+            if handling.done():
+                return handling.result()
+        except Exception as error:  # noqa: BLE001  see _serve
+            return Answer(self._refusal(call.body, error))
+        self._handling[call.session.session_id, call.message_id] = handling
+        return None
+
+    async def _finish(self, call: Call, work: Coroutine[Any, Any, Answer | None]) -> Answer | None:
+        """Answer a request that is not answered in the first step."""
+        try:
+            answer = await work
+        except Exception as error:  # noqa: BLE001  see _serve
+            answer = Answer(self._refusal(call.body, error))
+        finally:
+            is_first_step = self._handling.pop((call.session.session_id, call.message_id), None) is None
+        if not is_first_step:
+            if answer is not None:
+                self.answer(call.session, call.message_id, answer)
+            self._push_after(call)
+        return answer
+
+    def _stop_handling(self, session_id: int, message_id: int) -> None:
+        handling = self._handling.get((session_id, message_id))
+        if handling is not None:
+            handling.cancel()
+
+    async def close(self) -> None:
+        """Cancel the coroutines of requests that are under way, and wait for them."""
+        handling = list(self._handling.values())
+        for one in handling:
+            one.cancel()
+        if handling:
+            await asyncio.wait(handling)
 
     def answer_open(self, call: OpenCall, answer: ReplyBody | KvferryError) -> None:
         """Send the reply, or the refusal, that the handler of a request without a session deferred."""
@@ -326,6 +374,7 @@ class Dispatcher:
         """Drop the timers and open batches of a session that has ended."""
         for key in [one for one in self._deadlines if one[0] == session.session_id]:
             self._deadlines.pop(key).cancel()
+            self._stop_handling(*key)
         for part_id in [one for one, batch in self._batches.items() if batch.session is session]:
             del self._batches[part_id]
         self.kept.drop_all(session.session_id, lambda key: not outlives_session(key))
@@ -394,9 +443,10 @@ class Dispatcher:
         try:
             if call.message_id > 0:  # not one of a BATCH, which is counted as a whole
                 self.kept.check(call.session.session_id, size_bytes)
-            answer = self._handlers[type(call.body)](call)
-        except Exception as error:  # noqa: BLE001  see _serve
-            answer = Answer(self._refusal(call.body, error))
+        except KvferryError as error:
+            answer: Answer | None = Answer(self._refusal(call.body, error))
+        else:
+            answer = self._answer_of(call, self._handlers[type(call.body)])
         if answer is not None:
             self.answer(call.session, call.message_id, answer)
             return

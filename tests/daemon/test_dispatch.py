@@ -187,6 +187,74 @@ async def test_busy_once_too_much_is_in_flight(daemon: Dispatching) -> None:
     daemon.dispatcher.forget_session(daemon.session)
 
 
+class Waiting:
+    """A handler that is a coroutine, and waits for what the test says."""
+
+    def __init__(self, daemon: Dispatching) -> None:
+        self.daemon, self.may_go, self.cancelled = daemon, asyncio.Event(), 0
+        daemon.dispatcher.handle("DELETE_POOL", self.handle)
+
+    async def handle(self, call: Call) -> Answer:
+        """Wait, and answer."""
+        self.daemon.deferred.append(call)
+        try:
+            await self.may_go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.daemon.on_deferred()
+        return Answer(PoolDeleted(pool="a"))
+
+
+@pytest.mark.anyio
+async def test_a_coroutine_answers_at_once_or_later(daemon: Dispatching) -> None:
+    waiting = Waiting(daemon)
+    assert daemon.take(DELETE, number=1, deadline_ms=60_000) == []
+    assert daemon.take(Batch(requests=(ALLOCATE, DELETE)), number=2, deadline_ms=60_000) == []
+    assert len(daemon.deferred) == 2, "the first step comes before the next request"
+    daemon.said.clear()
+    waiting.may_go.set()
+    assert daemon.take(DELETE, number=3) == [Reply(3, BOOT, PoolDeleted(pool="a"))]
+    while len(daemon.sent) < 3:
+        await next_turn()
+    assert [one.message_id for one in daemon.messages if isinstance(one, Reply)] == [3, 1, 2]
+    await daemon.dispatcher.close()
+    assert not waiting.cancelled
+
+
+@pytest.mark.anyio
+async def test_what_a_coroutine_raises_is_the_answer(daemon: Dispatching) -> None:
+    def fail() -> None:
+        raise PoolFullError("0 free")
+
+    daemon.on_deferred = fail
+    waiting = Waiting(daemon)
+    daemon.take(DELETE, number=1, deadline_ms=60_000)
+    waiting.may_go.set()
+    assert error_of(daemon.take(DELETE, number=2)) == (2, "POOL_FULL", "")
+    await next_turn()
+    assert error_of(daemon.messages[1:]) == (1, "POOL_FULL", "")
+    assert refused(daemon) == {"pool_full": 2}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("what", ["deadline", "another answer", "session", "daemon"])
+async def test_a_coroutine_whose_answer_nobody_wants_is_cancelled_once(daemon: Dispatching, what: str) -> None:
+    waiting = Waiting(daemon)
+    daemon.said.clear()
+    daemon.take(DELETE, number=3, deadline_ms=1 if what == "deadline" else 60_000)
+    if what == "deadline":
+        await daemon.said.wait()
+    elif what == "another answer":
+        daemon.dispatcher.answer_error(daemon.session, 3, PoolFullError("0 free"))
+        daemon.dispatcher.answer_error(daemon.session, 3, PoolFullError("0 free"))
+    elif what == "session":
+        daemon.dispatcher.forget_session(daemon.session)
+    await daemon.dispatcher.close()
+    assert waiting.cancelled == 1
+    assert len(daemon.sent) == (what in {"deadline", "another answer"})
+
+
 def settled(number: int) -> Settled:
     return Settled(request_id=f"{number:032x}", pool="decode", direction="receive")
 

@@ -1,0 +1,104 @@
+"""A coroutine that takes its first step at once, and goes on as a task would."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvferry.daemon.control import first_step
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_what_waits_for_nothing_is_done_at_once() -> None:
+    async def work() -> int:
+        return 7
+
+    assert first_step.begin(work()).result() == 7
+
+
+async def test_what_the_first_step_raises_is_the_result() -> None:
+    async def work() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        first_step.begin(work()).result()
+
+
+async def test_cancel_comes_also_before_the_task_has_begun_and_to_what_it_waits_for() -> None:
+    waits_for: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    said: list[str] = []
+
+    async def work() -> None:
+        try:
+            await waits_for
+        finally:
+            said.append("over")
+
+    task = first_step.begin(work())
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert waits_for.cancelled()
+    assert said == ["over"]
+
+
+@pytest.mark.parametrize("others_wait", [True, False])
+async def test_it_goes_on_once_what_it_waits_for_is_there(*, others_wait: bool) -> None:
+    first, second = asyncio.Event(), asyncio.get_running_loop().create_future()
+    said: list[object] = []
+
+    async def work() -> str:
+        said.append("begun")
+        said.append(await second)
+        await first.wait()
+        await asyncio.sleep(0)
+        return "done"
+
+    task = first_step.begin(work())
+    assert said == ["begun"]
+    other = first_step.begin(work()) if others_wait else None
+    second.set_result(2)
+    first.set()
+    assert await task == "done"
+    assert said[-1] == 2
+    assert other is None or await other == "done"
+
+
+async def test_cancel_comes_where_it_waits_and_is_its_own_to_handle() -> None:
+    said: list[str] = []
+    cancelled = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            cancelled.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            said.append("over")
+
+    task = first_step.begin(work())
+    task.cancel()
+    await cancelled.wait()
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert said == ["over"]
+
+
+async def test_what_it_waits_for_may_fail() -> None:
+    failing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def work() -> str:
+        with pytest.raises(ZeroDivisionError):
+            await failing
+        return "on"
+
+    task = first_step.begin(work())
+    failing.set_exception(ZeroDivisionError())
+    assert await task == "on"
