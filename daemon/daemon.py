@@ -360,7 +360,7 @@ class Daemon:
             self._links.close()
             self._control.close()  # first what was said, then the end of the sessions
             self._leave_sessions()
-            self._tables.close()
+            await self._tables.close()
             self._pools.close()
             self._adoption.leave()
             log.info("ended", counters=self.counters.snapshot())

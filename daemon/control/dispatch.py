@@ -75,8 +75,8 @@ class Handler(Protocol):
         """Return the reply, or None if ``Dispatcher.answer`` is called later; raise KvferryError to refuse."""
 
 
-AsyncHandler = Callable[[Call], Coroutine[Any, Any, Answer | None]]
-"""Does the same as a coroutine, which takes its first step at once.
+AsyncHandler = Callable[[Call], Coroutine[Any, Any, Answer | None] | Answer | None]
+"""Does the same as a coroutine, where it has to wait, which takes its first step at once.
 
 It is cancelled where the request gets another answer meanwhile (its deadline, ``give_up``), or its session ends.
 """

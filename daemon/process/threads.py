@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Final, TypeVar
 
 from kvferry.protocol.errors import OutOfMemoryError
 
 MORE_THREADS: Final = "raise TasksMax= in the unit, or ulimit -u"
+T = TypeVar("T")
 
 
 def started_threads(count: int, name: str, *, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:
@@ -27,3 +30,23 @@ def started_threads(count: int, name: str, *, initializer: Callable[[], None] | 
     finally:
         all_run.set()
     return executor
+
+
+async def on_thread(executor: Executor, call: Callable[[], T], give_back: Callable[[T], object] | None = None) -> T:
+    """Return what a call returns that is made on a thread.
+
+    Cancelled before the call has begun, it is not made. Later, this waits for its end, and ``give_back`` is called with
+    what it has returned, on the same thread.
+    """
+    job = executor.submit(call)
+    try:
+        return await asyncio.wrap_future(job)
+    except asyncio.CancelledError:
+        if not job.cancel():
+            ended = asyncio.wrap_future(job)
+            while not ended.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([ended])
+            if ended.exception() is None and give_back is not None:
+                executor.submit(give_back, ended.result())
+        raise

@@ -14,18 +14,18 @@ import errno
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import structlog
 
-from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler, expect
+from kvferry.daemon.control.dispatch import Answer, AsyncHandler, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.process.descriptors import PER_RING, Descriptors
 from kvferry.daemon.process.devices import Devices
-from kvferry.daemon.process.threads import MORE_THREADS
+from kvferry.daemon.process.threads import MORE_THREADS, on_thread
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
@@ -49,24 +49,16 @@ if TYPE_CHECKING:
 COUNTER = np.dtype("<i8")
 MAX_HELD = 1024
 POLL_S: Final = 100e-6
-LOOK_FROM: Final = 64
-"""From this many held requests on, those whose deadline has passed are removed first: each keeps its page lists."""
 
 log = structlog.get_logger(__name__)
 
 
 class _Waiting(NamedTuple):
-    """A held request and the device event it waits for: until it is done, or if ``recorded``, until it is recorded."""
+    """A request and the device event it waits for: until it is done, or if ``recorded``, until it is recorded."""
 
+    call: Call
     device_event: DeviceEvent
     recorded: bool
-    call: Call
-    handle: Handler
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the request is unanswered: after its deadline it must not be handled any more."""
-        return self.call.session.is_pending(self.call.message_id)
 
 
 class _Ring:
@@ -82,7 +74,7 @@ class _Ring:
         self.number = new_number()
         self.slots = slots
         self.events = events
-        self.waiting: list[_Waiting] = []
+        self.waiting: dict[asyncio.Future[None], _Waiting] = {}
 
     def check(self, one: DeviceEvent | LayerStep, field: str) -> None:
         """Check that an event or a step is of this ring.
@@ -98,6 +90,16 @@ class _Ring:
     def recorded(self) -> list[int]:
         values: list[int] = self.region.view().view(COUNTER).tolist()
         return values
+
+    def release(self) -> None:
+        """Let the requests go on whose events are reached, in the order in which they came."""
+        if not self.waiting:
+            return
+        done, recorded = self.values(), self.recorded()
+        for future, (_, device_event, until_recorded) in self.waiting.items():
+            is_reached = (recorded if until_recorded else done)[device_event.event] >= device_event.value
+            if is_reached and not future.done():
+                future.set_result(None)
 
     def values(self) -> list[int]:
         return self.recorded() if self.events is None else self.events.reached()
@@ -158,45 +160,55 @@ class EventRings:
         """
         return self._ring(session_id, "after").events
 
-    def hold(
-        self, call: Call, device_event: DeviceEvent | None, handle: Handler, *, recorded: bool = False
-    ) -> Answer | None:
-        """Handle a request once its device event is reached: now, or later, and then answer it.
+    def after(self, handle: AsyncHandler) -> AsyncHandler:
+        """Return a handler that waits for a request's device event, its ``after``, before it handles it."""
+
+        async def handle_then(call: Call, device_event: DeviceEvent) -> Answer | None:
+            await self.reached(call, device_event)
+            answer = handle(call)
+            return answer if answer is None or isinstance(answer, Answer) else await answer
+
+        def handle_after(call: Call) -> Coroutine[Any, Any, Answer | None] | Answer | None:
+            device_event = getattr(call.body, "after", None)
+            return handle(call) if device_event is None else handle_then(call, device_event)
+
+        return handle_after
+
+    async def reached(self, call: Call, device_event: DeviceEvent | None, *, recorded: bool = False) -> None:
+        """Wait for a device event of the session of a request, if one is given.
 
         Args:
             call: the request.
             device_event: the event to wait for, or None.
-            handle: handles the request.
-            recorded: handle it as soon as the event is recorded, because a stream then waits for the event itself.
-
-        Returns:
-            The answer, or None where the request is held.
+            recorded: wait only until the event is recorded, because a stream then waits for the event itself.
 
         Raises:
             InvalidFieldError: the session has no such event.
-            OverloadedError: the session has too many held requests.
-            KvferryError: ``handle`` raised it.
+            OverloadedError: the session has too many requests that wait.
         """
         if device_event is None:
-            return handle(call)
+            return
         ring = self._ring(call.session.session_id, "after")
         ring.check(device_event, "after.event")
         if (ring.recorded() if recorded else ring.values())[device_event.event] >= device_event.value:
-            return handle(call)
-        if len(ring.waiting) >= LOOK_FROM:
-            ring.waiting = [one for one in ring.waiting if one.is_pending]
+            return
         if len(ring.waiting) >= MAX_HELD:
             raise OverloadedError(f"{MAX_HELD} requests of the session wait for its events")
-        ring.waiting.append(_Waiting(device_event, recorded, call, handle))
-        return None
+        future = self._loop.create_future()
+        ring.waiting[future] = _Waiting(call, device_event, recorded)
+        try:
+            await future
+        finally:
+            del ring.waiting[future]
 
     def give_up(self, session_id: int, is_wanted: Callable[[Call], bool]) -> bool:
-        """Answer a session's held requests that ``is_wanted`` picks with CANCELLED; return whether there was one."""
+        """Answer a session's waiting requests that ``is_wanted`` picks with CANCELLED; return whether there was one."""
         ring = self._rings.get(session_id)
-        found = [one for one in ring.waiting if one.is_pending and is_wanted(one.call)] if ring is not None else []
-        for one in found:  # once answered, it is not pending any more
+        waiting = [one.call for one in ring.waiting.values()] if ring is not None else []
+        found = [call for call in waiting if call.session.is_pending(call.message_id) and is_wanted(call)]
+        for call in found:
             error = CancelledError("cancelled before its event was reached")
-            self._dispatcher.answer_error(one.call.session, one.call.message_id, error)
+            self._dispatcher.answer_error(call.session, call.message_id, error)
         return bool(found)
 
     def session_lost(self, session_id: int) -> None:
@@ -213,12 +225,11 @@ class EventRings:
             raise InvalidFieldError("the session has no event ring: OPEN_EVENTS first", field=field)
         return ring
 
-    def _open(self, call: Call) -> Answer | None:
+    async def _open(self, call: Call) -> Answer:
         body = expect(call, OpenEvents)
         ring = self._rings.get(call.session.session_id)
         if ring is None and body.device != HOST:
-            self._open_on_device(call, body.device)
-            return None
+            return await self._open_on_device(call, body.device)
         if ring is None:
             ring = self._start(call, EVENT_RING_SLOTS, None)
         elif ring.events is not None or body.device != HOST:
@@ -227,36 +238,31 @@ class EventRings:
             raise InvalidFieldError(f"the session has a ring on {where} already: use that one", field="device")
         return self._pass_ring(call, ring)
 
-    def _open_on_device(self, call: Call, device: str) -> None:
+    async def _open_on_device(self, call: Call, device: str) -> Answer:
         shared = self._session_socket.take_share(call.session, call.message_id).events
         if shared is None or not shared.handles:
             raise InvalidFieldError("no events came over the session socket before OPEN_EVENTS", field="events")
-
-        def watch() -> DeviceEvents:
+        handles = shared.handles
+        try:
+            events = await on_thread(
+                self._executor, lambda: DeviceEvents(self._devices.open(device), handles), DeviceEvents.close
+            )
             try:
-                return DeviceEvents(self._devices.open(device), shared.handles)
-            except OSError as cause:
-                raise OutOfMemoryError(f"no event ring: {cause}") from cause
-
-        def opened(done: asyncio.Future[DeviceEvents]) -> None:
-            self._dispatcher.run_held(call, lambda _call: self._opened(call, done.result()))
-
-        self._loop.run_in_executor(self._executor, watch).add_done_callback(opened)
+                return self._opened(call, events)
+            except BaseException:
+                events.close()  # a retry brings new ones
+                raise
+        except OSError as cause:
+            raise OutOfMemoryError(f"no event ring: {cause}") from cause
 
     def _opened(self, call: Call, events: DeviceEvents) -> Answer:
-        """Open a ring on a device; close its events if its descriptors cannot be passed, as a retry brings new ones."""
         session_id = call.session.session_id
-        is_late = not call.session.is_pending(call.message_id)  # the engine got DEADLINE and has dropped its events
-        if is_late or not self._session_socket.is_connected(call.session) or session_id in self._rings:
-            events.close()
+        if not self._session_socket.is_connected(call.session) or session_id in self._rings:
             raise InvalidFieldError("the session has a ring, or has ended", field="device")
         try:
             return self._pass_ring(call, self._start(call, events.slots, events))
-        except (KvferryError, OSError) as cause:
-            events.close()
+        except (KvferryError, OSError):
             self.session_lost(session_id)
-            if isinstance(cause, OSError):
-                raise OutOfMemoryError(f"no event ring: {cause}") from cause
             raise
 
     def _start(self, call: Call, slots: int, events: DeviceEvents | None) -> _Ring:
@@ -284,24 +290,12 @@ class EventRings:
             self._check(session_id, ring)
         else:
             ring.events.wake()
-            self._release_held(ring)  # those that wait only until their event is recorded
+            ring.release()  # those that wait only until their event is recorded
 
     def _check(self, session_id: int, ring: _Ring) -> None:
         if self._rings.get(session_id) is ring:
             self._reached(session_id, ring.values())
-            self._release_held(ring)
-
-    def _release_held(self, ring: _Ring) -> None:
-        if not ring.waiting:
-            return
-        done, recorded = ring.values(), ring.recorded()
-        waiting, ring.waiting = ring.waiting, []
-        for one in waiting:
-            if (recorded if one.recorded else done)[one.device_event.event] >= one.device_event.value:
-                if one.is_pending:
-                    self._dispatcher.run_held(one.call, one.handle)
-            else:
-                ring.waiting.append(one)
+            ring.release()
 
 
 def _clear_eventfd(eventfd: int) -> None:

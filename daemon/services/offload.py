@@ -107,8 +107,8 @@ class OffloadService:
         self._waiting: deque[tuple[Operation, _Restoring]] = deque()
         self._looking = False
         for kind, handler in (
-            ("OFFLOAD", lambda call: rings.hold(call, expect(call, Offload).after, self._offload)),
-            ("RESTORE", lambda call: rings.hold(call, expect(call, Restore).after, self._restore)),
+            ("OFFLOAD", rings.after(self._offload)),
+            ("RESTORE", rings.after(self._restore)),
             ("DROP_SNAPSHOT", self._drop),
             ("SNAPSHOTS", self._list),
         ):

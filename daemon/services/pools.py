@@ -142,7 +142,6 @@ class PoolService:
         self._session_socket = session_socket
         self._devices = devices
         self._pools = pools
-        self._rings = rings
         self._memory, self._descriptors = host
         self._adoption = adoption
         self._max_bytes = max_bytes
@@ -159,7 +158,7 @@ class PoolService:
             ("REGISTER_POOL", self._register),
             ("DELETE_POOL", self._delete),
             ("ALLOCATE", self._allocate),
-            ("FREE", self._free),
+            ("FREE", rings.after(self._free)),
             ("LIST_OWNED", self._list_owned),
         ):
             dispatcher.handle(kind, handler)
@@ -574,11 +573,7 @@ class PoolService:
             raise pool_full(error, self._dispatcher.sessions, pool, body.space, asking) from None
         return Answer(Allocated(pages=len(ids)), (ids,))
 
-    def _free(self, call: Call) -> Answer | None:
-        after = expect(call, Free).after
-        return self._rings.hold(call, after, self._free_now)
-
-    def _free_now(self, call: Call) -> Answer:
+    def _free(self, call: Call) -> Answer:
         body = expect(call, Free)
         pool = self._pools.named_by(call.session, body.pool)
         if pool.registered_by is not None:

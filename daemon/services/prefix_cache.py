@@ -178,8 +178,8 @@ class PrefixCache:
         for kind, handler in (
             ("LOOKUP", self._lookup),
             ("UNPIN", self._unpin),
-            ("LOAD", lambda call: rings.hold(call, expect(call, Load).after, self._load)),
-            ("STORE", lambda call: rings.hold(call, expect(call, Store).after, self._store)),
+            ("LOAD", rings.after(self._load)),
+            ("STORE", rings.after(self._store)),
         ):
             dispatcher.handle(kind, handler)
 

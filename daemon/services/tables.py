@@ -7,9 +7,9 @@ copied to the memory that graphs read. Tables belong to a session and end with i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import structlog
 
@@ -22,9 +22,10 @@ from kvferry.daemon.control.kept_bytes import TABLES
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.process.descriptors import PER_REGION, Descriptors
 from kvferry.daemon.process.devices import Devices
-from kvferry.daemon.process.threads import started_threads
+from kvferry.daemon.process.threads import on_thread, started_threads
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.tiers.lower_tiers import Background
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
@@ -34,7 +35,6 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
     RETRY_LATER_MS,
     InvalidFieldError,
-    KvferryError,
     OutOfMemoryError,
     OverloadedError,
     TablesBusyError,
@@ -66,6 +66,7 @@ CLOSE_PAUSE_S: Final = 0.05
 FEW_COPIES: Final = 4
 """More extents than this are copied as one, from the first to the last: cheaper than a copy for each."""
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
@@ -85,8 +86,13 @@ class HostTables:
         self.region = region
         self._views = views(tables.shape, region.view())
 
-    def show(self, tables: GraphTables, change: TableChange) -> None:
-        """Copy what has changed; the caller has waited for the engine's event."""
+    def is_idle(self) -> bool:
+        """Return True: what is shown is copied at once."""
+        return True
+
+    def show(self, tables: GraphTables, change: TableChange, after: object) -> None:
+        """Copy what has changed; the caller has waited for the engine's event, so there is no ``after``."""
+        assert after is None, after
         tables.write(change, self._views)
 
     def close(self) -> None:
@@ -157,7 +163,10 @@ class DeviceTables:
 
 
 class _Tables:
-    """One set of tables: its contents, the memory that graphs read, the host lengths, and the pending update."""
+    """One set of tables: its contents, the memory that graphs read, and the host lengths.
+
+    On a device, ``show`` and ``close`` are for the tables' thread.
+    """
 
     def __init__(self, session_id: int, name: str, tables: GraphTables, visible: HostTables | DeviceTables) -> None:
         self.session_id = session_id
@@ -168,19 +177,30 @@ class _Tables:
         self.host = HostRegion.create(f"lengths-{session_id}-{name}", host_lengths_bytes(batch))
         self.lengths = HostLengthsWriter(self.host.view(), batch)
         self.updates = 0
-        self.waiting: Call | None = None
-        self.copying = False
+        self.busy = False  # an update waits, or is being copied
         self.stale = False  # a copy failed: the next one copies everything
 
-    @property
-    def busy(self) -> bool:
-        """Whether an update waits or is being copied; one whose deadline has passed does not count as waiting."""
-        call = self.waiting
-        return self.copying or (call is not None and call.session.is_pending(call.message_id))
+    def show(self, update: TableUpdate, after: Any | None) -> TablesUpdated | None:  # noqa: ANN401  torch.Event
+        """Apply an update and start its copies; return None, with nothing done, while earlier ones are in progress."""
+        if not self.visible.is_idle():
+            return None
+        change = self.tables.apply(update)
+        if self.stale:
+            change = self.tables.everything()
+        self.stale = True
+        self.visible.show(self.tables, change, after)
+        self.stale = False
+        self.updates += 1
+        sequence = self.lengths.write(update.lengths, change.replayed_rows, update.extra_tokens)
+        return TablesUpdated(sequence=sequence, replayed_rows=change.replayed_rows)
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Free the memory that no copy writes any more; return whether it was freed."""
+        if not self.visible.is_idle():
+            return False
         self.host.close()
         self.visible.close()
+        return True
 
 
 class TableService:
@@ -205,6 +225,7 @@ class TableService:
         self._tables: dict[tuple[int, str], _Tables] = {}
         self._coming: set[tuple[int, str]] = set()
         self._executor = started_threads(1, "tables")
+        self._closing = Background("the end of tables")
         dispatcher.handle("CREATE_TABLES", self._create)
         dispatcher.handle("UPDATE_TABLES", self._update)
         dispatcher.handle("DELETE_TABLES", self._delete)
@@ -231,13 +252,15 @@ class TableService:
                 waiting=int(one.busy),
             )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Free all memory, without waiting for a lost device."""
+        await self._closing.close()
         self._executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
         for one in self._tables.values():
-            one.close()
+            one.host.close()
+            one.visible.close()
 
-    def _create(self, call: Call) -> Answer | None:
+    async def _create(self, call: Call) -> Answer:
         body = expect(call, CreateTables)
         key = (call.session.session_id, body.tables)
         if key in self._tables or key in self._coming:
@@ -246,20 +269,44 @@ class TableService:
             raise OverloadedError(f"the session has {MAX_TABLES_PER_SESSION} tables").after(RETRY_LATER_MS)
         pool = self._pools.named_by(call.session, body.pool)
         tables = _tables_for(pool, body)
-        size_bytes = table_layout(tables.shape).size_bytes
-        self._keep(*key, HOST_COPIES * size_bytes)
+        self._keep(*key, HOST_COPIES * table_layout(tables.shape).size_bytes)
+        self._coming.add(key)
         try:
-            if pool.region.device == HOST:
-                visible = HostTables(HostRegion.create(f"tables-{key[0]}-{body.tables}", size_bytes), tables)
-                return self._created(call, _Tables(*key, tables, visible), None)
-            process_id = body.device_pid or call.session.peer.pid
-            making = self._loop.run_in_executor(self._executor, self._make, pool.region.device, tables, process_id)
-        except Exception:
+            return self._created(call, *await self._made(call, pool.region.device, tables))
+        except BaseException:
             self._forget(*key)
             raise
-        self._coming.add(key)
-        making.add_done_callback(lambda done: self._made(call, tables, done))
-        return None
+        finally:
+            self._coming.discard(key)
+
+    async def _made(self, call: Call, device: str, tables: GraphTables) -> tuple[_Tables, Share | None]:
+        """Return new tables, and what the engine needs to map those on a device."""
+        body = expect(call, CreateTables)
+        key, process_id = (call.session.session_id, body.tables), body.device_pid or call.session.peer.pid
+
+        def make() -> tuple[_Tables, Share | None]:
+            visible, share = self._visible(key, device, tables, process_id)
+            try:
+                return _Tables(*key, tables, visible), share
+            except BaseException:
+                visible.close()
+                raise
+
+        return make() if device == HOST else await on_thread(self._executor, make, lambda made: made[0].close())
+
+    def _visible(
+        self, key: tuple[int, str], device: str, tables: GraphTables, process_id: int
+    ) -> tuple[HostTables | DeviceTables, Share | None]:
+        size_bytes = table_layout(tables.shape).size_bytes
+        if device == HOST:
+            return HostTables(HostRegion.create(f"tables-{key[0]}-{key[1]}", size_bytes), tables), None
+        accelerator = self._devices.open(device)
+        region = self._devices.allocate(device, size_bytes)
+        try:
+            return DeviceTables(accelerator, region, tables), region.share(process_id)
+        except BaseException:
+            region.close()
+            raise
 
     def _keep(self, session_id: int, name: str, size_bytes: int) -> None:
         """Count what tables take of host memory.
@@ -280,37 +327,6 @@ class TableService:
 
     def _forget(self, session_id: int, name: str) -> None:
         self._dispatcher.kept.drop(session_id, (TABLES, name))
-
-    def _make(self, device: str, tables: GraphTables, process_id: int) -> tuple[DeviceTables, Share]:
-        """Allocate a device's tables. Runs on the tables' thread."""
-        accelerator = self._devices.open(device)
-        region = self._devices.allocate(device, table_layout(tables.shape).size_bytes)
-        try:
-            return DeviceTables(accelerator, region, tables), region.share(process_id)
-        except BaseException:
-            region.close()
-            raise
-
-    def _made(self, call: Call, tables: GraphTables, done: asyncio.Future[tuple[DeviceTables, Share]]) -> None:
-        key = (call.session.session_id, expect(call, CreateTables).tables)
-        self._coming.discard(key)
-        try:
-            visible, share = done.result()
-            try:
-                made = _Tables(*key, tables, visible)
-            except Exception:
-                self._loop.run_in_executor(self._executor, visible.close)
-                raise
-            if not call.session.is_pending(call.message_id):  # answered with DEADLINE: the engine does not know of them
-                self._forget(*key)
-                self._close_tables(made)
-                return
-            answer = self._created(call, made, share)
-        except Exception as cause:  # noqa: BLE001  see Dispatcher.run_held
-            self._forget(*key)
-            self._dispatcher.answer_failure(call, cause)
-        else:
-            self._dispatcher.answer(call.session, call.message_id, answer)
 
     def _created(self, call: Call, made: _Tables, share: Share | None) -> Answer:
         visible, shape = made.visible, made.tables.shape
@@ -343,13 +359,18 @@ class TableService:
             )
         )
 
-    def _update(self, call: Call) -> Answer | None:
+    async def _update(self, call: Call) -> Answer:
         body = expect(call, UpdateTables)
         one = self._get_idle(call.session.session_id, body.tables)
-        one.waiting = call
-        return self._rings.hold(call, body.after, self._apply, recorded=self._after(call, one) is not None)
+        event = self._event(call, one)
+        one.busy = True
+        try:
+            await self._rings.reached(call, body.after, recorded=event is not None)
+            return Answer(await self._shown(one, _update_of(body, call), event))
+        finally:
+            one.busy = False
 
-    def _after(self, call: Call, one: _Tables) -> Any | None:  # noqa: ANN401  torch.Event
+    def _event(self, call: Call, one: _Tables) -> Any | None:  # noqa: ANN401  torch.Event
         """Return the event that the tables' stream can wait for; None where the host has to wait, or none is given."""
         device_event = expect(call, UpdateTables).after
         events = self._rings.events(call.session.session_id) if device_event is not None else None
@@ -362,44 +383,17 @@ class TableService:
             return None
         return events.event(device_event.event)
 
-    def _apply(self, call: Call) -> Answer | None:
-        body = expect(call, UpdateTables)
-        one = self._get(call.session.session_id, body.tables)
-        update = _update_of(body, call)
-        if isinstance(one.visible, HostTables):
-            change = one.tables.apply(update)
-            one.visible.show(one.tables, change)
-            return Answer(self._shown(one, update, change.replayed_rows))
-        self._apply_on_device(call, one, update, FIRST_PAUSE_S)
-        return None
+    async def _shown(self, one: _Tables, update: TableUpdate, event: Any | None) -> TablesUpdated:  # noqa: ANN401
+        """Show an update once the copies of the one before it are done; they may wait for a slow engine's replay."""
+        pause_s = FIRST_PAUSE_S
+        while (shown := await self._called(one, lambda: one.show(update, event))) is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return shown
 
-    def _apply_on_device(self, call: Call, one: _Tables, update: TableUpdate, pause_s: float) -> None:
-        """Apply an update once the copies of the one before it are done; they may wait for a slow engine's replay."""
-        if self._tables.get((one.session_id, one.name)) is not one or not call.session.is_pending(call.message_id):
-            return
-        one.copying = True
-        showing = self._loop.run_in_executor(self._executor, _show_if_idle, one, update, self._after(call, one))
-
-        def shown(done: asyncio.Future[TableChange | None]) -> None:
-            one.copying = False
-            try:
-                change = done.result()
-            except KvferryError as error:
-                self._dispatcher.answer_error(call.session, call.message_id, error)
-                return
-            if change is None:
-                later_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                self._loop.call_later(pause_s, self._apply_on_device, call, one, update, later_s)
-                return
-            reply = self._shown(one, update, change.replayed_rows)
-            self._dispatcher.answer(call.session, call.message_id, Answer(reply))
-
-        showing.add_done_callback(shown)
-
-    def _shown(self, one: _Tables, update: TableUpdate, replayed_rows: int) -> TablesUpdated:
-        one.updates += 1
-        sequence = one.lengths.write(update.lengths, replayed_rows, update.extra_tokens)
-        return TablesUpdated(sequence=sequence, replayed_rows=replayed_rows)
+    async def _called(self, one: _Tables, call: Callable[[], T]) -> T:
+        """Return what a call returns that is for the thread of these tables."""
+        return call() if isinstance(one.visible, HostTables) else await on_thread(self._executor, call)
 
     def _delete(self, call: Call) -> Answer:
         body = expect(call, DeleteTables)
@@ -422,43 +416,15 @@ class TableService:
         return one
 
     def _close_tables(self, one: _Tables) -> None:
-        """Close tables; on a device, after the copies that are queued on the tables' thread."""
         if isinstance(one.visible, HostTables):
             one.close()
-            return
-        closing = self._loop.run_in_executor(self._executor, _close_if_idle, one)
+        else:
+            self._closing.spawn(self._close_on_device(one))
 
-        def closed(done: asyncio.Future[bool]) -> None:
-            if not done.cancelled() and done.exception() is None and not done.result():
-                self._loop.call_later(CLOSE_PAUSE_S, self._close_tables, one)
-
-        closing.add_done_callback(closed)
-
-
-def _show_if_idle(one: _Tables, update: TableUpdate, after: Any | None) -> TableChange | None:  # noqa: ANN401
-    """Apply an update and start its copies; return None, with nothing done, while earlier copies are in progress.
-
-    Runs on the tables' thread.
-    """
-    assert isinstance(one.visible, DeviceTables), one.visible
-    if not one.visible.is_idle():
-        return None
-    change = one.tables.apply(update)
-    if one.stale:
-        change = one.tables.everything()
-    one.stale = True
-    one.visible.show(one.tables, change, after)
-    one.stale = False
-    return change
-
-
-def _close_if_idle(one: _Tables) -> bool:
-    """Close tables that no copy writes any more; return whether they were closed. Runs on the tables' thread."""
-    assert isinstance(one.visible, DeviceTables), one.visible
-    if not one.visible.is_idle():
-        return False
-    one.close()
-    return True
+    async def _close_on_device(self, one: _Tables) -> None:
+        """Close tables after the copies that are queued on the tables' thread."""
+        while not await on_thread(self._executor, one.close):  # noqa: ASYNC110  a driver tells nobody that it is done
+            await asyncio.sleep(CLOSE_PAUSE_S)
 
 
 def _tables_for(pool: Pool, body: CreateTables) -> GraphTables:

@@ -174,7 +174,7 @@ class TransferService:
         self._idle = asyncio.Event()
         self._idle.set()
         dispatcher.handle("SEND", self._send)
-        dispatcher.handle("RECEIVE", self._receive)
+        dispatcher.handle("RECEIVE", rings.after(self._receive))
         dispatcher.handle("CANCEL", self._cancel)
         dispatcher.handle("ABANDON", self._abandon)
         dispatcher.handle("RESULT", self._result)
@@ -289,10 +289,6 @@ class TransferService:
         return self._rings.values(session_id, body.steps) if body.steps else []
 
     def _receive(self, call: Call) -> Answer | None:
-        after = expect(call, Receive).after
-        return self._rings.hold(call, after, self._begin_receive)
-
-    def _begin_receive(self, call: Call) -> Answer | None:
         body = expect(call, Receive)
         if self._host_receives.are_held(_same_receive(call.session.tenant, body.request_id, body.pool)):
             raise TransferExistsError("a RECEIVE of this request into this pool waits for room", field="request_id")

@@ -7,14 +7,15 @@ import fcntl
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import psutil
 import pytest
 
-from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
+from kvferry.daemon.control import first_step
+from kvferry.daemon.control.dispatch import Answer, AsyncHandler, Call, Dispatcher
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session
 from kvferry.daemon.process.descriptors import Descriptors
@@ -58,7 +59,7 @@ class Daemon:
     def __init__(self) -> None:
         self.reached: list[tuple[int, list[int]]] = []
         self.passed: list[tuple[Session, EventsFollow, list[int]]] = []
-        self.handlers: dict[str, Handler] = {}
+        self.handlers: dict[str, AsyncHandler] = {}
         self._told = asyncio.Event()
         self.engines: list[Engine] = []
         self.devices = Devices(DevicesConfig(), lambda _name, _error: None)
@@ -71,7 +72,7 @@ class Daemon:
             Descriptors(),
         )
 
-    def handle(self, kind: str, handler: Handler) -> None:
+    def handle(self, kind: str, handler: AsyncHandler) -> None:
         self.handlers[kind] = handler
 
     def pass_frame(self, session: Session, frame: EventsFollow, fds: Sequence[int]) -> None:
@@ -79,7 +80,9 @@ class Daemon:
 
     def open(self, number: int) -> Engine:
         session = Session(number, "prefill", Peer(1, 2, 3), Limits())
-        answer = self.handlers["OPEN_EVENTS"](Call(17, session, OpenEvents(), (), 1.0))
+        opening = self.handlers["OPEN_EVENTS"](Call(17, session, OpenEvents(), (), 1.0))
+        assert isinstance(opening, Coroutine)
+        answer = first_step.begin(opening).result()
         assert isinstance(answer, Answer)
         assert isinstance(answer.body, EventsOpened)
         assert answer.body.slots == EVENT_RING_SLOTS
@@ -126,8 +129,25 @@ async def test_what_an_engine_writes_is_told_once_it_says_so(daemon: Daemon) -> 
     assert await daemon.told() == (1, written)
 
 
-def answered(call: Call) -> Answer:
-    return Answer(EventsOpened(slots=call.message_id))
+CALL = Call(18, Session(1, "prefill", Peer(1, 2, 3), Limits()), OpenEvents(), (), 1.0)
+
+
+async def test_who_waits_for_an_event_goes_on_once_it_is_reached_in_the_order_of_coming(daemon: Daemon) -> None:
+    engine, said = daemon.open(1), list[int]()
+
+    async def wait(number: int, *, event: int, value: int) -> None:
+        await daemon.rings.reached(CALL, DeviceEvent(event=event, value=value))
+        said.append(number)
+
+    wishes = [(2, 1), (0, 1), (1, 2), (1, 3), (0, 0)]
+    waiting = [first_step.begin(wait(number, event=event, value=value)) for number, (event, value) in enumerate(wishes)]
+    assert said == [4], "what need not wait goes on at once"
+    engine.write(1, 2, 1)
+    await asyncio.wait_for(asyncio.gather(*waiting[:3]), WAIT_S)
+    assert said == [4, 0, 1, 2]
+    assert not waiting[3].done()
+    engine.write(1, 3, 1)
+    await asyncio.wait_for(waiting[3], WAIT_S)
 
 
 async def test_requests_that_wait_for_a_sessions_events_are_bounded(
@@ -135,13 +155,14 @@ async def test_requests_that_wait_for_a_sessions_events_are_bounded(
 ) -> None:
     monkeypatch.setattr(event_rings, "MAX_HELD", 2)
     daemon.open(1)
-    call = Call(18, Session(1, "prefill", Peer(1, 2, 3), Limits()), OpenEvents(), (), 1.0)
     after = DeviceEvent(event=3, value=1)
-    for _ in range(2):
-        assert daemon.rings.hold(call, after, answered) is None
+    waiting = [first_step.begin(daemon.rings.reached(CALL, after)) for _ in range(2)]
     with pytest.raises(OverloadedError, match="2 requests of the session wait"):
-        daemon.rings.hold(call, after, answered)
-    assert daemon.rings.hold(call, None, answered) == answered(call), "what need not wait is handled"
+        await daemon.rings.reached(CALL, after)
+    await daemon.rings.reached(CALL, None)
+    waiting[0].cancel()
+    await asyncio.wait(waiting[:1])
+    assert not first_step.begin(daemon.rings.reached(CALL, after)).done(), "who is given up does not count"
 
 
 async def test_many_wake_ups_are_told_as_one(daemon: Daemon) -> None:

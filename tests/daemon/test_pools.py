@@ -71,7 +71,7 @@ class Pools:
             cast("SessionSocket", None),
             Devices(DevicesConfig(), lambda _name, _error: None),
             self.registry,
-            cast("EventRings", None),
+            cast("EventRings", self),
             HostResources(
                 HostMemory(self._read, MemoryConfig(huge_pages="reserved" if huge else "auto")), Descriptors()
             ),
@@ -86,6 +86,9 @@ class Pools:
     def _populate(self, go_on: Callable[[int], bool], _start: int, _stop: int | None) -> None:
         while go_on(1) and not self.may_populate.wait(STEP_S):
             pass
+
+    def after(self, handle: Handler) -> Handler:
+        return handle
 
     def handle(self, kind: str, handler: Handler) -> None:
         self._handlers[kind] = handler
