@@ -361,7 +361,7 @@ class Daemon:
             self._control.close()  # first what was said, then the end of the sessions
             self._leave_sessions()
             await self._tables.close()
-            self._pools.close()
+            await self._pools.close()
             self._adoption.leave()
             log.info("ended", counters=self.counters.snapshot())
 

@@ -7,18 +7,21 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import structlog
 
+from kvferry.daemon.control import first_step
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
+from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.process.descriptors import PER_POOL, Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.shares import share
-from kvferry.daemon.process.threads import started_threads
+from kvferry.daemon.process.threads import on_thread, started_threads
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_checks import (
@@ -37,6 +40,7 @@ from kvferry.daemon.services.pool_registry import (
     session_text,
     status_of,
 )
+from kvferry.daemon.tiers.lower_tiers import Background
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import STEP_BYTES, HostRegion
@@ -44,7 +48,6 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
 from kvferry.pools.pool_file import PoolRecord, manifest_digest
-from kvferry.protocol.base import ReplyBody
 from kvferry.protocol.errors import (
     RETRY_AT_ONCE_MS,
     InternalError,
@@ -81,33 +84,30 @@ from kvferry.protocol.pool_messages import (
     RegisterPool,
 )
 from kvferry.protocol.session_messages import PoolStatus
-from kvferry.protocol.session_stream import RegionFollows, Share, ShareFollows
+from kvferry.protocol.session_stream import RegionFollows, ShareFollows
 
 SWEEP_S: Final = 0.05
 DEVICE_GRACE_S: Final = 0.05
 """Before an ended instance's device pages are freed: the driver stops a killed engine's kernels a moment after its
 sockets are closed."""
 
-
+RegionT = TypeVar("RegionT", bound=Region)
 log = structlog.get_logger(__name__)
 
 
-class _Creation(msgspec.Struct):
-    """A pool whose memory is being allocated or imported, and the requests that wait for it, oldest first.
+class _Creation(msgspec.Struct, eq=False):
+    """A pool that is being made or registered: its name is taken, and what it will take is counted.
 
     Attributes:
-        deleting: the requests to delete it that came meanwhile.
         stopped: set where nobody wants it any more: its memory is given back after the step under way.
-        in_reserved_pages: its memory is of reserved huge pages.
+        making: what ends with the pool, or with the reason why there is none; None for one that is registered.
+        file: see ``Pool``.
     """
 
     traits: PoolTraits
-    waiting: list[Call]
-    registered: HostRegion | None = None
-    deleting: list[Call] = msgspec.field(default_factory=list)
     stopped: threading.Event = msgspec.field(default_factory=threading.Event)
+    making: asyncio.Future[Pool | KvferryError] | None = None
     file: HostRegion | None = None
-    in_reserved_pages: bool = False
 
 
 class HostResources(NamedTuple):
@@ -149,6 +149,7 @@ class PoolService:
         self._populate = populate
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._leaving: list[Pool] = []
+        self._background = Background("the end of a pool")
         self._executor = started_threads(1, "populate")
         self._freeing = started_threads(1, "free")
         self._device_executor = started_threads(1, "device-memory")  # populating host memory takes long
@@ -194,16 +195,22 @@ class PoolService:
         """Return the pools as STATUS shows them."""
         return tuple(map(status_of, self._pools))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Free all memory, without waiting for a lost device."""
+        await self._background.close()
         for creation in self._creations.values():
             creation.stopped.set()
+        for creation in list(self._creations.values()):
+            if creation.making is not None and not self._devices.lost:
+                await asyncio.wait([creation.making])
         for executor in (self._executor, self._device_executor, self._freeing):
-            executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
+            if not self._devices.lost:
+                await on_thread(executor, lambda: None)  # after what it was given
+            executor.shutdown(wait=False, cancel_futures=True)
         for pool in (*self._pools, *self._leaving):
             pool.close()
 
-    def _create(self, call: Call) -> Answer | None:
+    async def _create(self, call: Call) -> Answer:
         body = expect(call, CreatePool)
         self._check_payload_bound(body.max_payload_bytes)
         wanted = PoolTraits(
@@ -219,20 +226,17 @@ class PoolService:
             self._check_found(call, body.pool, traits_of(existing), wanted, self._holders(existing, call))
             return Answer(PoolCreated(pool=body.pool, created=False, manifest=existing.manifest))
         if creation is not None:
-            if creation.traits.registered_by is None and not self._is_wanted(creation):
-                raise OverloadedError(
-                    f"pool {body.pool!r} was deleted, or its instance ended, while it was populated"
-                ).after(RETRY_AT_ONCE_MS)
+            if creation.traits.registered_by is None and creation.stopped.is_set():
+                raise OverloadedError(_unwanted(body.pool)).after(RETRY_AT_ONCE_MS)
             self._check_found(call, body.pool, creation.traits, wanted)
-            creation.waiting.append(call)
-            return None
-        creation, size_bytes = _Creation(wanted, [call]), wanted.manifest.region_bytes
+            pool = await _made(creation)
+            return Answer(PoolCreated(pool=body.pool, created=False, manifest=pool.manifest))
         if body.device == HOST:
             self._check_budget(wanted.manifest, call.session.tenant)
-            self._begin_on_host(key, creation, body)
-        else:
-            self._begin(key, creation, self._device_executor, self._devices.allocate, body.device, size_bytes)
-        return None
+        creation = self._creations[key] = _Creation(wanted)
+        creation.making = first_step.begin(self._make(key, creation, body))
+        pool = await _made(creation)
+        return Answer(PoolCreated(pool=body.pool, created=True, manifest=pool.manifest))
 
     def _check_found(self, call: Call, name: str, found: PoolTraits, wanted: PoolTraits, held: str = "") -> None:
         """Check that a pool that exists, or is being made, is the one that CREATE_POOL asks for.
@@ -247,11 +251,10 @@ class PoolService:
         end = "the daemon" if found.ends_with is None else owner_text(sessions, found.ends_with, call.session.owner_id)
         check_same(name, found, wanted, held=held, end=end)
 
-    def _register(self, call: Call) -> Answer | None:
+    async def _register(self, call: Call) -> Answer:
         body = expect(call, RegisterPool)
         if body.device == HOST:
-            self._register_memory(call, body)
-            return None
+            return self._register_memory(call, body)
         shares = self._session_socket.take_share(call.session, call.message_id).shares
         self._check_payload_bound(body.max_payload_bytes)
         if len(shares) != len(body.arrays):
@@ -262,12 +265,15 @@ class PoolService:
         key = self._check_new(call, body.pool)
         manifest = manifest_of(body.spec)
         segments = registered_segments(manifest, body.arrays, shares)
-        creation, size_bytes = _Creation(_registered(call, body, manifest), [call]), manifest.region_bytes
-        self._begin(key, creation, self._device_executor, self._devices.register, body.device, segments, size_bytes)
-        return None
+        self._creations[key] = _Creation(_registered(call, body, manifest))
+        try:
+            region = await self._on_device(lambda: self._devices.register(body.device, segments, manifest.region_bytes))
+            return self._add_registered(call, key, self._creations[key].traits, region)
+        finally:
+            del self._creations[key]
 
-    def _register_memory(self, call: Call, body: RegisterPool) -> None:
-        """Register a pool in an engine's host memory; answered in the loop's next turn."""
+    def _register_memory(self, call: Call, body: RegisterPool) -> Answer:
+        """Register a pool in an engine's host memory."""
         fd = self._session_socket.take_memory(call.session, call.message_id)
         if fd is None:
             raise InvalidFieldError(
@@ -286,9 +292,12 @@ class PoolService:
         except BaseException:
             region.close()
             raise
-        made: asyncio.Future[Region] = asyncio.get_running_loop().create_future()
-        made.set_result(region)
-        self._await(key, _Creation(_registered(call, body, manifest), [call], region), made)
+        return self._add_registered(call, key, _registered(call, body, manifest), region)
+
+    def _add_registered(self, call: Call, key: tuple[int, str], traits: PoolTraits, region: Region) -> Answer:
+        pool = _pool_of(key, traits, region)
+        self._add(pool, is_wanted=self._session_socket.is_connected(call.session), registering=call.session)
+        return Answer(PoolRegistered(pool=key[1], manifest=pool.manifest))
 
     def _check_payload_bound(self, wanted_bytes: int) -> None:
         if wanted_bytes > self._largest_payload_bytes:
@@ -312,10 +321,8 @@ class PoolService:
         return key
 
     def _memory_in_use(self) -> list[MemoryInUse]:
-        """Return the regions of all pools: being registered, live, or removed with pages still in flight."""
-        coming = ((one.registered, one.traits.manifest) for one in self._creations.values())
-        made = ((pool.region, pool.manifest) for pool in (*self._pools, *self._leaving))
-        return [MemoryInUse(region, manifest) for region, manifest in (*coming, *made) if region is not None]
+        """Return the regions of all pools: live, or removed with pages still in flight."""
+        return [MemoryInUse(pool.region, pool.manifest) for pool in (*self._pools, *self._leaving)]
 
     def _reserved(self, tenant: int, name: str, size_bytes: int) -> HostRegion:
         """Return a pool's region, for which there are memory and descriptors now.
@@ -332,15 +339,54 @@ class PoolService:
             raise
         return region
 
-    def _begin_on_host(self, key: tuple[int, str], creation: _Creation, body: CreatePool) -> None:
-        region = self._reserved(*key, creation.traits.manifest.region_bytes)
-        creation.in_reserved_pages = region.is_reserved
-        record = _record_of(key, body, creation.traits, region)
-        self._begin(key, creation, self._executor, self._filled, creation, region, record)
+    async def _make(self, key: tuple[int, str], creation: _Creation, body: CreatePool) -> Pool | KvferryError:
+        """Make a pool; return why there is none where there is none, as those who ask for it may have left."""
+        size_bytes = creation.traits.manifest.region_bytes
+        try:
+            region: Region
+            if body.device == HOST:
+                region = await self._on_host(key, creation, body)
+            else:
+                region = await self._on_device(lambda: self._devices.allocate(body.device, size_bytes))
+            pool = _pool_of(key, creation.traits, region, creation.file)
+            self._add(pool, is_wanted=not creation.stopped.is_set())
+        except KvferryError as error:
+            return error
+        except Exception as cause:
+            log.exception("a pool could not be added", pool=key[1], tenant=key[0], cause=str(cause))
+            return InternalError(f"the pool could not be added: {cause!r}")
+        else:
+            return pool
+        finally:
+            del self._creations[key]
+
+    async def _on_host(self, key: tuple[int, str], creation: _Creation, body: CreatePool) -> HostRegion:
+        """Return memory of the host for a pool: of reserved pages if there are some, or else of others."""
+        while True:
+            region = self._reserved(*key, creation.traits.manifest.region_bytes)
+            record = _record_of(key, body, creation.traits, region)
+            try:
+                return await self._allocated(self._executor, partial(self._filled, creation, region, record))
+            except OutOfMemoryError as error:
+                if not region.is_reserved or creation.stopped.is_set():
+                    raise
+                self._memory.leave_reserved(error.detail)
+
+    async def _on_device(self, allocate: Callable[[], Region]) -> Region:
+        return await self._allocated(self._device_executor, allocate)
+
+    async def _allocated(self, executor: Executor, allocate: Callable[[], RegionT]) -> RegionT:
+        """Return memory that a thread allocates or imports, which takes long."""
+        try:
+            return await on_thread(executor, allocate, lambda region: region.close())
+        except KvferryError:
+            raise
+        except Exception as cause:
+            raise OutOfMemoryError(f"no memory: {cause}") from cause
 
     def _filled(self, creation: _Creation, region: HostRegion, record: PoolRecord) -> HostRegion:
         try:
-            if self._populate or creation.in_reserved_pages:
+            if self._populate or region.is_reserved:
                 self._memory.fill(region, creation.stopped)
             if self._adoption is not None:
                 creation.file = self._adoption.keep(region, record, creation.traits.manifest)
@@ -349,119 +395,54 @@ class PoolService:
             raise
         return region
 
-    def _begin(
-        self,
-        key: tuple[int, str],
-        creation: _Creation,
-        executor: Executor,
-        make: Callable[..., Region],
-        *arguments: object,
-    ) -> None:
-        """Make a pool's region by ``make(*arguments)`` on a thread that may block, then the pool."""
-        self._await(key, creation, asyncio.get_running_loop().run_in_executor(executor, make, *arguments))
-
-    def _await(self, key: tuple[int, str], creation: _Creation, made: asyncio.Future[Region]) -> None:
-        self._creations[key] = creation
-        made.add_done_callback(lambda done: self._made(key, done))
-
-    def _made(self, key: tuple[int, str], done: asyncio.Future[Region]) -> None:
-        creation = self._creations.pop(key)
-        failed = None if done.cancelled() else done.exception()
-        if done.cancelled() or failed is not None:
-            error = failed if isinstance(failed, KvferryError) else OutOfMemoryError(f"no memory: {failed}")
-            if creation.in_reserved_pages and isinstance(error, OutOfMemoryError) and self._is_wanted(creation):
-                self._memory.leave_reserved(error.detail)
-                try:
-                    self._begin_on_host(key, creation, expect(creation.waiting[0], CreatePool))
-                except KvferryError as cause:
-                    error = cause
-                else:
-                    return
-            self._end_creation(key[1], creation, error)
-            return
+    def _add(self, pool: Pool, *, is_wanted: bool, registering: Session | None = None) -> None:
+        """Add a pool whose memory is there, if it is still wanted; if not, or where it fails, nothing of it is left."""
+        if not is_wanted:
+            self._discard(pool)
+            raise UnknownPoolError(_unwanted(pool.name), field="pool")
         try:
-            self._add_made(key, creation, done.result())
-        except Exception as cause:
-            log.exception("a pool could not be added", pool=key[1], tenant=key[0], cause=str(cause))
-            pool = self._pools.find(*key)
-            if pool is not None:
+            if registering is not None:
+                pool.give_all(registering.owner_id)
+                self._pools.attach(registering, pool.name, pool.region_id)
+            self._pools.add(pool)
+            if registering is None and pool.region.device != HOST:
+                self._pools.lost.made(pool.tenant, pool.name, pool.region.device)
+        except BaseException:
+            if self._pools.find(pool.tenant, pool.name) is pool:
                 self._remove(pool)
             else:
-                done.result().close()
-            self._end_creation(key[1], creation, InternalError(f"the pool could not be added: {cause!r}"))
-
-    def _add_made(self, key: tuple[int, str], creation: _Creation, region: Region) -> None:
-        """Add a pool whose memory is there, and answer those who wait for it."""
-        traits, is_registered = creation.traits, creation.traits.registered_by is not None
-        pool = Pool(
-            *key,
-            traits.manifest,
-            region,
-            registered_by=traits.registered_by,
-            ends_with=traits.ends_with,
-            model=traits.model,
-            max_payload_bytes=traits.max_payload_bytes,
-            file=creation.file,
-        )
-        if not self._is_wanted(creation):
-            if self._adoption is not None:
-                self._adoption.forget(pool)
-            self._close_pool(pool)
-            if creation.deleting:
-                deleted = UnknownPoolError(f"pool {key[1]!r} was deleted while it was being made", field="pool")
-                self._end_creation(key[1], creation, deleted)
-            return
-        if is_registered:
-            registering = creation.waiting[0].session
-            pool.give_all(registering.owner_id)
-            self._pools.attach(registering, pool.name, pool.region_id)
-        self._pools.add(pool)
-        if traits.device != HOST and not is_registered:
-            self._pools.lost.made(*key, traits.device)
+                self._discard(pool)
+            raise
         log.info(
-            "pool registered" if is_registered else "pool created",
-            pool=key[1],
-            tenant=key[0],
-            device=traits.device,
+            "pool created" if registering is None else "pool registered",
+            pool=pool.name,
+            tenant=pool.tenant,
+            device=pool.region.device,
             pages=pool.manifest.pages,
             region_bytes=pool.manifest.region_bytes,
             model=pool.model.label if pool.model else "",
         )
-        for number, call in enumerate(creation.waiting):
-            reply: ReplyBody = PoolCreated(pool=key[1], created=number == 0, manifest=pool.manifest)
-            if is_registered:
-                reply = PoolRegistered(pool=key[1], manifest=pool.manifest)
-            self._dispatcher.answer(call.session, call.message_id, Answer(reply))
-
-    def _end_creation(self, name: str, creation: _Creation, error: KvferryError) -> None:
-        """Answer all who waited for a pool that there will not be."""
-        for call in creation.waiting:
-            self._dispatcher.answer_error(call.session, call.message_id, error)
-        for call in creation.deleting:
-            self._dispatcher.answer(call.session, call.message_id, Answer(PoolDeleted(pool=name)))
-
-    def _is_wanted(self, creation: _Creation) -> bool:
-        """Return whether a new pool is not deleted, and its owner lives; if registered, that its request is pending."""
-        if creation.deleting:
-            return False
-        if creation.traits.registered_by is not None:
-            call = creation.waiting[0]
-            return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
-        ends_with = creation.traits.ends_with
-        return ends_with is None or bool(self._dispatcher.sessions.of_instance(ends_with))
 
     def _remove(self, pool: Pool) -> None:
         """Remove a pool; its memory is freed once none of its pages is in flight."""
         self._pools.remove(pool)
-        self._leaving.append(pool)
-        self._sweep()
-
-    def _sweep(self) -> None:
-        for pool in [one for one in self._leaving if not any(space.busy_count for space in one.allocators.values())]:
-            self._leaving.remove(pool)
+        if _is_in_flight(pool):
+            self._leaving.append(pool)
+            self._background.spawn(self._leave(pool))
+        else:
             self._close_pool(pool)
-        if self._leaving:
-            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    async def _leave(self, pool: Pool) -> None:
+        while _is_in_flight(pool):  # noqa: ASYNC110  pages are counted by what copies them
+            await asyncio.sleep(SWEEP_S)
+        self._leaving.remove(pool)
+        self._close_pool(pool)
+
+    def _discard(self, pool: Pool) -> None:
+        """Give back a pool that was not added."""
+        if self._adoption is not None:
+            self._adoption.forget(pool)
+        self._close_pool(pool)
 
     def _close_pool(self, pool: Pool) -> asyncio.Future[None] | None:
         """Close a pool. On a device, and where there is much memory, this takes long: it is done on a thread then.
@@ -477,7 +458,7 @@ class PoolService:
         pool.close()
         return None
 
-    def _attach(self, call: Call) -> Answer | None:
+    async def _attach(self, call: Call) -> Answer:
         body = expect(call, AttachPool)
         if body.region:
             return self._attached_before(call, body)
@@ -498,15 +479,7 @@ class PoolService:
                 f"pool {pool.name!r} is registered: its engine has the memory already", field="pool"
             )
         process_id = body.device_pid or call.session.peer.pid
-        sharing = asyncio.get_running_loop().run_in_executor(self._device_executor, region.share, process_id)
-
-        def shared(done: asyncio.Future[Share]) -> None:
-            self._dispatcher.run_held(call, lambda _call: self._shared(call, pool, done.result()))
-
-        sharing.add_done_callback(shared)
-        return None
-
-    def _shared(self, call: Call, pool: Pool, share: Share) -> Answer:
+        share = await on_thread(self._device_executor, lambda: region.share(process_id))
         self._session_socket.pass_frame(call.session, ShareFollows(message_id=call.message_id, shares=(share,)), [])
         return self._attached(call, pool)
 
@@ -535,13 +508,13 @@ class PoolService:
             )
         )
 
-    def _delete(self, call: Call) -> Answer | None:
+    async def _delete(self, call: Call) -> Answer:
         body = expect(call, DeletePool)
         creation = self._creations.get((call.session.tenant, body.pool))
-        if creation is not None and creation.traits.registered_by is None:
-            creation.deleting.append(call)
+        if creation is not None and creation.making is not None:
             creation.stopped.set()
-            return None
+            await asyncio.wait([creation.making])
+            return Answer(PoolDeleted(pool=body.pool))
         pool = self._pools.named_by(call.session, body.pool)
         if pool.registered_by is not None:
             registering = self._dispatcher.sessions.get(pool.registered_by)
@@ -557,11 +530,9 @@ class PoolService:
         self._pools.lost.deleted(pool.tenant, pool.name)
         closing = self._close_pool(pool)
         log.info("pool deleted", pool=pool.name, tenant=pool.tenant)
-        deleted = Answer(PoolDeleted(pool=body.pool))
-        if closing is None:
-            return deleted
-        closing.add_done_callback(lambda _: self._dispatcher.answer(call.session, call.message_id, deleted))
-        return None
+        if closing is not None:
+            await asyncio.shield(closing)
+        return Answer(PoolDeleted(pool=body.pool))
 
     def _allocate(self, call: Call) -> Answer:
         body = expect(call, Allocate)
@@ -607,6 +578,40 @@ class PoolService:
                 f"user {user} may have {most} in all",
                 field="spec",
             )
+
+
+async def _made(creation: _Creation) -> Pool:
+    """Wait for a pool that is being made, also for others: it goes on if this is cancelled.
+
+    Raises:
+        KvferryError: there is none.
+    """
+    assert creation.making is not None, creation
+    made = await asyncio.shield(creation.making)
+    if isinstance(made, KvferryError):
+        raise made
+    return made
+
+
+def _pool_of(key: tuple[int, str], traits: PoolTraits, region: Region, file: HostRegion | None = None) -> Pool:
+    return Pool(
+        *key,
+        traits.manifest,
+        region,
+        registered_by=traits.registered_by,
+        ends_with=traits.ends_with,
+        model=traits.model,
+        max_payload_bytes=traits.max_payload_bytes,
+        file=file,
+    )
+
+
+def _unwanted(name: str) -> str:
+    return f"pool {name!r} was deleted, or its instance ended, while it was made"
+
+
+def _is_in_flight(pool: Pool) -> bool:
+    return any(space.busy_count for space in pool.allocators.values())
 
 
 def _registered(call: Call, body: RegisterPool, manifest: Manifest) -> PoolTraits:

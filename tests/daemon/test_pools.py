@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
+from kvferry.daemon.control import first_step
+from kvferry.daemon.control.dispatch import Answer, AsyncHandler, Call, Dispatcher
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.descriptors import Descriptors
@@ -29,15 +30,28 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.protocol.base import Body
 from kvferry.protocol.config.schema import DevicesConfig, MemoryConfig
-from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError, PoolExistsError, UnknownPoolError
+from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, PoolExistsError, UnknownPoolError
 from kvferry.protocol.ids import HOST, ModelIdentity
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MhaSpec
-from kvferry.protocol.pool_messages import Allocate, CreatePool, DeletePool, PoolCreated, PoolDeleted
+from kvferry.protocol.pool_messages import (
+    Allocate,
+    CreatePool,
+    DeletePool,
+    PoolCreated,
+    PoolDeleted,
+    RegisteredArrays,
+    RegisterPool,
+)
+from kvferry.protocol.session_stream import ShareFollows, TorchShare
 from tests.scripted.reserved_pages import ReservedPages
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 POOL_BYTES = total_bytes(manifest_of(SPEC))
+ARRAYS: Final = tuple(
+    RegisteredArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
+    for role in ("k", "v")
+)
 WAIT_S = 20.0
 STEP_S = 0.01
 
@@ -63,12 +77,13 @@ class Pools:
         self.sessions = SessionRegistry(Limits())
         self.may_populate = threading.Event()
         monkeypatch.setattr(HostRegion, "populate", self._populate)
-        self._handlers: dict[str, Handler] = {}
-        self._replies: asyncio.Queue[Answer | KvferryError] = asyncio.Queue()
+        self._handlers: dict[str, AsyncHandler] = {}
+        self._answering: dict[asyncio.Future[Answer | None], Session] = {}
+        self._replies: asyncio.Queue[Answer | BaseException | None] = asyncio.Queue()
         self.registry = PoolRegistry(LostPools(None), self.sessions, lambda _pool: None)
         self.service = PoolService(
             cast("Dispatcher", self),
-            cast("SessionSocket", None),
+            cast("SessionSocket", self),
             Devices(DevicesConfig(), lambda _name, _error: None),
             self.registry,
             cast("EventRings", self),
@@ -79,6 +94,14 @@ class Pools:
             populate=huge is None,
         )
 
+    def take_share(self, _session: Session, message_id: int) -> ShareFollows:
+        """Return the memory of SPEC's two arrays."""
+        share = TorchShare(
+            handle=b"h", storage_bytes=POOL_BYTES, storage_offset_bytes=0, ref_counter=b"r", ref_counter_offset=0,
+            event=b"e", event_sync=True,
+        )  # fmt: skip
+        return ShareFollows(message_id=message_id, shares=(share, share))
+
     def _read(self, path: str) -> str:
         huge = self._huge.meminfo if self._huge else ""
         return f"MemTotal: {1 << 30} kB\nMemAvailable: {self.available_kib} kB\n{huge}" if path == MACHINE else ""
@@ -87,29 +110,41 @@ class Pools:
         while go_on(1) and not self.may_populate.wait(STEP_S):
             pass
 
-    def after(self, handle: Handler) -> Handler:
+    def after(self, handle: AsyncHandler) -> AsyncHandler:
         return handle
 
-    def handle(self, kind: str, handler: Handler) -> None:
+    def handle(self, kind: str, handler: AsyncHandler) -> None:
         self._handlers[kind] = handler
-
-    def answer(self, session: Session, message_id: int, answer: Answer) -> None:
-        del session, message_id
-        self._replies.put_nowait(answer)
-
-    def answer_error(self, session: Session, message_id: int, error: KvferryError) -> None:
-        del session, message_id
-        self._replies.put_nowait(error)
 
     def engine(self, instance: str, user: int = 0) -> Session:
         return self.sessions.open("engine", Peer(1, user, 3), instance)
 
     def end(self, session: Session) -> None:
         self.sessions.close(session)
+        self.give_up(session)
         self.service.instance_lost(session.owner_id)
 
+    def give_up(self, session: Session) -> None:
+        """Cancel what answers a session's requests, as their deadlines do."""
+        for answering in [one for one, whose in self._answering.items() if whose is session]:
+            answering.cancel()
+
     def ask(self, session: Session, kind: str, body: Body) -> Answer | None:
-        return self._handlers[kind](Call(1, session, body, (), WAIT_S))
+        """Return the reply, or None where it comes later."""
+        handled = self._handlers[kind](Call(1, session, body, (), WAIT_S))
+        if handled is None or isinstance(handled, Answer):
+            return handled
+        answering = first_step.begin(handled)
+        if answering.done():
+            return answering.result()
+        self._answering[answering] = session
+        answering.add_done_callback(self._answered)
+        return None
+
+    def _answered(self, answering: asyncio.Future[Answer | None]) -> None:
+        del self._answering[answering]
+        if not answering.cancelled():
+            self._replies.put_nowait(answering.exception() or answering.result())
 
     def create(self, session: Session, name: str = "decode") -> None:
         """Ask for a pool that ends with the session's instance."""
@@ -125,7 +160,7 @@ async def pools(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> Async
     one = Pools(monkeypatch)
     yield one
     one.may_populate.set()
-    await asyncio.to_thread(one.service.close)
+    await one.service.close()
 
 
 @pytest.mark.anyio
@@ -133,7 +168,7 @@ async def test_a_name_whose_instance_ended_while_it_was_populated_is_busy_and_th
     gone, successor = pools.engine("engine"), pools.engine("successor")
     pools.create(gone)
     pools.end(gone)
-    with pytest.raises(OverloadedError, match="its instance ended, while it was populated"):
+    with pytest.raises(OverloadedError, match="its instance ended, while it was made"):
         pools.create(successor)
     pools.may_populate.set()
     async with asyncio.timeout(WAIT_S):
@@ -146,6 +181,48 @@ async def test_a_name_whose_instance_ended_while_it_was_populated_is_busy_and_th
     assert isinstance(created, PoolCreated)
     assert created.created
     assert [pool.ends_with for pool in pools.registry] == [successor.owner_id]
+
+
+@pytest.mark.anyio
+async def test_a_pool_is_made_for_those_who_still_wait_when_who_asked_first_does_not(pools: Pools) -> None:
+    first, second = pools.engine("engine"), pools.engine("engine")
+    pools.create(first)
+    pools.create(second)
+    pools.give_up(first)
+    pools.may_populate.set()
+    created = await pools.reply()
+    assert isinstance(created, PoolCreated)
+    assert not created.created
+    answer = pools.ask(first, "ALLOCATE", Allocate(pool="decode", count=1))
+    assert answer is not None
+
+
+@pytest.mark.anyio
+async def test_memory_that_is_imported_for_an_engine_that_has_left_is_given_back(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region, begun = HostRegion.create("registered", POOL_BYTES), threading.Event()
+
+    def register(*_: object) -> HostRegion:
+        begun.set()
+        assert pools.may_populate.wait(WAIT_S)
+        return region
+
+    monkeypatch.setattr(Devices, "register", register)
+    engine = pools.engine("engine")
+    body = RegisterPool(pool="decode", spec=SPEC, device="npu:0", arrays=ARRAYS)
+    assert pools.ask(engine, "REGISTER_POOL", body) is None
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    pools.give_up(engine)
+    await asyncio.sleep(0)
+    with pytest.raises(PoolExistsError, match="is registered by"):
+        pools.create(engine)
+    pools.may_populate.set()
+    async with asyncio.timeout(WAIT_S):
+        while region.fd >= 0:  # noqa: ASYNC110  a thread closes it
+            await asyncio.sleep(0)
+    pools.create(engine)
+    assert isinstance(await pools.reply(), PoolCreated)
 
 
 @pytest.mark.anyio
@@ -173,7 +250,7 @@ async def test_what_a_user_leaves_is_enough_for_the_next_one_and_for_root(monkey
         first, second, root = pools.engine("first", 1001), pools.engine("second", 1002), pools.engine("root")
         assert [pools_until_refused(pools, one) for one in (first, second, root)] == [18, 1, 1]
     finally:
-        await asyncio.to_thread(pools.service.close)
+        await pools.service.close()
 
 
 def pools_until_refused(pools: Pools, session: Session) -> int:
@@ -210,7 +287,7 @@ async def test_what_a_pool_under_way_will_take_is_counted(monkeypatch: pytest.Mo
             pools.create(pools.engine("engine"), "another")
     finally:
         pools.may_populate.set()
-        await asyncio.to_thread(pools.service.close)
+        await pools.service.close()
 
 
 @pytest.mark.anyio
@@ -270,7 +347,7 @@ async def pools_of_reserved_pages(monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         yield pools
     finally:
         pools.may_populate.set()
-        await asyncio.to_thread(pools.service.close)
+        await pools.service.close()
 
 
 @pytest.mark.anyio

@@ -213,7 +213,7 @@ class Harness:
         await self.cache.close()
         await self.lower.close()
         await asyncio.to_thread(self.executor.shutdown)
-        await asyncio.to_thread(self.pool_service.close)
+        await self.pool_service.close()
         await asyncio.to_thread(self.host.close)
 
     def checks(self) -> Iterator[Check]:
