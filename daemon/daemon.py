@@ -322,7 +322,7 @@ class Daemon:
         self._adoption.adopt(self._loop)
         self._links.start(self._peers)
         self._control.start(self._loop, self._dispatcher.on_message, self._sessions.identities)
-        self._session_socket.start(self._loop)
+        self._session_socket.start(self._loop, self._control.drain)
         self._watch_devices()
         self._inherited.close_rest()
         for pool in self._registry:

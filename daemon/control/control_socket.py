@@ -33,13 +33,16 @@ DRAIN_BOUND: Final = 32
 """Messages of one connection handled in a row before others have their turn."""
 
 DRAIN_RECEIVED_BOUND: Final = 16
-"""Drains of a connection in a row, in ``drain_received``."""
+"""Turns of a connection in a row, in ``drain``."""
 
 ACCEPT_BOUND: Final = 64
 """Connections accepted in a row."""
 
 MAX_CONNECTIONS: Final = 1024
 """Besides those of sessions."""
+
+ROOM_PART: Final = 16
+"""Of the connections of who has most, a 16th makes room at once: choosing one for each new one is slow in a flood."""
 
 ACCEPT_PAUSE_S: Final = 1.0
 HANDSHAKE_S: Final = 10.0
@@ -201,10 +204,15 @@ class ControlSocket:
 
     def drain_received(self) -> None:
         """Handle what has arrived by now on spared connections, before something that happened after it is handled."""
-        for connection in [self._connections[one] for one in self._spared() if one in self._connections]:
-            for _ in range(DRAIN_RECEIVED_BOUND):
-                if not connection.take_turn():
-                    break
+        for one in self._spared():
+            self.drain(one)
+
+    def drain(self, identity: bytes) -> None:
+        """Handle what has arrived by now on one connection: an engine's last words count, which has ended since."""
+        connection = self._connections.get(identity)
+        for _ in range(DRAIN_RECEIVED_BOUND):
+            if connection is None or not connection.take_turn():
+                return
 
     def user_of(self, identity: bytes) -> int | None:
         """Return the number of the user who made a connection; None over the network, or where it is gone."""
@@ -272,9 +280,11 @@ class ControlSocket:
         if len(unauthenticated) < self.max_connections:
             return
         counts = Counter(one.origin for one in unauthenticated)
-        evicted = min(unauthenticated, key=lambda one: (-counts[one.origin], one.heard_at))
-        self.counters.add("connections.closed.for_others")
-        evicted.close()
+        most = max(counts, key=counts.__getitem__)
+        oldest = sorted([one for one in unauthenticated if one.origin == most], key=lambda one: one.heard_at)
+        for one in oldest[: max(1, len(oldest) // ROOM_PART)]:
+            self.counters.add("connections.closed.for_others")
+            one.close()
 
     def _pause(self, listener: socket.socket, cause: OSError) -> None:
         """Out of descriptors: accept later, instead of retrying in a busy loop."""

@@ -217,6 +217,7 @@ class SessionSocket:
         self.kept = kept
         self._began = began
         self._ended = ended
+        self._drain: Callable[[bytes], None] | None = None
         self._unopened: dict[_Connection, int] = {}
         self._refusal_logged_at = -REFUSAL_LOG_S
         self._connections: dict[int, _Connection] = {}
@@ -225,9 +226,13 @@ class SessionSocket:
         self._is_paused = False
         self._listener = listener.socket
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Serve on this loop."""
+    def start(self, loop: asyncio.AbstractEventLoop, drain: Callable[[bytes], None]) -> None:
+        """Serve on this loop.
+
+        ``drain`` handles what has come on a control connection: what an engine said before its end comes first.
+        """
         self._loop = loop
+        self._drain = drain
         loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
@@ -372,6 +377,13 @@ class SessionSocket:
 
     def closed(self, session: Session) -> None:
         """Close a session whose connection is gone."""
+        try:
+            if session.identity is not None and self._drain is not None:
+                self._drain(session.identity)
+        finally:
+            self._end(session)
+
+    def _end(self, session: Session) -> None:
         self._connections.pop(session.session_id, None)
         self._kept.pop(session.session_id, None)
         self.sessions.close(session)
