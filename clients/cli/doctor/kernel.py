@@ -62,14 +62,14 @@ def check_memlock(host: Host, daemon_pid: int | None, bound_bytes: int, *, npu: 
 
 
 def check_files(host: Host, daemon_pid: int | None) -> Finding:
-    """Check the limit on open file descriptors."""
-    limit = _limit(host, "Max open files", daemon_pid)
+    """Check the hard limit on open file descriptors: the daemon raises the soft one to it."""
+    limit = _limit(host, "Max open files", daemon_pid, hard=True)
     whose = _whose(daemon_pid)
     if limit is None:
         return Finding("unknown", f"the limits of {whose} cannot be read", "run as root, or as the daemon's user")
     if limit >= FILES_WANTED:
         return Finding("ok", f"{_number(limit)} for {whose}")
-    fix = "LimitNOFILE=65536 in the unit, or ulimit -n 65536 before starting"
+    fix = "LimitNOFILE=65536 in the unit, or ulimit -Hn 65536 before starting"
     return Finding("warning", f"{limit} for {whose}, wanted: {FILES_WANTED}", fix)
 
 
@@ -101,13 +101,14 @@ def _whose(daemon_pid: int | None) -> str:
     return f"the daemon (pid {daemon_pid or 'not seen from here'})"
 
 
-def _limit(host: Host, name: str, pid: int | None) -> int | None:
-    """Return a soft limit; None if it cannot be read."""
+def _limit(host: Host, name: str, pid: int | None, *, hard: bool = False) -> int | None:
+    """Return a limit, the soft one unless it says otherwise; None if it cannot be read."""
     text = host.text(f"/proc/{'self' if pid is None else pid}/limits")
-    match = re.search(rf"^{name}\s+(\S+)", text, re.MULTILINE)
+    match = re.search(rf"^{name}\s+(\S+)\s+(\S+)", text, re.MULTILINE)
     if match is None:
         return None
-    return _UNLIMITED if match[1] == "unlimited" else int(match[1])
+    limit = match[2 if hard else 1]
+    return _UNLIMITED if limit == "unlimited" else int(limit)
 
 
 # -- host memory: its size, huge pages, NUMA nodes, /dev/shm

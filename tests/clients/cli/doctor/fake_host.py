@@ -22,7 +22,7 @@ GIB_IN_KIB: Final = 1 << 20
 
 LIMITS: Final = """\
 Limit                     Soft Limit           Hard Limit           Units
-Max open files            {files}                 {files}                files
+Max open files            1024                 {files}                files
 Max locked memory         {locked}              {locked}            bytes
 """
 
