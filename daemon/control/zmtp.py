@@ -1,7 +1,7 @@
 """ZMTP 3.1, the wire protocol of ZeroMQ, as the side that listens speaks it, without security. Without I/O.
 
-libzmq is not used here: it accepts connections on a thread of its own as fast as they come, and where no descriptor is
-left it ends the process (an assertion after ``accept4``, ipc_listener.cpp). See https://rfc.zeromq.org/spec/37.
+libzmq is not used here: it ends the process where no descriptor is left for a connection, or where a client has chosen
+the routing id that it makes up for another; see docs/architecture.md. See https://rfc.zeromq.org/spec/37.
 """
 
 from __future__ import annotations
