@@ -31,11 +31,11 @@ DRAIN_BOUND = 64
 class AsyncClient(AsyncRequests):
     """One session with the daemon of this node. Leaving it gives back all that the session owns.
 
-    What waits is awaited: ``connect``, ``wait_finished`` and all other calls but those that return at once, as they do
-    in ``Client``: ``send``, ``receive``, ``offload``, ``restore``, ``store``, ``load``, ``update_tables``, ``begin``,
+    Calls that wait are awaited: ``connect``, ``wait_finished`` and all others except those that return at once, as in
+    ``Client``: ``send``, ``receive``, ``offload``, ``restore``, ``store``, ``load``, ``update_tables``, ``begin``,
     ``batched``, ``is_ready`` and ``close``. Any number of tasks of the event loop that connected it may use it at a
     time; a call on another loop, or in a thread without one, raises ConcurrentUseError and sends nothing. Any thread
-    may ``close`` it. A forked child has neither the session nor the pools: every call there is a ForkedError; connect
+    may ``close`` it. A forked child has neither the session nor the pools: every call there raises ForkedError; connect
     and attach anew.
     """
 

@@ -1,6 +1,6 @@
 """What a client waits for: the replies to its requests, and its transfers and operations of the tiers.
 
-Knows no socket: how one waits is said by ``async_client`` and ``sync_client``. ``sync_requests`` is made from
+Knows no socket: ``async_client`` and ``sync_client`` say how to wait. ``sync_requests`` is made from
 ``async_requests`` by ``make sync-client``.
 """
 
@@ -102,20 +102,20 @@ class AsyncRequests(Resuming):
                 say of a scheduler and its workers, own pages, leases and snapshots together; these are given back when
                 the last of them ends. None: the session is an instance of its own.
             session: without one, only ping and status work.
-            reconnect: go on by itself where the daemon is lost, for as long as it keeps sessions that lost their socket
-                (``limits.resume_grace_ms``; 0: not at all), also with the daemon that follows it.
-            on_reconnect: called with what was lost, each time; it may not call the client, nor raise.
-            keep: without ``reconnect``: let the daemon keep the session as long, for who resumes it by hand.
-            resume: the ``secret`` of such a session, to take it over with what it has.
-            devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
+            reconnect: reconnect when the daemon is lost, also to the next one, for as long as it keeps sessions
+                without a socket (``limits.resume_grace_ms``; 0: not at all).
+            on_reconnect: called with what was lost, each time; it must not call the client, nor raise.
+            keep: without ``reconnect``: let the daemon keep the session as long, to be resumed by hand.
+            resume: the ``secret`` of such a session, to take it over.
+            devices: this process's names of the daemon's devices, if they differ: ``{"npu:3": "npu:0"}`` with
                 ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
             timeout_s: how long to wait for the daemon.
 
         Raises:
-            DaemonLostError: no daemon is there, or it does not answer.
+            DaemonLostError: no daemon runs, or it does not answer.
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
-            NoSessionError, SessionLostError: there is no session to resume, or it has its socket still.
+            NoSessionError, SessionLostError: there is no session to resume, or its socket is still open.
         """
         hello, names = calls.hello(name), device_names(devices)
         keeps = truth(reconnect, "reconnect") | truth(keep, "keep")
@@ -153,7 +153,7 @@ class AsyncRequests(Resuming):
     async def verify(self, *, deep: bool = False, timeout_s: float = VERIFY_S) -> Verified:
         """Let the daemon check its books: pages, tiers and index against everything that holds a part of them.
 
-        For the daemon's own user and root. ``deep``: the disk tier's files are read, too, as far as the time allows.
+        For the daemon's own user and root. ``deep`` also reads the disk tier's files, as far as the time allows.
         """
         seconds(timeout_s, "timeout_s")
         return await self.call(asked(Verify(deep=deep)), deadline_s=timeout_s)
@@ -169,16 +169,16 @@ class AsyncRequests(Resuming):
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> AttachedPool:
-        """Create a pool, or find it as it was created before, and map it.
+        """Create a pool, or find the existing one, and map it.
 
         Args:
             name: unique for the user.
             spec: what it holds.
             model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
-                this very identity only; a transfer between two models is refused.
+                this identity only; a transfer between two models is refused.
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
             lifetime: ``daemon``: it stays until it is deleted; ``instance``: it is deleted when this session's instance
-                ends, though others have attached it.
+                ends, even if others have attached it.
             max_payload_bytes: the largest payload of a ``send`` from or to it; at most half of the daemon's
                 ``limits.max_frame_bytes``, and 8 MiB.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
@@ -186,8 +186,8 @@ class AsyncRequests(Resuming):
         Raises:
             PoolExistsError: the name has another layout, size, window, model or lifetime, or is on another device.
             InvalidFieldError: the spec makes no sense.
-            OutOfMemoryError: the host or the device cannot give it.
-            DeviceUnavailableError: no such device, or what drives it is missing, there or here.
+            OutOfMemoryError: the host or the device lacks memory.
+            DeviceUnavailableError: no such device, or its software is missing, there or here.
         """
         spec = pool_spec(spec)
         body = CreatePool(
@@ -244,8 +244,8 @@ class AsyncRequests(Resuming):
 
         Raises:
             PoolExistsError: the name is taken.
-            UncoveredEntryError, DuplicateEntryError, InvalidFieldError: the tensors are not what the spec needs; the
-                field is a tensor and what of it: ``main/k.shape``, ``main/v/3.dtype``.
+            UncoveredEntryError, DuplicateEntryError, InvalidFieldError: the tensors do not fit the spec; the field
+                names tensor and property: ``main/k.shape``, ``main/v/3.dtype``.
             DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
         """
         arrays, said, fds = registered(spec, tensors, device, self._devices.export)
@@ -267,12 +267,12 @@ class AsyncRequests(Resuming):
     async def open_events(
         self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float | None = None
     ) -> EventRing:
-        """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready.
+        """Return this session's event ring, which tells ``send(steps=…)`` when layers are ready.
 
         Args:
-            device: of the pools it speaks of. On a device it has ``events`` interprocess events, recorded on its
+            device: that of its pools. On a device it has ``events`` interprocess events, recorded on the device's
                 streams.
-            events: how many, on a device; one is used again once its work is done.
+            events: how many, on a device; each is used again once its work is done.
             deadline_s: for the daemon's reply; the first use of a device takes it some seconds more.
         """
         events = whole(events, "events", least=1)
@@ -306,7 +306,7 @@ class AsyncRequests(Resuming):
     async def owned_pages(self, pool: str) -> dict[str, PageIds]:
         """Return the pages of a pool that this session's instance owns, by page space, each ``(n,)`` int64, ascending.
 
-        Those included of which nobody here has heard: another session of the instance has them, or a reply was lost.
+        Also those unknown here: another session of the instance has them, or a reply was lost.
         """
         return await self.call(calls.list_owned(pool))
 
@@ -333,7 +333,7 @@ class AsyncRequests(Resuming):
             pool: their pool.
             ids: which.
             space: their page space.
-            after: work that still uses the pages, see ``EventRing.record_event``; nobody gets them before it is done.
+            after: work that still uses the pages, see ``EventRing.record_event``; they are not reused before its end.
             deadline_s: for the daemon's reply, which waits for ``after``.
 
         Raises:
@@ -344,16 +344,16 @@ class AsyncRequests(Resuming):
     # -- transfers
 
     async def cancel(self, transfer: Transfer, *, wait: bool = True, deadline_s: float | None = None) -> Cancelled:
-        """Give up this side; returns when no byte can move any more.
+        """Cancel this side; returns when no byte can still move.
 
         Args:
             transfer: which.
-            wait: false returns at once; ``settled`` of what is returned, and of the transfer later, says when its pages
-                may be used again.
+            wait: false returns at once; ``settled`` of the result, and later of the transfer, says when its pages may
+                be used again.
             deadline_s: for the daemon's reply.
 
         Raises:
-            UnknownTransferError: it was refused, or is over, or the daemon has no such side.
+            UnknownTransferError: it was refused, has ended, or the daemon has no such side.
         """
         self._check_transfer(transfer)
         if not self._core.is_named_by_key(transfer):
@@ -380,8 +380,8 @@ class AsyncRequests(Resuming):
     ) -> Abandoned:
         """Say that this user's ``send`` (or ``receive``) of a request will never come, aborted before it began.
 
-        Whoever waits for it, here and at the daemons named, fails at once with PEER_CANCELLED; who comes later hears it
-        at once. A side that exists is given up by ``cancel``.
+        Sides that wait for it, here and at the named daemons, or come later, fail at once with PEER_CANCELLED.
+        ``cancel`` ends a side that exists.
 
         Args:
             request_id: of the request.
@@ -396,7 +396,7 @@ class AsyncRequests(Resuming):
         return await self.call(asked(body), deadline_s=deadline_s)
 
     async def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
-        """Return a side's state by the daemon's word.
+        """Return a side's state as the daemon has it.
 
         Raises:
             UnknownTransferError: neither live nor unacknowledged.
@@ -429,7 +429,7 @@ class AsyncRequests(Resuming):
         return transfer.outcome()
 
     async def wait_settled(self, transfer: Transfer, timeout_s: float = DEFAULT_WAIT_S) -> None:
-        """Wait until the daemon holds the transfer's pages no longer, whatever its outcome.
+        """Wait until the daemon has released the transfer's pages, whatever its outcome.
 
         Raises:
             DeadlineError: it is still under way.
@@ -466,7 +466,7 @@ class AsyncRequests(Resuming):
             deadline_s: for the daemon's reply.
 
         Raises:
-            UnknownPoolError, UnknownComponentError, InvalidFieldError: what the request names does not fit together.
+            UnknownPoolError, UnknownComponentError, InvalidFieldError: the arguments do not fit together.
             TablesExistError: the session has tables of that name.
             OutOfMemoryError: no memory for them.
         """
@@ -497,7 +497,7 @@ class AsyncRequests(Resuming):
             return made
 
     async def delete_tables(self, tables: Tables) -> None:
-        """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
+        """Delete and unmap tables; graphs captured over them must not be replayed."""
         await self.call(asked(DeleteTables(tables=self._name_of(tables))))
         self._tables.discard(tables)
         tables.close()
@@ -531,7 +531,7 @@ class AsyncRequests(Resuming):
     async def cancel_operation(
         self, operation: TierOperation, *, deadline_s: float | None = None
     ) -> OperationCancelled:
-        """Give an operation up, also before the daemon has answered; returns when no byte of it can move any more.
+        """Cancel an operation, also before the daemon has answered; returns when none of its bytes can still move.
 
         Raises:
             UnknownOperationError: the daemon does not know it, or its end was acknowledged before.
@@ -549,7 +549,7 @@ class AsyncRequests(Resuming):
         return await self.call(asked(body), deadline_s=deadline_s)
 
     async def drop_snapshot(self, snapshot: str) -> SnapshotDropped:
-        """Give a snapshot up; restores that are under way go on.
+        """Drop a snapshot; restores under way go on.
 
         Raises:
             UnknownSnapshotError: this user has none of that name.
@@ -577,7 +577,7 @@ class AsyncRequests(Resuming):
         """Return how many leading blocks are cached, and pin them: ``found.lease`` is for ``load`` and ``unpin``.
 
         Args:
-            pool: of the layout that the blocks have, and of their model: without one this is NO_MODEL.
+            pool: of the blocks' layout and model: without a model this raises NO_MODEL.
             hashes: 16 bytes a block, see ``block_hashes``.
             space: the page space.
             block_pages: pages of a block.
@@ -609,8 +609,8 @@ class AsyncRequests(Resuming):
     async def cache_events(self, cursor: int, *, limit: int = LIST_LIMIT, timeout_s: float = 1.0) -> CacheChanges:
         """Return what changed in the cache from ``cursor`` on, 1 for all: at once, or as soon as something does.
 
-        Nothing within ``timeout_s`` is an answer without a change. Whoever joins late takes ``cache_cursor``, lists the
-        blocks, and goes on from that cursor.
+        If nothing changes within ``timeout_s``, the answer has no change. A late joiner takes ``cache_cursor``, lists
+        the blocks, and goes on from that cursor.
         """
         seconds(timeout_s, "timeout_s")
         return await self.call(asked(CacheEvents(cursor=cursor, limit=limit)), deadline_s=timeout_s)
@@ -623,7 +623,7 @@ class AsyncRequests(Resuming):
     async def pin_cached(
         self, hashes: Sequence[bytes], *, pool: str | None = None, identity: str | None = None, pinned: bool = True
     ) -> int:
-        """Keep blocks whatever happens, or no longer; return how many were found. For operators.
+        """Protect blocks from eviction, or no longer; return how many were found. For operators.
 
         ``pool`` or ``identity`` says whose blocks the hashes name: see ``evict_cached``.
         """

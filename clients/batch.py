@@ -34,9 +34,9 @@ ENVELOPE_BYTES = 1 << 16
 class Batch(Submitting):
     """What ``client.batched()`` returns: it has the calls of the client that send and return at once, and ``free``.
 
-    Nothing is sent before the ``with`` block ends; where that raises, what was begun in it is refused as CANCELLED, and
-    where it cannot be sent, by the reason. Whether this thread may use the client, in this process, is looked at where
-    the block begins, and where it ends.
+    Nothing is sent before the ``with`` block ends; if that raises, its requests fail with CANCELLED, and if they cannot
+    be sent, with the reason. The beginning and the end of the block check whether this thread and process may use the
+    client.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Batch(Submitting):
     ) -> PendingReply[Freed]:
         """Give pages back, as ``client.free`` does; ``client.wait`` takes the reply.
 
-        One call for all that a step gives back costs less than one a request: it is all of them or none.
+        One call for all pages of a step costs less than one a request: it frees all of them or none.
         """
         return self.begin(calls.free(pool, ids, space, after), deadline_s=deadline_s)
 

@@ -170,7 +170,7 @@ def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
     Raises:
         DaemonLostError: no daemon has its sockets there.
         AccessDeniedError: this user may not use them.
-        InvalidFieldError: it is no path, or several daemons are there.
+        InvalidFieldError: it is no path, or has several daemons.
     """
     if not isinstance(runtime_dir, str | os.PathLike | None):
         raise arguments.wrong_kind(runtime_dir, "path", "runtime_dir")

@@ -42,7 +42,7 @@ class RingEvent(NamedTuple):
 
 
 class RingPlan:
-    """Which events were made of a session's ring: it may be opened several times, and no two events are the same.
+    """Which events were made from a session's ring: it may be opened several times, and no two events are the same.
 
     Attributes:
         number: by which the daemon knows the ring; 0: it has none.
@@ -119,7 +119,7 @@ class EventRing(OfOneProcess):
         return self._counters
 
     def outlive(self) -> None:
-        """Take note that the ring went with its daemon: what is recorded is nobody's, and there is no new event."""
+        """Note that the ring ended with its daemon: nobody sees what is recorded, and it gives no new event."""
         self._stale = True
 
     def fileno(self) -> int:

@@ -1,8 +1,8 @@
-"""What tells a model's weights, and an adapter's, from others, wherever they lie: their content.
+"""Identifies a model's or an adapter's weights by their content, wherever they lie.
 
-Every byte counts, and is read once: digests are kept in the user's cache folder, a file for each file of weights. It is
-believed while device, inode, size and both times of the file are the same. Processes that start at once share the work:
-who comes second to a file waits for its digest.
+Every byte counts, and is read once: the user's cache folder keeps a digest for each file of weights. It is valid while
+the file's device, inode, size and both times are the same. Processes that start at once share the work: the second one
+at a file waits for its digest.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class SharedMemory(OfOneProcess):
     """Zeroed host memory of a fixed size, by a descriptor that can be passed on.
 
     Arrays are taken from it one after another, by ``array`` or ``tensor``, or cut out of ``view`` by hand. They hold
-    it; a forked child does not have it. It is of huge pages where the host forms any of shared memory.
+    it; a forked child does not have it. It uses huge pages if the host allows them for shared memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -88,9 +88,9 @@ class SharedMemory(OfOneProcess):
         return made
 
     def close(self) -> None:
-        """Give the descriptor back: no array can be registered any more. The memory itself goes with the last one.
+        """Close the descriptor: no array can be registered any more. The memory itself goes with the last array.
 
-        Registered pools stay registered. Without this the descriptor goes with the last array, too.
+        Registered pools stay registered. Without this the descriptor also goes with the last array.
         """
         with _live_lock:
             _live.discard(self)
@@ -109,9 +109,9 @@ class SharedMemory(OfOneProcess):
 
 
 class InheritedMemory(SharedMemory):
-    """What this process has mapped of a pool whose daemon is no more, to be registered at the next one.
+    """This process's mapping of a pool whose daemon has ended, to be registered at the next one.
 
-    It has the region from now on. Arrays are cut out of ``view`` by hand: all of it is used.
+    It owns the region. Arrays are cut out of ``view`` by hand: all of it is used.
     """
 
     def __init__(self, region: HostRegion) -> None:

@@ -103,9 +103,9 @@ class Submissions(Submitting, OfOneProcess):
     def batched(self) -> Batch:
         """Return a ``with`` block whose requests go to the daemon in one message when it ends, each for a result.
 
-        What it begins is followed by this client, as if it had been sent by itself: transfers and operations by
-        ``poll`` and ``wait_…``, what ``begin`` and ``free`` return by ``wait``. Where the block raises, nothing is
-        sent. More than the daemon takes in one message go in several, in their order.
+        Follow its requests as if they had been sent alone: transfers and operations by ``poll`` and ``wait_…``, what
+        ``begin`` and ``free`` return by ``wait``. If the block raises, nothing is sent. More than the daemon takes in
+        one message go in several, in their order.
         """
         with self._use:
             pass

@@ -34,7 +34,7 @@ _MAKE_ANEW: Final = (CreatePool, AttachPool, RegisterPool, DeletePool)
 
 
 class PendingReply(msgspec.Struct, Generic[T], eq=False, weakref=True):
-    """A request that was sent and whose reply nobody has taken yet; see ``begin``."""
+    """A sent request whose reply has not been taken yet; see ``begin``."""
 
     conversation: object
     call: Call[T]
@@ -125,20 +125,20 @@ class Submitting(ABC):
     ) -> Transfer:
         """Send filled pages to the request's receivers. Return at once; follow it with ``poll`` or ``wait_…``.
 
-        The pages may not be written before the transfer has settled. A prompt may be sent in chunks: ``last`` is false
-        for all but the last one. They are one transfer and end alike, but for one that is refused.
+        Do not write the pages before the transfer has settled. A prompt may be sent in chunks: ``last`` is false for
+        all but the last one. They are one transfer and end alike, except refused ones.
 
         Args:
             pool: the pool of the pages.
-            request_id: what the receiving side names too.
+            request_id: the receiving side uses the same.
             lists: the pages, one list a component; see ``pages``. None for a transfer that moves no page.
             first_token: the token that prefill sampled, delivered with completion.
             payload: more to deliver with it, up to the ``max_payload_bytes`` of both pools: 64 KiB by default.
             last: whether no further chunk follows.
             destinations: how many transfers take these pages.
             steps: which layers are ready after which event, in that order; none: the pages are filled.
-            checksums: whether what arrives in the receivers' pages is compared with checksums of these pages before it
-                counts (TRANSFER_FAILED); see docs/engines.md for what that costs, and covers.
+            checksums: whether to compare arrived bytes with checksums of these pages before they count
+                (TRANSFER_FAILED); docs/engines.md has cost and coverage.
             deadline_s: for the whole transfer.
         """
         heads, ids = page_lists(lists)
@@ -171,19 +171,19 @@ class Submitting(ABC):
     ) -> Transfer:
         """Make a transfer for the request in pages of this session. Returns at once, like ``send``.
 
-        The pages may not be touched before the transfer has finished, nor used otherwise before it has settled.
+        Do not touch the pages before the transfer has finished, nor reuse them before it has settled.
 
         Args:
             pool: the pool of the pages.
-            request_id: what the sending sides name too.
-            lists: the pages to fill, one list a component; see ``pages``. None where only the first token and the
-                payload are wanted: what the sources have is skipped.
+            request_id: the sending sides use the same.
+            lists: the pages to fill, one list a component; see ``pages``. None if only the first token and the payload
+                are wanted: the sources' pages are skipped.
             sources: how many pools send.
             source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
                 none for this client's own daemon only.
             after: work that still uses the pages, see ``EventRing.record_event``; nothing is written before it is done.
-            into: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
-                ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
+            into: ``host`` without pages: the bytes become a snapshot of the host tier, which ``finished.snapshot``
+                names; ``pages_wanted`` makes the lists.
             checksums: as in ``send``, whatever the senders say.
             deadline_s: for the whole transfer.
         """
@@ -219,16 +219,15 @@ class Submitting(ABC):
     ) -> PendingReply[TablesUpdated]:
         """Change tables for the next replay: all of it or nothing. Returns at once; then ``wait`` and ``tables.order``.
 
-        Pages need not be this session's, nor allocated: ids are compared with the pool's range, lengths with the
-        tables' width, and no row shows a page twice. Whose page it is is the engine's own affair: often the session
-        that allocates is another one.
+        The daemon checks that ids are in the pool's range, lengths within the tables' width, and no page twice in a
+        row. It does not check that a page is allocated or whose it is: often another session allocates.
 
         Args:
             tables: which.
             lengths: ``(batch,)`` tokens of each row; rows from ``batch`` on are no longer in use.
             extra_tokens: added to every length by this step: the draft tokens, to verify.
-            entries: pages that rows get beside those they have.
-            rows: rows that are another request's now, and all their pages.
+            entries: pages that rows get in addition.
+            rows: rows of new requests, with all their pages.
             released: full pages whose window pages go back.
             bound: full pages that get a window page, and these.
             after: the end of the replay that still reads the tables, see ``EventRing.record_event``.
@@ -236,8 +235,8 @@ class Submitting(ABC):
 
         Raises:
             TableOverflowError, TableHoleError, WindowMismatchError, PageOutOfRangeError, DuplicatePageError,
-                InvalidFieldError: by ``wait``; the tables are as they were.
-            TablesBusyError: by ``wait``: the update before has not ended.
+                InvalidFieldError: by ``wait``; the tables are unchanged.
+            TablesBusyError: by ``wait``: the previous update has not ended.
         """
         name = self._name_of(tables)
         counts, ids = calls.table_lists(lengths, entries, rows, released, bound)
@@ -257,7 +256,7 @@ class Submitting(ABC):
     ) -> TierOperation:
         """Copy pages to the host tier, as a snapshot, which the operation names once it is accepted. Returns at once.
 
-        The pages may not be written, nor freed, before the operation is done.
+        Do not write or free the pages before the operation is done.
 
         Args:
             pool: the pool of the pages.
@@ -317,8 +316,7 @@ class Submitting(ABC):
 
         ``unpin`` ends the lease with the operation, however that ends.
 
-        A block that is gone or damaged is a CacheMissError; ``operation.done.loaded`` leading blocks are there all the
-        same.
+        A missing or damaged block raises CacheMissError; the first ``operation.done.loaded`` blocks are loaded.
         """
         packed = packed_ids(ids, "ids")
         body = Load(
@@ -338,11 +336,11 @@ class Submitting(ABC):
         after: DeviceEvent | None = None,
         deadline_s: float | None = None,
     ) -> TierOperation:
-        """Put pages into the cache, ``block_pages`` a hash: those that are not there yet. Returns at once.
+        """Put pages into the cache, ``block_pages`` a hash, unless it has them. Returns at once.
 
-        They are found by pools of the same layout, model identity and user only; a pool without a model is refused
-        (NO_MODEL). The pages may not be written before the operation is done. ``parent`` is the hash before the first
-        one: only new blocks have to be named.
+        Only pools of the same layout, model identity and user find them; a pool without a model is refused (NO_MODEL).
+        Do not write the pages before the operation is done. ``parent`` is the hash before the first one: only new
+        blocks have to be named.
         """
         packed = packed_ids(ids, "ids")
         body = Store(

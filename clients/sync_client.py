@@ -34,9 +34,9 @@ CLOSED = "the client was closed while this call waited"
 class Client(SyncRequests):
     """One session with the daemon of this node. Leaving it gives back all that the session owns.
 
-    One thread at a time: a call that comes while another thread's is under way raises ConcurrentUseError and sends
-    nothing. It may be handed from one thread to another between two calls, and any thread may ``close`` it. A forked
-    child has neither the session nor the pools: every call there is a ForkedError; connect and attach anew.
+    One thread at a time: a call during another thread's call raises ConcurrentUseError and sends nothing. It may be
+    handed to another thread between two calls, and any thread may ``close`` it. A forked child has neither the session
+    nor the pools: every call there raises ForkedError; connect and attach anew.
     """
 
     _use: ExclusiveUse
@@ -69,8 +69,8 @@ class Client(SyncRequests):
     def close(self) -> None:
         """End the session. Closing twice does nothing.
 
-        Any thread may close a client: a call that waits in another one ends with a ClientClosedError. In a forked child
-        this gives back the child's copies only, and the parent's session goes on.
+        Any thread may close a client: a call that waits in another one raises ClientClosedError. In a forked child this
+        only releases the child's copies, and the parent's session goes on.
         """
         if self._use.in_child:
             if self._channel is not None:

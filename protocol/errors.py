@@ -55,13 +55,13 @@ which ``fault`` says in words, on the wire too::
     |   +-- ForkedError               FORKED               a client, or what it mapped, in a forked process
     |   +-- MisuseError               MISUSE               a call that is not valid in the current state
     |   +-- NoModelError              NO_MODEL             the pool has no model identity
-    |   +-- ReplyGoneError            REPLY_GONE           a retry of what was handled, whose reply is not kept any more
+    |   +-- ReplyGoneError            REPLY_GONE           a retry of a handled request whose reply is no longer kept
     +-- PeerError               the other side of a transfer
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
     |   +-- PeerCancelledError        PEER_CANCELLED       it cancelled
     |   +-- DeadlineError             DEADLINE             the time allowed ran out
     +-- BusyError               valid, but not possible now
-    |   +-- PoolFullError             POOL_FULL            fewer free pages than asked for
+    |   +-- PoolFullError             POOL_FULL            fewer free pages than requested
     |   +-- PageBusyError             PAGE_BUSY            a page has a reader or writer that excludes this use
     |   +-- TablesBusyError           TABLES_BUSY          an update of these tables is already waiting
     |   +-- OverloadedError           BUSY                 a bound on requests in flight is reached
@@ -77,7 +77,7 @@ which ``fault`` says in words, on the wire too::
         +-- SnapshotDamagedError      SNAPSHOT_DAMAGED     a checksum does not match: the bytes have changed
         +-- SnapshotLostError         SNAPSHOT_LOST        the snapshot's memory ended with the daemon that made it
         +-- DaemonLostError           DAEMON_LOST          no daemon answers, or its connection closed
-        +-- SessionLostError          SESSION_LOST         the daemon that answers knows nothing of the session
+        +-- SessionLostError          SESSION_LOST         the daemon that answers does not know the session
         +-- InternalError             INTERNAL             a bug in the daemon
 """
 
@@ -90,13 +90,13 @@ import msgspec
 from kvferry.protocol.ids import PATTERNS
 
 Effect: TypeAlias = Literal["absent", "done", "unknown"]
-"""What a request has done that failed: nothing, all of it, or nobody can say."""
+"""What a failed request has done: nothing, all of it, or nobody knows."""
 
 
 RETRY_AT_ONCE_MS: Final = 5
-"""For what has just changed."""
+"""If the state has just changed."""
 RETRY_LATER_MS: Final = 1000
-"""For what an engine, an operator or a process has to give up first, not the daemon."""
+"""If an engine, an operator or a process has to give something up first, not the daemon."""
 RETRY_LAST_MS: Final = 5000
 
 
@@ -104,8 +104,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``field`` is the path of the field at fault (``lists[0].pages``), or empty.
 
     ``request_id`` is that of the transfer concerned, in full; empty if no transfer is concerned. ``fault``: see
-    ``KvferryError``; empty from daemons that do not say. ``effect`` is what the request has done all the same: nothing,
-    unless it says otherwise. ``retry_after_ms``: of BUSY, when to try again.
+    ``KvferryError``; empty from daemons that do not say. ``effect`` is what the request has done despite the error.
+    ``retry_after_ms``: of BUSY, when to try again.
     """
 
     code: str
@@ -123,11 +123,10 @@ class KvferryError(Exception):
     """The base of every kvferry error. ``detail`` describes what happened, with the values involved.
 
     ``request_id`` is that of the transfer concerned, for correlating logs; empty if no transfer is concerned. ``fault``
-    is who has to do something about it: ``caller``, ``peer`` (the other side of a transfer), ``daemon``, or ``busy``,
-    where time helps. It is the class's, or that of the case: what the daemon was asked alone and had no time for is a
-    DEADLINE with the fault ``daemon``.
-    ``effect`` is what the request has done all the same: nothing (``absent``), all of it (``done``), or ``unknown``.
-    ``retry_after_ms``, of BUSY alone, is when what it waits for is typically there: 5 ms to 5 s from now; others: 0.
+    is who must act: ``caller``, ``peer`` (the other side of a transfer), ``daemon``, or ``busy`` (time helps). It is
+    the class's, unless the case has another: DEADLINE has ``daemon`` if only the daemon had work to do.
+    ``effect`` is what the request has done despite the error: nothing (``absent``), all (``done``), or ``unknown``.
+    ``retry_after_ms``, of BUSY alone, is a typical time until a retry succeeds, 5 ms to 5 s; of others 0.
     """
 
     by_code: ClassVar[dict[str, type[KvferryError]]] = {}
@@ -151,7 +150,7 @@ class KvferryError(Exception):
         remedy: str | None = None,
         fault: str | None = None,
     ) -> None:
-        """``retryable``, ``remedy`` and ``fault``: where the class's do not fit this case."""
+        """``retryable``, ``remedy`` and ``fault``: if the class's do not fit this case."""
         super().__init__(detail)
         self.detail = detail
         self.field = field
@@ -542,10 +541,10 @@ class NoModelError(CallerError):
 
 
 class ReplyGoneError(CallerError):
-    """A request with this number was handled, and its reply is not kept any more; it was not handled again."""
+    """A request with this number was handled, and its reply is no longer kept; it was not handled again."""
 
     code = "REPLY_GONE"
-    remedy = "read replies as they come, and do not retry what was answered; RESULT and STATUS say what was done"
+    remedy = "read replies as they come, and do not retry answered requests; RESULT and STATUS say what was done"
 
 
 class PeerError(KvferryError):
@@ -585,7 +584,7 @@ class BusyError(KvferryError):
 
 
 class PoolFullError(BusyError):
-    """Fewer free pages than asked for."""
+    """Fewer free pages than requested."""
 
     code = "POOL_FULL"
     remedy = "free pages, ask for fewer, or wait; kvferry status shows which sessions hold them"
@@ -689,14 +688,14 @@ class SnapshotDamagedError(DaemonError):
     """A checksum does not match: the bytes are not those that were offloaded."""
 
     code = "SNAPSHOT_DAMAGED"
-    remedy = "recompute the request's tokens, and check the host's memory: the target pages hold anything"
+    remedy = "recompute the request's tokens, and check the host's memory: the target pages are undefined"
 
 
 class SnapshotLostError(DaemonError):
     """The snapshot's memory ended with the daemon that made it."""
 
     code = "SNAPSHOT_LOST"
-    remedy = "compute again what it held"
+    remedy = "recompute its content"
 
 
 class DaemonLostError(DaemonError):
@@ -708,7 +707,7 @@ class DaemonLostError(DaemonError):
 
 
 class SessionLostError(DaemonError):
-    """The daemon that answers knows nothing of the session: it began anew, or the session was not resumed in time."""
+    """The daemon that answers does not know the session: it began anew, or the session was not resumed in time."""
 
     code = "SESSION_LOST"
     remedy = (

@@ -35,7 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         runtime_dir: the daemon's; empty: where a client looks by itself.
         pool: the name of this engine's pools, without ranks; empty: made of vLLM's engine id.
         memory: who allocates vLLM's KV memory; ``auto``: the daemon where that is possible, else ``staged``.
-        required: whether the server ends at its start where there is no daemon; else it does without.
+        required: whether the server needs a daemon at its start; else it does without.
         cache: whether blocks are looked up and stored in the prefix cache.
         layer_by_layer: whether long prompts travel while their last chunk is computed.
         hold_s: how long prefill keeps a prompt's blocks for a decode server that does not come.

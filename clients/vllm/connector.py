@@ -75,7 +75,7 @@ class WithoutDaemon(KVConnectorHandshakeMetadata):
 
 
 class KvferryConnector(KVConnectorBase_V1):
-    """vLLM's KV cache, its transfers and its prefix cache in the daemon's hands; see docs/vllm.md."""
+    """vLLM's KV cache, transfers and prefix cache, handled by the daemon; see docs/vllm.md."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Connect.
@@ -133,7 +133,7 @@ class KvferryConnector(KVConnectorBase_V1):
         """Do nothing: loads began with the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: requests are scheduled once all of their blocks are there."""
+        """Do nothing: requests are scheduled once all of their blocks have come."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Do nothing; ``_filled`` is in its place while a prompt travels layer by layer."""

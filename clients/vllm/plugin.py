@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes: there it is told where its connector is."""
+"""vLLM calls this in each of its processes, to register kvferry's connector."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class HostMemory:
         self._say(_NOT_HUGE, why, _ALLOW_RESERVED)
 
     def _of_reserved(self, name: str, size_bytes: int) -> HostRegion | None:
-        """Return a region of reserved pages, which are its own from now on; None where there are too few."""
+        """Return a region of reserved pages, which it owns; None if there are too few."""
         found = reserved(self._read)
         if not self._may_reserve or size_bytes < found.page_bytes:
             return None

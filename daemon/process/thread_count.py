@@ -1,8 +1,8 @@
-"""How many threads copy one large operation: found by trying, since it is the memory that limits copies, not the cores.
+"""How many threads copy one large operation: found by trying, since memory limits copies, not cores.
 
-On one machine a second thread brings nothing, on another one eight are six times as fast as one; and what more threads
-do not bring, others could do with those cores meanwhile. So operations that run alone are copied by one, two, four …
-threads in turns, and the fewest that are about as fast as the best are taken. After a while all are tried anew.
+On one machine a second thread gains nothing, on another eight are six times as fast as one; and useless threads take
+cores from others. So operations that run alone are copied by one, two, four … threads in turns, and the fewest that are
+about as fast as the best are taken. After a while all are tried anew.
 """
 
 from __future__ import annotations

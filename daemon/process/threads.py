@@ -1,4 +1,4 @@
-"""Threads that are there from the start: later, where no more may be had, a request would fail in the middle."""
+"""Threads that run from the start: if the system gave no more later, a request would fail in the middle."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Who waits for whom on a busy processor: the control loop for nobody, and nobody for what copies in the background.
+"""The control loop runs first on a busy processor. Background copies yield to everything else.
 
-Niceness alone is not enough: since Linux 6.6 the kernel lets a thread that runs finish its slice before one that wakes
-up has its turn (EEVDF, RUN_TO_PARITY), some milliseconds that the control loop and engines would wait. From 6.12 on a
-thread that wakes up does not wait for one with longer slices. So the loop has the shortest that there are, as have
-Mooncake's threads, which wake each other every few microseconds, and transfers have what all have. Offloads and
-restores yield their processor (``native_copies.h``); as that sets a thread back by its slice, theirs are the shortest,
-too. Threads that have Python's lock now and then should not be in the background: whoever wants that lock waits until
-they run.
+Niceness alone is not enough: since Linux 6.6 the kernel lets a running thread finish its slice before one that wakes up
+(EEVDF, RUN_TO_PARITY): some milliseconds that the control loop and engines would wait. From 6.12 on a thread that wakes
+up does not wait for one with longer slices. So the loop has the shortest slices, as have Mooncake's threads, which wake
+each other every few microseconds; transfers have the default. Offloads and restores yield their processor
+(``native_copies.h``), which sets a thread back by its slice, so theirs are the shortest, too. Threads that sometimes
+hold Python's lock should not be in the background: others that want the lock would wait until they run.
 """
 
 from __future__ import annotations

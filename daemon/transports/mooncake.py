@@ -123,7 +123,7 @@ class MooncakeEngine:
         self.session_name = ""
         self._create, self._destroy = create, destroy
         # Holds the engine's only reference, so that clearing the list destroys it: no frame that a traceback could
-        # keep alive may refer to the engine itself. Empty while there is none.
+        # keep alive may refer to the engine itself. Empty without one.
         self._native: list[NativeEngine] = []
         self._regions: dict[int, int] = {}  # size by address
         self._peers: dict[str, Peer] = {}  # those that are not idle; the next one to serve first
