@@ -142,7 +142,7 @@ class EnginePool:
 
     def _attach_again(self, client: Client, *, resumed: bool) -> None:
         if not resumed:
-            raise PoolLostError(f"{self.name}: the daemon ended, and the one after it has not adopted its pools")
+            raise PoolLostError(f"{self.name}: the daemon ended, and the next one has not adopted its pools")
         try:
             again = client.attach_pool(self.name)
         except UnknownPoolError as error:

@@ -1,9 +1,8 @@
-"""How a client goes on after it has lost its daemon: what both clients do, a step at a time, without waiting.
+"""How both clients go on after they have lost their daemon: a step at a time, without waiting.
 
-A loss is noticed by the session's socket or by the control socket's connection. Where only the latter broke, it is
-opened anew. Else the session is resumed by its secret: within ``limits.resume_grace_ms``, at the same daemon or at the
-one after it, which may have adopted the session. Until then requests are kept; ``core.client_core`` decides what
-becomes of those that were under way.
+The session's socket or the control socket's connection shows a loss. If only the latter broke, it is opened anew. Else
+the session is resumed by its secret: within ``limits.resume_grace_ms``, at the same daemon or the next one, which may
+have adopted the session. Until then requests are kept; ``core.client_core`` decides what becomes of those under way.
 """
 
 from __future__ import annotations
@@ -234,7 +233,7 @@ class Resuming(Submissions):
 
     @property
     def _is_heard(self) -> bool:
-        """Return whether, while the daemon is lost, the sockets of before are still there."""
+        """Return whether, while the daemon is lost, the previous sockets still exist."""
         return self._loss is not None and self._loss.attempts is None and self._dead is None
 
     def _session_lost(self, error: KvferryError) -> None:
@@ -252,7 +251,7 @@ class Resuming(Submissions):
             self._release()
 
     def _control_lost(self) -> None:
-        """Begin the loss of the control socket alone: the session is there still."""
+        """Begin the loss of the control socket alone: the session still exists."""
         if self._loss is None and self._channel is not None:
             lost = DaemonLostError("the control socket's connection was closed")
             self._begin_loss(Loss(lost, time.monotonic() + REOPEN_S, session=False))
@@ -436,7 +435,7 @@ class Resuming(Submissions):
                 yield calls.free(pool, unknown, space, None)
 
     def _greet(self) -> Steps:
-        """Go on with the same daemon, which has everything still."""
+        """Go on with the same daemon, which still has everything."""
         self._release()
         if (yield from self._hello()):
             self._tell(Reconnected(self.boot_id, self.boot_id))

@@ -203,7 +203,7 @@ class Submissions(Submitting, OfOneProcess):
 
     def _check_ours(self, one: Transfer | TierOperation | PendingReply[T], field: str) -> None:
         if one.conversation is not self._core.token:
-            raise InvalidFieldError(f"{one!r} is another client's: only that one hears of it", field=field)
+            raise InvalidFieldError(f"{one!r} is another client's: only that client can use it", field=field)
 
     def _open_channel(self) -> SessionChannel:
         """Return the session's socket.

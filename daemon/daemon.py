@@ -388,7 +388,7 @@ class Daemon:
             "device lost: the daemon ends",
             device=device,
             cause=error.detail,
-            remedy="it is started anew by its service manager; look at the device (kvferry doctor, npu-smi)",
+            remedy="its service manager restarts it; check the device (kvferry doctor, npu-smi)",
         )
         self._loop.call_soon_threadsafe(self._stopping.set)
 

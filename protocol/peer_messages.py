@@ -40,10 +40,10 @@ class ReceiveName(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerHello(Body, frozen=True, kw_only=True, tag="PEER_HELLO"):
-    """The first message on every connection, repeated where the other side seems not to know it: who is here.
+    """Names the sender: the first message on every connection, repeated if the other side seems not to know it.
 
-    Who is told a key, by a message to his address, and says it again is who listens there: only then is he believed.
-    Until then nothing is read of a message but its ``PeerHead``. See ``daemon.peers``.
+    A key sent to an address and returned proves that the sender listens there: only then are its messages read beyond
+    their ``PeerHead``. See ``daemon.peers``.
     """
 
     boot_id: Hex128
@@ -264,10 +264,10 @@ PeerBody = (
 
 
 class PeerHead(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of a message between daemons: all that is read of it before it is believed.
+    """The first frame of a message between daemons: all that is read before the sender is authenticated.
 
     ``address`` is the sender's; ``key`` is the sender's for the receiver; ``to_key`` is the receiver's for the sender,
-    which proves that the sender is told what is said to ``address``. It is empty in a PEER_HELLO to an unauthenticated
+    which proves that the sender receives messages to ``address``. It is empty in a PEER_HELLO to an unauthenticated
     peer.
     """
 

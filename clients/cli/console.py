@@ -76,7 +76,7 @@ def add_daemon(command: argparse.ArgumentParser, timeout_s: float = DEFAULT_TIME
 def add_wait(command: argparse.ArgumentParser) -> None:
     """Add the argument that waits for a daemon."""
     command.add_argument(
-        "--wait", type=seconds, default=0.0, metavar="SECONDS", help="wait so long for a daemon that is not there (0)"
+        "--wait", type=seconds, default=0.0, metavar="SECONDS", help="how long to wait for a daemon to start (0)"
     )
 
 

@@ -677,9 +677,9 @@ def stale(detail: str, effect: Effect) -> StaleBootError:
 
 
 _REMEDIES: Final[dict[Effect, str]] = {
-    "absent": "nothing of it is left: make what it named anew, and ask again",
+    "absent": "it was not done: create what it named again, and repeat it",
     "done": "what it was to end has ended with the old daemon",
-    "unknown": "nobody knows whether it was done. Its pages are still yours, and nothing writes them: do it again",
+    "unknown": "it may have been done or not. Its pages are still yours, and nothing writes them: do it again",
 }
 
 

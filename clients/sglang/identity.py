@@ -81,7 +81,7 @@ class RunningWeights:
         self.content, self.version = content or uuid.uuid4().hex, "" if content else version
         logger.info(
             "kvferry: the weights were changed: %s",
-            f"they are {content} now" if content else "the storage begins anew, for this process alone",
+            f"they are {content} now" if content else "the storage starts empty, for this process alone",
         )
 
     def name(self, version: str) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers' side each step, and what it hears of it."""
+"""Messages of each step between the scheduler's side and the workers' side."""
 
 from __future__ import annotations
 

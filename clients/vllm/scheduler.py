@@ -409,7 +409,7 @@ class Scheduler:
             raise InvalidFieldError("this engine is a kv_producer", field="do_remote_prefill")
         if not handoff.transfer_id:
             raise InvalidFieldError(
-                "there is none: pass on all that prefill's answer has as kv_transfer_params, or give both sides one",
+                "missing: pass on all kv_transfer_params of prefill's answer, or give both sides one",
                 field="transfer_id",
             )
         if handoff.handshake != HANDSHAKE:

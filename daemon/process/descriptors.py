@@ -1,12 +1,11 @@
-"""The descriptors that this process may open: who has how many of them, and the reserve that is never touched.
+"""The descriptors that this process may open: how many each user has, and a reserve.
 
-Where none is left, nothing that needs one works any more, and some libraries end the process. So what engines and
-unauthenticated clients make the daemon open is counted here before it is kept. Of the limit, apart from what is open at
-the start:
+Without a free descriptor some libraries end the process. So descriptors that engines and unauthenticated clients make
+the daemon open are counted here before they are kept. Of the limit, apart from those open at the start:
 
-- a *reserve* is for what nobody asks for: files of the disk tier, memory on its way, libraries.
+- a *reserve* is for the daemon itself: files of the disk tier, memory in transit, libraries.
 - four *shares* are for what has no session: connections to the control socket, connections of other daemons, those to
-  the session socket that have not opened one, and links to other daemons. New ones take the place of the oldest.
+  the session socket that have not opened one, and links to other daemons. New ones replace the oldest.
 - the *room* is for sessions, pools, rings and tables. One user may have three quarters of it, and its share of what the
   others leave; and half of it for pools, so that pools do not keep sessions out. What does not fit is refused; root and
   the daemon's own user may open a few sessions more.

@@ -83,7 +83,7 @@ class NoStore:
 
     def put(self, descriptors: Mapping[str, int]) -> None:
         """See ``FdStore.put``."""
-        raise FdStoreError(f"{len(descriptors)} descriptors, and nobody who keeps them")
+        raise FdStoreError(f"{len(descriptors)} descriptors without a holder")
 
     def remove(self, names: Iterable[str]) -> None:
         """See ``FdStore.remove``: there is nothing to remove."""

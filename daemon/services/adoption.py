@@ -154,7 +154,7 @@ class Adoption:
             self._removing.submit(self._store.remove, _names(identity))
 
     def leave(self) -> None:
-        """End: what is recorded waits for the next daemon, or, where there is nothing, nobody waits."""
+        """End: what is recorded waits for the next daemon; without records the holder ends too."""
         self._removing.shutdown()
         if self._looks is not None:
             self._looks.cancel()
@@ -277,7 +277,7 @@ class Adoption:
             if manifest_digest(manifest) != record.manifest:
                 raise UnreadableFileError(f"this version lays the spec of pool {record.name!r} out otherwise")
             if memory < 0 or str(record.memory) != key or identity_of(memory) != record.memory:
-                raise UnreadableFileError(f"the memory of pool {record.name!r} is not there")
+                raise UnreadableFileError(f"the memory of pool {record.name!r} is missing")
             if self._pools.find(record.tenant, record.name) is not None:
                 raise UnreadableFileError(f"there is a pool {record.name!r} of user {record.tenant} already")
             if record.ends_with is not None and not self._sessions.of_instance(record.ends_with):

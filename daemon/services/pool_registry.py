@@ -150,7 +150,7 @@ class PoolRegistry:
                 raise PoolLostError(
                     f"pool {name!r} was made again since {holder} attached it",
                     field="pool",
-                    remedy="attach it again there, or end that session: what it has mapped is no pool's any more",
+                    remedy="attach it again there, or end that session: its mapping no longer belongs to a pool",
                 )
         return pool
 

@@ -1,12 +1,12 @@
 """The protocol of transports, and the local one, which copies within this process's mappings.
 
-What takes less time than to wake a thread is copied on the control loop, within a budget for each of its turns. What is
-in host memory the loop expands, some thousand copies at a time, and gives to copy threads; a descriptor tells of the
-end: on this way nothing waits for a thread that waits for Python's lock. All else (devices, checksums, very many short
-copies, and everything where there are no copy threads) is for a few threads that release it. On both ways transfer ops
-take turns, so that a large transfer does not delay a small one: a thread copies one chunk of the transfer op at the
-head of the queue and puts it back at the tail. Copies between a device and the host go through a staging buffer small
-enough to stay in a cache; those within one device stay on it. While a device copies, a thread here waits.
+Copies that take less time than waking a thread are made on the control loop, within a budget for each of its turns.
+Other copies in host memory the loop expands, some thousand at a time, and gives to copy threads; a descriptor signals
+the end, so that nothing waits for Python's lock. All else (devices, checksums, very many short copies, and everything
+without copy threads) goes to a few threads that release the lock. Both take transfer ops in turn, so that a large
+transfer does not delay a small one: a thread copies one chunk of the transfer op at the head of the queue and puts it
+back at the tail. Copies between a device and the host go through a staging buffer small enough to stay in a cache;
+those within one device stay on it. While a device copies, a thread here waits.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ is as much as threads here would take, who have to wait for each other's."""
 LISTS_AT_ONCE: Final = 2
 """So many of one transfer op: the next one is ready when the copy threads are done with one."""
 SHORT_ROW_BYTES: Final = 1 << 10
-"""Below that the loop expands a list for as long as copy threads copy it: where there are several, threads do both."""
+"""Below that the loop expands a list while copy threads copy it; with several, threads do both."""
 GIVEN_ROWS: Final = 1 << 14
 """Of all transfer ops together no more is expanded until the copy threads are done with some: 24 or 48 bytes each."""
 

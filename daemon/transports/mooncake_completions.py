@@ -99,7 +99,7 @@ class CompletionPoller(Generic[W]):
             try:
                 status = self._native[0].transfer_check_status(batch_id)
             except Exception as error:  # whatever it is, the write is asked for again
-                log.exception("Mooncake could not be asked for the end of a write", cause=str(error))
+                log.exception("Mooncake does not report the end of a write", cause=str(error))
                 continue
             if status in (DONE, FAILED):  # asking again aborts the process
                 self._watched.remove(one)

@@ -129,7 +129,7 @@ class Lru(Generic[Key]):
 
 
 MOST_BEHIND: Final = 1 << 17
-"""Uses that a policy has not been told of yet: those of two of the longest requests, each of which is told in turns."""
+"""Uses that a policy has not been told of yet: as many as two of the longest requests have."""
 
 
 class _Run(NamedTuple, Generic[Key]):

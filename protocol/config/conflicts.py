@@ -97,8 +97,8 @@ def _network(config: Config, offer: HostOffer) -> Iterator[Conflict]:
         yield Conflict(
             "network.bounce_buffers",
             f"network.bounce_buffers = {network.bounce_buffers} with network.bounce_buffer_bytes = "
-            f"{size_text(network.bounce_buffer_bytes)}: so many, and {STAGING_BUFFERS} more for what is sent, are more "
-            f"than {offer.whose} allows: {offer.memory_bytes >> 20}MiB",
+            f"{size_text(network.bounce_buffer_bytes)}: these, and {STAGING_BUFFERS} more for sending, are more than "
+            f"{offer.whose} allows: {offer.memory_bytes >> 20}MiB",
         )
 
 

@@ -256,7 +256,7 @@ def test_aborted_while_its_blocks_are_loaded_again(kept_daemon: RestartedDaemon,
 
 PLACE: Final = {"host": "elsewhere", "place": "", "daemons": ["ipc:///elsewhere.sock"], "boot_id": "0" * 32}
 WRONG: Final[dict[str, dict[str, Any]]] = {
-    "[transfer_id]: there is none": {"transfer_id": None},
+    "[transfer_id]: missing": {"transfer_id": None},
     "[kv_transfer_params]: Expected `str | null`, got `int` - at `$.transfer_id`": {"transfer_id": 5},
     "[kv_transfer_params]: Expected `str` of length >= 1 - at `$.transfer_id`": {"transfer_id": ""},
     "[kv_transfer_params]: Expected `str` of length <= 256 - at `$.transfer_id`": {"transfer_id": "x" * 300},
