@@ -1,7 +1,7 @@
 """What the daemon sends by itself: MATCHED, FINISHED and SETTLED of each endpoint, TIER_DONE of each operation.
 
-Those that happen at once go in one message, EVENTS, to clients that say in HELLO that they read it; and to those that
-say so, one FINISHED tells what MATCHED before it and SETTLED behind it would.
+Those that happen at once go in one message, EVENTS, in which one FINISHED tells what MATCHED before it and SETTLED
+behind it would.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 # -- protocol versions and how two sides agree on one.
 #
-# The version increases when a message's meaning changes; a new field or type only adds a feature.
+# The version increases when a message's meaning changes, not with a new field or type.
 
 
 PROTOCOL_MIN = 3
