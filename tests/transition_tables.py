@@ -11,9 +11,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from kvferry.daemon.tiers import operations
 from kvferry.daemon.transfer import transitions
 from kvferry.protocol.errors import KvferryError
+from tests.daemon.tiers import operation_states
 
 PAGE = Path(__file__).parents[1] / "docs/architecture.md"
 
@@ -84,7 +84,7 @@ def markdown_of_operations() -> str:
     """Return the table of operations as the page shows it."""
     rows = (
         (state.name, event.value, "ignored" if row.state is state else row.state.name, _words(row.ends))
-        for (state, event), row in operations.TRANSITIONS.items()
+        for (state, event), row in operation_states.TRANSITIONS.items()
     )
     return _markdown(("state", "event", "next state", "ends with"), rows)
 

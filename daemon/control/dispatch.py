@@ -248,7 +248,7 @@ class Dispatcher:
         if session.identity is not None:
             self._send(session.identity, frames)
 
-    def run_held(self, call: Call, handle: Handler) -> None:
+    def run_held(self, call: Call, handle: Handler | AsyncHandler) -> None:
         """Run the handler of a request that was held back, and answer the request where that returns its reply."""
         answer = self._answer_of(call, handle)
         if answer is not None:

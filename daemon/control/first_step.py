@@ -47,12 +47,12 @@ class _Rest(Coroutine[Any, Any, T]):
         return repr(self._work)
 
     def send(self, value: None) -> object:
-        """Hand the task what it has to wait for, at first that of the first step."""
-        if self._is_begun:
+        """Hand the task what it has to wait for, at first that of the first step unless it is there by now."""
+        if self._is_begun or self._waits_for is None or self._waits_for.done():
+            self._is_begun = True
             return self._work.send(value)
         self._is_begun = True
-        if self._waits_for is not None:
-            self._waits_for._asyncio_future_blocking = True  # noqa: SLF001  as ``await`` does
+        self._waits_for._asyncio_future_blocking = True  # noqa: SLF001  as ``await`` does
         return self._waits_for
 
     def throw(

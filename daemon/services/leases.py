@@ -6,6 +6,7 @@ Knows neither requests nor pools. Pins of many blocks are given back some in eac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -155,15 +156,20 @@ class Leases:
         self._blocks.pop(owner_id, None)
         self._unpin_all(self._of.pop(owner_id, {}).values())
 
-    def loaded(self, lease: Lease, *, ends: bool) -> None:
-        """Take note that a LOAD of a lease is over; ``ends``: and the lease with it."""
-        lease.loads -= 1
-        if ends:
-            self.end(lease)
-        elif lease.number in self._by_use:
-            self._use(lease)
-        if not lease.loads and self._ended.pop(lease.number, None) is not None:
-            self._unpin_all([lease])
+    @contextlib.contextmanager
+    def loading(self, lease: Lease, *, ends: bool) -> Iterator[None]:
+        """Keep a lease's blocks pinned until a LOAD of them is over; ``ends``: and the lease with it."""
+        lease.loads += 1
+        try:
+            yield
+        finally:
+            lease.loads -= 1
+            if ends:
+                self.end(lease)
+            elif lease.number in self._by_use:
+                self._use(lease)
+            if not lease.loads and self._ended.pop(lease.number, None) is not None:
+                self._unpin_all([lease])
 
     def unpin(self, holder: int, blocks: Sequence[CachedBlock]) -> None:
         """Unpin blocks that are in no lease; what is much goes in the next turns of the loop."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,9 +15,8 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier, SpaceRequest
-from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
+from kvferry.daemon.tiers.operations import Operation, Operations
 from kvferry.daemon.tiers.snapshots import (
-    PageHold,
     Snapshot,
     SnapshotRegistry,
     SnapshotSegment,
@@ -25,7 +25,6 @@ from kvferry.daemon.tiers.snapshots import (
     ids_for,
     new_segments,
 )
-from kvferry.daemon.tiers.space_waiter import SpaceWaiter
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.planning.manifest import space_of
 from kvferry.pools.planning.page_ids import check_distinct
@@ -35,6 +34,7 @@ from kvferry.pools.tiers.blocks import BlockPages
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
+    CancelledError,
     EmptyPagesError,
     InternalError,
     InvalidFieldError,
@@ -55,28 +55,11 @@ from kvferry.protocol.tier_messages import (
 )
 
 
-class _Offloading:
-    """An OFFLOAD in progress: the pages that it reads, and the snapshot that they fill once that has memory."""
+class _PageQueue(NamedTuple):
+    """Restores that wait for pages of a pool, in the order of their requests."""
 
-    def __init__(self, pool: Pool, snapshot: Snapshot, ids: Sequence[PageIds], held: PageHold) -> None:
-        self.pool = pool
-        self.snapshot = snapshot
-        self.ids = ids
-        self.held = held
-        self.job: BlockJob | None = None
-
-
-class _Restoring:
-    """A RESTORE in progress: the snapshot it reads, and the pages it writes once it has them."""
-
-    def __init__(self, call: Call, pool: Pool, snapshot: Snapshot) -> None:
-        self.call = call
-        self.body = expect(call, Restore)
-        self.pool = pool
-        self.snapshot = snapshot
-        self.ids: list[PageIds] = []
-        self.hold = PageHold(write=True)
-        self.reads = False
+    turn: asyncio.Lock
+    freed: asyncio.Event
 
 
 class OffloadService:
@@ -93,19 +76,16 @@ class OffloadService:
         rings: EventRings,
         host: HostTier,
         operations: Operations,
-        space_waiter: SpaceWaiter,
         *,
         grace_s: float,
     ) -> None:
-        self._space_waiter = space_waiter
         self.snapshots = SnapshotRegistry()
         self._pools = pools
         self._host = host
         self._operations = operations
         self._grace_s = grace_s
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[tuple[Operation, _Restoring]] = deque()
-        self._looking = False
+        self._queues: dict[Pool, _PageQueue] = {}
         for kind, handler in (
             ("OFFLOAD", rings.after(self._offload)),
             ("RESTORE", rings.after(self._restore)),
@@ -162,20 +142,32 @@ class OffloadService:
         self.snapshots.remove(snapshot)
         return False
 
-    def filling(self, snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> BlockJob:
-        """Return a job that copies pages of a pool into a snapshot; call ``filled`` when it has ended."""
+    async def fill(self, operation: Operation, snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> TierDone:
+        """Copy pages of a pool into a snapshot, inside of ``being_written``."""
         segments = _block_segments(snapshot, pool, ids)
-        return BlockJob("offload", segments, self._host.region, checksums=self._host.checksums)
+        job = BlockJob("offload", segments, self._host.region, checksums=self._host.checksums)
+        await self._operations.copy(operation, job)
+        for segment, digests in zip(snapshot.segments, job.digests or [None] * len(snapshot.segments), strict=True):
+            segment.digests = digests
+        return _copied(operation, snapshot)
 
-    def filled(self, snapshot: Snapshot, job: BlockJob | None, error: KvferryError | None) -> None:
-        """Mark a snapshot as ready when its job has ended, or remove it on ``error``."""
-        if error is None and job is not None:
-            for segment, digests in zip(snapshot.segments, job.digests or [None] * len(snapshot.segments), strict=True):
-                segment.digests = digests
-        snapshot.settle(error)
-        if error is not None or snapshot.dropped:
-            snapshot.state = "ready"
+    @contextlib.contextmanager
+    def being_written(self, snapshot: Snapshot) -> Iterator[None]:
+        """Have a snapshot ready once the block is left, or removed with what is raised in it."""
+        try:
+            yield
+        except BaseException as cause:
+            error = cause if isinstance(cause, KvferryError) else InternalError(f"the offload failed: {cause!r}")
+            self.failed(snapshot, error)
+            raise
+        snapshot.settle()
+        if snapshot.dropped:
             self.drop(snapshot)
+
+    def failed(self, snapshot: Snapshot, error: KvferryError) -> None:
+        """Remove a snapshot that will never be ready."""
+        snapshot.settle(error)
+        self.drop(snapshot)
 
     # -- OFFLOAD
 
@@ -190,9 +182,9 @@ class OffloadService:
         for one in lists:
             if body.release:
                 check_distinct(one.ids, one.field)
-        self._operations.check(call.session)
-        held = hold_pages(pool, call.session.owner_id, lists, write=False)
-        try:
+        operation = self._operations.of_request(call, "offload", pool.name, sum(len(one.ids) for one in lists))
+        with contextlib.ExitStack() as holds:
+            hold_pages(holds.enter_context(operation.pages), pool, call.session.owner_id, lists)
             snapshot = self._without_memory(call, pool, lists)
             space_requests = [SpaceRequest(one.count, one.layout.block_bytes) for one in snapshot.segments]
             steps = self._host.making_room(pool.tenant, space_requests)
@@ -200,45 +192,32 @@ class OffloadService:
             if not waits:
                 self._take_memory(snapshot)
             self.snapshots.add(snapshot)
-        except BaseException:
-            held.release()
-            raise
-        offloading = _Offloading(pool, snapshot, [one.ids for one in lists], held)
-        try:
-            operation = self._begin_offload(call, body, offloading)
-        except Exception:
-            held.release()
-            self.filled(snapshot, None, InternalError("the offload could not begin"))
-            raise
-        if waits:
-            self._space_waiter.make(operation, steps, lambda: self._copy_out(operation, offloading, takes_memory=True))
-        else:
-            with self._operations.guarded(operation):
-                self._copy_out(operation, offloading, takes_memory=False)
+            holds.enter_context(self.being_written(snapshot))
+            operation.done = msgspec.structs.replace(operation.done, snapshot=snapshot.name)
+            ids = [one.ids for one in lists]
+            work = self._copy_out(operation, snapshot, pool, ids, steps if waits else None, release=body.release)
+            self._operations.begin(operation, holds, work)
         return Answer(Offloading(operation=operation.number, snapshot=snapshot.name))
 
-    def _begin_offload(self, call: Call, body: Offload, offloading: _Offloading) -> Operation:
-        """Begin the operation of an OFFLOAD."""
-        pool, snapshot, held = offloading.pool, offloading.snapshot, offloading.held
-
-        def finish(operation: Operation, error: KvferryError | None) -> Ending:
-            if error is None and body.release:
-                held.give_back(operation.session.owner_id)
-            held.release()
-            done = TierDone(operation=operation.number, kind="offload", snapshot=snapshot.name)
-            if error is None:
-                done = _copied(done, snapshot)
-            self.filled(snapshot, offloading.job, error)
-            return Ending(done)
-
-        return self._operations.begin(call, "offload", pool.name, snapshot.pages, finish, Holdings(pages=held))
-
-    def _copy_out(self, operation: Operation, offloading: _Offloading, *, takes_memory: bool) -> None:
-        """Start the job that fills the snapshot."""
-        if takes_memory:
-            self._take_memory(offloading.snapshot)
-        offloading.job = self.filling(offloading.snapshot, offloading.pool, offloading.ids)
-        self._operations.start(operation, offloading.job)
+    async def _copy_out(
+        self,
+        operation: Operation,
+        snapshot: Snapshot,
+        pool: Pool,
+        ids: Sequence[PageIds],
+        steps: Iterator[None] | None,
+        *,
+        release: bool,
+    ) -> TierDone:
+        """Fill a snapshot, once ``steps`` have made room for it; ``release``: and free the pages."""
+        if steps is not None:
+            operation.waits_for = "room in the host tier"
+            await self._host.make_room(steps)
+            self._take_memory(snapshot)
+        done = await self.fill(operation, snapshot, pool, ids)
+        if release:
+            operation.pages.give_back(operation.session.owner_id)
+        return done
 
     # -- RESTORE
 
@@ -248,149 +227,82 @@ class OffloadService:
         snapshot = self.snapshots.get(call.session.tenant, body.snapshot)
         check_layout(snapshot, pool.manifest, pool.name)
         check_models(snapshot.model, pool.model, f"the snapshot, of pool {snapshot.pool!r},", f"pool {pool.name!r}")
-        restoring = _Restoring(call, pool, snapshot)
-        self._operations.check(call.session)
-        if body.allocate:
-            self._check_allocatable(restoring)
-        else:
-            lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
-            restoring.ids = ids_for(snapshot, lists)
-            restoring.hold = hold_pages(pool, call.session.owner_id, lists, write=True)
-        try:
-            operation = self._operations.begin(
-                call,
-                "restore",
-                pool.name,
-                snapshot.pages,
-                lambda operation, error: self._restored(operation, restoring, error),
-                Holdings(pages=restoring.hold),
-            )
-        except Exception:
-            restoring.hold.release()
-            raise
-        with self._operations.guarded(operation):
-            restoring.reads = True
-            snapshot.readers += 1
-            if snapshot.state == "ready":
-                self._take_pages(operation, restoring)
+        operation = self._operations.of_request(call, "restore", pool.name, snapshot.pages)
+        operation.done = msgspec.structs.replace(operation.done, snapshot=snapshot.name)
+        with contextlib.ExitStack() as holds:
+            ids: list[PageIds] = []
+            if body.allocate:
+                _check_allocatable(body, pool, snapshot)
             else:
-                operation.waits_for = "the snapshot to be written"
-                snapshot.waiting.append(lambda error: self._snapshot_settled(operation, restoring, error))
+                lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
+                ids = ids_for(snapshot, lists)
+                hold_pages(holds.enter_context(operation.pages), pool, call.session.owner_id, lists)
+            self._operations.begin(operation, holds, self._copy_back(operation, body, snapshot, pool, ids))
         return Answer(OperationStarted(operation=operation.number))
 
-    def _snapshot_settled(self, operation: Operation, restoring: _Restoring, error: KvferryError | None) -> None:
-        if error is not None:
-            self._operations.give_up(operation, error)
-        elif not any(one is restoring.pool for one in self._pools):
-            self._operations.give_up(operation, _deleted(restoring.pool))
-        elif operation.stopped is None:
-            with self._operations.guarded(operation):
-                self._take_pages(operation, restoring)
-
-    def _check_allocatable(self, restoring: _Restoring) -> None:
-        """Check that the pool, if it were empty, had enough pages for the snapshot.
-
-        Raises:
-            InvalidFieldError: the request names pages too, or the pool is registered.
-            PoolFullError: the pool has fewer pages in total.
-        """
-        pool, snapshot = restoring.pool, restoring.snapshot
-        if restoring.body.lists:
-            raise InvalidFieldError("allocate=true allocates the pages: give no lists", field="lists")
-        if pool.registered_by is not None:
-            raise InvalidFieldError(
-                f"pool {pool.name!r} is registered: its engine numbers its pages itself", field="allocate"
-            )
-        wanted: Counter[str] = Counter()
-        for segment in snapshot.segments:
-            space = space_of(pool.manifest, segment.component)
-            wanted[space] += segment.count
-            capacity = pool.space(space).capacity
-            if wanted[space] > capacity:
-                raise PoolFullError(f"{wanted[space]} pages of {space!r}; the pool has {capacity}", field="pool")
-
-    def _take_pages(self, operation: Operation, restoring: _Restoring) -> None:
-        """Allocate pages and start the copy, or queue behind the restores that wait for pages already."""
-        if not restoring.body.allocate:
-            self._copy_back(operation, restoring)
-            return
-        operation.waits_for = f"{restoring.snapshot.pages} free pages of pool {restoring.pool.name!r}"
-        self._waiting.append((operation, restoring))
-        self._look_for_pages()
-
-    def _look_for_pages(self) -> None:
-        """Allocate pages for the waiting restores, in the order of their requests for each pool."""
-        self._looking = False
-        full: set[Pool] = set()
-        for _ in range(len(self._waiting)):
-            operation, restoring = self._waiting.popleft()
-            if operation.stopped is not None:
-                continue
-            with self._operations.guarded(operation):
-                if restoring.pool in full or not self._allocate(restoring):
-                    full.add(restoring.pool)
-                    self._waiting.append((operation, restoring))
-                    for allocator in restoring.pool.allocators.values():
-                        allocator.when_freed(self._pages_freed)
-                else:
-                    self._copy_back(operation, restoring)
-
-    def _pages_freed(self) -> None:
-        if self._waiting and not self._looking:
-            self._looking = True
-            self._loop.call_soon(self._look_for_pages)
-
-    def _allocate(self, restoring: _Restoring) -> bool:
-        """Allocate all pages that a restore needs, or none; return whether it has them."""
-        pool, segments = restoring.pool, restoring.snapshot.segments
-        spaces = [pool.space(space_of(pool.manifest, segment.component)) for segment in segments]
-        wanted: Counter[PageAllocator] = Counter()
-        for space, segment in zip(spaces, segments, strict=True):
-            wanted[space] += segment.count
-        if any(space.free_count < count for space, count in wanted.items()):
-            return False
-        owner = restoring.call.session.owner_id
-        for space, segment in zip(spaces, segments, strict=True):
-            ids = space.allocate(owner, segment.count)
-            restoring.ids.append(ids)  # at once: what raises later has its end give them back
-            restoring.hold.add(space, owner, ids, "pages")
-        return True
-
-    def _copy_back(self, operation: Operation, restoring: _Restoring) -> None:
-        snapshot, pool = restoring.snapshot, restoring.pool
-        segments = _block_segments(snapshot, pool, restoring.ids)
-        digests = [segment.digests for segment in snapshot.segments if segment.digests is not None]
-        known = digests if len(digests) == len(segments) else None
-        self._operations.start(operation, BlockJob("restore", segments, self._host.region, digests=known))
-
-    def _restored(self, operation: Operation, restoring: _Restoring, error: KvferryError | None) -> Ending:
-        snapshot, body = restoring.snapshot, restoring.body
-        restoring.hold.release()
-        done = TierDone(operation=operation.number, kind="restore", snapshot=snapshot.name)
-        ids: tuple[PageIds, ...] = ()
-        unheard = body.allocate and operation.session.ended  # nobody is told of the pages it allocated
-        if error is None and not unheard:
-            done = _copied(done, snapshot)
+    async def _copy_back(
+        self, operation: Operation, body: Restore, snapshot: Snapshot, pool: Pool, ids: list[PageIds]
+    ) -> TierDone:
+        """Copy a snapshot into pages, those that it takes if none are given."""
+        with self._being_read(snapshot), _freed_unless_done(operation, pool, snapshot, ids if body.allocate else []):
+            if not snapshot.settled.is_set():
+                operation.waits_for = "the snapshot to be written"
+                await snapshot.settled.wait()
+                if snapshot.error is not None:
+                    raise snapshot.error
+                self._check_there(pool)
             if body.allocate:
-                ids = tuple(restoring.ids)
-                heads = zip(snapshot.segments, ids, strict=True)
-                lists = tuple(PageList(component=segment.component, pages=len(its)) for segment, its in heads)
-                done = msgspec.structs.replace(done, lists=lists)
-        elif body.allocate:
-            _free_quietly(restoring)
-        snapshot.readers -= restoring.reads
-        restoring.reads = False
-        if (error is None and body.drop and not unheard) or snapshot.dropped:
-            self.drop(snapshot)
-        return Ending(done, ids)
+                await self._take_pages(operation, pool, snapshot, ids)
+            segments = _block_segments(snapshot, pool, ids)
+            digests = [segment.digests for segment in snapshot.segments if segment.digests is not None]
+            known = digests if len(digests) == len(segments) else None
+            await self._operations.copy(operation, BlockJob("restore", segments, self._host.region, digests=known))
+            if body.allocate and operation.session.ended:  # nobody would know of the pages
+                raise CancelledError("the session ended")
+            if body.drop:
+                self.drop(snapshot)
+            done = _copied(operation, snapshot)
+            if not body.allocate:
+                return done
+            operation.ids = tuple(ids)
+            heads = zip(snapshot.segments, ids, strict=True)
+            lists = tuple(PageList(component=segment.component, pages=len(its)) for segment, its in heads)
+            return msgspec.structs.replace(done, lists=lists)
+
+    @contextlib.contextmanager
+    def _being_read(self, snapshot: Snapshot) -> Iterator[None]:
+        snapshot.readers += 1
+        try:
+            yield
+        finally:
+            snapshot.readers -= 1
+            if snapshot.dropped:
+                self.drop(snapshot)
+
+    async def _take_pages(self, operation: Operation, pool: Pool, snapshot: Snapshot, ids: list[PageIds]) -> None:
+        """Allocate all pages of a restore, once there are enough, in the order of the requests for each pool."""
+        queue = self._queues.setdefault(pool, _PageQueue(asyncio.Lock(), asyncio.Event()))
+        operation.waits_for = f"{snapshot.pages} free pages of pool {pool.name!r}"
+        async with queue.turn:
+            self._check_there(pool)
+            while not _allocate(operation, pool, snapshot, ids):
+                queue.freed.clear()
+                for allocator in pool.allocators.values():
+                    allocator.when_freed(queue.freed.set)
+                await queue.freed.wait()
+                self._check_there(pool)
+
+    def _check_there(self, pool: Pool) -> None:
+        if not any(one is pool for one in self._pools):
+            raise UnknownPoolError(f"pool {pool.name!r} was deleted", field="pool")
 
     # -- the rest
 
     def pool_removed(self, pool: Pool) -> None:
         """End the RESTOREs that wait for pages of a pool."""
-        for operation, restoring in list(self._waiting):
-            if restoring.pool is pool:
-                self._operations.give_up(operation, _deleted(pool))
+        queue = self._queues.pop(pool, None)
+        if queue is not None:
+            queue.freed.set()  # the first one sees that it is gone, and so does each one after it
 
     def _drop(self, call: Call) -> Answer:
         snapshot = self.snapshots.get(call.session.tenant, expect(call, DropSnapshot).snapshot)
@@ -410,8 +322,53 @@ class OffloadService:
         snapshot.segments = []
 
 
-def _deleted(pool: Pool) -> UnknownPoolError:
-    return UnknownPoolError(f"pool {pool.name!r} was deleted", field="pool")
+def _check_allocatable(body: Restore, pool: Pool, snapshot: Snapshot) -> None:
+    """Check that the pool, if it were empty, had enough pages for the snapshot.
+
+    Raises:
+        InvalidFieldError: the request names pages too, or the pool is registered.
+        PoolFullError: the pool has fewer pages in total.
+    """
+    if body.lists:
+        raise InvalidFieldError("allocate=true allocates the pages: give no lists", field="lists")
+    if pool.registered_by is not None:
+        raise InvalidFieldError(
+            f"pool {pool.name!r} is registered: its engine numbers its pages itself", field="allocate"
+        )
+    wanted: Counter[str] = Counter()
+    for segment in snapshot.segments:
+        space = space_of(pool.manifest, segment.component)
+        wanted[space] += segment.count
+        capacity = pool.space(space).capacity
+        if wanted[space] > capacity:
+            raise PoolFullError(f"{wanted[space]} pages of {space!r}; the pool has {capacity}", field="pool")
+
+
+def _allocate(operation: Operation, pool: Pool, snapshot: Snapshot, ids: list[PageIds]) -> bool:
+    """Allocate all pages that a restore needs, or none; return whether it has them."""
+    spaces = [pool.space(space_of(pool.manifest, segment.component)) for segment in snapshot.segments]
+    wanted: Counter[PageAllocator] = Counter()
+    for space, segment in zip(spaces, snapshot.segments, strict=True):
+        wanted[space] += segment.count
+    if any(space.free_count < count for space, count in wanted.items()):
+        return False
+    owner = operation.session.owner_id
+    for space, segment in zip(spaces, snapshot.segments, strict=True):
+        ids.append(space.allocate(owner, segment.count))  # at once: what raises later has its end give them back
+        operation.pages.add(space, owner, ids[-1], "pages")
+    return True
+
+
+@contextlib.contextmanager
+def _freed_unless_done(operation: Operation, pool: Pool, snapshot: Snapshot, ids: Sequence[PageIds]) -> Iterator[None]:
+    """Free the pages that a restore has allocated where it fails: nobody is told of them."""
+    try:
+        yield
+    except BaseException:
+        for segment, its in zip(snapshot.segments, ids, strict=False):
+            with contextlib.suppress(NotOwnerError):  # an instance that has ended owns none any more
+                pool.allocator_of(segment.component).free(operation.session.owner_id, its)
+        raise
 
 
 def _block_segments(snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> list[BlockSegment]:
@@ -422,14 +379,6 @@ def _block_segments(snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> l
     ]
 
 
-def _copied(done: TierDone, snapshot: Snapshot) -> TierDone:
+def _copied(operation: Operation, snapshot: Snapshot) -> TierDone:
     moved = sum(segment.count * segment.layout.content_bytes for segment in snapshot.segments)
-    return msgspec.structs.replace(done, copied_pages=snapshot.pages, moved_bytes=moved)
-
-
-def _free_quietly(restoring: _Restoring) -> None:
-    """Free the pages that a restore allocated and nobody is told of; an instance that has ended owns none any more."""
-    owner, pool = restoring.call.session.owner_id, restoring.pool
-    for segment, ids in zip(restoring.snapshot.segments, restoring.ids, strict=False):
-        with contextlib.suppress(NotOwnerError):
-            pool.allocator_of(segment.component).free(owner, ids)
+    return msgspec.structs.replace(operation.done, copied_pages=snapshot.pages, moved_bytes=moved)

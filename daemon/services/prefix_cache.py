@@ -8,10 +8,11 @@ intact, and reports CACHE_MISS for the rest. Of a long prompt some blocks are do
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -20,16 +21,13 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.leases import Lease, Leases
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier, SpaceRequest
-from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
-from kvferry.daemon.tiers.operations import Ending, Holdings, Operation, Operations
-from kvferry.daemon.tiers.snapshots import PageHold
-from kvferry.daemon.tiers.space_waiter import SpaceWaiter
+from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.daemon.tiers.operations import Operation, Operations
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Extent, Freed, Offsets, whole_units
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
@@ -46,7 +44,6 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CacheMissError,
     InvalidFieldError,
-    KvferryError,
     LayoutMismatchError,
     LengthMismatchError,
     ModelMismatchError,
@@ -114,16 +111,17 @@ class _Storing:
     """A STORE in progress: its new blocks, and the pages that they are copied from once they have memory.
 
     Attributes:
+        blocks: how many it names.
         fresh: the new blocks, as far as they have begun.
         ids: of the pages, ``(blocks, block_pages)``: of all blocks, and of the new ones once all of these have begun.
         offsets: of the memory, of the same shape; empty until there is some.
         over: how many of the new blocks are visible, or given up.
     """
 
-    def __init__(self, pool: Pool, layout: BlockLayout, hold: PageHold, ids: PageIds) -> None:
+    def __init__(self, pool: Pool, layout: BlockLayout, ids: PageIds) -> None:
         self.pool = pool
         self.layout = layout
-        self.hold = hold
+        self.blocks = len(ids)
         self.fresh: list[CachedBlock] = []
         self.ids = ids
         self.offsets: Offsets = np.empty((0, ids.shape[1]), np.int64)
@@ -152,18 +150,13 @@ class PrefixCache:
         self,
         dispatcher: Dispatcher,
         pools: PoolRegistry,
-        sessions: SessionRegistry,
         rings: EventRings,
         host: HostTier,
         operations: Operations,
         lower: LowerTiers,
-        space_waiter: SpaceWaiter,
         counters: Counters,
     ) -> None:
-        self._dispatcher = dispatcher
-        self._space_waiter = space_waiter
         self._pools = pools
-        self._sessions = sessions
         self._host = host
         self._operations = operations
         self._lower = lower
@@ -173,8 +166,8 @@ class PrefixCache:
         """The lookups that were not answered at once, by session and message."""
         self._abandoned: deque[_Storing] = deque()
         self._abandon_rest = host.in_turns(self._abandon_some)
-        self._lookups = Background("a lookup")
-        self._loads = Background("a load")
+        self._storing: dict[_Storing, str] = {}
+        """The STOREs under way, and their names."""
         for kind, handler in (
             ("LOOKUP", self._lookup),
             ("UNPIN", self._unpin),
@@ -190,7 +183,7 @@ class PrefixCache:
     @property
     def lookups(self) -> int:
         """Return how many lookups are under way."""
-        return len(self._lookups)
+        return len(self._looking)
 
     def pinned(self) -> Iterator[PinnedBlocks]:
         """Yield the blocks that leases and lookups pin; others may come and go meanwhile."""
@@ -200,19 +193,19 @@ class PrefixCache:
                 yield PinnedBlocks(looking.call.session.owner_id, looking.blocks)
 
     def writing(self) -> Iterator[Sequence[CachedBlock]]:
-        """Yield the blocks of STOREs that have failed, as far as these have not been given up."""
-        return (storing.fresh[storing.over :] for storing in self._abandoned)
+        """Yield the blocks of STOREs that are not visible yet, or of those that have failed are not given up yet."""
+        return (storing.fresh[storing.over :] for storing in (*self._storing, *self._abandoned))
 
     def extents(self) -> Iterator[Extent]:
         """Yield the memory of these blocks."""
+        for storing, name in tuple(self._storing.items()):
+            yield Extent(*storing.memory, name)
         for storing in tuple(self._abandoned):
             yield Extent(*storing.memory, "a STORE that has failed")
 
-    async def close(self) -> None:
-        """Cancel the lookups that are under way, and the loads that have not begun to copy."""
+    def close(self) -> None:
+        """Take no note of the time any more."""
         self.leases.close()
-        await self._lookups.close()
-        await self._loads.close()
 
     def _chain(self, call: Call, body: Lookup | Store) -> _Chain:
         """Return the blocks that a request names."""
@@ -227,7 +220,7 @@ class PrefixCache:
 
     # -- LOOKUP, UNPIN
 
-    def _lookup(self, call: Call) -> Answer | None:
+    def _lookup(self, call: Call) -> Answer | Coroutine[Any, Any, Answer]:
         body = expect(call, Lookup)
         chain = self._chain(call, body)
         lease = None
@@ -244,9 +237,7 @@ class PrefixCache:
         if not more and not self._lower_may_have(looking):
             self._use_some(looking, looking.blocks)
             return self._found(looking)
-        self._looking[call.session.session_id, call.message_id] = looking
-        self._lookups.spawn(self._look_on(looking, more=more))
-        return None
+        return self._look_on(looking, more=more)
 
     def _look(self, looking: _Looking) -> bool:
         """Find the next blocks of a lookup; return whether there may be more. Raises what ``_take`` does."""
@@ -275,30 +266,28 @@ class PrefixCache:
                     self._lower.promote(block)
         looking.blocks.extend(blocks)
 
-    async def _look_on(self, looking: _Looking, *, more: bool) -> None:
-        """Go on with a lookup, some blocks in each turn of the loop, and answer it; ``more``: in the index."""
-        call = looking.call
+    async def _look_on(self, looking: _Looking, *, more: bool) -> Answer:
+        """Go on with a lookup, some blocks in each turn of the loop; ``more``: in the index."""
+        key = (looking.call.session.session_id, looking.call.message_id)
+        self._looking[key] = looking
         is_kept = False
         try:
-            while more and self._is_wanted(call):
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # what may time out, as lower tiers do, needs a task
+            while more:
                 more = self._look(looking)
-            if self._lower_may_have(looking) and self._is_wanted(call):
+                await asyncio.sleep(0)
+            if self._lower_may_have(looking):
                 await self._look_below(looking)
             for start in reversed(range(0, len(looking.blocks), BLOCKS_AT_ONCE)):
                 self._use_some(looking, looking.blocks[start : start + BLOCKS_AT_ONCE])
                 await asyncio.sleep(0)
-            if self._is_wanted(call):
-                answer = self._found(looking)
-                is_kept = looking.body.pin
-                self._dispatcher.answer(call.session, call.message_id, answer)
-        except KvferryError as error:
-            if self._is_wanted(call):
-                self._dispatcher.answer_error(call.session, call.message_id, error)
+            answer = self._found(looking)
+            is_kept = looking.body.pin
+            return answer
         finally:
-            del self._looking[call.session.session_id, call.message_id]
+            del self._looking[key]
             if looking.body.pin and not is_kept:
-                self.leases.unpin(call.session.owner_id, looking.blocks)
+                self.leases.unpin(looking.call.session.owner_id, looking.blocks)
 
     async def _look_below(self, looking: _Looking) -> None:
         """Ask lower tiers for the blocks after those that were found."""
@@ -327,10 +316,6 @@ class PrefixCache:
         lower = [one for one in blocks if not one.in_host]
         looking.host += len(blocks) - len(lower)
         looking.disk += sum([one.on_disk for one in lower])
-
-    def _is_wanted(self, call: Call) -> bool:
-        """Return whether a request's answer is still waited for."""
-        return call.session.is_pending(call.message_id) and self._sessions.get(call.session.session_id) is not None
 
     def _found(self, looking: _Looking) -> Answer:
         """Make what a lookup has pinned a lease, or more of one, and return the reply.
@@ -378,26 +363,30 @@ class PrefixCache:
         ids = ids_by_block(call.ids[0], len(hashes), body.block_pages)
         if body.parent and len(body.parent) != HASH_BYTES:
             raise InvalidFieldError(f"{len(body.parent)} bytes; a hash has {HASH_BYTES}", field="parent")
-        self._operations.check(call.session)
-        hold = PageHold(write=False)
-        hold.add(pool.space(body.space), call.session.owner_id, call.ids[0], "pages")
-        storing = _Storing(pool, layout, hold, ids)
-        steps = self._begin(storing, namespace, hashes, body.parent or None)
-        try:
+        operation = self._operations.of_request(call, "store", pool.name, len(call.ids[0]))
+        with contextlib.ExitStack() as holds:
+            pages = holds.enter_context(operation.pages)
+            pages.add(pool.space(body.space), call.session.owner_id, call.ids[0], "pages")
+            storing = _Storing(pool, layout, ids)
+            holds.enter_context(self._being_stored(storing, operation.name))
+            steps = self._begin(storing, namespace, hashes, body.parent or None)
             waits = next(steps, self) is not self
             if not waits:
                 self._take_memory(storing)
-            operation = self._begin_store(call, body, storing)
-        except Exception:
-            hold.release()
+            self._operations.begin(operation, holds, self._copy_in(operation, storing, steps if waits else None))
+        return Answer(OperationStarted(operation=operation.number))
+
+    @contextlib.contextmanager
+    def _being_stored(self, storing: _Storing, name: str) -> Iterator[None]:
+        """Give up the new blocks that are not visible where something is raised in the block."""
+        self._storing[storing] = name
+        try:
+            yield
+        except BaseException:
             self._abandon(storing)
             raise
-        if waits:
-            self._space_waiter.make(operation, steps, lambda: self._copy_in(operation, storing, takes_memory=True))
-        else:
-            with self._operations.guarded(operation):
-                self._copy_in(operation, storing, takes_memory=False)
-        return Answer(OperationStarted(operation=operation.number))
+        finally:
+            del self._storing[storing]
 
     def _begin(
         self, storing: _Storing, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None
@@ -432,51 +421,34 @@ class PrefixCache:
                 yield
         yield from self._host.making_room(namespace.tenant, [storing.space_request])
 
-    def _begin_store(self, call: Call, body: Store, storing: _Storing) -> Operation:
-        """Begin the operation of a STORE."""
-
-        def finish(operation: Operation, error: KvferryError | None) -> Ending:
-            storing.hold.release()
-            if error is None:
-                self._publish_some(operation, storing)
-            else:
-                self._abandon(storing)
-            done = TierDone(operation=operation.number, kind="store")
-            if error is not None:
-                return Ending(done)
-            stored, pages = len(storing.fresh), storing.space_request.blocks
-            return Ending(
-                msgspec.structs.replace(
-                    done,
-                    stored=stored,
-                    present=len(body.hashes) // HASH_BYTES - stored,
-                    copied_pages=pages,
-                    moved_bytes=pages * storing.layout.content_bytes,
-                )
-            )
-
-        holdings = Holdings(pages=storing.hold, memory=storing.memory, writing=storing.fresh)
-        return self._operations.begin(call, "store", storing.pool.name, len(call.ids[0]), finish, holdings)
-
     def _take_memory(self, storing: _Storing) -> None:
         blocks, size_bytes = storing.space_request
         offsets = self._host.reserve(storing.pool.tenant, blocks, size_bytes, counted=True)
         storing.offsets = offsets.reshape(storing.ids.shape)
 
-    def _copy_in(self, operation: Operation, storing: _Storing, *, takes_memory: bool) -> None:
-        """Start the job that copies the new blocks, which are visible after it; end the operation if there are none."""
-        if not storing.fresh:
-            asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
-            return
-        if takes_memory:
+    async def _copy_in(self, operation: Operation, storing: _Storing, steps: Iterator[None] | None) -> TierDone:
+        """Copy the new blocks, once ``steps`` have made room for them, and make them visible."""
+        if steps is not None:
+            operation.waits_for = "room in the host tier"
+            await self._host.make_room(steps)
             self._take_memory(storing)
-            operation.holdings = operation.holdings._replace(memory=storing.memory)
-        segment = BlockSegment(
-            storing.pool.region, BlockPages(storing.layout, storing.ids.reshape(-1), storing.offsets.reshape(-1))
+        if storing.fresh:
+            pages = BlockPages(storing.layout, storing.ids.reshape(-1), storing.offsets.reshape(-1))
+            segments = [BlockSegment(storing.pool.region, pages)]
+            storing.job = BlockJob("offload", segments, self._host.region, checksums=self._host.checksums)
+            await self._operations.copy(operation, storing.job)
+        while len(storing.fresh) - storing.over > BLOCKS_AT_ONCE:
+            self._publish_some(storing)
+            await asyncio.sleep(0)
+        self._publish_some(storing)
+        stored, copied_pages = len(storing.fresh), storing.space_request.blocks
+        return msgspec.structs.replace(
+            operation.done,
+            stored=stored,
+            present=storing.blocks - stored,
+            copied_pages=copied_pages,
+            moved_bytes=copied_pages * storing.layout.content_bytes,
         )
-        storing.job = BlockJob("offload", [segment], self._host.region, checksums=self._host.checksums)
-        operation.after_job = self._publish(operation, storing)
-        self._operations.start(operation, storing.job)
 
     def _abandon(self, storing: _Storing) -> None:
         """Give up the blocks that are not visible yet, and their memory; what is much goes in the next turns."""
@@ -500,20 +472,13 @@ class PrefixCache:
             self._host.not_awaited(storing.pool.tenant, SpaceRequest(len(at) * storing.ids.shape[1], size_bytes))
         return bool(self._abandoned)
 
-    def _publish(self, operation: Operation, storing: _Storing) -> Iterator[None]:
-        """Make blocks visible whose bytes are there, in their order, all but the last ones, some in each step."""
-        while len(storing.fresh) - storing.over > BLOCKS_AT_ONCE:
-            self._publish_some(operation, storing)
-            yield
-
-    def _publish_some(self, operation: Operation, storing: _Storing) -> None:
+    def _publish_some(self, storing: _Storing) -> None:
         """Make the next blocks visible."""
         start, stop = storing.over, storing.over + BLOCKS_AT_ONCE
         some, offsets, job = storing.fresh[start:stop], storing.offsets, storing.job
         digests = job.digests[0].reshape(offsets.shape)[start:stop] if job is not None and job.digests else None
         self._host.index.commit(some, offsets[start:stop], digests)
         storing.over += len(some)
-        operation.holdings = operation.holdings._replace(memory=storing.memory, writing=storing.fresh[stop:])
         self._counters.add("cache.stored_blocks", len(some))
         self._lower.stored(some)
 
@@ -533,45 +498,40 @@ class PrefixCache:
                 f"{pages} pages from block {body.first_block} on",
                 field="pages",
             )
-        self._operations.check(call.session)
-        hold = PageHold(write=True)
-        hold.add(pool.space(lease.namespace.space), call.session.owner_id, call.ids[0], "pages")
+        operation = self._operations.of_request(call, "load", pool.name, len(call.ids[0]))
         loading = _Loading(pool, lease, blocks, call.ids[0])
-
-        def finish(operation: Operation, error: KvferryError | None) -> Ending:
-            hold.release()
-            self.leases.loaded(lease, ends=body.unpin)
-            return self._loaded(operation, loading, error)
-
-        holdings = Holdings(pages=hold)
-        try:
-            operation = self._operations.begin(call, "load", pool.name, len(call.ids[0]), finish, holdings)
-        except Exception:
-            hold.release()
-            raise
-        lease.loads += 1
-        with self._operations.guarded(operation):
-            if len(blocks) <= BLOCKS_AT_ONCE and all(one.in_host for one in blocks):
-                self._take_up(loading, blocks)
-                self._copy(operation, loading)
-            else:
-                self._loads.spawn(self._bring(operation, loading))
+        with contextlib.ExitStack() as holds:
+            hold = holds.enter_context(operation.pages)
+            hold.add(pool.space(lease.namespace.space), call.session.owner_id, call.ids[0], "pages")
+            self._operations.begin(operation, holds, self._copy_up(operation, loading, unpin=body.unpin))
         return Answer(OperationStarted(operation=operation.number))
 
-    async def _bring(self, operation: Operation, loading: _Loading) -> None:
+    async def _copy_up(self, operation: Operation, loading: _Loading, *, unpin: bool) -> TierDone:
         """Bring blocks of lower tiers into the host tier, some in each turn of the loop, and copy them then."""
-        with self._operations.guarded(operation):
-            for start in range(0, len(loading.blocks), BLOCKS_AT_ONCE):
-                some = loading.blocks[start : start + BLOCKS_AT_ONCE]
+        lease, blocks = loading.lease, loading.blocks
+        with self.leases.loading(lease, ends=unpin):
+            for start in range(0, len(blocks), BLOCKS_AT_ONCE):
+                if start:
+                    await asyncio.sleep(0)
+                some = blocks[start : start + BLOCKS_AT_ONCE]
                 coming = [one for one in map(self._lower.promote, some) if one is not None]
                 if coming:
                     operation.waits_for = f"{len(coming)} blocks from lower tiers"
-                    await asyncio.gather(*coming, return_exceptions=True)
-                if operation.stopped is not None or not self._take_up(loading, some):
+                    await asyncio.wait(coming)  # others wait for them, too: they are not cancelled with this one
+                if not self._take_up(loading, some):
                     break
-                await asyncio.sleep(0)
-            if operation.stopped is None:
-                self._copy(operation, loading)
+            if loading.there:
+                await self._copy(operation, loading)
+        count, there = len(blocks), loading.there
+        pages = there * lease.namespace.block_pages
+        error = None
+        if there < count:
+            self._counters.add("cache.missed_blocks", count - there)
+            error = CacheMissError(f"block {there} of {count} is gone, or does not fit into the host tier").info()
+        moved_bytes = pages * lease.layout.content_bytes
+        return msgspec.structs.replace(
+            operation.done, loaded=there, copied_pages=pages, moved_bytes=moved_bytes, error=error
+        )
 
     def _take_up(self, loading: _Loading, blocks: Sequence[CachedBlock]) -> bool:
         """Have the leading blocks copied that are in the host tier, and stay there; return whether all of them are."""
@@ -581,37 +541,19 @@ class PrefixCache:
         loading.digests.append(digests_of(there))
         return len(there) == len(blocks)
 
-    def _copy(self, operation: Operation, loading: _Loading) -> None:
+    async def _copy(self, operation: Operation, loading: _Loading) -> None:
         """Copy the leading blocks that are in the host tier."""
         namespace = loading.lease.namespace
         layout, pages = loading.pool.block_layout(namespace.space), namespace.block_pages
-        if not loading.there:
-            asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
-            return
         offsets, digests = np.concatenate(loading.offsets), np.concatenate(loading.digests)
         segment = BlockSegment(loading.pool.region, BlockPages(layout, loading.ids[: loading.there * pages], offsets))
         known = self._host.checksums and len(digests) == len(segment.pages.ids)
         job = BlockJob("restore", [segment], self._host.region, digests=[digests] if known else None)
-        self._operations.start(operation, job)
-
-    def _loaded(self, operation: Operation, loading: _Loading, error: KvferryError | None) -> Ending:
-        done = TierDone(operation=operation.number, kind="load")
-        if isinstance(error, SnapshotDamagedError):
+        try:
+            await self._operations.copy(operation, job)
+        except SnapshotDamagedError as error:
             self._damaged(loading, error)
-            miss = CacheMissError(f"a cached block was damaged: {error.detail}")
-            return Ending(msgspec.structs.replace(done, error=miss.info()))
-        if error is not None:
-            return Ending(done)
-        count, there = len(loading.blocks), loading.there
-        pages = there * loading.lease.namespace.block_pages
-        done = msgspec.structs.replace(
-            done, loaded=there, copied_pages=pages, moved_bytes=pages * loading.lease.layout.content_bytes
-        )
-        if there < count:
-            self._counters.add("cache.missed_blocks", count - there)
-            miss = CacheMissError(f"block {there} of {count} is gone, or does not fit into the host tier")
-            done = msgspec.structs.replace(done, error=miss.info())
-        return Ending(done)
+            raise CacheMissError(f"a cached block was damaged: {error.detail}") from error
 
     def _damaged(self, loading: _Loading, error: SnapshotDamagedError) -> None:
         """Remove the damaged block from every tier; the page number in the error's field tells which block it is."""

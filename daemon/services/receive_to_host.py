@@ -7,20 +7,20 @@ has settled, the pages are copied to the snapshot's blocks and the pool's memory
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from kvferry.daemon.control.dispatch import Call, Handler
+from kvferry.daemon.control.dispatch import Call
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.tiers.host_tier import LARGER_TIER, HostTier, SpaceRequest
-from kvferry.daemon.tiers.operations import Ending, Operation, Operations
+from kvferry.daemon.tiers.operations import Operation, Operations
 from kvferry.daemon.tiers.snapshots import Snapshot, new_segments
-from kvferry.daemon.tiers.space_waiter import SpaceWaiter
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import bytes_per_page, component_of, space_of, spaces_of
 from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page_ranges
@@ -29,13 +29,12 @@ from kvferry.pools.tiers.arena import Extent
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
-    InternalError,
     KvferryError,
     OutOfMemoryError,
     UnknownComponentError,
     raised,
 )
-from kvferry.protocol.events import Finished, Settled, TierDone
+from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.transfer_messages import Receive
 
@@ -79,14 +78,12 @@ class HostReceivePlan(NamedTuple):
 class HostReceives:
     """Makes the temporary pools, and turns them into snapshots when their transfers settle."""
 
-    def __init__(
-        self, host: HostTier, service: OffloadService, operations: Operations, space_waiter: SpaceWaiter
-    ) -> None:
-        self._space_waiter = space_waiter
+    def __init__(self, host: HostTier, service: OffloadService, operations: Operations) -> None:
         self._host = host
         self._service = service
         self._operations = operations
         self._live: dict[tuple[int, str, str], HostReceive] = {}
+        self._waiting: dict[tuple[int, int], Call] = {}
         self._becoming: dict[int, HostReceive] = {}
         """Settled, and being copied to their snapshots, by operation."""
 
@@ -101,8 +98,8 @@ class HostReceives:
         laid_out = _laid_out(pool.manifest, body.lists)
         return HostReceivePlan(pool, laid_out, page_ranges(body.lists, ids, laid_out, may_end_inside=True))
 
-    def waits_for_room(self, call: Call, plan: HostReceivePlan, handle: Handler) -> bool:
-        """Have a RECEIVE handled once there is room for the pool and its snapshot; return False where there is now.
+    def making_room(self, plan: HostReceivePlan) -> Iterator[None] | None:
+        """Make room for a RECEIVE's pool and snapshot; return the steps for ``make_room`` where that takes several.
 
         Raises:
             OutOfMemoryError, OverloadedError: there cannot be, or the user has too many snapshots.
@@ -113,18 +110,20 @@ class HostReceives:
         if space_requests:  # else it is refused
             space_requests.append(SpaceRequest(1, plan.laid_out.region_bytes))
         steps = self._host.making_room(plan.pool.tenant, space_requests)
-        waits = next(steps, self) is not self
-        if waits:
-            self._space_waiter.hold(call, steps, handle)
-        return waits
+        return None if next(steps, self) is self else steps
 
-    def are_held(self, is_wanted: Callable[[Call], bool]) -> bool:
-        """Return whether such a RECEIVE waits for room."""
-        return any(map(is_wanted, self._space_waiter.held()))
+    async def make_room(self, call: Call, steps: Iterator[None]) -> None:
+        """Wait until there is room for a RECEIVE."""
+        key = (call.session.session_id, call.message_id)
+        self._waiting[key] = call
+        try:
+            await self._host.make_room(steps)
+        finally:
+            del self._waiting[key]
 
-    def give_up(self, is_wanted: Callable[[Call], bool], error: KvferryError) -> bool:
-        """Give up RECEIVEs that wait for room; see ``SpaceWaiter.give_up``."""
-        return self._space_waiter.give_up(is_wanted, error)
+    def waiting(self) -> list[Call]:
+        """Return the RECEIVEs that wait for room."""
+        return [one for one in self._waiting.values() if one.session.is_pending(one.message_id)]
 
     def make(self, call: Call, body: Receive, plan: HostReceivePlan) -> HostReceive:
         """Return the temporary pool of a plan.
@@ -140,7 +139,7 @@ class HostReceives:
         try:
             offset = int(self._host.reserve(pool.tenant, 1, size_bytes)[0])
         except KvferryError as error:
-            self._service.filled(snapshot, None, error)
+            self._service.failed(snapshot, error)
             raise
         made = Pool(
             pool.tenant,
@@ -180,33 +179,27 @@ class HostReceives:
         if host_receive.error is not None:
             self._drop_snapshot(host_receive, host_receive.error)
             return
-        try:
-            self._keep(host_receive)
-        except Exception as cause:
-            self._drop_snapshot(host_receive, InternalError(f"the snapshot could not be written: {cause!r}"))
-            raise
+        snapshot, pool = host_receive.snapshot, host_receive.pool
+        snapshot.state = "writing"
+        operation = self._operations.of_nobody(host_receive.session, "offload", pool.name, snapshot.pages)
+        with contextlib.ExitStack() as holds:
+            holds.enter_context(self._service.being_written(snapshot))
+            holds.enter_context(self._becoming_snapshot(operation, host_receive))
+            ids = [one.ids for one in lists_with_pages(host_receive.ranges)]
+            self._operations.begin(operation, holds, self._service.fill(operation, snapshot, pool, ids))
 
     def _drop_snapshot(self, host_receive: HostReceive, error: KvferryError) -> None:
-        self._service.filled(host_receive.snapshot, None, error)
+        self._service.failed(host_receive.snapshot, error)
         self._free(host_receive)
 
-    def _keep(self, host_receive: HostReceive) -> None:
-        job = self._service.filling(
-            host_receive.snapshot, host_receive.pool, [one.ids for one in lists_with_pages(host_receive.ranges)]
-        )
-
-        def finish(operation: Operation, error: KvferryError | None) -> Ending:
+    @contextlib.contextmanager
+    def _becoming_snapshot(self, operation: Operation, host_receive: HostReceive) -> Iterator[None]:
+        self._becoming[operation.number] = host_receive
+        try:
+            yield
+        finally:
             del self._becoming[operation.number]
             self._free(host_receive)
-            self._service.filled(host_receive.snapshot, job, error)
-            return Ending(TierDone(operation=operation.number, kind="offload", snapshot=host_receive.snapshot.name))
-
-        host_receive.snapshot.state = "writing"
-        operation = self._operations.begin_quietly(
-            host_receive.session, "offload", host_receive.pool.name, host_receive.snapshot.pages, finish
-        )
-        self._becoming[operation.number] = host_receive
-        self._operations.start(operation, job)  # what raises from here on ends the operation, and so calls finish
 
     def held(self) -> Iterator[HostReceive]:
         """Yield every receive that holds a temporary pool and its memory."""

@@ -31,9 +31,8 @@ from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.tiers.snapshots import SnapshotRegistry
-from kvferry.daemon.tiers.space_waiter import SpaceWaiter
 from kvferry.pools import copy_kernel
-from kvferry.pools.integrity import RESTART, Check, Problem, Walk
+from kvferry.pools.integrity import RESTART, Check, Problem
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Extent
 from kvferry.pools.tiers.index import PinnedBlocks
@@ -58,17 +57,19 @@ def checks_of(
     """Yield the checks of tiers, each against what holds memory and blocks there."""
 
     def extents() -> Iterator[Extent]:
-        holders = (snapshots, host_receives, operations, lower, cache)
+        holders = (snapshots, host_receives, lower, cache)
         return itertools.chain.from_iterable(holder.extents() for holder in holders)
 
     def pinned() -> Iterator[PinnedBlocks]:
         return itertools.chain(cache.pinned(), lower.pinned())
 
-    def writing() -> Walk:
-        return host.index.writing_problems(itertools.chain(operations.writing(), cache.writing()))
-
     yield from host.checks(extents, pinned)
-    yield Check("the blocks being stored", writing, lambda: host.index.changes, RESTART)
+    yield Check(
+        "the blocks being stored",
+        lambda: host.index.writing_problems(cache.writing()),
+        lambda: host.index.changes,
+        RESTART,
+    )
     yield from lower.checks()
     yield Check("the operations", operations.problems, lambda: None, RESTART)
 
@@ -103,21 +104,17 @@ class Tiers:
         copy_threads = copy_kernel.new_copy_threads(threads, background())
         self._copier = TierCopier(loop, scheduler, threads=threads, copy_threads=copy_threads)
         self.operations = Operations(dispatcher, sessions, counters, self._copier, self._host, executor)
-        space_waiter = SpaceWaiter(dispatcher, self.operations)
         self._service = OffloadService(
             dispatcher,
             pools,
             rings,
             self._host,
             self.operations,
-            space_waiter,
             grace_s=config.tiers.snapshot_grace_s,
         )
-        self.host_receives = HostReceives(self._host, self._service, self.operations, space_waiter)
+        self.host_receives = HostReceives(self._host, self._service, self.operations)
         self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
-        self._cache = PrefixCache(
-            dispatcher, pools, sessions, rings, self._host, self.operations, self._lower, space_waiter, counters
-        )
+        self._cache = PrefixCache(dispatcher, pools, rings, self._host, self.operations, self._lower, counters)
         self._reports = CacheReports(dispatcher, pools, self._host, self._lower)
 
     def __repr__(self) -> str:
@@ -168,11 +165,13 @@ class Tiers:
 
     async def close(self) -> None:
         """End all operations and threads; no byte moves afterwards."""
+        self.operations.drain()
         self._scheduler.close()
-        await self._cache.close()
+        self._cache.close()
         await self._reports.close()
         await self._lower.close()
         self._copier.close()
+        await self.operations.close()
         self._host.close()
 
     def _disk(self) -> DiskTier | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -247,7 +247,9 @@ class TransferService:
     def drain(self) -> None:
         """Refuse new transfers, and fail the endpoints that still wait for a SEND or RECEIVE."""
         self.draining = True
-        self._host_receives.give_up(lambda _: True, ShuttingDownError("the daemon is shutting down"))
+        for call in self._host_receives.waiting():
+            error = ShuttingDownError("the daemon is shutting down")
+            self._dispatcher.answer_error(call.session, call.message_id, error)
         self._state_machine.drain(time.monotonic())
         self.execute()
 
@@ -290,20 +292,24 @@ class TransferService:
 
     def _receive(self, call: Call) -> Answer | None:
         body = expect(call, Receive)
-        if self._host_receives.are_held(_same_receive(call.session.tenant, body.request_id, body.pool)):
+        is_it = _same_receive(call.session.tenant, body.request_id, body.pool)
+        if any(map(is_it, self._host_receives.waiting())):
             raise TransferExistsError("a RECEIVE of this request into this pool waits for room", field="request_id")
         context = self._context(call, body)
         if body.into == "host":
             plan = self._host_receives.plan(body, context.pool)
-            if self._host_receives.waits_for_room(call, plan, self._receive_held):
+            steps = self._host_receives.making_room(plan)
+            if steps is not None:
                 self._state_machine.comes_later(Half(call.session.tenant, body.request_id, "receive"))
+                self._dispatcher.run_held(call, partial(self._receive_later, steps))
                 return None
             return self._receive_to_host(call, body, context, plan)
         ranges = page_ranges(body.lists, call.ids, context.pool.manifest, may_end_inside=True)
         return self._begin_receive_into(call, context, ranges, body)
 
-    def _receive_held(self, call: Call) -> Answer:
-        """Start what ``_begin_receive`` has held, by what there is now."""
+    async def _receive_later(self, steps: Iterator[None], call: Call) -> Answer:
+        """Start a receive request once there is room, by what there is then."""
+        await self._host_receives.make_room(call, steps)
         body = expect(call, Receive)
         context = self._context(call, body)
         return self._receive_to_host(call, body, context, self._host_receives.plan(body, context.pool))
@@ -347,8 +353,11 @@ class TransferService:
         def is_it(held: Call) -> bool:
             return held.session is call.session and is_same(held)
 
-        error = CancelledError("cancelled while it waited for room in the host tier")
-        return self._rings.give_up(call.session.session_id, is_it) or self._host_receives.give_up(is_it, error)
+        for held in filter(is_it, self._host_receives.waiting()):
+            error = CancelledError("cancelled while it waited for room in the host tier")
+            self._dispatcher.answer_error(held.session, held.message_id, error)
+            return True
+        return self._rings.give_up(call.session.session_id, is_it)
 
     def _cancel(self, call: Call) -> Answer | None:
         body = expect(call, Cancel)

@@ -129,6 +129,7 @@ class HostTier:
         self.journal = CacheJournal(JOURNAL_CHANGES, new_number(), max_hashes)
         quota_bytes = size_bytes if config.tenant_bytes is None else config.tenant_bytes
         self._call_soon = call_soon
+        self._turn = asyncio.Lock()
         self.index = BlockIndex(
             self.journal,
             quota_bytes=quota_bytes,
@@ -349,6 +350,17 @@ class HostTier:
                 return
             if self._missing(tenant, space_requests).size_bytes > 0:
                 yield
+
+    async def make_room(self, steps: Iterator[None]) -> None:
+        """Go on with ``making_room``, a step in each turn of the loop, in turns with all others that do so.
+
+        To evict a block takes some 15 us, and a long prompt has thousands of them: all engines would wait for that.
+        """
+        while True:
+            async with self._turn:
+                await asyncio.sleep(0)
+                if next(steps, self) is self:
+                    return
 
     def _missing(self, tenant: int, space_requests: Sequence[SpaceRequest]) -> _Missing:
         """Return what has to be evicted.

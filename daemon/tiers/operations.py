@@ -1,25 +1,25 @@
 """Operations: OFFLOAD, RESTORE, STORE and LOAD from their acceptance to the one event that reports their end.
 
-An operation may wait (for pages, for lower tiers), then runs one job of the copier, then ends; ``TRANSITIONS``
-says what each event does to it. Its ``finish`` callback releases what it holds.
+The work of one is a coroutine. It may wait (for pages, for lower tiers), and can be stopped where it does; then it has
+one job of the copier run, and ends with it. What it holds is released after that, when no byte of it can move any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import enum
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 import msgspec
 import structlog
 
+from kvferry.daemon.control import first_step
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.kept_bytes import OPERATION, REQUEST_BYTES, SMALL_BYTES
 from kvferry.daemon.control.later import Later
@@ -32,8 +32,6 @@ from kvferry.pools.allocator import HeldPages
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.integrity import Problem, Walk
-from kvferry.pools.tiers.arena import Extent, Freed
-from kvferry.pools.tiers.cached_block import CachedBlock
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
@@ -49,81 +47,6 @@ from kvferry.protocol.events import OperationKind, TierDone
 from kvferry.protocol.ids import new_number
 from kvferry.protocol.session_messages import OperationStatus
 from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled
-
-
-class State(enum.Enum):
-    """The state of an operation."""
-
-    WAITING = "waiting"
-    COPYING = "copying"
-    STOPPING = "stopping"
-    DONE = "done"
-
-
-class Event(enum.Enum):
-    """What can happen to an operation. The value describes it, in docs/architecture.md."""
-
-    BEGIN = "its job begins"
-    NOTHING_TO_DO = "there is nothing to copy"
-    CANCEL = "CANCEL_OPERATION"
-    DEADLINE = "its deadline passes"
-    SESSION_ENDED = "its session ends"
-    DRAIN = "the daemon ends"
-    GIVEN_UP = "what it needs is gone"
-    JOB_DONE = "its job is done"
-    JOB_FAILED = "its job failed"
-
-
-class Outcome(enum.Enum):
-    """How an operation ends, where that is not an error class of its own."""
-
-    NOTHING = ""
-    SUCCESS = "success"
-    CAUSE = "the cause"
-    STOPPED = "what it was stopped for"
-
-
-class Transition(NamedTuple):
-    """The next state, and how the operation ends, or will end once its job has stopped."""
-
-    state: State
-    ends: type[KvferryError] | Outcome = Outcome.NOTHING
-
-
-STOPS: Final = frozenset({Event.CANCEL, Event.DEADLINE, Event.SESSION_ENDED, Event.DRAIN, Event.GIVEN_UP})
-"""The events that end an operation, or will, before its job is done."""
-
-Key: TypeAlias = tuple[State, Event]
-Transitions: TypeAlias = Mapping[Key, Transition]
-
-_STOPPED_BY: Final[Mapping[Event, type[KvferryError] | Outcome]] = {
-    Event.CANCEL: CancelledError,
-    Event.DEADLINE: DeadlineError,
-    Event.SESSION_ENDED: CancelledError,
-    Event.GIVEN_UP: Outcome.CAUSE,
-}
-
-TRANSITIONS: Final[Transitions] = {
-    (State.WAITING, Event.BEGIN): Transition(State.COPYING),
-    (State.WAITING, Event.NOTHING_TO_DO): Transition(State.DONE, Outcome.SUCCESS),
-    (State.WAITING, Event.DRAIN): Transition(State.DONE, ShuttingDownError),
-    **{(State.WAITING, event): Transition(State.DONE, error) for event, error in _STOPPED_BY.items()},
-    (State.COPYING, Event.JOB_DONE): Transition(State.DONE, Outcome.SUCCESS),
-    (State.COPYING, Event.JOB_FAILED): Transition(State.DONE, Outcome.CAUSE),
-    (State.COPYING, Event.DRAIN): Transition(State.COPYING),
-    **{(State.COPYING, event): Transition(State.STOPPING, error) for event, error in _STOPPED_BY.items()},
-    (State.STOPPING, Event.JOB_DONE): Transition(State.DONE, Outcome.SUCCESS),
-    (State.STOPPING, Event.JOB_FAILED): Transition(State.DONE, Outcome.STOPPED),
-    (State.STOPPING, Event.DRAIN): Transition(State.STOPPING),
-    **{(State.STOPPING, event): Transition(State.STOPPING) for event in _STOPPED_BY},
-    **{(State.DONE, event): Transition(State.DONE) for event in (Event.BEGIN, Event.NOTHING_TO_DO, Event.GIVEN_UP)},
-}
-
-
-def bug_in(state: State) -> Transition:
-    """Return the transition for an event that the table has no row for: end what only waits; a job ends by itself."""
-    return Transition(State.DONE, InternalError) if state is State.WAITING else Transition(state)
-
 
 OVERDUE_S: Final = 5.0
 """A deadline that passed longer ago was forgotten; a loaded daemon is late by less."""
@@ -147,85 +70,51 @@ class Copier(Protocol):
         """End a job soon, with an error unless it completes first."""
 
 
-class Ending(msgspec.Struct, frozen=True):
-    """The fields of an operation's event, apart from its times and error."""
-
-    done: TierDone
-    ids: tuple[PageIds, ...] = ()
-
-
-class Holdings(NamedTuple):
-    """What an operation holds from its beginning to its end.
-
-    Attributes:
-        pages: of a pool; it may take them later.
-        memory: that it writes in the host tier, as blocks of one size.
-        writing: the blocks of the index that it writes there.
-    """
-
-    pages: PageHold | None = None
-    memory: Freed | None = None
-    writing: Sequence[CachedBlock] = ()
-
-
-HOLDS_NOTHING: Final = Holdings()
-
-
 class Operation:
     """One operation.
 
     Attributes:
-        waits_for: what it waits for before its job begins, in words; empty while it copies.
-        pages: the number of pages it covers.
-        state: see ``operations``.
+        call: the request for it; None where no session asked for it, is told of its end, or ends it with its own.
+        count: of the pages it covers.
+        pages: those of a pool that it holds; it may take them later.
+        waits_for: what it waits for before it copies, in words; empty while it copies.
+        done: its event, as far as it is known; without an error until it has ended.
+        ids: the page lists of its event.
         stopped: the error it was stopped with, if any, also while its job still ends.
+        job: what it copies, once it does: from then on only the job's end ends it.
         asked_by: by which message its request came, and which of a BATCH that was.
-        quiet: no session asked for it: its end sends no event, and it outlives the session.
-        holdings: what it holds; ``finish`` releases it.
-        after_job: what is done once its job has succeeded, some of it in each turn of the loop; it ends after that.
     """
 
     def __init__(
-        self,
-        number: int,
-        session: Session,
-        kind: OperationKind,
-        pool: str,
-        pages: int,
-        finish: Finish,
-        holdings: Holdings = HOLDS_NOTHING,
+        self, number: int, session: Session, call: Call | None, kind: OperationKind, pool: str, count: int
     ) -> None:
         self.number = number
         self.session = session
+        self.call = call
         self.kind = kind
         self.pool = pool
-        self.pages = pages
-        self.finish = finish
-        self.holdings = holdings
+        self.count = count
+        self.pages = PageHold(write=kind in {"restore", "load"})
         self.created_at = time.monotonic()
         self.first_copy_at: float | None = None
         self.waits_for = ""
-        self.state = State.WAITING
+        self.done = TierDone(operation=number, kind=kind)
+        self.ids: tuple[PageIds, ...] = ()
         self.stopped: KvferryError | None = None
         self.job: BlockJob | None = None
-        self.after_job: Iterator[None] = iter(())
         self.cancels: list[Call] = []
         self.timer: asyncio.TimerHandle | None = None
+        self.task: asyncio.Future[None] | None = None
         self.asked_by = (0, 0)
-        self.quiet = False
 
     def __repr__(self) -> str:
         """Show what it is and what it waits for."""
-        return f"<Operation {self.number} {self.kind} {self.pool} pages={self.pages} {self.waits_for or 'copying'}>"
+        return f"<Operation {self.number} {self.kind} {self.pool} pages={self.count} {self.waits_for or 'copying'}>"
 
     @property
     def name(self) -> str:
         """Return what it is, in words."""
         return f"{self.kind.upper()} (operation {self.number} of session {self.session.session_id})"
-
-
-Finish = Callable[[Operation, KvferryError | None], Ending]
-"""Releases what an operation held and returns its event's fields; called once, when no byte of it can move any more."""
 
 
 class Operations:
@@ -243,10 +132,8 @@ class Operations:
         copier: Copier,
         host: HostTier,
         executor: Executor,
-        transitions: Transitions = TRANSITIONS,
     ) -> None:
         """Register memory on ``executor``, since that may block."""
-        self._transitions = transitions
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._counters = counters
@@ -257,7 +144,6 @@ class Operations:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(new_number())
         self._live: dict[int, Operation] = {}
-        self._by_job: dict[BlockJob, Operation] = {}
         self._unacknowledged: Counter[int] = Counter()
         self._later = Later()
         self._draining = False
@@ -274,8 +160,8 @@ class Operations:
         """Show the number of live operations."""
         return f"<Operations {len(self._live)}>"
 
-    def check(self, session: Session) -> None:
-        """Check that a session may begin another operation.
+    def of_request(self, call: Call, kind: OperationKind, pool: str, count: int) -> Operation:
+        """Return the operation of a request, which has not begun.
 
         Raises:
             ShuttingDownError: the daemon is ending.
@@ -283,95 +169,90 @@ class Operations:
         """
         if self._draining:
             raise ShuttingDownError("the daemon is ending and accepts no new operations")
-        known = self._unacknowledged[session.session_id]
+        session_id = call.session.session_id
+        known = self._unacknowledged[session_id]
         if known >= MAX_OPERATIONS:
             raise OverloadedError(f"{known} operations of the session are live or unacknowledged")
-        self._dispatcher.kept.check(session.session_id, SMALL_BYTES + 1)  # once it has begun it holds pages
+        self._dispatcher.kept.check(session_id, SMALL_BYTES + 1)  # once it has begun it holds pages
+        return Operation(next(self._numbers), call.session, call, kind, pool, count)
 
-    def begin(
-        self,
-        call: Call,
-        kind: OperationKind,
-        pool: str,
-        pages: int,
-        finish: Finish,
-        holdings: Holdings = HOLDS_NOTHING,
-    ) -> Operation:
-        """Begin an operation with the deadline of its request. Raises what ``check`` does."""
-        self.check(call.session)
-        operation = self._add(call.session, kind, pool, pages, finish, holdings)
-        operation.asked_by = self._dispatcher.asked_by(call)
-        self._unacknowledged[call.session.session_id] += 1
-        self._dispatcher.kept.keep(
-            call.session.session_id, (OPERATION, operation.number), REQUEST_BYTES + pages * KEPT_PAGE_BYTES
-        )
-        late = f"the {kind} was not done within {call.deadline_s:g} s"
-        operation.timer = self._loop.call_later(call.deadline_s, self._apply, operation, Event.DEADLINE, late)
-        return operation
+    def of_nobody(self, session: Session, kind: OperationKind, pool: str, count: int) -> Operation:
+        """Return an operation that continues something of a session, and that no session waits for."""
+        return Operation(next(self._numbers), session, None, kind, pool, count)
 
-    def begin_quietly(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
-        """Begin an operation that continues something of a session and that no session waits for."""
-        operation = self._add(session, kind, pool, pages, finish)
-        operation.quiet = True
-        return operation
+    def begin(self, operation: Operation, holds: ExitStack, work: Coroutine[Any, Any, TierDone]) -> None:
+        """Do an operation's work, the first step of it at once.
 
-    def _add(
-        self,
-        session: Session,
-        kind: OperationKind,
-        pool: str,
-        pages: int,
-        finish: Finish,
-        holdings: Holdings = HOLDS_NOTHING,
-    ) -> Operation:
-        operation = Operation(next(self._numbers), session, kind, pool, pages, finish, holdings)
+        Args:
+            operation: with the deadline of its request.
+            holds: what is to be released in the end, whatever that is, beside the operation's pages.
+            work: returns the event of its success. It copies with ``copy``; what it raises ends the operation.
+
+        Raises:
+            Exception: it has not begun, and ``holds`` is still the caller's.
+        """
+        call, session_id = operation.call, operation.session.session_id
+        try:
+            if call is not None:
+                operation.asked_by = self._dispatcher.asked_by(call)
+                kept_bytes = REQUEST_BYTES + operation.count * KEPT_PAGE_BYTES
+                self._dispatcher.kept.keep(session_id, (OPERATION, operation.number), kept_bytes)
+        except BaseException:
+            work.close()
+            raise
+        if call is not None:
+            self._unacknowledged[session_id] += 1
+            operation.timer = self._loop.call_later(call.deadline_s, self._late, operation, call.deadline_s)
         self._live[operation.number] = operation
         self._idle.clear()
-        return operation
+        operation.task = first_step.begin(self._run(operation, holds.pop_all(), work))
 
-    def start(self, operation: Operation, job: BlockJob) -> None:
-        """Run an operation's job, which ends the operation. Ignored for one that has ended meanwhile."""
-        devices = {
-            segment.region.accelerator.name: segment.region.accelerator
-            for segment in job.segments
-            if isinstance(segment.region, AcceleratorRegion)
-        }
-        for device in devices.values():
-            registration = self._registered.get(device.name)
-            if registration is None:
-                registration = self._loop.run_in_executor(self._executor, self._register, device)
-                self._registered[device.name] = registration
-            if not registration.done():
-                operation.waits_for = f"{device.name} to register the host tier"
-                registration.add_done_callback(partial(self._on_registered, operation, job))
-                return
-            cause = CancelledError("the daemon is ending") if registration.cancelled() else registration.exception()
-            if cause is not None:
-                error = cause if isinstance(cause, KvferryError) else InternalError(f"{device.name}: {cause!r}")
-                self._loop.call_soon(self.give_up, operation, error)
-                return
-        self._apply(operation, Event.BEGIN)
-        if operation.state is not State.COPYING:
-            return
+    async def _run(self, operation: Operation, holds: ExitStack, work: Coroutine[Any, Any, TierDone]) -> None:
+        error: KvferryError | None = None
+        try:
+            with holds, operation.pages:
+                try:
+                    done = await work
+                except asyncio.CancelledError:
+                    raise (operation.stopped or ShuttingDownError("the daemon is ending")) from None
+            operation.done = done
+        except KvferryError as cause:
+            error = cause
+        except Exception as cause:
+            log.exception("an operation failed", operation=operation.number, kind=operation.kind, cause=str(cause))
+            error = InternalError(f"the {operation.kind} failed: {cause!r}")
+        self._end(operation, error)
+
+    async def copy(self, operation: Operation, job: BlockJob) -> None:
+        """Run an operation's job, and wait for its end: from here on nothing else ends the operation.
+
+        Raises:
+            KvferryError: what the operation was stopped for, or what is wrong: see ``TierCopier.start``.
+        """
+        for segment in job.segments:
+            if isinstance(segment.region, AcceleratorRegion):
+                await self._register_with(operation, segment.region.accelerator)
         operation.waits_for = ""
         operation.first_copy_at = time.monotonic()
         operation.job = job
-        self._by_job[job] = operation
-        try:
-            self._copier.start(job, self._on_job_done)
-        except Exception as cause:  # no byte of it moves
-            log.exception("a job could not begin", operation=operation.number, cause=str(cause))
-            error = InternalError(f"the {operation.kind} could not begin: {cause!r}")
-            self._loop.call_soon(self._on_job_done, job, error)
+        done: asyncio.Future[KvferryError | None] = self._loop.create_future()
+        self._copier.start(job, partial(_report, done))
+        error = await done
+        if error is not None:
+            raise operation.stopped or error
 
-    @contextlib.contextmanager
-    def guarded(self, operation: Operation) -> Iterator[None]:
-        """End an operation with INTERNAL where the block raises: it was accepted, and nobody else would end it."""
-        try:
-            yield
-        except Exception as cause:
-            log.exception("an operation failed", operation=operation.number, kind=operation.kind, cause=str(cause))
-            self._loop.call_soon(self.give_up, operation, InternalError(f"the {operation.kind} failed: {cause!r}"))
+    async def _register_with(self, operation: Operation, device: Accelerator) -> None:
+        """Have a device register the host tier, once for all operations."""
+        registration = self._registered.get(device.name)
+        if registration is None:
+            registration = self._loop.run_in_executor(self._executor, self._register, device)
+            self._registered[device.name] = registration
+        if not registration.done():
+            operation.waits_for = f"{device.name} to register the host tier"
+            await asyncio.wait([registration])  # others wait for it, too: it is not cancelled with this one
+        if registration.cancelled():
+            raise CancelledError("the daemon is ending")
+        registration.result()
 
     def _register(self, device: Accelerator) -> None:
         try:
@@ -384,91 +265,51 @@ class Operations:
                 remedy="raise LimitMEMLOCK of the unit, or make tiers.host_bytes smaller",
             )
 
-    def _on_registered(self, operation: Operation, job: BlockJob, done: asyncio.Future[None]) -> None:
-        del done
-        if operation.stopped is None:
-            with self.guarded(operation):
-                self.start(operation, job)
-
-    def _on_job_done(self, job: BlockJob, error: KvferryError | None) -> None:
-        operation = self._by_job.get(job)
-        if operation is None:  # it was ended as one that could not begin, and began all the same
+    def stop(self, operation: Operation, why: KvferryError) -> None:
+        """End an operation soon, with this error: where it waits, or once its job has stopped, unless that is done."""
+        if operation.stopped is not None:
             return
-        try:
-            if error is None and next(operation.after_job, self) is not self:
-                self._loop.call_soon(self._on_job_done, job, None)
-                return
-        except Exception as cause:
-            log.exception("an operation failed", operation=operation.number, kind=operation.kind, cause=str(cause))
-            error = InternalError(f"the {operation.kind} failed: {cause!r}")
-        del self._by_job[job]
-        operation.job = None
-        self._apply(operation, Event.JOB_DONE if error is None else Event.JOB_FAILED, cause=error)
-
-    def nothing_to_do(self, operation: Operation) -> None:
-        """End an operation that needs no job."""
-        self._apply(operation, Event.NOTHING_TO_DO)
-
-    def give_up(self, operation: Operation, why: KvferryError) -> None:
-        """End an operation soon, with this error; at once where it copies nothing."""
-        self._apply(operation, Event.GIVEN_UP, cause=why)
-
-    def _apply(self, operation: Operation, event: Event, detail: str = "", cause: KvferryError | None = None) -> None:
-        """Apply an event to an operation, as the table says."""
-        row = self._transitions.get((operation.state, event))
-        if row is None:
-            detail = f"no transition of an operation that is {operation.state.value}: {event.value}"
-            log.error(
-                "unexpected event of an operation", operation=operation.number, kind=operation.kind, detail=detail
-            )
-            row = bug_in(operation.state)
-        if row.state is operation.state:
-            return
-        operation.state = row.state
-        if not isinstance(row.ends, Outcome):
-            cause = row.ends(detail, fault="daemon" if event is Event.DEADLINE else None)
-        if event in STOPS:
-            operation.stopped = cause
-        if row.state is State.DONE:
-            self._end(operation, operation.stopped if row.ends is Outcome.STOPPED else cause)
-        elif row.state is State.STOPPING and operation.job is not None:
+        operation.stopped = why
+        if operation.job is not None:
             self._copier.stop(operation.job)
+        elif operation.task is not None:
+            operation.task.cancel()
+
+    def _late(self, operation: Operation, deadline_s: float) -> None:
+        detail = f"the {operation.kind} was not done within {deadline_s:g} s"
+        self.stop(operation, DeadlineError(detail, fault="daemon"))
 
     def _end(self, operation: Operation, error: KvferryError | None) -> None:
-        """End an operation whose job is not running: release what it held, and notify its session."""
+        """Notify an operation's session of its end: no byte of it moves any more, and it holds nothing."""
         del self._live[operation.number]
         if operation.timer is not None:
             operation.timer.cancel()
-        session = None if operation.quiet else self._sessions.get(operation.session.session_id)
+        done = operation.done = self._with_times(operation, error)
+        session = self._sessions.get(operation.session.session_id) if operation.call is not None else None
         if session is not None:
-            # Later, as the caller may still have to reply: events never overtake the reply to their request. But before
-            # what ``finish`` leaves for later.
-            self._loop.call_soon(self._dispatcher.push_events, session)
-        ending = self._finish(operation, error)
-        done = self._with_times(operation, ending.done, error)
-        if session is not None:
-            session.add_event(done, ending.ids)
+            session.add_event(done, () if error else operation.ids)
             for call in operation.cancels:
                 self._dispatcher.answer(session, call.message_id, Answer(OperationCancelled(was_done=False)))
+            if operation.task is not None:  # else it was its first step, and the event follows the reply
+                self._dispatcher.push_events(session)
         if not self._live:
             self._idle.set()
         self._count(operation.kind, done)
-        self._later.add(partial(self._log_done, operation, done))  # after its session hears of it
+        self._later.add(partial(self._log_done, operation))  # after its session hears of it
 
     def session_lost(self, session_id: int) -> None:
         """Stop a lost session's operations."""
-        for operation in [live for live in self if live.session.session_id == session_id and not live.quiet]:
+        for operation in [live for live in self if live.session.session_id == session_id and live.call is not None]:
             operation.cancels.clear()
-            if operation.state is not State.DONE:  # it may have ended with one that it waited for
-                self._apply(operation, Event.SESSION_ENDED, "the session ended")
+            self.stop(operation, CancelledError("the session ended"))
         self._unacknowledged.pop(session_id, None)
 
     def drain(self) -> None:
         """Accept no new operations, and end those that only wait."""
         self._draining = True
-        for operation in list(self):
-            if operation.state is not State.DONE:  # it may have ended with one that it waited for
-                self._apply(operation, Event.DRAIN, "the daemon is ending")
+        for operation in self:
+            if operation.job is None:
+                self.stop(operation, ShuttingDownError("the daemon is ending"))
 
     async def drained(self) -> None:
         """Wait until no operation is live."""
@@ -479,38 +320,30 @@ class Operations:
         """Write the lines of the log that wait."""
         self._later.make_all()
 
+    async def close(self) -> None:
+        """End what is live: the copier is closed."""
+        tasks = [operation.task for operation in self if operation.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     # -- what all operations hold, for checks
 
     def held_pages(self) -> Iterator[HeldPages]:
         """Yield the pages of pools that each operation reads or writes."""
         for operation in list(self):
-            if operation.holdings.pages is not None:
-                yield from operation.holdings.pages.held(operation.name)
-
-    def extents(self) -> Iterator[Extent]:
-        """Yield the memory in the host tier that operations write for blocks that are not visible yet."""
-        for operation in self:
-            if operation.holdings.memory is not None:
-                yield Extent(*operation.holdings.memory, operation.name)
-
-    def writing(self) -> Iterator[Sequence[CachedBlock]]:
-        """Yield the blocks that each operation writes."""
-        return (operation.holdings.writing for operation in self)
+            yield from operation.pages.held(operation.name)
 
     def problems(self) -> Walk:
         """Yield the operations that would never end."""
         for operation in list(self):
-            if operation.state is State.DONE:
+            if operation.task is not None and operation.task.done():
                 yield Problem("an operation is done and still known", holder=operation.name)
             elif operation.timer is not None and operation.timer.when() + OVERDUE_S < self._loop.time():
-                if operation.state is State.WAITING:
+                if operation.job is None:
                     yield Problem("an operation's deadline has passed, and it waits", holder=operation.name)
-            elif operation.timer is None and not operation.quiet:
+            elif operation.timer is None and operation.call is not None:
                 yield Problem("an operation has no deadline", holder=operation.name)
-            if (operation.state in {State.COPYING, State.STOPPING}) is not (operation.job is not None):
-                yield Problem(
-                    f"an operation is {operation.state.value}, and its job says otherwise", holder=operation.name
-                )
         yield None
 
     def status(self) -> Iterator[OperationStatus]:
@@ -522,29 +355,17 @@ class Operations:
                 operation=operation.number,
                 kind=operation.kind,
                 pool=operation.pool,
-                pages=operation.pages,
+                pages=operation.count,
                 age_ms=round((now - operation.created_at) * 1000),
                 waits_for=operation.waits_for,
             )
 
-    def _finish(self, operation: Operation, error: KvferryError | None) -> Ending:
-        try:
-            return operation.finish(operation, error)
-        except Exception as cause:  # a bug must not keep the session or shutdown waiting
-            log.exception("ending an operation failed", operation=operation.number, kind=operation.kind)
-            bug = InternalError(f"the end of the {operation.kind} failed: {type(cause).__name__}")
-            try:  # as if its job had failed: what was released is not released again
-                operation.finish(operation, bug)
-            except Exception:
-                log.exception("ending an operation failed again", operation=operation.number, kind=operation.kind)
-            return Ending(TierDone(operation=operation.number, kind=operation.kind, error=bug.info()))
-
-    def _with_times(self, operation: Operation, done: TierDone, error: KvferryError | None) -> TierDone:
+    def _with_times(self, operation: Operation, error: KvferryError | None) -> TierDone:
         now = time.monotonic()
         began = now if operation.first_copy_at is None else operation.first_copy_at
+        done = operation.done if error is None else msgspec.structs.replace(operation.done, error=error.info())
         return msgspec.structs.replace(
             done,
-            error=done.error or (error.info() if error else None),
             waited_us=round((began - operation.created_at) * 1e6),
             moved_us=round((now - began) * 1e6),
         )
@@ -554,8 +375,8 @@ class Operations:
         if done.error is None:
             self._counters.add(f"operations.{kind}.moved_bytes", done.moved_bytes)
 
-    def _log_done(self, operation: Operation, done: TierDone) -> None:
-        failed = done.error
+    def _log_done(self, operation: Operation) -> None:
+        done, failed = operation.done, operation.done.error
         log.info(
             "operation done",
             operation=operation.number,
@@ -564,7 +385,7 @@ class Operations:
             session=operation.session.session_id,
             outcome=failed.code if failed else "OK",
             detail=failed.detail if failed else "",
-            pages=operation.pages,
+            pages=operation.count,
             moved_bytes=done.moved_bytes,
         )
 
@@ -573,9 +394,9 @@ class Operations:
         number, asked_by = body.operation, (body.request, body.part)
         for operation in self._live.values() if number is None else filter(None, [self._live.get(number)]):
             is_it = number is not None or operation.asked_by == asked_by
-            if is_it and operation.session is call.session and not operation.quiet:
+            if is_it and operation.session is call.session and operation.call is not None:
                 operation.cancels.append(call)
-                self._apply(operation, Event.CANCEL, "cancelled by its own session")
+                self.stop(operation, CancelledError("cancelled by its own session"))
                 return None
         if number is None:
             return self._cancel_request(call.session, body)
@@ -595,3 +416,8 @@ class Operations:
     def _acknowledged(self, session: Session, event: TierDone) -> None:
         self._unacknowledged[session.session_id] -= 1
         self._dispatcher.kept.drop(session.session_id, (OPERATION, event.operation))
+
+
+def _report(done: asyncio.Future[KvferryError | None], _job: BlockJob, error: KvferryError | None) -> None:
+    if not done.done():
+        done.set_result(error)

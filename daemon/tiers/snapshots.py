@@ -5,11 +5,12 @@ A snapshot is pinned until it is dropped; one that is dropped while restores rea
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -64,7 +65,8 @@ class Snapshot:
         owner_id: the instance that owns it; None once that has ended.
         readers: restores in progress.
         dropped: whether it is freed with its last reader.
-        waiting: called once, when it is ready (None) or has failed (its error).
+        settled: set once it is ready, or has failed.
+        error: why it has failed.
     """
 
     def __init__(self, pool: Pool, owner_id: int | None, segments: Sequence[SnapshotSegment]) -> None:
@@ -79,7 +81,8 @@ class Snapshot:
         self.readers = 0
         self.dropped = False
         self.created_at = time.monotonic()
-        self.waiting: list[Callable[[KvferryError | None], None]] = []
+        self.settled = asyncio.Event()
+        self.error: KvferryError | None = None
         self._checksum_text = ""
 
     def __repr__(self) -> str:
@@ -96,12 +99,11 @@ class Snapshot:
         """Return its bytes, without the rounding to allocation units."""
         return sum(segment.count * segment.layout.block_bytes for segment in self.segments)
 
-    def settle(self, error: KvferryError | None) -> None:
-        """Call the waiting callbacks: it is ready, or has failed."""
-        self.state = "ready" if error is None else self.state
-        waiting, self.waiting = self.waiting, []
-        for callback in waiting:
-            callback(error)
+    def settle(self, error: KvferryError | None = None) -> None:
+        """Have who waits go on: it is ready, or will never be."""
+        self.state = "ready"
+        self.error = error
+        self.settled.set()
 
     def status(self) -> SnapshotStatus:
         """Return it as SNAPSHOTS shows it."""
@@ -296,6 +298,18 @@ class PageHold:
         self._write = write
         self._held: list[_Held] = []
 
+    def __enter__(self) -> Self:
+        """Hold them until the block is left."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release them; what ``release`` raises is raised once all are released, if they can be."""
+        try:
+            self.release()
+        except Exception:
+            self.release()
+            raise
+
     def add(self, allocator: PageAllocator, owner: int, ids: PageIds, field: str) -> None:
         """Hold pages of ``owner``.
 
@@ -338,17 +352,11 @@ class PageHold:
             allocator.free_owned(owner, np.unique(np.concatenate(lists)))
 
 
-def hold_pages(pool: Pool, owner: int, lists: Sequence[PageRange], *, write: bool) -> PageHold:
-    """Hold the pages of all lists, or of none.
+def hold_pages(hold: PageHold, pool: Pool, owner: int, lists: Sequence[PageRange]) -> None:
+    """Hold the pages of all lists.
 
     Raises:
-        KvferryError: see ``PageHold.add``.
+        KvferryError: see ``PageHold.add``; those before it are held.
     """
-    hold = PageHold(write=write)
-    try:
-        for pages in lists:
-            hold.add(pool.allocator_of(pages.component), owner, pages.ids, f"{pages.field}.pages")
-    except Exception:
-        hold.release()
-        raise
-    return hold
+    for pages in lists:
+        hold.add(pool.allocator_of(pages.component), owner, pages.ids, f"{pages.field}.pages")

@@ -311,7 +311,7 @@ class _Machine(RuleBasedStateMachine):
     @rule(random=ANY)
     def a_operation_is_late(self, random: Any) -> None:  # noqa: ANN401
         operation = random.choice(list(self.harness.operations))
-        self.run(_now(lambda: self.harness.operations.give_up(operation, DeadlineError("late"))))
+        self.run(_now(lambda: self.harness.operations.stop(operation, DeadlineError("late"))))
 
     @precondition(lambda self: any(True for _ in self.harness.operations))
     @rule(engine=engines, random=ANY)

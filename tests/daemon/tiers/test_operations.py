@@ -11,8 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.control import later
+from kvferry.daemon.control.kept_bytes import KeptBytes
 from kvferry.daemon.tiers import operations
-from kvferry.daemon.tiers.operations import TRANSITIONS, Event, Key, Operations, State
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.tiers.index import BlockIndex
 from kvferry.protocol.errors import (
@@ -20,18 +20,21 @@ from kvferry.protocol.errors import (
     DeadlineError,
     InternalError,
     OverloadedError,
-    PoolLostError,
     ShuttingDownError,
     TransferFailedError,
     UnknownOperationError,
+    UnknownPoolError,
 )
 from kvferry.protocol.session_messages import OperationStatus
 from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled
+from tests.daemon.tiers.operation_states import TRANSITIONS, Event, Key, Outcome, State
 from tests.daemon.tiers.tier_harness import Engine, Harness, harness, settle, until
 from tests.scripted.scripted_copier import ScriptedCopier
-from tests.transition_tables import SeenRows, markdown_of_operations, transitions_of
+from tests.transition_tables import markdown_of_operations, transitions_of
 
 pytestmark = pytest.mark.anyio
+ROWS = [key for key in TRANSITIONS if key[1] is not Event.NOTHING_TO_DO]
+"""All but one, which has its own test."""
 
 
 @pytest.fixture
@@ -79,7 +82,7 @@ async def test_an_operation_shows_what_it_waits_for(tiers: Harness, engine: Engi
     assert isinstance(first, OperationStatus)
     assert (first.kind, first.pages, first.waits_for) == ("offload", 15, "")
     assert (second.operation, second.kind, second.waits_for) == (operation, "restore", "the snapshot to be written")
-    tiers.copier.finish_all()
+    await tiers.finish()
     [second] = tiers.operations.status()
     assert second.waits_for == "15 free pages of pool 'pool'"
 
@@ -197,22 +200,6 @@ def done_in(logs: Sequence[Mapping[str, Any]]) -> int:
     return sum(one["event"] == "operation done" for one in logs)
 
 
-async def test_a_bug_in_a_operations_end_is_that_operations_error(tiers: Harness, engine: Engine) -> None:
-    operation = engine.offload(engine.allocate(1)).operation
-
-    def fails(*_: object) -> operations.Ending:
-        raise RuntimeError
-
-    [live] = tiers.operations
-    real, live.finish = live.finish, fails
-    with capture_logs() as logs:
-        await tiers.finish()
-    assert "ending an operation failed" in {one["event"] for one in logs}
-    assert engine.error(operation) is InternalError
-    await tiers.operations.drained()
-    real(live, None)  # what it held
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -221,7 +208,7 @@ async def test_a_bug_in_a_operations_end_is_that_operations_error(tiers: Harness
         (PageAllocator, "end_write"),
         (BlockIndex, "commit"),
         (BlockIndex, "pin"),
-        (Operations, "begin"),
+        (KeptBytes, "keep"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -284,75 +271,92 @@ class Watched:
         self.snapshot = self.engine.offload(self.ids).snapshot
         tiers.copier.finish_all()
 
-    def begin(self, state: State, deadline_ms: int = 0) -> None:
+    def begin(self, state: State, deadline_ms: int) -> None:
         """Begin an operation, and bring it into a state."""
         if state is State.WAITING:
-            self.engine.restore(self.snapshot, deadline_ms=deadline_ms)
+            number = self.engine.restore(self.snapshot, deadline_ms=deadline_ms)
         else:
-            self.engine.store([b"0" * 16], self.ids[:1], deadline_ms=deadline_ms)
-            (self.job,) = self.tiers.copier.under_way
-        (self.operation,) = self.tiers.operations
+            number = self.engine.store([b"0" * 16], self.ids[:1], deadline_ms=deadline_ms)
+        (self.operation,) = [one for one in self.tiers.operations if one.number == number]
         if state is State.STOPPING:
-            self.let(Event.CANCEL)
-        elif state is State.DONE:
-            self.let(Event.JOB_DONE)
+            self.engine.send(CancelOperation(operation=self.operation.number))
 
-    def let(self, event: Event) -> None:
-        """Let an event happen."""
+    @property
+    def state(self) -> State:
+        """Return the state of the operation."""
+        if self.operation not in list(self.tiers.operations):
+            return State.DONE
+        if self.operation.job is None:
+            return State.WAITING
+        return State.COPYING if self.operation.stopped is None else State.STOPPING
+
+    async def let(self, event: Event) -> None:
+        """Let an event happen, and what follows from it."""
+        copier = self.tiers.copier
         match event:
             case Event.BEGIN:
-                self.tiers.operations.start(self.operation, self.job)
+                self.engine.free(self.ids)
             case Event.CANCEL:
                 self.engine.send(CancelOperation(operation=self.operation.number))
             case Event.GIVEN_UP:
-                self.tiers.operations.give_up(self.operation, PoolLostError("it is gone"))
-            case Event.NOTHING_TO_DO:
-                self.tiers.operations.nothing_to_do(self.operation)
+                self.tiers.pools.remove(self.tiers.pool())
             case Event.SESSION_ENDED:
                 self.tiers.lose(self.engine)
             case Event.DRAIN:
                 self.tiers.operations.drain()
             case Event.JOB_DONE:
-                self.tiers.copier.finish(self.job)
+                copier.finish(copier.under_way[0])
             case Event.JOB_FAILED:
-                self.tiers.copier.end(self.job, TransferFailedError("a copy failed"))
+                copier.stopped.clear()
+                copier.end(copier.under_way[0], TransferFailedError("a copy failed"))
             case Event.DEADLINE:
-                pass  # it comes by itself
+                timer, loop = self.operation.timer, asyncio.get_running_loop()
+                await until(lambda: timer is not None and timer.when() < loop.time())
+        await settle()
 
 
-@pytest.mark.parametrize("key", TRANSITIONS, ids=lambda key: f"{key[0].name}-{key[1].name}")
-async def test_a_row_is_reached_and_the_operation_ends_once(key: Key) -> None:
+@pytest.mark.parametrize(
+    "key",
+    [key for key in TRANSITIONS if key[1] is not Event.NOTHING_TO_DO],
+    ids=lambda key: f"{key[0].name}-{key[1].name}",
+)
+async def test_a_row_of_the_table_is_what_happens_and_the_operation_ends_once(key: Key) -> None:
     state, event = key
-    seen = SeenRows(TRANSITIONS)
-    with capture_logs() as logs:
-        async with harness(transitions=seen) as tiers:
-            one = Watched(tiers)
-            if key == (State.WAITING, Event.BEGIN):
-                one.begin(State.COPYING)
-            else:
-                one.begin(state, deadline_ms=int(event is Event.DEADLINE))
-                one.let(event)
-            await until(lambda: key in seen.rows)
-            assert state is not State.DONE or not tiers.copier.under_way
-            await tiers.finish()
-            for operation in list(tiers.operations):
-                tiers.operations.give_up(operation, PoolLostError("it is gone"))
-            await tiers.operations.drained()
-            assert one.operation.state is State.DONE
-    assert not [one for one in logs if one["event"] == "unexpected event of an operation"]
-
-
-async def test_an_event_without_a_row_is_a_bug_that_ends_what_waits() -> None:
-    seen = SeenRows(TRANSITIONS)
-    del seen[State.WAITING, Event.CANCEL]
-    async with harness(transitions=seen) as tiers:
+    becomes, ends = TRANSITIONS[key]
+    async with harness() as tiers:
         one = Watched(tiers)
-        one.begin(State.WAITING)
-        with capture_logs() as logs:
-            one.let(Event.CANCEL)
-            await settle()
-        assert one.engine.error(one.operation.number) is InternalError
-        assert "unexpected event of an operation" in {one["event"] for one in logs}
+        await settle()
+        one.begin(state, deadline_ms=int(event is Event.DEADLINE))
+        assert one.state is state
+        stopped, pages = one.operation.stopped, one.operation.pages
+        await one.let(event)
+        assert one.state is becomes
+        if becomes is not State.DONE:
+            assert list(pages.held("it")), "pages are held until the job has ended"
+            await tiers.finish()
+        assert one.state is State.DONE
+        assert not list(pages.held("it"))
+        if event is not Event.SESSION_ENDED:
+            was_stopped = None if stopped is None else type(stopped)
+            expected = {
+                Outcome.NOTHING: was_stopped,
+                Outcome.SUCCESS: None,
+                Outcome.CAUSE: UnknownPoolError if event is Event.GIVEN_UP else TransferFailedError,
+                Outcome.STOPPED: was_stopped,
+            }
+            assert one.engine.error(one.operation.number) is (expected[ends] if isinstance(ends, Outcome) else ends)
+
+
+async def test_an_operation_with_nothing_to_copy_is_done_at_once_and_its_event_follows_the_reply(
+    tiers: Harness, engine: Engine
+) -> None:
+    ids = engine.allocate(1)
+    for said in (["reply"], ["reply", "TierDone"]):
+        tiers.said.clear()
+        operation = engine.store([b"0" * 16], ids)
+        assert [kind for _, kind in tiers.said] == said
+        await tiers.finish()
+        assert engine.error(operation) is None
 
 
 async def test_the_documentation_shows_the_table() -> None:

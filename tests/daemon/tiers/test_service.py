@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -112,6 +113,7 @@ async def test_each_end_is_counted_as_it_comes_and_logged_once(tiers: Harness, e
         assert isinstance(done, TierDone)
         engine.offload(engine.allocate(1))
         tiers.copier.end(tiers.copier.under_way[0], OutOfMemoryError("no staging"))
+        await asyncio.sleep(0)
         counted = tiers.counters.snapshot()
         assert (counted["operations.offload.ok"], counted["operations.offload.out_of_memory"]) == (1, 1)
         assert counted["operations.offload.moved_bytes"] == done.moved_bytes > 0
@@ -124,7 +126,7 @@ async def test_released_pages_that_two_lists_share_in_segment_are_free_once(tier
     ids = engine.allocate(4, "draft")
     lists = (PageList(pages=3), PageList(component="draft", pages=3))
     engine.ask(Offload(pool="draft", lists=lists, release=True), Offloading, ids[:3], ids[1:])
-    tiers.copier.finish_all()
+    await tiers.finish()
     assert tiers.pool("draft").allocator.idle
 
 
@@ -137,7 +139,7 @@ async def test_tokens_are_counted_where_only_the_draft_lies_on_the_pages(tiers: 
     engine.ask(Offload(pool="stage", lists=lists), Offloading, main, swa)
     [shown] = engine.ask(Snapshots(), SnapshotReport).snapshots
     assert shown.tokens == 7
-    tiers.copier.finish_all()
+    await tiers.finish()
 
 
 async def test_an_offload_that_has_no_room_holds_nothing(tiers: Harness, engine: Engine) -> None:
@@ -149,7 +151,7 @@ async def test_an_offload_that_has_no_room_holds_nothing(tiers: Harness, engine:
         engine.offload(engine.allocate(20, "large"), "large")
     assert tiers.pool("large").allocator.busy_count == 0
     assert tiers.host.arena.used_bytes == 15 * UNIT
-    tiers.copier.finish_all()
+    await tiers.finish()
 
 
 async def test_a_user_may_have_so_many_snapshots(
@@ -162,10 +164,10 @@ async def test_a_user_may_have_so_many_snapshots(
         engine.offload(ids[2:])
     other = tiers.engine(uid=2)
     other.offload(other.allocate(1))
-    tiers.copier.finish_all()
+    await tiers.finish()
     engine.ask(DropSnapshot(snapshot=first.snapshot), SnapshotDropped)
     engine.offload(ids[2:])
-    tiers.copier.finish_all()
+    await tiers.finish()
     assert tiers.pool().allocator.busy_count == 0
 
 
@@ -283,7 +285,7 @@ async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: Harness,
     ids = engine.allocate(6, "draft")
     lists = (PageList(pages=3), PageList(component="draft", pages=3))
     made = engine.ask(Offload(pool="draft", lists=lists), Offloading, ids[:3], ids[3:])
-    tiers.copier.finish_all()
+    await tiers.finish()
     with pytest.raises(PoolFullError, match="6 pages of 'main'; the pool has 5"):
         engine.restore(made.snapshot, pool="smaller")
     with pytest.raises(NotOwnerError):
@@ -380,7 +382,7 @@ async def test_a_second_one_of_the_same_name_that_is_refused_leaves_the_first(ti
     second = into(tiers, engine)
     tiers.host_receives.refused(second, DeadlineError("TRANSFER_EXISTS"))
     ends(tiers, first)
-    tiers.copier.finish_all()
+    await tiers.finish()
     assert snapshots_of(engine) == {first.snapshot.name: "ready"}
 
 

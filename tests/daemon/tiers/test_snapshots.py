@@ -23,8 +23,6 @@ from kvferry.pools.planning.page_ranges import lists_with_pages, page_ranges
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
-    DeadlineError,
-    KvferryError,
     LayoutMismatchError,
     NotOwnerError,
     PageBusyError,
@@ -91,7 +89,7 @@ def test_its_checksum_is_of_all_its_blocks() -> None:
     pool = pool_of(HYBRID)
     made = snapshot_of(pool, main=3, swa=2)
     assert made.status().checksum == ""
-    made.settle(None)
+    made.settle()
     assert made.status().checksum == ""  # where the daemon makes none
     texts = set()
     for last in (4, 5):
@@ -99,22 +97,11 @@ def test_its_checksum_is_of_all_its_blocks() -> None:
         made.segments[0].digests = np.array([1, 2, 3], np.uint64)
         made.segments[1].digests = np.array([4, last], np.uint64)
         assert made.status().checksum == ""  # while it is written
-        made.settle(None)
+        made.settle()
         texts.add(made.status().checksum)
         assert made.status().checksum == made.status().checksum
     assert {len(one) for one in texts} == {32}
     assert len(texts) == 2
-
-
-@pytest.mark.parametrize("error", [None, DeadlineError("late")])
-def test_who_waits_is_told_once(error: KvferryError | None) -> None:
-    made = snapshot_of(pool_of(SPEC), main=1)
-    told: list[KvferryError | None] = []
-    made.waiting.append(told.append)
-    made.settle(error)
-    made.settle(error)
-    assert told == [error]
-    assert made.state == ("ready" if error is None else "writing")
 
 
 def test_the_registry_knows_each_users_own_until_it_is_removed() -> None:
@@ -156,7 +143,9 @@ def pool() -> Pool:
 
 def held(pool: Pool, ids: list[int], *, write: bool = False) -> PageHold:
     lists = page_ranges([PageList(pages=len(ids))], [np.array(ids)], pool.manifest, may_end_inside=True)
-    return hold_pages(pool, OWNER, lists, write=write)
+    hold = PageHold(write=write)
+    hold_pages(hold, pool, OWNER, lists)
+    return hold
 
 
 def test_what_is_released_twice_is_released_once(pool: Pool) -> None:

@@ -32,11 +32,10 @@ from kvferry.daemon.services.tiers import checks_of
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
-from kvferry.daemon.tiers.operations import TRANSITIONS, Operations, Transitions
+from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
-from kvferry.daemon.tiers.space_waiter import SpaceWaiter
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import Check, check
 from kvferry.pools.pool import Pool
@@ -86,7 +85,6 @@ class Harness:
         *,
         remote: bool = False,
         hasher: Executor | None = None,
-        transitions: Transitions = TRANSITIONS,
     ) -> None:
         """Put it together, on the running loop."""
         self.now_s = 0.0
@@ -115,19 +113,17 @@ class Harness:
         self.host = HostTier(config, self.counters, HostMemory(), call_soon=asyncio.get_running_loop().call_soon)
         self.copier = ScriptedCopier()
         self.operations = Operations(
-            self.dispatcher, self.sessions, self.counters, self.copier, self.host, self.executor, transitions
+            self.dispatcher, self.sessions, self.counters, self.copier, self.host, self.executor
         )
-        self.space_waiter = SpaceWaiter(self.dispatcher, self.operations)
         self.service = OffloadService(
             self.dispatcher,
             self.pools,
             rings,
             self.host,
             self.operations,
-            self.space_waiter,
             grace_s=config.snapshot_grace_s,
         )
-        self.host_receives = HostReceives(self.host, self.service, self.operations, self.space_waiter)
+        self.host_receives = HostReceives(self.host, self.service, self.operations)
         self.store = ScriptedStore(self.host.region)
         self.disk = self._disk(config)
         store = cast("RemoteStore", self.store)
@@ -138,12 +134,10 @@ class Harness:
         self.cache = PrefixCache(
             self.dispatcher,
             self.pools,
-            self.sessions,
             rings,
             self.host,
             self.operations,
             self.lower,
-            self.space_waiter,
             self.counters,
         )
         self.reports = CacheReports(self.dispatcher, self.pools, self.host, self.lower)
@@ -179,8 +173,11 @@ class Harness:
 
     async def finish(self) -> None:
         """Let all jobs be done, and what follows."""
-        self.copier.finish_all()
-        await settle()
+        is_first = True
+        while self.copier.under_way or is_first:
+            is_first = False
+            self.copier.finish_all()
+            await settle()
 
     async def let_store_answer(self) -> None:
         """Let the store answer all that it is asked, from now on."""
@@ -209,9 +206,12 @@ class Harness:
 
     async def close(self) -> None:
         """End the tiers, in the daemon's order."""
+        self.operations.drain()
         self.scheduler.close()
-        await self.cache.close()
+        await self.dispatcher.close()
+        self.cache.close()
         await self.lower.close()
+        await self.operations.close()
         await asyncio.to_thread(self.executor.shutdown)
         await self.pool_service.close()
         await asyncio.to_thread(self.host.close)
@@ -442,7 +442,6 @@ async def harness(
     disk_bytes: int = 1 << 20,
     remote: bool = False,
     tenants: Sequence[int] = (1,),
-    transitions: Transitions = TRANSITIONS,
     adds_up: bool = True,
     scanned: bool = True,
     **fields: Any,  # noqa: ANN401
@@ -452,7 +451,7 @@ async def harness(
     ``scanned``: what is on disk is known from the beginning.
     """
     config = tiers_config(units, disk=DiskTierConfig(path=str(disk) if disk else None, max_bytes=disk_bytes), **fields)
-    made = Harness(config, remote=remote, transitions=transitions)
+    made = Harness(config, remote=remote)
     await made.lower.start()
     if scanned:
         await made.lower.known()

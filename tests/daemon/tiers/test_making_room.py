@@ -261,7 +261,6 @@ async def test_a_deadline_a_session_or_the_daemon_ends_while_one_waits(tiers: Ha
     await tiers.operations.drained()
     await settle()
     assert engine.error(drained) is ShuttingDownError
-    assert repr(tiers.space_waiter) == "<SpaceWaiter waiting=0>"
     assert not list(tiers.service.snapshots)
     assert tiers.host.arena.used_bytes == 0
 
@@ -333,9 +332,11 @@ def receives(tiers: Harness) -> Harness:
         tiers.host_receives.refused(tiers.host_receives.make(call, body, plan), CancelledError("over"))
         return Answer(Accepted())
 
-    def receive(call: Call) -> Answer | None:
-        plan = tiers.host_receives.plan(expect(call, Receive), tiers.pool())
-        return None if tiers.host_receives.waits_for_room(call, plan, made) else made(call)
+    async def receive(call: Call) -> Answer:
+        steps = tiers.host_receives.making_room(tiers.host_receives.plan(expect(call, Receive), tiers.pool()))
+        if steps is not None:
+            await tiers.host_receives.make_room(call, steps)
+        return made(call)
 
     tiers.dispatcher.handle("RECEIVE", receive)
     return tiers
@@ -383,23 +384,15 @@ async def test_a_receive_that_cannot_be_evicts_nothing(
 
 @pytest.mark.usefixtures("endless")
 async def test_receives_that_wait_may_be_given_up(receives: Harness, engine: Engine) -> None:
-    other = receives.engine()
-    first, second, theirs = receiving(engine, 1, 1), receiving(engine, 1, 2), receiving(other, 1, 1)
+    first, second = receiving(engine, 1, 1), receiving(engine, 1, 2)
     offload(engine, 1)
-
-    def is_first(call: Call) -> bool:
-        return call.session is engine.session and expect(call, Receive).request_id.endswith("1")
-
-    assert receives.host_receives.are_held(is_first)
-    assert receives.host_receives.give_up(is_first, CancelledError("no room"))
+    assert [one.message_id for one in receives.host_receives.waiting()] == [first, second]
+    receives.dispatcher.answer_error(engine.session, first, CancelledError("no room"))
     with pytest.raises(CancelledError, match="room"):
         engine.reply(first, Accepted)
-    assert not receives.host_receives.are_held(is_first)
-    assert not receives.host_receives.give_up(is_first, CancelledError("no room"))
+    assert [one.message_id for one in receives.host_receives.waiting()] == [second]
     await settle()
     assert second not in engine.replies
-    assert theirs not in other.replies
-    assert repr(receives.space_waiter) == "<SpaceWaiter waiting=3>"
 
 
 @pytest.mark.usefixtures("endless")
@@ -411,7 +404,7 @@ async def test_a_deadline_or_a_session_ends_while_a_receive_waits(receives: Harn
     await settle()
     with pytest.raises(DeadlineError):
         engine.reply(late, Accepted)
-    assert repr(receives.space_waiter) == "<SpaceWaiter waiting=0>"
+    assert not receives.host_receives.waiting()
 
 
 @pytest.mark.usefixtures("full")
