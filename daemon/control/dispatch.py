@@ -248,13 +248,6 @@ class Dispatcher:
         if session.identity is not None:
             self._send(session.identity, frames)
 
-    def run_held(self, call: Call, handle: Handler | AsyncHandler) -> None:
-        """Run the handler of a request that was held back, and answer the request where that returns its reply."""
-        answer = self._answer_of(call, handle)
-        if answer is not None:
-            self.answer(call.session, call.message_id, answer)
-        self._push_after(call)
-
     def _answer_of(self, call: Call, handle: Handler | AsyncHandler) -> Answer | None:
         """Run a handler; return its answer, or None where that comes later. Never raises."""
         try:
@@ -301,10 +294,6 @@ class Dispatcher:
         body = _error_body(answer) if isinstance(answer, KvferryError) else answer
         self._count(body)
         self._send(call.identity, encode(Reply(call.message_id, self._boot_id, body)))
-
-    def answer_failure(self, call: Call, cause: Exception) -> None:
-        """Answer a request that a handler deferred with what was raised since; log what is a bug."""
-        self.answer(call.session, call.message_id, Answer(self._refusal(call.body, cause)))
 
     def answer_error(self, session: Session, message_id: int, error: KvferryError) -> None:
         """Refuse a request that a handler deferred."""

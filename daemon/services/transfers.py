@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -290,7 +290,7 @@ class TransferService:
         """Return the values of the session's event ring; empty where the SEND has no steps."""
         return self._rings.values(session_id, body.steps) if body.steps else []
 
-    def _receive(self, call: Call) -> Answer | None:
+    def _receive(self, call: Call) -> Answer | Coroutine[Any, Any, Answer]:
         body = expect(call, Receive)
         is_it = _same_receive(call.session.tenant, body.request_id, body.pool)
         if any(map(is_it, self._host_receives.waiting())):
@@ -301,13 +301,12 @@ class TransferService:
             steps = self._host_receives.making_room(plan)
             if steps is not None:
                 self._state_machine.comes_later(Half(call.session.tenant, body.request_id, "receive"))
-                self._dispatcher.run_held(call, partial(self._receive_later, steps))
-                return None
+                return self._receive_later(call, steps)
             return self._receive_to_host(call, body, context, plan)
         ranges = page_ranges(body.lists, call.ids, context.pool.manifest, may_end_inside=True)
         return self._begin_receive_into(call, context, ranges, body)
 
-    async def _receive_later(self, steps: Iterator[None], call: Call) -> Answer:
+    async def _receive_later(self, call: Call, steps: Iterator[None]) -> Answer:
         """Start a receive request once there is room, by what there is then."""
         await self._host_receives.make_room(call, steps)
         body = expect(call, Receive)

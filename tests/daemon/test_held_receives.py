@@ -74,6 +74,22 @@ async def test_a_send_that_comes_meanwhile_hears_nothing_of_the_receive_before(s
     assert (await client.wait_finished(transfer)).snapshot
 
 
+async def test_one_that_waited_for_its_event_waits_for_room_then(sides: Sides) -> None:
+    client, request_id = sides.client, new_request_id()
+    ring = await client.open_events()
+    event = ring.event()
+    transfer = client.receive("decode", request_id, WANTED, into="host", after=event)
+    sent = client.send("prefill", request_id, [pages(await client.allocate("prefill", 2))])
+    await client.ping()
+    ring.record(event)
+    for _ in range(3):
+        await client.ping()
+    assert transfer.state == "sent"
+    sides.room.set()
+    assert (await client.wait_finished(transfer)).snapshot
+    await client.wait_finished(sent)
+
+
 async def test_a_second_one_of_its_key_is_refused_at_once(sides: Sides) -> None:
     client, request_id = sides.client, new_request_id()
     transfer, ids = await sides.held(request_id), await client.allocate("decode", 2)
