@@ -231,53 +231,56 @@ class OffloadService:
         operation.done = msgspec.structs.replace(operation.done, snapshot=snapshot.name)
         with contextlib.ExitStack() as holds:
             ids: list[PageIds] = []
+            holds.enter_context(self._being_read(snapshot, drop=body.drop))
             if body.allocate:
                 _check_allocatable(body, pool, snapshot)
+                holds.enter_context(_freed_unless_done(pool, call.session.owner_id, snapshot.segments, ids))
             else:
                 lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
                 ids = ids_for(snapshot, lists)
                 hold_pages(holds.enter_context(operation.pages), pool, call.session.owner_id, lists)
-            self._operations.begin(operation, holds, self._copy_back(operation, body, snapshot, pool, ids))
+            work = self._copy_back(operation, snapshot, pool, ids, allocate=body.allocate)
+            self._operations.begin(operation, holds, work)
         return Answer(OperationStarted(operation=operation.number))
 
-    async def _copy_back(
-        self, operation: Operation, body: Restore, snapshot: Snapshot, pool: Pool, ids: list[PageIds]
-    ) -> TierDone:
-        """Copy a snapshot into pages, those that it takes if none are given."""
-        with self._being_read(snapshot), _freed_unless_done(operation, pool, snapshot, ids if body.allocate else []):
-            if not snapshot.settled.is_set():
-                operation.waits_for = "the snapshot to be written"
-                await snapshot.settled.wait()
-                if snapshot.error is not None:
-                    raise snapshot.error
-                self._check_there(pool)
-            if body.allocate:
-                await self._take_pages(operation, pool, snapshot, ids)
-            segments = _block_segments(snapshot, pool, ids)
-            digests = [segment.digests for segment in snapshot.segments if segment.digests is not None]
-            known = digests if len(digests) == len(segments) else None
-            await self._operations.copy(operation, BlockJob("restore", segments, self._host.region, digests=known))
-            if body.allocate and operation.session.ended:  # nobody would know of the pages
-                raise CancelledError("the session ended")
-            if body.drop:
-                self.drop(snapshot)
-            done = _copied(operation, snapshot)
-            if not body.allocate:
-                return done
-            operation.ids = tuple(ids)
-            heads = zip(snapshot.segments, ids, strict=True)
-            lists = tuple(PageList(component=segment.component, pages=len(its)) for segment, its in heads)
-            return msgspec.structs.replace(done, lists=lists)
-
     @contextlib.contextmanager
-    def _being_read(self, snapshot: Snapshot) -> Iterator[None]:
+    def _being_read(self, snapshot: Snapshot, *, drop: bool) -> Iterator[None]:
+        """Keep a snapshot while it is read; ``drop``: drop it once it was."""
         snapshot.readers += 1
+        ends = False
         try:
             yield
+            ends = drop
         finally:
             snapshot.readers -= 1
-            if snapshot.dropped:
+            if ends or snapshot.dropped:
                 self.drop(snapshot)
+
+    async def _copy_back(
+        self, operation: Operation, snapshot: Snapshot, pool: Pool, ids: list[PageIds], *, allocate: bool
+    ) -> TierDone:
+        """Copy a snapshot into pages; ``allocate``: into those that it takes, and appends to ``ids``."""
+        if not snapshot.settled.is_set():
+            operation.waits_for = "the snapshot to be written"
+            await snapshot.settled.wait()
+            if snapshot.error is not None:
+                raise snapshot.error
+            self._check_there(pool)
+        if allocate:
+            await self._take_pages(operation, pool, snapshot, ids)
+        segments = _block_segments(snapshot, pool, ids)
+        digests = [segment.digests for segment in snapshot.segments if segment.digests is not None]
+        known = digests if len(digests) == len(segments) else None
+        await self._operations.copy(operation, BlockJob("restore", segments, self._host.region, digests=known))
+        done = _copied(operation, snapshot)
+        if not allocate:
+            return done
+        if operation.session.ended:  # nobody would know of the pages
+            raise CancelledError("the session ended")
+        operation.ids = tuple(ids)
+        heads = zip(snapshot.segments, ids, strict=True)
+        lists = tuple(PageList(component=segment.component, pages=len(its)) for segment, its in heads)
+        return msgspec.structs.replace(done, lists=lists)
 
     async def _take_pages(self, operation: Operation, pool: Pool, snapshot: Snapshot, ids: list[PageIds]) -> None:
         """Allocate all pages of a restore, once there are enough, in the order of the requests for each pool."""
@@ -360,14 +363,16 @@ def _allocate(operation: Operation, pool: Pool, snapshot: Snapshot, ids: list[Pa
 
 
 @contextlib.contextmanager
-def _freed_unless_done(operation: Operation, pool: Pool, snapshot: Snapshot, ids: Sequence[PageIds]) -> Iterator[None]:
+def _freed_unless_done(
+    pool: Pool, owner: int, segments: Sequence[SnapshotSegment], ids: Sequence[PageIds]
+) -> Iterator[None]:
     """Free the pages that a restore has allocated where it fails: nobody is told of them."""
     try:
         yield
     except BaseException:
-        for segment, its in zip(snapshot.segments, ids, strict=False):
+        for segment, its in zip(segments, ids, strict=False):
             with contextlib.suppress(NotOwnerError):  # an instance that has ended owns none any more
-                pool.allocator_of(segment.component).free(operation.session.owner_id, its)
+                pool.allocator_of(segment.component).free(owner, its)
         raise
 
 

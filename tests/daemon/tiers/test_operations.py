@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.control import later
-from kvferry.daemon.control.kept_bytes import KeptBytes
+from kvferry.daemon.quota import Quota
 from kvferry.daemon.tiers import operations
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.tiers.index import BlockIndex
@@ -208,11 +208,11 @@ def done_in(logs: Sequence[Mapping[str, Any]]) -> int:
         (PageAllocator, "end_write"),
         (BlockIndex, "commit"),
         (BlockIndex, "pin"),
-        (KeptBytes, "keep"),
+        (Quota, "keep"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.parametrize("kind", ["offload", "restore", "store", "load"])
+@pytest.mark.parametrize("kind", ["offload", "restore", "restore into pages that it takes", "store", "load"])
 async def test_what_raises_ends_an_operation_and_what_it_held_comes_back(
     tiers: Harness,
     engine: Engine,
@@ -244,6 +244,8 @@ async def test_what_raises_ends_an_operation_and_what_it_held_comes_back(
                 operation = engine.offload(ids).operation
             elif kind == "restore":
                 operation = engine.restore(snapshot, ids)
+            elif kind == "restore into pages that it takes":
+                operation = engine.restore(snapshot)
             elif kind == "store":
                 operation = engine.store([b"2" * 16, b"3" * 16], ids)
             else:
@@ -256,6 +258,9 @@ async def test_what_raises_ends_an_operation_and_what_it_held_comes_back(
     assert not list(tiers.operations)
     assert not any(one.busy_count for pool in tiers.pools for one in pool.allocators.values())
     engine.free(ids)
+    for _, lists in engine.events:
+        for its in lists:
+            engine.free(its)
     assert all(pool.idle for pool in tiers.pools), "each page came back once"
 
 
