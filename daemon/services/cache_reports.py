@@ -10,11 +10,11 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.prefix_cache import model_of, split_hashes
 from kvferry.daemon.tiers.host_tier import HostTier, holder_name
-from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
+from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, identity_of
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.pools.tiers.journal import Change
-from kvferry.protocol.errors import InvalidFieldError, KvferryError
+from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.tier_messages import (
     CacheChange,
     CacheChanges,
@@ -76,7 +76,6 @@ class CacheReports:
         self._lower = lower
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Waiting] = []
-        self._background = Background("a CACHE_PIN or CACHE_EVICT")
         host.journal.subscribe(self._changed)
         self._flushing = False
         dispatcher.handle("CACHE_LIST", self._list)
@@ -94,10 +93,6 @@ class CacheReports:
             one.cancel()
             self._waiting.remove(one)
 
-    async def close(self) -> None:
-        """Cancel the CACHE_PIN and CACHE_EVICT requests in progress."""
-        await self._background.close()
-
     # -- CACHE_LIST, CACHE_PIN, CACHE_EVICT
 
     def _list(self, call: Call) -> Answer:
@@ -109,45 +104,30 @@ class CacheReports:
             CacheListed(blocks=tuple(map(self._status, mine)), cursor=cursor, position=page.next_position),
         )
 
-    def _pin(self, call: Call) -> Answer | None:
-        body = expect(call, CachePin)
-        self._background.spawn(self._pin_all(call, self._scope(call, body), pinned=body.pinned))
-        return None
-
-    async def _pin_all(self, call: Call, scope: _Scope, *, pinned: bool) -> None:
-        index, count = self._host.index, 0
-        async for blocks in self._blocks_of(scope):
+    async def _pin(self, call: Call) -> Answer:
+        body, count = expect(call, CachePin), 0
+        index = self._host.index
+        async for blocks in self._blocks_of(self._scope(call, body)):
             count += len(blocks)
-            if pinned:
-                try:
-                    self._host.check_share(
-                        call.session.tenant, sum([one.size_bytes for one in blocks if one.evictable])
-                    )
-                except KvferryError as error:
-                    self._dispatcher.answer_error(call.session, call.message_id, error)
-                    return
+            if body.pinned:
+                self._host.check_share(call.session.tenant, sum([one.size_bytes for one in blocks if one.evictable]))
                 index.pin([block for block in blocks if OPERATOR not in block.pins], OPERATOR)
             else:
                 self._host.free_all(index.unpin([block for block in blocks if OPERATOR in block.pins], OPERATOR))
-        self._dispatcher.answer(call.session, call.message_id, Answer(CachePinned(blocks=count)))
+        return Answer(CachePinned(blocks=count))
 
-    def _evict(self, call: Call) -> Answer | None:
+    async def _evict(self, call: Call) -> Answer:
         body = expect(call, CacheEvict)
         if body.everything == bool(body.hashes):
             raise InvalidFieldError("no block named: give hashes, or everything=true", field="hashes")
-        self._background.spawn(self._evict_all(call, self._scope(call, body)))
-        return None
-
-    async def _evict_all(self, call: Call, scope: _Scope) -> None:
         count = size_bytes = kept = 0
-        async for blocks in self._blocks_of(scope):
+        async for blocks in self._blocks_of(self._scope(call, body)):
             going = [block for block in blocks if not block.pins]
             kept += len(blocks) - len(going)
             count, size_bytes = count + len(going), size_bytes + sum(block.size_bytes for block in going)
             self._host.free_all([freed for block in going for freed in self._host.index.remove(block)])
             self._lower.remove(going)
-        reply = CacheEvicted(blocks=count, size_bytes=size_bytes, kept=kept)
-        self._dispatcher.answer(call.session, call.message_id, Answer(reply))
+        return Answer(CacheEvicted(blocks=count, size_bytes=size_bytes, kept=kept))
 
     def _scope(self, call: Call, body: CachePin | CacheEvict) -> _Scope:
         """Return which blocks a request is about.

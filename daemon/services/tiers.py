@@ -168,7 +168,6 @@ class Tiers:
         self.operations.drain()
         self._scheduler.close()
         self._cache.close()
-        await self._reports.close()
         await self._lower.close()
         self._copier.close()
         await self.operations.close()
