@@ -680,7 +680,8 @@ class PeerLinks:
         self._unproven.pop(connection, None)
         for link in list(self._links.values()):
             if link.heard_on == connection and link.peer is not None:
-                link.begin_anew("its connection to this daemon has ended, or was silent")
+                with self.going_on(link.address):
+                    link.begin_anew("its connection to this daemon has ended, or was silent")
 
     @contextlib.contextmanager
     def going_on(self, address: str = "") -> Iterator[None]:
@@ -731,16 +732,19 @@ class PeerLinks:
             return
         if message.too_large:
             raise MalformedError(f"a message of more than {self.limits.max_message_bytes} bytes")
-        link.heard(message.identity)
         incoming = decode_peer_body(head, message.frames[1:])
         body = incoming.envelope.body
         if isinstance(body, PeerHello):
+            link.heard(message.identity)
             self._warn_of_names(body, link)
             link.greeted(head.key, body)
-        elif link.peer is None or link.peer_key != head.key:
+            return
+        if link.peer is None or link.peer_key != head.key:  # late, by an earlier connection
             self.counters.add("peers.stale")
             link.hinted(head.key)
-        elif isinstance(body, PeerHeartbeat):
+            return
+        link.heard(message.identity)
+        if isinstance(body, PeerHeartbeat):
             link.heartbeat(body)
         elif self.listener is not None:
             try:

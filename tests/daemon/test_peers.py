@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import structlog.testing
 import zmq
 import zmq.asyncio
 
@@ -295,6 +296,25 @@ async def test_a_restart_is_noticed_and_nothing_old_is_delivered(make: MakeDaemo
     assert one.links.send(again.incarnation, OpEnded(op=3))
     await again.until(lambda: again.said)
     assert [body for _, body in again.said] == [OpEnded(op=3)]
+
+
+async def test_an_error_of_who_is_told_of_a_loss_ends_no_link(
+    make: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(peer: Incarnation, why: str) -> None:
+        monkeypatch.undo()
+        raise ArithmeticError(f"{why}: {peer}")
+
+    one, other = make(), make()
+    await one.meets(other)
+    monkeypatch.setattr(one, "on_lost", fails)
+    with structlog.testing.capture_logs() as said:
+        other.links.close()
+        await one.counts("peers.failed", 1)
+        again = make(other.address)
+        await one.until(lambda: len(one.up) == 2)
+    assert one.up[1] == again.incarnation
+    assert "a link failed" in {each["event"] for each in said}
 
 
 async def test_what_proves_nothing_is_dropped(make: MakeDaemon, scripted: ScriptedPeer) -> None:
