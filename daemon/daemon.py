@@ -42,13 +42,14 @@ from kvferry.daemon.process.time_slices import as_others, be_as_others, be_promp
 from kvferry.daemon.quota import Quota
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.peer_transfers import PeerTransferService
+from kvferry.daemon.services.peer_transfers import PeerMessenger, PeerTransferService
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import HostResources, PoolService
 from kvferry.daemon.services.status_view import seen_by
 from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
-from kvferry.daemon.services.transfers import Movers, TransferService
+from kvferry.daemon.services.transfer_effects import Movers, TransferEffects
+from kvferry.daemon.services.transfers import TransferService
 from kvferry.daemon.services.verification import Verification
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
@@ -255,17 +256,28 @@ class Daemon:
             PullTransport(self._links.send, self._transport, self._fetcher, fetch_region),
             *(() if network is None else self._network_transports(network, tuning.copy_threads, state_machine)),
         )
-        self._peers = PeerTransferService(self._links, state_machine, self._remote, self._transfers_changed, counters)
-        self._transfers = TransferService(
+        self._messenger = messenger = PeerMessenger(self._links, state_machine.peers, self._remote)
+        self._effects = TransferEffects(
             self._dispatcher,
             state_machine,
-            self._registry,
-            self._rings,
             Movers(self._transport, self._remote, scheduler),
-            self._peers,
+            messenger,
             self._tiers.host_receives,
             limits,
             counters,
+        )
+        self._peers = PeerTransferService(
+            self._links, state_machine, self._remote, messenger, self._effects.execute, counters
+        )
+        self._transfers = TransferService(
+            self._dispatcher,
+            state_machine,
+            self._effects,
+            self._registry,
+            self._rings,
+            messenger,
+            self._tiers.host_receives,
+            limits,
         )
         # -- graph tables
         self._tables = TableService(
@@ -299,14 +311,7 @@ class Daemon:
             self._copier,
             self.counters,
         )
-        sender = NetworkSender(
-            self._links.send,
-            network,
-            self._copier,
-            state_machine.peers,
-            self._transfers_changed,
-            self.counters,
-        )
+        sender = NetworkSender(self._links.send, network, self._copier, state_machine.peers, self.counters)
         return receiver, sender
 
     async def serve(self, manager: ServiceManager) -> None:
@@ -368,12 +373,12 @@ class Daemon:
     async def _drain(self) -> None:
         try:
             async with asyncio.timeout(self._config.service.drain_timeout_s):
-                await self._transfers.drained()
+                await self._effects.drained()
                 await self._tiers.operations.drained()
         except TimeoutError:
             log.warning("transfers cut off", live=len(self._transfers.status()))
         finally:
-            self._transfers.write_log()
+            self._effects.write_log()
             self._tiers.operations.write_log()
 
     def _watch_devices(self) -> None:
@@ -446,15 +451,12 @@ class Daemon:
     def _events_reached(self, session_id: int, values: list[int]) -> None:
         self._transfers.events_reached(session_id, values)
 
-    def _transfers_changed(self) -> None:
-        self._transfers.execute()
-
     def _pool_removed(self, pool: Pool) -> None:
         self._adoption.forget(pool)
         self._tiers.pool_removed(pool)
         if self._network is not None:
             self._network.drop_pool(pool)
-        self._peers.pool_removed(pool)
+        self._messenger.pool_removed(pool)
 
     def _region_of(self, asked: RegionRequest) -> Region:
         """Return the memory that another daemon of this host may map for reading; see ``SessionSocket``."""

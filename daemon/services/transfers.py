@@ -1,45 +1,24 @@
-"""The shell around the transfer state machine: requests in, transports and events out, one timer for all deadlines."""
+"""The requests about transfers: SEND, RECEIVE, CANCEL, ABANDON and RESULT, checked and passed to the state machine."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any, NamedTuple
-
-import structlog
+from typing import Any
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, TRANSFER
-from kvferry.daemon.control.later import Later
-from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.process.shares import share
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.peer_transfers import PeerTransferService
+from kvferry.daemon.services.peer_transfers import PeerMessenger
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.receive_to_host import HostReceivePlan, HostReceives
+from kvferry.daemon.services.transfer_effects import TransferEffects
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, ReceiveRequest, SendChunk
-from kvferry.daemon.transfer.peer_transfers import TransferActivity
-from kvferry.daemon.transfer.registry import (
-    AnnounceReceive,
-    Effect,
-    Notify,
-    ReportBug,
-    SendToDaemon,
-    SendToPeer,
-    StartOp,
-    StopOp,
-    StopSending,
-    WarnTrimmed,
-    request_id_of,
-)
 from kvferry.daemon.transfer.state_machine import RequestContext, TransferStateMachine
 from kvferry.daemon.transfer.transitions import State
-from kvferry.daemon.transports.local import Transport
-from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.planning.page_ranges import PageRange, page_ranges
 from kvferry.protocol.errors import (
     CancelledError,
@@ -50,65 +29,13 @@ from kvferry.protocol.errors import (
     ShuttingDownError,
     TransferExistsError,
 )
-from kvferry.protocol.events import Finished, Matched, Settled
+from kvferry.protocol.events import Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import TransferStatus
 from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cancelled, Receive, Result, Send
 
-# -- what is logged and counted about transfers.
-
-
-END_AGAIN_S = 0.1
-"""After so long a copy's end that could not be handled is handled again."""
-
 FEW_EVENTS = 64
 """A session with so few events that are not acknowledged is not asked how many others have."""
-
-log = structlog.get_logger(__name__)
-
-
-def count_finished(event: Finished, counters: Counters) -> None:
-    """Count the outcome of one side of a transfer."""
-    counters.add(f"transfers.{event.direction}.{_outcome(event).lower()}")
-    if event.direction == "receive" and not event.error:
-        counters.add("transfers.moved_bytes", event.moved_bytes)
-
-
-def log_finished(event: Finished) -> None:
-    """Log the outcome of one side of a transfer."""
-    log.info(
-        "transfer finished",
-        request_id=event.request_id,
-        direction=event.direction,
-        pool=event.pool,
-        outcome=_outcome(event),
-        detail=event.error.detail if event.error else "",
-        pages=event.pages,
-        moved_bytes=event.moved_bytes,
-        waited_us=event.waited_us,
-        moved_us=event.moved_us,
-    )
-
-
-def _outcome(event: Finished) -> str:
-    return event.error.code if event.error else "OK"
-
-
-def warn_trimmed(effect: WarnTrimmed, counters: Counters) -> None:
-    """Count and log that page lists of unequal length were cut to the shorter one."""
-    send_request, receive_request, trim = effect
-    counters.add("transfers.trimmed")
-    log.warning(
-        "lists of unequal length were cut to the shorter one; give first_page on both sides",
-        request_id=receive_request.request_id,
-        component=trim.component,
-        source=send_request.pool.name,
-        source_daemon=send_request.origin.peer.address if send_request.origin else "",
-        source_pages=trim.source_length,
-        destination=receive_request.pool.name,
-        destination_pages=trim.destination_length,
-        dropped_pages=trim.pages,
-    )
 
 
 def _same_receive(tenant: int, request_id: str, pool: str) -> Callable[[Call], bool]:
@@ -125,54 +52,30 @@ def _same_receive(tenant: int, request_id: str, pool: str) -> Callable[[Call], b
     return is_it
 
 
-class Movers(NamedTuple):
-    """The transports within this daemon and from other daemons, and what yields to them while they copy."""
-
-    local: Transport
-    remote: RemoteTransports
-    activity: TransferActivity
-
-
 class TransferService:
-    """Drives the state machine on the control loop's clock."""
+    """Handles what engines ask for, and passes it to the state machine."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         state_machine: TransferStateMachine,
+        effects: TransferEffects,
         pools: PoolRegistry,
         rings: EventRings,
-        movers: Movers,
-        peers: PeerTransferService,
+        messenger: PeerMessenger,
         host_receives: HostReceives,
         limits: Limits,
-        counters: Counters,
     ) -> None:
         """``host_receives`` handles RECEIVEs into the host tier."""
         self.draining = False
         self._dispatcher = dispatcher
         self._state_machine = state_machine
+        self._effects = effects
         self._pools = pools
         self._rings = rings
-        self._local = movers.local
-        self._local.reported = self._end_ops
-        self._remote = movers.remote
-        self._activity = movers.activity
-        self._peers = peers
+        self._messenger = messenger
         self._host_receives = host_receives
         self._limits = limits
-        self._counters = counters
-        self._under_way: set[int] = set()
-        self._done: list[tuple[int, KvferryError | None]] = []
-        self._ended: list[int] = []
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
-        self._later = Later()
-        self._cancels: dict[tuple[int, EndpointKey], list[tuple[Call, bool]]] = {}
-        self._executing = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         dispatcher.handle("SEND", self._send)
         dispatcher.handle("RECEIVE", rings.after(self._receive))
         dispatcher.handle("CANCEL", self._cancel)
@@ -188,57 +91,13 @@ class TransferService:
         """Start what waits for these values of a session's event ring, by slot."""
         if self._state_machine.waits_for_events(session_id):
             self._state_machine.events_reached(session_id, values, time.monotonic())
-            self.execute()
+            self._effects.execute()
 
     def session_lost(self, session: Session) -> None:
         """Fail the session's open endpoints."""
         self._state_machine.session_lost(session.session_id, time.monotonic())
-        for key in [one for one in self._cancels if one[0] == session.session_id]:
-            del self._cancels[key]
-        self.execute()
-
-    def _op_done(self, op_id: int, error: KvferryError | None) -> None:
-        """Take note that a transfer op has ended, as its transport reports.
-
-        That is handled at once where effects are being executed, or the transport then says that all was reported; else
-        in the next turn: engines hear in one message of all that have ended by then. What comes first in that turn, a
-        CANCEL or a deadline, may still end a transfer whose bytes are all there.
-        """
-        if self._executing:
-            self._end_op(op_id, error)
-            return
-        if not self._done:
-            self._loop.call_soon(self._end_ops)
-        self._done.append((op_id, error))
-
-    def _end_ops(self) -> None:
-        done, self._done = self._done, []
-        for op_id, error in done:
-            self._end_op(op_id, error)
-        if done:  # else they were handled as ``reported`` was called
-            self.execute()
-
-    def _end_op(self, op_id: int, error: KvferryError | None) -> None:
-        if op_id not in self._state_machine.endpoints.ops:  # it was ended by _end_by, as its transport raised
-            self._counters.add("transfers.ops_over")
-            return
-        try:
-            self._state_machine.op_done(op_id, error, time.monotonic())
-        except Exception as cause:  # noqa: BLE001  no byte of it moves any more: it ends, if by another error
-            self._failed("the end of a copy", cause)
-            self._end_by(op_id, InternalError(f"the copy could not be ended: {cause!r}"))
-        finally:
-            self._ended.append(op_id)
-
-    async def drained(self) -> None:
-        """Return once no transfer is live and the last events are queued for sending."""
-        await self._idle.wait()
-        await asyncio.sleep(0)
-        self.write_log()
-
-    def write_log(self) -> None:
-        """Write the lines of the log that wait."""
-        self._later.make_all()
+        self._effects.session_lost(session.session_id)
+        self._effects.execute()
 
     def live(self, session_id: int) -> int:
         """Return how many endpoints of a session are live, or settled and not acknowledged."""
@@ -251,7 +110,7 @@ class TransferService:
             error = ShuttingDownError("the daemon is shutting down")
             self._dispatcher.answer_error(call.session, call.message_id, error)
         self._state_machine.drain(time.monotonic())
-        self.execute()
+        self._effects.execute()
 
     def status(self) -> tuple[TransferStatus, ...]:
         """Return the live endpoints as STATUS shows them."""
@@ -283,7 +142,7 @@ class TransferService:
         self._keep_lists(call, "send", ranges)
         if body.steps:
             self._state_machine.events_reached(context.session_id, reached, time.monotonic())
-        self.execute(call.session)
+        self._effects.execute(call.session)
         return Answer(accepted)
 
     def _reached(self, session_id: int, body: Send) -> list[int]:
@@ -330,10 +189,10 @@ class TransferService:
     ) -> Answer:
         daemons = body.source_daemons
         if daemons:
-            daemons = self._peers.source_daemons(daemons)
+            daemons = self._messenger.source_daemons(daemons)
         accepted = self._state_machine.receive(context, ranges, body.sources, daemons, checksums=body.checksums)
         self._keep_lists(call, "receive", ranges)
-        self.execute(call.session)
+        self._effects.execute(call.session)
         return Answer(accepted)
 
     def _keep_lists(self, call: Call, direction: str, ranges: tuple[PageRange, ...]) -> None:
@@ -369,9 +228,11 @@ class TransferService:
             return Answer(Cancelled(was_finished=True))
         was_finished = endpoint is not None and endpoint.state is not State.OPEN
         if body.wait:
-            self._cancels.setdefault((session_id, key), []).append((call, was_finished))
+            cancelled = Answer(Cancelled(was_finished=was_finished))
+            answer = partial(self._dispatcher.answer, call.session, call.message_id, cancelled)
+            self._effects.when_settled(session_id, key, answer)
         self._state_machine.cancel(session_id, key, time.monotonic())
-        self.execute(call.session)
+        self._effects.execute(call.session)
         if body.wait:
             return None
         return Answer(
@@ -380,11 +241,11 @@ class TransferService:
 
     def _abandon(self, call: Call) -> Answer:
         body = expect(call, Abandon)
-        daemons = self._peers.other_daemons(body.daemons, "daemons")
+        daemons = self._messenger.other_daemons(body.daemons, "daemons")
         half = Half(call.session.tenant, body.request_id, body.direction)
         error = PeerCancelledError(f"the peer abandoned the request{body.reason and f': {body.reason}'}")
         failed = self._state_machine.abandon(half, error, time.monotonic(), daemons)
-        self.execute(call.session)
+        self._effects.execute(call.session)
         return Answer(Abandoned(failed=failed))
 
     def _result(self, call: Call) -> Answer:
@@ -429,160 +290,3 @@ class TransferService:
     def _acknowledged(self, session: Session, event: Settled) -> None:
         key = EndpointKey(session.tenant, event.request_id, event.pool, event.direction)
         self._state_machine.results.acknowledged(session.session_id, key, event.generation)
-
-    def execute(self, asking: Session | None = None) -> None:
-        """Execute the state machine's effects in order; effects that these cause are executed after them.
-
-        Their events leave at once, but those of ``asking``, the session whose request this is: the dispatcher sends
-        them after its reply, which they never overtake.
-        """
-        if self._executing:
-            return
-        self._executing = True
-        notified: dict[int, Session] = {}
-        try:
-            while effects := self._state_machine.effects():
-                self._do(effects, notified)
-        finally:
-            self._executing = False
-            for session in notified.values():
-                if session is not asking:
-                    self._dispatcher.push_events(session)
-            while self._ended:  # what copies in the background goes on once engines are told
-                self._op_ended(self._ended.pop())
-            self._set_timer()
-            if any(True for _ in self._state_machine.endpoints):
-                self._idle.clear()
-            else:
-                self._idle.set()
-
-    def _do(self, effects: list[Effect], notified: dict[int, Session]) -> None:
-        not_started: dict[int, KvferryError] = {}
-        for effect in effects:
-            try:
-                self._do_one(effect, notified)
-            except Exception as cause:  # noqa: BLE001  a bug in one transfer must not stop the others
-                self._failed(type(effect).__name__, cause, request_id_of(effect))
-                if isinstance(effect, StartOp):
-                    known = cause if isinstance(cause, KvferryError) else None
-                    not_started[effect.op_id] = known or InternalError(f"the copy could not be started: {cause!r}")
-                elif isinstance(effect, SendToPeer | SendToDaemon | AnnounceReceive | StopOp | StopSending):
-                    try:  # others wait for it
-                        self._do_one(effect, notified)
-                    except Exception as again:  # noqa: BLE001  its request ends here, and its deadline ends it there
-                        self._failed(type(effect).__name__, again, request_id_of(effect))
-        for op_id, error in not_started.items():
-            self._end_by(op_id, error)
-
-    def _do_one(self, effect: Effect, notified: dict[int, Session]) -> None:
-        if isinstance(effect, Notify):
-            session = self._notify(effect)
-            if session is not None:
-                notified[session.session_id] = session
-        elif isinstance(effect, StartOp):
-            self._start(effect)
-        elif isinstance(effect, StopOp):
-            self._stop(effect.op_id)
-        elif isinstance(effect, WarnTrimmed):
-            warn_trimmed(effect, self._counters)
-        elif isinstance(effect, ReportBug):
-            self._counters.add("transfers.bugs")
-            log.error("a transfer failed", request_id=effect.request_id, detail=effect.detail, exc_info=effect.cause)
-        else:
-            self._peers.execute(effect)
-
-    def _failed(self, what: str, cause: Exception, request_id: str = "") -> None:
-        self._counters.add("transfers.effects_failed")
-        log.error("an effect failed", effect=what, cause=str(cause), exc_info=cause, request_id=request_id)
-
-    def _end_by(self, op_id: int, error: KvferryError) -> None:
-        """End a transfer op that could not be started, or whose end raised: no byte of it moves."""
-        with contextlib.suppress(Exception):  # the transport may have begun it before it raised
-            self._stop(op_id)
-        if op_id not in self._state_machine.endpoints.ops:  # it was done, at once, before its transport raised
-            return
-        try:
-            self._state_machine.op_done(op_id, error, time.monotonic())
-        except Exception as cause:  # noqa: BLE001  transports report once: nobody else would end it
-            self._failed("the end of a copy", cause)
-            self._loop.call_later(END_AGAIN_S, self._op_done, op_id, error)
-        finally:
-            self._op_ended(op_id)
-
-    def _op_ended(self, op_id: int) -> None:
-        if op_id in self._under_way:
-            self._under_way.remove(op_id)
-            self._activity.transfer_ended()
-
-    def _start(self, effect: StartOp) -> None:
-        self._under_way.add(effect.op_id)
-        self._activity.transfer_began()
-        op = self._state_machine.endpoints.ops[effect.op_id]
-        if op.send_request.origin is not None:
-            self._remote.start(op, self._op_done)
-        else:
-            self._local.start(effect, self._op_done)
-
-    def _stop(self, op_id: int) -> None:
-        op = self._state_machine.endpoints.ops.get(op_id)
-        if op is None:  # it has ended meanwhile
-            return
-        if op.send_request.origin is not None:
-            self._remote.stop(op_id)
-        else:
-            self._local.stop(op_id)
-
-    def _notify(self, effect: Notify) -> Session | None:
-        event = effect.event
-        session = self._dispatcher.sessions.get(effect.session_id)
-        if isinstance(event, Matched):
-            return session if session is not None and self._notify_matched(session, event) else None
-        if session is not None:
-            session.add_event(event)  # first: the engine is told of the end whatever else fails
-        if isinstance(event, Settled):
-            key = (TRANSFER, event.direction, event.request_id, event.pool)
-            self._dispatcher.kept.drop(effect.session_id, key)
-        try:
-            if isinstance(event, Finished):
-                count_finished(event, self._counters)
-                self._later.add(partial(log_finished, event))  # after the engines hear of it
-            self._host_receives.on_event(effect.session_id, event)
-            if session is not None and isinstance(event, Settled):
-                self._answer_cancels(session, event)
-        except Exception as cause:  # noqa: BLE001
-            self._failed(type(event).__name__, cause, event.request_id)
-        return session
-
-    def _answer_cancels(self, session: Session, event: Settled) -> None:
-        key = (session.session_id, EndpointKey(session.tenant, event.request_id, event.pool, event.direction))
-        for call, was_finished in self._cancels.pop(key, ()):
-            self._dispatcher.answer(session, call.message_id, Answer(Cancelled(was_finished=was_finished)))
-
-    def _notify_matched(self, session: Session, event: Matched) -> bool:
-        """Queue MATCHED, unless the session acknowledges no events (RESULT has it then); return whether it was."""
-        is_notified = len(session.unacknowledged) < 2 * self._limits.max_transfers_per_session
-        if is_notified:
-            session.add_event(event)
-        else:
-            self._counters.add("transfers.matched_unsent")
-        return is_notified
-
-    def _set_timer(self) -> None:
-        deadline = self._state_machine.next_deadline()
-        if self._timer is not None:
-            if deadline is not None and self._timer_at <= deadline:
-                return  # it fires early at worst, and _expire sets the next one
-            self._timer.cancel()
-            self._timer = None
-        if deadline is not None:
-            self._timer_at = deadline
-            self._timer = self._loop.call_later(max(0.0, deadline - time.monotonic()), self._expire)
-
-    def _expire(self) -> None:
-        self._timer = None
-        try:
-            self._state_machine.expire(time.monotonic())
-        except Exception as cause:  # noqa: BLE001  the timer is set again
-            self._failed("deadlines", cause)
-        finally:
-            self.execute()

@@ -295,6 +295,16 @@ class TransferStateMachine:
         """Return whether a step of the session's send requests may not be ready yet."""
         return session_id in self._stepping
 
+    def op_failed(self, op_id: int, error: KvferryError, now: float) -> None:
+        """Fail the receive request of a transfer op whose start failed; it is stopped, and ``op_done`` follows."""
+        receive_request = self.endpoints.ops[op_id].receive_request
+        with self._completion.whole(receive_request.request_id, now):
+            self._completion.apply(receive_request, Event.COPY_FAILED, now, cause=error)
+
+    def break_off(self, request_id: str, cause: Exception, now: float) -> None:
+        """End all endpoints of a request, for which something raised that may have come anywhere."""
+        self._completion.break_off(request_id, cause, now)
+
     def op_done(self, op_id: int, error: KvferryError | None, now: float) -> None:
         """Handle the end of a transfer op, in any state of its receive request."""
         op = self.endpoints.ops[op_id]

@@ -98,22 +98,17 @@ class Transport(Protocol):
     """Copies transfer ops in the background. Methods are called on the control loop and return at once.
 
     ``StartOp`` is what is copied within this daemon; transports from other daemons take the ``TransferOp`` itself.
-
-    Attributes:
-        reported: may be called once several ends were reported together: whoever was told need not wait for the loop's
-            next turn.
     """
 
-    reported: Callable[[], None]
-
-    def start(self, op: StartOp, on_done: OnOpDone) -> None:
+    def start(self, op: StartOp, on_done: OnOpDone, reported: Callable[[], None] = ...) -> None:
         """Start copying; ``on_done`` is called exactly once, when no byte of the transfer op can move any more.
 
-        What is copied at once is done before this returns.
+        What is copied at once is done before this returns. ``reported`` may be called once several ends were reported
+        together: whoever was told need not wait for the loop's next turn.
         """
 
-    def stop(self, op_id: int) -> None:
-        """Stop at the next copy chunk, if the transfer op is still running; ``on_done`` is called in any case."""
+    def stop(self, op_id: int) -> bool:
+        """Stop a transfer op at the next copy chunk: ``on_done`` follows. Return False where it is not under way."""
 
     def close(self) -> None:
         """Stop everything and wait until no byte moves; nothing is reported after that."""
@@ -165,7 +160,9 @@ class _Job:
     are none.
     """
 
-    def __init__(self, op: StartOp, on_done: OnOpDone, trial: Trial, chunk_bytes: int) -> None:
+    def __init__(
+        self, op: StartOp, on_done: OnOpDone, reported: Callable[[], None], trial: Trial, chunk_bytes: int
+    ) -> None:
         self.by_copy_threads = False
         self.lists: Iterator[Copies] | None = None
         self.given: list[_Given] = []
@@ -173,6 +170,7 @@ class _Job:
         self.chunk_bytes = chunk_bytes
         self.op = op
         self.on_done = on_done
+        self.reported = reported
         self.trial = trial
         self.most_in_flight = trial.threads
         self.queued = False
@@ -241,7 +239,6 @@ class LocalTransport:
         copy_threads: CopyThreads | None = None,
     ) -> None:
         """``copy_threads``: they copy in host memory, where ``copy`` is the kernel's; None: the threads here do."""
-        self.reported: Callable[[], None] = _nobody
         self._loop = loop
         self._copy = copy
         self._copy_threads = copy_threads if copy is copy_kernel.copy else None  # it does just that
@@ -276,7 +273,7 @@ class LocalTransport:
         """Show the number of transfer ops in progress."""
         return f"<LocalTransport transfer ops={len(self._jobs)} threads={len(self._threads)}>"
 
-    def start(self, op: StartOp, on_done: OnOpDone) -> None:
+    def start(self, op: StartOp, on_done: OnOpDone, reported: Callable[[], None] = _nobody) -> None:
         """See ``Transport.start``."""
         rows = sum(len(plan.runs.pages) * len(plan.source.base) for plan in op.plans)
         size_bytes = sum(plan.total_bytes for plan in op.plans)
@@ -288,7 +285,7 @@ class LocalTransport:
             others = bool(self._jobs)
             alone = not others and not op.checksums and _is_populated(op.source) and _is_populated(op.destination)
             trial = self._thread_count.begin(length_of(size_bytes, rows), size_bytes, alone=alone)
-            job = _Job(op, on_done, trial, self._chunk_bytes)
+            job = _Job(op, on_done, reported, trial, self._chunk_bytes)
             self._alone = job if alone else None
             self._jobs[op.op_id] = job
             are_short = rows > LIST_ROWS and size_bytes < SHORT_ROW_BYTES * rows
@@ -344,8 +341,9 @@ class LocalTransport:
                 self._report(job)
             except Exception as cause:  # noqa: BLE001  it keeps no other from being reported
                 self._loop.call_exception_handler({"message": "the end of a copy was not heard", "exception": cause})
-        if ended and not self._closing:
-            self.reported()
+        if not self._closing:
+            for reported in {job.reported for job in ended}:
+                reported()
 
     def _go_on(self, job: _Job, report: Callable[[_Job], None] | None = None) -> None:
         """Let a transfer op wait for its next turn; or end it, if copy threads have copied all of it."""
@@ -366,17 +364,18 @@ class LocalTransport:
             copy_threads.withdraw(given)
         self._go_on(job)
 
-    def stop(self, op_id: int) -> None:
+    def stop(self, op_id: int) -> bool:
         """See ``Transport.stop``."""
         error = CancelledError("the transfer ended before all bytes were copied")
         with self._changed:
             job = self._jobs.get(op_id)
             if job is None or job.error is not None:
-                return
+                return job is not None
             if self._copy_threads is None or not job.by_copy_threads:
                 job.error = error
-                return
+                return True
         self._give_up(job, self._copy_threads, error)
+        return True
 
     def close(self) -> None:
         """See ``Transport.close``."""

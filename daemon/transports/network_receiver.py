@@ -177,11 +177,12 @@ class NetworkReceiver:
         self._enqueue(incoming)
         self.pump()
 
-    def stop(self, op_id: int) -> None:
+    def stop(self, op_id: int) -> bool:
         """See ``Transport.stop``."""
         incoming = self._incoming.get(op_id)
         if incoming is not None:
             self._fail(incoming, CancelledError("the transfer ended before all bytes were received"))
+        return incoming is not None
 
     def written(self, peer: Incarnation, message: Written) -> None:
         """Process a peer's answer to a write credit."""

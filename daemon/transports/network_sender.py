@@ -54,8 +54,11 @@ class _Key(NamedTuple):
 class _Sending:
     """A transfer op that a home has requested: its source segments, write credits in flight, those not gathered yet."""
 
-    def __init__(self, remote_endpoint: RemoteEndpoint, sides: list[PlanSide], memory: Region) -> None:
+    def __init__(
+        self, remote_endpoint: RemoteEndpoint, sides: list[PlanSide], memory: Region, on_settled: Callable[[], None]
+    ) -> None:
         self.remote_endpoint = remote_endpoint
+        self.on_settled = on_settled
         self.sides = sides
         self.memory = memory
         self._copies: dict[int, FlatCopies] = {}
@@ -100,13 +103,9 @@ class NetworkSender:
         memory: NetworkMemory,
         copier: NetworkCopier,
         state_machine: PeerTransfers,
-        on_settled: Callable[[], None],
         counters: Counters,
     ) -> None:
-        """Gather by ``copier``, which is closed before ``memory`` is.
-
-        ``on_settled`` is called after the state machine was notified that a transfer op is over.
-        """
+        """Gather by ``copier``, which is closed before ``memory`` is."""
         self._send = send
         self._engine = memory.engine
         self._staging_bytes = memory.config.bounce_buffer_bytes
@@ -114,7 +113,6 @@ class NetworkSender:
         self._timeout_s = memory.tuning.write_timeout_s
         self._copier = copier
         self._state_machine = state_machine
-        self._on_settled = on_settled
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._sendings: dict[_Key, _Sending] = {}
@@ -126,8 +124,10 @@ class NetworkSender:
         waiting = sum(len(one.waiting) for one in self._sendings.values())
         return f"<NetworkSender transfer ops={len(self._sendings)} waiting={waiting} free={len(self._free)}>"
 
-    def op(self, peer: Incarnation, message: OpRequest) -> None:
+    def op(self, peer: Incarnation, message: OpRequest, on_settled: Callable[[], None]) -> None:
         """Accept a home's description of a transfer op, which its write credits refer to; refuse them if it is invalid.
+
+        ``on_settled`` is called after the state machine was notified that the transfer op is over.
 
         Raises:
             UnknownTransferError: the send request is over.
@@ -138,7 +138,7 @@ class NetworkSender:
         if key in self._sendings:
             raise InvalidFieldError(f"transfer op {message.op} is known already", field="op")
         try:
-            self._begin(key, message)
+            self._begin(key, message, on_settled)
         except KvferryError as error:
             if len(self._refused) >= MAX_REFUSED:
                 self._refused.pop(next(iter(self._refused)))
@@ -146,14 +146,14 @@ class NetworkSender:
             raise
         self._refused.pop(key, None)
 
-    def _begin(self, key: _Key, message: OpRequest) -> None:
+    def _begin(self, key: _Key, message: OpRequest, on_settled: Callable[[], None]) -> None:
         if len(self._sendings) >= MAX_OPS:
             raise OverloadedError(f"{MAX_OPS} transfer ops are being sent from here")
         remote_endpoint = self._state_machine.open_remote(key.peer, message.send_request, message.receive_request)
         pool = remote_endpoint.send_request.holder
         assert pool is not None, remote_endpoint
         sides = [_side_of(segment, remote_endpoint, message.chunk) for segment in message.segments]
-        sending = _Sending(remote_endpoint, sides, pool.region)
+        sending = _Sending(remote_endpoint, sides, pool.region, on_settled)
         self._state_machine.begin_sending(remote_endpoint, message.op, time.monotonic())
         self._sendings[key] = sending
 
@@ -202,7 +202,7 @@ class NetworkSender:
     def _check_settled(self, key: _Key, sending: _Sending) -> None:
         if sending.ended and not sending.reading and self._sendings.pop(key, None) is not None:
             self._state_machine.sending_done(sending.remote_endpoint, key.op, time.monotonic())
-            self._on_settled()
+            sending.on_settled()
 
     def _pump(self) -> None:
         while self._queue and self._free:

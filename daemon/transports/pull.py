@@ -115,11 +115,12 @@ class PullTransport:
             pull.error = raised(message.error) if message.error else None
             self._end(pull)
 
-    def stop(self, op_id: int) -> None:
+    def stop(self, op_id: int) -> bool:
         """See ``Transport.stop``."""
         pull = self._pulls.get(op_id)
         if pull is not None:
             self._fail(pull, CancelledError("the transfer ended before all bytes were copied"))
+        return pull is not None
 
     def peer_lost(self, peer: Incarnation, why: str) -> None:
         """Fail the transfer ops of a peer."""

@@ -5,6 +5,8 @@ The peer's address selects the transport: ``ipc://`` is this host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint, TransferOp
 from kvferry.daemon.transports.local import OnOpDone
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
@@ -47,11 +49,9 @@ class RemoteTransports:
             assert self.receiver is not None, op
             self.receiver.start(op, on_done)
 
-    def stop(self, op_id: int) -> None:
-        """See ``Transport.stop``; both transports ignore the ops that they do not have."""
-        self._pull.stop(op_id)
-        if self.receiver is not None:
-            self.receiver.stop(op_id)
+    def stop(self, op_id: int) -> bool:
+        """See ``Transport.stop``."""
+        return self._pull.stop(op_id) or (self.receiver is not None and self.receiver.stop(op_id))
 
     def written(self, peer: Incarnation, message: Written) -> None:
         """Pass on a source's answer to a write credit."""
@@ -62,8 +62,8 @@ class RemoteTransports:
         """Pass on a source's confirmation of a transfer op that was read from its memory."""
         self._pull.confirmed(peer, message)
 
-    def op_asked(self, peer: Incarnation, message: OpRequest) -> None:
-        """Pass on a home's description of the transfer op that it will send write credits for.
+    def op_asked(self, peer: Incarnation, message: OpRequest, on_settled: Callable[[], None]) -> None:
+        """Pass on a home's description of a transfer op that it gives write credits for; see ``NetworkSender.op``.
 
         Raises:
             UnknownTransferError: the send request is over, or this daemon cannot send to other hosts.
@@ -71,7 +71,7 @@ class RemoteTransports:
         """
         if self.sender is None:
             raise UnknownTransferError("this daemon does not send to other hosts; set network.transport", field="op")
-        self.sender.op(peer, message)
+        self.sender.op(peer, message, on_settled)
 
     def credited(self, peer: Incarnation, message: WriteCredit) -> None:
         """Pass on a home's write credit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -18,8 +18,9 @@ from kvferry.clients import AsyncClient, new_request_id, pages
 from kvferry.daemon.control import later
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.sessions import Session
-from kvferry.daemon.services import transfers
-from kvferry.daemon.transports.local import LocalTransport
+from kvferry.daemon.services import transfer_effects
+from kvferry.daemon.transfer.registry import StartOp
+from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from kvferry.protocol.events import Finished
 from tests.daemon.in_process import CONFIG, SPEC, TUNING, serving
@@ -103,17 +104,20 @@ async def test_an_engine_hears_of_an_end_in_the_turn_in_which_its_transport_repo
     monkeypatch.setattr(LocalTransport, "as_fast_as_here", make)
     async with serving(tuning=msgspec.structs.replace(TUNING, at_once_s=0)) as (path, _, _):
         [transport] = made
-        reported = transport.reported
+        start = transport.start
 
-        def report() -> None:
-            said.append("reported")
-            reported()
-            said.append("turn over")
+        def begin(op: StartOp, on_done: OnOpDone, reported: Callable[[], None]) -> None:
+            def report() -> None:
+                said.append("reported")
+                reported()
+                said.append("turn over")
+
+            start(op, on_done, report)
 
         async with await AsyncClient.connect(path) as client:
             await client.create_pool("pool", SPEC)
             sent, received = await client.allocate("pool", 4), await client.allocate("pool", 4)
-            monkeypatch.setattr(transport, "reported", report)
+            monkeypatch.setattr(transport, "start", begin)
             monkeypatch.setattr(Dispatcher, "push_events", pushed)
             request_id = new_request_id()
             receiving = client.receive("pool", request_id, [pages(received)])
@@ -134,7 +138,7 @@ async def test_all_ends_of_transfers_are_logged_a_few_at_a_time(
         if len(logged) == 1:
             raise OSError  # as where the log's disk is full
 
-    monkeypatch.setattr(transfers, "log_finished", log)
+    monkeypatch.setattr(transfer_effects, "log_finished", log)
     monkeypatch.setattr(later, "AT_ONCE", 1)
     service = msgspec.structs.replace(CONFIG.service, drain_timeout_s=drain_timeout_s)
     config = msgspec.structs.replace(CONFIG, service=service)

@@ -18,29 +18,28 @@ class ScriptedTransport:
     Attributes:
         under_way: the transfer ops started and not ended, by id, oldest first.
         stopped: the ids of those that are to stop.
-        reported: see ``Transport``; called by nobody here.
     """
 
     def __init__(self) -> None:
         self.under_way: dict[int, StartOp] = {}
         self.stopped: set[int] = set()
-        self.reported: Callable[[], None] = lambda: None
         self._on_done: dict[int, OnOpDone] = {}
 
     def __repr__(self) -> str:
         """Show what is under way."""
         return f"<ScriptedTransport under_way={list(self.under_way)} stopped={sorted(self.stopped)}>"
 
-    def start(self, op: StartOp, on_done: OnOpDone) -> None:
+    def start(self, op: StartOp, on_done: OnOpDone, reported: Callable[[], None] | None = None) -> None:  # noqa: ARG002
         """See ``Transport.start``."""
         assert op.op_id not in self.under_way, "a transfer op that is under way"
         self.under_way[op.op_id] = op
         self._on_done[op.op_id] = on_done
 
-    def stop(self, op_id: int) -> None:
+    def stop(self, op_id: int) -> bool:
         """See ``Transport.stop``."""
         if op_id in self.under_way:
             self.stopped.add(op_id)
+        return op_id in self.under_way
 
     def close(self) -> None:
         """See ``Transport.close``."""

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.links import PeerLinks
-from kvferry.daemon.services.peer_transfers import PeerTransferService
+from kvferry.daemon.services.peer_transfers import PeerMessenger, PeerTransferService
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool
-from kvferry.daemon.transfer.registry import Effect, Notify, ReportBug, StartOp, StopOp
+from kvferry.daemon.transfer.registry import (
+    AnnounceReceive,
+    Effect,
+    Notify,
+    ReportBug,
+    SendToDaemon,
+    SendToPeer,
+    StartOp,
+    StopOp,
+    StopSending,
+    WarnTrimmed,
+)
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.base import Region
@@ -40,16 +51,19 @@ class Node(TransferHarness):
         self._harness = harness
         self._executing = False
         self.links = ScriptedLinks(harness.network, BootId(boot_id), {"ipc": self.ipc, "tcp": self.tcp})
-        self.remote = ScriptedRemote(self.links.send, self.state_machine.peers, self._execute, harness.memory_of)
+        self.remote = ScriptedRemote(self.links.send, self.state_machine.peers, harness.memory_of)
+        links, remote, clock = cast("PeerLinks", self.links), cast("RemoteTransports", self.remote), lambda: self.now
+        self.messenger = PeerMessenger(links, self.state_machine.peers, remote, clock)
         self.peers = PeerTransferService(
-            cast("PeerLinks", self.links),
-            self.state_machine,
-            cast("RemoteTransports", self.remote),
-            self._execute,
-            Counters(),
-            clock=lambda: self.now,
+            links, self.state_machine, remote, self.messenger, self._execute, Counters(), clock
         )
         self.links.listener = self.peers
+        self._executors: dict[type[Effect], Callable[[Any], None]] = {
+            WarnTrimmed: self.warned.append,
+            AnnounceReceive: self.messenger.announce,
+            SendToPeer: self.messenger.send_to_peer,
+            SendToDaemon: self.messenger.send_to_daemon,
+        }
 
     @property
     def ipc(self) -> str:
@@ -124,8 +138,10 @@ class Node(TransferHarness):
                 self.remote.stop(effect.op_id)
             else:
                 self.transport.stop(effect.op_id)
+        elif isinstance(effect, StopSending):
+            self.remote.stop_sending(effect.remote_endpoint)
         else:
-            self.peers.execute(effect)
+            self._executors[type(effect)](effect)
 
 
 class PeerHarness:

@@ -45,8 +45,9 @@ class Sending:
         over: whether no write credit follows.
     """
 
-    def __init__(self, remote_endpoint: RemoteEndpoint) -> None:
+    def __init__(self, remote_endpoint: RemoteEndpoint, on_settled: Callable[[], None]) -> None:
         self.remote_endpoint = remote_endpoint
+        self.on_settled = on_settled
         self.writing = False
         self.over = False
 
@@ -119,9 +120,7 @@ class ScriptedRemote:
         done: transfer ops that have ended and are not reported yet.
     """
 
-    def __init__(
-        self, say: SendToPeer, state_machine: PeerTransfers, on_settled: Callable[[], None], region_of: RegionOf
-    ) -> None:
+    def __init__(self, say: SendToPeer, state_machine: PeerTransfers, region_of: RegionOf) -> None:
         self.mapped: dict[int, Arriving] = {}
         self.network: dict[int, Arriving] = {}
         self.sending: dict[SendingKey, Sending] = {}
@@ -130,7 +129,6 @@ class ScriptedRemote:
         self._say = say
         self._state_machine = state_machine
         self._on_done: dict[int, OnOpDone] = {}
-        self._on_settled = on_settled
         self._region_of = region_of
 
     def report(self) -> None:
@@ -176,9 +174,11 @@ class ScriptedRemote:
             return
         self.mapped[number] = arriving
 
-    def stop(self, op_id: int) -> None:
+    def stop(self, op_id: int) -> bool:
         """See ``RemoteTransports.stop``."""
+        is_known = op_id in self.network or op_id in self.mapped
         self._fail(op_id, CancelledError("stopped"))
+        return is_known
 
     def peer_lost(self, peer: Incarnation, why: str) -> None:
         """See ``RemoteTransports.peer_lost``."""
@@ -242,13 +242,13 @@ class ScriptedRemote:
 
     # -- at the source
 
-    def op_asked(self, peer: Incarnation, message: OpRequest) -> None:
+    def op_asked(self, peer: Incarnation, message: OpRequest, on_settled: Callable[[], None]) -> None:
         """See ``RemoteTransports.op_asked``."""
         remote_endpoint = self._state_machine.open_remote(peer, message.send_request, message.receive_request)
         if (peer, message.op) in self.sending:
             raise InvalidFieldError("known already", field="op")
         self._state_machine.begin_sending(remote_endpoint, message.op, remote_endpoint.send_request.created_at)
-        self.sending[peer, message.op] = Sending(remote_endpoint)
+        self.sending[peer, message.op] = Sending(remote_endpoint, on_settled)
 
     def credited(self, peer: Incarnation, message: WriteCredit) -> None:
         """See ``RemoteTransports.credited``."""
@@ -291,4 +291,4 @@ class ScriptedRemote:
         if sending is not None and sending.over and not sending.writing:
             del self.sending[key]
             self._state_machine.sending_done(sending.remote_endpoint, key[1], now=0.0)
-            self._on_settled()
+            sending.on_settled()

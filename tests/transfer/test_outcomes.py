@@ -703,7 +703,7 @@ def test_a_deleted_pools_memory_is_given_up(mapped: Transfer) -> None:
     another = PoolGone(tenant=pool.tenant, pool=pool.name, region=pool.region_id + 1)
     mapped.home.state_machine.peers.pool_gone(key[0], another)
     assert key in pools, "it was of a pool before this one"
-    mapped.source.peers.pool_removed(mapped.prefill.pool)
+    mapped.source.messenger.pool_removed(mapped.prefill.pool)
     mapped.harness.run()
     assert region.fd == -1, "it is closed"
     assert key not in pools
@@ -923,7 +923,7 @@ def test_status_shows_who_waits_where(apart: Transfer) -> None:
 
 def test_a_daemon_is_not_its_own_source(apart: Transfer) -> None:
     own, other = apart.address(apart.home), apart.address(apart.source)
-    assert apart.home.peers.source_daemons((other, own, other)) == (other,)
+    assert apart.home.messenger.source_daemons((other, own, other)) == (other,)
 
 
 def test_a_second_end_changes_nothing(apart: Transfer) -> None:

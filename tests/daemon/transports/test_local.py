@@ -615,6 +615,9 @@ async def test_what_copy_threads_have_copied_is_reported_in_one_turn() -> None:
         said.append(op_id)
         loop.call_soon(next_turn)
 
+    def all_reported() -> None:
+        said.append("that was all")
+
     def next_turn() -> None:
         said.append("next turn")
         if said.count("next turn") == 4:
@@ -622,9 +625,8 @@ async def test_what_copy_threads_have_copied_is_reported_in_one_turn() -> None:
 
     copy_threads = GivenCopyThreads()
     async with with_copy_threads(copy_threads) as site:
-        site.transport.reported = lambda: said.append("that was all")
         for number in range(4):
-            site.transport.start(site.op(number, 1 + 8 * number, 8), done)
+            site.transport.start(site.op(number, 1 + 8 * number, 8), done, all_reported)
         await asyncio.wait_for(over.wait(), WAIT_S)
     turns = "".join(str(one)[0] for one in said)  # like 01tnn2tn3tn
     assert re.fullmatch(r"([0-3]+tn+)+", turns), said

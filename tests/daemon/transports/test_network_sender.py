@@ -11,7 +11,7 @@ import xxhash
 from structlog.testing import capture_logs
 
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.transfer.endpoints import TransferOp
+from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
 from kvferry.daemon.transfer.peer_transfers import op_of
 from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.mooncake import WriteFailedError
@@ -51,9 +51,12 @@ class Source:
             self.memory,
             self.copier,
             self.harness.source.state_machine.peers,
-            self._settled,
             self.counters,
         )
+
+    def ask(self, message: OpRequest, home: Incarnation | None = None) -> None:
+        """Let a home ask for a transfer op."""
+        self.sender.op(home or self.harness.to_home, message, self._settled)
 
     def _settled(self) -> None:
         self.settled += 1
@@ -61,7 +64,7 @@ class Source:
     def asked(self) -> tuple[TransferOp, OpRequest]:
         op = self.harness.op()
         message = op_of(op)
-        self.sender.op(self.harness.to_home, message)
+        self.ask(message)
         return op, message
 
     def credit(self, message: OpRequest, number: int = 1, **fields: Any) -> WriteCredit:  # noqa: ANN401
@@ -341,7 +344,7 @@ async def test_an_op_that_the_send_does_not_have_is_refused(source: Source, fiel
     if "chunk" not in change:
         change = {"segments": (msgspec.structs.replace(segment, **change),)}
     with pytest.raises(InvalidFieldError if field != "heads" else GeometryMismatchError) as refused:
-        source.sender.op(source.harness.to_home, msgspec.structs.replace(message, **change))
+        source.ask(msgspec.structs.replace(message, **change))
     assert field in {"heads", refused.value.field}
     assert source.sending() == set()
 
@@ -349,15 +352,15 @@ async def test_an_op_that_the_send_does_not_have_is_refused(source: Source, fiel
 async def test_credits_for_an_op_that_was_refused_are_told_why(source: Source) -> None:
     message = op_of(source.harness.op())
     with pytest.raises(InvalidFieldError):
-        source.sender.op(source.harness.to_home, msgspec.structs.replace(message, chunk=1))
+        source.ask(msgspec.structs.replace(message, chunk=1))
     source.credit(message)
     assert source.written == [(1, "INVALID_FIELD")]
     source.sender.op_over(source.harness.to_home, message.op)
     source.credit(message, 2)
     assert source.written[1:] == [(2, "UNKNOWN_TRANSFER")]
     with pytest.raises(InvalidFieldError):
-        source.sender.op(source.harness.to_home, msgspec.structs.replace(message, chunk=1))
-    source.sender.op(source.harness.to_home, message)
+        source.ask(msgspec.structs.replace(message, chunk=1))
+    source.ask(message)
     source.credit(message, 3)
     assert source.written[2:] == [], "asked for as it should be, it is sent"
 
@@ -366,14 +369,14 @@ async def test_only_the_home_of_the_send_may_ask_and_once(source: Source) -> Non
     message = op_of(source.harness.op())
     stranger = source.harness.to_home._replace(boot_id="f" * 32)
     with pytest.raises(UnknownTransferError):
-        source.sender.op(stranger, message)
+        source.ask(message, stranger)
     with pytest.raises(UnknownTransferError):
-        source.sender.op(source.harness.to_home, msgspec.structs.replace(message, send_request=99, op=77))
-    source.sender.op(source.harness.to_home, message)
+        source.ask(msgspec.structs.replace(message, send_request=99, op=77))
+    source.ask(message)
     source.sender.credit(stranger, source.credit(message))
     assert source.written == [(1, "UNKNOWN_TRANSFER")]
     with pytest.raises(InvalidFieldError, match="known already"):
-        source.sender.op(source.harness.to_home, message)
+        source.ask(message)
 
 
 async def test_what_is_credited_when_the_daemon_ends_is_refused() -> None:
