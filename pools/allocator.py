@@ -188,7 +188,7 @@ class PageAllocator:
         self._add_readers(ids, -1)
         try:
             self._reclaim(ids, repeated=len(ids) > 1)
-        except Exception:  # no memory: what raised may be called again
+        except Exception:  # no memory: they stay held
             self._add_readers(ids, 1)
             raise
 
@@ -210,7 +210,11 @@ class PageAllocator:
         """Undo ``begin_write``; doomed pages become free."""
         self.changes += 1
         self._writing[ids] = False
-        self._reclaim(ids)
+        try:
+            self._reclaim(ids)
+        except Exception:  # no memory: they stay held
+            self._writing[ids] = True
+            raise
 
     def _add_readers(self, ids: PageIds, more: int) -> None:
         """Add so many readers to pages, to one that is listed twice twice as many."""

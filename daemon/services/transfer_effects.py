@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -112,7 +113,7 @@ class TransferEffects:
             StopSending: lambda effect: movers.remote.stop_sending(effect.remote_endpoint),
         }
         self._executing = False
-        self._done: list[tuple[int, KvferryError | None]] = []
+        self._done: deque[tuple[int, KvferryError | None]] = deque()
         self._ended = 0
         self._notified: dict[int, Session] = {}
         self._when_settled: dict[tuple[int, EndpointKey], list[Callable[[], None]]] = {}
@@ -226,8 +227,8 @@ class TransferEffects:
         self._done.append((op_id, error))
 
     def _end_ops(self) -> None:
-        done, self._done = self._done, []
-        for op_id, error in done:
+        while self._done:
+            op_id, error = self._done.popleft()
             if op_id in self._state_machine.endpoints.ops:  # else it has ended: see _stop
                 self._ended += 1
                 self._state_machine.op_done(op_id, error, time.monotonic())

@@ -128,7 +128,7 @@ class TransferService:
                 waits_for=endpoint.waits_for(),
                 tenant=endpoint.key.tenant,
             )
-            for endpoint in self._state_machine.endpoints
+            for endpoint in (*self._state_machine.endpoints, *self._state_machine.endpoints.quarantined)
         )
 
     def _send(self, call: Call) -> Answer:

@@ -1,8 +1,9 @@
 """The endpoints of transfers: send requests (accepted SENDs) and receive requests (accepted RECEIVEs).
 
 Both go through the same states, in order: OPEN until the outcome is known, FINISHED until no byte can move any more,
-SETTLED. A FINISHED endpoint still holds its pages. A send request may come from another daemon (``origin``); at that
-daemon it is a local send request, with a ``RemoteEndpoint`` in place of the receive request.
+SETTLED. A FINISHED endpoint still holds its pages, and one whose end raised, which is QUARANTINED, does so for ever. A
+send request may come from another daemon (``origin``); at that daemon it is a local send request, with a
+``RemoteEndpoint`` in place of the receive request.
 """
 
 from __future__ import annotations
@@ -226,8 +227,6 @@ class Endpoint:
         half: the half of the request that it is part of.
         kind: which rows of the transition table apply.
         held: the pages that it reads or writes, until it has settled.
-        told: the last event of which its session was told.
-        ended: whether all that its end causes has been done, not only begun.
     """
 
     direction: ClassVar[Literal["send", "receive"]]
@@ -243,8 +242,6 @@ class Endpoint:
         self.deadline_at = times.deadline_at
         self.state = State.OPEN
         self.held: list[Held] = []
-        self.told = State.OPEN
-        self.ended = False
         self.generation = 0
         self.first_copy_at: float | None = None
         self.moved_bytes = 0
@@ -267,7 +264,7 @@ class Endpoint:
             raise
 
     def release(self, keep: int = 0) -> None:
-        """Release all that it holds but the first ``keep``, each once; may be called again after it raised."""
+        """Release all that it holds but the first ``keep``; what cannot be released stays held."""
         while len(self.held) > keep:
             held = self.held.pop()
             try:
@@ -549,6 +546,11 @@ class Announcement:
         self.listener: Hashable = (home.address, receive_request.pool)
         """The key by which tombstones know the receiving pool."""
 
+    @property
+    def request_id(self) -> str:
+        """Return the request id of its receive request."""
+        return self.receive_request.request_id
+
     def __repr__(self) -> str:
         """Show which receive request, and how many send requests joined."""
         name = self.receive_request.request_id
@@ -562,7 +564,6 @@ class RemoteEndpoint:
         kind: which rows of the transition table apply.
         number: identifies the send request in messages with the receive request's home.
         sending: the transfer ops that this daemon is writing to the home.
-        ended: see ``Endpoint``.
         region_key: by which the home may ask for the pool's memory; empty if it may not.
     """
 
@@ -576,7 +577,6 @@ class RemoteEndpoint:
         self.number = number
         self.state = state
         self.region_key = region_key
-        self.ended = False
         self.sending: set[int] = set()
 
     @property

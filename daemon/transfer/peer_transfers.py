@@ -1,6 +1,7 @@
 """Transfers between daemons, without I/O: other daemons' send requests for receive requests here, and vice versa.
 
-Messages of other daemons are applied to endpoints as events of the table in ``transitions``. If the first chunk of a
+Messages of other daemons are applied to endpoints as events of the table in ``transitions``; who passes on one that
+raises calls ``failed``. If the first chunk of a
 send request does not fit, it is refused and the receive request goes on waiting, as it does when a source daemon is
 lost that had not joined it. A half that comes after the other one has ended is told so; see ``kept``.
 """
@@ -39,7 +40,6 @@ from kvferry.protocol.addresses import IPC, scheme
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     AccessDeniedError,
-    InternalError,
     InvalidFieldError,
     KvferryError,
     OverloadedError,
@@ -152,25 +152,19 @@ class PeerTransfers:
             elif number < len(send_request.chunks):
                 return  # repeated after a reconnection
             elif number > len(send_request.chunks):
-                raise PageGapError(f"chunk {number} came after {len(send_request.chunks)} chunks", field="chunk")  # noqa: TRY301
+                raise PageGapError(f"chunk {number} came after {len(send_request.chunks)} chunks", field="chunk")
             check_chunk_count(send_request)
             self._payloads.check(receive_request.session_id, len(chunk.payload))
             fits = self._copy_scheduler.fit(receive_request, send_request, number, [chunk])
         except KvferryError as error:
-            with self._completion.whole(body.receive_request.request_id, now):
-                self._refuse(origin, error, now)
+            self._refuse(origin, error, now)
             return
-        except Exception as bug:  # noqa: BLE001  its sender would wait until its deadline
-            self._completion.break_off(body.receive_request.request_id, bug, now, send_request)
-            self._endpoints.refuse(origin, InternalError(f"the home failed: {type(bug).__name__}"))
-            return
-        with self._completion.whole(receive_request.request_id, now, send_request):
-            self._endpoints.remote_sends[origin] = send_request
-            send_request.add(chunk)
-            send_request.ready[number] = body.ready
-            for fit in fits:
-                self._copy_scheduler.start(receive_request, send_request, fit, now)
-            self._completion.check_done(receive_request, now)
+        self._endpoints.remote_sends[origin] = send_request
+        send_request.add(chunk)
+        send_request.ready[number] = body.ready
+        for fit in fits:
+            self._copy_scheduler.start(receive_request, send_request, fit, now)
+        self._completion.check_done(receive_request, now)
 
     def step_ready(self, peer: Incarnation, body: StepReady, now: float) -> None:
         """Start the transfer ops of another daemon's chunk whose steps are ready.
@@ -182,11 +176,10 @@ class PeerTransfers:
         if send_request is None or body.chunk >= len(send_request.ready):
             return
         check_ready(body.ready, len(send_request.chunks[body.chunk].steps))
-        with self._completion.whole(send_request.request_id, now):
-            send_request.ready[body.chunk] = max(send_request.ready[body.chunk], body.ready)
-            for receive_request in list(send_request.receive_requests):
-                if isinstance(receive_request, ReceiveRequest) and receive_request.state is State.OPEN:
-                    self._copy_scheduler.start_ready(receive_request, now)
+        send_request.ready[body.chunk] = max(send_request.ready[body.chunk], body.ready)
+        for receive_request in list(send_request.receive_requests):
+            if isinstance(receive_request, ReceiveRequest) and receive_request.state is State.OPEN:
+                self._copy_scheduler.start_ready(receive_request, now)
 
     def withdrawn(self, peer: Incarnation, body: SendWithdrawn, now: float) -> None:
         """Fail another daemon's send request, which its daemon has withdrawn.
@@ -203,8 +196,7 @@ class PeerTransfers:
         if body.send_request != NO_SEND:
             send_request = self._endpoints.remote_sends.get(origin)
             if send_request is not None:
-                with self._completion.whole(send_request.request_id, now):
-                    self._completion.apply(send_request, Event.WITHDRAWN, now, cause=error)
+                self._completion.apply(send_request, Event.WITHDRAWN, now, cause=error)
             return
         receive_request = self._receive_for(origin)
         receive_request.given_up.add(peer.address)
@@ -213,8 +205,7 @@ class PeerTransfers:
         if len(receive_request.source_daemons) <= receive_request.sources or receive_request.given_up.issuperset(
             receive_request.source_daemons
         ):
-            with self._completion.whole(receive_request.request_id, now):
-                self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=error)
+            self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=error)
 
     def pool_gone(self, peer: Incarnation, body: PoolGone) -> None:
         """Unmap a pool that another daemon has removed."""
@@ -227,10 +218,6 @@ class PeerTransfers:
 
     def announced(self, home: Incarnation, body: Announce, now: float) -> None:
         """Add another daemon's receive request, and send it the chunks that are here; repeating it is harmless."""
-        with self._completion.whole(body.receive_request.request_id, now):
-            self._announced(home, body, now)
-
-    def _announced(self, home: Incarnation, body: Announce, now: float) -> None:
         name = body.receive_request
         known = self._endpoints.announcements.get((home, name))
         if known is not None:  # repeated after a reconnection: our chunks may be lost too
@@ -303,17 +290,16 @@ class PeerTransfers:
 
     def closed(self, home: Incarnation, body: ReceiveClosed, now: float) -> None:
         """End another daemon's receive request with its outcome."""
-        with self._completion.whole(body.receive_request.request_id, now):
-            announcement = self._endpoints.announcements.get((home, body.receive_request))
-            if announcement is None:
-                return
-            found = {number: (moved_bytes, trimmed_pages) for number, moved_bytes, trimmed_pages in body.moved}
-            for remote_endpoint in announcement.remote_endpoints:
-                moved_bytes, trimmed_pages = found.get(remote_endpoint.number, (0, 0))
-                remote_endpoint.send_request.moved_bytes += moved_bytes
-                remote_endpoint.send_request.trimmed_pages += trimmed_pages
-            event, error = (Event.CLOSED_FAILED, raised(body.error)) if body.error else (Event.CLOSED, None)
-            self._completion.close(announcement, event, now, unmet=bool(body.unmet), cause=error)
+        announcement = self._endpoints.announcements.get((home, body.receive_request))
+        if announcement is None:
+            return
+        found = {number: (moved_bytes, trimmed_pages) for number, moved_bytes, trimmed_pages in body.moved}
+        for remote_endpoint in announcement.remote_endpoints:
+            moved_bytes, trimmed_pages = found.get(remote_endpoint.number, (0, 0))
+            remote_endpoint.send_request.moved_bytes += moved_bytes
+            remote_endpoint.send_request.trimmed_pages += trimmed_pages
+        event, error = (Event.CLOSED_FAILED, raised(body.error)) if body.error else (Event.CLOSED, None)
+        self._completion.close(announcement, event, now, unmet=bool(body.unmet), cause=error)
 
     def refused(self, peer: Incarnation, body: SendRefused, now: float) -> None:
         """Fail a remote endpoint whose home refused the send request.
@@ -329,8 +315,7 @@ class PeerTransfers:
             return
         remote_endpoint = self._endpoints.remote_endpoints.get(body.send_request)
         if remote_endpoint is not None and remote_endpoint.announcement.home == peer:
-            with self._completion.whole(remote_endpoint.request_id, now):
-                self._completion.apply(remote_endpoint, Event.REFUSED, now, cause=raised(body.error))
+            self._completion.apply(remote_endpoint, Event.REFUSED, now, cause=raised(body.error))
 
     def unsendable(self, home: Incarnation, body: PeerSend, error: KvferryError, now: float) -> None:
         """Fail a remote endpoint one of whose chunks cannot be sent to its home, and tell the home why.
@@ -389,13 +374,12 @@ class PeerTransfers:
 
     def sending_done(self, remote_endpoint: RemoteEndpoint, op: int, now: float) -> None:
         """Note that no byte of a transfer op can move any more; the remote endpoint may settle."""
-        whole = self._completion.whole(remote_endpoint.send_request.request_id, now)
-        was_sending = op in remote_endpoint.sending
-        remote_endpoint.sending -= {op}
-        with whole:
-            self._completion.check_settled(remote_endpoint)
-            if was_sending:
-                self._activity.transfer_ended()
+        with self._completion.ending(remote_endpoint.send_request.request_id, now):
+            was_sending = op in remote_endpoint.sending
+            remote_endpoint.sending -= {op}
+            self._completion.check_settled(remote_endpoint, now)
+        if was_sending:
+            self._activity.transfer_ended()
 
     # -- both roles
 
@@ -430,7 +414,7 @@ class PeerTransfers:
             and (source is None or not isinstance(one, ReceiveRequest) or source in one.source_daemons)
         ]
         for endpoint in self._endpoints.while_live(waiting):
-            with self._completion.whole(endpoint.request_id, now):
+            with self._completion.ending(endpoint.request_id, now):
                 self._completion.apply(endpoint, Event.PEER_ABANDONED, now, cause=error)
         if source is None or half.direction == "receive":
             notified = [one.pool.name for one in waiting]
@@ -442,12 +426,12 @@ class PeerTransfers:
         lost = f"the daemon at {peer.address} is gone: {why}"
         of_peer = [one for one in self._endpoints.remote_sends.values() if one.origin and one.origin.peer == peer]
         for send_request in self._endpoints.while_live(of_peer):
-            with self._completion.whole(send_request.request_id, now):
+            with self._completion.ending(send_request.request_id, now):
                 self._completion.apply(send_request, Event.DAEMON_LOST, now, detail=lost)
         for announcement in [one for one in self._endpoints.announcements.values() if one.home == peer]:
             if announcement.remote_endpoints:  # it may not know of them, and announces itself again if it lives
                 self._cut_off[peer, announcement.receive_request] = PeerLostError(lost)
-            with self._completion.whole(announcement.receive_request.request_id, now):
+            with self._completion.ending(announcement.request_id, now):
                 self._completion.close(announcement, Event.DAEMON_LOST, now, detail=lost)
         while len(self._cut_off) > MAX_CUT_OFF:
             del self._cut_off[next(iter(self._cut_off))]

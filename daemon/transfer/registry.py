@@ -231,6 +231,7 @@ class Endpoints:
         effects: what the shell has to do.
         deadlines: of the open endpoints and the announcements.
         tombstones: of endpoints that ended before their peer came.
+        quarantined: endpoints that hold pages for ever, as their end raised.
     """
 
     def __init__(self, tombstones: Tombstones) -> None:
@@ -243,6 +244,7 @@ class Endpoints:
         self.remote_endpoints: dict[int, RemoteEndpoint] = {}
         self.ops: dict[int, TransferOp] = {}
         self.effects: list[Effect] = []
+        self.quarantined: list[SendRequest | ReceiveRequest] = []
         self._by_request: Groups[str, SendRequest | ReceiveRequest] = Groups()
         self._announced: Groups[str, Announcement] = Groups()
         self._expecting: Groups[str, ReceiveRequest] = Groups()
@@ -333,7 +335,17 @@ class Endpoints:
         of_kind: dict[EndpointKey, Any] = (
             self.receive_requests if isinstance(endpoint, ReceiveRequest) else self.send_requests
         )
-        of_kind.pop(endpoint.key, None)  # last: what raised before is found again
+        of_kind.pop(endpoint.key, None)
+
+    def quarantine(self, endpoint: SendRequest | ReceiveRequest | RemoteEndpoint) -> None:
+        """Move an endpoint to those that hold their pages for ever."""
+        if isinstance(endpoint, RemoteEndpoint):
+            self.remote_endpoints.pop(endpoint.number, None)
+            return
+        self.deadlines.drop(endpoint)
+        self.leave(endpoint)
+        if endpoint.held:
+            self.quarantined.append(endpoint)
 
     def held_pages(self) -> Iterator[HeldPages]:
         """Yield the pages that each endpoint holds; endpoints may settle meanwhile, and those of others may come."""
@@ -349,6 +361,9 @@ class Endpoints:
                     yield HeldPages(
                         pool.allocator_of(one.component), one.ids, writing=False, holder=_named(send_request)
                     )
+        for endpoint in list(self.quarantined):
+            for held in endpoint.held:
+                yield HeldPages(held.allocator, held.ids, writing=held.written, holder=_named(endpoint))
 
     def problems(self, now: float) -> Walk:
         """Yield the endpoints that would never end, or whose transfer ops are not those that are known."""
@@ -366,11 +381,16 @@ class Endpoints:
                     yield Problem("a finished request with nothing under way has not settled", holder=_named(endpoint))
             if number % WALKED == 0:
                 yield None
-        orphans = [op for op in self.ops.values() if op.op_id not in op.receive_request.ops]
-        if orphans:
-            yield Problem(
-                "a copy that no RECEIVE waits for", total=len(orphans), holder=_named(orphans[0].receive_request)
-            )
+        yield from self._strays()
+
+    def _strays(self) -> Iterator[Problem]:
+        orphans = [op.receive_request for op in self.ops.values() if op.op_id not in op.receive_request.ops]
+        for what, holders in (
+            ("a copy that no RECEIVE waits for", orphans),
+            ("a quarantined request, whose end raised, holds its pages", self.quarantined),
+        ):
+            if holders:
+                yield Problem(what, total=len(holders), holder=_named(holders[0]))
 
     def postpone(self, endpoint: SendRequest | ReceiveRequest, deadline_at: float) -> None:
         """Set an endpoint's deadline to this time, unless it is later already."""

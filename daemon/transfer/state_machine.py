@@ -1,7 +1,7 @@
 """The transfer state machine: all live transfers of the daemon, without I/O.
 
 Methods take what happened and the time. They leave what is to be done in ``effects``, or raise, and then nothing has
-changed. What raises once something has changed is a bug, or a lack of memory: then the whole request ends here with
+changed. What raises once something has changed is a bug, or a lack of memory: then the request ends here with
 INTERNAL, as its events say, and the method returns. Where two messages do not fit each other, the later one is
 refused; what was accepted stays accepted.
 
@@ -171,13 +171,13 @@ class TransferStateMachine:
             for fit in self._copy_scheduler.fit(receive_request, send_request, 0, send_request.chunks)
         ]
         check_together(receive_request, send_requests, [one for _, fit in fits for one in fit.match.waived])
-        whole = self._completion.whole(context.request_id, now, receive_request)
+        ending = self._completion.ending(context.request_id, now, receive_request)
         try:
             hold_for_writing(receive_request, context.owner_id)
         except Exception:
             receive_request.release()
             raise
-        with whole:
+        with ending:
             self._begin_receive(receive_request, send_requests, fits, now)
         return _accepted(receive_request)
 
@@ -237,18 +237,18 @@ class TransferStateMachine:
                 beside = (keeping.total() - copies) * len(chunk.payload)
                 self.payloads.check(session_id, copies * len(chunk.payload), beside)
         fits: list[tuple[ReceiveRequest, list[Fit]]] = []
-        held, whole = len(send_request.held), self._completion.whole(context.request_id, now, send_request)
+        held, ending = len(send_request.held), self._completion.ending(context.request_id, now, send_request)
         try:
             for receive_request in receive_requests:
                 fits.append((receive_request, self._copy_scheduler.fit(receive_request, send_request, number, [chunk])))  # noqa: PERF401  on a refusal, the fits so far are undone
             hold_for_reading(send_request, chunk, context.owner_id)
         except Exception:
-            with whole:
+            with ending:
                 send_request.release(keep=held)
                 for receive_request, its_fits in fits:
                     self._copy_scheduler.withdraw(receive_request, its_fits)
             raise
-        with whole:
+        with ending:
             self._begin_send(send_request, chunk, fits, context.times)
         return _accepted(send_request)
 
@@ -282,7 +282,7 @@ class TransferStateMachine:
         for send_request in self._stepping.pop(session_id, ()):
             if send_request.state is not State.OPEN:
                 continue
-            with self._completion.whole(send_request.request_id, now):
+            with self._completion.ending(send_request.request_id, now):
                 for number, chunk in enumerate(send_request.chunks):
                     ready = _ready_steps(chunk.steps, reached)
                     if ready > send_request.ready[number]:
@@ -298,7 +298,7 @@ class TransferStateMachine:
     def op_failed(self, op_id: int, error: KvferryError, now: float) -> None:
         """Fail the receive request of a transfer op whose start failed; it is stopped, and ``op_done`` follows."""
         receive_request = self.endpoints.ops[op_id].receive_request
-        with self._completion.whole(receive_request.request_id, now):
+        with self._completion.ending(receive_request.request_id, now):
             self._completion.apply(receive_request, Event.COPY_FAILED, now, cause=error)
 
     def break_off(self, request_id: str, cause: Exception, now: float) -> None:
@@ -309,7 +309,7 @@ class TransferStateMachine:
         """Handle the end of a transfer op, in any state of its receive request."""
         op = self.endpoints.ops[op_id]
         receive_request = op.receive_request
-        with self._completion.whole(receive_request.request_id, now):
+        with self._completion.ending(receive_request.request_id, now):
             del self.endpoints.ops[op_id], receive_request.ops[op_id]
             if error is not None:
                 self._completion.apply(receive_request, Event.COPY_FAILED, now, cause=error)
@@ -320,7 +320,7 @@ class TransferStateMachine:
                     receive_request.moved_bytes += moved_bytes
                     op.send_request.moved_bytes += moved_bytes
                 self._completion.check_done(receive_request, now)
-            self._completion.check_settled(receive_request)
+            self._completion.check_settled(receive_request, now)
 
     def cancel(self, session_id: int, key: EndpointKey, now: float) -> None:
         """Cancel the session's endpoint; does nothing if it has finished.
@@ -333,10 +333,9 @@ class TransferStateMachine:
             raise UnknownTransferError(
                 f"no live {key.direction} of this request in pool {key.pool!r}", field="request_id"
             )
-        with self._completion.whole(endpoint.request_id, now):
-            self._completion.apply(
-                endpoint, Event.CANCEL, now, detail="cancelled by its own side", matched_detail="the peer cancelled"
-            )
+        self._completion.apply(
+            endpoint, Event.CANCEL, now, detail="cancelled by its own side", matched_detail="the peer cancelled"
+        )
 
     def abandon(self, half: Half, error: KvferryError, now: float, daemons: Sequence[str] = ()) -> int:
         """Fail the endpoints that wait for a half that will not come, and leave a tombstone for later ones.
@@ -365,7 +364,7 @@ class TransferStateMachine:
     def session_lost(self, session_id: int, now: float) -> None:
         """Fail the endpoints of a session that has ended; send requests that are complete and ready go on."""
         for endpoint in self.endpoints.while_live(one for one in self.endpoints if one.session_id == session_id):
-            with self._completion.whole(endpoint.request_id, now):
+            with self._completion.ending(endpoint.request_id, now):
                 outlives = isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
                 event = Event.SESSION_ENDED_SENT if outlives else Event.SESSION_ENDED
                 self._completion.apply(endpoint, event, now, detail=f"the engine on the {endpoint.direction} side died")
@@ -375,31 +374,25 @@ class TransferStateMachine:
 
     def expire(self, now: float) -> None:
         """Fail open endpoints whose deadline has passed, a few: ``next_deadline`` says when there are more."""
-        if self._completion.broken and self._completion.retry_at <= now:
-            self._completion.retry_broken(now)
         for endpoint in itertools.islice(self.endpoints.deadlines.due(now), EXPIRED_AT_ONCE):
-            if isinstance(endpoint, Announcement):
-                with self._completion.whole(endpoint.receive_request.request_id, now):
+            with self._completion.ending(endpoint.request_id, now):
+                if isinstance(endpoint, Announcement):
                     self.peers.expired(endpoint, now)
-            else:
-                with self._completion.whole(endpoint.request_id, now):
+                else:
                     late = f"the {endpoint.direction} side's deadline passed; missing: {endpoint.waits_for()}"
                     self._completion.apply(endpoint, Event.DEADLINE, now, detail=late)
 
     def drain(self, now: float) -> None:
         """Fail the open endpoints that wait for a SEND or RECEIVE, as none is accepted any more."""
         for endpoint in self.endpoints.while_live(self.endpoints):
-            with self._completion.whole(endpoint.request_id, now):
+            with self._completion.ending(endpoint.request_id, now):
                 complete = endpoint.all_planned if isinstance(endpoint, ReceiveRequest) else endpoint.fully_matched
                 if not complete:
                     self._completion.apply(endpoint, Event.DRAIN, now, detail="the daemon is shutting down")
 
     def next_deadline(self) -> float | None:
         """Return when to call ``expire`` next, or None."""
-        deadline_at = self.endpoints.deadlines.next()
-        if not self._completion.broken:
-            return deadline_at
-        return self._completion.retry_at if deadline_at is None else min(deadline_at, self._completion.retry_at)
+        return self.endpoints.deadlines.next()
 
     def result(self, session_id: int, key: EndpointKey) -> TransferResult:
         """Return the state of the session's endpoint.

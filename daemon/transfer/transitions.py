@@ -1,8 +1,9 @@
 """The transition table of endpoints, which the transfer state machine executes. Data, no behaviour.
 
 Endpoints of both directions go through the same states, in order: OPEN until the outcome is known, FINISHED until no
-byte can move any more, SETTLED. A row that stays in its state ignores the event. An event that has no row for the
-endpoint's state is a bug of the daemon: the endpoint fails with INTERNAL, and still settles.
+byte can move any more, SETTLED. One whose end raised is QUARANTINED in place of SETTLED: its pages stay held, and no
+event reaches it any more. A row that stays in its state ignores the event. An event that has no row for the endpoint's
+state is a bug of the daemon: the endpoint fails with INTERNAL, and still settles.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class State(enum.Enum):
     OPEN = "open"
     FINISHED = "finished"
     SETTLED = "settled"
+    QUARANTINED = "quarantined"
 
 
 class Kind(enum.Enum):
@@ -63,6 +65,7 @@ class Event(enum.Enum):
     BEGUN_ANEW = "its receiver has begun anew"
     BROKEN_OFF = "what was done for it raised: a bug, or no memory"
     NOTHING_UNDER_WAY = "nothing of it is under way any more"
+    END_RAISED = "its end, or that of a receive request of it, raised"
 
 
 class Outcome(enum.Enum):
@@ -109,7 +112,6 @@ Transitions: TypeAlias = Mapping[Key, Transition]
 _CAUSE: Final = Outcome.CAUSE
 _STAYS_OPEN: Final = Transition(State.OPEN)
 _STAYS_FINISHED: Final = Transition(State.FINISHED)
-_SETTLES: Final = Transition(State.SETTLED)
 
 
 def _fails(own: Result, matched: Result, notice: Notice = Notice.NONE, *, tombstone: bool = False) -> Transition:
@@ -133,7 +135,6 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.RECEIVERS_FAILED: _fails(_CAUSE, Outcome.NOTHING),
         Event.RECEIVERS_DONE: Transition(State.FINISHED, Outcome.SUCCESS),
         Event.BROKEN_OFF: _fails(_CAUSE, _CAUSE),
-        Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
     },
     Kind.RECEIVE: {
         Event.CANCEL: _fails(CancelledError, PeerCancelledError, Notice.CLOSE, tombstone=True),
@@ -147,7 +148,6 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.CELLS_MISSING: _fails(InternalError, InternalError, Notice.CLOSE),
         Event.COPY_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
         Event.BROKEN_OFF: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
-        Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
     },
     Kind.REMOTE_SEND: {
         Event.RECEIVERS_FAILED: Transition(State.FINISHED),
@@ -166,7 +166,6 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.DAEMON_LOST: _fails_here(PeerLostError),
         Event.BEGUN_ANEW: _fails_here(PeerLostError),
         Event.BROKEN_OFF: _fails_here(_CAUSE, Notice.WITHDRAW),
-        Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
     },
 }
 _FINISHED_IGNORES: Final[Mapping[Kind, tuple[Event, ...]]] = {
@@ -182,7 +181,8 @@ TRANSITIONS: Final[Transitions] = {
         (kind, State.FINISHED, event): _STAYS_FINISHED for kind, events in _FINISHED_IGNORES.items() for event in events
     },
     (Kind.REMOTE_SEND, State.FINISHED, Event.REFUSED): _STAYS_FINISHED._replace(notice=Notice.REFUSE),
-    **{(kind, State.FINISHED, Event.NOTHING_UNDER_WAY): _SETTLES for kind in Kind},
+    **{(kind, State.FINISHED, Event.NOTHING_UNDER_WAY): Transition(State.SETTLED) for kind in Kind},
+    **{(kind, State.FINISHED, Event.END_RAISED): Transition(State.QUARANTINED) for kind in Kind},
 }
 
 

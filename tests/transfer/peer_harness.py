@@ -90,7 +90,9 @@ class Node(TransferHarness):
         """Check what must hold at any time, also of copies between daemons."""
         super().check()
         for pool in self.pools:
-            assert self.remote_pages(pool) <= self.held_pages(pool), "a page may be written that nobody holds"
+            assert self.remote_pages(pool) <= self.held_pages(pool) | self.quarantined_pages(pool, "main"), (
+                "a page may be written that nobody holds"
+            )
 
     def leftovers(self) -> dict[str, int]:
         """Return how much is live of what must be gone once all is over."""

@@ -8,9 +8,10 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import pytest
 
-from kvferry.daemon.transfer import peer_transfers
+from kvferry.daemon.transfer import completion, peer_transfers
 from kvferry.daemon.transfer.endpoints import SendRequest
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, Key, Kind, State
+from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.planning.coverage import Coverage
 from kvferry.protocol.errors import TransferFailedError
 from kvferry.protocol.peer_messages import Announce
@@ -165,15 +166,13 @@ LOCAL: Final[dict[Key, Case]] = {
     (_S, _OPEN, Event.BROKEN_OFF): do(
         Reaching.send, failing(SendRequest, "waits_for", lambda one: one.source.pass_time(31))
     ),
-    (_S, _OPEN, Event.NOTHING_UNDER_WAY): do(
-        lambda one: one.send(destinations=2), lambda one: one.receive(), lambda one: one.end_copy()
-    ),
     (_S, _FINISHED, Event.CANCEL): do(Reaching.meet, cancel_send, cancel_send),
     (_S, _FINISHED, Event.SESSION_ENDED): do(meet_first, cancel_send, lambda one: one.prefill.lose()),
     (_S, _FINISHED, Event.SESSION_ENDED_SENT): do(Reaching.meet, cancel_send, lambda one: one.prefill.lose()),
     (_S, _FINISHED, Event.DRAIN): do(meet_first, cancel_send, lambda one: one.source.drain()),
     (_S, _FINISHED, Event.RECEIVERS_FAILED): do(Reaching.meet, cancel_send),
     (_S, _FINISHED, Event.NOTHING_UNDER_WAY): do(Reaching.meet, Reaching.end_copy),
+    (_S, _FINISHED, Event.END_RAISED): do(Reaching.meet, failing(PageAllocator, "end_write", Reaching.end_copy)),
     (_R, _OPEN, Event.CANCEL): do(Reaching.receive, cancel_receive),
     (_R, _OPEN, Event.DEADLINE): do(Reaching.receive, lambda one: one.home.pass_time(31)),
     (_R, _OPEN, Event.SESSION_ENDED): do(lambda one: one.receive(), lambda one: one.decode.lose()),
@@ -184,12 +183,12 @@ LOCAL: Final[dict[Key, Case]] = {
     (_R, _OPEN, Event.CELLS_MISSING): lose_a_cell,
     (_R, _OPEN, Event.COPY_FAILED): do(Reaching.meet, lambda one: one.end_copy(FAILED)),
     (_R, _OPEN, Event.BROKEN_OFF): do(Reaching.meet, failing(Coverage, "arrive", Reaching.end_copy)),
-    (_R, _OPEN, Event.NOTHING_UNDER_WAY): do(meet_first, Reaching.end_copy),
     (_R, _FINISHED, Event.CANCEL): do(Reaching.meet, cancel_receive, cancel_receive),
     (_R, _FINISHED, Event.SESSION_ENDED): do(Reaching.meet, cancel_send, lambda one: one.decode.lose()),
     (_R, _FINISHED, Event.DRAIN): do(meet_first, cancel_receive, lambda one: one.home.drain()),
     (_R, _FINISHED, Event.COPY_FAILED): do(Reaching.meet, cancel_receive, lambda one: one.end_copy(FAILED)),
     (_R, _FINISHED, Event.NOTHING_UNDER_WAY): do(Reaching.meet, Reaching.end_copy),
+    (_R, _FINISHED, Event.END_RAISED): do(Reaching.meet, failing(PageAllocator, "end_write", Reaching.end_copy)),
 }
 BETWEEN_DAEMONS: Final[dict[Key, Case]] = {
     (_RS, _OPEN, Event.RECEIVERS_DONE): do(Reaching.meet, lambda one: one.harness.run()),
@@ -203,6 +202,9 @@ BETWEEN_DAEMONS: Final[dict[Key, Case]] = {
     (_RS, _FINISHED, Event.WITHDRAWN): do(Reaching.meet, cancel_receive, cancel_send, to_home),
     (_RS, _FINISHED, Event.DAEMON_LOST): do(Reaching.meet, cancel_receive, lose_source),
     (_RS, _FINISHED, Event.NOTHING_UNDER_WAY): do(Reaching.meet, cancel_receive, lambda one: one.harness.run()),
+    (_RS, _FINISHED, Event.END_RAISED): do(
+        Reaching.meet, failing(PageAllocator, "end_write", lambda one: one.harness.run())
+    ),
     (_RR, _OPEN, Event.DEADLINE): forget_the_home,
     (_RR, _OPEN, Event.MATCHED_FAILED): do(Reaching.meet, cancel_send),
     (_RR, _OPEN, Event.REFUSED): do(meet_first, send_too_much, deliver),
@@ -211,9 +213,9 @@ BETWEEN_DAEMONS: Final[dict[Key, Case]] = {
     (_RR, _OPEN, Event.DAEMON_LOST): do(Reaching.meet, lose_home),
     (_RR, _OPEN, Event.BEGUN_ANEW): begin_anew,
     (_RR, _OPEN, Event.BROKEN_OFF): do(Reaching.announce, failing(peer_transfers, "peer_send_of", Reaching.send)),
-    (_RR, _OPEN, Event.NOTHING_UNDER_WAY): do(meet_first, lambda one: one.harness.run()),
     (_RR, _FINISHED, Event.REFUSED): do(meet_first, send_too_much, cancel_send, deliver),
     (_RR, _FINISHED, Event.NOTHING_UNDER_WAY): do(Reaching.meet, cancel_send, lambda one: one.harness.run()),
+    (_RR, _FINISHED, Event.END_RAISED): do(Reaching.meet, failing(completion, "SendWithdrawn", cancel_send)),
 }
 
 

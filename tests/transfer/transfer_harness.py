@@ -298,16 +298,30 @@ class TransferHarness:
                     held.update(one.ids.tolist())
         return held
 
+    def quarantined_pages(self, pool: Pool, space: str) -> set[int]:
+        """Return the pages that are held for ever, because the ends of their sides raised."""
+        return {
+            page
+            for one in self.state_machine.endpoints.quarantined
+            for held in one.held
+            if held.allocator is pool.allocators[space]
+            for page in held.ids.tolist()
+        }
+
     def check(self) -> None:
         """Check what must hold at any time."""
-        check(self.state_machine.endpoints.problems(self.now))
+        quarantined = self.state_machine.endpoints.quarantined
+        problems = [one for one in self.state_machine.endpoints.problems(self.now) if one is not None]
+        assert len(problems) == bool(quarantined), problems
         for pool in self.pools:
             for space, allocator in pool.allocators.items():
                 allocator.check_integrity()
                 held = self.held_pages(pool, space)
                 check(allocator.holder_problems(self.state_machine.endpoints.held_pages()))
-                assert allocator.busy_count == len(held), "pages are held by live sides, and by nothing else"
-                assert self._writable(pool, space) <= held, "a copy under way may write a page that nobody holds"
+                kept = self.quarantined_pages(pool, space)
+                assert allocator.busy_count == len(held | kept), "pages are held by live sides, and quarantined ones"
+                assert not kept & self.free_pages(pool, space), "a free page of which nobody knows who writes it"
+                assert self._writable(pool, space) <= held | kept, "a copy under way may write a page that nobody holds"
                 assert not held & self.free_pages(pool, space), "a free page that a live side holds"
 
     # -- how it works
