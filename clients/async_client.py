@@ -75,8 +75,8 @@ class AsyncClient(AsyncRequests):
     def close(self) -> None:
         """End the session. Closing twice does nothing.
 
-        Any thread may close a client: a call that waits in another one ends with a ClientClosedError. In a forked child
-        this gives back the child's copies only, and the parent's session goes on.
+        Any thread may close a client: a call that waits in another one raises ClientClosedError. In a forked child this
+        only releases the child's copies, and the parent's session goes on.
         """
         if self._use.in_child:
             if self._channel is not None:
