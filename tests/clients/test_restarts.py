@@ -297,7 +297,7 @@ def test_a_pool_that_was_made_again_before_the_restart_is_lost_to_its_whole_inst
         other.delete_pool("again")
         other.create_pool("again", SPEC)
         life.restart()
-        for client in (worker, scheduler):
+        for client in (worker, scheduler, other):
             client.status()  # which waits until it has gone on, and has said what it maps
         with pytest.raises(PoolLostError):
             worker.allocate("again", 1)
