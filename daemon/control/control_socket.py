@@ -42,7 +42,7 @@ MAX_CONNECTIONS: Final = 1024
 """Besides those of sessions."""
 
 ROOM_PART: Final = 16
-"""Of the connections of who has most, a 16th makes room at once: choosing one for each new one is slow in a flood."""
+"""A flood evicts a 16th of the largest origin's connections at once: choosing one for each new one is slow."""
 
 ACCEPT_PAUSE_S: Final = 1.0
 HANDSHAKE_S: Final = 10.0

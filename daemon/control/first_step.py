@@ -25,7 +25,7 @@ def begin(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         waits_for = work.send(None)
     except StopIteration as end:
         done.set_result(end.value)
-    except Exception as error:  # noqa: BLE001  it is whoever looks at the result's
+    except Exception as error:  # noqa: BLE001  the awaiter gets it
         done.set_exception(error)
     else:
         if waits_for is not None:

@@ -382,7 +382,7 @@ class PeerLink:
         if self._greeting is not None:
             self._greeting.cancel()
         self._watching.cancel()
-        self._socket.disable_monitor()  # before the monitor is closed: libzmq would wait for who reads it
+        self._socket.disable_monitor()  # first: after the monitor has closed, libzmq would wait for its reader
         self._socket.close(linger_ms if is_up else 0)
         self._monitor.close(0)
         self._connected = False

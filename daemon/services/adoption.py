@@ -194,7 +194,7 @@ class Adoption:
     # -- recording
 
     def session_began(self, session: Session) -> None:
-        """Record a session, or who has resumed it."""
+        """Record a session, or the process that has resumed it."""
         if self._memory is None:
             return
         self._index.give(session.session_id)

@@ -143,7 +143,7 @@ class TransferEffects:
         self._when_settled.setdefault((session_id, key), []).append(call)
 
     def session_lost(self, session_id: int) -> None:
-        """Forget who waits for endpoints of a session to settle."""
+        """Drop the calls that wait for endpoints of a session to settle."""
         for one in [one for one in self._when_settled if one[0] == session_id]:
             del self._when_settled[one]
 

@@ -100,7 +100,7 @@ class Snapshot:
         return sum(segment.count * segment.layout.block_bytes for segment in self.segments)
 
     def settle(self, error: KvferryError | None = None) -> None:
-        """Have who waits go on: it is ready, or will never be."""
+        """Wake all waiters: it is ready, or will never be."""
         self.state = "ready"
         self.error = error
         self.settled.set()

@@ -104,7 +104,7 @@ class Transport(Protocol):
         """Start copying; ``on_done`` is called exactly once, when no byte of the transfer op can move any more.
 
         What is copied at once is done before this returns. ``reported`` may be called once several ends were reported
-        together: whoever was told need not wait for the loop's next turn.
+        together, so that these need not wait for the loop's next turn.
         """
 
     def stop(self, op_id: int) -> bool:
