@@ -23,12 +23,14 @@ from kvferry.protocol.errors import (
     NotOwnerError,
     PoolFullError,
     UnknownComponentError,
+    UnknownPoolError,
     UnknownSnapshotError,
 )
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.transfer_messages import Cancel
 from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, PAGE_SIZE, SPEC, Filled, arena_of, hashes
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemons import DaemonProcess, running_daemon, soon
+from tests.devices import DEVICE
 
 pytestmark = pytest.mark.any_device
 TIER_BYTES = 2 << 20
@@ -167,6 +169,40 @@ def test_a_transfer_of_another_daemon_lands_in_the_host_tier(client: Client, poo
         decode.wait_done(back)
         assert target.holds(back.pages["main"], content)
         target.close()
+
+
+@pytest.mark.host_only
+def test_another_daemon_gives_up_the_memory_of_a_deleted_pool(client: Client, name: str, tmp_path: Path) -> None:
+    pool = Filled(client, name)
+    ids, here, request_id = client.allocate(name, 6), client.status().addresses[0], new_request_id()
+    with running_daemon(tmp_path) as there, Client.connect(there.runtime_dir, name="decode") as decode:
+        target = Filled(decode, "decode")
+        received = decode.allocate("decode", 6)
+        transfer = decode.receive("decode", request_id, [pages(received)], source_daemons=[here])
+        client.wait_settled(client.send(name, request_id, [pages(ids)]))
+        decode.wait_settled(transfer)
+        maps = Path(f"/proc/{there.process.pid}/maps")
+        assert f":{name} (deleted)" in maps.read_text()
+        client.free(name, ids)
+        pool.close()
+        client.delete_pool(name)
+        assert soon(lambda: bool(decode.ping()) and f":{name} (deleted)" not in maps.read_text())
+        target.close()
+
+
+def test_a_restore_that_waits_for_pages_ends_with_its_pool(
+    client: Client, daemon: DaemonProcess, pool: Filled, name: str
+) -> None:
+    ids = client.allocate(pool.name, 2)
+    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
+    with Client.connect(daemon.runtime_dir, name="owner") as owner:
+        owner.create_pool(f"{name}-other", SPEC, device=DEVICE.name, lifetime="instance")
+        client.allocate(f"{name}-other", 16)  # which the end of the pool's instance does not free
+        operation = client.restore(f"{name}-other", snapshot)
+        client.wait_accepted(operation)
+    with pytest.raises(UnknownPoolError):
+        client.wait_done(operation, timeout_s=20)
+    client.drop_snapshot(snapshot)
 
 
 @contextlib.contextmanager
