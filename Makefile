@@ -153,9 +153,9 @@ $(STAMPS)/test: $(STAMPS)/base
 	@touch $@
 
 # What tests install into fresh environments, so that they need no network.
-$(STAMPS)/wheels: $(STAMPS)/base tests/installs.py
+$(STAMPS)/wheels: $(STAMPS)/base tests/kit/installs.py
 	@echo "==> downloading what fresh environments need into $(VENV)/wheels"
-	@$(BIN)/python -m tests.installs
+	@$(BIN)/python -m tests.kit.installs
 	@touch $@
 
 $(STAMPS)/check: $(STAMPS)/base
@@ -250,9 +250,9 @@ $(STAMPS)/vllm: $(STAMPS)/vllm-server $(PINS)
 	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(STAMPS)/models: $(STAMPS)/demo tests/models.py
+$(STAMPS)/models: $(STAMPS)/demo tests/kit/models.py
 	@echo "==> making the models of the tests with engines in .models"
-	@$(BIN)/python -m tests.models .models
+	@$(BIN)/python -m tests.kit.models .models
 	@touch $@
 
 # Without these the tests that need them are skipped, so a missing one does not stop the others. The copy kernel is tested

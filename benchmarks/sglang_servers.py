@@ -33,8 +33,8 @@ from benchmarks.peers.sglang_hooks import LOADED, SENT, TAKEN, TIMES, Note
 from benchmarks.processes import free_port, running_daemon
 from examples.demo.hosts import Host, hosts
 from examples.demo.processes import start_daemon
-from tests.folders import MODELS, SMOLLM2
-from tests.servers import Program, free_ports, prompt, running
+from tests.kit.folders import MODELS, SMOLLM2
+from tests.kit.servers import Program, free_ports, prompt, running
 from tests.sglang.servers import ENVIRONMENT, new_room, request, server
 
 ROOT: Final = Path(__file__).parents[1]

@@ -23,9 +23,9 @@ import kvferry.daemon
 from kvferry.clients import Client
 from kvferry.protocol.ids import HOST
 from tests.cann_simulator.simulator import Simulator
-from tests.daemons import DaemonProcess, running_daemon
-from tests.devices import DEVICE
-from tests.simulated_host import SimulatedHost
+from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.devices import DEVICE
+from tests.kit.simulated_host import SimulatedHost
 
 IN_CI: Final = os.environ.get("CI") == "true"
 EXIT_S: Final = 30.0

@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError
-from tests.daemons import running_daemon
-from tests.documents import page, section
+from tests.kit.daemons import running_daemon
+from tests.kit.documents import page, section
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

@@ -15,9 +15,9 @@ import torch
 
 from kvferry.clients import AttachedPool, Client, MhaSpec, ModelIdentity, new_request_id, pages
 from kvferry.protocol import errors
-from tests.daemons import running_daemon
-from tests.devices import DEVICE
-from tests.documents import Reader, blocks, page, unknown_codes
+from tests.kit.daemons import running_daemon
+from tests.kit.devices import DEVICE
+from tests.kit.documents import Reader, blocks, page, unknown_codes
 
 pytestmark = pytest.mark.any_device
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvferry.clients import Client, MhaSpec
-from tests.daemons import DaemonProcess
-from tests.documents import blocks, page
-from tests.kvferry_command import COMMAND
+from tests.kit.daemons import DaemonProcess
+from tests.kit.documents import blocks, page
+from tests.kit.kvferry_command import COMMAND
 
 TEXT: Final = page("operations.md")
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=8, dtype="float16")

@@ -14,10 +14,10 @@ from kvferry.daemon.services.leases import MAX_LEASES, MAX_PINS
 from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.operations import MAX_OPERATIONS
 from kvferry.protocol.tier_messages import MAX_HASHES
-from tests.clients.tier_pools import Filled
-from tests.daemons import DaemonProcess
-from tests.documents import ROOT, Reader, blocks, page, section, unknown_codes
-from tests.kvferry_command import run_kvferry
+from tests.kit.daemons import DaemonProcess
+from tests.kit.documents import ROOT, Reader, blocks, page, section, unknown_codes
+from tests.kit.kvferry_command import run_kvferry
+from tests.kit.pools import Filled
 
 TEXT: Final = page("tiers.md")
 OPERATIONS: Final = page("operations.md")

@@ -17,9 +17,9 @@ from typing import Final
 
 import pytest
 
-from tests.daemons import running_daemon
-from tests.forked import REPOSITORY
-from tests.installs import (
+from tests.kit.daemons import running_daemon
+from tests.kit.forked import REPOSITORY
+from tests.kit.installs import (
     PYTHONS,
     WHEELS,
     bare_environment,

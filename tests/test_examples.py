@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients import Client, new_request_id
-from tests.daemons import DaemonProcess
+from tests.kit.daemons import DaemonProcess
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SOON_S = 120.0

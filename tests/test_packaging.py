@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.installs import LAYERS, ROOT, build_sdist, build_wheel, copy_checkout, new_environment, run
+from tests.kit.installs import LAYERS, ROOT, build_sdist, build_wheel, copy_checkout, new_environment, run
 
 DATA_FILES: Final = (
     "254.conf",

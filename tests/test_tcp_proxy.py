@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tcp_proxy import PATIENCE_S, Proxy, Swapped, doubled
+from tests.kit.tcp_proxy import PATIENCE_S, Proxy, Swapped, doubled
 
 
 class _Ends:

@@ -25,8 +25,8 @@ from examples.demo.processes import failure, start_daemon
 from examples.demo.prompts import make_prompts
 from examples.demo.report import MIB, Report, RequestFigures, outcome, say
 from kvferry.clients import Client
-from tests.folders import SMOLLM2
-from tests.servers import Program, Reply, ServerError, running
+from tests.kit.folders import SMOLLM2
+from tests.kit.servers import Program, Reply, ServerError, running
 
 POOL_TOKENS: Final = 8192
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from examples.demo.servers import POOL_TOKENS, EngineServers, run_servers
-from tests.folders import MODELS
-from tests.servers import Program
+from tests.kit.folders import MODELS
+from tests.kit.servers import Program
 from tests.sglang.servers import running_pair, server
 
 PAGE_SIZE: Final = 64

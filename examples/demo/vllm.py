@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from examples.demo.servers import POOL_TOKENS, EngineServers, run_servers
-from tests.folders import MODELS
-from tests.servers import Program
+from tests.kit.folders import MODELS
+from tests.kit.servers import Program
 from tests.vllm.servers import COMPLETIONS, request, running_pair, server
 
 

@@ -23,7 +23,7 @@ from kvferry.protocol.errors import (
     TableOverflowError,
     WindowMismatchError,
 )
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 PAGES, WINDOW_PAGES, WINDOW = 14, 9, 6
 

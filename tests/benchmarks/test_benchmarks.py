@@ -25,7 +25,7 @@ from benchmarks.measure import row_of as row_of_rounds
 from benchmarks.on_device import SIMULATED
 from benchmarks.report import Report, is_beyond, summary, table
 from tests.cann_simulator.build import COMPILER, NPU_PYTHON, built_simulator
-from tests.daemon.transports.mooncake_harness import mooncake_works
+from tests.kit.mooncake import mooncake_works
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 TRACED: Final = (

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from tests.cann_simulator.simulator import NPU_PYTHON, Simulator
-from tests.forked import Forked
+from tests.kit.forked import Forked
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 ANSWER_TIMEOUT_S: Final = 60.0

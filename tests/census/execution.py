@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kvferry.clients import AttachedPool, Client, MhaSpec, ModelIdentity, pages
 from kvferry.protocol.ids import new_request_id
-from tests.daemons import END_S, start_and_wait_until_ready
+from tests.kit.daemons import END_S, start_and_wait_until_ready
 
 SPEC: Final = MhaSpec(layers=2, tokens=256, page_size=16, kv_heads=2, head_dim=8, dtype="float32")
 CONFIG: Final = '[tiers]\nhost_bytes = "4MiB"\n'

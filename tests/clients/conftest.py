@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from kvferry.clients import AsyncClient, Client, MhaSpec
-from tests.clients.blocking import connected
-from tests.daemons import DaemonProcess, running_daemon
+from tests.kit.blocking import connected
+from tests.kit.daemons import DaemonProcess, running_daemon
 
 _numbers = itertools.count()
 

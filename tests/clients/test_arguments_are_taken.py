@@ -41,9 +41,9 @@ from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
 from kvferry.protocol.table_messages import UpdateTables
 from kvferry.protocol.tier_messages import HASH_BYTES, Load, Lookup, Offload, Restore, Store
 from kvferry.protocol.transfer_messages import Abandon, Receive, Send
-from tests.clients.cutting_proxy import CuttingProxy, cutting_proxy
-from tests.daemons import DaemonProcess, running_daemon
-from tests.devices import DEVICE
+from tests.kit.cutting_proxy import CuttingProxy, cutting_proxy
+from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.devices import DEVICE
 
 CONFIG: Final = "[service]\nresume_grace_s = 60.0\n[tiers]\nhost_bytes = 1048576\n"
 SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")

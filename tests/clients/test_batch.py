@@ -31,7 +31,7 @@ from kvferry.protocol.pool_messages import AttachPool, Free
 from kvferry.protocol.session_messages import OpenEvents, Ping
 from kvferry.protocol.tier_messages import Lookup
 from kvferry.protocol.transfer_messages import Accepted
-from tests.clients.tier_pools import MODEL, SPEC, Filled, hashes
+from tests.kit.pools import MODEL, SPEC, Filled, hashes
 
 SOON_S = 20.0
 SMALL = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=4, dtype="float32")

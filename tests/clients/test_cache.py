@@ -25,9 +25,9 @@ from kvferry.protocol.errors import (
     UnknownLeaseError,
 )
 from kvferry.protocol.tier_messages import HASH_BYTES
-from tests.clients.tier_pools import HYBRID, MODEL, Filled, arena_of, hashes
-from tests.daemons import DaemonProcess, running_daemon
-from tests.kvferry_command import run_kvferry
+from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.kvferry_command import run_kvferry
+from tests.kit.pools import HYBRID, MODEL, Filled, arena_of, hashes
 
 pytestmark = pytest.mark.any_device
 

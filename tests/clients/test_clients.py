@@ -37,9 +37,9 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.session_messages import Status
 from kvferry.protocol.transfer_messages import Direction
-from tests.clients.blocking import connected
-from tests.daemons import DaemonProcess, running_daemon
-from tests.devices import DEVICE
+from tests.kit.blocking import connected
+from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.devices import DEVICE
 
 pytestmark = pytest.mark.any_device
 

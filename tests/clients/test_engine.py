@@ -15,7 +15,7 @@ from kvferry.protocol.errors import CancelledError, ClientClosedError, PageOutOf
 from kvferry.protocol.session_messages import Status, StatusReport
 from kvferry.protocol.tier_messages import CancelOperation, Unpin
 from kvferry.protocol.transfer_messages import Abandon, Cancel
-from tests.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
 
 SPEC: Final = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
 MANY: Final = 400

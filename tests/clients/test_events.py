@@ -18,8 +18,8 @@ from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, PeerLo
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import EVENT_RING_SLOTS
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.daemons import DaemonProcess
-from tests.devices import DEVICE
+from tests.kit.daemons import DaemonProcess
+from tests.kit.devices import DEVICE
 
 pytestmark = pytest.mark.any_device
 

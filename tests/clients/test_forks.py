@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from kvferry.clients import Client
-from tests.daemons import DaemonProcess
+from tests.kit.daemons import DaemonProcess
 
 ENGINE = Path(__file__).with_name("forking_engine.py")
 SOON_S = 60.0

@@ -16,8 +16,8 @@ import pytest
 from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
 from kvferry.clients.cli.cache import cache
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, KvferryError
-from tests.daemons import DaemonProcess, running_daemon, soon
-from tests.kvferry_command import COMMAND
+from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests.kit.kvferry_command import COMMAND
 
 TIMEOUT_S: Final = 0.3
 MARGIN_S: Final = 5.0

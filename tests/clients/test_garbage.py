@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.daemons import DaemonProcess
+from tests.kit.daemons import DaemonProcess
 
 SOON_S = 20.0
 HEAD = """

@@ -68,8 +68,8 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.session_messages import Ping
-from tests.clients.blocking import Blocking, connected
-from tests.daemons import DaemonProcess, running_daemon
+from tests.kit.blocking import Blocking, connected
+from tests.kit.daemons import DaemonProcess, running_daemon
 
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 RID: Final = new_request_id()

@@ -28,9 +28,9 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.transfer_messages import Cancel
-from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, PAGE_SIZE, SPEC, Filled, arena_of, hashes
-from tests.daemons import DaemonProcess, running_daemon, soon
-from tests.devices import DEVICE
+from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests.kit.devices import DEVICE
+from tests.kit.pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, PAGE_SIZE, SPEC, Filled, arena_of, hashes
 
 pytestmark = pytest.mark.any_device
 TIER_BYTES = 2 << 20

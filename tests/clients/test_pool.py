@@ -16,9 +16,9 @@ from kvferry.clients.pool import AttachedPool
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, TorchMissingError
 from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
-from tests.devices import DEVICE, new_region
-from tests.pools.layouts.pool_specs import pool_specs
-from tests.region_bytes import write_region
+from tests.kit.bytes import write_region
+from tests.kit.devices import DEVICE, new_region
+from tests.kit.pool_specs import pool_specs
 
 pytestmark = pytest.mark.any_device
 

@@ -22,9 +22,9 @@ from kvferry.clients.connection import Reconnected
 from kvferry.clients.core.followed import Transfer
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, SessionLostError
 from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
-from tests.clients.blocking import connected
-from tests.clients.cutting_proxy import CuttingProxy, cutting_proxy
-from tests.daemons import COMMAND, END_S, DaemonProcess, running_daemon, soon, start_and_wait_until_ready
+from tests.kit.blocking import connected
+from tests.kit.cutting_proxy import CuttingProxy, cutting_proxy
+from tests.kit.daemons import COMMAND, END_S, DaemonProcess, running_daemon, soon, start_and_wait_until_ready
 
 CONFIG: Final = "[service]\nresume_grace_s = 60.0\n[tiers]\nhost_bytes = 1048576\n"
 SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")

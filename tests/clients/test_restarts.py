@@ -25,10 +25,10 @@ from kvferry.protocol.errors import (
     UnknownTablesError,
 )
 from kvferry.protocol.settings import CONTROL_SOCKET
-from tests.clients.blocking import connected
-from tests.clients.cutting_proxy import cutting_proxy
-from tests.daemons import RestartedDaemon, restarted_daemon, soon
-from tests.documents import blocks, page
+from tests.kit.blocking import connected
+from tests.kit.cutting_proxy import cutting_proxy
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.documents import blocks, page
 
 CONFIG: Final = "[service]\nresume_grace_s = 60.0\n[tiers]\nhost_bytes = 1048576\n"
 SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")

@@ -11,8 +11,8 @@ from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.clients.tables import Tables
 from kvferry.protocol.errors import InvalidFieldError, PoolLostError, UnknownTablesError
 from kvferry.protocol.limits import EVENT_RING_SLOTS
-from tests.daemons import DaemonProcess
-from tests.devices import DEVICE
+from tests.kit.daemons import DaemonProcess
+from tests.kit.devices import DEVICE
 
 pytestmark = pytest.mark.any_device
 

@@ -13,7 +13,7 @@ import zmq
 from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.clients.engine import Engine
 from kvferry.clients.sglang import pools, waiting
-from tests.daemons import DaemonProcess, running_daemon, soon
+from tests.kit.daemons import DaemonProcess, running_daemon, soon
 
 SHORT_S: Final = 0.05
 LONG_S: Final = 60.0

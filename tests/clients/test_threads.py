@@ -19,7 +19,7 @@ from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, DeadlineError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.session_messages import Ping
-from tests.daemons import DaemonProcess
+from tests.kit.daemons import DaemonProcess
 
 SOON_S = 20.0
 ROUNDS = 300

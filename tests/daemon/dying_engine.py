@@ -26,7 +26,7 @@ from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import FrameSplitter, MemoryFollows, SessionOpened, pack, unpack_frame
 from kvferry.protocol.table_messages import CreateTables
 from kvferry.protocol.transfer_messages import Receive, Send
-from tests.raw_engine import RawEngine
+from tests.kit.raw_engine import RawEngine
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 NAME = "dying"

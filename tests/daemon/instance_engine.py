@@ -9,7 +9,7 @@ import signal
 import sys
 
 from kvferry.clients import Client, pages
-from tests.clients.tier_pools import MODEL, SPEC, hashes
+from tests.kit.pools import MODEL, SPEC, hashes
 
 PREFILL, DECODE = "prefill", "decode"
 PAGES = 6

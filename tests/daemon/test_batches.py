@@ -25,8 +25,8 @@ from kvferry.protocol.envelope import MAX_BATCH, REQUEST_TYPES, Batch, Batched, 
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocate, Allocated, DeletePool, Free, Freed, PoolDeleted
 from tests.daemon.dispatching import ALLOCATE, BOOT, DELETE, Dispatching, error_of
-from tests.daemon.tiers.tier_harness import POOL, Engine, harness, names, settle, until
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
+from tests.kit.tiers import POOL, Engine, harness, names, settle, until
 
 LIMITS = Limits(max_requests_per_session=4, default_deadline_ms=60_000, max_message_bytes=64 << 10)
 FREE = Free(pool="a", pages=2)

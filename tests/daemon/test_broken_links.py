@@ -22,8 +22,8 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.peer_messages import PeerEnvelope, PeerHello, encode_peer
 from kvferry.protocol.session_messages import PeerStatus
 from kvferry.protocol.settings import PEER_SOCKET
-from tests.daemons import COMMAND, DaemonProcess, running_daemon, soon, start_and_wait_until_ready
-from tests.tcp_proxy import PATIENCE_S, Proxy
+from tests.kit.daemons import COMMAND, DaemonProcess, running_daemon, soon, start_and_wait_until_ready
+from tests.kit.tcp_proxy import PATIENCE_S, Proxy
 
 TIMEOUT_MS = 600
 CONFIG = f"[peers]\ntimeout_ms = {TIMEOUT_MS}\n"

@@ -13,7 +13,7 @@ from kvferry.daemon.transports import local
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
-from tests.daemon.in_process import SPEC, serving
+from tests.kit.in_process import SPEC, serving
 
 pytestmark = pytest.mark.anyio
 COUNT = 4

@@ -26,8 +26,8 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.pool_messages import Free
 from kvferry.protocol.session_messages import Ping, Pong
 from kvferry.protocol.settings import CONTROL_SOCKET, control_address
-from tests.daemons import DaemonProcess, running_daemon, soon
-from tests.raw_engine import raw_engine
+from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests.kit.raw_engine import raw_engine
 
 LIMIT: Final = 4096
 PREFIX: Final = ("bash", "-c", f'ulimit -n {LIMIT} && exec "$0" "$@"')

@@ -10,8 +10,8 @@ from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError
 from kvferry.protocol.limits import Limits
-from tests.daemons import DaemonProcess
-from tests.kvferry_command import run_kvferry
+from tests.kit.daemons import DaemonProcess
+from tests.kit.kvferry_command import run_kvferry
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 TUNING = Tuning(limits=Limits(max_deadline_ms=10_000, default_deadline_ms=500))

@@ -17,7 +17,7 @@ from kvferry.clients.pool import AttachedPool
 from kvferry.daemon.process.descriptors import OPERATORS, PER_SESSION, Descriptors
 from kvferry.protocol.errors import OutOfDescriptorsError, OverloadedError
 from kvferry.protocol.session_messages import DescriptorsStatus
-from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
+from tests.kit.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
 
 LIMIT: Final = 256
 PREFIX: Final = ("bash", "-c", f'ulimit -n {LIMIT} && exec "$0" "$@"')

@@ -15,8 +15,8 @@ from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import ShareFollows, TorchShare
-from tests.daemons import DaemonProcess
-from tests.raw_engine import raw_engine
+from tests.kit.daemons import DaemonProcess
+from tests.kit.raw_engine import raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 MISSING = "npu:7"

@@ -10,8 +10,8 @@ import psutil
 
 from kvferry.clients import Client
 from tests.daemon.dying_engine import NAME, SPEC
-from tests.daemons import DaemonProcess, soon
-from tests.started import started
+from tests.kit.daemons import DaemonProcess, soon
+from tests.kit.started import started
 
 ENGINE: Final = Path(__file__).with_name("dying_engine.py")
 STEPS: Final = 18

@@ -29,7 +29,7 @@ from kvferry.protocol.errors import InvalidFieldError, OverloadedError
 from kvferry.protocol.limits import EVENT_RING_SLOTS, Limits
 from kvferry.protocol.session_messages import EventsOpened, OpenEvents
 from kvferry.protocol.session_stream import EventsFollow
-from tests.daemon.transports.network_harness import ManualExecutor
+from tests.kit.network import ManualExecutor
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 WAIT_S = 10.0

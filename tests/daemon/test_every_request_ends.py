@@ -18,7 +18,7 @@ from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import DeadlineError
 from kvferry.protocol.requests import REQUESTS
-from tests.daemon.in_process import CONFIG, ON_THREADS, SPEC, serving
+from tests.kit.in_process import CONFIG, ON_THREADS, SPEC, serving
 
 pytestmark = pytest.mark.anyio
 DEADLINE_S: Final = 0.3

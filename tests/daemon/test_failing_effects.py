@@ -28,7 +28,7 @@ from kvferry.protocol.codec import Frames, PageIds, encode
 from kvferry.protocol.envelope import Event, Reply
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Together
-from tests.daemon.in_process import ON_THREADS, SPEC, client_of_one
+from tests.kit.in_process import ON_THREADS, SPEC, client_of_one
 
 pytestmark = pytest.mark.anyio
 NOWHERE = "ipc:///nowhere/peer.sock"

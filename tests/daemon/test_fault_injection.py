@@ -27,9 +27,9 @@ from kvferry.protocol import errors
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.session_stream import RegionRequest
 from tests.daemon.victims import ALL, PAGES, SENT, SPEC, VALUE
-from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, start_and_wait_until_ready
-from tests.devices import DEVICE
-from tests.started import Started, started
+from tests.kit.daemons import DaemonProcess, running_daemon, said_by_another_user, start_and_wait_until_ready
+from tests.kit.devices import DEVICE
+from tests.kit.started import Started, started
 
 pytestmark = pytest.mark.any_device
 

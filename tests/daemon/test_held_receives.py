@@ -13,7 +13,7 @@ from kvferry.clients import AsyncClient, Transfer, new_request_id, pages, pages_
 from kvferry.daemon.tiers.host_tier import HostTier, SpaceRequest
 from kvferry.protocol.config.schema import ServiceConfig, TiersConfig
 from kvferry.protocol.errors import CancelledError, ShuttingDownError, TransferExistsError, UnknownPoolError
-from tests.daemon.in_process import CONFIG, PATIENCE_S, SPEC, Serving, serving
+from tests.kit.in_process import CONFIG, PATIENCE_S, SPEC, Serving, serving
 
 pytestmark = pytest.mark.anyio
 WANTED = [pages_wanted(2)]

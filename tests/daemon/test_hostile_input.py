@@ -25,9 +25,9 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import pack
-from tests.daemons import DaemonProcess, said_by_another_user, soon
-from tests.devices import DEVICE
-from tests.raw_engine import raw_engine
+from tests.kit.daemons import DaemonProcess, said_by_another_user, soon
+from tests.kit.devices import DEVICE
+from tests.kit.raw_engine import raw_engine
 
 REPLY_MS = 10_000
 MANY = 20

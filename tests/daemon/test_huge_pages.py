@@ -14,7 +14,7 @@ from kvferry.clients import Client, MhaSpec
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.host.memory import read_file
 from kvferry.pools.host.placement import reserved
-from tests.daemons import restarted_daemon, soon
+from tests.kit.daemons import restarted_daemon, soon
 
 RESERVED: Final = Path("/proc/sys/vm/nr_hugepages")
 SPEC: Final = MhaSpec(layers=2, tokens=1 << 14, page_size=16, kv_heads=1, head_dim=32, dtype="float16")

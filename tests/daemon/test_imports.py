@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.clients import BlockTableEntries, Client, MhaSpec, ModelIdentity, new_request_id, pages
 from kvferry.protocol.errors import CancelledError, DeadlineError, KvferryError
-from tests.daemons import running_daemon
+from tests.kit.daemons import running_daemon
 
 SPEC = MhaSpec(layers=2, tokens=256, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 MODEL = ModelIdentity(name="m", revision="1")

@@ -16,11 +16,11 @@ from kvferry.protocol import errors
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import PoolStatus
 from kvferry.protocol.session_stream import SessionOpen
-from tests.clients.tier_pools import MODEL, SPEC, hashes
 from tests.daemon.instance_engine import BLOCKS, DECODE, PAGES, PREFILL
-from tests.daemons import DaemonProcess, said_by_another_user, soon
-from tests.raw_engine import raw_engine
-from tests.started import Started, started
+from tests.kit.daemons import DaemonProcess, said_by_another_user, soon
+from tests.kit.pools import MODEL, SPEC, hashes
+from tests.kit.raw_engine import raw_engine
+from tests.kit.started import Started, started
 
 ALL = SPEC.tokens // SPEC.page_size
 PROGRAM = Path(__file__).with_name("instance_engine.py")

@@ -24,8 +24,8 @@ from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocate, Allocated, Free
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.transfer_messages import Accepted, Send
-from tests.daemons import DaemonProcess, soon
-from tests.raw_engine import RawEngine, raw_engine
+from tests.kit.daemons import DaemonProcess, soon
+from tests.kit.raw_engine import RawEngine, raw_engine
 
 MIB: Final = 1 << 20
 REPLY_MS: Final = 20_000

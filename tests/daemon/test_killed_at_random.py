@@ -28,8 +28,8 @@ from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import Allocate, CreatePool, DeletePool, Free
 from kvferry.protocol.session_stream import SessionOpened
 from kvferry.protocol.transfer_messages import Receive, Send
-from tests.daemons import RestartedDaemon, restarted_daemon
-from tests.raw_engine import RawEngine
+from tests.kit.daemons import RestartedDaemon, restarted_daemon
+from tests.kit.raw_engine import RawEngine
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=1, kv_heads=1, head_dim=8, dtype="float16")
 ALL = 64

@@ -20,8 +20,8 @@ from kvferry.pools.copy_kernel import Copies, CopyThreads, Gate
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
-from tests.daemon.in_process import ON_THREADS, SPEC, serving
-from tests.daemon.transports.network_harness import network_memory
+from tests.kit.in_process import ON_THREADS, SPEC, serving
+from tests.kit.network import network_memory
 
 pytestmark = pytest.mark.anyio
 ALL = 16

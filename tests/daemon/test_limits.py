@@ -18,8 +18,8 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive
-from tests.daemons import DaemonProcess, running_daemon, said_by_another_user
-from tests.raw_engine import raw_engine
+from tests.kit.daemons import DaemonProcess, running_daemon, said_by_another_user
+from tests.kit.raw_engine import raw_engine
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 TUNING = Tuning(limits=Limits(max_transfers_per_session=2, max_transfers=3, max_sessions=3))

@@ -23,7 +23,7 @@ from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from kvferry.protocol.events import Finished
-from tests.daemon.in_process import CONFIG, SPEC, TUNING, serving
+from tests.kit.in_process import CONFIG, SPEC, TUNING, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 TIERS = ("copier", "host_tier", "disk_tier", "remote_tier")

@@ -13,7 +13,7 @@ from kvferry.daemon.process.memory import HostMemory
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.host.memory import MACHINE
 from kvferry.protocol.config.schema import MemoryConfig
-from tests.scripted.reserved_pages import PAGE_BYTES, ReservedPages
+from tests.kit.reserved_pages import PAGE_BYTES, ReservedPages
 
 SHMEM: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 NODES: Final = "/sys/devices/system/node"

@@ -26,9 +26,9 @@ from kvferry.protocol.errors import OutOfMemoryError
 from kvferry.protocol.pool_messages import Free
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.settings import CONTROL_SOCKET
-from tests.control_groups import ControlGroup
-from tests.daemons import DaemonProcess, running_daemon, soon
-from tests.raw_engine import RawEngine, raw_engine
+from tests.kit.control_groups import ControlGroup
+from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests.kit.raw_engine import RawEngine, raw_engine
 
 MIB: Final = 1 << 20
 SMALL_BYTES: Final = 320 * MIB

@@ -20,8 +20,8 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.session_stream import SharedEvents, ShareFollows
 from kvferry.protocol.tier_messages import Found, Offloading, SnapshotReport
-from tests.daemons import running_daemon
-from tests.raw_engine import RawEngine, raw_engine
+from tests.kit.daemons import running_daemon
+from tests.kit.raw_engine import RawEngine, raw_engine
 
 MHA: Final = {
     "kind": "mha", "layers": 2, "first_layer": 4, "tokens": 192, "page_size": 16, "kv_heads": 2, "head_dim": 16,

@@ -44,7 +44,7 @@ from kvferry.protocol.pool_messages import (
     RegisterPool,
 )
 from kvferry.protocol.session_stream import ShareFollows, TorchShare
-from tests.scripted.reserved_pages import ReservedPages
+from tests.kit.reserved_pages import ReservedPages
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 POOL_BYTES = total_bytes(manifest_of(SPEC))

@@ -33,9 +33,9 @@ from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows, pack
 from kvferry.protocol.settings import SESSION_SOCKET
 from tests.daemon import victims
-from tests.daemons import DaemonProcess, running_daemon
-from tests.raw_engine import RawEngine, raw_engine
-from tests.started import started
+from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.raw_engine import RawEngine, raw_engine
+from tests.kit.started import started
 
 SPEC: Final = MhaSpec(layers=2, first_layer=4, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 LATENT: Final = MlaSpec(

@@ -35,9 +35,9 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, NotOwnerError, PeerCancelledError, raised
 from kvferry.protocol.events import Settled
 from kvferry.protocol.peer_messages import Announce, OpEnded, ReceiveClosed, ReceiveName
-from tests.daemons import DaemonProcess, running_daemon, soon
-from tests.kvferry_command import run_kvferry
-from tests.transfer.transfer_harness import layers
+from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests.kit.kvferry_command import run_kvferry
+from tests.kit.transfers import layers
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 CONFIG = "[logging]\nformat = 'json'\nlevel = 'debug'\n"

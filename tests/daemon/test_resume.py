@@ -26,9 +26,9 @@ from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import SessionOpen, SessionOpened, pack
 from kvferry.protocol.settings import SESSION_SOCKET
 from kvferry.protocol.transfer_messages import Accepted, Receive, Result
-from tests.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
-from tests.raw_engine import RawEngine, raw_engine
-from tests.started import started
+from tests.kit.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
+from tests.kit.raw_engine import RawEngine, raw_engine
+from tests.kit.started import started
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
 ALL = 16

@@ -23,8 +23,8 @@ from kvferry.protocol.envelope import Reply
 from kvferry.protocol.errors import DaemonLostError, StaleBootError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Pong
-from tests.daemons import COMMAND, DaemonProcess
-from tests.started import started
+from tests.kit.daemons import COMMAND, DaemonProcess
+from tests.kit.started import started
 
 OURS = new_boot_id()
 PATIENCE_S = 20.0

@@ -14,8 +14,8 @@ from kvferry.daemon.control.session_index import (
     index_bytes,
 )
 from kvferry.pools.records import FORMAT, MAX_NUMBER, UnreadableFileError
-from tests.devices import DEVICE
-from tests.scripted.recording_buffer import Recording, copied, cut_at_every_write
+from tests.kit.devices import DEVICE
+from tests.kit.recording_buffer import Recording, copied, cut_at_every_write
 
 PLACES = 8
 BOOT, NEXT = "1" * 32, "2" * 32

@@ -34,8 +34,8 @@ from kvferry.protocol.session_stream import (
     unpack_frame,
 )
 from kvferry.protocol.settings import SESSION_SOCKET
-from tests.daemons import DaemonProcess, running_daemon
-from tests.raw_engine import RawEngine, raw_engine
+from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 WAIT_S = 20.0

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
-from tests.daemons import END_S, START_S, DaemonProcess, running_daemon, soon
+from tests.kit.daemons import END_S, START_S, DaemonProcess, running_daemon, soon
 
 IGNORED = {
     "SIGHUP": signal.SIGHUP,

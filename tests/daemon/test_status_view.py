@@ -18,8 +18,8 @@ from kvferry.protocol.session_messages import (
     TablesStatus,
     TransferStatus,
 )
-from tests.daemons import DaemonProcess, said_by_another_user
-from tests.kvferry_command import run_kvferry
+from tests.kit.daemons import DaemonProcess, said_by_another_user
+from tests.kit.kvferry_command import run_kvferry
 
 CONFIG = '[logging]\nformat = "console"\n'
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")

@@ -32,7 +32,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.table_messages import TablesUpdated
-from tests.daemons import DaemonProcess
+from tests.kit.daemons import DaemonProcess
 
 pytestmark = pytest.mark.any_device
 

@@ -22,7 +22,7 @@ from kvferry.daemon.process.time_slices import (
     be_prompt,
     run_in_background,
 )
-from tests.daemons import running_daemon
+from tests.kit.daemons import running_daemon
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 FORM = "=IIQiIQQQ"

@@ -14,8 +14,8 @@ from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol.codec import Frames, decode_from_daemon
 from kvferry.protocol.errors import InternalError
-from tests.daemon.in_process import ON_THREADS, SPEC, client_of_one
-from tests.transfer.peer_harness import Transfer
+from tests.kit.in_process import ON_THREADS, SPEC, client_of_one
+from tests.kit.peers import Transfer
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.daemon.trial import tried
-from tests.daemon.transports.mooncake_harness import mooncake_works
+from tests.kit.mooncake import mooncake_works
 
 
 def configured(tmp_path: Path, text: str) -> Path:

@@ -33,9 +33,9 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.protocol.config.schema import DiskTierConfig, TiersConfig
 from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.session_messages import Finding, Verified
-from tests.daemon.in_process import CONFIG as BARE
-from tests.daemon.in_process import PATIENCE_S, SPEC, serving
-from tests.daemons import DaemonProcess, restarted_daemon, said_by_another_user
+from tests.kit.daemons import DaemonProcess, restarted_daemon, said_by_another_user
+from tests.kit.in_process import CONFIG as BARE
+from tests.kit.in_process import PATIENCE_S, SPEC, serving
 
 pytestmark = pytest.mark.anyio
 NOBODY = 4711

@@ -36,10 +36,10 @@ from kvferry.protocol.errors import NoSessionError, NotOwnerError, UnknownPoolEr
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import CreatePool, DeletePool
 from kvferry.protocol.session_stream import SessionOpened
-from tests.daemon.in_process import serving
-from tests.daemons import RestartedDaemon, restarted_daemon, soon
-from tests.raw_engine import RawEngine, raw_engine
-from tests.started import started
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.in_process import serving
+from tests.kit.raw_engine import RawEngine, raw_engine
+from tests.kit.started import started
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
 ALL = 16

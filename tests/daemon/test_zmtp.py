@@ -22,7 +22,7 @@ from kvferry.daemon.control.zmtp import (
 )
 from kvferry.protocol.errors import KvferryError, MalformedError, TooLargeError
 from kvferry.protocol.limits import Limits
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 COMMAND = 4
 IDENTITY = b"who"

@@ -21,9 +21,9 @@ import pytest
 from examples.demo import __main__ as command
 from examples.demo.messages import DemoError
 from tests.demo.conftest import llama
-from tests.folders import SMOLLM2
-from tests.kvferry_command import run_kvferry
-from tests.servers import Program
+from tests.kit.folders import SMOLLM2
+from tests.kit.kvferry_command import run_kvferry
+from tests.kit.servers import Program
 
 END_S: Final = 30.0
 NEW_TOKENS: Final = 3

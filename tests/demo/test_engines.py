@@ -29,8 +29,8 @@ from examples.demo.prefill import PrefillEngine, connect_stages
 from examples.demo.retract import RetractEngine, tiers_config, too_few_pages
 from kvferry.clients import Client, new_request_id, pages
 from kvferry.protocol.errors import InternalError, PeerLostError, PoolFullError
-from tests.daemons import running_daemon
 from tests.demo.conftest import llama
+from tests.kit.daemons import running_daemon
 
 PAGE_SIZE: Final = 16
 PAGE_BYTES: Final = 2 * 2 * PAGE_SIZE * 2 * 12 * 4  # K and V of two layers, two heads of 12 floats

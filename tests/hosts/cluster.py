@@ -16,7 +16,7 @@ from kvferry.clients import AttachedPool, Client, MhaSpec
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.transports.network_memory import NetworkTuning
 from kvferry.protocol.session_messages import NetworkStatus
-from tests.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import DaemonProcess, running_daemon
 
 PORT = 7801
 LAYERS = 8

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvferry.clients import Client
-from tests.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import DaemonProcess, running_daemon
 
 
 @pytest.fixture(scope="session")

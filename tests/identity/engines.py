@@ -16,7 +16,7 @@ from tests.identity.caches import Arrays, Key
 from tests.identity.models import DRAFTS, MODELS, TinyModel
 from tests.identity.shares import Rank, part_of, spec_of, whole_shape
 from tests.identity.topologies import PAGE_SIZE, Side, Topology
-from tests.region_bytes import fill_region
+from tests.kit.bytes import fill_region
 
 POISON = 0xFF
 """What fills a new pool's memory: every float is NaN."""

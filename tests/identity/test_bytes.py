@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.attention.state_windows import window_of
-from tests.devices import DEVICE
 from tests.identity.models import DRAFTS, MODELS
 from tests.identity.topologies import PAGE_SIZE, TOPOLOGIES, Side, Topology
+from tests.kit.devices import DEVICE
+from tests.kit.tagged_transfers import STATE, Model, Rank, Stage, Transfer, Window
 from tests.transfer import test_transfer_oracle as oracle
-from tests.transfer.tagged_transfers import STATE, Model, Rank, Stage, Transfer, Window
 
 
 def model_of(topology: Topology) -> Model:

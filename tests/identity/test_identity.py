@@ -22,7 +22,7 @@ from tests.identity.caches import STEPS, Arrays, Reference, decoded, reference
 from tests.identity.engines import Engine, engines_of
 from tests.identity.models import DRAFTS
 from tests.identity.topologies import TOPOLOGIES, Topology
-from tests.region_bytes import read_region, write_region
+from tests.kit.bytes import read_region, write_region
 
 FIRST_TOKEN = 42
 

@@ -10,8 +10,8 @@ from typing import Final
 import pytest
 
 from kvferry.clients import Client
-from tests.daemons import DaemonProcess
-from tests.devices import DEVICE
+from tests.kit.daemons import DaemonProcess
+from tests.kit.devices import DEVICE
 
 OPENING_S: Final = 120.0  # the daemon imports torch_npu first
 

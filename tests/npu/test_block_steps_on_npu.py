@@ -19,9 +19,9 @@ from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, Block
 from kvferry.protocol.errors import DeviceLostError
 from kvferry.protocol.manifests import Entry
 from tests.cann_simulator.simulator import Simulator
-from tests.devices import DEVICE
-from tests.pools.tiers.block_harness import BlockHarness, harnesses
-from tests.region_bytes import fill_region, read_pages, write_pages
+from tests.kit.blocks import BlockHarness, harnesses
+from tests.kit.bytes import fill_region, read_pages, write_pages
+from tests.kit.devices import DEVICE
 
 WAIT_S = 30.0
 PAGES = 12

@@ -18,10 +18,10 @@ import torch
 
 from kvferry.clients import AttachedPool, BlockTableEntries, Client, EventRing, Tables, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
-from tests.daemons import DaemonProcess
+from tests.kit.daemons import DaemonProcess
+from tests.kit.started import Started, started
 from tests.npu import prefill_engine
 from tests.npu.tiny_model import CONTEXT, PAGE_SIZE, VOCABULARY, DecodeGraph, Model, model, reference, spec
-from tests.started import Started, started
 
 SEED = 11
 POOL = "decode"

@@ -14,7 +14,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import KvferryError
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 COUNT = 3
 WAIT_S = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvferry.clients import new_request_id, pages
-from tests.documents import Reader
+from tests.kit.documents import Reader
 from tests.test_docs import LENDING, Other, other, reader
 
 __all__ = ["other", "reader"]  # fixtures

@@ -21,7 +21,7 @@ from kvferry.clients import AsyncClient, AttachedPool, Client, MhaSpec
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.npu import NpuVendor
 from kvferry.protocol.errors import DeviceUnavailableError, KvferryError
-from tests.daemons import DaemonProcess
+from tests.kit.daemons import DaemonProcess
 from tests.npu.conftest import OPENING_S
 
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")

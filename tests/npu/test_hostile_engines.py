@@ -18,8 +18,8 @@ from kvferry.protocol.pool_messages import AttachPool, RegisteredArrays, Registe
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
 from tests.cann_simulator.simulator import Simulator
-from tests.daemons import DaemonProcess, soon
-from tests.raw_engine import RawEngine, raw_engine
+from tests.kit.daemons import DaemonProcess, soon
+from tests.kit.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 ARRAYS = tuple(

@@ -10,7 +10,7 @@ import torch
 from kvferry.pools.devices.vendor import MemoryAt
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 MIB: Final = 1 << 20
 

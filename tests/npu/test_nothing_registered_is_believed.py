@@ -23,9 +23,9 @@ from kvferry.protocol.pool_messages import Allocate, DeletePool, Free, Registere
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
 from kvferry.protocol.transfer_messages import LayerStep, Send
-from tests.daemons import DaemonProcess
-from tests.devices import DEVICE
-from tests.raw_engine import RawEngine, raw_engine
+from tests.kit.daemons import DaemonProcess
+from tests.kit.devices import DEVICE
+from tests.kit.raw_engine import RawEngine, raw_engine
 
 SPEC: Final = MhaSpec(layers=2, first_layer=4, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
 SHAPE: Final = (2, 5, 16, 2, 8)

@@ -27,8 +27,8 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.manifests import PoolSpec
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
-from tests.daemons import COMMAND, DaemonProcess, running_daemon, start_and_wait_until_ready
-from tests.devices import DEVICE
+from tests.kit.daemons import COMMAND, DaemonProcess, running_daemon, start_and_wait_until_ready
+from tests.kit.devices import DEVICE
 
 MIB = 1 << 20
 WAIT_S = 30.0

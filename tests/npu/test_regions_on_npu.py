@@ -25,9 +25,9 @@ from kvferry.pools.planning.plan import Plan, PlanSide, entries_between
 from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.errors import DeviceLostError, DeviceUnavailableError, OutOfMemoryError
 from tests.cann_simulator.simulator import Simulator
-from tests.devices import DEVICE, new_region
-from tests.pools.sides import ENTRY_BYTES, bytes_of, side_of, sides
-from tests.region_bytes import fill_region, read_region, write_region
+from tests.kit.bytes import fill_region, read_region, write_region
+from tests.kit.devices import DEVICE, new_region
+from tests.kit.sides import ENTRY_BYTES, bytes_of, side_of, sides
 
 Bytes = npt.NDArray[np.uint8]
 MIB = 1 << 20

@@ -11,9 +11,9 @@ import torch
 from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
 from kvferry.clients.connection import Reconnected
 from kvferry.protocol.errors import PoolLostError, StaleBootError, UnknownTablesError
-from tests.clients.blocking import connected
-from tests.daemons import RestartedDaemon, restarted_daemon, soon
-from tests.devices import DEVICE
+from tests.kit.blocking import connected
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.devices import DEVICE
 from tests.npu.conftest import OPENING_S
 
 CONFIG: Final = "[service]\nresume_grace_s = 60.0\n"

@@ -12,8 +12,8 @@ from kvferry.clients import Client, MhaSpec
 from kvferry.protocol.errors import OutOfMemoryError
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
-from tests.daemons import DaemonProcess
-from tests.devices import DEVICE
+from tests.kit.daemons import DaemonProcess
+from tests.kit.devices import DEVICE
 
 SPEC = MhaSpec(layers=1, tokens=252, page_size=4, kv_heads=1, head_dim=2, dtype="float32")
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from kvferry.protocol.errors import (
     PageOutOfRangeError,
     PoolFullError,
 )
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 PAGES = 9
 OWNERS = st.integers(1, 3)

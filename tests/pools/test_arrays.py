@@ -28,7 +28,7 @@ from kvferry.pools.planning.arrays import (
 )
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError, PoolExistsError, UncoveredEntryError
 from kvferry.protocol.manifests import DraftSpec, Entry, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
-from tests.pools.layouts.pool_specs import pool_specs
+from tests.kit.pool_specs import pool_specs
 
 SPEC = MhaSpec(layers=2, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32")
 WINDOWED = HybridSwaSpec(

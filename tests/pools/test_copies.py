@@ -39,8 +39,8 @@ from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.plan import Blocks, Plan, PlanSide, entries_between, make_side
 from kvferry.protocol.errors import BounceBufferTooSmallError, TransferFailedError
 from kvferry.protocol.manifests import Entry
-from tests.pools.sides import ENTRY_BYTES, SIZES, bytes_of, extents, side_of, sides
-from tests.pools.tagged_memory import UNTOUCHED, Memory, TransferCase, cases, expected_memory, plans_of
+from tests.kit.sides import ENTRY_BYTES, SIZES, bytes_of, extents, side_of, sides
+from tests.kit.tagged_memory import UNTOUCHED, Memory, TransferCase, cases, expected_memory, plans_of
 
 BLOCK_SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=20)
 UNMAPPED = 8  # no process maps its first page

@@ -37,7 +37,7 @@ from kvferry.pools.copy_kernel import (
     PythonKernel,
     SecondPassKernel,
 )
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 Memory = npt.NDArray[np.uint8]
 Require = Callable[[object, str], None]

@@ -16,7 +16,7 @@ from kvferry.pools.planning.pairing import HeadSlice, Pairing, check_covered, pa
 from kvferry.pools.planning.plan import make_plan
 from kvferry.protocol.errors import DuplicatePageError
 from kvferry.protocol.manifests import Entry
-from tests.kvferry_command import run_kvferry
+from tests.kit.kvferry_command import run_kvferry
 
 GOLDEN: Final[dict[str, list[dict[str, Any]]]] = json.loads(
     (Path(__file__).parents[1] / "golden" / "transfer_planning.json").read_text()

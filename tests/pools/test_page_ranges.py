@@ -20,7 +20,7 @@ from kvferry.protocol.errors import (
     UnknownComponentError,
 )
 from kvferry.protocol.manifests import Component
-from tests.transfer.transfer_harness import TransferHarness, layers
+from tests.kit.transfers import TransferHarness, layers
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from kvferry.protocol.errors import (
     UncoveredEntryError,
 )
 from kvferry.protocol.manifests import Entry
-from tests.pools.tagged_memory import UNTOUCHED, Memory, TransferCase, cases, expected_memory, plans_of
+from tests.kit.tagged_memory import UNTOUCHED, Memory, TransferCase, cases, expected_memory, plans_of
 
 
 def offset_copy(blocks: Blocks, source: Memory, destination: Memory) -> None:

@@ -22,8 +22,8 @@ from kvferry.pools.pool_file import (
 )
 from kvferry.pools.records import UnreadableFileError
 from kvferry.protocol.manifests import HybridSwaSpec
-from tests.devices import DEVICE
-from tests.scripted.recording_buffer import Recording, copied, cut_at_every_write
+from tests.kit.devices import DEVICE
+from tests.kit.recording_buffer import Recording, copied, cut_at_every_write
 
 SPEC = HybridSwaSpec(
     full_layers=(0,),

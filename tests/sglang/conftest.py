@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemons import RestartedDaemon, restarted_daemon
-from tests.folders import SMOLLM2, TINY_MLA
+from tests.kit.daemons import RestartedDaemon, restarted_daemon
+from tests.kit.folders import SMOLLM2, TINY_MLA
 from tests.sglang.expected import Expected, ask_plain_server
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tests.servers import Prompt, at_once, prompt, running
+from tests.kit.servers import Prompt, at_once, prompt, running
 from tests.sglang.servers import request, server
 
 LENGTHS: Final = (5, 17, 64, 129, 333, 600, 1000)

@@ -24,7 +24,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import identity, pools, transfer
-from tests.servers import free_ports
+from tests.kit.servers import free_ports
 
 PAGE: Final = 4
 TOKENS: Final = 256

@@ -30,7 +30,7 @@ from sglang.test.test_utils import (
     terminate_and_kill_process_tree,
 )
 
-from tests.servers import prompt
+from tests.kit.servers import prompt
 from tests.sglang.host_pools import EXTRA
 from tests.sglang.servers import DECODE_OPTIONS, OPTIONS
 

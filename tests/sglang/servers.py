@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from examples.demo.hosts import Host
-from tests.folders import MODELS, REPOSITORY, SMOLLM2
-from tests.servers import Program, Reply, free_ports, running
+from tests.kit.folders import MODELS, REPOSITORY, SMOLLM2
+from tests.kit.servers import Program, Reply, free_ports, running
 
 Mode: TypeAlias = Literal["plain", "prefill", "decode"]
 Side: TypeAlias = Literal["prefill", "decode"]

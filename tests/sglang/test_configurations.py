@@ -10,9 +10,9 @@ import pytest
 
 from examples.demo.hosts import check_hosts_possible, hosts
 from kvferry.clients import Client
-from tests.daemons import RestartedDaemon, running_daemon, soon
-from tests.folders import SMOLLM2, TINY_MHA, TINY_MLA
-from tests.servers import at_once, prompt
+from tests.kit.daemons import RestartedDaemon, running_daemon, soon
+from tests.kit.folders import SMOLLM2, TINY_MHA, TINY_MLA
+from tests.kit.servers import at_once, prompt
 from tests.sglang.expected import AT_ONCE, LENGTHS, NEW, Expected
 from tests.sglang.servers import Pair, running_pair
 

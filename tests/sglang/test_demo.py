@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from benchmarks.measure import Effort, Row
-from tests.folders import REPOSITORY
+from tests.kit.folders import REPOSITORY
 
 NEW_TOKENS: Final = 4
 

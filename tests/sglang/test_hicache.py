@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 from kvferry.clients import Client
 from kvferry.clients.sglang import hicache
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
-from tests.daemons import (
+from tests.kit.daemons import (
     COMMAND,
     END_S,
     DaemonProcess,

@@ -18,7 +18,7 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 
-from tests.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import DaemonProcess, running_daemon
 from tests.sglang.host_pools import EXTRA
 
 PAGES: Final = 6

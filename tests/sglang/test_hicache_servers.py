@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 import pytest
 
 from kvferry.clients import Client, MhaSpec, ModelIdentity
-from tests.daemons import RestartedDaemon, restarted_daemon, soon
-from tests.folders import SMOLLM2, TINY_MLA
-from tests.servers import Reply, prompt, running
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.folders import SMOLLM2, TINY_MLA
+from tests.kit.servers import Reply, prompt, running
 from tests.sglang.expected import NEW, Expected
 from tests.sglang.host_pools import EXTRA, Layout
 from tests.sglang.servers import Server, request, server

@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from tests.daemons import DaemonProcess, RestartedDaemon, running_daemon
+from tests.kit.daemons import DaemonProcess, RestartedDaemon, running_daemon
 from tests.sglang.host_pools import Opened, opened
 from tests.sglang.in_process import Halves, halves, mha_pool, polled
 

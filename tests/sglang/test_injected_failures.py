@@ -12,8 +12,8 @@ from typing import Final
 
 import pytest
 
-from tests.daemons import RestartedDaemon
-from tests.servers import Prompt, Reply, at_once, prompt
+from tests.kit.daemons import RestartedDaemon
+from tests.kit.servers import Prompt, Reply, at_once, prompt
 from tests.sglang.expected import AT_ONCE, Expected
 from tests.sglang.servers import Pair, running_pair
 from tests.sglang.watch import RoomWatch

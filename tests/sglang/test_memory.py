@@ -15,8 +15,8 @@ from kvferry.clients import Client
 from kvferry.clients.engine import Engine
 from kvferry.clients.sglang.settings import end_server
 from kvferry.protocol.errors import PoolLostError
-from tests.daemons import RestartedDaemon, restarted_daemon, soon
-from tests.servers import prompt
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.servers import prompt
 from tests.sglang.expected import Expected
 from tests.sglang.servers import Pair, running_pair
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemons import RestartedDaemon
-from tests.folders import MODELS, SMOLLM2, TINY_MLA
+from tests.kit.daemons import RestartedDaemon
+from tests.kit.folders import MODELS, SMOLLM2, TINY_MLA
 from tests.sglang.servers import ENVIRONMENT
 
 pytestmark = pytest.mark.long

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients import Client
-from tests.daemons import RestartedDaemon
-from tests.servers import Reply, at_once, prompt
+from tests.kit.daemons import RestartedDaemon
+from tests.kit.servers import Reply, at_once, prompt
 from tests.sglang.expected import AT_ONCE, LENGTHS, Expected
 from tests.sglang.servers import SIDES, Pair, Side, new_room, running_pair
 from tests.sglang.watch import RoomWatch

@@ -10,9 +10,9 @@ from typing import Final
 
 import pytest
 
-from tests.daemons import RestartedDaemon, restarted_daemon
-from tests.folders import SMOLLM2, TINY_MLA
-from tests.servers import Reply, at_once, prompt
+from tests.kit.daemons import RestartedDaemon, restarted_daemon
+from tests.kit.folders import SMOLLM2, TINY_MLA
+from tests.kit.servers import Reply, at_once, prompt
 from tests.sglang.expected import RETRACTED, RETRACTED_NEW, Expected
 from tests.sglang.servers import NEW_TOKENS, Pair, request, running_pair
 from tests.sglang.watch import RoomWatch

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, RetractionBack
 from kvferry.clients import Client
 from kvferry.clients.sglang import retraction
 from kvferry.clients.sglang.retraction import Backup
-from tests.daemons import RestartedDaemon, restarted_daemon, soon, stopped
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon, stopped
 from tests.sglang.in_process import PAGE, SOON_S, halves, mha_pool, mla_pool
 
 TIER: Final = "[tiers]\nhost_bytes = 16777216\n"

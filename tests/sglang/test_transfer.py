@@ -22,8 +22,8 @@ from urllib3.util import Retry
 from kvferry.clients.places import place_of
 from kvferry.clients.sglang import transfer
 from kvferry.protocol.errors import InvalidFieldError
-from tests.daemons import RestartedDaemon, restarted_daemon, soon, stopped
-from tests.servers import free_ports
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon, stopped
+from tests.kit.servers import free_ports
 from tests.sglang.in_process import (
     PAGE,
     ROW_BYTES,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from tests.kit.watch import Direction, Watch
 from tests.sglang.servers import Pair, Side
-from tests.watch import Direction, Watch
 
 DIRECTIONS: Final[dict[Side, Direction]] = {"prefill": "send", "decode": "receive"}
 

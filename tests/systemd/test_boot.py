@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients.cli.units import unit_files
-from tests.installs import build_wheel
+from tests.kit.installs import build_wheel
 
 FOLDER = Path(__file__).parents[2] / "systemd"
 KVFERRY = str(Path(sys.executable).with_name("kvferry"))

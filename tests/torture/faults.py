@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.tcp_proxy import Proxy
+from tests.kit.tcp_proxy import Proxy
 from tests.torture.plan import LATE, OF_LIMITS, SILENCE_S, Fault, Planned
 from tests.torture.world import Daemon, Engine
 

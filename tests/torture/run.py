@@ -12,7 +12,7 @@ from kvferry.clients.cli.verify import finding_line
 from kvferry.protocol.errors import DaemonLostError, KvferryError
 from kvferry.protocol.ids import HOST
 from tests.cann_simulator.simulator import Simulator
-from tests.tcp_proxy import Proxy
+from tests.kit.tcp_proxy import Proxy
 from tests.torture import plan
 from tests.torture.actors import Order
 from tests.torture.faults import Faults

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from kvferry.clients import AsyncClient, Client, KvferryError, pages
-from tests.daemons import running_daemon
-from tests.tcp_proxy import Proxy
+from tests.kit.daemons import running_daemon
+from tests.kit.tcp_proxy import Proxy
 from tests.torture import oracle, plan
 from tests.torture.actors import Engine, Order
 from tests.torture.claims import Claims

@@ -21,9 +21,9 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.settings import PEER_SOCKET
 from tests.cann_simulator.build import NPU_PYTHON
-from tests.control_groups import ControlGroup
-from tests.started import REPOSITORY, Started, started
-from tests.tcp_proxy import Proxy
+from tests.kit.control_groups import ControlGroup
+from tests.kit.started import REPOSITORY, Started, started
+from tests.kit.tcp_proxy import Proxy
 from tests.torture.actors import LAST_S, READY, Ended, Order
 
 ACTORS: Final = Path(__file__).with_name("actors.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.transfer.peer_harness import WAYS, Transfer
+from tests.kit.peers import WAYS, Transfer
 
 
 @pytest.fixture(params=WAYS)

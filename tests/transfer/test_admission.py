@@ -27,7 +27,7 @@ from kvferry.protocol.errors import (
     UncoveredEntryError,
     UnexpectedSourceError,
 )
-from tests.transfer.transfer_harness import FIRST, ORDERS, PAGE_BYTES, Engine, Pair, TransferHarness, layers
+from tests.kit.transfers import FIRST, ORDERS, PAGE_BYTES, Engine, Pair, TransferHarness, layers
 
 pytestmark = pytest.mark.any_device
 

@@ -21,9 +21,9 @@ import pytest
 from kvferry.daemon.transfer import completion, state_machine
 from kvferry.daemon.transfer.endpoints import Endpoint
 from kvferry.pools import allocator
-from tests.devices import DEVICE
-from tests.transfer.peer_harness import PAGES, WAYS, Transfer, Way
-from tests.transfer.transfer_harness import Direction, Engine
+from tests.kit.devices import DEVICE
+from tests.kit.peers import PAGES, WAYS, Transfer, Way
+from tests.kit.transfers import Direction, Engine
 
 pytestmark = pytest.mark.any_device
 

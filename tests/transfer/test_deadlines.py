@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.daemon.transfer import state_machine
 from kvferry.daemon.transfer.registry import FEW, Deadlines
 from kvferry.daemon.transfer.transitions import State
-from tests.transfer.transfer_harness import TransferHarness
+from tests.kit.transfers import TransferHarness
 
 NAMES = st.sampled_from("abcdef")
 TIMES = st.integers(0, 20).map(float)

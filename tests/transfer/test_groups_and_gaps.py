@@ -29,10 +29,10 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DuplicatePageError, InvalidFieldError, KvferryError, UnknownComponentError
 from kvferry.protocol.manifests import DraftSpec, MhaSpec, MlaSpec
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.devices import DEVICE
-from tests.region_bytes import fill_region, read_region, write_region
-from tests.transfer.peer_harness import Transfer, Way
-from tests.transfer.transfer_harness import ORDERS, Direction, Engine, TransferHarness
+from tests.kit.bytes import fill_region, read_region, write_region
+from tests.kit.devices import DEVICE
+from tests.kit.peers import Transfer, Way
+from tests.kit.transfers import ORDERS, Direction, Engine, TransferHarness
 
 pytestmark = pytest.mark.any_device
 

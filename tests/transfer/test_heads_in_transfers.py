@@ -21,9 +21,9 @@ from kvferry.protocol.errors import (
     UncoveredEntryError,
 )
 from kvferry.protocol.manifests import Manifest, MhaSpec
-from tests.region_bytes import fill_region, read_region, write_region
-from tests.transfer.tagged_transfers import UNTOUCHED, Array, Key, Memory, Rank, put_pages
-from tests.transfer.transfer_harness import Engine, TransferHarness
+from tests.kit.bytes import fill_region, read_region, write_region
+from tests.kit.tagged_transfers import UNTOUCHED, Array, Key, Memory, Rank, put_pages
+from tests.kit.transfers import Engine, TransferHarness
 
 pytestmark = pytest.mark.any_device
 

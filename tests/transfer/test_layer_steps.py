@@ -14,8 +14,8 @@ from kvferry.daemon.transfer.endpoints import rows_by_step
 from kvferry.protocol.errors import CancelledError, InvalidFieldError, TransferFailedError
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.devices import DEVICE
-from tests.transfer.transfer_harness import PAGE_BYTES, Direction, Engine, Pair, layers
+from tests.kit.devices import DEVICE
+from tests.kit.transfers import PAGE_BYTES, Direction, Engine, Pair, layers
 
 pytestmark = pytest.mark.any_device
 

@@ -12,8 +12,8 @@ from kvferry.protocol.errors import KvferryError, ModelMismatchError, ScaleMisma
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.peer_messages import PeerSend
-from tests.transfer.peer_harness import Transfer, Way
-from tests.transfer.transfer_harness import ORDERS, TransferHarness, layers
+from tests.kit.peers import Transfer, Way
+from tests.kit.transfers import ORDERS, TransferHarness, layers
 
 MODEL: Final = ModelIdentity(name="some/model", revision="1", adapter="sql", salt="pepper")
 EVERYWHERE: Final = pytest.mark.parametrize(("way", "first"), [("here", "send"), ("here", "receive"), ("ipc", "send")])

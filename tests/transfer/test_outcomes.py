@@ -46,8 +46,8 @@ from kvferry.protocol.peer_messages import (
     decode_peer,
 )
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.transfer.peer_harness import BYTES, PAGES, Transfer
-from tests.transfer.transfer_harness import FIRST, ORDERS, Engine, TransferHarness, layers
+from tests.kit.peers import BYTES, PAGES, Transfer
+from tests.kit.transfers import FIRST, ORDERS, Engine, TransferHarness, layers
 
 pytestmark = pytest.mark.any_device
 

@@ -18,8 +18,8 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.transfer.peer_harness import Transfer
-from tests.transfer.transfer_harness import FIRST, ORDERS, Engine, Lists, TransferHarness
+from tests.kit.peers import Transfer
+from tests.kit.transfers import FIRST, ORDERS, Engine, Lists, TransferHarness
 
 pytestmark = pytest.mark.any_device
 

@@ -18,10 +18,10 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.peer_messages import PeerBody, PeerHeartbeat, PeerHello, PeerSend, ReceiveName, Segment
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
+from tests.kit.peers import Node, PeerHarness
+from tests.kit.transfers import REQUEST
 from tests.protocol.bodies import ids_for, structs_of
-from tests.transfer.peer_harness import Node, PeerHarness
-from tests.transfer.transfer_harness import REQUEST
 
 BODIES: Final = tuple(kind for kind in get_args(PeerBody) if kind not in {PeerHello, PeerHeartbeat})
 NEAR: Final = st.integers(0, 3)

@@ -18,10 +18,10 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.devices import DEVICE
-from tests.transfer.peer_harness import Node, PeerHarness
-from tests.transfer.sides_machine import Life, SidesMachine
-from tests.transfer.transfer_harness import TransferHarness, layers
+from tests.kit.devices import DEVICE
+from tests.kit.peers import Node, PeerHarness
+from tests.kit.sides_machine import Life, SidesMachine
+from tests.kit.transfers import TransferHarness, layers
 
 NAMES: Final = ("a", "b", "c")
 REQUESTS: Final = ("a" * 32, "b" * 32, "c" * 32)

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.protocol.errors import AccessDeniedError
 from kvferry.protocol.session_stream import RegionRequest
-from tests.transfer.peer_harness import Transfer
+from tests.kit.peers import Transfer
 
 
 def told(transfer: Transfer, **other: object) -> RegionRequest:

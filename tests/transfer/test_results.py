@@ -13,8 +13,8 @@ from kvferry.daemon.transfer.endpoints import EndpointKey
 from kvferry.daemon.transfer.kept import GENERATIONS_KEPT, Generations, Results
 from kvferry.protocol.errors import TransferExistsError, UnknownTransferError
 from kvferry.protocol.transfer_messages import TransferResult
-from tests.transfer.peer_harness import Transfer
-from tests.transfer.transfer_harness import FIRST, REQUEST, Direction, Engine, TransferHarness
+from tests.kit.peers import Transfer
+from tests.kit.transfers import FIRST, REQUEST, Direction, Engine, TransferHarness
 
 
 class Three(NamedTuple):

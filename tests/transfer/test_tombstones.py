@@ -14,8 +14,8 @@ from kvferry.daemon.transfer.kept import Tombstones
 from kvferry.daemon.transfer.registry import SendToPeer
 from kvferry.protocol.errors import DeadlineError, ErrorInfo, PeerCancelledError, PeerLostError, TransferExistsError
 from kvferry.protocol.peer_messages import Announce, ReceiveName, SendWithdrawn
-from tests.transfer.peer_harness import PAGES, Transfer, Way
-from tests.transfer.transfer_harness import REQUEST, Direction, Engine, TransferHarness, layers
+from tests.kit.peers import PAGES, Transfer, Way
+from tests.kit.transfers import REQUEST, Direction, Engine, TransferHarness, layers
 
 pytestmark = pytest.mark.any_device
 

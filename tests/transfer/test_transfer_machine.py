@@ -20,9 +20,9 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
 from kvferry.protocol.events import Finished
-from tests.devices import DEVICE
-from tests.transfer.sides_machine import Life, SidesMachine
-from tests.transfer.transfer_harness import TransferHarness, layers
+from tests.kit.devices import DEVICE
+from tests.kit.sides_machine import Life, SidesMachine
+from tests.kit.transfers import TransferHarness, layers
 
 PROMPT_PAGES: Final = 3
 PAGES: Final = 14

@@ -22,9 +22,9 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
-from tests.devices import DEVICE
-from tests.region_bytes import fill_region, read_region, write_region
-from tests.transfer.tagged_transfers import (
+from tests.kit.bytes import fill_region, read_region, write_region
+from tests.kit.devices import DEVICE
+from tests.kit.tagged_transfers import (
     UNTOUCHED,
     Held,
     Memory,
@@ -36,7 +36,7 @@ from tests.transfer.tagged_transfers import (
     tagged_page,
     transfers,
 )
-from tests.transfer.transfer_harness import TransferHarness
+from tests.kit.transfers import TransferHarness
 
 pytestmark = pytest.mark.any_device
 

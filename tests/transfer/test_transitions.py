@@ -15,7 +15,7 @@ from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.planning.coverage import Coverage
 from kvferry.protocol.errors import TransferFailedError
 from kvferry.protocol.peer_messages import Announce
-from tests.transfer.peer_harness import PAGES, Transfer, Way
+from tests.kit.peers import PAGES, Transfer, Way
 from tests.transition_tables import SeenRows, markdown_of_transfers, transitions_of
 
 pytestmark = pytest.mark.any_device

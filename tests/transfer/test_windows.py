@@ -26,9 +26,9 @@ from kvferry.protocol.errors import (
     WindowMismatchError,
 )
 from kvferry.protocol.manifests import Component, Entry
-from tests.daemons import running_daemon
-from tests.devices import DEVICE
-from tests.transfer.transfer_harness import (
+from tests.kit.daemons import running_daemon
+from tests.kit.devices import DEVICE
+from tests.kit.transfers import (
     FIRST,
     ORDERS,
     PAGE_BYTES,

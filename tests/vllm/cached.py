@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvferry.clients import Client
 from kvferry.protocol.tier_messages import CachedBlockStatus
-from tests.daemons import RestartedDaemon, soon
+from tests.kit.daemons import RestartedDaemon, soon
 
 HOST_TIER = "[tiers]\nhost_bytes = 1073741824\n"
 """A daemon's configuration."""

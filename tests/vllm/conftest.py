@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemons import RestartedDaemon, restarted_daemon
+from tests.kit.daemons import RestartedDaemon, restarted_daemon
 from tests.vllm.cached import HOST_TIER
 from tests.vllm.in_process import Plain
 

@@ -20,8 +20,8 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 import pytest
 
 from examples.demo.hosts import Host
-from tests.daemons import soon
-from tests.folders import MODELS, SMOLLM2, TINY_DEEPSEEK
+from tests.kit.daemons import soon
+from tests.kit.folders import MODELS, SMOLLM2, TINY_DEEPSEEK
 
 BLOCK: Final = 32
 BLOCKS: Final = 96

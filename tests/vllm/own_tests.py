@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from xml.etree import ElementTree as ET
 
-from tests.daemons import running_daemon
-from tests.folders import MODELS, REPOSITORY, TINY_GQA
+from tests.kit.daemons import running_daemon
+from tests.kit.folders import MODELS, REPOSITORY, TINY_GQA
 
 FOLDER: Final = Path(sys.prefix) / "source"
 """Of vLLM's source distribution, which the Makefile fetches."""

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.clients import Client
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.daemons import soon
+from tests.kit.daemons import soon
 from tests.vllm.in_process import BLOCK, TOKENS, Answer, Asked, Engine, Plain, Served, engine
 from tests.vllm.servers import REMOTE_DECODE
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from examples.demo.hosts import Host
-from tests.folders import MODELS, REPOSITORY, SMOLLM2
-from tests.servers import REPLY_S, Program, Reply, free_ports, running
+from tests.kit.folders import MODELS, REPOSITORY, SMOLLM2
+from tests.kit.servers import REPLY_S, Program, Reply, free_ports, running
 
 Side: TypeAlias = Literal["prefill", "decode"]
 

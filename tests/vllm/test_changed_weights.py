@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.daemons import RestartedDaemon
-from tests.folders import TINY_GQA, TINY_MHA
+from tests.kit.daemons import RestartedDaemon
+from tests.kit.folders import TINY_GQA, TINY_MHA
 from tests.vllm.adapters import make_adapter
 from tests.vllm.in_process import STORY, TOKENS, Answer, Asked, Engine, Served, by_hand, engine, reset
 from tests.vllm.pairs import through_router

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from tests.folders import REPOSITORY
+from tests.kit.folders import REPOSITORY
 
 NEW_TOKENS: Final = 4
 

@@ -18,8 +18,8 @@ from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.tier_messages import CachedBlockStatus
-from tests.daemons import RestartedDaemon, restarted_daemon, running_daemon, soon, stopped
-from tests.folders import TINY_MHA
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, running_daemon, soon, stopped
+from tests.kit.folders import TINY_MHA
 from tests.vllm.cached import HOST_TIER, NOTHING, cached_blocks, instance_client, left, pinned_bytes
 from tests.vllm.in_process import (
     BLOCKS,

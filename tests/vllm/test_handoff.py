@@ -14,8 +14,8 @@ from typing import Any, Final
 import pytest
 
 from kvferry.clients import Client
-from tests.daemons import RestartedDaemon, restarted_daemon, soon
-from tests.folders import TINY_DEEPSEEK, TINY_MHA
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.folders import TINY_DEEPSEEK, TINY_MHA
 from tests.vllm.in_process import BLOCK, TOKENS, Asked, Plain, by_hand, engine
 from tests.vllm.pairs import (
     CHUNK,

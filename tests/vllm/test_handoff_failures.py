@@ -9,8 +9,8 @@ from typing import Any, Final
 import pytest
 
 from kvferry.clients import Client
-from tests.daemons import RestartedDaemon, restarted_daemon, soon
-from tests.folders import SMOLLM2, TINY_MHA
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.folders import SMOLLM2, TINY_MHA
 from tests.vllm.cached import HOST_TIER
 from tests.vllm.in_process import (
     BLOCK,

@@ -10,8 +10,8 @@ from typing import Any, Final
 import pytest
 
 from examples.demo.hosts import Host, check_hosts_possible, hosts
-from tests.daemons import RestartedDaemon, running_daemon, soon
-from tests.folders import TINY_GQA, TINY_MHA
+from tests.kit.daemons import RestartedDaemon, running_daemon, soon
+from tests.kit.folders import TINY_GQA, TINY_MHA
 from tests.vllm.cached import HOST_TIER
 from tests.vllm.in_process import BLOCK, TOKENS, Asked, Plain, by_hand, engine
 from tests.vllm.pairs import CHUNK, Pair, aborted, both_given, prompt, running_pair, stepped, want

@@ -30,8 +30,8 @@ from kvferry.clients.vllm.memory import RankMemory, Spec, choose, spec_of
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import array_of
 from kvferry.protocol.errors import InvalidFieldError
-from tests.daemons import RestartedDaemon
-from tests.folders import TINY_MHA
+from tests.kit.daemons import RestartedDaemon
+from tests.kit.folders import TINY_MHA
 from tests.vllm.cached import NOTHING, left
 from tests.vllm.in_process import PROMPTS, Engine, EngineFailedError, Plain, Served, engine, reset
 

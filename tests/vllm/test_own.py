@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemons import RestartedDaemon
+from tests.kit.daemons import RestartedDaemon
 from tests.vllm.own_tests import OVER_KVFERRY, WAYS, files, findings, make_hub, run
 
 pytestmark = pytest.mark.long

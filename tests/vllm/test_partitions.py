@@ -21,7 +21,7 @@ import torch
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from kvferry.clients.engine import Engine
 from kvferry.clients.vllm.configuration import Configuration, Settings
-from tests.daemons import RestartedDaemon, soon
+from tests.kit.daemons import RestartedDaemon, soon
 
 TOKENS: Final = 4
 """Of a block."""

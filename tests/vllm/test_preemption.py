@@ -12,8 +12,8 @@ from kvferry.clients import Client, MhaSpec, ModelIdentity
 from kvferry.clients.engine import Engine as Session
 from kvferry.clients.vllm.configuration import Configuration, Settings
 from kvferry.clients.vllm.scheduler import Scheduler
-from tests.daemons import RestartedDaemon, soon, stopped
-from tests.folders import TINY_MHA
+from tests.kit.daemons import RestartedDaemon, soon, stopped
+from tests.kit.folders import TINY_MHA
 from tests.vllm.cached import NOTHING, cached_blocks, left, pinned_bytes
 from tests.vllm.in_process import (
     BLOCK,

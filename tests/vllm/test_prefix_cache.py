@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.clients import Client
 from kvferry.protocol.errors import KvferryError
-from tests.daemons import RestartedDaemon, restarted_daemon, soon
-from tests.folders import MODELS, TINY_MHA
+from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.folders import MODELS, TINY_MHA
 from tests.vllm.adapters import make_adapter
 from tests.vllm.cached import HOST_TIER, NOTHING, cached_blocks, forget_cached, instance_client, left
 from tests.vllm.in_process import (

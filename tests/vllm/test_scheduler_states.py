@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemons import RestartedDaemon, stopped
+from tests.kit.daemons import RestartedDaemon, stopped
 from tests.vllm.in_process import PROMPTS, Answer, Asked, Engine, Plain, Served, by_hand, drained, engine
 
 

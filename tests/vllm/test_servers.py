@@ -15,8 +15,9 @@ from typing import Final, Protocol
 
 import pytest
 
-from tests.daemons import RestartedDaemon
-from tests.servers import Prompt, Reply, at_once, prompt
+from tests.kit.daemons import RestartedDaemon
+from tests.kit.servers import Prompt, Reply, at_once, prompt
+from tests.kit.watch import Watch
 from tests.vllm.in_process import Asked, Plain
 from tests.vllm.servers import (
     NEW_TOKENS,
@@ -28,7 +29,6 @@ from tests.vllm.servers import (
     request,
     running_pair,
 )
-from tests.watch import Watch
 
 CHUNK: Final = 256
 LONG: Final = 2000

@@ -14,8 +14,8 @@ import pytest
 from kvferry.clients.cli import console
 from kvferry.clients.cli.main import MODULES, main
 from kvferry.protocol.errors import DaemonLostError, KvferryError
-from tests.daemons import DaemonProcess
-from tests.kvferry_command import run_kvferry
+from tests.kit.daemons import DaemonProcess
+from tests.kit.kvferry_command import run_kvferry
 
 HASH: Final = "00" * 16
 WRONG_USAGE: Final = (

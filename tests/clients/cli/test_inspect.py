@@ -16,8 +16,8 @@ from kvferry.clients.cli.inspect import status_lines
 from kvferry.clients.cli.main import main
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport
-from tests.daemons import DaemonProcess, running_daemon
-from tests.kvferry_command import run_kvferry
+from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.kvferry_command import run_kvferry
 
 
 def test_ping(daemon: DaemonProcess) -> None:

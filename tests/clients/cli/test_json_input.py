@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvferry.clients.cli.main import main
 from tests.clients.cli.json_commands import SPEC, JsonCommands
 from tests.clients.cli.test_planning import PLAN
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 BROKEN: Final = ("", "{", "[]", "null", "3", '"mha"', '{"kind":"mha",}', "{}x", "\x00", "[" * 100_000, "{'kind':'mha'}")
 

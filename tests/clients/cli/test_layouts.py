@@ -10,7 +10,7 @@ import pytest
 from kvferry.clients.cli.main import main
 from kvferry.pools.layouts.models import MODELS
 from tests.clients.cli.json_commands import SPEC, JsonCommands
-from tests.kvferry_command import run_kvferry
+from tests.kit.kvferry_command import run_kvferry
 
 HUGE: Final = (1 << 31, 1 << 63, 1 << 64, 10**30)
 ABSENT: Final = object()

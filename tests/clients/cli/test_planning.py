@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.clients.cli.json_commands import SPEC, JsonCommands
-from tests.devices import DEVICE
-from tests.kvferry_command import run_kvferry
+from tests.kit.devices import DEVICE
+from tests.kit.kvferry_command import run_kvferry
 
 Json = dict[str, Any]
 ENTRY: Final[Json] = {"component": "main", "role": "k", "layer": 0, "base": 0, "pages": 40, "page_bytes": 64}

@@ -16,8 +16,8 @@ from kvferry.clients import Client, MhaSpec, pages
 from kvferry.clients.cli.main import main
 from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.ids import ModelIdentity
-from tests.daemons import DaemonProcess, running_daemon
-from tests.kvferry_command import COMMAND, run_kvferry
+from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.kvferry_command import COMMAND, run_kvferry
 
 REQUEST_ID = "0123456789abcdef0123456789abcdef"
 HASH = base64.b64encode(bytes(16)).decode()

@@ -14,8 +14,8 @@ import pytest
 
 from kvferry.clients.cli.main import DAEMON, MODULES, PURPOSES
 from kvferry.protocol import VERSION
-from tests.daemons import DaemonProcess
-from tests.kvferry_command import run_kvferry
+from tests.kit.daemons import DaemonProcess
+from tests.kit.kvferry_command import run_kvferry
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.tiers.tier_harness import Engine, Harness
+from tests.kit.tiers import Engine, Harness
 
 
 @pytest.fixture

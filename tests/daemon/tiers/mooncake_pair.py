@@ -13,7 +13,7 @@ from pathlib import Path
 from mooncake.store import MooncakeDistributedStore
 
 from kvferry.pools.devices.host import HostRegion
-from tests.daemon.tiers.store_harness import WAIT_S, free_port, running_master
+from tests.kit.stores import WAIT_S, free_port, running_master
 
 MIB = 1 << 20
 

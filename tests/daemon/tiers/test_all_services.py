@@ -45,8 +45,8 @@ from kvferry.protocol.tier_messages import (
     Unpin,
 )
 from kvferry.protocol.transfer_messages import Receive
-from tests.daemon.tiers.tier_harness import POOL, Engine, Harness, names, new_pool, settle, tiers_config, until
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
+from tests.kit.tiers import POOL, Engine, Harness, names, new_pool, settle, tiers_config, until
 
 ANY = st.randoms(use_true_random=False)
 HASHES = 10

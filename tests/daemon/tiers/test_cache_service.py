@@ -46,7 +46,7 @@ from kvferry.protocol.tier_messages import (
     Unpin,
     Unpinned,
 )
-from tests.daemon.tiers.tier_harness import POOL, SPEC, UNIT, Engine, Harness, harness, names, new_pool, settle, until
+from tests.kit.tiers import POOL, SPEC, UNIT, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 

@@ -37,10 +37,10 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import Entry, Manifest
-from tests.devices import new_region
-from tests.pools.layouts.pool_specs import pool_specs
-from tests.pools.tiers.block_harness import Bytes, wide_specs
-from tests.region_bytes import read_region, write_region
+from tests.kit.blocks import Bytes, wide_specs
+from tests.kit.bytes import read_region, write_region
+from tests.kit.devices import new_region
+from tests.kit.pool_specs import pool_specs
 
 WAIT_S = 30.0
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.protocol.errors import CacheMissError
 from kvferry.protocol.tier_messages import CacheEvict, CacheEvicted, Found, Lookup
-from tests.daemon.tiers.tier_harness import POOL, Engine, Harness, harness, names, settle, until
+from tests.kit.tiers import POOL, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
 

@@ -23,7 +23,7 @@ from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
-from tests.daemon.tiers.tier_harness import UNIT, names, tiers_config
+from tests.kit.tiers import UNIT, names, tiers_config
 
 MINE, THEIRS, ROOT = 1, 2, 0
 

@@ -14,7 +14,7 @@ from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.protocol.errors import DeadlineError
 from kvferry.protocol.tier_messages import Found, Lookup
-from tests.daemon.tiers.tier_harness import UNIT, Engine, Harness, harness, names, settle, until
+from tests.kit.tiers import UNIT, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
 

@@ -29,7 +29,7 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.pool_messages import Allocate, Free, Freed
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
 from kvferry.protocol.transfer_messages import Accepted, Receive
-from tests.daemon.tiers.tier_harness import HYBRID, POOL, UNIT, Engine, Harness, harness, names, new_pool, settle, until
+from tests.kit.tiers import HYBRID, POOL, UNIT, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 ALL = (1, 2, 3, 4, 5, 6, 7, 8)

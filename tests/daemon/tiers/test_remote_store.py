@@ -30,7 +30,7 @@ from kvferry.daemon.tiers.remote_store import (
 from kvferry.pools.tiers.cached_block import BlockKey, Namespace
 from kvferry.protocol.config.schema import RemoteTierConfig
 from kvferry.protocol.errors import ConfigError
-from tests.daemon.tiers.store_harness import (
+from tests.kit.stores import (
     ARENA_BYTES,
     AT,
     NEEDED,

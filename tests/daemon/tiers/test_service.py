@@ -38,7 +38,7 @@ from kvferry.protocol.manifests import DraftSpec, MambaSpec, PoolSpec
 from kvferry.protocol.pool_messages import Allocate, DeletePool, PoolDeleted
 from kvferry.protocol.tier_messages import DropSnapshot, Offload, Offloading, SnapshotDropped, SnapshotReport, Snapshots
 from kvferry.protocol.transfer_messages import Receive
-from tests.daemon.tiers.tier_harness import (
+from tests.kit.tiers import (
     HYBRID,
     POOL,
     SPEC,

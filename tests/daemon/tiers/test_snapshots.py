@@ -31,7 +31,7 @@ from kvferry.protocol.errors import (
     UnknownSnapshotError,
 )
 from kvferry.protocol.manifests import PoolSpec
-from tests.daemon.tiers.tier_harness import HYBRID, SPEC
+from tests.kit.tiers import HYBRID, SPEC
 
 
 def pool_of(spec: PoolSpec, name: str = "pool") -> Pool:

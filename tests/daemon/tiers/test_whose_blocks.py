@@ -25,7 +25,7 @@ from kvferry.protocol.tier_messages import (
     OperationStarted,
     Restore,
 )
-from tests.daemon.tiers.tier_harness import MODEL, POOL, SPEC, Engine, Harness, harness, names, new_pool, settle, until
+from tests.kit.tiers import MODEL, POOL, SPEC, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 

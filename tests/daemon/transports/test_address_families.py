@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
-from tests.daemon.transports.mooncake_harness import mooncake_works
-from tests.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.mooncake import mooncake_works
 
 SPEC = MhaSpec(layers=4, tokens=1024, page_size=16, kv_heads=4, head_dim=64, dtype="float32")
 PATIENCE_S = 20.0

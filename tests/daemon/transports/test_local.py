@@ -34,8 +34,8 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, TransferFailedError
 from kvferry.protocol.manifests import Entry, MhaSpec
-from tests.region_bytes import read_region, write_region
-from tests.transfer.transfer_harness import PAGE_BYTES, TransferHarness
+from tests.kit.bytes import read_region, write_region
+from tests.kit.transfers import PAGE_BYTES, TransferHarness
 
 WAIT_S = 30.0
 ONE_CHUNK = 1 << 20

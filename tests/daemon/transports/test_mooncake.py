@@ -26,7 +26,7 @@ from kvferry.daemon.transports.network_memory import NetworkTuning, open_network
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.config.schema import Config, NetworkConfig
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError, TransferFailedError
-from tests.daemon.transports.mooncake_harness import (
+from tests.kit.mooncake import (
     PROGRESS_TIMEOUT_S,
     WAIT_S,
     Ends,

@@ -27,7 +27,7 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import TransferFailedError
 from kvferry.protocol.manifests import MhaSpec
-from tests.daemon.transports.network_harness import ScriptedNetwork
+from tests.kit.network import ScriptedNetwork
 
 BASE, BOUNCE_BUFFER_BYTES, COUNT = 1 << 20, 4096, 5
 A = Incarnation("tcp://192.0.2.1:7801", "a" * 32)

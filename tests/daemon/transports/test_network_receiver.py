@@ -23,7 +23,7 @@ from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
 from kvferry.pools.planning.plan import PlanSide
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
 from kvferry.protocol.peer_messages import OpEnded, OpRequest, WriteCredit, Written
-from tests.daemon.transports.network_harness import (
+from tests.kit.network import (
     BYTES,
     PAGES,
     SEGMENTS,
@@ -38,7 +38,7 @@ from tests.daemon.transports.network_harness import (
     turns,
     write,
 )
-from tests.transfer.transfer_harness import PAGE_BYTES
+from tests.kit.transfers import PAGE_BYTES
 
 pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
 ANOTHER = Incarnation("tcp://192.0.2.9:7801", "f" * 32)

@@ -19,7 +19,7 @@ from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.protocol.errors import ErrorInfo, GeometryMismatchError, InvalidFieldError, UnknownTransferError
 from kvferry.protocol.peer_messages import OpRequest, WriteCredit, Written
-from tests.daemon.transports.network_harness import (
+from tests.kit.network import (
     BYTES,
     PAGES,
     SEGMENTS,
@@ -29,7 +29,7 @@ from tests.daemon.transports.network_harness import (
     content_at_source,
     network_memory,
 )
-from tests.transfer.transfer_harness import PAGE_BYTES
+from tests.kit.transfers import PAGE_BYTES
 
 pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
 HALF = SEGMENTS // 2

@@ -23,8 +23,8 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol import errors
 from kvferry.protocol.peer_messages import Confirm, Confirmed
 from kvferry.protocol.session_stream import RegionFollows, RegionRequest, SessionRefused, pack
-from tests.daemon.transports.network_harness import ManualExecutor, NetworkHarness, Said, turns
-from tests.scripted.scripted_transport import ScriptedTransport
+from tests.kit.network import ManualExecutor, NetworkHarness, Said, turns
+from tests.kit.scripted_transport import ScriptedTransport
 
 pytestmark = pytest.mark.anyio
 SOMEBODY = 65534

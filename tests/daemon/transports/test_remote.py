@@ -9,8 +9,8 @@ import pytest
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.pull import PullTransport
 from kvferry.daemon.transports.remote import RemoteTransports
-from tests.daemon.transports.network_harness import NetworkHarness
-from tests.scripted.scripted_transport import ScriptedTransport
+from tests.kit.network import NetworkHarness
+from tests.kit.scripted_transport import ScriptedTransport
 
 WAYS = ("ipc", "tcp")
 

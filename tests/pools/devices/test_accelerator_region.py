@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from kvferry.pools.planning.copies import copy_one_by_one, gather, scatter, total_segments
 from kvferry.pools.planning.plan import PlanSide
-from tests.devices import DEVICE, new_region
-from tests.pools.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides
-from tests.region_bytes import fill_region, read_region, write_region
+from tests.kit.bytes import fill_region, read_region, write_region
+from tests.kit.devices import DEVICE, new_region
+from tests.kit.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides
 
 pytestmark = pytest.mark.any_device
 Bytes = npt.NDArray[np.uint8]

@@ -16,9 +16,9 @@ from kvferry.pools.devices.base import Arena, Pending
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, BlockSteps
 from kvferry.protocol.ids import HOST
-from tests.devices import DEVICE, new_region
-from tests.pools.tiers.block_harness import UNTOUCHED, BlockHarness, harnesses
-from tests.region_bytes import read_region, write_region
+from tests.kit.blocks import UNTOUCHED, BlockHarness, harnesses
+from tests.kit.bytes import read_region, write_region
+from tests.kit.devices import DEVICE, new_region
 
 pytestmark = pytest.mark.any_device
 STEP_BYTES = st.integers(1, 300) | st.integers(300, 40_000) | st.just(1 << 20)

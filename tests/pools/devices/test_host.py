@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.pools.devices.host import HostRegion, Pages
 from kvferry.protocol.errors import InvalidFieldError, OutOfMemoryError
-from tests.scripted.reserved_pages import PAGE_BYTES, ReservedPages
+from tests.kit.reserved_pages import PAGE_BYTES, ReservedPages
 
 SIZE = 3 * mmap.PAGESIZE
 KERNEL = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])

@@ -9,7 +9,7 @@ import pytest
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import Component, DraftSpec, Manifest
-from tests.pools.layouts.pool_specs import SWA, changed
+from tests.kit.pool_specs import SWA, changed
 
 
 def layers(manifest: Manifest, component: str, role: str) -> tuple[int, ...]:

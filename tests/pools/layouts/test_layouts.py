@@ -18,7 +18,7 @@ from kvferry.pools.planning.manifest import component_of, space_sizes, spaces_of
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
-from tests.pools.layouts.pool_specs import (
+from tests.kit.pool_specs import (
     JOINED,
     JOINED_MHA,
     MAMBA,

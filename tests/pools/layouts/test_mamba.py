@@ -8,7 +8,7 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.protocol.errors import GeometryMismatchError
 from kvferry.protocol.manifests import Component, DraftSpec, Manifest
-from tests.pools.layouts.pool_specs import MAMBA, changed
+from tests.kit.pool_specs import MAMBA, changed
 
 
 def rank_of(ranks: int, rank: int, total: int = 8) -> Manifest:

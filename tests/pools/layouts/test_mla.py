@@ -14,7 +14,7 @@ from kvferry.pools.layouts.mla import packed_token_bytes
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.protocol.errors import GeometryMismatchError
 from kvferry.protocol.manifests import DraftSpec, Entry, Manifest, MlaSpec
-from tests.pools.layouts.pool_specs import JOINED, MLA, PACKED, changed, mla_specs
+from tests.kit.pool_specs import JOINED, MLA, PACKED, changed, mla_specs
 
 
 def by_role(manifest: Manifest, component: str = "main") -> dict[str, list[Entry]]:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.pools.tiers import arena as arena_module
 from kvferry.pools.tiers.arena import ALLOCATION_UNIT_BYTES as UNIT
 from kvferry.pools.tiers.arena import Arena, NotEnoughError
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 UNITS = 40
 SIZES = st.sampled_from([1, UNIT, UNIT + 64, 3 * UNIT, 7 * UNIT - 1])

@@ -18,7 +18,7 @@ from kvferry.pools.tiers.block_file import (
     namespace_of,
     new_header,
 )
-from tests.pools.tiers.disk_blocks import IDENTITY, LAYOUT, block
+from tests.kit.disk_blocks import IDENTITY, LAYOUT, block
 
 GOLDEN_DIGEST = 14231727065725489589
 

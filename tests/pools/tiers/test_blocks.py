@@ -25,7 +25,7 @@ from kvferry.pools.tiers.blocks import (
 )
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
-from tests.pools.tiers.block_harness import BlockHarness, Bytes, harnesses
+from tests.kit.blocks import BlockHarness, Bytes, harnesses
 
 MOST = 1 << 30
 STEP_BYTES = st.integers(1, 300) | st.integers(300, 40_000)

@@ -21,7 +21,7 @@ from kvferry.pools.tiers import disk
 from kvferry.pools.tiers.block_file import LOCK_FILE, DiskFailedError, MissingBlockError, file_bytes
 from kvferry.pools.tiers.disk import DiskStore, Fsync
 from kvferry.protocol.errors import ConfigError
-from tests.pools.tiers.disk_blocks import Block, block, files_under, read, written
+from tests.kit.disk_blocks import Block, block, files_under, read, written
 
 POLICIES: tuple[Fsync, ...] = ("never", "interval", "block")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskFailedError, MissingBlockError
 from kvferry.pools.tiers.disk import DiskStore
-from tests.pools.tiers.disk_blocks import Block, block, files_under, read, scanned, written
+from tests.kit.disk_blocks import Block, block, files_under, read, scanned, written
 
 
 @pytest.fixture

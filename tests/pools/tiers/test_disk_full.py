@@ -13,7 +13,7 @@ import pytest
 from kvferry.pools.tiers.block_file import DiskFailedError, DiskFullError, MissingBlockError
 from kvferry.pools.tiers.disk import DiskStore
 from kvferry.protocol.errors import ConfigError
-from tests.pools.tiers.disk_blocks import block, files_under, read
+from tests.kit.disk_blocks import block, files_under, read
 
 SIZE_BYTES = 1 << 20
 

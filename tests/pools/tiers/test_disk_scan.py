@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.pools.tiers.block_file import MissingBlockError
 from kvferry.pools.tiers.disk import DiskStore
-from tests.pools.tiers.disk_blocks import Block, block, files_under, read, reopened, scanned
+from tests.kit.disk_blocks import Block, block, files_under, read, reopened, scanned
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ KILLED = """
 import os, sys, signal
 from pathlib import Path
 from kvferry.pools.tiers.disk import DiskStore
-from tests.pools.tiers.disk_blocks import block
+from tests.kit.disk_blocks import block
 store = DiskStore(Path(sys.argv[1]))
 block(1).write_to(store)
 wanted = block(2, page_bytes=100_000)

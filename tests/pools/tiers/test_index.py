@@ -16,7 +16,7 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace,
 from kvferry.pools.tiers.index import OPERATOR, BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind
 from kvferry.pools.tiers.policies import POLICY_NAMES
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 SPACES = [Namespace(1, "d", "i", "main", 1), Namespace(1, "d", "i", "swa", 2), Namespace(2, "d", "i", "main", 1)]
 HASHES = [bytes([number]) * 16 for number in range(6)]

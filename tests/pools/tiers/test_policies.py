@@ -13,7 +13,7 @@ from kvferry.pools.tiers import policies
 from kvferry.pools.tiers.policies import POLICY_NAMES, Deferred, EvictionPolicy, Key, make_policy
 from kvferry.pools.tiers.reuse_policy import Place
 from kvferry.protocol.tier_messages import MAX_HASHES
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 KEYS = st.integers(0, 11)
 ACCESSES = st.lists(KEYS, max_size=120)

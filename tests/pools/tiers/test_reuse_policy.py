@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.pools.tiers.reuse_policy import Place, ReuseRate
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 KEYS = 10
 PARENTS = st.lists(st.integers(-1, KEYS - 1), min_size=KEYS, max_size=KEYS)

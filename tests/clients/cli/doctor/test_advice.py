@@ -19,7 +19,7 @@ from kvferry.clients.cli.doctor.host import User
 from kvferry.clients.cli.doctor.tiers import check_disk_tier
 from kvferry.pools.tiers.block_file import LOCK_FILE
 from tests.clients.cli.doctor.fake_host import WORKER, make_host, needs_of
-from tests.kvferry_command import run_kvferry
+from tests.kit.kvferry_command import run_kvferry
 
 ROOT: Final = Path(__file__).parents[4]
 MODULES_OF_THE_DOCTOR: Final = sorted((ROOT / "clients/cli/doctor").glob("*.py"))

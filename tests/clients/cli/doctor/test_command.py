@@ -16,8 +16,8 @@ from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, run_chil
 from kvferry.clients.cli.doctor.needs import read_needs
 from kvferry.clients.cli.main import main
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, MODERN_KERNEL, limits, make_host, npu_files, script
-from tests.daemons import DaemonProcess
-from tests.kvferry_command import run_kvferry
+from tests.kit.daemons import DaemonProcess
+from tests.kit.kvferry_command import run_kvferry
 
 BASE = {
     "/proc/sys/kernel/osrelease": MODERN_KERNEL,

@@ -26,7 +26,7 @@ from kvferry.protocol import VERSION
 from kvferry.protocol.errors import AccessDeniedError
 from kvferry.protocol.session_messages import DeviceStatus, NetworkStatus, StatusReport, TierStatus
 from tests.clients.cli.doctor.fake_host import make_host
-from tests.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import DaemonProcess, running_daemon
 
 REPORT: Final = StatusReport(
     daemon_version=VERSION, pid=1, uptime_ms=1, draining=False, pools=(), sessions=(), transfers=(), counters={}

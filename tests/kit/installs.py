@@ -1,6 +1,6 @@
 """Kvferry as others get it: built like an index builds it, and installed into environments away from the checkout.
 
-``python -m tests.installs`` downloads what fresh environments need, so that no test asks an index.
+``python -m tests.kit.installs`` downloads what fresh environments need, so that no test asks an index.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[2]
 LAYERS: Final = ("attention", "clients", "daemon", "pools", "protocol")
 
 PYTHONS: Final = ("3.11", "3.12", "3.13")

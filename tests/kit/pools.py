@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from kvferry.clients import AttachedPool, Client, HybridSwaSpec, MhaSpec, ModelIdentity
-from tests.daemons import DaemonProcess
-from tests.devices import DEVICE
+from tests.kit.daemons import DaemonProcess
+from tests.kit.devices import DEVICE
 
 PAGE_SIZE: Final = 4
 SPEC: Final = MhaSpec(

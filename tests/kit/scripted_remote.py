@@ -27,7 +27,7 @@ from kvferry.protocol.errors import (
     raised,
 )
 from kvferry.protocol.peer_messages import Confirm, Confirmed, OpEnded, OpRequest, Segment, WriteCredit, Written
-from tests.region_bytes import read_region, write_region
+from tests.kit.bytes import read_region, write_region
 
 ON_THIS_HOST = "ipc://"
 SEGMENT = Segment(component="main", start=0, pages=1, entries=(0,), heads=((0, 0),))

@@ -14,7 +14,7 @@ from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.events import Finished, Settled
-from tests.transfer.transfer_harness import TransferHarness
+from tests.kit.transfers import TransferHarness
 
 
 class Life(NamedTuple):

@@ -23,9 +23,9 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.config.schema import NetworkConfig
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.peer_messages import Announce, PeerBody, PeerSend, WriteCredit
-from tests.region_bytes import read_region
-from tests.transfer.peer_harness import PeerHarness
-from tests.transfer.transfer_harness import PAGE_BYTES
+from tests.kit.bytes import read_region
+from tests.kit.peers import PeerHarness
+from tests.kit.transfers import PAGE_BYTES
 
 PAGES = 3
 SEGMENTS = PAGES * 4

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from kvferry.protocol.ids import HOST
-from tests.devices import DEVICE
-from tests.forked import Forked
+from tests.kit.devices import DEVICE
+from tests.kit.forked import Forked
 
 Started: TypeAlias = subprocess.Popen[str] | Forked
-REPOSITORY: Final = Path(__file__).resolve().parents[1]
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
 
 def started(

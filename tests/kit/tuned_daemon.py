@@ -1,4 +1,4 @@
-"""``python -m tests.tuned_daemon TUNING …``: ``kvferry daemon …`` that does not choose for itself."""
+"""``python -m tests.kit.tuned_daemon TUNING …``: ``kvferry daemon …`` that does not choose for itself."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import pytest
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.process.fd_store import HolderStore, open_store
 from kvferry.daemon.process.inherited import Inherited
-from tests.started import Started, started
+from tests.kit.started import Started, started
 
 START_S = 30.0
 END_S = 30.0
@@ -76,7 +76,7 @@ def running_daemon(
     file.write_text(config)
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         runtime_dir = Path(folder) / "run"
-        start = COMMAND if tuning is None else ("-m", "tests.tuned_daemon", msgspec.json.encode(tuning).decode())
+        start = COMMAND if tuning is None else ("-m", "tests.kit.tuned_daemon", msgspec.json.encode(tuning).decode())
         command = [*start, "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
         process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {}, prefix, python)
         daemon = DaemonProcess(runtime_dir, process, log)

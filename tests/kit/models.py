@@ -1,4 +1,4 @@
-"""The models of the tests with real engines, as folders in Hugging Face's format: ``python -m tests.models FOLDER``.
+"""The models of the tests with real engines, as folders in Hugging Face's format: ``python -m tests.kit.models FOLDER``.
 
 ``smollm2-135m`` is the demo's converted model, the others are random. ``tiny-mha`` and ``tiny-gqa`` have heads for two
 ranks. ``tiny-mla`` is a MiniCPM3: of SGLang's MLA models it alone always attends to the latent rows. DeepSeek's first
@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MiniCPM3Config
 
 from examples.demo.model import converted_model
-from tests.folders import SMOLLM2, TINY_DEEPSEEK, TINY_GQA, TINY_MHA, TINY_MLA
+from tests.kit.folders import SMOLLM2, TINY_DEEPSEEK, TINY_GQA, TINY_MHA, TINY_MLA
 
 SPREAD: Final = 0.2
 """Of the random weights: ten times the usual, so that a token depends on all the tokens before it."""

@@ -29,9 +29,9 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, PeerLostError
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import PeerBody
-from tests.transfer.peer_network import Connection, Network, ScriptedLinks
-from tests.transfer.scripted_remote import ScriptedRemote, SendingKey
-from tests.transfer.transfer_harness import ORDERS, PAGE_BYTES, Engine, TransferHarness
+from tests.kit.peer_network import Connection, Network, ScriptedLinks
+from tests.kit.scripted_remote import ScriptedRemote, SendingKey
+from tests.kit.transfers import ORDERS, PAGE_BYTES, Engine, TransferHarness
 
 
 class Node(TransferHarness):

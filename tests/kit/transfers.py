@@ -28,9 +28,9 @@ from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Component, Entry, Manifest
 from kvferry.protocol.transfer_messages import Accepted, LayerStep
-from tests.devices import new_region
-from tests.region_bytes import read_pages, write_pages
-from tests.scripted.scripted_transport import ScriptedTransport
+from tests.kit.bytes import read_pages, write_pages
+from tests.kit.devices import new_region
+from tests.kit.scripted_transport import ScriptedTransport
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-REPOSITORY: Final = Path(__file__).resolve().parents[1]
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
 MODELS: Final = REPOSITORY / ".models"
 
 SMOLLM2: Final = "smollm2-135m"

@@ -16,7 +16,7 @@ from kvferry.daemon.process.fd_store import FdStore
 from kvferry.daemon.process.host import configure_logs
 from kvferry.daemon.transports.network_memory import NetworkMemory
 from kvferry.protocol.config.schema import Config, LoggingConfig, ServiceConfig
-from tests.scripted.recording_service_manager import RecordingServiceManager
+from tests.kit.recording_service_manager import RecordingServiceManager
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 CONFIG = Config(service=ServiceConfig(drain_timeout_s=10), logging=LoggingConfig(level="error", format="json"))

@@ -12,7 +12,7 @@ from kvferry import clients
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import HOST
 
-ROOT: Final = Path(__file__).parents[1]
+ROOT: Final = Path(__file__).parents[2]
 
 
 def page(name: str) -> str:

@@ -12,7 +12,7 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
 from kvferry.protocol.manifests import Entry, Manifest, MhaSpec, MlaSpec, PoolSpec
-from tests.pools.layouts.pool_specs import pool_specs
+from tests.kit.pool_specs import pool_specs
 
 Bytes = npt.NDArray[np.uint8]
 UNTOUCHED: Final = 0xEE

@@ -51,8 +51,8 @@ from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import HybridSwaSpec, MhaSpec, PoolSpec
 from kvferry.protocol.pool_messages import Allocate, CreatePool, Free
 from kvferry.protocol.tier_messages import Found, Load, Lookup, Offload, Offloading, OperationStarted, Restore, Store
-from tests.scripted.scripted_copier import ScriptedCopier
-from tests.scripted.scripted_store import ScriptedStore
+from tests.kit.scripted_copier import ScriptedCopier
+from tests.kit.scripted_store import ScriptedStore
 
 UNIT: Final = 4096
 SPEC: Final = MhaSpec(

@@ -25,11 +25,11 @@ from types import TracebackType
 from typing import IO, Final, NoReturn, Self
 
 from kvferry.protocol.ids import HOST
-from tests.devices import DEVICE
+from tests.kit.devices import DEVICE
 
 PRELOADED: Final = ("torch", "kvferry.clients", "kvferry.daemon.daemon")
 PRELOADED_FOR_DEVICES: Final = ("torch", "torch_npu", *PRELOADED[1:])
-REPOSITORY: Final = Path(__file__).resolve().parents[1]
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
 START_S: Final = 240.0
 _STATUS: Final = struct.Struct("<i")
 _MAX_REQUEST: Final = 1 << 20
@@ -129,7 +129,7 @@ class _Server:
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {os.fspath(REPOSITORY)!r}); "]
-        command[-1] += "from tests.forked import main; main()"
+        command[-1] += "from tests.kit.forked import main; main()"
         with theirs:
             modules = PRELOADED if DEVICE.name == HOST else PRELOADED_FOR_DEVICES
             fd = theirs.fileno()
