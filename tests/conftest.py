@@ -22,8 +22,9 @@ import kvferry.clients
 import kvferry.daemon
 from kvferry.clients import Client
 from kvferry.protocol.ids import HOST
+from tests import kit
 from tests.cann_simulator.simulator import Simulator
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 from tests.kit.simulated_host import SimulatedHost
 
@@ -108,22 +109,22 @@ def simulator(request: pytest.FixtureRequest) -> Simulator:
 
 
 @pytest.fixture(scope="module")
-def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
     """Return a daemon that serves a module's tests, with the module's ``CONFIG`` and ``TUNING`` if it has them."""
     config, tuning = getattr(request.module, "CONFIG", ""), getattr(request.module, "TUNING", None)
-    with running_daemon(tmp_path_factory.mktemp("daemon"), config, tuning=tuning) as one:
+    with kit.daemon(config, tuning=tuning) as one:
         yield one
 
 
 @pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
+def client(daemon: Daemon) -> Iterator[Client]:
     """Return a session of an engine with the module's daemon."""
     with Client.connect(daemon.runtime_dir, name="engine") as one:
         yield one
 
 
 @pytest.fixture
-def other(daemon: DaemonProcess) -> Iterator[Client]:
+def other(daemon: Daemon) -> Iterator[Client]:
     """Return another engine's session."""
     with Client.connect(daemon.runtime_dir, name="other") as one:
         yield one

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError
-from tests.kit.daemons import running_daemon
+from tests import kit
 from tests.kit.documents import page, section
 
 TESTS = Path(__file__).parent
@@ -39,10 +39,10 @@ def test_each_bound_follows_from_what_is_there_and_is_reached_by_a_test() -> Non
         assert [name for file, name in named if f"def {name}(" not in (TESTS / file).read_text()] == [], what
 
 
-def test_pools_have_a_bound_in_bytes(tmp_path: Path) -> None:
+def test_pools_have_a_bound_in_bytes() -> None:
     spec = MhaSpec(layers=1, tokens=1 << 14, page_size=16, kv_heads=1, head_dim=8, dtype="float16")  # 512 KiB
     with (
-        running_daemon(tmp_path, f"[pools]\nmax_bytes = {1 << 20}\n") as daemon,
+        kit.daemon(f"[pools]\nmax_bytes = {1 << 20}\n") as daemon,
         Client.connect(daemon.runtime_dir) as client,
     ):
         client.create_pool("first", spec)

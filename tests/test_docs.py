@@ -6,7 +6,6 @@ What only a device can do is run by ``tests/npu/test_docs_on_npu.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 
 from kvferry.clients import AttachedPool, Client, MhaSpec, ModelIdentity, new_request_id, pages
 from kvferry.protocol import errors
-from tests.kit.daemons import running_daemon
+from tests import kit
 from tests.kit.devices import DEVICE
 from tests.kit.documents import Reader, blocks, page, unknown_codes
 
@@ -34,8 +33,8 @@ TABLES, NEXT_STEP = blocks(TEXT, "Graph tables")
 
 
 @pytest.fixture
-def reader(tmp_path: Path, device: str) -> Iterator[Reader]:
-    with running_daemon(tmp_path) as daemon, Client.connect(daemon.runtime_dir, name="reader") as client:
+def reader(device: str) -> Iterator[Reader]:
+    with kit.daemon() as daemon, Client.connect(daemon.runtime_dir, name="reader") as client:
         one = Reader(client, device)
         one.names["spec"] = SPEC
         yield one

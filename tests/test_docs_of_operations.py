@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.clients import Client, MhaSpec
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.documents import blocks, page
 from tests.kit.kvferry_command import COMMAND
 
@@ -28,7 +28,7 @@ DECODE, PREFILL, OFFLOAD, RESTORE = blocks(TEXT, "By hand", "sh")
 class Terminal:
     """A shell that runs one block of the text."""
 
-    def __init__(self, daemon: DaemonProcess, code: str) -> None:
+    def __init__(self, daemon: Daemon, code: str) -> None:
         path = f"{COMMAND.parent}:{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "KVFERRY_RUNTIME_DIR": str(daemon.runtime_dir)}
         self._shell = subprocess.Popen(
@@ -64,7 +64,7 @@ def but_settled(types: list[str]) -> list[str]:
     return [one for one in types if one != "SETTLED"]
 
 
-def test_a_transfer_and_an_offload_by_hand(daemon: DaemonProcess) -> None:
+def test_a_transfer_and_an_offload_by_hand(daemon: Daemon) -> None:
     with Client.connect(daemon.runtime_dir, name="observer") as client:
         source, destination = (client.create_pool(name, SPEC) for name in "pd")
         filled = source.tensor("main", "k").numpy()

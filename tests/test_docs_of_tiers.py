@@ -14,7 +14,7 @@ from kvferry.daemon.services.leases import MAX_LEASES, MAX_PINS
 from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.operations import MAX_OPERATIONS
 from kvferry.protocol.tier_messages import MAX_HASHES
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.documents import ROOT, Reader, blocks, page, section, unknown_codes
 from tests.kit.kvferry_command import run_kvferry
 from tests.kit.pools import Filled
@@ -44,7 +44,7 @@ REUSE, GROW, WINDOWS = blocks(TEXT, "Prefix cache")
 
 
 @pytest.fixture
-def reader(daemon: DaemonProcess) -> Iterator[Reader]:
+def reader(daemon: Daemon) -> Iterator[Reader]:
     with Client.connect(daemon.runtime_dir, name="reader") as client:
         while len(client.status().sessions) > 1:
             client.ping()  # until the last test's pages are back
@@ -81,7 +81,7 @@ def test_operations_come_from_poll(reader: Reader, decode: Filled) -> None:
     assert gone_on == [out]
 
 
-def test_a_transfer_without_pages(daemon: DaemonProcess, reader: Reader, decode: Filled) -> None:
+def test_a_transfer_without_pages(daemon: Daemon, reader: Reader, decode: Filled) -> None:
     with Client.connect(daemon.runtime_dir, name="prefill") as prefill:
         source = Filled(prefill, "prefill", SPEC, MODEL_OF_TEXT)
         sent = prefill.allocate("prefill", 8)
@@ -132,7 +132,7 @@ def test_hybrid_models(reader: Reader) -> None:
     assert (reader.names["main"].blocks, reader.names["usable"]) == (4, False)
 
 
-def test_a_router(daemon: DaemonProcess, reader: Reader, decode: Filled) -> None:
+def test_a_router(daemon: Daemon, reader: Reader, decode: Filled) -> None:
     del decode
     client = reader.client
     hashes = block_hashes(list(range(4 * 128)), 128)

@@ -17,7 +17,7 @@ from typing import Final
 
 import pytest
 
-from tests.kit.daemons import running_daemon
+from tests import kit
 from tests.kit.forked import REPOSITORY
 from tests.kit.installs import (
     PYTHONS,
@@ -50,7 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def transfer(python: Path, tmp_path: Path, *options: str) -> dict[str, str]:
     """Run a daemon, a prefill and a decode engine of one environment; return the versions that they ran by."""
-    with running_daemon(tmp_path, environment={"PYTHONPATH": ""}, python=python) as daemon:
+    with kit.daemon(environment={"PYTHONPATH": ""}, python=python) as daemon:
         run(python.with_name("kvferry"), "ping", "--runtime-dir", daemon.runtime_dir, cwd=tmp_path)
         request_id = uuid.uuid4().hex
         sides = [

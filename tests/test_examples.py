@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients import Client, new_request_id
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SOON_S = 120.0
@@ -17,7 +17,7 @@ CONFIG = "[tiers]\nhost_bytes = 1048576\n"
 REQUESTS = 8  # of three pages each; the pools have sixteen
 
 
-def started(daemon: DaemonProcess, script: str, *arguments: str) -> subprocess.Popen[str]:
+def started(daemon: Daemon, script: str, *arguments: str) -> subprocess.Popen[str]:
     """Start an example."""
     command = [sys.executable, str(EXAMPLES / script), *arguments, "--runtime-dir", str(daemon.runtime_dir)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -33,7 +33,7 @@ def lines(example: subprocess.Popen[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("prefill", "decode"), [("scheduler.py", "async_engine.py"), ("async_engine.py", "scheduler.py")]
 )
-def test_two_engines_hand_requests_over(daemon: DaemonProcess, prefill: str, decode: str) -> None:
+def test_two_engines_hand_requests_over(daemon: Daemon, prefill: str, decode: str) -> None:
     request_ids = [new_request_id() for _ in range(REQUESTS)]
     engines = [started(daemon, prefill, "prefill", *request_ids), started(daemon, decode, "decode", *request_ids)]
     sent, received = (lines(one) for one in engines)
@@ -44,13 +44,13 @@ def test_two_engines_hand_requests_over(daemon: DaemonProcess, prefill: str, dec
         assert {(one.pool, one.free) for one in status.pools} >= {("prefill", 16), ("decode", 16)}
 
 
-def test_tiers(daemon: DaemonProcess) -> None:
+def test_tiers(daemon: Daemon) -> None:
     resumed, loaded = lines(started(daemon, "tiers.py"))
     assert resumed.endswith("identical=True")
     assert loaded == "loaded 2 of 4 blocks, identical=True"
 
 
-def test_what_is_wrong_is_said_with_its_remedy(daemon: DaemonProcess) -> None:
+def test_what_is_wrong_is_said_with_its_remedy(daemon: Daemon) -> None:
     example = started(daemon, "scheduler.py", "prefill", "abcd")
     printed, _ = example.communicate(timeout=SOON_S)
     assert example.returncode == 1

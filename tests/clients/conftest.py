@@ -9,16 +9,17 @@ from contextlib import ExitStack
 import pytest
 
 from kvferry.clients import AsyncClient, Client, MhaSpec
+from tests import kit
 from tests.kit.blocking import connected
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import Daemon
 
 _numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon() -> Iterator[Daemon]:
     """Return a daemon that serves."""
-    with running_daemon(tmp_path_factory.mktemp("clients")) as one:
+    with kit.daemon() as one:
         yield one
 
 
@@ -37,7 +38,7 @@ def spec() -> MhaSpec:
 
 
 @pytest.fixture(params=[Client, AsyncClient], ids=["sync", "async"])
-def connect(request: pytest.FixtureRequest, daemon: DaemonProcess) -> Iterator[Callable[[str], Client]]:
+def connect(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Callable[[str], Client]]:
     """Return what connects a client of that name, of either kind; closed at the end."""
     with ExitStack() as stack:
         yield lambda name: stack.enter_context(connected(request.param, daemon.runtime_dir, name=name))

@@ -41,8 +41,9 @@ from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
 from kvferry.protocol.table_messages import UpdateTables
 from kvferry.protocol.tier_messages import HASH_BYTES, Load, Lookup, Offload, Restore, Store
 from kvferry.protocol.transfer_messages import Abandon, Receive, Send
+from tests import kit
 from tests.kit.cutting_proxy import CuttingProxy, cutting_proxy
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 
 CONFIG: Final = "[service]\nresume_grace_s = 60.0\n[tiers]\nhost_bytes = 1048576\n"
@@ -195,14 +196,14 @@ class Engine(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon() -> Iterator[Daemon]:
     """Return a daemon that keeps sessions."""
-    with running_daemon(tmp_path_factory.mktemp("arguments"), CONFIG) as one:
+    with kit.daemon(CONFIG) as one:
         yield one
 
 
 @pytest.fixture(scope="module", params=[Client, AsyncClient], ids=["sync", "async"])
-def engine(request: pytest.FixtureRequest, daemon: DaemonProcess) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Engine]:
     """Return an engine with a client of each kind, which can be cut off."""
     told: list[Reconnected] = []
     kind: type[Client | AsyncClient] = request.param

@@ -25,7 +25,8 @@ from kvferry.protocol.errors import (
     UnknownLeaseError,
 )
 from kvferry.protocol.tier_messages import HASH_BYTES
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import run_kvferry
 from tests.kit.pools import HYBRID, MODEL, Filled, arena_of, hashes
 
@@ -119,7 +120,7 @@ def test_what_makes_no_sense_is_refused(client: Client, pool: Filled, name: str)
 
 
 @pytest.mark.host_only
-def test_a_lease_ends_with_its_load_however_that_ends(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+def test_a_lease_ends_with_its_load_however_that_ends(daemon: Daemon, client: Client, pool: Filled) -> None:
     marked = pool.write(ids := client.allocate(pool.name, 2), seed=21)
     client.wait_done(client.store(pool.name, hashes(2), ids))
     found = client.lookup(pool.name, hashes(2))
@@ -139,7 +140,7 @@ def _until_unpinned(client: Client) -> None:
         client.ping()
 
 
-def _flip(daemon: DaemonProcess, content: bytes) -> None:
+def _flip(daemon: Daemon, content: bytes) -> None:
     """Flip a bit in the middle of these bytes in the host tier."""
     with arena_of(daemon) as memory:
         at = memory.find(content)
@@ -148,7 +149,7 @@ def _flip(daemon: DaemonProcess, content: bytes) -> None:
 
 
 @pytest.mark.host_only
-def test_the_command_line(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+def test_the_command_line(daemon: Daemon, client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 2)
     client.wait_done(client.store(pool.name, hashes(2), ids))
     snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
@@ -174,7 +175,7 @@ def test_the_command_line(daemon: DaemonProcess, client: Client, pool: Filled) -
 
 
 @pytest.mark.host_only
-def test_watching_prints_a_line_a_change(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+def test_watching_prints_a_line_a_change(daemon: Daemon, client: Client, pool: Filled) -> None:
     cursor = client.cache_cursor()
     command = [sys.executable, "-P", "-m", "kvferry.clients.cli.main", "cache", "watch", "--from", str(cursor)]
     with subprocess.Popen([*command, "--runtime-dir", daemon.runtime_dir], stdout=subprocess.PIPE) as watching:
@@ -188,9 +189,9 @@ def test_watching_prints_a_line_a_change(daemon: DaemonProcess, client: Client, 
 
 
 @pytest.mark.host_only
-def test_without_a_host_tier_everything_says_so(tmp_path: Path, name: str) -> None:
+def test_without_a_host_tier_everything_says_so(name: str) -> None:
     with (
-        running_daemon(tmp_path, "[tiers]\nhost_bytes = 0\n") as daemon,
+        kit.daemon("[tiers]\nhost_bytes = 0\n") as daemon,
         Client.connect(daemon.runtime_dir, name="engine") as client,
     ):
         pool = Filled(client, name)
@@ -209,7 +210,7 @@ def test_blocks_on_disk_survive_a_restart_and_damage_is_a_miss(tmp_path: Path, n
     folder.mkdir(mode=0o700)
     config = f'[tiers]\nhost_bytes = {8 * UNIT}\n[tiers.disk]\npath = "{folder}"\n'
     names = hashes(6)
-    with running_daemon(tmp_path, config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as client:
+    with kit.daemon(config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as client:
         pool = Filled(client, name)
         ids = client.allocate(name, 6)
         content = pool.write(ids, seed=10)
@@ -225,7 +226,7 @@ def test_blocks_on_disk_survive_a_restart_and_damage_is_a_miss(tmp_path: Path, n
     bytes_on_disk = bytearray(damaged.read_bytes())
     bytes_on_disk[-80] ^= 1
     damaged.write_bytes(bytes_on_disk)
-    with running_daemon(tmp_path, config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as client:
+    with kit.daemon(config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as client:
         pool = Filled(client, name)
         _until_on_disk(client, 1, 6)
         found = client.lookup(name, names)
@@ -254,7 +255,7 @@ def _until_on_disk(client: Client, cursor: int, count: int) -> None:
         count -= sum(len(one.hashes) // HASH_BYTES for one in on_disk)
 
 
-def test_an_engine_that_is_killed_leaves_nothing_behind(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+def test_an_engine_that_is_killed_leaves_nothing_behind(daemon: Daemon, client: Client, pool: Filled) -> None:
     client.wait_done(client.store(pool.name, hashes(4), client.allocate(pool.name, 4)))
     script = (
         "import os, sys; from kvferry.clients import Client, pages\n"

@@ -37,8 +37,9 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.session_messages import Status
 from kvferry.protocol.transfer_messages import Direction
+from tests import kit
 from tests.kit.blocking import connected
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 
 pytestmark = pytest.mark.any_device
@@ -47,7 +48,7 @@ SOON_S: Final = 10.0
 SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 
 
-def test_what_a_daemon_shows(daemon: DaemonProcess, client: Client, name: str) -> None:
+def test_what_a_daemon_shows(daemon: Daemon, client: Client, name: str) -> None:
     welcome = client.welcome
     assert welcome is not None
     assert (welcome.protocol, len(client.boot_id)) == (3, 32)
@@ -69,8 +70,8 @@ def test_no_daemon(tmp_path: Path, kind: type[Client | AsyncClient], *, session:
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_call_that_is_not_answered_says_how_long_it_had(tmp_path: Path, kind: type[Client | AsyncClient]) -> None:
-    with running_daemon(tmp_path) as own, connected(kind, own.runtime_dir) as client:
+def test_a_call_that_is_not_answered_says_how_long_it_had(kind: type[Client | AsyncClient]) -> None:
+    with kit.daemon() as own, connected(kind, own.runtime_dir) as client:
         own.process.send_signal(signal.SIGSTOP)
         try:
             with pytest.raises(DeadlineError, match=r"did not come within 0\.05 s\b"):
@@ -413,8 +414,8 @@ def test_poll_tells_each_change_once(engines: TwoEngines) -> None:
     assert engines.decode.poll() == []
 
 
-def test_poll_0_does_not_wait_even_for_a_daemon_that_stands_still(tmp_path: Path, spec: MhaSpec) -> None:
-    with running_daemon(tmp_path) as own, Client.connect(own.runtime_dir) as client:
+def test_poll_0_does_not_wait_even_for_a_daemon_that_stands_still(spec: MhaSpec) -> None:
+    with kit.daemon() as own, Client.connect(own.runtime_dir) as client:
         client.create_pool("decode", spec, device=DEVICE.name)
         ids = client.allocate("decode", 1)
         own.process.send_signal(signal.SIGSTOP)
@@ -446,8 +447,8 @@ CALLS: Final[tuple[Callable[[Any, Any], Any], ...]] = (
 )
 
 
-def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path) -> None:
-    with running_daemon(tmp_path) as own, ThreadPoolExecutor(len(CALLS)) as threads, ExitStack() as stack:
+def test_every_wait_ends_at_once_when_the_daemon_is_killed() -> None:
+    with kit.daemon() as own, ThreadPoolExecutor(len(CALLS)) as threads, ExitStack() as stack:
         clients, transfers = [], []
         for _ in CALLS:
             clients.append(client := stack.enter_context(Client.connect(own.runtime_dir, reconnect=False)))
@@ -468,8 +469,8 @@ def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path) -> No
 
 @pytest.mark.anyio
 @pytest.mark.both_loops
-async def test_every_wait_of_a_loop_ends_at_once_when_the_daemon_is_killed(tmp_path: Path) -> None:
-    with running_daemon(tmp_path) as own:
+async def test_every_wait_of_a_loop_ends_at_once_when_the_daemon_is_killed() -> None:
+    with kit.daemon() as own:
         async with AsyncClient.connect(own.runtime_dir, reconnect=False) as client:
             await client.create_pool("decode", SPEC, device=DEVICE.name)
             transfer = client.receive("decode", new_request_id(), [pages(await client.allocate("decode", 1))])
@@ -489,8 +490,8 @@ async def test_every_wait_of_a_loop_ends_at_once_when_the_daemon_is_killed(tmp_p
                 client.send("decode", new_request_id(), [pages([1])])
 
 
-def test_the_memory_stays_when_the_daemon_is_killed(tmp_path: Path, spec: MhaSpec) -> None:
-    with running_daemon(tmp_path) as own, Client.connect(own.runtime_dir, reconnect=False) as client:
+def test_the_memory_stays_when_the_daemon_is_killed(spec: MhaSpec) -> None:
+    with kit.daemon() as own, Client.connect(own.runtime_dir, reconnect=False) as client:
         k = client.create_pool("decode", spec, device=DEVICE.name).tensor("main", "k")
         k.fill_(3)
         own.kill()
@@ -531,7 +532,7 @@ def test_tables_that_cannot_be_mapped_are_given_up(client: Client, name: str, mo
 
 @pytest.mark.anyio
 @pytest.mark.both_loops
-async def test_many_transfers_at_once(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
+async def test_many_transfers_at_once(daemon: Daemon, name: str, spec: MhaSpec) -> None:
     async def transfer(number: int) -> int | None:
         request_id, payload = new_request_id(), b"%d" % number
         receiving = decode.receive(name, request_id, [pages(received[number : number + 1])])
@@ -549,7 +550,7 @@ async def test_many_transfers_at_once(daemon: DaemonProcess, name: str, spec: Mh
 
 @pytest.mark.anyio
 @pytest.mark.both_loops
-async def test_a_cancelled_call_leaves_nothing_behind(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
+async def test_a_cancelled_call_leaves_nothing_behind(daemon: Daemon, name: str, spec: MhaSpec) -> None:
     async with AsyncClient.connect(daemon.runtime_dir) as client:
         await client.create_pool(name, spec, device=DEVICE.name)
         waits_for_a_change = client.cache_events(await client.cache_cursor(), timeout_s=SOON_S)

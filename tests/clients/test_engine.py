@@ -15,7 +15,8 @@ from kvferry.protocol.errors import CancelledError, ClientClosedError, PageOutOf
 from kvferry.protocol.session_messages import Status, StatusReport
 from kvferry.protocol.tier_messages import CancelOperation, Unpin
 from kvferry.protocol.transfer_messages import Abandon, Cancel
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 
 SPEC: Final = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
 MANY: Final = 400
@@ -23,13 +24,13 @@ MANY: Final = 400
 
 
 @pytest.fixture
-def kept_daemon() -> Iterator[RestartedDaemon]:
-    with restarted_daemon() as one:
+def kept_daemon() -> Iterator[Daemon]:
+    with kit.daemon(keep=True) as one:
         yield one
 
 
 @pytest.fixture
-def engine(kept_daemon: RestartedDaemon) -> Iterator[Engine]:
+def engine(kept_daemon: Daemon) -> Iterator[Engine]:
     one = Engine("engine", str(kept_daemon.runtime_dir))
     yield one
     one.close()
@@ -104,7 +105,7 @@ def test_what_a_step_collects_is_refused_where_the_client_is_given_up(engine: En
     assert isinstance(waiting.error, ClientClosedError)
 
 
-def test_a_word_waits_for_the_daemon_to_be_back(engine: Engine, kept_daemon: RestartedDaemon) -> None:
+def test_a_word_waits_for_the_daemon_to_be_back(engine: Engine, kept_daemon: Daemon) -> None:
     request_id = new_request_id()
     kept_daemon.end()
     engine.say(asked(Abandon(request_id=request_id, direction="receive", reason="nobody comes")))

@@ -18,7 +18,7 @@ from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, PeerLo
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import EVENT_RING_SLOTS
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 
 pytestmark = pytest.mark.any_device
@@ -134,7 +134,7 @@ def test_a_closed_ring_records_nothing(memory: Memory) -> None:
 class Sides:
     """A prefill and a decode client, their pools, prefill's ring and a step of it that all layers wait for."""
 
-    def __init__(self, daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
+    def __init__(self, daemon: Daemon, name: str, spec: MhaSpec) -> None:
         self.source, self.destination = f"{name}-send", f"{name}-receive"
         self.prefill = Client.connect(daemon.runtime_dir, name="prefill")
         self.decode = Client.connect(daemon.runtime_dir, name="decode")
@@ -174,7 +174,7 @@ BOTH_OPEN: Final = [("receive", "open"), ("send", "open")]
 
 
 @pytest.fixture
-def sides(daemon: DaemonProcess, name: str, spec: MhaSpec) -> Iterator[Sides]:
+def sides(daemon: Daemon, name: str, spec: MhaSpec) -> Iterator[Sides]:
     """Return two clients of one daemon."""
     with contextlib.closing(Sides(daemon, name, spec)) as both:
         yield both

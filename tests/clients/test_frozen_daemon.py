@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -16,7 +15,8 @@ import pytest
 from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
 from kvferry.clients.cli.cache import cache
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, KvferryError
-from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.kvferry_command import COMMAND
 
 TIMEOUT_S: Final = 0.3
@@ -35,9 +35,9 @@ COMMANDS: Final = (
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+def daemon() -> Iterator[Daemon]:
     """Return a daemon that may be stopped; in the end it goes on."""
-    with running_daemon(tmp_path) as one:
+    with kit.daemon() as one:
         try:
             yield one
         finally:
@@ -53,7 +53,7 @@ def fails_in_time(action: Callable[[], object], expected: type[KvferryError]) ->
 
 
 @pytest.mark.parametrize("session", [True, False])
-def test_connecting_takes_no_longer_than_it_may(daemon: DaemonProcess, *, session: bool) -> None:
+def test_connecting_takes_no_longer_than_it_may(daemon: Daemon, *, session: bool) -> None:
     daemon.process.send_signal(signal.SIGSTOP)
 
     def connect() -> Client:
@@ -70,7 +70,7 @@ def test_connecting_takes_no_longer_than_it_may(daemon: DaemonProcess, *, sessio
         assert "stopped or hangs" in said
 
 
-def test_calls_and_the_end_of_a_client_take_no_longer(daemon: DaemonProcess) -> None:
+def test_calls_and_the_end_of_a_client_take_no_longer(daemon: Daemon) -> None:
     client = Client.connect(daemon.runtime_dir)
     client.create_pool("pool", SPEC)
     ids = client.allocate("pool", 1)
@@ -85,7 +85,7 @@ def test_calls_and_the_end_of_a_client_take_no_longer(daemon: DaemonProcess) -> 
     assert time.monotonic() - started < TIMEOUT_S + MARGIN_S
 
 
-def test_a_command_of_the_cache_that_has_connected_takes_no_longer(daemon: DaemonProcess) -> None:
+def test_a_command_of_the_cache_that_has_connected_takes_no_longer(daemon: Daemon) -> None:
     def freeze(client: Client, _: argparse.Namespace) -> int:
         daemon.process.send_signal(signal.SIGSTOP)
         return len(list(client.cached_blocks()))
@@ -94,7 +94,7 @@ def test_a_command_of_the_cache_that_has_connected_takes_no_longer(daemon: Daemo
     assert "did not answer within 2 s" in fails_in_time(lambda: cache(options), DeadlineError)
 
 
-def test_a_watch_of_the_cache_ends_where_the_daemon_does_not_answer_any_more(daemon: DaemonProcess) -> None:
+def test_a_watch_of_the_cache_ends_where_the_daemon_does_not_answer_any_more(daemon: Daemon) -> None:
     command = [str(COMMAND), "cache", "watch", "--runtime-dir", str(daemon.runtime_dir), "--timeout", "2"]
     with Client.connect(daemon.runtime_dir) as looker:
         watching = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -107,7 +107,7 @@ def test_a_watch_of_the_cache_ends_where_the_daemon_does_not_answer_any_more(dae
         assert time.monotonic() - started < TIMEOUT_S + MARGIN_S
 
 
-def test_commands_take_no_longer(daemon: DaemonProcess) -> None:
+def test_commands_take_no_longer(daemon: Daemon) -> None:
     daemon.process.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     options = ("--runtime-dir", str(daemon.runtime_dir), "--timeout", str(TIMEOUT_S))

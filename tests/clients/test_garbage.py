@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 
 SOON_S = 20.0
 HEAD = """
@@ -29,14 +29,14 @@ print("gone")
 """
 
 
-def run(daemon: DaemonProcess, code: str) -> subprocess.CompletedProcess[str]:
+def run(daemon: Daemon, code: str) -> subprocess.CompletedProcess[str]:
     """Run a program with the daemon's folder as its argument, and wait for its end."""
     command = [sys.executable, "-P", "-c", code, str(daemon.runtime_dir)]
     return subprocess.run(command, capture_output=True, text=True, timeout=SOON_S, check=False)
 
 
 @pytest.mark.parametrize("kind", CONNECT)
-def test_a_dropped_client_ends_its_session_and_hangs_nobody(daemon: DaemonProcess, kind: str) -> None:
+def test_a_dropped_client_ends_its_session_and_hangs_nobody(daemon: Daemon, kind: str) -> None:
     ended = run(daemon, "\n".join((HEAD, CONNECT[kind], COLLECT)))
     assert (ended.returncode, ended.stdout) == (0, "gone\n"), ended.stderr
 
@@ -55,6 +55,6 @@ print(os.waitstatus_to_exitcode(status), [one.name for one in client.status().se
 """
 
 
-def test_a_child_that_drops_its_copy_leaves_the_parents_session(daemon: DaemonProcess) -> None:
+def test_a_child_that_drops_its_copy_leaves_the_parents_session(daemon: Daemon) -> None:
     ended = run(daemon, HEAD + DROP_IN_CHILD)
     assert (ended.returncode, ended.stdout) == (0, "0 ['parent']\n"), ended.stderr

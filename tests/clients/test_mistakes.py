@@ -68,8 +68,9 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.session_messages import Ping
+from tests import kit
 from tests.kit.blocking import Blocking, connected
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import Daemon
 
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 RID: Final = new_request_id()
@@ -118,14 +119,14 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def own_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def own_daemon() -> Iterator[Daemon]:
     """Return a daemon that knows no other pools."""
-    with running_daemon(tmp_path_factory.mktemp("mistakes"), "[tiers]\nhost_bytes = 1048576\n") as one:
+    with kit.daemon("[tiers]\nhost_bytes = 1048576\n") as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def engines(own_daemon: DaemonProcess) -> Iterator[dict[type[Any], Engine]]:
+def engines(own_daemon: Daemon) -> Iterator[dict[type[Any], Engine]]:
     """Return an engine of either kind."""
     with ExitStack() as stack:
         yield {kind: Engine(stack, own_daemon.runtime_dir, kind) for kind in (Client, AsyncClient)}
@@ -384,7 +385,7 @@ def test_no_mistake_has_left_anything(engine: Engine) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_unawaited_call_as_an_argument_is_named(own_daemon: DaemonProcess) -> None:
+async def test_an_unawaited_call_as_an_argument_is_named(own_daemon: Daemon) -> None:
     async with AsyncClient.connect(own_daemon.runtime_dir) as client:
         unawaited = client.allocate("AsyncClient", 1)
         with contextlib.closing(unawaited), pytest.raises(InvalidFieldError, match="await it first") as raised:
@@ -403,7 +404,7 @@ async def test_an_unawaited_call_as_an_argument_is_named(own_daemon: DaemonProce
         "c.boot_id",
     ],
 )
-def test_a_client_that_nobody_awaited_is_named(own_daemon: DaemonProcess, use: str) -> None:
+def test_a_client_that_nobody_awaited_is_named(own_daemon: Daemon, use: str) -> None:
     with contextlib.closing(AsyncClient.connect(own_daemon.runtime_dir)) as connecting:
         with pytest.raises(MisuseError, match="await it first"):
             eval(use, globals(), {"c": connecting})  # noqa: S307  our own text
@@ -420,7 +421,7 @@ AWAITED: Final[dict[str, Callable[[Any], Any]]] = {
 @pytest.mark.anyio
 @pytest.mark.parametrize("first", AWAITED)
 @pytest.mark.parametrize("second", AWAITED)
-async def test_a_connection_is_awaited_once(own_daemon: DaemonProcess, first: str, second: str) -> None:
+async def test_a_connection_is_awaited_once(own_daemon: Daemon, first: str, second: str) -> None:
     connecting = AsyncClient.connect(own_daemon.runtime_dir)
     async with await AWAITED[first](connecting) as client:
         with pytest.raises(MisuseError, match="already awaited: keep the client"):
@@ -428,7 +429,7 @@ async def test_a_connection_is_awaited_once(own_daemon: DaemonProcess, first: st
         assert await client.ping() > 0
 
 
-def test_a_synchronous_client_is_entered_by_with(own_daemon: DaemonProcess) -> None:
+def test_a_synchronous_client_is_entered_by_with(own_daemon: Daemon) -> None:
     async def enter(client: Client) -> None:
         async with client:
             pass
@@ -438,7 +439,7 @@ def test_a_synchronous_client_is_entered_by_with(own_daemon: DaemonProcess) -> N
 
 
 @pytest.mark.anyio
-async def test_an_asynchronous_client_is_entered_by_async_with(own_daemon: DaemonProcess) -> None:
+async def test_an_asynchronous_client_is_entered_by_async_with(own_daemon: Daemon) -> None:
     connecting = AsyncClient.connect(own_daemon.runtime_dir)
     for one in (connecting, await AsyncClient.connect(own_daemon.runtime_dir)):
         with pytest.raises(MisuseError, match="async with AsyncClient"), one:

@@ -28,7 +28,8 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.transfer_messages import Cancel
-from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.devices import DEVICE
 from tests.kit.pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, PAGE_SIZE, SPEC, Filled, arena_of, hashes
 
@@ -131,7 +132,7 @@ def test_an_operation_waits_for_what_still_uses_its_pages(client: Client, pool: 
         client.drop_snapshot(one)
 
 
-def test_a_transfer_lands_in_the_host_tier_and_is_restored(client: Client, daemon: DaemonProcess, name: str) -> None:
+def test_a_transfer_lands_in_the_host_tier_and_is_restored(client: Client, daemon: Daemon, name: str) -> None:
     with Client.connect(daemon.runtime_dir, name="decode") as decode:
         source, target = Filled(client, f"{name}-prefill"), Filled(decode, f"{name}-decode", LARGER)
         ids = client.allocate(source.name, 6)
@@ -155,11 +156,11 @@ def test_a_transfer_lands_in_the_host_tier_and_is_restored(client: Client, daemo
 
 
 @pytest.mark.host_only
-def test_a_transfer_of_another_daemon_lands_in_the_host_tier(client: Client, pool: Filled, tmp_path: Path) -> None:
+def test_a_transfer_of_another_daemon_lands_in_the_host_tier(client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 6)
     content = pool.write(ids, seed=12)
     here = client.status().addresses[0]
-    with running_daemon(tmp_path) as there, Client.connect(there.runtime_dir, name="decode") as decode:
+    with kit.daemon() as there, Client.connect(there.runtime_dir, name="decode") as decode:
         target = Filled(decode, "decode", LARGER)
         request_id = new_request_id()
         wanted = [pages_wanted(6, tokens=23)]
@@ -172,10 +173,10 @@ def test_a_transfer_of_another_daemon_lands_in_the_host_tier(client: Client, poo
 
 
 @pytest.mark.host_only
-def test_another_daemon_gives_up_the_memory_of_a_deleted_pool(client: Client, name: str, tmp_path: Path) -> None:
+def test_another_daemon_gives_up_the_memory_of_a_deleted_pool(client: Client, name: str) -> None:
     pool = Filled(client, name)
     ids, here, request_id = client.allocate(name, 6), client.status().addresses[0], new_request_id()
-    with running_daemon(tmp_path) as there, Client.connect(there.runtime_dir, name="decode") as decode:
+    with kit.daemon() as there, Client.connect(there.runtime_dir, name="decode") as decode:
         target = Filled(decode, "decode")
         received = decode.allocate("decode", 6)
         transfer = decode.receive("decode", request_id, [pages(received)], source_daemons=[here])
@@ -191,7 +192,7 @@ def test_another_daemon_gives_up_the_memory_of_a_deleted_pool(client: Client, na
 
 
 def test_a_restore_that_waits_for_pages_ends_with_its_pool(
-    client: Client, daemon: DaemonProcess, pool: Filled, name: str
+    client: Client, daemon: Daemon, pool: Filled, name: str
 ) -> None:
     ids = client.allocate(pool.name, 2)
     snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
@@ -206,11 +207,11 @@ def test_a_restore_that_waits_for_pages_ends_with_its_pool(
 
 
 @contextlib.contextmanager
-def full_tier(folder: Path) -> Iterator[tuple[Client, Filled, PageIds]]:
+def full_tier() -> Iterator[tuple[Client, Filled, PageIds]]:
     """Run a daemon whose host tier is full of blocks; yield a client, its pool and all of its pages."""
     blocks = TIER_BYTES // ALLOCATION_UNIT_BYTES
     with (
-        running_daemon(folder, f"[tiers]\nhost_bytes = {TIER_BYTES}\n") as daemon,
+        kit.daemon(f"[tiers]\nhost_bytes = {TIER_BYTES}\n") as daemon,
         Client.connect(daemon.runtime_dir) as client,
     ):
         pool = Filled(client, "pool", msgspec.structs.replace(SPEC, tokens=(blocks + 1) * PAGE_SIZE))
@@ -221,8 +222,8 @@ def full_tier(folder: Path) -> Iterator[tuple[Client, Filled, PageIds]]:
 
 
 @pytest.mark.host_only
-def test_a_transfer_lands_in_a_tier_that_is_full_of_blocks_or_waits_for_room_in_vain(tmp_path: Path) -> None:
-    with full_tier(tmp_path) as (client, pool, ids):
+def test_a_transfer_lands_in_a_tier_that_is_full_of_blocks_or_waits_for_room_in_vain() -> None:
+    with full_tier() as (client, pool, ids):
         content = pool.write(ids[:100], seed=1)
         request_id, wanted = new_request_id(), [pages_wanted(100)]
         with client.batched() as step:  # so it still waits
@@ -238,8 +239,8 @@ def test_a_transfer_lands_in_a_tier_that_is_full_of_blocks_or_waits_for_room_in_
 
 
 @pytest.mark.host_only
-def test_pages_are_an_operations_own_while_it_waits_for_room(tmp_path: Path) -> None:
-    with full_tier(tmp_path) as (client, pool, ids):
+def test_pages_are_an_operations_own_while_it_waits_for_room() -> None:
+    with full_tier() as (client, pool, ids):
         content = pool.write(ids[:200], seed=1)
         with client.batched() as step:  # so both still wait when their pages go back
             stored = step.store("pool", hashes(200, salt=1), ids[:200])
@@ -300,11 +301,11 @@ def test_groups_and_lists_with_gaps_land_in_the_host_tier(client: Client, name: 
 
 
 @pytest.mark.host_only
-def test_what_no_list_fills_is_not_what_the_tier_held_before(tmp_path: Path) -> None:
+def test_what_no_list_fills_is_not_what_the_tier_held_before() -> None:
     """A page of one group has nothing in an array that only the other group has: no byte of others' KV, either."""
     spec = msgspec.structs.replace(GROUPED, layers=3, groups=((0, 1), (2,)))
     with (
-        running_daemon(tmp_path, f"[tiers]\nhost_bytes = {TIER_BYTES}\n") as daemon,
+        kit.daemon(f"[tiers]\nhost_bytes = {TIER_BYTES}\n") as daemon,
         Client.connect(daemon.runtime_dir) as client,
     ):
         pool = Filled(client, "pool", spec)

@@ -22,9 +22,10 @@ from kvferry.clients.connection import Reconnected
 from kvferry.clients.core.followed import Transfer
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, SessionLostError
 from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
+from tests import kit
 from tests.kit.blocking import connected
 from tests.kit.cutting_proxy import CuttingProxy, cutting_proxy
-from tests.kit.daemons import COMMAND, END_S, DaemonProcess, running_daemon, soon, start_and_wait_until_ready
+from tests.kit.daemons import END_S, USERS_COMMAND, Daemon, soon, start_and_wait_until_ready
 
 CONFIG: Final = "[service]\nresume_grace_s = 60.0\n[tiers]\nhost_bytes = 1048576\n"
 SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
@@ -37,14 +38,14 @@ BOTH: Final = (CONTROL_SOCKET, SESSION_SOCKET)
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon() -> Iterator[Daemon]:
     """Return a daemon that keeps sessions."""
-    with running_daemon(tmp_path_factory.mktemp("reconnecting"), CONFIG) as one:
+    with kit.daemon(CONFIG) as one:
         yield one
 
 
 @pytest.fixture
-def proxy(daemon: DaemonProcess) -> Iterator[CuttingProxy]:
+def proxy(daemon: Daemon) -> Iterator[CuttingProxy]:
     """Return a proxy before the daemon."""
     with (
         tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
@@ -54,7 +55,7 @@ def proxy(daemon: DaemonProcess) -> Iterator[CuttingProxy]:
 
 
 @pytest.fixture
-def other(daemon: DaemonProcess) -> Iterator[Client]:
+def other(daemon: Daemon) -> Iterator[Client]:
     """Return a client that nothing cuts, and the pools."""
     with Client.connect(daemon.runtime_dir, name="other") as one:
         one.create_pool("source", SPEC)
@@ -69,11 +70,11 @@ def name() -> str:
 
 
 @contextmanager
-def again(daemon: DaemonProcess, config: str) -> Iterator[None]:
+def again(daemon: Daemon, config: str) -> Iterator[None]:
     """Start a daemon that adopts nothing where another one was."""
     file = daemon.log.with_name("again.toml")
     file.write_text(config)
-    command = [*COMMAND, "--config", os.fspath(file), "--runtime-dir", os.fspath(daemon.runtime_dir)]
+    command = [*USERS_COMMAND, "--config", os.fspath(file), "--runtime-dir", os.fspath(daemon.runtime_dir)]
     notify = daemon.runtime_dir.with_name("notify-again")
     process = start_and_wait_until_ready(command, notify, daemon.log.with_name("again.log"), {})
     try:
@@ -271,7 +272,7 @@ def test_a_request_that_breaks_every_connection_is_given_up(
 
 @KINDS
 def test_what_was_taken_for_nobody_is_given_back(
-    daemon: DaemonProcess, other: Client, kind: type[Client | AsyncClient], name: str
+    daemon: Daemon, other: Client, kind: type[Client | AsyncClient], name: str
 ) -> None:
     """The pages of an ALLOCATE whose caller has given up come back as soon as the daemon answers."""
     with connected(kind, daemon.runtime_dir, name=name) as client:
@@ -301,9 +302,9 @@ def test_a_closed_client_is_not_kept(
 
 
 @KINDS
-def test_no_daemon_within_the_grace(tmp_path: Path, kind: type[Client | AsyncClient]) -> None:
+def test_no_daemon_within_the_grace(kind: type[Client | AsyncClient]) -> None:
     """Everything ends by the same error, and what was mapped stays."""
-    hasty = running_daemon(tmp_path, "[service]\nresume_grace_s = 0.3\n")
+    hasty = kit.daemon("[service]\nresume_grace_s = 0.3\n")
     with hasty as daemon, connected(kind, daemon.runtime_dir) as client:
         pool = client.create_pool("pool", SPEC)
         k = pool.array("main", "k")
@@ -329,10 +330,10 @@ def test_no_daemon_within_the_grace(tmp_path: Path, kind: type[Client | AsyncCli
 
 
 @KINDS
-def test_a_daemon_that_begins_anew(tmp_path: Path, kind: type[Client | AsyncClient]) -> None:
+def test_a_daemon_that_begins_anew(kind: type[Client | AsyncClient]) -> None:
     """It knows nothing of the session, whose pages and pools are gone."""
     with ExitStack() as stack:
-        first = stack.enter_context(running_daemon(tmp_path, CONFIG))
+        first = stack.enter_context(kit.daemon(CONFIG))
         client = stack.enter_context(connected(kind, first.runtime_dir))
         k = client.create_pool("pool", SPEC).array("main", "k")
         k[:] = 3
@@ -348,8 +349,8 @@ def test_a_daemon_that_begins_anew(tmp_path: Path, kind: type[Client | AsyncClie
 
 
 @pytest.mark.parametrize("command", ["status", "probe"])
-def test_a_command_waits_for_the_daemon(tmp_path: Path, command: str) -> None:
-    with running_daemon(tmp_path, CONFIG) as first:
+def test_a_command_waits_for_the_daemon(command: str) -> None:
+    with kit.daemon(CONFIG) as first:
         first.kill()
         words = [command, "--wait", "60", "--runtime-dir", str(first.runtime_dir)]
         words += ["ATTACH_POOL", '{"pool": "none"}'] if command == "probe" else []

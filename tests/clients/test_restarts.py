@@ -25,9 +25,10 @@ from kvferry.protocol.errors import (
     UnknownTablesError,
 )
 from kvferry.protocol.settings import CONTROL_SOCKET
+from tests import kit
 from tests.kit.blocking import connected
 from tests.kit.cutting_proxy import cutting_proxy
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.daemons import Daemon, soon
 from tests.kit.documents import blocks, page
 
 CONFIG: Final = "[service]\nresume_grace_s = 60.0\n[tiers]\nhost_bytes = 1048576\n"
@@ -37,9 +38,9 @@ REPLY: Final = 2
 
 
 @pytest.fixture(scope="module")
-def life() -> Iterator[RestartedDaemon]:
+def life() -> Iterator[Daemon]:
     """Return a daemon that outlives its process."""
-    with restarted_daemon(CONFIG) as one:
+    with kit.daemon(CONFIG, keep=True) as one:
         yield one
 
 
@@ -59,7 +60,7 @@ class Told:
 @pytest.mark.parametrize(
     ("kind", "number"), [(Client, signal.SIGKILL), (AsyncClient, signal.SIGKILL), (Client, signal.SIGTERM)]
 )
-def test_an_engine_rides_through(life: RestartedDaemon, kind: type[Client | AsyncClient], number: int) -> None:
+def test_an_engine_rides_through(life: Daemon, kind: type[Client | AsyncClient], number: int) -> None:
     told = Told()
     with connected(kind, life.runtime_dir, name="engine", on_reconnect=told.events.append) as client:
         pool = client.create_pool("pool", SPEC)
@@ -109,7 +110,7 @@ def test_an_engine_rides_through(life: RestartedDaemon, kind: type[Client | Asyn
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_who_is_idle_meanwhile(life: RestartedDaemon, kind: type[Client | AsyncClient]) -> None:
+def test_who_is_idle_meanwhile(life: Daemon, kind: type[Client | AsyncClient]) -> None:
     """A request that ZeroMQ itself brings to the next daemon is done there, once; with a session or without one."""
     with connected(kind, life.runtime_dir) as client, connected(kind, life.runtime_dir, session=False) as looker:
         client.create_pool("idle", SPEC)
@@ -130,9 +131,7 @@ def test_who_is_idle_meanwhile(life: RestartedDaemon, kind: type[Client | AsyncC
         ("batch", REPLY, Client),
     ],
 )
-def test_no_page_is_lost_in_flight(
-    life: RestartedDaemon, asked: str, lost: int, kind: type[Client | AsyncClient]
-) -> None:
+def test_no_page_is_lost_in_flight(life: Daemon, asked: str, lost: int, kind: type[Client | AsyncClient]) -> None:
     """A request or its reply is lost with the daemon: afterwards both sides know the same pages."""
     with (
         tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
@@ -165,7 +164,7 @@ def test_no_page_is_lost_in_flight(
         assert soon(lambda: all(one.name != "flight" for one in looker.status().sessions))
 
 
-def test_what_the_documentation_says_an_engine_does(life: RestartedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_documentation_says_an_engine_does(life: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(life.runtime_dir))
     [code] = blocks(page("engines.md"), "When the daemon restarts")
     calls: list[Any] = []
@@ -193,7 +192,7 @@ def test_what_the_documentation_says_an_engine_does(life: RestartedDaemon, monke
 
 
 @pytest.mark.parametrize("asked", ["restore", "allocate"])
-def test_pages_of_what_nobody_heard_of_go_back(life: RestartedDaemon, asked: str) -> None:
+def test_pages_of_what_nobody_heard_of_go_back(life: Daemon, asked: str) -> None:
     """A session whose first pages of a pool come by a RESTORE, or an ALLOCATE given up, whose reply is lost."""
     with (
         tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
@@ -218,7 +217,7 @@ def test_pages_of_what_nobody_heard_of_go_back(life: RestartedDaemon, asked: str
         looker.delete_pool("unheard")
 
 
-def test_who_only_allocates_hears_that_its_pages_are_gone(life: RestartedDaemon) -> None:
+def test_who_only_allocates_hears_that_its_pages_are_gone(life: Daemon) -> None:
     """Of a pool that the next daemon does not have, whose memory another process maps."""
     told = Told()
     with (
@@ -246,7 +245,7 @@ def test_who_only_allocates_hears_that_its_pages_are_gone(life: RestartedDaemon)
 def test_who_stands_still_for_too_long_hears_of_it(kind: type[Client | AsyncClient]) -> None:
     """By polling alone; what it asks before it has heard is not done with pages that are another's by then."""
     with (
-        restarted_daemon("[service]\nresume_grace_s = 0.2\n") as life,
+        kit.daemon("[service]\nresume_grace_s = 0.2\n", keep=True) as life,
         connected(kind, life.runtime_dir, name="still") as polls,
         connected(kind, life.runtime_dir, name="still") as asks,
         connected(kind, life.runtime_dir, name="still") as sends,
@@ -276,7 +275,7 @@ def test_who_stands_still_for_too_long_hears_of_it(kind: type[Client | AsyncClie
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_client_says_that_its_daemon_is_away(life: RestartedDaemon, kind: type[Client | AsyncClient]) -> None:
+def test_a_client_says_that_its_daemon_is_away(life: Daemon, kind: type[Client | AsyncClient]) -> None:
     with connected(kind, life.runtime_dir) as client:
         assert client.ping()
         assert not client.is_away
@@ -287,7 +286,7 @@ def test_a_client_says_that_its_daemon_is_away(life: RestartedDaemon, kind: type
         assert not client.is_away
 
 
-def test_a_pool_that_was_made_again_before_the_restart_is_lost_to_its_whole_instance(life: RestartedDaemon) -> None:
+def test_a_pool_that_was_made_again_before_the_restart_is_lost_to_its_whole_instance(life: Daemon) -> None:
     with (
         Client.connect(life.runtime_dir, name="worker", instance="engine") as worker,
         Client.connect(life.runtime_dir, name="scheduler", instance="engine") as scheduler,

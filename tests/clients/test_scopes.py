@@ -11,7 +11,7 @@ from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.clients.tables import Tables
 from kvferry.protocol.errors import InvalidFieldError, PoolLostError, UnknownTablesError
 from kvferry.protocol.limits import EVENT_RING_SLOTS
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 
 pytestmark = pytest.mark.any_device
@@ -20,14 +20,14 @@ SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8,
 
 
 @pytest.fixture
-def second(daemon: DaemonProcess) -> Iterator[Client]:
+def second(daemon: Daemon) -> Iterator[Client]:
     """Return another session of ``first``'s instance."""
     with Client.connect(daemon.runtime_dir, name="scheduler", instance="engine") as one:
         yield one
 
 
 @pytest.fixture
-def first(daemon: DaemonProcess) -> Iterator[Client]:
+def first(daemon: Daemon) -> Iterator[Client]:
     """Return the session of an instance's worker."""
     with Client.connect(daemon.runtime_dir, name="worker", instance="engine") as one:
         yield one
@@ -80,7 +80,7 @@ def test_a_scheduler_that_maps_nothing_is_refused_while_its_worker_maps_the_pool
     other.delete_pool("worker")
 
 
-def test_a_worker_that_has_ended_refuses_nothing(daemon: DaemonProcess, second: Client, other: Client) -> None:
+def test_a_worker_that_has_ended_refuses_nothing(daemon: Daemon, second: Client, other: Client) -> None:
     with Client.connect(daemon.runtime_dir, instance="engine") as worker:
         made_again(worker, other, "ended")
     second.free("ended", second.allocate("ended", 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
@@ -13,7 +12,8 @@ import zmq
 from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.clients.engine import Engine
 from kvferry.clients.sglang import pools, waiting
-from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 
 SHORT_S: Final = 0.05
 LONG_S: Final = 60.0
@@ -21,7 +21,7 @@ SOON_S: Final = 20.0
 
 
 @pytest.fixture
-def engine(daemon: DaemonProcess) -> Iterator[Engine]:
+def engine(daemon: Daemon) -> Iterator[Engine]:
     """Return a scheduler process's way to the daemon."""
     one = Engine("waiting", str(daemon.runtime_dir))
     yield one
@@ -29,7 +29,7 @@ def engine(daemon: DaemonProcess) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def peer(daemon: DaemonProcess) -> Iterator[Client]:
+def peer(daemon: Daemon) -> Iterator[Client]:
     """Return the other server's client."""
     with Client.connect(daemon.runtime_dir, name="peer") as one:
         yield one
@@ -116,8 +116,8 @@ def test_what_the_client_waits_for_is_readable_when_something_comes(
             client.poll()
 
 
-def test_a_client_without_its_daemon_has_nothing_to_wait_for(tmp_path: Path) -> None:
-    with running_daemon(tmp_path) as one, Client.connect(one.runtime_dir, name="engine") as client:
+def test_a_client_without_its_daemon_has_nothing_to_wait_for() -> None:
+    with kit.daemon() as one, Client.connect(one.runtime_dir, name="engine") as client:
         assert client.sockets
         one.kill()
         assert soon(lambda: not client.poll() and client.is_away)

@@ -19,14 +19,14 @@ from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, DeadlineError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.session_messages import Ping
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 
 SOON_S = 20.0
 ROUNDS = 300
 
 
 @pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
+def client(daemon: Daemon) -> Iterator[Client]:
     """Return a client with a session."""
     with Client.connect(daemon.runtime_dir, name="threads") as one:
         yield one
@@ -66,7 +66,7 @@ def step_of(client: Client, name: str) -> None:
 
 
 def test_a_call_while_another_threads_waits_is_refused(
-    daemon: DaemonProcess, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
+    daemon: Daemon, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
 ) -> None:
     client.create_pool(name, spec)
     ids = client.allocate(name, 1)
@@ -132,7 +132,7 @@ def test_a_client_is_handed_from_thread_to_thread(
 
 
 def test_a_poll_goes_on_after_what_is_no_change(
-    daemon: DaemonProcess, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
+    daemon: Daemon, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
 ) -> None:
     client.create_pool(name, spec)
     transfer = client.receive(name, new_request_id(), [pages(client.allocate(name, 1))])
@@ -154,7 +154,7 @@ def test_a_poll_goes_on_after_what_is_no_change(
 
 
 def test_any_thread_may_close(
-    daemon: DaemonProcess, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
+    daemon: Daemon, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
 ) -> None:
     client.create_pool(name, spec)
     transfer = client.receive(name, new_request_id(), [pages(client.allocate(name, 16))])
@@ -172,9 +172,7 @@ def test_any_thread_may_close(
         assert len(other.allocate(name, 16)) == 16
 
 
-def test_closing_ends_a_call_that_waits_also_without_a_session(
-    daemon: DaemonProcess, helper: ThreadPoolExecutor
-) -> None:
+def test_closing_ends_a_call_that_waits_also_without_a_session(daemon: Daemon, helper: ThreadPoolExecutor) -> None:
     client = Client.connect(daemon.runtime_dir, session=False)
 
     def poll_in_turn() -> None:
@@ -201,7 +199,7 @@ def refused_everywhere(client: AsyncClient) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_async_client_stays_on_its_loop(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
+async def test_an_async_client_stays_on_its_loop(daemon: Daemon, name: str, spec: MhaSpec) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir) as client:
         await client.create_pool(name, spec)
         ids = await client.allocate(name, 1)
@@ -220,7 +218,7 @@ async def test_an_async_client_stays_on_its_loop(daemon: DaemonProcess, name: st
 
 
 @pytest.mark.anyio
-async def test_any_thread_may_close_an_async_client(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
+async def test_any_thread_may_close_an_async_client(daemon: Daemon, name: str, spec: MhaSpec) -> None:
     client = await AsyncClient.connect(daemon.runtime_dir)
     await client.create_pool(name, spec)
     transfer = client.receive(name, new_request_id(), [pages(await client.allocate(name, 1))])
@@ -234,7 +232,7 @@ async def test_any_thread_may_close_an_async_client(daemon: DaemonProcess, name:
         await client.ping()
 
 
-def test_an_async_client_is_closed_after_its_loop(daemon: DaemonProcess) -> None:
+def test_an_async_client_is_closed_after_its_loop(daemon: Daemon) -> None:
     connected: Future[AsyncClient] = Future()
 
     async def connect() -> None:

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +21,8 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.peer_messages import PeerEnvelope, PeerHello, encode_peer
 from kvferry.protocol.session_messages import PeerStatus
 from kvferry.protocol.settings import PEER_SOCKET
-from tests.kit.daemons import COMMAND, DaemonProcess, running_daemon, soon, start_and_wait_until_ready
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.tcp_proxy import PATIENCE_S, Proxy
 
 TIMEOUT_MS = 600
@@ -42,7 +42,7 @@ PHASES = {
 class Side(NamedTuple):
     """A daemon, an engine of its, and the engine's pool and pages."""
 
-    daemon: DaemonProcess
+    daemon: Daemon
     client: Client
     pool: AttachedPool
     pages: PageIds
@@ -140,10 +140,10 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair() -> Iterator[Pair]:
     with (
-        running_daemon(tmp_path_factory.mktemp("source"), CONFIG) as source,
-        running_daemon(tmp_path_factory.mktemp("home"), CONFIG) as home,
+        kit.daemon(CONFIG) as source,
+        kit.daemon(CONFIG) as home,
         Proxy() as to_source,
         Proxy() as to_home,
         Client.connect(source.runtime_dir, name="prefill") as prefill,
@@ -313,12 +313,12 @@ def check_outcomes(phase: str, outcomes: tuple[str, str]) -> None:
         assert outcomes == ("PEER_LOST", "PEER_LOST")
 
 
-def test_a_daemon_is_killed_and_started_again_at_once(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_daemon_is_killed_and_started_again_at_once() -> None:
     """No timeout can be what notices it: that is a minute here."""
     patient = "[peers]\ntimeout_ms = 60000\n"
     with (
-        running_daemon(tmp_path, patient) as source,
-        running_daemon(tmp_path_factory.mktemp("home"), patient) as home,
+        kit.daemon(patient) as source,
+        kit.daemon(patient) as home,
         Client.connect(home.runtime_dir, name="decode") as decode,
     ):
         survivor = Side(home, decode, decode.create_pool("kv", SPEC), decode.allocate("kv", PAGES))
@@ -333,18 +333,13 @@ def test_a_daemon_is_killed_and_started_again_at_once(tmp_path: Path, tmp_path_f
             source.kill()
         assert survivor.outcome(received) == "PEER_LOST"
         assert survivor.busy() == 0
-        command = [*COMMAND, "--config", str(tmp_path / "daemon.toml"), "--runtime-dir", str(source.runtime_dir)]
-        process = start_and_wait_until_ready(command, tmp_path / "notify", tmp_path / "again.log", {})
-        again = DaemonProcess(source.runtime_dir, process, tmp_path / "again.log")
-        try:
-            with Client.connect(again.runtime_dir, name="prefill") as prefill:
-                other = Side(again, prefill, prefill.create_pool("kv", SPEC), prefill.allocate("kv", PAGES))
-                assert (old.state, old.address) == ("up", address)
-                request = new_request_id()
-                received = decode.receive("kv", request, [pages(survivor.pages)], source_daemons=[address])
-                other.fill(5)
-                sent = prefill.send("kv", request, [pages(other.pages)])
-                assert (other.outcome(sent), survivor.outcome(received)) == ("OK", "OK")
-                assert torch.equal(survivor.content(), other.content())
-        finally:
-            again.end()
+        source.start()
+        with Client.connect(source.runtime_dir, name="prefill") as prefill:
+            other = Side(source, prefill, prefill.create_pool("kv", SPEC), prefill.allocate("kv", PAGES))
+            assert (old.state, old.address) == ("up", address)
+            request = new_request_id()
+            received = decode.receive("kv", request, [pages(survivor.pages)], source_daemons=[address])
+            other.fill(5)
+            sent = prefill.send("kv", request, [pages(other.pages)])
+            assert (other.outcome(sent), survivor.outcome(received)) == ("OK", "OK")
+            assert torch.equal(survivor.content(), other.content())

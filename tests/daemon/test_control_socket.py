@@ -26,7 +26,8 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.pool_messages import Free
 from kvferry.protocol.session_messages import Ping, Pong
 from kvferry.protocol.settings import CONTROL_SOCKET, control_address
-from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.raw_engine import raw_engine
 
 LIMIT: Final = 4096
@@ -59,14 +60,14 @@ threads = [threading.Thread(target=connect) for _ in range(8)]
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon() -> Iterator[Daemon]:
     """Run a daemon that may open ``LIMIT`` descriptors."""
-    with running_daemon(tmp_path_factory.mktemp("daemon"), prefix=PREFIX) as one:
+    with kit.daemon(prefix=PREFIX) as one:
         yield one
 
 
 @contextlib.contextmanager
-def another_user(daemon: DaemonProcess, code: str) -> Iterator[None]:
+def another_user(daemon: Daemon, code: str) -> Iterator[None]:
     """Have another user connect to the control socket as this program does, and stay."""
     daemon.runtime_dir.parent.chmod(0o755)
     begin = "import os, resource, socket, sys, threading, zmq\n"
@@ -84,7 +85,7 @@ def another_user(daemon: DaemonProcess, code: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("code", [IDLE, FLOOD], ids=["3000 idle clients", "16000 connections at once"])
 def test_another_user_keeps_no_engine_out(
-    daemon: DaemonProcess, client: Client, code: str, require: Callable[[object, str], None]
+    daemon: Daemon, client: Client, code: str, require: Callable[[object, str], None]
 ) -> None:
     require(os.geteuid() == 0, "root, to be another user")
 
@@ -112,7 +113,7 @@ def answer(client: zmq.Socket[bytes]) -> tuple[int, type[Body]]:
     return reply.message_id, type(reply.body)
 
 
-def test_routing_ids_that_somebody_else_took_first(daemon: DaemonProcess) -> None:
+def test_routing_ids_that_somebody_else_took_first(daemon: Daemon) -> None:
     with zmq.Context() as context, contextlib.ExitStack() as stack:
 
         def dealer(routing_id: bytes = b"") -> zmq.Socket[bytes]:
@@ -131,7 +132,7 @@ def test_routing_ids_that_somebody_else_took_first(daemon: DaemonProcess) -> Non
         assert [answer(one) for one in others] == [(number, Pong) for number in range(1, len(others) + 1)]
 
 
-def test_what_an_engine_said_last_is_done_before_its_end(daemon: DaemonProcess) -> None:
+def test_what_an_engine_said_last_is_done_before_its_end(daemon: Daemon) -> None:
     instance = "an instance"
     with Client.connect(daemon.runtime_dir, name="rest", instance=instance) as rest:
         rest.create_pool("mine", SPEC).close()
@@ -156,7 +157,7 @@ def test_what_an_engine_said_last_is_done_before_its_end(daemon: DaemonProcess) 
 
 
 @contextlib.contextmanager
-def control(daemon: DaemonProcess) -> Iterator[socket.socket]:
+def control(daemon: Daemon) -> Iterator[socket.socket]:
     """Return a connection to the control socket that has shaken hands."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(os.fspath(daemon.runtime_dir / CONTROL_SOCKET))

@@ -10,7 +10,7 @@ from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError
 from kvferry.protocol.limits import Limits
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import run_kvferry
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
@@ -37,6 +37,6 @@ def test_a_client_that_names_no_deadline_is_served(client: Client) -> None:
 
 
 @pytest.mark.parametrize(("options", "said"), [((), "UNKNOWN_POOL"), (("--timeout", "11"), "at most 10 s")])
-def test_commands_too(daemon: DaemonProcess, options: tuple[str, ...], said: str) -> None:
+def test_commands_too(daemon: Daemon, options: tuple[str, ...], said: str) -> None:
     fields = json.dumps({"pool": "nowhere", "count": 1, "space": "main"})
     assert said in run_kvferry("probe", "--runtime-dir", daemon.runtime_dir, *options, "ALLOCATE", fields).stdout

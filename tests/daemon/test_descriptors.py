@@ -17,7 +17,8 @@ from kvferry.clients.pool import AttachedPool
 from kvferry.daemon.process.descriptors import OPERATORS, PER_SESSION, Descriptors
 from kvferry.protocol.errors import OutOfDescriptorsError, OverloadedError
 from kvferry.protocol.session_messages import DescriptorsStatus
-from tests.kit.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
+from tests import kit
+from tests.kit.daemons import Daemon, said_by_another_user, soon
 
 LIMIT: Final = 256
 PREFIX: Final = ("bash", "-c", f'ulimit -n {LIMIT} && exec "$0" "$@"')
@@ -27,10 +28,10 @@ PATIENCE_S: Final = 20.0
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon() -> Iterator[Daemon]:
     """Run a daemon under a low limit, that other daemons can reach."""
     config = f'[peers]\nlisten = "tcp://127.0.0.1:{free_port()}"\n[tiers]\nhost_bytes = "1MiB"\n'
-    with running_daemon(tmp_path_factory.mktemp("daemon"), config, prefix=PREFIX) as one:
+    with kit.daemon(config, prefix=PREFIX) as one:
         yield one
 
 
@@ -52,7 +53,7 @@ class Engine:
 
 
 @pytest.fixture
-def engine(daemon: DaemonProcess) -> Iterator[Engine]:
+def engine(daemon: Daemon) -> Iterator[Engine]:
     """Return an engine with a pool; after the test it is well, and as many descriptors are open as before."""
     process = psutil.Process(daemon.process.pid)
     promised, files = descriptors(daemon).promised, process.num_fds()
@@ -74,7 +75,7 @@ def free_port() -> int:
         return port
 
 
-def descriptors(daemon: DaemonProcess) -> DescriptorsStatus:
+def descriptors(daemon: Daemon) -> DescriptorsStatus:
     """Return what the daemon says of its descriptors: for that, somebody new has to be let in."""
     with Client.connect(daemon.runtime_dir, session=False) as client:
         said = client.status().descriptors
@@ -83,7 +84,7 @@ def descriptors(daemon: DaemonProcess) -> DescriptorsStatus:
 
 
 @contextlib.contextmanager
-def unauthenticated(daemon: DaemonProcess, where: str) -> Iterator[list[socket.socket]]:
+def unauthenticated(daemon: Daemon, where: str) -> Iterator[list[socket.socket]]:
     """Connect ``UNAUTHENTICATED`` times, and say nothing."""
     with contextlib.ExitStack() as stack:
         with Client.connect(daemon.runtime_dir, session=False) as client:
@@ -98,9 +99,7 @@ def unauthenticated(daemon: DaemonProcess, where: str) -> Iterator[list[socket.s
 
 
 @pytest.mark.parametrize("where", ["control.sock", "session.sock", "tcp", "peer.sock"])
-def test_unauthenticated_connections_that_connect_and_say_nothing(
-    daemon: DaemonProcess, engine: Engine, where: str
-) -> None:
+def test_unauthenticated_connections_that_connect_and_say_nothing(daemon: Daemon, engine: Engine, where: str) -> None:
     with unauthenticated(daemon, where) as channels:
         engine.is_well()
         assert descriptors(daemon).open < LIMIT - 16
@@ -113,7 +112,7 @@ def test_unauthenticated_connections_that_connect_and_say_nothing(
     assert "Traceback" not in daemon.log.read_text()
 
 
-def test_sessions_of_one_user(daemon: DaemonProcess, engine: Engine) -> None:
+def test_sessions_of_one_user(daemon: Daemon, engine: Engine) -> None:
     with contextlib.ExitStack() as stack:
         opened, refused = until_refused(daemon, stack)
         assert "(your bound)" in refused.detail
@@ -126,7 +125,7 @@ def test_sessions_of_one_user(daemon: DaemonProcess, engine: Engine) -> None:
         assert soon(lambda: is_served(daemon)), "one that left makes room"
 
 
-def until_refused(daemon: DaemonProcess, stack: contextlib.ExitStack) -> tuple[list[Client], OverloadedError]:
+def until_refused(daemon: Daemon, stack: contextlib.ExitStack) -> tuple[list[Client], OverloadedError]:
     """Open sessions until one is refused."""
     opened: list[Client] = []
     while True:
@@ -147,7 +146,7 @@ def pools_until_refused(client: Client) -> tuple[list[str], OutOfDescriptorsErro
         made.append(f"pool-{len(made)}")
 
 
-def is_served(daemon: DaemonProcess) -> bool:
+def is_served(daemon: Daemon) -> bool:
     try:
         with Client.connect(daemon.runtime_dir):
             return True
@@ -155,7 +154,7 @@ def is_served(daemon: DaemonProcess) -> bool:
         return False
 
 
-def test_pools_of_an_engine_that_left_count_to_their_user(daemon: DaemonProcess, engine: Engine) -> None:
+def test_pools_of_an_engine_that_left_count_to_their_user(daemon: Daemon, engine: Engine) -> None:
     with Client.connect(daemon.runtime_dir) as client:
         made, refused = pools_until_refused(client)
     assert "pools of user" in refused.detail
@@ -170,7 +169,7 @@ def test_pools_of_an_engine_that_left_count_to_their_user(daemon: DaemonProcess,
             client.delete_pool(name)
 
 
-def test_the_bound_of_a_user_leaves_room_for_another(daemon: DaemonProcess, engine: Engine) -> None:
+def test_the_bound_of_a_user_leaves_room_for_another(daemon: Daemon, engine: Engine) -> None:
     with contextlib.ExitStack() as stack:
         until_refused(daemon, stack)
         code = "print(Client.connect(sys.argv[1]).ping() > 0)"
@@ -178,7 +177,7 @@ def test_the_bound_of_a_user_leaves_room_for_another(daemon: DaemonProcess, engi
         engine.is_well()
 
 
-def test_every_request_that_needs_a_descriptor_is_refused_by_name(daemon: DaemonProcess, engine: Engine) -> None:
+def test_every_request_that_needs_a_descriptor_is_refused_by_name(daemon: Daemon, engine: Engine) -> None:
     with Client.connect(daemon.runtime_dir) as client, contextlib.ExitStack() as stack:
         memory = SharedMemory(1 << 16)
         arrays = {("main", role): memory.array((1, 5, 4, 1, 4), "float32") for role in ("k", "v")}

@@ -15,7 +15,7 @@ from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import ShareFollows, TorchShare
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.raw_engine import raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
@@ -27,7 +27,7 @@ SHARE = TorchShare(
 
 
 @pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
+def client(daemon: Daemon) -> Iterator[Client]:
     with Client.connect(daemon.runtime_dir) as one:
         one.create_pool("host", SPEC)
         yield one
@@ -52,7 +52,7 @@ def test_a_device_that_is_not_there_is_named_with_the_reason(name: str) -> None:
     assert lost == []
 
 
-def test_a_daemon_without_devices_says_why_and_goes_on(daemon: DaemonProcess, client: Client) -> None:
+def test_a_daemon_without_devices_says_why_and_goes_on(daemon: Daemon, client: Client) -> None:
     with pytest.raises(errors.DeviceUnavailableError) as refused:
         client.create_pool("on-device", SPEC, device=MISSING)
     assert "kvferry doctor" in refused.value.remedy
@@ -110,7 +110,7 @@ def test_requests_whose_deadline_has_passed_make_room_for_others(client: Client)
     assert client.wait(held).freed == 1
 
 
-def test_all_that_an_engine_said_before_a_message_is_taken(daemon: DaemonProcess) -> None:
+def test_all_that_an_engine_said_before_a_message_is_taken(daemon: Daemon) -> None:
     count = 200  # far more than is read at a time
     arrays = tuple(RegisteredArrays(component="main", role="k", layer=number) for number in range(count))
 

@@ -10,14 +10,14 @@ import psutil
 
 from kvferry.clients import Client
 from tests.daemon.dying_engine import NAME, SPEC
-from tests.kit.daemons import DaemonProcess, soon
+from tests.kit.daemons import Daemon, soon
 from tests.kit.started import started
 
 ENGINE: Final = Path(__file__).with_name("dying_engine.py")
 STEPS: Final = 18
 
 
-def test_after_each_of_its_messages(daemon: DaemonProcess, client: Client) -> None:
+def test_after_each_of_its_messages(daemon: Daemon, client: Client) -> None:
     client.create_pool("shared", SPEC)
     process = psutil.Process(daemon.process.pid)
     files = process.num_fds()

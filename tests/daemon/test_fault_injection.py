@@ -26,8 +26,9 @@ from kvferry.pools.tiers.disk import DiskStore
 from kvferry.protocol import errors
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.session_stream import RegionRequest
+from tests import kit
 from tests.daemon.victims import ALL, PAGES, SENT, SPEC, VALUE
-from tests.kit.daemons import DaemonProcess, running_daemon, said_by_another_user, start_and_wait_until_ready
+from tests.kit.daemons import Daemon, said_by_another_user, start_and_wait_until_ready
 from tests.kit.devices import DEVICE
 from tests.kit.started import Started, started
 
@@ -39,20 +40,20 @@ KVFERRY = (sys.executable, "-P", "-m", "kvferry.clients.cli.main")
 
 
 @pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
+def client(daemon: Daemon) -> Iterator[Client]:
     with surviving(daemon) as one:
         yield one
 
 
 @pytest.fixture
-def mortal(tmp_path: Path) -> Iterator[DaemonProcess]:
+def mortal() -> Iterator[Daemon]:
     """Run a daemon for one test, which ends it."""
-    with running_daemon(tmp_path) as one:
+    with kit.daemon() as one:
         yield one
 
 
 @contextlib.contextmanager
-def surviving(daemon: DaemonProcess) -> Iterator[Client]:
+def surviving(daemon: Daemon) -> Iterator[Client]:
     """Connect a client, once all pages that tests before have left are free again."""
     with Client.connect(daemon.runtime_dir, name="survivor", reconnect=False) as one:
         for name in ("send", "receive"):
@@ -63,7 +64,7 @@ def surviving(daemon: DaemonProcess) -> Iterator[Client]:
 
 
 @contextlib.contextmanager
-def victim(daemon: DaemonProcess, side: str, request_id: str, *flags: str) -> Iterator[Started]:
+def victim(daemon: Daemon, side: str, request_id: str, *flags: str) -> Iterator[Started]:
     """Run an engine up to where it waits to be killed; its children go too."""
     program = [str(VICTIMS), DEVICE.name, side, str(daemon.runtime_dir), request_id, *flags]
     with started(program, new_session=True) as process:
@@ -92,7 +93,7 @@ def wait_until_gone(client: Client, sessions: int) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
-def test_prefill_dies_before_its_last_send(daemon: DaemonProcess, client: Client, flags: tuple[str, ...]) -> None:
+def test_prefill_dies_before_its_last_send(daemon: Daemon, client: Client, flags: tuple[str, ...]) -> None:
     request_id, ids = new_request_id(), client.allocate("receive", SENT)
     transfer = client.receive("receive", request_id, [pages(ids)])
     with victim(daemon, "send", request_id, *flags) as engine:
@@ -109,7 +110,7 @@ def test_prefill_dies_before_its_last_send(daemon: DaemonProcess, client: Client
 
 
 @pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
-def test_prefill_dies_after_its_last_send(daemon: DaemonProcess, client: Client, flags: tuple[str, ...]) -> None:
+def test_prefill_dies_after_its_last_send(daemon: Daemon, client: Client, flags: tuple[str, ...]) -> None:
     request_id = new_request_id()
     with victim(daemon, "send", request_id, "last", *flags) as engine:
         os.kill(engine.pid, signal.SIGKILL)
@@ -124,9 +125,7 @@ def test_prefill_dies_after_its_last_send(daemon: DaemonProcess, client: Client,
         assert has_free(client, "send", ALL)
 
 
-def test_decode_dies_with_more_transfers_than_are_logged_in_a_turn_of_the_loop(
-    daemon: DaemonProcess, client: Client
-) -> None:
+def test_decode_dies_with_more_transfers_than_are_logged_in_a_turn_of_the_loop(daemon: Daemon, client: Client) -> None:
     assert ALL > AT_ONCE
     request_id = new_request_id()
     with victim(daemon, "receive", request_id, "crowd") as engine:
@@ -141,7 +140,7 @@ def test_decode_dies_with_more_transfers_than_are_logged_in_a_turn_of_the_loop(
 
 
 @pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
-def test_decode_dies(daemon: DaemonProcess, client: Client, flags: tuple[str, ...]) -> None:
+def test_decode_dies(daemon: Daemon, client: Client, flags: tuple[str, ...]) -> None:
     request_id = new_request_id()
     with victim(daemon, "receive", request_id, *flags) as engine:
         ids = client.allocate("send", SENT)
@@ -156,7 +155,7 @@ def test_decode_dies(daemon: DaemonProcess, client: Client, flags: tuple[str, ..
 
 
 @pytest.mark.host_only
-def test_sigterm_fails_what_waits_and_ends_with_0(mortal: DaemonProcess) -> None:
+def test_sigterm_fails_what_waits_and_ends_with_0(mortal: Daemon) -> None:
     with surviving(mortal) as client:
         transfer = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
         while transfer.accepted is None:
@@ -169,7 +168,7 @@ def test_sigterm_fails_what_waits_and_ends_with_0(mortal: DaemonProcess) -> None
             client.ping()
 
 
-def test_kill_9_of_the_daemon_ends_every_wait(mortal: DaemonProcess) -> None:
+def test_kill_9_of_the_daemon_ends_every_wait(mortal: Daemon) -> None:
     with surviving(mortal) as client:
         transfer = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
         killer = threading.Timer(0.0, mortal.kill)
@@ -180,7 +179,7 @@ def test_kill_9_of_the_daemon_ends_every_wait(mortal: DaemonProcess) -> None:
 
 
 @pytest.mark.host_only
-def test_sockets_left_behind_do_not_matter(tmp_path: Path, mortal: DaemonProcess) -> None:
+def test_sockets_left_behind_do_not_matter(tmp_path: Path, mortal: Daemon) -> None:
     mortal.kill()
     assert (mortal.runtime_dir / "control.sock").exists()
     with pytest.raises(errors.DaemonLostError):
@@ -194,7 +193,7 @@ def test_sockets_left_behind_do_not_matter(tmp_path: Path, mortal: DaemonProcess
 
 
 @pytest.mark.host_only
-def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
+def test_a_second_daemon_names_the_first(daemon: Daemon) -> None:
     second = kvferry("daemon", "--runtime-dir", str(daemon.runtime_dir))
     assert second.returncode == 1
     assert f"pid {daemon.process.pid}" in second.stderr
@@ -285,14 +284,14 @@ def test_who_is_in_the_way_now_may_be_gone_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.host_only
-def test_modes_of_directory_and_sockets(daemon: DaemonProcess) -> None:
+def test_modes_of_directory_and_sockets(daemon: Daemon) -> None:
     for name, mode in ((".", 0o710), ("control.sock", 0o660), ("session.sock", 0o660), ("peer.sock", 0o600)):
         assert (daemon.runtime_dir / name).stat().st_mode & 0o777 == mode, "an engine is no daemon"
 
 
 @pytest.mark.host_only
 @pytest.mark.parametrize("key", ["", "0" * 32])
-def test_who_knows_all_numbers_of_a_pool_but_no_key_is_refused(daemon: DaemonProcess, client: Client, key: str) -> None:
+def test_who_knows_all_numbers_of_a_pool_but_no_key_is_refused(daemon: Daemon, client: Client, key: str) -> None:
     pool = client.attach_pool("send")
     assert isinstance(pool.region, HostRegion)
     sent = client.send("send", new_request_id(), [pages(client.allocate("send", 1))])
@@ -305,7 +304,7 @@ def test_who_knows_all_numbers_of_a_pool_but_no_key_is_refused(daemon: DaemonPro
 
 @pytest.mark.host_only
 def test_another_user_has_pools_of_its_own(
-    daemon: DaemonProcess, client: Client, require: Callable[[object, str], None]
+    daemon: Daemon, client: Client, require: Callable[[object, str], None]
 ) -> None:
     require(os.geteuid() == 0, "root, to be another user")
     assert client.status().pools
@@ -318,7 +317,7 @@ def test_another_user_has_pools_of_its_own(
 
 
 @pytest.mark.host_only
-def test_memory_of_pools_is_left_out_of_core_files(daemon: DaemonProcess, client: Client) -> None:
+def test_memory_of_pools_is_left_out_of_core_files(daemon: Daemon, client: Client) -> None:
     assert client.status().pools
     _, *regions = Path(f"/proc/{daemon.process.pid}/smaps").read_text().split("memfd:kvferry")
     flags = [next(line for line in region.splitlines() if line.startswith("VmFlags")) for region in regions]

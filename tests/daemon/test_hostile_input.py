@@ -25,7 +25,7 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import pack
-from tests.kit.daemons import DaemonProcess, said_by_another_user, soon
+from tests.kit.daemons import Daemon, said_by_another_user, soon
 from tests.kit.devices import DEVICE
 from tests.kit.raw_engine import raw_engine
 
@@ -36,7 +36,7 @@ MUCH_MEMORY = 256 << 20
 
 
 @pytest.fixture
-def dealer(daemon: DaemonProcess) -> Iterator[zmq.Socket[bytes]]:
+def dealer(daemon: Daemon) -> Iterator[zmq.Socket[bytes]]:
     """Return a bare socket to the daemon, without the client library's good manners."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     bare = context.socket(zmq.DEALER)
@@ -49,7 +49,7 @@ def dealer(daemon: DaemonProcess) -> Iterator[zmq.Socket[bytes]]:
 
 
 @pytest.fixture(autouse=True)
-def _still_well(daemon: DaemonProcess) -> Iterator[None]:
+def _still_well(daemon: Daemon) -> Iterator[None]:
     """Check after each test that the daemon answers a fresh client and has not grown."""
     process = psutil.Process(daemon.process.pid)
     before = process.memory_info().rss
@@ -60,7 +60,7 @@ def _still_well(daemon: DaemonProcess) -> Iterator[None]:
     assert "Traceback" not in daemon.log.read_text()
 
 
-def counters(daemon: DaemonProcess) -> dict[str, int]:
+def counters(daemon: Daemon) -> dict[str, int]:
     """Return the daemon's counters as they are now: those without a session may be told them a little late."""
     with Client.connect(daemon.runtime_dir) as client:
         return client.status().counters
@@ -122,7 +122,7 @@ def test_any_bytes_get_one_answer(dealer: zmq.Socket[bytes], frames: list[bytes]
     assert code_of(dealer.recv_multipart())[1] in {"MALFORMED", "INVALID_FIELD", "UNKNOWN_TYPE"}
 
 
-def test_refusals_are_counted(daemon: DaemonProcess, dealer: zmq.Socket[bytes]) -> None:
+def test_refusals_are_counted(daemon: Daemon, dealer: zmq.Socket[bytes]) -> None:
     before = counters(daemon).get("messages.refused.unknown_type", 0)
     for _ in range(3):
         dealer.send(request({"type": "LAUNCH"}))
@@ -139,7 +139,7 @@ def test_a_huge_message_closes_its_connection_only(dealer: zmq.Socket[bytes]) ->
     monitor.close()
 
 
-def test_a_flood_without_reading_replies(daemon: DaemonProcess, dealer: zmq.Socket[bytes]) -> None:
+def test_a_flood_without_reading_replies(daemon: Daemon, dealer: zmq.Socket[bytes]) -> None:
     frame = bytes(encode(Request(1, "", b"", 0, 0, Ping()))[0])
     dealer.setsockopt(zmq.SNDTIMEO, REPLY_MS)
     for _ in range(20_000):
@@ -150,7 +150,7 @@ def test_a_flood_without_reading_replies(daemon: DaemonProcess, dealer: zmq.Sock
 
 @pytest.mark.parametrize("name", ["control.sock", "session.sock"])
 @pytest.mark.parametrize("junk", [b"", b"\xff" * 9, os.urandom(5000), b"\x00" * 64, b"\xff\xff\xff\xff" + b"x" * 100])
-def test_raw_bytes_at_a_socket(daemon: DaemonProcess, name: str, junk: bytes) -> None:
+def test_raw_bytes_at_a_socket(daemon: Daemon, name: str, junk: bytes) -> None:
     with _connected(daemon.runtime_dir / name) as channel:
         channel.sendall(junk)
         channel.shutdown(socket.SHUT_WR)
@@ -159,7 +159,7 @@ def test_raw_bytes_at_a_socket(daemon: DaemonProcess, name: str, junk: bytes) ->
                 pass
 
 
-def test_many_connections_that_say_nothing(daemon: DaemonProcess) -> None:
+def test_many_connections_that_say_nothing(daemon: Daemon) -> None:
     before = counters(daemon).get("sessions.refused", 0)
     with contextlib.ExitStack() as stack:
         for _ in range(200):
@@ -167,7 +167,7 @@ def test_many_connections_that_say_nothing(daemon: DaemonProcess) -> None:
         assert counters(daemon)["sessions.refused"] - before >= 200 - MOST_UNOPENED, "the bound on unopened sessions"
 
 
-def test_an_engine_among_many_that_say_nothing_has_its_session(daemon: DaemonProcess) -> None:
+def test_an_engine_among_many_that_say_nothing_has_its_session(daemon: Daemon) -> None:
     log_lines = daemon.log.read_text().count("session refused")
     path = daemon.runtime_dir / "session.sock"
     with contextlib.ExitStack() as stack:
@@ -183,7 +183,7 @@ def test_an_engine_among_many_that_say_nothing_has_its_session(daemon: DaemonPro
     assert daemon.log.read_text().count("session refused") - log_lines < MOST_UNOPENED
 
 
-def test_connections_that_are_reset_leave_nothing_open(daemon: DaemonProcess) -> None:
+def test_connections_that_are_reset_leave_nothing_open(daemon: Daemon) -> None:
     process = psutil.Process(daemon.process.pid)
     counters(daemon)
     before = process.num_fds()
@@ -202,7 +202,7 @@ def test_connections_that_are_reset_leave_nothing_open(daemon: DaemonProcess) ->
         assert soon(lambda: process.num_fds() < before + MANY // 2)
 
 
-def test_a_session_whose_socket_is_reset_ends(daemon: DaemonProcess) -> None:
+def test_a_session_whose_socket_is_reset_ends(daemon: Daemon) -> None:
     with contextlib.ExitStack() as stack, Client.connect(daemon.runtime_dir) as client:
         channel = stack.enter_context(_connected(daemon.runtime_dir / "session.sock"))
         channel.sendall(pack(session_open("reset")))
@@ -216,7 +216,7 @@ def test_a_session_whose_socket_is_reset_ends(daemon: DaemonProcess) -> None:
         assert soon(lambda: all(one.name != "reset" for one in client.status().sessions))
 
 
-def test_who_has_most_connections_without_a_session_makes_room(daemon: DaemonProcess) -> None:
+def test_who_has_most_connections_without_a_session_makes_room(daemon: Daemon) -> None:
     code = (
         "import socket\n"
         "def one():\n    it = socket.socket(socket.AF_UNIX)\n"
@@ -230,7 +230,7 @@ def test_who_has_most_connections_without_a_session_makes_room(daemon: DaemonPro
         assert b"OPENED" in slow.recv(4096)
 
 
-def test_bytes_after_the_opening_end_the_session(daemon: DaemonProcess) -> None:
+def test_bytes_after_the_opening_end_the_session(daemon: Daemon) -> None:
     with raw_engine(daemon.runtime_dir) as engine:
         channel = engine.channel.socket
         channel.sendall(b"more")

@@ -14,7 +14,8 @@ from kvferry.clients import Client, MhaSpec
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.host.memory import read_file
 from kvferry.pools.host.placement import reserved
-from tests.kit.daemons import restarted_daemon, soon
+from tests import kit
+from tests.kit.daemons import soon
 
 RESERVED: Final = Path("/proc/sys/vm/nr_hugepages")
 SPEC: Final = MhaSpec(layers=2, tokens=1 << 14, page_size=16, kv_heads=1, head_dim=32, dtype="float16")
@@ -44,7 +45,7 @@ def free() -> Iterator[Callable[[], int]]:
 
 def test_engines_map_reserved_pages_and_the_next_daemon_adopts_them(free: Callable[[], int]) -> None:
     before = free()
-    with restarted_daemon(CONFIG) as life:
+    with kit.daemon(CONFIG, keep=True) as life:
         with Client.connect(life.runtime_dir) as client:
             pool = client.create_pool("pool", SPEC)
             assert before - free() == PAGES, "taken at once, though it is not to be populated"

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.clients import BlockTableEntries, Client, MhaSpec, ModelIdentity, new_request_id, pages
 from kvferry.protocol.errors import CancelledError, DeadlineError, KvferryError
-from tests.kit.daemons import running_daemon
+from tests import kit
 
 SPEC = MhaSpec(layers=2, tokens=256, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 MODEL = ModelIdentity(name="m", revision="1")
@@ -116,7 +116,7 @@ def test_nothing_is_imported_once_a_daemon_is_ready(tmp_path: Path) -> None:
         for file in files:
             disk = file.with_name("disk")
             disk.mkdir(parents=True)
-            running = running_daemon(file.parent, CONFIG.format(disk=disk), environment(file))
+            running = kit.daemon(CONFIG.format(disk=disk), environment=environment(file))
             daemons.append(stack.enter_context(running))
         ready = [len(file.read_text().split()) for file in files]
         works(*(stack.enter_context(Client.connect(daemon.runtime_dir)) for daemon in daemons))

@@ -17,7 +17,7 @@ from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import PoolStatus
 from kvferry.protocol.session_stream import SessionOpen
 from tests.daemon.instance_engine import BLOCKS, DECODE, PAGES, PREFILL
-from tests.kit.daemons import DaemonProcess, said_by_another_user, soon
+from tests.kit.daemons import Daemon, said_by_another_user, soon
 from tests.kit.pools import MODEL, SPEC, hashes
 from tests.kit.raw_engine import raw_engine
 from tests.kit.started import Started, started
@@ -29,7 +29,7 @@ TUNING = Tuning(limits=Limits(max_sessions=8))
 
 
 @pytest.fixture
-def other(daemon: DaemonProcess) -> Iterator[Client]:
+def other(daemon: Daemon) -> Iterator[Client]:
     """Return a client of no instance, and the cache empty after it."""
     with Client.connect(daemon.runtime_dir, name="other") as one:
         yield one
@@ -43,7 +43,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @contextlib.contextmanager
-def engine(daemon: DaemonProcess, part: str, request_id: str, *given: int) -> Iterator[tuple[Started, list[int]]]:
+def engine(daemon: Daemon, part: str, request_id: str, *given: int) -> Iterator[tuple[Started, list[int]]]:
     """Run a part of the instance ``engine-0`` up to where it waits; yield what it says."""
     program = [str(PROGRAM), part, str(daemon.runtime_dir), "engine-0", request_id, *map(str, given)]
     with started(program) as process:
@@ -67,7 +67,7 @@ def sessions(client: Client) -> list[str]:
     return [one.name for one in client.status().sessions]
 
 
-def test_a_worker_dies_and_then_the_scheduler(daemon: DaemonProcess, other: Client) -> None:
+def test_a_worker_dies_and_then_the_scheduler(daemon: Daemon, other: Client) -> None:
     request_id = new_request_id()
     with engine(daemon, "scheduler", request_id) as (scheduler, (lease, *ids)):
         received = other.receive(DECODE, request_id, [pages(other.allocate(DECODE, BLOCKS))])
@@ -96,7 +96,7 @@ def test_a_worker_dies_and_then_the_scheduler(daemon: DaemonProcess, other: Clie
         other.allocate(DECODE, 1)
 
 
-def test_what_is_anothers_and_what_is_not(daemon: DaemonProcess, other: Client) -> None:
+def test_what_is_anothers_and_what_is_not(daemon: Daemon, other: Client) -> None:
     with (
         Client.connect(daemon.runtime_dir, instance="a") as one,
         Client.connect(daemon.runtime_dir, instance="a") as same,
@@ -122,7 +122,7 @@ def test_what_is_anothers_and_what_is_not(daemon: DaemonProcess, other: Client) 
         assert same.unpin(lease) >= 2
 
 
-def test_a_transfer_is_its_sessions_alone(daemon: DaemonProcess) -> None:
+def test_a_transfer_is_its_sessions_alone(daemon: Daemon) -> None:
     with (
         Client.connect(daemon.runtime_dir, instance="a") as one,
         Client.connect(daemon.runtime_dir, instance="a") as same,
@@ -138,7 +138,7 @@ def test_a_transfer_is_its_sessions_alone(daemon: DaemonProcess) -> None:
         assert one.free(PREFILL, ids).freed == 2
 
 
-def test_another_tenant_of_the_same_name(daemon: DaemonProcess, require: Callable[[object, str], None]) -> None:
+def test_another_tenant_of_the_same_name(daemon: Daemon, require: Callable[[object, str], None]) -> None:
     require(os.geteuid() == 0, "root, to be another user")
     code = (
         "with Client.connect(sys.argv[1], instance='a') as c:\n"
@@ -155,7 +155,7 @@ def test_another_tenant_of_the_same_name(daemon: DaemonProcess, require: Callabl
 
 
 @pytest.mark.parametrize("name", ["x" * 129, "a\x00b", "a\nb"], ids=["long", "nul", "two lines"])
-def test_names_that_are_none(daemon: DaemonProcess, name: str) -> None:
+def test_names_that_are_none(daemon: Daemon, name: str) -> None:
     with pytest.raises(errors.InvalidFieldError) as refused:
         Client.connect(daemon.runtime_dir, instance=name)
     assert refused.value.field == "instance"
@@ -165,7 +165,7 @@ def test_names_that_are_none(daemon: DaemonProcess, name: str) -> None:
     assert refused_by_daemon.value.code == "MALFORMED"
 
 
-def test_sessions_of_one_instance_are_counted_as_sessions(daemon: DaemonProcess) -> None:
+def test_sessions_of_one_instance_are_counted_as_sessions(daemon: Daemon) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(Client.connect(daemon.runtime_dir, instance="many"))
@@ -178,7 +178,7 @@ def test_sessions_of_one_instance_are_counted_as_sessions(daemon: DaemonProcess)
 # -- pools that end with their instance
 
 
-def test_a_pool_that_ends_with_its_instance(daemon: DaemonProcess, other: Client, name: str) -> None:
+def test_a_pool_that_ends_with_its_instance(daemon: Daemon, other: Client, name: str) -> None:
     with Client.connect(daemon.runtime_dir, instance="a") as one:
         one.create_pool(name, SPEC, lifetime="instance")
         with Client.connect(daemon.runtime_dir, instance="a") as same:
@@ -204,7 +204,7 @@ def test_a_pool_that_ends_with_its_instance(daemon: DaemonProcess, other: Client
     other.delete_pool(name)
 
 
-def test_what_is_in_flight_in_such_a_pool_ends_first(daemon: DaemonProcess, other: Client, name: str) -> None:
+def test_what_is_in_flight_in_such_a_pool_ends_first(daemon: Daemon, other: Client, name: str) -> None:
     request_id = new_request_id()
     other.create_pool("out", SPEC)
     with Client.connect(daemon.runtime_dir) as one:

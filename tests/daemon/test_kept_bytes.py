@@ -24,7 +24,7 @@ from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocate, Allocated, Free
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.transfer_messages import Accepted, Send
-from tests.kit.daemons import DaemonProcess, soon
+from tests.kit.daemons import Daemon, soon
 from tests.kit.raw_engine import RawEngine, raw_engine
 
 MIB: Final = 1 << 20
@@ -49,7 +49,7 @@ SPEC: Final = MhaSpec(layers=1, tokens=PAGES, page_size=1, kv_heads=1, head_dim=
 class Attack:
     """A session that numbers its requests itself, acknowledges no event, and reads only when it is told to."""
 
-    def __init__(self, engine: RawEngine, daemon: DaemonProcess, control: zmq.Socket[bytes]) -> None:
+    def __init__(self, engine: RawEngine, daemon: Daemon, control: zmq.Socket[bytes]) -> None:
         self.number = 1000
         self._engine = engine
         self._control = control
@@ -88,7 +88,7 @@ class Attack:
 
 
 @pytest.fixture
-def attack(daemon: DaemonProcess, client: Client) -> Iterator[Attack]:
+def attack(daemon: Daemon, client: Client) -> Iterator[Attack]:
     """Return a session that may have all pages of a pool."""
     client.create_pool("pages", SPEC)
     with (

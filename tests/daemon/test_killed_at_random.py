@@ -28,7 +28,8 @@ from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import Allocate, CreatePool, DeletePool, Free
 from kvferry.protocol.session_stream import SessionOpened
 from kvferry.protocol.transfer_messages import Receive, Send
-from tests.kit.daemons import RestartedDaemon, restarted_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.kit.raw_engine import RawEngine
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=1, kv_heads=1, head_dim=8, dtype="float16")
@@ -186,7 +187,7 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engines(life: RestartedDaemon, random: Random) -> Iterator[list[Engine]]:
+def engines(life: Daemon, random: Random) -> Iterator[list[Engine]]:
     """Return three engines."""
     made = [Engine(life.runtime_dir, name, random) for name in ("one", "two", "three")]
     try:
@@ -199,7 +200,7 @@ def engines(life: RestartedDaemon, random: Random) -> Iterator[list[Engine]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_answered_holds(seed: int) -> None:
     random = Random(seed)  # noqa: S311  a test repeats what it did
-    with restarted_daemon(GRACE) as life, engines(life, random) as every:
+    with kit.daemon(GRACE, keep=True) as life, engines(life, random) as every:
         with Client.connect(life.runtime_dir) as client:
             client.create_pool(POOL, SPEC)
         for _ in range(KILLS):
@@ -208,7 +209,7 @@ def test_what_was_answered_holds(seed: int) -> None:
             check(life, every)
 
 
-def work_and_kill(life: RestartedDaemon, every: list[Engine], random: Random) -> None:
+def work_and_kill(life: Daemon, every: list[Engine], random: Random) -> None:
     """Let the engines work for a while, and kill the daemon in the midst of it."""
     for _ in range(random.randrange(30)):
         one = random.choice(every)
@@ -221,7 +222,7 @@ def work_and_kill(life: RestartedDaemon, every: list[Engine], random: Random) ->
             pass
 
 
-def come_and_go(life: RestartedDaemon, random: Random) -> None:
+def come_and_go(life: Daemon, random: Random) -> None:
     """Start a daemon for a session that comes and goes, is idle or not, and kill it, or do not."""
     life.start()
     if random.random() < 0.3:
@@ -234,7 +235,7 @@ def come_and_go(life: RestartedDaemon, random: Random) -> None:
                 SessionChannel.open(life.runtime_dir, opening).close()
 
 
-def check(life: RestartedDaemon, every: list[Engine]) -> None:
+def check(life: Daemon, every: list[Engine]) -> None:
     """Hold what the engines know against the daemon."""
     for one in every:
         one.resume()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,8 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive
-from tests.kit.daemons import DaemonProcess, running_daemon, said_by_another_user
+from tests import kit
+from tests.kit.daemons import Daemon, said_by_another_user
 from tests.kit.raw_engine import raw_engine
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
@@ -26,14 +26,14 @@ TUNING = Tuning(limits=Limits(max_transfers_per_session=2, max_transfers=3, max_
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+def daemon() -> Iterator[Daemon]:
     """Run a daemon with small limits."""
-    with running_daemon(tmp_path, tuning=TUNING) as one:
+    with kit.daemon(tuning=TUNING) as one:
         yield one
 
 
 @pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
+def client(daemon: Daemon) -> Iterator[Client]:
     """Return a client with two pools."""
     with Client.connect(daemon.runtime_dir) as one:
         one.create_pool("prefill", SPEC)
@@ -59,7 +59,7 @@ def test_transfers_of_a_session(client: Client) -> None:
     assert [one.state for one in (second, again)] == ["open", "open"]
 
 
-def test_transfers_of_all_sessions(daemon: DaemonProcess, client: Client) -> None:
+def test_transfers_of_all_sessions(daemon: Daemon, client: Client) -> None:
     transfers: list[Transfer] = []
     with Client.connect(daemon.runtime_dir) as other:
         for one in (client, other):
@@ -70,9 +70,9 @@ def test_transfers_of_all_sessions(daemon: DaemonProcess, client: Client) -> Non
             other.wait_finished(transfers[1])
 
 
-def test_transfers_of_one_user_leave_some_to_others(tmp_path: Path) -> None:
+def test_transfers_of_one_user_leave_some_to_others() -> None:
     limits = Limits(max_transfers_per_session=3, max_transfers=3)
-    with running_daemon(tmp_path, tuning=Tuning(limits=limits)) as daemon:
+    with kit.daemon(tuning=Tuning(limits=limits)) as daemon:
         said = said_by_another_user(
             daemon,
             "from kvferry.clients import new_request_id, pages\n"
@@ -100,7 +100,7 @@ def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None
         client.wait_finished(receive(client, received[:1]))
 
 
-def refused_while_deaf(daemon: DaemonProcess, rounds: int, observer: Client) -> tuple[str, int]:
+def refused_while_deaf(daemon: Daemon, rounds: int, observer: Client) -> tuple[str, int]:
     """Let an engine use one request id again and again, and acknowledge nothing.
 
     Return why its next request is refused then, and how many events it has not acknowledged.
@@ -128,21 +128,21 @@ def refused_while_deaf(daemon: DaemonProcess, rounds: int, observer: Client) -> 
         return busy.detail, deaf.unacknowledged_events
 
 
-def test_events_that_are_never_acknowledged(daemon: DaemonProcess, client: Client) -> None:
+def test_events_that_are_never_acknowledged(daemon: Daemon, client: Client) -> None:
     why, events = refused_while_deaf(daemon, 2, client)
     assert ("4 events of the session are unacknowledged" in why, events) == (True, 4)
 
 
-def test_events_of_all_sessions_that_are_never_acknowledged(tmp_path: Path) -> None:
+def test_events_of_all_sessions_that_are_never_acknowledged() -> None:
     tuning = Tuning(limits=Limits(max_transfers=FEW_EVENTS))
-    with running_daemon(tmp_path, tuning=tuning) as daemon, Client.connect(daemon.runtime_dir) as client:
+    with kit.daemon(tuning=tuning) as daemon, Client.connect(daemon.runtime_dir) as client:
         client.create_pool("decode", SPEC)
         why, events = refused_while_deaf(daemon, FEW_EVENTS, client)
         assert why.startswith(f"{2 * FEW_EVENTS} events of all sessions are unacknowledged")
         assert events == 2 * FEW_EVENTS
 
 
-def test_sessions(daemon: DaemonProcess, client: Client) -> None:
+def test_sessions(daemon: Daemon, client: Client) -> None:
     with Client.connect(daemon.runtime_dir), Client.connect(daemon.runtime_dir) as last:
         with pytest.raises(OverloadedError, match="3 sessions live") as refused:
             Client.connect(daemon.runtime_dir)

@@ -10,7 +10,6 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -26,8 +25,9 @@ from kvferry.protocol.errors import OutOfMemoryError
 from kvferry.protocol.pool_messages import Free
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.settings import CONTROL_SOCKET
+from tests import kit
 from tests.kit.control_groups import ControlGroup
-from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests.kit.daemons import Daemon, soon
 from tests.kit.raw_engine import RawEngine, raw_engine
 
 MIB: Final = 1 << 20
@@ -69,11 +69,9 @@ def fill(client: Client) -> None:
                 client.create_pool(f"{size_bytes}-{number}", spec(size_bytes)).close()
 
 
-def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_lives(
-    group: ControlGroup, tmp_path: Path
-) -> None:
+def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_lives(group: ControlGroup) -> None:
     with (
-        running_daemon(tmp_path, CONFIG, prefix=group.prefix) as daemon,
+        kit.daemon(CONFIG, prefix=group.prefix) as daemon,
         Client.connect(daemon.runtime_dir) as client,
     ):
         with pytest.raises(OutOfMemoryError) as refused:
@@ -86,10 +84,10 @@ def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_
         assert client.ping() > 0
 
 
-def test_unauthenticated_connections_that_never_finish_a_message(group: ControlGroup, tmp_path: Path) -> None:
+def test_unauthenticated_connections_that_never_finish_a_message(group: ControlGroup) -> None:
     group.limit(GIB)
     with (
-        running_daemon(tmp_path, prefix=group.prefix) as daemon,
+        kit.daemon(prefix=group.prefix) as daemon,
         Client.connect(daemon.runtime_dir) as client,
         contextlib.ExitStack() as stack,
     ):
@@ -104,7 +102,7 @@ def test_unauthenticated_connections_that_never_finish_a_message(group: ControlG
         assert client.status().counters["connections.closed.held"] > 0
 
 
-def waiting_frees(daemon: DaemonProcess, engine: RawEngine, count: int) -> bool:
+def waiting_frees(daemon: Daemon, engine: RawEngine, count: int) -> bool:
     """Have so many large FREEs of a session wait for an event, or until one is refused; return whether one was."""
     opened = engine.channel.opened
     body = Free(pool="small", pages=PAGES, after=DeviceEvent(event=0, value=1))
@@ -126,11 +124,11 @@ def waiting_frees(daemon: DaemonProcess, engine: RawEngine, count: int) -> bool:
     return False
 
 
-def test_sessions_whose_requests_wait_where_the_limit_is_that_of_the_docs(group: ControlGroup, tmp_path: Path) -> None:
+def test_sessions_whose_requests_wait_where_the_limit_is_that_of_the_docs(group: ControlGroup) -> None:
     group.limit(enough_for(128 * MIB))
     config = '[pools]\nmax_bytes = "64MiB"\n[tiers]\nhost_bytes = "64MiB"\n'
     with (
-        running_daemon(tmp_path, config, prefix=group.prefix) as daemon,
+        kit.daemon(config, prefix=group.prefix) as daemon,
         Client.connect(daemon.runtime_dir) as client,
         contextlib.ExitStack() as stack,
     ):
@@ -140,14 +138,14 @@ def test_sessions_whose_requests_wait_where_the_limit_is_that_of_the_docs(group:
         assert client.ping() > 0
 
 
-def test_memory_that_its_engine_gives_back_once_it_is_registered(group: ControlGroup, tmp_path: Path) -> None:
+def test_memory_that_its_engine_gives_back_once_it_is_registered(group: ControlGroup) -> None:
     large = spec(224 * MIB)
     count = large.tokens // large.page_size + 1
     memory = SharedMemory(224 * MIB)
     arrays = {("main", role): memory.array((1, count, 512, 8, 64), "float16") for role in ("k", "v")}
     memory.view()[:] = 1
     with (
-        running_daemon(tmp_path, CONFIG, prefix=group.prefix) as daemon,
+        kit.daemon(CONFIG, prefix=group.prefix) as daemon,
         Client.connect(daemon.runtime_dir) as client,
     ):
         client.create_pool("first", spec(128 * MIB)).close()
@@ -174,10 +172,10 @@ def give_back(memory: SharedMemory) -> None:
     assert not libc.fallocate(memory.region.fd, fallocate_punch_hole, ctypes.c_long(0), size), ctypes.get_errno()
 
 
-def test_tables(group: ControlGroup, tmp_path: Path) -> None:
+def test_tables(group: ControlGroup) -> None:
     group.limit(GIB)
     with (
-        running_daemon(tmp_path, prefix=group.prefix) as daemon,
+        kit.daemon(prefix=group.prefix) as daemon,
         Client.connect(daemon.runtime_dir) as client,
     ):
         client.create_pool("pool", spec(64 * MIB)).close()

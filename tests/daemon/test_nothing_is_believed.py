@@ -20,7 +20,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.session_stream import SharedEvents, ShareFollows
 from kvferry.protocol.tier_messages import Found, Offloading, SnapshotReport
-from tests.kit.daemons import running_daemon
+from tests import kit
 from tests.kit.raw_engine import RawEngine, raw_engine
 
 MHA: Final = {
@@ -80,10 +80,10 @@ class Harness(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+def harness() -> Iterator[Harness]:
     """Return a harness in which no row leaves anything."""
     with (
-        running_daemon(tmp_path_factory.mktemp("believed"), "[tiers]\nhost_bytes = 4194304\n") as daemon,
+        kit.daemon("[tiers]\nhost_bytes = 4194304\n") as daemon,
         raw_engine(daemon.runtime_dir, "engine") as engine,
         raw_engine(daemon.runtime_dir, "other") as other,
         Client.connect(daemon.runtime_dir, session=False) as watcher,

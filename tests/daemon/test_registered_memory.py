@@ -32,8 +32,9 @@ from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows, pack
 from kvferry.protocol.settings import SESSION_SOCKET
+from tests import kit
 from tests.daemon import victims
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import Daemon
 from tests.kit.raw_engine import RawEngine, raw_engine
 from tests.kit.started import started
 
@@ -66,7 +67,7 @@ def filled(memory: SharedMemory, seed: int) -> Arrays:
     return arrays
 
 
-def memory_held(daemon: DaemonProcess) -> int:
+def memory_held(daemon: Daemon) -> int:
     """Return how many descriptors of memory that engines made the daemon has."""
     links = []
     for one in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
@@ -75,7 +76,7 @@ def memory_held(daemon: DaemonProcess) -> int:
     return sum("shared-memory" in link or "claimed" in link for link in links)
 
 
-def wait_until_held(daemon: DaemonProcess, count: int) -> None:
+def wait_until_held(daemon: Daemon, count: int) -> None:
     """Wait until the daemon has so many: it hears of the end of a session by itself."""
     ends_at = time.monotonic() + WAIT_S
     with Client.connect(daemon.runtime_dir, session=False) as watcher:
@@ -127,12 +128,12 @@ def test_a_snapshot_of_registered_memory(client: Client, name: str) -> None:
         client.free(name, [1])
 
 
-def test_another_daemon_of_the_host_reads_registered_memory(client: Client, name: str, tmp_path: Path) -> None:
+def test_another_daemon_of_the_host_reads_registered_memory(client: Client, name: str) -> None:
     memory = SharedMemory(MEMORY_BYTES + 8192)
     memory.array((8192,), "uint8")  # so that the arrays begin elsewhere
     arrays = filled(memory, 9)
     client.register_pool(name, SPEC, arrays, device="host")
-    with running_daemon(tmp_path) as there, Client.connect(there.runtime_dir) as decode:
+    with kit.daemon() as there, Client.connect(there.runtime_dir) as decode:
         target = decode.create_pool("decode", SPEC)
         ids, request_id = decode.allocate("decode", 2), new_request_id()
         here = client.status().addresses[0]
@@ -144,7 +145,7 @@ def test_another_daemon_of_the_host_reads_registered_memory(client: Client, name
         target.close()
 
 
-def test_other_sessions_of_the_user_attach_it(daemon: DaemonProcess, client: Client, name: str) -> None:
+def test_other_sessions_of_the_user_attach_it(daemon: Daemon, client: Client, name: str) -> None:
     memory = SharedMemory(MEMORY_BYTES)
     arrays = filled(memory, 4)
     manifest = client.register_pool(name, SPEC, arrays, device="host")
@@ -161,7 +162,7 @@ def test_other_sessions_of_the_user_attach_it(daemon: DaemonProcess, client: Cli
         seen.close()
 
 
-def test_tensors_of_an_asynchronous_client(daemon: DaemonProcess, name: str) -> None:
+def test_tensors_of_an_asynchronous_client(daemon: Daemon, name: str) -> None:
     memory = SharedMemory(1 << 20)
     rows = memory.tensor((2, 17, 4, 1, 12), "bfloat16")
     rows.copy_(torch.randn(rows.shape))
@@ -196,7 +197,7 @@ def test_layers_of_several_groups_are_registered_by_the_first_ones_name(client: 
 # -- who survives whom
 
 
-def test_an_engine_that_is_killed_takes_its_pool_with_it(daemon: DaemonProcess, client: Client) -> None:
+def test_an_engine_that_is_killed_takes_its_pool_with_it(daemon: Daemon, client: Client) -> None:
     request_id = new_request_id()
     program = [os.fspath(Path(victims.__file__)), "host", "send", os.fspath(daemon.runtime_dir), request_id, "register"]
     with started(program) as victim:
@@ -226,7 +227,7 @@ def test_memory_outlives_the_daemon_and_is_registered_again(tmp_path: Path) -> N
     for number in range(2):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with running_daemon(folder) as daemon, Client.connect(daemon.runtime_dir) as client:
+        with kit.daemon() as daemon, Client.connect(daemon.runtime_dir) as client:
             client.register_pool("pool", SPEC, arrays, device="host")
             move(client, "pool", [1], "pool", [10 + number])
             daemon.kill()
@@ -317,7 +318,7 @@ def register(engine: RawEngine, name: str, claim: Claim) -> None:
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_a_claim_is_checked(daemon: DaemonProcess, client: Client, name: str, claim: str) -> None:
+def test_a_claim_is_checked(daemon: Daemon, client: Client, name: str, claim: str) -> None:
     what, code, field = CLAIMS[claim]
     wait_until_held(daemon, 0)
     pools = {one.pool for one in client.status().pools}
@@ -334,7 +335,7 @@ def test_a_claim_is_checked(daemon: DaemonProcess, client: Client, name: str, cl
 
 
 @pytest.mark.parametrize("offset", [0, ARRAY_BYTES // 2, 2 * ARRAY_BYTES - 4, 2 * ARRAY_BYTES])
-def test_no_byte_is_of_two_pools(daemon: DaemonProcess, name: str, offset: int) -> None:
+def test_no_byte_is_of_two_pools(daemon: Daemon, name: str, offset: int) -> None:
     fd = memfd()
     with raw_engine(daemon.runtime_dir) as engine, raw_engine(daemon.runtime_dir) as other:
         register(engine, name, Claim(lambda: os.dup(fd)))
@@ -347,7 +348,7 @@ def test_no_byte_is_of_two_pools(daemon: DaemonProcess, name: str, offset: int) 
     os.close(fd)
 
 
-def test_a_pool_of_the_daemon_is_not_registered_once_more(daemon: DaemonProcess, client: Client, name: str) -> None:
+def test_a_pool_of_the_daemon_is_not_registered_once_more(daemon: Daemon, client: Client, name: str) -> None:
     pool = client.create_pool(name, SPEC)
     assert isinstance(pool.region, HostRegion)
     fd = pool.region.fd
@@ -380,9 +381,9 @@ def test_arrays_outside_of_shared_memory_are_named(client: Client, name: str, wh
     assert refused.value.field == field
 
 
-def test_refusals_keep_no_descriptor(tmp_path: Path) -> None:
+def test_refusals_keep_no_descriptor() -> None:
     with (
-        running_daemon(tmp_path, "[limits]\nmax_frame_bytes = 1048576\n") as daemon,
+        kit.daemon("[limits]\nmax_frame_bytes = 1048576\n") as daemon,
         Client.connect(daemon.runtime_dir) as client,
     ):
         memory = SharedMemory(MEMORY_BYTES)
@@ -430,7 +431,7 @@ def test_shared_memory_has_as_much_as_it_says() -> None:
 
 
 @contextlib.contextmanager
-def claimed(daemon: DaemonProcess) -> Iterator[tuple[socket.socket, int]]:
+def claimed(daemon: Daemon) -> Iterator[tuple[socket.socket, int]]:
     """Yield a session's socket and memory; the daemon must end the session and keep nothing of the memory."""
     fd = memfd()
     with raw_engine(daemon.runtime_dir) as engine:
@@ -457,14 +458,14 @@ MEMORY_FRAME: Final = pack(MemoryFollows(message_id=1))
     ],
     ids=["with a share", "none", "two", "a hundred", "two for one message", "two with half a frame"],
 )
-def test_descriptors_that_no_frame_speaks_of_end_the_session(daemon: DaemonProcess, data: bytes, count: int) -> None:
+def test_descriptors_that_no_frame_speaks_of_end_the_session(daemon: Daemon, data: bytes, count: int) -> None:
     with claimed(daemon) as (rude, fd):
         socket.send_fds(rude, [data], [fd] * count)
     with Client.connect(daemon.runtime_dir) as client:
         client.ping()
 
 
-def test_a_descriptor_with_the_opening_is_refused(daemon: DaemonProcess) -> None:
+def test_a_descriptor_with_the_opening_is_refused(daemon: Daemon) -> None:
     fd = memfd()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as rude:
         rude.settimeout(WAIT_S)
@@ -477,7 +478,7 @@ def test_a_descriptor_with_the_opening_is_refused(daemon: DaemonProcess) -> None
     wait_until_held(daemon, 0)
 
 
-def test_descriptors_of_messages_that_never_come_have_a_bound(daemon: DaemonProcess) -> None:
+def test_descriptors_of_messages_that_never_come_have_a_bound(daemon: Daemon) -> None:
     with claimed(daemon) as (rude, fd):
         for number in range(MAX_MESSAGES_SHARED + 1):
             socket.send_fds(rude, [pack(MemoryFollows(message_id=number))], [fd])

@@ -35,7 +35,8 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, NotOwnerError, PeerCancelledError, raised
 from kvferry.protocol.events import Settled
 from kvferry.protocol.peer_messages import Announce, OpEnded, ReceiveClosed, ReceiveName
-from tests.kit.daemons import DaemonProcess, running_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.kvferry_command import run_kvferry
 from tests.kit.transfers import layers
 
@@ -48,7 +49,7 @@ REQUEST = "0123456789abcdef" * 2
 class Endpoint(NamedTuple):
     """A daemon, an engine of its, and the engine's pages."""
 
-    daemon: DaemonProcess
+    daemon: Daemon
     client: Client
     pages: PageIds
 
@@ -70,11 +71,11 @@ class Endpoint(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Endpoint, Endpoint]]:
+def sides() -> Iterator[tuple[Endpoint, Endpoint]]:
     """Return prefill's side and decode's, with daemons of their own."""
     with (
-        running_daemon(tmp_path_factory.mktemp("prefill"), CONFIG) as source,
-        running_daemon(tmp_path_factory.mktemp("decode"), CONFIG) as home,
+        kit.daemon(CONFIG) as source,
+        kit.daemon(CONFIG) as home,
         Client.connect(source.runtime_dir) as prefill,
         Client.connect(home.runtime_dir) as decode,
     ):

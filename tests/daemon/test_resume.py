@@ -26,7 +26,8 @@ from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import SessionOpen, SessionOpened, pack
 from kvferry.protocol.settings import SESSION_SOCKET
 from kvferry.protocol.transfer_messages import Accepted, Receive, Result
-from tests.kit.daemons import DaemonProcess, running_daemon, said_by_another_user, soon
+from tests import kit
+from tests.kit.daemons import Daemon, said_by_another_user, soon
 from tests.kit.raw_engine import RawEngine, raw_engine
 from tests.kit.started import started
 
@@ -38,7 +39,7 @@ CONFIG = "[service]\nresume_grace_s = 600.0\n"
 
 
 @pytest.fixture
-def other(daemon: DaemonProcess) -> Iterator[Client]:
+def other(daemon: Daemon) -> Iterator[Client]:
     """Return a client that looks on."""
     with Client.connect(daemon.runtime_dir, name="other") as one:
         one.create_pool(POOL, SPEC)
@@ -46,7 +47,7 @@ def other(daemon: DaemonProcess) -> Iterator[Client]:
 
 
 @contextmanager
-def resumed(daemon: DaemonProcess, engine: RawEngine, *, keep: bool = False) -> Iterator[RawEngine]:
+def resumed(daemon: Daemon, engine: RawEngine, *, keep: bool = False) -> Iterator[RawEngine]:
     """Take a raw engine's session over, by a new control socket too."""
     opening = calls.session_open("", keep=keep, resume=engine.channel.opened.secret)
     with (
@@ -87,7 +88,7 @@ def lose_socket(engine: RawEngine, client: Client, name: str = "keeper") -> None
     assert soon(lambda: not connected(client).get(name))
 
 
-def test_pages_transfers_and_events_go_on(daemon: DaemonProcess, other: Client) -> None:
+def test_pages_transfers_and_events_go_on(daemon: Daemon, other: Client) -> None:
     request_id = new_request_id()
     with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
         _, ids, _ = receive(engine, request_id, 4)
@@ -107,7 +108,7 @@ def test_pages_transfers_and_events_go_on(daemon: DaemonProcess, other: Client) 
         assert soon(lambda: "keeper" not in connected(other)), "it did not ask to be kept again"
 
 
-def test_unacknowledged_events_are_sent_again(daemon: DaemonProcess, other: Client) -> None:
+def test_unacknowledged_events_are_sent_again(daemon: Daemon, other: Client) -> None:
     request_id = new_request_id()
     with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
         body, _, lists = receive(engine, request_id, 2)
@@ -124,7 +125,7 @@ def test_unacknowledged_events_are_sent_again(daemon: DaemonProcess, other: Clie
             assert known.outcome().pages == 2
 
 
-def test_a_client_resumes(daemon: DaemonProcess, other: Client) -> None:
+def test_a_client_resumes(daemon: Daemon, other: Client) -> None:
     before = set(session_sockets())
     first = Client.connect(daemon.runtime_dir, name="keeper", reconnect=False, keep=True)
     (its,) = set(session_sockets()) - before
@@ -155,13 +156,13 @@ def session_sockets() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("secret", [b"x", b"x" * 16, b"x" * 32])
-def test_a_wrong_secret(daemon: DaemonProcess, secret: bytes) -> None:
+def test_a_wrong_secret(daemon: Daemon, secret: bytes) -> None:
     with pytest.raises(NoSessionError) as refused:
         SessionChannel.open(daemon.runtime_dir, calls.session_open("", resume=secret))
     assert refused.value.field == "resume"
 
 
-def test_who_did_not_ask_is_not_kept(daemon: DaemonProcess, other: Client) -> None:
+def test_who_did_not_ask_is_not_kept(daemon: Daemon, other: Client) -> None:
     with raw_engine(daemon.runtime_dir, "fleeting") as engine:
         engine.call(calls.allocate(POOL, 4, "main"))
         engine.channel.close()
@@ -171,7 +172,7 @@ def test_who_did_not_ask_is_not_kept(daemon: DaemonProcess, other: Client) -> No
             pass
 
 
-def test_only_one_of_many_at_once(daemon: DaemonProcess, other: Client) -> None:
+def test_only_one_of_many_at_once(daemon: Daemon, other: Client) -> None:
     with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
         lose_socket(engine, other)
         opening = calls.session_open("", resume=engine.channel.opened.secret)
@@ -194,10 +195,10 @@ def test_only_one_of_many_at_once(daemon: DaemonProcess, other: Client) -> None:
         assert soon(lambda: "keeper" not in connected(other))
 
 
-def test_what_was_resumed_outlives_the_grace(tmp_path: Path) -> None:
+def test_what_was_resumed_outlives_the_grace() -> None:
     """The clock of the first loss does not end the session: one that was lost later, and ends by it, shows that."""
     with (
-        running_daemon(tmp_path, "[service]\nresume_grace_s = 2.0\n") as daemon,
+        kit.daemon("[service]\nresume_grace_s = 2.0\n") as daemon,
         Client.connect(daemon.runtime_dir, name="other") as other,
         raw_engine(daemon.runtime_dir, opening=keeping("first")) as first,
         raw_engine(daemon.runtime_dir, opening=keeping("second")) as second,
@@ -209,8 +210,8 @@ def test_what_was_resumed_outlives_the_grace(tmp_path: Path) -> None:
             assert connected(other)["first"]
 
 
-def test_after_the_grace(tmp_path: Path) -> None:
-    hasty = running_daemon(tmp_path, "[service]\nresume_grace_s = 0.05\n")
+def test_after_the_grace() -> None:
+    hasty = kit.daemon("[service]\nresume_grace_s = 0.05\n")
     with hasty as daemon, Client.connect(daemon.runtime_dir, name="other") as other:
         other.create_pool(POOL, SPEC)
         assert other.welcome is not None
@@ -224,7 +225,7 @@ def test_after_the_grace(tmp_path: Path) -> None:
                 pass
 
 
-def test_its_process_dies(daemon: DaemonProcess, other: Client, tmp_path: Path) -> None:
+def test_its_process_dies(daemon: Daemon, other: Client, tmp_path: Path) -> None:
     """Whoever is dead does not resume: its session ends at once, whatever the grace."""
     program = tmp_path / "mortal.py"
     program.write_text(
@@ -245,7 +246,7 @@ def test_its_process_dies(daemon: DaemonProcess, other: Client, tmp_path: Path) 
     assert "its process ended" in daemon.log.read_text()
 
 
-def test_another_user(daemon: DaemonProcess, other: Client, require: Callable[[object, str], None]) -> None:
+def test_another_user(daemon: Daemon, other: Client, require: Callable[[object, str], None]) -> None:
     require(os.geteuid() == 0, "root, to be another user")
     code = (
         "try: Client.connect(sys.argv[1], resume=bytes.fromhex(sys.argv[2]))\nexcept KvferryError as e: print(e.code)\n"

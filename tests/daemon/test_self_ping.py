@@ -8,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -23,8 +24,8 @@ from kvferry.protocol.envelope import Reply
 from kvferry.protocol.errors import DaemonLostError, StaleBootError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Pong
-from tests.kit.daemons import COMMAND, DaemonProcess
-from tests.kit.started import started
+from tests.kit.daemons import USERS_COMMAND
+from tests.kit.started import Started, started
 
 OURS = new_boot_id()
 PATIENCE_S = 20.0
@@ -92,8 +93,15 @@ async def test_a_daemon_that_does_not_answer_itself_is_not_ready(
     await ping.close()
 
 
+class Watched(NamedTuple):
+    """A daemon whose service manager is the test."""
+
+    runtime_dir: Path
+    process: Started
+
+
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[tuple[DaemonProcess, socket.socket]]:
+def watched(tmp_path: Path) -> Iterator[tuple[Watched, socket.socket]]:
     """Return a daemon with a watchdog of 0.1 s, which nobody enforces, and what it says to its service manager."""
     log = tmp_path / "daemon.log"
     with (
@@ -105,18 +113,17 @@ def watched(tmp_path: Path) -> Iterator[tuple[DaemonProcess, socket.socket]]:
         manager.bind(f"{folder}/notify")
         run = Path(folder) / "run"
         environment = {"NOTIFY_SOCKET": f"{folder}/notify", "WATCHDOG_USEC": "100000"}
-        command = [*COMMAND, "--runtime-dir", os.fspath(run)]
+        command = [*USERS_COMMAND, "--runtime-dir", os.fspath(run)]
         process = started(command, environment=environment, stderr=output.fileno(), pipes=False)
         while not manager.recv(4096).startswith(b"READY=1"):
             assert process.poll() is None
-        daemon = DaemonProcess(run, process, log)
         try:
-            yield daemon, manager
+            yield Watched(run, process), manager
         finally:
             manager.setblocking(False)  # noqa: FBT003  socket's own signature
             heard(manager)  # its queue is short, and a full one would hold up the daemon's last words
-            status = daemon.end()
-        assert status == 0, log.read_text()
+            process.terminate()
+        assert process.wait(PATIENCE_S) == 0, log.read_text()
 
 
 def heard(manager: socket.socket) -> list[bytes]:
@@ -130,7 +137,7 @@ def heard(manager: socket.socket) -> list[bytes]:
 
 
 def test_the_loop_is_free_while_a_large_pool_is_made_and_deleted(
-    watched: tuple[DaemonProcess, socket.socket],
+    watched: tuple[Watched, socket.socket],
 ) -> None:
     daemon, manager = watched
     assert manager.recv(4096) == b"WATCHDOG=1"

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -34,7 +33,8 @@ from kvferry.protocol.session_stream import (
     unpack_frame,
 )
 from kvferry.protocol.settings import SESSION_SOCKET
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.kit.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
@@ -53,7 +53,7 @@ ARRAYS = tuple(
 
 
 @contextmanager
-def session(daemon: DaemonProcess) -> Iterator[socket.socket]:
+def session(daemon: Daemon) -> Iterator[socket.socket]:
     """Open a session without the client library's good manners."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         channel.settimeout(WAIT_S)
@@ -76,7 +76,7 @@ def shared(number: int, *shares: TorchShare | VmmShare) -> bytes:
     return pack(ShareFollows(message_id=number, shares=shares or (SHARE,)))
 
 
-def is_served(daemon: DaemonProcess) -> bool:
+def is_served(daemon: Daemon) -> bool:
     with Client.connect(daemon.runtime_dir) as client:
         return "rude" in [one.name for one in client.status().sessions]
 
@@ -91,7 +91,7 @@ def is_served(daemon: DaemonProcess) -> bool:
     ],
     ids=["opened twice", "no message", "a frame too large", "no share"],
 )
-def test_junk_after_opening_ends_that_session_only(daemon: DaemonProcess, junk: bytes) -> None:
+def test_junk_after_opening_ends_that_session_only(daemon: Daemon, junk: bytes) -> None:
     with session(daemon) as rude, session(daemon) as other:
         rude.sendall(junk)
         assert is_ended(rude)
@@ -99,7 +99,7 @@ def test_junk_after_opening_ends_that_session_only(daemon: DaemonProcess, junk: 
         assert is_served(daemon)
 
 
-def test_shares_of_messages_that_never_come_have_a_bound(daemon: DaemonProcess) -> None:
+def test_shares_of_messages_that_never_come_have_a_bound(daemon: Daemon) -> None:
     with session(daemon) as rude:
         for number in range(MAX_MESSAGES_SHARED):
             rude.sendall(shared(number))
@@ -108,7 +108,7 @@ def test_shares_of_messages_that_never_come_have_a_bound(daemon: DaemonProcess) 
         assert is_ended(rude)
 
 
-def test_shares_of_one_message_have_a_bound(daemon: DaemonProcess) -> None:
+def test_shares_of_one_message_have_a_bound(daemon: Daemon) -> None:
     frame = shared(1, *(VmmShare(handle=1, size_bytes=1),) * MAX_SHARES)
     with session(daemon) as rude, pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012  it ends meanwhile
         for _ in range(1 << 14):
@@ -117,10 +117,10 @@ def test_shares_of_one_message_have_a_bound(daemon: DaemonProcess) -> None:
         rude.sendall(frame)
 
 
-def test_shares_count_to_what_sessions_may_keep_in_all(tmp_path: Path) -> None:
+def test_shares_count_to_what_sessions_may_keep_in_all() -> None:
     tuning = Tuning(limits=Limits(max_kept_request_bytes=1 << 20))
     frame = shared(1, *(VmmShare(handle=1, size_bytes=1),) * MAX_SHARES)
-    with running_daemon(tmp_path, tuning=tuning) as daemon:
+    with kit.daemon(tuning=tuning) as daemon:
         with session(daemon) as polite:
             polite.sendall(frame)
             with session(daemon) as rude:
@@ -160,7 +160,7 @@ def refusal(engine: RawEngine, *shares: TorchShare | VmmShare) -> KvferryError:
 
 
 @pytest.mark.parametrize("given", [0, 1, 3])
-def test_as_many_shares_as_arrays(daemon: DaemonProcess, given: int) -> None:
+def test_as_many_shares_as_arrays(daemon: Daemon, given: int) -> None:
     with raw_engine(daemon.runtime_dir) as engine:
         error = refusal(engine, *(SHARE,) * given)
     assert (error.code, error.field) == ("INVALID_FIELD", "arrays")
@@ -183,8 +183,8 @@ def shows_a_handle(text: str) -> bool:
     return SECRET.decode() in text or str(DRIVER_HANDLE) in text
 
 
-def test_no_log_shows_a_handle(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, '[logging]\nlevel = "debug"\n') as daemon:
+def test_no_log_shows_a_handle() -> None:
+    with kit.daemon('[logging]\nlevel = "debug"\n') as daemon:
         with raw_engine(daemon.runtime_dir) as engine:
             for shares in ((SHARE, SHARE), (VMM_SHARE, VMM_SHARE), (VMM_SHARE,)):
                 assert not shows_a_handle(str(refusal(engine, *shares)))

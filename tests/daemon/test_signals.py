@@ -15,7 +15,8 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
-from tests.kit.daemons import END_S, START_S, DaemonProcess, running_daemon, soon
+from tests import kit
+from tests.kit.daemons import END_S, START_S, Daemon, soon
 
 IGNORED = {
     "SIGHUP": signal.SIGHUP,
@@ -47,12 +48,12 @@ def ignored(log: Path) -> set[str]:
     return {line["signal"] for line in events(log, "signal ignored")}
 
 
-def wait_until_ignored(client: Client, daemon: DaemonProcess, names: set[str]) -> None:
+def wait_until_ignored(client: Client, daemon: Daemon, names: set[str]) -> None:
     """Wait until the log says so of all these signals; each look is a round trip."""
     assert soon(lambda: client.ping() >= 0 and names <= ignored(daemon.log)), names
 
 
-def test_a_signal_that_means_nothing_here_is_logged_and_takes_nothing(daemon: DaemonProcess) -> None:
+def test_a_signal_that_means_nothing_here_is_logged_and_takes_nothing(daemon: Daemon) -> None:
     with Client.connect(daemon.runtime_dir) as client:
         client.create_pool("kept", SPEC)
         held = client.allocate("kept", 2)
@@ -70,8 +71,8 @@ def test_a_signal_that_means_nothing_here_is_logged_and_takes_nothing(daemon: Da
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_a_signal_to_end_is_logged_and_leaves_no_socket(tmp_path: Path, number: signal.Signals) -> None:
-    with running_daemon(tmp_path, CONFIG) as daemon:
+def test_a_signal_to_end_is_logged_and_leaves_no_socket(number: signal.Signals) -> None:
+    with kit.daemon(CONFIG) as daemon:
         daemon.process.send_signal(number)
         assert daemon.process.wait(END_S) == 0
         assert [line["signal"] for line in events(daemon.log, "asked to end")] == [number.name]
@@ -174,8 +175,8 @@ def test_the_store_process_has_an_end_though_it_hangs_then() -> None:
     assert done.returncode == -signal.SIGALRM
 
 
-def test_signals_while_it_drains_do_not_cut_it_short(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, CONFIG) as daemon, Client.connect(daemon.runtime_dir, reconnect=False) as client:
+def test_signals_while_it_drains_do_not_cut_it_short() -> None:
+    with kit.daemon(CONFIG) as daemon, Client.connect(daemon.runtime_dir, reconnect=False) as client:
         client.create_pool("pool", SPEC)
         sent, received, waiting = (client.allocate("pool", 2) for _ in range(3))
         ring = client.open_events()
@@ -206,7 +207,7 @@ def test_a_reader_of_the_log_who_is_gone_does_not_matter(tmp_path: Path) -> None
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     prefix = ["sh", "-c", f'exec "$@" 2> {fifo}', "sh"]
-    with running_daemon(tmp_path, CONFIG, prefix=prefix) as daemon, Client.connect(daemon.runtime_dir) as client:
+    with kit.daemon(CONFIG, prefix=prefix) as daemon, Client.connect(daemon.runtime_dir) as client:
         os.close(reader)
         client.create_pool("pool", SPEC)
         for number in IGNORED.values():

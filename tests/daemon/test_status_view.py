@@ -18,7 +18,7 @@ from kvferry.protocol.session_messages import (
     TablesStatus,
     TransferStatus,
 )
-from tests.kit.daemons import DaemonProcess, said_by_another_user
+from tests.kit.daemons import Daemon, said_by_another_user
 from tests.kit.kvferry_command import run_kvferry
 
 CONFIG = '[logging]\nformat = "console"\n'
@@ -92,7 +92,7 @@ def test_root_and_the_daemons_user_see_all() -> None:
     assert seen_by(report(), 0) == report()
 
 
-def test_another_user_is_told_nothing_of_ours(daemon: DaemonProcess, client: Client) -> None:
+def test_another_user_is_told_nothing_of_ours(daemon: Daemon, client: Client) -> None:
     """Neither with a session nor without: who asks is what the kernel says of its connection."""
     client.create_pool("secret-pool", SPEC)
     ids = client.allocate("secret-pool", 1)
@@ -110,7 +110,7 @@ for session in (True, False):
     assert not [one for one in ("secret-pool", request_id, "name='engine'") if one in said]
 
 
-def test_what_an_engine_calls_itself_cannot_command_a_terminal(daemon: DaemonProcess, client: Client) -> None:
+def test_what_an_engine_calls_itself_cannot_command_a_terminal(daemon: Daemon, client: Client) -> None:
     client.ping()
     with Client.connect(daemon.runtime_dir, name=HOSTILE):
         text = run_kvferry("status", "--runtime-dir", daemon.runtime_dir).stdout

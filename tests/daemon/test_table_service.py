@@ -32,7 +32,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.table_messages import TablesUpdated
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 
 pytestmark = pytest.mark.any_device
 
@@ -353,7 +353,7 @@ def test_steps_in_a_row_keep_their_order_and_their_addresses(client: Client, poo
 
 @pytest.mark.parametrize("mapped", [True, False])
 def test_tables_end_with_their_session_and_outlive_it_where_they_are_mapped(
-    daemon: DaemonProcess, client: Client, pool: str, *, mapped: bool
+    daemon: Daemon, client: Client, pool: str, *, mapped: bool
 ) -> None:
     with Client.connect(daemon.runtime_dir, name="short") as other:
         tables = new_tables(other, pool)
@@ -370,7 +370,7 @@ def test_tables_end_with_their_session_and_outlive_it_where_they_are_mapped(
 
 @pytest.mark.anyio
 @pytest.mark.both_loops
-async def test_the_asynchronous_client_does_the_same(daemon: DaemonProcess, pool: str, device: str) -> None:
+async def test_the_asynchronous_client_does_the_same(daemon: Daemon, pool: str, device: str) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir, name="async") as client:
         tables = await client.create_tables("decode", pool, max_batch=BATCH, max_context_tokens=32, captured=(2, 6))
         ring = await client.open_events(device)

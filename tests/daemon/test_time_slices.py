@@ -22,7 +22,7 @@ from kvferry.daemon.process.time_slices import (
     be_prompt,
     run_in_background,
 )
-from tests.kit.daemons import running_daemon
+from tests import kit
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 FORM = "=IIQiIQQQ"
@@ -118,8 +118,8 @@ def test_where_there_is_no_such_call_it_is_nice_at_least(monkeypatch: pytest.Mon
         assert executor.submit(niceness).result() == NICE
 
 
-def test_a_daemons_loop_waits_for_nobody_and_nobody_for_what_is_in_the_background(tmp_path: Path) -> None:
-    with running_daemon(tmp_path) as daemon:
+def test_a_daemons_loop_waits_for_nobody_and_nobody_for_what_is_in_the_background() -> None:
+    with kit.daemon() as daemon:
         pid = daemon.process.pid
         threads = [int(one.name) for one in Path(f"/proc/{pid}/task").iterdir()]
         found = {thread: attributes_of(thread) for thread in threads}

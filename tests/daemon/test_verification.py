@@ -33,7 +33,8 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.protocol.config.schema import DiskTierConfig, TiersConfig
 from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.session_messages import Finding, Verified
-from tests.kit.daemons import DaemonProcess, restarted_daemon, said_by_another_user
+from tests import kit
+from tests.kit.daemons import Daemon, said_by_another_user
 from tests.kit.in_process import CONFIG as BARE
 from tests.kit.in_process import PATIENCE_S, SPEC, serving
 
@@ -372,7 +373,7 @@ def test_the_padding_page_is_nobodys(damage: str) -> None:
     assert Problem("the padding page is in use, or free", (0,), 1) in list(allocator.problems())
 
 
-async def test_the_command(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_command(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*more: str) -> tuple[int, str]:
         return main(["verify", "--runtime-dir", str(daemon.runtime_dir), *more]), capsys.readouterr().out
 
@@ -390,7 +391,7 @@ def test_a_finding_is_one_line() -> None:
     assert closing == "verify: 7 pages: 3 findings (others waited for 1.5 ms at most)"
 
 
-def test_other_users_are_refused(daemon: DaemonProcess) -> None:
+def test_other_users_are_refused(daemon: Daemon) -> None:
     said = said_by_another_user(
         daemon,
         "with Client.connect(sys.argv[1]) as client:\n    try: client.verify()\n    except KvferryError as e: print(e)",
@@ -421,9 +422,9 @@ def spoil(pid: int, memory: str, content: bytes) -> None:
     ],
 )
 def test_a_spoiled_record_for_the_next_daemon_is_found(memory: str, content: bytes, what: str) -> None:
-    with restarted_daemon() as life, Client.connect(life.runtime_dir, name="a-name-of-its-own") as client:
+    with kit.daemon(keep=True) as life, Client.connect(life.runtime_dir, name="a-name-of-its-own") as client:
         client.create_pool("the-pool", SPEC)
         assert not client.verify().findings
-        spoil(life.daemon.process.pid, memory, content)
+        spoil(life.process.pid, memory, content)
         (finding,) = client.verify().findings
         assert what in finding.what

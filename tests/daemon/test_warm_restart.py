@@ -36,7 +36,8 @@ from kvferry.protocol.errors import NoSessionError, NotOwnerError, UnknownPoolEr
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import CreatePool, DeletePool
 from kvferry.protocol.session_stream import SessionOpened
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.in_process import serving
 from tests.kit.raw_engine import RawEngine, raw_engine
 from tests.kit.started import started
@@ -50,9 +51,9 @@ GRACE = "[service]\nresume_grace_s = 600.0\n"
 
 
 @pytest.fixture
-def life() -> Iterator[RestartedDaemon]:
+def life() -> Iterator[Daemon]:
     """Return a daemon that outlives its process."""
-    with restarted_daemon(GRACE) as one:
+    with kit.daemon(GRACE, keep=True) as one:
         yield one
 
 
@@ -87,7 +88,7 @@ def filled_with(client: Client, ids: PageIds) -> set[float]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_an_engine_goes_on_with_its_pages(life: RestartedDaemon, number: int) -> None:
+def test_an_engine_goes_on_with_its_pages(life: Daemon, number: int) -> None:
     with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", keep=True)) as engine:
         engine.ask(CreatePool(pool=POOL, spec=SPEC))
         ids = engine.call(calls.allocate(POOL, 5, "main"))
@@ -115,7 +116,7 @@ def test_an_engine_goes_on_with_its_pages(life: RestartedDaemon, number: int) ->
             assert again.call(calls.free(POOL, ids[2:], "main", None)).freed == 3
 
 
-def test_what_names_the_old_boot_is_stale(life: RestartedDaemon) -> None:
+def test_what_names_the_old_boot_is_stale(life: Daemon) -> None:
     with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", keep=True)) as engine:
         engine.ask(CreatePool(pool=POOL, spec=SPEC))
         before = engine.channel.opened
@@ -130,7 +131,7 @@ def test_what_names_the_old_boot_is_stale(life: RestartedDaemon) -> None:
             assert len(again.call(calls.allocate(POOL, ALL, "main"))) == ALL
 
 
-def test_pages_of_who_died_meanwhile_are_free(life: RestartedDaemon, tmp_path: Path) -> None:
+def test_pages_of_who_died_meanwhile_are_free(life: Daemon, tmp_path: Path) -> None:
     program = tmp_path / "mortal.py"
     program.write_text(
         "import signal, sys\n"
@@ -147,7 +148,7 @@ def test_pages_of_who_died_meanwhile_are_free(life: RestartedDaemon, tmp_path: P
         for one in (early, late):
             assert one.stdout is not None
             assert one.stdout.readline() == "there\n"
-        os.kill(life.daemon.process.pid, signal.SIGSTOP)  # it sees nothing of the end
+        os.kill(life.process.pid, signal.SIGSTOP)  # it sees nothing of the end
         early.kill()
         early.wait()
         life.restart()
@@ -160,7 +161,7 @@ def test_pages_of_who_died_meanwhile_are_free(life: RestartedDaemon, tmp_path: P
 
 def test_who_does_not_come_back_in_time_loses_its_pages() -> None:
     with (
-        restarted_daemon("[service]\nresume_grace_s = 0.2\n") as life,
+        kit.daemon("[service]\nresume_grace_s = 0.2\n", keep=True) as life,
         raw_engine(life.runtime_dir, opening=calls.session_open("late", keep=True)) as engine,
     ):
         engine.ask(CreatePool(pool=POOL, spec=SPEC))
@@ -172,7 +173,7 @@ def test_who_does_not_come_back_in_time_loses_its_pages() -> None:
                 pass
 
 
-def test_what_ends_with_an_instance_or_was_deleted(life: RestartedDaemon) -> None:
+def test_what_ends_with_an_instance_or_was_deleted(life: Daemon) -> None:
     with Client.connect(life.runtime_dir, instance="gone") as gone:
         gone.create_pool("its", SPEC, lifetime="instance")
     with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", "stays", keep=True)) as engine:
@@ -189,7 +190,7 @@ def test_what_ends_with_an_instance_or_was_deleted(life: RestartedDaemon) -> Non
             assert soon(lambda: not other.status().pools)
 
 
-def test_numbers_are_not_given_again(life: RestartedDaemon) -> None:
+def test_numbers_are_not_given_again(life: Daemon) -> None:
     with raw_engine(life.runtime_dir) as first:
         pass
     life.restart()
@@ -214,7 +215,7 @@ def new_memory(size: int, *, sealed: bool = True) -> int:
     return fd
 
 
-def test_foreign_descriptors_are_closed(life: RestartedDaemon) -> None:
+def test_foreign_descriptors_are_closed(life: Daemon) -> None:
     with Client.connect(life.runtime_dir) as client:
         client.create_pool(POOL, SPEC)
         client.create_pool("swapped", SPEC)
@@ -253,7 +254,7 @@ def test_foreign_descriptors_are_closed(life: RestartedDaemon) -> None:
         assert sorted(held) == sorted(["kvferry.index", first, memory])
 
 
-def test_another_format_drops_everything_and_says_so_once(life: RestartedDaemon) -> None:
+def test_another_format_drops_everything_and_says_so_once(life: Daemon) -> None:
     with Client.connect(life.runtime_dir) as client:
         client.create_pool(POOL, SPEC)
     life.end()
@@ -263,7 +264,7 @@ def test_another_format_drops_everything_and_says_so_once(life: RestartedDaemon)
         for fd in held.values():
             os.close(fd)
     life.start()
-    assert life.daemon.log.read_text().count("has format 99, this daemon reads 1") == 1
+    assert life.log.read_text().count("has format 99, this daemon reads 1") == 1
     with Client.connect(life.runtime_dir) as client:
         assert not client.status().pools
         assert counters(client) == {"descriptors_dropped": 3}
@@ -273,7 +274,7 @@ def test_another_format_drops_everything_and_says_so_once(life: RestartedDaemon)
         assert [one.pool for one in client.status().pools] == [POOL]
 
 
-def test_another_process_with_the_same_pid_is_not_taken_for_the_engine(life: RestartedDaemon) -> None:
+def test_another_process_with_the_same_pid_is_not_taken_for_the_engine(life: Daemon) -> None:
     with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", keep=True)) as engine:
         engine.ask(CreatePool(pool=POOL, spec=SPEC))
         engine.call(calls.allocate(POOL, 5, "main"))
@@ -293,7 +294,7 @@ def test_another_process_with_the_same_pid_is_not_taken_for_the_engine(life: Res
             assert counters(client) == {"sessions_ended": 1, "pools": 1, "pages_dropped": 5}
 
 
-def test_what_no_daemon_can_adopt_is_dropped_in_the_end(life: RestartedDaemon) -> None:
+def test_what_no_daemon_can_adopt_is_dropped_in_the_end(life: Daemon) -> None:
     """As if each one had ended in the middle of it: it begins with the index, and never says that it came up."""
     with Client.connect(life.runtime_dir) as client:
         client.create_pool(POOL, SPEC)
@@ -310,11 +311,11 @@ def test_what_no_daemon_can_adopt_is_dropped_in_the_end(life: RestartedDaemon) -
         with Client.connect(life.runtime_dir) as client:
             assert [one.pool for one in client.status().pools] == [POOL] * is_there
         life.end()
-    assert "3 daemons have ended while they adopted it" in life.daemon.log.read_text()
+    assert "3 daemons have ended while they adopted it" in life.log.read_text()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_flipped_bits_give_nobody_what_is_not_theirs(life: RestartedDaemon, seed: int) -> None:
+def test_flipped_bits_give_nobody_what_is_not_theirs(life: Daemon, seed: int) -> None:
     random = Random(seed)  # noqa: S311  a test repeats what it did
     with (
         raw_engine(life.runtime_dir, opening=calls.session_open("one", keep=True)) as one,
@@ -350,14 +351,14 @@ def test_flipped_bits_give_nobody_what_is_not_theirs(life: RestartedDaemon, seed
         assert len(free.union(*owned.values())) == ALL, "a page that two have"
 
 
-def test_without_the_holder_it_goes_on_and_says_so(life: RestartedDaemon) -> None:
+def test_without_the_holder_it_goes_on_and_says_so(life: Daemon) -> None:
     with Client.connect(life.runtime_dir) as client:
         client.create_pool("before", SPEC)
         os.kill(holder_of(life), signal.SIGKILL)
         assert soon(lambda: counters(client).get("store_lost") == 1)
         client.create_pool("after", SPEC)
         client.delete_pool("before")
-    assert "nothing outlives this daemon" in life.daemon.log.read_text()
+    assert "nothing outlives this daemon" in life.log.read_text()
     life.restart()
     with Client.connect(life.runtime_dir) as client:
         assert not client.status().pools
@@ -389,7 +390,7 @@ class ScriptedStore:
         pass
 
 
-def holder_of(life: RestartedDaemon) -> int:
+def holder_of(life: Daemon) -> int:
     """Return the process that keeps what outlives the daemon."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
         channel.connect(os.fspath(life.runtime_dir / HOLDER_SOCKET))
@@ -397,7 +398,7 @@ def holder_of(life: RestartedDaemon) -> int:
     return int(struct.unpack("3i", credentials)[0])
 
 
-def test_pools_are_made_and_deleted_while_the_holder_stands_still(life: RestartedDaemon) -> None:
+def test_pools_are_made_and_deleted_while_the_holder_stands_still(life: Daemon) -> None:
     with Client.connect(life.runtime_dir) as client:
         client.create_pool("before", SPEC)
         holder = holder_of(life)
@@ -436,7 +437,7 @@ def test_a_store_that_stands_still_is_counted_once() -> None:
 
 
 def test_what_an_earlier_daemon_left_ends_where_nobody_keeps_anything() -> None:
-    with restarted_daemon() as life, Client.connect(life.runtime_dir) as client:
+    with kit.daemon(keep=True) as life, Client.connect(life.runtime_dir) as client:
         client.create_pool(POOL, SPEC)
         life.end(signal.SIGTERM)
         open_store(life.runtime_dir, Inherited(), {})

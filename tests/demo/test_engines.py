@@ -29,8 +29,8 @@ from examples.demo.prefill import PrefillEngine, connect_stages
 from examples.demo.retract import RetractEngine, tiers_config, too_few_pages
 from kvferry.clients import Client, new_request_id, pages
 from kvferry.protocol.errors import InternalError, PeerLostError, PoolFullError
+from tests import kit
 from tests.demo.conftest import llama
-from tests.kit.daemons import running_daemon
 
 PAGE_SIZE: Final = 16
 PAGE_BYTES: Final = 2 * 2 * PAGE_SIZE * 2 * 12 * 4  # K and V of two layers, two heads of 12 floats
@@ -45,10 +45,10 @@ def prompt_of(tokens: Sequence[int], max_new_tokens: int = 6) -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def runtime_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def runtime_dir() -> Iterator[Path]:
     """Run a daemon with a host tier; return where it serves. Stages talk over the loopback."""
     config = tiers_config([prompt_of(TEXT, 12)] * 16, PAGE_SIZE, PAGE_BYTES)
-    with running_daemon(tmp_path_factory.mktemp("engines"), config) as daemon, pytest.MonkeyPatch.context() as patched:
+    with kit.daemon(config) as daemon, pytest.MonkeyPatch.context() as patched:
         patched.setenv("GLOO_SOCKET_IFNAME", "lo")
         yield daemon.runtime_dir
 

@@ -16,7 +16,8 @@ from kvferry.clients import AttachedPool, Client, MhaSpec
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.transports.network_memory import NetworkTuning
 from kvferry.protocol.session_messages import NetworkStatus
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 
 PORT = 7801
 LAYERS = 8
@@ -44,7 +45,7 @@ class Node(NamedTuple):
     """One host with its daemon, one engine, and the engine's pool."""
 
     host: Host
-    daemon: DaemonProcess
+    daemon: Daemon
     client: Client
     pool: AttachedPool
 
@@ -111,7 +112,9 @@ def cluster(
                 write_timeout_s=5,
             )
             tuning = Tuning(whole_below_bytes=0, network=network)
-            daemon = stack.enter_context(running_daemon(folder, config, ENVIRONMENT, host.command([]), tuning=tuning))
+            daemon = stack.enter_context(
+                kit.daemon(config, environment=ENVIRONMENT, prefix=host.command([]), tuning=tuning)
+            )
             client = stack.enter_context(contextlib.closing(Client.connect(daemon.runtime_dir, name=f"{host.number}")))
             nodes.append(Node(host, daemon, client, client.create_pool(POOL, one)))
         yield nodes

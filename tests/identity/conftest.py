@@ -8,25 +8,26 @@ import pytest
 import torch
 
 from kvferry.clients import Client
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 
 
 @pytest.fixture(scope="session")
-def identity_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def identity_daemon() -> Iterator[Daemon]:
     """Run a daemon."""
-    with running_daemon(tmp_path_factory.mktemp("identity")) as daemon:
+    with kit.daemon() as daemon:
         yield daemon
 
 
 @pytest.fixture
-def prefill(identity_daemon: DaemonProcess) -> Iterator[Client]:
+def prefill(identity_daemon: Daemon) -> Iterator[Client]:
     """Connect the prefill side."""
     with Client.connect(identity_daemon.runtime_dir, name="prefill") as client:
         yield client
 
 
 @pytest.fixture
-def decode(identity_daemon: DaemonProcess) -> Iterator[Client]:
+def decode(identity_daemon: Daemon) -> Iterator[Client]:
     """Connect the decode side."""
     with Client.connect(identity_daemon.runtime_dir, name="decode") as client:
         yield client

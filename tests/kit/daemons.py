@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -28,98 +28,60 @@ END_S = 30.0
 SOON_S = 20.0
 LOOK_EVERY_S = 0.5
 """How often is looked whether a daemon that says nothing still runs."""
-COMMAND: Final = ("-m", "kvferry.daemon")
+USERS_COMMAND: Final = ("-m", "kvferry.daemon")
 """What ``kvferry daemon`` becomes: it saves the time to import the command line."""
-FORKED_COMMAND: Final = os.fspath(Path(__file__).with_name("tuned_daemon.py"))
-"""The same, forked from a process that has imported it, with its tuning: for those that are started often."""
+TUNED_COMMAND: Final = os.fspath(Path(__file__).with_name("tuned_daemon.py"))
+"""The same, forked from a process that has imported it, with its tuning."""
 
 
-class DaemonProcess(NamedTuple):
-    """A daemon that serves."""
+class Daemon:
+    """A daemon in a process and a runtime directory of its own, which a test ends and starts anew at will.
 
-    runtime_dir: Path
-    process: Started
-    log: Path
+    Attributes:
+        runtime_dir: where it serves, in each of its lives.
+        process: its present life, or the last.
+        log: what it writes to its standard error in its present life.
+    """
 
-    def end(self) -> int:
-        """Send SIGTERM and return the exit status."""
-        self.process.terminate()
+    def __init__(self, folder: Path, command: Sequence[str], options: Mapping[str, Any]) -> None:
+        """Start it for the first time; see ``daemon``."""
+        self.runtime_dir = folder / "run"
+        self.log = folder / "daemon.log"
+        self._file = folder / "daemon.toml"
+        self._notify = folder / "notify"
+        self._command = [*command, "--config", os.fspath(self._file), "--runtime-dir", os.fspath(self.runtime_dir)]
+        self._options = options
+
+    def configure(self, config: str) -> None:
+        """Give it another configuration, which it reads when it starts."""
+        self._file.write_text(config)
+
+    def start(self) -> None:
+        """Start it, once it has ended; it serves on return."""
+        self.process = start_and_wait_until_ready(self._command, self._notify, self.log, **self._options)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal that ends it, and return the exit status."""
+        self.process.send_signal(number)
         return self.process.wait(END_S)
 
     def kill(self) -> None:
         """Send SIGKILL and wait for the end."""
-        self.process.kill()
-        self.process.wait(END_S)
+        self.end(signal.SIGKILL)
 
-
-@contextlib.contextmanager
-def running_daemon(
-    tmp_path: Path,
-    config: str = "",
-    environment: Mapping[str, str] | None = None,
-    prefix: Sequence[str] = (),
-    python: Path | None = None,
-    tuning: Tuning | None = None,
-) -> Iterator[DaemonProcess]:
-    """Run a daemon with this TOML configuration; on leaving it must end with status 0, unless it was killed.
-
-    Args:
-        tmp_path: for the configuration and the log; the sockets go to a short path of their own.
-        config: the configuration file's text.
-        environment: added to this process's.
-        prefix: a command that runs the daemon's, in another network namespace say.
-        python: another environment's interpreter.
-        tuning: in place of what the daemon chooses itself.
-    """
-    log = tmp_path / "daemon.log"
-    file = tmp_path / "daemon.toml"
-    file.write_text(config)
-    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
-        runtime_dir = Path(folder) / "run"
-        start = COMMAND if tuning is None else ("-m", "tests.kit.tuned_daemon", msgspec.json.encode(tuning).decode())
-        command = [*start, "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
-        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {}, prefix, python)
-        daemon = DaemonProcess(runtime_dir, process, log)
-        try:
-            yield daemon
-        finally:
-            status = daemon.end()
-        assert status in {0, -signal.SIGKILL}, log.read_text()
-
-
-class RestartedDaemon:
-    """A daemon in a runtime directory of its own, which is killed and started again at will; mostly with ``--keep``.
-
-    Attributes:
-        runtime_dir: where it serves, in each of its lives.
-    """
-
-    def __init__(self, folder: Path, config: str = "", *, keep: bool = True) -> None:
-        """Start it for the first time; ``folder`` is a short path."""
-        self.runtime_dir = folder / "run"
-        self._keep = ["--keep"] if keep else []
-        self._folder = folder
-        self.configure(config)
-        self.daemon = self._started()
-
-    def configure(self, config: str) -> None:
-        """Give it another configuration, which it reads when it starts."""
-        (self._folder / "daemon.toml").write_text(config)
-
-    def restart(self, number: int = signal.SIGKILL) -> DaemonProcess:
+    def restart(self, number: int = signal.SIGKILL) -> None:
         """End it by a signal, and start it anew."""
         self.end(number)
-        return self.start()
+        self.start()
 
-    def end(self, number: int = signal.SIGKILL) -> None:
-        """End it by a signal."""
-        os.kill(self.daemon.process.pid, number)
-        self.daemon.process.wait(END_S)
-
-    def start(self) -> DaemonProcess:
-        """Start it anew, once it has ended."""
-        self.daemon = self._started()
-        return self.daemon
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Have it do nothing meanwhile; it may be killed."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     @contextlib.contextmanager
     def store(self) -> Iterator[HolderStore]:
@@ -131,41 +93,45 @@ class RestartedDaemon:
         finally:
             store.leave(60)
 
-    def close(self) -> None:
-        """End it, and what holds its memory."""
-        status = self.daemon.end()
-        open_store(self.runtime_dir, Inherited(), {})
-        assert status in {0, -signal.SIGKILL}, self.daemon.log.read_text()
-
-    def _started(self) -> DaemonProcess:
-        log = self._folder / "daemon.log"
-        command = [FORKED_COMMAND, "{}", *self._keep, "--config", os.fspath(self._folder / "daemon.toml")]
-        command += ["--runtime-dir", os.fspath(self.runtime_dir)]
-        process = start_and_wait_until_ready(command, self._folder / "notify", log, {})
-        return DaemonProcess(self.runtime_dir, process, log)
-
 
 @contextlib.contextmanager
-def stopped(daemon: RestartedDaemon) -> Iterator[None]:
-    """Have the daemon do nothing meanwhile; it may be killed."""
-    process = daemon.daemon.process
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGCONT)
+def daemon(
+    config: str = "",
+    *,
+    keep: bool = False,
+    tuning: Tuning | None = None,
+    environment: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    python: Path | None = None,
+) -> Iterator[Daemon]:
+    """Run a daemon with this TOML configuration; on leaving it must end with status 0, unless it was killed.
 
-
-@contextlib.contextmanager
-def restarted_daemon(config: str = "", *, keep: bool = True) -> Iterator[RestartedDaemon]:
-    """Run a daemon that is killed and started again at will; at last it must end in order, unless it was killed."""
+    Args:
+        config: the configuration file's text.
+        keep: let its pools and sessions outlive it (``--keep``), until this returns.
+        tuning: in place of what the daemon chooses itself.
+        environment: added to this process's.
+        prefix: a command that runs the daemon's, in another network namespace say.
+        python: another environment's interpreter.
+    """
+    by_user = prefix or python or environment  # no fork: what the process is like counts
+    command = (
+        USERS_COMMAND
+        if by_user and tuning is None
+        else (TUNED_COMMAND, msgspec.json.encode(tuning or Tuning()).decode())
+    )
+    options = {"environment": environment or {}, "prefix": prefix, "python": python}
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
-        one = RestartedDaemon(Path(folder), config, keep=keep)
+        one = Daemon(Path(folder), [*command, *(["--keep"] if keep else [])], options)
+        one.configure(config)
+        one.start()
         try:
             yield one
         finally:
-            one.close()
+            status = one.end()
+            if keep:
+                open_store(one.runtime_dir, Inherited(), {})
+        assert status in {0, -signal.SIGKILL}, one.log.read_text()
 
 
 def start_and_wait_until_ready(
@@ -202,7 +168,7 @@ def soon(condition: Callable[[], bool]) -> bool:
     return met
 
 
-def said_by_another_user(daemon: DaemonProcess, code: str, *arguments: str) -> str:
+def said_by_another_user(daemon: Daemon, code: str, *arguments: str) -> str:
     """Return what a program of another user prints; it has kvferry.clients, and sys.argv[1] is the folder."""
     daemon.runtime_dir.parent.chmod(0o755)
     become = "import os, sys; from kvferry.clients import Client, KvferryError, MhaSpec\n"

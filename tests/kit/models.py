@@ -1,4 +1,4 @@
-"""The models of the tests with real engines, as folders in Hugging Face's format: ``python -m tests.kit.models FOLDER``.
+"""The models of the tests with real engines, as Hugging Face has them: ``python -m tests.kit.models FOLDER``.
 
 ``smollm2-135m`` is the demo's converted model, the others are random. ``tiny-mha`` and ``tiny-gqa`` have heads for two
 ranks. ``tiny-mla`` is a MiniCPM3: of SGLang's MLA models it alone always attends to the latent rows. DeepSeek's first

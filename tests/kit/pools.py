@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.clients import AttachedPool, Client, HybridSwaSpec, MhaSpec, ModelIdentity
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 
 PAGE_SIZE: Final = 4
@@ -99,7 +99,7 @@ def hashes(count: int, salt: int = 0) -> list[bytes]:
 
 
 @contextmanager
-def arena_of(daemon: DaemonProcess) -> Iterator[mmap.mmap]:
+def arena_of(daemon: Daemon) -> Iterator[mmap.mmap]:
     """Map the memory of a daemon's host tier, to damage it."""
     folder = Path(f"/proc/{daemon.process.pid}/fd")
     # A descriptor that the daemon closes amid the search has no link any more; realpath says so by its own path.

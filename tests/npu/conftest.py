@@ -10,14 +10,14 @@ from typing import Final
 import pytest
 
 from kvferry.clients import Client
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 
 OPENING_S: Final = 120.0  # the daemon imports torch_npu first
 
 
 @pytest.fixture(scope="module")
-def daemon(request: pytest.FixtureRequest, daemon: DaemonProcess) -> DaemonProcess:
+def daemon(request: pytest.FixtureRequest, daemon: Daemon) -> Daemon:
     """Return the module's daemon with its pools; this process has opened its device as well."""
     DEVICE.accelerator  # noqa: B018
     with Client.connect(daemon.runtime_dir, name="first") as client:

@@ -18,7 +18,7 @@ import torch
 
 from kvferry.clients import AttachedPool, BlockTableEntries, Client, EventRing, Tables, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.started import Started, started
 from tests.npu import prefill_engine
 from tests.npu.tiny_model import CONTEXT, PAGE_SIZE, VOCABULARY, DecodeGraph, Model, model, reference, spec
@@ -148,7 +148,7 @@ def requests() -> list[Request]:
 
 
 def test_tokens_are_those_of_a_plain_model(
-    daemon: DaemonProcess, client: Client, device: str, requests: list[Request]
+    daemon: Daemon, client: Client, device: str, requests: list[Request]
 ) -> None:
     on_host, pool = model(SEED), client.attach_pool(POOL)
     with prefill_process(daemon.runtime_dir, device) as prefill:

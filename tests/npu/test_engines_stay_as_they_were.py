@@ -21,7 +21,7 @@ from kvferry.clients import AsyncClient, AttachedPool, Client, MhaSpec
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.npu import NpuVendor
 from kvferry.protocol.errors import DeviceUnavailableError, KvferryError
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.npu.conftest import OPENING_S
 
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
@@ -66,7 +66,7 @@ class Engine(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def daemon(daemon: DaemonProcess) -> DaemonProcess:
+def daemon(daemon: Daemon) -> Daemon:
     """Return a daemon with a pool on each device."""
     with Client.connect(daemon.runtime_dir) as client:
         client.create_pool("pool-1", SPEC, device="npu:1", deadline_s=OPENING_S).close()
@@ -74,7 +74,7 @@ def daemon(daemon: DaemonProcess) -> DaemonProcess:
 
 
 @pytest.fixture(params=DEVICES)
-def engine(daemon: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Return an engine on its own streams that computes without gradients, on the other device than its pool's."""
     before, dtype = [torch.accelerator.current_stream(device) for device in DEVICES], torch.get_default_dtype()
     device: str = request.param
@@ -196,7 +196,7 @@ def test_an_engine_stays_as_it_was_where_that_fails(
     assert State.now() == before
 
 
-def test_a_device_that_is_not_there_changes_nothing(daemon: DaemonProcess, engine: Engine) -> None:
+def test_a_device_that_is_not_there_changes_nothing(daemon: Daemon, engine: Engine) -> None:
     before = State.now()
     with (
         Client.connect(daemon.runtime_dir, devices={engine.device: "npu:9"}) as elsewhere,
@@ -214,7 +214,7 @@ def test_what_is_recorded_by_default_is_the_stream_of_the_rings_own_device(engin
     assert engine.client.free(engine.pool, ids, after=ring.record_event()).freed == 1
 
 
-def test_the_async_client_leaves_a_loops_thread_as_it_was(daemon: DaemonProcess, engine: Engine) -> None:
+def test_the_async_client_leaves_a_loops_thread_as_it_was(daemon: Daemon, engine: Engine) -> None:
     async def use() -> None:
         client = await AsyncClient.connect(daemon.runtime_dir)
         before = State.now()

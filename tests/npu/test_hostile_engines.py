@@ -18,7 +18,7 @@ from kvferry.protocol.pool_messages import AttachPool, RegisteredArrays, Registe
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
 from tests.cann_simulator.simulator import Simulator
-from tests.kit.daemons import DaemonProcess, soon
+from tests.kit.daemons import Daemon, soon
 from tests.kit.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
@@ -33,7 +33,7 @@ POOLS = {"pool": SPEC}
 
 
 @pytest.fixture
-def raw(daemon: DaemonProcess) -> Iterator[RawEngine]:
+def raw(daemon: Daemon) -> Iterator[RawEngine]:
     """Return an engine that says what no client says."""
     with raw_engine(daemon.runtime_dir) as one:
         yield one

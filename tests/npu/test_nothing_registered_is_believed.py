@@ -23,7 +23,7 @@ from kvferry.protocol.pool_messages import Allocate, DeletePool, Free, Registere
 from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
 from kvferry.protocol.transfer_messages import LayerStep, Send
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 from tests.kit.raw_engine import RawEngine, raw_engine
 
@@ -83,7 +83,7 @@ def share_of(tensor: torch.Tensor, accelerator: Accelerator) -> TorchShare:
 
 
 @pytest.fixture(scope="module")
-def harness(daemon: DaemonProcess) -> Iterator[Harness]:
+def harness(daemon: Daemon) -> Iterator[Harness]:
     """Return a harness in which no row leaves anything."""
     other_device = Accelerator(OTHER_DEVICE)
     other_device.open()

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -25,9 +24,10 @@ from kvferry.protocol.errors import (
     UnknownPoolError,
 )
 from kvferry.protocol.manifests import PoolSpec
+from tests import kit
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
-from tests.kit.daemons import COMMAND, DaemonProcess, running_daemon, start_and_wait_until_ready
+from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 
 MIB = 1 << 20
@@ -65,7 +65,7 @@ def name() -> str:
 
 
 @contextmanager
-def owner(simulator: Simulator, daemon: DaemonProcess, device: str, name: str) -> Iterator[Child]:
+def owner(simulator: Simulator, daemon: Daemon, device: str, name: str) -> Iterator[Child]:
     """Run an engine that registers a pool of its own: ``k`` of all layers, and ``v`` layer by layer."""
     with Child(simulator) as engine:
         spec = msgspec.json.encode(SPEC).decode()
@@ -200,7 +200,7 @@ def test_pages_that_are_read_still_go_to_nobody_else(
 
 
 def test_a_registered_pool_takes_part_in_transfers(
-    client: Client, daemon: DaemonProcess, simulator: Simulator, device: str, name: str
+    client: Client, daemon: Daemon, simulator: Simulator, device: str, name: str
 ) -> None:
     received = client.create_pool(f"{name}-receive", SPEC, device=device)
     with owner(simulator, daemon, device, f"{name}-registered") as engine:
@@ -235,7 +235,7 @@ def test_a_registered_pool_takes_part_in_transfers(
 
 
 def test_an_engine_killed_with_its_pool_registered_fails_its_transfers_only(
-    client: Client, daemon: DaemonProcess, simulator: Simulator, device: str, name: str
+    client: Client, daemon: Daemon, simulator: Simulator, device: str, name: str
 ) -> None:
     received = client.create_pool(f"{name}-receive", SPEC, device=device)
     theirs, request = client.allocate(received.name, 4), new_request_id()
@@ -264,19 +264,9 @@ def test_an_engine_killed_with_its_pool_registered_fails_its_transfers_only(
 # -- what a daemon's end leaves
 
 
-def restarted(daemon: DaemonProcess, tmp_path: Path) -> DaemonProcess:
-    """Start another daemon in the place of one that was killed."""
-    command = [*COMMAND, "--config", str(tmp_path / "daemon.toml"), "--runtime-dir", str(daemon.runtime_dir)]
-    log = tmp_path / "again.log"
-    process = start_and_wait_until_ready(command, daemon.runtime_dir.parent / "again", log, {})
-    return DaemonProcess(daemon.runtime_dir, process, log)
-
-
-def test_a_killed_daemons_pools_are_lost_and_registered_ones_are_not(
-    tmp_path: Path, simulator: Simulator, device: str
-) -> None:
+def test_a_killed_daemons_pools_are_lost_and_registered_ones_are_not(simulator: Simulator, device: str) -> None:
     with (
-        running_daemon(tmp_path) as daemon,
+        kit.daemon() as daemon,
         Client.connect(daemon.runtime_dir) as client,
         owner(simulator, daemon, device, REGISTERED) as engine,
     ):
@@ -287,16 +277,13 @@ def test_a_killed_daemons_pools_are_lost_and_registered_ones_are_not(
         daemon.kill()
         assert bool((pool.tensor("main", "k") == 2).all().cpu()), "whoever has it mapped keeps it"
         pool.close()
-        again = restarted(daemon, tmp_path)
-        try:
-            check_after_restart(again, engine, device)
-            assert simulator.memory_used(0) <= used + 64 * MIB, "what the killed daemon had has come back"
-            engine.do("client.close()")
-        finally:
-            assert again.end() == 0, again.log.read_text()
+        daemon.start()
+        check_after_restart(daemon, engine, device)
+        assert simulator.memory_used(0) <= used + 64 * MIB, "what the killed daemon had has come back"
+        engine.do("client.close()")
 
 
-def check_after_restart(daemon: DaemonProcess, engine: Child, device: str) -> None:
+def check_after_restart(daemon: Daemon, engine: Child, device: str) -> None:
     """Check that the next daemon knows what was lost, and that a registered pool is whole."""
     with Client.connect(daemon.runtime_dir) as client:
         for _ in range(2):
@@ -345,9 +332,9 @@ def test_more_than_the_device_has_is_refused_and_nothing_is_kept(
     assert client.create_pool(name, SPEC, device=device).device == device
 
 
-def test_pools_take_their_share_of_the_device_and_no_more(tmp_path: Path, device: str) -> None:
+def test_pools_take_their_share_of_the_device_and_no_more(device: str) -> None:
     with (
-        running_daemon(tmp_path, "[devices]\nmax_fraction = 0.002\n") as daemon,  # some 8 MiB of 4 GiB
+        kit.daemon("[devices]\nmax_fraction = 0.002\n") as daemon,  # some 8 MiB of 4 GiB
         Client.connect(daemon.runtime_dir) as client,
     ):
         small = MhaSpec(layers=1, tokens=512, page_size=16, kv_heads=4, head_dim=64, dtype="float16")

@@ -11,8 +11,9 @@ import torch
 from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
 from kvferry.clients.connection import Reconnected
 from kvferry.protocol.errors import PoolLostError, StaleBootError, UnknownTablesError
+from tests import kit
 from tests.kit.blocking import connected
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests.kit.daemons import Daemon, soon
 from tests.kit.devices import DEVICE
 from tests.npu.conftest import OPENING_S
 
@@ -22,10 +23,10 @@ SHAPE: Final = (2, 5, 16, 2, 8)
 
 
 @pytest.fixture(scope="module")
-def life() -> Iterator[RestartedDaemon]:
+def life() -> Iterator[Daemon]:
     """Return a daemon that outlives its process, and this process's device, open."""
     DEVICE.accelerator  # noqa: B018
-    with restarted_daemon(CONFIG) as one:
+    with kit.daemon(CONFIG, keep=True) as one:
         yield one
 
 
@@ -34,7 +35,7 @@ def own_memory() -> dict[tuple[str, str], torch.Tensor]:
     return {("main", role): torch.zeros(SHAPE, dtype=torch.float16, device=DEVICE.name) for role in ("k", "v")}
 
 
-def restart(life: RestartedDaemon, client: Client, told: list[Reconnected]) -> Reconnected:
+def restart(life: Daemon, client: Client, told: list[Reconnected]) -> Reconnected:
     """Kill the daemon, start it again, and return what the client says of it."""
     life.restart()
     assert soon(lambda: client.poll(0) is not None and bool(told))
@@ -42,7 +43,7 @@ def restart(life: RestartedDaemon, client: Client, told: list[Reconnected]) -> R
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_memory_of_the_engine_is_registered_again(life: RestartedDaemon, kind: type[Client | AsyncClient]) -> None:
+def test_memory_of_the_engine_is_registered_again(life: Daemon, kind: type[Client | AsyncClient]) -> None:
     """Transfers go on between the same addresses, restart after restart."""
     told: list[Reconnected] = []
     source, target = own_memory(), own_memory()
@@ -66,7 +67,7 @@ def test_memory_of_the_engine_is_registered_again(life: RestartedDaemon, kind: t
         assert [one.data_ptr() for one in (*source.values(), *target.values())] == before
 
 
-def test_memory_that_is_no_more_is_lost_alone(life: RestartedDaemon) -> None:
+def test_memory_that_is_no_more_is_lost_alone(life: Daemon) -> None:
     """The engine has given one pool's memory up meanwhile: the other is there, and so is the client."""
     told: list[Reconnected] = []
     gone, there = own_memory(), own_memory()
@@ -80,7 +81,7 @@ def test_memory_that_is_no_more_is_lost_alone(life: RestartedDaemon) -> None:
         assert len(client.owned_pages("there")["main"]) == 4
 
 
-def test_a_pool_of_the_daemon_is_lost(life: RestartedDaemon) -> None:
+def test_a_pool_of_the_daemon_is_lost(life: Daemon) -> None:
     """Each call that names it says so, and what to do; whoever does that goes on."""
     told: list[Reconnected] = []
     missing: list[Reconnected] = []
@@ -118,7 +119,7 @@ def test_a_pool_of_the_daemon_is_lost(life: RestartedDaemon) -> None:
         client.delete_pool("lost")
 
 
-def test_event_rings_and_tables_end_and_are_made_anew(life: RestartedDaemon) -> None:
+def test_event_rings_and_tables_end_and_are_made_anew(life: Daemon) -> None:
     told: list[Reconnected] = []
     with Client.connect(life.runtime_dir, name="engine", on_reconnect=told.append) as client:
         client.register_pool("own", SPEC, own_memory(), device=DEVICE.name, deadline_s=OPENING_S)

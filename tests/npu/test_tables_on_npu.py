@@ -12,7 +12,7 @@ from kvferry.clients import Client, MhaSpec
 from kvferry.protocol.errors import OutOfMemoryError
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 
 SPEC = MhaSpec(layers=1, tokens=252, page_size=4, kv_heads=1, head_dim=2, dtype="float32")
@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < ends_at
 
 
-def test_their_memory_is_given_back_with_the_session(daemon: DaemonProcess, simulator: Simulator) -> None:
+def test_their_memory_is_given_back_with_the_session(daemon: Daemon, simulator: Simulator) -> None:
     before = simulator.memory_used(0)
     with Client.connect(daemon.runtime_dir, name="short") as engine:
         tables = engine.create_tables("decode", "pool", max_batch=4096, max_context_tokens=1024)
@@ -93,7 +93,7 @@ result = client.wait(client.update_tables(tables, [3], rows={0: [1]}, after=ring
 
 
 def test_an_engine_that_hangs_in_its_replay_holds_nobody_else_up(
-    daemon: DaemonProcess, client: Client, device: str, simulator: Simulator
+    daemon: Daemon, client: Client, device: str, simulator: Simulator
 ) -> None:
     """Its update waits on the device for the replay; other engines' updates go on, and its death ends it."""
     tables = client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)

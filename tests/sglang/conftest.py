@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.daemons import RestartedDaemon, restarted_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.kit.folders import SMOLLM2, TINY_MLA
 from tests.sglang.expected import Expected, ask_plain_server
 
@@ -51,7 +52,7 @@ def expected_of_mla(answers: Callable[[str], Expected]) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def kept_daemon() -> Iterator[RestartedDaemon]:
+def kept_daemon() -> Iterator[Daemon]:
     """Return a daemon whose pools outlive it."""
-    with restarted_daemon() as daemon:
+    with kit.daemon(keep=True) as daemon:
         yield daemon

@@ -10,7 +10,8 @@ import pytest
 
 from examples.demo.hosts import check_hosts_possible, hosts
 from kvferry.clients import Client
-from tests.kit.daemons import RestartedDaemon, running_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import SMOLLM2, TINY_MHA, TINY_MLA
 from tests.kit.servers import at_once, prompt
 from tests.sglang.expected import AT_ONCE, LENGTHS, NEW, Expected
@@ -53,7 +54,7 @@ CONFIGURATIONS: Final = {
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_tokens_are_those_of_a_plain_server(
-    name: str, answers: Callable[[str], Expected], kept_daemon: RestartedDaemon, tmp_path: Path
+    name: str, answers: Callable[[str], Expected], kept_daemon: Daemon, tmp_path: Path
 ) -> None:
     one = CONFIGURATIONS[name]
     expected = answers(one.model)
@@ -76,8 +77,8 @@ def test_two_daemons_on_two_hosts(expected: Expected, tmp_path: Path, require: C
         for folder in folders:
             folder.mkdir()
         with (
-            running_daemon(folders[0], PEERS.format(address=here.address), prefix=here.command([])) as ours,
-            running_daemon(folders[1], PEERS.format(address=there.address), prefix=there.command([])) as theirs,
+            kit.daemon(PEERS.format(address=here.address), prefix=here.command([])) as ours,
+            kit.daemon(PEERS.format(address=there.address), prefix=there.command([])) as theirs,
             running_pair(
                 tmp_path,
                 (ours.runtime_dir, theirs.runtime_dir),
@@ -95,7 +96,7 @@ def test_two_daemons_on_two_hosts(expected: Expected, tmp_path: Path, require: C
 @pytest.fixture(scope="module")
 def radix(
     expected: Expected,  # noqa: ARG001  before, so that three servers never run at once
-    kept_daemon: RestartedDaemon,
+    kept_daemon: Daemon,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     """Return a pair whose decode server keeps prefixes."""

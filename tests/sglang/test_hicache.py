@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -19,15 +18,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 from kvferry.clients import Client
 from kvferry.clients.sglang import hicache
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
-from tests.kit.daemons import (
-    COMMAND,
-    END_S,
-    DaemonProcess,
-    restarted_daemon,
-    running_daemon,
-    soon,
-    start_and_wait_until_ready,
-)
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.sglang.host_pools import EXTRA, LAYOUTS, Kind, Layout, Opened, keys_of, made_storage, opened, same
 
 CONFIG = "[tiers]\nhost_bytes = 67108864\n"
@@ -35,9 +27,9 @@ PAGES = 7
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon() -> Iterator[Daemon]:
     """Return a daemon with a host tier."""
-    with running_daemon(tmp_path_factory.mktemp("hicache"), CONFIG) as one:
+    with kit.daemon(CONFIG) as one:
         yield one
 
 
@@ -81,7 +73,7 @@ def assert_loads(one: Opened, prompt: str, content: list[torch.Tensor], pages: i
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_pages_come_back_as_they_were_and_to_another_engine_too(
-    daemon: DaemonProcess, name: str, kind: Kind, layout: Layout, memory: str
+    daemon: Daemon, name: str, kind: Kind, layout: Layout, memory: str
 ) -> None:
     which: dict[str, Any] = {"kind": kind, "layout": layout, "memory": memory}
     with opened(daemon.runtime_dir, name, **which) as one:
@@ -100,16 +92,14 @@ def test_pages_come_back_as_they_were_and_to_another_engine_too(
     ("kind", "layout"), [("mha", "layer_first"), ("mha", "page_first"), ("mla", "page_first_direct")]
 )
 def test_page_sizes_and_dtypes(
-    daemon: DaemonProcess, name: str, kind: Kind, layout: Layout, page_size: int, dtype: torch.dtype
+    daemon: Daemon, name: str, kind: Kind, layout: Layout, page_size: int, dtype: torch.dtype
 ) -> None:
     with opened(daemon.runtime_dir, name, kind=kind, layout=layout, page_size=page_size, dtype=dtype) as one:
         assert_loads(one, name, stored(one, name))
 
 
 @pytest.mark.parametrize("memory", ["daemon", "engine"])
-def test_the_host_pool_is_the_daemons_and_sglang_never_has_its_page_0(
-    daemon: DaemonProcess, name: str, memory: str
-) -> None:
+def test_the_host_pool_is_the_daemons_and_sglang_never_has_its_page_0(daemon: Daemon, name: str, memory: str) -> None:
     with opened(daemon.runtime_dir, name, memory=memory, page_size=16, pages=24) as one:
         pool = one.host.allocator.host.pool
         assert [one.host.k_buffer[0].data_ptr(), one.host.v_buffer[0].data_ptr()] == [*pool.lists.data_ptrs][::3]
@@ -123,7 +113,7 @@ def test_the_host_pool_is_the_daemons_and_sglang_never_has_its_page_0(
 # -- what is found
 
 
-def test_a_gap_ends_a_prefix(daemon: DaemonProcess, name: str) -> None:
+def test_a_gap_ends_a_prefix(daemon: Daemon, name: str) -> None:
     with opened(daemon.runtime_dir, name) as one:
         content = stored(one, name)
         keys = keys_of(name, PAGES)
@@ -139,7 +129,7 @@ def test_a_gap_ends_a_prefix(daemon: DaemonProcess, name: str) -> None:
         assert same(one.content(slots[tokens:]), untouched)
 
 
-def test_only_what_is_new_is_stored(daemon: DaemonProcess, name: str) -> None:
+def test_only_what_is_new_is_stored(daemon: Daemon, name: str) -> None:
     with opened(daemon.runtime_dir, name) as one, Client.connect(daemon.runtime_dir) as client:
         content = stored(one, name)
         before = len(list(client.cached_blocks()))
@@ -151,7 +141,7 @@ def test_only_what_is_new_is_stored(daemon: DaemonProcess, name: str) -> None:
         assert_loads(one, name, content)
 
 
-def test_blocks_know_what_comes_before_them(daemon: DaemonProcess, name: str) -> None:
+def test_blocks_know_what_comes_before_them(daemon: Daemon, name: str) -> None:
     with opened(daemon.runtime_dir, name) as one, Client.connect(daemon.runtime_dir) as client:
         keys, slots = keys_of(name, 4), one.take(4)
         assert all(one.storage.batch_set_v1(keys[:2], slots[:32], HiCacheStorageExtraInfo(prefix_keys=None)))
@@ -180,7 +170,7 @@ def test_blocks_know_what_comes_before_them(daemon: DaemonProcess, name: str) ->
     ],
     ids=str,
 )
-def test_another_model_finds_nothing(daemon: DaemonProcess, name: str, other: dict[str, Any]) -> None:
+def test_another_model_finds_nothing(daemon: Daemon, name: str, other: dict[str, Any]) -> None:
     with opened(daemon.runtime_dir, name) as one:
         stored(one, name)
         with opened(daemon.runtime_dir, f"{name}-other", **other) as theirs:
@@ -190,14 +180,14 @@ def test_another_model_finds_nothing(daemon: DaemonProcess, name: str, other: di
             assert same_model.storage.batch_exists(keys_of(name, PAGES)) == PAGES
 
 
-def test_ranks_of_latents_share(daemon: DaemonProcess, name: str) -> None:
+def test_ranks_of_latents_share(daemon: Daemon, name: str) -> None:
     with opened(daemon.runtime_dir, name, kind="mla", rank=0, ranks=2) as one:
         content = stored(one, name)
         with opened(daemon.runtime_dir, name, kind="mla", rank=1, ranks=2) as other:
             assert_loads(other, name, content)
 
 
-def test_a_checkpoint_in_the_place_of_another_is_another(daemon: DaemonProcess, name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_in_the_place_of_another_is_another(daemon: Daemon, name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(1 << 20))
@@ -212,9 +202,7 @@ def test_a_checkpoint_in_the_place_of_another_is_another(daemon: DaemonProcess, 
 
 
 @pytest.mark.parametrize("option", hicache.FILES)
-def test_a_file_in_the_place_of_another_is_another(
-    daemon: DaemonProcess, name: str, tmp_path: Path, option: str
-) -> None:
+def test_a_file_in_the_place_of_another_is_another(daemon: Daemon, name: str, tmp_path: Path, option: str) -> None:
     file = tmp_path / "file.json"
     told: dict[str, Any] = {option: str(file)}
     file.write_text("1")
@@ -226,7 +214,7 @@ def test_a_file_in_the_place_of_another_is_another(
             assert one.storage.batch_exists(keys_of(name, PAGES)) == found
 
 
-def test_clear_drops_this_models_blocks_alone(daemon: DaemonProcess, name: str) -> None:
+def test_clear_drops_this_models_blocks_alone(daemon: Daemon, name: str) -> None:
     with opened(daemon.runtime_dir, name) as one, opened(daemon.runtime_dir, f"{name}-other", revision="2") as other:
         stored(one, f"{name}-a")
         content = stored(other, f"{name}-b")
@@ -235,14 +223,14 @@ def test_clear_drops_this_models_blocks_alone(daemon: DaemonProcess, name: str) 
         assert_loads(other, f"{name}-b", content)
 
 
-def test_more_keys_than_a_message_holds(daemon: DaemonProcess, name: str) -> None:
+def test_more_keys_than_a_message_holds(daemon: Daemon, name: str) -> None:
     with opened(daemon.runtime_dir, name) as one:
         stored(one, name)
         assert one.storage.batch_exists(keys_of(name, PAGES) + keys_of("never", 70000)) == PAGES
         assert one.storage.batch_exists(keys_of("never", 70000)) == 0
 
 
-def test_what_was_moved_is_counted_where_sglang_asks_for_it(daemon: DaemonProcess, name: str) -> None:
+def test_what_was_moved_is_counted_where_sglang_asks_for_it(daemon: Daemon, name: str) -> None:
     with opened(daemon.runtime_dir, name, config={"enable_storage_metrics": True}) as one:
         assert_loads(one, name, stored(one, name))
         moved = one.storage.get_stats()
@@ -253,7 +241,7 @@ def test_what_was_moved_is_counted_where_sglang_asks_for_it(daemon: DaemonProces
         assert one.storage.get_stats() is None
 
 
-def test_nothing_stays_pinned(daemon: DaemonProcess, name: str) -> None:
+def test_nothing_stays_pinned(daemon: Daemon, name: str) -> None:
     with opened(daemon.runtime_dir, name) as one, Client.connect(daemon.runtime_dir) as client:
         assert_loads(one, name, stored(one, name))
         assert one.storage.batch_get_v1(keys_of(name, PAGES), one.take(PAGES)[16:]) == [False] * PAGES
@@ -263,7 +251,7 @@ def test_nothing_stays_pinned(daemon: DaemonProcess, name: str) -> None:
 # -- threads
 
 
-def test_two_threads_store_and_load_at_once(daemon: DaemonProcess, name: str) -> None:
+def test_two_threads_store_and_load_at_once(daemon: Daemon, name: str) -> None:
     """As SGLang's backup and prefetch threads do; each prompt is loaded once it was stored."""
     with opened(daemon.runtime_dir, name, pages=64) as one:
         prompts = [f"{name}-{number}" for number in range(40)]
@@ -309,17 +297,17 @@ def test_two_threads_store_and_load_at_once(daemon: DaemonProcess, name: str) ->
     ],
     ids=str,
 )
-def test_what_is_not_carried_is_named(daemon: DaemonProcess, name: str, which: dict[str, Any], says: str) -> None:
+def test_what_is_not_carried_is_named(daemon: Daemon, name: str, which: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidFieldError, match=says), opened(daemon.runtime_dir, name, **which):
         pass
 
 
-def test_pools_beside_the_kv_are_named(daemon: DaemonProcess, name: str) -> None:
+def test_pools_beside_the_kv_are_named(daemon: Daemon, name: str) -> None:
     with opened(daemon.runtime_dir, name) as one, pytest.raises(InvalidFieldError, match="'draft' host pool"):
         one.storage.register_mem_host_pool_v2(one.host, "draft")
 
 
-def test_a_host_pool_elsewhere_is_refused_and_other_storages_have_their_own(daemon: DaemonProcess, name: str) -> None:
+def test_a_host_pool_elsewhere_is_refused_and_other_storages_have_their_own(daemon: Daemon, name: str) -> None:
     other = {**EXTRA, "class_name": "Another"}
     with (
         pytest.raises(AttributeError, match="Another"),
@@ -337,9 +325,9 @@ def test_no_daemon_is_an_error_at_start(tmp_path: Path, name: str) -> None:
         pass
 
 
-def test_a_daemon_without_a_host_tier_is_an_error_at_start(tmp_path: Path, name: str) -> None:
+def test_a_daemon_without_a_host_tier_is_an_error_at_start(name: str) -> None:
     with (
-        running_daemon(tmp_path, "[tiers]\nhost_bytes = 0\n") as bare,
+        kit.daemon("[tiers]\nhost_bytes = 0\n") as bare,
         pytest.raises(KvferryError, match="host_bytes"),
         opened(bare.runtime_dir, name),
     ):
@@ -350,7 +338,7 @@ def test_a_daemon_without_a_host_tier_is_an_error_at_start(tmp_path: Path, name:
 
 
 def test_wrong_lists_of_slots_are_misses_and_said_once(
-    daemon: DaemonProcess, name: str, caplog: pytest.LogCaptureFixture
+    daemon: Daemon, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(daemon.runtime_dir, name) as one, caplog.at_level(logging.WARNING, "kvferry"):
         keys, slots = keys_of(name, 2), one.take(2)
@@ -362,8 +350,8 @@ def test_wrong_lists_of_slots_are_misses_and_said_once(
         assert len(said) == len(set(said)) <= 4
 
 
-def test_a_full_tier_is_a_miss(tmp_path: Path, name: str) -> None:
-    with running_daemon(tmp_path, "[tiers]\nhost_bytes = 65536\n") as small, opened(small.runtime_dir, name) as one:
+def test_a_full_tier_is_a_miss(name: str) -> None:
+    with kit.daemon("[tiers]\nhost_bytes = 65536\n") as small, opened(small.runtime_dir, name) as one:
         slots = one.take(20)
         assert one.storage.batch_set_v1(keys_of(name, 20), slots) == [False] * 20
         assert one.storage.batch_exists(keys_of(name, 20)) == 0
@@ -373,7 +361,7 @@ def test_a_full_tier_is_a_miss(tmp_path: Path, name: str) -> None:
 def test_a_damaged_block_ends_what_is_loaded(tmp_path: Path, name: str) -> None:
     (tmp_path / "disk").mkdir(mode=0o700)
     disk = f"{CONFIG}[tiers.disk]\npath = '{tmp_path}/disk'\nmax_bytes = 67108864\n"
-    with restarted_daemon(disk) as life, opened(life.runtime_dir, name) as one:
+    with kit.daemon(disk, keep=True) as life, opened(life.runtime_dir, name) as one:
         content = stored(one, name)
         with Client.connect(life.runtime_dir) as client:
             assert soon(lambda: all("disk" in block.tiers for block in client.cached_blocks()))
@@ -393,8 +381,8 @@ def test_a_damaged_block_ends_what_is_loaded(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.long
-def test_a_daemon_that_stands_still_holds_up_a_question_for_seconds(tmp_path: Path, name: str) -> None:
-    with running_daemon(tmp_path, CONFIG) as still, opened(still.runtime_dir, name) as one:
+def test_a_daemon_that_stands_still_holds_up_a_question_for_seconds(name: str) -> None:
+    with kit.daemon(CONFIG) as still, opened(still.runtime_dir, name) as one:
         content = stored(one, name)
         os.kill(still.process.pid, signal.SIGSTOP)
         try:
@@ -413,7 +401,7 @@ def test_a_killed_daemon_is_a_miss_and_comes_back(tmp_path: Path, name: str, mem
     """What lies on disk is found again; the host pool is the same memory."""
     (tmp_path / "disk").mkdir(mode=0o700)
     disk = f"{CONFIG}[tiers.disk]\npath = '{tmp_path}/disk'\nmax_bytes = 67108864\n"
-    with restarted_daemon(disk) as life, opened(life.runtime_dir, name, memory=memory) as one:
+    with kit.daemon(disk, keep=True) as life, opened(life.runtime_dir, name, memory=memory) as one:
         content = stored(one, name)
         with Client.connect(life.runtime_dir) as client:
             assert soon(lambda: all("disk" in block.tiers for block in client.cached_blocks()))
@@ -430,24 +418,24 @@ def test_a_killed_daemon_is_a_miss_and_comes_back(tmp_path: Path, name: str, mem
 
 @pytest.mark.long
 @pytest.mark.parametrize("memory", ["daemon", "engine"])
-def test_a_daemon_that_adopts_nothing(tmp_path: Path, name: str, memory: str) -> None:
+def test_a_daemon_that_adopts_nothing(name: str, memory: str) -> None:
     """Registered memory is the next one's; memory of the daemon's own stays the host pool's, without a storage."""
-    with running_daemon(tmp_path, CONFIG) as first, opened(first.runtime_dir, name, memory=memory) as one:
+    with kit.daemon(CONFIG) as first, opened(first.runtime_dir, name, memory=memory) as one:
         stored(one, name)
         slots = one.take(PAGES)
         one.fill(slots, seed=4)
         content = one.content(slots)
         first.kill()
         assert_misses(one, name)
-        with another_daemon(first):
-            if memory == "daemon":
-                assert soon(lambda: one.host.allocator.host.pool.engine.lost is not None)
-                assert_misses(one, name)
-                assert same(one.content(slots), content)
-            else:
-                assert soon(lambda: all(one.storage.batch_set_v1(keys_of(name, PAGES), slots)))
-                one.host.free(slots)
-                assert_loads(one, name, content)
+        first.start()
+        if memory == "daemon":
+            assert soon(lambda: one.host.allocator.host.pool.engine.lost is not None)
+            assert_misses(one, name)
+            assert same(one.content(slots), content)
+        else:
+            assert soon(lambda: all(one.storage.batch_set_v1(keys_of(name, PAGES), slots)))
+            one.host.free(slots)
+            assert_loads(one, name, content)
 
 
 @pytest.mark.long
@@ -456,7 +444,7 @@ def test_a_daemon_that_adopts_nothing(tmp_path: Path, name: str, memory: str) ->
 def test_a_daemon_that_is_killed_in_the_midst_of_it(name: str, memory: str, call: str) -> None:
     """The call ends, by a miss or with all of it; the next daemon has no block that is not whole."""
     with (
-        restarted_daemon(f"{CONFIG}") as life,
+        kit.daemon(f"{CONFIG}", keep=True) as life,
         opened(life.runtime_dir, name, memory=memory, pages=400, page_size=64) as one,
     ):
         pages = 128
@@ -511,16 +499,3 @@ def assert_misses(one: Opened, prompt: str) -> None:
     assert one.storage.batch_set_v1(keys, slots) == [False] * PAGES
     assert time.monotonic() - began < 1.0
     one.host.free(slots)
-
-
-@contextlib.contextmanager
-def another_daemon(first: DaemonProcess) -> Iterator[None]:
-    """Run a daemon where another one was, of which it adopts nothing."""
-    command = [*COMMAND, "--config", str(first.log.with_name("daemon.toml")), "--runtime-dir", str(first.runtime_dir)]
-    notify = first.runtime_dir.with_name("notify-again")
-    process = start_and_wait_until_ready(command, notify, first.log.with_name("again.log"), {})
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(END_S)

@@ -18,7 +18,8 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.sglang.host_pools import EXTRA
 
 PAGES: Final = 6
@@ -159,14 +160,14 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon() -> Iterator[Daemon]:
     """Return a daemon with a host tier."""
-    with running_daemon(tmp_path_factory.mktemp("controller"), "[tiers]\nhost_bytes = 67108864\n") as one:
+    with kit.daemon("[tiers]\nhost_bytes = 67108864\n") as one:
         yield one
 
 
 @pytest.fixture
-def made(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Trees]]:
+def made(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Trees]]:
     """Return what makes trees of a page size and a layout."""
     load_plugins()
     monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(daemon.runtime_dir))

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 import pytest
 
 from kvferry.clients import Client, MhaSpec, ModelIdentity
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import SMOLLM2, TINY_MLA
 from tests.kit.servers import Reply, prompt, running
 from tests.sglang.expected import NEW, Expected
@@ -47,7 +48,7 @@ OTHERS: Final = {
 
 
 @contextmanager
-def serving(kind: Kind, daemon: RestartedDaemon, folder: Path) -> Iterator[Server]:
+def serving(kind: Kind, daemon: Daemon, folder: Path) -> Iterator[Server]:
     """Run a server with HiCache."""
     options: Sequence[str] = (
         *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--page-size", str(PAGE)),
@@ -63,13 +64,13 @@ def serving(kind: Kind, daemon: RestartedDaemon, folder: Path) -> Iterator[Serve
 
 
 @pytest.fixture(scope="module")
-def daemon(expected: Expected) -> Iterator[RestartedDaemon]:  # noqa: ARG001  before, so that three servers never run at once
-    with restarted_daemon() as one:
+def daemon(expected: Expected) -> Iterator[Daemon]:  # noqa: ARG001  before, so that three servers never run at once
+    with kit.daemon(keep=True) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def one(daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def one(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Return the server that most tests share."""
     with serving(KIND, daemon, tmp_path_factory.mktemp("hicache")) as server:
         yield server
@@ -94,12 +95,12 @@ def assert_answers(one: Server, expected: Expected, *, stored: bool) -> None:
         assert from_storage(reply) == (length // PAGE * PAGE if stored else 0), (length, reply)
 
 
-def wait_until_all_is_stored(daemon: RestartedDaemon, one: Server) -> None:
+def wait_until_all_is_stored(daemon: Daemon, one: Server) -> None:
     """Return once all pages of the prompts and their answers lie in the host tier."""
     assert soon(lambda: stored_blocks(daemon) == STORED), one.log_tail()
 
 
-def begin(one: Server, daemon: RestartedDaemon, expected: Expected) -> None:
+def begin(one: Server, daemon: Daemon, expected: Expected) -> None:
     """Have nothing stored; ask, and have all of it stored."""
     one.flush()
     assert one.post("/hicache/storage-backend/clear", {}).status == 200
@@ -108,14 +109,14 @@ def begin(one: Server, daemon: RestartedDaemon, expected: Expected) -> None:
     wait_until_all_is_stored(daemon, one)
 
 
-def stored_blocks(daemon: RestartedDaemon) -> int:
+def stored_blocks(daemon: Daemon) -> int:
     """Return how many blocks lie in the host tier."""
     with Client.connect(daemon.runtime_dir) as client:
         return sum("host" in one.tiers for one in client.cached_blocks())
 
 
 def test_found_after_a_flush_and_by_another_server(
-    one: Server, daemon: RestartedDaemon, expected: Expected, tmp_path: Path
+    one: Server, daemon: Daemon, expected: Expected, tmp_path: Path
 ) -> None:
     begin(one, daemon, expected)
     one.flush()
@@ -127,13 +128,13 @@ def test_found_after_a_flush_and_by_another_server(
 @pytest.mark.parametrize("name", OTHERS)
 def test_found_after_a_flush(name: str, answers: Callable[[str], Expected], tmp_path: Path) -> None:
     expected = answers(OTHERS[name].model)
-    with restarted_daemon() as daemon, serving(OTHERS[name], daemon, tmp_path) as one:
+    with kit.daemon(keep=True) as daemon, serving(OTHERS[name], daemon, tmp_path) as one:
         begin(one, daemon, expected)
         one.flush()
         assert_answers(one, expected, stored=True)
 
 
-def test_other_bytes_give_other_tokens(one: Server, daemon: RestartedDaemon, expected: Expected) -> None:
+def test_other_bytes_give_other_tokens(one: Server, daemon: Daemon, expected: Expected) -> None:
     """The control: with zeros in the place of what was stored, the answer is another one."""
     begin(one, daemon, expected)
     with Client.connect(daemon.runtime_dir) as client:
@@ -153,7 +154,7 @@ def test_other_bytes_give_other_tokens(one: Server, daemon: RestartedDaemon, exp
 
 
 def test_a_killed_daemon_is_a_miss_and_stores_again_once_it_is_back(
-    one: Server, daemon: RestartedDaemon, expected: Expected
+    one: Server, daemon: Daemon, expected: Expected
 ) -> None:
     begin(one, daemon, expected)
     since = one.log_size()

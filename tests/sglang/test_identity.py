@@ -37,7 +37,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from tests.kit.daemons import DaemonProcess, RestartedDaemon, running_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.sglang.host_pools import Opened, opened
 from tests.sglang.in_process import Halves, halves, mha_pool, polled
 
@@ -50,14 +51,14 @@ ADAPTER: Final = {"r": 8, "lora_alpha": 16, "use_rslora": False, "target_modules
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon() -> Iterator[Daemon]:
     """Return a daemon with a host tier."""
-    with running_daemon(tmp_path_factory.mktemp("identity"), CONFIG) as one:
+    with kit.daemon(CONFIG) as one:
         yield one
 
 
 @pytest.fixture
-def one(daemon: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[Opened]:
+def one(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Opened]:
     """Return a server's storage, of a model of this test's own."""
     name = "".join(letter if letter.isalnum() else "-" for letter in request.node.name)[:60]
     with opened(daemon.runtime_dir, name, served_model_name=name) as storage:
@@ -372,7 +373,7 @@ def test_weights_without_a_copy_are_others_when_their_memory_is_back(
 
 
 @pytest.fixture(scope="module")
-def both(kept_daemon: RestartedDaemon) -> Iterator[Halves]:
+def both(kept_daemon: Daemon) -> Iterator[Halves]:
     """Return both servers' managers."""
     with halves(kept_daemon.runtime_dir, mha_pool, KVFERRY_SGLANG_POOL="identity") as one:
         yield one

@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from tests.kit.daemons import RestartedDaemon
+from tests.kit.daemons import Daemon
 from tests.kit.servers import Prompt, Reply, at_once, prompt
 from tests.sglang.expected import AT_ONCE, Expected
 from tests.sglang.servers import Pair, running_pair
@@ -32,13 +32,13 @@ def ask(pair: Pair, rounds: int) -> list[tuple[Prompt, Reply]]:
 
 
 @pytest.fixture
-def watch(kept_daemon: RestartedDaemon) -> Iterator[RoomWatch]:
+def watch(kept_daemon: Daemon) -> Iterator[RoomWatch]:
     with RoomWatch(kept_daemon.runtime_dir) as one:
         yield one
 
 
 def test_injected_failures_harm_only_their_requests(
-    expected: Expected, kept_daemon: RestartedDaemon, watch: RoomWatch, tmp_path: Path
+    expected: Expected, kept_daemon: Daemon, watch: RoomWatch, tmp_path: Path
 ) -> None:
     environment = {"SGLANG_TEST_DISAGG_FAILURE_PROB": "0.003"}  # of each look: there are hundreds a request
     with running_pair(
@@ -54,7 +54,7 @@ def test_injected_failures_harm_only_their_requests(
 
 
 def test_prompts_that_are_computed_again_answer_the_same(
-    expected: Expected, kept_daemon: RestartedDaemon, watch: RoomWatch, tmp_path: Path
+    expected: Expected, kept_daemon: Daemon, watch: RoomWatch, tmp_path: Path
 ) -> None:
     environment = {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
     options = ["--page-size", "16", "--optimistic-prefill-attempts", "3"]

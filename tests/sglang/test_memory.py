@@ -15,7 +15,8 @@ from kvferry.clients import Client
 from kvferry.clients.engine import Engine
 from kvferry.clients.sglang.settings import end_server
 from kvferry.protocol.errors import PoolLostError
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.servers import prompt
 from tests.sglang.expected import Expected
 from tests.sglang.servers import Pair, running_pair
@@ -48,7 +49,7 @@ def test_a_scheduler_whose_memory_is_lost_ends_and_tells_its_server() -> None:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     try:
-        with restarted_daemon(keep=False) as daemon:
+        with kit.daemon() as daemon:
             process = spawn.Process(target=scheduler, args=(str(daemon.runtime_dir), theirs))
             process.start()
             try:
@@ -64,16 +65,14 @@ def test_a_scheduler_whose_memory_is_lost_ends_and_tells_its_server() -> None:
 
 
 @pytest.fixture
-def forgetful_daemon(expected: Expected) -> Iterator[RestartedDaemon]:  # noqa: ARG001  before there are servers
+def forgetful_daemon(expected: Expected) -> Iterator[Daemon]:  # noqa: ARG001  before there are servers
     """Return a daemon that ends with its pools."""
-    with restarted_daemon(keep=False) as daemon:
+    with kit.daemon() as daemon:
         yield daemon
 
 
 @pytest.mark.long
-def test_memory_of_the_engine_outlives_the_daemon(
-    forgetful_daemon: RestartedDaemon, expected: Expected, tmp_path: Path
-) -> None:
+def test_memory_of_the_engine_outlives_the_daemon(forgetful_daemon: Daemon, expected: Expected, tmp_path: Path) -> None:
     environment = {"KVFERRY_SGLANG_MEMORY": "engine"}
     with running_pair(tmp_path, forgetful_daemon.runtime_dir, environment=environment) as pair:
         for length in (64, 600):
@@ -87,7 +86,7 @@ def test_memory_of_the_engine_outlives_the_daemon(
 
 @pytest.mark.long
 def test_servers_end_whose_memory_the_daemon_has_lost(
-    forgetful_daemon: RestartedDaemon, expected: Expected, tmp_path: Path
+    forgetful_daemon: Daemon, expected: Expected, tmp_path: Path
 ) -> None:
     with running_pair(tmp_path, forgetful_daemon.runtime_dir) as pair:
         assert pair.generate(prompt(64)).tokens == expected.tokens(64)
@@ -97,7 +96,7 @@ def test_servers_end_whose_memory_the_daemon_has_lost(
             assert "POOL_LOST" in server.logged()
 
 
-def assert_pools_end_with_servers(pair: Pair, daemon: RestartedDaemon) -> None:
+def assert_pools_end_with_servers(pair: Pair, daemon: Daemon) -> None:
     """End the servers in order, and check that no pool is left of them."""
     with Client.connect(daemon.runtime_dir) as client:
         assert len(client.status().pools) == 2

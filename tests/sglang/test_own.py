@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.daemons import RestartedDaemon
+from tests.kit.daemons import Daemon
 from tests.kit.folders import MODELS, SMOLLM2, TINY_MLA
 from tests.sglang.servers import ENVIRONMENT
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["TestParity", "TestParityOfMla", "TestAbort", "TestPlainAbort", "TestRecovery", "TestConversations"]
 )
-def test_of_sglang_passes(kept_daemon: RestartedDaemon, name: str) -> None:
+def test_of_sglang_passes(kept_daemon: Daemon, name: str) -> None:
     folder = Path(sys.executable).parent
     environment = {
         **os.environ,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients import Client
-from tests.kit.daemons import RestartedDaemon
+from tests.kit.daemons import Daemon
 from tests.kit.servers import Reply, at_once, prompt
 from tests.sglang.expected import AT_ONCE, LENGTHS, Expected
 from tests.sglang.servers import SIDES, Pair, Side, new_room, running_pair
@@ -29,7 +29,7 @@ SOON_S = 120.0
 @pytest.fixture(scope="module")
 def pair(
     expected: Expected,  # noqa: ARG001  before, so that three servers never run at once
-    kept_daemon: RestartedDaemon,
+    kept_daemon: Daemon,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     """Return the pair of all tests here."""
@@ -39,7 +39,7 @@ def pair(
 
 
 @pytest.fixture
-def watch(kept_daemon: RestartedDaemon) -> Iterator[RoomWatch]:
+def watch(kept_daemon: Daemon) -> Iterator[RoomWatch]:
     """Return what looks at the daemon."""
     with RoomWatch(kept_daemon.runtime_dir) as one:
         yield one
@@ -75,7 +75,7 @@ def test_either_side_may_come_first(pair: Pair, expected: Expected, watch: RoomW
 
 
 def test_decode_computes_with_the_pages_that_prefill_has_in_the_daemon(
-    pair: Pair, expected: Expected, kept_daemon: RestartedDaemon
+    pair: Pair, expected: Expected, kept_daemon: Daemon
 ) -> None:
     """The control of all the others: zeros in their place change the tokens."""
     ids = prompt(600, seed=99)
@@ -120,7 +120,7 @@ def test_prefill_killed_amid_the_chunks_comes_back(well: Pair, watch: RoomWatch)
 
 
 def test_a_daemon_killed_amid_the_chunks_comes_back(
-    well: Pair, expected: Expected, kept_daemon: RestartedDaemon, watch: RoomWatch
+    well: Pair, expected: Expected, kept_daemon: Daemon, watch: RoomWatch
 ) -> None:
     """The servers stay: the daemon after it adopts their pools."""
     halves = both_amid_chunks(well, watch, seed=3)
@@ -192,7 +192,7 @@ def test_an_abort_of_a_request_that_waits_behind_another(
 
 @pytest.mark.long
 def test_a_daemon_killed_while_decode_generates_is_not_noticed(
-    well: Pair, expected: Expected, kept_daemon: RestartedDaemon
+    well: Pair, expected: Expected, kept_daemon: Daemon
 ) -> None:
     room = new_room()
     halves = {side: well.half(side, prompt(333), room) for side in SIDES}
@@ -205,7 +205,7 @@ def test_a_daemon_killed_while_decode_generates_is_not_noticed(
 @pytest.mark.long
 @pytest.mark.parametrize("side", SIDES)
 def test_a_daemon_killed_while_a_half_waits_for_the_other(
-    well: Pair, expected: Expected, kept_daemon: RestartedDaemon, watch: RoomWatch, side: Side
+    well: Pair, expected: Expected, kept_daemon: Daemon, watch: RoomWatch, side: Side
 ) -> None:
     room = new_room()
     alone = well.half(side, prompt(129, seed=9), room)
@@ -217,7 +217,7 @@ def test_a_daemon_killed_while_a_half_waits_for_the_other(
 
 @pytest.mark.long
 def test_a_daemon_killed_and_soon_back_amid_the_chunks(
-    well: Pair, expected: Expected, kept_daemon: RestartedDaemon, watch: RoomWatch
+    well: Pair, expected: Expected, kept_daemon: Daemon, watch: RoomWatch
 ) -> None:
     halves = both_amid_chunks(well, watch, seed=10)
     kept_daemon.restart()

@@ -10,7 +10,8 @@ from typing import Final
 
 import pytest
 
-from tests.kit.daemons import RestartedDaemon, restarted_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.kit.folders import SMOLLM2, TINY_MLA
 from tests.kit.servers import Reply, at_once, prompt
 from tests.sglang.expected import RETRACTED, RETRACTED_NEW, Expected
@@ -39,13 +40,13 @@ def plain(answers: Callable[[str], Expected], model: str) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[RestartedDaemon]:
-    with restarted_daemon(TIER) as one:
+def daemon() -> Iterator[Daemon]:
+    with kit.daemon(TIER, keep=True) as one:
         yield one
 
 
 @pytest.fixture
-def watch(daemon: RestartedDaemon) -> Iterator[RoomWatch]:
+def watch(daemon: Daemon) -> Iterator[RoomWatch]:
     with RoomWatch(daemon.runtime_dir) as one:
         yield one
 
@@ -54,7 +55,7 @@ def watch(daemon: RestartedDaemon) -> Iterator[RoomWatch]:
 def pair(
     plain: list[list[int]],  # noqa: ARG001  before, so that three servers never run at once
     model: str,
-    daemon: RestartedDaemon,
+    daemon: Daemon,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("retraction")
@@ -76,7 +77,7 @@ def test_retracted_requests_answer_the_same(pair: Pair, watch: RoomWatch, plain:
 
 @pytest.mark.parametrize("model", [SMOLLM2], indirect=True, scope="module")
 def test_daemon_that_restarts_in_between_costs_the_retracted_ones(
-    pair: Pair, daemon: RestartedDaemon, plain: list[list[int]]
+    pair: Pair, daemon: Daemon, plain: list[list[int]]
 ) -> None:
     since = pair.decode.log_size()
     posted = [pair.router.posted("/generate", request(prompt(*one), RETRACTED_NEW)) for one in RETRACTED]
@@ -94,7 +95,7 @@ def test_daemon_that_restarts_in_between_costs_the_retracted_ones(
 
 
 @pytest.mark.parametrize("model", [TINY_MLA], indirect=True, scope="module")
-def test_without_a_tier_sglang_copies_by_itself(pair: Pair, daemon: RestartedDaemon, plain: list[list[int]]) -> None:
+def test_without_a_tier_sglang_copies_by_itself(pair: Pair, daemon: Daemon, plain: list[list[int]]) -> None:
     daemon.configure(NO_TIER)
     daemon.restart()
     try:

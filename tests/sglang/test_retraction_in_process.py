@@ -14,7 +14,8 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, RetractionBack
 from kvferry.clients import Client
 from kvferry.clients.sglang import retraction
 from kvferry.clients.sglang.retraction import Backup
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon, stopped
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.sglang.in_process import PAGE, SOON_S, halves, mha_pool, mla_pool
 
 TIER: Final = "[tiers]\nhost_bytes = 16777216\n"
@@ -25,14 +26,14 @@ TOKENS: Final = 2 * PAGE + 1
 
 
 @pytest.fixture
-def with_tier() -> Iterator[RestartedDaemon]:
-    with restarted_daemon(TIER) as daemon:
+def with_tier() -> Iterator[Daemon]:
+    with kit.daemon(TIER, keep=True) as daemon:
         yield daemon
 
 
 @pytest.fixture
-def without_tier() -> Iterator[RestartedDaemon]:
-    with restarted_daemon("[tiers]\nhost_bytes = 0\n") as daemon:
+def without_tier() -> Iterator[Daemon]:
+    with kit.daemon("[tiers]\nhost_bytes = 0\n", keep=True) as daemon:
         yield daemon
 
 
@@ -59,14 +60,14 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(bool((one == other).all()) for one, other in zip(ours, theirs, strict=True))
 
 
-def held(daemon: RestartedDaemon) -> int:
+def held(daemon: Daemon) -> int:
     """Return how many bytes the host tier holds."""
     with Client.connect(daemon.runtime_dir) as client:
         return sum(one.used_bytes for one in client.status().tiers)
 
 
 @pytest.mark.parametrize("make", [mha_pool, mla_pool])
-def test_pages_come_back_to_others(with_tier: RestartedDaemon, make: Any) -> None:  # noqa: ANN401  a constructor
+def test_pages_come_back_to_others(with_tier: Daemon, make: Any) -> None:  # noqa: ANN401  a constructor
     with halves(with_tier.runtime_dir, make) as both:
         pool = both.made.sglang
         before = fill(pool)
@@ -79,7 +80,7 @@ def test_pages_come_back_to_others(with_tier: RestartedDaemon, make: Any) -> Non
         assert held(with_tier) == 0
 
 
-def test_backup_that_nobody_has_any_more_is_dropped(with_tier: RestartedDaemon) -> None:
+def test_backup_that_nobody_has_any_more_is_dropped(with_tier: Daemon) -> None:
     with halves(with_tier.runtime_dir, mha_pool) as both:
         backup = both.made.sglang.get_cpu_copy(slots(FROM))
         assert held(with_tier) > 0
@@ -87,7 +88,7 @@ def test_backup_that_nobody_has_any_more_is_dropped(with_tier: RestartedDaemon) 
         assert soon(lambda: held(with_tier) == 0)
 
 
-def test_sglang_copies_by_itself_where_there_is_no_tier(without_tier: RestartedDaemon) -> None:
+def test_sglang_copies_by_itself_where_there_is_no_tier(without_tier: Daemon) -> None:
     with halves(without_tier.runtime_dir, mha_pool) as both:
         pool = both.made.sglang
         before = fill(pool)
@@ -98,7 +99,7 @@ def test_sglang_copies_by_itself_where_there_is_no_tier(without_tier: RestartedD
         assert same(values(pool, slots(TO)), before)
 
 
-def test_sglang_copies_by_itself_while_the_daemon_is_away(with_tier: RestartedDaemon) -> None:
+def test_sglang_copies_by_itself_while_the_daemon_is_away(with_tier: Daemon) -> None:
     with halves(with_tier.runtime_dir, mha_pool) as both:
         pool = both.made.sglang
         before = fill(pool)
@@ -112,7 +113,7 @@ def test_sglang_copies_by_itself_while_the_daemon_is_away(with_tier: RestartedDa
         assert same(values(pool, slots(TO)), before)
 
 
-def test_pages_that_come_back_late_are_waited_for(with_tier: RestartedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_come_back_late_are_waited_for(with_tier: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang gives them to others where it is told that they do not come."""
     monkeypatch.setattr(retraction, "DEADLINE_S", 0.5)
     monkeypatch.setattr(retraction, "MARGIN_S", 0.5)
@@ -121,7 +122,7 @@ def test_pages_that_come_back_late_are_waited_for(with_tier: RestartedDaemon, mo
         before = fill(pool)
         backup = pool.get_cpu_copy(slots(FROM))
         loads = threading.Thread(target=pool.load_cpu_copy, args=(backup, slots(TO)))
-        with stopped(with_tier):
+        with with_tier.stopped():
             loads.start()
             loads.join(2.0)
             assert loads.is_alive()
@@ -130,7 +131,7 @@ def test_pages_that_come_back_late_are_waited_for(with_tier: RestartedDaemon, mo
         assert same(values(pool, slots(TO)), before)
 
 
-def test_request_whose_pages_do_not_come_back_is_aborted(with_tier: RestartedDaemon) -> None:
+def test_request_whose_pages_do_not_come_back_is_aborted(with_tier: Daemon) -> None:
     with halves(with_tier.runtime_dir, mha_pool) as both:
         pool = both.made.sglang
         backup = RetractionBackup(cpu_tensors=pool.get_cpu_copy(slots(FROM)), mamba_cpu=None)

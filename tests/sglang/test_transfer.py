@@ -22,7 +22,8 @@ from urllib3.util import Retry
 from kvferry.clients.places import place_of
 from kvferry.clients.sglang import transfer
 from kvferry.protocol.errors import InvalidFieldError
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon, stopped
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.servers import free_ports
 from tests.sglang.in_process import (
     PAGE,
@@ -47,14 +48,14 @@ POOLS: Final[dict[str, tuple[Any, dict[str, str]]]] = {
 
 
 @pytest.fixture(scope="module", params=POOLS)
-def both(request: pytest.FixtureRequest, kept_daemon: RestartedDaemon) -> Iterator[Halves]:
+def both(request: pytest.FixtureRequest, kept_daemon: Daemon) -> Iterator[Halves]:
     make, environment = POOLS[request.param]
     with halves(kept_daemon.runtime_dir, make, KVFERRY_SGLANG_POOL=request.param, **environment) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def mha(kept_daemon: RestartedDaemon) -> Iterator[Halves]:
+def mha(kept_daemon: Daemon) -> Iterator[Halves]:
     with halves(kept_daemon.runtime_dir, mha_pool, KVFERRY_SGLANG_POOL="of-mha") as one:
         yield one
 
@@ -267,7 +268,7 @@ def test_prefill_that_is_refused_is_heard(mha: Halves) -> None:
 
 @pytest.mark.parametrize("early", ["send", "receive"])
 def test_half_that_ended_with_its_daemon_is_heard_by_the_one_that_comes_to_the_next(
-    mha: Halves, kept_daemon: RestartedDaemon, early: str
+    mha: Halves, kept_daemon: Daemon, early: str
 ) -> None:
     """The next daemon knows nothing of it: the late half would wait for its whole deadline."""
     room = mha.new_room()
@@ -301,7 +302,7 @@ def test_pages_are_free_once_a_half_is_cleared(mha: Halves) -> None:
 @pytest.mark.parametrize(("side", "way"), [("receive", "clear"), ("send", "clear"), ("send", "abort")])
 def test_pages_are_held_back_for_as_long_as_the_daemon_does_not_let_go_of_them(
     mha: Halves,
-    kept_daemon: RestartedDaemon,
+    kept_daemon: Daemon,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     side: str,
@@ -311,7 +312,7 @@ def test_pages_are_held_back_for_as_long_as_the_daemon_does_not_let_go_of_them(
     monkeypatch.setattr(transfer, "CANCEL_S", 0.1)
     sender, receiver = have_reached(mha, "sending")
     first, other = (sender, receiver) if side == "send" else (receiver, sender)
-    with stopped(kept_daemon):
+    with kept_daemon.stopped():
         waits = threading.Thread(target=getattr(first, way))
         waits.start()
         assert soon(lambda: "this server waits until its pages can be used again" in caplog.text)
@@ -322,10 +323,10 @@ def test_pages_are_held_back_for_as_long_as_the_daemon_does_not_let_go_of_them(
     assert "PEER_CANCELLED" in reason(other)
 
 
-def test_prefill_that_gives_up_after_its_last_chunk_does_not_wait(mha: Halves, kept_daemon: RestartedDaemon) -> None:
+def test_prefill_that_gives_up_after_its_last_chunk_does_not_wait(mha: Halves, kept_daemon: Daemon) -> None:
     """SGLang asks until it is told Failed, and uses the pages only then."""
     sender, receiver = have_reached(mha, "sending")
-    with stopped(kept_daemon):
+    with kept_daemon.stopped():
         sender.send(ids(FROM[2:]))
         sender.abort()
         assert sender.poll() == KVPoll.Transferring
@@ -334,9 +335,7 @@ def test_prefill_that_gives_up_after_its_last_chunk_does_not_wait(mha: Halves, k
     receiver.clear()
 
 
-def test_requests_of_two_prefill_servers_with_equal_rooms_do_not_cross(
-    mha: Halves, kept_daemon: RestartedDaemon
-) -> None:
+def test_requests_of_two_prefill_servers_with_equal_rooms_do_not_cross(mha: Halves, kept_daemon: Daemon) -> None:
     with halves(kept_daemon.runtime_dir, mha_pool, KVFERRY_SGLANG_POOL="of-another") as another:
         mha.fill(FROM, 3.0)
         another.fill(FROM, 5.0)
@@ -360,7 +359,7 @@ def test_requests_of_two_prefill_servers_with_equal_rooms_do_not_cross(
 def narrow() -> Iterator[Halves]:
     """Return halves whose daemon has room for two of them."""
     with (
-        restarted_daemon("[limits]\nmax_transfers_per_session = 2\n") as daemon,
+        kit.daemon("[limits]\nmax_transfers_per_session = 2\n", keep=True) as daemon,
         halves(daemon.runtime_dir, mha_pool, KVFERRY_SGLANG_POOL="narrow") as one,
     ):
         yield one

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvferry.clients import AsyncClient, Client, KvferryError, pages
-from tests.kit.daemons import running_daemon
+from tests import kit
 from tests.kit.tcp_proxy import Proxy
 from tests.torture import oracle, plan
 from tests.torture.actors import Engine, Order
@@ -71,7 +71,7 @@ def test_what_is_sabotaged_is_found(tmp_path: Path, sabotage: str, found: str) -
 async def test_bytes_of_a_lost_session_must_be_those_of_who_got_its_pages(tmp_path: Path, *, spoiled: bool) -> None:
     """A page is lost with its session, and another engine gets it: its bytes are no finding, a late write is."""
     order = Order(1, "keep", "a" * 32, 2)
-    with running_daemon(tmp_path) as daemon:
+    with kit.daemon() as daemon:
         claims = Claims(tmp_path / "claims")
         first = await AsyncClient.connect(daemon.runtime_dir)
         memory = {role: (await first.create_pool("kv", oracle.SPEC)).tensor("main", role) for role in oracle.ROLES}
@@ -120,7 +120,7 @@ async def test_links_are_cut_and_heal_also_those_of_a_daemons_next_life(tmp_path
 
 def test_a_first_link_without_a_descriptor_does_not_end_the_daemon(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    with running_daemon(tmp_path) as daemon, Client.connect(daemon.runtime_dir) as client:
+    with kit.daemon() as daemon, Client.connect(daemon.runtime_dir) as client:
         client.create_pool("kv", oracle.SPEC)
         ids = client.allocate("kv", 1)
         pid = daemon.process.pid

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from kvferry.protocol.errors import (
     WindowMismatchError,
 )
 from kvferry.protocol.manifests import Component, Entry
-from tests.kit.daemons import running_daemon
+from tests import kit
 from tests.kit.devices import DEVICE
 from tests.kit.transfers import (
     FIRST,
@@ -250,13 +249,13 @@ def test_paged_lists_are_never_cut(ferry: Ferry) -> None:
     assert caught.value.field == "lists[0]"
 
 
-def test_the_daemon_logs_a_warning_and_counts(tmp_path: Path) -> None:
+def test_the_daemon_logs_a_warning_and_counts() -> None:
     spec = HybridSwaSpec(
         full_layers=(0,), window_layers=(1,), tokens=32, window_tokens=32, window=4, page_size=2, kv_heads=1,
         head_dim=2, dtype="int8",
     )  # fmt: skip
     request_id = new_request_id()
-    with running_daemon(tmp_path) as daemon, Client.connect(daemon.runtime_dir, name="both") as client:
+    with kit.daemon() as daemon, Client.connect(daemon.runtime_dir, name="both") as client:
         for name in ("prefill", "decode"):
             client.create_pool(name, spec)
         lists = {

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvferry.clients import Client
 from kvferry.protocol.tier_messages import CachedBlockStatus
-from tests.kit.daemons import RestartedDaemon, soon
+from tests.kit.daemons import Daemon, soon
 
 HOST_TIER = "[tiers]\nhost_bytes = 1073741824\n"
 """A daemon's configuration."""
@@ -58,7 +58,7 @@ def forget_cached(runtime_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def instance_client(daemon: RestartedDaemon, pool: str) -> Iterator[Client]:
+def instance_client(daemon: Daemon, pool: str) -> Iterator[Client]:
     """Return a client of the instance of the engine that has a pool."""
     with Client.connect(daemon.runtime_dir) as client:
         instance = next(one.instance for one in client.status().sessions if one.name == f"{pool}-scheduler")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.daemons import RestartedDaemon, restarted_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.vllm.cached import HOST_TIER
 from tests.vllm.in_process import Plain
 
@@ -33,7 +34,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
 
 
 @pytest.fixture(scope="module")
-def kept_daemon() -> Iterator[RestartedDaemon]:
+def kept_daemon() -> Iterator[Daemon]:
     """Return a daemon with a host tier, whose pools outlive it."""
-    with restarted_daemon(HOST_TIER) as daemon:
+    with kit.daemon(HOST_TIER, keep=True) as daemon:
         yield daemon

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from xml.etree import ElementTree as ET
 
-from tests.kit.daemons import running_daemon
+from tests import kit
 from tests.kit.folders import MODELS, REPOSITORY, TINY_GQA
 
 FOLDER: Final = Path(sys.prefix) / "source"
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     found = []
     sys.stdout.write("| file | without kvferry | with its plugin | over kvferry | why not |\n|---|---|---|---|---|\n")
-    with tempfile.TemporaryDirectory() as folder, running_daemon(Path(folder)) as daemon:
+    with tempfile.TemporaryDirectory() as folder, kit.daemon() as daemon:
         make_hub(Path(folder) / "models")
         for file in given.files or files():
             ways = [one for one in given.way or WAYS if one != "kvferry" or file in OVER_KVFERRY]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.daemons import RestartedDaemon
+from tests.kit.daemons import Daemon
 from tests.kit.folders import TINY_GQA, TINY_MHA
 from tests.vllm.adapters import make_adapter
 from tests.vllm.in_process import STORY, TOKENS, Answer, Asked, Engine, Served, by_hand, engine, reset
@@ -19,7 +19,7 @@ Engines = tuple[Engine, Engine]
 
 
 @pytest.fixture(scope="module")
-def engines(kept_daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def engines(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Return two engines of one model, with adapters, and a prefix cache in the daemon."""
     folder = tmp_path_factory.mktemp("engines")
     options: dict[str, Any] = {"model": TINY_MHA, "enable_lora": True, "max_lora_rank": 8}
@@ -152,7 +152,7 @@ def test_reset_without_change_keeps_what_is_stored(engines: Engines) -> None:
 
 
 @pytest.mark.long
-def test_two_ranks_are_looked_at(kept_daemon: RestartedDaemon, tmp_path: Path) -> None:
+def test_two_ranks_are_looked_at(kept_daemon: Daemon, tmp_path: Path) -> None:
     """What one of them alone has changed is a change of both."""
     told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "ranks"}
     options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

@@ -18,7 +18,8 @@ from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.tier_messages import CachedBlockStatus
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, running_daemon, soon, stopped
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import TINY_MHA
 from tests.vllm.cached import HOST_TIER, NOTHING, cached_blocks, instance_client, left, pinned_bytes
 from tests.vllm.in_process import (
@@ -46,7 +47,7 @@ MAX_LEASES = 4096
 class Pair(NamedTuple):
     """A daemon and an engine over it. ``is_kept``: the next daemon adopts the engine's pool."""
 
-    daemon: RestartedDaemon
+    daemon: Daemon
     engine: Engine
     is_kept: bool
 
@@ -58,7 +59,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Return a daemon that is killed, and an engine."""
     folder = tmp_path_factory.mktemp("pair")
     with (
-        restarted_daemon(HOST_TIER, keep=request.param) as daemon,
+        kit.daemon(HOST_TIER, keep=request.param) as daemon,
         engine(folder, told(daemon.runtime_dir), model=TINY_MHA) as one,
     ):
         yield Pair(daemon, one, request.param)
@@ -126,7 +127,7 @@ def test_killed_while_blocks_are_loaded(pair: Pair, plain: Plain, is_loading: bo
     with by_hand(one):
         name = one.add(asked)
         assert soon(lambda: pinned_bytes(pair.daemon.runtime_dir) > 0)
-        with stopped(pair.daemon):
+        with pair.daemon.stopped():
             if is_loading:
                 one.call(step_until_loading)
             pair.daemon.end()
@@ -149,7 +150,7 @@ def test_killed_while_blocks_are_stored(pair: Pair, plain: Plain) -> None:
     with by_hand(one):
         name = one.add(asked)
         assert left(pair.daemon.runtime_dir) == NOTHING  # it is looked up by then
-        with stopped(pair.daemon):
+        with pair.daemon.stopped():
             (answer,) = one.wait(name)
             assert one.call(free_blocks) < FREE
             pair.daemon.end()
@@ -170,7 +171,7 @@ def test_what_waits_does_not_load_by_a_lease_of_the_daemon_before(tmp_path: Path
     asked, others = prompt_of("mine, which waits"), prompt_of("another's, found meanwhile")
     (tmp_path / "disk").mkdir()
     with (
-        restarted_daemon(f'{HOST_TIER}[tiers.disk]\npath = "{tmp_path / "disk"}"\nfsync = "block"\n') as daemon,
+        kit.daemon(f'{HOST_TIER}[tiers.disk]\npath = "{tmp_path / "disk"}"\nfsync = "block"\n', keep=True) as daemon,
         engine(tmp_path, told(daemon.runtime_dir), model=TINY_MHA) as one,
     ):
         one.ask(others)
@@ -205,7 +206,7 @@ def in_order(blocks: Sequence[CachedBlockStatus]) -> list[bytes]:
 def test_request_fails_where_the_policy_says_so_and_the_engine_goes_on(tmp_path: Path, plain: Plain) -> None:
     asked = prompt_of("fails")
     with (
-        restarted_daemon(HOST_TIER) as daemon,
+        kit.daemon(HOST_TIER, keep=True) as daemon,
         engine(tmp_path, told(daemon.runtime_dir), model=TINY_MHA, policy="fail") as one,
     ):
         one.ask(asked)
@@ -215,7 +216,7 @@ def test_request_fails_where_the_policy_says_so_and_the_engine_goes_on(tmp_path:
         with by_hand(one):
             name = one.add(asked)
             assert soon(lambda: pinned_bytes(daemon.runtime_dir) > 0)
-            with stopped(daemon):
+            with daemon.stopped():
                 one.call(step_until_loading)
                 daemon.end()
             daemon.start()
@@ -245,7 +246,7 @@ def assert_right_whatever_is_refused(one: Engine, plain: Plain, runtime_dir: Pat
 def test_host_tier_for_a_few_blocks(tmp_path: Path, plain: Plain) -> None:
     """Blocks that were found are evicted, and stores are refused."""
     with (
-        restarted_daemon("[tiers]\nhost_bytes = 425984\n") as daemon,
+        kit.daemon("[tiers]\nhost_bytes = 425984\n", keep=True) as daemon,
         engine(tmp_path, told(daemon.runtime_dir), model=TINY_MHA) as one,
     ):
         assert_right_whatever_is_refused(one, plain, daemon.runtime_dir)
@@ -254,7 +255,7 @@ def test_host_tier_for_a_few_blocks(tmp_path: Path, plain: Plain) -> None:
 @pytest.mark.long
 def test_no_host_tier(tmp_path: Path, plain: Plain) -> None:
     with (
-        restarted_daemon("[tiers]\nhost_bytes = 0\n") as daemon,
+        kit.daemon("[tiers]\nhost_bytes = 0\n", keep=True) as daemon,
         engine(tmp_path, told(daemon.runtime_dir), model=TINY_MHA) as one,
     ):
         assert_right_whatever_is_refused(one, plain, daemon.runtime_dir)
@@ -267,7 +268,7 @@ def test_limits_of_the_daemon(tmp_path: Path, plain: Plain) -> None:
     """It answers BUSY where it is asked for more than two loads or stores at once."""
     limits = Limits(max_kept_session_request_bytes=20_100)
     with (
-        running_daemon(tmp_path, HOST_TIER, tuning=Tuning(limits=limits)) as daemon,
+        kit.daemon(HOST_TIER, tuning=Tuning(limits=limits)) as daemon,
         engine(tmp_path, told(daemon.runtime_dir), model=TINY_MHA, disable_log_stats=False) as one,
     ):
         assert_right_whatever_is_refused(one, plain, daemon.runtime_dir)
@@ -280,7 +281,7 @@ def test_limits_of_the_daemon(tmp_path: Path, plain: Plain) -> None:
 @pytest.mark.long
 def test_deadlines_that_nothing_keeps(tmp_path: Path, plain: Plain) -> None:
     with (
-        restarted_daemon(HOST_TIER) as daemon,
+        kit.daemon(HOST_TIER, keep=True) as daemon,
         engine(tmp_path, told(daemon.runtime_dir, cache_s=0.001), model=TINY_MHA, disable_log_stats=False) as one,
     ):
         assert_right_whatever_is_refused(one, plain, daemon.runtime_dir)
@@ -290,7 +291,7 @@ def test_deadlines_that_nothing_keeps(tmp_path: Path, plain: Plain) -> None:
 @pytest.mark.long
 def test_instance_with_all_leases_finds_nothing_until_it_has_one(tmp_path: Path, plain: Plain) -> None:
     with (
-        restarted_daemon(HOST_TIER) as daemon,
+        kit.daemon(HOST_TIER, keep=True) as daemon,
         engine(tmp_path, told(daemon.runtime_dir), model=TINY_MHA) as one,
     ):
         assert_caches(one, plain, "leases")
@@ -331,7 +332,7 @@ def test_no_daemon_at_the_start(tmp_path: Path, plain: Plain) -> None:
 @pytest.mark.long
 def test_pool_of_a_living_engine_is_nobody_elses(tmp_path: Path, plain: Plain) -> None:
     with contextlib.ExitStack() as stack:
-        daemon = stack.enter_context(restarted_daemon(HOST_TIER))
+        daemon = stack.enter_context(kit.daemon(HOST_TIER, keep=True))
         one = stack.enter_context(engine(tmp_path, told(daemon.runtime_dir), model=TINY_MHA))
         with (
             pytest.raises(EngineFailedError, match="POOL_EXISTS"),

@@ -14,7 +14,8 @@ from typing import Any, Final
 import pytest
 
 from kvferry.clients import Client
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import TINY_DEEPSEEK, TINY_MHA
 from tests.vllm.in_process import BLOCK, TOKENS, Asked, Plain, by_hand, engine
 from tests.vllm.pairs import (
@@ -47,7 +48,7 @@ NEVER: Final = {"hold_s": 3000.0, "receive_s": 3000.0}
 
 
 @pytest.fixture(scope="module")
-def pair(kept_daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Return two engines without a prefix cache in the daemon; decode keeps prefixes of its own, as vLLM does."""
     folder = tmp_path_factory.mktemp("pair")
     with running_pair(folder, kept_daemon.runtime_dir, prefill=NEVER, decode=NEVER) as one:
@@ -237,7 +238,7 @@ def test_decode_is_preempted(pair: Pair, plain: Plain) -> None:
     pair.assert_nothing_left()
 
 
-def test_aborted_while_its_blocks_are_loaded_again(kept_daemon: RestartedDaemon, tmp_path: Path) -> None:
+def test_aborted_while_its_blocks_are_loaded_again(kept_daemon: Daemon, tmp_path: Path) -> None:
     """It has had blocks that were being stored, and was preempted: vLLM ends if it is told twice that all is over."""
     settings = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "cache"}
     with engine(tmp_path, settings, model=TINY_MHA) as one, by_hand(one):
@@ -317,7 +318,7 @@ def test_prompts_that_differ_are_computed(pair: Pair, plain: Plain, length: int)
 # -- other pairs
 
 
-def test_latents(kept_daemon: RestartedDaemon, tmp_path: Path) -> None:
+def test_latents(kept_daemon: Daemon, tmp_path: Path) -> None:
     """MLA: a row of a token for all heads. Decode computes with the very rows that prefill has computed.
 
     Tokens say nothing here: on a CPU vLLM's own latent attention gives other ones for the same prompt in another batch.
@@ -344,7 +345,7 @@ def rows_of(client: Client, kind: str) -> set[bytes]:
 
 
 @pytest.mark.long
-def test_many_at_once(kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path) -> None:
+def test_many_at_once(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None:
     prompts = [prompt(20 + 3 * number, seed=100 + number) for number in range(64)]
     turned = [one[::-1] for one in prompts]
     given = [both_given() for _ in prompts]
@@ -362,7 +363,7 @@ def test_many_at_once(kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path
 def test_prompts_wait_where_the_daemon_has_no_room(plain: Plain, tmp_path: Path) -> None:
     prompts = [prompt(70 + number, seed=200 + number) for number in range(16)]
     with (
-        restarted_daemon("[limits]\nmax_transfers_per_session = 3\n") as daemon,
+        kit.daemon("[limits]\nmax_transfers_per_session = 3\n", keep=True) as daemon,
         running_pair(tmp_path, daemon.runtime_dir, prefill=NEVER, decode=NEVER, num_gpu_blocks_override=200) as pair,
     ):
         given = [both_given() for _ in prompts]
@@ -381,7 +382,7 @@ def test_prompts_wait_where_the_daemon_has_no_room(plain: Plain, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_engines_with_few_blocks_preempt(kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path) -> None:
+def test_engines_with_few_blocks_preempt(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None:
     prompts = [prompt(3 * BLOCK - 1, seed=300 + number) for number in range(6)]
     with running_pair(tmp_path, kept_daemon.runtime_dir, num_gpu_blocks_override=14, max_model_len=384) as pair:
         given = [both_given() for _ in prompts]
@@ -398,9 +399,7 @@ def test_engines_with_few_blocks_preempt(kept_daemon: RestartedDaemon, plain: Pl
 @pytest.mark.long
 @pytest.mark.parametrize("memory", ["registered", "staged"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_memory_of_the_engine(
-    kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path, memory: str, side: str
-) -> None:
+def test_memory_of_the_engine(kept_daemon: Daemon, plain: Plain, tmp_path: Path, memory: str, side: str) -> None:
     """That the daemon maps, or of which it has a copy; the other side's is the daemon's."""
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     settings: dict[str, Any] = {side: {"memory": memory}}
@@ -412,7 +411,7 @@ def test_memory_of_the_engine(
 
 
 @pytest.mark.long
-def test_both_roles_with_the_prefix_cache(kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path) -> None:
+def test_both_roles_with_the_prefix_cache(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None:
     """What prefill has sent it stores too; each side finds it, and hands on to the other."""
     settings = {"cache": True}
     one, other = prompt(200, seed=400), prompt(200, seed=401)

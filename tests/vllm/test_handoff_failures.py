@@ -9,7 +9,8 @@ from typing import Any, Final
 import pytest
 
 from kvferry.clients import Client
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import SMOLLM2, TINY_MHA
 from tests.vllm.cached import HOST_TIER
 from tests.vllm.in_process import (
@@ -30,7 +31,7 @@ ASKED: Final = {"do_remote_decode": True}
 pytestmark = pytest.mark.long
 
 
-def test_policy_fail_fails_that_request_alone(kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path) -> None:
+def test_policy_fail_fails_that_request_alone(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None:
     settings = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "decode", "cache": False, "receive_s": 1.0}
     prompts = [prompt(100, seed=number) for number in range(3)]
     with engine(tmp_path, settings, role="kv_consumer", policy="fail", model=TINY_MHA) as decode:
@@ -45,7 +46,7 @@ def test_policy_fail_fails_that_request_alone(kept_daemon: RestartedDaemon, plai
         assert decode.ask(Asked(prompts[0], TOKENS))[0].tokens == want(plain, prompts[0], model=TINY_MHA)[0]
 
 
-def test_deadlines(kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path) -> None:
+def test_deadlines(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None:
     """Of decode that waits for a prefill that never comes; and of prefill, which decode hears of when it comes."""
     first, second = prompt(100, seed=10), prompt(100, seed=11)
     late = {"do_remote_prefill": True, "transfer_id": "never comes"}
@@ -61,7 +62,7 @@ def test_deadlines(kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path) -
         pair.assert_nothing_left()
 
 
-def test_prefill_dies(kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path) -> None:
+def test_prefill_dies(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None:
     """In the midst of one prompt, and after it has sent another one, which arrives all the same."""
     first, second, third = (prompt(5 * CHUNK, seed=number) for number in (20, 21, 22))
     to_prefill, to_decode = both_given()
@@ -95,7 +96,7 @@ OTHERS: Final[dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_engines_that_do_not_fit(kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path, other: str) -> None:
+def test_engines_that_do_not_fit(kept_daemon: Daemon, plain: Plain, tmp_path: Path, other: str) -> None:
     """Whichever side comes first: the log names what both have, and decode computes at once."""
     options, values = OTHERS[other]
     first, second = prompt(150, seed=30), prompt(150, seed=31)
@@ -118,7 +119,7 @@ def test_the_daemon_is_killed_while_prompts_travel(plain: Plain, tmp_path: Path)
     given = [both_given() for _ in prompts]
     never = {"hold_s": 3000.0, "receive_s": 3000.0}
     with (
-        restarted_daemon(HOST_TIER) as daemon,
+        kit.daemon(HOST_TIER, keep=True) as daemon,
         running_pair(tmp_path, daemon.runtime_dir, model=TINY_MHA, prefill=never, decode=never) as pair,
     ):
         (params,) = pair.prefilled(prompts[0])
@@ -147,13 +148,13 @@ def test_the_daemon_is_killed_between_two_layers(plain: Plain, tmp_path: Path) -
     """The step goes on, and decode computes the prompt."""
     prompts = [prompt(CHUNK, seed=50 + number) for number in range(2)]
     to_prefill, to_decode = both_given()
-    with restarted_daemon(HOST_TIER) as daemon, running_pair(tmp_path, daemon.runtime_dir) as pair:
+    with kit.daemon(HOST_TIER, keep=True) as daemon, running_pair(tmp_path, daemon.runtime_dir) as pair:
         name = pair.decode.add(Asked(prompts[0], TOKENS, to_decode))
         with by_hand(pair.prefill):
             other = pair.prefill.add(Asked(prompts[0], 1, to_prefill))
-            told, _ = pair.prefill.call(layers_told, kill=daemon.daemon.process.pid)
+            told, _ = pair.prefill.call(layers_told, kill=daemon.process.pid)
             assert told > 1
-            daemon.daemon.process.wait()
+            daemon.process.wait()
             daemon.start()
             pair.prefill.wait(other)
         answers = pair.decode.wait(name)

@@ -10,7 +10,8 @@ from typing import Any, Final
 import pytest
 
 from examples.demo.hosts import Host, check_hosts_possible, hosts
-from tests.kit.daemons import RestartedDaemon, running_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import TINY_GQA, TINY_MHA
 from tests.vllm.cached import HOST_TIER
 from tests.vllm.in_process import BLOCK, TOKENS, Asked, Plain, by_hand, engine
@@ -61,7 +62,7 @@ def halfway(pair: Pair, one: tuple[int, ...], happens: Callable[[str], object]) 
     return pair.decode.wait(name)
 
 
-def test_two_ranks(kept_daemon: RestartedDaemon, tmp_path: Path) -> None:
+def test_two_ranks(kept_daemon: Daemon, tmp_path: Path) -> None:
     """Their sums are others than one rank's."""
     told = [*PROMPTS, *HALVED]
     with engine(tmp_path, model=TINY_GQA, enable_prefix_caching=False, **TWO_RANKS) as alone:
@@ -79,8 +80,8 @@ def test_two_daemons_on_one_host(plain: Plain, tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     with (
-        running_daemon(folders[0], HOST_TIER) as one,
-        running_daemon(folders[1], HOST_TIER) as other,
+        kit.daemon(HOST_TIER) as one,
+        kit.daemon(HOST_TIER) as other,
         running_pair(
             tmp_path, (one.runtime_dir, other.runtime_dir), model=TINY_MHA, prefill=NEVER, decode=NEVER
         ) as pair,
@@ -138,5 +139,5 @@ def daemon_on(host: Host, folder: Path) -> Iterator[Path]:
     """Run a daemon on a host; return its runtime directory."""
     mine = folder / f"host{host.number}"
     mine.mkdir()
-    with running_daemon(mine, PEERS.format(address=host.address), prefix=host.command([])) as daemon:
+    with kit.daemon(PEERS.format(address=host.address), prefix=host.command([])) as daemon:
         yield daemon.runtime_dir

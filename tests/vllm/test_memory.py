@@ -30,7 +30,7 @@ from kvferry.clients.vllm.memory import RankMemory, Spec, choose, spec_of
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import array_of
 from kvferry.protocol.errors import InvalidFieldError
-from tests.kit.daemons import RestartedDaemon
+from tests.kit.daemons import Daemon
 from tests.kit.folders import TINY_MHA
 from tests.vllm.cached import NOTHING, left
 from tests.vllm.in_process import PROMPTS, Engine, EngineFailedError, Plain, Served, engine, reset
@@ -224,7 +224,7 @@ def configuration(memory: Any) -> Configuration:  # noqa: ANN401  a literal
 
 
 @pytest.fixture
-def rank(kept_daemon: RestartedDaemon, request: pytest.FixtureRequest) -> Iterator[RankMemory]:
+def rank(kept_daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[RankMemory]:
     """Return a rank's memory of the kind that a test's parameter says."""
     session = Session("rank", str(kept_daemon.runtime_dir))
     told = kv_cache_config(MHA, "LBNHC")
@@ -303,9 +303,7 @@ def test_layers_of_another_shape_are_refused(rank: RankMemory) -> None:
 
 
 @pytest.mark.parametrize("memory", ["staged", pytest.param("registered", marks=pytest.mark.long)])
-def test_engine_over_each_kind_of_memory(
-    kept_daemon: RestartedDaemon, plain: Plain, tmp_path: Path, memory: str
-) -> None:
+def test_engine_over_each_kind_of_memory(kept_daemon: Daemon, plain: Plain, tmp_path: Path, memory: str) -> None:
     want = plain.tokens(*PROMPTS)
     told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": f"engine-{memory}", "memory": memory}
     with engine(tmp_path, told) as one, Client.connect(kept_daemon.runtime_dir) as client:
@@ -341,7 +339,7 @@ def content(served: Served) -> npt.NDArray[Any]:
 
 
 @pytest.mark.long
-def test_engine_is_refused_by_name_what_is_not_carried(kept_daemon: RestartedDaemon, tmp_path: Path) -> None:
+def test_engine_is_refused_by_name_what_is_not_carried(kept_daemon: Daemon, tmp_path: Path) -> None:
     told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "refused"}
     for extra, said in (
         ({"memory": "borrowed"}, "Invalid enum value 'borrowed'"),

@@ -21,7 +21,7 @@ import torch
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from kvferry.clients.engine import Engine
 from kvferry.clients.vllm.configuration import Configuration, Settings
-from tests.kit.daemons import RestartedDaemon, soon
+from tests.kit.daemons import Daemon, soon
 
 TOKENS: Final = 4
 """Of a block."""
@@ -112,7 +112,7 @@ def step_of(request: Any = None, pages: Sequence[int] = ()) -> Any:  # noqa: ANN
 
 
 @pytest.fixture(scope="module")
-def sides(kept_daemon: RestartedDaemon) -> Iterator[tuple[Side, Side]]:
+def sides(kept_daemon: Daemon) -> Iterator[tuple[Side, Side]]:
     """Return two engines of one model."""
     with contextlib.ExitStack() as stack:
         made = [Side(kept_daemon.runtime_dir, name) for name in ("first", "second")]
@@ -122,7 +122,7 @@ def sides(kept_daemon: RestartedDaemon) -> Iterator[tuple[Side, Side]]:
 
 
 @pytest.fixture(autouse=True)
-def _forget(kept_daemon: RestartedDaemon) -> None:
+def _forget(kept_daemon: Daemon) -> None:
     with Client.connect(kept_daemon.runtime_dir) as client:
         client.evict_cached()
 
@@ -365,7 +365,7 @@ def look_is(one: Side, weights: bytes, request: Any) -> None:  # noqa: ANN401  v
 
 
 @pytest.fixture
-def watched(kept_daemon: RestartedDaemon) -> Iterator[tuple[Side, Pool]]:
+def watched(kept_daemon: Daemon) -> Iterator[tuple[Side, Pool]]:
     """Return an engine whose own prefix cache a test resets."""
     one = Side(kept_daemon.runtime_dir, f"watched-{next(_NUMBERS)}")
     pool: Any = Pool()

@@ -12,7 +12,7 @@ from kvferry.clients import Client, MhaSpec, ModelIdentity
 from kvferry.clients.engine import Engine as Session
 from kvferry.clients.vllm.configuration import Configuration, Settings
 from kvferry.clients.vllm.scheduler import Scheduler
-from tests.kit.daemons import RestartedDaemon, soon, stopped
+from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import TINY_MHA
 from tests.vllm.cached import NOTHING, cached_blocks, left, pinned_bytes
 from tests.vllm.in_process import (
@@ -38,7 +38,7 @@ LONG_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def small(kept_daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def small(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Return an engine with fewer blocks than its requests want."""
     told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "small"}
     folder = tmp_path_factory.mktemp("small")
@@ -57,14 +57,14 @@ def preemptions(one: Engine) -> float:
     return one.call(metrics)["vllm:num_preemptions"]
 
 
-def assert_all_is_free(daemon: RestartedDaemon, one: Engine) -> None:
+def assert_all_is_free(daemon: Daemon, one: Engine) -> None:
     """Check that neither the engine nor the daemon holds anything once all is over."""
     one.drain()
     assert left(daemon.runtime_dir) == NOTHING
     assert one.call(free_blocks) == FREE
 
 
-def test_preempted_requests_have_the_same_tokens(kept_daemon: RestartedDaemon, small: Engine, plain: Plain) -> None:
+def test_preempted_requests_have_the_same_tokens(kept_daemon: Daemon, small: Engine, plain: Plain) -> None:
     asked = prompts("preempted")
     before = preemptions(small)
     answers = small.ask(*asked, tokens=TOKENS)
@@ -73,16 +73,14 @@ def test_preempted_requests_have_the_same_tokens(kept_daemon: RestartedDaemon, s
     assert_all_is_free(kept_daemon, small)
 
 
-def test_blocks_are_given_to_nobody_while_a_store_reads_them(
-    kept_daemon: RestartedDaemon, small: Engine, plain: Plain
-) -> None:
+def test_blocks_are_given_to_nobody_while_a_store_reads_them(kept_daemon: Daemon, small: Engine, plain: Plain) -> None:
     """The worker waits for a daemon that stands still in the middle of a store of a preempted request's blocks."""
     asked = prompts("while they are read")
     before = preemptions(small)
     with by_hand(small):
         names = [small.add(one, tokens=TOKENS) for one in asked]
         small.call(step_until_running, 3)
-        with stopped(kept_daemon):
+        with kept_daemon.stopped():
             waiting = small.begin(step_until_preempted)
             assert not small.has_answered(LONG_S)
         waiting()
@@ -104,14 +102,14 @@ def step_until_preempted(served: Served) -> None:
 
 
 def test_request_that_ends_before_its_store_keeps_its_blocks_until_then(
-    kept_daemon: RestartedDaemon, small: Engine, plain: Plain
+    kept_daemon: Daemon, small: Engine, plain: Plain
 ) -> None:
     (asked,) = prompts("ends before its store", 1)
     want = plain.tokens(asked, model=TINY_MHA)
     with by_hand(small):
         name = small.add(asked)
         assert left(kept_daemon.runtime_dir) == NOTHING  # it is looked up by then
-        with stopped(kept_daemon):
+        with kept_daemon.stopped():
             (answer,) = small.wait(name)
             assert [answer.tokens] == want
             assert small.call(free_blocks) < FREE
@@ -122,7 +120,7 @@ def test_request_that_ends_before_its_store_keeps_its_blocks_until_then(
     assert_all_is_free(kept_daemon, small)
 
 
-def test_reset_waits_for_what_is_being_stored(kept_daemon: RestartedDaemon) -> None:
+def test_reset_waits_for_what_is_being_stored(kept_daemon: Daemon) -> None:
     """A server whose weights were changed is reset: what was computed with those before must not come back."""
     spec = MhaSpec(layers=30, tokens=64 * BLOCK, page_size=BLOCK, dtype="float32", kv_heads=3, head_dim=64)
     model = ModelIdentity(name="reset", revision="1")
@@ -132,7 +130,7 @@ def test_reset_waits_for_what_is_being_stored(kept_daemon: RestartedDaemon) -> N
         worker.create_pool("reset", spec, model=model, lifetime="instance")
         ids = worker.allocate("reset", 64)
         scheduler = Scheduler(session, told, "127.0.0.1", None)
-        with stopped(kept_daemon):
+        with kept_daemon.stopped():
             storing = worker.store("reset", [bytes([number]) * 16 for number in range(64)], ids)
         worker.wait_accepted(storing)  # else the reset, on a connection of its own, may be there before it
         assert scheduler.clear()
@@ -141,7 +139,7 @@ def test_reset_waits_for_what_is_being_stored(kept_daemon: RestartedDaemon) -> N
 
 
 @pytest.mark.parametrize("state", ["added", "found", "loading", "running"])
-def test_abort(kept_daemon: RestartedDaemon, small: Engine, plain: Plain, state: str) -> None:
+def test_abort(kept_daemon: Daemon, small: Engine, plain: Plain, state: str) -> None:
     (asked,) = prompts(f"aborted when {state}", 1)
     want = plain.tokens(asked, model=TINY_MHA)
     is_cached = state in {"found", "loading"}
@@ -152,7 +150,7 @@ def test_abort(kept_daemon: RestartedDaemon, small: Engine, plain: Plain, state:
     with by_hand(small):
         name = small.add(asked)
         assert soon(lambda: (pinned_bytes(kept_daemon.runtime_dir) > 0) is is_cached)
-        with stopped(kept_daemon):
+        with kept_daemon.stopped():
             if state == "loading":
                 small.call(step_until_loading)
             elif state == "running":
@@ -170,14 +168,14 @@ def step_until_loading(served: Served) -> None:
     served.step_until(lambda: "WAITING_FOR_REMOTE_KVS" in served.states().values())
 
 
-def test_daemon_that_stands_still_costs_seconds(kept_daemon: RestartedDaemon, small: Engine, plain: Plain) -> None:
+def test_daemon_that_stands_still_costs_seconds(kept_daemon: Daemon, small: Engine, plain: Plain) -> None:
     """It is not away: its memory must not be written by anybody else. But who only wants to look does not wait."""
     (asked,) = prompts("stands still", 1)
     want = plain.tokens(asked, model=TINY_MHA)
     small.ask(asked)
     small.drain()
     assert small.call(reset)
-    with stopped(kept_daemon):
+    with kept_daemon.stopped():
         (answer,) = small.ask(asked)
         assert ([answer.tokens], answer.cached) == (want, 0)
     assert_all_is_free(kept_daemon, small)

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.clients import Client
 from kvferry.protocol.errors import KvferryError
-from tests.kit.daemons import RestartedDaemon, restarted_daemon, soon
+from tests import kit
+from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import MODELS, TINY_MHA
 from tests.vllm.adapters import make_adapter
 from tests.vllm.cached import HOST_TIER, NOTHING, cached_blocks, forget_cached, instance_client, left
@@ -45,20 +46,20 @@ MOST_LEASES = 1000
 """That a daemon of these tests has given."""
 
 
-def told(daemon: RestartedDaemon, pool: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401  of Settings
+def told(daemon: Daemon, pool: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401  of Settings
     """Return the connector's configuration."""
     return {"runtime_dir": str(daemon.runtime_dir), "pool": pool, **more}
 
 
 @pytest.fixture(scope="module")
-def one(kept_daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def one(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Return an engine with a prefix cache."""
     with engine(tmp_path_factory.mktemp("one"), told(kept_daemon, "one"), disable_log_stats=False) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def other(kept_daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def other(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Return another one of the same model, with another number of blocks; its events are collected."""
     more: dict[str, Any] = {
         "num_gpu_blocks_override": BLOCKS // 2,
@@ -93,7 +94,7 @@ def blocks_of(answer: Answer) -> int:
 
 
 def test_same_tokens_at_first_from_vllms_own_cache_and_from_the_daemons(
-    kept_daemon: RestartedDaemon, one: Engine, plain: Plain
+    kept_daemon: Daemon, one: Engine, plain: Plain
 ) -> None:
     want = plain.tokens(*PROMPTS)
     before = one.call(metrics)
@@ -118,7 +119,7 @@ def test_same_tokens_at_first_from_vllms_own_cache_and_from_the_daemons(
 
 
 def test_another_engine_finds_it_also_a_part_of_it(
-    kept_daemon: RestartedDaemon, one: Engine, other: Engine, plain: Plain
+    kept_daemon: Daemon, one: Engine, other: Engine, plain: Plain
 ) -> None:
     stored, more = prompt_of("another"), prompt_of("another") + "sang, and nobody knew why. " * 8
     one.ask(stored)
@@ -176,7 +177,7 @@ def test_salts_do_not_mix(one: Engine, other: Engine, plain: Plain) -> None:
 
 
 def test_requests_that_skip_the_cache_read_nothing(
-    kept_daemon: RestartedDaemon, one: Engine, other: Engine, plain: Plain
+    kept_daemon: Daemon, one: Engine, other: Engine, plain: Plain
 ) -> None:
     asked = prompt_of("skips")
     one.ask(asked)
@@ -190,7 +191,7 @@ def test_requests_that_skip_the_cache_read_nothing(
 # -- what goes
 
 
-def test_reset_of_the_external_cache_too(kept_daemon: RestartedDaemon, one: Engine, plain: Plain) -> None:
+def test_reset_of_the_external_cache_too(kept_daemon: Daemon, one: Engine, plain: Plain) -> None:
     asked = prompt_of("reset")
     one.ask(asked)
     one.drain()
@@ -202,9 +203,7 @@ def test_reset_of_the_external_cache_too(kept_daemon: RestartedDaemon, one: Engi
     one.drain()
 
 
-def test_lease_that_ends_between_lookup_and_load(
-    kept_daemon: RestartedDaemon, one: Engine, other: Engine, plain: Plain
-) -> None:
+def test_lease_that_ends_between_lookup_and_load(kept_daemon: Daemon, one: Engine, other: Engine, plain: Plain) -> None:
     asked = prompt_of("lease")
     one.ask(asked)
     one.drain()
@@ -236,7 +235,7 @@ def newest_lease(client: Client, pool: str) -> int:
     return lease
 
 
-def test_events_say_what_is_stored_and_what_is_gone(kept_daemon: RestartedDaemon, other: Engine) -> None:
+def test_events_say_what_is_stored_and_what_is_gone(kept_daemon: Daemon, other: Engine) -> None:
     asked = prompt_of("events")
     other.call(taken_events)
     (answer,) = other.ask(asked)
@@ -286,9 +285,7 @@ def taken_events(served: Served) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def start(
-    kept_daemon: RestartedDaemon, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[..., Engine]]:
+def start(kept_daemon: Daemon, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """Return what starts an engine of the small model: with the name of its pool, and vLLM's options."""
     with contextlib.ExitStack() as stack:
 
@@ -363,9 +360,7 @@ def test_random_hashes_are_said_and_mix_nothing(start: Callable[..., Engine], pl
 
 
 @pytest.mark.long
-def test_no_cache_stores_and_finds_nothing(
-    kept_daemon: RestartedDaemon, start: Callable[..., Engine], plain: Plain
-) -> None:
+def test_no_cache_stores_and_finds_nothing(kept_daemon: Daemon, start: Callable[..., Engine], plain: Plain) -> None:
     forget_cached(kept_daemon.runtime_dir)
     asked = prompt_of("no cache")
     (want,) = plain.tokens(asked, model=TINY_MHA)
@@ -385,7 +380,7 @@ def test_disk_tier(tmp_path: Path, plain: Plain, is_damaged: bool) -> None:  # n
     config = f'{HOST_TIER}[tiers.disk]\npath = "{disk}"\nmax_bytes = 1073741824\nfsync = "block"\n'
     asked = prompt_of("disk")
     want = plain.tokens(asked)
-    with restarted_daemon(config) as daemon, engine(tmp_path, told(daemon, "disk")) as one:
+    with kit.daemon(config, keep=True) as daemon, engine(tmp_path, told(daemon, "disk")) as one:
         (first,) = one.ask(asked)
         one.drain()
         blocks = blocks_of(first)

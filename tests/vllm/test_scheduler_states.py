@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.kit.daemons import RestartedDaemon, stopped
+from tests.kit.daemons import Daemon
 from tests.vllm.in_process import PROMPTS, Answer, Asked, Engine, Plain, Served, by_hand, drained, engine
 
 
 @pytest.fixture(scope="module")
-def stepped(kept_daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def stepped(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Return an engine with a prefix cache."""
     told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "stepped"}
     with engine(tmp_path_factory.mktemp("stepped"), told) as one:
@@ -85,11 +85,9 @@ def test_preempted_requests_say_the_same(stepped: Engine, plain: Plain) -> None:
     assert [one.tokens for one in answers] == plain.tokens(*PROMPTS, tokens=16)
 
 
-def test_a_daemon_that_does_not_answer_is_not_waited_for(
-    stepped: Engine, plain: Plain, kept_daemon: RestartedDaemon
-) -> None:
+def test_a_daemon_that_does_not_answer_is_not_waited_for(stepped: Engine, plain: Plain, kept_daemon: Daemon) -> None:
     want = plain.tokens(*PROMPTS)
-    with stopped(kept_daemon):
+    with kept_daemon.stopped():
         assert [one.tokens for one in stepped.ask(*PROMPTS)] == want
     stepped.drain()
     assert [one.tokens for one in stepped.ask(*PROMPTS)] == want
@@ -111,7 +109,7 @@ def without_one_rank(served: Served) -> tuple[int | None, bool]:
     return found
 
 
-def test_all_ranks_or_none(kept_daemon: RestartedDaemon, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_all_ranks_or_none(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A scheduler that had work done by a rank that has no daemon would wait for its answer for ever."""
     told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "skewed", "required": False}
     with engine(tmp_path_factory.mktemp("skewed"), told) as one, by_hand(one):

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import pytest
 
-from tests.kit.daemons import RestartedDaemon
+from tests.kit.daemons import Daemon
 from tests.kit.servers import Prompt, Reply, at_once, prompt
 from tests.kit.watch import Watch
 from tests.vllm.in_process import Asked, Plain
@@ -71,7 +71,7 @@ def expected(plain: Plain) -> Expected:
 @pytest.fixture(scope="module")
 def pair(
     expected: Expected,  # noqa: ARG001  before, so that no more than the pair computes
-    kept_daemon: RestartedDaemon,
+    kept_daemon: Daemon,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     """Return the pair of all tests here."""
@@ -82,14 +82,14 @@ def pair(
 
 
 @pytest.fixture
-def watch(kept_daemon: RestartedDaemon) -> Iterator[Watch]:
+def watch(kept_daemon: Daemon) -> Iterator[Watch]:
     """Return what looks at the daemon."""
     with Watch(kept_daemon.runtime_dir) as one:
         yield one
 
 
 @pytest.fixture
-def well(pair: Pair, expected: Expected, kept_daemon: RestartedDaemon) -> Iterator[Pair]:
+def well(pair: Pair, expected: Expected, kept_daemon: Daemon) -> Iterator[Pair]:
     """Return the pair, which must be healthy after the test, too, with nothing under way, and hand over a prompt."""
     yield pair
     pair.assert_healthy()
@@ -128,7 +128,7 @@ def test_tokens_of_requests_at_once(pair: Pair, expected: Expected, watch: Watch
     assert received(watch) == before + len(AT_ONCE)
 
 
-def test_both_pools_are_in_the_status(pair: Pair, kept_daemon: RestartedDaemon) -> None:
+def test_both_pools_are_in_the_status(pair: Pair, kept_daemon: Daemon) -> None:
     command = [sys.executable, "-m", "kvferry.clients.cli.main", "status", "--json", "--runtime-dir"]
     done = subprocess.run([*command, os.fspath(kept_daemon.runtime_dir)], capture_output=True, text=True, check=True)
     status = json.loads(done.stdout)
@@ -172,9 +172,7 @@ def test_a_client_that_goes_while_decode_generates(well: Pair, watch: Watch) -> 
     well.decode.wait_for(lambda: is_alone(well), "end what nobody reads", SOON_S)
 
 
-def test_a_daemon_killed_amid_the_chunks(
-    well: Pair, kept_daemon: RestartedDaemon, expected: Expected, watch: Watch
-) -> None:
+def test_a_daemon_killed_amid_the_chunks(well: Pair, kept_daemon: Daemon, expected: Expected, watch: Watch) -> None:
     """The servers stay, and compute alone meanwhile: the daemon after it adopts their pools."""
     under_way = amid_chunks(well, watch, seed=3)
     kept_daemon.end()

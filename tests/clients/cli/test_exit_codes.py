@@ -14,7 +14,7 @@ import pytest
 from kvferry.clients.cli import console
 from kvferry.clients.cli.main import MODULES, main
 from kvferry.protocol.errors import DaemonLostError, KvferryError
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import run_kvferry
 
 HASH: Final = "00" * 16
@@ -84,7 +84,7 @@ def test_wrong_usage_ends_with_2(line: str, command: Command) -> None:
 
 
 @pytest.mark.parametrize("line", [*AS_TEXT, *AS_JSON])
-def test_wrong_input_ends_with_2(line: str, command: Command, daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_wrong_input_ends_with_2(line: str, command: Command, daemon: Daemon, tmp_path: Path) -> None:
     (tmp_path / "broken").write_text("{")
     (tmp_path / "wrong").write_text('{"kind": "mha", "layers": 0}')
     words = line.replace("DIR", str(tmp_path)).split()
@@ -113,7 +113,7 @@ def test_what_did_not_work_ends_with_1_and_one_line(line: str, command: Command,
     assert err.count("\n") == 1
 
 
-def test_a_refusal_by_the_daemon_is_no_wrong_input(command: Command, daemon: DaemonProcess) -> None:
+def test_a_refusal_by_the_daemon_is_no_wrong_input(command: Command, daemon: Daemon) -> None:
     where = ("--runtime-dir", str(daemon.runtime_dir))
     status, _, err = command("cache", "drop", HASH, *where)
     assert (status, "UNKNOWN_SNAPSHOT" in err) == (1, True)

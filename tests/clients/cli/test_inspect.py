@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,18 +15,19 @@ from kvferry.clients.cli.inspect import status_lines
 from kvferry.clients.cli.main import main
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import run_kvferry
 
 
-def test_ping(daemon: DaemonProcess) -> None:
+def test_ping(daemon: Daemon) -> None:
     done = run_kvferry("ping", "--runtime-dir", daemon.runtime_dir)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"kvferry \S+ boot [0-9a-f]{8} answers in \d+ us\n", done.stdout)
 
 
-def test_a_daemon_that_stands_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running_daemon(tmp_path) as own:
+def test_a_daemon_that_stands_still(capsys: pytest.CaptureFixture[str]) -> None:
+    with kit.daemon() as own:
         own.process.send_signal(signal.SIGSTOP)
         try:
             assert main(["ping", "--runtime-dir", str(own.runtime_dir), "--timeout", "0.1"]) == 1
@@ -37,14 +37,14 @@ def test_a_daemon_that_stands_still(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.fixture
-def busy(daemon: DaemonProcess, name: str, spec: MhaSpec) -> str:
+def busy(daemon: Daemon, name: str, spec: MhaSpec) -> str:
     """Leave a pool with pages behind, whose session ends at once; return its name."""
     with Client.connect(daemon.runtime_dir, name="maker") as client:
         client.create_pool(name, spec)
     return name
 
 
-def test_status_for_programs(daemon: DaemonProcess, busy: str) -> None:
+def test_status_for_programs(daemon: Daemon, busy: str) -> None:
     with Client.connect(daemon.runtime_dir, name="holder") as client:
         ids = client.allocate(busy, 5)
         request_id = new_request_id()
@@ -65,7 +65,7 @@ def test_status_for_programs(daemon: DaemonProcess, busy: str) -> None:
         assert status["counters"]["messages.received"] > 0
 
 
-def test_status_for_people(daemon: DaemonProcess, busy: str) -> None:
+def test_status_for_people(daemon: Daemon, busy: str) -> None:
     with Client.connect(daemon.runtime_dir, name="a holder") as client:
         client.allocate(busy, 3)
         done = run_kvferry("status", "--runtime-dir", daemon.runtime_dir)
@@ -79,7 +79,7 @@ def test_status_for_people(daemon: DaemonProcess, busy: str) -> None:
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_every_page_space_is_shown(daemon: DaemonProcess, name: str) -> None:
+def test_every_page_space_is_shown(daemon: Daemon, name: str) -> None:
     window = HybridSwaSpec(
         full_layers=(1,), window_layers=(0,), tokens=64, window_tokens=32, window=32, page_size=4, kv_heads=1,
         head_dim=4, dtype="float16",
@@ -100,7 +100,7 @@ def test_every_page_space_is_shown(daemon: DaemonProcess, name: str) -> None:
     assert rows[1] == ["swa", "8", "3", "0", "0.1"]
 
 
-def test_graph_tables_are_shown(daemon: DaemonProcess, busy: str, name: str) -> None:
+def test_graph_tables_are_shown(daemon: Daemon, busy: str, name: str) -> None:
     with Client.connect(daemon.runtime_dir, name="a holder") as client:
         before = run_kvferry("status", "--runtime-dir", daemon.runtime_dir).stdout
         tables = client.create_tables(f"tables-{name}", busy, max_batch=3, max_context_tokens=5)
@@ -157,7 +157,7 @@ def test_devices_are_shown_with_their_memory_and_why_they_fail() -> None:
     assert "devices" not in status_lines(REPORT, "0" * 32)
 
 
-def test_a_pool_with_other_windows_is_another_pool(daemon: DaemonProcess, name: str) -> None:
+def test_a_pool_with_other_windows_is_another_pool(daemon: Daemon, name: str) -> None:
     spec = MambaSpec(state_layers=(0,), slots=4, ssm_shape=(2, 4), dtype="float16")
     with Client.connect(daemon.runtime_dir, name="a holder") as client:
         client.create_pool(name, spec)
@@ -168,14 +168,14 @@ def test_a_pool_with_other_windows_is_another_pool(daemon: DaemonProcess, name: 
 
 
 def test_the_environment_says_where_the_daemon_is(
-    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(daemon.runtime_dir))
     assert main(["ping"]) == 0
     assert "answers in" in capsys.readouterr().out
 
 
-def test_an_empty_daemon_has_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running_daemon(tmp_path) as own:
+def test_an_empty_daemon_has_nothing_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    with kit.daemon() as own:
         assert main(["status", "--runtime-dir", str(own.runtime_dir)]) == 0
     assert {"no pools", "no sessions", "no transfers"} <= set(capsys.readouterr().out.splitlines())

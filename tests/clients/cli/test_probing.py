@@ -16,7 +16,8 @@ from kvferry.clients import Client, MhaSpec, pages
 from kvferry.clients.cli.main import main
 from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.ids import ModelIdentity
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import COMMAND, run_kvferry
 
 REQUEST_ID = "0123456789abcdef0123456789abcdef"
@@ -29,7 +30,7 @@ Probe = Callable[..., tuple[int, Said]]
 
 
 @pytest.fixture
-def probe(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> Probe:
+def probe(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Probe:
     """Return what runs the command in this process on some words: its status, and the lines that it prints, read."""
 
     def run(*words: object) -> tuple[int, Said]:
@@ -46,7 +47,7 @@ def types(said: Said) -> list[str]:
     return [one["type"] for one in said]
 
 
-def test_the_real_command(daemon: DaemonProcess) -> None:
+def test_the_real_command(daemon: Daemon) -> None:
     done = run_kvferry("probe", "PING", "--runtime-dir", daemon.runtime_dir)
     assert (done.returncode, done.stdout, done.stderr) == (0, '{"message":"1","type":"PONG"}\n', "")
     done = run_kvferry("probe", "PINGG", "--runtime-dir", daemon.runtime_dir)
@@ -91,7 +92,7 @@ ANSWERS: dict[str, tuple[str, object]] = {
 }
 
 
-def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProcess, spec: MhaSpec) -> None:
+def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: Daemon, spec: MhaSpec) -> None:
     with Client.connect(daemon.runtime_dir) as client:
         client.create_pool(OWN, spec, model=ModelIdentity(name="some/model"))
     for kind, row in REQUEST_TYPES.items():
@@ -258,7 +259,7 @@ def test_events_are_followed_for_as_long_as_asked(probe: Probe) -> None:
 class Typed:
     """The command in a process of its own, with a pipe as standard input."""
 
-    def __init__(self, daemon: DaemonProcess) -> None:
+    def __init__(self, daemon: Daemon) -> None:
         command: list[str | Path] = [COMMAND, "probe", "--runtime-dir", daemon.runtime_dir, "--file", "-"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
@@ -283,7 +284,7 @@ class Typed:
         return self._process.wait(60), text
 
 
-def test_lines_are_answered_as_they_are_typed(daemon: DaemonProcess, name: str) -> None:
+def test_lines_are_answered_as_they_are_typed(daemon: Daemon, name: str) -> None:
     typed = Typed(daemon)
     typed.say("CREATE_POOL", {"pool": name, "spec": SPEC})
     assert typed.hear()["type"] == "POOL_CREATED"
@@ -301,13 +302,13 @@ def test_lines_are_answered_as_they_are_typed(daemon: DaemonProcess, name: str) 
 
 
 @pytest.mark.parametrize(("options", "said"), [((), 1), (("--keep-going",), 2)])
-def test_a_wrong_line_ends_it_unless_it_is_to_go_on(daemon: DaemonProcess, options: tuple[str, ...], said: int) -> None:
+def test_a_wrong_line_ends_it_unless_it_is_to_go_on(daemon: Daemon, options: tuple[str, ...], said: int) -> None:
     done = run_kvferry("probe", "--runtime-dir", daemon.runtime_dir, "--file", "-", *options, stdin="PINGG\nPING\n")
     assert (done.returncode, done.stdout.count("\n")) == (2, said)
 
 
-def test_a_daemon_that_goes_ends_it(tmp_path: Path) -> None:
-    with running_daemon(tmp_path) as own:
+def test_a_daemon_that_goes_ends_it() -> None:
+    with kit.daemon() as own:
         typed = Typed(own)
         typed.say("PING\n")
         assert typed.hear()["type"] == "PONG"

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.clients.cli.main import DAEMON, MODULES, PURPOSES
 from kvferry.protocol import VERSION
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import run_kvferry
 
 ROOT: Final = Path(__file__).resolve().parents[3]
@@ -52,7 +52,7 @@ CASES: Final = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_quick_command_loads_little(daemon: DaemonProcess, case: str) -> None:
+def test_a_quick_command_loads_little(daemon: Daemon, case: str) -> None:
     arguments, most = CASES[case]
     given = [str(daemon.runtime_dir) if one == "DIR" else one for one in arguments]
     done = subprocess.run(

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests import kit
+from tests.kit.daemons import Daemon
 from tests.kit.mooncake import mooncake_works
 
 SPEC = MhaSpec(layers=4, tokens=1024, page_size=16, kv_heads=4, head_dim=64, dtype="float32")
@@ -40,9 +41,9 @@ def free_listen(address: str) -> str:
 
 
 @contextlib.contextmanager
-def daemon_at(folder: Path, listen: str, address: str, environment: dict[str, str]) -> Iterator[DaemonProcess]:
+def daemon_at(folder: Path, listen: str, address: str, environment: dict[str, str]) -> Iterator[Daemon]:
     folder.mkdir()
-    with running_daemon(folder, CONFIG.format(listen=listen, address=address), environment) as daemon:
+    with kit.daemon(CONFIG.format(listen=listen, address=address), environment=environment) as daemon:
         yield daemon
 
 

@@ -16,7 +16,7 @@ from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, run_chil
 from kvferry.clients.cli.doctor.needs import read_needs
 from kvferry.clients.cli.main import main
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, MODERN_KERNEL, limits, make_host, npu_files, script
-from tests.kit.daemons import DaemonProcess
+from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import run_kvferry
 
 BASE = {
@@ -196,7 +196,7 @@ def test_long_lines_are_wrapped_for_a_terminal() -> None:
     assert list(lines(findings))[1].count("word") == 30
 
 
-def test_as_a_user_runs_it(daemon: DaemonProcess) -> None:
+def test_as_a_user_runs_it(daemon: Daemon) -> None:
     done = run_kvferry("doctor", "--runtime-dir", daemon.runtime_dir)
     assert done.stderr == ""
     assert done.returncode == int("missing" in done.stdout.splitlines()[-1])
@@ -205,7 +205,7 @@ def test_as_a_user_runs_it(daemon: DaemonProcess) -> None:
     assert f"pid {daemon.process.pid}," in done.stdout
 
 
-def test_for_programs(daemon: DaemonProcess) -> None:
+def test_for_programs(daemon: Daemon) -> None:
     done = run_kvferry("doctor", "--json", "--runtime-dir", daemon.runtime_dir)
     assert (done.stderr, done.stdout.count("\n")) == ("", 1)
     report: dict[str, Any] = json.loads(done.stdout)
@@ -220,7 +220,7 @@ def test_an_unknown_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert "INVALID_FIELD [user]" in capsys.readouterr().err
 
 
-def test_torch_is_not_imported_here(daemon: DaemonProcess) -> None:
+def test_torch_is_not_imported_here(daemon: Daemon) -> None:
     """Where torch_npu is installed without CANN, ``import torch`` fails."""
     program = (
         "import sys; from kvferry.clients.cli.main import main; "

@@ -25,8 +25,9 @@ from kvferry.clients.cli.doctor.running import (
 from kvferry.protocol import VERSION
 from kvferry.protocol.errors import AccessDeniedError
 from kvferry.protocol.session_messages import DeviceStatus, NetworkStatus, StatusReport, TierStatus
+from tests import kit
 from tests.clients.cli.doctor.fake_host import make_host
-from tests.kit.daemons import DaemonProcess, running_daemon
+from tests.kit.daemons import Daemon
 
 REPORT: Final = StatusReport(
     daemon_version=VERSION, pid=1, uptime_ms=1, draining=False, pools=(), sessions=(), transfers=(), counters={}
@@ -60,7 +61,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
     assert (finding.state, finding.found) == ("missing", f"{file} is not a directory")
 
 
-def test_one(daemon: DaemonProcess) -> None:
+def test_one(daemon: Daemon) -> None:
     """In a container the daemon calls itself otherwise: the kernel knows better."""
     running = ask(daemon.runtime_dir)
     finding = check_daemon(running)
@@ -79,8 +80,8 @@ def test_a_socket_that_was_left_behind(tmp_path: Path) -> None:
     assert "it has ended and left its sockets" in finding.found
 
 
-def test_one_that_stands_still(tmp_path: Path) -> None:
-    with running_daemon(tmp_path) as own:
+def test_one_that_stands_still() -> None:
+    with kit.daemon() as own:
         own.process.send_signal(signal.SIGSTOP)
         try:
             finding = check_daemon(ask(own.runtime_dir, timeout_s=0.1))
