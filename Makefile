@@ -67,13 +67,13 @@ test-full: test  ## run the tests with four times the examples of property tests
 
 # A test's time-out is that of several starts of servers.
 test-sglang: $(STAMPS)/sglang $(STAMPS)/models  ## run the tests with servers of SGLang: one pair, some minutes (ARGS="tests/sglang -k abort")
-	@$(SERVERS)/python -m pytest --timeout 900 -o faulthandler_timeout=600 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/sglang)
+	@$(SERVERS)/python -m pytest --timeout 900 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/sglang)
 
 test-sglang-full: LONG := yes
 test-sglang-full: test-sglang  ## run all tests with servers of SGLang, half an hour
 
 test-vllm: $(STAMPS)/vllm $(STAMPS)/models  ## run the tests with vLLM, some minutes (ARGS="tests/vllm -k abort")
-	@$(VLLM_BIN)/python -m pytest --timeout 900 -o faulthandler_timeout=600 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/vllm)
+	@$(VLLM_BIN)/python -m pytest --timeout 900 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/vllm)
 
 test-vllm-full: LONG := yes
 test-vllm-full: test-vllm  ## run all tests with vLLM, half an hour

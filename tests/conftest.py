@@ -46,7 +46,7 @@ simulated_host = pytest.StashKey[SimulatedHost | None]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--device`` and ``--full``."""
     parser.addoption("--device", default=HOST, help="where pools' memory is: host, npu:0, cuda:0")
-    parser.addoption("--full", action="store_true", help="let property tests try four times as many examples")
+    parser.addoption("--full", action="store_true", help="run all tests, with four times the examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,11 +75,16 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests that are for the device; those of long files come first, since processes share files out."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
-    on_host = DEVICE.name == HOST
-    left_out = [item for item in items if (_is_for_devices_only(item) if on_host else not _is_for_devices(item))]
+    left_out = [item for item in items if not _is_for_this_run(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _is_for_this_run(item: pytest.Item) -> bool:
+    if item.get_closest_marker("full") is not None and not DEVICE.full:
+        return False
+    return not _is_for_devices_only(item) if DEVICE.name == HOST else _is_for_devices(item)
 
 
 def _is_for_devices(item: pytest.Item) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
+from kvferry.clients import Client
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.process.fd_store import HolderStore, open_store
 from kvferry.daemon.process.inherited import Inherited
@@ -132,6 +133,21 @@ def daemon(
             if keep:
                 open_store(one.runtime_dir, Inherited(), {})
         assert status in {0, -signal.SIGKILL}, one.log.read_text()
+
+
+@contextlib.contextmanager
+def peers(config: str = "") -> Iterator[tuple[Daemon, Daemon]]:
+    """Run two daemons that reach each other over TCP on the loopback."""
+    listening = '[peers]\nlisten = "tcp://127.0.0.1:0"\n'
+    with daemon(config + listening) as one, daemon(config + listening) as other:
+        yield one, other
+
+
+@contextlib.contextmanager
+def engine(at: Daemon, name: str = "engine", **options: Any) -> Iterator[Client]:  # noqa: ANN401  those of connect
+    """Open an engine's session with a daemon; ``options`` are those of ``Client.connect``."""
+    with Client.connect(at.runtime_dir, name=name, **options) as client:
+        yield client
 
 
 def start_and_wait_until_ready(

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
-import random
-import runpy
-import selectors
 import signal
 import socket
 import struct
@@ -22,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final, NoReturn, Self
+from typing import IO, Final, Self
 
 from kvferry.protocol.ids import HOST
 from tests.kit.devices import DEVICE
@@ -30,9 +26,9 @@ from tests.kit.devices import DEVICE
 PRELOADED: Final = ("torch", "kvferry.clients", "kvferry.daemon.daemon")
 PRELOADED_FOR_DEVICES: Final = ("torch", "torch_npu", *PRELOADED[1:])
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
+SERVER: Final = Path(__file__).with_name("fork_server.py")
 START_S: Final = 240.0
 _STATUS: Final = struct.Struct("<i")
-_MAX_REQUEST: Final = 1 << 20
 
 
 class Forked:
@@ -128,8 +124,7 @@ class _Server:
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {os.fspath(REPOSITORY)!r}); "]
-        command[-1] += "from tests.kit.forked import main; main()"
+        command = [sys.executable, "-P", os.fspath(SERVER), os.fspath(REPOSITORY)]
         with theirs:
             modules = PRELOADED if DEVICE.name == HOST else PRELOADED_FOR_DEVICES
             fd = theirs.fileno()
@@ -148,73 +143,3 @@ class _Server:
 @functools.cache
 def _server() -> _Server:
     return _Server()
-
-
-def main() -> NoReturn:
-    """Import modules, then serve on a socket, the first argument; in a child, run the program."""
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
-    channel.send(b"ready")
-    program = _serve(channel)
-    if program is None:
-        sys.exit()
-    random.seed()
-    sys.argv = list(program)
-    if program[0] == "-m":
-        sys.argv = list(program[1:])
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(program[0], run_name="__main__")
-    sys.exit()
-
-
-def _serve(channel: socket.socket) -> Sequence[str] | None:
-    """Fork for each request; return its program in a child, None here once nobody can ask any more."""
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(channel, selectors.EVENT_READ)
-        children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
-        while True:
-            for key, _ in waiting.select():
-                if key.fileobj is not channel:
-                    _bury(waiting, children, key.fd)
-                    continue
-                data, fds, _, _ = socket.recv_fds(channel, _MAX_REQUEST, 4)
-                if not data:
-                    return None
-                *stdio, ended = fds
-                pid = os.fork()
-                if pid == 0:
-                    for one in (channel.detach(), ended, *children, *(told.detach() for _, told in children.values())):
-                        os.close(one)
-                    return _become(json.loads(data), stdio)
-                told = socket.socket(fileno=ended)
-                told.send(_STATUS.pack(pid))
-                pidfd = os.pidfd_open(pid)
-                children[pidfd] = (pid, told)
-                waiting.register(pidfd, selectors.EVENT_READ)
-                for one in stdio:
-                    os.close(one)
-
-
-def _bury(waiting: selectors.BaseSelector, children: dict[int, tuple[int, socket.socket]], pidfd: int) -> None:
-    pid, told = children.pop(pidfd)
-    waiting.unregister(pidfd)
-    os.close(pidfd)
-    status = os.waitpid(pid, 0)[1]
-    with contextlib.suppress(BrokenPipeError), told:
-        told.send(_STATUS.pack(status))
-
-
-def _become(request: Mapping[str, object], stdio: Sequence[int]) -> Sequence[str]:
-    if request["new_session"]:
-        os.setsid()
-    for place, fd in enumerate(stdio):
-        os.dup2(fd, place)
-        os.close(fd)
-    os.environ.clear()
-    environment, program = request["environment"], request["program"]
-    assert isinstance(environment, dict)
-    assert isinstance(program, list)
-    os.environ.update(environment)
-    return program

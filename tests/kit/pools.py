@@ -88,9 +88,29 @@ class Filled:
         pairs = zip(self.read(ids, component), content, strict=True)
         return all(torch.equal(found, wanted) for found, wanted in pairs)
 
+    def take(self, count: int) -> npt.NDArray[np.int64]:
+        """Allocate pages."""
+        return self.client.allocate(self.name, count)
+
     def close(self) -> None:
         """Unmap the pool; views that are left keep it mapped."""
         self.pool.close()
+
+
+@contextmanager
+def pool(
+    client: Client,
+    name: str = "pool",
+    spec: MhaSpec | HybridSwaSpec = SPEC,
+    *,
+    model: ModelIdentity | None = MODEL,
+) -> Iterator[Filled]:
+    """Create a pool of the test's device, and unmap it in the end."""
+    one = Filled(client, name, spec, model)
+    try:
+        yield one
+    finally:
+        one.close()
 
 
 def hashes(count: int, salt: int = 0) -> list[bytes]:
