@@ -46,24 +46,12 @@ demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two e
 	@$(BIN)/python -m examples.demo $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 endif
 
-# The tests of a file stay together: they share daemons. What ARGS selects is seldom worth more than a process.
-WORKERS ?= 2
-SPREAD = $(if $(ARGS),,--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder)
-
-# Both runs at the same time, so that no core waits. ARGS may select tests of one of them only (status 5).
-test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/check $(STAMPS)/wheels $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
-	@echo "==> tests on the host, and meanwhile on a simulated NPU (into $(VENV_NPU)/test.log)"
-	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" \
-	    $(NPU)/python -m pytest --device npu:0 $(FULL) $(ARGS) >$(VENV_NPU)/test.log 2>&1 & npu=$$!; \
-	trap 'kill $$npu 2>/dev/null' EXIT; \
-	$(BIN)/python -m pytest $(SPREAD) $(FULL) $(ARGS); host=$$?; \
-	echo "==> tests on a simulated NPU"; \
-	tail -n +1 -f --pid=$$npu $(VENV_NPU)/test.log; wait $$npu; device=$$?; trap - EXIT; \
-	for status in $$host $$device; do \
-	    [ $$status = 0 ] || { [ $$status = 5 ] && $(if $(ARGS),true,false); } || exit $$status; done
+# On both at the same time, so that no core waits.
+test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/check $(STAMPS)/wheels $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU: five minutes (ARGS="tests/protocol -k codec")
+	@$(BIN)/python -m tests.run $(FULL) $(ARGS)
 
 test-full: FULL := --full
-test-full: test  ## run the tests with four times the examples of property tests
+test-full: test  ## run all tests, with four times the examples of property tests
 
 # A test's time-out is that of several starts of servers.
 test-sglang: $(STAMPS)/sglang $(STAMPS)/models  ## run the tests with servers of SGLang: one pair, some minutes (ARGS="tests/sglang -k abort")

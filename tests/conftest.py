@@ -9,7 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from tests.kit.simulated_host import SimulatedHost
 
 IN_CI: Final = os.environ.get("CI") == "true"
 EXIT_S: Final = 30.0
+PROGRESS_FD: Final = "KVFERRY_TESTS_PROGRESS_FD"
 
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
@@ -56,7 +57,40 @@ def pytest_configure(config: pytest.Config) -> None:
     DEVICE.name, DEVICE.full = config.getoption("--device"), config.getoption("--full")
     hypothesis.settings.register_profile("run", DEVICE.examples(100))
     hypothesis.settings.load_profile("run")
+    fd = os.environ.get(PROGRESS_FD)
+    if fd is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(int(fd)))
     config.stash[simulated_host] = SimulatedHost.start() if DEVICE.name.startswith("npu:") else None
+
+
+class Progress:
+    """Says to ``tests.run`` how far this run is, a line each: ``total N``, ``at FILE``, ``done``, ``failed TEST``."""
+
+    def __init__(self, fd: int) -> None:
+        self._out = os.fdopen(fd, "w", buffering=1)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Say how many tests there are; with xdist, only its processes know."""
+        if session.items:
+            self._say("total", str(len(session.items)))
+
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        """Say how many tests there are."""
+        self._say("total", str(len(ids)))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Say whose turn it is."""
+        self._say("at", nodeid.partition("::")[0])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Say what ended, and what failed of which cause."""
+        if report.when == "teardown":
+            self._say("done")
+        if report.failed:
+            self._say("failed", f"{report.nodeid}: {report.longreprtext.strip().rpartition(chr(10))[2]}")
+
+    def _say(self, *words: str) -> None:
+        self._out.write(" ".join(words) + "\n")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
