@@ -47,11 +47,11 @@ demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two e
 endif
 
 # On both at the same time, so that no core waits.
-test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/check $(STAMPS)/wheels $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU: five minutes (ARGS="tests/protocol -k codec")
+test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU: five minutes (ARGS="tests/protocol -k codec")
 	@$(BIN)/python -m tests.run $(FULL) $(ARGS)
 
 test-full: FULL := --full
-test-full: test  ## run all tests, with four times the examples of property tests
+test-full: $(STAMPS)/check $(STAMPS)/wheels test  ## run all tests, with four times the examples of property tests
 
 # A test's time-out is that of several starts of servers.
 test-sglang: $(STAMPS)/sglang $(STAMPS)/models  ## run the tests with servers of SGLang: one pair, some minutes (ARGS="tests/sglang -k abort")

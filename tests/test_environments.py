@@ -71,6 +71,7 @@ def transfer(python: Path, tmp_path: Path, *options: str) -> dict[str, str]:
     return versions[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", PYTHONS)
 def test_a_fresh_environment_without_torch(wheel: Path, tmp_path: Path, version: str, require: Requires) -> None:
     interpreter = find_python(version)
@@ -83,6 +84,7 @@ def test_a_fresh_environment_without_torch(wheel: Path, tmp_path: Path, version:
     assert set(versions) == {"python", *lowest_versions()}, "and no torch"
 
 
+@pytest.mark.full
 def test_a_fresh_environment_with_the_lowest_versions(wheel: Path, tmp_path: Path, require: Requires) -> None:
     interpreter = find_python(PYTHONS[0])
     require(interpreter, f"Python {PYTHONS[0]}")
@@ -100,6 +102,7 @@ def pair(version: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
+@pytest.mark.full
 def test_an_environment_with_torch(wheel: Path, tmp_path: Path) -> None:
     """Its torch, and what else kvferry needs, are those of the running one."""
     versions = transfer(new_environment(tmp_path / "environment", wheel), tmp_path, "--tensors")
@@ -121,6 +124,7 @@ ENGINES: Final[dict[str, dict[str, str]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("engine", "extra"), [*((engine, "") for engine in ENGINES), ("an engine of 2025", "[torch]")])
 def test_pip_leaves_what_an_engine_has(wheel: Path, tmp_path: Path, engine: str, extra: str, require: Requires) -> None:
     """By metadata: the engine's packages are stand-ins, of a name and a version each."""

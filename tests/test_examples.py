@@ -31,7 +31,11 @@ def lines(example: subprocess.Popen[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [("scheduler.py", "async_engine.py"), ("async_engine.py", "scheduler.py")]
+    ("prefill", "decode"),
+    [
+        ("scheduler.py", "async_engine.py"),
+        pytest.param("async_engine.py", "scheduler.py", marks=pytest.mark.full),
+    ],
 )
 def test_two_engines_hand_requests_over(daemon: Daemon, prefill: str, decode: str) -> None:
     request_ids = [new_request_id() for _ in range(REQUESTS)]
@@ -44,12 +48,14 @@ def test_two_engines_hand_requests_over(daemon: Daemon, prefill: str, decode: st
         assert {(one.pool, one.free) for one in status.pools} >= {("prefill", 16), ("decode", 16)}
 
 
+@pytest.mark.full
 def test_tiers(daemon: Daemon) -> None:
     resumed, loaded = lines(started(daemon, "tiers.py"))
     assert resumed.endswith("identical=True")
     assert loaded == "loaded 2 of 4 blocks, identical=True"
 
 
+@pytest.mark.full
 def test_what_is_wrong_is_said_with_its_remedy(daemon: Daemon) -> None:
     example = started(daemon, "scheduler.py", "prefill", "abcd")
     printed, _ = example.communicate(timeout=SOON_S)

@@ -176,6 +176,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_environment(tmp_path_factory.mktemp("bare")).parents[1]
 
 
+@pytest.mark.full
 def test_wheel_holds_the_package_and_the_unit_files_only(wheel: Path) -> None:
     version = project()["project"]["version"]
     names = zipfile.ZipFile(wheel).namelist()
@@ -186,6 +187,7 @@ def test_wheel_holds_the_package_and_the_unit_files_only(wheel: Path) -> None:
     assert {name for name in names if not name.startswith(f"kvferry-{version}.dist-info/")} == expected
 
 
+@pytest.mark.full
 def test_wheel_of_a_checkout_is_that_of_its_source_distribution(
     wheel: Path, checkout: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -204,12 +206,14 @@ def all_modules() -> list[str]:
     return sorted(module_name(path) for path in source_files() if not path.endswith("__main__.py"))
 
 
+@pytest.mark.full
 def test_every_module_is_imported_from_the_wheel(environment: Path) -> None:
     names = [name for name in all_modules() if name not in OF_ENGINES]
     files = json.loads(run(environment / "bin" / "python", "-c", IMPORT_ALL, *names, cwd=environment))
     assert [name for name in names if not Path(files[name]).is_relative_to(environment)] == []
 
 
+@pytest.mark.full
 def test_an_editable_install_is_a_path_and_no_import_hook(editable: Path, checkout: Path, environment: Path) -> None:
     names = all_modules()
     found = json.loads(run(editable / "bin" / "python", "-c", FIND_ALL, *names, cwd=editable))
@@ -222,6 +226,7 @@ def test_an_editable_install_is_a_path_and_no_import_hook(editable: Path, checko
     assert not list(source.glob("*.egg-info")), "a second distribution on sys.path"
 
 
+@pytest.mark.full
 def test_checkout_editable_install_and_wheel_have_the_same_modules(
     environment: Path, editable: Path, checkout: Path, bare: Path
 ) -> None:
@@ -233,6 +238,7 @@ def test_checkout_editable_install_and_wheel_have_the_same_modules(
     assert {*found, NATIVE} == installed, "which the editable install has built there, if it came before"
 
 
+@pytest.mark.full
 def test_no_package_is_imported_under_a_second_name(editable: Path, checkout: Path) -> None:
     """From the root, as under ``python -m pytest``; from the folder around it; from a folder within."""
     packages = [Path(path).parent for path in source_files() if path.endswith("__init__.py")]
@@ -254,6 +260,7 @@ def test_no_package_is_imported_under_a_second_name(editable: Path, checkout: Pa
     assert [text for text in said.values() if not text.startswith("import kvferry.")] == []
 
 
+@pytest.mark.full
 def test_type_checkers_resolve_it_everywhere(
     environment: Path,
     editable: Path,
@@ -273,16 +280,19 @@ def test_type_checkers_resolve_it_everywhere(
         run(*mypy, "--python-executable", bare / "bin" / "python", "consumer.py", cwd=tmp_path)
 
 
+@pytest.mark.full
 def test_installed_unit_files_are_those_of_the_repository(environment: Path) -> None:
     installed = environment / "share" / "kvferry" / "systemd"
     for name in DATA_FILES:
         assert (installed / name).read_bytes() == (ROOT / "systemd" / name).read_bytes()
 
 
+@pytest.mark.full
 def test_installed_command_shows_its_help(environment: Path) -> None:
     assert "kvferry" in run(environment / "bin" / "kvferry", "--help", cwd=environment)
 
 
+@pytest.mark.full
 def test_installed_command_derives_a_manifest(environment: Path) -> None:
     spec = json.dumps(LAYOUT_SPEC)
     manifest = json.loads(run(environment / "bin" / "kvferry", "layout", "-", cwd=environment, stdin=spec))

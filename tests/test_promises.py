@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ def promises(page: str) -> list[Promise]:
     return [Promise(*row) for row in cells if row != ["promise", "test", "limits"]]
 
 
+@functools.cache
 def names_in(path: Path) -> set[str]:
     """Return the names of a module's tests."""
     tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])

@@ -17,7 +17,6 @@ from benchmarks.admission import (
     SeenBefore,
     TwoTiers,
     Used,
-    compare_rules,
     hits_after_restart,
     measure,
     outcomes,
@@ -25,7 +24,6 @@ from benchmarks.admission import (
 )
 from benchmarks.measure import Effort
 from benchmarks.traces import TracedRequest
-from kvferry.pools.tiers.policies import POLICY_NAMES
 
 PROMPTS = ((0, 1), (0, 1), (2, 3), (0, 1), (2, 3))
 """For a host tier of two blocks: each prompt has those of the one before go, but the first, which is used again."""
@@ -63,27 +61,6 @@ def test_a_full_disk_loses_what_was_used_longest_ago_and_what_is_in_the_host_tie
     assert [one.read for one in found] == [0, 0, 0, 0, 0, 0]
 
 
-def test_what_the_host_tier_has_evicted_is_room_beside_the_disk() -> None:
-    prompts = ((0,), (1,), (2,), (3,), (0,))
-    assert [replay(rule, *prompts, disk_blocks=2)[-1].hits for rule in (All(), Evicted())] == [0, 1]
-
-
-def test_what_is_found_in_the_host_tier_is_used_on_disk_too() -> None:
-    found = replay(All(), (0,), (1,), (0,), (2,), (3,), (0,), disk_blocks=3)
-    assert [one.hits for one in found] == [0, 0, 1, 0, 0, 1]
-
-
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_a_block_that_a_request_names_is_not_evicted_for_the_rest_of_it(policy: str) -> None:
-    tiers = TwoTiers(6, 24, Rule(), policy)
-    for number in range(200):
-        end = (1000 + number, 2000 + number)
-        first = number * number % 7 * 10
-        for blocks in ((first, first + 1, first + 2), (first, first + 1, first + 2, *end)):
-            tiers.request(blocks)
-            assert tiers.request(blocks).hits == len(blocks)
-
-
 def test_the_second_half_counts_with_the_setting_that_found_most_in_the_first() -> None:
     prompts = tuple(range(40)), tuple(range(40, 80))
     found = outcomes([TracedRequest(0, blocks) for blocks in prompts * 3], 40, 160, "lru", rules_for(160))
@@ -95,17 +72,6 @@ def test_after_a_restart_there_is_what_lies_on_disk() -> None:
     requests = [TracedRequest(0, blocks) for blocks in ((0, 1), (2, 3), (0, 1), (2, 3), (0, 1))]
     assert hits_after_restart(requests, 4, 16, All()) == 100
     assert hits_after_restart(requests, 4, 16, Evicted()) == pytest.approx(100 / 3)
-
-
-def test_rows_name_the_best_rule_and_the_one_that_writes_least_for_as_many_hits() -> None:
-    found = {"all": Outcome(30, 60, 1), "less": Outcome(29.8, 45, 1), "worse": Outcome(20, 5, 1)}
-    hits, written = compare_rules("one", found)
-    assert (hits.ours, hits.peer, hits.met) == (30, 29.8, True)
-    assert (written.ours, written.peer, written.met) == (60, 45, True)
-    assert hits.peer_is.endswith("less")
-    assert written.peer_is.endswith("less")
-    found["less"] = Outcome(30.4, 30, 1)
-    assert [row.met for row in compare_rules("one", found)] == [False, False]
 
 
 def test_a_trace_leaves_rows_of_each_size(tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ from typing import Final
 import msgspec
 import pytest
 
-from benchmarks import on_device
 from benchmarks.__main__ import main
 from benchmarks.catalogue import BENCHMARKS, BY_NAME_ONLY, TRACE
-from benchmarks.measure import Effort, Limit, MissingPeerError, Row, Target, Unit, compare
+from benchmarks.measure import Limit, Row, Target, Unit, compare
 from benchmarks.measure import row_of as row_of_rounds
 from benchmarks.on_device import SIMULATED
 from benchmarks.report import Report, is_beyond, summary, table
@@ -83,6 +82,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return {report.benchmark: report for report in found}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)  # the first one runs them all
 @pytest.mark.parametrize("name", [*ON_THE_HOST, TRACE])
 def test_a_benchmark_leaves_well_formed_rows(reports: dict[str, Report], name: str, require: Require) -> None:
@@ -107,6 +107,7 @@ def check_report(report: Report, name: str) -> None:
     assert name in WITHOUT_TARGET or any(row.target is not None for row in report.rows)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_daemons_cache_hits_what_the_simulated_one_does(reports: dict[str, Report]) -> None:
     rows = [
@@ -144,20 +145,6 @@ def test_what_cannot_be_measured_is_said_and_does_not_stop_the_others(tmp_path: 
     assert [one.stem for one in (tmp_path / "out").iterdir()] == ["allocation"]
 
 
-def test_what_takes_long_is_measured_only_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[str] = []
-
-    def measure(name: str, *_: object) -> list[Row]:
-        measured.append(name)
-        return []
-
-    monkeypatch.setattr("benchmarks.__main__.run_apart", measure)
-    assert main(["--output", str(tmp_path)]) == 0
-    assert set(BENCHMARKS) - set(measured) == {"sglang", "vllm"}
-    assert main(["sglang", "--output", str(tmp_path)]) == 0
-    assert measured[-1] == "sglang"
-
-
 @pytest.mark.parametrize("name", BY_NAME_ONLY)
 def test_without_an_engine_its_benchmark_says_how_to_get_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -180,6 +167,7 @@ def device_reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report
     return {one.stem: msgspec.json.decode(one.read_bytes(), type=Report) for one in files}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ON_A_DEVICE)
 def test_a_benchmark_of_a_device_runs_on_the_simulator_and_says_so(
     device_reports: dict[str, Report], name: str, require: Require
@@ -188,20 +176,6 @@ def test_a_benchmark_of_a_device_runs_on_the_simulator_and_says_so(
     report = device_reports[name]
     check_report(report, name)
     assert all(SIMULATED in row.note for row in report.rows)
-
-
-def test_copies_are_measured_in_each_direction_and_on_one_stream(
-    device_reports: dict[str, Report], require: Require
-) -> None:
-    require("device_overlap" in device_reports, SIMULATOR)
-    ratios = {row.name.partition("/")[2]: row.ratio for row in device_reports["device_overlap"].rows}
-    assert {*ratios} == {"to_host", "to_device", "on_device", "one_stream"}
-
-
-def test_no_environment_for_npus_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_device, "NPU_PYTHON", tmp_path / "bin" / "python")
-    with pytest.raises(MissingPeerError, match=r"there is no .*bin/python: `make test` sets it up"):
-        BENCHMARKS["device_overlap"](Effort(quick=True))
 
 
 @pytest.mark.parametrize(
@@ -275,13 +249,6 @@ def test_a_target_is_out_of_reach_where_no_way_to_the_limit_meets_it(
     assert summary([row]) == "bench: 0 of 1 targets met" + named
 
 
-def test_a_target_that_is_met_was_within_reach_whatever_its_limit_says() -> None:
-    row = one_round(12.0, 10.0, Target(1.3), LOWER, [14.0])
-    assert (row.met, row.limit, row.limit_meets) == (True, 14.0, False)
-    assert summary([row]) == "bench: 1 of 1 targets met"
-    assert "out of reach" not in table([row])
-
-
 @pytest.mark.parametrize(("unit", "limit"), [(LOWER, 2.0), (HIGHER, 4.0)])
 def test_a_limit_is_what_a_quarter_of_its_rounds_reaches(unit: Unit, limit: float) -> None:
     rounds = [5.0, 1.0, 2.0, 4.0, 3.0]
@@ -314,13 +281,3 @@ def test_figures_are_medians_of_interleaved_rounds() -> None:
     row = compare("x", LOWER, ours=lambda: take("ours"), peer=lambda: take("peer"), peer_is="a list", rounds=3)
     assert (row.ours, row.peer, row.rounds) == (3.0, 2.0, 3)
     assert turns == ["ours", "peer"] * 4
-
-
-def test_the_table_shows_targets_and_what_was_missed() -> None:
-    rows = [row_of(1.0, 10.0, target=Target(1.3), better=LOWER), row_of(1.0, 10.0, target=Target(0.6), better=HIGHER)]
-    shown = table(rows)
-    assert "ratio <= 1.3" in shown
-    assert "ratio >= 0.6" in shown
-    assert shown.count("peer: a number") == 1
-    assert "one: why" in shown
-    assert summary(rows) == "bench: 1 of 2 targets met; missed: one"

@@ -11,21 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.eviction import POLICIES, SimulatedCache, cache_sizes, hit_counts, hit_rate, measure
+from benchmarks.eviction import POLICIES, SimulatedCache, hit_counts, hit_rate, measure
 from benchmarks.measure import Effort
 from benchmarks.optimum import optimal_hits
 from benchmarks.other_policies import OTHERS
 from benchmarks.traces import TracedRequest, bound, count_blocks, count_unique
 from kvferry.pools.tiers.policies import make_policy
-
-
-def hits_of(prompts: Sequence[tuple[int, ...]], capacity: int, policy: str = "lru") -> list[int]:
-    cache = SimulatedCache(capacity, make_policy(policy))
-    return [cache.request(blocks) for blocks in prompts]
-
-
-def test_what_was_used_longest_ago_goes() -> None:
-    assert hits_of([(0, 1), (2,), (0, 1), (3,), (0, 1), (2,)], 3) == [0, 0, 2, 0, 2, 0]
 
 
 def test_sieve_keeps_what_was_hit_once() -> None:
@@ -37,10 +28,6 @@ def test_sieve_keeps_what_was_hit_once() -> None:
 def test_a_block_whose_predecessor_is_gone_is_no_hit() -> None:
     cache = SimulatedCache(2, make_policy("lru"))
     assert [cache.request(blocks) for blocks in ((0, 1), (1,), (2,), (0, 1))] == [0, 1, 0, 0]
-
-
-def test_a_block_that_a_request_names_is_not_evicted_for_the_rest_of_it() -> None:
-    assert hits_of([(0,), (0, 1), (2, 3), (0, 1, 4), (0, 1, 4)], 3) == [0, 1, 0, 0, 3]
 
 
 CHAIN: Final = st.lists(st.integers(0, 2), min_size=1, max_size=4)
@@ -74,16 +61,6 @@ def test_none_of_the_other_policies_does_either(
     assert sum(hit_counts(requests, count_unique(requests), make())) == pytest.approx(
         bound(requests) * count_blocks(requests)
     )
-
-
-def test_an_optimum_for_the_end_keeps_for_the_end() -> None:
-    requests = [TracedRequest(0, (block,)) for block in (0, 1, 1, 1, 0)]
-    assert [optimal_hits(requests, 1), optimal_hits(requests, 1, counted_from=4)] == [2, 1]
-
-
-def test_sizes_go_from_the_longest_prompt_to_all_blocks() -> None:
-    requests = [TracedRequest(0, tuple(range(100 * n, 100 * n + 10))) for n in range(30)]
-    assert cache_sizes(requests) == [10, 18, 37, 75, 150, 300]
 
 
 def test_a_trace_leaves_rows_and_a_plot(tmp_path: Path) -> None:

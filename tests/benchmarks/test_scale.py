@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.scale import SIMULATED, Cluster, Costs, Request, main, simulate
+from benchmarks.scale import Costs, Request, main, simulate
 
 PLENTY = {
     name: 1e15 for name in Costs.__struct_fields__ if name.endswith(("bytes_s", "tokens_s")) or name.startswith("most_")
@@ -54,17 +54,6 @@ def test_what_is_scarce_breaks_first(requests: list[Request], name: str) -> None
     assert (first.name, first.share > 1) == (breaks, True)
 
 
-def test_twice_the_cost_is_twice_the_use(requests: list[Request]) -> None:
-    twice = msgspec.structs.replace(ROOM, heartbeat_us=2 * ROOM.heartbeat_us)
-    once_used, twice_used = (dict(simulate(requests, [100], costs)[100]) for costs in (ROOM, twice))
-    assert twice_used["links: heartbeats"] == pytest.approx(2 * once_used["links: heartbeats"])
-    assert twice_used["tiers: disk"] == once_used["tiers: disk"]
-
-
-def test_it_is_the_same_each_time(requests: list[Request]) -> None:
-    assert simulate(requests, [1, 10, 1000], ROOM) == simulate(requests, [1, 10, 1000], ROOM)
-
-
 def test_one_node_has_no_links(requests: list[Request]) -> None:
     uses = dict(simulate(requests, [1], ROOM)[1])
     assert all(share == 0 for name, share in uses.items() if name.startswith("links:"))
@@ -78,15 +67,6 @@ def test_what_all_nodes_do_grows_with_them_and_what_one_does_not(requests: list[
     assert large["links: peers of a daemon"] == pytest.approx(9999 / 1024)
 
 
-def test_each_node_has_prompts_of_its_own(requests: list[Request]) -> None:
-    blocks = [set(requests[0].of(node).hash_ids) for node in range(SIMULATED)]
-    assert len(set.union(*blocks)) == SIMULATED * 4
-    cluster = Cluster(4, ROOM)
-    cluster.run(requests)
-    assert all(len(node.host) == 8 for node in cluster.nodes)
-    assert all(len(node.disk) <= 16 for node in cluster.nodes)
-
-
 def test_it_names_the_first_thing_that_breaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [{"timestamp": 1000 * at, "input_length": 600, "output_length": 1, "hash_ids": [at]} for at in range(5)]
@@ -97,10 +77,3 @@ def test_it_names_the_first_thing_that_breaks(tmp_path: Path, capsys: pytest.Cap
     assert "1 nodes: tiers: disk" not in shown
     assert "holds" in shown
     assert "2000 nodes: links: peers of a daemon breaks: 1.95 times" in shown
-
-
-@pytest.mark.parametrize("cost", ["no_such=1", "request_us=much", "request_us"])
-def test_a_cost_that_is_none_is_refused(cost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--trace", str(tmp_path), "--cost", cost])
-    assert "--cost" in capsys.readouterr().err

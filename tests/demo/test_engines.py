@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
@@ -24,13 +23,12 @@ from transformers import DynamicCache
 from examples.demo.decode import DecodeEngine
 from examples.demo.engine import Engine
 from examples.demo.messages import Arrived, Done, Message, Prefilled, Prompt, Restored, Retracted, Token
-from examples.demo.model import compute, cut_stage, pool_spec, token_bytes
+from examples.demo.model import compute, cut_stage, pool_spec
 from examples.demo.prefill import PrefillEngine, connect_stages
-from examples.demo.retract import RetractEngine, tiers_config, too_few_pages
+from examples.demo.retract import RetractEngine, tiers_config
 from kvferry.clients import Client, new_request_id, pages
 from kvferry.protocol.errors import InternalError, PeerLostError, PoolFullError
 from tests import kit
-from tests.demo.conftest import llama
 
 PAGE_SIZE: Final = 16
 PAGE_BYTES: Final = 2 * 2 * PAGE_SIZE * 2 * 12 * 4  # K and V of two layers, two heads of 12 floats
@@ -161,7 +159,12 @@ def several() -> list[Prompt]:
 
 @pytest.mark.parametrize(
     ("prefill_pages", "decode_pages"),
-    [([40], 40), ([6], 40), ([40], 6), ([6], 6), ([40, 40], 40), ([6, 40], 40), ([40, 6], 40), ([7, 6], 6)],
+    [
+        ([6], 6),
+        pytest.param([40], 40, marks=pytest.mark.full),
+        pytest.param([40, 40], 40, marks=pytest.mark.full),
+        pytest.param([7, 6], 6, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_tokens_are_those_of_one_process_and_all_pages_come_back(
@@ -184,14 +187,7 @@ def test_a_shared_prefix_is_computed_once_and_travels_each_time(runtime_dir: Pat
     assert {one.moved_bytes for one in told.of(Arrived)} == {4 * PAGE_BYTES}
 
 
-def test_stages_reuse_what_both_of_them_have(serve_apart: Callable[..., Served], tiny_model: torch.nn.Module) -> None:
-    """The last stage's pages hold but one prompt: it gives its prefixes up, the first one still has them."""
-    prompts = [prompt_of(one) for one in ((*PREFIX, 5), PREFIX[::-1], (*PREFIX, 6), (*PREFIX, 7))]
-    told, _ = serve_apart(tiny_model, prompts, [40, 5], 40)
-    assert [one.reused_pages for one in told.of(Prefilled)] == [0, 0, 0, 3]
-    told.check_tokens(tiny_model, prompts)
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "error", "reason"),
     [
@@ -211,6 +207,7 @@ def test_a_prompt_that_can_never_fit_is_an_error_not_a_hang(
         kind(engine).run([prompt_of(TEXT[: 4 * PAGE_SIZE])])
 
 
+@pytest.mark.full
 def test_decode_says_that_prefill_has_gone(runtime_dir: Path, tiny_model: torch.nn.Module) -> None:
     prompt, told = prompt_of(PREFIX), Told()
     with (
@@ -259,93 +256,3 @@ def test_tokens_are_those_of_one_process_whatever_the_pressure(
     moved = [(one.moved_bytes, one.pages) for one in retracted] + [(one.moved_bytes, one.pages) for one in restored]
     assert all(size_bytes == count * PAGE_BYTES for size_bytes, count in moved)
     assert len(told.of(Done)) == len(turns())
-
-
-def test_with_room_for_all_nobody_has_to_go(runtime_dir: Path, tiny_model: torch.nn.Module) -> None:
-    assert take_turns(runtime_dir, tiny_model, turns(), 40).of(Retracted) == []
-
-
-def test_requests_that_outgrow_the_pool_together_take_turns(runtime_dir: Path, tiny_model: torch.nn.Module) -> None:
-    """Both fit as they come, and none waits; then each needs a third page of the four."""
-    prompts = [prompt_of(TEXT[start : start + 2 * PAGE_SIZE - 3], 12) for start in range(2)]
-    first = take_turns(runtime_dir, tiny_model, prompts, 4).of(Retracted)[0]
-    assert (first.pages, first.tokens) == (2, 4)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "count"), [((10, 20, 30, 40), 6), ((200, 10), 14), ((5,) * 8, 8)], ids=["half", "the longest", "equal"]
-)
-def test_each_prompt_fits_a_short_pool_and_not_all_of_them(lengths: tuple[int, ...], count: int) -> None:
-    prompts = [prompt_of(range(length), 20) for length in lengths]
-    needed = [prompt.most_pages(16) for prompt in prompts]
-    assert too_few_pages(prompts, 16) == count
-    assert max(needed) <= count < sum(needed)
-
-
-def test_the_host_tier_holds_every_page() -> None:
-    config = tomllib.loads(tiers_config([prompt_of(range(10), 20), prompt_of(range(40), 20)], 16, 700_000))
-    assert config == {"tiers": {"host_bytes": 5 << 20}}  # six pages
-
-
-@pytest.mark.parametrize(("tokens", "new", "count"), [(10, 7, 1), (10, 8, 2), (16, 1, 1), (16, 2, 2), (40, 20, 4)])
-def test_the_last_token_needs_no_room(tokens: int, new: int, count: int) -> None:
-    assert prompt_of(range(tokens), new).most_pages(16) == count
-
-
-def test_bytes_of_a_token(tiny_model: Any) -> None:  # noqa: ANN401  a model
-    assert token_bytes(tiny_model.config) * PAGE_SIZE == PAGE_BYTES
-
-
-# -- a model in stages
-
-CHUNKS: Final = (7, 1, 12)
-
-
-@pytest.fixture(scope="module")
-def deep_model() -> torch.nn.Module:
-    """Return a model of five layers."""
-    return llama(layers=5, vocabulary=97)
-
-
-def logits_of(model: torch.nn.Module, stages: int, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return the logits of each chunk's last token; ``change`` is done to what one stage hands to the next."""
-    torch.manual_seed(3)
-    parts: list[Any] = [copy.deepcopy(model) for _ in range(stages)]
-    for number, part in enumerate(parts):
-        cut_stage(part, number, stages)
-    caches, found = [DynamicCache() for _ in parts], []
-    for length in CHUNKS:
-        states = torch.randint(0, 97, (length,))
-        for number, (part, cache) in enumerate(zip(parts, caches, strict=True)):
-            last = number == stages - 1
-            states = compute(part, states, cache, only_last=last)
-            states = states if last else change(states)
-        found.append(states)
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-def test_stages_give_the_logits_of_the_whole_model(deep_model: torch.nn.Module, stages: int) -> None:
-    torch.manual_seed(3)
-    cache, whole = DynamicCache(), []
-    for length in CHUNKS:
-        tokens = torch.randint(0, 97, (1, length))
-        with torch.inference_mode():
-            whole.append(deep_model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0])
-    assert torch.equal(logits_of(deep_model, stages, lambda states: states), torch.cat(whole))
-    if stages > 1:
-        assert not torch.allclose(logits_of(deep_model, stages, torch.zeros_like), torch.cat(whole))
-
-
-def test_stages_have_all_layers_once_and_about_as_many_each(deep_model: torch.nn.Module) -> None:
-    def layers_of(stage: int, stages: int) -> tuple[int, int]:
-        part: Any = copy.deepcopy(deep_model)
-        return cut_stage(part, stage, stages), len(part.model.layers)
-
-    assert [layers_of(stage, 3) for stage in range(3)] == [(0, 2), (2, 2), (4, 1)]
-
-
-@pytest.mark.parametrize(("stage", "stages"), [(2, 2), (-1, 2), (0, 6), (0, 0)])
-def test_stages_that_a_model_does_not_have(deep_model: torch.nn.Module, stage: int, stages: int) -> None:
-    with pytest.raises(ValueError, match="of a model that has 5 layers"):
-        cut_stage(deep_model, stage, stages)

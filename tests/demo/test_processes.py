@@ -12,7 +12,7 @@ from typing import Final
 import psutil
 import pytest
 
-from examples.demo.messages import DemoError, Ready, Tell
+from examples.demo.messages import DemoError, Tell
 from examples.demo.processes import Child, listen, start_daemon
 
 TIMEOUT_S: Final = 30.0
@@ -28,11 +28,6 @@ def folder() -> Iterator[Path]:
 def is_silent(_tell: Tell) -> None:
     """Say nothing, and run until it is told to end."""
     signal.pause()
-
-
-def says_one_thing(tell: Tell) -> None:
-    """Say something, and end."""
-    tell(Ready(load_s=0.5))
 
 
 def fails(_tell: Tell) -> None:
@@ -59,14 +54,6 @@ def test_a_daemon_that_cannot_start_is_a_reason_in_a_line_with_its_log(folder: P
     assert "daemon | " in raised.value.details
 
 
-def test_messages_come_with_who_sent_them_until_all_have_ended() -> None:
-    with Child("one", says_one_thing) as one, Child("two", says_one_thing) as two:
-        heard = list(listen([one, two], [], TIMEOUT_S))
-        assert sorted(child.name for child, _ in heard) == ["one", "two"]
-        assert [message for _, message in heard] == [Ready(load_s=0.5)] * 2
-        assert (one.status(), two.status()) == (0, 0)
-
-
 def test_a_child_that_fails_is_named_with_its_error(capfd: pytest.CaptureFixture[str]) -> None:
     reason = r"^the prefill engine \(pid \d+\) ended with status 1: ValueError: no such pool$"
     with Child("prefill engine", fails) as child, pytest.raises(DemoError, match=reason):
@@ -81,21 +68,6 @@ def test_a_killed_child_is_named_by_its_signal_and_the_others_end() -> None:
             list(listen([one, two], [], TIMEOUT_S))
         assert one.status() is None
     assert not psutil.pid_exists(one.pid)
-
-
-def test_failures_that_belong_together_are_told_together() -> None:
-    with Child("one", is_silent) as one, Child("two", is_silent) as two:
-        for child in (one, two):
-            os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(DemoError, match=r"the (one|two) .* SIGKILL; the (one|two) .* SIGKILL$"):
-            list(listen([one, two], [], TIMEOUT_S))
-
-
-def test_the_daemons_end_is_noticed_while_the_engines_run() -> None:
-    with Child("one", is_silent) as one, Child("daemon", is_silent) as daemon:
-        os.kill(daemon.pid, signal.SIGKILL)
-        with pytest.raises(DemoError, match=r"^the daemon .* was killed by SIGKILL$"):
-            list(listen([one], [daemon], TIMEOUT_S))
 
 
 def test_silence_is_bounded() -> None:

@@ -46,13 +46,6 @@ def test_the_kinds_that_transfers_go_wrong_at() -> None:
     assert 6 * PAGE_SIZE < max(found) <= 1000
 
 
-def test_some_share_whole_pages_and_then_differ() -> None:
-    shared = [one.tokens for one in made(AT_LEAST) if "shared" in one.shows]
-    assert len(shared) >= 2
-    assert shared[0][:PAGE_SIZE] == shared[1][:PAGE_SIZE]
-    assert shared[0] != shared[1]
-
-
 @pytest.mark.parametrize("count", [AT_LEAST, 9, 30])
 def test_as_many_as_wanted_and_no_two_alike(count: int) -> None:
     prompts = made(count)

@@ -78,24 +78,6 @@ def test_transfer_runs_from_the_last_send_to_the_arrival(*, prefill_first: bool)
     assert (totals.moved_bytes, totals.transfer_ms_median) == (3 << 20, 250.0)
 
 
-def test_text_streams_and_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of(1)
-    serve(report, "1", list(range(20)))
-    shown = [line.partition(" | ")[2].strip("'") for line in capsys.readouterr().out.splitlines()]
-    assert len(shown) == 3
-    assert "".join(shown) == "abcdefghijklmnopqrst" == report.requests["1"].text
-
-
-def test_the_table_has_a_line_a_request_under_its_head() -> None:
-    report = report_of(2)
-    serve(report, "1", [1, 2, 3])
-    head, first, second, summary = report.table(report.totals(5.0))
-    assert head.split()[:3] == ["nr", "prompt", "tokens"]
-    assert len(head) == len(first) == len(second)
-    assert " 1.0 " in first  # two tokens after the first one in two seconds
-    assert "5 s in all" in summary
-
-
 # -- requests that take turns
 
 
@@ -132,13 +114,3 @@ def test_a_run_that_shows_no_retraction_is_no_success(retracted: int, restored: 
 def test_a_run_without_retraction_has_none() -> None:
     assert turns(report_of(1), 0, 0).ok
     assert not turns(report_of(1), 1, 1).ok
-
-
-def test_the_table_of_turns_has_the_mean_of_each(capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of(2, retracts=True)
-    head, first, second, summary = report.table(turns(report, 2, 2))
-    assert capsys.readouterr().out
-    assert len(head) == len(first) == len(second)
-    assert first.split()[-4:] == ["2", "4.0", "2.0", "12.0"]
-    assert second.split()[-4:] == ["0", "0.0", "0.0", "0.0"]
-    assert "2 times a request was retracted and 2 times one was restored" in summary
