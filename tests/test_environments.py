@@ -1,6 +1,6 @@
 """``pip install kvferry`` in environments of others: a daemon and two engines run there, and nothing is replaced.
 
-pip finds what kvferry needs in the folder that ``make test`` has filled, so none of this asks an index.
+pip finds what kvferry needs in the folder that ``make test-full`` has filled, so none of this asks an index.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def transfer(python: Path, tmp_path: Path, *options: str) -> dict[str, str]:
 def test_a_fresh_environment_without_torch(wheel: Path, tmp_path: Path, version: str, require: Requires) -> None:
     interpreter = find_python(version)
     require(interpreter, f"Python {version}")
-    require(WHEELS.is_dir(), f"what make test downloads into {WHEELS}")
+    require(WHEELS.is_dir(), f"what make test-full downloads into {WHEELS}")
     assert interpreter is not None
     python = fresh_environment(tmp_path / "fresh", interpreter, wheel)
     versions = transfer(python, tmp_path)
@@ -88,7 +88,7 @@ def test_a_fresh_environment_without_torch(wheel: Path, tmp_path: Path, version:
 def test_a_fresh_environment_with_the_lowest_versions(wheel: Path, tmp_path: Path, require: Requires) -> None:
     interpreter = find_python(PYTHONS[0])
     require(interpreter, f"Python {PYTHONS[0]}")
-    require(WHEELS.is_dir(), f"what make test downloads into {WHEELS}")
+    require(WHEELS.is_dir(), f"what make test-full downloads into {WHEELS}")
     assert interpreter is not None
     lowest = lowest_versions()
     exact = [f"{name}=={version}" for name, version in lowest.items()]
@@ -128,7 +128,7 @@ ENGINES: Final[dict[str, dict[str, str]]] = {
 @pytest.mark.parametrize(("engine", "extra"), [*((engine, "") for engine in ENGINES), ("an engine of 2025", "[torch]")])
 def test_pip_leaves_what_an_engine_has(wheel: Path, tmp_path: Path, engine: str, extra: str, require: Requires) -> None:
     """By metadata: the engine's packages are stand-ins, of a name and a version each."""
-    require(WHEELS.is_dir(), f"what make test downloads into {WHEELS}")
+    require(WHEELS.is_dir(), f"what make test-full downloads into {WHEELS}")
     python = bare_environment(tmp_path / "engine")
     for name, version in ENGINES[engine].items():
         stand_in(site_packages(python), name, version)
