@@ -9,6 +9,9 @@ import pytest
 from tests.cann_simulator.child import Child, ChildError
 from tests.cann_simulator.simulator import LOST_HEARTBEAT, Simulator
 
+pytestmark = pytest.mark.full
+
+
 COPY_FAILED = 507052
 KERNEL_FAILED = 507015
 

@@ -9,6 +9,9 @@ import pytest
 from tests.cann_simulator.child import Child, ChildError
 from tests.cann_simulator.simulator import Race, Simulator
 
+pytestmark = pytest.mark.full
+
+
 WAIT_TIMED_OUT = 507047
 
 # Paged attention over two sequences, captured once; expected() is the same in plain torch.

@@ -6,6 +6,9 @@ import pytest
 
 from tests.cann_simulator.child import Child
 
+pytestmark = pytest.mark.full
+
+
 # The value of each expression, with the tensors on the device, is that on the CPU.
 ON_BOTH = """
 def both(expression, **tensors):

@@ -9,6 +9,9 @@ import pytest
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Race, Simulator
 
+pytestmark = pytest.mark.full
+
+
 MIB = 1 << 20
 NOT_ALLOWED = 207006
 

@@ -9,6 +9,9 @@ import pytest
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Race, Simulator
 
+pytestmark = pytest.mark.full
+
+
 # A page is filled on the compute stream and copied to pinned memory on another one, as a daemon does.
 PAGE_OUT = """
 page = torch.zeros(4096, device="npu")

@@ -132,6 +132,7 @@ def test_a_second_ring_on_a_device_is_refused(client: Client, device: str) -> No
         client.open_events(device)  # the daemon would look at the first one's events
 
 
+@pytest.mark.full
 def test_a_registered_tensor_may_begin_at_any_element(client: Client, other: Client, device: str) -> None:
     count = 2 * 5 * 16 * 8
     k, v = (torch.zeros(count + 1, dtype=torch.float16, device=device)[1:].view(2, 5, 16, 1, 8) for _ in range(2))

@@ -332,6 +332,7 @@ def test_more_than_the_device_has_is_refused_and_nothing_is_kept(
     assert client.create_pool(name, SPEC, device=device).device == device
 
 
+@pytest.mark.full
 def test_pools_take_their_share_of_the_device_and_no_more(device: str) -> None:
     with (
         kit.daemon("[devices]\nmax_fraction = 0.002\n") as daemon,  # some 8 MiB of 4 GiB

@@ -67,6 +67,7 @@ def test_memory_of_the_engine_is_registered_again(life: Daemon, kind: type[Clien
         assert [one.data_ptr() for one in (*source.values(), *target.values())] == before
 
 
+@pytest.mark.full
 def test_memory_that_is_no_more_is_lost_alone(life: Daemon) -> None:
     """The engine has given one pool's memory up meanwhile: the other is there, and so is the client."""
     told: list[Reconnected] = []
@@ -81,6 +82,7 @@ def test_memory_that_is_no_more_is_lost_alone(life: Daemon) -> None:
         assert len(client.owned_pages("there")["main"]) == 4
 
 
+@pytest.mark.full
 def test_a_pool_of_the_daemon_is_lost(life: Daemon) -> None:
     """Each call that names it says so, and what to do; whoever does that goes on."""
     told: list[Reconnected] = []
