@@ -170,13 +170,13 @@ async def test_a_name_whose_instance_ended_while_it_was_populated_is_busy_and_th
     pools.end(gone)
     with pytest.raises(OverloadedError, match="its instance ended, while it was made"):
         pools.create(successor)
-    pools.may_populate.set()
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(WAIT_S):  # nothing is let through: the first one stops
         while True:
             with contextlib.suppress(OverloadedError):
                 pools.create(successor)
                 break
             await asyncio.sleep(0)
+    pools.may_populate.set()
     created = await pools.reply()
     assert isinstance(created, PoolCreated)
     assert created.created
@@ -269,18 +269,12 @@ RESERVED_KIB: Final = MAX_RESERVE_BYTES + MAX_KEPT_BYTES >> 10
 
 
 @pytest.mark.anyio
-async def test_a_pool_for_which_there_is_no_memory_now_is_refused_before_it_is_made(pools: Pools) -> None:
-    pools.available_kib = RESERVED_KIB
-    with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} bytes .* this host has 0 left"):
-        pools.create(pools.engine("engine"))
-    pools.available_kib += POOL_BYTES >> 10
-    pools.create(pools.engine("engine"))
-
-
-@pytest.mark.anyio
 async def test_what_a_pool_under_way_will_take_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = Pools(monkeypatch, max_bytes=1 << 30)
     try:
+        pools.available_kib = RESERVED_KIB
+        with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} bytes .* this host has 0 left"):
+            pools.create(pools.engine("engine"))
         pools.available_kib = RESERVED_KIB + (2 * POOL_BYTES - 1 >> 10)
         pools.create(pools.engine("engine"))
         with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} of which pools and tiers will still take"):
@@ -319,89 +313,59 @@ async def test_a_pool_that_is_being_populated_can_be_deleted_which_stops_that(po
     pools.create(engine)
 
 
-@pytest.mark.anyio
-async def test_the_end_of_its_instance_stops_a_pool_that_is_being_populated(pools: Pools) -> None:
-    gone, successor = pools.engine("engine"), pools.engine("successor")
-    pools.create(gone)
-    pools.end(gone)
-    async with asyncio.timeout(WAIT_S):  # nothing was let through
-        while True:
-            with contextlib.suppress(OverloadedError):
-                pools.create(successor)
-                break
-            await asyncio.sleep(0)
-
-
 # -- memory of reserved huge pages
 
 LARGE: Final = MhaSpec(layers=2, tokens=1 << 15, page_size=16, kv_heads=1, head_dim=32, dtype="float16")
 LARGE_BYTES: Final = total_bytes(manifest_of(LARGE))
 
 
-@contextlib.asynccontextmanager
-async def pools_of_reserved_pages(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
-    """Yield pools whose memory is of them, on a host that has enough of them, and no other memory."""
-    pools = Pools(monkeypatch, max_bytes=LARGE_BYTES, huge=ReservedPages(monkeypatch, free=8), spec=LARGE)
-    pools.available_kib = 0
-    try:
-        yield pools
-    finally:
-        pools.may_populate.set()
-        await pools.service.close()
+@pytest.fixture
+async def huge(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Pools]:  # noqa: ARG001  runs on the test's loop
+    """Return pools whose memory is of them, on a host that has enough of them, and no other memory."""
+    one = Pools(monkeypatch, max_bytes=LARGE_BYTES, huge=ReservedPages(monkeypatch, free=8), spec=LARGE)
+    one.available_kib = 0
+    yield one
+    one.may_populate.set()
+    await one.service.close()
 
 
 @pytest.mark.anyio
-async def test_reserved_pages_are_populated_in_any_case_and_count_as_no_other_memory(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_reserved_pages_are_populated_in_any_case_and_count_as_no_other_memory(huge: Pools) -> None:
+    huge.create(huge.engine("engine"))
+    assert list(huge.registry) == []
+    huge.may_populate.set()
+    assert isinstance(await huge.reply(), PoolCreated)
+    (pool,) = huge.registry
+    assert isinstance(pool.region, HostRegion)
+    assert (pool.region.is_reserved, pool.region.size_bytes) == (True, LARGE_BYTES)
+
+
+@pytest.mark.anyio
+async def test_a_pool_whose_reserved_pages_are_not_to_be_had_is_of_others_if_there_are(
+    huge: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with pools_of_reserved_pages(monkeypatch) as pools:
-        pools.create(pools.engine("engine"))
-        assert list(pools.registry) == []
-        pools.may_populate.set()
-        assert isinstance(await pools.reply(), PoolCreated)
-        (pool,) = pools.registry
-        assert isinstance(pool.region, HostRegion)
-        assert pool.region.is_reserved
-        assert pool.region.size_bytes == LARGE_BYTES
+    refused: list[HostRegion] = []
 
+    def populate(region: HostRegion, _go_on: object, _start: int, _stop: int | None) -> None:
+        refused.append(region)
+        raise OutOfMemoryError("cannot populate byte 0: no reserved huge page is to be had")
 
-@pytest.mark.anyio
-async def test_a_pool_whose_reserved_pages_are_not_to_be_had_is_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pools_of_reserved_pages(monkeypatch) as pools:
-        refused: list[HostRegion] = []
-
-        def populate(region: HostRegion, _go_on: object, _start: int, _stop: int | None) -> None:
-            refused.append(region)
-            raise OutOfMemoryError("cannot populate byte 0: no reserved huge page is to be had")
-
-        monkeypatch.setattr(HostRegion, "populate", populate)
-        pools.available_kib = 1 << 30
-        with capture_logs() as logs:
-            pools.create(pools.engine("engine"))
-            assert isinstance(await pools.reply(), PoolCreated)
-        (pool,) = pools.registry
-        assert isinstance(pool.region, HostRegion)
-        assert not pool.region.is_reserved
-        assert [(one.is_reserved, one.fd) for one in refused] == [(True, -1)]
-        said = [one for one in logs if one["log_level"] == "warning"]
-        assert len(said) == 1
-        assert "hugetlb.*.max" in said[0]["remedy"]
-        assert "no reserved huge page" in said[0]["cause"]
-
-
-@pytest.mark.anyio
-async def test_a_pool_for_which_there_are_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pools_of_reserved_pages(monkeypatch) as pools:
-
-        def populate(*_: object) -> None:
-            raise OutOfMemoryError("none")
-
-        monkeypatch.setattr(HostRegion, "populate", populate)
-        pools.create(pools.engine("engine"))
-        failed = await pools.reply()
+    monkeypatch.setattr(HostRegion, "populate", populate)
+    with capture_logs() as logs:
+        huge.create(huge.engine("engine"))
+        failed = await huge.reply()
         assert isinstance(failed, OutOfMemoryError)
         assert "this host has 0 left" in failed.detail
-        assert list(pools.registry) == []
+        assert list(huge.registry) == []
+        huge.available_kib = 1 << 30
+        huge.create(huge.engine("engine"))
+        assert isinstance(await huge.reply(), PoolCreated)
+    (pool,) = huge.registry
+    assert isinstance(pool.region, HostRegion)
+    assert not pool.region.is_reserved
+    assert [(one.is_reserved, one.fd) for one in refused] == [(True, -1)]
+    (said,) = [one for one in logs if one["log_level"] == "warning"]
+    assert "hugetlb.*.max" in said["remedy"]
 
 
 # -- a pool that exists is the one that is asked for, or the answer says in what it is another one
@@ -412,73 +376,65 @@ DRAFTED: Final = MhaSpec(
 )  # fmt: skip
 
 
-def check(existing: MhaSpec | HybridSwaSpec, **changes: Any) -> None:  # noqa: ANN401  any field
-    """Check two pools whose specs differ in these fields."""
-    wanted = msgspec.structs.replace(existing, **changes)
-    check_same("decode", PoolTraits(manifest_of(existing), HOST), PoolTraits(manifest_of(wanted), HOST))
+NAMED: Final = ModelIdentity(name="some/model", revision="1", salt="secret")
+WINDOW: Final = HybridSwaSpec(
+    full_layers=(0,), window_layers=(1,), tokens=8, window_tokens=8, window=4, page_size=4, kv_heads=1, head_dim=4,
+    dtype="float16",
+)  # fmt: skip
+TRAITS: Final = PoolTraits(manifest_of(SPEC), HOST)
+
+
+def traits(spec: MhaSpec | HybridSwaSpec, **changes: Any) -> PoolTraits:  # noqa: ANN401  any field
+    return PoolTraits(manifest_of(msgspec.structs.replace(spec, **changes)), HOST)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("existing", "wanted", "field", "said"),
     [
-        ({"layers": 3}, "main/k/2 is not in the pool"),
-        ({"layers": 1}, "main/k/1 is only in the pool"),
-        ({"dtype": "float8_e5m2"}, "dtype of main/k/0 is float8_e4m3fn, asked for float8_e5m2"),
-        ({"k_scale": 0.25}, r"scales of main/k/0 is \(0.5,\), asked for \(0.25,\)"),
-        ({"tokens": 12}, "3 pages.*asked for 4"),
-        ({"optional_components": ()}, "a transfer may leave out draft, asked for one that may leave out nothing"),
+        (traits(DRAFTED), traits(DRAFTED, layers=3), "spec", "main/k/2 is not in the pool"),
+        (traits(DRAFTED), traits(DRAFTED, layers=1), "spec", "main/k/1 is only in the pool"),
+        (traits(DRAFTED), traits(DRAFTED, dtype="float8_e5m2"), "spec", "dtype of main/k/0 .* asked for float8_e5m2"),
+        (traits(DRAFTED), traits(DRAFTED, k_scale=0.25), "spec", r"scales of main/k/0 is \(0.5,\), asked for \(0.25,"),
+        (traits(DRAFTED), traits(DRAFTED, tokens=12), "spec", "3 pages.*asked for 4"),
+        (traits(DRAFTED), traits(DRAFTED, optional_components=()), "spec", "may leave out draft, .* leave out nothing"),
+        (traits(WINDOW), traits(WINDOW, window=8), "spec", "window of 4 tokens in swa, asked for with a window of 8"),
+        (TRAITS._replace(device="npu:0"), TRAITS, "device", "exists on npu:0, asked for on host; 3 pages held"),
+        (TRAITS._replace(model=NAMED), TRAITS, "model", "exists for model 'some/model.*', asked for no model"),
+        (TRAITS, TRAITS._replace(model=NAMED), "model", "exists for no model, asked for model 'some/model"),
+        (
+            TRAITS._replace(model=NAMED),
+            TRAITS._replace(model=msgspec.structs.replace(NAMED, revision="2")),
+            "model.revision",
+            "asked for model",
+        ),
+        (
+            TRAITS._replace(model=NAMED),
+            TRAITS._replace(model=msgspec.structs.replace(NAMED, salt="other")),
+            "model.salt",
+            "exists with another cache salt",
+        ),
+        (TRAITS._replace(ends_with=7), TRAITS, "lifetime", "ends with its owner, asked for with lifetime 'daemon'"),
+        (TRAITS._replace(ends_with=7), TRAITS._replace(ends_with=8), "lifetime", "asked for with lifetime 'instance'"),
+        (
+            TRAITS._replace(max_payload_bytes=5),
+            TRAITS._replace(max_payload_bytes=6),
+            "max_payload_bytes",
+            "of at most 5 bytes, asked for 6",
+        ),
     ],
 )
-def test_another_pool_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_another_pool_is_refused(existing: PoolTraits, wanted: PoolTraits, field: str, said: str) -> None:
     with pytest.raises(PoolExistsError, match=said) as caught:
-        check(DRAFTED, **changes)
-    assert caught.value.field == "spec"
-
-
-def test_a_pool_of_another_window_is_refused() -> None:
-    spec = HybridSwaSpec(
-        full_layers=(0,), window_layers=(1,), tokens=8, window_tokens=8, window=4, page_size=4, kv_heads=1, head_dim=4,
-        dtype="float16",
-    )  # fmt: skip
-    other = msgspec.structs.replace(spec, window=8)
-    assert manifest_of(spec).layout_digest == manifest_of(other).layout_digest, "pages of one are pages of the other"
-    with pytest.raises(PoolExistsError, match="a window of 4 tokens in swa, asked for with a window of 8") as caught:
-        check(spec, window=8)
-    assert caught.value.field == "spec"
-    check(msgspec.structs.replace(spec, window_layers=()), window=8)
+        check_same("decode", existing, wanted, held="3 pages held", end="its owner")
+    assert caught.value.field == field
+    assert "secret" not in caught.value.detail
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"view": "fia"}, {"k_scale": ((0.5,), (0.5,))}, {"optional_components": ("draft",)}], ids=str
 )
 def test_what_makes_no_other_bytes_makes_no_other_pool(changes: dict[str, Any]) -> None:
-    check(msgspec.structs.replace(DRAFTED, draft=None, optional_components=()), **changes)
-
-
-NAMED: Final = ModelIdentity(name="some/model", revision="1", salt="secret")
-REVISED: Final = msgspec.structs.replace(NAMED, revision="2")
-SALTED: Final = msgspec.structs.replace(NAMED, salt="other")
-
-
-@pytest.mark.parametrize(
-    ("existing", "wanted", "field", "said"),
-    [
-        ({"device": "npu:0"}, {}, "device", "exists on npu:0, asked for on host; 3 pages held"),
-        ({"model": NAMED}, {}, "model", "exists for model 'some/model.*', asked for no model"),
-        ({}, {"model": NAMED}, "model", "exists for no model, asked for model 'some/model"),
-        ({"model": NAMED}, {"model": REVISED}, "model.revision", "asked for model"),
-        ({"model": NAMED}, {"model": SALTED}, "model.salt", "exists with another cache salt"),
-        ({"ends_with": 7}, {}, "lifetime", "ends with its owner, asked for with lifetime 'daemon': attach it"),
-        ({"ends_with": 7}, {"ends_with": 8}, "lifetime", "asked for with lifetime 'instance'"),
-        ({"max_payload_bytes": 5}, {"max_payload_bytes": 6}, "max_payload_bytes", "of at most 5 bytes, asked for 6"),
-    ],
-)
-def test_another_device_model_lifetime_or_bound_is_refused(
-    existing: dict[str, Any], wanted: dict[str, Any], field: str, said: str
-) -> None:
-    traits = PoolTraits(manifest_of(SPEC), HOST)
-    one, other = traits._replace(**existing), traits._replace(**wanted)
-    with pytest.raises(PoolExistsError, match=said) as caught:
-        check_same("decode", one, other, held="3 pages held", end="its owner")
-    assert caught.value.field == field
-    assert "secret" not in caught.value.detail
+    spec = msgspec.structs.replace(DRAFTED, draft=None, optional_components=())
+    check_same("decode", traits(spec), traits(spec, **changes))
+    no_window = msgspec.structs.replace(WINDOW, window_layers=())
+    check_same("decode", traits(no_window), traits(no_window, window=8))

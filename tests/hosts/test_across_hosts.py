@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from kvferry.clients import Transfer, new_request_id, pages
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from tests.hosts.cluster import LAYERS, PATIENCE_S, POOL, Node, cluster, spec
 
@@ -57,6 +58,54 @@ def hand_over(source: Node, destination: Node, count: int, seed: int) -> None:
     destination.client.free(POOL, received)
 
 
+class Begun(NamedTuple):
+    """A transfer of which some bytes have arrived, and whose last layer waits until ``go_on`` is called."""
+
+    request: str
+    sent: PageIds
+    received: PageIds
+    sending: Transfer
+    receiving: Transfer
+    go_on: Callable[[], None]
+
+
+def begin(prefill: Node, decode: Node, *, slow: bool = True) -> Begun:
+    """Begin one of 200 pages over a link that takes 2 s for them; or of 30, which arrive at once but for a layer."""
+    count = 200 if slow else 30
+    sent, received, request = (
+        prefill.client.allocate(POOL, count),
+        decode.client.allocate(POOL, count),
+        new_request_id(),
+    )
+    prefill.fill(sent, 2)
+    if slow:
+        prefill.host.slow_down(mbit_s=200)
+    ring = prefill.client.open_events()
+    steps = [ring.step(0, LAYERS - 1), ring.step(LAYERS - 1, 1)]
+    before = prefill.counters().get("network.sent_bytes", 0)
+    receiving = decode.client.receive(
+        POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
+    )
+    sending = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=DEADLINE_S)
+    ring.record(steps[0])
+    wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > before + (3 << 20 if slow else 0))
+    return Begun(request, sent, received, sending, receiving, lambda: ring.record(steps[1]))
+
+
+def give_back(node: Node, transfer: Transfer, ids: PageIds) -> None:
+    """Wait until nothing reads or writes a side's pages, and free them."""
+    node.client.wait_settled(transfer, timeout_s=PATIENCE_S)
+    node.client.free(POOL, ids)
+
+
+def marked_pages(node: Node) -> tuple[PageIds, torch.Tensor]:
+    """Return pages that others had before, and what is in them now."""
+    ids = node.client.allocate(POOL, 200)
+    node.fill(ids, 3)
+    return ids, node.content(ids)
+
+
+@pytest.mark.full
 def test_two_prefill_stages_fill_one_decode_pool(tmp_path: Path) -> None:
     stages = [spec(0, 3), spec(3, LAYERS - 3), spec()]
     with cluster(tmp_path, stages) as (first, second, decode):
@@ -80,33 +129,17 @@ def test_two_prefill_stages_fill_one_decode_pool(tmp_path: Path) -> None:
 def test_a_link_is_cut_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
     with cluster(tmp_path, [spec(), spec()]) as (prefill, decode):
         hand_over(prefill, decode, 20, seed=1)
-        prefill.host.slow_down(mbit_s=200)
-        sent, received = prefill.client.allocate(POOL, 200), decode.client.allocate(POOL, 200)
-        prefill.fill(sent, 2)
-        request = new_request_id()
-        ring = prefill.client.open_events()
-        steps = [ring.step(0, LAYERS - 1), ring.step(LAYERS - 1, 1)]
-        transfer = decode.client.receive(
-            POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
-        )
-        send_request = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=DEADLINE_S)
-        ring.record(steps[0])
-        # 5 MiB went before, the first step has 44 MiB, which take 2 s: cut in the middle of them.
-        wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > 8 << 20)
+        begun = begin(prefill, decode)
         began = time.monotonic()
         decode.host.cut_link()
-        ring.record(steps[1])
-        assert {outcome(decode, transfer), outcome(prefill, send_request)} <= {"PEER_LOST", "DEADLINE"}
+        begun.go_on()
+        assert {outcome(decode, begun.receiving), outcome(prefill, begun.sending)} <= {"PEER_LOST", "DEADLINE"}
         assert time.monotonic() - began < DEADLINE_S + 1.0
         # The transfer's pages are free for others at once: no write can reach a page. The sender's once its writes end.
-        decode.client.wait_settled(transfer, timeout_s=PATIENCE_S)
-        decode.client.free(POOL, received)
-        prefill.client.wait_settled(send_request, timeout_s=PATIENCE_S)
-        prefill.client.free(POOL, sent)
+        give_back(decode, begun.receiving, begun.received)
+        give_back(prefill, begun.sending, begun.sent)
         assert prefill.client.status().pools[0].busy == 0
-        marked = decode.client.allocate(POOL, 200)
-        decode.fill(marked, 3)
-        before = decode.content(marked)
+        marked, before = marked_pages(decode)
         decode.host.restore_link()
         wait_until(lambda: decode.network().quarantined == 0)  # fenced, or reported by the sender
         assert torch.equal(decode.content(marked), before), "a late write reached a page"
@@ -115,30 +148,21 @@ def test_a_link_is_cut_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
         hand_over(prefill, decode, 20, seed=4)
 
 
+@pytest.mark.full
 def test_pages_written_directly_are_held_back_until_nothing_can_land(tmp_path: Path) -> None:
     with cluster(tmp_path, [spec(), spec()], direct=True) as (prefill, decode):
         hand_over(prefill, decode, 20, seed=1)
         assert decode.counters()["network.direct_bytes"] == 20 * LAYERS * 2 * 16384
-        prefill.host.slow_down(mbit_s=200)
-        sent, received = prefill.client.allocate(POOL, 200), decode.client.allocate(POOL, 200)
-        prefill.fill(sent, 2)
-        request = new_request_id()
-        transfer = decode.client.receive(
-            POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
-        )
-        send_request = prefill.client.send(POOL, request, [pages(sent)], deadline_s=DEADLINE_S)
-        wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > 8 << 20)
+        begun = begin(prefill, decode)
         decode.host.cut_link()
-        assert {outcome(decode, transfer), outcome(prefill, send_request)} <= {"PEER_LOST", "DEADLINE"}
-        decode.client.free(POOL, received)
-        decode.client.wait_settled(transfer, timeout_s=PATIENCE_S)
+        begun.go_on()
+        assert {outcome(decode, begun.receiving), outcome(prefill, begun.sending)} <= {"PEER_LOST", "DEADLINE"}
+        decode.client.free(POOL, begun.received)
+        decode.client.wait_settled(begun.receiving, timeout_s=PATIENCE_S)
         assert decode.counters()["network.fences"] == 1, "the pages were free before the fence"
-        marked = decode.client.allocate(POOL, 200)
-        decode.fill(marked, 3)
-        before = decode.content(marked)
+        marked, before = marked_pages(decode)
         decode.host.restore_link()
-        prefill.client.wait_settled(send_request, timeout_s=PATIENCE_S)
-        prefill.client.free(POOL, sent)
+        give_back(prefill, begun.sending, begun.sent)
         hand_over(prefill, decode, 20, seed=4)  # with it come the bytes that the link had held, if any do
         assert torch.equal(decode.content(marked), before), "a late write reached a page"
         decode.client.free(POOL, marked)
@@ -146,94 +170,61 @@ def test_pages_written_directly_are_held_back_until_nothing_can_land(tmp_path: P
         hand_over(prefill, decode._replace(pool=decode.client.create_pool(POOL, spec())), 20, seed=5)
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["bounce buffers", "direct"])
+@pytest.mark.parametrize(
+    "direct", [pytest.param(False, marks=pytest.mark.full), True], ids=["bounce buffers", "direct"]
+)
 def test_a_sender_that_stands_still_and_goes_on_later_writes_into_no_page(tmp_path: Path, *, direct: bool) -> None:
     with cluster(tmp_path, [spec(), spec()], direct=direct) as (prefill, decode):
         hand_over(prefill, decode, 20, seed=1)
-        prefill.host.slow_down(mbit_s=200)
-        sent, received = prefill.client.allocate(POOL, 200), decode.client.allocate(POOL, 200)
-        prefill.fill(sent, 2)
-        request = new_request_id()
-        transfer = decode.client.receive(POOL, request, [pages(received)], source_daemons=[prefill.address])
-        send_request = prefill.client.send(POOL, request, [pages(sent)])
-        wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > 8 << 20)
-        os.kill(prefill.daemon.process.pid, signal.SIGSTOP)
-        try:
-            assert outcome(decode, transfer) == "PEER_LOST"
-            decode.client.wait_settled(transfer, timeout_s=PATIENCE_S)
-            decode.client.free(POOL, received)
-            marked = decode.client.allocate(POOL, 200)
-            decode.fill(marked, 3)
-            before = decode.content(marked)
-        finally:
-            os.kill(prefill.daemon.process.pid, signal.SIGCONT)
-        assert outcome(prefill, send_request) == "PEER_LOST"
-        prefill.client.wait_settled(send_request, timeout_s=PATIENCE_S)
+        begun = begin(prefill, decode)
+        begun.go_on()
+        with prefill.daemon.stopped():
+            assert outcome(decode, begun.receiving) == "PEER_LOST"
+            give_back(decode, begun.receiving, begun.received)
+            marked, before = marked_pages(decode)
+        assert outcome(prefill, begun.sending) == "PEER_LOST"
+        prefill.client.wait_settled(begun.sending, timeout_s=PATIENCE_S)
         wait_until(lambda: decode.network().quarantined_bytes == 0)
-        prefill.client.free(POOL, sent)
+        prefill.client.free(POOL, begun.sent)
         hand_over(prefill, decode, 20, seed=4)  # with it come the bytes that were held back, if any do
         assert torch.equal(decode.content(marked), before), "a late write reached a page"
         assert decode.counters()["network.fences"] >= 1
 
 
+@pytest.mark.full
 def test_a_partition_that_nobody_notices_ends_at_the_deadline(tmp_path: Path) -> None:
     with cluster(tmp_path, [spec(), spec()], timeout_ms=60_000) as (prefill, decode):
-        sent, received = prefill.client.allocate(POOL, 30), decode.client.allocate(POOL, 30)
-        request = new_request_id()
-        ring = prefill.client.open_events()
-        steps = [ring.step(0, 4), ring.step(4, 4)]
-        transfer = decode.client.receive(
-            POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
-        )
-        send_request = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=DEADLINE_S)
-        ring.record(steps[0])
-        wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > 0)
+        begun = begin(prefill, decode, slow=False)
         decode.host.cut_link()
-        ring.record(steps[1])
-        assert [outcome(decode, transfer), outcome(prefill, send_request)] == ["DEADLINE", "DEADLINE"]
-        decode.client.wait_settled(transfer, timeout_s=PATIENCE_S)
-        prefill.client.wait_settled(send_request, timeout_s=PATIENCE_S)
-        decode.client.free(POOL, received)
-        prefill.client.free(POOL, sent)
+        begun.go_on()
+        assert [outcome(decode, begun.receiving), outcome(prefill, begun.sending)] == ["DEADLINE", "DEADLINE"]
+        give_back(decode, begun.receiving, begun.received)
+        give_back(prefill, begun.sending, begun.sent)
         decode.host.restore_link()
         hand_over(prefill, decode, 20, seed=4)
 
 
+@pytest.mark.full
 def test_a_source_daemon_is_killed_and_another_source_takes_over(tmp_path: Path) -> None:
     with cluster(tmp_path, [spec(), spec(), spec()]) as (first, second, decode):
-        received = decode.client.allocate(POOL, 30)
-        request = new_request_id()
-        ring = first.client.open_events()
-        steps = [ring.step(0, 4), ring.step(4, 4)]
-        sent = first.client.allocate(POOL, 30)
-        transfer = decode.client.receive(POOL, request, [pages(received)], source_daemons=[first.address])
-        first.client.send(POOL, request, [pages(sent)], steps=steps)
-        ring.record(steps[0])
-        wait_until(lambda: first.counters().get("network.sent_bytes", 0) > 0)
+        begun = begin(first, decode, slow=False)
         first.daemon.kill()
-        assert outcome(decode, transfer) == "PEER_LOST"
-        decode.client.wait_settled(transfer, timeout_s=PATIENCE_S)
-        again = decode.client.receive(POOL, request, [pages(received)], source_daemons=[second.address])
+        assert outcome(decode, begun.receiving) == "PEER_LOST"
+        decode.client.wait_settled(begun.receiving, timeout_s=PATIENCE_S)
+        again = decode.client.receive(POOL, begun.request, [pages(begun.received)], source_daemons=[second.address])
         other = second.client.allocate(POOL, 30)
         second.fill(other, 9)
-        second.client.send(POOL, request, [pages(other)])
+        second.client.send(POOL, begun.request, [pages(other)])
         finished = decode.client.wait_finished(again, timeout_s=PATIENCE_S)
         assert finished.generation == 2
-        assert torch.equal(decode.content(received), second.content(other))
+        assert torch.equal(decode.content(begun.received), second.content(other))
 
 
+@pytest.mark.full
 def test_a_destination_daemon_is_killed(tmp_path: Path) -> None:
     with cluster(tmp_path, [spec(), spec()]) as (prefill, decode):
-        received, sent = decode.client.allocate(POOL, 30), prefill.client.allocate(POOL, 30)
-        request = new_request_id()
-        ring = prefill.client.open_events()
-        steps = [ring.step(0, 4), ring.step(4, 4)]
-        decode.client.receive(POOL, request, [pages(received)], source_daemons=[prefill.address])
-        send_request = prefill.client.send(POOL, request, [pages(sent)], steps=steps)
-        ring.record(steps[0])
-        wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > 0)
+        begun = begin(prefill, decode, slow=False)
         decode.daemon.kill()
-        assert outcome(prefill, send_request) == "PEER_LOST"
-        prefill.client.wait_settled(send_request, timeout_s=PATIENCE_S)
-        prefill.client.free(POOL, sent)
+        assert outcome(prefill, begun.sending) == "PEER_LOST"
+        give_back(prefill, begun.sending, begun.sent)
         assert prefill.client.status().pools[0].busy == 0
