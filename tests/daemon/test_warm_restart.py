@@ -17,15 +17,12 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, calls
 from kvferry.clients.core.client_core import ClientCore
-from kvferry.clients.daemon_socket import open_control_socket
-from kvferry.clients.session_channel import SessionChannel
 from kvferry.daemon.control.session_index import INDEX_BYTES, SessionIndex
 from kvferry.daemon.process.access import HOLDER_SOCKET
-from kvferry.daemon.process.fd_store import ANSWER_S, open_store
+from kvferry.daemon.process.fd_store import ANSWER_S, HolderStore, open_store
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.host import HostRegion
@@ -35,11 +32,11 @@ from kvferry.protocol.codec import PageIds, decode_from_daemon
 from kvferry.protocol.errors import NoSessionError, NotOwnerError, UnknownPoolError
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import CreatePool, DeletePool
-from kvferry.protocol.session_stream import SessionOpened
+from kvferry.protocol.session_stream import SessionOpen
 from tests import kit
 from tests.kit.daemons import Daemon, soon
 from tests.kit.in_process import serving
-from tests.kit.raw_engine import RawEngine, raw_engine
+from tests.kit.raw_engine import raw_engine, resumed
 from tests.kit.started import started
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
@@ -58,16 +55,27 @@ def life() -> Iterator[Daemon]:
 
 
 @contextlib.contextmanager
-def resumed(runtime_dir: Path, before: SessionOpened, *, keep: bool = True) -> Iterator[RawEngine]:
-    """Resume a session with what its engine knows of it."""
-    opening = calls.session_open("", keep=keep, resume=before.secret)
-    with (
-        zmq.Context() as context,
-        open_control_socket(context, runtime_dir) as control,
-        contextlib.closing(SessionChannel.open(runtime_dir, opening)) as channel,
-    ):
-        opened = channel.opened
-        yield RawEngine(channel, control, ClientCore(BootId(opened.boot_id), opened.secret))
+def left_by(life: Daemon) -> Iterator[tuple[HolderStore, dict[str, int]]]:
+    """Yield the store and what is in it, between two lives."""
+    with life.store() as store:
+        held = store.take()
+        try:
+            yield store, held
+        finally:
+            for fd in held.values():
+                os.close(fd)
+
+
+@contextlib.contextmanager
+def index_of(held: Mapping[str, int]) -> Iterator[SessionIndex]:
+    """Map the sessions that are left."""
+    with HostRegion(os.dup(held["kvferry.index"]), INDEX_BYTES) as region:
+        yield SessionIndex(region.buffer)
+
+
+def keeping(name: str) -> SessionOpen:
+    """Return an opening of a session that will resume."""
+    return calls.session_open(name, keep=True)
 
 
 def free_pages(client: Client) -> int:
@@ -87,48 +95,38 @@ def filled_with(client: Client, ids: PageIds) -> set[float]:
     return {float(one) for entry in pool.manifest.entries for one in np.unique(pool.entry_array(entry)[ids])}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_an_engine_goes_on_with_its_pages(life: Daemon, number: int) -> None:
-    with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", keep=True)) as engine:
+def test_an_engine_goes_on_with_its_pages(life: Daemon) -> None:
+    with raw_engine(life.runtime_dir, opening=keeping("keeper")) as engine:
         engine.ask(CreatePool(pool=POOL, spec=SPEC))
         ids = engine.call(calls.allocate(POOL, 5, "main"))
         with Client.connect(life.runtime_dir) as writer:
             fill(writer, ids, 7)
         before = engine.channel.opened
-        life.restart(number)
+        life.restart(signal.SIGKILL)
         with Client.connect(life.runtime_dir) as other:
             assert free_pages(other) == ALL - 5
             others = other.allocate(POOL, ALL - 5)
             assert not set(others) & set(ids)
             other.free(POOL, others)  # a daemon killed before it saw this session end would wait for it
             assert filled_with(other, ids) == {7}
-            with resumed(life.runtime_dir, before) as again:
+            with resumed(life.runtime_dir, before, keep=True) as again:
                 opened = again.channel.opened
                 assert (opened.session, opened.secret, opened.resumed) == (before.session, before.secret, True)
                 assert opened.boot_id != before.boot_id
+                old = ClientCore(BootId(before.boot_id), before.secret)
+                again.control.send_multipart(old.frames(old.request(calls.allocate(POOL, 1, "main").body)))
+                assert again.control.poll(SOON_MS)
+                refused = decode_from_daemon(again.control.recv_multipart()).message.body
+                assert isinstance(refused, ErrorReply)
+                assert refused.error.code == "STALE_BOOT"
                 assert again.call(calls.free(POOL, ids[:2], "main", None)).freed == 2
                 with pytest.raises(NotOwnerError):
                     again.call(calls.free(POOL, ids[:2], "main", None))
                 last = again.channel.opened
-        life.restart(number)
-        with Client.connect(life.runtime_dir) as other, resumed(life.runtime_dir, last, keep=False) as again:
+        life.restart(signal.SIGTERM)
+        with Client.connect(life.runtime_dir) as other, resumed(life.runtime_dir, last) as again:
             assert free_pages(other) == ALL - 3
             assert again.call(calls.free(POOL, ids[2:], "main", None)).freed == 3
-
-
-def test_what_names_the_old_boot_is_stale(life: Daemon) -> None:
-    with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", keep=True)) as engine:
-        engine.ask(CreatePool(pool=POOL, spec=SPEC))
-        before = engine.channel.opened
-        life.restart()
-        with resumed(life.runtime_dir, before) as again:
-            old = ClientCore(BootId(before.boot_id), before.secret)
-            again.control.send_multipart(old.frames(old.request(calls.allocate(POOL, 1, "main").body)))
-            assert again.control.poll(SOON_MS)
-            refused = decode_from_daemon(again.control.recv_multipart()).message.body
-            assert isinstance(refused, ErrorReply)
-            assert refused.error.code == "STALE_BOOT"
-            assert len(again.call(calls.allocate(POOL, ALL, "main"))) == ALL
 
 
 def test_pages_of_who_died_meanwhile_are_free(life: Daemon, tmp_path: Path) -> None:
@@ -144,10 +142,14 @@ def test_pages_of_who_died_meanwhile_are_free(life: Daemon, tmp_path: Path) -> N
     command = [str(program), str(life.runtime_dir)]
     with Client.connect(life.runtime_dir) as first:
         first.create_pool(POOL, SPEC)
-    with started(command) as early, started(command) as late:
-        for one in (early, late):
+    with started(command) as first_to_die, started(command) as early, started(command) as late:
+        for one in (first_to_die, early, late):
             assert one.stdout is not None
             assert one.stdout.readline() == "there\n"
+        first_to_die.kill()
+        with Client.connect(life.runtime_dir) as other:
+            assert soon(lambda: free_pages(other) == ALL - 6), "whoever is dead does not resume, whatever the grace"
+        assert "its process ended" in life.log.read_text()
         os.kill(life.process.pid, signal.SIGSTOP)  # it sees nothing of the end
         early.kill()
         early.wait()
@@ -185,17 +187,9 @@ def test_what_ends_with_an_instance_or_was_deleted(life: Daemon) -> None:
             assert [one.pool for one in other.status().pools] == ["mine"]
             with pytest.raises(UnknownPoolError):
                 other.allocate("deleted", 1)
-            with resumed(life.runtime_dir, engine.channel.opened, keep=False):
+            with resumed(life.runtime_dir, engine.channel.opened):
                 assert [one.lifetime for one in other.status().pools] == ["instance"]
             assert soon(lambda: not other.status().pools)
-
-
-def test_numbers_are_not_given_again(life: Daemon) -> None:
-    with raw_engine(life.runtime_dir) as first:
-        pass
-    life.restart()
-    with raw_engine(life.runtime_dir) as second:
-        assert second.channel.opened.session == first.channel.opened.session + 1
 
 
 # -- what is not believed
@@ -220,8 +214,7 @@ def test_foreign_descriptors_are_closed(life: Daemon) -> None:
         client.create_pool(POOL, SPEC)
         client.create_pool("swapped", SPEC)
     life.end()
-    with life.store() as store:
-        held = store.take()
+    with left_by(life) as (store, held):
         records = {name: fd for name, fd in held.items() if name.endswith(".record")}
         first, second = records
         foreign = {
@@ -238,7 +231,7 @@ def test_foreign_descriptors_are_closed(life: Daemon) -> None:
         foreign[others] = new_memory(os.fstat(held[memory]).st_size)  # in place of its own
         store.remove([others])
         store.put(foreign)
-        for fd in (*held.values(), *foreign.values()):
+        for fd in foreign.values():
             os.close(fd)
     life.start()
     with Client.connect(life.runtime_dir) as client:
@@ -247,10 +240,7 @@ def test_foreign_descriptors_are_closed(life: Daemon) -> None:
         assert counters(client)["pools_dropped"] == 7
         assert len(client.allocate(POOL, ALL)) == ALL
     life.end()
-    with life.store() as store:
-        held = store.take()
-        for fd in held.values():
-            os.close(fd)
+    with left_by(life) as (_, held):
         assert sorted(held) == sorted(["kvferry.index", first, memory])
 
 
@@ -258,11 +248,8 @@ def test_another_format_drops_everything_and_says_so_once(life: Daemon) -> None:
     with Client.connect(life.runtime_dir) as client:
         client.create_pool(POOL, SPEC)
     life.end()
-    with life.store() as store:
-        held = store.take()
+    with left_by(life) as (_, held):
         os.pwrite(held["kvferry.index"], b"\x63", 8)
-        for fd in held.values():
-            os.close(fd)
     life.start()
     assert life.log.read_text().count("has format 99, this daemon reads 1") == 1
     with Client.connect(life.runtime_dir) as client:
@@ -275,19 +262,14 @@ def test_another_format_drops_everything_and_says_so_once(life: Daemon) -> None:
 
 
 def test_another_process_with_the_same_pid_is_not_taken_for_the_engine(life: Daemon) -> None:
-    with raw_engine(life.runtime_dir, opening=calls.session_open("keeper", keep=True)) as engine:
+    with raw_engine(life.runtime_dir, opening=keeping("keeper")) as engine:
         engine.ask(CreatePool(pool=POOL, spec=SPEC))
         engine.call(calls.allocate(POOL, 5, "main"))
         life.end()
-        with life.store() as store:
-            held = store.take()
-            with HostRegion(held.pop("kvferry.index"), INDEX_BYTES) as region:
-                index = SessionIndex(region.buffer)
-                (its,) = index.begin("0" * 32).records
-                assert its.pid == os.getpid()
-                index.put(msgspec.structs.replace(its, started=its.started + 1, turn=its.turn + 1))
-            for fd in held.values():
-                os.close(fd)
+        with left_by(life) as (_, held), index_of(held) as index:
+            (its,) = index.begin("0" * 32).records
+            assert its.pid == os.getpid()
+            index.put(msgspec.structs.replace(its, started=its.started + 1, turn=its.turn + 1))
         life.start()
         with Client.connect(life.runtime_dir) as client:
             assert free_pages(client) == ALL
@@ -300,13 +282,9 @@ def test_what_no_daemon_can_adopt_is_dropped_in_the_end(life: Daemon) -> None:
         client.create_pool(POOL, SPEC)
     life.end()
     for is_there in (True, False):
-        with life.store() as store:
-            held = store.take()
-            with HostRegion(held.pop("kvferry.index"), INDEX_BYTES) as region:
-                for _ in range(2 if is_there else 3):
-                    SessionIndex(region.buffer).begin("0" * 32)
-            for fd in held.values():
-                os.close(fd)
+        with left_by(life) as (_, held), index_of(held) as index:
+            for _ in range(2 if is_there else 3):
+                index.begin("0" * 32)
         life.start()
         with Client.connect(life.runtime_dir) as client:
             assert [one.pool for one in client.status().pools] == [POOL] * is_there
@@ -314,26 +292,24 @@ def test_what_no_daemon_can_adopt_is_dropped_in_the_end(life: Daemon) -> None:
     assert "3 daemons have ended while they adopted it" in life.log.read_text()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))])
 def test_flipped_bits_give_nobody_what_is_not_theirs(life: Daemon, seed: int) -> None:
     random = Random(seed)  # noqa: S311  a test repeats what it did
     with (
-        raw_engine(life.runtime_dir, opening=calls.session_open("one", keep=True)) as one,
-        raw_engine(life.runtime_dir, opening=calls.session_open("two", keep=True)) as two,
+        raw_engine(life.runtime_dir, opening=keeping("one")) as one,
+        raw_engine(life.runtime_dir, opening=keeping("two")) as two,
     ):
         one.ask(CreatePool(pool=POOL, spec=SPEC))
         for engine in (one, two):
             engine.call(calls.allocate(POOL, 6, "main"))
         life.end()
-        with life.store() as store:
-            held = store.take()
+        with left_by(life) as (_, held):
             for name, fd in held.items():
                 if not name.endswith(".memory"):
                     size = os.fstat(fd).st_size if name.endswith(".record") else 3 * 2048
                     for _ in range(random.randint(1, 4)):
                         at = random.randrange(16, size)
                         os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1 << random.randrange(8)]), at)
-                os.close(fd)
         life.start()
         owned: dict[int, set[int]] = {}
         with Client.connect(life.runtime_dir) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.base import Body, RequestBody
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows
+from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, SessionOpened, ShareFollows
 
 REPLY_MS = 60_000
 T = TypeVar("T")
@@ -102,3 +103,17 @@ def raw_engine(runtime_dir: Path, name: str = "raw", opening: SessionOpen | None
             yield engine
         finally:
             channel.close()
+
+
+@contextmanager
+def resumed(runtime_dir: Path, before: SessionOpened, *, keep: bool = False) -> Iterator[RawEngine]:
+    """Take a raw engine's session over, by a new control socket too; ``before``: what its last opening said."""
+    opening = calls.session_open("", keep=keep, resume=before.secret)
+    with (
+        zmq.Context() as context,
+        open_control_socket(context, runtime_dir) as control,
+        contextlib.closing(SessionChannel.open(runtime_dir, opening)) as channel,
+    ):
+        opened = channel.opened
+        core = ClientCore(BootId(opened.boot_id), opened.secret, last_message=opened.last_message)
+        yield RawEngine(channel, control, core)
