@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import mmap
@@ -23,7 +22,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvferry.clients import AsyncClient, Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
 from kvferry.clients.shared_memory import memory_at
 from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
 from kvferry.pools.devices.host import HostRegion
@@ -114,18 +113,11 @@ def test_bytes_go_into_registered_memory_and_out_of_it(client: Client, name: str
         before[key][:, [5, 9, 2]] = source[key][:, [3, 1, 16]]
         assert (one == before[key]).all()
     own.close()
-
-
-def test_a_snapshot_of_registered_memory(client: Client, name: str) -> None:
-    memory = SharedMemory(MEMORY_BYTES)
-    arrays = filled(memory, 3)
-    client.register_pool(name, SPEC, arrays, device="host")
-    wanted = {key: one[:, [1, 2]].copy() for key, one in arrays.items()}
-    snapshot = client.wait_done(client.offload(name, [pages([1, 2])])).snapshot
-    client.wait_done(client.restore(name, snapshot, [pages([8, 7])], drop=True))
-    assert all((one[:, [8, 7]] == wanted[key]).all() for key, one in arrays.items())
+    snapshot = client.wait_done(client.offload(f"{name}-target", [pages([1, 2])])).snapshot
+    client.wait_done(client.restore(f"{name}-target", snapshot, [pages([8, 7])], drop=True))
+    assert all((one[:, [8, 7]] == one[:, [1, 2]]).all() for one in target.values())
     with pytest.raises(errors.InvalidFieldError, match="numbers its pages itself"):
-        client.free(name, [1])
+        client.free(f"{name}-target", [1])
 
 
 def test_another_daemon_of_the_host_reads_registered_memory(client: Client, name: str) -> None:
@@ -162,38 +154,6 @@ def test_other_sessions_of_the_user_attach_it(daemon: Daemon, client: Client, na
         seen.close()
 
 
-def test_tensors_of_an_asynchronous_client(daemon: Daemon, name: str) -> None:
-    memory = SharedMemory(1 << 20)
-    rows = memory.tensor((2, 17, 4, 1, 12), "bfloat16")
-    rows.copy_(torch.randn(rows.shape))
-
-    async def transfer() -> None:
-        async with AsyncClient.connect(daemon.runtime_dir) as client:
-            await client.register_pool(name, LATENT, {("main", "k"): rows}, device="host")
-            request_id = new_request_id()
-            receiving = client.receive(name, request_id, [pages([5, 6])])
-            await client.wait_settled(client.send(name, request_id, [pages([1, 2])]))
-            await client.wait_finished(receiving)
-            await client.delete_pool(name)
-
-    asyncio.run(transfer())
-    assert torch.equal(rows[:, [5, 6]], rows[:, [1, 2]])
-
-
-def test_layers_of_several_groups_are_registered_by_the_first_ones_name(client: Client, name: str) -> None:
-    spec = msgspec.structs.replace(SPEC, first_layer=0, layers=4, groups=((0, 2), (1, 3)))
-    memory = SharedMemory(MEMORY_BYTES)
-    arrays = filled(memory, 5)
-    manifest = client.register_pool(name, spec, arrays, device="host")
-    assert len({entry.base for entry in manifest.entries}) == 4
-    request_id = new_request_id()
-    wanted = [pages([8]), pages([9, 10], component="group1")]
-    receiving = client.receive(name, request_id, wanted)
-    client.wait_settled(client.send(name, request_id, [pages([1]), pages([2, 3], component="group1")]))
-    client.wait_finished(receiving)
-    assert all((one[:, [8, 9, 10]] == one[:, [1, 2, 3]]).all() for one in arrays.values())
-
-
 # -- who survives whom
 
 
@@ -220,13 +180,11 @@ def test_an_engine_that_is_killed_takes_its_pool_with_it(daemon: Daemon, client:
     target.close()
 
 
-def test_memory_outlives_the_daemon_and_is_registered_again(tmp_path: Path) -> None:
+def test_memory_outlives_the_daemon_and_is_registered_again() -> None:
     memory = SharedMemory(MEMORY_BYTES)
     arrays = filled(memory, 7)
     wanted = {key: one.copy() for key, one in arrays.items()}
     for number in range(2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
         with kit.daemon() as daemon, Client.connect(daemon.runtime_dir) as client:
             client.register_pool("pool", SPEC, arrays, device="host")
             move(client, "pool", [1], "pool", [10 + number])
@@ -272,19 +230,13 @@ def said(role: str, offset: int | None, **changes: Any) -> RegisteredArrays:  # 
 K: Final = said("k", 0)
 V: Final = said("v", ARRAY_BYTES)
 CLAIMS: Final[dict[str, tuple[Claim, str, str]]] = {
-    "not sealed": (Claim(lambda: memfd(seals=0)), "INVALID_FIELD", "memory"),
     "may shrink": (Claim(lambda: memfd(seals=fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)), "INVALID_FIELD", "memory"),
-    "may be sealed further": (Claim(lambda: memfd(seals=SEALS & ~fcntl.F_SEAL_SEAL)), "INVALID_FIELD", "memory"),
     "sealed against writing": (Claim(lambda: memfd(seals=SEALS | fcntl.F_SEAL_WRITE)), "INVALID_FIELD", "memory"),
     "to be read only": (Claim(read_only), "INVALID_FIELD", "memory"),
-    "empty": (Claim(lambda: memfd(0)), "INVALID_FIELD", "memory"),
     "no memory": (Claim(lambda: socket.socket(socket.AF_UNIX).detach()), "INVALID_FIELD", "memory"),
-    "a file": (Claim(lambda: os.open("/tmp", os.O_TMPFILE | os.O_RDWR)), "INVALID_FIELD", "memory"),  # noqa: S108
     "too short": (Claim(lambda: memfd(2 * ARRAY_BYTES - 1)), "INVALID_FIELD", "main/v.storage"),
     "beyond its end": (Claim(arrays=(K, said("v", MEMORY_BYTES))), "INVALID_FIELD", "main/v.storage"),
-    "far beyond its end": (Claim(arrays=(K, said("v", (1 << 63) - 1))), "INVALID_FIELD", "main/v.storage"),
     "inside an element": (Claim(arrays=(K, said("v", ARRAY_BYTES + 2))), "INVALID_FIELD", "main/v.storage"),
-    "one upon the other": (Claim(arrays=(K, said("v", 0))), "INVALID_FIELD", "main/v.storage"),
     "a byte of the other": (Claim(arrays=(K, said("v", ARRAY_BYTES - 4))), "INVALID_FIELD", "main/v.storage"),
     "nowhere": (Claim(arrays=(K, said("v", None))), "INVALID_FIELD", "main/v.offset_bytes"),
     "another dtype": (Claim(arrays=(K, said("v", ARRAY_BYTES, dtype="int32"))), "INVALID_FIELD", "main/v.dtype"),
@@ -336,6 +288,14 @@ def test_a_claim_is_checked(daemon: Daemon, client: Client, name: str, claim: st
 
 @pytest.mark.parametrize("offset", [0, ARRAY_BYTES // 2, 2 * ARRAY_BYTES - 4, 2 * ARRAY_BYTES])
 def test_no_byte_is_of_two_pools(daemon: Daemon, name: str, offset: int) -> None:
+    """Nor of a pool of the daemon's own and of a registered one: an engine has its descriptor, too."""
+    with kit.engine(daemon) as client, raw_engine(daemon.runtime_dir) as engine:
+        pool = client.create_pool(f"{name}-own", SPEC)
+        assert isinstance(pool.region, HostRegion)
+        own = pool.region.fd
+        with pytest.raises(errors.InvalidFieldError, match="overlaps memory of another pool"):
+            register(engine, f"{name}-again", Claim(lambda: os.dup(own)))
+        pool.close()
     fd = memfd()
     with raw_engine(daemon.runtime_dir) as engine, raw_engine(daemon.runtime_dir) as other:
         register(engine, name, Claim(lambda: os.dup(fd)))
@@ -348,17 +308,7 @@ def test_no_byte_is_of_two_pools(daemon: Daemon, name: str, offset: int) -> None
     os.close(fd)
 
 
-def test_a_pool_of_the_daemon_is_not_registered_once_more(daemon: Daemon, client: Client, name: str) -> None:
-    pool = client.create_pool(name, SPEC)
-    assert isinstance(pool.region, HostRegion)
-    fd = pool.region.fd
-    again = pytest.raises(errors.InvalidFieldError, match="overlaps memory of another pool")
-    with raw_engine(daemon.runtime_dir) as engine, again:
-        register(engine, f"{name}-again", Claim(lambda: os.dup(fd)))
-    pool.close()
-
-
-@pytest.mark.parametrize("where", ["numpy", "torch", "another memory", "closed", "the other byte order"])
+@pytest.mark.parametrize("where", ["numpy", "torch", "another memory"])
 def test_arrays_outside_of_shared_memory_are_named(client: Client, name: str, where: str) -> None:
     memory, other = SharedMemory(MEMORY_BYTES), SharedMemory(MEMORY_BYTES)
     outside: dict[str, npt.NDArray[Any] | torch.Tensor] = {
@@ -366,19 +316,10 @@ def test_arrays_outside_of_shared_memory_are_named(client: Client, name: str, wh
         "torch": torch.zeros(SHAPE),
         "another memory": other.array(SHAPE, "float32"),
     }
-    arrays = filled(memory, 1)
-    field, said = "main/v.storage", r"kvferry\.clients\.SharedMemory"
-    if where in outside:
-        arrays["main", "v"] = outside[where]
-    elif where == "closed":
-        field = "main/k.storage"
-        memory.close()
-    else:
-        field, said = "main/k.dtype", ">f4"
-        arrays = {place: one.view(">f4") for place, one in arrays.items()}
-    with pytest.raises(errors.InvalidFieldError, match=said) as refused:
+    arrays = filled(memory, 1) | {("main", "v"): outside[where]}
+    with pytest.raises(errors.InvalidFieldError, match=r"kvferry\.clients\.SharedMemory") as refused:
         client.register_pool(name, SPEC, arrays, device="host")
-    assert refused.value.field == field
+    assert refused.value.field == "main/v.storage"
 
 
 def test_refusals_keep_no_descriptor() -> None:
@@ -416,17 +357,6 @@ def test_two_threads_make_shared_memory() -> None:
         sys.setswitchinterval(interval)
 
 
-def test_shared_memory_has_as_much_as_it_says() -> None:
-    memory = SharedMemory(8192)
-    assert memory.array((4,), "float32").ctypes.data % 4096 == 0
-    assert memory.tensor((2, 3), "bfloat16").shape == (2, 3)
-    with pytest.raises(errors.OutOfMemoryError, match="0 are left"):
-        memory.array((1,), "int8")
-    memory.close()
-    with pytest.raises(errors.ClientClosedError):
-        memory.view()
-
-
 # -- descriptors on the session socket
 
 
@@ -451,12 +381,11 @@ MEMORY_FRAME: Final = pack(MemoryFollows(message_id=1))
     [
         (pack(ShareFollows(message_id=1)), 1),
         (MEMORY_FRAME, 0),
-        (MEMORY_FRAME, 2),
         (MEMORY_FRAME, 100),
         (MEMORY_FRAME * 2, 2),
         (MEMORY_FRAME[:7], 2),
     ],
-    ids=["with a share", "none", "two", "a hundred", "two for one message", "two with half a frame"],
+    ids=["with a share", "none", "a hundred", "two for one message", "two with half a frame"],
 )
 def test_descriptors_that_no_frame_speaks_of_end_the_session(daemon: Daemon, data: bytes, count: int) -> None:
     with claimed(daemon) as (rude, fd):

@@ -160,7 +160,7 @@ def test_only_one_of_many_at_once(daemon: Daemon, other: Client) -> None:
 
 
 def test_after_the_grace() -> None:
-    """The clock of the first loss ends no session that was resumed: one that is lost later shows that, and ends by it."""
+    """The clock of the first loss ends no session that was resumed: one that is lost later shows that by its end."""
     with (
         kit.daemon("[service]\nresume_grace_s = 1.0\n") as daemon,
         kit.engine(daemon, "other") as other,
