@@ -250,7 +250,7 @@ CLAIMS: Final[dict[str, tuple[Claim, str, str]]] = {
     "an array twice": (Claim(arrays=(K, V, said("v", 2 * ARRAY_BYTES))), "DUPLICATE_ENTRY", "arrays[2]"),
     "an array of no pool": (Claim(arrays=(K, V, said("w", 2 * ARRAY_BYTES))), "INVALID_FIELD", "arrays[2]"),
     "more than the daemon's pools may have": (
-        Claim(lambda: memfd(1 << 45), spec=msgspec.structs.replace(SPEC, tokens=1 << 20)), "OUT_OF_MEMORY", "spec",
+        Claim(lambda: memfd(1 << 28), spec=msgspec.structs.replace(SPEC, tokens=1 << 20)), "OUT_OF_MEMORY", "spec",
     ),
 }  # fmt: skip
 

@@ -159,7 +159,12 @@ def test_a_name_is_taken_in_its_session_until_the_tables_are_deleted(
     ],
 )
 def test_a_request_that_does_not_fit_the_pool_is_refused(
-    client: Client, device: str, spec: PoolSpec | None, changed: dict[str, Any], error: type[KvferryError], field: str
+    client: Client,
+    device: str,
+    spec: PoolSpec | None,
+    changed: dict[str, Any],
+    error: type[KvferryError],
+    field: str | None,
 ) -> None:
     if spec is not None:
         client.create_pool("special", spec, device=device, deadline_s=OPENING_S)

@@ -33,7 +33,8 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.events import Finished, TierDone
 from kvferry.protocol.ids import HOST
 from tests.torture import oracle
-from tests.torture.claims import ANY_PAGE, Claims
+from tests.torture.oracle import ANY_PAGE, Claims
+from tests.torture.plan import Task
 
 POOL: Final = "kv"
 MODEL: Final = ModelIdentity(name="torture")
@@ -52,17 +53,11 @@ READY: Final = "READY"
 
 
 class Order(msgspec.Struct):
-    """What an engine is told; ``part`` is send, receive, offload, cache, tables or keep. See ``plan.Task``."""
+    """What an engine is told: to do its ``part`` of a task: send, receive, offload, cache, tables or keep."""
 
-    number: int
     part: str
-    request: str
-    pages: int
-    chunks: int = 1
-    begins_later: bool = False
-    cancels: bool = False
-    lasts_s: float = 0.0
-    into: str = "pages"
+    task: Task
+    number: int = 0
     source_daemon: str = ""
     deadline_s: float = 4.0
     margin_s: float = 20.0
@@ -107,16 +102,9 @@ class Engine:
 
     async def run(self, order: Order) -> Ended:
         """Do what an order says."""
-        parts: dict[str, Callable[[Order], Awaitable[int]]] = {
-            "send": self.send,
-            "receive": self.receive,
-            "offload": self.offload,
-            "cache": self.cache,
-            "tables": self.tables,
-            "keep": self.keep,
-        }
+        part: Callable[[Order], Awaitable[int]] = getattr(self, order.part)
         try:
-            checked = await parts[order.part](order)
+            checked = await part(order)
         except KvferryError as error:
             return Ended(order.number, error.code, error.detail)
         except WrongBytesError as error:
@@ -132,7 +120,7 @@ class Engine:
         except (DaemonLostError, SessionLostError, ClientClosedError) as error:
             if wrong.ids is None:
                 return Ended(order.number, error.code, str(wrong))
-            since = self._noted.get(order.request, 0)
+            since = self._noted.get(order.task.request, 0)
             unexplained = self._claims.unexplained(self.memory, wrong.ids, since)
             if not unexplained:
                 return Ended(order.number, error.code, "its pages were others' after the session had gone")
@@ -142,60 +130,62 @@ class Engine:
     async def send(self, order: Order) -> int:
         """Send pages full of the request's bytes, in chunks; they must be as they were when they are given back."""
         ids = await self._allocate(order)
-        oracle.fill(self.memory, ids, order.request)
-        if order.begins_later:
+        oracle.fill(self.memory, ids, order.task.request)
+        if order.task.late == order.part:
             await asyncio.sleep(AGAIN_S)
-        cuts = np.array_split(np.arange(order.pages), min(order.chunks, order.pages))
+        cuts = np.array_split(np.arange(order.task.pages), min(order.task.chunks, order.task.pages))
         transfer: Transfer | None = None
         try:
             for number, part in enumerate(cuts):
                 listed = [pages(ids[part], first_page=int(part[0]))]
                 last = number == len(cuts) - 1
-                transfer = self.client.send(self.pool, order.request, listed, last=last, deadline_s=order.deadline_s)
-            if order.cancels and transfer is not None:
+                transfer = self.client.send(
+                    self.pool, order.task.request, listed, last=last, deadline_s=order.deadline_s
+                )
+            if order.task.cancels == order.part and transfer is not None:
                 await self.client.cancel(transfer)
             if transfer is not None:
                 await self._finished(order, transfer)
         finally:
             if transfer is not None:
                 await self._settled(order, transfer)
-            self._check(ids, order.request)
+            self._check(ids, order.task.request)
             await self._free(ids)
-        return order.pages
+        return order.task.pages
 
     async def receive(self, order: Order) -> int:
         """Receive pages and check them; after a failure nobody may write them any more."""
-        if order.into == "host":
+        if order.task.into == "host":
             return await self._receive_to_host(order)
         ids = await self._allocate(order)
         oracle.fill(self.memory, ids, oracle.LATE)
-        if order.begins_later:
+        if order.task.late == order.part:
             await asyncio.sleep(AGAIN_S)
         name, daemons = oracle.LATE, [order.source_daemon] if order.source_daemon else []
         listed = [pages(ids, first_page=0)]
         transfer = self.client.receive(
-            self.pool, order.request, listed, source_daemons=daemons, deadline_s=order.deadline_s
+            self.pool, order.task.request, listed, source_daemons=daemons, deadline_s=order.deadline_s
         )
         try:
-            if order.cancels:
+            if order.task.cancels == order.part:
                 await self.client.cancel(transfer)
             await self._finished(order, transfer)
-            name = order.request
+            name = order.task.request
             self._check(ids, name)
         finally:
             await self._settled(order, transfer)
             if name == oracle.LATE:
                 oracle.fill(self.memory, ids, name)
-            await asyncio.sleep(order.lasts_s)
+            await asyncio.sleep(order.task.lasts_s)
             self._check(ids, name)
             await self._free(ids)
-        return order.pages
+        return order.task.pages
 
     async def _receive_to_host(self, order: Order) -> int:
         daemons = [order.source_daemon] if order.source_daemon else []
-        wanted = [pages_wanted(order.pages, first_page=0)]
+        wanted = [pages_wanted(order.task.pages, first_page=0)]
         transfer = self.client.receive(
-            self.pool, order.request, wanted, source_daemons=daemons, into="host", deadline_s=order.deadline_s
+            self.pool, order.task.request, wanted, source_daemons=daemons, into="host", deadline_s=order.deadline_s
         )
         try:
             finished = await self._finished(order, transfer)
@@ -206,58 +196,52 @@ class Engine:
     async def offload(self, order: Order) -> int:
         """Offload pages, give them back, and restore them into others."""
         ids = await self._allocate(order)
-        oracle.fill(self.memory, ids, order.request)
+        oracle.fill(self.memory, ids, order.task.request)
         try:
             operation = self.client.offload(self.pool, [pages(ids, first_page=0)], deadline_s=order.deadline_s)
             snapshot = (await self._done(order, operation)).snapshot
         finally:
             await self._free(ids)
-        await asyncio.sleep(order.lasts_s)
+        await asyncio.sleep(order.task.lasts_s)
         return await self._restore(order, snapshot)
 
     async def _restore(self, order: Order, snapshot: str) -> int:
-        if self._own is not None:
-            return await self._restore_to_own(order, snapshot)
-        logical = np.full(order.pages, ANY_PAGE)
-        self._claims.note(logical, order.request)
-        operation = self.client.restore(self.pool, snapshot, drop=True, deadline_s=order.deadline_s)
-        await self._done(order, operation)
-        ids = operation.pages["main"]
-        self._check(ids, order.request)
-        await self._free(ids)
-        return len(ids)
-
-    async def _restore_to_own(self, order: Order, snapshot: str) -> int:
-        ids = await self._allocate(order)
-        listed = [pages(ids, first_page=0)]
+        """Restore into pages of the daemon's choice; of a pool that this engine has registered, into its own."""
+        ids, listed = np.empty(0, np.int64), None
+        if self._own is None:
+            self._claims.note(np.full(order.task.pages, ANY_PAGE), order.task.request)
+        else:
+            ids = await self._allocate(order)
+            listed = [pages(ids, first_page=0)]
         try:
-            await self._done(
-                order, self.client.restore(self.pool, snapshot, listed, drop=True, deadline_s=order.deadline_s)
-            )
-            self._check(ids, order.request)
+            operation = self.client.restore(self.pool, snapshot, listed, drop=True, deadline_s=order.deadline_s)
+            await self._done(order, operation)
+            ids = operation.pages["main"] if self._own is None else ids
+            self._check(ids, order.task.request)
         finally:
             await self._free(ids)
-        return order.pages
+        return order.task.pages
 
     async def cache(self, order: Order) -> int:
         """Store blocks, find them again, and load them; blocks of other engines' orders are as good."""
         ids = await self._allocate(order)
         hashes = [
-            hashlib.blake2b(f"{order.request}{at}".encode(), digest_size=16).digest() for at in range(order.pages)
+            hashlib.blake2b(f"{order.task.request}{at}".encode(), digest_size=16).digest()
+            for at in range(order.task.pages)
         ]
-        oracle.fill(self.memory, ids, order.request)
+        oracle.fill(self.memory, ids, order.task.request)
         try:
             await self._done(order, self.client.store(self.pool, hashes, ids, deadline_s=order.deadline_s))
             found = await self.client.lookup(self.pool, hashes, deadline_s=order.deadline_s)
             if not found.blocks:
                 return 0
             oracle.fill(self.memory, ids, oracle.LATE)
-            await asyncio.sleep(order.lasts_s)
+            await asyncio.sleep(order.task.lasts_s)
             there = ids[: found.blocks]
             await self._done(
                 order, self.client.load(self.pool, found.lease, there, unpin=True, deadline_s=order.deadline_s)
             )
-            self._check(there, order.request)
+            self._check(there, order.task.request)
         finally:
             await self._free(ids)
         return len(there)
@@ -267,7 +251,7 @@ class Engine:
         if self.memory[oracle.ROLES[0]].device.type != HOST_TENSORS:
             return await self.keep(order)
         tables = await self.client.create_tables(
-            order.request[:16],
+            order.task.request[:16],
             self.pool,
             max_batch=4,
             max_context_tokens=16 * oracle.SPEC.page_size,
@@ -275,11 +259,11 @@ class Engine:
         )
         ids = await self._allocate(order)
         try:
-            lengths = np.array([order.pages * oracle.SPEC.page_size], np.int64)
+            lengths = np.array([order.task.pages * oracle.SPEC.page_size], np.int64)
             await self.client.wait(
                 self.client.update_tables(tables, lengths, rows={0: ids}, deadline_s=order.deadline_s)
             )
-            row = tables.block_tables[0, : order.pages].cpu().numpy()
+            row = tables.block_tables[0, : order.task.pages].cpu().numpy()
             if not np.array_equal(row, ids):
                 raise WrongBytesError(f"a row of graph tables is {row.tolist()}, and should be {ids.tolist()}")
         finally:
@@ -290,12 +274,12 @@ class Engine:
     async def keep(self, order: Order) -> int:
         """Hold pages for longer, and look at them now and then."""
         ids = await self._allocate(order)
-        oracle.fill(self.memory, ids, order.request)
+        oracle.fill(self.memory, ids, order.task.request)
         for _ in range(10):
-            await asyncio.sleep(order.lasts_s)
-            self._check(ids, order.request)
+            await asyncio.sleep(order.task.lasts_s)
+            self._check(ids, order.task.request)
         await self._free(ids)
-        return order.pages
+        return order.task.pages
 
     def _check(self, ids: npt.NDArray[np.int64], name: str) -> None:
         found = oracle.wrong(self.memory, ids, name)
@@ -303,11 +287,11 @@ class Engine:
             raise WrongBytesError(found, ids, name)
 
     async def _allocate(self, order: Order) -> npt.NDArray[np.int64]:
-        count = order.pages
+        count = order.task.pages
         if self._own is None:
             ids = await self.client.allocate(self.pool, count)
-            noted = self._claims.note(ids, order.request)
-            self._noted[order.request] = max(noted, self._noted.get(order.request, 0))
+            noted = self._claims.note(ids, order.task.request)
+            self._noted[order.task.request] = max(noted, self._noted.get(order.task.request, 0))
             return ids
         if len(self._own) < count:
             raise PoolFullError(f"{len(self._own)} pages of its own left, {count} wanted")

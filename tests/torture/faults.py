@@ -74,16 +74,12 @@ class Faults:
 
     async def _restart_daemon(self, planned: Planned) -> None:
         daemon = self._daemons[planned.target]
-        await daemon.end(signal.SIGKILL if planned.fault is Fault.KILL_DAEMON else signal.SIGTERM)
-        await daemon.start()
+        await daemon.finish(signal.SIGKILL if planned.fault is Fault.KILL_DAEMON else signal.SIGTERM)
+        await daemon.begin()
 
     async def _stop_daemon(self, planned: Planned) -> None:
-        daemon = self._daemons[planned.target]
-        daemon.send(signal.SIGSTOP)
-        try:
+        with self._daemons[planned.target].stopped():
             await asyncio.sleep(planned.lasts_s + (SILENCE_S if planned.fault is Fault.SILENCE else 0.0))
-        finally:
-            daemon.send(signal.SIGCONT)
 
     async def _break_links(self, planned: Planned) -> None:
         self.broken += self._links.connections
@@ -118,10 +114,10 @@ class Faults:
         daemon = self._daemons[planned.target]
         daemon.check_alive()
         if planned.fault is Fault.NO_DESCRIPTORS:
-            kind, most = resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{daemon.pid}/fd"))  # noqa: PTH208
+            kind, most = resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{daemon.process.pid}/fd"))  # noqa: PTH208
         else:
-            kind, most = resource.RLIMIT_AS, _address_space(daemon.pid) + HEADROOM_BYTES
-        with limited(daemon.pid, kind, most):
+            kind, most = resource.RLIMIT_AS, _address_space(daemon.process.pid) + HEADROOM_BYTES
+        with limited(daemon.process.pid, kind, most):
             await asyncio.sleep(planned.lasts_s)
 
 

@@ -102,13 +102,13 @@ class Task(NamedTuple):
     work: Work
     request: str
     pages: int
-    chunks: int
-    late: str
-    cancels: str
-    lasts_s: float
-    into: str
-    source: int
-    destination: int
+    chunks: int = 1
+    late: str = ""
+    cancels: str = ""
+    lasts_s: float = 0.0
+    into: str = "pages"
+    source: int = 0
+    destination: int = 0
 
 
 def faults(

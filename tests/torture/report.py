@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from tests.torture.actors import NEVER_ENDED, OK, WRONG, Ended
+from tests.torture.actors import NEVER_ENDED, WRONG, Ended
 from tests.torture.plan import OF_LINKS, Fault
 
 BUGS: Final = frozenset(
@@ -25,6 +25,7 @@ BUGS: Final = frozenset(
 )
 """Outcomes that no fault excuses."""
 
+KILLS: Final = (Fault.KILL_ENGINE, Fault.KILL_DAEMON)
 STOPS: Final = (Fault.STOP_ENGINE, Fault.STOP_DAEMON, Fault.SILENCE)
 RESTARTS: Final = (Fault.KILL_DAEMON, Fault.END_DAEMON)
 
@@ -54,11 +55,6 @@ class Report:
             self.findings.append(ended.detail)
         self.checked_bytes += ended.checked_bytes
 
-    @property
-    def kills(self) -> int:
-        """Return how many processes were killed."""
-        return self.faults[Fault.KILL_ENGINE] + self.faults[Fault.KILL_DAEMON]
-
     def lines(self) -> Iterable[str]:
         """Yield the counts of each fault and each outcome."""
         for fault, count in sorted(self.faults.items()):
@@ -70,13 +66,10 @@ class Report:
 
     def closing(self) -> str:
         """Return the last line of a run that found nothing."""
-        stops, cuts, restarts = (sum(self.faults[one] for one in some) for some in (STOPS, OF_LINKS, RESTARTS))
+        kills, stops, cuts, restarts = (
+            sum(self.faults[one] for one in some) for some in (KILLS, STOPS, OF_LINKS, RESTARTS)
+        )
         return (
-            f"torture: ok seed={self.seed} kills={self.kills} stops={stops} cuts={cuts} "
+            f"torture: ok seed={self.seed} kills={kills} stops={stops} cuts={cuts} "
             f"restarts={restarts} transfers={self.transfers} bytes={self.checked_bytes}"
         )
-
-
-def is_ok(ended: Ended | None) -> bool:
-    """Return whether an order succeeded."""
-    return ended is not None and ended.outcome == OK

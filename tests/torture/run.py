@@ -14,9 +14,9 @@ from kvferry.protocol.ids import HOST
 from tests.cann_simulator.simulator import Simulator
 from tests.kit.tcp_proxy import Proxy
 from tests.torture import plan
-from tests.torture.actors import Order
+from tests.torture.actors import OK, Order
 from tests.torture.faults import Faults
-from tests.torture.report import Report, is_ok
+from tests.torture.report import Report
 from tests.torture.world import Daemon, Engine, RunFailedError
 
 NPU: Final = "npu:0"
@@ -63,7 +63,7 @@ class Run:
             RunFailedError: what was found ended the run.
         """
         try:
-            await asyncio.gather(*(daemon.start() for daemon in self._daemons))
+            await asyncio.gather(*(daemon.begin() for daemon in self._daemons))
             await asyncio.gather(*(engine.start() for engine in self._engines))
             for engine in self._engines:
                 await engine.until_ready()
@@ -79,8 +79,8 @@ class Run:
         except* RunFailedError as several:
             self.report.findings += _texts(several)
         finally:
-            await asyncio.gather(*(engine.kill() for engine in self._engines))
-            await asyncio.gather(*(daemon.kill() for daemon in self._daemons))
+            await asyncio.gather(*(engine.end() for engine in self._engines))
+            await asyncio.gather(*(daemon.remove() for daemon in self._daemons))
             self._links.close()
             self.report.broken = self._faults.broken
 
@@ -122,18 +122,7 @@ class Run:
 
     async def _order(self, engine: Engine, task: plan.Task, part: str, source_daemon: str = "") -> bool:
         order = Order(
-            number=0,
-            part=part,
-            request=task.request,
-            pages=task.pages,
-            chunks=task.chunks,
-            begins_later=task.late == part,
-            cancels=task.cancels == part,
-            lasts_s=task.lasts_s,
-            into=task.into,
-            source_daemon=source_daemon,
-            deadline_s=self._size.deadline_s,
-            margin_s=self._size.margin_s,
+            part, task, source_daemon=source_daemon, deadline_s=self._size.deadline_s, margin_s=self._size.margin_s
         )
         ended = await engine.run(order)
         if ended is None:
@@ -141,9 +130,9 @@ class Run:
             await asyncio.sleep(plan.GAP_S[0])
             return False
         self.report.ended(part, ended)
-        if not is_ok(ended):
+        if ended.outcome != OK:
             await asyncio.sleep(plan.GAP_S[0])
-        return is_ok(ended)
+        return ended.outcome == OK
 
     async def _harm(self) -> None:
         """Do one fault after the other; they overlap, but for two that are done to one process."""

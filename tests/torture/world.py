@@ -7,28 +7,27 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import pytest
 
 from kvferry.clients import AsyncClient
 from kvferry.daemon.process.fd_store import open_store
 from kvferry.daemon.process.inherited import Inherited
-from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.settings import PEER_SOCKET
 from tests.cann_simulator.build import NPU_PYTHON
+from tests.kit import daemons as kit_daemons
 from tests.kit.control_groups import ControlGroup
-from tests.kit.started import REPOSITORY, Started, started
+from tests.kit.started import Started, started
 from tests.kit.tcp_proxy import Proxy
 from tests.torture.actors import LAST_S, READY, Ended, Order
 
 ACTORS: Final = Path(__file__).with_name("actors.py")
 START_S: Final = 60.0
-END_S: Final = 40.0
 DISK_BYTES: Final = 24 << 20
 MEMORY_BYTES: Final = 1 << 30
 """Of a daemon, where a control group can be made; of one on a device, what stands for the device would count."""
@@ -55,22 +54,18 @@ class RunFailedError(Exception):
     """The run has found something: what, and where."""
 
 
-class Daemon:
-    """A daemon in a runtime directory of its own, in one life after the other.
+class Daemon(kit_daemons.Daemon):
+    """A daemon in one life after the other; one with an even number is warm: its pools and sessions outlive it.
 
     Attributes:
-        ready: set while it serves.
         address: where the other daemons of this host find it; known once it has served.
-        warm: whether its pools and sessions outlive it, with ``--keep``.
         small_disk: whether its disk tier has a file system of its own, which can be filled.
-        lives: how often it was started.
-        stopped: whether it is stopped at the moment.
     """
 
     def __init__(
         self, number: int, folder: Path, sabotage: str, simulated: Mapping[str, str] | None = None, *, links: Proxy
     ) -> None:
-        """Prepare one; those with even numbers are warm.
+        """Prepare one.
 
         Args:
             number: of it.
@@ -79,101 +74,70 @@ class Daemon:
             simulated: the environment of one on simulated NPUs.
             links: what other daemons say to it goes through this from its first answer on.
         """
-        self._links = links
-        self.simulated = simulated
-        self.warm = number % 2 == 0
         self.number = number
         self.folder = folder / f"daemon-{number}"
-        self.runtime_dir = self.folder / "run"
-        self.log = self.folder / "daemon.log"
         self.disk = self.folder / "disk"
-        self.ready = asyncio.Event()
-        self.lives = 0
         self.address = ""
-        self.stopped = False
-        self._sabotage = sabotage
-        self._process: asyncio.subprocess.Process | None = None
+        self.simulated = simulated
+        self.python = None if simulated is None else NPU_PYTHON
+        self._links = links
+        self._life = 0
+        self._serves = False
         self.disk.mkdir(parents=True, mode=0o700)
         self.small_disk = os.geteuid() == 0 and _mounted(self.disk)
         self._group = None if simulated else _group(f"kvferry-torture-{os.getpid()}-{number}")
-        (self.folder / "daemon.toml").write_text(CONFIG.format(disk=self.disk))
+        command = ["-m", "tests.torture.sabotage", sabotage] if sabotage else [*kit_daemons.USERS_COMMAND]
+        options = {
+            "environment": simulated or {},
+            "prefix": self._group.prefix if self._group is not None else (),
+            "python": self.python,
+        }
+        super().__init__(self.folder, [*command, *(["--keep"] if number % 2 == 0 else [])], options)
+        self.configure(CONFIG.format(disk=self.disk))
 
     @property
     def hit(self) -> float:
         """Return how often a fault is to hit it."""
         return 1.0 if self.simulated is None else 3 * COSTLY
 
-    @property
-    def python(self) -> Path | None:
-        """Return the interpreter of it and its engines, where that is not this process's."""
-        return None if self.simulated is None else NPU_PYTHON
-
-    @property
-    def pid(self) -> int:
-        """Return the process id."""
-        assert self._process is not None
-        return self._process.pid
-
-    async def start(self) -> None:
+    async def begin(self) -> None:
         """Start it, and return when it serves.
 
         Raises:
             RunFailedError: it does not, or ends.
         """
-        command = ["-m", "tests.torture.sabotage", self._sabotage] if self._sabotage else ["-P", "-m", "kvferry.daemon"]
-        with self.log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *(self._group.prefix if self._group is not None else []),
-                os.fspath(self.python or sys.executable),
-                *command,
-                *(["--keep"] if self.warm else []),
-                *("--config", os.fspath(self.folder / "daemon.toml"), "--runtime-dir", os.fspath(self.runtime_dir)),
-                stderr=log,
-                stdout=log,
-                stdin=asyncio.subprocess.DEVNULL,
-                cwd=REPOSITORY,
-                env={**os.environ, **(self.simulated or {})},
-            )
-        self.lives += 1
+        self._life += 1
+        self.log = self.folder / f"daemon-{self._life}.log"
         try:
-            async with asyncio.timeout(START_S):
-                while not await self._answers():
-                    if self._process.returncode is not None:
-                        raise RunFailedError(f"daemon {self.number} ended with {self._process.returncode} at its start")
-        except TimeoutError:
-            raise RunFailedError(f"daemon {self.number} did not serve within {START_S:g} s") from None
+            await asyncio.to_thread(self.start)
+        except pytest.fail.Exception as error:
+            raise RunFailedError(f"daemon {self.number}: {error}") from None
+        if not self.address:
+            async with await AsyncClient.connect(self.runtime_dir, name="torture") as client:
+                self.address = (await client.status()).addresses[0]
         # a new life takes the place of the route's file, so nothing is to be moved back
         self._links.route_unix(self.runtime_dir / PEER_SOCKET, f"daemon {self.number}")
-        self.ready.set()
+        self._serves = True
 
-    async def end(self, number: signal.Signals) -> None:
+    async def finish(self, number: signal.Signals) -> None:
         """End it by a signal, and wait for its end.
 
         Raises:
             RunFailedError: it does not end, or not as it should.
         """
-        assert self._process is not None
-        self.ready.clear()
-        self.send(number)
+        self._serves = False
         try:
-            status = await asyncio.wait_for(self._process.wait(), END_S)
-        except TimeoutError:
-            raise RunFailedError(f"daemon {self.number} did not end within {END_S:g} s of {number.name}") from None
-        wanted = -number if number == signal.SIGKILL else 0
-        if status != wanted:
+            status = await asyncio.to_thread(self.end, number)
+        except subprocess.TimeoutExpired:
+            raise RunFailedError(f"daemon {self.number} did not end after {number.name}") from None
+        if status != (-number if number == signal.SIGKILL else 0):
             raise RunFailedError(f"daemon {self.number} ended with status {status} after {number.name}")
 
-    def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
-
-    async def kill(self) -> None:
-        """Kill it, if it runs, and wait for its end."""
-        if self._process is not None:
-            self.send(signal.SIGKILL)
-            await self._process.wait()
-        await asyncio.to_thread(open_store, self.runtime_dir, Inherited(), {})  # ends what held its memory
+    async def remove(self) -> None:
+        """Kill it, if it runs, and what holds its memory."""
+        if self._life:
+            await asyncio.to_thread(self.kill)
+        await asyncio.to_thread(open_store, self.runtime_dir, Inherited(), {})
         if self.small_disk:
             self.small_disk = False
             await asyncio.to_thread(_unmount, self.disk)
@@ -187,16 +151,8 @@ class Daemon:
         Raises:
             RunFailedError: it has.
         """
-        if self.ready.is_set() and self._process is not None and self._process.returncode is not None:
-            raise RunFailedError(f"daemon {self.number} ended by itself with status {self._process.returncode}")
-
-    async def _answers(self) -> bool:
-        with contextlib.suppress(KvferryError):
-            async with await AsyncClient.connect(self.runtime_dir, name="torture") as client:
-                self.address = (await client.status()).addresses[0]
-                return True
-        await asyncio.sleep(0.05)
-        return False
+        if self._serves and self.process.poll() is not None:
+            raise RunFailedError(f"daemon {self.number} ended by itself with status {self.process.poll()}")
 
 
 def _group(name: str) -> ControlGroup | None:
@@ -295,7 +251,7 @@ class Engine:
             os.write(process.stdin.fileno(), msgspec.json.encode(order) + b"\n")  # less than the pipe holds
             return await asyncio.wait_for(ended, LAST_S + 2 * (order.deadline_s + order.margin_s))
         except TimeoutError:
-            raise RunFailedError(f"engine {self.number} has not ended {order.part} {order.request}") from None
+            raise RunFailedError(f"engine {self.number} has not ended {order.part} {order.task.request}") from None
         except (OSError, ValueError):  # it has just ended: the pipe is broken, or closed
             return None
         finally:
@@ -306,10 +262,6 @@ class Engine:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
-
-    async def kill(self) -> None:
-        """Kill it, if it runs, and wait for its end."""
-        await self.end()
 
     async def end(self, *, kindly: bool = False) -> None:
         """Kill it, or let it finish what it does; wait for its end."""
