@@ -173,19 +173,6 @@ def scheduler_of(**options: object) -> Scheduler:
     return made
 
 
-def test_nothing_begins_while_a_transfer_is_under_way(executor: ThreadPoolExecutor) -> None:
-    scheduler = scheduler_of(patience_s=0)
-    scheduler.transfer_began()
-    scheduler.transfer_began()
-    assert not scheduler.try_begin(RESTORE, 1)
-    answer = Asking(scheduler, executor).start(RESTORE)
-    scheduler.transfer_ended()
-    assert not answer.done()
-    assert scheduler.bytes_in_flight == 3
-    scheduler.transfer_ended()
-    assert answer.result(WAIT_S)
-
-
 def test_what_copies_already_stops_while_a_transfer_is_under_way(executor: ThreadPoolExecutor) -> None:
     scheduler = Scheduler(BOUNDS, patience_s=0)
     permit = scheduler.try_begin(OFFLOAD, 1)

@@ -63,7 +63,6 @@ async def scripted() -> AsyncIterator[ScriptedSocket]:
 
 
 @pytest.mark.anyio
-@pytest.mark.both_loops
 async def test_an_answer_is_reported_and_silence_is_not(scripted: ScriptedSocket) -> None:
     reports: asyncio.Queue[None] = asyncio.Queue()
     ping = SelfPing(scripted.path, OURS)

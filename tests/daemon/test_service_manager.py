@@ -52,12 +52,6 @@ def test_a_manager_that_reads_nothing_holds_up_nobody(
         manager.ready("serving")
 
 
-def test_a_manager_that_is_gone_or_none_does_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for environ, said in (({}, False), ({"NOTIFY_SOCKET": str(tmp_path / "none")}, True)):
-        ServiceManager(environ).ready("serving")
-        assert ("service manager not notified" in "".join(capsys.readouterr())) == said
-
-
 @pytest.mark.parametrize(
     ("environ", "watchdog_s"),
     [
@@ -72,17 +66,6 @@ def test_a_manager_that_is_gone_or_none_does_not_matter(tmp_path: Path, capsys: 
 def test_the_watchdog_of_another_process_is_none(environ: dict[str, str], watchdog_s: float | None) -> None:
     assert ServiceManager({"NOTIFY_SOCKET": "/nowhere", **environ}).watchdog_s == watchdog_s
     assert ServiceManager(environ).watchdog_s is None, "there is nobody to say it to"
-
-
-def test_without_arguments_the_environment_names_the_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    elsewhere = tmp_path / ("y" * 120)
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    monkeypatch.setenv("KVFERRY_RUNTIME_DIR", f"/{'x' * 120}")  # too long for a socket: nothing is begun
-    assert main([]) == EXIT_BAD_INPUT
-    assert "xxx" in capsys.readouterr().err
 
 
 def test_a_misspelt_switch_of_the_copy_kernel_is_refused(

@@ -105,15 +105,6 @@ def test_too_many_requests_without_a_reply_are_refused(session: Session) -> None
     assert session.reply_to(3) is None, "its place was needed"
 
 
-def test_one_slow_request_does_not_hold_up_the_others(session: Session) -> None:
-    session.begin(1)
-    for number in range(2, 100):
-        assert session.begin(number)
-        session.answered(number, [b""])
-    assert session.is_pending(1)
-    assert session.answered(1, [b"at last"])
-
-
 @given(
     st.lists(
         st.one_of(st.just("event"), st.just("push"), st.just("rebind"), st.just("bind"), st.integers(0, 12)),

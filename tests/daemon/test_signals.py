@@ -33,7 +33,6 @@ IGNORED = {
     **{f"SIGRTMIN+{at}": signal.SIGRTMIN + at for at in range(1, signal.SIGRTMAX - signal.SIGRTMIN)},
     "SIGRTMAX": signal.SIGRTMAX,
 }
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 CONFIG = "[logging]\nformat = 'json'\n"
 
@@ -68,15 +67,6 @@ def test_a_signal_that_means_nothing_here_is_logged_and_takes_nothing(daemon: Da
             assert "restart" in line["remedy"]
         client.free("kept", held)
         client.delete_pool("kept")
-
-
-@pytest.mark.parametrize("number", ENDING)
-def test_a_signal_to_end_is_logged_and_leaves_no_socket(number: signal.Signals) -> None:
-    with kit.daemon(CONFIG) as daemon:
-        daemon.process.send_signal(number)
-        assert daemon.process.wait(END_S) == 0
-        assert [line["signal"] for line in events(daemon.log, "asked to end")] == [number.name]
-        assert [one.name for one in daemon.runtime_dir.iterdir()] == ["daemon.lock"]
 
 
 def signals_of(status: str, field: str) -> set[int]:
@@ -114,12 +104,13 @@ def test_signals_before_the_daemon_serves_are_logged_once_it_does(tmp_path: Path
                 assert b"READY=1" in notifications.recv(4096), log.read_text()
             except TimeoutError:
                 pytest.fail(f"not ready, status {process.poll()}: {log.read_text()}")
-            process.terminate()
+            process.send_signal(signal.SIGQUIT)
             assert process.wait(END_S) == 0, log.read_text()
         finally:
             process.kill()
             process.wait(END_S)
     assert ignored(log) == set(IGNORED)
+    assert [line["signal"] for line in events(log, "asked to end")] == ["SIGQUIT"]
 
 
 def told_by(program: str) -> str:
@@ -155,24 +146,16 @@ def test_a_signal_that_a_library_uses_is_left_to_it() -> None:
     assert said == f"[{number}]\n"
 
 
-def test_libraries_of_the_store_process_may_use_real_time_signals() -> None:
-    status = told_by(
-        "from kvferry.daemon.process.signals import hold_back, ignore_but_for_libraries\n"
-        "hold_back()\n"
-        "ignore_but_for_libraries()\n"
-        "print(open('/proc/self/status').read())"
+def test_libraries_of_the_store_process_may_use_real_time_signals_and_it_has_an_end_though_it_hangs() -> None:
+    program = (
+        "from kvferry.daemon.process.signals import *; import signal; hold_back(); ignore_but_for_libraries()\n"
+        "print(open('/proc/self/status').read(), flush=True); end_within(0.01); signal.pause()"
     )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=END_S)
+    assert done.returncode == -signal.SIGALRM, done.stderr
     real_time = {number for number in IGNORED.values() if number >= signal.SIGRTMIN}
-    assert signals_of(status, "SigBlk") == set(IGNORED.values()) - real_time
-    assert set(IGNORED.values()) <= signals_of(status, "SigIgn")
-
-
-def test_the_store_process_has_an_end_though_it_hangs_then() -> None:
-    hanging = (
-        "import signal; from kvferry.daemon.process.signals import *; hold_back(); end_within(0.01); signal.pause()"
-    )
-    done = subprocess.run([sys.executable, "-c", hanging], check=False, timeout=END_S)
-    assert done.returncode == -signal.SIGALRM
+    assert signals_of(done.stdout, "SigBlk") == set(IGNORED.values()) - real_time
+    assert set(IGNORED.values()) <= signals_of(done.stdout, "SigIgn")
 
 
 def test_signals_while_it_drains_do_not_cut_it_short() -> None:
@@ -189,7 +172,7 @@ def test_signals_while_it_drains_do_not_cut_it_short() -> None:
         daemon.process.terminate()
         with pytest.raises(ShuttingDownError):
             client.wait_finished(late)  # it drains
-        for number in (*IGNORED.values(), signal.SIGTERM):
+        for number in (*IGNORED.values(), signal.SIGINT):
             daemon.process.send_signal(number)
         wait_until_ignored(client, daemon, set(IGNORED))
         ring.record(step)
@@ -199,6 +182,8 @@ def test_signals_while_it_drains_do_not_cut_it_short() -> None:
             while True:
                 client.ping()
         assert daemon.process.wait(END_S) == 0
+        assert [line["signal"] for line in events(daemon.log, "asked to end")] == ["SIGTERM", "SIGINT"]
+        assert [one.name for one in daemon.runtime_dir.iterdir()] == ["daemon.lock"]
 
 
 def test_a_reader_of_the_log_who_is_gone_does_not_matter(tmp_path: Path) -> None:

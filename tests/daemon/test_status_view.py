@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 
-import pytest
-
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.daemon.process.access import may_see_all
 from kvferry.daemon.services.status_view import seen_by
@@ -77,19 +75,14 @@ def test_a_user_sees_its_own_and_totals_of_the_others() -> None:
     assert (seen.others.sessions, seen.others.transfers, seen.others.operations, seen.others.tables) == (1, 1, 1, 1)
 
 
-@pytest.mark.parametrize("user", [None, 9])
-def test_who_has_nothing_sees_totals_alone(user: int | None) -> None:
-    seen = seen_by(report(), user)
-    assert not any((seen.pools, seen.sessions, seen.transfers, seen.tables, seen.operations))
-    assert seen.others is not None
-    assert (seen.others.users, seen.others.sessions) == (2, 2)
-
-
-def test_root_and_the_daemons_user_see_all() -> None:
-    assert may_see_all(0)
-    assert may_see_all(os.geteuid())
-    assert not may_see_all(None)
+def test_who_has_nothing_sees_totals_alone_and_root_all() -> None:
+    for user in (None, 9):
+        seen = seen_by(report(), user)
+        assert not any((seen.pools, seen.sessions, seen.transfers, seen.tables, seen.operations))
+        assert seen.others is not None
+        assert (seen.others.users, seen.others.sessions) == (2, 2)
     assert seen_by(report(), 0) == report()
+    assert [may_see_all(user) for user in (0, os.geteuid(), None)] == [True, True, False]
 
 
 def test_another_user_is_told_nothing_of_ours(daemon: Daemon, client: Client) -> None:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import pytest
 
-from kvferry.daemon.process import time_slices
 from kvferry.daemon.process.time_slices import (
     NICE,
     SHORTEST_NS,
@@ -105,17 +104,6 @@ def test_a_process_that_is_nicer_stays_so() -> None:
 
     with ThreadPoolExecutor(1) as executor:
         assert executor.submit(nicer).result() == [NICE + 2] * 3
-
-
-def test_where_there_is_no_such_call_it_is_nice_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_slices.platform, "machine", lambda: "unheard of")  # type: ignore[attr-defined]
-
-    def niceness() -> int:
-        run_in_background()
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    with ThreadPoolExecutor(1) as executor:
-        assert executor.submit(niceness).result() == NICE
 
 
 def test_a_daemons_loop_waits_for_nobody_and_nobody_for_what_is_in_the_background() -> None:

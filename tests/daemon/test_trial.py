@@ -30,28 +30,26 @@ def test_a_port_that_is_bound_but_not_listened_on_is_not_free(tmp_path: Path) ->
     assert tried(file, "peers.listen").problem == ""
 
 
-def test_an_address_of_another_host_cannot_be_listened_on(tmp_path: Path) -> None:
-    file = configured(tmp_path, '[peers]\nlisten = "tcp://198.51.100.1:7801"\n')
-    assert "cannot listen on tcp://198.51.100.1:7801" in tried(file, "peers.listen").problem
-
-
-def test_a_device_that_is_not_there_cannot_be_opened(tmp_path: Path) -> None:
-    assert tried(configured(tmp_path, '[devices]\nopen = ["cuda:99"]\n'), "devices.open").problem
-
-
-def test_a_configuration_that_the_daemon_refuses_is_a_problem(tmp_path: Path) -> None:
-    assert "numeric" in tried(configured(tmp_path, '[peers]\nlisten = "tcp://node:7801"\n'), "peers.listen").problem
-
-
-@pytest.mark.parametrize("key", ["peers.listen", "network.address", "tiers.remote.address", "devices.open"])
-def test_nothing_is_tried_that_is_not_configured(tmp_path: Path, key: str) -> None:
-    assert tried(configured(tmp_path, ""), key).problem == ""
+@pytest.mark.parametrize(
+    ("text", "key", "problem"),
+    [
+        ('[peers]\nlisten = "tcp://198.51.100.1:7801"\n', "peers.listen", "cannot listen on tcp://198.51.100.1:7801"),
+        ('[peers]\nlisten = "tcp://node:7801"\n', "peers.listen", "numeric"),
+        ('[devices]\nopen = ["cuda:99"]\n', "devices.open", "CUDA"),
+        *(("", key, "") for key in ("peers.listen", "network.address", "tiers.remote.address", "devices.open")),
+    ],
+)
+def test_what_cannot_be_had_is_a_problem_if_it_is_configured(tmp_path: Path, text: str, key: str, problem: str) -> None:
+    found = tried(configured(tmp_path, text), key).problem
+    assert problem in found
+    assert bool(found) is bool(problem)
 
 
 NETWORK = '[network]\ntransport = "mooncake"\naddress = "::1"\n'
 STORE = '[network]\naddress = "127.0.0.1"\n[tiers.remote]\ntransport = "mooncake_store"\naddress = "::1"\n'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("text", "key"), [(NETWORK, "network.address"), (STORE, "tiers.remote.address")])
 def test_bytes_go_through_the_configured_address(
     tmp_path: Path, require: Callable[[object, str], None], text: str, key: str

@@ -61,15 +61,6 @@ def test_the_same_messages_however_the_bytes_are_cut(messages: list[list[bytes]]
     assert stream.held_bytes == 0
 
 
-def test_at_most_so_many_at_a_time_and_the_rest_without_more_bytes() -> None:
-    stream = opened()
-    stream.feed(b"".join(encoded([bytes((number,))]) for number in range(5)))
-    assert taken(stream, 2) == [[b"\0"], [b"\1"]]
-    assert stream.has_more
-    assert taken(stream, 9) == [[b"\2"], [b"\3"], [b"\4"]]
-    assert not stream.has_more
-
-
 @pytest.mark.parametrize("unit", [frame(COMMAND, b""), frame(COMMAND, b"\4PING\0\0ab"), b"\1\0", b"\0\0"])
 def test_a_take_is_short_whatever_the_frames_are(unit: bytes) -> None:
     stream, takes = opened(), 0
@@ -125,17 +116,14 @@ def test_what_comes_byte_by_byte_counts_for_what_it_takes() -> None:
     assert stream.held_bytes >= kept * 0.8
 
 
-def test_the_handshake_is_answered_once_it_is_there() -> None:
+def test_the_handshake_is_answered_and_a_ping_is_with_its_context_and_says_how_long_silence_may_last() -> None:
     stream = IncomingStream(IDENTITY, LIMITS)
     assert bytes(stream.answers) == GREETING
     stream.answers.clear()
-    stream.feed(GREETING)
-    stream.take(1)
+    stream.feed(OPENING)
+    assert stream.take(1) == []
     assert bytes(stream.answers[2:8]) == b"\5READY"
-
-
-def test_a_ping_is_answered_with_its_context_and_says_how_long_silence_may_last() -> None:
-    stream = opened()
+    stream.answers.clear()
     stream.feed(frame(COMMAND, b"\4PING\0\x0fcontext"))
     assert stream.take(1) == []
     assert bytes(stream.answers) == frame(COMMAND, b"\4PONGcontext")
