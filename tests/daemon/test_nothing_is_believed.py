@@ -140,7 +140,3 @@ def test_a_claim_is_checked(harness: Harness, row: Row) -> None:
         harness.engine.say(row.kind, registered=said, **harness.filled(row.fields))
     assert (refused.value.code, refused.value.field) == (row.code, row.field), refused.value
     assert held(harness) == before
-
-
-def test_no_claim_is_there_twice() -> None:
-    assert len({row.claim for row in ROWS}) == len(ROWS)

@@ -11,33 +11,11 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
-from kvferry.daemon.transfer.endpoints import (
-    Announcement,
-    Clocked,
-    Incarnation,
-    RemoteEndpoint,
-    RemotePool,
-    SendRequest,
-)
-from kvferry.daemon.transfer.registry import (
-    Effect,
-    Notify,
-    SendToDaemon,
-    SendToPeer,
-    StopOp,
-    StopSending,
-    request_id_of,
-)
-from kvferry.daemon.transfer.transitions import State
-from kvferry.pools.planning.manifest import lay_out
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, NotOwnerError, PeerCancelledError, raised
-from kvferry.protocol.events import Settled
-from kvferry.protocol.peer_messages import Announce, OpEnded, ReceiveClosed, ReceiveName
 from tests import kit
 from tests.kit.daemons import Daemon, soon
 from tests.kit.kvferry_command import run_kvferry
-from tests.kit.transfers import layers
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 CONFIG = "[logging]\nformat = 'json'\nlevel = 'debug'\n"
@@ -149,26 +127,6 @@ def test_a_receive_hears_at_once_that_its_send_was_cancelled_at_another_daemon(
     assert (line["outcome"], "the other side ended" in line["detail"]) == ("PEER_CANCELLED", True)
     for side in sides:
         assert all(WHOLE.match(line.get("request_id", REQUEST)) for line in side.lines())
-
-
-PEER = Incarnation("ipc:///x", "")
-SEND_REQUEST = SendRequest(RemotePool(0, "prefill", lay_out(layers(1)), PEER, 0), REQUEST, 1, Clocked(0.0, 0.0), 1)
-TRANSFER = ReceiveName(request_id=REQUEST, pool="decode", tenant=0, epoch=1)
-
-
-@pytest.mark.parametrize(
-    ("effect", "request_id"),
-    [
-        (SendToPeer(PEER, Announce(receive_request=TRANSFER, deadline_ms=1)), REQUEST),
-        (SendToDaemon("ipc:///x", ReceiveClosed(receive_request=TRANSFER)), REQUEST),
-        (StopSending(RemoteEndpoint(Announcement(PEER, TRANSFER, 0.0), SEND_REQUEST, 1, State.OPEN)), REQUEST),
-        (Notify(1, Settled(request_id=REQUEST, pool="prefill", direction="send")), REQUEST),
-        (SendToPeer(PEER, OpEnded(op=1)), ""),
-        (StopOp(1), ""),
-    ],
-)
-def test_which_request_a_line_on_an_effect_names(effect: Effect, request_id: str) -> None:
-    assert request_id_of(effect) == request_id
 
 
 def test_an_error_keeps_its_request_on_the_way() -> None:

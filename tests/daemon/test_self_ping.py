@@ -1,31 +1,28 @@
-"""The daemon's ping of itself: against a scripted socket, and as a service manager hears of it from a real daemon."""
+"""The daemon's ping of itself: against a scripted socket, and as a service manager hears of it."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry.clients import Client, MhaSpec
+from kvferry.clients import AsyncClient, MhaSpec
 from kvferry.daemon.control import self_ping
 from kvferry.daemon.control.self_ping import SelfPing
+from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.base import Busy, ErrorReply, ReplyBody
 from kvferry.protocol.codec import encode
 from kvferry.protocol.envelope import Reply
 from kvferry.protocol.errors import DaemonLostError, StaleBootError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Pong
-from tests.kit.daemons import USERS_COMMAND
-from tests.kit.started import Started, started
+from tests.kit.in_process import serving
 
 OURS = new_boot_id()
 PATIENCE_S = 20.0
@@ -62,6 +59,11 @@ async def scripted() -> AsyncIterator[ScriptedSocket]:
             yield ScriptedSocket(router, path)
 
 
+@pytest.fixture(autouse=True)
+def _no_blocking_calls() -> None:
+    """Let a whole daemon block where it starts and ends."""
+
+
 @pytest.mark.anyio
 async def test_an_answer_is_reported_and_silence_is_not(scripted: ScriptedSocket) -> None:
     reports: asyncio.Queue[None] = asyncio.Queue()
@@ -92,59 +94,13 @@ async def test_a_daemon_that_does_not_answer_itself_is_not_ready(
     await ping.close()
 
 
-class Watched(NamedTuple):
-    """A daemon whose service manager is the test."""
-
-    runtime_dir: Path
-    process: Started
-
-
-@pytest.fixture
-def watched(tmp_path: Path) -> Iterator[tuple[Watched, socket.socket]]:
-    """Return a daemon with a watchdog of 0.1 s, which nobody enforces, and what it says to its service manager."""
-    log = tmp_path / "daemon.log"
-    with (
-        tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager,
-        log.open("wb") as output,
-    ):
-        manager.settimeout(PATIENCE_S)
-        manager.bind(f"{folder}/notify")
-        run = Path(folder) / "run"
-        environment = {"NOTIFY_SOCKET": f"{folder}/notify", "WATCHDOG_USEC": "100000"}
-        command = [*USERS_COMMAND, "--runtime-dir", os.fspath(run)]
-        process = started(command, environment=environment, stderr=output.fileno(), pipes=False)
-        while not manager.recv(4096).startswith(b"READY=1"):
-            assert process.poll() is None
-        try:
-            yield Watched(run, process), manager
-        finally:
-            manager.setblocking(False)  # noqa: FBT003  socket's own signature
-            heard(manager)  # its queue is short, and a full one would hold up the daemon's last words
-            process.terminate()
-        assert process.wait(PATIENCE_S) == 0, log.read_text()
-
-
-def heard(manager: socket.socket) -> list[bytes]:
-    """Return what has been said by now; the socket does not block."""
-    said = []
-    while True:
-        try:
-            said.append(manager.recv(4096))
-        except BlockingIOError:
-            return said
-
-
-def test_the_loop_is_free_while_a_large_pool_is_made_and_deleted(
-    watched: tuple[Watched, socket.socket],
-) -> None:
-    daemon, manager = watched
-    assert manager.recv(4096) == b"WATCHDOG=1"
+@pytest.mark.anyio
+async def test_the_loop_is_free_while_a_large_pool_is_made_and_deleted() -> None:
     spec = MhaSpec(layers=8, tokens=32768, page_size=128, kv_heads=8, head_dim=64, dtype="float16")
-    with Client.connect(daemon.runtime_dir) as client:
-        manager.setblocking(False)  # noqa: FBT003  socket's own signature
-        heard(manager)
-        pool = client.create_pool("large", spec)
-        said = heard(manager)
+    async with serving(tuning=Tuning(), watchdog_s=0.1) as one, await AsyncClient.connect(one.path) as client:
+        before = one.manager.pings
+        pool = await client.create_pool("large", spec)
         assert pool.manifest.region_bytes >= 1 << 29
-        assert len(said) > 2, "a watchdog of the time that this takes would end the daemon"
+        await client.delete_pool("large")
+        assert one.manager.pings > before + 2, "a watchdog of the time that this takes would end the daemon"
+        pool.close()

@@ -70,15 +70,6 @@ async def calls(anyio_backend: object) -> AsyncIterator[Calls]:  # noqa: ARG001 
 
 
 @pytest.mark.anyio
-async def test_who_waits_for_a_call_has_its_result_or_what_it_raises(calls: Calls) -> None:
-    calls.may_end.set()
-    assert await calls.call("first") == "first"
-    with pytest.raises(ZeroDivisionError):
-        await on_thread(calls.executor, lambda: 1 // 0)
-    assert calls.given_back == []
-
-
-@pytest.mark.anyio
 async def test_a_call_is_not_made_that_is_given_up_before_it_has_begun(calls: Calls) -> None:
     first = asyncio.create_task(calls.call("first"))
     await calls.begun.wait()

@@ -33,7 +33,6 @@ from kvferry.pools.tiers.block_file import DiskFailedError
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.protocol.config.schema import DiskTierConfig, TiersConfig
 from kvferry.protocol.errors import OverloadedError
-from kvferry.protocol.session_messages import Finding, Verified
 from tests import kit
 from tests.kit.daemons import Daemon, said_by_another_user
 from tests.kit.in_process import CONFIG as BARE
@@ -356,13 +355,6 @@ async def test_the_command(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -
     command = ["verify", "--runtime-dir", str(daemon.runtime_dir), "--json", "--deep"]
     status = await asyncio.to_thread(main, command)
     assert (status, msgspec.json.decode(capsys.readouterr().out)["findings"]) == (0, [])
-
-
-def test_a_finding_is_one_line() -> None:
-    finding = Finding(where="here", what="page 1 is odd", remedy="mend it.", at=(1, 2), count=5, holder="a SEND")
-    assert finding_line(finding) == "here: page 1 is odd; at 1, 2 and 3 more; held by a SEND. To do: mend it."
-    closing = closing_line(Verified(findings=(finding,), checked={"pages": 7}, left_out=2, longest_step_us=1500))
-    assert closing == "verify: 7 pages: 3 findings (others waited for 1.5 ms at most)"
 
 
 def test_other_users_are_refused(daemon: Daemon) -> None:

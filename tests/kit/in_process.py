@@ -41,13 +41,14 @@ async def serving(
     *,
     tuning: Tuning = TUNING,
     network: NetworkMemory | None = None,
+    watchdog_s: float | None = None,
 ) -> AsyncIterator[Serving]:
     """Run a daemon; it is stopped in the end, if it was not before, and must have ended well.
 
-    ``store`` keeps what outlives it.
+    ``store`` keeps what outlives it; ``watchdog_s`` is its service manager's.
     """
     configure_logs(CONFIG.logging)
-    stopping, manager = asyncio.Event(), RecordingServiceManager()
+    stopping, manager = asyncio.Event(), RecordingServiceManager(watchdog_s)
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         directory = await asyncio.to_thread(RuntimeDirectory(Path(folder) / "run").__enter__)
         daemon = Daemon(config, directory, stopping, network, tuning=tuning, store=store)

@@ -13,10 +13,13 @@ class RecordingServiceManager(ServiceManager):
     Attributes:
         said: the states so far, in order: ``ready`` and ``stopping``.
         is_ready: set once the daemon serves.
+        pings: how often the daemon has said that it is alive; it does where there is a ``watchdog_s``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watchdog_s: float | None = None) -> None:
         super().__init__({})
+        self.watchdog_s = watchdog_s
+        self.pings = 0
         self.said: list[str] = []
         self.is_ready = asyncio.Event()
 
@@ -33,3 +36,7 @@ class RecordingServiceManager(ServiceManager):
     def stopping(self) -> None:
         """See ``ServiceManager.stopping``."""
         self.said.append("stopping")
+
+    def alive(self) -> None:
+        """See ``ServiceManager.alive``."""
+        self.pings += 1
