@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.census.execution import Entered, entered, offload, transfer
+from tests.census.execution import entered, offload, transfer
 from tests.census.source import count
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,12 +21,12 @@ def main(arguments: list[str]) -> int:
     rows: list[tuple[str, object]] = [(name.replace("_", " "), value) for name, value in counted._asdict().items()]
     requests = {"SEND": entered(ROOT, transfer), "OFFLOAD": entered(ROOT, offload)}
     for name, found in requests.items():
-        rows += [(f"{name}: modules", found.modules), (f"{name}: functions", len(found.functions))]
+        rows += [(f"{name}: modules", len({file for file, _ in found})), (f"{name}: functions", len(found))]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:{width}} {_shown(value, width)}")
-    if arguments == ["functions"]:
-        _print_functions(requests)
+    for name, found in requests.items() if arguments == ["functions"] else ():
+        print("\n".join([f"\n{name}", *(f"  {file} {function}" for file, function in sorted(found))]))
     return 0
 
 
@@ -34,13 +34,6 @@ def _shown(value: object, indent: int) -> str:
     if isinstance(value, list):
         return f"{len(value)}" + "".join(f"\n{'':{indent}} {one}" for one in value)
     return str(value)
-
-
-def _print_functions(requests: dict[str, Entered]) -> None:
-    for name, found in requests.items():
-        print(f"\n{name}")
-        for file, function in sorted(found.functions):
-            print(f"  {file} {function}")
 
 
 if __name__ == "__main__":

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
-import tempfile
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from types import CodeType, FrameType
+from typing import Final
+
+import msgspec
 
 from kvferry.clients import AttachedPool, Client, MhaSpec, ModelIdentity, pages
+from kvferry.daemon.daemon import Tuning
+from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.ids import new_request_id
-from tests.kit.daemons import END_S, start_and_wait_until_ready
+from tests.kit.in_process import CONFIG, serving
 
 SPEC: Final = MhaSpec(layers=2, tokens=256, page_size=16, kv_heads=2, head_dim=8, dtype="float32")
-CONFIG: Final = '[tiers]\nhost_bytes = "4MiB"\n'
 PAGES: Final = 4
 
 
-class Entered(NamedTuple):
-    """The functions of the product that a daemon's threads entered, as (module's file, qualified name)."""
+class Recorder:
+    """A profile function of all threads but the engine's. Sets are all that it touches: it runs at every call."""
 
-    functions: frozenset[tuple[str, str]]
+    def __init__(self) -> None:
+        self.on = False
+        self.engine = 0
+        self.entered: set[CodeType] = set()
 
-    @property
-    def modules(self) -> int:
-        """Return how many modules they are of."""
-        return len({file for file, _ in self.functions})
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        """Note a function that is entered."""
+        del argument
+        if self.on and event == "call" and threading.get_ident() != self.engine:
+            self.entered.add(frame.f_code)
 
 
 def transfer(client: Client, pool: AttachedPool) -> Callable[[], None]:
@@ -48,35 +57,37 @@ def transfer(client: Client, pool: AttachedPool) -> Callable[[], None]:
 def offload(client: Client, pool: AttachedPool) -> Callable[[], None]:
     """Prepare pages; return their OFFLOAD, to its end."""
     ids = client.allocate(pool.name, PAGES)
-
-    def store() -> None:
-        client.wait_done(client.offload(pool.name, [pages(ids)]))
-
-    return store
+    return lambda: client.wait_done(client.offload(pool.name, [pages(ids)])) and None
 
 
-def entered(root: Path, prepare: Callable[[Client, AttachedPool], Callable[[], None]]) -> Entered:
-    """Return what the second one of such requests enters in a daemon of its own."""
-    with tempfile.TemporaryDirectory(prefix="kvferry-census-") as name:
-        folder = Path(name)
-        switch, config, run = folder / "on", folder / "daemon.toml", folder / "run"
-        switch.write_bytes(b"\0")
-        config.write_text(CONFIG)
-        command = ["-m", "tests.census.traced_daemon", str(folder), "--config", str(config), "--runtime-dir", str(run)]
-        process = start_and_wait_until_ready(command, folder / "notify", folder / "log", {})
-        try:
-            with Client.connect(run) as client:
-                pool = client.create_pool("census", SPEC, model=ModelIdentity(name="census"))
-                prepare(client, pool)()
-                request = prepare(client, pool)
-                with switch.open("r+b") as flag:
-                    os.pwrite(flag.fileno(), b"\1", 0)
-                    request()
-                    client.ping()  # so that what came before it has been done
-                    os.pwrite(flag.fileno(), b"\0", 0)
-        finally:
-            process.terminate()
-            process.wait(END_S)
-        found = json.loads((folder / "entered.json").read_text())
-    inside = [(str(Path(file).relative_to(root)), function) for file, function in found if file.startswith(f"{root}/")]
-    return Entered(frozenset(one for one in inside if not one[0].startswith(("tests/", ".venv"))))
+def entered(root: Path, prepare: Callable[[Client, AttachedPool], Callable[[], None]]) -> set[tuple[str, str]]:
+    """Return (module's file, function) of what the second one of such requests enters in a daemon of its own."""
+    recorder = Recorder()
+
+    def ask(path: Path) -> None:
+        recorder.engine = threading.get_ident()
+        with Client.connect(path) as client:
+            pool = client.create_pool("census", SPEC, model=ModelIdentity(name="census"))
+            prepare(client, pool)()
+            request = prepare(client, pool)
+            recorder.on = True
+            request()
+            client.ping()  # so that what came before it has been done
+            recorder.on = False
+            pool.close()
+
+    async def run() -> None:
+        config = msgspec.structs.replace(CONFIG, tiers=TiersConfig(host_bytes=4 << 20))
+        async with serving(config, tuning=Tuning()) as one:
+            await asyncio.to_thread(ask, one.path)
+
+    threading.setprofile(recorder)
+    sys.setprofile(recorder)
+    try:
+        asyncio.run(run())
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    files = ((os.path.relpath(os.path.realpath(one.co_filename), root), one.co_qualname) for one in recorder.entered)
+    made = (".", "<", "tests")  # outside of the checkout or in an environment, by Python itself, by the tests
+    return {(file, name) for file, name in files if not file.startswith(made) and not name.endswith(">")}
