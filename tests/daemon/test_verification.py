@@ -20,7 +20,6 @@ import torch
 from kvferry.clients import AsyncClient, Client, ModelIdentity, new_request_id, pages, pages_wanted
 from kvferry.clients.cli.main import main
 from kvferry.clients.cli.verify import closing_line, finding_line
-from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.snapshots import Snapshot, SnapshotRegistry
@@ -61,57 +60,19 @@ class DamagedAllocator(PageAllocator):
 
 
 class Busy(NamedTuple):
-    """A daemon in which everything holds something, and its books."""
+    """A daemon in which everything holds something, and its books; the file is the first block's."""
 
     client: AsyncClient
-    made: dict[type[Any], Any]
-    """By class: the one that the daemon made."""
-    disk: Path
     path: Path
-
-    @property
-    def pool(self) -> Pool:
-        """Return the one pool."""
-        pools: PoolRegistry = self.made[PoolRegistry]
-        return next(iter(pools))
-
-    @property
-    def allocator(self) -> PageAllocator:
-        """Return its allocator."""
-        return self.pool.allocator
-
-    @property
-    def endpoints(self) -> Endpoints:
-        """Return the book of transfers."""
-        machine: TransferStateMachine = self.made[TransferStateMachine]
-        return machine.endpoints
-
-    @property
-    def host(self) -> HostTier:
-        """Return the host tier."""
-        tier: HostTier = self.made[HostTier]
-        return tier
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """Return the snapshot that is written."""
-        snapshots: SnapshotRegistry = self.made[SnapshotRegistry]
-        return next(one for one in snapshots if one.state == "ready")
-
-    @property
-    def blocks(self) -> list[CachedBlock]:
-        """Return the cached blocks."""
-        return self.host.index.page(0, 10).blocks
-
-    @property
-    def owner(self) -> int:
-        """Return the number of the client's instance."""
-        return next(iter(self.allocator.pages_by_owner()))
-
-    @property
-    def file(self) -> Path:
-        """Return the file of the first cached block."""
-        return next(one for one in self.disk.rglob(HASHES[0].hex()))
+    disk: Path
+    file: Path
+    pool: Pool
+    allocator: PageAllocator
+    owner: int
+    endpoints: Endpoints
+    host: HostTier
+    snapshot: Snapshot
+    blocks: list[CachedBlock]
 
 
 @pytest.fixture
@@ -119,21 +80,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[type[Any], Any]:
     """Return what the daemon makes of some of its parts, by class."""
     found: dict[type[Any], Any] = {}
 
-    def record(where: str, kind: type[Any]) -> None:
-        def make(*arguments: Any, **more: Any) -> Any:  # noqa: ANN401  whatever the class takes
-            found[kind] = kind(*arguments, **more)
-            return found[kind]
-
-        monkeypatch.setattr(f"kvferry.daemon.{where}.{kind.__name__}", make)
+    def make(kind: type[Any], *arguments: Any, **more: Any) -> Any:  # noqa: ANN401  whatever the class takes
+        found[kind] = kind(*arguments, **more)
+        return found[kind]
 
     for where, kind in (
         ("daemon", PoolRegistry),
-        ("daemon", SessionRegistry),
         ("daemon", TransferStateMachine),
         ("services.tiers", HostTier),
         ("services.offload", SnapshotRegistry),
     ):
-        record(where, kind)
+        monkeypatch.setattr(f"kvferry.daemon.{where}.{kind.__name__}", partial(make, kind))
     return found
 
 
@@ -160,7 +117,20 @@ async def busy(made: dict[type[Any], Any], tmp_path: Path) -> AsyncIterator[Busy
         await client.lookup("pool", HASHES[:1])
         while sum(tier.blocks for tier in (await client.status()).tiers if tier.tier == "disk") < len(kept):
             pass  # each look is a round trip
-        yield Busy(client, made, disk, one.path)
+        (its,) = made[PoolRegistry]
+        yield Busy(
+            client=client,
+            path=one.path,
+            disk=disk,
+            file=next(one for one in disk.rglob(HASHES[0].hex())),
+            pool=its,
+            allocator=its.allocator,
+            owner=next(iter(its.allocator.pages_by_owner())),
+            endpoints=made[TransferStateMachine].endpoints,
+            host=made[HostTier],
+            snapshot=next(one for one in made[SnapshotRegistry] if one.state == "ready"),
+            blocks=made[HostTier].index.page(0, 10).blocks,
+        )
 
 
 async def test_nothing_is_wrong_in_a_daemon_at_work(busy: Busy) -> None:
@@ -176,6 +146,18 @@ async def test_nothing_is_wrong_in_a_daemon_at_work(busy: Busy) -> None:
         "files": 3,
     }
     assert "nothing is wrong" in closing_line(verified)
+
+
+def a_reader_is_leaked(busy: Busy) -> None:
+    busy.allocator.begin_read(busy.owner, busy.allocator.allocate(busy.owner, 2), "pages")
+
+
+def a_deadline_is_forgotten(busy: Busy) -> None:
+    busy.endpoints.deadlines.drop(next(iter(busy.endpoints)))
+
+
+def a_block_is_written_by_nobody(busy: Busy) -> None:
+    busy.host.index.begin(busy.blocks[0].namespace, HASHES[3:], None, 4096)
 
 
 def a_reader_is_lost(busy: Busy) -> None:
@@ -213,7 +195,7 @@ def a_file_is_unknown(busy: Busy) -> None:
     busy.file.rename(other)
 
 
-def set_first_block(**fields: object) -> Callable[[Busy], None]:
+def a_block_has(**fields: object) -> Callable[[Busy], None]:
     def damage(busy: Busy) -> None:
         for name, value in fields.items():
             setattr(busy.blocks[0], name, value)
@@ -228,47 +210,23 @@ ARENA, PINS, FILES = "the host tier's memory", "the pins of cached blocks", "the
 @pytest.mark.parametrize(
     ("damage", "where", "what"),
     [
-        (
-            lambda busy: busy.allocator.begin_read(busy.owner, busy.allocator.allocate(busy.owner, 2), "pages"),
-            POOL,
-            "page 10 has 1 readers, its holders say 0",
-        ),
+        (a_reader_is_leaked, POOL, "page 10 has 1 readers, its holders say 0"),
         (a_reader_is_lost, POOL, "page 1 has 0 readers, its holders say 1"),
         (partial(a_writer_is_lost, temporary=False), POOL, "page 4 has 0 writers, its holders say 1"),
         (partial(a_writer_is_lost, temporary=True), POOL, "page 1 has 0 writers, its holders say 1"),
-        (
-            lambda busy: busy.allocator.allocate(NOBODY, 1),
-            POOL,
-            "a page belongs to an instance that has ended",
-        ),
-        (
-            lambda busy: busy.endpoints.deadlines.drop(next(iter(busy.endpoints))),
-            "the transfers",
-            "an open request has no deadline",
-        ),
-        (
-            lambda busy: busy.host.arena.allocate(1, 4096),
-            ARENA,
-            "4096 bytes are allocated, and nothing holds them",
-        ),
+        (lambda busy: busy.allocator.allocate(NOBODY, 1), POOL, "a page belongs to an instance that has ended"),
+        (a_deadline_is_forgotten, "the transfers", "an open request has no deadline"),
+        (lambda busy: busy.host.arena.allocate(1, 4096), ARENA, "4096 bytes are allocated, and nothing holds them"),
         (a_charge_is_leaked, ARENA, "is charged"),
         (a_snapshots_memory_is_freed, ARENA, "it is held twice, also by snapshot"),
         (two_blocks_have_the_same_memory, ARENA, "it is held twice, also by cached blocks"),
         (lambda busy: busy.host.index.pin(busy.blocks, NOBODY), PINS, "has 1 pins of 4711, who says 0"),
         (lambda busy: busy.host.index.unpin(busy.blocks[:1], busy.owner), PINS, "has 1 pins of 1, who says 2"),
-        (
-            lambda busy: busy.host.index.begin(busy.blocks[0].namespace, HASHES[3:], None, 4096),
-            "the blocks being stored",
-            "a block is being written, and no STORE writes it",
-        ),
+        (a_block_is_written_by_nobody, "the blocks being stored", "a block is being written, and no STORE writes it"),
         (a_count_of_bytes_is_wrong, "the cached blocks", "cached bytes, 12287 are counted"),
-        (
-            set_first_block(offsets=np.empty(0, np.int64)),
-            "the cached blocks",
-            "a block with memory for 0 of its 1 pages",
-        ),
-        (set_first_block(state=BlockState.DOOMED), "the cached blocks", "a visible block that is not READY"),
-        (set_first_block(on_disk=False), "the disk tier's index", "and the index says that it has none"),
+        (a_block_has(offsets=np.empty(0, np.int64)), "the cached blocks", "a block with memory for 0 of its 1 pages"),
+        (a_block_has(state=BlockState.DOOMED), "the cached blocks", "a visible block that is not READY"),
+        (a_block_has(on_disk=False), "the disk tier's index", "and the index says that it has none"),
         (lambda busy: busy.file.unlink(), FILES, "has None bytes, "),
         (lambda busy: busy.file.write_bytes(busy.file.read_bytes()[:-1]), FILES, "bytes are not 1 pages of"),
         (a_file_is_unknown, FILES, "bytes, None are known"),
