@@ -232,10 +232,12 @@ V: Final = said("v", ARRAY_BYTES)
 CLAIMS: Final[dict[str, tuple[Claim, str, str]]] = {
     "may shrink": (Claim(lambda: memfd(seals=fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)), "INVALID_FIELD", "memory"),
     "sealed against writing": (Claim(lambda: memfd(seals=SEALS | fcntl.F_SEAL_WRITE)), "INVALID_FIELD", "memory"),
+    "empty": (Claim(lambda: memfd(0)), "INVALID_FIELD", "memory"),
     "to be read only": (Claim(read_only), "INVALID_FIELD", "memory"),
     "no memory": (Claim(lambda: socket.socket(socket.AF_UNIX).detach()), "INVALID_FIELD", "memory"),
     "too short": (Claim(lambda: memfd(2 * ARRAY_BYTES - 1)), "INVALID_FIELD", "main/v.storage"),
     "beyond its end": (Claim(arrays=(K, said("v", MEMORY_BYTES))), "INVALID_FIELD", "main/v.storage"),
+    "far beyond its end": (Claim(arrays=(K, said("v", (1 << 63) - 1))), "INVALID_FIELD", "main/v.storage"),
     "inside an element": (Claim(arrays=(K, said("v", ARRAY_BYTES + 2))), "INVALID_FIELD", "main/v.storage"),
     "a byte of the other": (Claim(arrays=(K, said("v", ARRAY_BYTES - 4))), "INVALID_FIELD", "main/v.storage"),
     "nowhere": (Claim(arrays=(K, said("v", None))), "INVALID_FIELD", "main/v.offset_bytes"),
