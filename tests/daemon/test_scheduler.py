@@ -37,21 +37,6 @@ class Clock:
         return self.now_s
 
 
-def test_it_is_quiet_while_no_transfer_is_about() -> None:
-    clock = Clock()
-    scheduler = Scheduler(BOUNDS, clock=clock)
-    found = [scheduler.quiet]
-    scheduler.transfer_began()
-    clock.now_s += 2 * QUIET_S
-    found.append(scheduler.quiet)
-    scheduler.transfer_ended()
-    clock.now_s += QUIET_S / 2
-    found.append(scheduler.quiet)
-    clock.now_s += QUIET_S
-    found.append(scheduler.quiet)
-    assert found == [True, False, False, True], "before, in flight, just ended (the next may be about to begin), later"
-
-
 # -- against an oracle
 
 
@@ -63,6 +48,7 @@ class Oracle:
         self.running: dict[int, tuple[OperationClass, int]] = {}
         self.transfers = 0
         self.last_patient_s = float("-inf")
+        self.quiet_from_s = float("-inf")
 
     def settle(self, now_s: float) -> None:
         """Start what may start."""
@@ -96,6 +82,7 @@ async def settle() -> None:
 
 @given(OPERATIONS)
 @example([("began", 0, 0), ("ask", 0, 1), ("ask", 1, 1), ("pass", 0.3, 0), ("end", 0, 0), ("pass", 0.1, 0)])
+@example([("began", 0, 0), ("ask", 0, 1), ("ask", 1, 1), ("ended", 0, 0), ("pass", 0.1, 0)])
 @example([("ask", 0, 9 * MIB), ("ask", 0, 1), ("ask", 1, 1), ("cancel", 0, 0)])
 def test_what_may_start_does_and_nothing_else(operations: list[tuple[str, float, int]]) -> None:
     async def run() -> None:
@@ -123,12 +110,14 @@ def test_what_may_start_does_and_nothing_else(operations: list[tuple[str, float,
             elif name == "ended" and oracle.transfers:
                 scheduler.transfer_ended()
                 oracle.transfers -= 1
+                oracle.quiet_from_s = clock.now_s + QUIET_S
             oracle.settle(clock.now_s)
             await settle()
             waiting = {one[1] for one in oracle.waiting}
             assert {number for number, task in tasks.items() if not task.done()} == waiting
             assert scheduler.bytes_in_flight == sum(size for _, size in oracle.running.values())
             assert scheduler.transfers == oracle.transfers
+            assert scheduler.quiet == (not oracle.transfers and clock.now_s > oracle.quiet_from_s), "or soon after one"
         scheduler.close()
         assert not any([await tasks[one[1]] for one in oracle.waiting]), "closed"
 

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from kvferry.daemon.process.time_slices import (
     NICE,
     SHORTEST_NS,
@@ -47,63 +45,43 @@ def attributes_of(thread: int) -> Attributes:
     return Attributes(*struct.unpack(FORM, found.raw))
 
 
-def own_attributes() -> Attributes:
-    """Return the calling thread's."""
-    return attributes_of(0)
-
-
 def attributes_after(action: Callable[[], None]) -> Attributes:
     """Return a thread's after it has called that, and check that it has changed no other one's."""
-    before = own_attributes()
+    before = attributes_of(0)
 
     def called() -> Attributes:
         action()
-        return own_attributes()
+        return attributes_of(0)
 
     with ThreadPoolExecutor(1) as executor:
         found = executor.submit(called).result()
-    assert own_attributes() == before
+    assert attributes_of(0) == before
     return found
 
 
-@pytest.mark.parametrize(
-    ("action", "policy", "nice"),
-    [
-        (run_in_background, os.SCHED_BATCH, NICE),
-        (be_prompt, os.SCHED_OTHER, 0),
-    ],
-)
-def test_a_thread_has_the_slices_that_it_should(action: Callable[[], None], policy: int, nice: int) -> None:
-    nice = max(nice, os.getpriority(os.PRIO_PROCESS, 0))
-    found = attributes_after(action)
-    assert (found.policy, found.nice) == (policy, nice)
-    assert found.slice_ns in {0, SHORTEST_NS}, "a kernel before 6.12 knows no slices"
+def test_a_thread_has_the_slices_that_it_should_and_no_other_one_has() -> None:
+    least = os.getpriority(os.PRIO_PROCESS, 0)
+    for action, policy, nice in ((run_in_background, os.SCHED_BATCH, NICE), (be_prompt, os.SCHED_OTHER, 0)):
+        found = attributes_after(action)
+        assert (found.policy, found.nice) == (policy, max(nice, least))
+        assert found.slice_ns in {0, SHORTEST_NS}, "a kernel before 6.12 knows no slices"
 
-
-def test_threads_inherit_slices_until_they_are_as_others() -> None:
-    def changed() -> list[Attributes]:
+    def usual_again() -> Attributes:
         be_prompt()
-        prompt = own_attributes()
-        inherited, usual = attributes_after(lambda: None), attributes_after(be_as_others)
-        return [prompt, inherited, usual]
+        assert attributes_after(lambda: None) == attributes_of(0), "threads inherit it"
+        return attributes_after(be_as_others)
 
-    usual = own_attributes()
     with ThreadPoolExecutor(1) as executor:
-        prompt, inherited, reset = executor.submit(changed).result()
-    assert (inherited, reset) == (prompt, usual)
+        assert executor.submit(usual_again).result() == attributes_of(0)
 
 
 def test_a_process_that_is_nicer_stays_so() -> None:
-    def nicer() -> list[int]:
+    def nicer() -> set[int]:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE + 2)
-        found = []
-        for action in (be_prompt, run_in_background, be_as_others):
-            action()
-            found.append(own_attributes().nice)
-        return found
+        return {attributes_after(action).nice for action in (be_prompt, run_in_background, be_as_others)}
 
     with ThreadPoolExecutor(1) as executor:
-        assert executor.submit(nicer).result() == [NICE + 2] * 3
+        assert executor.submit(nicer).result() == {NICE + 2}
 
 
 def test_a_daemons_loop_waits_for_nobody_and_nobody_for_what_is_in_the_background() -> None:
