@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import DaemonLostError, NoSessionError
+from kvferry.protocol.errors import NoSessionError
 from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import SessionOpen
-from kvferry.protocol.settings import SESSION_SOCKET
 from kvferry.protocol.transfer_messages import Accepted, Receive, Result
 from tests import kit
 from tests.kit.daemons import Daemon, said_by_another_user, soon
@@ -87,59 +83,17 @@ def test_pages_transfers_and_events_go_on(daemon: Daemon, other: Client) -> None
         assert soon(lambda: "keeper" not in connected(other)), "it did not ask to be kept again"
 
 
-def test_unacknowledged_events_are_sent_again(daemon: Daemon, other: Client) -> None:
-    request_id = new_request_id()
+def test_one_that_knows_the_secret_resumes_and_only_one_of_many_at_once(daemon: Daemon, other: Client) -> None:
     with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
-        body, _, lists = receive(engine, request_id, 2)
-        sent = other.send(POOL, request_id, [pages(other.allocate(POOL, 2))])
-        other.wait_settled(sent)
-        assert engine.control.poll(SOON_MS), "they were sent once, and nobody read them"
+        secret = engine.channel.opened.secret
+        opening = calls.session_open("", resume=secret)
+        with pytest.raises(NoSessionError, match="has its socket") as refused:
+            SessionChannel.open(daemon.runtime_dir, opening)
+        assert refused.value.field == "resume"
         lose_socket(engine, other)
-        with resumed(daemon.runtime_dir, engine.channel.opened) as again:
-            known, _ = again.core.transfer(body, lists)  # as an engine that remembers its transfers
-            again.control.send_multipart(again.core.frames(again.core.request(Ping())))
-            while not known.is_settled:
-                assert again.control.poll(SOON_MS)
-                again.core.feed(again.control.recv_multipart())
-            assert known.outcome().pages == 2
-
-
-def test_a_client_resumes(daemon: Daemon, other: Client) -> None:
-    before = set(session_sockets())
-    first = Client.connect(daemon.runtime_dir, name="keeper", reconnect=False, keep=True)
-    (its,) = set(session_sockets()) - before
-    ids = first.allocate(POOL, 2)
-    with pytest.raises(NoSessionError, match="has its socket") as refused:
-        Client.connect(daemon.runtime_dir, resume=first.secret)
-    assert refused.value.field == "resume"
-    with pytest.raises(NoSessionError):
-        Client.connect(daemon.runtime_dir, resume=b"x" * len(first.secret))
-    secret = first.secret
-    with socket.socket(fileno=os.dup(its)) as cut:  # lost, without the client's good-bye
-        cut.shutdown(socket.SHUT_RDWR)
-    assert soon(lambda: not connected(other)["keeper"])
-    with pytest.raises(DaemonLostError):
-        first.poll(1.0)
-    with Client.connect(daemon.runtime_dir, resume=secret, keep=True) as again:
-        assert again.free(POOL, ids).freed == 2
-    assert soon(lambda: "keeper" not in connected(other)), "close ends what would be kept"
-    first.close()
-
-
-def session_sockets() -> Iterator[int]:
-    """Yield this process's descriptors that are connected to a session socket."""
-    for link in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # the listing's own, or no socket, or not connected
-            if os.fspath(link.readlink()).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(link.name))) as one:
-                    if one.family == socket.AF_UNIX and one.getpeername().endswith(f"/{SESSION_SOCKET}"):
-                        yield int(link.name)
-
-
-def test_only_one_of_many_at_once(daemon: Daemon, other: Client) -> None:
-    with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
-        lose_socket(engine, other)
-        opening = calls.session_open("", resume=engine.channel.opened.secret)
+        for wrong in (b"x", bytes(len(secret)), secret[:-1]):
+            with pytest.raises(NoSessionError):
+                SessionChannel.open(daemon.runtime_dir, calls.session_open("", resume=wrong))
         outcomes: list[SessionChannel | NoSessionError] = []
         together = threading.Barrier(8)
 

@@ -93,18 +93,6 @@ def test_a_boot_that_was_cut_off_changes_no_session() -> None:
     assert SessionIndex(memory).boot_id == NEXT
 
 
-def test_boots_that_do_not_come_up_are_counted() -> None:
-    memory = new_index()
-    index = SessionIndex(memory)
-    for tries in (1, 2):
-        index.begin(BOOT)
-        assert index.tries == tries
-    index.came_up()
-    assert (index.tries, index.boot_id) == (0, BOOT)
-    memory.data[48 + 16] ^= 1  # the boot's record: nothing is known of it
-    assert (index.tries, index.boot_id) == (0, "")
-
-
 @DEVICE.examples(150)
 @given(st.integers(0, 8 * (3 * SESSION_BYTES + 256) - 1))
 def test_a_flipped_bit_loses_at_most_one_session(bit: int) -> None:
