@@ -52,6 +52,12 @@ def test_a_manager_that_reads_nothing_holds_up_nobody(
         manager.ready("serving")
 
 
+def test_a_manager_that_is_gone_or_none_does_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for environ, said in (({}, False), ({"NOTIFY_SOCKET": str(tmp_path / "none")}, True)):
+        ServiceManager(environ).ready("serving")
+        assert ("service manager not notified" in "".join(capsys.readouterr())) == said
+
+
 @pytest.mark.parametrize(
     ("environ", "watchdog_s"),
     [

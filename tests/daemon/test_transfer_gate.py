@@ -9,12 +9,13 @@ import pytest
 
 from kvferry.clients import new_request_id, pages
 from kvferry.daemon.control.control_socket import ControlSocket
+from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol.codec import Frames, decode_from_daemon
 from kvferry.protocol.errors import InternalError
-from tests.kit.in_process import ON_THREADS, SPEC, client_of_one
+from tests.kit.in_process import ON_THREADS, SPEC, TUNING, client_of_one
 from tests.kit.peers import Transfer
 
 pytestmark = pytest.mark.anyio
@@ -91,7 +92,11 @@ async def test_the_scheduler_knows_each_op_from_before_its_copy_until_after_it(
             heard.clear()
 
 
-async def test_engines_are_told_before_what_gave_way_goes_on(heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tuning", [TUNING, ON_THREADS], ids=["at once", "on a thread"])
+async def test_engines_are_told_in_order_and_before_what_gave_way_goes_on(
+    heard: list[str], monkeypatch: pytest.MonkeyPatch, tuning: Tuning
+) -> None:
+    """No event overtakes the reply to what caused it, also where the copy is over before the request is answered."""
     send = ControlSocket.send
 
     def noted(self: ControlSocket, identity: bytes, frames: Frames, *, more: bool = False) -> bool:
@@ -100,15 +105,18 @@ async def test_engines_are_told_before_what_gave_way_goes_on(heard: list[str], m
         return send(self, identity, frames, more=more)
 
     monkeypatch.setattr(ControlSocket, "send", noted)
-    async with client_of_one(ON_THREADS) as (client, _):
+    async with client_of_one(tuning) as (client, _):
         request_id = new_request_id()
         receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
-        sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
+        ids = await client.allocate("pool", 2)
+        heard.clear()
+        sending = client.send("pool", request_id, [pages(ids)])
         for one in (receiving, sending):
             await client.wait_settled(one)
+    assert next(one for one in heard if one[0].isupper()) == "Accepted", heard
     told = [number for number, one in enumerate(heard) if one in {"Finished", "Settled", "Together"}]
     assert heard.index("copy") < min(told)
-    assert max(told) < heard.index("ended"), heard
+    assert tuning is TUNING or max(told) < heard.index("ended"), heard
 
 
 @pytest.mark.parametrize("begins", [False, True])

@@ -22,7 +22,7 @@ from kvferry.clients import AsyncClient, Client, MhaSpec, calls
 from kvferry.clients.core.client_core import ClientCore
 from kvferry.daemon.control.session_index import INDEX_BYTES, SessionIndex
 from kvferry.daemon.process.access import HOLDER_SOCKET
-from kvferry.daemon.process.fd_store import HolderStore, open_store
+from kvferry.daemon.process.fd_store import ANSWER_S, HolderStore, open_store
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.host import HostRegion
@@ -375,6 +375,28 @@ def test_pools_are_made_and_deleted_while_the_holder_stands_still(life: Daemon) 
     life.start()
     with Client.connect(life.runtime_dir) as client:
         assert [one.pool for one in client.status().pools] == ["after"]
+
+
+@pytest.mark.full
+def test_a_store_that_stands_still_is_counted_once() -> None:
+    class Silent(ScriptedStore):
+        pid = os.getpid()
+        looks = 0
+
+        def silent_s(self) -> float:
+            self.looks += 1
+            return 2 * ANSWER_S
+
+    store = Silent()
+
+    async def looked_at() -> int:
+        async with serving(store=store) as one, await AsyncClient.connect(one.path) as client:
+            while store.looks < 3:
+                await client.status()
+            return (await client.status()).counters["adoption.store_silent"]
+
+    assert asyncio.run(looked_at()) == 1
+    store.remove(list(store.kept))
 
 
 def test_what_an_earlier_daemon_left_ends_where_nobody_keeps_anything() -> None:
