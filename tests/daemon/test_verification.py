@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import mmap
 import os
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -36,6 +34,7 @@ from tests import kit
 from tests.kit.daemons import Daemon, said_by_another_user
 from tests.kit.in_process import CONFIG as BARE
 from tests.kit.in_process import PATIENCE_S, SPEC, serving
+from tests.kit.pools import arena_of
 
 pytestmark = pytest.mark.anyio
 NOBODY = 4711
@@ -323,21 +322,6 @@ def test_other_users_are_refused(daemon: Daemon) -> None:
     assert said.startswith("ACCESS_DENIED")
 
 
-def spoil(pid: int, memory: str, content: bytes) -> None:
-    """Flip a bit of these bytes in a daemon's memory of that name."""
-    found: dict[str, Path] = {}
-    for one in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-            found[os.fspath(one.readlink())] = one
-    (memory_file,) = (one for name, one in found.items() if memory in name)
-    with (
-        memory_file.open("r+b", buffering=0) as file,
-        mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size) as mapped,
-    ):
-        at = mapped.find(content)
-        mapped[at] ^= 1
-
-
 @pytest.mark.parametrize(
     ("memory", "content", "what"),
     [
@@ -349,6 +333,7 @@ def test_a_spoiled_record_for_the_next_daemon_is_found(memory: str, content: byt
     with kit.daemon(keep=True) as life, Client.connect(life.runtime_dir, name="a-name-of-its-own") as client:
         client.create_pool("the-pool", SPEC)
         assert not client.verify().findings
-        spoil(life.process.pid, memory, content)
+        with arena_of(life, memory) as mapped:
+            mapped[mapped.find(content)] ^= 1
         (finding,) = client.verify().findings
         assert what in finding.what

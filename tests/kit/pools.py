@@ -119,11 +119,11 @@ def hashes(count: int, salt: int = 0) -> list[bytes]:
 
 
 @contextmanager
-def arena_of(daemon: Daemon) -> Iterator[mmap.mmap]:
-    """Map the memory of a daemon's host tier, to damage it."""
+def arena_of(daemon: Daemon, name: str = "kvferry:host-tier") -> Iterator[mmap.mmap]:
+    """Map the memory of a daemon's host tier, or other memory of that name, to damage it."""
     folder = Path(f"/proc/{daemon.process.pid}/fd")
     # A descriptor that the daemon closes amid the search has no link any more; realpath says so by its own path.
-    number, *_ = [one for one in folder.iterdir() if "kvferry:host-tier" in os.path.realpath(one)]
+    number, *_ = [one for one in folder.iterdir() if name in os.path.realpath(one)]
     fd = os.open(number, os.O_RDWR)
     try:
         with mmap.mmap(fd, os.fstat(fd).st_size) as memory:
