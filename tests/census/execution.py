@@ -57,7 +57,11 @@ def transfer(client: Client, pool: AttachedPool) -> Callable[[], None]:
 def offload(client: Client, pool: AttachedPool) -> Callable[[], None]:
     """Prepare pages; return their OFFLOAD, to its end."""
     ids = client.allocate(pool.name, PAGES)
-    return lambda: client.wait_done(client.offload(pool.name, [pages(ids)])) and None
+
+    def store() -> None:
+        client.wait_done(client.offload(pool.name, [pages(ids)]))
+
+    return store
 
 
 def entered(root: Path, prepare: Callable[[Client, AttachedPool], Callable[[], None]]) -> set[tuple[str, str]]:
