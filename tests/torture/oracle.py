@@ -119,13 +119,13 @@ class Claims:
         own = (since - begin) // 12 - len(ids)
         for page in ids:
             noted = rows[own:][rows[own:, 0] == page]
-            patterns = {(int(seed), int(logical)) for _, seed, logical in [*noted, *rows[rows[:, 0] == ANY_PAGE]]}
+            patterns = {(int(whose), int(logical)) for _, whose, logical in [*noted, *rows[rows[:, 0] == ANY_PAGE]]}
             patterns |= {(seed(LATE), int(logical)) for _, _, logical in noted}
             for number, role in enumerate(ROLES):
                 found = read(memory[role], page[None])
                 bad = np.ones(found.shape, np.bool_)
-                for seed, logical in patterns:
-                    bad &= found != pattern(seed, [logical], found.shape, number)
+                for whose, logical in patterns:
+                    bad &= found != pattern(whose, [logical], found.shape, number)
                 if bad.any():
                     return f"{int(bad.sum())} values in {role} of page {page} that none of {len(patterns)} patterns has"
         return ""
