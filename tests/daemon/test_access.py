@@ -16,7 +16,7 @@ import pytest
 from kvferry.daemon.daemon import EXIT_BAD_INPUT, main
 from kvferry.daemon.process import access
 from kvferry.daemon.process.access import LOCK_FILE, SOCKET_MODE, RuntimeDirectory, listen_on
-from kvferry.protocol.errors import AccessDeniedError, ConfigError
+from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
 
 NOBODY = 65534
@@ -100,13 +100,6 @@ def test_a_socket_of_a_daemon_that_is_being_killed_is_left_over(path: Path) -> N
     seen.join()
 
 
-def test_what_cannot_be_removed_is_said(path: Path) -> None:
-    path.chmod(0o750)
-    (path / PEER_SOCKET).mkdir()
-    with pytest.raises(AccessDeniedError, match="directory"):
-        RuntimeDirectory(path).__enter__()
-
-
 @pytest.mark.parametrize("planted", [False, True])
 def test_no_socket_goes_into_another_directory_of_that_name(
     path: Path, monkeypatch: pytest.MonkeyPatch, *, planted: bool
@@ -127,72 +120,71 @@ def test_no_socket_goes_into_another_directory_of_that_name(
     assert [*path.iterdir()] == []
 
 
-def test_parents_are_made_closed_to_writers_whatever_the_umask_is(tmp_path: Path) -> None:
+def test_what_is_made_is_closed_to_others_whatever_the_umask_is(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
         with RuntimeDirectory(tmp_path / "a" / "b" / "run"):
-            modes = [stat.S_IMODE((tmp_path / one).stat().st_mode) for one in ("a", "a/b", "a/b/run")]
+            made = [tmp_path / one for one in ("a", "a/b", "a/b/run")]
+            made += [made[-1] / one for one in (CONTROL_SOCKET, SESSION_SOCKET, PEER_SOCKET)]
+            modes = [stat.S_IMODE(one.stat().st_mode) for one in made]
     finally:
         os.umask(umask)
-    assert modes == [0o755, 0o755, 0o710]
+    assert modes == [0o755, 0o755, 0o710, 0o660, 0o660, 0o600], "an engine is no daemon"
 
 
-def test_the_service_managers_sockets_are_taken_and_stay(path: Path) -> None:
-    passed = [listen_on(path / name, 0o666) for name in (SESSION_SOCKET, CONTROL_SOCKET)]
-    inodes = {name: (path / name).stat().st_ino for name in (CONTROL_SOCKET, SESSION_SOCKET)}
-    with RuntimeDirectory(path, [os.dup(one.fileno()) for one in passed]) as directory:
-        for name in (CONTROL_SOCKET, SESSION_SOCKET):
+@pytest.mark.parametrize("passed", [(SESSION_SOCKET, CONTROL_SOCKET), (CONTROL_SOCKET,)], ids=["both", "one"])
+def test_the_service_managers_sockets_are_taken_and_stay(path: Path, passed: tuple[str, ...]) -> None:
+    theirs = [listen_on(path / name, 0o666) for name in passed]
+    inodes = {name: (path / name).stat().st_ino for name in passed}
+    with RuntimeDirectory(path, [os.dup(one.fileno()) for one in theirs]) as directory:
+        for name in (CONTROL_SOCKET, SESSION_SOCKET, PEER_SOCKET):
             with directory.listen(name).socket as one:
                 assert one.getsockname() == os.fspath(path / name)
-        with directory.listen(PEER_SOCKET).socket:
-            assert (path / PEER_SOCKET).exists()
-    assert {name: (path / name).stat().st_ino for name in inodes} == inodes
-    assert not (path / PEER_SOCKET).exists(), "it was the daemon's own"
-    for one in passed:
+    assert {one.name: one.stat().st_ino for one in path.glob("*.sock")} == inodes, "but for the daemon's own"
+    for one in theirs:
         one.close()
 
 
-def test_one_of_them_may_be_missing(path: Path) -> None:
-    with listen_on(path / CONTROL_SOCKET, 0o660) as passed, RuntimeDirectory(path, [os.dup(passed.fileno())]) as there:
-        for name in (CONTROL_SOCKET, SESSION_SOCKET):
-            there.listen(name).socket.close()
-    assert (path / CONTROL_SOCKET).exists()
-    assert not (path / SESSION_SOCKET).exists()
-
-
-def _elsewhere(path: Path) -> socket.socket:
-    (path.parent / "other").mkdir()
-    return listen_on(path.parent / "other" / CONTROL_SOCKET, 0o660)
-
-
-def _silent(path: Path) -> socket.socket:
-    one = socket.socket(socket.AF_UNIX)
-    one.bind(os.fspath(path / CONTROL_SOCKET))
-    return one
-
-
-def _datagrams(path: Path) -> socket.socket:
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    one.bind(os.fspath(path / CONTROL_SOCKET))
-    return one
-
-
 @pytest.mark.parametrize(
-    "make",
+    ("kind", "name", "listens"),
     [
-        _elsewhere,
-        _silent,
-        _datagrams,
-        lambda path: listen_on(path / PEER_SOCKET, 0o660),
-        lambda _: socket.create_server(("127.0.0.1", 0)),
+        (socket.SOCK_STREAM, f"../{CONTROL_SOCKET}", True),
+        (socket.SOCK_STREAM, CONTROL_SOCKET, False),
+        (socket.SOCK_DGRAM, CONTROL_SOCKET, False),
+        (socket.SOCK_STREAM, PEER_SOCKET, True),
+        (socket.SOCK_STREAM, "", True),
     ],
     ids=["elsewhere", "not listening", "datagrams", "peer.sock", "tcp"],
 )
-def test_other_sockets_are_refused(path: Path, make: Callable[[Path], socket.socket]) -> None:
-    with make(path) as passed:
+def test_other_sockets_are_refused(path: Path, kind: int, name: str, *, listens: bool) -> None:
+    with socket.socket(socket.AF_UNIX if name else socket.AF_INET, kind) as passed:
+        passed.bind(os.fspath((path / name).resolve()) if name else ("127.0.0.1", 0))
+        if listens:
+            passed.listen()
         directory = RuntimeDirectory(path, [os.dup(passed.fileno())])
         with pytest.raises(ConfigError, match="none of") as refused:
             directory.check_path()
         directory.close()
     assert "ListenStream=" in refused.value.remedy
     assert not refused.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("mode", "then", "holds"),
+    [(0o700, 0o700, "precious"), (0o750, 0o710, "precious"), (0o700, 0o700, "daemon.lock"), (0o757, 0o710, "")],
+)
+def test_a_directory_that_is_there_is_never_opened(path: Path, mode: int, then: int, holds: str) -> None:
+    path.chmod(mode)
+    if holds:
+        (path / holds).touch()
+    with RuntimeDirectory(path):
+        assert stat.S_IMODE(path.stat().st_mode) == then
+
+
+@pytest.mark.parametrize(("mode", "holds"), [(0o755, "precious"), (0o1777, "precious"), (0o1777, LOCK_FILE)])
+def test_a_shared_directory_is_left_alone(path: Path, mode: int, holds: str) -> None:
+    path.chmod(mode)
+    (path / holds).touch()
+    with pytest.raises(ConfigError, match="a directory of its own") as refused:
+        RuntimeDirectory(path).__enter__()
+    assert (refused.value.retryable, stat.S_IMODE(path.stat().st_mode)) == (False, mode)

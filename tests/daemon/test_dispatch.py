@@ -10,14 +10,12 @@ from msgspec.structs import replace
 from kvferry.daemon.control.dispatch import TOGETHER_BYTES, Answer, Call
 from kvferry.daemon.control.sessions import Session
 from kvferry.protocol.base import Busy
-from kvferry.protocol.codec import encode
-from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Event, Reply, Request
+from kvferry.protocol.envelope import Batch, Event, Reply
 from kvferry.protocol.errors import KvferryError, OverloadedError, PoolFullError
 from kvferry.protocol.events import Finished, Settled, SingleEvent, Together
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocated, PoolDeleted
-from kvferry.protocol.session_messages import Ping, Pong
 from tests.daemon.dispatching import ALLOCATE, BOOT, DEALER, DELETE, Dispatching, error_of
 
 LIMITS = Limits(max_requests_per_session=4, default_deadline_ms=10)
@@ -45,32 +43,6 @@ def test_refused(daemon: Dispatching, fields: dict[str, bytes], code: str, field
     assert daemon.counters.snapshot()[f"requests.refused.{code.lower()}"] == 1
     (reply,) = daemon.take(ALLOCATE)
     assert isinstance(reply.body, Allocated), "a refused number may be used again"
-
-
-def test_open_requests_need_no_session_and_no_boot_id(daemon: Dispatching) -> None:
-    assert daemon.take(Ping(), boot=NO_BOOT, secret=b"") == [Reply(1, BOOT, Pong())]
-
-
-@pytest.mark.parametrize("frames", [[b"junk"], []])
-def test_bytes_that_are_no_request_are_answered(daemon: Dispatching, frames: list[bytes]) -> None:
-    assert error_of(daemon.take_frames(frames)) == (0, "MALFORMED", "")
-    assert daemon.counters.snapshot()["messages.refused.malformed"] == 1
-
-
-@pytest.mark.parametrize("number", [0, 8])
-def test_too_much_is_answered_by_number_where_that_is_known(daemon: Dispatching, number: int) -> None:
-    frames = [bytes(one) for one in encode(Request(8, BOOT, daemon.session.secret, 0, 0, ALLOCATE))]
-    refused = daemon.take_frames(frames if number else [], too_large=True)
-    assert error_of(refused) == (number, "TOO_LARGE", "pages")
-    assert not daemon.calls
-
-
-def test_every_type_must_have_a_handler(daemon: Dispatching) -> None:
-    with pytest.raises(AssertionError, match="Free"):
-        daemon.dispatcher.check_complete()
-    for kind in REQUEST_TYPES:
-        daemon.dispatcher.handle(kind, daemon.deferred_call)
-    daemon.dispatcher.check_complete()
 
 
 def test_a_retry_is_done_once_and_answered_again(daemon: Dispatching) -> None:
@@ -110,13 +82,15 @@ async def test_a_deferred_reply_goes_where_the_session_is_now(daemon: Dispatchin
 
 
 @pytest.mark.anyio
-async def test_a_deferred_request_has_a_deadline(daemon: Dispatching) -> None:
+async def test_a_deferred_request_has_a_deadline_and_counts_as_what_it_was_answered_with(daemon: Dispatching) -> None:
     daemon.said.clear()
     daemon.take(DELETE, number=3)
     await daemon.said.wait()
     assert error_of(daemon.messages) == (3, "DEADLINE", "")
     daemon.answer(3)
+    daemon.dispatcher.answer_error(daemon.session, 3, PoolFullError("0 free"))
     assert len(daemon.sent) == 1, "the late reply is dropped"
+    assert refused(daemon) == {"deadline": 1}
 
 
 def refused(daemon: Dispatching) -> dict[str, int]:
@@ -145,26 +119,6 @@ async def test_a_refusal_counts_once_whether_at_once_deferred_or_in_a_batch(
     daemon.take(Batch(requests=(ALLOCATE, DELETE)), number=4, deadline_ms=60_000)
     daemon.dispatcher.answer_error(daemon.session, daemon.deferred[1].message_id, error)
     assert refused(daemon) == {code: 4}
-
-
-@pytest.mark.anyio
-async def test_what_is_refused_too_late_counts_as_what_it_was_answered_with(daemon: Dispatching) -> None:
-    daemon.said.clear()
-    for number in (3, 4):
-        daemon.take(DELETE, number=number)
-    while len(daemon.sent) < 2:
-        await daemon.said.wait()
-        daemon.said.clear()
-    assert refused(daemon) == {"deadline": 2}
-    daemon.dispatcher.answer_error(daemon.session, 4, PoolFullError("0 free"))
-    assert refused(daemon) == {"deadline": 2}
-
-
-@pytest.mark.anyio
-async def test_a_session_that_ends_takes_its_timers_along(daemon: Dispatching) -> None:
-    daemon.take(DELETE, number=3, deadline_ms=60_000)
-    daemon.dispatcher.forget_session(daemon.session)
-    assert repr(daemon.dispatcher.__dict__["_deadlines"]) == "{}"
 
 
 @pytest.mark.anyio
@@ -202,6 +156,9 @@ class Waiting:
 
 @pytest.mark.anyio
 async def test_a_coroutine_answers_at_once_or_later(daemon: Dispatching) -> None:
+    def fail() -> None:
+        raise PoolFullError("0 free")
+
     waiting = Waiting(daemon)
     assert daemon.take(DELETE, number=1, deadline_ms=60_000) == []
     assert daemon.take(Batch(requests=(ALLOCATE, DELETE)), number=2, deadline_ms=60_000) == []
@@ -212,23 +169,10 @@ async def test_a_coroutine_answers_at_once_or_later(daemon: Dispatching) -> None
     while len(daemon.sent) < 3:
         await next_turn()
     assert [one.message_id for one in daemon.messages if isinstance(one, Reply)] == [3, 1, 2]
+    daemon.on_deferred = fail
+    assert error_of(daemon.take(DELETE, number=4)) == (4, "POOL_FULL", "")
     await daemon.dispatcher.close()
     assert not waiting.cancelled
-
-
-@pytest.mark.anyio
-async def test_what_a_coroutine_raises_is_the_answer(daemon: Dispatching) -> None:
-    def fail() -> None:
-        raise PoolFullError("0 free")
-
-    daemon.on_deferred = fail
-    waiting = Waiting(daemon)
-    daemon.take(DELETE, number=1, deadline_ms=60_000)
-    waiting.may_go.set()
-    assert error_of(daemon.take(DELETE, number=2)) == (2, "POOL_FULL", "")
-    await next_turn()
-    assert error_of(daemon.messages[1:]) == (1, "POOL_FULL", "")
-    assert refused(daemon) == {"pool_full": 2}
 
 
 @pytest.mark.anyio
@@ -288,22 +232,11 @@ async def next_turn() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_a_request_causes_follows_its_reply_and_leaves_with_it(daemon: Dispatching) -> None:
-    def causes_two(_call: Call) -> None:
-        daemon.session.add_event(settled(1))
-        daemon.session.add_event(settled(2))
-
-    daemon.on_call = causes_two
-    sent = daemon.take(ALLOCATE)
-    assert [type(one) for one in sent] == [Reply, Event]
-    assert cursors(sent) == [2], "the events in one message"
-
-
-@pytest.mark.anyio
-async def test_what_a_deferred_request_causes_does_not_wait_for_its_reply(daemon: Dispatching) -> None:
-    daemon.take(ALLOCATE)
-    daemon.session.add_event(settled(1))
-    assert daemon.take(DELETE, number=2) == [daemon.messages[-1]], "what was there before comes first"
+async def test_what_a_request_causes_follows_its_reply_but_does_not_wait_for_a_deferred_one(
+    daemon: Dispatching,
+) -> None:
+    daemon.on_call = lambda _call: daemon.session.add_event(settled(1))
+    assert [type(one) for one in daemon.take(ALLOCATE)] == [Reply, Event], "an event that a request causes follows it"
     daemon.on_deferred = lambda: daemon.session.add_event(settled(2))
     assert daemon.take(DELETE, number=3) == []
     await next_turn()
@@ -311,16 +244,15 @@ async def test_what_a_deferred_request_causes_does_not_wait_for_its_reply(daemon
     daemon.dispatcher.forget_session(daemon.session)
 
 
-def test_events_go_together(daemon: Dispatching) -> None:
+def test_events_go_together_in_order_and_a_full_queue_keeps_them_for_later(daemon: Dispatching) -> None:
     daemon.take(ALLOCATE)
-    push(daemon, 1, 2)
-    push(daemon, 3, 4, 5)
-    (_, first, together) = daemon.messages
-    assert cursors([first]) == [2]
-    assert isinstance(together, Event)
-    assert (together.cursor, together.body) == (5, Together(events=tuple(settled(number) for number in (3, 4, 5))))
-    push(daemon, 6)
-    assert daemon.messages[-1] == Event(6, BOOT, settled(6)), "one goes by itself"
+    push(daemon, 1)
+    daemon.accepts = False
+    push(daemon, 2, 3)
+    daemon.accepts = True
+    push(daemon, 4)
+    together = Together(events=tuple(settled(number) for number in (2, 3, 4)))
+    assert daemon.messages[1:] == [Event(1, BOOT, settled(1)), Event(4, BOOT, together)]
 
 
 def test_one_finished_tells_of_all_that_happens_at_once(daemon: Dispatching) -> None:
@@ -363,14 +295,3 @@ def test_events_with_large_payloads_go_by_themselves(daemon: Dispatching) -> Non
         daemon.session.add_event(body)
     daemon.dispatcher.push_events(daemon.session)
     assert cursors(daemon.messages) == [1, 2, 4]
-
-
-def test_a_full_queue_keeps_events_for_later_in_order(daemon: Dispatching) -> None:
-    daemon.take(ALLOCATE)
-    daemon.accepts = False
-    push(daemon, 1, 2)
-    daemon.accepts = True
-    push(daemon, 3)
-    (_, event) = daemon.messages
-    assert isinstance(event, Event)
-    assert event.body == Together(events=tuple(settled(number) for number in (1, 2, 3)))

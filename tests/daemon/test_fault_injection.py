@@ -6,9 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,16 +16,15 @@ import torch
 
 from kvferry.clients import Client, new_request_id, pages
 from kvferry.daemon.control.later import AT_ONCE
-from kvferry.daemon.process.access import RuntimeDirectory
+from kvferry.daemon.daemon import EXIT_BAD_INPUT, main
 from kvferry.daemon.transports.pull import fetch_region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.tiers.disk import DiskStore
 from kvferry.protocol import errors
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.session_stream import RegionRequest
 from tests import kit
 from tests.daemon.victims import ALL, PAGES, SENT, SPEC, VALUE
-from tests.kit.daemons import Daemon, said_by_another_user, start_and_wait_until_ready
+from tests.kit.daemons import END_S, TUNED_COMMAND, Daemon, said_by_another_user
 from tests.kit.devices import DEVICE
 from tests.kit.started import Started, started
 
@@ -36,7 +32,6 @@ pytestmark = pytest.mark.any_device
 
 SOON_S = 20.0
 VICTIMS = Path(__file__).with_name("victims.py")
-KVFERRY = (sys.executable, "-P", "-m", "kvferry.clients.cli.main")
 
 
 @pytest.fixture
@@ -179,117 +174,6 @@ def test_kill_9_of_the_daemon_ends_every_wait(mortal: Daemon) -> None:
 
 
 @pytest.mark.host_only
-def test_sockets_left_behind_do_not_matter(tmp_path: Path, mortal: Daemon) -> None:
-    mortal.kill()
-    assert (mortal.runtime_dir / "control.sock").exists()
-    with pytest.raises(errors.DaemonLostError):
-        Client.connect(mortal.runtime_dir)
-    command = ["-m", "kvferry.clients.cli.main", "daemon", "--runtime-dir", str(mortal.runtime_dir)]
-    process = start_and_wait_until_ready(command, mortal.runtime_dir.parent / "notify", tmp_path / "second.log", {})
-    with Client.connect(mortal.runtime_dir) as client:
-        client.ping()
-    process.terminate()
-    assert process.wait(30) == 0
-
-
-@pytest.mark.host_only
-def test_a_second_daemon_names_the_first(daemon: Daemon) -> None:
-    second = kvferry("daemon", "--runtime-dir", str(daemon.runtime_dir))
-    assert second.returncode == 1
-    assert f"pid {daemon.process.pid}" in second.stderr
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ("[pools]\nmax_byte = 1\n", "pools.max_byte"),
-        ("[pools]\nmax_bytes = 'much'\n", "pools.max_bytes"),
-        ("[peers]\ntimeout_ms = 0\n", "peers.timeout_ms"),
-        ("[transfers]\nthreads = 4\n", "transfers: unknown key"),
-        ("[tiers.disk]\nmax_bytes = 0\n", "tiers.disk.max_bytes"),
-        ("[network]\ndirect = true\n", "network.transport"),
-        ("colour = 'red'\n", "colour"),
-        ("[pools\n", "broken.toml"),
-        ("[peers]\nlisten = 'tcp://999.1.1.1:80'\n", "peers.listen"),
-        ("[tiers]\nhost_bytes = '1023TiB'\n", "tiers.host_bytes"),
-        ("[tiers.disk]\npath = '/dev/null'\n", "[tiers.disk.path]"),
-        ("[tiers.disk]\npath = '/tmp'\n", "name a folder of the daemon's own"),
-        (None, "No such file or directory (name a readable file"),
-        ("", "runtime_dir"),  # too long for a socket
-    ],
-)
-@pytest.mark.host_only
-def test_a_wrong_configuration_is_one_line(tmp_path: Path, config: str | None, named: str) -> None:
-    file, folder = tmp_path / "broken.toml", "x" * 120 if named == "runtime_dir" else "run"
-    if config is not None:
-        file.write_text(config)
-    done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / folder))
-    assert done.returncode == 2, "no restart mends it: RestartPreventExitStatus"
-    *logged, line = done.stderr.splitlines()
-    assert all(one.startswith("{") for one in logged)
-    assert named in line
-
-
-@pytest.mark.host_only
-def test_a_disk_that_is_not_mounted_yet_is_tried_again(tmp_path: Path) -> None:
-    file = tmp_path / "daemon.toml"
-    file.write_text(f"[tiers]\nhost_bytes = 4096\n[tiers.disk]\npath = '{tmp_path / 'later'}'\n")
-    done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "run"))
-    assert done.returncode == 1, "the unit restarts what ends with 1"
-    assert "[tiers.disk.path]" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize(("mode", "holds"), [(0o755, "precious"), (0o1777, "precious"), (0o1777, "daemon.lock")])
-@pytest.mark.host_only
-def test_a_shared_directory_is_left_alone(tmp_path: Path, mode: int, holds: str) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(mode)
-    (shared / holds).touch()
-    done = kvferry("daemon", "--runtime-dir", str(shared))
-    assert done.returncode == 2
-    assert all(one in done.stderr for one in ("CONFIG [runtime_dir]", "a directory of its own"))
-    assert "0750" not in done.stderr
-    assert stat.S_IMODE(shared.stat().st_mode) == mode
-
-
-@pytest.mark.parametrize(
-    ("mode", "then", "holds"),
-    [(0o700, 0o700, "precious"), (0o750, 0o710, "precious"), (0o700, 0o700, "daemon.lock"), (0o757, 0o710, "")],
-)
-def test_a_directory_that_is_there_is_never_opened(tmp_path: Path, mode: int, then: int, holds: str) -> None:
-    there = tmp_path / "there"
-    there.mkdir()
-    there.chmod(mode)
-    if holds:
-        (there / holds).touch()
-    with RuntimeDirectory(there):
-        assert stat.S_IMODE(there.stat().st_mode) == then
-
-
-def test_who_is_in_the_way_now_may_be_gone_later(tmp_path: Path) -> None:
-    """So the daemon ends with 1 then, and its service manager tries again."""
-    with RuntimeDirectory(tmp_path / "run"), pytest.raises(errors.ConfigError, match="another daemon") as refused:
-        RuntimeDirectory(tmp_path / "run").__enter__()
-    assert refused.value.retryable
-    with DiskStore(tmp_path), pytest.raises(errors.ConfigError, match="another daemon") as refused:
-        DiskStore(tmp_path)
-    assert refused.value.retryable
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        file = tmp_path / "taken.toml"
-        file.write_text(f"[peers]\nlisten = 'tcp://127.0.0.1:{server.getsockname()[1]}'\n")
-        done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "other"))
-    assert done.returncode == 1
-    assert "CONFIG [peers.listen]" in done.stderr
-
-
-@pytest.mark.host_only
-def test_modes_of_directory_and_sockets(daemon: Daemon) -> None:
-    for name, mode in ((".", 0o710), ("control.sock", 0o660), ("session.sock", 0o660), ("peer.sock", 0o600)):
-        assert (daemon.runtime_dir / name).stat().st_mode & 0o777 == mode, "an engine is no daemon"
-
-
-@pytest.mark.host_only
 @pytest.mark.parametrize("key", ["", "0" * 32])
 def test_who_knows_all_numbers_of_a_pool_but_no_key_is_refused(daemon: Daemon, client: Client, key: str) -> None:
     pool = client.attach_pool("send")
@@ -325,5 +209,53 @@ def test_memory_of_pools_is_left_out_of_core_files(daemon: Daemon, client: Clien
     assert all(" dd" in one for one in flags)
 
 
-def kvferry(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*KVFERRY, *arguments], capture_output=True, text=True, check=False, timeout=30)
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("[pools]\nmax_byte = 1\n", "pools.max_byte"),
+        ("[pools]\nmax_bytes = 'much'\n", "pools.max_bytes"),
+        ("[pools\n", "broken.toml"),
+        ("[network]\ndirect = true\n", "network.transport"),
+        ("[peers]\nlisten = 'tcp://999.1.1.1:80'\n", "peers.listen"),
+        ("[tiers]\nhost_bytes = '1023TiB'\n", "tiers.host_bytes"),
+        (None, "No such file or directory (name a readable file"),
+        (f"runtime_dir = '/{'x' * 120}'\n", "runtime_dir"),  # too long for a socket
+    ],
+)
+@pytest.mark.host_only
+def test_a_wrong_configuration_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str | None, named: str
+) -> None:
+    file = tmp_path / "broken.toml"
+    if config is not None:
+        file.write_text(config)
+    assert main(["--config", str(file)]) == EXIT_BAD_INPUT, "no restart mends it: RestartPreventExitStatus"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "named"),
+    [
+        ("[tiers.disk]\npath = '{folder}/daemon.toml'\n", EXIT_BAD_INPUT, "[tiers.disk.path]"),
+        # What is in the way now may be gone later, so the unit restarts what ends with 1.
+        ("[tiers.disk]\npath = '{folder}/later'\n", 1, "[tiers.disk.path]"),
+        ("[peers]\nlisten = 'tcp://127.0.0.1:{port}'\n", 1, "CONFIG [peers.listen]"),
+        ("runtime_dir = '{running}'\n", 1, "another daemon (pid {pid} on"),
+    ],
+)
+@pytest.mark.host_only
+def test_what_is_in_a_daemons_way_is_one_line(
+    tmp_path: Path, daemon: Daemon, config: str, status: int, named: str
+) -> None:
+    file, log = tmp_path / "daemon.toml", tmp_path / "log"
+    with socket.create_server(("127.0.0.1", 0)) as server, log.open("wb") as output:
+        values = {"folder": tmp_path, "port": server.getsockname()[1], "running": daemon.runtime_dir}
+        values["pid"] = daemon.process.pid
+        own_dir = "" if "running" in config else f"runtime_dir = '{tmp_path / 'run'}'\n"
+        file.write_text(own_dir + "[tiers]\nhost_bytes = 4096\n" * ("disk" in config) + config.format(**values))
+        command = [TUNED_COMMAND, "{}", "--config", str(file)]
+        assert started(command, stderr=output.fileno(), pipes=False).wait(END_S) == status
+    *logged, line = log.read_text().splitlines()
+    assert all(one.startswith("{") for one in logged)
+    assert named.format(**values) in line

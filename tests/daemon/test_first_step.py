@@ -11,21 +11,6 @@ from kvferry.daemon.control import first_step
 pytestmark = pytest.mark.anyio
 
 
-async def test_what_waits_for_nothing_is_done_at_once() -> None:
-    async def work() -> int:
-        return 7
-
-    assert first_step.begin(work()).result() == 7
-
-
-async def test_what_the_first_step_raises_is_the_result() -> None:
-    async def work() -> None:
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        first_step.begin(work()).result()
-
-
 async def test_cancel_comes_also_before_the_task_has_begun_and_to_what_it_waits_for() -> None:
     waits_for: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     said: list[str] = []
@@ -89,16 +74,3 @@ async def test_cancel_comes_where_it_waits_and_is_its_own_to_handle() -> None:
     await asyncio.wait([task])
     assert task.cancelled()
     assert said == ["over"]
-
-
-async def test_what_it_waits_for_may_fail() -> None:
-    failing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def work() -> str:
-        with pytest.raises(ZeroDivisionError):
-            await failing
-        return "on"
-
-    task = first_step.begin(work())
-    failing.set_exception(ZeroDivisionError())
-    assert await task == "on"

@@ -34,39 +34,26 @@ print(json.dumps(said))
 START = "import os, sys\nfor fd in (3, 4, 5): os.dup2(1, fd)\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
-def said_by_daemon(variables: dict[str, str], take: str = "control") -> tuple[dict[str, object], str]:
-    """Return what a process finds that is started so, and its log."""
-    command = [sys.executable, "-c", START, "-P", "-c", PROGRAM, take]
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, check=True, timeout=60
-    )
-    lines = done.stdout.splitlines()
-    return json.loads(lines[-1]), "\n".join(lines[:-1])
+THREE = "control:session:control"
 
 
-def test_each_is_taken_by_its_name_and_the_others_are_closed() -> None:
-    passed = {"LISTEN_PID": "OWN", "LISTEN_FDS": "3", "LISTEN_FDNAMES": "control:session:control"}
-    said, log = said_by_daemon(passed)
-    assert said == {"taken": [3, 5], "left": ["session"], "inheritable": [], "open": [3, 5], "variables": []}
-    assert "session" in log
-
-
-def test_what_has_no_name_is_closed_too() -> None:
-    said, _ = said_by_daemon({"LISTEN_PID": "OWN", "LISTEN_FDS": "3", "LISTEN_FDNAMES": "control"})
-    assert (said["taken"], said["left"], said["open"]) == ([3], ["unknown"], [3])
-
-
-@pytest.mark.parametrize("count", ["", "-1", "three", "9" * 5000])
-def test_a_count_that_cannot_be_is_none(count: str) -> None:
-    said, _ = said_by_daemon({"LISTEN_PID": "OWN", "LISTEN_FDS": count, "LISTEN_FDNAMES": "control"})
-    assert (said["taken"], said["left"], said["open"], said["variables"]) == ([], [], [3, 4, 5], [])
-
-
-def test_more_than_are_open_are_not_invented() -> None:
-    said, _ = said_by_daemon({"LISTEN_PID": "OWN", "LISTEN_FDS": "60", "LISTEN_FDNAMES": ":".join(["control"] * 60)})
-    assert said["taken"] == [3, 4, 5]
-
-
-def test_what_another_process_was_meant_to_have_is_left_alone() -> None:
-    said, _ = said_by_daemon({"LISTEN_PID": "1", "LISTEN_FDS": "3", "LISTEN_FDNAMES": "control:control:control"})
-    assert (said["taken"], said["open"], said["variables"]) == ([], [3, 4, 5], [])
+@pytest.mark.parametrize(
+    ("pid", "count", "names", "taken", "left", "stays_open"),
+    [
+        ("OWN", "3", THREE, [3, 5], ["session"], [3, 5]),
+        ("OWN", "3", "control", [3], ["unknown"], [3]),  # what has no name is closed too
+        ("OWN", "60", ":".join(["control"] * 60), [3, 4, 5], [], [3, 4, 5]),  # more than are open
+        ("OWN", "-1", "control", [], [], [3, 4, 5]),
+        ("OWN", "9" * 5000, "control", [], [], [3, 4, 5]),
+        ("1", "3", THREE, [], [], [3, 4, 5]),  # another process was meant to have them
+    ],
+    ids=["three", "no name", "sixty", "less than none", "no number", "another's"],
+)
+def test_each_is_taken_by_its_name_and_the_others_are_closed(
+    pid: str, count: str, names: str, taken: list[int], left: list[str], stays_open: list[int]
+) -> None:
+    passed = {"LISTEN_PID": pid, "LISTEN_FDS": count, "LISTEN_FDNAMES": names}
+    command = [sys.executable, "-c", START, "-P", "-c", PROGRAM, "control"]
+    done = subprocess.run(command, env={**os.environ, **passed}, capture_output=True, text=True, check=True, timeout=60)
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said == {"taken": taken, "left": left, "inheritable": [], "open": stays_open, "variables": []}

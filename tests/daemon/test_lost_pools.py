@@ -19,26 +19,6 @@ def folder(tmp_path: Path) -> Iterator[OwnFolder]:
     folder.close()
 
 
-def test_what_lived_on_a_device_is_lost_with_the_daemon_until_it_is_made_anew(folder: OwnFolder) -> None:
-    first = LostPools(folder)
-    first.made(7, "decode", "npu:0")
-    first.made(8, "decode", "npu:1")
-    assert first.why(7, "decode") is None
-    second = LostPools(folder)
-    assert second.why(7, "decode") == "was on npu:0 and was lost when the daemon restarted"
-    assert second.why(8, "decode") == "was on npu:1 and was lost when the daemon restarted"
-    assert second.why(9, "decode") is None
-    assert repr(second) == "<LostPools live=0 lost=2>"
-    second.made(7, "other", "npu:0")
-    third = LostPools(folder)
-    assert third.why(7, "decode"), "it stays lost over further restarts"
-    third.made(7, "decode", "npu:0")
-    assert third.why(7, "decode") is None
-    for name in ("decode", "decode", "other"):
-        third.deleted(7, name)
-    assert [LostPools(folder).why(7, name) for name in ("decode", "other")] == [None, None], "they were deleted"
-
-
 @pytest.mark.parametrize("was_made", [True, False], ids=["made", "registered"])
 def test_what_was_lost_in_one_life_is_not_lost_again_in_the_next(folder: OwnFolder, *, was_made: bool) -> None:
     pools = LostPools(folder)
@@ -60,20 +40,28 @@ def test_a_file_that_cannot_be_read_is_as_none(folder: OwnFolder, content: bytes
     assert LostPools(folder).why(7, "decode")
 
 
-def test_a_file_that_cannot_be_written_costs_the_better_word_only(folder: OwnFolder) -> None:
+def test_what_lived_on_a_device_is_lost_with_the_daemon_until_it_is_made_anew(folder: OwnFolder) -> None:
+    first = LostPools(folder)
+    for tenant, name in ((7, "decode"), (8, "decode"), (7, "other")):
+        first.made(tenant, name, f"npu:{tenant}")
+    assert first.why(7, "decode") is None
+    LostPools(folder)
+    third = LostPools(folder)  # it stays lost over further restarts
+    assert third.why(7, "decode") == "was on npu:7 and was lost when the daemon restarted"
+    assert third.why(8, "decode") == "was on npu:8 and was lost when the daemon restarted"
+    assert third.why(9, "decode") is None
+    third.made(7, "decode", "npu:0")
+    assert third.why(7, "decode") is None
+    for name in ("decode", "decode", "other"):
+        third.deleted(7, name)
+    assert [LostPools(folder).why(7, name) for name in ("decode", "other")] == [None, None], "they were deleted"
+
+
+def test_where_no_file_can_be_written_they_are_lost_in_one_life_and_the_oldest_are_forgotten(folder: OwnFolder) -> None:
     folder.path.rmdir()
-    pools = LostPools(folder)
-    pools.made(7, "decode", "npu:0")
-    pools.lose(7, "decode", "gone")
-    assert pools.why(7, "decode") == "gone"
-    without = LostPools(None)
-    without.made(7, "decode", "npu:0")
-    assert without.why(7, "decode") is None
-
-
-def test_the_oldest_are_forgotten() -> None:
-    pools = LostPools(None)
-    for number in range(MAX_REMEMBERED + 3):
-        pools.lose(7, f"pool-{number}", "gone")
-    assert [bool(pools.why(7, f"pool-{number}")) for number in range(5)] == [False, False, False, True, True]
-    assert repr(pools) == f"<LostPools live=0 lost={MAX_REMEMBERED}>"
+    for pools in (LostPools(folder), LostPools(None)):
+        pools.made(7, "decode", "npu:0")
+        for number in range(MAX_REMEMBERED + 3):
+            pools.lose(7, f"pool-{number}", "gone")
+        assert [bool(pools.why(7, f"pool-{number}")) for number in range(5)] == [False, False, False, True, True]
+        assert pools.why(7, "decode") is None

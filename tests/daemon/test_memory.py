@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import pytest
 from structlog.testing import capture_logs
@@ -18,116 +18,90 @@ from tests.kit.reserved_pages import PAGE_BYTES, ReservedPages
 SHMEM: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 NODES: Final = "/sys/devices/system/node"
 SIZE: Final = PAGE_BYTES + 4096
-HugePages = Literal["auto", "reserved", "never"]
+Pages = Literal["normal", "transparent", "reserved"]
+NEVER: Final = "advise [never]"
+SAYS_NEVER: Final = f"{SHMEM} says never -> echo advise > {SHMEM}; or memory"
+TOO_FEW: Final = "1 of 1 pages of 2 MiB are free: "
+NO_MBIND: Final = "mbind: Operation not permitted -> allow mbind(2): in containers by --cap-add SYS_NICE"
 
 
-class Machine:
-    """A host, and the warnings of what takes its memory.
+class Case(NamedTuple):
+    """A host, a configuration, regions that are made, what they consist of, and what is said, once.
 
-    Attributes:
-        nodes: its NUMA nodes with memory.
-        shmem: its setting of transparent huge pages.
-        reserved: its reserved ones.
-        advised: the regions of transparent ones, by their sizes.
-        placed: the nodes that were preferred.
-        refuses: why the kernel does not let anybody prefer one.
+    ``free`` are reserved pages; ``placed`` nodes preferred by a process on CPUs 4 and 5, of node 1; ``refuses``
+    why the kernel lets nobody prefer one.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int = 0) -> None:
-        self.reserved = ReservedPages(monkeypatch, free)
-        self.nodes = "0"
-        self.shmem = "[advise] never"
-        self.advised: list[int] = []
-        self.placed: list[int] = []
-        self.refuses = 0
-        create = HostRegion.create
-
-        def watched(
-            name: str, size_bytes: int, pages: Literal["normal", "transparent", "reserved"] = "normal"
-        ) -> HostRegion:
-            if pages == "transparent":
-                self.advised.append(size_bytes)
-            return create(name, size_bytes, pages)
-
-        monkeypatch.setattr(HostRegion, "create", watched)
-        monkeypatch.setattr(HostRegion, "prefer_node", lambda _region, node: self._prefer(node))
-
-    def memory(self, huge_pages: HugePages = "auto", numa_node: int | None = None) -> HostMemory:
-        """Return the memory of a process on CPUs 4 and 5, those of node 1."""
-        return HostMemory(self._read, MemoryConfig(huge_pages=huge_pages, numa_node=numa_node), cpus={4, 5})
-
-    def _read(self, path: str) -> str:
-        return {
-            MACHINE: f"MemTotal: 9 kB\n{self.reserved.meminfo}",
-            SHMEM: self.shmem,
-            f"{NODES}/has_memory": self.nodes,
-            f"{NODES}/node0/cpulist": "0-3",
-            f"{NODES}/node1/cpulist": "4-7",
-        }.get(path, "")
-
-    def _prefer(self, node: int) -> None:
-        if self.refuses:
-            raise OSError(self.refuses, os.strerror(self.refuses))
-        self.placed.append(node)
+    pages: tuple[Pages, ...]
+    huge_pages: Literal["auto", "reserved", "never"] = "auto"
+    sizes: tuple[int, ...] = (4096, SIZE)
+    grows: bool = False
+    free: int = 0
+    shmem: str = "[advise] never"
+    nodes: str = "0"
+    numa_node: int | None = None
+    refuses: int = 0
+    placed: tuple[int, ...] = ()
+    said: str = ""
 
 
-def made(memory: HostMemory, *sizes: int, grows: bool = False) -> tuple[list[bool], list[str]]:
-    """Return which of these regions consist of reserved pages, and what was said, each with its remedy."""
+CASES: Final = {
+    "transparent, where there is room for one": Case(("normal", "transparent"), free=8),
+    "transparent, growing": Case(("normal", "transparent"), free=8, grows=True),
+    # The kernel may still form them later.
+    "none are formed": Case(
+        ("normal", "transparent", "transparent"), sizes=(9, SIZE, SIZE), shmem=NEVER, said=SAYS_NEVER
+    ),
+    "none are wanted": Case(("normal", "normal"), "never", shmem=NEVER),
+    "reserved": Case(("normal", "reserved"), "reserved", free=2),
+    "reserved, growing": Case(("normal", "transparent"), "reserved", free=2, grows=True),
+    "too few reserved": Case(
+        ("transparent", "transparent", "reserved"),
+        "reserved",
+        sizes=(SIZE, SIZE, PAGE_BYTES),
+        free=1,
+        shmem=NEVER,
+        said=TOO_FEW,
+    ),
+    "the process's node": Case(("normal", "transparent"), nodes="0-1", placed=(1, 1)),
+    "another node": Case(("normal", "reserved"), "reserved", free=2, nodes="0-1", numa_node=0, placed=(0, 0)),
+    "no node": Case(("normal", "transparent"), nodes="0-1", refuses=errno.EPERM, said=NO_MBIND),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_where_memory_comes_from(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, placed = list[Pages](), list[int]()
+    host, create = ReservedPages(monkeypatch, case.free), HostRegion.create
+
+    def watched(name: str, size_bytes: int, kind: Pages = "normal") -> HostRegion:
+        region = create(name, size_bytes, kind)
+        pages.append(kind)
+        return region
+
+    def prefer(_region: HostRegion, node: int) -> None:
+        if case.refuses:
+            raise OSError(case.refuses, os.strerror(case.refuses))
+        placed.append(node)
+
+    files = {
+        MACHINE: f"MemTotal: 9 kB\n{host.meminfo}",
+        SHMEM: case.shmem,
+        f"{NODES}/has_memory": case.nodes,
+        f"{NODES}/node0/cpulist": "0-3",
+        f"{NODES}/node1/cpulist": "4-7",
+    }
+    monkeypatch.setattr(HostRegion, "create", watched)
+    monkeypatch.setattr(HostRegion, "prefer_node", prefer)
+    config = MemoryConfig(huge_pages=case.huge_pages, numa_node=case.numa_node)
+    memory = HostMemory(lambda path: files.get(path, ""), config, cpus={4, 5})
     with capture_logs() as logs:
-        regions = [memory.region("made", size, grows=grows) for size in sizes]
-    assert [one.size_bytes for one in regions] == list(sizes)
-    return [one.is_reserved for one in regions], [f"{one['cause']} -> {one['remedy']}" for one in logs]
-
-
-def test_transparent_pages_are_asked_for_where_a_region_has_room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, free=8)
-    assert made(machine.memory(), 4096, SIZE) == ([False, False], [])
-    assert machine.advised == [SIZE]
-    assert made(machine.memory(), SIZE, grows=True) == ([False], [])
-    assert machine.advised == [SIZE, SIZE]
-    assert machine.placed == []
-
-
-def test_that_the_kernel_forms_none_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch)
-    machine.shmem = "advise [never]"
-    _, said = made(machine.memory(), 4096, SIZE, SIZE)
-    assert len(said) == 1
-    assert f"{SHMEM} says never -> echo advise > {SHMEM}" in said[0]
-    assert made(machine.memory("never"), SIZE) == ([False], [])
-    assert machine.advised == [SIZE, SIZE], "the kernel may still form them later"
-
-
-def test_reserved_pages_are_for_those_that_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, free=2)
-    assert made(machine.memory("reserved"), 4096, SIZE) == ([False, True], [])
-    assert made(machine.memory("reserved"), SIZE, grows=True) == ([False], [])
-
-
-def test_too_few_reserved_pages_are_said_once_and_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, free=1)
-    machine.shmem = "advise [never]"
-    memory = machine.memory("reserved")
-    assert made(memory, SIZE, grows=True) == ([False], []), "reserved ones were asked for, and are not missing yet"
-    found, said = made(memory, SIZE, SIZE, PAGE_BYTES)
-    assert found == [False, False, True]
-    assert len(said) == 1
-    assert "1 of 1 pages of 2 MiB are free: " in said[0]
-    assert said[0].endswith(" -> sysctl vm.nr_hugepages=2")
+        regions = [memory.region("made", size, grows=case.grows) for size in case.sizes]
+        said = [f"{one['cause']} -> {one['remedy']}" for one in logs]
+    assert [one.size_bytes for one in regions] == list(case.sizes)
+    assert [one.is_reserved for one in regions] == [kind == "reserved" for kind in case.pages]
+    assert (tuple(pages), tuple(placed)) == (case.pages, case.placed)
+    assert [one.startswith(case.said) for one in said] == ([True] if case.said else [])
+    assert case.said != TOO_FEW or said[0].endswith(" -> sysctl vm.nr_hugepages=2")
     memory.leave_reserved("a control group has none")
-    assert made(memory, PAGE_BYTES) == ([False], []), "that they are missing was said"
-
-
-def test_memory_comes_from_the_node_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, free=2)
-    machine.nodes = "0-1"
-    made(machine.memory(), 4096)
-    made(machine.memory("reserved", numa_node=0), SIZE)
-    assert machine.placed == [1, 0]
-
-
-def test_a_node_that_cannot_be_preferred_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch)
-    machine.nodes, machine.refuses = "0-1", errno.EPERM
-    _, said = made(machine.memory(), 4096, 4096)
-    assert said == ["mbind: Operation not permitted -> allow mbind(2): in containers by --cap-add SYS_NICE"]
+    assert not memory.region("made", PAGE_BYTES).is_reserved
