@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
 import stat
 import subprocess
@@ -30,6 +29,7 @@ from kvferry.daemon.process.fd_store import (
 )
 from kvferry.daemon.process.holder import Holder
 from kvferry.daemon.process.inherited import Inherited
+from tests.kit import faults
 
 END_MS = 20_000
 HERE = "here.sock"
@@ -78,13 +78,6 @@ def left(directory: Path) -> dict[str, bytes]:
         return contents(store.take())
 
 
-def ends(pidfd: int) -> bool:
-    """Return whether a process ends soon."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(END_MS))
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
     """Return a runtime directory whose holder, if any, ends with the test."""
@@ -97,20 +90,16 @@ def test_the_next_daemon_gets_what_was_kept(directory: Path) -> None:
         assert contents(first.take()) == {}
         put(first, a=b"1", b=b"2", c=b"3")
         first.remove(["b", "unknown"])
+        with pytest.raises(FdStoreError, match="taken"):
+            put(first, a=b"2")
+        assert stat.S_IMODE((directory / HOLDER_SOCKET).stat().st_mode) == 0o600
+        assert os.getsid(first.pid) != os.getsid(0), "a signal to the daemon's group does not reach it"
     with held_with(directory) as second:
         assert second.pid == first.pid
         assert contents(second.take()) == {"a": b"1", "c": b"3"}
-        pidfd = os.pidfd_open(second.pid)
-        second.leave(None)
-        assert ends(pidfd)
-        os.close(pidfd)
+        with faults.ending(second.pid):
+            second.leave(None)
     assert left(directory) == {}
-
-
-def test_the_holder_is_its_users_alone_and_in_no_group_of_the_daemon(directory: Path) -> None:
-    with held_with(directory) as store:
-        assert stat.S_IMODE((directory / HOLDER_SOCKET).stat().st_mode) == 0o600
-        assert os.getsid(store.pid) != os.getsid(0), "a signal to the daemon's group does not reach it"
 
 
 def test_another_user_is_not_served(require: Callable[[object, str], None]) -> None:
@@ -149,19 +138,9 @@ def test_one_daemon_at_a_time(directory: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found == [{"a": b"1"}], "who waits gets it when the other one is gone"
 
 
-@contextlib.contextmanager
-def standing_still(pid: int) -> Iterator[None]:
-    """Stop a process meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 def test_a_holder_that_stands_still_is_not_waited_for(directory: Path) -> None:
     with held_with(directory) as store:
-        with standing_still(store.pid):
+        with faults.stopped(store.pid):
             assert store.silent_s() == 0, "it owes no answer"
             put(store, a=b"1", b=b"2")
             store.remove(["a"])
@@ -175,11 +154,11 @@ def test_what_a_killed_daemon_has_sent_counts(directory: Path) -> None:
     with held_with(directory) as store:
         pid = store.pid
     fds = [memory(content) for content in (b"1", b"2", b"3")]
-    with connected(directory / HOLDER_SOCKET) as channel:
+    with faults.connected(directory / HOLDER_SOCKET, socket.SOCK_SEQPACKET) as channel:
         assert asked(channel, b"LIST") == b"OK"
         socket.send_fds(channel, [b"PUT a"], fds[:1])
         assert select.select([channel], [], [], 20)[0], "its answer is never read"
-        with standing_still(pid):
+        with faults.stopped(pid):
             for name, fd in ((b"PUT b", fds[1]), (b"PUT c", fds[2])):
                 socket.send_fds(channel, [name], [fd])
             channel.close()
@@ -197,9 +176,9 @@ def test_what_its_full_socket_does_not_take_is_refused_or_waits(directory: Path)
             kept.append(str(number))
 
     with held_with(directory) as store:
-        with standing_still(store.pid), pytest.raises(FdStoreError, match="stands still"):
+        with faults.stopped(store.pid), pytest.raises(FdStoreError, match="stands still"):
             fill(store)
-        with standing_still(store.pid):
+        with faults.stopped(store.pid):
             store.remove(kept[1:])
         answered(store)
     assert set(left(directory)) == {"0"}
@@ -215,22 +194,11 @@ def answered(store: HolderStore) -> None:
 def test_a_holder_that_is_killed_is_missed(directory: Path) -> None:
     with held_with(directory) as store:
         put(store, a=b"1")
-        pidfd = os.pidfd_open(store.pid)
-        os.kill(store.pid, signal.SIGKILL)
-        assert ends(pidfd)
-        os.close(pidfd)
+        faults.kill(store.pid)
         with pytest.raises(FdStoreError):
             put(store, b=b"2")
         store.remove(["a"])
     assert left(directory) == {}
-
-
-def test_a_name_is_given_once(directory: Path) -> None:
-    with held_with(directory) as store:
-        put(store, a=b"1")
-        with pytest.raises(FdStoreError, match="taken"):
-            put(store, a=b"2")
-    assert left(directory) == {"a": b"1"}
 
 
 @contextlib.contextmanager
@@ -246,46 +214,27 @@ def held_here(tmp_path: Path, hold_s: float) -> Iterator[tuple[Path, threading.T
         thread.join()
 
 
-def connected(path: Path) -> socket.socket:
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel.connect(os.fspath(path))
-    return channel
-
-
 def asked(channel: socket.socket, request: bytes, *fds: int) -> bytes:
     socket.send_fds(channel, [request], fds)
     return channel.recv(holder.MAX_PACKET_BYTES)
 
 
-def test_it_ends_when_nobody_comes(tmp_path: Path) -> None:
+def test_it_ends_when_nobody_comes_and_refuses_nonsense_and_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with held_here(tmp_path, 0.05) as (_, thread):
         thread.join()
     (tmp_path / HERE).unlink()
-    with held_here(tmp_path, 600.0) as (path, _), connected(path) as channel:
-        assert asked(channel, b"LEAVE 0") == b"OK"
-
-
-@pytest.mark.parametrize(
-    "said", [b"PUT a", b"PUT", b"LEAVE", b"LEAVE -1", b"LEAVE x", b"\xff\xfe", b"what", b"p" * 999]
-)
-def test_nonsense_is_refused(tmp_path: Path, said: bytes) -> None:
-    with held_here(tmp_path, 600.0) as (path, _), connected(path) as channel:
-        assert asked(channel, said).startswith(b"NO ")
-        fds = [memory(b"1"), memory(b"2")]
-        assert asked(channel, b"PUT a", *fds) == b"NO it needs one descriptor"
-        assert asked(channel, b"PUT a", fds[0]) == b"OK"
-        for fd in fds:
-            os.close(fd)
-        assert asked(channel, b"END") == b"OK"
-
-
-def test_it_holds_a_bounded_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder, "MAX_DESCRIPTORS", 2)
-    with held_here(tmp_path, 600.0) as (path, _), connected(path) as channel:
-        fd = memory(b"1")
-        assert [asked(channel, b"PUT %d" % one, fd)[:2] for one in range(3)] == [b"OK", b"OK", b"NO"]
+    fds = [memory(b"1"), memory(b"2")]
+    with held_here(tmp_path, 600.0) as (path, _), faults.connected(path, socket.SOCK_SEQPACKET) as channel:
+        for said in (b"PUT a", b"PUT", b"LEAVE", b"LEAVE -1", b"LEAVE x", b"\xff\xfe", b"what", b"p" * 999):
+            assert asked(channel, said).startswith(b"NO ")
+        assert asked(channel, b"PUT a", *fds) == b"NO it needs one descriptor"
+        assert [asked(channel, b"PUT %d" % one, fds[0])[:2] for one in range(3)] == [b"OK", b"OK", b"NO"]
+        assert asked(channel, b"LEAVE 0") == b"OK"
+    for fd in fds:
         os.close(fd)
-        asked(channel, b"END")
 
 
 # -- systemd
@@ -376,12 +325,8 @@ def test_systemd_comes_before_a_holder(directory: Path) -> None:
     """It would end the holder with the unit; one that is there, of a daemon by hand, is ended, and its memory free."""
     with held_with(directory) as store:
         put(store, a=b"1")
-        pidfd = os.pidfd_open(store.pid)
-    try:
+    with faults.ending(store.pid):
         assert isinstance(open_store(directory, Inherited(), environ(directory), keep=True), SystemdStore)
-        assert ends(pidfd)
-    finally:
-        os.close(pidfd)
 
 
 @pytest.mark.parametrize("variables", [{}, {"FDSTORE": "0"}, {"FDSTORE": "many"}])

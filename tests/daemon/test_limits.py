@@ -1,48 +1,45 @@
-"""Bounds on what a session may have in flight: BUSY, and transfer again once something is over."""
+"""Bounds on what a session may have in flight: BUSY, and transfer again once something is over. Bounds on deadlines."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
+from kvferry.clients import Client, Transfer, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.services.transfers import FEW_EVENTS
 from kvferry.protocol.base import Busy, PageList, RequestBody
 from kvferry.protocol.codec import PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Reply, Request
-from kvferry.protocol.errors import OverloadedError
+from kvferry.protocol.errors import DeadlineError, InvalidFieldError, OverloadedError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive
 from tests import kit
-from tests.kit.daemons import Daemon, said_by_another_user
+from tests.kit.daemons import Daemon, said_by_another_user, soon
+from tests.kit.kvferry_command import run_kvferry
+from tests.kit.pools import SPEC
 from tests.kit.raw_engine import raw_engine
 
-SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 TUNING = Tuning(limits=Limits(max_transfers_per_session=2, max_transfers=3, max_sessions=3))
-
-
-@pytest.fixture
-def daemon() -> Iterator[Daemon]:
-    """Run a daemon with small limits."""
-    with kit.daemon(tuning=TUNING) as one:
-        yield one
+LATE = Tuning(limits=Limits(max_deadline_ms=10_000, default_deadline_ms=500))
 
 
 @pytest.fixture
 def client(daemon: Daemon) -> Iterator[Client]:
-    """Return a client with two pools."""
-    with Client.connect(daemon.runtime_dir) as one:
-        one.create_pool("prefill", SPEC)
-        one.create_pool("decode", SPEC)
+    """Return the only client, with two pools."""
+    with kit.engine(daemon) as one:
+        assert soon(lambda: len(one.status().sessions) == 1)
+        for name in ("prefill", "decode"):
+            one.create_pool(name, SPEC)
         yield one
 
 
-def receive(client: Client, ids: PageIds) -> Transfer:
-    return client.receive("decode", new_request_id(), [pages(ids)])
+def receive(client: Client, ids: PageIds, deadline_s: float | None = None) -> Transfer:
+    return client.receive("decode", new_request_id(), [pages(ids)], deadline_s=deadline_s)
 
 
 def test_transfers_of_a_session(client: Client) -> None:
@@ -61,7 +58,7 @@ def test_transfers_of_a_session(client: Client) -> None:
 
 def test_transfers_of_all_sessions(daemon: Daemon, client: Client) -> None:
     transfers: list[Transfer] = []
-    with Client.connect(daemon.runtime_dir) as other:
+    with kit.engine(daemon) as other:
         for one in (client, other):
             ids = one.allocate("decode", 2)
             transfers = [receive(one, ids[at : at + 1]) for at in range(2)]
@@ -70,21 +67,19 @@ def test_transfers_of_all_sessions(daemon: Daemon, client: Client) -> None:
             other.wait_finished(transfers[1])
 
 
-def test_transfers_of_one_user_leave_some_to_others() -> None:
-    limits = Limits(max_transfers_per_session=3, max_transfers=3)
-    with kit.daemon(tuning=Tuning(limits=limits)) as daemon:
-        said = said_by_another_user(
-            daemon,
-            "from kvferry.clients import new_request_id, pages\n"
-            "spec = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype='float32')\n"
-            "with Client.connect(sys.argv[1]) as one:\n"
-            "    one.create_pool('decode', spec)\n"
-            "    ids = one.allocate('decode', 3)\n"
-            "    sent = [one.receive('decode', new_request_id(), [pages(ids[n : n + 1])]) for n in range(3)]\n"
-            "    one.ping()\n"
-            "    print([each.state for each in sent], sent[-1].refused)",
-        )
-    assert "2 of them of user 12345, of at most 3" in said
+def test_transfers_of_one_user_leave_some_to_others(daemon: Daemon, client: Client) -> None:
+    code = (
+        "from kvferry.clients import new_request_id, pages\n"
+        "spec = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype='float32')\n"
+        "with Client.connect(sys.argv[1]) as one, Client.connect(sys.argv[1]) as two:\n"
+        "    one.create_pool('theirs', spec)\n"
+        "    for c in (one, two, two):\n"
+        "        sent = c.receive('theirs', new_request_id(), [pages(c.allocate('theirs', 1))])\n"
+        "        c.ping()\n"
+        "    print(sent.refused)"
+    )
+    assert client.ping() > 0
+    assert "2 of them of user 12345, of at most 3" in said_by_another_user(daemon, code)
 
 
 def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None:
@@ -109,9 +104,8 @@ def refused_while_deaf(daemon: Daemon, rounds: int, observer: Client) -> tuple[s
         opened, numbers = engine.channel.opened, itertools.count(100)
 
         def ask(body: RequestBody, *ids: PageIds) -> object:
-            engine.control.send_multipart(
-                encode(Request(next(numbers), opened.boot_id, opened.secret, 0, 0, body), ids)
-            )
+            request = Request(next(numbers), opened.boot_id, opened.secret, 0, 0, body)
+            engine.control.send_multipart(encode(request, ids))
             while not isinstance(message := decode_from_daemon(engine.control.recv_multipart()).message, Reply):
                 pass  # an event
             return message.body
@@ -133,9 +127,9 @@ def test_events_that_are_never_acknowledged(daemon: Daemon, client: Client) -> N
     assert ("4 events of the session are unacknowledged" in why, events) == (True, 4)
 
 
+@pytest.mark.full
 def test_events_of_all_sessions_that_are_never_acknowledged() -> None:
-    tuning = Tuning(limits=Limits(max_transfers=FEW_EVENTS))
-    with kit.daemon(tuning=tuning) as daemon, Client.connect(daemon.runtime_dir) as client:
+    with kit.daemon(tuning=Tuning(limits=Limits(max_transfers=FEW_EVENTS))) as daemon, kit.engine(daemon) as client:
         client.create_pool("decode", SPEC)
         why, events = refused_while_deaf(daemon, FEW_EVENTS, client)
         assert why.startswith(f"{2 * FEW_EVENTS} events of all sessions are unacknowledged")
@@ -143,13 +137,34 @@ def test_events_of_all_sessions_that_are_never_acknowledged() -> None:
 
 
 def test_sessions(daemon: Daemon, client: Client) -> None:
-    with Client.connect(daemon.runtime_dir), Client.connect(daemon.runtime_dir) as last:
+    with kit.engine(daemon), kit.engine(daemon) as last:
         with pytest.raises(OverloadedError, match="3 sessions live") as refused:
             Client.connect(daemon.runtime_dir)
         assert refused.value.retry_after_ms == 1000, "an engine has to go first"
-        with Client.connect(daemon.runtime_dir, session=False) as looker:
+        with kit.engine(daemon, session=False) as looker:
             looker.ping()
         last.close()
-        while len(client.status().sessions) > 2:
-            pass  # each look is a round trip
+        assert soon(lambda: len(client.status().sessions) <= 2)
         Client.connect(daemon.runtime_dir).close()
+
+
+def test_a_client_takes_its_daemons_word_for_the_longest_deadline() -> None:
+    with kit.daemon(tuning=LATE) as late, kit.engine(late) as client:
+        client.create_pool("decode", SPEC)
+        held = client.allocate("decode", 2)
+        client.wait_done(client.offload("decode", [pages(held)]))
+        alone = receive(client, held)
+        with pytest.raises(DeadlineError, match="no SEND yet"):  # the daemon's default
+            client.wait_finished(alone)
+        client.wait_settled(alone)
+        for refuse in (
+            lambda: receive(client, held, deadline_s=10.1),
+            lambda: client.lookup("decode", [b"h" * 16], deadline_s=10.1),
+        ):
+            with pytest.raises(InvalidFieldError, match="at most 10,") as refused:
+                refuse()
+            assert refused.value.field == "deadline_s"
+        assert receive(client, held, deadline_s=10).refused is None
+        fields = json.dumps({"pool": "nowhere", "count": 1, "space": "main"})
+        for options, said in (((), "UNKNOWN_POOL"), (("--timeout", "11"), "at most 10 s")):
+            assert said in run_kvferry("probe", "--runtime-dir", late.runtime_dir, *options, "ALLOCATE", fields).stdout

@@ -103,8 +103,16 @@ def booted(tmp_path_factory: pytest.TempPathFactory, require: Callable[[object, 
         try:
             assert boot.stdout.readline().strip() == "booted"
             one = Machine(int((folder / "pid").read_text()))
-            _wait_until_booted(one, boot)
-            _let_everybody_run(sys.executable, one)
+            up = {"running", "degraded"}  # once systemd listens, it says itself when it is up
+            while one.run("systemctl", "is-system-running", "--wait").stdout.strip() not in up:
+                assert boot.poll() is None, "the machine did not boot"
+            # The interpreter and the checkout may be in folders that are root's alone.
+            ways = {
+                way
+                for file in (sys.executable, os.path.realpath(sys.executable), __file__)
+                for way in Path(file).parents
+            }
+            one.shell(f"chmod o+x {shlex.join(map(str, ways))}")
             one.shell("systemd-sysusers; systemd-tmpfiles --create /etc/tmpfiles.d/kvferry.conf")
             yield one
         finally:
@@ -129,21 +137,6 @@ def _etc(folder: Path) -> None:
         (etc / "kvferry" / f"{name}.toml").write_text(config.replace("\n#path = ", "\npath = ").replace("NAME", name))
 
 
-def _wait_until_booted(one: Machine, boot: subprocess.Popen[str]) -> None:
-    """Ask until systemd listens, then let it say itself when it is up; each question is a process of its own."""
-    while boot.poll() is None:
-        done = one.run("systemctl", "is-system-running", "--wait")
-        if done.stdout.strip() in {"running", "degraded"}:
-            return
-    pytest.fail("the machine did not boot")
-
-
-def _let_everybody_run(python: str, one: Machine) -> None:
-    """Open the way to the interpreter and the checkout, which may be root's alone, in the machine's own overlay."""
-    ways = {way for file in (python, os.path.realpath(python), __file__) for way in Path(file).parents}
-    one.shell(f"chmod o+x {' '.join(shlex.quote(str(way)) for way in ways)}")
-
-
 @pytest.fixture
 def machine(booted: Machine) -> Iterator[Machine]:
     """Return a machine on which no daemon runs."""
@@ -152,7 +145,7 @@ def machine(booted: Machine) -> Iterator[Machine]:
     booted.run("systemctl", "reset-failed")
 
 
-def test_start_answer_kill_and_stop(machine: Machine) -> None:
+def test_start_answer_and_stop(machine: Machine) -> None:
     machine.start("kvferry@test.service")  # returns once the daemon has said READY
     assert machine.property("ActiveState", "kvferry@test.socket") == "active", "the service brings its sockets"
     assert machine.property("StatusText").startswith("serving")
@@ -169,16 +162,6 @@ def test_start_answer_kill_and_stop(machine: Machine) -> None:
     ]
     tiers = json.loads(machine.run(KVFERRY, "status", "--json", status=0).stdout)["tiers"]
     assert [(one["tier"], one["state"]) for one in tiers] == [("host", "ready"), ("disk", "ready")]
-    exposure = re.search(r"exposure level for .*: ([0-9.]+)", machine.shell("systemd-analyze security kvferry@test"))
-    assert exposure
-    assert float(exposure[1]) <= 2.0
-
-    before = machine.property("MainPID")
-    machine.run("systemctl", "kill", "--kill-whom=main", "--signal=KILL", "kvferry@test")
-    assert machine.ping(), "who connects meanwhile waits"
-    machine.until("ActiveState", "active")
-    assert machine.property("MainPID") != before
-
     machine.run("systemctl", "stop", "kvferry@test.socket", "kvferry@test.service", status=0)
     assert (machine.property("Result"), machine.property("ExecMainStatus")) == ("success", "0")
     assert machine.run(KVFERRY, "ping").returncode == 1
@@ -223,6 +206,7 @@ def test_one_instance_leaves_the_other_alone(machine: Machine) -> None:
     assert machine.run(KVFERRY, "ping").returncode == 0, "there is but one"
 
 
+@pytest.mark.full
 def test_a_wrong_configuration_ends_once_and_the_sockets_with_it(machine: Machine) -> None:
     machine.shell("cp /etc/kvferry/test.toml /tmp/right.toml; echo 'colour = 1' > /etc/kvferry/test.toml")
     since = machine.shell("date +%s")
@@ -264,34 +248,25 @@ def test_a_stop_lets_what_waits_fail_and_ends_well(machine: Machine) -> None:
     assert (machine.property("Result"), machine.property("ExecMainStatus")) == ("success", "0")
 
 
-ASK_FOR_DEVICES = """\
-import os
-for name in ("davinci0", "davinci16"):
-    try:
-        os.open("/dev/" + name, os.O_RDWR)
-    except OSError as error:
-        print(name, error.errno)
-"""
-
-
 def test_a_device_that_is_not_named_cannot_be_opened(machine: Machine) -> None:
-    """Both nodes have no driver: ENXIO (6) is what the driver would say, EPERM (1) what the unit says."""
+    """Both nodes have no driver: ENXIO is what the driver would say, EPERM what the unit says."""
     machine.shell("mknod -m 666 /dev/davinci0 c 240 0; mknod -m 666 /dev/davinci16 c 240 16")
-    machine.shell(f"printf %s {shlex.quote(ASK_FOR_DEVICES)} > /opt/devices.py; chmod 644 /opt/devices.py")
-    drop_in = f"[Service]\nExecStartPre={sys.executable} /opt/devices.py\n"
+    drop_in = "[Service]\nExecStartPre=-/bin/sh -c '</dev/davinci0'\nExecStartPre=-/bin/sh -c '</dev/davinci16'\n"
     place = "/etc/systemd/system/kvferry@.service.d/devices.conf"
     machine.shell(f"printf %s {shlex.quote(drop_in)} > {place}; systemctl daemon-reload")
     machine.start("kvferry@test.service")
     said = machine.log()
     machine.shell(f"rm {place} /dev/davinci*; systemctl daemon-reload")
-    assert "davinci0 6" in said, said
-    assert "davinci16 1" in said, said
+    assert re.search(r"/dev/davinci0: .*No such device or address", said), said
+    assert re.search(r"/dev/davinci16: .*(Operation not|Permission)", said), said
 
 
 @pytest.mark.parametrize(
     "command",
-    [("systemctl", "kill", "--kill-whom=main", "--signal=KILL"), ("systemctl", "restart", "--no-block")],
-    ids=["kill -9", "restart"],
+    [
+        pytest.param(("systemctl", "kill", "--kill-whom=main", "--signal=KILL"), id="kill -9"),
+        pytest.param(("systemctl", "restart", "--no-block"), id="restart", marks=pytest.mark.full),
+    ],
 )
 def test_a_pool_outlives_the_daemon_and_its_engine_only_waits(machine: Machine, command: tuple[str, ...]) -> None:
     machine.start("kvferry@test.service")
@@ -332,6 +307,7 @@ def installed(machine: Machine, tmp_path: Path) -> Iterator[str]:
     machine.shell(f"rm -r {units}; mv /opt/units {units}; systemctl daemon-reload")
 
 
+@pytest.mark.full
 def test_an_installed_package_brings_the_units_that_start_it(machine: Machine, installed: str) -> None:
     machine.start("kvferry@test.socket")
     assert machine.ping()
