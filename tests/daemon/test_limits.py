@@ -67,19 +67,19 @@ def test_transfers_of_all_sessions(daemon: Daemon, client: Client) -> None:
             other.wait_finished(transfers[1])
 
 
-def test_transfers_of_one_user_leave_some_to_others(daemon: Daemon, client: Client) -> None:
+def test_transfers_of_one_user_leave_some_to_others() -> None:
     code = (
         "from kvferry.clients import new_request_id, pages\n"
         "spec = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype='float32')\n"
-        "with Client.connect(sys.argv[1]) as one, Client.connect(sys.argv[1]) as two:\n"
+        "with Client.connect(sys.argv[1]) as one:\n"
         "    one.create_pool('theirs', spec)\n"
-        "    for c in (one, two, two):\n"
-        "        sent = c.receive('theirs', new_request_id(), [pages(c.allocate('theirs', 1))])\n"
-        "        c.ping()\n"
-        "    print(sent.refused)"
+        "    ids = one.allocate('theirs', 3)\n"
+        "    sent = [one.receive('theirs', new_request_id(), [pages(ids[n : n + 1])]) for n in range(3)]\n"
+        "    one.ping()\n"
+        "    print(sent[-1].refused)"
     )
-    assert client.ping() > 0
-    assert "2 of them of user 12345, of at most 3" in said_by_another_user(daemon, code)
+    with kit.daemon(tuning=Tuning(limits=Limits(max_transfers_per_session=3, max_transfers=3))) as daemon:
+        assert "2 of them of user 12345, of at most 3" in said_by_another_user(daemon, code)
 
 
 def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None:

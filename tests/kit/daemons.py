@@ -191,5 +191,5 @@ def said_by_another_user(daemon: Daemon, code: str, *arguments: str) -> str:
     become += "os.setuid(12345)\n"  # the group stays, and with it the way to the sockets
     command = [sys.executable, "-c", become + code, str(daemon.runtime_dir), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert not done.stderr
+    assert not done.stderr, done.stderr
     return done.stdout.strip()
