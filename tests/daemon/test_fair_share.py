@@ -49,18 +49,13 @@ class Served:
         )
         self.control.start(self.loop, self._handle, self._spared)
 
-    def connect(self) -> socket.socket:
-        """Return a client's socket that has shaken hands."""
-        one = socket.socket(socket.AF_UNIX)
-        one.connect(str(self._path))
-        return self._greeted(one)
-
-    def connect_from_a_host(self) -> socket.socket:
-        """Return the socket of a client that comes by TCP."""
-        port = int(self.control.endpoint.rpartition(":")[2])
-        return self._greeted(socket.create_connection(("127.0.0.1", port)))
-
-    def _greeted(self, one: socket.socket) -> socket.socket:
+    def connect(self, *, from_a_host: bool = False) -> socket.socket:
+        """Return the socket of a client that has shaken hands, and has come by TCP or not."""
+        if from_a_host:
+            one = socket.create_connection(("127.0.0.1", int(self.control.endpoint.rpartition(":")[2])))
+        else:
+            one = socket.socket(socket.AF_UNIX)
+            one.connect(str(self._path))
         self._clients.append(one)
         one.sendall(OPENING)
         return one
@@ -112,43 +107,19 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         yield one
 
 
-@pytest.mark.parametrize("word", [b"long", b"short"])
-async def test_an_engine_waits_for_at_most_a_turn_of_unauthenticated_connections(site: Served, word: bytes) -> None:
+async def test_an_engine_waits_for_at_most_a_turn_of_unauthenticated_connections(site: Served) -> None:
     engine, unauthenticated = site.connect(), [site.connect() for _ in range(UNAUTHENTICATED)]
     engine.sendall(encoded([b"engine"]))
     await site.until(b"engine", 1)
     for one in unauthenticated:
-        one.sendall(encoded([word]) * MANY)
-    await site.until(word, 1)  # they are at it
-    before = site.handled.count(word)
+        one.sendall(encoded([b"long"]) * MANY)
+    await site.until(b"long", 1)  # they are at it
+    before = site.handled.count(b"long")
     engine.sendall(encoded([b"request"]))
     await site.until(b"request", 1)
-    between = site.handled[: site.handled.index(b"request")].count(word) - before
-    if word == b"long":
-        assert between <= 2, "one message a turn, of all unauthenticated connections together"
-    await site.until(word, UNAUTHENTICATED * MANY)
-
-
-async def test_an_engine_with_long_requests_waits_for_its_turn_with_unauthenticated_connections(site: Served) -> None:
-    engine, heavy = site.connect(), site.connect()
-    heavy.sendall(encoded([b"engine"]))
-    await site.until(b"engine", 1)
-    site.engine, first = b"", site.engine
-    engine.sendall(encoded([b"engine"]))
-    await site.until(b"engine", 2)
-    assert first != site.engine
-    heavy.sendall(encoded([b"long"]) * MANY)
-    await site.until(b"long", 1)
-    engine.sendall(encoded([b"request"]) * 3)
-    await site.until(b"request", 3)
-    at = [number for number, word in enumerate(site.handled) if word == b"request"]
-    assert at[-1] - at[0] == 2, "what came together is handled together"
-    assert site.handled[: at[0]].count(b"long") <= 4
-    await site.until(b"long", MANY)
-
-
-def ping(ttl: int) -> bytes:
-    return frame(COMMAND, b"\4PING" + ttl.to_bytes(2))
+    between = site.handled[: site.handled.index(b"request")].count(b"long") - before
+    assert between <= 2, "one message a turn, of all unauthenticated connections together"
+    await site.until(b"long", UNAUTHENTICATED * MANY)
 
 
 async def test_heartbeats_give_unauthenticated_connections_no_turns_of_their_own(site: Served) -> None:
@@ -156,7 +127,7 @@ async def test_heartbeats_give_unauthenticated_connections_no_turns_of_their_own
     site.count_turns()
     for ttl in range(100, 100 + MANY):
         for one in unauthenticated:
-            one.sendall(ping(ttl) + encoded([b"long"]) * 2)
+            one.sendall(frame(COMMAND, b"\4PING" + ttl.to_bytes(2)) + encoded([b"long"]) * 2)
         await site.until(b"long", 2 * UNAUTHENTICATED * (ttl - 99))
     assert site.most_a_turn(b"long") == 1
 
@@ -183,7 +154,7 @@ async def test_a_failure_closes_its_connection_and_the_others_have_their_turns(s
 async def test_who_holds_little_pays_for_no_other_host(site: Served) -> None:
     site.control.kept.most = 10_000
     engine = site.connect()
-    unauthenticated = [site.connect_from_a_host() for _ in range(UNAUTHENTICATED)]
+    unauthenticated = [site.connect(from_a_host=True) for _ in range(UNAUTHENTICATED)]
     engine.sendall(encoded([b"engine"]) + encoded([bytes(5000)])[:4000])
     await site.until(b"engine", 1)
     for one in unauthenticated:

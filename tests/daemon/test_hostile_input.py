@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -25,8 +23,10 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import pack
+from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
 from tests.kit.daemons import Daemon, said_by_another_user, soon
 from tests.kit.devices import DEVICE
+from tests.kit.faults import connected, reset, silent
 from tests.kit.raw_engine import raw_engine
 
 REPLY_MS = 10_000
@@ -148,38 +148,28 @@ def test_a_flood_without_reading_replies(daemon: Daemon, dealer: zmq.Socket[byte
         client.ping()
 
 
-@pytest.mark.parametrize("name", ["control.sock", "session.sock"])
-@pytest.mark.parametrize("junk", [b"", b"\xff" * 9, os.urandom(5000), b"\x00" * 64, b"\xff\xff\xff\xff" + b"x" * 100])
-def test_raw_bytes_at_a_socket(daemon: Daemon, name: str, junk: bytes) -> None:
-    with _connected(daemon.runtime_dir / name) as channel:
-        channel.sendall(junk)
-        channel.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):
-            while channel.recv(4096):  # until the daemon hangs up
-                pass
-
-
-def test_many_connections_that_say_nothing(daemon: Daemon) -> None:
-    before = counters(daemon).get("sessions.refused", 0)
-    with contextlib.ExitStack() as stack:
-        for _ in range(200):
-            stack.enter_context(_connected(daemon.runtime_dir / "session.sock"))
-        assert counters(daemon)["sessions.refused"] - before >= 200 - MOST_UNOPENED, "the bound on unopened sessions"
+@pytest.mark.parametrize("name", [CONTROL_SOCKET, SESSION_SOCKET])
+def test_raw_bytes_at_a_socket(daemon: Daemon, name: str) -> None:
+    for junk in (b"", b"\xff" * 9, os.urandom(5000), b"\x00" * 64, b"\xff\xff\xff\xff" + b"x" * 100):
+        with connected(daemon.runtime_dir / name) as channel:
+            channel.sendall(junk)
+            channel.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while channel.recv(4096):  # until the daemon hangs up
+                    pass
 
 
 def test_an_engine_among_many_that_say_nothing_has_its_session(daemon: Daemon) -> None:
     log_lines = daemon.log.read_text().count("session refused")
-    path = daemon.runtime_dir / "session.sock"
+    refused = counters(daemon).get("sessions.refused", 0)
+    path = daemon.runtime_dir / SESSION_SOCKET
     with contextlib.ExitStack() as stack:
-        daemon.process.send_signal(signal.SIGSTOP)  # so that all of them wait when it goes on
-        stack.callback(daemon.process.send_signal, signal.SIGCONT)
-        engine = stack.enter_context(_connected(path))
-        engine.sendall(pack(session_open("patient")))
-        for _ in range(4 * MOST_UNOPENED):
-            stack.enter_context(_connected(path))
-        daemon.process.send_signal(signal.SIGCONT)
+        with daemon.stopped():  # so that all of them wait when it goes on
+            engine = stack.enter_context(connected(path))
+            engine.sendall(pack(session_open("patient")))
+            stack.enter_context(silent(path, 4 * MOST_UNOPENED))
         assert b"OPENED" in engine.recv(4096)
-        assert soon(lambda: counters(daemon)["sessions.refused"] >= 3 * MOST_UNOPENED)
+        assert soon(lambda: counters(daemon)["sessions.refused"] - refused >= 3 * MOST_UNOPENED)
     assert daemon.log.read_text().count("session refused") - log_lines < MOST_UNOPENED
 
 
@@ -187,32 +177,20 @@ def test_connections_that_are_reset_leave_nothing_open(daemon: Daemon) -> None:
     process = psutil.Process(daemon.process.pid)
     counters(daemon)
     before = process.num_fds()
-    hands = GREETING + frame(4, b"\5READY\x0bSocket-Type\0\0\0\6DEALER")
-    with contextlib.ExitStack() as stack:
-        channels = [stack.enter_context(_connected(daemon.runtime_dir / "control.sock")) for _ in range(MANY)]
+    with silent(daemon.runtime_dir / CONTROL_SOCKET, MANY) as channels:
         for channel in channels:
-            channel.sendall(hands)
+            channel.sendall(GREETING + frame(4, b"\5READY\x0bSocket-Type\0\0\0\6DEALER"))
             assert channel.recv(1), "an answer, the rest of which stays unread"
-        daemon.process.send_signal(signal.SIGSTOP)  # so that it sees what comes and the end together
-        stack.callback(daemon.process.send_signal, signal.SIGCONT)
-        for channel in channels:
-            channel.sendall(b"\0")  # half a frame's head: nothing to answer
-            channel.close()
-        daemon.process.send_signal(signal.SIGCONT)
+        reset(daemon.process.pid, channels)  # after half a frame's head: nothing to answer
         assert soon(lambda: process.num_fds() < before + MANY // 2)
 
 
-def test_a_session_whose_socket_is_reset_ends(daemon: Daemon) -> None:
-    with contextlib.ExitStack() as stack, Client.connect(daemon.runtime_dir) as client:
-        channel = stack.enter_context(_connected(daemon.runtime_dir / "session.sock"))
+def test_a_session_whose_socket_is_reset_ends(daemon: Daemon, client: Client) -> None:
+    with connected(daemon.runtime_dir / SESSION_SOCKET) as channel:
         channel.sendall(pack(session_open("reset")))
         assert channel.recv(1), "an answer, the rest of which stays unread"
         assert any(one.name == "reset" for one in client.status().sessions)
-        daemon.process.send_signal(signal.SIGSTOP)  # so that it sees what comes and the end together
-        stack.callback(daemon.process.send_signal, signal.SIGCONT)
-        channel.sendall(b"\0")
-        channel.close()
-        daemon.process.send_signal(signal.SIGCONT)
+        reset(daemon.process.pid, [channel])
         assert soon(lambda: all(one.name != "reset" for one in client.status().sessions))
 
 
@@ -224,7 +202,7 @@ def test_who_has_most_connections_without_a_session_makes_room(daemon: Daemon) -
         f"held = [one() for _ in range({4 * MOST_UNOPENED})]\n"
         "print(Client.connect(sys.argv[1]).ping() > 0)"
     )
-    with _connected(daemon.runtime_dir / "session.sock") as slow:
+    with connected(daemon.runtime_dir / SESSION_SOCKET) as slow:
         assert said_by_another_user(daemon, code) == "True"
         slow.sendall(pack(session_open("slow")))
         assert b"OPENED" in slow.recv(4096)
@@ -237,10 +215,3 @@ def test_bytes_after_the_opening_end_the_session(daemon: Daemon) -> None:
         channel.setblocking(True)  # noqa: FBT003  socket's own signature
         channel.settimeout(REPLY_MS / 1000)
         assert channel.recv(10) == b""
-
-
-def _connected(path: Path) -> socket.socket:
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    channel.settimeout(REPLY_MS / 1000)
-    channel.connect(os.fspath(path))
-    return channel
