@@ -17,7 +17,6 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import DeadlineError
-from kvferry.protocol.requests import REQUESTS
 from tests.kit.in_process import CONFIG, ON_THREADS, SPEC, serving
 
 pytestmark = pytest.mark.anyio
@@ -133,37 +132,25 @@ async def restore(one: Hung) -> None:
     await one.client.wait_done(one.client.restore("pool", offload.snapshot, deadline_s=DEADLINE_S))
 
 
-Case = Callable[[Hung], Awaitable[None]]
-WAITS: Final[dict[str, tuple[tuple[Case, str], ...]]] = {
-    "CREATE_POOL": ((create_pool, "daemon"),),
-    "FREE": ((free, "caller"),),
-    "UPDATE_TABLES": ((update_tables, "caller"),),
-    "SEND": ((send, "peer"),),
-    "RECEIVE": ((receive, "peer"), (receive_after, "caller")),
-    "CANCEL": ((cancel, "daemon"),),
-    "LOOKUP": ((lookup, "daemon"),),
-    "LOAD": ((load, "caller"),),
-    "STORE": ((store, "caller"),),
-    "RESTORE": ((restore, "daemon"),),
-}
-AT_ONCE: Final = {
-    "HELLO", "PING", "STATUS", "VERIFY", "OPEN_EVENTS", "ATTACH_POOL", "REGISTER_POOL", "DELETE_POOL", "ALLOCATE",
-    "LIST_OWNED", "CREATE_TABLES", "DELETE_TABLES", "OFFLOAD", "DROP_SNAPSHOT", "SNAPSHOTS", "CANCEL_OPERATION",
-    "UNPIN", "CACHE_LIST", "CACHE_PIN", "CACHE_EVICT", "CACHE_EVENTS", "ABANDON", "RESULT", "BATCH",
-}  # fmt: skip
-"""Answered in the turn of the loop in which they come where all is on the host: there is nothing that they wait for."""
-
-
-def test_every_request_is_in_one_table() -> None:
-    assert {*WAITS} | AT_ONCE == set(REQUESTS)
-    assert not {*WAITS} & AT_ONCE
-
-
 @pytest.mark.parametrize(
     ("case", "fault"),
-    [pytest.param(*one, id=f"{name}-{one[0].__name__}") for name, cases in WAITS.items() for one in cases],
+    [
+        (create_pool, "daemon"),
+        (free, "caller"),
+        (update_tables, "caller"),
+        (send, "peer"),
+        (receive, "peer"),
+        (receive_after, "caller"),
+        (cancel, "daemon"),
+        (lookup, "daemon"),
+        (load, "caller"),
+        (store, "caller"),
+        (restore, "daemon"),
+    ],
 )
-async def test_what_does_not_answer_ends_a_request_at_its_deadline(hung: Hung, case: Case, fault: str) -> None:
+async def test_what_does_not_answer_ends_a_request_at_its_deadline(
+    hung: Hung, case: Callable[[Hung], Awaitable[None]], fault: str
+) -> None:
     with pytest.raises(DeadlineError) as late:
         async with asyncio.timeout(MARGIN_S):
             await case(hung)

@@ -124,6 +124,7 @@ def test_nothing_is_imported_once_a_daemon_is_ready(tmp_path: Path) -> None:
     assert [file.read_text().split()[count:] for file, count in zip(files, ready, strict=True)] == [[], []]
 
 
+@pytest.mark.full
 def test_nothing_is_imported_to_say_what_failed(tmp_path: Path) -> None:
     file = tmp_path / "imports"
     with subprocess.Popen(

@@ -127,7 +127,7 @@ async def test_pages_that_a_stalled_copy_still_writes_are_nobodys(stalled: Stall
     target = await decode.create_pool("decode", SPEC)
     received = await engine.allocate("decode", ALL // 2)
     request_id = new_request_id()
-    receiving = engine.receive("decode", request_id, [pages(received)], deadline_s=1.0 if how == "late" else None)
+    receiving = engine.receive("decode", request_id, [pages(received)], deadline_s=0.3 if how == "late" else None)
     sending = prefill.send("prefill", request_id, [pages(sent[: ALL // 2])])
     await asyncio.to_thread(copy.stands)
     if how == "cancelled":

@@ -21,7 +21,6 @@ from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services import transfer_effects
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
-from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from kvferry.protocol.events import Finished
 from tests.kit.in_process import CONFIG, SPEC, TUNING, serving
 
@@ -60,30 +59,6 @@ async def test_a_transfer_from_beginning_to_end() -> None:
         assert manager.said == ["ready"]
     assert manager.said == ["ready", "stopping"]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("copy-", "populate"))]
-
-
-async def test_the_end_fails_what_waits_and_then_closes_the_sessions() -> None:
-    async with serving() as (path, _, stopping), await AsyncClient.connect(path, reconnect=False) as client:
-        await client.create_pool("pool", SPEC)
-        receiving = client.receive("pool", new_request_id(), [pages(await client.allocate("pool", 2))])
-        await client.ping()
-        stopping.set()
-        with pytest.raises(ShuttingDownError):
-            await client.wait_finished(receiving)
-        await client.wait_settled(receiving)
-        with pytest.raises(DaemonLostError):  # noqa: PT012  some pings are answered before the end
-            while True:
-                await client.ping()
-
-
-async def test_pages_of_a_session_that_ends_are_free_at_once() -> None:
-    async with serving() as (path, _, _), await AsyncClient.connect(path) as client:
-        await client.create_pool("pool", SPEC)
-        async with await AsyncClient.connect(path) as other:
-            await other.allocate("pool", 16)
-        while len((await client.status()).sessions) > 1:
-            pass  # each look is a round trip
-        assert len(await client.allocate("pool", 16)) == 16
 
 
 async def test_an_engine_hears_of_an_end_in_the_turn_in_which_its_transport_reports_it(

@@ -84,6 +84,7 @@ def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_
         assert client.ping() > 0
 
 
+@pytest.mark.full
 def test_unauthenticated_connections_that_never_finish_a_message(group: ControlGroup) -> None:
     group.limit(GIB)
     with (
@@ -124,6 +125,7 @@ def waiting_frees(daemon: Daemon, engine: RawEngine, count: int) -> bool:
     return False
 
 
+@pytest.mark.full
 def test_sessions_whose_requests_wait_where_the_limit_is_that_of_the_docs(group: ControlGroup) -> None:
     group.limit(enough_for(128 * MIB))
     config = '[pools]\nmax_bytes = "64MiB"\n[tiers]\nhost_bytes = "64MiB"\n'
@@ -172,6 +174,7 @@ def give_back(memory: SharedMemory) -> None:
     assert not libc.fallocate(memory.region.fd, fallocate_punch_hole, ctypes.c_long(0), size), ctypes.get_errno()
 
 
+@pytest.mark.full
 def test_tables(group: ControlGroup) -> None:
     group.limit(GIB)
     with (
