@@ -4,200 +4,124 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import gc
 import os
 import sys
-from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import AsyncIterator
+from pathlib import Path
 
-import numpy as np
-import psutil
 import pytest
 
-from kvferry.daemon.control import first_step
-from kvferry.daemon.control.dispatch import Answer, AsyncHandler, Call, Dispatcher
-from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.control.sessions import Peer, Session
-from kvferry.daemon.process.descriptors import Descriptors
-from kvferry.daemon.process.devices import Devices
+from kvferry.clients import AsyncClient, EventRing, Transfer, calls, new_request_id, pages
+from kvferry.clients.submitting import PendingReply
 from kvferry.daemon.services import event_rings
-from kvferry.daemon.services.event_rings import EventRings
-from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.errors import InvalidFieldError, OverloadedError
-from kvferry.protocol.limits import EVENT_RING_SLOTS, Limits
-from kvferry.protocol.session_messages import EventsOpened, OpenEvents
-from kvferry.protocol.session_stream import EventsFollow
-from tests.kit.network import ManualExecutor
+from kvferry.protocol.pool_messages import Freed
+from tests.kit.in_process import client_of_one
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
-WAIT_S = 10.0
-SIZE_BYTES = EVENT_RING_SLOTS * 8
 
 
-class Engine(NamedTuple):
-    """An engine's end of a ring, without the client library's good manners."""
-
-    counters: np.ndarray[Any, np.dtype[np.int64]]
-    region: HostRegion
-    eventfd: int
-
-    def write(self, *values: int) -> None:
-        """Let the first counters hold these values, and wake the daemon."""
-        self.counters[: len(values)] = values
-        os.eventfd_write(self.eventfd, 1)
-
-
-class Daemon:
-    """The rings, and what is around them in a daemon.
-
-    Attributes:
-        reached: what the rings told the transfer state machine.
-    """
-
-    def __init__(self) -> None:
-        self.reached: list[tuple[int, list[int]]] = []
-        self.passed: list[tuple[Session, EventsFollow, list[int]]] = []
-        self.handlers: dict[str, AsyncHandler] = {}
-        self._told = asyncio.Event()
-        self.engines: list[Engine] = []
-        self.devices = Devices(DevicesConfig(), lambda _name, _error: None)
-        self.rings = EventRings(
-            cast("Dispatcher", self),
-            cast("SessionSocket", self),
-            self.devices,
-            ManualExecutor(),
-            self._on_reached,
-            Descriptors(),
-        )
-
-    def handle(self, kind: str, handler: AsyncHandler) -> None:
-        self.handlers[kind] = handler
-
-    def pass_frame(self, session: Session, frame: EventsFollow, fds: Sequence[int]) -> None:
-        self.passed.append((session, frame, [os.dup(fd) for fd in fds]))
-
-    def open(self, number: int) -> Engine:
-        session = Session(number, "prefill", Peer(1, 2, 3), Limits())
-        opening = self.handlers["OPEN_EVENTS"](Call(17, session, OpenEvents(), (), 1.0))
-        assert isinstance(opening, Coroutine)
-        answer = first_step.begin(opening).result()
-        assert isinstance(answer, Answer)
-        assert isinstance(answer.body, EventsOpened)
-        assert answer.body.slots == EVENT_RING_SLOTS
-        to, frame, (counters, eventfd) = self.passed.pop()
-        assert (to, frame.message_id) == (session, 17)
-        region = HostRegion(counters, SIZE_BYTES)
-        self.engines.append(Engine(region.view().view(np.int64), region, eventfd))
-        return self.engines[-1]
-
-    async def told(self) -> tuple[int, list[int]]:
-        while not self.reached:
-            self._told.clear()
-            await asyncio.wait_for(self._told.wait(), WAIT_S)
-        return self.reached.pop(0)
-
-    def _on_reached(self, session_id: int, values: list[int]) -> None:
-        self.reached.append((session_id, values))
-        self._told.set()
-
-    def close(self) -> None:
-        """Give back all that tests have opened."""
-        for number in range(1, 10):
-            self.rings.session_lost(number)
-        for one in self.engines:
-            one.region.close()
-            os.close(one.eventfd)
+@pytest.fixture(autouse=True)
+def _no_blocking_calls() -> None:
+    """Let the daemon block where it ends: it waits for its own threads."""
 
 
 @pytest.fixture
-async def daemon() -> Any:  # noqa: ANN401  a generator to anyio, a daemon to tests
-    one = Daemon()
-    yield one
-    one.close()
+async def daemon(anyio_backend: object) -> AsyncIterator[tuple[AsyncClient, Path]]:  # noqa: ARG001  on the test's loop
+    """Return a client that has a pool of 16 pages, and where it found its daemon."""
+    async with client_of_one() as one:
+        yield one
 
 
-async def test_what_engines_write_is_told_once_they_say_so_each_of_its_own_ring(daemon: Daemon) -> None:
-    engine, other = daemon.open(1), daemon.open(2)
-    assert daemon.rings.values(1) == [0] * EVENT_RING_SLOTS
-    engine.counters[5] = 3
-    written = [0, 0, 0, 0, 0, 3, *[0] * (EVENT_RING_SLOTS - 6)]
-    assert daemon.rings.values(1) == written
-    for _ in range(5):  # many wake-ups are told as one
-        os.eventfd_write(engine.eventfd, 1)
-    assert await daemon.told() == (1, written)
-    other.write(0, 0, 9)
-    session_id, values = await daemon.told()
-    assert (session_id, values[:6]) == (2, [0, 0, 9, 0, 0, 0])
-    assert daemon.reached == []
+@pytest.fixture
+def client(daemon: tuple[AsyncClient, Path]) -> AsyncClient:
+    return daemon[0]
 
 
-CALL = Call(18, Session(1, "prefill", Peer(1, 2, 3), Limits()), OpenEvents(), (), 1.0)
+def write(ring: EventRing, *values: int) -> None:
+    """Let the first counters hold these values, and wake the daemon."""
+    ring.counters[: len(values)] = values
+    os.eventfd_write(ring.fileno(), 1)
 
 
-async def test_who_waits_for_an_event_goes_on_once_it_is_reached_in_the_order_of_coming(daemon: Daemon) -> None:
-    engine, said = daemon.open(1), list[int]()
+async def free_after(client: AsyncClient, event: int, value: int) -> PendingReply[Freed]:
+    """Have a page freed once an event has a value; the daemon knows on return."""
+    pending = client.begin(
+        calls.free("pool", await client.allocate("pool", 1), "main", DeviceEvent(event=event, value=value))
+    )
+    await client.ping()
+    return pending
 
-    async def wait(number: int, *, event: int, value: int) -> None:
-        await daemon.rings.reached(CALL, DeviceEvent(event=event, value=value))
-        said.append(number)
 
-    wishes = [(2, 1), (0, 1), (1, 2), (1, 3), (0, 0)]
-    waiting = [first_step.begin(wait(number, event=event, value=value)) for number, (event, value) in enumerate(wishes)]
-    assert said == [4], "what need not wait goes on at once"
-    engine.write(1, 2, 1)
-    await asyncio.wait_for(asyncio.gather(*waiting[:3]), WAIT_S)
-    assert said == [4, 0, 1, 2]
-    assert not waiting[3].done()
-    engine.write(1, 3, 1)
-    await asyncio.wait_for(waiting[3], WAIT_S)
+async def test_who_waits_for_an_event_goes_on_once_it_is_reached_in_the_order_of_coming(
+    daemon: tuple[AsyncClient, Path],
+) -> None:
+    client, path = daemon
+    ring = await client.open_events()
+    ring.counters[3] = 1
+    waiting = [await free_after(client, event, value) for event, value in ((2, 1), (0, 1), (1, 2), (1, 3), (3, 1))]
+    assert [client.is_ready(one) for one in waiting] == [False] * 4 + [True], "what need not wait goes on at once"
+    async with await AsyncClient.connect(path) as other:
+        write(await other.open_events(), 9, 9, 9)
+        await other.ping()
+    ring.counters[:3] = 1, 2, 1
+    await client.ping()
+    assert not client.is_ready(waiting[0]), "nobody said so"
+    write(ring, 1, 2, 1)
+    for one in waiting[:3]:
+        assert (await client.wait(one)).freed == 1
+    assert not client.is_ready(waiting[3])
+    write(await client.open_events(), 1, 3, 1)  # it is the same ring
+    assert (await client.wait(waiting[3])).freed == 1
+    assert ring.counters[1] == 3
 
 
 async def test_requests_that_wait_for_a_sessions_events_are_bounded(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_rings, "MAX_HELD", 2)
-    daemon.open(1)
-    after = DeviceEvent(event=3, value=1)
-    waiting = [first_step.begin(daemon.rings.reached(CALL, after)) for _ in range(2)]
+    never = (await client.open_events()).event()
+
+    async def receive() -> Transfer:
+        ids = await client.allocate("pool", 1)
+        receiving = client.receive("pool", new_request_id(), [pages(ids)], after=never)
+        await client.ping()
+        return receiving
+
+    first, second, third = [await receive() for _ in range(3)]
     with pytest.raises(OverloadedError, match="2 requests of the session wait"):
-        await daemon.rings.reached(CALL, after)
-    await daemon.rings.reached(CALL, None)
-    waiting[0].cancel()
-    await asyncio.wait(waiting[:1])
-    assert not first_step.begin(daemon.rings.reached(CALL, after)).done(), "who is given up does not count"
-
-
-async def test_opening_again_gives_the_same_ring(daemon: Daemon) -> None:
-    first = daemon.open(1)
-    first.write(4)
-    await daemon.told()
-    again = daemon.open(1)
-    assert again.counters[0] == 4
-    again.write(5)
-    assert (await daemon.told())[1][0] == 5
-    assert first.counters[0] == 5
+        await client.wait_finished(third)
+    assert await client.allocate("pool", 1)
+    await client.cancel(first)
+    assert (await receive()).refused is None, "who is given up does not count"
+    assert second.refused is None
 
 
 # -- an engine that means harm
 
 
-async def test_hostile_values_are_read_as_they_are(daemon: Daemon) -> None:
-    engine = daemon.open(1)
-    wild = [-1, -(1 << 63), (1 << 63) - 1, 1 << 62, 0]
-    engine.write(*wild)
-    assert (await daemon.told())[1][:5] == wild
-    engine.counters[:] = -1
-    os.eventfd_write(engine.eventfd, (1 << 64) - 2 - 1)
-    assert (await daemon.told())[1] == [-1] * EVENT_RING_SLOTS
+async def test_hostile_values_are_read_as_they_are(client: AsyncClient) -> None:
+    ring = await client.open_events()
+    waiting = [await free_after(client, event, 1 << 61) for event in range(5)]
+    write(ring, -1, -(1 << 63), (1 << 63) - 1, 1 << 62, 0)
+    for number in (2, 3):
+        await client.wait(waiting[number])
+    assert [client.is_ready(waiting[number]) for number in (0, 1, 4)] == [False] * 3
+    ring.counters[:] = -1
+    os.eventfd_write(ring.fileno(), (1 << 64) - 2 - 1)
+    await client.ping()
+    ring.counters[:] = 1 << 61
+    os.eventfd_write(ring.fileno(), 1)
+    for number in (0, 1, 4):
+        await client.wait(waiting[number])
 
 
-async def test_the_ring_cannot_be_made_smaller_under_the_daemon(daemon: Daemon) -> None:
-    engine = daemon.open(1)
-    for size_bytes in (0, SIZE_BYTES * 2):
+async def test_the_ring_cannot_be_made_smaller_under_the_daemon(client: AsyncClient) -> None:
+    ring = await client.open_events()
+    for size_bytes in (0, 2 * ring.counters.nbytes):
         with pytest.raises(PermissionError):
-            os.ftruncate(engine.region.fd, size_bytes)
+            os.ftruncate(ring._region.fd, size_bytes)  # noqa: SLF001  an engine that means harm
 
 
 def take_wake_ups(eventfd: int) -> int:
@@ -210,60 +134,41 @@ def take_wake_ups(eventfd: int) -> int:
     return int.from_bytes(count, sys.byteorder)
 
 
-async def test_an_engine_that_takes_the_wake_up_back_does_not_stop_the_loop(daemon: Daemon) -> None:
+async def test_an_engine_that_takes_the_wake_up_back_does_not_stop_the_loop(client: AsyncClient) -> None:
     # The flag belongs to the open file, which both share: without care, the daemon would wait for the next wake-up.
-    engine = daemon.open(1)
-    flags = fcntl.fcntl(engine.eventfd, fcntl.F_GETFL)
-    fcntl.fcntl(engine.eventfd, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
-    engine.counters[0] = 7
+    ring, waiting = await client.open_events(), await free_after(client, 0, 7)
+    eventfd = ring.fileno()
+    fcntl.fcntl(eventfd, fcntl.F_SETFL, fcntl.fcntl(eventfd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     taken: list[int] = []
     first = os.eventfd(0)
-    asyncio.get_running_loop().add_reader(first, lambda: taken.append(take_wake_ups(engine.eventfd)))
-    for _ in range(3):
-        await asyncio.sleep(0)  # from now on the loop watches both
+    asyncio.get_running_loop().add_reader(first, lambda: taken.append(take_wake_ups(eventfd)))
+    await client.ping()  # from now on the loop watches both
     os.eventfd_write(first, 1)  # it sees both at once, this one before
-    os.eventfd_write(engine.eventfd, 1)
-    assert (await daemon.told())[1][0] == 7
+    write(ring, 7)
+    await client.wait(waiting)
     asyncio.get_running_loop().remove_reader(first)
     os.close(first)
     assert taken[0] == 1
-    engine.write(8)
-    assert (await daemon.told())[1][0] == 8
+    again = await free_after(client, 0, 8)
+    write(ring, 8)
+    await client.wait(again)
 
 
 # -- the session is gone
 
 
-async def test_a_last_look_is_taken_when_the_session_is_lost(daemon: Daemon) -> None:
-    daemon.rings.session_lost(1)
-    engine, other = daemon.open(1), daemon.open(2)
-    engine.counters[2] = 1  # it died between the store and the wake-up
-    for _ in range(2):
-        daemon.rings.session_lost(1)
-    assert daemon.reached == [(1, [0, 0, 1, *[0] * (EVENT_RING_SLOTS - 3)])]
+async def test_a_last_look_is_taken_when_the_session_is_lost(daemon: tuple[AsyncClient, Path]) -> None:
+    client, path = daemon
+    request_id = new_request_id()
+    async with await AsyncClient.connect(path) as dying:
+        ring = await dying.open_events()
+        step = ring.step(0, 2)
+        dying.send("pool", request_id, [pages(await dying.allocate("pool", 2))], steps=[step])
+        await dying.ping()
+        ring.counters[step.event] = step.value  # it dies between the store and the wake-up
+    receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
+    assert (await client.wait_finished(receiving)).pages == 2
+    refused = client.send("pool", new_request_id(), [pages(await client.allocate("pool", 1))], steps=[step])
     with pytest.raises(InvalidFieldError, match="OPEN_EVENTS first") as caught:
-        daemon.rings.values(1)
+        await client.wait_finished(refused)
     assert caught.value.field == "steps"
-    daemon.reached.clear()
-    engine.write(5)
-    again = daemon.open(1)
-    assert not again.counters.any(), "a new session has a ring of its own"
-    other.write(6)
-    assert (await daemon.told())[0] == 2
-    assert daemon.reached == [], "nothing is told after the session"
-
-
-async def test_the_descriptors_go_back_with_the_session(daemon: Daemon) -> None:
-    process = psutil.Process()
-    gc.collect()  # what tests before have left
-    before = process.num_fds()
-    for number in range(1, 4):
-        daemon.open(number)
-        engine = daemon.engines.pop()
-        engine.write(number)
-        daemon.rings.session_lost(number)
-        os.close(engine.eventfd)
-        engine.region.close()
-        del engine
-    gc.collect()
-    assert process.num_fds() == before
