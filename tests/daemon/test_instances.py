@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients import Client, new_request_id, pages
-from kvferry.daemon.daemon import Tuning
 from kvferry.protocol import errors
-from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import PoolStatus
 from kvferry.protocol.session_stream import SessionOpen
+from tests import kit
 from tests.daemon.instance_engine import BLOCKS, DECODE, PAGES, PREFILL
 from tests.kit.daemons import Daemon, said_by_another_user, soon
 from tests.kit.pools import MODEL, SPEC, hashes
@@ -25,13 +24,12 @@ from tests.kit.started import Started, started
 ALL = SPEC.tokens // SPEC.page_size
 PROGRAM = Path(__file__).with_name("instance_engine.py")
 CONFIG = "[tiers]\nhost_bytes = 262144\nsnapshot_grace_s = 0.0\n"
-TUNING = Tuning(limits=Limits(max_sessions=8))
 
 
 @pytest.fixture
 def other(daemon: Daemon) -> Iterator[Client]:
     """Return a client of no instance, and the cache empty after it."""
-    with Client.connect(daemon.runtime_dir, name="other") as one:
+    with kit.engine(daemon, "other") as one:
         yield one
         one.evict_cached()
 
@@ -98,9 +96,9 @@ def test_a_worker_dies_and_then_the_scheduler(daemon: Daemon, other: Client) -> 
 
 def test_what_is_anothers_and_what_is_not(daemon: Daemon, other: Client) -> None:
     with (
-        Client.connect(daemon.runtime_dir, instance="a") as one,
-        Client.connect(daemon.runtime_dir, instance="a") as same,
-        Client.connect(daemon.runtime_dir, instance="b") as foreign,
+        kit.engine(daemon, instance="a") as one,
+        kit.engine(daemon, instance="a") as same,
+        kit.engine(daemon, instance="b") as foreign,
     ):
         one.create_pool(PREFILL, SPEC, model=MODEL)
         ids = one.allocate(PREFILL, 3)
@@ -123,10 +121,7 @@ def test_what_is_anothers_and_what_is_not(daemon: Daemon, other: Client) -> None
 
 
 def test_a_transfer_is_its_sessions_alone(daemon: Daemon) -> None:
-    with (
-        Client.connect(daemon.runtime_dir, instance="a") as one,
-        Client.connect(daemon.runtime_dir, instance="a") as same,
-    ):
+    with kit.engine(daemon, instance="a") as one, kit.engine(daemon, instance="a") as same:
         one.create_pool(PREFILL, SPEC, model=MODEL)
         request_id, ids = new_request_id(), one.allocate(PREFILL, 2)
         received = same.receive(PREFILL, request_id, [pages(ids[:1])])
@@ -147,41 +142,31 @@ def test_another_tenant_of_the_same_name(daemon: Daemon, require: Callable[[obje
         "    try: c.free('prefill', [int(sys.argv[2])])\n"
         "    except KvferryError as e: print(e.code)\n"
     )
-    with Client.connect(daemon.runtime_dir, instance="a") as one:
+    with kit.engine(daemon, instance="a") as one:
         one.create_pool(PREFILL, SPEC, model=MODEL)
         ids = one.allocate(PREFILL, 1)
         assert said_by_another_user(daemon, code, str(ids[0])) == "NOT_OWNER"
         assert one.free(PREFILL, ids).freed == 1
 
 
-@pytest.mark.parametrize("name", ["x" * 129, "a\x00b", "a\nb"], ids=["long", "nul", "two lines"])
-def test_names_that_are_none(daemon: Daemon, name: str) -> None:
-    with pytest.raises(errors.InvalidFieldError) as refused:
-        Client.connect(daemon.runtime_dir, instance=name)
-    assert refused.value.field == "instance"
-    opening = SessionOpen(protocol_min=3, protocol_max=3, instance=name)
-    with pytest.raises(errors.KvferryError) as refused_by_daemon, raw_engine(daemon.runtime_dir, opening=opening):
-        pass
-    assert refused_by_daemon.value.code == "MALFORMED"
-
-
-def test_sessions_of_one_instance_are_counted_as_sessions(daemon: Daemon) -> None:
-    with contextlib.ExitStack() as stack:
-        for _ in range(8):
-            stack.enter_context(Client.connect(daemon.runtime_dir, instance="many"))
-        with pytest.raises(errors.OverloadedError, match="8 sessions live"):
-            Client.connect(daemon.runtime_dir, instance="many")
-    with Client.connect(daemon.runtime_dir) as client:
-        assert soon(lambda: len(client.status().sessions) == 1)
+def test_names_that_are_none(daemon: Daemon) -> None:
+    for name in ("x" * 129, "a\x00b", "a\nb"):
+        with pytest.raises(errors.InvalidFieldError) as refused:
+            Client.connect(daemon.runtime_dir, instance=name)
+        assert refused.value.field == "instance"
+        opening = SessionOpen(protocol_min=3, protocol_max=3, instance=name)
+        with pytest.raises(errors.KvferryError) as refused_by_daemon, raw_engine(daemon.runtime_dir, opening=opening):
+            pass
+        assert refused_by_daemon.value.code == "MALFORMED"
 
 
 # -- pools that end with their instance
 
 
 def test_a_pool_that_ends_with_its_instance(daemon: Daemon, other: Client, name: str) -> None:
-    with Client.connect(daemon.runtime_dir, instance="a") as one:
+    with kit.engine(daemon, instance="a") as one:
         one.create_pool(name, SPEC, lifetime="instance")
-        with Client.connect(daemon.runtime_dir, instance="a") as same:
+        with kit.engine(daemon, instance="a") as same:
             same.create_pool(name, SPEC, lifetime="instance")
             found = pool_of(other, name)
             assert found is not None
@@ -207,7 +192,7 @@ def test_a_pool_that_ends_with_its_instance(daemon: Daemon, other: Client, name:
 def test_what_is_in_flight_in_such_a_pool_ends_first(daemon: Daemon, other: Client, name: str) -> None:
     request_id = new_request_id()
     other.create_pool("out", SPEC)
-    with Client.connect(daemon.runtime_dir) as one:
+    with kit.engine(daemon) as one:
         one.create_pool(name, SPEC, lifetime="instance")
         received = other.receive(name, request_id, [pages(other.allocate(name, 2))])
         other.ping()

@@ -137,7 +137,7 @@ def test_events_of_all_sessions_that_are_never_acknowledged() -> None:
 
 
 def test_sessions(daemon: Daemon, client: Client) -> None:
-    with kit.engine(daemon), kit.engine(daemon) as last:
+    with kit.engine(daemon, instance="one"), kit.engine(daemon, instance="one") as last:
         with pytest.raises(OverloadedError, match="3 sessions live") as refused:
             Client.connect(daemon.runtime_dir)
         assert refused.value.retry_after_ms == 1000, "an engine has to go first"

@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import socket
 from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, MhaSpec, SharedMemory, new_request_id, pages
-from kvferry.daemon.control.zmtp import GREETING, frame
+from kvferry.clients import MhaSpec, SharedMemory, new_request_id, pages
 from kvferry.pools.host.memory import enough_for
 from kvferry.protocol.base import Busy, DeviceEvent
 from kvferry.protocol.codec import decode_from_daemon, encode
@@ -24,7 +22,6 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OutOfMemoryError
 from kvferry.protocol.pool_messages import Free
 from kvferry.protocol.session_messages import OpenEvents
-from kvferry.protocol.settings import CONTROL_SOCKET
 from tests import kit
 from tests.kit.control_groups import ControlGroup
 from tests.kit.daemons import Daemon, soon
@@ -34,8 +31,8 @@ MIB: Final = 1 << 20
 SMALL_BYTES: Final = 320 * MIB
 GIB: Final = 1 << 30
 CONFIG: Final = '[pools]\nmax_bytes = "8GiB"\n[tiers]\nhost_bytes = "4MiB"\n'
-MORE, COMMAND = 1, 4
-OPENING: Final = GREETING + frame(COMMAND, b"\5READY\x0bSocket-Type\0\0\0\6DEALER")
+LIBC: Final = ctypes.CDLL(None, use_errno=True)
+PUNCH_HOLE: Final = 3
 PAGES: Final = 256 << 10
 """Of a FREE of 2 MiB."""
 
@@ -61,19 +58,8 @@ def spec(size_bytes: int) -> MhaSpec:
     return MhaSpec(layers=1, tokens=pages * 512, page_size=512, kv_heads=8, head_dim=64, dtype="float16")
 
 
-def fill(client: Client) -> None:
-    """Create pools until there is no memory left for one."""
-    for size_bytes in (256 * MIB, 64 * MIB, 16 * MIB, 4 * MIB):
-        with contextlib.suppress(OutOfMemoryError):
-            for number in range(16):
-                client.create_pool(f"{size_bytes}-{number}", spec(size_bytes)).close()
-
-
 def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_lives(group: ControlGroup) -> None:
-    with (
-        kit.daemon(CONFIG, prefix=group.prefix) as daemon,
-        Client.connect(daemon.runtime_dir) as client,
-    ):
+    with kit.daemon(CONFIG, prefix=group.prefix) as daemon, kit.engine(daemon) as client:
         with pytest.raises(OutOfMemoryError) as refused:
             client.create_pool("large", spec(SMALL_BYTES - 16 * MIB))  # fits the machine, and pools.max_bytes
         assert str(group.limit_file) in refused.value.detail
@@ -82,25 +68,6 @@ def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_
             client.create_pool("another", spec(SMALL_BYTES - 112 * MIB))  # it would have fitted before
         client.delete_pool("small")
         assert client.ping() > 0
-
-
-@pytest.mark.full
-def test_unauthenticated_connections_that_never_finish_a_message(group: ControlGroup) -> None:
-    group.limit(GIB)
-    with (
-        kit.daemon(prefix=group.prefix) as daemon,
-        Client.connect(daemon.runtime_dir) as client,
-        contextlib.ExitStack() as stack,
-    ):
-        fill(client)
-        part = frame(MORE, bytes(3 * MIB))
-        for _ in range(6):
-            unauthenticated = stack.enter_context(socket.socket(socket.AF_UNIX))
-            unauthenticated.connect(os.fspath(daemon.runtime_dir / CONTROL_SOCKET))
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                unauthenticated.sendall(OPENING + part * 5)
-        assert client.ping() > 0
-        assert client.status().counters["connections.closed.held"] > 0
 
 
 def waiting_frees(daemon: Daemon, engine: RawEngine, count: int) -> bool:
@@ -131,7 +98,7 @@ def test_sessions_whose_requests_wait_where_the_limit_is_that_of_the_docs(group:
     config = '[pools]\nmax_bytes = "64MiB"\n[tiers]\nhost_bytes = "64MiB"\n'
     with (
         kit.daemon(config, prefix=group.prefix) as daemon,
-        Client.connect(daemon.runtime_dir) as client,
+        kit.engine(daemon) as client,
         contextlib.ExitStack() as stack,
     ):
         client.create_pool("small", spec(64 * MIB)).close()  # there is memory for all that pools may have
@@ -146,49 +113,28 @@ def test_memory_that_its_engine_gives_back_once_it_is_registered(group: ControlG
     memory = SharedMemory(224 * MIB)
     arrays = {("main", role): memory.array((1, count, 512, 8, 64), "float16") for role in ("k", "v")}
     memory.view()[:] = 1
-    with (
-        kit.daemon(CONFIG, prefix=group.prefix) as daemon,
-        Client.connect(daemon.runtime_dir) as client,
-    ):
+    with kit.daemon(CONFIG, prefix=group.prefix) as daemon, kit.engine(daemon) as client:
         client.create_pool("first", spec(128 * MIB)).close()
         source = client.allocate("first", 120)
         with contextlib.suppress(OutOfMemoryError):
             client.register_pool("holes", large, arrays, device="host")
-            give_back(memory)
-            request_id = new_request_id()
-            receiving = client.receive("holes", request_id, [pages(range(1, 121))])
-            client.send("first", request_id, [pages(source)])
-            client.wait_finished(receiving)
-            again = new_request_id()
-            receiving = client.receive("holes", again, [pages(range(101, 221))])
-            client.send("first", again, [pages(source)])
-            client.wait_finished(receiving)
+            size = ctypes.c_long(memory.size_bytes)  # the next process that touches it is charged
+            assert not LIBC.fallocate(memory.region.fd, PUNCH_HOLE, ctypes.c_long(0), size), ctypes.get_errno()
+            for first in (1, 101):
+                request_id = new_request_id()
+                receiving = client.receive("holes", request_id, [pages(range(first, first + 120))])
+                client.send("first", request_id, [pages(source)])
+                client.wait_finished(receiving)
         assert client.ping() > 0
-
-
-def give_back(memory: SharedMemory) -> None:
-    """Give an engine's own memory back to the system; the next process that touches it is charged."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    fallocate_punch_hole = 3
-    size = ctypes.c_long(memory.size_bytes)
-    assert not libc.fallocate(memory.region.fd, fallocate_punch_hole, ctypes.c_long(0), size), ctypes.get_errno()
 
 
 @pytest.mark.full
-def test_tables(group: ControlGroup) -> None:
+def test_tables_count_too(group: ControlGroup) -> None:
     group.limit(GIB)
-    with (
-        kit.daemon(prefix=group.prefix) as daemon,
-        Client.connect(daemon.runtime_dir) as client,
-    ):
+    with kit.daemon(prefix=group.prefix) as daemon, kit.engine(daemon) as client:
         client.create_pool("pool", spec(64 * MIB)).close()
-        with pytest.raises(OutOfMemoryError) as refused:
-            create_many_tables(client)
+        with pytest.raises(OutOfMemoryError) as refused:  # noqa: PT012  once there is no room
+            for number in range(15):  # of 64 MiB each
+                client.create_tables(f"t{number}", "pool", max_batch=64, max_context_tokens=512 << 18)
         assert refused.value.field == "max_batch"
         assert client.ping() > 0
-
-
-def create_many_tables(client: Client) -> None:
-    """Create fifteen tables of 64 MiB."""
-    for number in range(15):
-        client.create_tables(f"t{number}", "pool", max_batch=64, max_context_tokens=512 << 18)
