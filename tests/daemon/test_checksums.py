@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -13,6 +12,7 @@ from kvferry.daemon.transports import local
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
+from tests.kit.faults import flip_bit
 from tests.kit.in_process import SPEC, serving
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +28,7 @@ def copy_wrongly(blocks: Blocks) -> None:
     """Copy, and flip a bit of what was copied first, unless it is looked at by the way of staging."""
     copy_one_by_one(blocks)
     if len(blocks) > 1 or int(blocks[0, 2]) >= COUNT * PAGE_BYTES:
-        (ctypes.c_uint8 * 1).from_address(int(blocks[0, 1]))[0] ^= 1
+        flip_bit(int(blocks[0, 1]))
 
 
 PAGE_BYTES = SPEC.page_size * SPEC.kv_heads * SPEC.head_dim * 4

@@ -188,6 +188,9 @@ async def test_a_coroutine_whose_answer_nobody_wants_is_cancelled_once(daemon: D
         daemon.dispatcher.answer_error(daemon.session, 3, PoolFullError("0 free"))
     elif what == "session":
         daemon.dispatcher.forget_session(daemon.session)
+    for _ in range(3):
+        await next_turn()
+    assert waiting.cancelled == (what != "daemon")
     await daemon.dispatcher.close()
     assert waiting.cancelled == 1
     assert len(daemon.sent) == (what in {"deadline", "another answer"})
@@ -268,11 +271,13 @@ def test_one_finished_tells_of_all_that_happens_at_once(daemon: Dispatching) -> 
     assert daemon.messages[-1] == Event(5, BOOT, replace(outcome, settled=True)), "and has the cursor of the last one"
 
 
-def test_what_is_sent_again_is_not_merged(daemon: Dispatching) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_sent_again_is_not_merged(daemon: Dispatching, count: int) -> None:
     """Whoever has heard a part of it would take one FINISHED for what it knows."""
     daemon.take(ALLOCATE)
-    outcomes = [Finished(request_id=f"{one:032x}", pool="decode", direction="receive") for one in (1, 2)]
-    told: list[SingleEvent] = [*outcomes, settled(2)]
+    told: list[SingleEvent] = [
+        Finished(request_id=f"{one + 1:032x}", pool="decode", direction="receive") for one in range(count)
+    ]
     for body in told:
         daemon.session.add_event(body)
     daemon.dispatcher.push_events(daemon.session)
@@ -281,11 +286,11 @@ def test_what_is_sent_again_is_not_merged(daemon: Dispatching) -> None:
     daemon.take(ALLOCATE, number=2, identity=b"another connection")
     daemon.accepts = True
     (again, _) = daemon.take(ALLOCATE, number=3, identity=b"another connection")
-    assert again == Event(4, BOOT, Together(events=(*told, settled(1))))
-    for one in (outcomes[0], settled(1)):
+    assert again == Event(count + 1, BOOT, Together(events=(*told, settled(1))))
+    for one in (told[0], settled(1)):
         daemon.session.add_event(one)
     daemon.dispatcher.push_events(daemon.session)
-    assert daemon.messages[-1] == Event(6, BOOT, replace(outcomes[0], settled=True)), "what is new is"
+    assert daemon.messages[-1] == Event(count + 3, BOOT, replace(told[0], settled=True)), "what is new is"
 
 
 def test_events_with_large_payloads_go_by_themselves(daemon: Dispatching) -> None:

@@ -15,7 +15,6 @@ from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.services import transfer_effects
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
@@ -123,29 +122,6 @@ async def test_pages_of_a_copy_whose_transport_raised_are_held_until_it_has_ende
     assert await busy(client) == [0]
 
 
-async def test_a_cancel_that_does_not_wait_is_answered_while_a_copy_is_under_way(
-    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[tuple[StartOp, OnOpDone]] = []
-    monkeypatch.setattr(LocalTransport, "start", lambda _self, op, on_done, _r: held.append((op, on_done)))
-    monkeypatch.setattr(LocalTransport, "stop", lambda _self, _op_id: True)
-    request_id = new_request_id()
-    receiving = await receive(client, request_id=request_id)
-    sending = await send(client, request_id)
-    await client.ping()
-    for was_finished in (False, True):
-        cancelled = await client.cancel(receiving, wait=False)
-        assert (cancelled.was_finished, cancelled.settled) == (was_finished, False)
-    assert isinstance(receiving.error, errors.CancelledError)
-    assert receiving.settled is None
-    ((op, on_done),) = held
-    on_done(op.op_id, None)
-    await client.wait_settled(receiving)
-    await client.wait_settled(sending)
-    with pytest.raises(errors.UnknownTransferError):
-        await client.cancel(receiving, wait=False)
-
-
 async def test_a_request_whose_peer_can_never_be_told_ends_once_and_the_daemon_lives(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,16 +204,6 @@ async def test_an_engines_pages_come_back_whatever_raises_at_its_end(
     status = await client.status()
     assert status.counters["sessions.ends_failed"] == 1
     assert [one.free for one in status.pools if one.pool == "other"] == [16]
-
-
-async def test_a_pool_that_cannot_be_added_is_refused_and_may_be_made_again(
-    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PoolRegistry, "add", Once(PoolRegistry.add))
-    with pytest.raises(errors.InternalError, match="could not be added"):
-        await client.create_pool("other", SPEC)
-    await client.create_pool("other", SPEC)
-    assert len(await client.allocate("other", 16)) == 16
 
 
 @pytest.mark.parametrize("fails", [False, True])

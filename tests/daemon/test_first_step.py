@@ -49,28 +49,3 @@ async def test_it_goes_on_once_what_it_waits_for_is_there(*, others_wait: bool) 
     assert await task == "done"
     assert said[-1] == 2
     assert other is None or await other == "done"
-
-
-async def test_cancel_comes_where_it_waits_and_is_its_own_to_handle() -> None:
-    said: list[str] = []
-    cancelled = asyncio.Event()
-
-    async def work() -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            await asyncio.sleep(0)
-            cancelled.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            said.append("over")
-
-    task = first_step.begin(work())
-    task.cancel()
-    await cancelled.wait()
-    assert not task.done()
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled()
-    assert said == ["over"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,36 +20,6 @@ host_bytes = "1MiB"
 [tiers.disk]
 path = "{disk}"
 max_bytes = "1MiB"
-"""
-FAILS = """
-import asyncio, socket, sys, threading
-from kvferry.daemon import daemon
-from kvferry.daemon.process.host import configure_logs
-from kvferry.protocol.config.schema import LoggingConfig
-import structlog, uvloop
-
-print("imported", flush=True)
-
-async def fail():
-    loop = asyncio.get_running_loop()
-    loop.call_soon(lambda: {}["in a callback"])
-    loop.create_task(bug())
-    await loop.run_in_executor(None, lambda: None)
-    await asyncio.gather(bug(), return_exceptions=True)
-    try:
-        await asyncio.open_connection("localhost", 1)
-    except OSError:
-        pass
-
-async def bug():
-    raise RuntimeError("a bug") from ValueError("its cause")
-
-configure_logs(LoggingConfig(level="debug", format="json"))
-try:
-    [].index("what is not there")
-except ValueError:
-    structlog.get_logger("test").exception("failed", cause="b\\u00fcg")
-uvloop.run(fail())
 """
 
 
@@ -122,21 +90,3 @@ def test_nothing_is_imported_once_a_daemon_is_ready(tmp_path: Path) -> None:
         works(*(stack.enter_context(Client.connect(daemon.runtime_dir)) for daemon in daemons))
     assert all(ready), "nobody wrote anything down"
     assert [file.read_text().split()[count:] for file, count in zip(files, ready, strict=True)] == [[], []]
-
-
-@pytest.mark.full
-def test_nothing_is_imported_to_say_what_failed(tmp_path: Path) -> None:
-    file = tmp_path / "imports"
-    with subprocess.Popen(
-        [sys.executable, "-c", FAILS],
-        env=os.environ | environment(file),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as failing:
-        assert failing.stdout is not None
-        assert failing.stdout.readline() == b"imported\n"
-        ready = len(file.read_text().split())
-        _, said = failing.communicate(timeout=30)
-    assert failing.returncode == 0
-    assert b"a bug" in said
-    assert file.read_text().split()[ready:] == []

@@ -120,19 +120,6 @@ def test_what_is_anothers_and_what_is_not(daemon: Daemon, other: Client) -> None
         assert same.unpin(lease) >= 2
 
 
-def test_a_transfer_is_its_sessions_alone(daemon: Daemon) -> None:
-    with kit.engine(daemon, instance="a") as one, kit.engine(daemon, instance="a") as same:
-        one.create_pool(PREFILL, SPEC, model=MODEL)
-        request_id, ids = new_request_id(), one.allocate(PREFILL, 2)
-        received = same.receive(PREFILL, request_id, [pages(ids[:1])])
-        with pytest.raises(errors.KvferryError, match="UNKNOWN_TRANSFER"):
-            one.result(PREFILL, request_id, "receive")
-        same.close()
-        assert soon(lambda: len(one.status().transfers) == 0)
-        assert not received.is_finished
-        assert one.free(PREFILL, ids).freed == 2
-
-
 def test_another_tenant_of_the_same_name(daemon: Daemon, require: Callable[[object, str], None]) -> None:
     require(os.geteuid() == 0, "root, to be another user")
     code = (

@@ -8,10 +8,9 @@ there or gone. A request without an answer may have been carried out, in part or
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -44,13 +43,6 @@ LATE_MS = 20
 GRACE = "[service]\nresume_grace_s = 600.0\n"
 
 
-class Asked(NamedTuple):
-    """A request under way, and what its answer means for what its engine knows."""
-
-    message_id: int
-    answered: Callable[[PageIds | None], None]
-
-
 class Engine:
     """An engine of many boots, and what it knows: its pages with what it wrote into them.
 
@@ -58,6 +50,7 @@ class Engine:
         written: the value in each page that is its own; None where a transfer may have changed it.
         freeing: its own pages of which FREE has not been answered.
         pools: names of its pools; True where they are there for certain, False where not.
+        asked: requests under way, and what the answer to each means for what it knows.
     """
 
     def __init__(self, runtime_dir: Path, name: str, random: Random) -> None:
@@ -67,7 +60,7 @@ class Engine:
         self.written: dict[int, int | None] = {}
         self.freeing: set[int] = set()
         self.pools: dict[str, bool | None] = {}
-        self.asked: list[Asked] = []
+        self.asked: dict[int, Callable[[PageIds | None], None]] = {}
         self.context = zmq.Context()
         self.raw = self._opened(b"")
 
@@ -106,16 +99,13 @@ class Engine:
         if not self.asked or not self.raw.control.poll(timeout_ms):
             return False
         news = self.raw.core.feed(self.raw.control.recv_multipart())
-        if isinstance(news, ReplyArrived):
-            for one in [one for one in self.asked if one.message_id == news.message_id]:
-                self.asked.remove(one)
-                if news.error is None:
-                    one.answered(news.ids[0] if news.ids else None)
+        if isinstance(news, ReplyArrived) and (answered := self.asked.pop(news.message_id, None)) and not news.error:
+            answered(news.ids[0] if news.ids else None)
         return True
 
     def _ask(self, body: RequestBody, answered: Callable[[PageIds | None], None], *ids: bytes) -> None:
         outgoing = self.raw.core.request(body, ids, deadline_ms=REPLY_MS)
-        self.asked.append(Asked(outgoing.message_id, answered))
+        self.asked[outgoing.message_id] = answered
         self.raw.control.send_multipart(self.raw.core.frames(outgoing))
 
     def _some(self, most: int) -> PageIds:
@@ -187,21 +177,13 @@ class Engine:
             self.written[page] = value
 
 
-@contextlib.contextmanager
-def engines(life: Daemon, random: Random) -> Iterator[list[Engine]]:
-    """Return three engines."""
-    made = [Engine(life.runtime_dir, name, random) for name in ("one", "two", "three")]
-    try:
-        yield made
-    finally:
-        for one in made:
-            one.close()
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
 def test_what_was_answered_holds(seed: int) -> None:
     random = Random(seed)  # noqa: S311  a test repeats what it did
-    with kit.daemon(GRACE, keep=True) as life, engines(life, random) as every:
+    with kit.daemon(GRACE, keep=True) as life, contextlib.ExitStack() as stack:
+        every = [Engine(life.runtime_dir, name, random) for name in ("one", "two", "three")]
+        for one in every:
+            stack.callback(one.close)
         with Client.connect(life.runtime_dir) as client:
             client.create_pool(POOL, SPEC)
         for _ in range(KILLS):
@@ -217,7 +199,7 @@ def work_and_kill(life: Daemon, every: list[Engine], random: Random) -> None:
         one.begin()
         while random.random() < 0.7 and one.read(REPLY_MS):
             pass
-    life.end()
+    life.kill()
     for one in every:
         while one.read(LATE_MS):
             pass

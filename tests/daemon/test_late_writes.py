@@ -6,22 +6,19 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import Executor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from kvferry.clients import AsyncClient, new_request_id, pages
 from kvferry.daemon.transports import local
-from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.pools.copy_kernel import Copies, CopyThreads, Gate
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
 from tests.kit.in_process import ON_THREADS, SPEC, serving
-from tests.kit.network import network_memory
 
 pytestmark = pytest.mark.anyio
 ALL = 16
@@ -34,18 +31,8 @@ def _no_blocking_calls() -> None:
     """Let the daemon block where it ends: it waits for its own threads."""
 
 
-class Stalling(Protocol):
-    """Copies that stand still, once they have begun, until they are let go on."""
-
-    def stands(self) -> None:
-        """Wait until one does."""
-
-    def go_on(self) -> None:
-        """Let all go on."""
-
-
 class StallingThreads:
-    """Copies the first half of what it is given, then stands still. See ``Stalling``."""
+    """Copies the first half of what it is given, then stands still."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._at_half, self._gate = threading.Event(), threading.Event()
@@ -53,7 +40,7 @@ class StallingThreads:
         monkeypatch.setattr(local, "best_copy", lambda: self)
 
     def stands(self) -> None:
-        """See ``Stalling``."""
+        """Wait until one does."""
         assert self._at_half.wait(WAIT_S)
 
     def __call__(self, blocks: Blocks) -> None:
@@ -67,7 +54,7 @@ class StallingThreads:
 
 
 class StallingCopyThreads:
-    """What the loop gives to the copy threads stands still in its first block. See ``Stalling``."""
+    """What the loop gives to the copy threads stands still in its first block."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         gate, submit = Gate(), CopyThreads.submit
@@ -82,7 +69,7 @@ class StallingCopyThreads:
         monkeypatch.setattr(CopyThreads, "submit", submit_gated)
 
     def stands(self) -> None:
-        """See ``Stalling``."""
+        """Wait until one does."""
         ends_s = time.monotonic() + WAIT_S
         while not self._gate.standing:
             assert time.monotonic() < ends_s
@@ -93,7 +80,7 @@ class Stalled(NamedTuple):
 
     prefill: AsyncClient
     decode: AsyncClient
-    copy: Stalling
+    copy: StallingThreads | StallingCopyThreads
     path: Path
 
 
@@ -104,7 +91,7 @@ async def stalled(
     anyio_backend: object,  # noqa: ARG001
 ) -> AsyncIterator[Stalled]:
     """Run a daemon, and two engines."""
-    copy: Stalling = request.param(monkeypatch)
+    copy: StallingThreads | StallingCopyThreads = request.param(monkeypatch)
     async with (
         serving(tuning=ON_THREADS) as at,
         await AsyncClient.connect(at.path) as prefill,
@@ -159,25 +146,3 @@ async def test_pages_that_a_stalled_copy_still_writes_are_nobodys(stalled: Stall
         tensor[:, theirs] = THEIRS
     await decode.ping()
     assert all(bool((tensor[:, theirs] == THEIRS).all()) for tensor in tensors), "a late write reached a page"
-
-
-async def test_copies_between_hosts_end_before_their_memory_is_unmapped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _, network = network_memory(buffer_bytes=4096)
-    order: list[str] = []
-    close, unmap = NetworkCopier.close, network.close
-
-    async def closing(copier: NetworkCopier, waiter: Executor) -> None:
-        await close(copier, waiter)
-        order.append("copies ended")
-
-    def unmapping() -> None:
-        order.append("unmapped")
-        unmap()
-
-    monkeypatch.setattr(NetworkCopier, "close", closing)
-    monkeypatch.setattr(network, "close", unmapping)
-    async with serving(network=network):
-        pass
-    assert order == ["copies ended", "unmapped"]

@@ -11,21 +11,13 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final
 
-import numpy as np
 import pytest
 
 from kvferry.clients import MhaSpec, SharedMemory, new_request_id, pages
-from kvferry.pools.host.memory import enough_for
-from kvferry.protocol.base import Busy, DeviceEvent
-from kvferry.protocol.codec import decode_from_daemon, encode
-from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OutOfMemoryError
-from kvferry.protocol.pool_messages import Free
-from kvferry.protocol.session_messages import OpenEvents
 from tests import kit
 from tests.kit.control_groups import ControlGroup
-from tests.kit.daemons import Daemon, soon
-from tests.kit.raw_engine import RawEngine, raw_engine
+from tests.kit.daemons import soon
 
 MIB: Final = 1 << 20
 SMALL_BYTES: Final = 320 * MIB
@@ -33,8 +25,6 @@ GIB: Final = 1 << 30
 CONFIG: Final = '[pools]\nmax_bytes = "8GiB"\n[tiers]\nhost_bytes = "4MiB"\n'
 LIBC: Final = ctypes.CDLL(None, use_errno=True)
 PUNCH_HOLE: Final = 3
-PAGES: Final = 256 << 10
-"""Of a FREE of 2 MiB."""
 
 
 @pytest.fixture
@@ -67,43 +57,6 @@ def test_a_pool_that_the_control_group_does_not_allow_is_refused_and_the_daemon_
         with pytest.raises(OutOfMemoryError):
             client.create_pool("another", spec(SMALL_BYTES - 112 * MIB))  # it would have fitted before
         client.delete_pool("small")
-        assert client.ping() > 0
-
-
-def waiting_frees(daemon: Daemon, engine: RawEngine, count: int) -> bool:
-    """Have so many large FREEs of a session wait for an event, or until one is refused; return whether one was."""
-    opened = engine.channel.opened
-    body = Free(pool="small", pages=PAGES, after=DeviceEvent(event=0, value=1))
-    engine.ask(OpenEvents())
-    for number in range(1000, 1000 + count):
-        request = Request(number, opened.boot_id, opened.secret, 600_000, 0, body)
-        engine.control.send_multipart(encode(request, (np.arange(1, PAGES + 1),)))
-        request = Request(number + 10_000, opened.boot_id, opened.secret, 600_000, 0, OpenEvents())
-        engine.control.send_multipart(encode(request, ()))  # answered behind it
-        while engine.control.poll(20_000):
-            reply = decode_from_daemon(engine.control.recv_multipart()).message
-            assert isinstance(reply, Reply)
-            if isinstance(reply.body, Busy):
-                return True
-            if reply.message_id == number + 10_000:
-                break
-        else:
-            pytest.fail(f"no reply:\n{daemon.log.read_text()}")
-    return False
-
-
-@pytest.mark.full
-def test_sessions_whose_requests_wait_where_the_limit_is_that_of_the_docs(group: ControlGroup) -> None:
-    group.limit(enough_for(128 * MIB))
-    config = '[pools]\nmax_bytes = "64MiB"\n[tiers]\nhost_bytes = "64MiB"\n'
-    with (
-        kit.daemon(config, prefix=group.prefix) as daemon,
-        kit.engine(daemon) as client,
-        contextlib.ExitStack() as stack,
-    ):
-        client.create_pool("small", spec(64 * MIB)).close()  # there is memory for all that pools may have
-        engines = [stack.enter_context(raw_engine(daemon.runtime_dir, f"e{number}")) for number in range(8)]
-        assert [waiting_frees(daemon, one, 62) for one in engines] == [True] * 8
         assert client.ping() > 0
 
 

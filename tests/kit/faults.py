@@ -1,4 +1,4 @@
-"""One catalogue of faults that tests do to processes, sockets and code; what breaks links is in ``kit.proxy``."""
+"""One catalogue of faults that tests do to processes, sockets and code; what breaks links is ``kit.tcp_proxy``."""
 
 from __future__ import annotations
 

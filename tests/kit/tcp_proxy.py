@@ -1,7 +1,8 @@
 """Stands between sockets and breaks what goes through, as networks do: cut, silent, late, doubled, out of order.
 
 A proxy runs on a thread of its own, so that tests of processes and of event loops can use it; a control has worked when
-it returns. It knows nothing of what is said: a test names the bytes at which something is to happen.
+it returns. It knows nothing of what is said: a test names the bytes at which something is to happen. Descriptors go
+through with the bytes that they came with.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
+from tests.kit.faults import connected
+
 Way = Literal["out", "back"]
 """From whom dialled to whom is listened for, and back."""
 WAYS: Final[tuple[Way, ...]] = ("out", "back")
@@ -24,6 +27,7 @@ Alter = Callable[["Piece"], Iterable[bytes]]
 
 PATIENCE_S: Final = 20.0
 READ_BYTES: Final = 65_536
+MAX_FDS: Final = 4
 _RESET: Final = struct.pack("ii", 1, 0)
 """SO_LINGER by which a close resets the connection: no FIN, and what was on its way is lost."""
 _Result = TypeVar("_Result")
@@ -47,13 +51,27 @@ class _Mark(NamedTuple):
     seen: threading.Event
 
 
-class _Through:
-    """One connection through the proxy: both its sockets, and the tasks that pass on."""
+class Through:
+    """One connection through the proxy: its route, both its sockets, and the tasks that pass on."""
 
-    def __init__(self, *sockets: socket.socket) -> None:
+    def __init__(self, route: str, *sockets: socket.socket) -> None:
+        self.route = route
         self.sockets = sockets
         self.tasks: list[asyncio.Task[None]] = []
         self.tails: dict[Way, bytes] = {"out": b"", "back": b""}
+
+    def read(self, way: Way) -> tuple[bytes, list[int]]:
+        """Return what has come, and its descriptors.
+
+        Raises:
+            BlockingIOError: nothing has.
+            OSError: the connection is no more.
+        """
+        source = self.sockets[WAYS.index(way)]
+        if source.family != socket.AF_UNIX:
+            return source.recv(READ_BYTES), []
+        data, fds, _, _ = socket.recv_fds(source, READ_BYTES, MAX_FDS)
+        return data, fds
 
     def close(self, *, reset: bool) -> None:
         """Close both sides; for the loop."""
@@ -85,7 +103,7 @@ class Proxy:
         self._delay_s = 0.0
         self._alter: Alter | None = None
         self._marks: list[_Mark] = []
-        self._through: set[_Through] = set()
+        self._through: set[Through] = set()
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._run(self._set_open())
@@ -123,21 +141,15 @@ class Proxy:
         aside = path.with_name(f"{path.name}.aside")
         mode = path.stat().st_mode & 0o777
         path.rename(aside)
+        self.listen_unix(path, aside, name, mode)
+
+    def listen_unix(self, path: Path, to: Path, name: str = "", mode: int = 0o600) -> None:
+        """Listen at a new Unix socket for who listens at another."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         listener.bind(os.fspath(path))
         path.chmod(mode)
         listener.listen(16)
-
-        def dial() -> socket.socket:
-            far = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            try:
-                far.connect(os.fspath(aside))
-            except OSError:
-                far.close()
-                raise
-            return far
-
-        self.route(listener, dial, name)
+        self.route(listener, lambda: connected(to), name)
 
     # -- controls
 
@@ -163,9 +175,9 @@ class Proxy:
 
         self._call(now)
 
-    def drop_connections(self) -> None:
-        """End every connection at once; new ones are served, if any are."""
-        self._call(self._reset)
+    def drop_connections(self, *routes: str) -> None:
+        """End every connection of these routes, or of all, at once; new ones are served, if any are."""
+        self._call(lambda: self._reset(*routes))
 
     def delay(self, seconds: float) -> None:
         """Let everything be so late from now on, in its order."""
@@ -219,7 +231,7 @@ class Proxy:
         while True:
             near, _ = await self._loop.sock_accept(listener)
             if self._refuses:
-                _Through(near).close(reset=True)
+                Through(name, near).close(reset=True)
                 continue
             resets = self._resets
             try:
@@ -227,39 +239,66 @@ class Proxy:
             except OSError:
                 near.close()
                 continue
-            through = _Through(near, far)
+            through = Through(name, near, far)
             if resets != self._resets:
                 through.close(reset=True)
                 continue
             for one in (near, far):
                 one.settimeout(0)
             self._through.add(through)
-            through.tasks += [self._spawn(self._pass_on(through, name, way)) for way in WAYS]
+            through.tasks += [self._spawn(self._pass_on(through, way)) for way in WAYS]
 
-    async def _pass_on(self, through: _Through, name: str, way: Way) -> None:
-        near, far = through.sockets
-        source, to = (near, far) if way == "out" else (far, near)
+    async def _pass_on(self, through: Through, way: Way) -> None:
         with contextlib.suppress(OSError):  # either side is gone, or it was cut
-            while data := await self._loop.sock_recv(source, READ_BYTES):
-                piece = Piece(name, way, data)
-                mark = self._mark_in(through, piece)
-                if mark is not None and not mark.passes:
-                    self._reach(mark)
-                await self._open.wait()
-                if self._delay_s:
-                    await asyncio.sleep(self._delay_s)
-                    await self._open.wait()
-                for part in [data] if self._alter is None else self._alter(piece):
-                    await self._loop.sock_sendall(to, part)
-                    self.passed_bytes[way] += len(part)
-                if mark is not None and mark.passes:
-                    self._reach(mark)
+            while True:
+                try:
+                    data, fds = through.read(way)
+                except BlockingIOError:
+                    await self._readable(through.sockets[WAYS.index(way)])
+                    continue
+                if not data:
+                    break
+                await self.forward(through, way, data, fds)
         await self._open.wait()  # a black hole swallows the end, too
-        if through in self._through:  # else the other way, or a cut, has closed it meanwhile
+        self.end(through)
+
+    async def _readable(self, one: socket.socket) -> None:
+        ready = self._loop.create_future()
+        self._loop.add_reader(one, lambda: ready.done() or ready.set_result(None))
+        try:
+            await ready
+        finally:
+            if one.fileno() >= 0:
+                self._loop.remove_reader(one)
+
+    async def forward(self, through: Through, way: Way, data: bytes, fds: list[int]) -> None:
+        """Pass on what was read of a connection, or do with it what was ordered; for the loop."""
+        piece, to = Piece(through.route, way, data), through.sockets[1 - WAYS.index(way)]
+        mark = self._mark_in(through, piece)
+        try:
+            if mark is not None and not mark.passes:
+                self._reach(mark)
+            await self._open.wait()
+            if self._delay_s:
+                await asyncio.sleep(self._delay_s)
+                await self._open.wait()
+            for part in [data] if self._alter is None else self._alter(piece):
+                sent = socket.send_fds(to, [part], fds) if fds else 0
+                await self._loop.sock_sendall(to, part[sent:])
+                self.passed_bytes[way] += len(part)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if mark is not None and mark.passes:
+            self._reach(mark)
+
+    def end(self, through: Through) -> None:
+        """End a connection, unless the other way, or a cut, has ended it meanwhile; for the loop."""
+        if through in self._through:
             self._through.discard(through)
             through.close(reset=False)
 
-    def _mark_in(self, through: _Through, piece: Piece) -> _Mark | None:
+    def _mark_in(self, through: Through, piece: Piece) -> _Mark | None:
         seen = through.tails[piece.way] + piece.data
         through.tails[piece.way] = seen[-256:]
         for mark in self._marks:
@@ -273,9 +312,10 @@ class Proxy:
         self._open.clear()
         mark.seen.set()
 
-    def _reset(self) -> None:
+    def _reset(self, *routes: str) -> None:
         self._resets += 1
-        gone, self._through = self._through, set()
+        gone = {one for one in self._through if not routes or one.route in routes}
+        self._through -= gone
         for one in gone:
             one.close(reset=True)
             for task in one.tasks:

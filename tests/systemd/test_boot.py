@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients.cli.units import unit_files
-from tests.kit.installs import build_wheel
 
 FOLDER = Path(__file__).parents[2] / "systemd"
 KVFERRY = str(Path(sys.executable).with_name("kvferry"))
@@ -225,29 +224,6 @@ def test_a_wrong_configuration_ends_once_and_the_sockets_with_it(machine: Machin
     assert machine.ping()
 
 
-WAITING = """\
-CREATE_POOL {"pool": "d", "spec": {"kind": "mha", "layers": 2, "tokens": 64, "page_size": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float16"}}
-ALLOCATE {"as": "mine", "pool": "d", "count": 2}
-RECEIVE {"pool": "d", "request_id": "0123456789abcdef0123456789abcdef", "lists": [{"pages": "$mine.pages"}]}
-WAIT
-"""  # noqa: E501  a request has a line
-
-
-def test_a_stop_lets_what_waits_fail_and_ends_well(machine: Machine) -> None:
-    machine.start("kvferry@test.service")
-    command = machine.inside(KVFERRY, "probe", "--file", "-", "--timeout", "60")
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as probe:
-        assert probe.stdin is not None
-        assert probe.stdout is not None
-        probe.stdin.write(WAITING)
-        probe.stdin.flush()
-        while '"ACCEPTED"' not in (line := probe.stdout.readline()):
-            assert line
-        machine.run("systemctl", "stop", "kvferry@test.socket", "kvferry@test.service", status=0)
-        assert "SHUTTING_DOWN" in probe.communicate()[0]
-    assert (machine.property("Result"), machine.property("ExecMainStatus")) == ("success", "0")
-
-
 def test_a_device_that_is_not_named_cannot_be_opened(machine: Machine) -> None:
     """Both nodes have no driver: ENXIO is what the driver would say, EPERM what the unit says."""
     machine.shell("mknod -m 666 /dev/davinci0 c 240 0; mknod -m 666 /dev/davinci16 c 240 16")
@@ -281,38 +257,3 @@ def test_a_pool_outlives_the_daemon_and_its_engine_only_waits(machine: Machine, 
     assert machine.property("NFileDescriptorStore") == "3", "the index, the pool's memory and its record"
     machine.run(KVFERRY, "probe", "DELETE_POOL", '{"pool": "patient"}', status=0)
     machine.until("NFileDescriptorStore", "1")
-
-
-@pytest.fixture
-def installed(machine: Machine, tmp_path: Path) -> Iterator[str]:
-    """Install the wheel into an environment in /opt, with its units in place of the checkout's; return its folder."""
-    wheel = build_wheel(FOLDER.parent, tmp_path)
-    with wheel.open("rb") as packed:
-        subprocess.run(machine.inside("sh", "-c", f"cat >/opt/{wheel.name}"), stdin=packed, check=True, timeout=60)
-    dependencies = next(path for path in sys.path if path.endswith("site-packages"))
-    units = "/etc/systemd/system"
-    machine.shell(f"""
-        unset PYTHONPATH
-        cp -a {units} /opt/units
-        {sys.executable} -m venv --without-pip /opt/kvferry
-        echo {dependencies} >"$(echo /opt/kvferry/lib/python3*/site-packages)/dependencies.pth"
-        {sys.executable} -m pip --python /opt/kvferry/bin/python install -q --disable-pip-version-check \\
-            --ignore-installed --no-deps --no-index /opt/{wheel.name}
-        printf '[Service]\\nProtectHome=no\\nPrivateTmp=no\\n' >{units}/kvferry@.service.d/test.conf  # as in DROP_IN
-        /opt/kvferry/bin/kvferry systemd --install
-        systemctl daemon-reload
-    """)
-    yield "/opt/kvferry"
-    machine.stop()
-    machine.shell(f"rm -r {units}; mv /opt/units {units}; systemctl daemon-reload")
-
-
-@pytest.mark.full
-def test_an_installed_package_brings_the_units_that_start_it(machine: Machine, installed: str) -> None:
-    machine.start("kvferry@test.socket")
-    assert machine.ping()
-    assert f"{installed}/bin/kvferry daemon" in machine.property("ExecStart")
-    command = machine.shell(f"tr '\\0' ' ' </proc/{machine.property('MainPID')}/cmdline")
-    assert command.startswith(f"{installed}/bin/python -P -m kvferry.daemon ")
-    found = machine.shell(f"cd /; env -u PYTHONPATH {installed}/bin/kvferry doctor --config /etc/kvferry/test.toml")
-    assert re.search(r"systemd unit +ok +/etc/systemd/system/kvferry@.service, user kvferry", found), found
