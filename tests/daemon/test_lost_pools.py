@@ -45,7 +45,7 @@ def test_what_lived_on_a_device_is_lost_with_the_daemon_until_it_is_made_anew(fo
     for tenant, name in ((7, "decode"), (8, "decode"), (7, "other")):
         first.made(tenant, name, f"npu:{tenant}")
     assert first.why(7, "decode") is None
-    LostPools(folder)
+    LostPools(folder).made(9, "other", "npu:9")
     third = LostPools(folder)  # it stays lost over further restarts
     assert third.why(7, "decode") == "was on npu:7 and was lost when the daemon restarted"
     assert third.why(8, "decode") == "was on npu:8 and was lost when the daemon restarted"
