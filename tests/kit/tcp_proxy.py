@@ -263,10 +263,10 @@ class Proxy:
         self.end(through)
 
     async def _readable(self, one: socket.socket) -> None:
-        ready = self._loop.create_future()
-        self._loop.add_reader(one, lambda: ready.done() or ready.set_result(None))
+        ready = asyncio.Event()
+        self._loop.add_reader(one, ready.set)
         try:
-            await ready
+            await ready.wait()
         finally:
             if one.fileno() >= 0:
                 self._loop.remove_reader(one)
