@@ -7,10 +7,11 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.kit.faults import limited
 from tests.kit.tcp_proxy import Proxy
 from tests.torture.plan import LATE, OF_LIMITS, SILENCE_S, Fault, Planned
 from tests.torture.world import Daemon, Engine
@@ -119,21 +120,6 @@ class Faults:
             kind, most = resource.RLIMIT_AS, _address_space(daemon.process.pid) + HEADROOM_BYTES
         with limited(daemon.process.pid, kind, most):
             await asyncio.sleep(planned.lasts_s)
-
-
-@contextlib.contextmanager
-def limited(pid: int, kind: int, most: int) -> Iterator[None]:
-    """Lower a process's limit for a while."""
-    with contextlib.suppress(ProcessLookupError):
-        before = resource.prlimit(pid, kind)
-        resource.prlimit(pid, kind, (most, before[1]))
-        try:
-            yield
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, kind, before)
-        return
-    yield
 
 
 def _address_space(pid: int) -> int:

@@ -11,9 +11,9 @@ import pytest
 
 from kvferry.clients import AsyncClient, Client, KvferryError, pages
 from tests import kit
+from tests.kit.faults import limited
 from tests.torture import oracle
 from tests.torture.actors import Engine, Order
-from tests.torture.faults import limited
 from tests.torture.oracle import Claims
 from tests.torture.plan import Task, Work
 from tests.torture.report import Report
