@@ -82,7 +82,7 @@ def test_memory_that_its_engine_gives_back_once_it_is_registered(group: ControlG
 
 
 @pytest.mark.full
-def test_tables_count_too(group: ControlGroup) -> None:
+def test_tables(group: ControlGroup) -> None:
     group.limit(GIB)
     with kit.daemon(prefix=group.prefix) as daemon, kit.engine(daemon) as client:
         client.create_pool("pool", spec(64 * MIB)).close()
