@@ -15,6 +15,7 @@ from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.services import transfer_effects
 from kvferry.daemon.services.event_rings import EventRings
+from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
@@ -237,3 +238,13 @@ async def test_an_engine_hears_in_one_message_of_copies_that_end_together(
     assert all(isinstance(half.error, errors.InternalError) for half in wrong)
     assert (await client.status()).counters.get("transfers.bugs", 0) == fails
     assert await busy(client) == [0]
+
+
+async def test_a_pool_that_cannot_be_added_is_refused_and_may_be_made_again(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PoolRegistry, "add", Once(PoolRegistry.add))
+    with pytest.raises(errors.InternalError, match="could not be added"):
+        await client.create_pool("other", SPEC)
+    await client.create_pool("other", SPEC)
+    assert len(await client.allocate("other", 16)) == 16

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from typing import Any
 
 import msgspec
@@ -14,13 +16,19 @@ from blockbuster import blockbuster_ctx
 import kvferry.clients
 import kvferry.daemon
 from kvferry.clients import AsyncClient, new_request_id, pages
+from kvferry.daemon.control import later
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.sessions import Session
+from kvferry.daemon.services import transfer_effects
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
-from tests.kit.in_process import SPEC, TUNING, serving
+from kvferry.daemon.transports.network_copier import NetworkCopier
+from kvferry.protocol.events import Finished
+from tests.kit.in_process import CONFIG, SPEC, TUNING, serving
+from tests.kit.network import network_memory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
+COUNT = 200
 TIERS = ("copier", "host_tier", "disk_tier", "remote_tier")
 ENDING = ("transports/local", "services/pools", "services/tables", *(f"tiers/{tier}" for tier in TIERS))
 
@@ -95,3 +103,51 @@ async def test_an_engine_hears_of_an_end_in_the_turn_in_which_its_transport_repo
             await client.wait_finished(receiving)
     at = said.index("reported")
     assert said[at + 1] == "pushed", said
+
+
+@pytest.mark.parametrize(("ends", "drain_timeout_s"), [(True, 0), (False, 10)])
+async def test_all_ends_of_transfers_are_logged_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, drain_timeout_s: float, *, ends: bool
+) -> None:
+    logged = list[str]()
+
+    def log(event: Finished) -> None:
+        logged.append(event.request_id)
+        if len(logged) == 1:
+            raise OSError  # as where the log's disk is full
+
+    monkeypatch.setattr(transfer_effects, "log_finished", log)
+    monkeypatch.setattr(later, "AT_ONCE", 1)
+    service = msgspec.structs.replace(CONFIG.service, drain_timeout_s=drain_timeout_s)
+    config = msgspec.structs.replace(CONFIG, service=service)
+    async with serving(config) as (path, _, stopping), await AsyncClient.connect(path) as watching:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        async with await AsyncClient.connect(path) as client:
+            await client.create_pool("pool", SPEC)
+            for _ in range(COUNT):
+                client.receive("pool", new_request_id())
+            await client.ping()
+            if ends:
+                stopping.set()
+        while not ends and len(logged) < COUNT:
+            await watching.ping()
+    assert len(set(logged)) == COUNT
+
+
+async def test_copies_between_hosts_end_before_their_memory_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, network = network_memory(buffer_bytes=4096)
+    order, close, unmap = list[str](), NetworkCopier.close, network.close
+
+    async def closing(copier: NetworkCopier, waiter: Executor) -> None:
+        await close(copier, waiter)
+        order.append("copies ended")
+
+    def unmapping() -> None:
+        order.append("unmapped")
+        unmap()
+
+    monkeypatch.setattr(NetworkCopier, "close", closing)
+    monkeypatch.setattr(network, "close", unmapping)
+    async with serving(network=network):
+        pass
+    assert order == ["copies ended", "unmapped"]
