@@ -11,19 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
 from kvferry.daemon.services import cache_reports, leases, prefix_cache
-from kvferry.daemon.tiers import host_tier
 from kvferry.pools.integrity import WALKED, check
 from kvferry.pools.tiers.cached_block import Tier
 from kvferry.pools.tiers.index import BlockIndex
 from kvferry.protocol.errors import (
     CacheMissError,
     CancelledError,
-    InternalError,
     InvalidFieldError,
-    OutOfMemoryError,
     OverloadedError,
     UnknownLeaseError,
     UnknownOperationError,
@@ -85,16 +81,6 @@ def hashes(*numbers: int) -> bytes:
 # -- store
 
 
-async def test_a_block_is_found_once_it_is_there_as_a_whole(tiers: Harness, engine: Engine) -> None:
-    ids = engine.allocate(2)
-    operation = engine.store(names(1, 2), ids)
-    assert engine.lookup(names(1)).blocks == 0
-    await tiers.finish()
-    done = engine.ended(operation)
-    assert (done.stored, done.present) == (2, 0)
-    assert engine.lookup(names(1, 2, 3), pin=False).blocks == 2
-
-
 async def test_a_second_store_waits_for_nothing_and_copies_nothing(tiers: Harness, engine: Engine) -> None:
     other = tiers.engine()
     engine.store(names(1, 2), engine.allocate(2))
@@ -106,37 +92,6 @@ async def test_a_second_store_waits_for_nothing_and_copies_nothing(tiers: Harnes
     assert len(tiers.copier.under_way) == 1
     tiers.copier.finish_all()
     assert tiers.host.arena.used_bytes == 2 * UNIT
-
-
-async def test_a_store_that_fails_leaves_nothing(tiers: Harness, engine: Engine) -> None:
-    engine.store(names(1, 2), engine.allocate(2))
-    tiers.copier.end(tiers.copier.under_way[0], OutOfMemoryError("no staging"))
-    await settle()
-    assert tiers.host.arena.used_bytes == 0
-    assert tiers.pool().allocator.busy_count == 0
-    await tiers.engine().stored(1, 2)
-
-
-async def test_a_store_that_has_no_room_holds_nothing(tiers: Harness, engine: Engine) -> None:
-    ids = engine.allocate(15)
-    with pytest.raises(OutOfMemoryError):
-        engine.store(names(*range(1, 10)), ids[:9])
-    engine.store(names(*range(1, 7)), ids[:6])
-    await tiers.finish()
-    engine.lookup(names(*range(1, 7)))
-    with pytest.raises(OverloadedError, match=f"{6 * UNIT} by instance {engine.session.session_id}"):
-        engine.store(names(7, 8, 9), ids[:3])
-    assert tiers.pool().allocator.busy_count == 0
-    assert tiers.host.arena.used_bytes == 6 * UNIT
-
-
-async def test_the_beginning_of_its_own_chain_does_not_go_first(tiers: Harness, engine: Engine) -> None:
-    await engine.stored(1, 2, 3)
-    await engine.stored(11, 12, 13, 14)
-    ids = engine.allocate(6)
-    engine.store(names(1, 2, 3, 4, 5, 6), ids)
-    await tiers.finish()
-    assert engine.lookup(names(1, 2, 3, 4, 5, 6), pin=False).blocks == 6
 
 
 # -- lookups and leases
@@ -158,25 +113,6 @@ async def test_pins_end_with_unpin_and_with_the_session(tiers: Harness, engine: 
     assert tiers.host.index.pinned_by() == {theirs: UNIT}
 
 
-async def test_the_pins_of_an_instance_that_ends_go_in_turns(
-    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dead, other = tiers.engine(), tiers.engine()
-    await engine.stored(1, 2, 3)
-    for one in (dead, dead, other):
-        one.lookup(names(1, 2, 3))
-    monkeypatch.setattr(prefix_cache, "BLOCKS_AT_ONCE", 2)
-    monkeypatch.setattr(leases, "UNPINNED_AT_ONCE", 2)
-    tiers.lose(other)
-    tiers.lose(dead)
-    left = list[int]()
-    while pins := sum([sum(block.pins.values()) for block in tiers.blocks(1, 2, 3)]):
-        left.append(pins)
-        tiers.check()
-        await asyncio.sleep(0)
-    assert left == [5, 3, 1]
-
-
 async def test_an_instance_may_end_in_the_middle_of_a_look_at_the_pins(tiers: Harness, engine: Engine) -> None:
     other = tiers.engine()
     await engine.stored(1, 2)
@@ -188,20 +124,6 @@ async def test_an_instance_may_end_in_the_middle_of_a_look_at_the_pins(tiers: Ha
     next(walk)
     tiers.lose(other)
     check(walk)
-
-
-async def test_a_lookup_is_answered_before_it_counts_as_a_use(
-    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_tier, "USES_AT_ONCE", 1)
-    await engine.stored(1, 2)
-    accounts = tiers.host.index.accounts
-    await until(lambda: not accounts.behind)
-    assert engine.lookup(names(1, 2, 3), pin=False).blocks == 2
-    assert accounts.behind == 2
-    await asyncio.sleep(0)
-    assert accounts.behind == 1  # a few in each turn of the loop
-    await until(lambda: not accounts.behind)
 
 
 async def test_a_load_compares_checksums_where_all_blocks_have_them(tiers: Harness, engine: Engine) -> None:
@@ -369,19 +291,6 @@ async def test_an_operation_that_ends_while_blocks_come_up_leaves_them_to_others
 # -- load
 
 
-async def test_a_load_pins_for_itself(tiers: Harness, engine: Engine) -> None:
-    await engine.stored(1, 2)
-    lease = engine.lookup(names(1, 2)).lease
-    ids = engine.allocate(2)
-    operation = engine.load(lease, ids)
-    engine.ask(Unpin(lease=lease), Unpinned)
-    assert (await engine.answer(CacheEvict(everything=True), CacheEvicted)).kept == 2
-    await tiers.finish()
-    assert engine.error(operation) is None
-    assert engine.read(ids) == [{1}, {2}]
-    assert tiers.host.index.pinned_by() == {}
-
-
 async def test_a_damaged_block_is_a_miss_and_goes_and_those_beside_it_stay(tiers: Harness, engine: Engine) -> None:
     await engine.stored(1, 2, 3)
     lease = engine.lookup(names(1, 2, 3)).lease
@@ -413,23 +322,6 @@ async def test_a_load_of_what_is_gone_says_how_far_it_came(far: Harness, there: 
     assert engine.ended(operation).loaded == there
     assert engine.error(operation) is CacheMissError
     assert engine.read(ids) == ([{1}, {200}, {200}] if there else [{200}] * 3)
-
-
-async def test_where_pins_fill_the_host_tier_a_load_comes_as_far_as_it_can(far: Harness) -> None:
-    engine = far.engine()
-    await put_away(far, engine, 1, 2, 3)
-    held = engine.offload(engine.allocate(5))  # two allocation units are left of the user's share
-    far.copier.finish_all()
-    far.store.holds = False
-    lease = engine.lookup(names(1, 2, 3)).lease
-    operation = engine.load(lease, engine.allocate(3))
-    await until(lambda: far.copier.under_way)
-    await far.finish()
-    done = engine.ended(operation)
-    assert (done.loaded, engine.error(operation)) == (2, CacheMissError)
-    assert done.error is not None
-    assert "does not fit into the host tier" in done.error.detail
-    assert held.snapshot
 
 
 # -- long prompts
@@ -501,28 +393,6 @@ async def test_a_long_prompt_is_stored_found_and_loaded_some_blocks_in_each_turn
         assert set(most.values()) == {prefix_cache.BLOCKS_AT_ONCE}, most
 
 
-async def test_a_store_in_turns_stores_all(turns: Harness) -> None:
-    engine = turns.engine()
-    await engine.stored(3, 4)
-    ids = engine.allocate(MANY)
-    for one in range(MANY):
-        engine.write(ids[one], one)
-    operation = engine.store(names(*range(MANY)), ids)
-    while not engine.done(operation):
-        turns.check()
-        turns.copier.finish_all()
-        await asyncio.sleep(0)
-    assert (engine.ended(operation).stored, engine.ended(operation).present) == (MANY - 2, 2)
-    found = await engine.answer(Lookup(pool=POOL, hashes=hashes(*range(MANY, -1, -1))), Found)
-    assert found.blocks == 0
-    found = await engine.answer(Lookup(pool=POOL, hashes=hashes(*range(MANY))), Found)
-    operation = engine.load(found.lease, ids[::-1])
-    await until(lambda: turns.copier.under_way)
-    await turns.finish()
-    assert engine.read(ids[::-1]) == [{one} for one in range(MANY)]
-    assert (found.host, engine.error(operation)) == (MANY, None)
-
-
 async def test_of_a_store_in_turns_each_block_is_told_after_its_parent(turns: Harness) -> None:
     engine = turns.engine()
     await engine.stored(*range(MANY))
@@ -549,21 +419,6 @@ async def test_a_store_that_ends_while_it_begins_leaves_nothing(turns: Harness, 
     turns.check_empty()
 
 
-async def test_the_blocks_of_a_store_that_is_cancelled_go_in_turns(turns: Harness) -> None:
-    engine, left, account = turns.engine(), list[int](), turns.host.index.accounts[1]
-    operation = engine.store(names(*range(MANY)), engine.allocate(MANY))
-    await until(lambda: turns.copier.under_way)
-    engine.send(CancelOperation(operation=operation))
-    turns.copier.finish_all()
-    while account.writing_bytes:
-        turns.check()
-        left.append(account.writing_bytes // UNIT)
-        await asyncio.sleep(0)
-    assert left == [MANY, 7, 5, 3, 1]
-    assert engine.error(operation) is CancelledError
-    assert turns.host.arena.used_bytes == 0
-
-
 async def test_a_store_that_is_cancelled_while_its_blocks_become_visible_is_done(turns: Harness) -> None:
     engine = turns.engine()
     operation = engine.store(names(*range(MANY)), engine.allocate(MANY))
@@ -575,28 +430,6 @@ async def test_a_store_that_is_cancelled_while_its_blocks_become_visible_is_done
     await until(lambda: engine.done(operation))
     assert number in engine.replies
     assert engine.ended(operation).stored == len(turns.blocks(*range(MANY))) == MANY
-
-
-async def test_a_bug_while_blocks_become_visible_leaves_those_that_are(
-    turns: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, commit = turns.engine(), turns.host.index.commit
-    operation = engine.store(names(*range(MANY)), engine.allocate(MANY))
-    await until(lambda: turns.copier.under_way)
-
-    def breaks(blocks: Any, *places: Any) -> None:  # noqa: ANN401
-        if blocks[0].hash == names(4)[0]:
-            raise ZeroDivisionError
-        commit(blocks, *places)
-
-    monkeypatch.setattr(turns.host.index, "commit", breaks)
-    with capture_logs() as logs:
-        turns.copier.finish_all()
-        await until(lambda: engine.done(operation))
-    assert engine.error(operation) is InternalError
-    assert "an operation failed" in [one["event"] for one in logs]
-    assert len(turns.blocks(*range(MANY))) == 4
-    await until(lambda: turns.host.arena.used_bytes == 4 * UNIT)
 
 
 async def test_what_a_lookup_in_turns_has_found_stays(turns: Harness) -> None:
@@ -766,17 +599,6 @@ async def test_a_reset_of_one_model_leaves_the_same_prompts_of_others(tiers: Har
     assert [engine.lookup(names(1, 2), pool, pin=False).blocks for pool in ("base", "adapted")] == [0, 2]
     identity = engine.ask(CacheList(), CacheListed).blocks[0].identity
     assert (await engine.answer(CacheEvict(everything=True, identity=identity), CacheEvicted)).blocks == 2
-
-
-async def test_a_reset_of_one_layout_leaves_the_others(tiers: Harness, engine: Engine) -> None:
-    """Of the ranks of a model, each with its heads."""
-    wider = msgspec.structs.replace(SPEC, kv_heads=2)
-    await new_pool(tiers, "wider", wider)
-    for pool in (POOL, "wider"):
-        engine.store(names(1), engine.allocate(1, pool), pool)
-    await tiers.finish()
-    assert (await engine.answer(CacheEvict(everything=True, pool="wider"), CacheEvicted)).blocks == 1
-    assert [engine.lookup(names(1), pool, pin=False).blocks for pool in (POOL, "wider")] == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -142,18 +142,6 @@ async def test_tokens_are_counted_where_only_the_draft_lies_on_the_pages(tiers: 
     await tiers.finish()
 
 
-async def test_an_offload_that_has_no_room_holds_nothing(tiers: Harness, engine: Engine) -> None:
-    await new_pool(tiers, "large", msgspec.structs.replace(SPEC, tokens=400))
-    with pytest.raises(OutOfMemoryError):
-        engine.offload(engine.allocate(33, "large"), "large")
-    engine.offload(engine.allocate(15))
-    with pytest.raises(OverloadedError, match=r"snapshots and running operations use: 61440 of user"):
-        engine.offload(engine.allocate(20, "large"), "large")
-    assert tiers.pool("large").allocator.busy_count == 0
-    assert tiers.host.arena.used_bytes == 15 * UNIT
-    await tiers.finish()
-
-
 async def test_a_user_may_have_so_many_snapshots(
     tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

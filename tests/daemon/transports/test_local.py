@@ -17,21 +17,19 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.process import thread_count
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports import local
 from kvferry.daemon.transports.local import PART_BLOCKS, LocalTransport, LoopBudget, best_copy
 from kvferry.pools import copy_kernel
 from kvferry.pools import native_kernel as native
-from kvferry.pools.copy_kernel import Copies, CopyThreads, Description, Hashing
+from kvferry.pools.copy_kernel import Copies, CopyThreads, Hashing
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one, digest_of
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Blocks, PlanSide, make_plan
 from kvferry.pools.pool import Pool
-from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, TransferFailedError
 from kvferry.protocol.manifests import Entry, MhaSpec
 from tests.kit.bytes import read_region, write_region
@@ -177,8 +175,7 @@ async def test_scattered_pages_of_one_token_are_never_expanded_all_at_once() -> 
 
 
 @pytest.mark.any_device
-@pytest.mark.parametrize("chunk_bytes", [1, ONE_BLOCK, 5 * PAGE_BYTES, ONE_CHUNK])
-@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize(("threads", "chunk_bytes"), [(1, ONE_CHUNK), (2, 5 * PAGE_BYTES), (4, 1)])
 async def test_all_ops_arrive_and_are_reported_once(chunk_bytes: int, threads: int) -> None:
     async with closing(Site(best_copy(), threads=threads, chunk_bytes=chunk_bytes)) as site:
         site.transport.stop(7)  # it is not under way
@@ -191,21 +188,6 @@ async def test_all_ops_arrive_and_are_reported_once(chunk_bytes: int, threads: i
         assert all(site.arrived(1 + 4 * number, 4) for number in range(16))
         assert site.threads == {threading.get_ident()}, "reports come on the loop"
         assert "ops=0" in repr(site.transport)
-
-
-async def test_large_blocks_are_copied_in_parts() -> None:
-    seen: list[int] = []
-
-    def watching(blocks: Blocks) -> None:
-        seen.extend(blocks[:, 2].tolist())
-
-    async with closing(Site(watching, chunk_bytes=ONE_CHUNK)) as site:
-        entry = site.source.manifest.entries[0]
-        pages, size = np.arange(1, 2), 3 * local.MAX_BLOCK_BYTES + 7
-        big = [type(entry)(component="main", role="k", layer=0, base=0, pages=2, page_bytes=size)]
-        site.start(StartOp(1, site.source, site.destination, (make_plan(pair_entries(big, big), pages, pages),)))
-        await site.reported(1)
-    assert sorted(seen) == [7, *[local.MAX_BLOCK_BYTES] * 3]
 
 
 def heads_of(first: int, count: int, *, tokens: int = 4) -> list[Entry]:
@@ -231,9 +213,10 @@ def by_head(pool: Pool, role: str, ids: np.typing.NDArray[np.int64]) -> np.typin
 
 
 @pytest.mark.any_device
-@pytest.mark.parametrize("chunk_bytes", [1, 500, ONE_CHUNK])
-@pytest.mark.parametrize(("threads", "with_copy_threads"), [(1, False), (3, False), (2, True)])
-@pytest.mark.parametrize(("ours", "theirs"), [((0, 8), (2, 2)), ((4, 2), (4, 4)), ((2, 4), (0, 4)), ((6, 2), (0, 8))])
+@pytest.mark.parametrize(
+    ("chunk_bytes", "threads", "with_copy_threads"), [(1, 3, False), (500, 1, False), (500, 2, True)]
+)
+@pytest.mark.parametrize(("ours", "theirs"), [((0, 8), (2, 2)), ((2, 4), (0, 4)), ((6, 2), (0, 8))])
 async def test_slices_and_whole_pages_of_one_op_arrive(
     monkeypatch: pytest.MonkeyPatch,
     chunk_bytes: int,
@@ -270,35 +253,6 @@ async def test_slices_and_whole_pages_of_one_op_arrive(
             assert (by_head(destination, role, np.arange(33)) == content).all()
 
 
-async def test_only_slices_are_copied_row_by_row() -> None:
-    sizes: list[int] = []
-
-    def counting(blocks: Blocks) -> None:
-        sizes.extend(blocks[:, 2].tolist())
-        copy_one_by_one(blocks)
-
-    async with closing(Site(counting, threads=1, chunk_bytes=ONE_CHUNK)) as site:
-        source = site.harness.pool("sliced source", heads_of(0, 8), pages=3)
-        destination = site.harness.pool("sliced destination", heads_of(7, 1), pages=3)
-        ids = np.arange(1, 3)
-        plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
-        site.start(StartOp(1, source, destination, (plan,)))
-        assert await site.reported(1) == [(1, None)]
-    whole = plan.of(~plan.sliced)
-    assert sum(sizes) == whole.total_bytes > 0, "index_k; the rows of k and v are not this function's"
-
-
-@pytest.mark.any_device
-async def test_a_pool_that_is_not_mapped_here_is_an_error() -> None:
-    async with closing(Site(best_copy())) as site:
-        op = site.op(1, 1, 2)
-        far = RemotePool(7, "far", site.source.manifest, Incarnation("tcp://10.0.0.1:1", "0" * 32), 1)
-        site.start(op._replace(source=far))
-        ((_, error),) = await site.reported(1)
-        assert error is not None
-        assert (error.code, "'far' is not mapped here" in str(error)) == ("INTERNAL", True)
-
-
 async def test_a_stopped_op_ends_early_and_is_reported_once() -> None:
     copy = GatedCopy()
     async with closing(Site(copy, threads=2), copy) as site:
@@ -332,13 +286,12 @@ async def test_an_op_stopped_before_it_began_copies_nothing() -> None:
         assert not site.arrived(10, 3)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("cause", [TransferFailedError("Bad address"), RuntimeError("boom"), MemoryError()])
-async def test_a_copy_that_fails_is_reported_once(threads: int, cause: Exception) -> None:
+@pytest.mark.parametrize("cause", [TransferFailedError("Bad address"), MemoryError()])
+async def test_a_copy_that_fails_is_reported_once(cause: Exception) -> None:
     copy = GatedCopy()
     copy.error = cause
     with capture_logs() as logs:
-        async with closing(Site(copy, threads=threads), copy) as site:
+        async with closing(Site(copy, threads=3), copy) as site:
             site.start(site.op(1, 1, 20))
             await copy.entered.wait()
             copy.gate.set()
@@ -460,81 +413,6 @@ async def test_all_else_is_left_to_the_threads(why: str) -> None:
         assert await site.reported(1) == [(1, None)]
 
 
-class Counting:
-    """Copies, and counts how many do so at once; ``together`` calls wait for each other first."""
-
-    def __init__(self) -> None:
-        self.most = 0
-        self.together: threading.Barrier | None = None
-        self._active = 0
-        self._lock = threading.Lock()
-
-    def __call__(self, blocks: Blocks) -> None:
-        """Copy."""
-        with self._lock:
-            self._active += 1
-            self.most = max(self.most, self._active)
-        if self.together is not None:
-            self.together.wait(WAIT_S)
-        copy_one_by_one(blocks)
-        with self._lock:
-            self._active -= 1
-
-
-async def test_a_transfer_has_as_many_threads_as_were_found_to_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_count, "MIN_BYTES", 1)
-    copy = Counting()
-    async with closing(Site(copy, threads=4)) as site:
-        site.populate()
-        most = []
-        for number, threads in enumerate((1, 2, 4)):  # each is tried once
-            copy.most, copy.together = 0, threading.Barrier(threads)
-            site.start(site.op(number, 1, 32))  # 64 chunks
-            await site.reported(number + 1)
-            most.append(copy.most)
-        assert most == [1, 2, 4]
-        assert site.reports == [(number, None) for number in range(3)]
-
-
-@pytest.mark.parametrize("list_rows", [7, 4096])
-@pytest.mark.parametrize("threads", [1, 3])
-async def test_copy_threads_share_what_is_large(monkeypatch: pytest.MonkeyPatch, threads: int, list_rows: int) -> None:
-    monkeypatch.setattr(local, "LIST_ROWS", list_rows)
-    monkeypatch.setattr(thread_count, "MIN_BYTES", 1)  # so that several numbers of threads are tried
-    count, ops = 32, 4
-    spec = MhaSpec(layers=1, tokens=16 * count * ops, page_size=16, kv_heads=8, head_dim=128, dtype="float32")
-    manifest = manifest_of(spec)
-    source, destination = (HostRegion.create(name, manifest.region_bytes) for name in ("source", "destination"))
-    source.view()[:] = np.random.default_rng(1).integers(0, 256, manifest.region_bytes, np.uint8)
-    pools = [Pool(0, name, manifest, region) for name, region in (("source", source), ("destination", destination))]
-    pairing = pair_entries(manifest.entries, manifest.entries)
-    reports: asyncio.Queue[tuple[int, KvferryError | None]] = asyncio.Queue()
-
-    def start(number: int, ids: PageIds) -> None:
-        op = StartOp(number, pools[0], pools[1], (make_plan(pairing, ids, ids[::-1]),))
-        transport.start(op, lambda op_id, error: reports.put_nowait((op_id, error)))
-
-    copy_threads = copy_kernel.new_copy_threads(threads, b"")
-    transport = LocalTransport(
-        asyncio.get_running_loop(), threads=threads, copy=copy_kernel.copy, copy_threads=copy_threads
-    )
-    try:
-        for ids in (np.arange(1, count * ops + 1).reshape(ops, count), np.arange(1, count * ops + 1)[None]):
-            destination.view()[:] = 0
-            for number, its in enumerate(ids):
-                start(number, its)
-            assert sorted([await reports.get() for _ in ids]) == [(number, None) for number in range(len(ids))]
-            for entry in manifest.entries:
-                sent, arrived = (
-                    one.view()[entry.base :][: entry.pages * entry.page_bytes].reshape(entry.pages, -1)
-                    for one in (source, destination)
-                )
-                assert all(np.array_equal(arrived[its], sent[its[::-1]]) for its in ids)
-                assert not arrived[0].any()
-    finally:
-        await asyncio.get_running_loop().run_in_executor(None, transport.close)
-
-
 class GivenCopyThreads(CopyThreads):
     """Copy threads, whose copies stand still while its gate is shut, and what it was given: the rows, and the bytes."""
 
@@ -567,18 +445,11 @@ async def with_copy_threads(copy_threads: GivenCopyThreads) -> AsyncIterator[Sit
     """Yield a site that copies with copy threads, whose gate is open in the end; no copy is too short for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "SHORT_ROW_BYTES", 0)
-        async with with_copy_threads_for_long_rows(copy_threads) as site:
-            yield site
-
-
-@asynccontextmanager
-async def with_copy_threads_for_long_rows(copy_threads: GivenCopyThreads) -> AsyncIterator[Site]:
-    """Yield a site as ``with_copy_threads`` does, but that very many short copies are for its threads."""
-    async with closing(Site(best_copy(), chunk_bytes=ONE_CHUNK, copy_threads=copy_threads)) as site:
-        try:
-            yield site
-        finally:
-            copy_threads.gate.open()
+        async with closing(Site(best_copy(), chunk_bytes=ONE_CHUNK, copy_threads=copy_threads)) as site:
+            try:
+                yield site
+            finally:
+                copy_threads.gate.open()
 
 
 async def test_the_loop_gives_copy_threads_what_is_in_host_memory() -> None:
@@ -593,62 +464,30 @@ async def test_the_loop_gives_copy_threads_what_is_in_host_memory() -> None:
         assert copy_threads.given == [8 * len(site.source.manifest.entries)] * 4
 
 
-async def test_copy_threads_have_pages_that_adjoin_in_blocks_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_threads, ids = GivenCopyThreads(), np.arange(1, 9)
-    async with with_copy_threads(copy_threads) as site:
-        entries = site.source.manifest.entries
-        most = max(one.page_bytes for one in entries) * 3
-        monkeypatch.setattr(local, "MAX_BLOCK_BYTES", most)
-        site.harness.fill(site.source, ids)
-        plan = make_plan(pair_entries(entries, site.destination.manifest.entries), ids, ids)
-        site.start(StartOp(0, site.source, site.destination, (plan,)))
-        assert await site.reported(1) == [(0, None)]
-        assert site.harness.content(site.source, ids) == site.harness.content(site.destination, ids)
-    assert copy_threads.given == [sum(-(-8 * one.page_bytes // most) for one in entries)]
+async def test_what_copy_threads_have_copied_is_reported_in_one_turn_whoever_does_not_hear_of_it() -> None:
+    loop, said, over, failed = asyncio.get_running_loop(), list[int | str](), asyncio.Event(), list[str]()
+    loop.set_exception_handler(lambda _, context: failed.append(context["message"]))
 
-
-async def test_what_copy_threads_have_copied_is_reported_in_one_turn() -> None:
-    loop, said, over = asyncio.get_running_loop(), list[int | str](), asyncio.Event()
+    def all_reported() -> None:
+        said.append("that was all")
 
     def done(op_id: int, error: KvferryError | None) -> None:
         assert error is None
         said.append(op_id)
         loop.call_soon(next_turn)
-
-    def all_reported() -> None:
-        said.append("that was all")
+        raise OSError
 
     def next_turn() -> None:
         said.append("next turn")
         if said.count("next turn") == 4:
             over.set()
 
-    copy_threads = GivenCopyThreads()
-    async with with_copy_threads(copy_threads) as site:
+    async with with_copy_threads(GivenCopyThreads()) as site:
         for number in range(4):
             site.transport.start(site.op(number, 1 + 8 * number, 8), done, all_reported)
         await asyncio.wait_for(over.wait(), WAIT_S)
     turns = "".join(str(one)[0] for one in said)  # like 01tnn2tn3tn
     assert re.fullmatch(r"([0-3]+tn+)+", turns), said
-
-
-async def test_an_end_that_is_not_heard_keeps_no_other_from_being_reported() -> None:
-    loop, seen, failed, over = asyncio.get_running_loop(), list[int](), list[str](), asyncio.Event()
-
-    def done(op_id: int, error: KvferryError | None) -> None:
-        assert error is None
-        seen.append(op_id)
-        if len(seen) == 4:
-            loop.call_soon(over.set)
-        raise OSError
-
-    loop.set_exception_handler(lambda _, context: failed.append(context["message"]))
-    copy_threads = GivenCopyThreads()
-    async with with_copy_threads(copy_threads) as site:
-        for number in range(4):
-            site.transport.start(site.op(number, 1 + 8 * number, 8), done)
-        await asyncio.wait_for(over.wait(), WAIT_S)
-    assert sorted(seen) == [0, 1, 2, 3]
     assert failed == ["the end of a copy was not heard"] * 4
 
 
@@ -709,42 +548,6 @@ async def test_lists_are_short_where_others_copy_and_pages_in_a_row_are_cut(monk
         assert max(copy_threads.given_bytes[2:4]) <= 2 * 2 * PAGE_BYTES, "of two threads"
         assert sum(copy_threads.given_bytes) == 2 * plan.total_bytes
         assert site.harness.content(site.source, ids) == site.harness.content(site.destination, ids)
-
-
-async def test_very_many_short_copies_are_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_threads = GivenCopyThreads()
-    async with with_copy_threads_for_long_rows(copy_threads) as site:
-        entries = site.source.manifest.entries
-        rows = 8 * len(entries)
-        monkeypatch.setattr(local, "LIST_ROWS", rows - 1)
-        site.start(site.op(1, 1, 8))
-        assert await site.reported(1) == [(1, None)]
-        assert site.arrived(1, 8)
-        assert copy_threads.given == []
-        monkeypatch.setattr(local, "LIST_ROWS", rows)
-        site.start(site.op(2, 9, 8))
-        assert (await site.reported(2))[1] == (2, None)
-        assert copy_threads.given == [rows]
-        monkeypatch.setattr(local, "LIST_ROWS", 4)
-        monkeypatch.setattr(local, "SHORT_ROW_BYTES", min(entry.page_bytes for entry in entries))
-        site.start(site.op(3, 17, 8))
-        assert (await site.reported(3))[2] == (3, None)
-        assert copy_threads.given == [rows, *[4] * (rows // 4)]
-
-
-@pytest.mark.parametrize("list_rows", [5, 4096])
-async def test_slices_are_given_a_page_a_row(monkeypatch: pytest.MonkeyPatch, list_rows: int) -> None:
-    monkeypatch.setattr(local, "LIST_ROWS", list_rows)
-    copy_threads = GivenCopyThreads()
-    async with with_copy_threads(copy_threads) as site:
-        source = site.harness.pool("sliced source", heads_of(0, 8), pages=33)
-        destination = site.harness.pool("sliced destination", heads_of(7, 1), pages=33)
-        ids = np.arange(1, 33)
-        plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
-        site.start(StartOp(1, source, destination, (plan.of(~plan.sliced), plan.of(plan.sliced))))
-        assert await site.reported(1) == [(1, None)]
-        assert max(copy_threads.given) == min(list_rows, 2 * 32)
-        assert sum(copy_threads.given) == 1 + 2 * 32, "whole pages in a row are one"
 
 
 async def test_an_op_that_the_copy_threads_have_not_begun_is_stopped_at_once() -> None:
@@ -852,35 +655,6 @@ async def test_close_waits_for_what_the_copy_threads_are_at_and_nothing_more_is_
     assert not loop.remove_reader(copy_threads.fileno())
 
 
-async def test_all_threads_compare_checksums_though_copy_threads_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No copy threads share what is hashed as a whole."""
-    together, began = threading.Barrier(2), threading.local()
-
-    def digest(side: PlanSide, address: int, first: int, stop: int) -> int:
-        if not hasattr(began, "here"):
-            began.here = True
-            together.wait(WAIT_S)
-        return digest_of(side, address, first, stop)
-
-    monkeypatch.setattr(local, "digest_of", digest)
-    monkeypatch.setattr(thread_count.ThreadCount, "best", lambda *_: 1)
-    async with closing(Site(copy_kernel.copy, chunk_bytes=8 * ONE_BLOCK, copy_threads=GivenCopyThreads())) as site:
-        site.start(site.op(1, 1, 32)._replace(checksums=True))
-        assert await site.reported(1) == [(1, None)]
-        assert site.arrived(1, 32)
-
-
-async def test_without_the_native_copy_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Description(stores="python", hash_from="xxhash", why_not="it was not built for here")
-    monkeypatch.setattr(copy_kernel, "DESCRIPTION", slow)
-    monkeypatch.setattr(local, "vectored_copy_works", lambda: False)
-    assert best_copy() is copy_one_by_one
-    with capture_logs() as logs:
-        assert best_copy() is copy_one_by_one
-    (warning,) = logs
-    assert (warning["log_level"], bool(warning["cause"]), bool(warning["remedy"])) == ("warning", True, True)
-
-
 # -- checksums
 
 
@@ -903,11 +677,10 @@ def flip(address: int) -> None:
     (ctypes.c_uint8 * 1).from_address(address)[0] ^= 1
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("wrong", ["first", "middle", "last", None])
-async def test_checksums_find_a_byte_that_is_not_the_sources(wrong: str | None, threads: int) -> None:
+async def test_checksums_find_a_byte_that_is_not_the_sources(wrong: str | None) -> None:
     copy = Flipping()
-    async with closing(Site(copy, threads=threads, chunk_bytes=8 * ONE_BLOCK)) as site:
+    async with closing(Site(copy, threads=3, chunk_bytes=8 * ONE_BLOCK)) as site:
         op = site.op(1, 10, 40)
         assert isinstance(site.destination.region, HostRegion)
         entries = site.destination.manifest.entries
@@ -927,18 +700,3 @@ async def test_checksums_find_a_byte_that_is_not_the_sources(wrong: str | None, 
             assert "from byte 3 on" in error.detail
         site.start(op._replace(op_id=2))
         assert (await site.reported(2))[1] == (2, None), "nobody has asked for checksums"
-
-
-async def test_a_stopped_op_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[object] = []
-    for name in ("check_arrived", "digest_of"):
-        monkeypatch.setattr(local, name, lambda *arguments: compared.append(arguments))
-    copy = GatedCopy()
-    async with closing(Site(copy, threads=1), copy) as site:
-        site.start(site.op(1, 1, 20)._replace(checksums=True))
-        await copy.entered.wait()
-        site.transport.stop(1)
-        copy.gate.set()
-        ((_, error),) = await site.reported(1)
-    assert isinstance(error, CancelledError)
-    assert not compared

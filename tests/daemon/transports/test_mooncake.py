@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import ctypes
-import os
 import signal
 import socket
 import subprocess
@@ -138,16 +136,6 @@ async def test_the_thread_that_asks_ends_with_the_engine(listener: str) -> None:
         await eventually(lambda: factory.engines[0].polls)
         [thread] = [thread for thread in asking() if thread not in before]
     await eventually(lambda: not thread.is_alive())
-
-
-async def test_without_a_thread_that_asks_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(thread: threading.Thread) -> None:
-        raise RuntimeError(f"can't start {thread.name}")
-
-    monkeypatch.setattr(threading.Thread, "start", none_left)
-    with pytest.raises(TransferFailedError, match=r"no thread .* can't start mooncake-ends"):
-        async with scripted():
-            pass
 
 
 async def test_a_write_above_the_bound_goes_alone(listener: str) -> None:
@@ -378,28 +366,6 @@ async def test_names_that_are_none_and_empty_writes_are_refused(session_name: st
             engine.write(session_name, 1, 1, 0 if is_name else 1, Ends(), timeout_s=1)
 
 
-async def test_memory_that_is_not_registered_cannot_be_unregistered() -> None:
-    async with scripted() as (engine, factory):
-        await engine.register(4096, 100)
-        await engine.unregister(4096)
-        assert factory.engines[0].regions == {}
-        with pytest.raises(TransferFailedError, match="nothing is registered at 0x1000"):
-            await engine.unregister(4096)
-
-
-async def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    importing = builtins.__import__
-
-    def absent(name: str, *arguments: Any, **named: Any) -> object:  # noqa: ANN401  passed on
-        if name.startswith("mooncake"):
-            raise ImportError("libibverbs.so.1: cannot open shared object file")
-        return importing(name, *arguments, **named)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*kvferry\[mooncake\]"):
-        mooncake_native.create(SETTINGS)
-
-
 @pytest.mark.parametrize(
     ("settings", "said", "field"),
     [
@@ -426,17 +392,6 @@ async def test_two_bounce_buffers_are_written_to_a_peer_at_a_time(monkeypatch: p
     assert memory.engine.settings.max_bytes_in_flight_per_peer == 2 * 4096
     await memory.stop()
     memory.close()
-
-
-@needs_mooncake
-async def test_the_operators_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MC_TCP_LANES_PER_PEER", "1")
-    monkeypatch.delenv("MC_TCP_PROGRESS_TIMEOUT_SEC", raising=False)
-    monkeypatch.delenv("MC_TCP_SLICE_SIZE", raising=False)
-    async with MooncakeEngine(SETTINGS):
-        assert os.environ["MC_TCP_LANES_PER_PEER"] == "1"
-        assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == str(PROGRESS_TIMEOUT_S)
-        assert os.environ["MC_TCP_SLICE_SIZE"] == str(mooncake_native.SLICE_BYTES)
 
 
 async def test_another_process_does_not_inherit_what_this_one_has_set_for_itself(
