@@ -38,6 +38,10 @@ class ScriptedCopier:
         if job in self.under_way:
             self.stopped.add(job)
 
+    def close(self) -> None:
+        """See ``TierCopier.close``."""
+        self.under_way.clear()
+
     def copy(self, job: BlockJob) -> KvferryError | None:
         """Move a job's bytes, without a word: it stays under way. Return what is wrong with them; then none moved."""
         arena = job.arena.view()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.metrics import Counters
@@ -21,28 +24,21 @@ from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
-from kvferry.daemon.services.cache_reports import CacheReports
+from kvferry.daemon.services import tiers
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import HostResources, PoolService
-from kvferry.daemon.services.prefix_cache import PrefixCache
-from kvferry.daemon.services.receive_to_host import HostReceives
-from kvferry.daemon.services.tiers import checks_of
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
-from kvferry.daemon.tiers.lower_tiers import LowerTiers
-from kvferry.daemon.tiers.operations import Operations
-from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.integrity import Check, check
+from kvferry.pools.integrity import check
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, split
-from kvferry.protocol.config.schema import DiskTierConfig, TiersConfig
+from kvferry.protocol.config.schema import Config, DiskTierConfig, RemoteTierConfig, TiersConfig
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import KvferryError, OverloadedError, raised
 from kvferry.protocol.events import SingleEvent, TierDone, Together
@@ -79,13 +75,7 @@ class Harness:
         now_s: what the disk tier's clock shows.
     """
 
-    def __init__(
-        self,
-        config: TiersConfig,
-        *,
-        remote: bool = False,
-        hasher: Executor | None = None,
-    ) -> None:
+    def __init__(self, config: TiersConfig, *, remote: bool = False, hasher: Executor | None = None) -> None:
         """Put it together, on the running loop."""
         self.now_s = 0.0
         self.counters = Counters()
@@ -94,53 +84,31 @@ class Harness:
         self.dispatcher = Dispatcher(self.boot, LIMITS, self.sessions, self.counters, self._send)
         self.pools = PoolRegistry(LostPools(None), self.sessions, self._pool_removed)
         self.executor = ThreadPoolExecutor(1)
-        devices, no_socket = (
-            cast("Devices", _NoDevices()),
-            cast("SessionSocket", None),
-        )
+        devices, no_socket, memory = cast("Devices", _NoDevices()), cast("SessionSocket", None), HostMemory()
         rings = EventRings(self.dispatcher, no_socket, devices, self.executor, lambda *_: None, Descriptors())
+        resources = HostResources(memory, Descriptors())
         self.pool_service = PoolService(
-            self.dispatcher,
-            no_socket,
-            devices,
-            self.pools,
-            rings,
-            HostResources(HostMemory(), Descriptors()),
-            max_bytes=1 << 30,
-            populate=False,
+            self.dispatcher, no_socket, devices, self.pools, rings, resources, max_bytes=1 << 30, populate=False
         )
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
-        self.host = HostTier(config, self.counters, HostMemory(), call_soon=asyncio.get_running_loop().call_soon)
-        self.copier = ScriptedCopier()
-        self.operations = Operations(
-            self.dispatcher, self.sessions, self.counters, self.copier, self.host, self.executor
-        )
-        self.service = OffloadService(
-            self.dispatcher,
-            self.pools,
-            rings,
-            self.host,
-            self.operations,
-            grace_s=config.snapshot_grace_s,
-        )
-        self.host_receives = HostReceives(self.host, self.service, self.operations)
-        self.store = ScriptedStore(self.host.region)
-        self.disk = self._disk(config)
-        store = cast("RemoteStore", self.store)
-        self.remote = (
-            RemoteTier(store, self.host, self.scheduler, self.counters, shared=False, hasher=hasher) if remote else None
-        )
-        self.lower = LowerTiers(self.host, self.disk, self.remote, self.counters)
-        self.cache = PrefixCache(
-            self.dispatcher,
-            self.pools,
-            rings,
-            self.host,
-            self.operations,
-            self.lower,
-            self.counters,
-        )
-        self.reports = CacheReports(self.dispatcher, self.pools, self.host, self.lower)
+        self.host = HostTier(config, self.counters, memory, call_soon=asyncio.get_running_loop().call_soon)
+        self.copier, self.store, self.disk = ScriptedCopier(), ScriptedStore(self.host.region), self._disk(config)
+        if remote:
+            far = RemoteTierConfig(transport="mooncake_store", address="127.0.0.1")
+            config = msgspec.structs.replace(config, remote=far)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiers, "HostTier", lambda *_, **__: self.host)
+            patch.setattr(tiers, "TierCopier", lambda *_, **__: self.copier)
+            patch.setattr(tiers, "DiskTier", lambda *_: self.disk)
+            patch.setattr(tiers, "RemoteStore", lambda *_: self.store)
+            patch.setattr(tiers, "RemoteTier", functools.partial(RemoteTier, hasher=hasher))
+            self.all = tiers.Tiers(
+                Config(tiers=config), self.dispatcher, self.sessions, self.pools, rings, self.scheduler, self.executor,
+                memory, self.counters,
+            )  # fmt: skip
+        self.operations, self.host_receives = self.all.operations, self.all.host_receives
+        self.service, self.cache, self.reports = self.all._service, self.all._cache, self.all._reports  # noqa: SLF001
+        self.lower, self.remote = self.all._lower, self.all._lower._remote  # noqa: SLF001
         self.engines: dict[bytes, Engine] = {}
         self.said: list[tuple[int, str]] = []
 
@@ -192,33 +160,25 @@ class Harness:
 
     def lose(self, engine: Engine) -> None:
         """Let a session end as the daemon's loop does."""
-        session_id = engine.session.session_id
+        session_id, owner_id = engine.session.session_id, engine.session.owner_id
         self.sessions.close(engine.session)
         self.dispatcher.forget_session(engine.session)
-        self.operations.session_lost(session_id)
-        self.reports.session_lost(session_id)
+        self.all.session_lost(session_id)
         self.pool_service.session_lost(session_id)
-        if not self.sessions.of_instance(engine.session.owner_id):
-            self.cache.leases.instance_lost(engine.session.owner_id)
-            self.service.instance_lost(engine.session.owner_id)
-            self.pool_service.instance_lost(engine.session.owner_id)
+        if not self.sessions.of_instance(owner_id):
+            self.all.instance_lost(owner_id)
+            self.pool_service.instance_lost(owner_id)
         del self.engines[engine.identity]
 
     async def close(self) -> None:
-        """End the tiers, in the daemon's order."""
-        self.operations.drain()
-        self.scheduler.close()
+        """End the tiers, and what they are given."""
         await self.dispatcher.close()
-        self.cache.close()
-        await self.lower.close()
-        await self.operations.close()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.host, "close", lambda: None)  # it waits for a thread
+            await self.all.close()
         await asyncio.to_thread(self.executor.shutdown)
         await self.pool_service.close()
         await asyncio.to_thread(self.host.close)
-
-    def checks(self) -> Iterator[Check]:
-        """Yield what VERIFY checks of the tiers."""
-        return checks_of(self.host, self.service.snapshots, self.host_receives, self.operations, self.lower, self.cache)
 
     def check(self) -> None:
         """Check that what is counted is what is there.
@@ -227,7 +187,7 @@ class Harness:
             AssertionError: what is wrong.
         """
         owners = {session.owner_id for session in self.sessions}
-        for one in self.checks():
+        for one in self.all.checks():
             check(one.walk())
         for pool in self.pools:
             for allocator in pool.allocators.values():
@@ -252,13 +212,12 @@ class Harness:
     def _disk(self, config: TiersConfig) -> DiskTier | None:
         if config.disk.path is None:
             return None
-        opening = self.executor.submit(
-            DiskTier, config.disk, config.policy, self.host, self.scheduler, self.counters, clock=lambda: self.now_s
-        )  # it looks at files: the daemon does so before it serves
+        given = config.disk, config.policy, self.host, self.scheduler, self.counters
+        opening = self.executor.submit(DiskTier, *given, clock=lambda: self.now_s)  # it looks at files
         return opening.result()
 
     def _pool_removed(self, pool: Pool) -> None:
-        self.service.pool_removed(pool)
+        self.all.pool_removed(pool)
 
     def _send(self, identity: bytes, frames: Frames, *, more: bool = False) -> bool:
         del more

@@ -119,27 +119,11 @@ async def test_an_instance_may_end_in_the_middle_of_a_look_at_the_pins(tiers: Ha
     other.ask(Unpin(lease=other.lookup(names(1)).lease), Unpinned)
     for _ in range(WALKED):
         engine.lookup(names(1, 2))
-    [looking] = [one for one in tiers.checks() if one.where == "the pins of cached blocks"]
+    [looking] = [one for one in tiers.all.checks() if one.where == "the pins of cached blocks"]
     walk = looking.walk()
     next(walk)
     tiers.lose(other)
     check(walk)
-
-
-async def test_a_load_compares_checksums_where_all_blocks_have_them(tiers: Harness, engine: Engine) -> None:
-    await engine.stored(1, 2)
-    lease = engine.lookup(names(1, 2)).lease
-    for hashed in (True, False):
-        if not hashed:
-            tiers.blocks(2)[0].digests = ()
-        engine.load(lease, engine.allocate(2))
-        digests = tiers.copier.under_way[0].digests
-        assert (
-            digests is None
-            if not hashed
-            else [one.tolist() for one in digests or ()] == [[*tiers.blocks(1)[0].digests, *tiers.blocks(2)[0].digests]]
-        )
-        await tiers.finish()
 
 
 async def test_a_session_may_have_so_many_pins(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from kvferry.daemon.process.thread_count import ThreadCount, Trial
 from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, Digests, TierCopier
 from kvferry.daemon.tiers.scheduler import OperationClass, Permit, Scheduler
@@ -406,19 +405,6 @@ async def test_steps_grow_and_shrink_to_what_a_millisecond_copies(device: str, m
         assert max(step.size_bytes for step in region.steps[-4:]) == expected
 
 
-@pytest.mark.parametrize(("job_mib", "expected"), [(15, [15]), (16, [10, 6])])
-async def test_what_is_left_goes_with_the_last_step_of_copy_threads_where_it_is_little(
-    job_mib: int, expected: list[int]
-) -> None:
-    pace = _Pace(1300)
-    async with site(threads=1, clock=pace, copy_threads=new_copy_threads(1, b"")) as one:
-        region = pace.region()
-        assert await one.run(one.job(region, 39)) is None
-        begun = len(region.steps)
-        assert await one.run(one.job(region, job_mib)) is None
-        assert sorted(step.size_bytes // MIB for step in region.steps[begun:]) == sorted(expected)
-
-
 class _NotedCopyThreads(CopyThreads):
     """Copy threads that copies nothing, and notes how many threads are asked for."""
 
@@ -449,23 +435,6 @@ async def test_what_stands_still_for_a_transfer_is_not_taken_for_slow() -> None:
             transfers = number > 1
             assert await one.run(one.job(region, 39)) is None
         assert region.steps[-3].size_bytes == 10 * MIB
-
-
-async def test_copies_into_memory_that_was_not_there_are_no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = list[bool]()
-    begin = ThreadCount.begin
-
-    def noted(self: ThreadCount, kind: object, size_bytes: int, *, alone: bool) -> Trial:
-        begun.append(alone)
-        return begin(self, kind, size_bytes, alone=alone)
-
-    monkeypatch.setattr(ThreadCount, "begin", noted)
-    async with site(threads=1) as one:
-        for _ in range(2):
-            assert await one.run(one.job(_ScriptedRegion())) is None
-        one.arena.view()[-MIB:].fill(1)
-        assert await one.run(one.job(_ScriptedRegion())) is None
-        assert begun == [True, True, False], "it grows at the moment"
 
 
 async def test_what_a_step_copies_and_hashes_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,43 +471,6 @@ async def test_the_steps_that_start_despite_a_transfer_are_short() -> None:
         assert await one.run(one.job(region, 39)) is None
         assert {step.size_bytes for step in region.steps[:-1]} == {2 * MIB}
         one.scheduler.transfer_ended()
-
-
-@pytest.mark.parametrize(("blocks", "block_bytes", "threads"), [(24, MIB, 1), (3, 8 * MIB, 3)])
-async def test_copy_threads_share_steps_of_many_blocks_and_large_ones_have_a_thread_each(
-    blocks: int, block_bytes: int, threads: int
-) -> None:
-    entry = Entry(component="main", role="k", layer=0, base=0, pages=blocks + 1, page_bytes=block_bytes)
-    layout, ids, at_it = BlockLayout(lay_out([entry]), "main"), np.arange(1, blocks + 1), set[int]()
-    together = threading.Barrier(threads)
-
-    def begun(_step: BlockStep) -> None:
-        if threading.get_ident() not in at_it:
-            at_it.add(threading.get_ident())
-            together.wait(WAIT_S)
-
-    async with site(threads=3, copy_threads=_NotedCopyThreads()) as one:
-        region = _ScriptedRegion()
-        region.device, region.size_bytes, region.on_begin = HOST, (blocks + 1) * block_bytes, begun
-        pages = BlockPages(layout, ids, (ids - 1) * block_bytes)
-        job = BlockJob("offload", [BlockSegment(region, pages)], one.arena, checksums=False)  # type: ignore[arg-type]
-        assert await one.run(job) is None
-    assert len(at_it) == threads
-
-
-async def test_while_transfers_are_about_a_processor_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copier_module.os, "sched_getaffinity", lambda _: {0, 1, 2})  # type: ignore[attr-defined]
-    copy_threads = _NotedCopyThreads()
-    async with site(threads=4, copy_threads=copy_threads) as one:
-        region = _ScriptedRegion()
-        region.device = HOST
-        assert await one.run(one.job(region, 20)) is None
-        assert {*copy_threads.asked} == {4}
-        one.scheduler.transfer_began()
-        one.scheduler.transfer_ended()
-        copy_threads.asked.clear()
-        assert await one.run(one.job(region, 20)) is None
-        assert {*copy_threads.asked} == {2}
 
 
 # -- what the loop gives to the copy threads

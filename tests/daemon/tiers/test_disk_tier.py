@@ -300,15 +300,3 @@ async def test_a_daemon_that_ends_does_not_wait_for_its_turn(folder: Path) -> No
         await until(lambda: block.pins == {DEMOTION: 1})
         assert tiers.scheduler.bytes_in_flight == 0
     assert not files(folder)
-
-
-async def test_the_same_blocks_are_not_queued_twice(tiers: Harness) -> None:
-    tiers.scheduler.transfer_began()
-    blocks = await tiers.stored(1, 2)
-    await until(lambda: bool(blocks[0].pins))
-    tiers.lower.stored(blocks)
-    tiers.lower.stored(blocks)
-    assert "waiting=2" in repr(tiers.disk) or "waiting=1" in repr(tiers.disk)
-    tiers.scheduler.transfer_ended()
-    await until(lambda: all(one.on_disk for one in blocks))
-    assert tiers.counters.snapshot()["tiers.disk.written_blocks"] == 2

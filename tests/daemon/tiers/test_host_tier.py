@@ -11,11 +11,9 @@ from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.tiers import host_tier
 from kvferry.daemon.tiers.host_tier import (
     AHEAD_BYTES,
-    DEMOTION,
     GROW_AGAIN_S,
     HostTier,
     SpaceRequest,
-    holder_name,
 )
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.host.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
@@ -128,26 +126,12 @@ def test_a_tenants_own_blocks_go_for_its_quota_and_no_more_than_needed(host: Hos
     assert cached(host, THEIRS) == [5]
 
 
-def test_for_a_quota_no_other_tenants_blocks_go_though_those_have_as_much(host: HostTier, evict: Evict) -> None:
-    cache(host, 6, 7, tenant=THEIRS)
-    cache(host, 1, 2)
-    evict(host, MINE, 5)
-    assert cached(host) == [1]
-    assert cached(host, THEIRS) == [6, 7]
-
-
 def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most_of_its_quota(host: HostTier, evict: Evict) -> None:
     cache(host, 1, 2, 3, 4, 5)
     cache(host, 6, 7, tenant=THEIRS)
     evict(host, THEIRS, 3)
     assert cached(host) == [1, 2, 3]
     assert cached(host, THEIRS) == [6, 7]
-
-
-def test_what_can_never_fit_is_no_matter_of_waiting(host: HostTier, evict: Evict) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"28672 bytes are needed .* quota of 24576 \(.*tiers.host_bytes"):
-        evict(host, MINE, 7)
-    assert host.arena.used_bytes == 0
 
 
 def test_several_that_cannot_all_be_there_evict_nothing(host: HostTier) -> None:
@@ -230,17 +214,6 @@ def test_what_others_have_is_named_to_root_alone(host: HostTier) -> None:
     assert said[0] == f"{begins}of user {THEIRS}; {pinned}by instance 9"
 
 
-def test_holders_have_names() -> None:
-    assert [holder_name(one) for one in (3, DEMOTION)] == ["instance 3", "demotion to a lower tier"]
-
-
-def test_a_block_of_many_pages_goes_as_a_whole(host: HostTier) -> None:
-    cache(host, 1, 2, block_pages=3)
-    host.reserve(MINE, 4, UNIT)
-    assert len(host.index) == 0
-    assert host.arena.used_bytes == 4 * UNIT
-
-
 def test_small_blocks_go_until_a_large_one_has_a_hole(host: HostTier) -> None:
     cache(host, *range(1, 7))
     kept = cache(host, 7, tenant=THEIRS)
@@ -249,16 +222,6 @@ def test_small_blocks_go_until_a_large_one_has_a_hole(host: HostTier) -> None:
     assert at % UNIT == 0
     assert cached(host, THEIRS) == [7]
     assert 1 <= len(cached(host)) <= 3
-
-
-def test_what_the_index_gives_back_is_freed_at_once_whatever_its_size(host: HostTier) -> None:
-    small, large = cache(host, 1, 2), cache(host, 3, block_pages=2)
-    host.index.pin([*small, *large], 5)
-    for block in (*small, *large):
-        assert host.index.remove(block) == []
-    host.free_all(host.index.unpin([*small, *large], 5))
-    assert host.arena.used_bytes == 0
-    host.free_all([])
 
 
 def test_a_block_that_is_on_disk_is_evicted_but_not_lost(host: HostTier, counters: Counters) -> None:

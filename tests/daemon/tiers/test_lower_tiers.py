@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 import xxhash
 from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import lower_tiers, remote_tier
-from kvferry.daemon.tiers.host_tier import DEMOTION, SpaceRequest
+from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.protocol.errors import DeadlineError
@@ -117,13 +117,6 @@ async def test_a_block_that_cannot_come_up_leaves_no_byte(
         assert block.state is BlockState.GONE
 
 
-async def test_what_is_gone_asks_for_no_memory(far: Harness) -> None:
-    [block] = await away(far, 1)
-    far.host.index.remove(block)
-    assert far.lower.promote(block) is None
-    assert far.store.waiting == []
-
-
 async def test_so_many_have_memory_at_a_time(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = await away(far, 1, 2, 3, 4)
     monkeypatch.setattr(lower_tiers, "MAX_PROMOTIONS", 2)
@@ -136,25 +129,6 @@ async def test_so_many_have_memory_at_a_time(far: Harness, monkeypatch: pytest.M
     await far.let_store_answer()
     assert [await one for one in coming if one is not None] == [True, True, False, True]
     assert far.host.arena.used_bytes == 3 * UNIT
-
-
-async def test_room_for_a_block_that_comes_up_is_made_in_turns(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    [block] = await away(far, 1)
-    made: list[SpaceRequest] = []
-
-    def making_room(_tenant: int, space_requests: Sequence[SpaceRequest]) -> Iterator[None]:
-        made.extend(space_requests)
-        yield
-        made.clear()
-
-    monkeypatch.setattr(far.host, "making_room", making_room)
-    coming = far.lower.promote(block)
-    assert coming is not None
-    await until(lambda: made)
-    assert made == [SpaceRequest(1, far.host.page_bytes[block.namespace])]
-    assert far.host.arena.used_bytes == 0
-    assert await coming
-    assert made == []
 
 
 async def test_a_full_host_tier_lets_nothing_come_up(far: Harness) -> None:
@@ -180,20 +154,6 @@ async def test_a_block_that_is_evicted_while_it_goes_down_is_nowhere_at_last(far
     await until(lambda: block.state is BlockState.GONE)
     await until(lambda: not far.store.values)
     assert far.host.arena.used_bytes == 0
-
-
-async def test_evicted_blocks_leave_the_store_together(far: Harness) -> None:
-    blocks = await far.stored(1, 2)
-    await until(lambda: all(one.in_remote for one in blocks))
-    far.store.holds = True
-    far.host.free_all([freed for one in blocks for freed in far.host.index.remove(one)])
-    far.lower.remove(blocks)
-    await settle()
-    assert len(far.store.waiting) == 1
-    far.store.let_go()
-    await settle()
-    assert far.store.values == {}
-    far.lower.remove([])
 
 
 async def test_what_the_store_had_once_is_forgotten_some_time(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import pytest
-from structlog.testing import capture_logs
 
 from kvferry.daemon.control.dispatch import Answer, Call, expect
 from kvferry.daemon.tiers import host_tier, snapshots
-from kvferry.daemon.tiers.host_tier import HostTier, SpaceRequest
+from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
     EmptyPagesError,
-    InternalError,
     NotOwnerError,
     OutOfMemoryError,
     OverloadedError,
-    PageBusyError,
     ShuttingDownError,
 )
-from kvferry.protocol.pool_messages import Allocate, Free, Freed
+from kvferry.protocol.pool_messages import Allocate
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
 from kvferry.protocol.transfer_messages import Accepted, Receive
 from tests.kit.tiers import HYBRID, POOL, UNIT, Engine, Harness, harness, names, new_pool, settle, until
@@ -103,26 +99,6 @@ async def test_an_offload_that_evicts_much_lets_others_go_first(full: Harness, e
     assert engine.error(operation) is None
 
 
-async def test_a_store_keeps_its_pages_and_stores_what_they_held(full: Harness, engine: Engine) -> None:
-    ids = engine.allocate(4)
-    for one, number in zip(ids, (11, 12, 13, 14), strict=True):
-        engine.write([one], number)
-    operation = engine.store(names(11, 12, 13, 14), ids)
-    assert engine.ask(Free(pool=POOL, pages=4), Freed, ids) == Freed(freed=0, deferred=4)
-    with pytest.raises((NotOwnerError, PageBusyError)):
-        engine.load(engine.lookup(names(1)).lease, ids[:1])
-    assert not full.copier.under_way
-    full.check()
-    await copies(full)
-    full.check()
-    await full.finish()
-    assert engine.ended(operation).stored == 4
-    ids = engine.allocate(4)
-    engine.load(engine.lookup(names(11, 12, 13, 14)).lease, ids)
-    await full.finish()
-    assert engine.read(ids) == [{11}, {12}, {13}, {14}]
-
-
 async def test_what_needs_no_room_does_not_wait_for_those_who_do(full: Harness, engine: Engine) -> None:
     other = full.engine()
     first, second = engine.store(names(11, 12, 13, 14), engine.allocate(4)), other.store(names(1), other.allocate(1))
@@ -187,34 +163,6 @@ async def test_what_one_waits_for_is_not_evicted_for_others(full: Harness, engin
     await copies(full, 2)
     await full.finish()
     assert (engine.ended(operation).stored, other.error(small)) == (6, None)
-
-
-@POLICIES
-async def test_uses_while_one_waits_count_and_do_not_end_it(policy: str) -> None:
-    async with harness(8, policy=policy) as tiers:
-        engine = tiers.engine()
-        await engine.stored(*ALL)
-        operation = offload(engine, 5)
-        engine.lookup(names(*ALL[:6]), pin=False)
-        assert evicted(tiers) == 1
-        turns, accounts = 0, tiers.host.index.accounts
-        while not tiers.copier.under_way:
-            before, behind = evicted(tiers), accounts.behind
-            await asyncio.sleep(0)
-            assert evicted(tiers) - before <= 1
-            assert behind - accounts.behind <= 3  # one by one, and not all before the next block goes
-            turns += 1
-        assert turns >= 4
-        await tiers.finish()
-        assert engine.error(operation) is None
-
-
-async def test_memory_that_is_awaited_by_nobody_is_found(full: Harness) -> None:
-    full.host.awaits(1, SpaceRequest(1, UNIT))
-    with pytest.raises(AssertionError, match=r"users have 28672 bytes, 32768 are allocated"):
-        full.check()
-    full.host.not_awaited(1, SpaceRequest(1, UNIT))
-    full.check()
 
 
 async def test_two_that_wait_go_in_turns(full: Harness, engine: Engine) -> None:
@@ -296,32 +244,6 @@ async def test_a_snapshot_has_all_of_its_memory_or_none(
     tiers.check()
 
 
-@contextlib.contextmanager
-def broken_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let making room for what is asked for in the block raise in its second turn."""
-
-    def making_room(*_: object, **__: object) -> Iterator[None]:
-        yield
-        raise ZeroDivisionError
-
-    with monkeypatch.context() as broken:
-        broken.setattr(HostTier, "making_room", making_room)
-        yield
-
-
-async def test_a_bug_ends_one_operation_alone(full: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with broken_room(monkeypatch):
-        first = offload(engine, 2)
-    second = offload(engine, 2)
-    with capture_logs() as logs:
-        await copies(full)
-        await until(lambda: engine.done(first))
-    assert engine.error(first) is InternalError
-    assert [one["event"] for one in logs if one["log_level"] == "error"] == ["an operation failed"]
-    await full.finish()
-    assert engine.error(second) is None
-
-
 @pytest.fixture
 def receives(tiers: Harness) -> Harness:
     """Have RECEIVEs into the host tier answered, and end their transfers at once."""
@@ -383,19 +305,6 @@ async def test_a_receive_that_cannot_be_evicts_nothing(
 
 
 @pytest.mark.usefixtures("endless")
-async def test_receives_that_wait_may_be_given_up(receives: Harness, engine: Engine) -> None:
-    first, second = receiving(engine, 1, 1), receiving(engine, 1, 2)
-    offload(engine, 1)
-    assert [one.message_id for one in receives.host_receives.waiting()] == [first, second]
-    receives.dispatcher.answer_error(engine.session, first, CancelledError("no room"))
-    with pytest.raises(CancelledError, match="room"):
-        engine.reply(first, Accepted)
-    assert [one.message_id for one in receives.host_receives.waiting()] == [second]
-    await settle()
-    assert second not in engine.replies
-
-
-@pytest.mark.usefixtures("endless")
 async def test_a_deadline_or_a_session_ends_while_a_receive_waits(receives: Harness, engine: Engine) -> None:
     dead, late = receives.engine(), receiving(engine, 1, deadline_ms=1)
     receiving(dead, 1)
@@ -405,19 +314,3 @@ async def test_a_deadline_or_a_session_ends_while_a_receive_waits(receives: Harn
     with pytest.raises(DeadlineError):
         engine.reply(late, Accepted)
     assert not receives.host_receives.waiting()
-
-
-@pytest.mark.usefixtures("full")
-async def test_a_bug_is_the_answer_to_one_receive_alone(
-    receives: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with broken_room(monkeypatch):
-        first = receiving(engine, 1)
-    second = receiving(engine, 1)
-    with capture_logs() as logs:
-        await until(lambda: second in engine.replies)
-    with pytest.raises(InternalError):
-        engine.reply(first, Accepted)
-    assert engine.reply(second, Accepted) == Accepted()
-    assert [one["event"] for one in logs if one["log_level"] == "error"] == ["request failed"]
-    receives.check()

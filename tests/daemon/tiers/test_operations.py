@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.control import later
 from kvferry.daemon.quota import Quota
 from kvferry.daemon.tiers import operations
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.tiers.index import BlockIndex
 from kvferry.protocol.errors import (
     CancelledError,
-    DeadlineError,
     InternalError,
     OverloadedError,
     ShuttingDownError,
@@ -33,7 +31,6 @@ from tests.kit.tiers import Engine, Harness, harness, settle, until
 from tests.transition_tables import markdown_of_operations, transitions_of
 
 pytestmark = pytest.mark.anyio
-ROWS = [key for key in TRANSITIONS if key[1] is not Event.NOTHING_TO_DO]
 """All but one, which has its own test."""
 
 
@@ -42,37 +39,6 @@ async def tiers() -> AsyncIterator[Harness]:
     """Return services over a host tier of 32 blocks, and a pool of 15 pages."""
     async with harness() as one:
         yield one
-
-
-async def test_the_event_comes_after_the_reply_also_where_the_operation_was_done_at_once(
-    tiers: Harness, engine: Engine
-) -> None:
-    ids = engine.allocate(2)
-    tiers.said.clear()
-    engine.offload(ids)
-    await tiers.finish()
-    other = tiers.engine()
-    other.store([b"0" * 16], other.allocate(1))
-    await tiers.finish()
-    kinds = [kind for _, kind in tiers.said]
-    assert kinds == ["reply", "TierDone", "reply", "reply", "TierDone"]
-
-
-async def test_the_event_comes_before_what_the_end_leaves_for_later(
-    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accounts, before = tiers.host.index.accounts, list[str]()
-    catch_up = accounts.catch_up
-
-    def caught_up(most: int) -> None:
-        before.append(tiers.said[-1][1])
-        catch_up(most)
-
-    engine.store([b"0" * 16], engine.allocate(1))
-    monkeypatch.setattr(accounts, "catch_up", caught_up)
-    await tiers.finish()
-    await until(lambda: not accounts.behind)
-    assert before == ["TierDone"]
 
 
 async def test_an_operation_shows_what_it_waits_for(tiers: Harness, engine: Engine) -> None:
@@ -120,27 +86,6 @@ async def test_no_operation_is_named_by_a_message_that_was_never_sent(tiers: Har
         assert unknown.value.field == "request"
 
 
-async def test_an_operation_that_was_stopped_and_is_done_all_the_same_is_done(tiers: Harness, engine: Engine) -> None:
-    offloading = engine.offload(engine.allocate(2))
-    engine.send(CancelOperation(operation=offloading.operation))
-    tiers.copier.finish(tiers.copier.under_way[0])
-    await settle()
-    assert engine.error(offloading.operation) is None
-    assert len(tiers.service.snapshots) == 1
-
-
-async def test_a_deadline_ends_an_operation_that_waits_and_one_that_copies(tiers: Harness, engine: Engine) -> None:
-    snapshot = engine.offload(engine.allocate(15)).snapshot
-    tiers.copier.finish_all()
-    waiting = engine.restore(snapshot, deadline_ms=1)
-    copying = engine.store([b"0" * 16], [1], deadline_ms=1)
-    await until(lambda: engine.done(waiting) and tiers.copier.stopped)
-    assert engine.error(waiting) is DeadlineError
-    assert engine.done(copying) is None
-    await tiers.finish()
-    assert engine.error(copying) is DeadlineError
-
-
 async def test_a_session_may_have_so_many(tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "MAX_OPERATIONS", 2)
     other = tiers.engine()
@@ -172,32 +117,6 @@ async def test_a_daemon_that_ends_takes_nothing_new_and_waits_for_what_copies(ti
     await tiers.operations.drained()
     await settle()
     assert engine.error(copying) is None
-
-
-async def test_the_log_of_many_that_end_comes_a_few_lines_at_a_time(
-    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(later, "AT_ONCE", 1)
-    snapshot = engine.offload(engine.allocate(15)).snapshot
-    await tiers.finish()
-    for _ in range(5):
-        engine.restore(snapshot)
-    with capture_logs() as logs:
-        tiers.operations.drain()
-        await asyncio.sleep(0)
-        assert not done_in(logs)  # sessions hear of it first
-        seen = {0}
-        while (count := done_in(logs)) < 3:
-            seen.add(count)
-            await asyncio.sleep(0)
-        assert seen == {0, 1, 2}
-        await tiers.operations.drained()
-        assert done_in(logs) == 6
-
-
-def done_in(logs: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many operations were logged as done."""
-    return sum(one["event"] == "operation done" for one in logs)
 
 
 @pytest.mark.parametrize(

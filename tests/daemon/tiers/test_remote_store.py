@@ -31,7 +31,6 @@ from kvferry.pools.tiers.cached_block import BlockKey, Namespace
 from kvferry.protocol.config.schema import RemoteTierConfig
 from kvferry.protocol.errors import ConfigError
 from tests.kit.stores import (
-    ARENA_BYTES,
     AT,
     NEEDED,
     PAGE_BYTES,
@@ -242,20 +241,6 @@ async def test_a_process_that_hangs_is_killed(master: Master) -> None:
         assert await node.store.get("a", pages_at(AT, 3), pages=3) == header
 
 
-async def test_a_block_that_takes_too_long_costs_the_process_its_life(master: Master) -> None:
-    async with (
-        running_node(master, hung_s=WAIT_S) as keeper,
-        running_node(master, segment_bytes=0, timeout_s=0.5) as node,
-    ):
-        await put_pages(keeper, "a")
-        keeper.signal(signal.SIGSTOP)
-        before = node.store.process_id
-        assert await node.store.get("a", pages_at(AT, 3), pages=3) is None
-        keeper.signal(signal.SIGCONT)
-        await node.until(available=True)
-        assert node.store.process_id != before
-
-
 async def test_a_node_that_does_not_answer_is_given_up(master: Master) -> None:
     async with running_node(master, hung_s=WAIT_S) as keeper, running_node(master, segment_bytes=0) as node:
         header = await put_pages(keeper, "a")
@@ -306,12 +291,6 @@ async def test_a_node_that_leaves_takes_its_blocks_along(master: Master) -> None
         assert await leaves.store.exists(["a"]) == [False]
 
 
-def test_mooncakes_own_pair_of_clients_takes_no_memory_of_ours(binary: Path, tmp_path: Path) -> None:
-    """Fails once it does: then look again at what else it must do, see ``store_process``."""
-    command = [sys.executable, "-m", "tests.daemon.tiers.mooncake_pair", str(binary), str(tmp_path / "log")]
-    assert subprocess.run(command, capture_output=True, check=True, timeout=WAIT_S).stdout == b"False"
-
-
 async def test_a_daemon_that_is_killed_leaves_no_process(master: Master) -> None:
     command = [sys.executable, str(Path(__file__).with_name("store_daemon.py")), str(master.port)]
     with subprocess.Popen(  # noqa: ASYNC220  nothing else is to happen meanwhile
@@ -340,13 +319,3 @@ async def test_what_is_not_whole_or_not_ours_is_not_there(master: Master) -> Non
         assert await node.store.get("a", [(AT, 3 * PAGE_BYTES - 8)], pages=4) is None
         assert node.counters.snapshot()["remote.headers_damaged"] == 1
         assert await node.store.exists(["a"]) == [False]
-
-
-async def test_ranges_outside_of_the_arena_are_refused(master: Master) -> None:
-    async with running_node(master) as node:
-        pid = node.store.process_id
-        for wrong in ([(ARENA_BYTES, 1)], [(-1, 1)], [(0, 0)], [(ARENA_BYTES - 1, 2)], [(0, 1), (1, ARENA_BYTES)]):
-            assert not await node.store.put("a", wrong, parent=None, digests=[1])
-            assert await node.store.get("a", wrong, pages=1) is None
-        await put_pages(node, "a")
-        assert node.store.process_id == pid

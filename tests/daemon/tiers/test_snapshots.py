@@ -52,16 +52,6 @@ def snapshot_of(pool: Pool, tenant: int = 1, **pages: int) -> Snapshot:
     return made
 
 
-def test_a_snapshot_has_a_segment_for_each_list() -> None:
-    pool = pool_of(HYBRID)
-    made = snapshot_of(pool, main=3, swa=2)
-    assert [(segment.component, segment.count) for segment in made.segments] == [("main", 3), ("swa", 2)]
-    assert made.segments[0].layout is pool.block_layout("main")  # made once, whoever offloads
-    assert made.pages == 5
-    found = ids_for(made, lists_of(pool, swa=2, main=3))
-    assert [one.tolist() for one in found] == [[1, 2, 3], [1, 2]]
-
-
 def test_each_segment_needs_its_list_and_each_list_its_segment() -> None:
     pool = pool_of(HYBRID)
     made, [main, swa] = snapshot_of(pool, main=3, swa=2), lists_of(pool, main=3, swa=2)
@@ -102,16 +92,6 @@ def test_its_checksum_is_of_all_its_blocks() -> None:
         assert made.status().checksum == made.status().checksum
     assert {len(one) for one in texts} == {32}
     assert len(texts) == 2
-
-
-def test_the_registry_knows_each_users_own_until_it_is_removed() -> None:
-    registry, mine = SnapshotRegistry(), snapshot_of(pool_of(SPEC), main=1)
-    registry.add(mine)
-    with pytest.raises(UnknownSnapshotError):
-        registry.get(2, mine.name)
-    for _ in range(2):  # a second time does nothing
-        registry.remove(mine)
-    assert not list(registry)
 
 
 def test_a_snapshot_of_an_earlier_daemon_is_lost_and_one_that_never_was_is_unknown() -> None:

@@ -174,10 +174,3 @@ async def test_a_caller_that_is_cancelled_returns_when_it_is_settled() -> None:
     harness.there.answer()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-async def test_without_a_store_nothing_waits() -> None:
-    harness = _Harness()
-    harness.link = None
-    tasks = await harness.begin(put("a"), get("b"))
-    assert await asyncio.gather(*tasks) == [None, None]

@@ -26,9 +26,9 @@ from kvferry.pools import native_kernel as native
 from kvferry.pools.copy_kernel import Copies, CopyThreads, Hashing
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one, digest_of
+from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
 from kvferry.pools.planning.pairing import pair_entries
-from kvferry.pools.planning.plan import Blocks, PlanSide, make_plan
+from kvferry.pools.planning.plan import Blocks, make_plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, TransferFailedError
 from kvferry.protocol.manifests import Entry, MhaSpec
@@ -491,21 +491,6 @@ async def test_what_copy_threads_have_copied_is_reported_in_one_turn_whoever_doe
     assert failed == ["the end of a copy was not heard"] * 4
 
 
-async def test_checksums_are_compared_once_the_copy_threads_have_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_threads, compared = GivenCopyThreads(), list[int]()
-
-    def digest(side: PlanSide, address: int, first: int, stop: int) -> int:
-        compared.append(digest_of(side, address, first, stop))
-        return compared[-1]
-
-    monkeypatch.setattr(local, "digest_of", digest)
-    async with with_copy_threads(copy_threads) as site:
-        site.start(site.op(1, 1, 8)._replace(checksums=True))
-        assert await site.reported(1) == [(1, None)]
-        assert site.arrived(1, 8)
-        assert (len(copy_threads.given), len(compared)) == (1, 2)
-
-
 async def test_copy_threads_have_no_more_than_two_lists_of_an_op_and_so_many_rows_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -527,27 +512,6 @@ async def test_copy_threads_have_no_more_than_two_lists_of_an_op_and_so_many_row
         assert sum(copy_threads.given) == (40 + 3 * 4) * len(site.source.manifest.entries)
         assert site.arrived(1, 40)
         assert all(site.arrived(33 + 8 * number, 4) for number in range(1, 4))
-
-
-async def test_lists_are_short_where_others_copy_and_pages_in_a_row_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "LIST_BYTES", 8 * PAGE_BYTES)
-    monkeypatch.setattr(local, "CHUNK_BYTES", 2 * PAGE_BYTES)
-    monkeypatch.setattr(local, "MAX_BLOCK_BYTES", PAGE_BYTES)
-    copy_threads = GivenCopyThreads()
-    async with with_copy_threads(copy_threads) as site:
-        ids = np.arange(1, 33)
-        site.harness.fill(site.source, ids)
-        plan = make_plan(pair_entries(site.source.manifest.entries, site.destination.manifest.entries), ids, ids)
-        assert len(plan.runs.pages) == 1
-        copy_threads.gate.shut()
-        site.start(StartOp(1, site.source, site.destination, (plan,)))
-        site.start(StartOp(2, site.source, site.destination, (plan,)))
-        copy_threads.gate.open()
-        assert sorted(await site.reported(2)) == [(1, None), (2, None)]
-        assert max(copy_threads.given_bytes[:2]) == 8 * PAGE_BYTES
-        assert max(copy_threads.given_bytes[2:4]) <= 2 * 2 * PAGE_BYTES, "of two threads"
-        assert sum(copy_threads.given_bytes) == 2 * plan.total_bytes
-        assert site.harness.content(site.source, ids) == site.harness.content(site.destination, ids)
 
 
 async def test_an_op_that_the_copy_threads_have_not_begun_is_stopped_at_once() -> None:

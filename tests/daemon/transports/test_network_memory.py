@@ -38,42 +38,6 @@ PAGES_BYTES = 3000
 BOUNDS = FenceBounds(quarantined_bytes=2 * BOUNCE_BUFFER_BYTES, quarantined_s=10.0, drain_timeout_s=3.0, pages_s=5.0)
 
 
-@pytest.fixture
-def too_much() -> BounceBuffers:
-    """Return bounce buffers of which more rest than may, and one is credited."""
-    network = BounceBuffers(BASE, BOUNCE_BUFFER_BYTES, COUNT, BOUNDS)
-    for credit_id in range(3):
-        target = network.take(A, credit_id)
-        assert target is not None
-        assert network.quarantine(target.number, A, credit_id, 0.0)
-    assert network.take(B, 9) is not None
-    assert not network.fence_due(1.0)
-    assert network.take(B, 10) is None
-    return network
-
-
-def test_after_the_drain_timeout_a_fence_waits_no_longer(too_much: BounceBuffers) -> None:
-    with pytest.raises(AssertionError, match="without fence_begins"):
-        too_much.fenced()
-    assert too_much.fence_due(4.0)
-    assert too_much.fence_begins(4.0) == [3]
-    assert not too_much.give_back(3, B, 10)
-    assert too_much.fenced() == 4
-    assert (too_much.free, too_much.credits, too_much.draining) == (COUNT, 0, False)
-
-
-def test_draining_ends_when_quarantine_falls_below_its_bounds(too_much: BounceBuffers) -> None:
-    assert too_much.give_back(1, A, 1)
-    assert not too_much.fence_due(2.0)
-    assert too_much.take(B, 10) is not None
-
-
-def test_what_rests_too_long_asks_for_a_fence(too_much: BounceBuffers) -> None:
-    for number, peer, credit_id in ((0, A, 0), (1, A, 1), (3, B, 9)):
-        assert too_much.give_back(number, peer, credit_id)
-    assert [too_much.fence_due(now_s) for now_s in (2.0, 10.0, 10.1)] == [False, False, True]
-
-
 class NetworkMachine(RuleBasedStateMachine):
     """Against a plain list of what each bounce buffer holds; writes land only where the model says they may."""
 

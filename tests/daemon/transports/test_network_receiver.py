@@ -171,16 +171,6 @@ async def test_an_op_lands_fragment_by_fragment_in_any_order(home_of: MakeHome) 
     assert home.harness.outcomes == [(op.op_id, "OK")]
 
 
-async def test_credits_tile_the_op_and_do_not_share_bounce_buffers(home_of: MakeHome) -> None:
-    home = home_of(5 * PAGE_BYTES)
-    op = home.start()
-    write_credits = home.credits(op)
-    assert [(one.first, one.stop) for one in write_credits] == [(0, 5), (5, 10), (10, SEGMENTS)]
-    assert [one.size_bytes for one in write_credits] == [5 * PAGE_BYTES, 5 * PAGE_BYTES, 2 * PAGE_BYTES]
-    assert len({one.address for one in write_credits}) == len(write_credits)
-    assert {one.session for one in write_credits} == {"session 1"}
-
-
 @pytest.mark.parametrize("way", ["in one pass", "as a device's are"])
 async def test_a_wrong_checksum_fails_the_op(home_of: MakeHome, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "as a device's are":
@@ -281,20 +271,6 @@ async def test_a_source_that_fails_a_credit_fails_the_op(home_of: MakeHome) -> N
         home.fails(credit, may_still_land=False)
     assert home.all_free()
     assert len(home.credits(op)) == CREDITS, "no more is credited"
-
-
-async def test_what_has_landed_is_taken_once(home_of: MakeHome) -> None:
-    home = home_of(6 * PAGE_BYTES)
-    op = home.start()
-    first, second = home.credits(op)
-    home.into(op, first)
-    home.into(op, first)  # while it is being scattered
-    await home.executor.run()
-    assert home.harness.reports == [], "the other half has not landed"
-    assert home.counted("network.unknown_credits") == 1
-    home.into(op, second)
-    await home.executor.run()
-    assert home.harness.arrived(op)
 
 
 async def test_only_the_source_of_a_credit_may_end_it_and_once(home_of: MakeHome) -> None:

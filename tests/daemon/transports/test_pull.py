@@ -215,14 +215,6 @@ async def test_memory_of_a_lost_peer_stays_mapped_until_the_copy_has_ended(home:
     assert mapping() is None
 
 
-async def test_what_concerns_no_op_stops_none(home: Home) -> None:
-    op = home.start()
-    home.pull.peer_lost(home.harness.to_source._replace(boot_id="f" * 32), "another one")
-    home.pull.stop(99)
-    await home.executor.run()
-    assert list(home.copier.under_way) == [op.op_id]
-
-
 @pytest.mark.parametrize("mapped", [True, False])
 async def test_nothing_is_reported_after_the_end(home: Home, *, mapped: bool) -> None:
     op = await home.copying() if mapped else home.start()
