@@ -14,11 +14,10 @@ Facts about the store (Mooncake 0.3.13):
 - ``close`` takes two seconds, and calls after it crash; unmounting a segment takes milliseconds.
 
 Mooncake's own pair (``mooncake_client`` and ``setup_dummy``) survives a crash of the process too, but does not stand in
-for this one: it takes only memory that it has allocated itself, not the sealed arena (as
-``tests/daemon/tiers/mooncake_pair.py`` shows); while its process hangs every call holds its thread for 30 seconds, a
-bound that nothing sets, and ``health_check`` finds no fault; if its process is replaced quickly, calls fail for good
-(-600), since the memory is not shared anew; and its process listens, without authentication, for whoever wants to read
-or write that memory.
+for this one: it takes only memory that it has allocated itself, not the sealed arena; while its process hangs every
+call holds its thread for 30 seconds, a bound that nothing sets, and ``health_check`` finds no fault; if its process is
+replaced quickly, calls fail for good (-600), since the memory is not shared anew; and its process listens, without
+authentication, for whoever wants to read or write that memory.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Peer:
 def running_peer(size_bytes: int) -> Iterator[Peer]:
     with HostRegion.create("peer", size_bytes) as region:
         fd = region.fd
-        command = [sys.executable, str(SCRIPT), str(fd), str(size_bytes), str(PROGRESS_TIMEOUT_S)]
+        command = [sys.executable, "-P", str(SCRIPT), str(fd), str(size_bytes), str(PROGRESS_TIMEOUT_S)]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[fd]
         ) as process:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
 from kvferry.daemon.services import cache_reports, leases, prefix_cache
@@ -42,7 +39,7 @@ from kvferry.protocol.tier_messages import (
     Unpin,
     Unpinned,
 )
-from tests.kit.tiers import POOL, SPEC, UNIT, Engine, Harness, harness, names, new_pool, settle, until
+from tests.kit.tiers import POOL, UNIT, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 
@@ -136,28 +133,6 @@ async def test_a_session_may_have_so_many_pins(engine: Engine, monkeypatch: pyte
     assert engine.lookup(names(1)).lease > lease
     engine.ask(Unpin(lease=lease), Unpinned)
     assert engine.lookup(names(1, 2)).blocks == 2
-
-
-async def test_an_instance_may_have_so_many_leases(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_LEASES", 1)
-    await engine.stored(1, 2)
-    lease = engine.lookup(names(1)).lease
-    with pytest.raises(OverloadedError, match="1 leases"):
-        engine.lookup(names(1))
-    assert engine.lookup(names(1, 2), lease=lease).blocks == 2
-
-
-async def test_no_lease_of_the_daemon_before_is_one_of_other_blocks_here() -> None:
-    """An engine that has a lease of it must not load what others have found since."""
-    leases = []
-    for number in (1, 2):
-        async with harness(8) as daemon:
-            engine = daemon.engine()
-            await engine.stored(number)
-            leases.append(engine.lookup(names(number)).lease)
-            with pytest.raises(UnknownLeaseError):
-                engine.load(leases[0] if number > 1 else leases[0] + 1, engine.allocate(1))
-    assert 0 < min(leases) < max(leases) < 1 << 53
 
 
 async def test_another_users_blocks_are_not_there(tiers: Harness, engine: Engine) -> None:
@@ -323,58 +298,44 @@ async def turns(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
         yield one
 
 
-@contextlib.contextmanager
-def most_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Count how many blocks the index is asked for in a turn of the loop, by what is asked; tell of the most."""
-    loop, most, now = asyncio.get_running_loop(), Counter[str](), Counter[str]()
-
-    def begin_turn() -> None:
-        now.clear()
-        timer.append(loop.call_soon(begin_turn))
-
-    def counted(what: str, blocks: int) -> None:
-        now[what] += blocks
-        most[what] = max(most[what], now[what])
-
-    timer = deque([loop.call_soon(begin_turn)], 1)
+async def test_a_long_prompt_is_stored_found_and_loaded_some_blocks_in_each_turn(
+    turns: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, most = Counter[str](), Counter[str]()
 
     def count(what: str, at: int) -> None:
         original = getattr(BlockIndex, what)
 
-        def method(self: BlockIndex, *given: Any) -> Any:  # noqa: ANN401
-            counted(what, len(given[at]))
+        def counted(self: BlockIndex, *given: Any) -> Any:  # noqa: ANN401
+            now[what] += len(given[at])
+            most[what] = max(most[what], now[what])
             return original(self, *given)
 
-        monkeypatch.setattr(BlockIndex, what, method)
+        monkeypatch.setattr(BlockIndex, what, counted)
+
+    async def pass_turns_until(condition: Callable[[], object]) -> None:
+        while not condition():
+            await asyncio.sleep(0)
+            now.clear()
 
     for what, at in (("longest_prefix", 1), ("begin", 1), ("commit", 0), ("touch", 0), ("pin", 0), ("unpin", 0)):
         count(what, at)
-    yield most
-    timer[0].cancel()
-
-
-async def test_a_long_prompt_is_stored_found_and_loaded_some_blocks_in_each_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    many = 4 * prefix_cache.BLOCKS_AT_ONCE + 1
-    async with harness(2 * many) as one:
-        await new_pool(one, "long", msgspec.structs.replace(SPEC, tokens=SPEC.page_size * many))
-        engine, ids = one.engine(), np.arange(1, many + 1)
-        engine.allocate(many, "long")
-        with most_in_a_turn(monkeypatch) as most:
-            operation = engine.store(names(*range(many)), ids, "long")
-            await until(lambda: one.copier.under_way)
-            one.copier.end(one.copier.under_way[0])
-            await until(lambda: engine.done(operation))
-            found = await engine.answer(Lookup(pool="long", hashes=hashes(*range(many))), Found)
-            operation = engine.load(found.lease, ids, "long")
-            engine.ask(Unpin(lease=found.lease), Unpinned)
-            await until(lambda: one.copier.under_way)
-            one.copier.end(one.copier.under_way[0])
-            await until(lambda: engine.done(operation))
-            await until(lambda: not one.host.index.pinned_by())
-        assert (found.blocks, engine.ended(operation).loaded) == (many, many)
-        assert set(most.values()) == {prefix_cache.BLOCKS_AT_ONCE}, most
+    engine, copier = turns.engine(), turns.copier
+    ids = engine.allocate(MANY)
+    operation = engine.store(names(*range(MANY)), ids)
+    await pass_turns_until(lambda: copier.under_way)
+    copier.end(copier.under_way[0])
+    await pass_turns_until(lambda: engine.done(operation))
+    number = engine.send(Lookup(pool=POOL, hashes=hashes(*range(MANY))))
+    await pass_turns_until(lambda: number in engine.replies)
+    found = engine.reply(number, Found)
+    operation = engine.load(found.lease, ids)
+    engine.ask(Unpin(lease=found.lease), Unpinned)
+    await pass_turns_until(lambda: copier.under_way)
+    copier.end(copier.under_way[0])
+    await pass_turns_until(lambda: engine.done(operation) and not turns.host.index.pinned_by())
+    assert (found.blocks, engine.ended(operation).loaded) == (MANY, MANY)
+    assert max(most.values()) <= 4 < MANY, "two in each turn of the loop: this test sees two turns at a time"
 
 
 async def test_of_a_store_in_turns_each_block_is_told_after_its_parent(turns: Harness) -> None:
@@ -498,40 +459,28 @@ async def test_events_that_do_not_come_are_an_answer_at_the_deadline(tiers: Harn
     assert nothing == CacheChanges(changes=(), cursor=first + 1)
 
 
-async def test_a_cursor_of_the_daemon_before_has_lost_changes(engine: Engine) -> None:
+async def test_what_the_daemon_before_has_given_is_nothing_of_this_one(engine: Engine) -> None:
+    """An engine that has a lease of it must not load what others have found since; nor is a list gone on with."""
     await engine.stored(1, 2, 3)
+    before = engine.ask(CacheList(limit=2), CacheListed)
+    assert before.position is not None
+    assert len(engine.ask(CacheList(position=before.position), CacheListed).blocks) == 1
+    lease, store = engine.lookup(names(1)).lease, engine.store(names(4), engine.allocate(1))
     async with harness(8) as restarted:
         later = restarted.engine()
         for number in (4, 5, 6, 7):  # each a change of its own
             await later.stored(number)
             later.ask(CacheList(), CacheListed)
-        told = later.ask(CacheEvents(cursor=engine.ask(CacheList(), CacheListed).cursor), CacheChanges)
-        assert told.lost
-        assert [one.hashes for one in later.ask(CacheEvents(cursor=1), CacheChanges).changes] == [
-            hashes(4), hashes(5), hashes(6), hashes(7)
-        ]  # fmt: skip
-
-
-async def test_a_position_of_the_daemon_before_is_in_no_list(engine: Engine) -> None:
-    await engine.stored(1, 2, 3)
-    position = engine.ask(CacheList(limit=2), CacheListed).position
-    assert position is not None
-    assert len(engine.ask(CacheList(position=position), CacheListed).blocks) == 1
-    async with harness(8) as restarted:
-        later = restarted.engine()
-        await later.stored(4, 5, 6)
+        assert 0 < lease < later.lookup(names(4)).lease < 1 << 53
+        with pytest.raises(UnknownLeaseError):
+            later.load(lease, later.allocate(1))
+        assert later.ask(CacheEvents(cursor=before.cursor), CacheChanges).lost
+        told = later.ask(CacheEvents(cursor=1), CacheChanges).changes
+        assert [one.hashes for one in told] == [hashes(4), hashes(5), hashes(6), hashes(7)]
         with pytest.raises(InvalidFieldError, match="begin again at 0"):
-            later.ask(CacheList(position=position), CacheListed)
-
-
-async def test_an_operation_of_the_daemon_before_is_none_of_this_one(engine: Engine) -> None:
-    before = engine.store(names(1), engine.allocate(1))
-    async with harness(8) as restarted:
-        later = restarted.engine()
-        later.store(names(1), later.allocate(1))
+            later.ask(CacheList(position=before.position), CacheListed)
         with pytest.raises(UnknownOperationError):
-            later.ask(CancelOperation(operation=before), OperationCancelled)
-        await restarted.finish()
+            later.ask(CancelOperation(operation=store), OperationCancelled)
 
 
 async def test_who_waits_for_events_and_dies_is_forgotten(tiers: Harness, engine: Engine) -> None:

@@ -14,7 +14,6 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, Digests, TierCopier
@@ -460,19 +459,6 @@ async def test_what_a_step_copies_and_hashes_gives_way(monkeypatch: pytest.Monke
     assert said == ["gives way", "copies", "goes on", "gives way", "hashes", "goes on"]
 
 
-async def test_the_steps_that_start_despite_a_transfer_are_short() -> None:
-    pace = _Pace(2700, tick_s=1e-6)
-    async with site(threads=1, clock=pace, copy_threads=_NotedCopyThreads(), patience_s=1e-7) as one:
-        region = pace.region()
-        for _ in range(2):
-            assert await one.run(one.job(region, 39)) is None
-        one.scheduler.transfer_began()
-        region.steps.clear()
-        assert await one.run(one.job(region, 39)) is None
-        assert {step.size_bytes for step in region.steps[:-1]} == {2 * MIB}
-        one.scheduler.transfer_ended()
-
-
 # -- what the loop gives to the copy threads
 
 
@@ -559,24 +545,6 @@ async def test_other_jobs_are_for_the_threads(monkeypatch: pytest.MonkeyPatch, w
         assert len([one for one in copy_threads.log if one != "served"]) == (1 if why == "two jobs" else 0)
         assert "served" in copy_threads.log
         assert one.scheduler.bytes_in_flight == 0
-
-
-async def test_a_job_that_the_copy_threads_cannot_be_given_fails_and_the_next_one_does_not() -> None:
-    def fail() -> None:
-        raise MemoryError
-
-    copy_threads = _GivenCopyThreads()
-    async with site(copy_threads=copy_threads) as one:
-        copy_threads.before = fail
-        job = one.job(_region(), 2)
-        with capture_logs() as logs:
-            one.copier.start(job, one.done)
-        assert not one.reports, "never from within the call"
-        [(_, error)] = await one.reported()
-        assert (type(error), len(logs)) == (InternalError, 1)
-        assert one.scheduler.bytes_in_flight == 0
-        copy_threads.before = lambda: None
-        assert await one.run(job) is None
 
 
 async def test_a_job_of_the_copy_threads_stands_still_for_transfers_and_may_be_stopped() -> None:

@@ -20,7 +20,7 @@ from kvferry.pools.host.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.protocol.config.schema import TiersConfig
-from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
+from kvferry.protocol.errors import OutOfMemoryError, OverloadedError
 from tests.kit.tiers import UNIT, names, tiers_config
 
 MINE, THEIRS, ROOT = 1, 2, 0
@@ -234,12 +234,3 @@ def test_a_block_that_is_on_disk_is_evicted_but_not_lost(host: HostTier, counter
     assert not first.in_host
     assert [host.index.get(namespace(), one) for one in names(1, 2)] == [first, None]
     assert host.index.adopt(namespace(), names(1)[0], None, UNIT, tier=Tier.DISK) is first
-
-
-def test_a_daemon_without_a_host_tier_says_so() -> None:
-    host = HostTier(TiersConfig(host_bytes=0), Counters(), HostMemory())
-    assert not host.enabled
-    with pytest.raises(TierOffError):
-        _ = host.region
-    assert host.status(0).state == "off"
-    host.close()

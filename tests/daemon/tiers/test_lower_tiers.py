@@ -184,17 +184,6 @@ async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(far: Harness, mon
     assert far.scheduler.bytes_in_flight == 0
 
 
-async def test_a_store_that_is_away_is_no_tier(far: Harness) -> None:
-    far.store.available = False
-    far.store.state = "away"
-    [block] = await far.stored(1)
-    await settle()
-    assert not block.in_remote
-    assert not far.lower.may_find
-    [status] = far.lower.status()
-    assert (status.tier, status.state) == ("remote", "away")
-
-
 async def test_a_lookup_that_is_late_is_answered_so_and_pins_nothing(far: Harness) -> None:
     engine: Engine = far.engine()
     await far.stored(1)

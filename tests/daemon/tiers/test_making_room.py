@@ -110,16 +110,6 @@ async def test_what_needs_no_room_does_not_wait_for_those_who_do(full: Harness, 
     assert engine.error(first) is None
 
 
-async def test_the_same_blocks_of_two_engines_need_room_once(full: Harness, engine: Engine) -> None:
-    other = full.engine()
-    for one in (engine, other):
-        one.store(names(11, 12, 13), one.allocate(3))
-    await copies(full)
-    await full.finish()
-    assert evicted(full) == 3
-    assert full.host.index.accounts.blocks == 8
-
-
 @POLICIES
 async def test_what_a_prompt_begins_with_does_not_go_for_its_end(policy: str) -> None:
     async with harness(8, policy=policy) as tiers:
@@ -163,17 +153,6 @@ async def test_what_one_waits_for_is_not_evicted_for_others(full: Harness, engin
     await copies(full, 2)
     await full.finish()
     assert (engine.ended(operation).stored, other.error(small)) == (6, None)
-
-
-async def test_two_that_wait_go_in_turns(full: Harness, engine: Engine) -> None:
-    offload(engine, 4)
-    offload(full.engine(), 3)
-    assert not full.copier.under_way
-    await copies(full)
-    assert [len(one.segments[0].pages.ids) for one in full.copier.under_way] == [3]
-    await copies(full, 2)
-    await full.finish()
-    assert full.host.index.accounts.blocks == 1
 
 
 async def test_what_cannot_be_evicts_nothing(full: Harness, engine: Engine) -> None:
@@ -269,21 +248,6 @@ def receiving(engine: Engine, count: int, number: int = 0, deadline_ms: int = 0)
     lists = (PageList(pages=count),)
     body = Receive(pool=POOL, request_id=f"{number:032x}", lists=lists, into="host")
     return engine.send(body, deadline_ms=deadline_ms)
-
-
-async def test_a_receive_lets_others_go_first(receives: Harness, full: Harness, engine: Engine) -> None:
-    other = full.engine()
-    number = receiving(engine, 4)
-    there = list[int]()
-    while number not in engine.replies:
-        full.check()
-        there.append(len(full.host.index))
-        assert other.lookup(names(1), pin=False).blocks == 1
-        await asyncio.sleep(0)
-    assert there == [7, 6, 5, 4]  # for four pages and the pool, one by one
-    assert engine.reply(number, Accepted) == Accepted()
-    assert len(full.host.index) == 3
-    assert receives.host.arena.free_bytes == 5 * UNIT
 
 
 @pytest.mark.usefixtures("full")

@@ -23,7 +23,6 @@ from kvferry.protocol.errors import (
     UnknownOperationError,
     UnknownPoolError,
 )
-from kvferry.protocol.session_messages import OperationStatus
 from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled
 from tests.daemon.tiers.operation_states import TRANSITIONS, Event, Key, Outcome, State
 from tests.kit.scripted_copier import ScriptedCopier
@@ -39,18 +38,6 @@ async def tiers() -> AsyncIterator[Harness]:
     """Return services over a host tier of 32 blocks, and a pool of 15 pages."""
     async with harness() as one:
         yield one
-
-
-async def test_an_operation_shows_what_it_waits_for(tiers: Harness, engine: Engine) -> None:
-    snapshot = engine.offload(engine.allocate(15)).snapshot
-    operation = engine.restore(snapshot)
-    [first, second] = tiers.operations.status()
-    assert isinstance(first, OperationStatus)
-    assert (first.kind, first.pages, first.waits_for) == ("offload", 15, "")
-    assert (second.operation, second.kind, second.waits_for) == (operation, "restore", "the snapshot to be written")
-    await tiers.finish()
-    [second] = tiers.operations.status()
-    assert second.waits_for == "15 free pages of pool 'pool'"
 
 
 async def test_a_cancelled_operation_ends_once_its_bytes_rest(tiers: Harness, engine: Engine) -> None:

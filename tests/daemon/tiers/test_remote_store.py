@@ -30,6 +30,7 @@ from kvferry.daemon.tiers.remote_store import (
 from kvferry.pools.tiers.cached_block import BlockKey, Namespace
 from kvferry.protocol.config.schema import RemoteTierConfig
 from kvferry.protocol.errors import ConfigError
+from tests.kit import store_daemon
 from tests.kit.stores import (
     AT,
     NEEDED,
@@ -66,7 +67,7 @@ def master(binary: Path, tmp_path: Path) -> Iterator[Master]:
         yield running
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.full)])
 async def test_two_nodes_share_blocks(master: Master, address: str) -> None:
     async with (
         running_node(master, address=address) as one,
@@ -160,6 +161,7 @@ def warnings_of(logs: list[Any]) -> list[str]:
     return [line["event"] for line in logs if line["log_level"] == "warning"]
 
 
+@pytest.mark.full
 async def test_a_master_that_comes_late(binary: Path, tmp_path: Path) -> None:
     with running_master(binary, tmp_path / "log", start=False) as master, capture_logs() as logs:
         async with running_node(master, there=False) as node:
@@ -178,6 +180,7 @@ async def test_a_master_that_comes_late(binary: Path, tmp_path: Path) -> None:
         assert [line["event"] for line in logs if line["log_level"] == "info"] == ["remote tier joined"]
 
 
+@pytest.mark.full
 async def test_a_master_that_is_killed_and_comes_back(master: Master) -> None:
     async with running_node(master) as node:
         with capture_logs() as logs:
@@ -199,6 +202,7 @@ async def test_a_master_that_is_killed_and_comes_back(master: Master) -> None:
         assert node.store.process_id == pid
 
 
+@pytest.mark.full
 async def test_a_process_that_is_killed_is_started_again(master: Master) -> None:
     async with running_node(master) as keeper, running_node(master, segment_bytes=0) as node:
         header = await put_pages(keeper, "a")
@@ -213,6 +217,7 @@ async def test_a_process_that_is_killed_is_started_again(master: Master) -> None
         assert await node.store.get("a", pages_at(AT, 3), pages=3) == header
 
 
+@pytest.mark.full
 async def test_signals_for_the_daemon_do_not_end_the_process(master: Master) -> None:
     """``systemctl kill`` sends to all processes of the unit, and Mooncake ends its own at some signals."""
     async with running_node(master) as node:
@@ -241,6 +246,7 @@ async def test_a_process_that_hangs_is_killed(master: Master) -> None:
         assert await node.store.get("a", pages_at(AT, 3), pages=3) == header
 
 
+@pytest.mark.full
 async def test_a_node_that_does_not_answer_is_given_up(master: Master) -> None:
     async with running_node(master, hung_s=WAIT_S) as keeper, running_node(master, segment_bytes=0) as node:
         header = await put_pages(keeper, "a")
@@ -254,6 +260,7 @@ async def test_a_node_that_does_not_answer_is_given_up(master: Master) -> None:
         keeper.signal(signal.SIGCONT)
 
 
+@pytest.mark.full
 async def test_puts_that_fail_are_said_and_so_is_that_they_work_again(master: Master) -> None:
     async with running_node(master, hung_s=WAIT_S) as keeper, running_node(master, segment_bytes=0) as node:
         await put_pages(node, "a")
@@ -273,12 +280,14 @@ async def test_puts_that_fail_are_said_and_so_is_that_they_work_again(master: Ma
         assert node.counters.snapshot()["remote.puts_failed"] == last["failed"]
 
 
+@pytest.mark.full
 async def test_a_store_without_memory_is_full(master: Master) -> None:
     async with running_node(master, segment_bytes=0) as node:
         assert not await node.store.put("a", [(0, PAGE_BYTES)], parent=None, digests=[1])
         assert node.store.state == "full"
 
 
+@pytest.mark.full
 async def test_a_node_that_leaves_takes_its_blocks_along(master: Master) -> None:
     async with running_node(master, segment_bytes=0) as stays:
         async with running_node(master) as leaves:
@@ -292,7 +301,7 @@ async def test_a_node_that_leaves_takes_its_blocks_along(master: Master) -> None
 
 
 async def test_a_daemon_that_is_killed_leaves_no_process(master: Master) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("store_daemon.py")), str(master.port)]
+    command = [sys.executable, "-P", store_daemon.__file__, str(master.port)]
     with subprocess.Popen(  # noqa: ASYNC220  nothing else is to happen meanwhile
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as daemon:

@@ -26,20 +26,16 @@ from kvferry.protocol.errors import (
     NotOwnerError,
     OutOfMemoryError,
     OverloadedError,
-    PageBusyError,
     PoolFullError,
     SnapshotDamagedError,
     UnknownLeaseError,
-    UnknownPoolError,
     UnknownSnapshotError,
 )
 from kvferry.protocol.events import Finished, Settled, TierDone
 from kvferry.protocol.manifests import DraftSpec, MambaSpec, PoolSpec
-from kvferry.protocol.pool_messages import Allocate, DeletePool, PoolDeleted
 from kvferry.protocol.tier_messages import DropSnapshot, Offload, Offloading, SnapshotDropped, SnapshotReport, Snapshots
 from kvferry.protocol.transfer_messages import Receive
 from tests.kit.tiers import (
-    HYBRID,
     POOL,
     SPEC,
     UNIT,
@@ -130,18 +126,6 @@ async def test_released_pages_that_two_lists_share_in_segment_are_free_once(tier
     assert tiers.pool("draft").allocator.idle
 
 
-async def test_tokens_are_counted_where_only_the_draft_lies_on_the_pages(tiers: Harness, engine: Engine) -> None:
-    await new_pool(tiers, "stage", msgspec.structs.replace(HYBRID, full_layers=(), draft=DraftSpec(layers=1)))
-    main = engine.allocate(2, "stage")
-    asked = engine.send(Allocate(pool="stage", count=1, space="swa"))
-    swa = engine.replies[asked][1][0]
-    lists = (PageList(pages=2, tokens=7), PageList(component="swa", pages=1, first_page=1))
-    engine.ask(Offload(pool="stage", lists=lists), Offloading, main, swa)
-    [shown] = engine.ask(Snapshots(), SnapshotReport).snapshots
-    assert shown.tokens == 7
-    await tiers.finish()
-
-
 async def test_a_user_may_have_so_many_snapshots(
     tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,19 +172,6 @@ async def test_what_a_session_leaves_is_kept_for_a_while(tiers: Harness, engine:
 
 
 # -- restore
-
-
-async def test_target_pages_are_written_by_nobody_else(tiers: Harness, engine: Engine) -> None:
-    snapshot = await offloaded(tiers, engine, 2)
-    ids = engine.allocate(2)
-    operation = engine.restore(snapshot, ids)
-    with pytest.raises(PageBusyError):
-        engine.offload(ids)
-    engine.free(ids)  # deferred
-    assert tiers.pool().allocator.busy_count == 2
-    await tiers.finish()
-    assert engine.error(operation) is None
-    assert tiers.pool().allocator.pages_by_owner() == {engine.session.session_id: 2}
 
 
 async def test_a_restore_that_fails_gives_its_pages_back_and_keeps_the_snapshot(tiers: Harness, engine: Engine) -> None:
@@ -254,19 +225,6 @@ async def test_restores_get_pages_in_their_order(tiers: Harness, engine: Engine)
     assert engine.error(second) is None
 
 
-async def test_one_that_waits_no_more_is_passed(tiers: Harness, engine: Engine) -> None:
-    other = tiers.engine()
-    snapshot = await offloaded(tiers, engine, 6, release=True)
-    small = await offloaded(tiers, engine, 2, release=True)
-    other.allocate(12)
-    engine.restore(snapshot)
-    tiers.lose(engine)
-    third = tiers.engine()
-    operation = third.restore(small)
-    await tiers.finish()
-    assert third.error(operation) is None
-
-
 async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: Harness, engine: Engine) -> None:
     await new_pool(tiers, "draft", WITH_DRAFT)
     await new_pool(tiers, "smaller", msgspec.structs.replace(WITH_DRAFT, tokens=20))
@@ -278,21 +236,6 @@ async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: Harness,
         engine.restore(made.snapshot, pool="smaller")
     with pytest.raises(NotOwnerError):
         engine.restore((await offloaded(tiers, engine, 1)), [15])
-
-
-async def test_a_pool_may_go_while_restores_wait_for_its_pages_or_for_the_snapshot(
-    tiers: Harness, engine: Engine
-) -> None:
-    await new_pool(tiers, "other")
-    ids = engine.allocate(3)
-    made = engine.offload(ids)
-    early = engine.restore(made.snapshot, pool="other")
-    engine.ask(DeletePool(pool="other"), PoolDeleted)
-    await new_pool(tiers, "other")  # another one of its name
-    await tiers.finish()
-    assert engine.error(early) is UnknownPoolError
-    assert tiers.pool("other").idle
-    assert [one.state for one in tiers.service.snapshots] == ["ready"]
 
 
 # -- landings

@@ -122,13 +122,6 @@ def test_a_ping_says_whether_the_master_answers(daemon: _Daemon) -> None:
     assert daemon.ask(Ping(2)) == Answer(2, MASTER_AWAY)
 
 
-def test_exists(daemon: _Daemon) -> None:
-    assert daemon.ask(Exists(1, LATER, ["a", "b", "aa"])) == Answer(1, found=b"\1\0\1")
-    assert daemon.ask(Exists(2, LATER, [])) == Answer(2)
-    daemon.store.status = RPC_FAIL
-    assert daemon.ask(Exists(3, LATER, ["a"])) == Answer(3, RPC_FAIL)
-
-
 def test_nobody_is_asked_for_who_waits_no_more(daemon: _Daemon) -> None:
     assert daemon.ask(Exists(1, time.monotonic() - 1, ["a"])) == Answer(1, RPC_TIMEOUT)
     assert not daemon.store.asked
@@ -183,10 +176,6 @@ def test_a_range_outside_of_the_arena_goes_nowhere(daemon: _Daemon, wrong: tuple
 def test_a_header_that_has_no_room_goes_nowhere(daemon: _Daemon, size_bytes: int) -> None:
     blocks = [get("a", (0, 1), header_bytes=size_bytes), get("b", (0, 1), header_bytes=MAX_HEADER_BYTES)]
     assert daemon.ask(Get(1, [*blocks, get("c", (0, 1))])).statuses == [INVALID_PARAMS, 0, INVALID_PARAMS]
-
-
-def test_what_a_thread_raises_is_an_answer(daemon: _Daemon) -> None:
-    assert daemon.ask(Put(1, [PutBlock("a", b"header", b"no pairs")])) == Answer(1, INVALID_PARAMS)
 
 
 def test_a_message_that_is_too_long_is_not_read() -> None:

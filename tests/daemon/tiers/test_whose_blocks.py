@@ -16,11 +16,6 @@ from kvferry.protocol.errors import LayoutMismatchError, ModelMismatchError, NoM
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.pool_messages import CreatePool, PoolCreated
 from kvferry.protocol.tier_messages import (
-    CacheChanges,
-    CachedBlockStatus,
-    CacheEvents,
-    CacheList,
-    CacheListed,
     Lookup,
     OperationStarted,
     Restore,
@@ -167,22 +162,6 @@ async def test_a_lease_is_no_way_into_another_models_pool(difference: str) -> No
         assert "pepper" not in str(caught.value)
 
 
-async def test_other_scales_are_other_blocks() -> None:
-    spec = msgspec.structs.replace(SPEC, dtype="int8", head_dim=16, v_head_dim=8, k_scale=1.0, v_scale="page_head")
-    async with harness(8) as tiers:
-        for name, scale in (("one", 1.0), (SAME, 1.0), (OTHER, 2.0)):
-            await new_pool(tiers, name, msgspec.structs.replace(spec, k_scale=scale))
-        engine = tiers.engine()
-        engine.store(names(1), engine.allocate(1, "one"), "one")
-        await tiers.finish()
-        assert await found(engine, SAME, 1) == 1
-        assert await found(engine, OTHER, 1) == 0
-        snapshot = engine.offload(engine.allocate(1, "one"), "one").snapshot
-        await tiers.finish()
-        with pytest.raises(LayoutMismatchError, match=r"main/k/0: scales is \(1.0,\) .* \(2.0,\)"):
-            restore(engine, snapshot)
-
-
 # -- pools
 
 
@@ -211,13 +190,6 @@ async def test_a_pool_being_made_is_found_by_its_own_model_only() -> None:
         assert engine.reply(first, PoolCreated).created
 
 
-async def test_status_shows_the_model_and_no_salt() -> None:
-    async with harness(8) as tiers:
-        await new_pool(tiers, OTHER, model=msgspec.structs.replace(MODEL, salt="pepper"))
-        await new_pool(tiers, SAME, model=None)
-        assert [one.model for one in tiers.pool_service.status()] == [MODEL, MODEL, None]
-
-
 # -- snapshots
 
 
@@ -239,38 +211,4 @@ async def test_a_snapshot_does_not_go_into_another_models_pool(difference: str) 
             restore(engine, snapshot)
 
 
-async def test_a_snapshot_goes_where_nobody_says_another_model() -> None:
-    async with harness(8) as tiers:
-        await new_pool(tiers, OTHER, model=msgspec.structs.replace(MODEL, revision="", salt="pepper"))
-        engine = tiers.engine()
-        snapshot = engine.offload(engine.allocate(1)).snapshot
-        await tiers.finish()
-        assert restore(engine, snapshot)
-        await tiers.finish()
-
-
 # -- what an operator sees
-
-
-async def test_blocks_are_listed_with_their_model_also_after_a_restart(folder: Path) -> None:
-    salted = msgspec.structs.replace(MODEL, salt="pepper")
-    async with harness(8, disk=folder) as first:
-        await new_pool(first, OTHER, model=salted)
-        engine = first.engine()
-        await engine.stored(1)
-        engine.store(names(1), engine.allocate(1, OTHER), OTHER)
-        first.copier.finish_all()
-        await until(lambda: written(first) == 2)
-        before = listed(engine)
-        changes = engine.ask(CacheEvents(cursor=1), CacheChanges).changes
-    assert [one.model for one in before] == ["some/model@1"] * 2
-    assert len({one.identity for one in before}) == 2
-    assert {one.identity for one in changes} == {one.identity for one in before}
-    async with harness(8, disk=folder) as second:
-        await until(lambda: len(second.host.index) == 2)
-        after = listed(second.engine())
-    assert {(one.model, one.identity) for one in after} == {(one.model, one.identity) for one in before}
-
-
-def listed(engine: Engine) -> tuple[CachedBlockStatus, ...]:
-    return engine.ask(CacheList(), CacheListed).blocks

@@ -306,16 +306,6 @@ async def test_a_copy_that_fails_is_reported_once(cause: Exception) -> None:
     assert bool(logs) == (not isinstance(cause, KvferryError)), "a bug is logged"
 
 
-async def test_a_small_op_does_not_wait_for_a_large_one() -> None:
-    copy = GatedCopy()
-    async with closing(Site(copy, threads=1), copy) as site:
-        site.start(site.op(1, 1, 60))
-        await copy.entered.wait()
-        site.start(site.op(2, 61, 1))
-        copy.gate.set()
-        assert [number for number, _ in await site.reported(2)] == [2, 1]
-
-
 async def test_close_waits_until_no_byte_moves_and_then_nothing_is_reported() -> None:
     copy = GatedCopy()
     site = Site(copy, threads=2, chunk_bytes=ONE_CHUNK)

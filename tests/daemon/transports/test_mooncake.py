@@ -20,9 +20,7 @@ from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake import MooncakeEngine, WriteFailedError
 from kvferry.daemon.transports.mooncake_completions import CompletionPoller
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings, check_delivery
-from kvferry.daemon.transports.network_memory import NetworkTuning, open_network
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.config.schema import Config, NetworkConfig
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError, TransferFailedError
 from tests.kit.mooncake import (
     PROGRESS_TIMEOUT_S,
@@ -124,18 +122,6 @@ async def test_the_ends_of_writes_are_asked_for_until_all_are_known(listener: st
         await eventually(lambda: native.polls > asked)
         native.end(3, 1)
         await ends.wait(4)
-
-
-async def test_the_thread_that_asks_ends_with_the_engine(listener: str) -> None:
-    def asking() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "mooncake-ends"]
-
-    before = asking()
-    async with scripted() as (engine, factory):
-        engine.write(listener, 1, 1, 10, Ends(), timeout_s=WAIT_S)
-        await eventually(lambda: factory.engines[0].polls)
-        [thread] = [thread for thread in asking() if thread not in before]
-    await eventually(lambda: not thread.is_alive())
 
 
 async def test_a_write_above_the_bound_goes_alone(listener: str) -> None:
@@ -382,18 +368,6 @@ async def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], sai
     assert refused.value.field == field
 
 
-@needs_mooncake
-async def test_two_bounce_buffers_are_written_to_a_peer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in SETTINGS.environment(socket.AF_INET).items():
-        monkeypatch.setenv(name, value)  # Mooncake reads its timeouts once, at a process's first write: this one
-    network = NetworkConfig(transport="mooncake", address="127.0.0.1", bounce_buffers=2, bounce_buffer_bytes=4096)
-    memory = await open_network(Config(network=network), NetworkTuning())
-    assert memory is not None
-    assert memory.engine.settings.max_bytes_in_flight_per_peer == 2 * 4096
-    await memory.stop()
-    memory.close()
-
-
 async def test_another_process_does_not_inherit_what_this_one_has_set_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -516,6 +490,7 @@ async def test_many_concurrent_writes_land_where_they_should_and_none_lands_outs
             assert np.array_equal(written[order], source.view().reshape(count, size_bytes))
 
 
+@pytest.mark.full
 @needs_mooncake
 async def test_a_killed_peer_fails_writes_under_way_and_new_ones() -> None:
     size_bytes = 64 * MIB
@@ -533,6 +508,7 @@ async def test_a_killed_peer_fails_writes_under_way_and_new_ones() -> None:
             assert loop.time() - killed_s < 2 * PROGRESS_TIMEOUT_S
 
 
+@pytest.mark.full
 @needs_mooncake
 async def test_a_peer_that_hangs_fails_a_window_of_writes_within_the_progress_timeout() -> None:
     with running_peer(16 * MIB) as peer, noise(16 * MIB) as source:
@@ -590,6 +566,7 @@ async def test_after_a_rebuild_nothing_of_a_peers_write_lands() -> None:
             assert (network.view()[:MIB] == 7).all()
 
 
+@pytest.mark.full
 @needs_mooncake
 async def test_ending_and_rebuilding_the_engine_do_not_stop_the_loop() -> None:
     """Mooncake's destructor alone takes up to a second, with the GIL."""

@@ -131,20 +131,6 @@ async def test_what_fails_on_a_thread_is_reported(copier: NetworkCopier) -> None
     assert ends.all[1] == (7, None)
 
 
-async def test_who_does_not_hear_of_an_end_keeps_no_other_from_it(copier: NetworkCopier) -> None:
-    ends, byte, mishaps = Ends(), np.zeros(2, np.uint8), list[dict[str, object]]()
-    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: mishaps.append(context))
-    copies = np.array([[byte.ctypes.data, byte.ctypes.data + 1, 1]], np.uint64)
-
-    def deaf(digest: int, error: Exception | None) -> None:
-        raise RuntimeError(f"not {digest}, {error}")
-
-    copier.copy(1, lambda: copies, deaf)
-    copier.copy(1, lambda: copies, ends.of(0))
-    await ends.wait(1)
-    assert [one["message"] for one in mishaps] == ["the end of a copy was not heard"]
-
-
 async def test_nothing_moves_and_nothing_is_reported_once_it_is_closed(copier: NetworkCopier) -> None:
     ends, rng = Ends(), np.random.default_rng(0)
     source, target = rng.integers(0, 256, 8 << 20, np.uint8), np.zeros(8 << 20, np.uint8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -412,15 +411,6 @@ async def test_a_fence_that_fails_frees_nothing_and_is_not_tried_again(home_of: 
     assert (home.engine.rebuilds, home.receiver.status().state) == (1, "broken")
 
 
-async def test_nothing_is_fenced_after_the_end(home_of: MakeHome) -> None:
-    home = home_of(BYTES, bounds=AT_ONCE)
-    (credit,) = home.credits(home.start())
-    home.receiver.close()
-    home.fails(credit)
-    await turns()
-    assert (home.bounce_buffers.quarantined, home.engine.rebuilds) == (1, 0)
-
-
 async def test_nothing_is_reported_after_the_end(home_of: MakeHome) -> None:
     home = home_of(BYTES)
     op = home.start()
@@ -549,18 +539,3 @@ async def test_what_was_scattered_wrongly_is_found_where_checksums_are_asked_for
     outcome = "OK" if asked == "by nobody" else "TRANSFER_FAILED"
     assert home.harness.outcomes == [(op.op_id, outcome)]
     assert not home.harness.arrived(op)
-
-
-async def test_what_arrives_when_the_daemon_ends_is_not_scattered(home_of: MakeHome) -> None:
-    home = home_of(BYTES)
-    op = home.start()
-    (credit,) = home.credits(op)
-    checksum = write(home.harness, op, credit)
-    home.receiver.close()
-    with ThreadPoolExecutor(1) as waiter:
-        await home.copier.close(waiter)
-    home.notify(Written(credit=credit.credit, checksum=checksum))
-    await home.executor.run()
-    assert not home.harness.arrived(op)
-    assert home.all_free()
-    assert home.harness.reports == []
