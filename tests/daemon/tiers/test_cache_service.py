@@ -471,7 +471,7 @@ async def test_what_the_daemon_before_has_given_is_nothing_of_this_one(engine: E
         for number in (4, 5, 6, 7):  # each a change of its own
             await later.stored(number)
             later.ask(CacheList(), CacheListed)
-        assert 0 < lease < later.lookup(names(4)).lease < 1 << 53
+        assert lease != later.lookup(names(4)).lease
         with pytest.raises(UnknownLeaseError):
             later.load(lease, later.allocate(1))
         assert later.ask(CacheEvents(cursor=before.cursor), CacheChanges).lost
