@@ -11,7 +11,6 @@ import pytest
 
 from kvferry.daemon.services import cache_reports, leases, prefix_cache
 from kvferry.pools.integrity import WALKED, check
-from kvferry.pools.tiers.cached_block import Tier
 from kvferry.pools.tiers.index import BlockIndex
 from kvferry.protocol.errors import (
     CacheMissError,
@@ -123,18 +122,6 @@ async def test_an_instance_may_end_in_the_middle_of_a_look_at_the_pins(tiers: Ha
     check(walk)
 
 
-async def test_a_session_may_have_so_many_pins(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_PINS", 3)
-    await engine.stored(1, 2)
-    lease = engine.lookup(names(1, 2)).lease
-    with pytest.raises(OverloadedError, match="2 blocks; 2 more exceed 3"):
-        engine.lookup(names(1, 2), lease=lease)
-    assert engine.lookup(names(1, 2), pin=False).blocks == 2
-    assert engine.lookup(names(1)).lease > lease
-    engine.ask(Unpin(lease=lease), Unpinned)
-    assert engine.lookup(names(1, 2)).blocks == 2
-
-
 async def test_another_users_blocks_are_not_there(tiers: Harness, engine: Engine) -> None:
     other = tiers.engine(uid=2)
     await engine.stored(1)
@@ -147,19 +134,6 @@ async def test_another_users_blocks_are_not_there(tiers: Harness, engine: Engine
     assert other.reply(evicted, CacheEvicted).blocks == 0
     assert other.reply(pinned, CachePinned).blocks == 0
     assert len(engine.ask(CacheList(), CacheListed).blocks) == 1
-
-
-async def test_a_lease_that_nobody_uses_ends(tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "LEASE_S", 0.01)
-    await engine.stored(1, 2)
-    lease = engine.lookup(names(1, 2)).lease
-    await until(lambda: not tiers.host.index.pinned_by())
-    with pytest.raises(UnknownLeaseError):
-        engine.load(lease, engine.allocate(2))
-    with pytest.raises(UnknownLeaseError):
-        engine.ask(Unpin(lease=lease), Unpinned)
-    assert tiers.counters.snapshot()["cache.expired_leases"] == 1
-    assert engine.lookup(names(1, 2), pin=False).blocks == 2
 
 
 async def test_a_lease_lasts_while_it_is_used(tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,19 +187,6 @@ async def test_what_the_store_has_is_found_and_loaded(far: Harness) -> None:
     done = engine.ended(operation)
     assert (done.loaded, done.error) == (3, None)
     assert engine.read(ids) == [{1}, {2}, {3}]
-
-
-async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: Harness) -> None:
-    engine = far.engine()
-    await put_away(far, engine, 1)
-    for block in far.host.index.page(0, 10).blocks:
-        far.host.index.set_tier(block, Tier.REMOTE, present=False)  # as if another node had put it there
-    await engine.stored(2)  # its way to the store is held up
-    far.store.holds = False
-    number = engine.send(Lookup(pool=POOL, hashes=hashes(1, 2, 3)))
-    await settle()
-    found = engine.reply(number, Found)
-    assert (found.blocks, found.host, found.remote) == (2, 1, 1)
 
 
 async def test_an_operation_that_ends_while_blocks_come_up_leaves_them_to_others(far: Harness) -> None:
@@ -450,13 +411,6 @@ async def test_events_of_other_users_are_passed(
     late = engine.send(CacheEvents(cursor=1), deadline_ms=20)
     await settle()
     assert [one.hashes for one in engine.reply(late, CacheChanges).changes] == [hashes(2)]
-
-
-async def test_events_that_do_not_come_are_an_answer_at_the_deadline(tiers: Harness, engine: Engine) -> None:
-    other, first = tiers.engine(uid=2), tiers.host.journal.position()
-    await other.stored(1)
-    nothing = await engine.answer(CacheEvents(cursor=1), CacheChanges, deadline_ms=5)
-    assert nothing == CacheChanges(changes=(), cursor=first + 1)
 
 
 async def test_what_the_daemon_before_has_given_is_nothing_of_this_one(engine: Engine) -> None:

@@ -641,28 +641,3 @@ async def test_an_error_is_reported_once_and_ends_nobody_else(
             assert set(waited) >= {number for number in begun if int(number) < 4}, "what had begun was waited for"
         assert one.scheduler.bytes_in_flight == 0
         assert await one.run(one.job(_ScriptedRegion())) is None
-
-
-@pytest.mark.usefixtures("_steps_of_two_blocks")
-async def test_closing_ends_threads_that_copy_and_threads_that_wait() -> None:
-    async with site(threads=2) as one:
-        gate, region = _Gate(), _ScriptedRegion()
-        region.on_begin = gate
-        one.copier.start(one.job(region, 39), one.done)
-        await gate.entered()
-        one.scheduler.transfer_began()
-        one.copier.start(one.job(_ScriptedRegion(), 39), one.done)
-        closed = threading.Event()
-
-        def close() -> None:
-            one.copier.close()
-            closed.set()
-
-        closing = asyncio.get_running_loop().run_in_executor(None, close)
-        assert not closed.is_set()
-        gate.open()
-        await asyncio.wait_for(closing, WAIT_S)
-        assert len(region.steps) <= 2, "one a thread"
-        await asyncio.sleep(0)
-        assert one.reports == []
-        assert not any(thread.name.startswith("tier-") and thread.is_alive() for thread in threading.enumerate())

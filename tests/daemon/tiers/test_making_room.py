@@ -168,14 +168,6 @@ async def test_what_cannot_be_evicts_nothing(full: Harness, engine: Engine) -> N
     assert len(full.host.index) == 8
 
 
-async def test_what_others_pin_meanwhile_ends_it_with_the_reason(full: Harness, engine: Engine) -> None:
-    stored, offloaded = engine.store(names(11, 12, 13, 14), engine.allocate(4)), offload(engine, 3)
-    engine.lookup(names(*ALL))
-    await until(lambda: engine.done(stored) and engine.done(offloaded))
-    assert (engine.error(stored), engine.error(offloaded)) == (OverloadedError, OverloadedError)
-    assert not list(full.service.snapshots)
-
-
 @pytest.mark.usefixtures("endless")
 async def test_a_deadline_a_session_or_the_daemon_ends_while_one_waits(tiers: Harness, engine: Engine) -> None:
     dead, late = tiers.engine(), offload(engine, 1, deadline_ms=1)

@@ -162,25 +162,6 @@ def warnings_of(logs: list[Any]) -> list[str]:
 
 
 @pytest.mark.full
-async def test_a_master_that_comes_late(binary: Path, tmp_path: Path) -> None:
-    with running_master(binary, tmp_path / "log", start=False) as master, capture_logs() as logs:
-        async with running_node(master, there=False) as node:
-            await node.store.changed()
-            assert node.store.state.startswith("away: its master at 127.0.0.1:")
-            began_s = time.monotonic()
-            assert await node.store.exists(["a", "b"]) == [False, False]
-            assert not await node.store.put("a", [(0, PAGE_BYTES)], parent=None, digests=[1])
-            assert await node.store.get("a", [(0, PAGE_BYTES)], pages=1) is None
-            assert not await node.store.remove(["a"])
-            assert time.monotonic() - began_s < AT_ONCE_S
-            master.start()
-            await node.until(available=True)
-            await put_pages(node, "a")
-        assert warnings_of(logs) == ["remote tier away"]
-        assert [line["event"] for line in logs if line["log_level"] == "info"] == ["remote tier joined"]
-
-
-@pytest.mark.full
 async def test_a_master_that_is_killed_and_comes_back(master: Master) -> None:
     async with running_node(master) as node:
         with capture_logs() as logs:
@@ -285,19 +266,6 @@ async def test_a_store_without_memory_is_full(master: Master) -> None:
     async with running_node(master, segment_bytes=0) as node:
         assert not await node.store.put("a", [(0, PAGE_BYTES)], parent=None, digests=[1])
         assert node.store.state == "full"
-
-
-@pytest.mark.full
-async def test_a_node_that_leaves_takes_its_blocks_along(master: Master) -> None:
-    async with running_node(master, segment_bytes=0) as stays:
-        async with running_node(master) as leaves:
-            await put_pages(leaves, "a")
-            assert await stays.store.exists(["a"]) == [True]
-            pid = leaves.store.process_id
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-        assert await stays.store.exists(["a"]) == [False]
-        assert await leaves.store.exists(["a"]) == [False]
 
 
 async def test_a_daemon_that_is_killed_leaves_no_process(master: Master) -> None:

@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
 from kvferry.daemon.control.dispatch import Call
 from kvferry.daemon.services.receive_to_host import HostReceive
 from kvferry.daemon.tiers import snapshots
+from kvferry.daemon.tiers.snapshots import (
+    PageHold,
+    Snapshot,
+    SnapshotRegistry,
+    check_layout,
+    hold_pages,
+    ids_for,
+    new_segments,
+)
+from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.pairing import pair_entries
+from kvferry.pools.planning.page_ranges import lists_with_pages, page_ranges
+from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
-    GeometryMismatchError,
     InvalidFieldError,
     KvferryError,
+    LayoutMismatchError,
     NotOwnerError,
     OutOfMemoryError,
     OverloadedError,
+    PageBusyError,
     PoolFullError,
     SnapshotDamagedError,
-    UnknownLeaseError,
+    SnapshotLostError,
+    UnknownComponentError,
     UnknownSnapshotError,
 )
-from kvferry.protocol.events import Finished, Settled, TierDone
+from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.manifests import DraftSpec, MambaSpec, PoolSpec
 from kvferry.protocol.tier_messages import DropSnapshot, Offload, Offloading, SnapshotDropped, SnapshotReport, Snapshots
 from kvferry.protocol.transfer_messages import Receive
 from tests.kit.tiers import (
+    HYBRID,
     POOL,
     SPEC,
     UNIT,
     Engine,
     Harness,
     harness,
-    names,
     new_pool,
     settle,
     until,
@@ -99,22 +110,6 @@ async def test_pages_of_an_offload_that_fails_stay_the_sessions(tiers: Harness, 
     assert tiers.pool().allocator.pages_by_owner() == {engine.session.session_id: 4}
     assert snapshots_of(engine) == {}
     assert tiers.host.arena.used_bytes == 0
-
-
-async def test_each_end_is_counted_as_it_comes_and_logged_once(tiers: Harness, engine: Engine) -> None:
-    with capture_logs() as logs:
-        engine.offload(engine.allocate(3))
-        await tiers.finish()
-        done, _ = engine.events[-1]
-        assert isinstance(done, TierDone)
-        engine.offload(engine.allocate(1))
-        tiers.copier.end(tiers.copier.under_way[0], OutOfMemoryError("no staging"))
-        await asyncio.sleep(0)
-        counted = tiers.counters.snapshot()
-        assert (counted["operations.offload.ok"], counted["operations.offload.out_of_memory"]) == (1, 1)
-        assert counted["operations.offload.moved_bytes"] == done.moved_bytes > 0
-        await tiers.operations.drained()
-    assert [one["outcome"] for one in logs if one["event"] == "operation done"] == ["OK", "OUT_OF_MEMORY"]
 
 
 async def test_released_pages_that_two_lists_share_in_segment_are_free_once(tiers: Harness, engine: Engine) -> None:
@@ -277,19 +272,6 @@ async def test_what_has_landed_is_a_snapshot(tiers: Harness, engine: Engine) -> 
     assert [kind for _, kind in tiers.said if kind == "TierDone"] == ["TierDone"]  # the restore's
 
 
-@pytest.mark.parametrize(("conv", "fits"), [((4, 8), True), ((8, 4), False)], ids=["as the pool", "another shape"])
-async def test_what_lands_must_be_of_the_pools_shape(
-    tiers: Harness, engine: Engine, conv: tuple[int, int], *, fits: bool
-) -> None:
-    theirs = manifest_of(msgspec.structs.replace(STATES, conv_window=conv[0], conv_channels=conv[1]))
-    await new_pool(tiers, "states", STATES)
-    component = tiers.pool("states").manifest.components[0].name
-    host_receive = into(tiers, engine, PageList(component=component, pages=1, first_page=0), pool="states")
-    with contextlib.nullcontext() if fits else pytest.raises(GeometryMismatchError, match="shape"):
-        pair_entries(theirs.entries, host_receive.pool.manifest.entries)
-    tiers.host_receives.refused(host_receive, CancelledError("the test is over"))
-
-
 @pytest.mark.parametrize(
     ("spec", "brought"),
     [(WITH_DRAFT, PageList(pages=4)), (STATES, PageList(component="mamba", pages=2))],
@@ -359,19 +341,113 @@ async def test_pages_that_a_dead_session_restored_into_go_back_and_the_snapshot_
     assert tiers.pool().allocator.idle
 
 
-async def test_leases_and_pages_are_the_instances(tiers: Harness) -> None:
-    scheduler, worker = tiers.engine(instance="engine-0"), tiers.engine(instance="engine-0")
-    stranger = tiers.engine(uid=2, instance="engine-0")
-    ids = scheduler.allocate(2)
-    worker.store(names(1, 2), ids)
-    await tiers.finish()
-    lease = scheduler.lookup(names(1, 2)).lease
-    with pytest.raises(UnknownLeaseError):
-        stranger.load(lease, stranger.allocate(2))
-    tiers.lose(scheduler)
-    loaded = worker.load(lease, ids)
-    await tiers.finish()
-    assert worker.error(loaded) is None
-    tiers.lose(worker)
-    assert tiers.pool().allocator.idle
-    assert not tiers.host.index.pinned_by()
+# -- snapshots by themselves, and pages that an operation reads or writes: all or none
+
+
+def pool_of(spec: PoolSpec) -> Pool:
+    manifest = manifest_of(spec)
+    return Pool(1, POOL, manifest, HostRegion.create(POOL, manifest.region_bytes))
+
+
+def lists_of(pool: Pool, **pages: int) -> list[Any]:
+    """Return page lists of so many pages a component."""
+    lists = [PageList(component=name, pages=count, first_page=2 * (name == "swa")) for name, count in pages.items()]
+    ids = [np.arange(1, 1 + count) for count in pages.values()]
+    return lists_with_pages(page_ranges(lists, ids, pool.manifest, may_end_inside=True))
+
+
+def snapshot_of(pool: Pool, tenant: int = 1, **pages: int) -> Snapshot:
+    made = Snapshot(pool, 5, new_segments(pool, lists_of(pool, **pages)))
+    made.tenant = tenant
+    return made
+
+
+def test_each_segment_needs_its_list_and_each_list_its_segment() -> None:
+    pool = pool_of(HYBRID)
+    made, [main, swa] = snapshot_of(pool, main=3, swa=2), lists_of(pool, main=3, swa=2)
+    with pytest.raises(UnknownComponentError, match="the snapshot has pages of 'swa'"):
+        ids_for(made, [main])
+    made.segments.pop()
+    with pytest.raises(UnknownComponentError, match="the snapshot has no pages of 'swa'"):
+        ids_for(made, [main, swa])
+
+
+def test_a_layout_that_differs_is_named() -> None:
+    made = snapshot_of(pool_of(SPEC), main=1)
+    check_layout(made, manifest_of(msgspec.structs.replace(SPEC, tokens=400)), "larger")
+    for changed, what in (
+        ({"v_head_dim": 4}, "main/v/0: page_bytes is 32 in the snapshot, 64 in the pool"),
+        ({"layers": 1}, "main/k/1: the snapshot has this entry, the pool does not"),
+        ({"layers": 3}, "main/k/2: the pool has this entry, the snapshot does not"),
+        ({"total_heads": 2}, "main/k/0: total_heads is 1 in the snapshot, 2 in the pool"),
+    ):
+        with pytest.raises(LayoutMismatchError, match=what):
+            check_layout(made, manifest_of(msgspec.structs.replace(SPEC, **changed)), "other")
+
+
+def test_its_checksum_is_of_all_its_blocks() -> None:
+    pool = pool_of(HYBRID)
+    made = snapshot_of(pool, main=3, swa=2)
+    assert made.status().checksum == ""
+    made.settle()
+    assert made.status().checksum == ""  # where the daemon makes none
+    texts = set()
+    for last in (4, 5):
+        made = snapshot_of(pool, main=3, swa=2)
+        made.segments[0].digests = np.array([1, 2, 3], np.uint64)
+        made.segments[1].digests = np.array([4, last], np.uint64)
+        assert made.status().checksum == ""  # while it is written
+        made.settle()
+        texts.add(made.status().checksum)
+        assert made.status().checksum == made.status().checksum
+    assert {len(one) for one in texts} == {32}
+    assert len(texts) == 2
+
+
+def test_a_snapshot_of_an_earlier_daemon_is_lost_and_one_that_never_was_is_unknown() -> None:
+    before, registry, mine = SnapshotRegistry(), SnapshotRegistry(), snapshot_of(pool_of(SPEC), main=1)
+    before.add(mine)
+    assert before.get(mine.tenant, mine.name) is mine
+    with pytest.raises(SnapshotLostError):
+        registry.get(mine.tenant, mine.name)
+    before.remove(mine)
+    for registry_, name in ((before, mine.name), (registry, "0" * 32), (registry, mine.name[::-1])):
+        with pytest.raises(UnknownSnapshotError):
+            registry_.get(mine.tenant, name)
+
+
+OWNER = 5
+
+
+@pytest.fixture
+def owned() -> Pool:
+    """Return a pool of 15 pages, of which ``OWNER`` has 1 to 4."""
+    made = pool_of(SPEC)
+    assert made.allocator.allocate(OWNER, 4).tolist() == [1, 2, 3, 4]
+    return made
+
+
+def held(pool: Pool, ids: list[int], *, write: bool = False) -> PageHold:
+    lists = page_ranges([PageList(pages=len(ids))], [np.array(ids)], pool.manifest, may_end_inside=True)
+    hold = PageHold(write=write)
+    hold_pages(hold, pool, OWNER, lists)
+    return hold
+
+
+def test_what_is_released_twice_is_released_once(owned: Pool) -> None:
+    """Another reader's count must not go with it."""
+    first, second = held(owned, [1, 2]), held(owned, [2, 3])
+    first.release()
+    first.release()
+    assert owned.allocator.busy_count == 2
+    with pytest.raises(PageBusyError):
+        held(owned, [2], write=True)
+    second.release()
+    held(owned, [2], write=True).release()
+    assert owned.allocator.busy_count == 0
+
+
+def test_pages_of_another_are_not_held_nor_those_named_before_them(owned: Pool) -> None:
+    with pytest.raises(NotOwnerError):
+        held(owned, [1, 9])
+    assert owned.allocator.busy_count == 0

@@ -179,17 +179,6 @@ async def test_a_pool_is_found_again_by_its_own_model_only(field: str) -> None:
         assert tiers.pool().model == MODEL
 
 
-async def test_a_pool_being_made_is_found_by_its_own_model_only() -> None:
-    async with harness(8) as tiers:
-        engine = tiers.engine()
-        first = engine.send(CreatePool(pool=OTHER, spec=SPEC, model=MODEL))
-        second = engine.send(CreatePool(pool=OTHER, spec=SPEC))
-        with pytest.raises(PoolExistsError, match=r"some/model@1.*no model"):
-            engine.reply(second, PoolCreated)
-        await until(lambda: first in engine.replies)
-        assert engine.reply(first, PoolCreated).created
-
-
 # -- snapshots
 
 

@@ -271,21 +271,6 @@ async def test_a_stopped_op_ends_early_and_is_reported_once() -> None:
         assert copy.calls <= 2 + 4, "two chunks under way, and the four of the second transfer op"
 
 
-async def test_an_op_stopped_before_it_began_copies_nothing() -> None:
-    copy = GatedCopy()
-    async with closing(Site(copy, threads=1), copy) as site:
-        site.start(site.op(1, 1, 1))
-        await copy.entered.wait()
-        site.start(site.op(2, 10, 3))
-        site.transport.stop(2)
-        copy.gate.set()
-        reports = dict(await site.reported(2))
-        assert reports[1] is None
-        assert reports[2] is not None
-        assert copy.calls == 4
-        assert not site.arrived(10, 3)
-
-
 @pytest.mark.parametrize("cause", [TransferFailedError("Bad address"), MemoryError()])
 async def test_a_copy_that_fails_is_reported_once(cause: Exception) -> None:
     copy = GatedCopy()

@@ -124,20 +124,6 @@ async def test_the_ends_of_writes_are_asked_for_until_all_are_known(listener: st
         await ends.wait(4)
 
 
-async def test_a_write_above_the_bound_goes_alone(listener: str) -> None:
-    async with scripted(max_bytes_in_flight_per_peer=100) as (engine, factory):
-        ends = Ends()
-        for number, size_bytes in enumerate((10, 1000, 10)):
-            engine.write(listener, 1, number, size_bytes, ends, timeout_s=WAIT_S)
-        native = factory.engines[0]
-        for number in range(3):
-            while len(native.submitted) <= number:
-                await eventually(lambda: native.under_way)
-            assert list(native.under_way) == [native.ids[number]]
-            native.end(number, 1)
-            await ends.wait(number + 1)
-
-
 @pytest.mark.parametrize("refused", [False, True])
 async def test_a_failed_write_may_still_land_and_a_refused_one_not(listener: str, *, refused: bool) -> None:
     async with scripted() as (engine, factory):
@@ -492,24 +478,6 @@ async def test_many_concurrent_writes_land_where_they_should_and_none_lands_outs
 
 @pytest.mark.full
 @needs_mooncake
-async def test_a_killed_peer_fails_writes_under_way_and_new_ones() -> None:
-    size_bytes = 64 * MIB
-    with running_peer(size_bytes) as peer, noise(size_bytes) as source:
-        async with MooncakeEngine(SETTINGS) as engine:
-            ends = Ends()
-            loop = asyncio.get_running_loop()
-            engine.write(peer.session_name, source.address, peer.address, size_bytes, ends, timeout_s=WAIT_S)
-            await eventually(lambda: peer.region.view()[0])
-            killed_s = loop.time()
-            peer.signal(signal.SIGKILL)
-            assert failure((await ends.wait(1))[0]).may_still_land
-            engine.write(peer.session_name, source.address, peer.address, size_bytes, ends, timeout_s=WAIT_S)
-            assert isinstance((await ends.wait(2))[1], WriteFailedError)
-            assert loop.time() - killed_s < 2 * PROGRESS_TIMEOUT_S
-
-
-@pytest.mark.full
-@needs_mooncake
 async def test_a_peer_that_hangs_fails_a_window_of_writes_within_the_progress_timeout() -> None:
     with running_peer(16 * MIB) as peer, noise(16 * MIB) as source:
         async with MooncakeEngine(SETTINGS) as engine:
@@ -564,26 +532,3 @@ async def test_after_a_rebuild_nothing_of_a_peers_write_lands() -> None:
             writer.notify(write=[engine.session_name, network.address, MIB])
             assert await asyncio.to_thread(writer.hear) == {"done": None, "may_still_land": None}
             assert (network.view()[:MIB] == 7).all()
-
-
-@pytest.mark.full
-@needs_mooncake
-async def test_ending_and_rebuilding_the_engine_do_not_stop_the_loop() -> None:
-    """Mooncake's destructor alone takes up to a second, with the GIL."""
-    loop = asyncio.get_running_loop()
-    longest_s, last_s = 0.0, loop.time()
-
-    async def tick() -> None:
-        nonlocal longest_s, last_s
-        while True:
-            await asyncio.sleep(0.001)
-            longest_s, last_s = max(longest_s, loop.time() - last_s), loop.time()
-
-    async with MooncakeEngine(SETTINGS) as engine:
-        ticking = asyncio.create_task(tick())
-        last_s = loop.time()
-        for _ in range(4):
-            await engine.rebuild()
-        await engine.close()
-        ticking.cancel()
-    assert longest_s < 0.4

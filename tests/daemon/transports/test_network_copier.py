@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import xxhash
 
-from kvferry.daemon.transports.network_copier import MOST_ROWS, NetworkCopier
+from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies
 from kvferry.protocol.errors import CancelledError
@@ -99,23 +98,6 @@ async def test_what_is_copied_is_there_and_has_its_digest(copier: NetworkCopier,
     for number, (_, expected) in enumerate(made):
         assert ends.all[number] == (xxhash.xxh3_64_intdigest(expected.tobytes()), None)
         assert targets[number][: len(expected)].tobytes() == expected.tobytes()
-
-
-async def test_what_is_listed_in_very_many_rows_is_for_threads(copier: NetworkCopier, threads: Threads) -> None:
-    ends, loop_thread, listers = Ends(), threading.get_ident(), list[int]()
-    byte = np.zeros(2, np.uint8)
-
-    def lister() -> Copies:
-        listers.append(threading.get_ident())
-        return np.array([[byte.ctypes.data, byte.ctypes.data + 1, 1]], np.uint64)
-
-    copier.copy(MOST_ROWS, lister, ends.of(0))
-    await ends.wait(1)
-    by_copy_threads = "copy threads" in repr(copier)
-    copier.copy(MOST_ROWS + 1, lister, ends.of(1))
-    await ends.wait(2)
-    assert [one == loop_thread for one in listers] == [by_copy_threads, False]
-    assert threads.given == (1 if by_copy_threads else 2)
 
 
 async def test_what_fails_on_a_thread_is_reported(copier: NetworkCopier) -> None:

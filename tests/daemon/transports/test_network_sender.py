@@ -133,17 +133,6 @@ async def test_what_is_credited_is_gathered_written_and_answered(source: Source)
     assert (source.sending(), source.settled) == (set(), 1)
 
 
-async def test_parts_are_gathered_as_the_whole_is() -> None:
-    source = Source(buffers=3)
-    _, message = source.asked()
-    source.halves(message)
-    source.credit(message, 3)
-    await source.executor.run()
-    first, second, whole = (one.content for one in source.writer.begun)
-    assert first + second == whole
-    assert first != second
-
-
 async def test_credits_wait_for_staging_in_their_order() -> None:
     source = Source(buffers=1)
     _, message = source.asked()

@@ -13,12 +13,15 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from kvferry.daemon.transfer.endpoints import RemotePool, TransferOp
 from kvferry.daemon.transports import pull
+from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.pull import FETCH_TIMEOUT_S, PullTransport, fetch_region
+from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol import errors
 from kvferry.protocol.peer_messages import Confirm, Confirmed
@@ -106,15 +109,6 @@ async def test_an_op_is_mapped_copied_and_confirmed(home: Home) -> None:
     home.confirm(op)
     assert await home.outcomes() == [(op.op_id, "OK")]
     assert home.harness.arrived(op)
-
-
-async def test_a_pool_is_mapped_once(home: Home) -> None:
-    ops = [home.start(), home.start()]
-    assert len(home.executor.waiting) == 1
-    await home.executor.run()
-    ops.append(home.start())
-    assert list(home.copier.under_way) == [one.op_id for one in ops]
-    assert len(home.fetched) == 1
 
 
 async def test_only_the_source_may_confirm_and_only_what_was_copied(home: Home) -> None:
@@ -366,3 +360,43 @@ def descriptors(name: str) -> int:
         with contextlib.suppress(FileNotFoundError):  # another thread has just closed it
             found += name in str(one.readlink())
     return found
+
+
+# -- the two ways between daemons: what went by one is stopped there, also where there is the other
+
+
+WAYS = ("ipc", "tcp")
+
+
+class Ways:
+    """Both ways, and a harness on this host and one on another."""
+
+    def __init__(self) -> None:
+        self.by = {way: ScriptedTransport() for way in WAYS}
+        self.harnesses = {way: NetworkHarness(way=way) for way in WAYS}
+        self.harnesses["tcp"].op()  # so that their numbers differ
+        self.transports = RemoteTransports(
+            cast("PullTransport", self.by["ipc"]), cast("NetworkReceiver", self.by["tcp"])
+        )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_op_is_stopped_on_the_way_that_it_took(way: str) -> None:
+    ways = Ways()
+    for one in WAYS:
+        ways.transports.start(ways.harnesses[one].op(), ways.harnesses["ipc"].report)
+    [op_id] = ways.by[way].under_way
+    ways.transports.stop(op_id)
+    assert {one: sorted(transport.stopped) for one, transport in ways.by.items()} == {
+        one: [op_id] if one == way else [] for one in WAYS
+    }
+
+
+def test_where_there_is_no_transport_between_hosts_ops_of_this_host_are_stopped_all_the_same() -> None:
+    ways = Ways()
+    ways.transports.receiver = None
+    op = ways.harnesses["ipc"].op()
+    ways.transports.start(op, ways.harnesses["ipc"].report)
+    ways.transports.stop(op.op_id)
+    assert ways.by["ipc"].stopped == {op.op_id}
+    assert not ways.transports.can_reach(ways.harnesses["tcp"].source.tcp)
