@@ -14,6 +14,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, Digests, TierCopier
@@ -98,7 +99,8 @@ class _Site:
 async def site(**options: Any) -> AsyncIterator[_Site]:  # noqa: ANN401
     made = _Site(**options)
     try:
-        yield made
+        with capture_logs():  # of bugs whole stacks are shown, which takes seconds
+            yield made
     finally:
         made.scheduler.close()
         await asyncio.get_running_loop().run_in_executor(None, made.copier.close)

@@ -47,12 +47,12 @@ def daemon_at(folder: Path, listen: str, address: str, environment: dict[str, st
         yield daemon
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("listen", "address", "environment"),
     [
         ("::1", "[::1]", {}),
-        # the configuration decides, not what a container has set
-        pytest.param("127.0.0.1", "127.0.0.1", {"MC_USE_IPV6": "1"}, marks=pytest.mark.full),
+        ("127.0.0.1", "127.0.0.1", {"MC_USE_IPV6": "1"}),  # the configuration decides, not what a container has set
     ],
 )
 def test_a_transfer_between_two_daemons(tmp_path: Path, listen: str, address: str, environment: dict[str, str]) -> None:

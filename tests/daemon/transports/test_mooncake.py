@@ -510,6 +510,7 @@ async def stop_within_a_write(writer: Peer, session_name: str, network: HostRegi
     pytest.fail("each write was over before it could be stopped")
 
 
+@pytest.mark.full
 @needs_mooncake
 async def test_after_a_rebuild_nothing_of_a_peers_write_lands() -> None:
     """Without the rebuild it does land: that is what the fence is for."""

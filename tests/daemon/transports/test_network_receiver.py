@@ -39,7 +39,7 @@ from tests.kit.network import (
 )
 from tests.kit.transfers import PAGE_BYTES
 
-pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
+pytestmark = pytest.mark.anyio
 ANOTHER = Incarnation("tcp://192.0.2.9:7801", "f" * 32)
 CREDITS = 4
 """How many a transfer op may have at a time in these tests."""
@@ -145,6 +145,7 @@ async def test_a_transfer_is_cut_so_that_its_copies_overlap(
     assert home.harness.arrived(op)
 
 
+@pytest.mark.any_device
 async def test_an_op_lands_fragment_by_fragment_in_any_order(home_of: MakeHome) -> None:
     home = home_of()
     op = home.start()
@@ -170,6 +171,7 @@ async def test_an_op_lands_fragment_by_fragment_in_any_order(home_of: MakeHome) 
     assert home.harness.outcomes == [(op.op_id, "OK")]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("way", ["in one pass", "as a device's are"])
 async def test_a_wrong_checksum_fails_the_op(home_of: MakeHome, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "as a device's are":
@@ -230,6 +232,7 @@ async def test_a_page_that_no_bounce_buffer_can_hold_is_refused(home_of: MakeHom
     assert not home.said.of(WriteCredit)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("fault", ["CANCELLED", "PEER_LOST"])
 @pytest.mark.parametrize("when", ["credited", "being scattered"])
 async def test_an_op_that_fails_is_over_when_no_page_changes_any_more(home_of: MakeHome, fault: str, when: str) -> None:
@@ -435,7 +438,6 @@ def write_pages(home: Home, op: TransferOp, credit: WriteCredit) -> int:
     return checksum_at(staging.address, credit.size_bytes)
 
 
-@pytest.mark.host_only
 async def test_pages_written_directly_are_checked_in_place(home_of: MakeHome) -> None:
     home = home_of(BYTES, direct=True)
     op = await home.start_direct()
@@ -451,14 +453,12 @@ async def test_pages_written_directly_are_checked_in_place(home_of: MakeHome) ->
     assert home.counted("network.direct_bytes") == BYTES
 
 
-@pytest.mark.host_only
 async def test_what_lands_in_the_host_tier_goes_by_bounce_buffers_all_the_same(home_of: MakeHome) -> None:
     home = home_of(BYTES, direct=True)
     home.harness.home_pool.becomes_snapshot = "0" * 32
     assert [credit.runs for credit in home.credits(await home.start_direct())] == [()]
 
 
-@pytest.mark.host_only
 async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(home_of: MakeHome) -> None:
     home = home_of(direct=True)
     op = await home.start_direct()
@@ -474,7 +474,6 @@ async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(home_o
     assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
 
 
-@pytest.mark.host_only
 @pytest.mark.usefixtures("_checks_all_the_time")
 @pytest.mark.parametrize("how", ["may still land", "lost", "silent"])
 async def test_a_transfer_waits_for_a_fence_of_pages_no_longer_than_it_must(home_of: MakeHome, how: str) -> None:
@@ -495,7 +494,6 @@ async def test_a_transfer_waits_for_a_fence_of_pages_no_longer_than_it_must(home
     assert home.engine.rebuilds == 1
 
 
-@pytest.mark.host_only
 @pytest.mark.parametrize("how", ["may still land", "lost"])
 async def test_pages_in_which_something_may_land_are_held_until_a_fence(home_of: MakeHome, how: str) -> None:
     home = home_of(BYTES, bounds=AT_ONCE, direct=True)
@@ -512,6 +510,7 @@ async def test_pages_in_which_something_may_land_are_held_until_a_fence(home_of:
     assert home.harness.outcomes == [(op.op_id, "PEER_LOST" if how == "lost" else "DEADLINE")]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("asked", ["by the sender", "by the receiver", "by nobody"])
 async def test_what_was_scattered_wrongly_is_found_where_checksums_are_asked_for(
     home_of: MakeHome, monkeypatch: pytest.MonkeyPatch, asked: str

@@ -31,7 +31,7 @@ from tests.kit.network import (
 )
 from tests.kit.transfers import PAGE_BYTES
 
-pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
+pytestmark = pytest.mark.anyio
 HALF = SEGMENTS // 2
 BOUNCE_BUFFER = 1 << 20
 """Where the bounce buffers of the home are, as far as it says."""
@@ -114,6 +114,7 @@ async def source(anyio_backend: object) -> Source:  # noqa: ARG001  this fixture
     return Source()
 
 
+@pytest.mark.any_device
 async def test_what_is_credited_is_gathered_written_and_answered(source: Source) -> None:
     op, message = source.asked()
     source.sender.peer_lost(source.harness.to_home._replace(boot_id="f" * 32))  # another home's
@@ -160,6 +161,7 @@ async def test_an_op_is_sent_until_its_last_page_is_gathered(source: Source) -> 
     assert source.settled == 1, "once"
 
 
+@pytest.mark.any_device
 async def test_bytes_that_cannot_be_gathered_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(buffers=1)
     _, message = source.asked()
@@ -264,6 +266,7 @@ async def test_a_remote_that_ends_drops_what_waits_and_ends_what_is_written() ->
     assert source.settled == 1
 
 
+@pytest.mark.any_device
 async def test_pages_stay_held_until_they_are_gathered_for_a_home_that_is_gone(source: Source) -> None:
     source.credit(source.asked()[1])
     state_machine, home = source.harness.source.state_machine, source.harness.to_home
