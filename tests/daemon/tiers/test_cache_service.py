@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.daemon.services import cache_reports, leases, prefix_cache
 from kvferry.pools.integrity import WALKED, check
+from kvferry.pools.tiers.cached_block import Tier
 from kvferry.pools.tiers.index import BlockIndex
 from kvferry.protocol.errors import (
     CacheMissError,
@@ -189,6 +191,19 @@ async def test_what_the_store_has_is_found_and_loaded(far: Harness) -> None:
     assert engine.read(ids) == [{1}, {2}, {3}]
 
 
+async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: Harness) -> None:
+    engine = far.engine()
+    await put_away(far, engine, 1)
+    for block in far.host.index.page(0, 10).blocks:
+        far.host.index.set_tier(block, Tier.REMOTE, present=False)  # as if another node had put it there
+    await engine.stored(2)  # its way to the store is held up
+    far.store.holds = False
+    number = engine.send(Lookup(pool=POOL, hashes=hashes(1, 2, 3)))
+    await settle()
+    found = engine.reply(number, Found)
+    assert (found.blocks, found.host, found.remote) == (2, 1, 1)
+
+
 async def test_an_operation_that_ends_while_blocks_come_up_leaves_them_to_others(far: Harness) -> None:
     engine, other = far.engine(), far.engine()
     await put_away(far, engine, 1, 2)
@@ -365,14 +380,21 @@ async def test_a_lookup_whose_session_ends_pins_nothing(turns: Harness, turn: in
     assert not turns.host.index.pinned_by()
 
 
-async def test_a_lookup_that_may_not_pin_so_many_pins_nothing(turns: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = turns.engine()
+async def test_an_instance_may_have_so_many_pins_and_leases(turns: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = turns.engine(), Lookup(pool=POOL, hashes=hashes(*range(MANY)))
     await engine.stored(*range(MANY))
-    monkeypatch.setattr(leases, "MAX_PINS", MANY - 1)
-    with pytest.raises(OverloadedError, match="exceed"):
-        await engine.answer(Lookup(pool=POOL, hashes=hashes(*range(MANY))), Found)
+    monkeypatch.setattr(leases, "MAX_PINS", MANY)
+    monkeypatch.setattr(leases, "MAX_LEASES", 1)
+    first = await engine.answer(asked, Found)
+    with pytest.raises(OverloadedError, match="9 blocks; 2 more exceed 9"):
+        await engine.answer(msgspec.structs.replace(asked, lease=first.lease), Found)
+    engine.ask(Unpin(lease=first.lease), Unpinned)
     await settle()
     assert not turns.host.index.pinned_by()
+    one = engine.lookup(names(0)).lease
+    with pytest.raises(OverloadedError, match="1 leases"):
+        engine.lookup(names(1))
+    assert engine.lookup(names(1), lease=one).blocks == 1
 
 
 async def test_what_is_being_loaded_in_turns_stays_where_its_lease_ends(turns: Harness) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import socket
@@ -44,7 +43,6 @@ from kvferry.daemon.tiers.store_process import (
 )
 
 ARENA_BYTES = 1 << 16
-LATER = math.inf
 
 
 class _ScriptedStore:
