@@ -156,6 +156,20 @@ async def test_a_block_that_is_evicted_while_it_goes_down_is_nowhere_at_last(far
     assert far.host.arena.used_bytes == 0
 
 
+async def test_evicted_blocks_leave_the_store_together(far: Harness) -> None:
+    blocks = await far.stored(1, 2)
+    await until(lambda: all(one.in_remote for one in blocks))
+    far.store.holds = True
+    far.host.free_all([freed for one in blocks for freed in far.host.index.remove(one)])
+    far.lower.remove(blocks)
+    await settle()
+    assert len(far.store.waiting) == 1
+    far.store.let_go()
+    await settle()
+    assert far.store.values == {}
+    far.lower.remove([])
+
+
 async def test_what_the_store_had_once_is_forgotten_some_time(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_tier, "MAX_KNOWN", 3)
     first = await away(far, 1, 2, 3)

@@ -89,10 +89,10 @@ async def test_bytes_in_flight_are_bounded_and_the_rest_waits_in_order(listener:
     async with scripted(max_bytes_in_flight_per_peer=100) as (engine, factory):
         ends = Ends()
         for number in range(5):
-            engine.write(listener, 1, number, 40, ends, timeout_s=WAIT_S)
+            engine.write(listener, 1, number, 50, ends, timeout_s=WAIT_S)
         native = factory.engines[0]
         await eventually(lambda: native.submitted == [0, 1])
-        assert engine.bytes_in_flight == {listener: 80}
+        assert engine.bytes_in_flight == {listener: 100}
         native.end(1, 1)
         await eventually(lambda: native.submitted == [0, 1, 2])
         native.end(0, 1)
@@ -254,17 +254,20 @@ async def test_a_write_at_the_worker_that_has_not_begun_goes_to_the_new_engine(l
     async with scripted() as (engine, factory):
         ends, gate = Ends(), threading.Event()
         await keep_the_worker_busy(engine, factory, listener, gate)
-        engine.write(listener, 1, 2, 10, ends, timeout_s=WAIT_S)
+        for number in (2, 3):
+            engine.write(listener, 1, number, 10, ends, timeout_s=WAIT_S)
         assert engine.bytes_in_flight == {listener: 10}
         rebuilding = asyncio.create_task(engine.rebuild())
         await asyncio.sleep(0)
         gate.set()
         await rebuilding
         old, new = factory.engines
-        await eventually(lambda: new.submitted)
-        assert (old.submitted, new.submitted) == ([1], [2])
+        await eventually(lambda: len(new.submitted) == 2)
+        assert (old.submitted, new.submitted) == ([1], [2, 3])
         new.end(2, 1)
-        assert await ends.wait(1) == [None]
+        new.end(3, 1)
+        assert await ends.wait(2) == [None] * 2
+        assert engine.bytes_in_flight == {}
 
 
 async def test_a_rebuild_that_fails_closes_the_engine(listener: str) -> None:
