@@ -124,6 +124,18 @@ async def test_an_instance_may_end_in_the_middle_of_a_look_at_the_pins(tiers: Ha
     check(walk)
 
 
+async def test_a_load_compares_checksums_where_all_blocks_have_them(tiers: Harness, engine: Engine) -> None:
+    await engine.stored(1, 2)
+    lease = engine.lookup(names(1, 2)).lease
+    for known in (True, False):
+        operation = engine.load(lease, engine.allocate(2))
+        digests = tiers.copier.under_way[0].digests
+        assert (digests and [*digests[0]]) == ([tiers.blocks(one)[0].digests[0] for one in (1, 2)] if known else None)
+        await tiers.finish()
+        assert engine.error(operation) is None
+        tiers.blocks(2)[0].digests = ()
+
+
 async def test_another_users_blocks_are_not_there(tiers: Harness, engine: Engine) -> None:
     other = tiers.engine(uid=2)
     await engine.stored(1)
