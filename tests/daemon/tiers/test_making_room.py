@@ -20,9 +20,10 @@ from kvferry.protocol.errors import (
     NotOwnerError,
     OutOfMemoryError,
     OverloadedError,
+    PageBusyError,
     ShuttingDownError,
 )
-from kvferry.protocol.pool_messages import Allocate
+from kvferry.protocol.pool_messages import Allocate, Free, Freed
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
 from kvferry.protocol.transfer_messages import Accepted, Receive
 from tests.kit.tiers import HYBRID, POOL, UNIT, Engine, Harness, harness, names, new_pool, settle, until
@@ -97,6 +98,26 @@ async def test_an_offload_that_evicts_much_lets_others_go_first(full: Harness, e
     full.check()
     await full.finish()
     assert engine.error(operation) is None
+
+
+async def test_a_store_keeps_its_pages_and_stores_what_they_held(full: Harness, engine: Engine) -> None:
+    ids = engine.allocate(4)
+    for one, number in zip(ids, (11, 12, 13, 14), strict=True):
+        engine.write([one], number)
+    operation = engine.store(names(11, 12, 13, 14), ids)
+    assert engine.ask(Free(pool=POOL, pages=4), Freed, ids) == Freed(freed=0, deferred=4)
+    with pytest.raises((NotOwnerError, PageBusyError)):
+        engine.load(engine.lookup(names(1)).lease, ids[:1])
+    assert not full.copier.under_way
+    full.check()
+    await copies(full)
+    full.check()
+    await full.finish()
+    assert engine.ended(operation).stored == 4
+    ids = engine.allocate(4)
+    engine.load(engine.lookup(names(11, 12, 13, 14)).lease, ids)
+    await full.finish()
+    assert engine.read(ids) == [{11}, {12}, {13}, {14}]
 
 
 async def test_what_needs_no_room_does_not_wait_for_those_who_do(full: Harness, engine: Engine) -> None:
@@ -240,6 +261,21 @@ def receiving(engine: Engine, count: int, number: int = 0, deadline_ms: int = 0)
     lists = (PageList(pages=count),)
     body = Receive(pool=POOL, request_id=f"{number:032x}", lists=lists, into="host")
     return engine.send(body, deadline_ms=deadline_ms)
+
+
+async def test_a_receive_lets_others_go_first(receives: Harness, full: Harness, engine: Engine) -> None:
+    other = full.engine()
+    number = receiving(engine, 4)
+    there = list[int]()
+    while number not in engine.replies:
+        full.check()
+        there.append(len(full.host.index))
+        assert other.lookup(names(1), pin=False).blocks == 1
+        await asyncio.sleep(0)
+    assert there == [7, 6, 5, 4]  # for four pages and the pool, one by one
+    assert engine.reply(number, Accepted) == Accepted()
+    assert len(full.host.index) == 3
+    assert receives.host.arena.free_bytes == 5 * UNIT
 
 
 @pytest.mark.usefixtures("full")

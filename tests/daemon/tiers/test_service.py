@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,11 +25,13 @@ from kvferry.daemon.tiers.snapshots import (
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.page_ranges import lists_with_pages, page_ranges
+from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
+    GeometryMismatchError,
     InvalidFieldError,
     KvferryError,
     LayoutMismatchError,
@@ -169,6 +172,19 @@ async def test_what_a_session_leaves_is_kept_for_a_while(tiers: Harness, engine:
 # -- restore
 
 
+async def test_target_pages_are_written_by_nobody_else(tiers: Harness, engine: Engine) -> None:
+    snapshot = await offloaded(tiers, engine, 2)
+    ids = engine.allocate(2)
+    operation = engine.restore(snapshot, ids)
+    with pytest.raises(PageBusyError):
+        engine.offload(ids)
+    engine.free(ids)  # deferred
+    assert tiers.pool().allocator.busy_count == 2
+    await tiers.finish()
+    assert engine.error(operation) is None
+    assert tiers.pool().allocator.pages_by_owner() == {engine.session.session_id: 2}
+
+
 async def test_a_restore_that_fails_gives_its_pages_back_and_keeps_the_snapshot(tiers: Harness, engine: Engine) -> None:
     snapshot = await offloaded(tiers, engine, 3, release=True)
     operation = engine.restore(snapshot, drop=True)
@@ -270,6 +286,19 @@ async def test_what_has_landed_is_a_snapshot(tiers: Harness, engine: Engine) -> 
     assert engine.read(engine.events[-1][1][0]) == [{9}] * 4
     assert tiers.host.arena.used_bytes == 4 * UNIT
     assert [kind for _, kind in tiers.said if kind == "TierDone"] == ["TierDone"]  # the restore's
+
+
+@pytest.mark.parametrize(("conv", "fits"), [((4, 8), True), ((8, 4), False)], ids=["as the pool", "another shape"])
+async def test_what_lands_must_be_of_the_pools_shape(
+    tiers: Harness, engine: Engine, conv: tuple[int, int], *, fits: bool
+) -> None:
+    theirs = manifest_of(msgspec.structs.replace(STATES, conv_window=conv[0], conv_channels=conv[1]))
+    await new_pool(tiers, "states", STATES)
+    component = tiers.pool("states").manifest.components[0].name
+    host_receive = into(tiers, engine, PageList(component=component, pages=1, first_page=0), pool="states")
+    with contextlib.nullcontext() if fits else pytest.raises(GeometryMismatchError, match="shape"):
+        pair_entries(theirs.entries, host_receive.pool.manifest.entries)
+    tiers.host_receives.refused(host_receive, CancelledError("the test is over"))
 
 
 @pytest.mark.parametrize(
