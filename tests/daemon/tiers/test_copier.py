@@ -356,11 +356,22 @@ async def test_jobs_of_one_class_take_turns_and_a_higher_one_overtakes() -> None
         assert rest == ("ba" * len(rest))[: len(rest)], "one step each in turns"
 
 
-async def test_a_restore_is_not_kept_waiting_by_threads_that_wait_for_an_offloads_turn() -> None:
+async def test_a_restore_is_not_kept_waiting_by_threads_that_wait_for_an_offloads_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with site(threads=1) as one:
+        gate, begin = _Gate(), one.scheduler.begin
+        gate.open()
+
+        def waits(*given: Any) -> Permit | None:  # noqa: ANN401
+            gate(BlockStep(0, 1, 0, 1))
+            return begin(*given)
+
+        monkeypatch.setattr(one.scheduler, "begin", waits)
         assert one.scheduler.try_begin(OperationClass.OFFLOAD, 64 * MIB)
         offload, restore = _ScriptedRegion(), _ScriptedRegion()
         one.copier.start(one.job(offload, 3), one.done)
+        await gate.entered()
         assert await one.run(one.job(restore, 3, kind="restore")) is None
         assert not offload.log
         one.scheduler.end(OperationClass.OFFLOAD, 64 * MIB)
