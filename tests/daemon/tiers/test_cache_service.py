@@ -79,19 +79,6 @@ def hashes(*numbers: int) -> bytes:
 # -- store
 
 
-async def test_a_second_store_waits_for_nothing_and_copies_nothing(tiers: Harness, engine: Engine) -> None:
-    other = tiers.engine()
-    engine.store(names(1, 2), engine.allocate(2))
-    operation = other.store(names(1, 2), other.allocate(2))
-    await settle()
-    done = other.done(operation)
-    assert done is not None
-    assert (done.stored, done.present) == (0, 2)
-    assert len(tiers.copier.under_way) == 1
-    tiers.copier.finish_all()
-    assert tiers.host.arena.used_bytes == 2 * UNIT
-
-
 # -- lookups and leases
 
 
@@ -185,22 +172,6 @@ async def test_a_lease_that_ends_while_the_store_is_asked_pins_nothing(far: Harn
     with pytest.raises(UnknownLeaseError):
         engine.reply(more, Found)
     assert engine.session.session_id not in far.host.index.pinned_by()
-
-
-async def test_what_the_store_has_is_found_and_loaded(far: Harness) -> None:
-    engine = far.engine()
-    await put_away(far, engine, 1, 2, 3)
-    far.store.holds = False
-    number = engine.send(Lookup(pool=POOL, hashes=hashes(1, 2, 3)))
-    found = engine.reply(number, Found)
-    assert (found.blocks, found.host, found.remote) == (3, 0, 3)
-    ids = engine.allocate(3)
-    operation = engine.load(found.lease, ids)
-    await until(lambda: far.copier.under_way)
-    await far.finish()
-    done = engine.ended(operation)
-    assert (done.loaded, done.error) == (3, None)
-    assert engine.read(ids) == [{1}, {2}, {3}]
 
 
 async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: Harness) -> None:

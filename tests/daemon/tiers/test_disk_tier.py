@@ -59,19 +59,6 @@ async def loaded(tiers: Harness, engine: Engine, *numbers: int) -> tuple[int, li
     return operation, engine.read(ids)
 
 
-async def test_blocks_are_written_and_come_back(tiers: Harness, engine: Engine, folder: Path) -> None:
-    await written(tiers, 1, 2)
-    assert len(files(folder)) == 2
-    tiers.empty_memory()
-    found = engine.lookup(names(1, 2))
-    assert (found.host, found.disk) == (0, 2)
-    operation, contents = await loaded(tiers, engine, 1, 2)
-    assert engine.error(operation) is None
-    assert contents == [{1}, {2}]
-    [status] = tiers.lower.status()
-    assert (status.tier, status.state, status.blocks) == ("disk", "ready", 2)
-
-
 async def test_the_next_daemon_finds_them(folder: Path) -> None:
     async with harness(8, disk=folder) as first:
         await written(first, 1, 2, 3)
@@ -134,21 +121,6 @@ async def test_a_reset_drops_what_is_on_disk_and_not_known_yet(folder: Path, sca
         await until(lambda: number in engine.replies)
         assert engine.reply(number, CacheEvicted).blocks == 2
     assert not files(folder)
-
-
-async def test_the_oldest_go_for_new_ones(folder: Path) -> None:
-    async with harness(8, disk=folder) as first:
-        [one] = await written(first, 1)
-        size = first.lower.status()[0].used_bytes
-        assert one.on_disk
-    async with harness(8, disk=folder, disk_bytes=2 * size) as tiers:
-        await until(lambda: len(tiers.host.index) == 1)
-        await written(tiers, 2)
-        await written(tiers, 3)
-        assert len(files(folder)) == 2
-        tiers.empty_memory()
-        assert [one.hash for one in tiers.blocks(1, 2, 3)] == names(2, 3)
-        assert tiers.lower.status()[0].used_bytes == 2 * size
 
 
 async def test_there_are_no_more_than_the_index_may_have_in_memory(

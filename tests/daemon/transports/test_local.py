@@ -427,18 +427,6 @@ async def with_copy_threads(copy_threads: GivenCopyThreads) -> AsyncIterator[Sit
                 copy_threads.gate.open()
 
 
-async def test_the_loop_gives_copy_threads_what_is_in_host_memory() -> None:
-    copy_threads = GivenCopyThreads(2)
-    async with with_copy_threads(copy_threads) as site:
-        for number in range(4):
-            site.start(site.op(number, 1 + 8 * number, 8))
-        assert site.reports == []
-        assert sorted(await site.reported(4)) == [(number, None) for number in range(4)]
-        assert all(site.arrived(1 + 8 * number, 8) for number in range(4))
-        assert site.threads == {threading.get_ident()}
-        assert copy_threads.given == [8 * len(site.source.manifest.entries)] * 4
-
-
 async def test_what_copy_threads_have_copied_is_reported_in_one_turn_whoever_does_not_hear_of_it() -> None:
     loop, said, over, failed = asyncio.get_running_loop(), list[int | str](), asyncio.Event(), list[str]()
     loop.set_exception_handler(lambda _, context: failed.append(context["message"]))
