@@ -226,10 +226,13 @@ async def test_a_damaged_block_is_a_miss_and_goes_and_those_beside_it_stay(tiers
 
 
 @pytest.mark.parametrize("there", [0, 1])
-async def test_a_load_of_what_is_gone_says_how_far_it_came(far: Harness, there: int) -> None:
+async def test_a_load_of_what_is_gone_says_how_far_it_came(
+    far: Harness, there: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = far.engine()
     await put_away(far, engine, 1, 2, 3)
     lease = engine.lookup(names(1, 2, 3)).lease
+    monkeypatch.setattr(prefix_cache, "BLOCKS_AT_ONCE", 1)
     del far.store.values[sorted(far.store.values)[there]]
     await far.let_store_answer()
     ids = engine.allocate(3)
