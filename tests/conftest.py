@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Fix the device and how much is tried, before any test's module is imported."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background; what tests start would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    plain_logs()
     DEVICE.name, DEVICE.full = config.getoption("--device"), config.getoption("--full")
     hypothesis.settings.register_profile("run", DEVICE.examples(100))
     hypothesis.settings.load_profile("run")
@@ -194,11 +195,18 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return backend
 
 
+def plain_logs() -> None:
+    """Log as structlog does by itself, but tracebacks as Python prints them: drawn by rich, each costs seconds."""
+    structlog.reset_defaults()
+    *others, _ = structlog.get_config()["processors"]
+    structlog.configure([*others, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)])
+
+
 @pytest.fixture(autouse=True)
 def _logs_as_they_were() -> Iterator[None]:
     """Undo what a test that runs the daemon's code in this process has set."""
     yield
-    structlog.reset_defaults()
+    plain_logs()
 
 
 @pytest.fixture(autouse=True)
