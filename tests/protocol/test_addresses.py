@@ -1,10 +1,13 @@
-"""Addresses of other daemons: which can be called, and which are the only way to spell what they name."""
+"""Addresses of daemons: which can be called, and are the only way to spell what they name; where the sockets are."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from kvferry.protocol.addresses import MAX_PATH_BYTES, is_numeric, is_v6, scheme, wrong_address, wrong_port
+from kvferry.protocol.settings import control_address, runtime_dirs
 
 
 @pytest.mark.parametrize(
@@ -41,3 +44,17 @@ def test_addresses_that_cannot(address: str, why: str) -> None:
 def test_an_address_to_listen_on_may_leave_the_port_to_the_system() -> None:
     assert wrong_port("tcp://127.0.0.1:0", 0) == ""
     assert is_numeric("tcp://[fd00::1]:0")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ["/run/kvferry"]),
+        ({"XDG_RUNTIME_DIR": "/run/user/7"}, ["/run/user/7/kvferry", "/run/kvferry"]),
+        ({"XDG_RUNTIME_DIR": "/run/user/7", "KVFERRY_RUNTIME_DIR": "/tmp/k"}, ["/tmp/k"]),  # noqa: S108  no file
+        ({"XDG_RUNTIME_DIR": "", "KVFERRY_RUNTIME_DIR": ""}, ["/run/kvferry"]),
+    ],
+)
+def test_the_runtime_directory(environ: dict[str, str], expected: list[str]) -> None:
+    assert [*runtime_dirs(environ)] == expected
+    assert control_address(Path(expected[0])) == f"ipc://{expected[0]}/control.sock"

