@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.attention.graph_tables import GraphTables, TableChange, spans_of
+from kvferry.attention.graph_tables import GraphTables, TableChange
 from kvferry.attention.state_windows import window_of
 from kvferry.attention.table_layout import Int64s, TableShape, table_layout, table_shape, views
 from kvferry.attention.table_update import NONE, TableUpdate
 from kvferry.protocol.errors import (
-    DuplicatePageError,
     InvalidFieldError,
     KvferryError,
     TableOverflowError,
@@ -87,63 +86,10 @@ def test_a_request_as_it_grows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "fields", "said"),
-    [
-        (ids(8, 12), whole((1, (3, 4, 3))), "row 1 has page 3"),
-        (ids(12, 12), whole((0, (4, 5, 6)), (1, (5, 6, 6))), "row 1 has page 6"),
-        (ids(12, 8), entries((0, 2, 1)), "row 0 has page 1"),
-        (ids(8, 8), entries((0, 1, 1)), "row 0 has page 1"),
-        (ids(12, 12), entries((0, 2, 4), (1, 2, 1)), "row 1 has page 1"),
-        (ids(16, 8), entries((0, 2, 7), (0, 3, 7)), "row 0 has page 7"),
-    ],
-)
-def test_a_row_shows_each_page_once(lengths: Int64s, fields: dict[str, Any], said: str) -> None:
-    made = tables()
-    made.apply(TableUpdate(lengths=ids(8, 8), **whole((0, (1, 2)), (1, (1, 3)))))  # rows may share a prefix
-    with pytest.raises(DuplicatePageError, match=f"{said} in more than one column"):
-        made.apply(TableUpdate(lengths=lengths, **fields))
-    assert rows_of(made)[:2] == [[1, 2], [1, 3]]
-    made.apply(TableUpdate(lengths=ids(8, 8), **entries((0, 0, 2), (0, 1, 1))))
-    assert rows_of(made)[:2] == [[2, 1], [1, 3]], "what was refused left nothing, and pages may change places"
-
-
-def test_a_window_slides() -> None:
-    made = tables(WINDOW)
-    swa = made.visible.block_tables_swa
-    assert swa is not None
-    made.apply(TableUpdate(lengths=ids(8), **whole((0, (11, 12, 13))), bound_full=ids(11, 12), bound_window=ids(5, 6)))
-    assert swa[0].tolist() == [5, 6, 0, 0, 0, 0]
-    change = made.apply(TableUpdate(lengths=ids(10), released=ids(11), bound_full=ids(13), bound_window=ids(5)))
-    assert (swa[0].tolist(), change.block_tables_swa.tolist()) == ([0, 6, 5, 0, 0, 0], [0, 2])
-    assert rows_of(made)[0] == [11, 12, 13], "full layers keep all"
-
-
-def test_a_visible_page_keeps_its_window_page() -> None:
-    made = tables(WINDOW)
-    row = whole((0, (1, 2)), (1, (1, 3)))
-    made.apply(TableUpdate(lengths=ids(8, 8), **row, bound_full=ids(1, 2, 3), bound_window=ids(4, 5, 6)))
-    with pytest.raises(
-        WindowMismatchError, match="row 1 column 0: window page 4 is visible and cannot be rel"
-    ) as caught:
-        made.apply(
-            TableUpdate(
-                lengths=ids(10, 8), **entries((0, 2, 7)), released=ids(1), bound_full=ids(7), bound_window=ids(4)
-            )
-        )
-    assert caught.value.field == "released"
-    with pytest.raises(
-        WindowMismatchError, match="row 0 column 2: full page 7 is visible in the window and has no page"
-    ):
-        made.apply(TableUpdate(lengths=ids(10, 8), **entries((0, 2, 7))))
-    made.check()
-
-
-@pytest.mark.parametrize(
     ("lengths", "fields"),
     [
         (ids(8, 9), {**entries((1, 2, 7)), "bound_full": ids(7, 1), "bound_window": ids(8, 7)}),
         (ids(9, 8), {**entries((0, 2, 7)), "bound_full": ids(7, 1), "bound_window": ids(8, 7)}),
-        (ids(9, 8), {**entries((0, 2, 7)), "bound_full": ids(7), "bound_window": ids(8)}),
         (ids(8, 8), {"bound_full": ids(1), "bound_window": ids(7)}),
     ],
 )
@@ -185,7 +131,7 @@ def test_the_visible_tables_stay_where_they_are_and_are_to_read_only() -> None:
 
 @pytest.mark.parametrize(
     ("context", "draft", "request_row", "columns"),
-    [(32768, 16, 0, 257), (32752, 16, 0, 256), (32768, 0, 0, 256), (32768, 16, 40000, 313), (32768, 16, 32768, 257)],
+    [(32768, 16, 0, 257), (32752, 16, 0, 256), (32768, 16, 40000, 313)],
 )
 def test_up_to_the_last_token_and_not_one_more(context: int, draft: int, request_row: int, columns: int) -> None:
     shape = table_shape(
@@ -200,7 +146,7 @@ def test_up_to_the_last_token_and_not_one_more(context: int, draft: int, request
     assert made.visible.seq_lens.tolist() == [longest, context + draft]
     assert made.visible.block_tables[0].tolist() == pages[:columns].tolist()
     before = made.visible.block_tables.copy()
-    for length in (longest - draft + 1, longest + 1, 1 << 62, (1 << 63) - 1):
+    for length in (longest - draft + 1, (1 << 63) - 1):
         needed = -(-(length + draft) // 128)
         expected = rf"row 1: {length} tokens.* need {needed} pages, .*W = {columns} columns of 128 tokens"
         for fields in ({}, rows):  # one row that moves, and all rows at once
@@ -211,20 +157,7 @@ def test_up_to_the_last_token_and_not_one_more(context: int, draft: int, request
     made.check()
 
 
-@pytest.mark.parametrize("fields", [{}, whole((0, (1,)))])
-def test_a_negative_length(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidFieldError, match="row 1 has -1 tokens"):
-        tables().apply(TableUpdate(lengths=ids(0, -1), **fields))
-
-
 # --- what a change says has to be copied ---
-
-
-@given(st.sets(st.integers(0, 40)))
-def test_positions_as_extents(positions: set[int]) -> None:
-    pairs = spans_of(ids(*sorted(positions))).pairs()
-    assert [at for start, end in pairs for at in range(start, end)] == sorted(positions)
-    assert all(end < following for (_, end), (following, _) in pairwise(pairs)), "none touch"
 
 
 @given(st.data(), st.sampled_from([None, 5]))
@@ -476,7 +409,7 @@ class WindowSteps(Steps):
     window = WINDOW
 
 
-ENOUGH = DEVICE.examples(80, stateful_step_count=20)
+ENOUGH = DEVICE.examples(60, stateful_step_count=15)
 TestSteps = Steps.TestCase
 TestSteps.settings = ENOUGH
 TestWindowSteps = WindowSteps.TestCase

@@ -37,17 +37,10 @@ def test_the_lists_that_graph_updates_take() -> None:
     assert {type(one) for one in found.for_update()} == {int}
 
 
-def test_nothing_written_yet_and_an_empty_batch() -> None:
-    writer, reader = pair(8)
-    assert (reader.read().sequence, reader.read().for_update()) == (0, [])
-    writer.write(np.array([5]), 1)
-    writer.write(np.empty(0, np.int64), 2, extra_tokens=3)
-    assert reader.read().for_update() == [0, 0]
-
-
 @given(st.lists(st.lists(st.integers(0, 1 << 30), max_size=9), min_size=1, max_size=6))
 def test_the_latest_list(lists: list[list[int]]) -> None:
     writer, reader = pair(9)
+    assert (reader.read().sequence, reader.read().for_update()) == (0, []), "nothing is written yet"
     for at, lengths in enumerate(lists, 1):
         assert writer.write(np.array(lengths, np.int64), 9) == at
         assert reader.read().lengths == lengths
@@ -67,12 +60,9 @@ def test_a_record_that_is_not_complete_does_not_count(at: int, value: int) -> No
     assert reader.read().lengths[0] == (100 if value else 200)
 
 
-def test_no_writer() -> None:
+def test_what_has_no_record_or_no_room_for_one() -> None:
     with pytest.raises(InternalError, match="no record"):
         HostLengthsReader(region_for(8), 8).read()
-
-
-def test_a_region_that_is_too_small() -> None:
     for kind in (HostLengthsReader, HostLengthsWriter):
         with pytest.raises(LengthMismatchError) as caught:
             kind(region_for(8), 100)

@@ -1,4 +1,4 @@
-"""An update that is wrong in itself is refused by field, before anything is written."""
+"""Tables lie in their region one after the other; an update that is wrong in itself is refused by field."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from kvferry.attention.table_layout import table_shape
+from kvferry.attention.table_layout import ALIGNMENT_BYTES, table_layout, table_shape, views
 from kvferry.attention.table_update import TableUpdate, check_update
 from kvferry.protocol.errors import (
     InvalidFieldError,
@@ -17,30 +19,92 @@ from kvferry.protocol.errors import (
     TooLargeError,
 )
 
+
+@given(st.integers(1, 300), st.integers(1, 500), st.sampled_from([None, 1, 512]))
+def test_tables_are_aligned_and_apart(max_batch: int, context: int, window: int | None) -> None:
+    shape = table_shape(max_batch=max_batch, max_context_tokens=context, page_size=16, window=window)
+    layout = table_layout(shape)
+    region = np.zeros(layout.size_bytes, np.uint8)
+    made = views(shape, region)
+    assert (made.block_tables_swa is None) == (window is None) == (layout.block_tables_swa is None)
+    starts = [layout.block_tables, layout.block_tables_swa, layout.seq_lens]
+    for value, (start, table) in enumerate(zip(starts, made, strict=True), 1):
+        if start is not None and table is not None:
+            assert start % ALIGNMENT_BYTES == 0
+            assert table.ctypes.data == region.ctypes.data + start
+            assert not table.any(), "tables overlap"
+            table[:] = value
+    assert made.block_tables.shape == (max_batch, shape.columns)
+    assert made.seq_lens.shape == (max_batch,)
+    with pytest.raises(ValueError, match=r"reshape|buffer"):
+        views(shape, region[:3])
+
+
+@given(st.integers(1, 10**6), st.integers(0, 64), st.integers(0, 10**6), st.integers(1, 512))
+@example(32752, 16, 0, 128)  # just full
+@example(32753, 16, 0, 128)  # one token more
+@example(32768, 16, 32897, 128)
+def test_the_last_token_fits_and_no_page_is_too_many(
+    context: int, draft: int, request_row: int, page_size: int
+) -> None:
+    shape = table_shape(
+        max_batch=1, max_context_tokens=context, page_size=page_size, draft_tokens=draft, request_row_tokens=request_row
+    )
+    longest = max(context + draft, request_row)
+    assert shape.row_tokens - page_size < longest <= shape.row_tokens == shape.columns * page_size
+
+
+def test_the_captured_size_that_holds_a_batch() -> None:
+    shape = table_shape(max_batch=16, max_context_tokens=64, page_size=16, captured=(8, 1, 4))
+    assert [shape.replayed_rows(batch) for batch in (0, 1, 2, 4, 5, 8, 9, 16)] == [1, 1, 4, 4, 8, 8, 9, 16]
+    assert table_shape(max_batch=16, max_context_tokens=64, page_size=16).replayed_rows(5) == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, 0) for field in ("max_batch", "max_context_tokens", "page_size", "window")),
+        *((field, -1) for field in ("draft_tokens", "request_row_tokens")),
+        *(("captured", value) for value in ((0, 1), (1, 9), (2, 2))),
+        *(("max_context_tokens", value) for value in (1 << 31, 1 << 29)),
+    ],
+)
+def test_a_shape_that_makes_no_sense(field: str, value: object) -> None:
+    right: dict[str, Any] = {"max_batch": 8, "max_context_tokens": 64, "page_size": 1}
+    table_shape(**right)
+    with pytest.raises(InvalidFieldError) as caught:
+        table_shape(**right | {field: value})
+    assert caught.value.field == field
+
+
 SHAPE = table_shape(max_batch=64, max_context_tokens=20, page_size=4, draft_tokens=3)
+
+
+def one_entry(row: int, column: int, page: int) -> dict[str, list[int]]:
+    return {"entry_rows": [row], "entry_columns": [column], "entry_pages": [page]}
+
+
 WRONG: list[tuple[type[KvferryError], str, dict[str, Any]]] = [
     (TooLargeError, "lengths", {"lengths": [1] * 65}),
     (InvalidFieldError, "extra_tokens", {"extra_tokens": 4}),
     (InvalidFieldError, "extra_tokens", {"extra_tokens": -1}),
-    (LengthMismatchError, "entry_pages", {"entry_rows": [0], "entry_columns": [0], "entry_pages": [1, 2]}),
-    (LengthMismatchError, "entry_pages", {"entry_rows": [], "entry_columns": [0], "entry_pages": [1]}),
-    (InvalidFieldError, "entry_rows", {"entry_rows": [40], "entry_columns": [0], "entry_pages": [1]}),
-    (InvalidFieldError, "entry_rows", {"entry_rows": [-1], "entry_columns": [0], "entry_pages": [1]}),
-    (InvalidFieldError, "entry_columns", {"entry_rows": [0], "entry_columns": [6], "entry_pages": [1]}),
-    (InvalidFieldError, "entry_columns", {"entry_rows": [1], "entry_columns": [-1], "entry_pages": [1]}),
-    (InvalidFieldError, "entry_columns", {"entry_rows": [1], "entry_columns": [1 << 62], "entry_pages": [1]}),
-    (PageOutOfRangeError, "entry_pages", {"entry_rows": [0], "entry_columns": [0], "entry_pages": [0]}),
-    (PageOutOfRangeError, "entry_pages", {"entry_rows": [0], "entry_columns": [0], "entry_pages": [50]}),
+    (LengthMismatchError, "entry_pages", one_entry(0, 0, 1) | {"entry_pages": [1, 2]}),
+    (LengthMismatchError, "entry_pages", one_entry(0, 0, 1) | {"entry_rows": []}),
+    (InvalidFieldError, "entry_rows", one_entry(40, 0, 1)),
+    (InvalidFieldError, "entry_rows", one_entry(-1, 0, 1)),
+    (InvalidFieldError, "entry_columns", one_entry(0, 6, 1)),
+    (InvalidFieldError, "entry_columns", one_entry(1, 1 << 62, 1)),
+    (PageOutOfRangeError, "entry_pages", one_entry(0, 0, 0)),
+    (PageOutOfRangeError, "entry_pages", one_entry(0, 0, 50)),
     (InvalidFieldError, "entry_rows", {"entry_rows": [3, 3], "entry_columns": [2, 2], "entry_pages": [1, 2]}),
+    (InvalidFieldError, "entry_rows", one_entry(3, 0, 1) | {"rows": [3], "row_pages": [1], "pages": [9]}),
     (LengthMismatchError, "row_pages", {"rows": [0, 1], "row_pages": [1], "pages": [1]}),
     (LengthMismatchError, "pages", {"rows": [0, 1], "row_pages": [1, 2], "pages": [1, 2]}),
-    (LengthMismatchError, "pages", {"pages": [1]}),
     (InvalidFieldError, "rows", {"rows": [40], "row_pages": [1], "pages": [1]}),
     (InvalidFieldError, "rows", {"rows": [5, 5], "row_pages": [1, 1], "pages": [1, 2]}),
     (InvalidFieldError, "row_pages", {"rows": [0], "row_pages": [7], "pages": [1] * 7}),
     (InvalidFieldError, "row_pages", {"rows": [0, 1], "row_pages": [2, -1], "pages": [1]}),
     (PageOutOfRangeError, "pages", {"rows": [0], "row_pages": [2], "pages": [1, 0]}),
-    (PageOutOfRangeError, "pages", {"rows": [0], "row_pages": [2], "pages": [1, 1 << 40]}),
     (InvalidFieldError, "bound_full", {"bound_full": [1], "bound_window": [1]}),
     (InvalidFieldError, "bound_full", {"released": [1]}),
 ]
@@ -72,9 +136,5 @@ def test_the_last_of_many_entries(name: str, bad: int) -> None:
     assert caught.value.field == ("entry_rows" if name == "twice" else name)
 
 
-def test_a_row_as_a_whole_and_in_entries() -> None:
-    fields = {"rows": [3], "row_pages": [1], "pages": [9], "entry_rows": [2], "entry_columns": [5], "entry_pages": [9]}
-    check_update(update_of(fields), SHAPE, 50)
-    with pytest.raises(InvalidFieldError, match="row 3 is sent as a whole and in entries"):
-        check_update(update_of(fields | {"entry_rows": [3]}), SHAPE, 50)
-    check_update(update_of(fields | {"rows": [0, 1], "row_pages": [1, 0]}), SHAPE, 50)  # a row may be emptied
+def test_a_row_as_a_whole_may_be_emptied_beside_entries_of_others() -> None:
+    check_update(update_of(one_entry(2, 5, 9) | {"rows": [0, 1], "row_pages": [1, 0], "pages": [9]}), SHAPE, 50)
