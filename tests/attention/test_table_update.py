@@ -36,7 +36,7 @@ def test_tables_are_aligned_and_apart(max_batch: int, context: int, window: int 
             table[:] = value
     assert made.block_tables.shape == (max_batch, shape.columns)
     assert made.seq_lens.shape == (max_batch,)
-    with pytest.raises(ValueError, match=r"reshape|buffer"):
+    with pytest.raises(ValueError, match="size"):
         views(shape, region[:3])
 
 

@@ -129,4 +129,4 @@ class Bindings(RuleBasedStateMachine):
 
 
 TestBindings = Bindings.TestCase
-TestBindings.settings = DEVICE.examples(60, stateful_step_count=30)
+TestBindings.settings = DEVICE.examples(60, stateful_step_count=15)
