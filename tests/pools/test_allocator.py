@@ -157,6 +157,12 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         self.writing -= set(pages)
         self.reclaim()
 
+    @rule(owner=OWNERS, pages=st.lists(st.integers(1, PAGES - 1), max_size=5, unique=True))
+    def free_what_is_still_owned(self, owner: int, pages: list[int]) -> None:
+        """Take pages back that others may have by now: those stay."""
+        mine = {page for page in pages if self.owner.get(page) == owner}
+        assert self.allocator.free_owned(owner, ids_of(pages)) == self.give_back(mine)
+
     def lists_near(self, owner: int) -> st.SearchStrategy[list[int]]:
         """Return page lists that are mostly the owner's, so that not everything is refused."""
         mine = sorted(page for page, one in self.owner.items() if one == owner)
@@ -174,7 +180,7 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorAgainstModel.TestCase
-TestAllocator.settings = DEVICE.examples(60, stateful_step_count=40)
+TestAllocator.settings = DEVICE.examples(80, stateful_step_count=40)
 
 
 class AllocatorOfLongLists(AllocatorAgainstModel):
@@ -191,35 +197,7 @@ class AllocatorOfLongLists(AllocatorAgainstModel):
 
 
 TestLongLists = AllocatorOfLongLists.TestCase
-TestLongLists.settings = DEVICE.examples(60, stateful_step_count=40)
-
-
-def test_only_what_the_owner_has_still_is_taken_back() -> None:
-    pages = PageAllocator(8)
-    ids = pages.allocate(1, 4)
-    pages.free(1, ids[:2])
-    others = pages.allocate(2, 1)
-    assert pages.free_owned(1, ids) == (2, 0)
-    assert pages.pages_by_owner() == {2: 1}
-    assert pages.free_owned(2, others) == (1, 0)
-    pages.check_integrity()
-
-
-def test_a_doomed_page_is_nobodys() -> None:
-    allocator = PageAllocator(3)
-    pages = allocator.allocate(1, 1)
-    allocator.begin_read(1, pages, "pages")
-    allocator.free(1, pages)
-    with pytest.raises(NotOwnerError, match="page 1 at position 0"):
-        allocator.begin_read(1, pages, "lists[0].pages")
-
-
-def test_large_pools_are_scanned_in_parts() -> None:
-    allocator = PageAllocator(200_000)
-    held = allocator.allocate(1, 199_999)
-    allocator.free(1, held[[5, 70_000, 199_998]])
-    assert allocator.allocate(2, 3).tolist() == [6, 70_001, 199_999]
-    assert allocator.free_count == 0
+TestLongLists.settings = DEVICE.examples(80, stateful_step_count=40)
 
 
 def test_the_lowest_free_pages_are_found_wherever_they_are() -> None:
@@ -228,7 +206,7 @@ def test_the_lowest_free_pages_are_found_wherever_they_are() -> None:
     allocator = PageAllocator(pages)
     taken = np.zeros(pages, np.bool_)
     taken[0] = True
-    for _ in range(200):
+    for _ in range(100):
         free = np.flatnonzero(~taken)
         count = min(int(drawn.choice([1, 2, 50, 3000])), len(free))
         if count:
@@ -239,16 +217,3 @@ def test_the_lowest_free_pages_are_found_wherever_they_are() -> None:
         allocator.free(1, back)
         taken[back] = False
         allocator.check_integrity()
-
-
-@pytest.mark.parametrize("writing", [False, True])
-def test_what_was_freed_of_pages_in_flight_comes_back_and_the_others_stay(*, writing: bool) -> None:
-    allocator = PageAllocator(PAGES)
-    ids = allocator.allocate(1, PAGES - 1)
-    (allocator.begin_write if writing else allocator.begin_read)(1, ids, "pages")
-    assert tuple(allocator.free(1, ids[2:4], "pages")) == (0, 2)
-    assert allocator.free_count == 0
-    (allocator.end_write if writing else allocator.end_read)(ids)
-    assert allocator.free_count == 2
-    assert allocator.pages_of(1).tolist() == [*ids[:2].tolist(), *ids[4:].tolist()]
-    allocator.check_integrity()

@@ -17,11 +17,6 @@ from kvferry.protocol.errors import IncompleteError, PageOverlapError, Uncovered
 from kvferry.protocol.manifests import Entry
 
 PAGES = 4
-ENTRIES = [
-    Entry(component=component, role="k", layer=layer, base=0, pages=9, page_bytes=1)
-    for component, layer in (("main", 0), ("main", 1), ("draft", 0))
-]
-EVERYTHING = Cells(np.arange(3), 0, PAGES)
 
 
 def everything_free(coverage: Coverage, cells: Cells) -> bool:
@@ -30,43 +25,13 @@ def everything_free(coverage: Coverage, cells: Cells) -> bool:
     return [(bool(one.rows.all()), one.start, one.stop) for one in found] == [(True, cells.start, cells.stop)]
 
 
-def test_errors_name_the_first_cell() -> None:
-    coverage = Coverage(ENTRIES, PAGES, ["draft"])
-    coverage.plan(Cells(np.array([0, 2]), 0, 2))
-    with pytest.raises(PageOverlapError, match="draft/k/0: transfer page 1 has a sender already"):
-        everything_free(coverage, Cells(np.array([1, 2]), 1, 3))
-    with pytest.raises(UncoveredEntryError, match=r"no source entry for main/k/1 \(1 entries uncovered\)"):
-        coverage.check_planned()
-    coverage.plan(Cells(np.array([1]), 0, PAGES))
-    with pytest.raises(IncompleteError, match=r"main/k/0: transfer page 2 has no sender \(2 cells missing\)"):
-        coverage.check_planned()
-
-
-def test_a_planned_optional_cell_must_arrive() -> None:
-    coverage = Coverage(ENTRIES, PAGES, ["draft"])
-    coverage.plan(EVERYTHING)
-    coverage.arrive(Cells(np.array([0, 1]), 0, PAGES))
-    assert coverage.arrived_pages == PAGES
-    assert not coverage.complete
-    coverage.arrive(EVERYTHING)
-    assert coverage.complete
-
-
 SPLIT = [
     Entry(
-        component=component,
-        role=role,
-        layer=0,
-        base=0,
-        pages=9,
-        page_bytes=8,
-        page_tokens=1,
-        head_start=4,
-        heads=heads,
-        total_heads=8,
+        component=component, role=role, layer=0, base=0, pages=9, page_bytes=8, page_tokens=1, head_start=4,
+        heads=heads, total_heads=8,
     )
     for component, role, heads in (("main", "k", 4), ("main", "index_k", 1), ("draft", "k", 2))
-]
+]  # fmt: skip
 
 
 @st.composite
@@ -164,8 +129,10 @@ def check_missing(coverage: Coverage, missing: set[tuple[int, int, int]]) -> Non
         coverage.check_planned(told_apart[1:])
 
 
-def test_errors_name_the_heads() -> None:
+def test_errors_name_the_first_cell_and_the_heads() -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
+    with pytest.raises(UncoveredEntryError, match=r"no source entry for main/k/0 \(2 entries uncovered\)"):
+        coverage.check_planned()
     some = Cells(np.array([0, 1]), 0, PAGES, (Heads(1, 2), None))
     coverage.plan(some)
     with pytest.raises(PageOverlapError, match=r"main/k/0: transfer page 2, heads 5\.\.6, has a sender already"):
@@ -183,20 +150,6 @@ def test_errors_name_the_heads() -> None:
     coverage.plan(Cells(np.array([0]), 0, 1, (Heads(0, 1),)))
     with pytest.raises(IncompleteError, match=r"transfer page 0, heads 7\.\.7, has no sender \(2 cells missing\)"):
         coverage.check_planned()
-
-
-def test_an_entry_counts_the_heads_it_has() -> None:
-    coverage = Coverage(SPLIT, PAGES, ["draft"])
-    coverage.plan(Cells(np.array([0]), 0, PAGES, (Heads(0, 3),)))
-    coverage.plan(Cells(np.array([0, 1]), 0, 1, (Heads(3, 1), None)))
-    with pytest.raises(IncompleteError, match=r"\(6 cells missing\)"):
-        coverage.check_planned()
-
-
-def test_some_rows_keep_their_heads() -> None:
-    cells = Cells(np.array([2, 0, 1]), 1, 3, (Heads(0, 1), None, Heads(2, 1)))
-    assert cells.of(np.array([False, True, True])).heads == (None, Heads(2, 1))
-    assert cells.of(np.array([False, True, True])).entries.tolist() == [0, 1]
 
 
 def test_of_a_replica_the_rest_is_free() -> None:
@@ -225,4 +178,5 @@ def test_cells_of_pairs() -> None:
     whole = pair_entries([SPLIT[1], SPLIT[2]], SPLIT)
     assert cells_of(whole, 1, 3).heads is None
     assert cells_of(whole, 1, 3).entries.tolist() == [1, 2]
+    assert Cells(np.array([2, 0]), 1, 3, (None, Heads(2, 1))).of(np.array([False, True])).heads == (Heads(2, 1),)
     assert cells_of(pair_entries([ours, SPLIT[2]], SPLIT), 1, 3).heads == (Heads(2, 2), None)

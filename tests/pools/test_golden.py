@@ -16,7 +16,6 @@ from kvferry.pools.planning.pairing import HeadSlice, Pairing, check_covered, pa
 from kvferry.pools.planning.plan import make_plan
 from kvferry.protocol.errors import DuplicatePageError
 from kvferry.protocol.manifests import Entry
-from tests.kit.kvferry_command import run_kvferry
 
 GOLDEN: Final[dict[str, list[dict[str, Any]]]] = json.loads(
     (Path(__file__).parents[1] / "golden" / "transfer_planning.json").read_text()
@@ -64,17 +63,13 @@ def test_coalesce(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", GOLDEN["mla_pp_pointers"])
 def test_a_stage_pairs_with_its_own_layers(case: dict[str, Any]) -> None:
-    pairs = pointer_pairing(case).pairs
+    pairing = pointer_pairing(case)
+    pairs = pairing.pairs
     found = {pair.source.base: pair.destination.base for pair in pairs}
     assert found == dict(zip(case["src_ptrs"], case["sliced_dst_ptrs"], strict=True))
     assert [pair.destination.base for pair in pairs] == [
         pointer for pointer in case["dst_ptrs"] if pointer in set(case["sliced_dst_ptrs"])
     ]
-
-
-@pytest.mark.parametrize("case", GOLDEN["mla_pp_pointers"])
-def test_a_stage_leaves_the_other_stages_layers_uncovered(case: dict[str, Any]) -> None:
-    pairing = pointer_pairing(case)
     assert pairing.skipped_source_entries == 0
     layers = {entry.layer for entry in pairing.uncovered if entry.component == "main"}
     assert layers == set(range(case["decode_layers"])) - set(range(case["stage_start"], case["stage_end"]))
@@ -108,33 +103,6 @@ def of_heads(held: RankHeads) -> Entry:
     return msgspec.structs.replace(
         whole, page_tokens=4, head_start=held.start, heads=held.count, total_heads=16, replicas=held.replicas
     )
-
-
-def as_input(case: dict[str, Any]) -> dict[str, Any]:
-    sides = {}
-    for side, pointers in (("source", case["src_ptrs"]), ("destination", case["dst_ptrs"])):
-        rows = zip(pointers, case["item_lens"], strict=True)
-        sides[side] = {
-            "entries": [
-                {
-                    "component": "main",
-                    "role": "k",
-                    "layer": layer,
-                    "base": base,
-                    "pages": MANY_PAGES,
-                    "page_bytes": size,
-                }
-                for layer, (base, size) in enumerate(rows)
-            ]
-        }
-    return {**sides, "source_pages": case["src_pages"], "destination_pages": case["dst_pages"]}
-
-
-@pytest.mark.parametrize("case", GOLDEN["address_plan"][:3])
-def test_the_command_plans_the_same(case: dict[str, Any]) -> None:
-    done = run_kvferry("plan", "-", stdin=json.dumps(as_input(case)))
-    assert done.returncode == 0
-    assert json.loads(done.stdout) == {"blocks": case["blocks"], "skipped_source_entries": 0}
 
 
 @pytest.mark.parametrize("case", REPEATING)

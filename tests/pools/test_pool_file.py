@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,21 +22,11 @@ from kvferry.pools.pool_file import (
     write_pool_file,
 )
 from kvferry.pools.records import UnreadableFileError
-from kvferry.protocol.manifests import HybridSwaSpec
 from tests.kit.devices import DEVICE
+from tests.kit.pool_specs import SWA
 from tests.kit.recording_buffer import Recording, copied, cut_at_every_write
 
-SPEC = HybridSwaSpec(
-    full_layers=(0,),
-    window_layers=(1,),
-    tokens=32,
-    window_tokens=16,
-    window=8,
-    page_size=4,
-    kv_heads=1,
-    head_dim=8,
-    dtype="float16",
-)
+SPEC = msgspec.structs.replace(SWA, full_layers=(0,), window_layers=(1,), tokens=1024, window_tokens=512, window=8)
 MANIFEST = manifest_of(SPEC)
 POOL_RECORD = PoolRecord(name="pool", tenant=7, spec=SPEC, memory=99, manifest=manifest_digest(MANIFEST))
 

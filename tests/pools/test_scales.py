@@ -7,32 +7,25 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.planning.geometry import PAGE_HEADS
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError, ScaleMismatchError
-from kvferry.protocol.manifests import DraftSpec, Entry, HybridSwaSpec, MambaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
+from kvferry.protocol.manifests import DraftSpec, Entry, Manifest, PoolSpec
+from tests.kit import pool_specs as kit
+from tests.kit.pool_specs import changed
 
-MHA = MhaSpec(layers=2, first_layer=3, tokens=64, page_size=16, kv_heads=2, total_heads=4, head_dim=8, dtype="int8")
-MLA = MlaSpec(layers=2, tokens=64, page_size=16, kv_lora_rank=8, qk_rope_head_dim=4, dtype="int8")
-SWA = HybridSwaSpec(
-    full_layers=(0,), window_layers=(1, 2), tokens=64, window_tokens=32, window=16, page_size=16, kv_heads=2,
-    head_dim=8, dtype="int8",
-)  # fmt: skip
-MAMBA = MambaSpec(
-    state_layers=(0,), slots=4, ssm_shape=(2, 4), attention_layers=(1,), tokens=64, page_size=16, kv_heads=2,
-    head_dim=8, dtype="int8",
-)  # fmt: skip
+MHA = replace(kit.MHA, layers=2, first_layer=3, total_heads=4, v_head_dim=None, dtype="int8")
+MLA = replace(kit.MLA, layers=2, first_layer=0, index_head_dim=None, dtype="int8")
+SWA = replace(kit.SWA, full_layers=(0,), window_layers=(1, 2), dtype="int8")
+MAMBA = replace(kit.MAMBA, state_layers=(0,), attention_layers=(1,), dtype="int8")
 
 
 def scales_of(manifest: Manifest) -> dict[str, tuple[float, ...] | None]:
     return {entry.name: entry.scales for entry in manifest.entries}
-
-
-def changed(spec: PoolSpec, **fields: Any) -> Manifest:  # noqa: ANN401  any field of a spec
-    return manifest_of(msgspec.structs.replace(spec, **fields))
 
 
 # -- fixed ones
@@ -54,41 +47,26 @@ def test_fixed_scales_stand_on_their_entries(said: Any, third: Any, fourth: Any)
     assert found == {"main/k/3": None, "main/k/4": None, "main/v/3": third, "main/v/4": fourth}
 
 
-def test_scales_are_what_they_are_as_float32() -> None:
-    assert scales_of(changed(MHA, k_scale=0.1))["main/k/3"] == (0.10000000149011612,)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "float8_e4m3fn", "float8_e5m2"])
-def test_every_dtype_of_8_bits_may_have_some(dtype: str) -> None:
-    assert scales_of(changed(MHA, dtype=dtype, k_scale=2.0))["main/k/4"] == (2.0,)
-
-
 @pytest.mark.parametrize(
     ("spec", "fields", "field"),
     [
         (MHA, {"dtype": "bfloat16", "k_scale": 1.0}, "k_scale"),
         (MHA, {"dtype": "bfloat16", "v_scale": "page"}, "v_scale"),
         (MHA, {"k_scale": (1.0,)}, "k_scale"),
-        (MHA, {"k_scale": (1.0, 2.0, 3.0)}, "k_scale"),
         (MHA, {"v_scale": (1.0, (1.0, 2.0, 3.0))}, "v_scale[1]"),
-        (MHA, {"v_scale": ((1.0,), (1.0, 2.0))}, "v_scale[0]"),
         (MHA, {"k_scale": 0.0}, "k_scale"),
         (MHA, {"k_scale": (1.0, -1.0)}, "k_scale[1]"),
         (MHA, {"k_scale": math.nan}, "k_scale"),
-        (MHA, {"k_scale": math.inf}, "k_scale"),
         (MHA, {"k_scale": 1e39}, "k_scale"),
         (MHA, {"k_scale": 1e-50}, "k_scale"),
         (MHA, {"k_scale": (1.0, 2.0), "draft": DraftSpec(layers=1)}, "draft.k_scale"),
         (MHA, {"k_scale": 1.0, "draft": DraftSpec(layers=1, k_scale=(1.0, 2.0))}, "draft.k_scale"),
         (MHA, {"head_start": 1, "k_scale": "page"}, "head_start"),
-        (MLA, {"dtype": "bfloat16", "k_scale": 1.0}, "k_scale"),
         (MLA, {"k_scale": (1.0, 2.0), "draft": DraftSpec(layers=1)}, "draft.k_scale"),
         (MLA, {"draft": DraftSpec(layers=1, v_scale=1.0)}, "draft.v_scale"),
         (MLA, {"draft": DraftSpec(layers=1, k_scale="page")}, "draft.k_scale"),
-        (MLA, {"draft": DraftSpec(layers=1, k_scale=((1.0,),))}, "draft.k_scale"),
         (MLA, {"packed": "ds_mla", "dtype": "float8_e4m3fn", "kv_lora_rank": 128, "k_scale": 1.0}, "k_scale"),
         (SWA, {"k_scale": (1.0,)}, "window_k_scale"),
-        (SWA, {"window_v_scale": (1.0,)}, "window_v_scale"),
     ],
 )
 def test_what_makes_no_sense_is_refused(spec: PoolSpec, fields: dict[str, Any], field: str) -> None:
@@ -97,7 +75,7 @@ def test_what_makes_no_sense_is_refused(spec: PoolSpec, fields: dict[str, Any], 
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("scale", ["0", "-0.5", '"layer"', "[]", "[[]]", "{}"])
+@pytest.mark.parametrize("scale", ["0", '"layer"', "[[]]", "{}"])
 def test_what_makes_no_sense_on_the_wire_is_refused(scale: str) -> None:
     text = msgspec.json.encode(MHA).decode().removesuffix("}") + f', "k_scale": {scale}}}'
     with pytest.raises(msgspec.ValidationError, match="k_scale"):
@@ -113,21 +91,12 @@ def test_parts_take_the_models_scales_unless_they_have_their_own() -> None:
     found = scales_of(changed(SWA, k_scale=0.5, v_scale=(1.0,), window_v_scale=(3.0, 4.0)))
     assert (found["swa/k/1"], found["swa/v/1"], found["swa/v/2"]) == ((0.5,), (3.0,), (4.0,))
     assert scales_of(changed(MAMBA, k_scale=0.5))["main/k/1"] == (0.5,)
+    assert scales_of(changed(MHA, k_scale=0.1))["main/k/3"] == (0.10000000149011612,), "what it is as float32"
+    latent = replace(MLA, k_scale=(0.5, 0.25), index_head_dim=4, draft=DraftSpec(layers=1, k_scale=2.0))
+    found = scales_of(manifest_of(latent))
+    assert (found["main/k/1"], found["main/v/1"], found["main/index_k/1"]) == ((0.25,), (0.25,), None)
+    assert found["draft/v/0"] == (2.0,)
     assert scales_of(changed(SWA, window_layers=(), k_scale=(1.0,)))["main/k/0"] == (1.0,)
-
-
-def test_latent_attention_has_one_scale_for_latent_and_rope() -> None:
-    found = scales_of(changed(MLA, k_scale=(0.5, 0.25), index_head_dim=4, draft=DraftSpec(layers=1, k_scale=2.0)))
-    assert found == {
-        "main/k/0": (0.5,),
-        "main/k/1": (0.25,),
-        "main/v/0": (0.5,),
-        "main/v/1": (0.25,),
-        "main/index_k/0": None,
-        "main/index_k/1": None,
-        "draft/k/0": (2.0,),
-        "draft/v/0": (2.0,),
-    }
 
 
 # -- those that travel
@@ -141,22 +110,19 @@ def test_a_scale_a_page_and_head_is_an_array_of_its_own() -> None:
     manifest = changed(MHA, k_scale="page_head", view="fia")
     assert [entry.name for entry in manifest.entries][4:] == ["main/k_scale/3", "main/k_scale/4"]
     first = entries_of(manifest, "k_scale")[0]
-    assert (first.shape, first.dtype, first.page_bytes, first.format) == ((5, 2), "float32", 8, PAGE_HEADS)
+    assert (first.shape, first.dtype, first.page_bytes, first.format) == ((3, 2), "float32", 8, PAGE_HEADS)
     assert (first.head_start, first.heads, first.total_heads, first.page_tokens) == (0, 2, 4, None)
     assert scales_of(manifest)["main/k/3"] is None
-
-
-def test_a_scale_a_page_is_its_ranks_own() -> None:
     manifest = changed(MHA, head_start=2, v_scale="page", replicas=2)
     first = entries_of(manifest, "v_scale")[0]
-    assert (first.shape, first.page_bytes) == ((5, 1), 4)
+    assert (first.shape, first.page_bytes) == ((3, 1), 4), "a scale a page is its rank's own"
     assert (first.head_start, first.heads, first.total_heads, first.replicas) == (1, 1, 2, 2)
 
 
 def test_windows_and_drafts_have_them_too() -> None:
     manifest = changed(SWA, k_scale="page_head", draft=DraftSpec(layers=1), window_v_scale="page")
     assert [(entry.name, entry.pages) for entry in manifest.entries if entry.format == PAGE_HEADS] == [
-        ("main/k_scale/0", 5), ("draft/k_scale/0", 5), ("swa/k_scale/1", 3), ("swa/k_scale/2", 3),
+        ("main/k_scale/0", 9), ("draft/k_scale/0", 9), ("swa/k_scale/1", 3), ("swa/k_scale/2", 3),
         ("swa/v_scale/1", 3), ("swa/v_scale/2", 3),
     ]  # fmt: skip
 
@@ -165,7 +131,7 @@ def test_they_are_part_of_the_page_and_of_the_digest() -> None:
     forms = [changed(MHA, k_scale=one) for one in (None, 1.0, 2.0, (1.0, 2.0), "page", "page_head")]
     assert len({one.layout_digest for one in forms}) == len(forms)
     assert changed(MHA, k_scale=(1.0, 1.0)).layout_digest == changed(MHA, k_scale=1.0).layout_digest
-    assert forms[-1].region_bytes == forms[0].region_bytes + 2 * 5 * 8
+    assert forms[-1].region_bytes == forms[0].region_bytes + 2 * 3 * 8
 
 
 # -- pairing
@@ -184,15 +150,13 @@ def heads(*scales: float) -> tuple[tuple[float, ...], ...]:
     ("ours", "theirs"),
     [
         (side(0, 2, 0.5), side(0, 2, 0.5)),
-        (side(0, 2, 0.1), side(0, 2, 0.10000000149011612)),
         (side(0, 2, 0.5), side(0, 2, heads(0.5, 0.5))),
         (side(0, 4, heads(1, 2, 3, 4)), side(2, 2, heads(3, 4))),
         (side(0, 4, heads(1, 2, 3, 3)), side(2, 2, 3.0)),
-        (side(1, 1, 2.0), side(0, 4, heads(1, 2, 3, 4))),
         (side(0, 2, heads(1, 2)), side(1, 2, heads(2, 9))),
         (side(0, 2, heads(1, 2)), side(2, 2, heads(3, 4))),
     ],
-    ids=["same", "float32", "one for all", "slice", "slice of one", "head", "overlap", "nothing in common"],
+    ids=["same", "one for all", "slice", "slice of one", "overlap", "nothing in common"],
 )
 def test_what_is_exchanged_must_have_one_scale(ours: list[Entry], theirs: list[Entry]) -> None:
     assert pair_entries(ours, theirs) is not None
@@ -205,7 +169,6 @@ def test_what_is_exchanged_must_have_one_scale(ours: list[Entry], theirs: list[E
         (side(0, 2, (0.5, 1.0)), side(0, 2, (0.5, 2.0)), "main/k/4, heads 0..1: the scale of each head is 1 .* 2"),
         (side(0, 2, heads(1, 2)), side(0, 2, heads(1, 3)), "main/k/3, heads 0..1: the scale of head 1 is 2 .* 3"),
         (side(0, 4, heads(1, 2, 3, 4)), side(2, 2, heads(3, 5)), "heads 2..3: the scale of head 3 is 4 .* 5"),
-        (side(2, 2, heads(3, 5)), side(0, 4, heads(1, 2, 3, 4)), "heads 2..3: the scale of head 3 is 5 .* 4"),
         (side(0, 2, 0.5), side(0, 2), "heads 0..1 has scales at the source, but none at the destination"),
         (side(2, 2), side(0, 4, 0.5), "heads 2..3 has scales at the destination, but none at the source"),
     ],
@@ -217,7 +180,7 @@ def test_scales_that_differ_are_refused_by_entry_and_head(ours: list[Entry], the
     assert caught.value.field.endswith("].scales")
 
 
-INDEXED = msgspec.structs.replace(
+INDEXED = replace(
     MLA, draft=DraftSpec(layers=1, index_head_dim=4), index_head_dim=4, index_dtype="float8_e4m3fn", index_layers=(1,)
 )
 
@@ -226,7 +189,6 @@ INDEXED = msgspec.structs.replace(
     ("spec", "with_scales", "name"),
     [
         (MHA, {"k_scale": "page"}, "main/k/3"),
-        (MHA, {"k_scale": "page_head"}, "main/k/3"),
         (MHA, {"v_scale": "page_head"}, "main/v/3"),
         (SWA, {"window_v_scale": "page"}, "swa/v/1"),
         (MAMBA, {"k_scale": "page"}, "main/k/1"),
@@ -238,7 +200,7 @@ INDEXED = msgspec.structs.replace(
 def test_scales_that_travel_from_or_to_one_side_only_are_refused(
     spec: PoolSpec, with_scales: dict[str, Any], name: str
 ) -> None:
-    bare = msgspec.structs.replace(spec, draft=spec.draft or DraftSpec(layers=1))
+    bare = replace(spec, draft=spec.draft or DraftSpec(layers=1))
     plain, scaled = manifest_of(bare).entries, changed(bare, **with_scales).entries
     for ours, theirs, there in ((scaled, plain, "source"), (plain, scaled, "destination")):
         with pytest.raises(ScaleMismatchError, match=f"^.*{name} has scales that travel.* at the {there}") as caught:
@@ -278,7 +240,6 @@ ENTRY = side(0, 2, heads(1, 2))[0]
     [
         {"scales": (1.0, 2.0, 3.0)},
         {"scales": (0.0,)},
-        {"scales": (math.nan,)},
         {"scales": (math.inf, 1.0)},
         {"heads": None},
         {"dtype": None},
@@ -288,5 +249,5 @@ ENTRY = side(0, 2, heads(1, 2))[0]
 def test_scales_of_an_entry_from_outside_are_checked(change: dict[str, Any]) -> None:
     check_entry(ENTRY, "entries[4]")
     with pytest.raises(KvferryError) as caught:
-        check_entry(msgspec.structs.replace(ENTRY, **change), "entries[4]")
+        check_entry(replace(ENTRY, **change), "entries[4]")
     assert caught.value.field == "entries[4].scales"

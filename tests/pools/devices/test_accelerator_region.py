@@ -5,7 +5,6 @@ On the host they are host regions; with ``--device`` they are on a device, whose
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -65,31 +64,6 @@ def test_new_memory_is_zeroed_and_its_own() -> None:
     assert not read_region(other).any()
     assert one.identity != other.identity
     assert (one.device, one.size_bytes) == (DEVICE.name, 3 << 20)
-
-
-def test_closing_twice_does_nothing() -> None:
-    region = new_region(4096)
-    region.close()
-    region.close()
-    assert "closed" in repr(region)
-
-
-def test_threads_do_not_get_into_each_others_way() -> None:
-    side, threads = side_of([(3, 4, 9)] * 4, 16, cut=True), 6
-    regions = [new_region(ENTRY_BYTES * 4) for _ in range(threads)]
-    begin = threading.Barrier(threads)
-
-    def work(number: int) -> bool:
-        sent, got = noise(bytes_of(side, 0, total_segments(side)), number), None
-        begin.wait(30)
-        for _ in range(5):
-            regions[number].scatter(side, 0, total_segments(side), sent.ctypes.data, copy_one_by_one)
-            got = np.zeros_like(sent)
-            regions[number].gather(side, 0, total_segments(side), got.ctypes.data, copy_one_by_one)
-        return got is not None and bool((got == sent).all())
-
-    with ThreadPoolExecutor(threads) as pool:
-        assert all(pool.map(work, range(threads)))
 
 
 def test_threads_share_one_region() -> None:

@@ -5,7 +5,7 @@ On the host they are host regions; with ``--device`` they are on a device, whose
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -45,6 +45,16 @@ def steps_of(pages: BlockPages, step_bytes: int) -> Iterator[BlockStep]:
         yield step
 
 
+def run(begin: Callable[[BlockPages, BlockStep, Arena], Pending], pages: BlockPages, step: int, arena: Arena) -> None:
+    under_way: list[Pending] = []
+    for one in steps_of(pages, step):
+        under_way.append(begin(pages, one, arena))
+        if len(under_way) == MAX_UNDER_WAY:
+            under_way.pop(0).wait()
+    for pending in under_way:
+        pending.wait()
+
+
 @given(harnesses(), STEP_BYTES)
 def test_an_offload_puts_each_byte_into_its_block_and_nowhere_else(
     arena: Arena, harness: BlockHarness, step_bytes: int
@@ -52,13 +62,7 @@ def test_an_offload_puts_each_byte_into_its_block_and_nowhere_else(
     memory, region = harness.memory(), new_region(harness.manifest.region_bytes)
     write_region(region, memory)
     arena[:] = UNTOUCHED
-    under_way: list[Pending] = []
-    for step in steps_of(harness.pages, step_bytes):
-        under_way.append(region.begin_offload(harness.pages, step, arena))
-        if len(under_way) == MAX_UNDER_WAY:
-            under_way.pop(0).wait()
-    for pending in under_way:
-        pending.wait()
+    run(region.begin_offload, harness.pages, step_bytes, arena)
     assert (arena[: harness.arena_bytes] == harness.offloaded(memory)).all()
     assert (arena[harness.arena_bytes :] == UNTOUCHED).all()
     assert (read_region(region) == memory).all()
@@ -72,13 +76,7 @@ def test_a_restore_puts_each_byte_into_its_page_and_nowhere_else(
     write_region(region, memory)
     arena[:] = np.random.default_rng(1).integers(0, 256, len(arena), np.uint8)
     before = arena.copy()
-    under_way: list[Pending] = []
-    for step in steps_of(harness.pages, step_bytes):
-        under_way.append(region.begin_restore(harness.pages, step, arena))
-        if len(under_way) == MAX_UNDER_WAY:
-            under_way.pop(0).wait()
-    for pending in under_way:
-        pending.wait()
+    run(region.begin_restore, harness.pages, step_bytes, arena)
     assert (read_region(region) == harness.restored(memory, arena)).all()
     assert (arena == before).all()
 
@@ -90,7 +88,9 @@ def test_offloads_and_restores_that_interleave_do_not_meet(
     """Half of the pages go out while the others come in, begun and waited for in any order."""
     half = len(harness.pages.ids) // 2
     layout = harness.pages.layout
-    leaving, coming = (BlockPages(layout, *(one[cut] for one in harness.pages[1:])) for cut in _halves(half))
+    leaving, coming = (
+        BlockPages(layout, *(one[cut] for one in harness.pages[1:])) for cut in (slice(half), slice(half, None))
+    )
     memory, region = harness.memory(), new_region(harness.manifest.region_bytes)
     write_region(region, memory)
     content = np.random.default_rng(1).integers(0, 256, len(arena), np.uint8)
@@ -113,7 +113,3 @@ def test_offloads_and_restores_that_interleave_do_not_meet(
         assert (arena[at : at + layout.block_bytes] == blocks[at : at + layout.block_bytes]).all()
         content[at : at + layout.block_bytes] = arena[at : at + layout.block_bytes]
     assert (arena == content).all(), "nothing but the blocks of the pages that leave"
-
-
-def _halves(half: int) -> tuple[slice, slice]:
-    return slice(half), slice(half, None)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import mmap
 import os
+import platform
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from kvferry.pools.devices.host import HostRegion, Pages
+from kvferry.pools.host.memory import read_file
+from kvferry.pools.host.placement import nodes
 from kvferry.protocol.errors import InvalidFieldError, OutOfMemoryError
 from tests.kit.reserved_pages import PAGE_BYTES, ReservedPages
 
@@ -25,16 +31,10 @@ def region() -> HostRegion:
     return HostRegion.create("test", SIZE)
 
 
-def test_two_mappings_share_the_bytes(region: HostRegion) -> None:
+def test_mappings_share_the_bytes_and_nobody_can_change_the_size(region: HostRegion) -> None:
     with region, HostRegion(os.dup(region.fd), SIZE) as other:
         region.view()[17] = 99
-        assert other.view()[17] == 99
-        assert other.address != region.address
-        assert not region.view()[:17].any()
-
-
-def test_nobody_can_change_its_size(region: HostRegion) -> None:
-    with region:
+        assert other.view()[17] == 99, "two mappings share the bytes"
         for size in (0, SIZE - 1, SIZE + 1):
             with pytest.raises(PermissionError):
                 os.ftruncate(region.fd, size)
@@ -50,20 +50,6 @@ def test_a_descriptor_of_another_size_is_refused_and_closed(region: HostRegion) 
         assert closed.value.errno == errno.EBADF
 
 
-def test_more_than_the_host_has_is_an_error() -> None:
-    with pytest.raises(OutOfMemoryError):
-        HostRegion.create("test", 1 << 62)
-
-
-def test_views_outlive_the_region(region: HostRegion) -> None:
-    view = region.view()
-    view[0] = 7
-    region.close()
-    region.close()
-    assert view[0] == 7
-    assert "closed" in repr(region)
-
-
 def test_populate_takes_memory_unless_it_may_not_go_on(region: HostRegion) -> None:
     with region:
         region.populate(lambda _step_bytes: False)
@@ -74,6 +60,8 @@ def test_populate_takes_memory_unless_it_may_not_go_on(region: HostRegion) -> No
 
 
 def test_a_region_that_nobody_closes_goes_with_its_last_reference() -> None:
+    with pytest.raises(OutOfMemoryError):
+        HostRegion.create("test", 1 << 62)
     region = HostRegion.create("forgotten", 4096)
     view, fd = region.view(), region.fd
     view[:] = 7
@@ -100,6 +88,8 @@ def test_a_region_that_could_not_be_mapped_closes_its_descriptor_once() -> None:
 def test_a_region_of_reserved_pages_is_as_large_as_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ReservedPages(monkeypatch, free=2)
     size = PAGE_BYTES + SIZE
+    with pytest.raises(OutOfMemoryError, match="Cannot allocate memory"):
+        HostRegion.create("reserved", 2 * PAGE_BYTES + 1, "reserved")
     with HostRegion.create("reserved", size, "reserved") as region:
         assert region.is_reserved
         assert (region.size_bytes, region.view().shape) == (size, (size,))
@@ -114,12 +104,6 @@ def test_a_region_of_reserved_pages_is_as_large_as_was_asked_for(monkeypatch: py
                 HostRegion(os.dup(region.fd), wrong)
         with pytest.raises(InvalidFieldError, match="it is in huge pages"):
             HostRegion.registered(os.dup(region.fd))
-
-
-def test_too_few_reserved_pages_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    ReservedPages(monkeypatch, free=1)
-    with pytest.raises(OutOfMemoryError, match="Cannot allocate memory"):
-        HostRegion.create("reserved", PAGE_BYTES + 1, "reserved")
 
 
 @pytest.mark.parametrize(
@@ -148,3 +132,38 @@ def test_where_the_kernel_cannot_populate_reserved_pages_are_allocated(monkeypat
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(OutOfMemoryError, match="no reserved huge page is to be had"):
             region.populate(lambda _step_bytes: True, unaligned)
+
+
+# -- the node that memory is taken from: what the kernel then says of it
+
+GET_MEMPOLICY: Final = {"x86_64": 239, "aarch64": 236}
+OF_ADDRESS: Final = 2
+PREFERRED: Final = 1
+NO_NODE: Final = 1000
+
+
+def policy_at(address: int) -> tuple[int, int]:
+    """Return the mode and the nodes, as bits, of the memory there."""
+    mode, mask = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
+    number = ctypes.c_long(GET_MEMPOLICY[platform.machine()])
+    assert not ctypes.CDLL(None).syscall(
+        number, ctypes.byref(mode), mask, ctypes.c_ulong(1024), ctypes.c_void_p(address), ctypes.c_ulong(OF_ADDRESS)
+    )
+    return mode.value, mask[0]
+
+
+def test_memory_comes_from_a_node_whoever_touches_it(require: Callable[[object, str], None]) -> None:
+    require(nodes(read_file), "a kernel with NUMA")
+    node = max(nodes(read_file))
+    with HostRegion.create("placed", 1 << 20) as region, HostRegion.create("free", 1 << 20) as other:
+        region.prefer_node(node)
+        assert policy_at(region.address + (1 << 20) - 1) == (PREFERRED, 1 << node)
+        assert policy_at(other.address) == (0, 0)
+        with pytest.raises(OSError, match="Invalid argument"):
+            region.prefer_node(NO_NODE)
+
+
+def test_a_machine_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with HostRegion.create("placed", 4096) as region, pytest.raises(OSError, match="not implemented"):
+        region.prefer_node(0)

@@ -36,7 +36,9 @@ with device.calling():
 """
 
 
-@pytest.mark.parametrize(("driver", "known_to_torch"), [("25.5.0", True), ("24.1.0", False)])
+@pytest.mark.parametrize(
+    ("driver", "known_to_torch"), [("24.1.0", False), pytest.param("25.5.0", True, marks=pytest.mark.full)]
+)
 def test_a_copy_returns_at_once(
     require: Callable[[object, str], None], tmp_path: Path, driver: str, *, known_to_torch: bool
 ) -> None:
@@ -74,6 +76,7 @@ host = HostRegion.create("registered", 1 << 30)
 """
 
 
+@pytest.mark.full
 def test_a_device_has_more_time_for_more_memory_but_not_for_ever(
     require: Callable[[object, str], None], tmp_path: Path
 ) -> None:

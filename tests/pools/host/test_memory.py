@@ -29,15 +29,14 @@ def v2(group: str, mount: str = V2, **at: str) -> dict[str, str]:
     return files
 
 
-def test_without_control_groups_it_is_the_machines() -> None:
-    assert list(limits(reading({}))) == [Limit(64 * GIB, 32 * GIB, "/proc/meminfo")]
-
-
 def test_every_group_above_counts() -> None:
     files = v2("/a/b/c", _a=str(8 * GIB), _a_b="max", _a_b_c=str(16 * GIB))
     found = smallest_limit(reading(files))
     assert found == Limit(8 * GIB, 8 * GIB, "/sys/fs/cgroup/a/memory.max")
+    assert list(limits(reading({}))) == [Limit(64 * GIB, 32 * GIB, "/proc/meminfo")]
     assert len(list(limits(reading(files)))) == 3
+    other = {**files, "/proc/4711/cgroup": "0::/a/b/c/d\n", "/sys/fs/cgroup/a/b/c/d/memory.max": str(GIB)}
+    assert smallest_limit(reading(other), "4711").size_bytes == GIB, "another process's"
 
 
 def test_the_bound_that_throttles_counts_as_the_one_that_kills() -> None:
@@ -51,12 +50,9 @@ def test_what_is_in_use_and_cannot_be_reclaimed_is_gone() -> None:
     assert smallest_limit(reading({**v2("/a", _a=str(8 * GIB)), **more})).left_bytes == 4 * GIB + 2 * MIB
 
 
-def test_in_a_namespace_of_groups_the_mounted_one_is_the_own() -> None:
-    """A container: its group is the root of what it sees, and has a limit all the same."""
-    assert smallest_limit(reading(v2("/", **{"": str(GIB)}))).file == "/sys/fs/cgroup/memory.max"
-
-
-@pytest.mark.parametrize(("group", "root"), [("/docker/7", "/docker/7"), ("/../7", "/"), ("/x", "/docker/7")])
+@pytest.mark.parametrize(
+    ("group", "root"), [("/", "/"), ("/docker/7", "/docker/7"), ("/../7", "/"), ("/x", "/docker/7")]
+)
 def test_a_container_that_sees_the_groups_names_outside(group: str, root: str) -> None:
     """The mount shows the container's group alone; where the path does not lie below it, the mount itself counts."""
     mount = f"30 1 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -98,11 +94,6 @@ def test_the_narrowest_leaves_the_least_room_whatever_its_size() -> None:
     assert smallest_limit(reading(files)).file == "/sys/fs/cgroup/a/b/memory.max"
     found = narrowest_limit(reading(files))
     assert (found.file, found.room_bytes) == ("/sys/fs/cgroup/a/memory.max", 0)  # the reserve is what is left
-
-
-def test_another_process_has_groups_of_its_own() -> None:
-    files = {**v2("/a", _a=str(8 * GIB), _b=str(4 * GIB)), "/proc/4711/cgroup": "0::/b\n"}
-    assert smallest_limit(reading(files), "4711").size_bytes == 4 * GIB
 
 
 @pytest.mark.parametrize("text", ["", "x\n", "0::\n", ":::\n\n\x00", "4:memory\n"])

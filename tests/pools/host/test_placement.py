@@ -12,7 +12,6 @@ from kvferry.pools.host.placement import (
     Transparent,
     node_of,
     nodes,
-    numbers,
     offer,
     preferred_node,
     reserved,
@@ -50,16 +49,8 @@ def test_transparent_pages(general: str, of_size: str, setting: str, is_on: bool
     found = transparent(reading(files))
     assert found == Transparent(2 * MIB, setting)
     assert found.is_on is is_on
-
-
-def test_transparent_pages_are_of_the_size_of_the_machine() -> None:
-    size = str(512 * MIB)
-    files = {
-        f"{THP}/hpage_pmd_size": size,
-        f"{THP}/shmem_enabled": "[always] never",
-        f"{THP}/hugepages-524288kB/shmem_enabled": "always [never]",
-    }
-    assert transparent(reading(files)) == Transparent(512 * MIB, "never")
+    of_the_machine = {**files, f"{THP}/hpage_pmd_size": str(512 * MIB), f"{THP}/hugepages-524288kB/shmem_enabled": ""}
+    assert transparent(reading(of_the_machine)).page_bytes == 512 * MIB
 
 
 def test_reserved_pages_that_somebody_will_have_are_not_free() -> None:
@@ -69,11 +60,6 @@ def test_reserved_pages_that_somebody_will_have_are_not_free() -> None:
     assert [found.missing(size) for size in (0, 6 * MIB, 6 * MIB + 1, 16 * MIB)] == [0, 0, 1, 5]
     assert reserved(reading({})) == Reserved(0, 0, 0)
     assert reserved(reading({})).missing(MIB) == 0
-
-
-def test_lists_of_numbers() -> None:
-    assert numbers("0-3,8\n") == {0, 1, 2, 3, 8}
-    assert numbers("\n") == set()
 
 
 @pytest.mark.parametrize(("cpus", "node"), [({0, 9}, 0), ({4, 5, 15}, 2), ({3, 4}, None), (set(), None), ({99}, None)])

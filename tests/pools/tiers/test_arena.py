@@ -85,13 +85,6 @@ class _ArenaAgainstMap(RuleBasedStateMachine):
             del self.blocks[number]
         self.owners = [0 if owner in numbers else owner for owner in self.owners]
 
-    @precondition(lambda self: 0 in self.owners)
-    @rule(data=st.data())
-    def free_what_is_free(self, data: st.DataObject) -> None:
-        unit = data.draw(st.sampled_from([at for at, owner in enumerate(self.owners) if not owner]))
-        with pytest.raises(AssertionError):
-            self.arena.free(np.array([unit * UNIT], np.int64), 1)
-
     @invariant()
     def agrees_with_the_map(self) -> None:
         self.arena.check_integrity()
@@ -103,7 +96,7 @@ class _ArenaAgainstMap(RuleBasedStateMachine):
 
 
 TestArena = _ArenaAgainstMap.TestCase
-TestArena.settings = DEVICE.examples(80, stateful_step_count=40)
+TestArena.settings = DEVICE.examples(60, stateful_step_count=25)
 
 
 class _ManyHoles(_ArenaAgainstMap):
@@ -119,7 +112,7 @@ class _ManyHoles(_ArenaAgainstMap):
 
 
 TestManyHoles = _ManyHoles.TestCase
-TestManyHoles.settings = DEVICE.examples(80, stateful_step_count=40)
+TestManyHoles.settings = DEVICE.examples(60, stateful_step_count=25)
 
 
 def test_what_does_not_fit_one_hole_takes_the_largest_and_then_the_one_that_fits_best() -> None:
@@ -131,19 +124,10 @@ def test_what_does_not_fit_one_hole_takes_the_largest_and_then_the_one_that_fits
     assert [arena.fitting(units * UNIT) for units in (1, 4, 6, 7)] == [10, 2, 1, 0]
 
 
-def test_blocks_are_spread_over_holes_that_each_hold_one() -> None:
-    arena = Arena(2000 * UNIT)
-    arena.allocate(2000, 1)
-    arena.free(np.arange(0, 2000, 2) * UNIT, 1)
-    assert (arena.allocate(700, 1) // UNIT).tolist() == list(range(0, 1400, 2))
-    with pytest.raises(NotEnoughError, match=f"{2 * UNIT} bytes requested"):
-        arena.allocate(1, UNIT + 1)
-
-
 @pytest.mark.parametrize(
     "units",
     [[1, 1], [9, 10], [-1], [3], [(1 << 63) // UNIT - 1]],
-    ids=["twice", "past-the-end", "before", "not-taken", "past-all"],
+    ids=["twice", "past the end", "before", "not taken", "past all"],
 )
 def test_a_wrong_free_is_refused_and_changes_nothing(units: list[int]) -> None:
     arena = Arena(10 * UNIT)
@@ -155,12 +139,7 @@ def test_a_wrong_free_is_refused_and_changes_nothing(units: list[int]) -> None:
     arena.check_integrity()
 
 
-def test_an_arena_without_a_whole_unit_has_nothing() -> None:
-    arena = Arena(UNIT - 1)
-    assert (arena.size_bytes, arena.fitting(1)) == (0, 0)
-
-
-@pytest.mark.parametrize("freed", [[], [0], [1], [0, 1]])
+@pytest.mark.parametrize("freed", [[], [1]])
 def test_an_arena_that_grows_has_more_free_bytes_at_its_end(freed: list[int]) -> None:
     arena = Arena(2 * UNIT, 5 * UNIT + 1)
     offsets = arena.allocate(2, UNIT)

@@ -17,27 +17,13 @@ MODEL = ModelIdentity(name="some/model", revision="1", adapter="sql", salt="pepp
 FORM = "0f" * 16
 
 
-def test_one_identity_is_one_namespace() -> None:
-    again = ModelIdentity(name="some/model", revision="1", adapter="sql", salt="pepper")
-    assert Namespace(7, FORM, identity_of(MODEL), "main", 4) == Namespace(7, FORM, identity_of(again), "main", 4)
-
-
 @pytest.mark.parametrize("field", ModelIdentity.__struct_fields__)
 def test_each_field_makes_another(field: str) -> None:
     other = msgspec.structs.replace(MODEL, **{field: "other"})
     assert identity_of(other) != identity_of(MODEL)
-    assert Namespace(7, FORM, identity_of(other), "main", 4) != Namespace(7, FORM, identity_of(MODEL), "main", 4)
-
-
-def test_what_stands_in_one_field_is_not_what_stands_in_the_next() -> None:
+    assert identity_of(msgspec.structs.replace(MODEL)) == identity_of(MODEL)
     said = [ModelIdentity(name="m", revision="x"), ModelIdentity(name="m", adapter="x"), ModelIdentity(name="mx")]
     assert len({identity_of(one) for one in said}) == len(said)
-
-
-def test_the_tenant_the_form_the_space_and_the_size_make_others() -> None:
-    places = [(7, FORM, "main", 4), (8, FORM, "main", 4), (7, "0e" * 16, "main", 4), (7, FORM, "swa", 4)]
-    found = {Namespace(tenant, form, identity_of(MODEL), space, pages) for tenant, form, space, pages in places}
-    assert len({*found, Namespace(7, FORM, identity_of(MODEL), "main", 5)}) == len(places) + 1
 
 
 def test_an_identity_is_what_it_was() -> None:
@@ -60,7 +46,7 @@ def visible(listing: BlockListing) -> CachedBlock:
     return block
 
 
-@pytest.mark.parametrize("limit", [1, 97, 5000, 50_000])
+@pytest.mark.parametrize("limit", [1, 97, 5000])
 def test_a_reader_of_all_parts_meets_each_block_that_stays_once(limit: int) -> None:
     """Blocks go before, between and after the parts, by thousands in a row, and others come."""
     listing, drawn = BlockListing(), random.Random(limit)  # noqa: S311  no secret
@@ -95,7 +81,4 @@ def test_a_block_gives_back_what_it_was_given() -> None:
     assert block.offsets.tolist() == [1 << 40, 4096]
     assert block.digests == (1, (1 << 64) - 1)
     assert block.in_host
-
-
-def test_a_block_is_no_work_for_a_garbage_collection() -> None:
-    assert not gc.is_tracked(CachedBlock(Namespace(7, FORM, FORM, "main", 1), bytes(16), None, 4096))
+    assert not gc.is_tracked(block), "millions of them are no work for a garbage collection"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
+import resource
 import stat
 import subprocess
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.pools.tiers import disk
-from kvferry.pools.tiers.block_file import LOCK_FILE, DiskFailedError, MissingBlockError, file_bytes
+from kvferry.pools.tiers.block_file import LOCK_FILE, DiskFailedError, DiskFullError, MissingBlockError, file_bytes
 from kvferry.pools.tiers.disk import DiskStore, Fsync
 from kvferry.protocol.errors import ConfigError
 from tests.kit.disk_blocks import Block, block, files_under, read, written
 
-POLICIES: tuple[Fsync, ...] = ("never", "interval", "block")
 
-
-@pytest.fixture(params=POLICIES)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskStore]:
-    with DiskStore(tmp_path, request.param) as store:
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    with DiskStore(tmp_path) as store:
         yield store
 
 
@@ -69,20 +67,6 @@ def test_very_many_pages_take_several_calls(store: DiskStore) -> None:
     assert read(store, wanted) == wanted.pages
 
 
-def test_a_block_is_read_into_memory_that_others_map(store: DiskStore) -> None:
-    wanted = block(2, page_bytes=4096)
-    wanted.write_to(store)
-    offsets = (8192, 0, 65536)
-    with mmap.mmap(-1, 1 << 20) as arena:
-        with memoryview(arena) as memory:
-            buffers = [memory[at : at + 4096] for at in offsets]
-            with store.begin_read(wanted.key, buffers) as reader:
-                assert reader.step()
-            for one in buffers:
-                one.release()
-        assert [arena[at : at + 4096] for at in offsets] == wanted.pages
-
-
 def missed(store: DiskStore, wanted: Block) -> None:
     with pytest.raises(MissingBlockError):
         read(store, wanted)
@@ -111,7 +95,13 @@ def test_names_cannot_leave_the_root(store: DiskStore) -> None:
             written(store, odd, wanted.buffers, wanted.digests)
 
 
-def test_an_unfinished_write_leaves_the_block_that_was_there(store: DiskStore) -> None:
+@pytest.mark.parametrize("fsync", ["never", "interval", "block"])
+def test_an_unfinished_write_leaves_the_block_that_was_there(tmp_path: Path, fsync: Fsync) -> None:
+    with DiskStore(tmp_path, fsync) as store:
+        check_unfinished_write(store)
+
+
+def check_unfinished_write(store: DiskStore) -> None:
     before = block(page_bytes=500)
     after = before._replace(pages=[bytes(500)] * 3)
     before.write_to(store)
@@ -123,30 +113,6 @@ def test_an_unfinished_write_leaves_the_block_that_was_there(store: DiskStore) -
     assert len(files_under(store.root)) == 1
     longer = before._replace(pages=[bytes(700)] * 3)
     assert longer.write_to(store) == longer.file_in(store).stat().st_size
-
-
-def test_a_reader_never_sees_half_of_a_replacement(tmp_path: Path) -> None:
-    one = block(page_bytes=3000)
-    other = one._replace(pages=[bytes([9]) * 3000] * 3)
-    seen: list[list[bytes]] = []
-    with DiskStore(tmp_path) as store:
-        one.write_to(store)
-        done = threading.Event()
-
-        def reads() -> None:
-            while not done.is_set():
-                seen.append(read(store, one))
-
-        thread = threading.Thread(target=reads)
-        thread.start()
-        for _ in range(100):
-            other.write_to(store)
-            one.write_to(store)
-        done.set()
-        thread.join()
-    assert seen
-    assert all(pages in (one.pages, other.pages) for pages in seen)
-    assert store.counts.damaged == 0
 
 
 def test_what_is_removed_is_gone_but_for_who_reads_it(store: DiskStore) -> None:
@@ -174,13 +140,6 @@ def test_only_the_daemon_can_read_what_is_kept(store: DiskStore) -> None:
     for one in store.root.rglob("*"):
         assert stat.S_IMODE(one.stat().st_mode) == (0o700 if one.is_dir() else 0o600), one
     assert stat.S_IMODE((store.root / LOCK_FILE).stat().st_mode) == 0o600
-
-
-def test_a_cleaner_of_old_files_lets_no_second_store_in(store: DiskStore) -> None:
-    (store.root / LOCK_FILE).unlink()
-    with pytest.raises(ConfigError, match="another daemon") as refused:
-        DiskStore(store.root)
-    assert refused.value.retryable
 
 
 class Calls:
@@ -239,14 +198,6 @@ def test_an_interval_writes_out_what_came_since(tmp_path: Path, monkeypatch: pyt
         calls.seen.clear()
         assert store.sync_dirty() == 0
         assert calls.seen == []
-
-
-def test_never_asks_for_no_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DiskStore(tmp_path) as store:
-        calls = Calls(monkeypatch)
-        block().write_to(store)
-        assert store.sync_dirty() == 0
-        assert [what for what, _ in calls.seen] == ["rename"]
 
 
 def _fails(*_: object) -> int:
@@ -353,11 +304,13 @@ def _open_under(root: Path) -> list[Path]:
     return [link for link in links if root in link.parents]
 
 
-def test_another_daemon_is_named(tmp_path: Path) -> None:
+def test_another_daemon_is_kept_out_also_where_a_cleaner_of_old_files_was(tmp_path: Path) -> None:
     with DiskStore(tmp_path):
-        with pytest.raises(ConfigError, match=rf"another daemon \(pid {os.getpid()} on .+\)") as error:
-            DiskStore(tmp_path)
-        assert error.value.field == "tiers.disk.path"
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="another daemon") as error:
+                DiskStore(tmp_path)
+            assert (error.value.field, error.value.retryable) == ("tiers.disk.path", True)
+            (tmp_path / LOCK_FILE).unlink(missing_ok=True)
     with DiskStore(tmp_path):
         pass
 
@@ -373,7 +326,63 @@ def test_a_root_that_is_none_is_named(tmp_path: Path) -> None:
         assert error.value.retryable is (name == "missing"), "what it is on may be mounted yet"
 
 
-def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path)
-    store.close()
-    store.close()
+# -- no space is no block, and no harm to those that are there: on a real file system that is full, and at a limit
+
+
+@pytest.fixture
+def small(tmp_path: Path, require: Callable[[object, str], None]) -> Iterator[Path]:
+    """Yield the root of a file system of its own, 1 MiB large."""
+    require(os.geteuid() == 0, "root, to mount a small file system")
+    root = tmp_path / "small"
+    root.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M,mode=0700", "kvferry-test", root], check=False)
+    require(mounted.returncode == 0, "the right to mount a file system")
+    yield root
+    left = subprocess.run(["umount", root], check=False, capture_output=True, text=True)
+    if left.returncode:  # or it would be in the way of whoever removes the folder
+        subprocess.run(["umount", "--lazy", root], check=True)
+        pytest.fail(f"something of it was left open: {left.stderr}")
+
+
+def test_a_full_disk_takes_no_block_and_keeps_the_others(small: Path) -> None:
+    kept, late = block(1, page_bytes=200_000), block(2, page_bytes=200_000)
+    with DiskStore(small) as store:
+        kept.write_to(store)
+        for one in (late, kept._replace(pages=[bytes(200_000)] * 3)):
+            with pytest.raises(DiskFullError, match="No space left"):
+                one.write_to(store)
+        assert len(files_under(small)) == 1
+        assert read(store, kept) == kept.pages
+        missed(store, late)
+        store.remove(kept.key)
+        late.write_to(store)
+        assert read(store, late) == late.pages
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    with pytest.raises(ConfigError, match="cannot be read and written"):
+        DiskStore(small)
+
+
+@contextmanager
+def limited(kind: int, limit: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def test_a_limit_on_a_files_size_is_a_full_disk_and_one_on_open_files_a_failure(store: DiskStore) -> None:
+    wanted = block(1, pages=1, page_bytes=100_000 - 4096)
+    with limited(resource.RLIMIT_FSIZE, 100_000):
+        with pytest.raises(DiskFullError, match="File too large"):
+            block(1, page_bytes=100_000).write_to(store)
+        assert files_under(store.root) == []
+        wanted.write_to(store)
+    with limited(resource.RLIMIT_NOFILE, 3):
+        with pytest.raises(DiskFailedError, match="Too many open files"):
+            read(store, wanted)
+        with pytest.raises(DiskFailedError, match="Too many open files"):
+            wanted.write_to(store)
+    assert read(store, wanted) == wanted.pages
+    assert store.counts.damaged == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace,
 from kvferry.pools.tiers.index import OPERATOR, BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind
 from kvferry.pools.tiers.policies import POLICY_NAMES
+from kvferry.pools.tiers.split_dict import SPLIT_AT, SplitDict
 from tests.kit.devices import DEVICE
 
 SPACES = [Namespace(1, "d", "i", "main", 1), Namespace(1, "d", "i", "swa", 2), Namespace(2, "d", "i", "main", 1)]
@@ -372,7 +374,7 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
 
 
 TestIndex = _IndexAgainstDictionaries.TestCase
-TestIndex.settings = DEVICE.examples(100, stateful_step_count=60)
+TestIndex.settings = DEVICE.examples(80, stateful_step_count=40)
 
 
 def new_index(*, quota_bytes: int = 1 << 40, policy: str = "reuse") -> tuple[BlockIndex, CacheJournal]:
@@ -405,34 +407,6 @@ def test_a_block_knows_how_many_are_before_it_as_far_as_they_are_known() -> None
     assert place_of(found) == (SPACES[0], HASHES[4], HASHES[3], 4)
 
 
-def test_a_use_of_what_is_gone_does_not_count() -> None:
-    index, _ = new_index()
-    gone, doomed, kept = store(index, HASHES[:3])
-    index.pin([doomed], 7)
-    assert index.remove(doomed) == []
-    index.remove(gone)
-    index.touch([gone, doomed, kept])
-    assert list(index.host_victims()) == [kept]
-    index.unpin([doomed], 7)
-
-
-def test_wrong_calls_are_refused() -> None:
-    index, _ = new_index()
-    (block,) = store(index, HASHES[:1])
-    with pytest.raises(AssertionError, match="commit"):
-        index.commit([block], np.zeros((1, 1), np.int64))
-    with pytest.raises(AssertionError, match="abandoning"):
-        index.abandon([block])
-    with pytest.raises(AssertionError, match="host memory"):
-        index.adopt(SPACES[0], HASHES[1], None, SIZE, tier=Tier.HOST)
-    index.pin([block], OPERATOR)
-    with pytest.raises(AssertionError, match="dropping"):
-        index.drop_host(block)
-    with pytest.raises(KeyError):
-        index.unpin([block], 1)
-    index.check_integrity()
-
-
 def test_a_tenant_without_a_quota_gives_first_and_one_nobody_heard_of_has_nothing() -> None:
     index = BlockIndex(CacheJournal(10), quota_bytes=0, quotas=QUOTAS)
     store(index, HASHES[:4], SPACES[2])
@@ -443,25 +417,23 @@ def test_a_tenant_without_a_quota_gives_first_and_one_nobody_heard_of_has_nothin
     assert list(index.host_victims(9)) == []
 
 
-def test_pinned_blocks_keep_their_places_where_nothing_can_go() -> None:
-    index, _ = new_index(policy="lru")
-    blocks = store(index, HASHES[:3])
-    index.touch(blocks[2:])
-    index.pin(blocks, 1)
-    assert list(index.host_victims()) == []
-    index.unpin(blocks, 1)
-    assert next(index.host_victims()) is blocks[1]
-
-
-def test_the_list_forgets_what_left_and_goes_on_where_it_was() -> None:
-    index, _ = new_index()
-    hashes = [number.to_bytes(16, "little") for number in range(400)]
-    blocks = store(index, hashes)
-    first = index.page(0, 100)
-    assert first.blocks == blocks[:100]
-    assert first.next_position is not None
-    for block in blocks[:350]:
-        index.drop_host(block)
-    rest = index.page(first.next_position, 100)
-    assert rest.blocks == blocks[350:]
-    assert rest.next_position is None
+@pytest.mark.parametrize("count", [100, SPLIT_AT + 1000])
+def test_a_dict_in_parts_holds_what_a_dict_holds_before_and_after_it_is_split(count: int) -> None:
+    drawn = random.Random(0)  # noqa: S311  no secret
+    ours, model = SplitDict[bytes, int](), dict[bytes, int]()
+    keys = [number.to_bytes(16) for number in range(count)]
+    for number, key in enumerate(keys):
+        ours[key] = model[key] = number
+    assert ours.leading([*keys[:3], b"no", keys[3]]) == [0, 1, 2]
+    for key in drawn.sample(keys, count // 2):
+        assert ours.pop(key) == model.pop(key)
+        assert ours.get(key) is None
+        assert key not in ours
+        with pytest.raises(KeyError):
+            ours.pop(key)
+    for key in drawn.sample(sorted(model), count // 4):
+        ours[key] = model[key] = -1
+    assert len(ours) == len(model)
+    assert dict(ours.items()) == model
+    assert sorted(ours.values()) == sorted(model.values())
+    assert all(key in ours and ours[key] == ours.get(key) == value for key, value in model.items())

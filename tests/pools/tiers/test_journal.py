@@ -18,29 +18,20 @@ def stored(*hashes: bytes, parent: bytes | None = None, tier: Tier = Tier.HOST) 
     return Change(ChangeKind.STORED, tier, SPACE, hashes, parent)
 
 
-def test_a_chain_is_one_change() -> None:
-    journal = CacheJournal(8)
-    journal.stored(Tier.HOST, SPACE, [b"b"], [b"a"])
-    journal.stored(Tier.HOST, SPACE, [b"c"], [b"b"])
-    assert journal.since(1, 9) == Changes((stored(b"b", b"c", parent=b"a"),), 2, lost=False)
-
-
-def test_what_is_no_chain_is_a_change_each() -> None:
-    journal = CacheJournal(8)
-    journal.stored(Tier.HOST, SPACE, [b"b"], [b"a"])
-    journal.stored(Tier.HOST, SPACE, [b"d"], [b"c"])
-    journal.stored(Tier.DISK, SPACE, [b"e"], [b"d"])
-    expected = (stored(b"b", parent=b"a"), stored(b"d", parent=b"c"), stored(b"e", parent=b"d", tier=Tier.DISK))
-    assert journal.since(1, 9).changes == expected
-
-
-def test_evicted_blocks_of_one_namespace_and_tier_go_together() -> None:
+def test_evicted_blocks_of_one_namespace_and_tier_go_together_and_so_does_a_chain() -> None:
     journal = CacheJournal(8)
     for name in (b"x", b"y"):
         journal.evicted(Tier.HOST, SPACE, name)
     journal.evicted(Tier.HOST, OTHER, b"x")
     evicted = [(change.namespace, change.hashes) for change in journal.since(1, 9).changes]
     assert evicted == [(SPACE, (b"x", b"y")), (OTHER, (b"x",))]
+    for name, parent in ((b"b", b"a"), (b"c", b"b"), (b"e", b"d")):
+        journal.stored(Tier.HOST, SPACE, [name], [parent])
+    journal.stored(Tier.DISK, SPACE, [b"f"], [b"e"])
+    expected = (
+        stored(b"b", b"c", parent=b"a"), stored(b"e", parent=b"d"), stored(b"f", parent=b"e", tier=Tier.DISK)
+    )  # fmt: skip
+    assert journal.since(3, 9) == Changes(expected, 6, lost=False)
 
 
 def test_a_change_that_was_seen_grows_no_more() -> None:
@@ -125,23 +116,6 @@ def test_a_reader_gets_what_was_noted_in_order_or_hears_that_it_did_not(
             else (ChangeKind.EVICTED, tier, namespace, name, None)
             for is_stored, tier, namespace, name, parent in notes[missed:]
         ]
-
-
-@given(
-    parts=st.lists(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.none() | st.just(b"a")), min_size=1)),
-    chained=st.booleans(),
-)
-def test_blocks_that_are_stored_together_are_noted_as_one_by_one(
-    parts: list[list[tuple[bytes, bytes | None]]], *, chained: bool
-) -> None:
-    together, alone = CacheJournal(1000), CacheJournal(1000)
-    for part in parts:
-        hashes = [name for name, _ in part]
-        parents = [part[0][1], *hashes[:-1]] if chained else [parent for _, parent in part]
-        together.stored(Tier.HOST, SPACE, hashes, parents)
-        for name, parent in zip(hashes, parents, strict=True):
-            alone.stored(Tier.HOST, SPACE, [name], [parent])
-    assert together.since(1, 2000) == alone.since(1, 2000)
 
 
 def flat(change: Change) -> list[tuple[object, ...]]:
