@@ -176,41 +176,6 @@ static int check_trials(void) {
     return failed;
 }
 
-/* One digest goes over the end of a call, and begins before it; what is between is shared. */
-static int check_digests_over_calls(char *from, char *to, CopyThreads *copy_threads, uint64_t bytes) {
-    enum { ROWS_OF_CALL = 40 };
-    uint64_t numbers[2 * ROWS_OF_CALL][3], digests[2][ROWS_OF_CALL] = {{0}}, fnv, mine;
-    int64_t ends[2][ROWS_OF_CALL];
-    int failed = 0;
-    reset_fnv(&fnv), reset_fnv(&mine);
-    for (size_t row = 0; row < 2 * ROWS_OF_CALL; row++) {
-        uint64_t one[3] = {(uintptr_t)(from + row * bytes), to ? (uintptr_t)(to + row * bytes) : 0, bytes};
-        memcpy(numbers[row], one, sizeof one);
-    }
-    for (size_t half = 0; half < 2; half++) {
-        size_t count = 0; /* two rows a digest, from the second row of the first half on */
-        for (size_t row = half ? 1 : 2; row <= ROWS_OF_CALL; row += 2)
-            if (row < ROWS_OF_CALL || half) ends[half][count++] = (int64_t)row;
-        Copies copies = {(const char *)numbers[half * ROWS_OF_CALL], sizeof *numbers, sizeof **numbers, ROWS_OF_CALL, 0};
-        Digests into = {ends[half], digests[half], count, 0, &fnv};
-        Call call = begin_call(&copies, &into);
-        if (to) call.variant = STREAMS;
-        do_by_copy_threads(copy_threads, &call, THREADS);
-        end_call(&call);
-        size_t row = half * ROWS_OF_CALL;
-        for (size_t number = 0; number < count; number++) {
-            for (; row < half * ROWS_OF_CALL + (size_t)ends[half][number]; row++)
-                update_fnv(&mine, from + row * bytes, bytes);
-            failed |= digests[half][number] != mine;
-            reset_fnv(&mine);
-        }
-        for (; row < (half + 1) * ROWS_OF_CALL; row++) update_fnv(&mine, from + row * bytes, bytes);
-        failed |= fnv != mine;
-    }
-    if (failed) printf("digests over several calls differ\n");
-    return failed;
-}
-
 typedef struct {
     CopyThreads *copy_threads;
     Gate *gate;
@@ -506,8 +471,6 @@ int main(int count, char **arguments) {
     for (int one = 0; one < 3; one++) {
         failed |= check_gate(from, to, copy_threads[one], 0) | check_gate(from, to, copy_threads[one], 1);
         if (!one) continue;
-        failed |= check_digests_over_calls(from, NULL, copy_threads[one], 5000);
-        failed |= check_digests_over_calls(from, to, copy_threads[one], 640);
         failed |= check_withdrawn(from, to, copy_threads[one]);
         free_copy_threads(copy_threads[one]);
     }
