@@ -17,7 +17,6 @@ from kvferry.attention.state_windows import window_of
 from kvferry.attention.table_layout import Int64s, TableShape, table_layout, table_shape, views
 from kvferry.attention.table_update import NONE, TableUpdate
 from kvferry.protocol.errors import (
-    InvalidFieldError,
     KvferryError,
     TableOverflowError,
     WindowMismatchError,
@@ -107,13 +106,6 @@ def test_another_window_page_needs_the_row_or_the_entry_anew(lengths: Int64s, fi
     assert (swa[:2, :2].tolist(), change.block_tables_swa.tolist()) == ([[7, 5], [7, 6]], [0, 6])
     assert change.block_tables.tolist() == [], "the full pages are the same"
     made.check()
-
-
-def test_a_window_needs_window_pages() -> None:
-    with pytest.raises(InvalidFieldError, match="None for a window of 6 tokens"):
-        GraphTables(small(WINDOW), PAGES)
-    with pytest.raises(InvalidFieldError, match="9 for a window of None tokens"):
-        GraphTables(small(), PAGES, WINDOW_PAGES)
 
 
 def test_the_visible_tables_stay_where_they_are_and_are_to_read_only() -> None:

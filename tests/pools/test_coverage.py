@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.coverage import Cells, Coverage, cells_of
+from kvferry.pools.planning.coverage import Cells, Coverage
 from kvferry.pools.planning.geometry import Heads
-from kvferry.pools.planning.pairing import pair_entries
 from kvferry.protocol.errors import IncompleteError, PageOverlapError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 
@@ -150,33 +148,3 @@ def test_errors_name_the_first_cell_and_the_heads() -> None:
     coverage.plan(Cells(np.array([0]), 0, 1, (Heads(0, 1),)))
     with pytest.raises(IncompleteError, match=r"transfer page 0, heads 7\.\.7, has no sender \(2 cells missing\)"):
         coverage.check_planned()
-
-
-def test_of_a_replica_the_rest_is_free() -> None:
-    coverage = Coverage(SPLIT, PAGES, ["draft"])
-    coverage.plan(Cells(np.array([1]), 0, 2))
-    both, replicated = np.array([1, 2]), np.array([True, True])
-    assert coverage.free_extents(Cells(np.array([1]), 0, 2), replicated[:1]) == ()
-    rest = coverage.free_extents(Cells(both, 1, 4), replicated)
-    assert [(one.rows.tolist(), one.start, one.stop) for one in rest] == [([False, True], 1, 4), ([True, False], 2, 4)]
-    with pytest.raises(PageOverlapError, match="main/index_k/0: transfer page 1 has a sender already"):
-        coverage.free_extents(Cells(both, 1, 4), ~replicated)
-
-
-def test_the_rest_of_a_replica_is_in_one_extent_and_has_all_heads() -> None:
-    coverage = Coverage(SPLIT, PAGES, ["draft"])
-    coverage.plan(Cells(np.array([1]), 1, 2))
-    with pytest.raises(PageOverlapError, match="main/index_k/0: transfer page 1 has a sender already"):
-        coverage.free_extents(Cells(np.array([1]), 0, 4), np.array([True]))
-    coverage.plan(Cells(np.array([0]), 0, PAGES, (Heads(1, 1),)))
-    with pytest.raises(PageOverlapError, match=r"main/k/0: transfer page 0, heads 5\.\.5, has a sender already"):
-        coverage.free_extents(Cells(np.array([0]), 0, 4), np.array([True]))
-
-
-def test_cells_of_pairs() -> None:
-    ours = msgspec.structs.replace(SPLIT[0], head_start=6, heads=2, page_bytes=4)
-    whole = pair_entries([SPLIT[1], SPLIT[2]], SPLIT)
-    assert cells_of(whole, 1, 3).heads is None
-    assert cells_of(whole, 1, 3).entries.tolist() == [1, 2]
-    assert Cells(np.array([2, 0]), 1, 3, (None, Heads(2, 1))).of(np.array([False, True])).heads == (Heads(2, 1),)
-    assert cells_of(pair_entries([ours, SPLIT[2]], SPLIT), 1, 3).heads == (Heads(2, 2), None)

@@ -14,13 +14,11 @@ from kvferry.pools.planning.geometry import RankHeads, intersect, rank_heads
 from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.pairing import HeadSlice, Pairing, check_covered, pair_entries
 from kvferry.pools.planning.plan import make_plan
-from kvferry.protocol.errors import DuplicatePageError
 from kvferry.protocol.manifests import Entry
 
 GOLDEN: Final[dict[str, list[dict[str, Any]]]] = json.loads(
     (Path(__file__).parents[1] / "golden" / "transfer_planning.json").read_text()
 )
-REPEATING: Final = [case for case in GOLDEN["coalesce"] if len(set(case["dst"])) < len(case["dst"])]
 ROLES: Final = ("k", "v", "index_k")
 PAGE_BYTES: Final = 1024
 MANY_PAGES: Final = 1 << 20
@@ -103,11 +101,3 @@ def of_heads(held: RankHeads) -> Entry:
     return msgspec.structs.replace(
         whole, page_tokens=4, head_start=held.start, heads=held.count, total_heads=16, replicas=held.replicas
     )
-
-
-@pytest.mark.parametrize("case", REPEATING)
-def test_a_repeated_destination_page_is_refused(case: dict[str, Any]) -> None:
-    buffer = buffers([0], [PAGE_BYTES])
-    with pytest.raises(DuplicatePageError) as refused:
-        make_plan(pair_entries(buffer, buffer), np.array(case["src"], np.int64), np.array(case["dst"], np.int64))
-    assert refused.value.field == "destination_pages"

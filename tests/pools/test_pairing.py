@@ -120,7 +120,11 @@ def test_sides_with_other_heads_must_agree_too(field: str) -> None:
     [
         (rank(0, 8, page_bytes=2048, shape=None), "page_bytes", "a head of one token has 32 bytes at the source, 64"),
         (rank(0, 8, page_bytes=1025, shape=None), "page_bytes", "do not divide into 4 tokens x 8 heads"),
-        (msgspec.structs.replace(FULL, heads=None, shape=(5, 4, 4, 8)), "shape", "a token is .2, 16. at the source, .4, 8."),
+        (
+            msgspec.structs.replace(FULL, heads=None, shape=(5, 4, 4, 8)),
+            "shape",
+            "a token is .2, 16. at the source, .4, 8.",
+        ),
         (rank(0, 8, shape=(5, 4, 4, 32)), "shape", "a head is 16 wide at the source, 32"),
         (rank(0, 8, page_tokens=None), "page_tokens", "both sides give page_tokens"),
     ],

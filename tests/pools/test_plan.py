@@ -131,15 +131,6 @@ def rank(start: int, heads: int) -> Entry:
     return entry(page_bytes=12 * heads, page_tokens=4, head_start=start, heads=heads, total_heads=8)
 
 
-def test_a_side_that_gives_all_its_heads_gives_whole_pages() -> None:
-    ids = np.array([1, 2])
-    plan = make_plan(pair_entries([rank(4, 2)], [rank(0, 8)]), ids, ids)
-    assert (plan.source.sliced.tolist(), plan.destination.sliced.tolist()) == ([False], [True])
-    assert plan.source.rows.tolist() == [1]
-    assert (plan.sliced.tolist(), plan.total_bytes) == ([True], 2 * 24)
-    assert plan.blocks().tolist()[:3] == [[24, 96 + 12, 6], [30, 96 + 36, 6], [36, 96 + 60, 6]]
-
-
 def test_addresses_near_the_end_of_memory_do_not_wrap_and_nothing_in_common_is_refused() -> None:
     high = (1 << 63) - 1 - 8 * 4
     plan = make_plan(pair_entries([entry(base=high)], [entry(base=high)]), np.array([7]), np.array([7]))

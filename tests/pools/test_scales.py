@@ -119,21 +119,6 @@ def test_a_scale_a_page_and_head_is_an_array_of_its_own() -> None:
     assert (first.head_start, first.heads, first.total_heads, first.replicas) == (1, 1, 2, 2)
 
 
-def test_windows_and_drafts_have_them_too() -> None:
-    manifest = changed(SWA, k_scale="page_head", draft=DraftSpec(layers=1), window_v_scale="page")
-    assert [(entry.name, entry.pages) for entry in manifest.entries if entry.format == PAGE_HEADS] == [
-        ("main/k_scale/0", 9), ("draft/k_scale/0", 9), ("swa/k_scale/1", 3), ("swa/k_scale/2", 3),
-        ("swa/v_scale/1", 3), ("swa/v_scale/2", 3),
-    ]  # fmt: skip
-
-
-def test_they_are_part_of_the_page_and_of_the_digest() -> None:
-    forms = [changed(MHA, k_scale=one) for one in (None, 1.0, 2.0, (1.0, 2.0), "page", "page_head")]
-    assert len({one.layout_digest for one in forms}) == len(forms)
-    assert changed(MHA, k_scale=(1.0, 1.0)).layout_digest == changed(MHA, k_scale=1.0).layout_digest
-    assert forms[-1].region_bytes == forms[0].region_bytes + 2 * 3 * 8
-
-
 # -- pairing
 
 
@@ -207,21 +192,6 @@ def test_scales_that_travel_from_or_to_one_side_only_are_refused(
             pair_entries(ours, theirs)
         index = [entry.name for entry in theirs].index(name)
         assert caught.value.field == f"destination.entries[{index}].scales"
-
-
-def test_scales_that_travel_with_what_the_destination_has_not_are_left_over() -> None:
-    ours = changed(MHA, k_scale="page", draft=DraftSpec(layers=1)).entries
-    theirs = changed(MHA, first_layer=4, k_scale="page").entries
-    assert pair_entries(ours, theirs).skipped_source_entries == len(ours) - 3
-    without_index = changed(INDEXED, index_head_dim=None, index_dtype=None, index_layers=None, draft=None).entries
-    assert len(pair_entries(changed(INDEXED, index_scale=True).entries, without_index).pairs) == len(without_index)
-    assert pair_entries(side(0, 2, "page_head"), side(2, 2)).pairs == ()
-
-
-def test_scales_of_pages_and_heads_are_cut_by_heads() -> None:
-    pairing = pair_entries(side(0, 4, "page_head"), side(2, 2, "page_head"))
-    cut = [pair.heads for pair in pairing.pairs if pair.destination.role == "k_scale"]
-    assert [(one.source, one.destination, one.count) for one in cut if one] == [(2, 0, 2)] * 2
 
 
 def test_a_scale_a_page_does_not_go_to_another_split() -> None:

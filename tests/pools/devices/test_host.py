@@ -72,16 +72,6 @@ def test_a_region_that_nobody_closes_goes_with_its_last_reference() -> None:
     assert view.sum() == 7 * 4096, "a view keeps the memory"
 
 
-def test_a_region_that_could_not_be_mapped_closes_its_descriptor_once() -> None:
-    fd = os.memfd_create("unsealed")
-    with pytest.raises(InvalidFieldError):
-        HostRegion(fd, 4096)
-    again = os.memfd_create("another")  # takes the number
-    gc.collect()
-    os.fstat(again)
-    os.close(again)
-
-
 # -- of huge pages: simulated ones here, real ones in tests/daemon/test_huge_pages.py
 
 

@@ -121,19 +121,6 @@ def test_memory_survives_its_owners_death(simulator: Simulator, other: Child) ->
     assert simulator.memory_used(0) == before
 
 
-def test_a_killed_process_keeps_nothing(owner: Child, simulator: Simulator) -> None:
-    before = simulator.memory_used(0)
-    with Child(simulator) as victim:
-        victim.do(PREPARED)
-        map_in(victim, shared(owner, victim.process.pid))
-        victim.do("more = torch.zeros(8 << 20, dtype=torch.uint8, device='npu'); torch.npu.synchronize()")
-        assert simulator.memory_used(0) > before
-        victim.process.kill()
-        victim.process.wait(WAIT_S)
-    assert simulator.memory_used(0) == before
-    assert owner.do("result = filled(7)")
-
-
 def test_a_registered_tensor_is_the_engines_own_memory(owner: Child, other: Child) -> None:
     fields = owner.do(
         "mine = torch.zeros(1000, dtype=torch.int32, device='npu'); mine[3:5] = 0x01010101; torch.npu.synchronize()\n"

@@ -1,4 +1,4 @@
-"""How much memory there is, by the texts of files as kernels write them."""
+"""How much memory there is, large pages and NUMA nodes, by the texts of files as kernels write them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from typing import Final
 import pytest
 
 from kvferry.pools.host.memory import Limit, Read, limits, narrowest_limit, smallest_limit
+from kvferry.pools.host.placement import (
+    Reserved,
+    Transparent,
+    node_of,
+    nodes,
+    offer,
+    preferred_node,
+    reserved,
+    transparent,
+)
+from kvferry.protocol.config.conflicts import HostOffer
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -19,6 +30,10 @@ UNLIMITED: Final = 9223372036854771712
 def reading(files: dict[str, str]) -> Read:
     known = {"/proc/meminfo": MEMINFO, **files}
     return lambda path: known.get(path, "")
+
+
+def from_files(files: dict[str, str]) -> Read:
+    return lambda path: files.get(path, "")
 
 
 def v2(group: str, mount: str = V2, **at: str) -> dict[str, str]:
@@ -101,3 +116,63 @@ def test_what_cannot_be_read_is_no_limit(text: str) -> None:
     mounts = f"{text}\n1 2\n - \n{V2}"
     files = {"/proc/self/cgroup": text, "/proc/self/mountinfo": mounts, "/sys/fs/cgroup/memory.max": "?"}
     assert smallest_limit(reading(files)).file == "/proc/meminfo"
+
+
+# -- large pages and NUMA nodes
+
+THP: Final = "/sys/kernel/mm/transparent_hugepage"
+NODES: Final = "/sys/devices/system/node"
+TWO_NODES: Final = {
+    f"{NODES}/has_memory": "0,2\n",
+    f"{NODES}/node0/cpulist": "0-3,8-11\n",
+    f"{NODES}/node2/cpulist": "4-7,12-15\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("general", "of_size", "setting", "is_on"),
+    [
+        ("always within_size [advise] never deny force", "always [inherit] within_size advise never", "advise", True),
+        ("always [within_size] advise never deny force", "", "within_size", True),
+        ("always within_size advise [never] deny force", "always inherit within_size [advise] never", "never", False),
+        ("always within_size [advise] never deny force", "always inherit within_size advise [never]", "never", False),
+        ("always within_size advise never [deny] force", "", "deny", False),
+        ("", "", "", False),
+    ],
+)
+def test_transparent_pages(general: str, of_size: str, setting: str, is_on: bool) -> None:  # noqa: FBT001
+    files = {f"{THP}/shmem_enabled": general, f"{THP}/hugepages-2048kB/shmem_enabled": of_size}
+    found = transparent(from_files(files))
+    assert found == Transparent(2 * MIB, setting)
+    assert found.is_on is is_on
+    of_the_machine = {**files, f"{THP}/hpage_pmd_size": str(512 * MIB), f"{THP}/hugepages-524288kB/shmem_enabled": ""}
+    assert transparent(from_files(of_the_machine)).page_bytes == 512 * MIB
+
+
+def test_reserved_pages_that_somebody_will_have_are_not_free() -> None:
+    text = "MemTotal: 9 kB\nHugePages_Total: 8\nHugePages_Free: 5\nHugePages_Rsvd: 2\nHugepagesize:    2048 kB\n"
+    found = reserved(from_files({"/proc/meminfo": text}))
+    assert found == Reserved(2 * MIB, 8, 3)
+    assert [found.missing(size) for size in (0, 6 * MIB, 6 * MIB + 1, 16 * MIB)] == [0, 0, 1, 5]
+    assert reserved(from_files({})) == Reserved(0, 0, 0)
+    assert reserved(from_files({})).missing(MIB) == 0
+
+
+@pytest.mark.parametrize(("cpus", "node"), [({0, 9}, 0), ({4, 5, 15}, 2), ({3, 4}, None), (set(), None), ({99}, None)])
+def test_the_node_of_all_cpus(cpus: set[int], node: int | None) -> None:
+    assert nodes(from_files(TWO_NODES)) == {0, 2}
+    assert node_of(from_files(TWO_NODES), cpus) == node
+    assert preferred_node(from_files(TWO_NODES), None, cpus) == node
+    assert preferred_node(from_files(TWO_NODES), 2, cpus) == 2
+
+
+def test_where_there_is_one_node_none_is_preferred() -> None:
+    one = {**TWO_NODES, f"{NODES}/has_memory": "0\n"}
+    assert preferred_node(from_files(one), None, {0}) is None
+    assert preferred_node(from_files(one), 0) is None
+    assert preferred_node(from_files({}), None) is None
+
+
+def test_the_configuration_is_compared_with_the_smallest_limit_and_the_nodes() -> None:
+    files = {**TWO_NODES, "/proc/meminfo": f"MemTotal: {64 * MIB} kB\n"}
+    assert offer(from_files(files)) == HostOffer(64 * MIB << 10, "this host", frozenset({0, 2}))

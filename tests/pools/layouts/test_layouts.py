@@ -32,6 +32,7 @@ from tests.kit.pool_specs import (
     page_first_specs,
     pool_specs,
 )
+from tests.pools.layouts.docs_tables import DOCUMENT, with_tables
 
 PAGE_FIRST = msgspec.structs.replace(MHA, view="page_first")
 PAGE_FIRST_LATENT = msgspec.structs.replace(JOINED, index_head_dim=None, view="page_first")
@@ -465,3 +466,8 @@ def test_another_split_is_refused(source: tuple[int, int], destination: tuple[in
             [one for one in rank_of(*source).entries if one.component == "mamba"],
             [one for one in rank_of(*destination).entries if one.component == "mamba"],
         )
+
+
+def test_the_documents_tables_are_current() -> None:
+    text = DOCUMENT.read_text()
+    assert with_tables(text) == text, "python -m tests.pools.layouts.docs_tables"

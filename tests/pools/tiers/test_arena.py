@@ -115,15 +115,6 @@ TestManyHoles = _ManyHoles.TestCase
 TestManyHoles.settings = DEVICE.examples(60, stateful_step_count=25)
 
 
-def test_what_does_not_fit_one_hole_takes_the_largest_and_then_the_one_that_fits_best() -> None:
-    arena = Arena(40 * UNIT)
-    arena.allocate(40, 1)
-    for start, units in ((1, 3), (8, 10), (20, 4), (30, 6)):
-        arena.free(np.arange(start, start + units) * UNIT, 1)
-    assert (arena.allocate(13, 1) // UNIT).tolist() == [1, 2, 3, *range(8, 18)]
-    assert [arena.fitting(units * UNIT) for units in (1, 4, 6, 7)] == [10, 2, 1, 0]
-
-
 @pytest.mark.parametrize(
     "units",
     [[1, 1], [9, 10], [-1], [3], [(1 << 63) // UNIT - 1]],

@@ -127,15 +127,6 @@ def test_runs_are_a_steps_bytes_in_the_arena_as_few_as_can_be(harness: BlockHarn
 # -- layouts
 
 
-def test_evenly_spaced_entries_are_one_stack() -> None:
-    layout = BlockLayout(manifest_of_sizes(64, 64, 64, 32, 32), "main")
-    assert (layout.content_bytes, layout.block_bytes) == (256, 256)
-    assert BlockLayout(manifest_of_sizes(100, 50), "main").block_bytes == 192, "a multiple of 64"
-    assert [(one.entries, one.spacing_bytes, one.offset) for one in layout.stacks] == [(3, 256, 0), (2, 128, 192)]
-    assert [tuple(one[2:]) for one in layout.stacks_of(10, 150)] == [(1, 64, 54, 10), (1, 64, 64, 64), (1, 64, 22, 128)]
-    assert [one.entries for one in layout.stacks_of(64, 192)] == [2]
-
-
 @pytest.mark.parametrize(
     ("ids", "offsets", "problem"),
     [
@@ -187,12 +178,3 @@ def test_cells_by_number_are_the_blocks_bytes(
         for run in step_runs(harness.pages, step):
             arena[run.offset : run.offset + run.size_bytes] = flat[run.at : run.at + run.size_bytes]
     assert (arena == harness.offloaded(memory)).all()
-
-
-def test_wide_entries_of_one_part_are_one_list_of_cells_for_all_pages() -> None:
-    layout = BlockLayout(manifest_of_sizes(4096, 4096, 1024, 1024), "main")
-    step, ids = BlockStep(0, 3, 0, layout.content_bytes), np.array([3, 1, 2])
-    [one] = BlockCells(layout, [0]).of(step, ids)
-    assert (one.cell_bytes, len(one.numbers)) == (1024, 3 * 10)
-    apart = list(BlockCells(layout, [0, int(layout.bases[2])]).of(step, ids))
-    assert [(cells.cell_bytes, len(cells.numbers)) for cells in apart] == [(4096, 2), (1024, 2)] * 3

@@ -61,12 +61,6 @@ def test_what_is_written_is_read(
         assert path.stat().st_size == size_bytes == file_bytes(wanted.key.namespace, page_bytes)
 
 
-def test_very_many_pages_take_several_calls(store: DiskStore) -> None:
-    wanted = block(1, pages=3000, page_bytes=3)
-    wanted.write_to(store)
-    assert read(store, wanted) == wanted.pages
-
-
 def missed(store: DiskStore, wanted: Block) -> None:
     with pytest.raises(MissingBlockError):
         read(store, wanted)
@@ -259,25 +253,6 @@ def test_an_error_of_the_disk_while_reading_is_no_damage(store: DiskStore, monke
         read(store, wanted)
     monkeypatch.undo()
     assert read(store, wanted) == wanted.pages
-
-
-def test_the_page_cache_is_not_filled(tmp_path: Path, require: Any) -> None:  # noqa: ANN401 - see conftest
-    require(_said_by("stat", "-f", "-c", "%T", tmp_path) != "tmpfs", "a file system that is not all page cache")
-    wanted = block(page_bytes=1 << 20)
-    with DiskStore(tmp_path, "block") as store:
-        wanted.write_to(store)
-        assert _cached_bytes(wanted.file_in(store)) == 0
-        read(store, wanted)
-        assert _cached_bytes(wanted.file_in(store)) == 0
-
-
-def _cached_bytes(path: Path) -> int:
-    """Return how many bytes of a file are in the page cache, as fincore (util-linux) says."""
-    return int(_said_by("fincore", "--bytes", "--noheadings", "--output", "RES", path))
-
-
-def _said_by(*command: str | Path) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
 
 
 def test_files_written_lately_are_held_open_and_no_more(tmp_path: Path) -> None:

@@ -45,14 +45,6 @@ def test_whole_blocks_are_found_those_used_longest_ago_first(store: DiskStore) -
         assert all(one.used_ns > 20 * 10**9 for one in scanned(last)), "what is read counts as used"
 
 
-def test_a_scan_opens_few_files_in_a_step(store: DiskStore) -> None:
-    for seed in range(10):
-        block(seed).write_to(store)
-    with reopened(store) as after:
-        steps = [len(step) for step in after.scan(files_a_step=4)]
-    assert [size for size in steps if size] == [4, 4, 2]
-
-
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.pools.tiers.arena import Freed
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier, place_of
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR, BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind
 from kvferry.pools.tiers.policies import POLICY_NAMES
@@ -394,17 +394,6 @@ def test_the_end_of_a_prefix_goes_before_its_beginning(policy: str) -> None:
     blocks = store(index, HASHES)
     index.touch(blocks[:2])
     assert list(index.host_victims()) == [blocks[at] for at in (5, 4, 3, 2, 1, 0)]
-
-
-def test_a_block_knows_how_many_are_before_it_as_far_as_they_are_known() -> None:
-    index, _ = new_index()
-    first = store(index, HASHES[:2])
-    rest = [begun.block for begun in index.begin(SPACES[0], HASHES[2:4], HASHES[1], SIZE)]
-    lost = [begun.block for begun in index.begin(SPACES[0], HASHES[5:], HASHES[4], SIZE)]
-    assert [block.depth for block in first + rest + lost] == [0, 1, 2, 3, 0]
-    found = index.adopt(SPACES[0], HASHES[4], HASHES[3], SIZE, tier=Tier.DISK)
-    assert found.depth == 4
-    assert place_of(found) == (SPACES[0], HASHES[4], HASHES[3], 4)
 
 
 def test_a_tenant_without_a_quota_gives_first_and_one_nobody_heard_of_has_nothing() -> None:
