@@ -1,7 +1,6 @@
 /* The copies of native_copies.h against a loop over bytes: random sizes, alignments and rows, each kernel variant that the
    processor has, hashed and not, by copy threads that are waited for, by some that tell, and without, and no byte beside them changes;
-   what gates stop, what is withdrawn, when a copy yields, and how segments are listed. Ends with status 0, or says what
-   differs. */
+   what gates stop, what is withdrawn, and when a copy yields. Ends with status 0, or says what differs. */
 
 #define _GNU_SOURCE
 #include <poll.h>
@@ -131,23 +130,6 @@ static int check(const Variant *variant, char *from, char *to, char *expected, i
     if (memcmp(to, expected, MEMORY)) return printf("%s: the memory differs\n", name), 1;
     if (hashed && memcmp(digests, wanted, digests_count * sizeof *wanted)) return printf("%s: the digests differ\n", name), 1;
     return 0;
-}
-
-/* What has a best kernel variant of its own is tried by itself: blocks, what is gathered, what is scattered; each hashed or
-   not, and of each size. */
-static int check_classes(void) {
-    static const uint64_t BYTES[] = {128, 1024, 16384, 65536}, LIES[][3] = {{1, 0, 0}, {4, 4096, 128}, {4, 128, 4096}};
-    int seen[CLASSES] = {0}, failed = 0;
-    for (int size = 0; size < SIZES; size++)
-        for (int kind = 0; kind < KINDS; kind++) {
-            uint64_t row[6] = {0, 0, BYTES[size], LIES[kind][0], LIES[kind][1], LIES[kind][2]};
-            Copies copies = {(const char *)row, sizeof row, sizeof *row, 1, kind > 0};
-            for (int hashed = 0; hashed < 2; hashed++)
-                seen[class_of(&copies, BYTES[size] * row[3], row[3], hashed)]++;
-        }
-    for (int class = 0; class < CLASSES; class++) failed |= seen[class] != 1;
-    if (failed) printf("what differs is tried as one\n");
-    return failed;
 }
 
 /* Each kernel variant is tried, then the one that took the least is taken; after a while all are tried again, and may win.
@@ -404,50 +386,6 @@ static int check_processors(void) {
     return !is_right;
 }
 
-/* Segments are listed one by one, with ids of any stride or none; single pages that adjoin share a row, up to a MiB. */
-static int check_segments(int rounds) {
-    for (int round = 0; round < rounds; round++) {
-        enum { ENTRIES = 3, PAGES = 5 };
-        Entry entries[ENTRIES];
-        int64_t ids[3][2 * PAGES], strides[3];
-        uint64_t *list = malloc(ENTRIES * PAGES * 6 * sizeof *list); /* exactly: nothing is written behind it */
-        Numbers numbers[3];
-        for (int one = 0; one < ENTRIES; one++) {
-            uint64_t bytes = below(4) ? 64 : 400 << 10;
-            entries[one] = (Entry){below(1000), bytes, below(1000), bytes, bytes, below(9), below(99), below(99)};
-        }
-        for (int side = 0; side < 3; side++) {
-            for (int page = 0; page < 2 * PAGES; page++) ids[side][page] = (int64_t)(below(3) ? (uint64_t)page : below(9));
-            strides[side] = below(3) - 1 ? 1 : 2;
-            numbers[side] = (Numbers){(char *)ids[side], strides[side] * 8};
-            if (below(2) && side != (int)below(2)) numbers[side].numbers = NULL;
-        }
-        int columns = below(2) ? 3 : 6;
-        size_t first = below(ENTRIES * PAGES + 1), stop = first + below(ENTRIES * PAGES + 1 - first);
-        Segments segments = {entries, numbers[0], numbers[1], numbers[2], PAGES, below(100) - 50, below(100) - 50};
-        size_t rows = list_segments(&segments, first, stop, list, columns), row = 0;
-        uint64_t done = 0; /* of the row */
-        for (size_t at = first; at < stop; at++) {
-            const Entry *entry = &entries[at / PAGES];
-            size_t page = at % PAGES;
-            uint64_t found[3];
-            for (int side = 0; side < 3; side++)
-                found[side] = numbers[side].numbers ? (uint64_t)ids[side][page * (size_t)strides[side]] : side < 2 ? page : 1;
-            uint64_t bytes = entry->bytes * found[2];
-            const uint64_t *now = list + row * (size_t)columns;
-            int right = row < rows && now[0] + done == segments.from_at + entry->from + entry->from_page * found[0] &&
-                        now[1] + done == segments.to_at + entry->to + entry->to_page * found[1];
-            if (columns == 6) right &= now[3] == entry->rows && now[4] == entry->from_stride && now[5] == entry->to_stride;
-            done += bytes;
-            if (done == now[2]) row++, right &= done <= JOINED || done == bytes, done = 0;
-            if (!right) return printf("segment %zu of %zu to %zu is not listed rightly\n", at, first, stop), 1;
-        }
-        free(list);
-        if (row != rows) return printf("%zu rows of segments, not %zu\n", rows, row), 1;
-    }
-    return 0;
-}
-
 int main(int count, char **arguments) {
     int rounds = count > 1 ? atoi(arguments[1]) : 100, failed = 0, variants = 0;
     char *from = aligned_alloc(4096, MEMORY), *to = aligned_alloc(4096, MEMORY), *expected = malloc(MEMORY);
@@ -466,7 +404,7 @@ int main(int count, char **arguments) {
         failed = check(NULL, from, to, expected, round % 2, copy_threads[round / 2 % 3]);
     }
     for (int one = 0; one < 3; one++) failed |= check_rest(copy_threads[one]);
-    failed |= check_processors() | check_classes() | check_trials() | check_segments(100 * rounds);
+    failed |= check_processors() | check_trials();
     for (int one = 0; one < 4; one++) failed |= check_yields(one / 2 ? PLAIN : STREAMS, from, to, one % 2);
     for (int one = 0; one < 3; one++) {
         failed |= check_gate(from, to, copy_threads[one], 0) | check_gate(from, to, copy_threads[one], 1);

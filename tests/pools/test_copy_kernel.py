@@ -439,8 +439,10 @@ def test_segments_are_listed_entry_by_entry(
 ) -> None:
     entries, ids, (first, stop), at = case
     from_ids, to_ids, counts = (None if one is None else np.array(one, np.int64) for one in ids)
-    copies = np.empty((stop - first, 6 if with_rows else 3), np.uint64)
+    memory = np.full((stop - first + 1, 6 if with_rows else 3), UNTOUCHED, np.uint64)
+    copies = memory[:-1]
     rows = kernel.list_segments(copies, np.array(entries, np.uint64), from_ids, to_ids, counts, first, *at)
+    assert (memory[-1] == UNTOUCHED).all(), "nothing is written behind the list"
     expected = []
     for number in range(first, stop):
         entry, page = divmod(number, len(ids[0] or ids[1] or []))

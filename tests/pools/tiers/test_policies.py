@@ -1,4 +1,4 @@
-"""LRU against a plain list, with victims that are skipped; policies that are told later; what all policies promise."""
+"""What all policies promise, and those that are told later; LRU is tested against a plain list by ``test_index``."""
 
 from __future__ import annotations
 
@@ -12,45 +12,12 @@ from kvferry.pools.tiers.reuse_policy import Place, ReuseRate
 from tests.kit.devices import DEVICE
 
 KEYS = st.integers(0, 11)
-ACCESSES = st.lists(KEYS, max_size=120)
 ALL = pytest.mark.parametrize("name", POLICY_NAMES)
-
-
-class _ListLru:
-    """LRU on a list, the one used longest ago first."""
-
-    def __init__(self) -> None:
-        self.queue: list[int] = []
-
-    def add(self, key: int) -> None:
-        self.queue.append(key)
-
-    def hit(self, key: int) -> None:
-        self.queue.remove(key)
-        self.queue.append(key)
-
-    def remove(self, key: int) -> None:
-        self.queue.remove(key)
-
-    def evict(self, pinned: frozenset[int]) -> int | None:
-        key = next((key for key in self.queue if key not in pinned), None)
-        if key is not None:
-            self.queue.remove(key)
-        return key
 
 
 def place(key: int) -> Place:
     """Return a place of its own, before no other."""
     return Place("space", key.to_bytes(16, "big"), None, 0)
-
-
-def evict(policy: EvictionPolicy[int], pinned: frozenset[int] = frozenset()) -> int | None:
-    """Evict the first victim that is not pinned."""
-    for key in policy.victims():
-        if key not in pinned:
-            policy.remove(key)
-            return key
-    return None
 
 
 def take_all(policy: EvictionPolicy[Key]) -> list[Key]:
@@ -61,39 +28,6 @@ def take_all(policy: EvictionPolicy[Key]) -> list[Key]:
         gone.append(key)
     assert len(policy) == 0
     return gone
-
-
-@given(accesses=ACCESSES, capacity=st.integers(1, 8), data=st.data())
-@DEVICE.examples(200)
-def test_a_cache_under_lru_evicts_what_the_plain_model_evicts(
-    accesses: list[int], capacity: int, data: st.DataObject
-) -> None:
-    policy: EvictionPolicy[int] = make_policy("lru")
-    model = _ListLru()
-    there: set[int] = set()
-    for key in accesses:
-        if key in there:
-            policy.hit(key)
-            model.hit(key)
-            continue
-        if len(there) == capacity:
-            pinned = data.draw(st.frozensets(st.sampled_from(sorted(there)), max_size=2))
-            victim = evict(policy, pinned)
-            assert victim == model.evict(pinned)
-            if victim is None:
-                continue
-            there.remove(victim)
-        lets_one_go = data.draw(st.booleans())
-        if there and lets_one_go:
-            other = data.draw(st.sampled_from(sorted(there)))
-            policy.remove(other)
-            model.remove(other)
-            there.remove(other)
-        policy.add(key, place(key))
-        model.add(key)
-        there.add(key)
-        assert len(policy) == len(there)
-    assert take_all(policy) == [model.evict(frozenset()) for _ in there]
 
 
 @ALL
