@@ -1,16 +1,34 @@
-"""Page lists against the pool they are of."""
+"""Page lists: their runs, against the pool they are of, and how the lists of windows and states are paired."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
 import numpy as np
 import pytest
+from hypothesis import event, example, given
+from hypothesis import strategies as st
 
-from kvferry.pools.planning.page_ranges import PageRange, check_apart, lists_with_pages, page_ranges, split
+from kvferry.attention.state_windows import window_of
+from kvferry.pools.planning import page_ids
+from kvferry.pools.planning.page_ids import FEW, Runs, check_distinct, check_range, coalesce
+from kvferry.pools.planning.page_ranges import (
+    PageRange,
+    Span,
+    check_apart,
+    lists_with_pages,
+    page_ranges,
+    split,
+    state_span,
+)
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     DuplicatePageError,
     EmptyPagesError,
+    EmptyStateError,
     InvalidFieldError,
     KvferryError,
     LengthMismatchError,
@@ -18,9 +36,101 @@ from kvferry.protocol.errors import (
     PageOutOfRangeError,
     PageOverlapError,
     UnknownComponentError,
+    WindowMismatchError,
 )
 from kvferry.protocol.manifests import Component
 from tests.kit.transfers import TransferHarness, layers
+
+NEARBY = st.integers(1, 12)
+PAIRS = st.lists(st.tuples(NEARBY, NEARBY), max_size=40)
+
+
+BOTH_WAYS = pytest.mark.parametrize("few", [0, FEW])
+"""As if all lists were long, and as if all were short."""
+
+
+@contextmanager
+def looked_at_as(few: int) -> Iterator[None]:
+    """Have lists of more than so many ids looked at as long ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_ids, "FEW", few)
+        yield
+
+
+def runs_of(pairs: list[tuple[int, int]], few: int) -> Runs:
+    lists = np.array(pairs, np.int64).reshape(-1, 2)
+    lists.flags.writeable = False
+    with looked_at_as(few):
+        return coalesce(lists[:, 0], lists[:, 1])
+
+
+def expanded(runs: Runs) -> list[tuple[int, int]]:
+    return [
+        (source + i, destination + i)
+        for source, destination, pages in zip(*(one.tolist() for one in runs), strict=True)
+        for i in range(pages)
+    ]
+
+
+@BOTH_WAYS
+@given(pairs=PAIRS)
+@example(pairs=[(1, 5), (2, 7), (3, 8)])  # contiguous at the source alone
+@example(pairs=[(1, 5), (3, 6), (4, 7)])  # contiguous at the destination alone
+@example(pairs=[(3, 3), (2, 2), (1, 1)])  # descending
+@example(pairs=[(1, 1), (1, 2), (1, 3)])  # one page again and again
+@example(pairs=[(1 << 40, 7), ((1 << 40) + 1, 8)])
+def test_runs_give_the_lists_back_and_are_maximal(few: int, pairs: list[tuple[int, int]]) -> None:
+    runs = runs_of(pairs, few)
+    assert expanded(runs) == pairs
+    assert (runs.pages >= 1).all()
+    ends = zip(runs.source + runs.pages, runs.destination + runs.pages, strict=True)
+    starts = zip(runs.source[1:], runs.destination[1:], strict=True)
+    assert not any(end == start for end, start in zip(ends, starts, strict=False))
+
+
+# -- checks of page lists: exactly which error, and which page it names.
+
+
+POOL_PAGES = 8
+IDS = st.lists(st.integers(-3, POOL_PAGES + 3) | st.integers(-(1 << 63), (1 << 63) - 1), max_size=8)
+
+
+def ids_of(pages: list[int]) -> np.typing.NDArray[np.int64]:
+    return np.array(pages, np.int64)
+
+
+@BOTH_WAYS
+@given(pages=IDS)
+@example(pages=[0])
+@example(pages=[POOL_PAGES])
+@example(pages=[1, POOL_PAGES - 1])
+def test_range(few: int, pages: list[int]) -> None:
+    wrong = [at for at, page in enumerate(pages) if not 1 <= page < POOL_PAGES]
+    if pages and not wrong:
+        with looked_at_as(few):
+            check_range(ids_of(pages), POOL_PAGES, "lists[3].pages")
+        return
+    with looked_at_as(few), pytest.raises(PageOutOfRangeError if pages else EmptyPagesError) as refused:
+        check_range(ids_of(pages), POOL_PAGES, "lists[3].pages")
+    assert refused.value.field == "lists[3].pages"
+    if wrong:
+        assert refused.value.detail == f"page {pages[wrong[0]]} at position {wrong[0]}; the pool has 1..7"
+
+
+@BOTH_WAYS
+@given(pages=st.lists(st.integers(1, POOL_PAGES), max_size=8))
+def test_distinct(few: int, pages: list[int]) -> None:
+    again = sorted(page for page in set(pages) if pages.count(page) > 1)
+    if not again:
+        with looked_at_as(few):
+            check_distinct(ids_of(pages), "pages")
+        return
+    with (
+        looked_at_as(few),
+        pytest.raises(DuplicatePageError, match=f"page {again[0]} is named more than once") as refused,
+    ):
+        check_distinct(ids_of(pages), "pages")
+    assert refused.value.field == "pages"
 
 
 @pytest.fixture
@@ -125,3 +235,99 @@ def test_a_page_named_twice_is_refused_with_the_list_that_repeats_it(
     with pytest.raises(DuplicatePageError) as refused:
         check_apart(lists_with_pages(found), pool.manifest)
     assert refused.value.field == f"lists[{list_number}].pages"
+
+
+SPREAD: Final = st.integers(-4, 4)
+SOURCE_SALT: Final = 1
+DESTINATION_SALT: Final = 20011
+"""No two sides and no two pages have the same id."""
+
+
+def listed(first_page: int | None, ids: list[int], *, none: bool = False) -> PageRange:
+    array = np.array(ids, np.int64)
+    array.flags.writeable = False
+    return PageRange("swa", first_page, array, None, "lists[0]", "window", none)
+
+
+def of_pages(pages: range, salt: int, *, plain: bool = False) -> PageRange:
+    return listed(None if plain else pages.start, [salt + 17 * page % 10007 for page in pages])
+
+
+def paired(source: PageRange, destination: PageRange) -> tuple[Span, list[int], list[int]]:
+    """Return the span, and the ids to read and to fill; see that what is skipped is counted where pages are known."""
+    span = state_span(source, destination, "0af1")
+    sent, filled = (
+        one.ids[start : start + span.pages].tolist()
+        for one, start in ((source, span.source_start), (destination, span.destination_start))
+    )
+    assert len(sent) == len(filled) == span.pages
+    assert span.skipped_source_pages == (0 if span.trimmed else len(source.ids) - span.pages)
+    return span, sent, filled
+
+
+@given(st.integers(5, 200), SPREAD, st.integers(0, 60), SPREAD, st.integers(1, 40), st.sampled_from([1, 2, 3, 4, 7, 8]))
+@example(639, 1, 0, 0, 256, 128)  # both start and length differ
+@example(512, 1, 0, 0, 256, 128)  # one page more at the end
+@example(8, 4, 0, 0, 4, 4)  # equal lengths, one page shifted
+def test_only_the_same_logical_page_is_paired(
+    seq_len: int, longer: int, prefix: int, prefix_more: int, window: int, page_size: int
+) -> None:
+    source_seq = max(seq_len + longer, 1)
+    ours = range(*window_of(min(max(prefix + prefix_more, 0), source_seq - 1), source_seq, window, page_size))
+    theirs = range(*window_of(min(prefix, seq_len - 1), seq_len, window, page_size))
+    source, destination = of_pages(ours, SOURCE_SALT), of_pages(theirs, DESTINATION_SALT)
+    if not set(theirs) <= set(ours):
+        event("refused")
+        with pytest.raises(WindowMismatchError) as caught:
+            paired(source, destination)
+        said = f"the destination wants pages {theirs[0]}..{theirs[-1]}, the source has {ours[0]}..{ours[-1]}"
+        assert (caught.value.field, caught.value.detail) == ("first_page", f"swa of transfer 0af1: {said}")
+        return
+    span, sent, filled = paired(source, destination)
+    event(f"skipped {span.skipped_source_pages}")
+    assert sent == of_pages(theirs, SOURCE_SALT).ids.tolist()
+    assert filled == destination.ids.tolist()
+    assert not span.trimmed
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from(["source", "destination", "both"]))
+def test_plain_lists_are_cut_to_the_shorter_head(ours: int, theirs: int, plain: str) -> None:
+    source = of_pages(range(ours), SOURCE_SALT, plain=plain != "destination")
+    destination = of_pages(range(theirs), DESTINATION_SALT, plain=plain != "source")
+    span, sent, filled = paired(source, destination)
+    kept = min(ours, theirs)
+    assert (sent, filled) == (source.ids[:kept].tolist(), destination.ids[:kept].tolist())
+    assert span.trimmed == (ours != theirs)
+
+
+NOTHING: Final = listed(4, [], none=True)
+LISTS: Final = st.just(NOTHING) | st.builds(
+    listed, st.none() | st.integers(0, 6), st.lists(st.integers(1, 99), max_size=6)
+)
+
+
+@given(LISTS, LISTS)
+@example(NOTHING, listed(4, [7, 8]))
+@example(listed(None, [7, 8]), NOTHING)
+@example(listed(4, []), listed(4, [7, 8]))
+@example(listed(4, [7, 8]), listed(None, []))
+@example(NOTHING, listed(None, []))
+def test_a_destination_is_never_filled_from_nothing_and_an_empty_one_is_no_success(
+    source: PageRange, destination: PageRange
+) -> None:
+    ours, theirs = len(source.ids), len(destination.ids)
+    if (theirs and not ours) or (ours and not theirs and not destination.none):
+        said = "gives .* ids, the destination's list is empty" if ours else "wants .* ids, the source"
+        said += "" if ours else (" says none" if source.none else "'s list is empty")
+        with pytest.raises(EmptyStateError, match=said) as caught:
+            paired(source, destination)
+        assert caught.value.field == "lists"
+        return
+    try:
+        span, _, _ = paired(source, destination)
+    except WindowMismatchError:
+        assert source.first_page is not None
+        assert destination.first_page is not None
+        return
+    assert span.pages == (min(ours, theirs) if span.trimmed else theirs)
+    assert span.pages or span == Span(0, 0, 0, ours)

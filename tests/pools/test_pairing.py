@@ -1,16 +1,44 @@
-"""Pairing by (component, role, layer), and what a pair must agree in."""
+"""Pairing by (component, role, layer), heads of ranks, and what an independent implementation plans (``golden/``)."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.pairing import MUST_AGREE, MUST_AGREE_SLICED, check_covered, pair_entries
-from kvferry.protocol.errors import DuplicateEntryError, GeometryMismatchError, UncoveredEntryError
+from kvferry.pools.planning.geometry import (
+    DTYPE_BYTES,
+    MAX_PAGES,
+    RankHeads,
+    dtype_bytes,
+    intersect,
+    page_count,
+    rank_heads,
+)
+from kvferry.pools.planning.page_ids import coalesce
+from kvferry.pools.planning.pairing import (
+    MUST_AGREE,
+    MUST_AGREE_SLICED,
+    HeadSlice,
+    Pairing,
+    check_covered,
+    pair_entries,
+)
+from kvferry.pools.planning.plan import make_plan
+from kvferry.protocol.errors import (
+    DuplicateEntryError,
+    GeometryMismatchError,
+    HeadsIndivisibleError,
+    InvalidFieldError,
+    UncoveredEntryError,
+)
 from kvferry.protocol.manifests import Entry
 
 NAMES = st.tuples(st.sampled_from(["main", "draft"]), st.sampled_from(["k", "v", "index_k"]), st.integers(0, 3))
@@ -143,3 +171,148 @@ def test_pages_that_are_not_ordered_by_tokens_are_not_cut() -> None:
     with pytest.raises(GeometryMismatchError, match="pages of format NZ cannot be cut by heads") as refused:
         pair_entries([nz], [rank(0, 8, format="NZ")])
     assert refused.value.field == "destination.entries[0].format"
+
+
+SMALL = st.integers(1, 9)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_dtypes_are_torchs(dtype: str) -> None:
+    assert dtype_bytes(dtype) == getattr(torch, dtype).itemsize
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (1000, "1000 tokens are not a multiple of page_size 128: use 896 or 1024"),
+        (127, "127 tokens are not a multiple of page_size 128: use 128"),
+        (129, "128 or 256"),
+    ],
+)
+def test_a_part_of_a_page_is_refused_and_never_rounded(tokens: int, said: str) -> None:
+    with pytest.raises(InvalidFieldError, match=said) as refused:
+        page_count(tokens, 128, "window_tokens")
+    assert refused.value.field == "window_tokens"
+
+
+def test_pages_are_numbered_in_31_bits() -> None:
+    assert page_count(MAX_PAGES - 1, 1) == MAX_PAGES
+    with pytest.raises(InvalidFieldError) as refused:
+        page_count(MAX_PAGES, 1)
+    assert refused.value.field == "tokens"
+
+
+# -- heads of ranks, and what two ranks share.
+
+
+DIVISORS = st.tuples(st.integers(1, 16), st.integers(1, 16))
+
+
+@given(DIVISORS)
+def test_ranks_tile_the_heads_or_every_head_has_as_many_ranks(drawn: tuple[int, int]) -> None:
+    tp_size, each = drawn
+    held = [rank_heads(tp_size * each, tp_size, rank) for rank in range(tp_size)]
+    assert [one.start for one in held] == [rank * each for rank in range(tp_size)]
+    assert {(one.count, one.replicas) for one in held} == {(each, 1)}
+
+    heads, replicas = drawn
+    held = [rank_heads(heads, heads * replicas, rank) for rank in range(heads * replicas)]
+    assert [one.start for one in held] == [head for head in range(heads) for _ in range(replicas)]
+    assert {(one.count, one.replicas) for one in held} == {(1, replicas)}
+
+
+@pytest.mark.parametrize(
+    ("total_heads", "tp_size", "rank", "field"),
+    [(0, 1, 0, "total_heads"), (8, 0, 0, "tp_size"), (8, 2, 2, "rank"), (8, 2, -1, "rank"), (8, 3, 0, "tp_size")],
+)
+def test_senseless_numbers(total_heads: int, tp_size: int, rank: int, field: str) -> None:
+    with pytest.raises((InvalidFieldError, HeadsIndivisibleError)) as refused:
+        rank_heads(total_heads, tp_size, rank)
+    assert refused.value.field == field
+
+
+GOLDEN: Final[dict[str, list[dict[str, Any]]]] = json.loads(
+    (Path(__file__).parents[1] / "golden" / "transfer_planning.json").read_text()
+)
+ROLES: Final = ("k", "v", "index_k")
+PAGE_BYTES: Final = 1024
+MANY_PAGES: Final = 1 << 20
+
+
+def entry(role: str, layer: int, base: int, *, component: str = "main", page_bytes: int = PAGE_BYTES) -> Entry:
+    return Entry(component=component, role=role, layer=layer, base=base, pages=MANY_PAGES, page_bytes=page_bytes)
+
+
+def stage_entries(pointers: list[int], roles: tuple[str, ...], layers: range, draft_layers: int) -> list[Entry]:
+    """Name pointers that come group by group over the main layers, then group by group over the draft layers."""
+    names = [("main", role, layer) for role in roles for layer in layers]
+    names += [("draft", role, layer) for role in roles for layer in range(draft_layers)]
+    return [
+        entry(role, layer, base, component=component)
+        for (component, role, layer), base in zip(names, pointers, strict=True)
+    ]
+
+
+def pointer_pairing(case: dict[str, Any]) -> Pairing:
+    roles = ROLES[: case["groups"]]
+    stage = range(case["stage_start"], case["stage_end"])
+    source = stage_entries(case["src_ptrs"], roles, stage, case["draft_layers"] if case["last_stage"] else 0)
+    destination = stage_entries(case["dst_ptrs"], roles, range(case["decode_layers"]), case["draft_layers"])
+    return pair_entries(source, destination)
+
+
+def buffers(pointers: list[int], item_lens: list[int]) -> list[Entry]:
+    return [
+        entry("k", number, base, page_bytes=size)
+        for number, (base, size) in enumerate(zip(pointers, item_lens, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("case", GOLDEN["coalesce"])
+def test_coalesce(case: dict[str, Any]) -> None:
+    runs = coalesce(np.array(case["src"], np.int64), np.array(case["dst"], np.int64))
+    assert np.stack(runs, axis=1).tolist() == case["runs"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["mla_pp_pointers"])
+def test_a_stage_pairs_with_its_own_layers(case: dict[str, Any]) -> None:
+    pairing = pointer_pairing(case)
+    pairs = pairing.pairs
+    found = {pair.source.base: pair.destination.base for pair in pairs}
+    assert found == dict(zip(case["src_ptrs"], case["sliced_dst_ptrs"], strict=True))
+    assert [pair.destination.base for pair in pairs] == [
+        pointer for pointer in case["dst_ptrs"] if pointer in set(case["sliced_dst_ptrs"])
+    ]
+    assert pairing.skipped_source_entries == 0
+    layers = {entry.layer for entry in pairing.uncovered if entry.component == "main"}
+    assert layers == set(range(case["decode_layers"])) - set(range(case["stage_start"], case["stage_end"]))
+    if not layers:
+        check_covered(pairing, {"draft"})
+
+
+@pytest.mark.parametrize("case", GOLDEN["address_plan"])
+def test_address_plan(case: dict[str, Any]) -> None:
+    pairing = pair_entries(buffers(case["src_ptrs"], case["item_lens"]), buffers(case["dst_ptrs"], case["item_lens"]))
+    plan = make_plan(pairing, np.array(case["src_pages"], np.int64), np.array(case["dst_pages"], np.int64))
+    assert plan.blocks().tolist() == case["blocks"]
+    assert plan.total_bytes == sum(block[2] for block in case["blocks"])
+
+
+@pytest.mark.parametrize("case", GOLDEN["head_slices"])
+def test_head_slices(case: dict[str, Any]) -> None:
+    source, destination = (
+        rank_heads(case["total_heads"], case[f"{side}_tp"], case[f"{side}_rank"]) for side in ("src", "dst")
+    )
+    common = intersect(source, destination)
+    assert common is not None
+    expected = HeadSlice(case["src_head_start"], case["dst_head_start"], case["heads"])
+    assert HeadSlice(common.start - source.start, common.start - destination.start, common.count) == expected
+    (pair,) = pair_entries([of_heads(source)], [of_heads(destination)]).pairs
+    assert pair.heads == (None if source == destination else expected)
+
+
+def of_heads(held: RankHeads) -> Entry:
+    whole = entry("k", 0, 0, page_bytes=4 * 32 * held.count)
+    return msgspec.structs.replace(
+        whole, page_tokens=4, head_start=held.start, heads=held.count, total_heads=16, replicas=held.replicas
+    )
