@@ -45,6 +45,7 @@ MIB = 1 << 20
 SIZES = st.integers(0, 300) | st.integers(0, 20_000) | st.integers(0, 3 * MIB)
 ALIGNMENTS = st.integers(0, 4096)
 WAIT_S = 30.0
+WAYS = st.sampled_from(["plain", "hashed"])
 CHECK = Path(__file__).with_name("native_copies_check.c")
 HEADERS = Path(copy_kernel.__file__).parent
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -108,11 +109,10 @@ def copies_of(source: Memory, destination: Memory, rows: list[tuple[int, int, in
     return at
 
 
-@pytest.mark.parametrize("way", ["plain", "hashed"])
 @DEVICE.examples(60)
-@given(st.lists(st.tuples(ALIGNMENTS, ALIGNMENTS, SIZES), min_size=1, max_size=6), st.sampled_from("CF"))
-@example([(0, 0, 3 * MIB)], "C")
-@example([(1, 63, 3 * MIB - 1), (0, 64, 65_536)], "F")
+@given(WAYS, st.lists(st.tuples(ALIGNMENTS, ALIGNMENTS, SIZES), min_size=1, max_size=6), st.sampled_from("CF"))
+@example("plain", [(0, 0, 3 * MIB)], "C")
+@example("hashed", [(1, 63, 3 * MIB - 1), (0, 64, 65_536)], "F")
 def test_every_byte_arrives_and_no_other_changes(
     kernel: Kernel, way: str, blocks: list[tuple[int, int, int]], order: Literal["C", "F"]
 ) -> None:
@@ -135,11 +135,17 @@ def test_every_byte_arrives_and_no_other_changes(
     assert (destination == expected).all()
 
 
-@pytest.mark.parametrize("way", ["plain", "hashed"])
-@DEVICE.examples(12)
-@given(st.integers(1, 80), st.just(1) | st.integers(2, 40), st.integers(0, 300), st.integers(0, 3), st.integers(1, 40))
-@example(4, 1, 0, 0, 7)
-@example(8, 128, 512, 0, 1)
+@DEVICE.examples(20)
+@given(
+    WAYS,
+    st.integers(1, 80),
+    st.just(1) | st.integers(2, 40),
+    st.integers(0, 300),
+    st.integers(0, 3),
+    st.integers(1, 40),
+)
+@example("plain", 4, 1, 0, 0, 7)
+@example("hashed", 8, 128, 512, 0, 1)
 def test_many_short_blocks_and_rows_of_whole_lines_arrive(
     kernel: Kernel, way: str, lines: int, rows: int, apart: int, lines_apart: int, per_digest: int
 ) -> None:
