@@ -277,7 +277,7 @@ def role_of(manifest: Manifest, role: str, component: str = "main") -> list[Entr
     return [one for one in manifest.entries if (one.component, one.role) == (component, role)]
 
 
-LATENT_ROPE = {"kv_lora_rank": 448, "qk_rope_head_dim": 128}
+LATENT_ROPE: dict[str, Any] = {"kv_lora_rank": 448, "qk_rope_head_dim": 128}
 ODD_DRAFT = DraftSpec(layers=1, kv_lora_rank=384, qk_rope_head_dim=130)
 
 
