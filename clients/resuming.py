@@ -192,6 +192,8 @@ class Resuming(Submissions):
     def _put(self, outgoing: Outgoing, frames: Frames | None = None) -> None:
         if self._dead is not None:
             raise self._dead
+        if self._loss is None and self._core.is_idle and self._channel is not None and self._channel.is_readable:
+            self._read_channel()  # the daemon may have been restarted since somebody looked
         now = None if self._held else frames or self._core.frames(outgoing)  # before it is on the books: it may fail
         self._core.sent(outgoing, time.monotonic(), connected=now is not None)
         if now is not None:

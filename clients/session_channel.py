@@ -70,6 +70,8 @@ class SessionChannel:
         self._fds: deque[int] = deque()
         self._followed: dict[int, Followed] = {}
         self._saying = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(channel, select.POLLIN)
 
     @property
     def is_kept(self) -> bool:
@@ -97,6 +99,11 @@ class SessionChannel:
                     raise no_answer(runtime_dir, timeout_s)
                 under_way.wait(left_s)
         return channel
+
+    @property
+    def is_readable(self) -> bool:
+        """Return whether something has come, or the end."""
+        return bool(self._poll.poll(0))
 
     def receive(self) -> None:
         """Take what has arrived, without waiting.

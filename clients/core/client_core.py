@@ -174,6 +174,11 @@ class ClientCore:
         """Return the number of requests without a reply."""
         return len(self._pending)
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no message is under way."""
+        return not self._sent
+
     def request(
         self,
         body: RequestBody,

@@ -121,6 +121,23 @@ def test_who_is_idle_meanwhile(life: Daemon, kind: type[Client | AsyncClient]) -
         assert client.boot_id == looker.boot_id
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_what_an_idle_client_begins_first_is_for_the_next_daemon(
+    life: RestartedDaemon, kind: type[Client | AsyncClient]
+) -> None:
+    """It has not looked since: sent to the daemon that is gone, a transfer would have ended with it."""
+    with connected(kind, life.runtime_dir) as client:
+        client.create_pool("begun", SPEC)
+        ids, request_id = client.allocate("begun", 4), new_request_id()
+        life.end()
+        sent = client.send("begun", request_id, [pages(ids[:2])])
+        life.start()
+        client.wait_finished(client.receive("begun", request_id, [pages(ids[2:])]))
+        client.wait_settled(sent)
+        assert client.free("begun", ids).freed == 4
+        client.delete_pool("begun")
+
+
 @pytest.mark.parametrize(
     ("asked", "lost", "kind"),
     [
