@@ -1,4 +1,4 @@
-"""Requests as values: what is read from a reply, without a daemon."""
+"""Requests as values: what is read from a reply, and what is refused, without a daemon."""
 
 from __future__ import annotations
 
@@ -21,14 +21,6 @@ def test_a_reply_of_another_kind_is_not_taken_for_it() -> None:
     with pytest.raises(MalformedError, match="answered with PoolDeleted, not Pong"):
         calls.asked(Ping()).read(reply)
     assert calls.asked(DeletePool(pool="decode")).read(reply) == PoolDeleted(pool="decode")
-
-
-def test_numbers_of_other_libraries_are_sent_as_pythons() -> None:
-    page: Any = np.int32(3)
-    tokens: Any = np.int64(5)
-    head = calls.pages([1, 2], first_page=page, tokens=tokens).head
-    assert head == PageList(pages=2, first_page=3, tokens=5)
-    assert (type(head.first_page), type(head.tokens)) == (int, int)
 
 
 def test_pages_made_by_hand_are_checked() -> None:

@@ -7,8 +7,6 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvferry.clients.calls import pages
 from kvferry.clients.plain import is_plain
@@ -64,26 +62,11 @@ SOUND: Final[dict[type[msgspec.Struct], dict[str, Any]]] = {
 }
 
 
-@st.composite
-def bodies(draw: st.DrawFn) -> msgspec.Struct:
-    """Draw a body of which up to three fields are anything."""
-    kind = draw(st.sampled_from(list(SOUND)))
-    odd = draw(st.lists(st.sampled_from(kind.__struct_fields__), max_size=3, unique=True))
-    return kind(**{**SOUND[kind], **{field: draw(st.sampled_from(ODD)) for field in odd}})
-
-
 def types(value: object) -> object:
     """Return a value's type, and those of what is in it."""
     if isinstance(value, msgspec.Struct):
         return type(value), *(types(getattr(value, one)) for one in value.__struct_fields__)
     return (type(value), *(types(one) for one in value)) if isinstance(value, tuple | list) else type(value)
-
-
-@given(bodies())
-def test_what_is_plain_is_what_its_decoder_returns(body: msgspec.Struct) -> None:
-    if is_plain(body):
-        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=type(body))
-        assert (decoded, types(decoded)) == (body, types(body))
 
 
 @pytest.mark.parametrize("kind", SOUND, ids=lambda kind: kind.__name__)

@@ -25,7 +25,7 @@ from kvferry.protocol.errors import (
     PeerLostError,
 )
 from kvferry.protocol.events import Finished, Matched, Settled, SingleEvent, TierDone, Together, merged
-from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated
 from kvferry.protocol.session_messages import Ping, Pong
 from kvferry.protocol.tier_messages import OperationStarted, Store
@@ -103,16 +103,11 @@ def opened(core: ClientCore, body: Send | Receive = RECEIVE) -> Transfer:
 def test_a_request_says_who_when_and_what_was_seen(core: ClientCore) -> None:
     request = request_in(core, core.request(ALLOCATE, deadline_ms=250))
     assert request == Request(1, BOOT, SECRET, 250, 0, ALLOCATE)
-    assert request_in(core, core.request(Ping())).message_id == 2
-    assert core.pending == 2
+    second = core.request(Ping())
+    assert (request_in(core, second).message_id, core.pending) == (2, 2)
+    assert reply(core, second, Pong()) == ReplyArrived(2, Pong(), (), None), "each reply finds its request"
+    assert reply(core, Outgoing(1, ALLOCATE), Allocated(pages=2), PAGES).ids[0].tolist() == [3, 4]
     assert ClientCore(BOOT, SECRET, last_message=41).request(Ping()).message_id == 42
-
-
-def test_a_reply_finds_its_request(core: ClientCore) -> None:
-    first, second = core.request(ALLOCATE), core.request(Ping())
-    assert reply(core, second, Pong()) == ReplyArrived(2, Pong(), (), None)
-    assert reply(core, first, Allocated(pages=2), PAGES).ids[0].tolist() == [3, 4]
-    assert core.pending == 0
 
 
 @pytest.mark.parametrize("answer", ["again", "after giving up", "never asked"])
@@ -135,14 +130,6 @@ def test_a_refusal_is_an_error_of_its_class_and_busy_says_when(core: ClientCore)
     assert isinstance(error, OverloadedError)
     assert "50 ms" in error.detail
     assert error.retry_after_ms == 50
-
-
-def test_without_a_session_the_first_reply_says_which_daemon_it_is() -> None:
-    core = ClientCore()
-    outgoing = core.request(Ping())
-    assert request_in(core, outgoing).boot_id == NO_BOOT
-    reply(core, outgoing, Pong())
-    assert request_in(core, core.request(Ping())).boot_id == BOOT
 
 
 @pytest.mark.parametrize("frames", [[], [b""], [b"\xc1"], [b"x" * 100], [b"\x93\xa1R\x01\xa0"]])
@@ -177,30 +164,6 @@ def test_the_life_of_a_transfer(core: ClientCore) -> None:
     assert acknowledged(core) == 2
 
 
-def test_both_sides_of_one_request_are_two_transfers(core: ClientCore) -> None:
-    sending, receiving = opened(core, SEND), opened(core, RECEIVE)
-    assert event(core, 1, finished(SEND)) is sending
-    assert event(core, 2, finished(RECEIVE)) is receiving
-
-
-def test_a_failure(core: ClientCore) -> None:
-    transfer = opened(core)
-    event(core, 1, finished(error=LOST))
-    assert states(transfer) == ("finished", True, False)
-    with pytest.raises(PeerLostError, match="the engine died"):
-        transfer.outcome()
-
-
-def test_a_refused_transfer_is_over(core: ClientCore) -> None:
-    transfer, outgoing = core.transfer(RECEIVE, IDS)
-    assert reply(core, outgoing, BUSY) is transfer
-    with pytest.raises(PageBusyError):
-        transfer.outcome()
-    again = opened(core)
-    assert again is not transfer
-    assert (states(again), states(transfer)) == (("open", False, False), ("refused", True, True))
-
-
 def test_a_refused_chunk_leaves_the_transfer_open(core: ClientCore) -> None:
     first = opened(core, CHUNK)
     hole, outgoing = core.transfer(SEND, IDS)
@@ -216,16 +179,6 @@ def test_a_refused_chunk_leaves_the_transfer_open(core: ClientCore) -> None:
     event(core, 2, replace(SETTLED, pool="prefill", direction="send"))
     assert {one.state for one in (first, hole, second)} == {"settled"}
     assert repr(core) == "<ClientCore pending=0 batches=0 transfers=0>"
-
-
-def test_chunks_may_be_sent_without_waiting(core: ClientCore) -> None:
-    transfer, first = core.transfer(CHUNK, IDS)
-    other, second = core.transfer(SEND, IDS)
-    assert reply(core, first, BUSY) is transfer
-    assert states(transfer) == ("refused", True, True)
-    assert reply(core, second, Accepted()) is other
-    assert event(core, 1, finished(SEND, LOST)) is other
-    assert isinstance(transfer.error, PageBusyError)
 
 
 @pytest.mark.parametrize("answered", ["first", "last"])
@@ -258,80 +211,43 @@ def test_of_two_receives_in_a_batch_the_accepted_one_ends(core: ClientCore, refu
     assert repr(core) == "<ClientCore pending=0 batches=0 transfers=0>"
 
 
-def test_a_receive_that_settles_late_is_not_the_next_ones_end(core: ClientCore) -> None:
-    first = opened(core)
-    event(core, 1, finished(generation=1))
-    second, outgoing = core.transfer(RECEIVE, IDS)
-    reply(core, outgoing, Accepted(generation=2))
-    assert event(core, 2, replace(SETTLED, generation=1)) is first
-    assert states(second) == ("open", False, False)
-    assert event(core, 3, finished(generation=2)) is second
+@pytest.mark.parametrize("body", [SEND, RECEIVE], ids=["send", "receive"])
+def test_one_that_settles_late_is_not_the_next_ones_end(core: ClientCore, body: Send | Receive) -> None:
+    generation = 0 if body is SEND else 1
+    first = opened(core, body)
+    event(core, 1, finished(body, generation=generation))
+    second, outgoing = core.transfer(body, IDS)
+    reply(core, outgoing, Accepted(generation=2 * generation))
+    settled = replace(SETTLED, pool=body.pool, direction="send" if body is SEND else "receive", generation=generation)
+    assert event(core, 2, settled) is first
+    assert (first.state, states(second)) == ("settled", ("open", False, False))
+    assert event(core, 3, finished(body, LOST, generation=2 * generation)) is second
+    assert isinstance(second.error, PeerLostError)
 
 
-def test_a_send_that_settles_late_is_not_the_next_ones_end(core: ClientCore) -> None:
-    first = opened(core, SEND)
-    event(core, 1, finished(SEND))
-    second, outgoing = core.transfer(SEND, IDS)
-    reply(core, outgoing, Accepted())
-    assert event(core, 2, replace(SETTLED, pool="prefill", direction="send")) is first
-    assert (first.state, second.state) == ("settled", "open")
-
-
-def test_a_request_id_used_again_is_another_transfer(core: ClientCore) -> None:
-    first = opened(core)
-    event(core, 1, finished(error=LOST))
-    early, outgoing = core.transfer(RECEIVE, IDS)
-    assert early is not first, "its outcome is known: this is another one"
-    assert reply(core, outgoing, PageBusyError("not settled yet")) is early
-    assert event(core, 2, SETTLED) is first
-    second = opened(core)
-    assert event(core, 3, finished()) is second
-    assert (first.state, second.state) == ("settled", "finished")
-
-
-def test_a_body_that_is_no_reply_to_a_transfer_changes_nothing(core: ClientCore) -> None:
+@pytest.mark.parametrize("before", [1, 2])
+def test_events_may_come_before_the_reply(core: ClientCore, before: int) -> None:
     transfer, outgoing = core.transfer(RECEIVE, IDS)
-    assert reply(core, outgoing, Pong()) is transfer
-    assert states(transfer) == ("sent", False, False)
+    events = [finished(), SETTLED]
+    assert [event(core, at, body) for at, body in enumerate(events[:before], 1)] == [transfer] * before
+    assert reply(core, outgoing, Accepted()) is transfer
+    assert states(transfer) == (("finished", True, False) if before == 1 else ("settled", True, True))
+    assert event(core, 2, SETTLED) is (transfer if before == 1 else None)
+    assert repr(core) == "<ClientCore pending=0 batches=0 transfers=0>", "nothing of it is kept, nor ended by a restart"
 
 
 # -- events
 
 
-def test_an_event_out_of_order_does_not_take_the_cursor_back(core: ClientCore) -> None:
-    opened(core)
-    event(core, 5, finished())
-    assert event(core, 4, SETTLED) is None
-    assert acknowledged(core) == 5
-
-
-def test_an_event_of_something_forgotten_is_seen_all_the_same(core: ClientCore) -> None:
-    assert event(core, 1, finished()) is None
-    assert acknowledged(core) == 1
-
-
 def test_an_event_of_another_daemon_means_nothing(core: ClientCore) -> None:
     transfer = opened(core)
     assert event(core, 1, finished(), boot=OTHER_BOOT) is None
-    assert states(transfer) == ("open", False, False)
-    assert acknowledged(core) == 0
-
-
-def test_an_event_may_come_before_the_reply(core: ClientCore) -> None:
-    transfer, outgoing = core.transfer(RECEIVE, IDS)
-    assert event(core, 1, finished()) is transfer
-    assert reply(core, outgoing, Accepted()) is transfer
-    assert states(transfer) == ("finished", True, False)
-    assert event(core, 2, SETTLED) is transfer
-
-
-def test_a_transfer_that_settles_before_the_reply_is_over(core: ClientCore) -> None:
-    transfer, outgoing = core.transfer(RECEIVE, IDS)
-    event(core, 1, finished())
-    event(core, 2, SETTLED)
-    assert reply(core, outgoing, Accepted()) is transfer
-    assert states(transfer) == ("settled", True, True)
-    assert repr(core) == "<ClientCore pending=0 batches=0 transfers=0>", "nothing of it is kept, nor ended by a restart"
+    assert (states(transfer), acknowledged(core)) == (("open", False, False), 0)
+    event(core, 5, finished())
+    assert event(core, 4, SETTLED) is None
+    assert acknowledged(core) == 5, "one out of order does not take the cursor back"
+    assert event(core, 6, finished(SEND)) is None
+    assert acknowledged(core) == 6, "one of something forgotten is seen all the same"
 
 
 def test_events_that_come_together_are_heard_in_their_order(core: ClientCore) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Final
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvferry.clients.core.client_core import MAX_CUTS, ClientCore, OtherDaemon, Outgoing, ReplyArrived, Unclaimed
 from kvferry.clients.core.followed import TierOperation, Transfer
-from kvferry.clients.core.held_pages import MOST_MOVES, HeldPages
+from kvferry.clients.core.held_pages import HeldPages
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.base import ErrorReply, PageList, RequestBody
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
@@ -268,17 +268,6 @@ def test_what_a_block_has_collected_is_for_the_next_daemon(core: ClientCore) -> 
     assert boot_of(core, sent(core, early)) == OLD
 
 
-def test_without_a_daemon_everything_has_failed_and_nothing_settles(core: ClientCore) -> None:
-    transfer = opened(core)
-    operation, outgoing = core.operation(Offload(pool="pool", lists=(PageList(pages=2),)), IDS)
-    sent(core, outgoing)
-    core.lost(DaemonLostError("gone"))
-    assert isinstance(transfer.error, DaemonLostError)
-    assert isinstance(operation.error, DaemonLostError)
-    assert (transfer.is_finished, transfer.is_settled, operation.is_done) == (True, False, True)
-    assert core.pending == 0
-
-
 # -- whose pages they are
 
 
@@ -293,24 +282,15 @@ def test_the_books_follow_replies_and_events(core: ClientCore) -> None:
     reply(core, put(core, Allocate(pool="pool", count=4)), Allocated(pages=4), ids(1, 2, 3, 4))
     freed = put(core, Free(pool="pool", pages=1), ids(1).tobytes())
     reply(core, freed, Freed(freed=1, deferred=0))
-    for number, body, done, moved in (
-        (
-            1,
-            Offload(pool="pool", lists=(PageList(pages=1),), release=True),
-            TierDone(operation=1, kind="offload"),
-            (2,),
-        ),
-        (2, Offload(pool="pool", lists=(PageList(pages=1),)), TierDone(operation=2, kind="offload"), (3,)),
-        (
-            3,
-            Restore(snapshot=REQUEST, pool="pool", allocate=True),
-            TierDone(operation=3, kind="restore", lists=(PageList(pages=2),)),
-            (),
-        ),
+    offload, back = Offload(pool="pool", lists=ONE), Restore(snapshot=REQUEST, pool="pool", allocate=True)
+    two = (PageList(pages=2),)
+    for number, body, done, moved, given in (
+        (1, replace(offload, release=True), TierDone(operation=1, kind="offload"), [ids(2)], ()),
+        (2, offload, TierDone(operation=2, kind="offload"), [ids(3)], ()),
+        (3, back, TierDone(operation=3, kind="restore", lists=two), [], (ids(8, 9),)),
     ):
-        _, outgoing = core.operation(body, (ids(*moved).tobytes(),) if moved else ())
+        _, outgoing = core.operation(body, tuple(one.tobytes() for one in moved))
         reply(core, sent(core, outgoing), OperationStarted(operation=number))
-        given = (ids(8, 9),) if number == 3 else ()
         core.feed([bytes(frame) for frame in encode(Event(number, OLD, done), given)])
     unknown, missing = core.held.compare("pool", "main", ids(3, 4, 5, 9))
     assert (unknown.tolist(), missing.tolist()) == ([5], [8])
@@ -327,17 +307,6 @@ def test_pages_of_a_pool_that_is_not_known_are_left_alone() -> None:
     held.gave("pool", "main", ids(900))
     held.gave("other", "main", ids(900))
     assert held.compare("pool", "main", ids()).missing.tolist() == [1, 7]
-
-
-def test_moves_are_added_up_after_a_while() -> None:
-    held, its = HeldPages(), ids(1, 2)
-    held.took("pool", "main", its)
-    kept = weakref.ref(its)
-    del its
-    for _ in range(MOST_MOVES):
-        assert kept() is not None
-        held.took("pool", "main", ids(3))
-    assert kept() is None
 
 
 def test_pages_of_a_pool_for_whose_books_there_is_no_memory_are_left_alone() -> None:
