@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
 from kvferry.clients.batch import Batch
-from kvferry.clients.calls import Call, asked, joined
+from kvferry.clients.calls import Call, asked
 from kvferry.clients.core.client_core import ClientCore
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.codec import Frames, IncomingRequest, decode_request, encode
@@ -102,16 +102,6 @@ def test_what_waits_for_an_event_holds_up_its_own_reply_only(client: Client, nam
     assert client.free(name, ids[1:]).freed == 3
 
 
-def test_an_operation_that_waits_for_pages_is_cancelled(client: Client, name: str) -> None:
-    ids = client.allocate(name, client.create_pool(name, SPEC, model=MODEL).manifest.pages - 1)
-    out = client.wait_done(client.offload(name, [pages(ids[:1])]))
-    waiting = client.restore(name, out.snapshot)
-    assert not client.cancel_operation(waiting).was_done
-    with pytest.raises(CancelledError):
-        client.wait_done(waiting)
-    client.drop_snapshot(out.snapshot)
-
-
 @pytest.mark.parametrize("kind", ["offload", "restore", "store", "load"])
 @pytest.mark.parametrize("batched", [True, False])
 def test_an_operation_that_waits_for_its_event_is_cancelled(
@@ -160,14 +150,6 @@ def test_an_operation_is_cancelled_while_its_batch_is_held(client: Client, name:
         with pytest.raises(CancelledError):
             client.wait_done(operation)
         client.drop_snapshot(snapshot)
-
-
-def test_what_is_in_a_block_still_cannot_be_cancelled(client: Client, name: str) -> None:
-    client.create_pool(name, SPEC, model=MODEL)
-    with client.batched() as step:
-        operation = step.offload(name, [pages(client.allocate(name, 1))])
-        with pytest.raises(MisuseError, match="was not sent yet"):
-            client.cancel_operation(operation)
 
 
 def test_a_block_that_raises_sends_nothing(client: Client, name: str) -> None:
@@ -289,29 +271,6 @@ def batch_in(frames: Frames) -> Any:  # noqa: ANN401  a BATCH's requests are of 
     incoming = decode_request([bytes(one) for one in frames])
     assert isinstance(incoming, IncomingRequest)
     return incoming.request
-
-
-def test_a_step_of_64_requests_is_one_message(client: Client, name: str) -> None:
-    client.create_pool(name, SMALL, model=MODEL)
-    sources, targets = client.allocate(name, 26).reshape(2, 13)
-    before, ids = requests_of(client), [new_request_id() for _ in sources]
-    with client.batched() as step:
-        taken = [step.begin(calls.allocate(name, 1, "main")) for _ in sources]
-        sent = [step.send(name, one, [pages([page])], first_token=page) for one, page in zip(ids, sources, strict=True)]
-        received = [step.receive(name, one, [pages([page])]) for one, page in zip(ids, targets, strict=True)]
-        freed = [step.free(name, [page]) for page in targets]
-        found = [step.begin(asked(Lookup(pool=name, hashes=joined(hashes(2)), pin=False))) for _ in range(11)]
-        bad = step.send(name, new_request_id(), [pages([1 << 20])])
-    for one, page in zip(received, sources, strict=True):
-        assert client.wait_finished(one).first_token == page
-    for transfer in (*sent, *received):
-        client.wait_settled(transfer)
-    assert [len(client.wait(one)) for one in taken] == [1] * 13
-    given_back = [client.wait(one) for one in freed]
-    assert [one.freed + one.deferred for one in given_back] == [1] * 13
-    assert [client.wait(one).blocks for one in found] == [0] * 11
-    assert isinstance(bad.error, PageOutOfRangeError), "its own, and nobody else's"
-    assert requests_of(client) == before + 2, "the batch, and the one that asks"
 
 
 def test_pages_of_several_requests_are_taken_at_once_or_not_at_all(client: Client, name: str) -> None:

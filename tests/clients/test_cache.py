@@ -20,7 +20,6 @@ from kvferry.protocol.errors import (
     KvferryError,
     LayoutMismatchError,
     LengthMismatchError,
-    TierOffError,
     UnknownComponentError,
     UnknownLeaseError,
 )
@@ -186,23 +185,6 @@ def test_watching_prints_a_line_a_change(daemon: Daemon, client: Client, pool: F
     assert (shown["kind"], shown["hashes"]) == ("stored", [hashes(1)[0].hex()])
     assert len(bytes.fromhex(shown["hashes"][0])) == HASH_BYTES
     assert watching.returncode == 130
-
-
-@pytest.mark.host_only
-def test_without_a_host_tier_everything_says_so(name: str) -> None:
-    with (
-        kit.daemon("[tiers]\nhost_bytes = 0\n") as daemon,
-        Client.connect(daemon.runtime_dir, name="engine") as client,
-    ):
-        pool = Filled(client, name)
-        ids = client.allocate(name, 2)
-        for operation in (client.offload(name, [pages(ids)]), client.store(name, hashes(2), ids)):
-            with pytest.raises(TierOffError, match=r"tiers\.host_bytes is 0"):
-                client.wait_done(operation)
-        with pytest.raises(TierOffError):
-            client.lookup(name, hashes(1))
-        client.free(name, ids)
-        pool.close()
 
 
 def test_blocks_on_disk_survive_a_restart_and_damage_is_a_miss(tmp_path: Path, name: str) -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from kvferry.clients import AsyncClient, AttachedPool, Client, KvferryError, MhaSpec, Transfer, new_request_id, pages
-from kvferry.clients.calls import asked
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
@@ -25,7 +24,6 @@ from kvferry.protocol.errors import (
     InvalidFieldError,
     LayoutMismatchError,
     OutOfMemoryError,
-    PageBusyError,
     PeerCancelledError,
     PoolExistsError,
     PoolInUseError,
@@ -35,7 +33,6 @@ from kvferry.protocol.errors import (
     UnknownTransferError,
 )
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
-from kvferry.protocol.session_messages import Status
 from kvferry.protocol.transfer_messages import Direction
 from tests import kit
 from tests.kit.blocking import connected
@@ -48,36 +45,11 @@ SOON_S: Final = 10.0
 SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 
 
-def test_what_a_daemon_shows(daemon: Daemon, client: Client, name: str) -> None:
-    welcome = client.welcome
-    assert welcome is not None
-    assert (welcome.protocol, len(client.boot_id)) == (3, 32)
-    with Client.connect(daemon.runtime_dir, session=False) as looker:
-        assert looker.ping() > 0
-        assert looker.status().pid == daemon.process.pid
-    with Client.connect(daemon.runtime_dir, name=name):
-        (shown,) = [one for one in client.status().sessions if one.name == name]
-        assert (shown.pid, shown.tenant, shown.connected) == (os.getpid(), os.getuid(), True)
-    while any(one.name == name for one in client.status().sessions):
-        pass  # each look is a round trip; the end of a session is seen after a few
-
-
 @pytest.mark.parametrize("session", [False, True])
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_no_daemon(tmp_path: Path, kind: type[Client | AsyncClient], *, session: bool) -> None:
     with pytest.raises(DaemonLostError, match="no daemon"), connected(kind, tmp_path, session=session, timeout_s=0.1):
         pass
-
-
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_call_that_is_not_answered_says_how_long_it_had(kind: type[Client | AsyncClient]) -> None:
-    with kit.daemon() as own, connected(kind, own.runtime_dir) as client:
-        own.process.send_signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(DeadlineError, match=r"did not come within 0\.05 s\b"):
-                client.call(asked(Status()), deadline_s=0.05, margin_s=0.0)
-        finally:
-            own.process.send_signal(signal.SIGCONT)
 
 
 # -- pools and pages
@@ -131,16 +103,6 @@ def test_tensors_share_the_memory(client: Client, other: Client, name: str, spec
     row[0] = torch.zeros(2, 4).to(k.dtype).to(k.device)
     assert not k.float().any(), "what one writes the other sees"
     assert float(v.float().sum()) == 4
-
-
-def test_pages_come_and_go(client: Client, other: Client, name: str, spec: MhaSpec) -> None:
-    client.create_pool(name, spec, device=DEVICE.name)
-    ids = client.allocate(name, 10)
-    assert ids.tolist() == list(range(1, 11))
-    ids[0] = 1  # they may be written to
-    assert client.free(name, ids[5:]).freed == 5
-    assert client.free(name, [1, 2]).freed == 2
-    assert other.allocate(name, 7).tolist() == [1, 2, 6, 7, 8, 9, 10]
 
 
 # -- transfers
@@ -217,18 +179,6 @@ def test_a_transfer_in_either_order(engines: TwoEngines, first: str) -> None:
     assert engines.prefill.free(engines.source.name, engines.sent).deferred == 0
 
 
-def test_chunks_of_a_prompt(engines: TwoEngines) -> None:
-    request_id = new_request_id()
-    receiving = engines.receive(request_id)
-    chunk = engines.send_chunk(request_id, 0, 1, 4, last=False)
-    engines.send_chunk(request_id, 1, 2, 4, last=False)
-    last = engines.send_chunk(request_id, 2, 3, 2, first_token=3)
-    assert engines.decode.wait_finished(receiving, SOON_S).first_token == 3
-    assert engines.prefill.wait_finished(chunk, SOON_S).pages == 3
-    assert last.finished == chunk.finished
-    assert engines.arrived()
-
-
 def test_a_refused_chunk_may_be_corrected(engines: TwoEngines) -> None:
     request_id = new_request_id()
     receiving = engines.receive(request_id)
@@ -241,17 +191,6 @@ def test_a_refused_chunk_may_be_corrected(engines: TwoEngines) -> None:
     engines.prefill.wait_finished(sending, SOON_S)
     engines.decode.wait_finished(receiving, SOON_S)
     assert engines.arrived()
-
-
-def test_a_prefix_that_decode_has_is_not_sent_again(engines: TwoEngines) -> None:
-    request_id = new_request_id()
-    before = engines.destination.tensor("main", "k")[:, engines.received[0]].clone()
-    receiving = engines.decode.receive(
-        engines.destination.name, request_id, [pages(engines.received[1:], first_page=1, tokens=6)]
-    )
-    engines.send(request_id)
-    assert engines.decode.wait_finished(receiving, SOON_S).skipped_source_pages == 1
-    assert torch.equal(engines.destination.tensor("main", "k")[:, engines.received[0]], before)
 
 
 def test_a_pool_says_how_large_its_payloads_may_be(client: Client, name: str, spec: MhaSpec) -> None:
@@ -308,34 +247,6 @@ def test_cancelling(engines: TwoEngines, side: str, *, wait: bool) -> None:
         engine.cancel(mine)
 
 
-def test_the_peer_hears_of_a_cancel(engines: TwoEngines) -> None:
-    request_id = new_request_id()
-    receiving = engines.receive(request_id)
-    sending = engines.send_chunk(request_id, 0, 1, 4, last=False)
-    assert engines.prefill.poll(SOON_S) == [sending]
-    engines.prefill.cancel(sending)
-    with pytest.raises(PeerCancelledError):
-        engines.decode.wait_finished(receiving, SOON_S)
-    engines.decode.wait_settled(receiving, SOON_S)
-
-
-def test_a_sender_hears_who_waits_before_it_computes(engines: TwoEngines) -> None:
-    request_id, pool = new_request_id(), engines.source.name
-    sending = engines.prefill.send(pool, request_id, last=False)
-    assert engines.prefill.poll(SOON_S) == [sending]
-    assert sending.matched == engines.prefill.result(pool, request_id, "send").matched == 0
-    receiving = engines.receive(request_id)
-    assert engines.decode.poll(SOON_S) == [receiving]
-    assert receiving.matched == 1
-    assert engines.prefill.result(pool, request_id, "send").matched == 1  # its event has come before
-    assert sending.matched == 1
-    assert engines.prefill.poll(0) == []
-    assert engines.send(request_id, first_token=3).matched == 1
-    assert engines.decode.wait_finished(receiving, SOON_S).first_token == 3
-    engines.prefill.wait_settled(sending, SOON_S)
-    assert engines.arrived()
-
-
 @pytest.mark.parametrize("gone", ["send", "receive"])
 def test_a_half_that_never_comes(engines: TwoEngines, gone: Direction) -> None:
     request_id = new_request_id()
@@ -370,32 +281,12 @@ def test_results_can_be_asked_for(engines: TwoEngines) -> None:
         engines.decode.result(pool, request_id, "receive")  # its events were acknowledged by the request before
 
 
-def test_a_deadline_is_the_daemons(engines: TwoEngines) -> None:
-    receiving = engines.decode.receive(
-        engines.destination.name, new_request_id(), [pages(engines.received)], deadline_s=0.02
-    )
-    with pytest.raises(DeadlineError, match="no SEND yet"):
-        engines.decode.wait_finished(receiving, SOON_S)
-
-
 def test_waiting_has_a_deadline_of_its_own(engines: TwoEngines) -> None:
     receiving = engines.receive(new_request_id())
     for wait in (engines.decode.wait_finished, engines.decode.wait_settled):
         with pytest.raises(DeadlineError, match="did not come within"):
             wait(receiving, 0.01)
     assert not receiving.is_finished
-
-
-def test_pages_in_flight_are_busy(engines: TwoEngines) -> None:
-    receiving = engines.receive(new_request_id())
-    again = engines.receive(new_request_id())
-    with pytest.raises(PageBusyError) as refused:
-        engines.decode.wait_finished(again, SOON_S)
-    assert refused.value.retryable
-    freed = engines.decode.free(engines.destination.name, engines.received)
-    assert (freed.freed, freed.deferred) == (0, 3)
-    engines.decode.cancel(receiving)
-    assert engines.decode.allocate(engines.destination.name, 14).tolist()[:3] == sorted(engines.received.tolist())
 
 
 def test_poll_tells_each_change_once(engines: TwoEngines) -> None:
@@ -488,16 +379,6 @@ async def test_every_wait_of_a_loop_ends_at_once_when_the_daemon_is_killed() -> 
                     await again()
             with pytest.raises(DaemonLostError):
                 client.send("decode", new_request_id(), [pages([1])])
-
-
-def test_the_memory_stays_when_the_daemon_is_killed(spec: MhaSpec) -> None:
-    with kit.daemon() as own, Client.connect(own.runtime_dir, reconnect=False) as client:
-        k = client.create_pool("decode", spec, device=DEVICE.name).tensor("main", "k")
-        k.fill_(3)
-        own.kill()
-        with pytest.raises(DaemonLostError):
-            client.ping()
-        assert bool((k == 3).all())
 
 
 # -- what goes wrong here

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
 from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
-from kvferry.clients.calls import Call, asked
-from kvferry.clients.engine import Engine, Word
+from kvferry.clients.calls import asked
+from kvferry.clients.engine import Engine
 from kvferry.protocol.errors import CancelledError, ClientClosedError, PageOutOfRangeError, PeerCancelledError
 from kvferry.protocol.session_messages import Status, StatusReport
-from kvferry.protocol.tier_messages import CancelOperation, Unpin
 from kvferry.protocol.transfer_messages import Abandon, Cancel
 from tests import kit
 from tests.kit.daemons import Daemon, soon
@@ -121,21 +120,6 @@ def test_a_word_waits_for_the_daemon_to_be_back(engine: Engine, kept_daemon: Dae
             return isinstance(sent.error, PeerCancelledError)
 
         assert soon(is_told)
-
-
-def test_the_next_daemon_is_not_told_to_end_what_ended_with_another() -> None:
-    """By its number it may be something else there."""
-    request_id = new_request_id()
-    ends: list[Call[Any]] = [
-        asked(Cancel(request_id=request_id, pool="kv", direction="send")),
-        asked(CancelOperation(operation=1)),
-        asked(Unpin(lease=1)),
-    ]
-    for one in ends:
-        word = Word(one, "this")
-        assert word.is_for("this")
-        assert not word.is_for("next")
-    assert Word(asked(Abandon(request_id=request_id, direction="send")), "this").is_for("next")
 
 
 def test_an_answer_that_nobody_takes_is_heard_of_all_the_same(engine: Engine) -> None:

@@ -14,7 +14,7 @@ from kvferry.clients import Client, MhaSpec, Transfer, calls, new_request_id, pa
 from kvferry.clients.events import COUNTER_BYTES, EventRing
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, PeerLostError
+from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import EVENT_RING_SLOTS
 from kvferry.protocol.transfer_messages import LayerStep
@@ -62,14 +62,6 @@ def memory() -> Iterator[Memory]:
 
 
 # -- steps
-
-
-def test_a_step_waits_for_an_event_of_its_own(memory: Memory) -> None:
-    with memory.ring() as ring:
-        steps = [ring.step(layer, 2) for layer in range(0, 6, 2)]
-    assert [(one.first_layer, one.layers) for one in steps] == [(0, 2), (2, 2), (4, 2)]
-    assert len({(one.event, one.value) for one in steps}) == 3
-    assert not any(memory.counters)
 
 
 def test_recording_stores_the_value_and_then_wakes_the_daemon(memory: Memory) -> None:
@@ -180,17 +172,6 @@ def sides(daemon: Daemon, name: str, spec: MhaSpec) -> Iterator[Sides]:
         yield both
 
 
-def test_a_transfer_ends_with_its_last_step(sides: Sides, spec: MhaSpec) -> None:
-    steps = [sides.ring.step(layer, 1) for layer in range(spec.first_layer, spec.first_layer + spec.layers)]
-    sides.send(*steps)
-    transfer = sides.receive()
-    sides.ring.record(steps[0])
-    assert ("send", "open") in sides.states()
-    sides.ring.record(steps[1])
-    assert sides.decode.wait_finished(transfer).error is None
-    sides.decode.wait_settled(transfer)
-
-
 def test_a_transfer_is_made_only_once_its_pages_are_in_use_no_more(sides: Sides) -> None:
     with sides.decode.open_events() as ring:
         point = ring.event()
@@ -225,17 +206,6 @@ def test_a_point_that_nobody_can_reach_is_refused(sides: Sides) -> None:
     assert caught.value.field == "steps"
 
 
-def test_a_ring_may_be_opened_twice(sides: Sides, spec: MhaSpec) -> None:
-    sides.ring.record(sides.step)
-    with sides.prefill.open_events() as second:
-        step = second.step(spec.first_layer, spec.layers)
-        sides.send(step)
-        transfer = sides.receive()
-        assert sides.states() == BOTH_OPEN
-        second.record(step)
-        assert sides.decode.wait_finished(transfer).error is None
-
-
 @pytest.mark.parametrize("wild", [-1, -(1 << 63), 0])
 def test_wild_counters_start_nothing(sides: Sides, wild: int) -> None:
     sides.ring.counters[:] = wild
@@ -247,16 +217,6 @@ def test_wild_counters_start_nothing(sides: Sides, wild: int) -> None:
     sides.ring.counters[:] = (1 << 63) - 1
     os.eventfd_write(sides.ring.fileno(), 1)
     assert sides.decode.wait_finished(transfer).error is None
-
-
-def test_a_lost_session_takes_its_unready_steps_with_it(sides: Sides) -> None:
-    sides.send(sides.step)
-    transfer = sides.receive()
-    sides.prefill.close()
-    with pytest.raises(PeerLostError):
-        sides.decode.wait_finished(transfer)
-    sides.ring.record(sides.step)  # nobody listens any more: it harms nobody
-    assert sides.decode.ping() > 0
 
 
 def test_a_session_that_dies_after_its_last_store_has_sent_all(sides: Sides) -> None:

@@ -16,7 +16,7 @@ from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
 from kvferry.clients.cli.cache import cache
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, KvferryError
 from tests import kit
-from tests.kit.daemons import Daemon, soon
+from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import COMMAND
 
 TIMEOUT_S: Final = 0.3
@@ -92,19 +92,6 @@ def test_a_command_of_the_cache_that_has_connected_takes_no_longer(daemon: Daemo
 
     options = argparse.Namespace(action="list", act=freeze, runtime_dir=daemon.runtime_dir, timeout=2.0)
     assert "did not answer within 2 s" in fails_in_time(lambda: cache(options), DeadlineError)
-
-
-def test_a_watch_of_the_cache_ends_where_the_daemon_does_not_answer_any_more(daemon: Daemon) -> None:
-    command = [str(COMMAND), "cache", "watch", "--runtime-dir", str(daemon.runtime_dir), "--timeout", "2"]
-    with Client.connect(daemon.runtime_dir) as looker:
-        watching = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert soon(lambda: any(one.name == "cache" for one in looker.status().sessions))
-        daemon.process.send_signal(signal.SIGSTOP)
-        started = time.monotonic()
-        _, said = watching.communicate(timeout=60)
-        assert watching.returncode == 1
-        assert "within 2 s" in said
-        assert time.monotonic() - started < TIMEOUT_S + MARGIN_S
 
 
 def test_commands_take_no_longer(daemon: Daemon) -> None:

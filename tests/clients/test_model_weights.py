@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from threading import Barrier, Thread
+from typing import Final
 
 import pytest
 
@@ -35,16 +36,6 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(bytes(MIB))
-    return folder
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    """Return an adapter's folder."""
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16, "use_rslora": False}))
-    (folder / "adapter_model.safetensors").write_bytes(bytes(MIB))
     return folder
 
 
@@ -83,10 +74,39 @@ def count_hashes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return hashed
 
 
-def test_every_byte_of_a_file_counts(model: Path) -> None:
-    before = revision(model)
-    patch(model / "model.safetensors", 3 * MIB // 10)  # in no sample of beginning, middle and end
-    assert revision(model) != before
+def lora(**settings: object) -> Callable[[Path], object]:
+    """Return what changes an adapter's settings."""
+    return lambda folder: (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16} | settings))
+
+
+IN_NO_SAMPLE: Final = 3 * MIB // 10
+"""Of beginning, middle and end."""
+COUNTS: Final[dict[str, Callable[[Path], object]]] = {
+    "a byte": lambda folder: patch(folder / "model.safetensors", IN_NO_SAMPLE),
+    "a model's code": lambda folder: (folder / "modeling_own.py").write_text("scale = 2"),
+    "a later part of a split file": lambda folder: patch(folder / "model-00002-of-00002.gguf", 0),
+    "a byte of an adapter": lambda folder: patch(folder / "adapter_model.safetensors", IN_NO_SAMPLE),
+    "a setting of an adapter": lora(lora_alpha=32),
+    "one more setting": lora(layers_to_transform=[1]),
+}
+
+
+@pytest.mark.parametrize("what", COUNTS)
+def test_all_of_it_counts(model: Path, what: str) -> None:
+    lora()(model)
+    (model / "adapter_model.safetensors").write_bytes(bytes(MIB))
+    parts = [model / f"model-{number:05}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"GGUF")
+
+    def told() -> str:
+        if "adapter" in what or "setting" in what:
+            return adapter_revision(str(model))
+        return revision(parts[0] if "split" in what else model)
+
+    before = told()
+    COUNTS[what](model)
+    assert told() != before
 
 
 def test_equal_weights_elsewhere_are_the_same(model: Path, tmp_path: Path) -> None:
@@ -96,25 +116,11 @@ def test_equal_weights_elsewhere_are_the_same(model: Path, tmp_path: Path) -> No
     assert revision(tmp_path / "snapshot") == revision(model)
 
 
-def test_code_of_a_model_counts(model: Path) -> None:
-    before = revision(model)
-    (model / "modeling_own.py").write_text("scale = 2")
-    assert revision(model) != before
-
-
-def test_every_part_of_a_split_file_counts(tmp_path: Path) -> None:
-    parts = [tmp_path / f"model-{number:05}-of-00002.gguf" for number in (1, 2)]
-    for part in parts:
-        part.write_bytes(b"GGUF")
-    before = revision(parts[0])
-    patch(parts[1], 0)
-    assert revision(parts[0]) != before
-
-
 def test_a_file_is_hashed_once(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = until_kept(cache, 2, lambda: revision(model))
     hashed = count_hashes(monkeypatch)
     assert (revision(model), hashed) == (first, [])
+    assert {entry.stat().st_mode & 0o777 for entry in cache.iterdir()} == {0o600}
     patch(model / "model.safetensors", 5)
     assert revision(model) != first
     assert len(hashed) == 1
@@ -163,11 +169,6 @@ def test_a_cache_that_others_may_write_is_not_used(model: Path, cache: Path) -> 
     assert not list(cache.iterdir())
 
 
-def test_entries_are_their_owners_alone(model: Path, cache: Path) -> None:
-    until_kept(cache, 2, lambda: revision(model))
-    assert {entry.stat().st_mode & 0o777 for entry in cache.iterdir()} == {0o600}
-
-
 def test_without_a_cache_the_revision_is_the_same(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = revision(model)
     (tmp_path / "file").touch()
@@ -185,22 +186,6 @@ def test_a_file_that_changes_meanwhile_is_refused(model: Path, monkeypatch: pyte
     monkeypatch.setattr(hashlib, "file_digest", digest)
     with pytest.raises(InvalidFieldError, match=r"model\.safetensors.*changed"):
         revision(model)
-
-
-@pytest.mark.parametrize(
-    "changed", [{"lora_alpha": 32}, {"use_rslora": True}, {"layers_to_transform": [1]}], ids=lambda one: next(iter(one))
-)
-def test_every_setting_of_an_adapter_counts(adapter: Path, changed: dict[str, object]) -> None:
-    before = adapter_revision(str(adapter))
-    config = adapter / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
-    assert adapter_revision(str(adapter)) != before
-
-
-def test_every_byte_of_an_adapter_counts(adapter: Path) -> None:
-    before = adapter_revision(str(adapter))
-    patch(adapter / "adapter_model.safetensors", 3 * MIB // 10)
-    assert adapter_revision(str(adapter)) != before
 
 
 def test_an_adapter_that_is_not_here_is_refused(tmp_path: Path) -> None:

@@ -17,20 +17,17 @@ from kvferry.pools.tiers.arena import ALLOCATION_UNIT_BYTES
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
-    InvalidFieldError,
     KvferryError,
     LengthMismatchError,
     NotOwnerError,
     PoolFullError,
     UnknownComponentError,
-    UnknownPoolError,
     UnknownSnapshotError,
 )
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.transfer_messages import Cancel
 from tests import kit
 from tests.kit.daemons import Daemon, soon
-from tests.kit.devices import DEVICE
 from tests.kit.pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, PAGE_SIZE, SPEC, Filled, arena_of, hashes
 
 pytestmark = pytest.mark.any_device
@@ -156,23 +153,6 @@ def test_a_transfer_lands_in_the_host_tier_and_is_restored(client: Client, daemo
 
 
 @pytest.mark.host_only
-def test_a_transfer_of_another_daemon_lands_in_the_host_tier(client: Client, pool: Filled) -> None:
-    ids = client.allocate(pool.name, 6)
-    content = pool.write(ids, seed=12)
-    here = client.status().addresses[0]
-    with kit.daemon() as there, Client.connect(there.runtime_dir, name="decode") as decode:
-        target = Filled(decode, "decode", LARGER)
-        request_id = new_request_id()
-        wanted = [pages_wanted(6, tokens=23)]
-        transfer = decode.receive("decode", request_id, wanted, into="host", source_daemons=[here])
-        client.wait_settled(client.send(pool.name, request_id, [pages(ids, tokens=23)]))
-        back = decode.restore("decode", decode.wait_finished(transfer).snapshot, drop=True)
-        decode.wait_done(back)
-        assert target.holds(back.pages["main"], content)
-        target.close()
-
-
-@pytest.mark.host_only
 def test_another_daemon_gives_up_the_memory_of_a_deleted_pool(client: Client, name: str) -> None:
     pool = Filled(client, name)
     ids, here, request_id = client.allocate(name, 6), client.status().addresses[0], new_request_id()
@@ -189,21 +169,6 @@ def test_another_daemon_gives_up_the_memory_of_a_deleted_pool(client: Client, na
         client.delete_pool(name)
         assert soon(lambda: bool(decode.ping()) and f":{name} (deleted)" not in maps.read_text())
         target.close()
-
-
-def test_a_restore_that_waits_for_pages_ends_with_its_pool(
-    client: Client, daemon: Daemon, pool: Filled, name: str
-) -> None:
-    ids = client.allocate(pool.name, 2)
-    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
-    with Client.connect(daemon.runtime_dir, name="owner") as owner:
-        owner.create_pool(f"{name}-other", SPEC, device=DEVICE.name, lifetime="instance")
-        client.allocate(f"{name}-other", 16)  # which the end of the pool's instance does not free
-        operation = client.restore(f"{name}-other", snapshot)
-        client.wait_accepted(operation)
-    with pytest.raises(UnknownPoolError):
-        client.wait_done(operation, timeout_s=20)
-    client.drop_snapshot(snapshot)
 
 
 @contextlib.contextmanager
@@ -324,12 +289,3 @@ def test_what_no_list_fills_is_not_what_the_tier_held_before() -> None:
         for role in pool.read(back.pages["group1"]):
             assert not role[1].any()
         pool.close()
-
-
-def test_a_hash_does_not_say_of_which_group_a_block_is(client: Client, name: str) -> None:
-    pool = Filled(client, name, GROUPED)
-    with pytest.raises(InvalidFieldError, match="several groups") as refused:
-        client.wait_accepted(client.store(pool.name, hashes(2), client.allocate(pool.name, 2)))
-    assert refused.value.field == "pool"
-    with pytest.raises(InvalidFieldError, match="several groups"):
-        client.lookup(pool.name, hashes(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import sys
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from hypothesis import given
 
 from kvferry.clients.pool import AttachedPool
 from kvferry.pools.layouts import manifest_of
-from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, TorchMissingError
+from kvferry.protocol.errors import InvalidFieldError, TorchMissingError
 from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 from tests.kit.bytes import write_region
 from tests.kit.devices import DEVICE, new_region
@@ -71,20 +70,6 @@ def test_an_array_is_the_tensors_memory(spec: PoolSpec) -> None:
 
 
 @pytest.mark.host_only
-@pytest.mark.parametrize(
-    ("dtype", "seen"),
-    [(one, one) for one in ("float64", "float32", "float16", "int8", "uint8")]
-    + [("bfloat16", "uint16"), ("float8_e4m3fn", "uint8"), ("float8_e5m2", "uint8")],
-)
-def test_the_bits_of_what_numpy_lacks(dtype: str, seen: str) -> None:
-    pool = attached(MhaSpec(layers=1, tokens=4, page_size=4, kv_heads=1, head_dim=32, dtype=dtype))
-    k = pool.array("main", "k")
-    assert k.dtype == seen
-    pool.tensor("main", "k")[0, 1] = 1
-    assert k[0, 1, 0, 0, 0] == torch.ones(1, dtype=getattr(torch, dtype)).view(getattr(torch, seen)).item()
-
-
-@pytest.mark.host_only
 def test_an_array_outlives_its_pool() -> None:
     pool = attached(MlaSpec(layers=1, kv_lora_rank=32, qk_rope_head_dim=8, **SMALL))
     k = pool.array("main", "k")
@@ -93,14 +78,6 @@ def test_an_array_outlives_its_pool() -> None:
     del pool
     gc.collect()
     assert (k == 7).all()
-
-
-@pytest.mark.host_only
-def test_a_closed_pool_says_to_attach_it_again() -> None:
-    pool = attached(MhaSpec(layers=1, kv_heads=1, head_dim=8, **SMALL))
-    pool.close()
-    with pytest.raises(ClientClosedError, match="attach the pool"):
-        pool.array("main", "k")
 
 
 @pytest.mark.device_only
@@ -119,27 +96,6 @@ def test_without_torch_a_tensor_is_refused_and_an_array_is_not(monkeypatch: pyte
     with pytest.raises(TorchMissingError, match="not installed"):
         pool.entry_tensor(pool.manifest.entries[0])
     assert pool.array("main", "k").shape == (1, 5, 16, 1, 32)
-
-
-@pytest.mark.host_only
-def test_a_dtype_that_an_older_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = attached(MhaSpec(layers=1, tokens=4, page_size=4, kv_heads=1, head_dim=32, dtype="float8_e5m2"))
-    monkeypatch.delattr(torch, "float8_e5m2")
-    with pytest.raises(TorchMissingError, match=re.escape(f"torch {torch.__version__} has no float8_e5m2")):
-        pool.tensor("main", "k")
-
-
-def test_shapes_by_layout() -> None:
-    index: dict[str, Any] = {"index_head_dim": 16, "index_layers": (1,), "index_scale": True}
-    mla = attached(MlaSpec(layers=3, kv_lora_rank=32, qk_rope_head_dim=8, **index, **SMALL))
-    assert mla.tensor("main", "k").shape == (3, 5, 16, 1, 32)
-    assert mla.tensor("main", "v").shape == (3, 5, 16, 1, 8)
-    assert mla.tensor("main", "index_k").shape == (1, 5, 16, 1, 16)
-    assert mla.tensor("main", "index_scale").shape == (1, 5, 16, 1)
-    assert mla.tensor("main", "index_scale").dtype == torch.float32
-    assert mla.layers("main", "index_k") == (1,)
-    nz = attached(MlaSpec(layers=3, kv_lora_rank=32, qk_rope_head_dim=16, view="nz", **SMALL))
-    assert nz.tensor("main", "k").shape == (3, 5, 1, 2, 16, 16)
 
 
 def test_scales_that_travel_have_no_token_axis() -> None:

@@ -12,7 +12,6 @@ import zmq
 from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.clients.engine import Engine
 from kvferry.clients.sglang import pools, waiting
-from tests import kit
 from tests.kit.daemons import Daemon, soon
 
 SHORT_S: Final = 0.05
@@ -64,11 +63,6 @@ def seconds_waited(engine: Engine, longest_s: float) -> float:
     return time.monotonic() - started
 
 
-def test_it_waits_no_longer_than_it_is_told(engine: Engine, received: Waiting) -> None:
-    assert soon(lambda: SHORT_S <= seconds_waited(engine, SHORT_S) < SOON_S)  # the daemon has said that it heard
-    assert not received.transfer.is_finished
-
-
 def test_the_daemons_word_ends_it(engine: Engine, peer: Client, received: Waiting) -> None:
     send(peer, received)
     elapsed_s = 0.0
@@ -114,14 +108,6 @@ def test_what_the_client_waits_for_is_readable_when_something_comes(
         while not received.transfer.is_settled:
             assert poller.poll(round(SOON_S * 1000))
             client.poll()
-
-
-def test_a_client_without_its_daemon_has_nothing_to_wait_for() -> None:
-    with kit.daemon() as one, Client.connect(one.runtime_dir, name="engine") as client:
-        assert client.sockets
-        one.kill()
-        assert soon(lambda: not client.poll() and client.is_away)
-        assert not client.sockets
 
 
 class Channels(NamedTuple):

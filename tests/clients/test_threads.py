@@ -16,7 +16,7 @@ import pytest
 from kvferry.clients import AsyncClient, Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.clients.calls import Call, asked
 from kvferry.clients.exclusive_use import ExclusiveUse
-from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, DeadlineError
+from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.session_messages import Ping
 from tests.kit.daemons import Daemon
@@ -120,17 +120,6 @@ def test_replies_never_go_astray(client: Client, name: str, spec: MhaSpec) -> No
     assert counts == [ROUNDS, ROUNDS]
 
 
-def test_a_client_is_handed_from_thread_to_thread(
-    client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
-) -> None:
-    helper.submit(client.create_pool, name, spec).result(SOON_S)
-    ids = client.allocate(name, 2)
-    transfer = client.receive(name, new_request_id(), [pages(ids[:1])])
-    with pytest.raises(DeadlineError):
-        client.wait_finished(transfer, 0.01)
-    assert helper.submit(client.free, name, ids[1:]).result(SOON_S).freed == 1, "also after a wait that failed"
-
-
 def test_a_poll_goes_on_after_what_is_no_change(
     daemon: Daemon, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
 ) -> None:
@@ -170,23 +159,6 @@ def test_any_thread_may_close(
         while any(one.name == "threads" for one in other.status().sessions):
             pass
         assert len(other.allocate(name, 16)) == 16
-
-
-def test_closing_ends_a_call_that_waits_also_without_a_session(daemon: Daemon, helper: ThreadPoolExecutor) -> None:
-    client = Client.connect(daemon.runtime_dir, session=False)
-
-    def poll_in_turn() -> None:
-        while True:
-            try:
-                client.poll(2 * SOON_S)
-            except ConcurrentUseError:
-                continue
-
-    waiting = helper.submit(poll_in_turn)
-    refused(client.poll)
-    client.close()
-    with pytest.raises(ClientClosedError, match="while this call waited"):
-        waiting.result(SOON_S)
 
 
 # -- the asynchronous client
@@ -230,19 +202,6 @@ async def test_any_thread_may_close_an_async_client(daemon: Daemon, name: str, s
         await waiting
     with pytest.raises(ClientClosedError, match="was closed"):
         await client.ping()
-
-
-def test_an_async_client_is_closed_after_its_loop(daemon: Daemon) -> None:
-    connected: Future[AsyncClient] = Future()
-
-    async def connect() -> None:
-        connected.set_result(await AsyncClient.connect(daemon.runtime_dir, name="after the loop"))
-
-    asyncio.run(connect())
-    connected.result().close()
-    with Client.connect(daemon.runtime_dir) as looker:
-        while any(one.name == "after the loop" for one in looker.status().sessions):
-            pass
 
 
 class Intruder:

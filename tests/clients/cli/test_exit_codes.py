@@ -12,8 +12,8 @@ from typing import Final
 import pytest
 
 from kvferry.clients.cli import console
-from kvferry.clients.cli.main import MODULES, main
-from kvferry.protocol.errors import DaemonLostError, KvferryError
+from kvferry.clients.cli.main import main
+from kvferry.protocol.errors import KvferryError
 from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import run_kvferry
 
@@ -120,10 +120,6 @@ def test_a_refusal_by_the_daemon_is_no_wrong_input(command: Command, daemon: Dae
     assert command("cache", "pin", HASH, "--identity", HASH, *where)[:2] == (1, "0 blocks pinned\n")
     status, out, _ = command("probe", "ALLOCATE", '{"pool": "nobodys", "count": 1}', *where)
     assert (status, json.loads(out)["error"]["code"]) == (1, "UNKNOWN_POOL")
-
-
-def test_no_error_advises_the_command_that_it_ended() -> None:
-    assert not any(f"kvferry {name}" in DaemonLostError.remedy for name in MODULES)
 
 
 def test_input_is_told_from_failure_by_the_errors_code() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 
 import msgspec
 import pytest
 
-from kvferry.clients import Client, HybridSwaSpec, KvferryError, MambaSpec, MhaSpec, new_request_id, pages
+from kvferry.clients import Client, HybridSwaSpec, MhaSpec, new_request_id, pages
 from kvferry.clients.cli.inspect import status_lines
 from kvferry.clients.cli.main import main
 from kvferry.protocol.ids import ModelIdentity
@@ -24,16 +23,6 @@ def test_ping(daemon: Daemon) -> None:
     done = run_kvferry("ping", "--runtime-dir", daemon.runtime_dir)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"kvferry \S+ boot [0-9a-f]{8} answers in \d+ us\n", done.stdout)
-
-
-def test_a_daemon_that_stands_still(capsys: pytest.CaptureFixture[str]) -> None:
-    with kit.daemon() as own:
-        own.process.send_signal(signal.SIGSTOP)
-        try:
-            assert main(["ping", "--runtime-dir", str(own.runtime_dir), "--timeout", "0.1"]) == 1
-        finally:
-            own.process.send_signal(signal.SIGCONT)
-    assert "within 0.1 s" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -155,24 +144,6 @@ def test_devices_are_shown_with_their_memory_and_why_they_fail() -> None:
     report = msgspec.structs.replace(REPORT, devices=(ready, failed))
     assert rows_of(report, "devices") == ["npu:0 64.0 16.0 32.00 ready", "npu:9 ? ? 0.00 unavailable: no device"]
     assert "devices" not in status_lines(REPORT, "0" * 32)
-
-
-def test_a_pool_with_other_windows_is_another_pool(daemon: Daemon, name: str) -> None:
-    spec = MambaSpec(state_layers=(0,), slots=4, ssm_shape=(2, 4), dtype="float16")
-    with Client.connect(daemon.runtime_dir, name="a holder") as client:
-        client.create_pool(name, spec)
-        client.create_pool(name, spec)
-        with pytest.raises(KvferryError, match=f"pool {name!r} exists with 5 pages") as refused:
-            client.create_pool(name, msgspec.structs.replace(spec, slots=5))
-    assert refused.value.code == "POOL_EXISTS"
-
-
-def test_the_environment_says_where_the_daemon_is(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(daemon.runtime_dir))
-    assert main(["ping"]) == 0
-    assert "answers in" in capsys.readouterr().out
 
 
 def test_an_empty_daemon_has_nothing_to_show(capsys: pytest.CaptureFixture[str]) -> None:

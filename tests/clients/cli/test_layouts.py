@@ -8,7 +8,6 @@ from typing import Any, Final
 import pytest
 
 from kvferry.clients.cli.main import main
-from kvferry.pools.layouts.models import MODELS
 from tests.clients.cli.json_commands import SPEC, JsonCommands
 from tests.kit.kvferry_command import run_kvferry
 
@@ -65,20 +64,6 @@ def test_the_layout_of_the_documented_spec() -> None:
     ]
 
 
-def test_layouts_can_be_planned_with(commands: JsonCommands) -> None:
-    paged, fia = (commands.made("layout", one) for one in (SPEC, {**SPEC, "view": "fia", "tokens": 1024}))
-    assert fia["layout_digest"] == paged["layout_digest"]
-    assert fia["entries"][0]["shape"] == [9 * 128, 1, 2, 8]
-    sides = {side: {"entries": made["entries"]} for side, made in (("source", paged), ("destination", fia))}
-    assert commands.made("plan", {**sides, "source_pages": [1, 2], "destination_pages": [4, 5]}) == {
-        "blocks": [
-            [source["base"] + 4096, destination["base"] + 4 * 4096, 2 * 4096]
-            for source, destination in zip(paged["entries"], fia["entries"], strict=True)
-        ],
-        "skipped_source_entries": 0,
-    }
-
-
 @pytest.mark.parametrize("field", NONSENSE)
 def test_a_spec_that_makes_no_sense(commands: JsonCommands, field: str) -> None:
     named = {"page_size": {"page_size", "tokens"}, "kv_heads": {"kv_heads", "head_start"}}.get(field, {field})
@@ -86,11 +71,6 @@ def test_a_spec_that_makes_no_sense(commands: JsonCommands, field: str) -> None:
         code, of = commands.refused("layout", without(SPEC, field) if value is ABSENT else {**SPEC, field: value})
         assert code == "INVALID_FIELD", value
         assert of in named, value
-
-
-@pytest.mark.parametrize("field", ["first_layer", "v_head_dim", "view"])
-def test_a_spec_may_leave_out(commands: JsonCommands, field: str) -> None:
-    assert commands.made("layout", without(SPEC, field)) == commands.made("layout", SPEC)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,13 +123,6 @@ def printed(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
 def rows(text: str) -> dict[str, list[str]]:
     """Return the rows of the printed tables by their first word."""
     return {line.split()[0]: line.split() for line in text.splitlines() if line.startswith("  ")}
-
-
-def test_the_models(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = rows(printed(capsys, "--models"))
-    assert set(shown) == {"model", *MODELS}
-    assert shown["deepseek-v3"][1:5] == ["mla", "61", "70272", str(70272 * 128)]
-    assert shown["deepseek-v3"][-1] == "deepseek-ai/DeepSeek-V3"
 
 
 def test_what_a_rank_of_a_model_takes(capsys: pytest.CaptureFixture[str]) -> None:

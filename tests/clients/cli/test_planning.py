@@ -124,51 +124,6 @@ blocks: 6 before coalescing, 2 after
     )
 
 
-def test_the_same_for_programs(plans: Plans) -> None:
-    assert plans.both(MIXED)[0] == {
-        "pairs": [
-            {
-                "entry": "main/k/0",
-                "source": {"index": 0, "base": 0, "page_bytes": 64},
-                "destination": {"index": 0, "base": 100_000, "page_bytes": 64},
-            },
-            {
-                "entry": "main/v/0",
-                "source": {"index": 1, "base": 4096, "page_bytes": 64},
-                "destination": {"index": 2, "base": 104_096, "page_bytes": 64},
-            },
-        ],
-        "skipped_source_entries": [
-            {"entry": "main/k/7", "index": 2, "reason": "the destination has no such entry"},
-            {"entry": "extra/k/0", "index": 3, "reason": "the destination has no component extra"},
-        ],
-        "uncovered_destination_entries": [{"entry": "draft/k/0", "index": 1, "coverage": "optional"}],
-        "dropped_pages": [
-            {
-                "side": "source",
-                "first_page": 0,
-                "pages": list(range(1, 11)),
-                "reason": "the destination starts at logical page 10: it has them already",
-            }
-        ],
-        "blocks": {"pages": 3, "runs": 1, "before": 6, "after": 2, "of_sliced_heads": 0, "total_bytes": 384},
-    }
-
-
-def test_nothing_left_out(plans: Plans) -> None:
-    lines = plans.text(PLAN).splitlines()
-    assert [line for line in lines if line.startswith("no ")] == [
-        "no skipped source entries", "no uncovered destination entries", "no dropped pages",
-    ]  # fmt: skip
-    assert "blocks: 3 before coalescing, 2 after" in lines
-
-
-def test_heads_that_both_sides_hold(plans: Plans) -> None:
-    given_ = plan([headed(2, 4)], [headed(2, 4, base=100_000)])
-    assert plans.explained(given_)["pairs"][0]["heads"] == [2, 6]
-    assert "2..5\n" in plans.text(given_)
-
-
 def test_heads_of_which_a_part_is_exchanged(plans: Plans) -> None:
     destination = [headed(2, 4, base=100_000), headed(4, 4, layer=1)]
     given_ = plan([headed(0, 4), headed(0, 4, layer=1)], destination, partial=True)
@@ -193,13 +148,6 @@ def test_sliced_heads_are_counted_as_planned(plans: Plans, start: int) -> None:
     assert (made["blocks"]["before"], made["blocks"]["after"]) == (3 * 4 + 3, 3 * 4 + 2)
 
 
-def test_heads_that_the_source_lacks_are_missing_unless_it_is_one_of_several(plans: Plans) -> None:
-    given_ = plan([headed(0, 2)], [headed(0, 4)])
-    error = plans.planned(given_)["error"]
-    assert (error["code"], "heads 2..3" in error["detail"]) == ("INCOMPLETE", True)
-    assert "blocks" in plans.explained({**given_, "partial": True})
-
-
 def test_a_refusal_comes_with_what_led_to_it(plans: Plans) -> None:
     given_ = plan([entry()], [entry(base=100_000), entry(layer=1), entry(component="draft")])
     text = plans.text(given_)
@@ -220,11 +168,6 @@ def test_what_makes_no_pairing_is_only_refused(plans: Plans, given_: object) -> 
     (line,) = plans.text(given_).splitlines()
     assert line.startswith(f"kvferry plan: {made['error']['code']}")
     assert made["error"]["detail"] in line
-
-
-def test_pages_that_nothing_fills_are_named(plans: Plans) -> None:
-    error = plans.planned(plan(source_first_page=1, source_pages=[1, 2]))["error"]
-    assert error["detail"].endswith("nothing fills the destination's pages 0..0")
 
 
 LAYERS = st.lists(st.sampled_from([(c, r, n) for c in ("main", "draft") for r in "kv" for n in range(3)]), unique=True)
@@ -342,16 +285,6 @@ def test_lists_with_gaps_are_paired_as_the_daemon_pairs_them(plans: Plans) -> No
     assert plans.planned({**lacking, "partial": True})["blocks"]
 
 
-def test_a_state_that_nobody_wants_is_dropped(plans: Plans) -> None:
-    made, plain = plans.both(of_spec(STATES, [listed("mamba", [3], None)], [listed("mamba", [], None, none=True)]))
-    assert ([one["pages"] for one in made["dropped_pages"]], plain["blocks"]) == ([[3]], [])
-
-
-def test_a_draft_without_a_list_lies_on_mains_pages(plans: Plans) -> None:
-    given_ = of_spec({**SPEC, "draft": {"layers": 1}}, [listed("main", [1, 2])], [listed("main", [2, 1])])
-    assert plans.explained(given_)["blocks"]["before"] == 2 * (2 * SPEC["layers"] + 2)
-
-
 def test_a_component_without_a_list_is_left_out_and_said(plans: Plans) -> None:
     one = {"entries": [entry(), entry(component="draft")]}
     given_ = {
@@ -365,18 +298,6 @@ def test_a_component_without_a_list_is_left_out_and_said(plans: Plans) -> None:
     assert made["uncovered_destination_entries"] == [{"entry": "draft/k/0", "index": 1, "coverage": "optional"}]
 
 
-def test_groups_have_lists_of_their_own(plans: Plans) -> None:
-    source, wanted = (
-        [listed("main", ids), listed("group1", [its_id], first_page=1)] for ids, its_id in (([1, 2], 3), ([5, 6], 9))
-    )
-    page, array = 4 * 12 * 2, 17 * 4 * 12 * 2
-    assert sorted(plans.planned(of_spec(GROUPS, source, wanted))["blocks"]) == sorted(
-        [base + source_page * page, base + page_there * page, pages * page]
-        for base in (0, array)
-        for source_page, page_there, pages in ((1, 5, 2), (3, 9, 1))
-    )
-
-
 def test_the_example_in_the_docs(plans: Plans) -> None:
     documented = (Path(__file__).parents[3] / "docs/operations.md").read_text()
     example = json.loads(documented.split("```json\n")[1].split("```")[0])
@@ -385,12 +306,6 @@ def test_the_example_in_the_docs(plans: Plans) -> None:
     assert [one["pages"] for one in made["dropped_pages"]] == [[4]]
     assert "`4..7 of 0..7 -> 4..7`" in documented
     assert "4..7 of 0..7 -> 4..7" in plans.text(example)
-
-
-def test_a_pipeline_stage_covers_a_part(plans: Plans) -> None:
-    layers = [entry(layer=layer, base=4000 * layer) for layer in range(4)]
-    made, _ = plans.both(plan(layers[2:3], layers, partial=True))
-    assert made["blocks"]["after"] == 2
 
 
 DRAFT: Final = {"layers": 1, "kv_heads": 1, "head_dim": 8}
@@ -487,11 +402,3 @@ def optional(*components: str) -> Json:
 def test_a_refused_plan_names_the_field(plans: Plans, code: str, field: str, given_: Json) -> None:
     error = plans.both(given_)[0]["error"]
     assert (error["code"], error["field"]) == (code, field)
-
-
-@pytest.mark.parametrize(("side", "asks"), [({"entries": [ENTRY]}, True), ({"spec": LONG}, False)])
-def test_entries_alone_have_no_windows(plans: Plans, side: Json, *, asks: bool) -> None:
-    lists = [listed("main", [], none=True)]
-    error = plans.both({one: {**side, "lists": lists} for one in SIDES})[0]["error"]
-    assert error["field"] == "source.lists[0].none"
-    assert ("give the pool's `spec`" in error["detail"]) == asks

@@ -129,19 +129,6 @@ def test_bad_input_is_exit_2_and_a_refusal_exit_1(
     assert error["remedy"]
 
 
-def test_messages_share_a_session_and_refer_to_replies(probe: Probe, name: str) -> None:
-    status, said = probe(
-        "CREATE_POOL", {"pool": name, "spec": SPEC},
-        "ALLOCATE", {"as": "mine", "pool": name, "count": 2},
-        "FREE", {"pool": name, "pages": "$mine.pages.1:"},
-        "FREE", {"pool": name, "pages": ["$mine.pages.0"]},
-        "FREE", {"pool": name, "pages": "$mine.pages"},
-    )  # fmt: skip
-    assert (status, types(said)) == (1, ["POOL_CREATED", "ALLOCATED", "FREED", "FREED", "ERROR"])
-    assert [one["message"] for one in said] == ["1", "mine", "3", "4", "5"]
-    assert said[4]["error"]["code"] == "NOT_OWNER"
-
-
 def test_what_a_batch_begins_is_followed_to_its_end(probe: Probe, name: str) -> None:
     transfer = {"request_id": REQUEST_ID, "pool": name}
     status, said = probe(
@@ -168,20 +155,6 @@ def test_nothing_is_sent_after_a_failure_unless_asked(probe: Probe) -> None:
     for options, answers in (((), ["ERROR"]), (("--keep-going",), ["ERROR", "PONG"])):
         status, said = probe(*options, "ALLOCATE", unknown, "PING")
         assert (status, types(said)) == (1, answers)
-
-
-@pytest.mark.parametrize(
-    ("words", "message", "field"),
-    [
-        (("BATCH", {"requests": [{"type": "SNAPSHOTS"}, {"type": "STATUS"}]}), "1", "requests[1].type"),
-        (("PING", "ALLOCATE", {"pool": "p", "count": 0}, "PING"), "2", "count"),
-    ],
-)
-def test_nothing_is_sent_where_a_later_message_is_wrong(
-    probe: Probe, words: tuple[object, ...], message: str, field: str
-) -> None:
-    status, [error] = probe(*words)
-    assert (status, error.get("message", "1"), error["error"]["field"]) == (2, message, field)
 
 
 def test_a_transfer_is_followed_to_its_end(probe: Probe, name: str) -> None:
@@ -227,16 +200,6 @@ def test_operations_of_the_tiers_are_followed_to_their_end(probe: Probe, name: s
     assert (status, said[7]) == (0, {"message": "6", "type": "OPERATION_CANCELLED", "was_done": True})
 
 
-def test_graph_tables_are_updated_in_their_session(probe: Probe, name: str) -> None:
-    status, said = probe(
-        "CREATE_POOL", {"pool": name, "spec": SPEC},
-        "CREATE_TABLES", {"tables": "t", "pool": name, "max_batch": 2, "max_context_tokens": 8},
-        "UPDATE_TABLES", {"tables": "$2.tables", "batch": 1, "entries": 1, "ids": [4, 0, 0, 1]},
-        "DELETE_TABLES", {"tables": "t"},
-    )  # fmt: skip
-    assert (status, types(said[1:])) == (0, ["TABLES_CREATED", "TABLES_UPDATED", "TABLES_DELETED"])
-
-
 def test_an_event_that_will_not_come_is_not_waited_for(probe: Probe, name: str) -> None:
     status, said = probe("PING", "FREE", {"pool": name, "pages": "$1.FINISHED.pages"})
     assert (status, said[1]["message"], said[1]["error"]["field"]) == (2, "2", "$1.FINISHED.pages")
@@ -250,10 +213,6 @@ def test_a_file_of_messages(probe: Probe, tmp_path: Path) -> None:
     for name in (file, tmp_path / "none"):
         status, [error] = probe("--file", str(name))
         assert (status, error["error"]["code"], error["error"]["field"]) == (2, "INVALID_FIELD", "FILE")
-
-
-def test_events_are_followed_for_as_long_as_asked(probe: Probe) -> None:
-    assert probe("PING", "--events", "--timeout", "0.1") == (0, [{"message": "1", "type": "PONG"}])
 
 
 class Typed:
@@ -314,20 +273,3 @@ def test_a_daemon_that_goes_ends_it() -> None:
         assert typed.hear()["type"] == "PONG"
         own.kill()
         assert typed.end()[0] == 1
-
-
-def test_events_that_come_together_are_heard(probe: Probe, name: str) -> None:
-    ids = {"request_id": REQUEST_ID, "pool": name}
-    status, said = probe(
-        "HELLO", {"protocol_min": 3, "protocol_max": 3},
-        "CREATE_POOL", {"pool": name, "spec": SPEC},
-        "ALLOCATE", {"as": "its", "pool": name, "count": 2},
-        "SEND", {**ids, "lists": [{"pages": ["$its.pages.0"]}]},
-        "RECEIVE", {**ids, "lists": [{"pages": ["$its.pages.1"]}]},
-        "WAIT", "RESULT", {"request_id": "$4.SETTLED.request_id", "pool": "$4.MATCHED.pool", "direction": "send"},
-    )  # fmt: skip
-    assert status == 0, said
-    assert said[-1]["type"] == "TRANSFER_RESULT"
-    settled = [one for one in said[:-1] if one["type"] == "SETTLED" or one.get("settled")]
-    assert len(settled) == 2
-    assert {one["type"] for one in settled} == {"FINISHED"}

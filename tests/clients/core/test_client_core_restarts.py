@@ -284,14 +284,14 @@ def test_the_books_follow_replies_and_events(core: ClientCore) -> None:
     reply(core, freed, Freed(freed=1, deferred=0))
     offload, back = Offload(pool="pool", lists=ONE), Restore(snapshot=REQUEST, pool="pool", allocate=True)
     two = (PageList(pages=2),)
-    for number, body, done, moved, given in (
+    for number, body, done, moved, its in (
         (1, replace(offload, release=True), TierDone(operation=1, kind="offload"), [ids(2)], ()),
         (2, offload, TierDone(operation=2, kind="offload"), [ids(3)], ()),
         (3, back, TierDone(operation=3, kind="restore", lists=two), [], (ids(8, 9),)),
     ):
         _, outgoing = core.operation(body, tuple(one.tobytes() for one in moved))
         reply(core, sent(core, outgoing), OperationStarted(operation=number))
-        core.feed([bytes(frame) for frame in encode(Event(number, OLD, done), given)])
+        core.feed([bytes(frame) for frame in encode(Event(number, OLD, done), its)])
     unknown, missing = core.held.compare("pool", "main", ids(3, 4, 5, 9))
     assert (unknown.tolist(), missing.tolist()) == ([5], [8])
     assert core.held.compare("pool", "main", ids(3, 4, 9)).missing.tolist() == [], "now they are right"

@@ -14,7 +14,6 @@ from kvferry.clients.cli.doctor import kernel, ports, running
 from kvferry.clients.cli.doctor.command import add_doctor, examine, lines
 from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, run_child
 from kvferry.clients.cli.doctor.needs import read_needs
-from kvferry.clients.cli.main import main
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, MODERN_KERNEL, limits, make_host, npu_files, script
 from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import run_kvferry
@@ -75,13 +74,6 @@ def test_an_npu_that_is_asked_for_is_missing(tmp_path: Path) -> None:
         "driver", "device nodes", "CANN", "torch_npu"
     }  # fmt: skip
     assert all(one.fix for one in found.values() if one.state != "ok")
-
-
-def test_the_configuration_asks_for_an_npu(tmp_path: Path) -> None:
-    host = plain_host(tmp_path)
-    (tmp_path / "a.toml").write_text('[network]\ntransport = "mooncake"\nprotocol = "ascend"\n')
-    found = by_name(host, "--config", "/a.toml")
-    assert {"driver", "device nodes", "mooncake"} <= {name for name, one in found.items() if one.state == "missing"}
 
 
 def test_the_configuration_asks_for_tiers(tmp_path: Path) -> None:
@@ -169,13 +161,6 @@ def test_a_check_that_breaks_is_a_line_of_its_own(tmp_path: Path, monkeypatch: p
     assert findings["memory"].state == "ok"
 
 
-def test_a_check_of_several_things_has_a_line_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    several = {name: Finding("missing", "lost", "restart") for name in ("device npu:0", "device npu:1")}
-    monkeypatch.setattr(running, "check_devices", lambda _daemon: several)
-    found = by_name(plain_host(tmp_path))
-    assert {name: one for name, one in found.items() if name.startswith("device")} == several
-
-
 def test_the_table() -> None:
     findings = {"a": Finding("ok", "fine"), "longer": Finding("missing", "not there", "get it")}
     assert list(lines(findings)) == [
@@ -188,23 +173,6 @@ def test_the_table() -> None:
     ]
 
 
-def test_long_lines_are_wrapped_for_a_terminal() -> None:
-    findings = {"a": Finding("ok", "word " * 30), "b": Finding("missing", "no", "do " * 40)}
-    wrapped = list(lines(findings, 70))[:-2]
-    assert max(len(line) for line in wrapped) <= 70
-    assert " ".join(" ".join(wrapped).split()).count("word") == 30
-    assert list(lines(findings))[1].count("word") == 30
-
-
-def test_as_a_user_runs_it(daemon: Daemon) -> None:
-    done = run_kvferry("doctor", "--runtime-dir", daemon.runtime_dir)
-    assert done.stderr == ""
-    assert done.returncode == int("missing" in done.stdout.splitlines()[-1])
-    (row,) = [line.split() for line in done.stdout.splitlines() if line.startswith("  daemon ")]
-    assert row[1] == "ok"
-    assert f"pid {daemon.process.pid}," in done.stdout
-
-
 def test_for_programs(daemon: Daemon) -> None:
     done = run_kvferry("doctor", "--json", "--runtime-dir", daemon.runtime_dir)
     assert (done.stderr, done.stdout.count("\n")) == ("", 1)
@@ -213,11 +181,6 @@ def test_for_programs(daemon: Daemon) -> None:
     assert {"name", "state", "found", "fix"} == set(report["findings"][0])
     daemons = [one for one in report["findings"] if one["name"] == "daemon"]
     assert [one["state"] for one in daemons] == ["ok"]
-
-
-def test_an_unknown_user(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--user", "no-such-user"]) == 2
-    assert "INVALID_FIELD [user]" in capsys.readouterr().err
 
 
 def test_torch_is_not_imported_here(daemon: Daemon) -> None:

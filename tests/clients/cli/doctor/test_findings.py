@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -46,6 +45,11 @@ class Row(NamedTuple):
     python: str = "exit 1"
 
 
+def of(check: Callable[..., Finding | None], *arguments: object, **named: object) -> Callable[[Host], Finding | None]:
+    """Return a check of a host alone, with these further arguments."""
+    return lambda host: check(host, *arguments, **named)
+
+
 # -- the kernel and its limits
 
 RELEASE: Final = "/proc/sys/kernel/osrelease"
@@ -57,17 +61,13 @@ def on_kernel(release: str, state: str) -> Row:
 
 
 def locked(release: str, limit: int | str, state: str, *, npu: bool = True) -> Row:
-    return Row(
-        lambda host: kernel.check_memlock(host, None, POOLS, npu=npu),
-        state,
-        "this shell",
-        "" if state == "ok" else "LimitMEMLOCK=infinity",
-        {RELEASE: release, "/proc/self/limits": limits(locked=limit)},
-    )
+    fix = "" if state == "ok" else "LimitMEMLOCK=infinity"
+    files = {RELEASE: release, "/proc/self/limits": limits(locked=limit)}
+    return Row(of(kernel.check_memlock, None, POOLS, npu=npu), state, "this shell", fix, files)
 
 
 def files_of(pid: int | None, state: str, found: str, files: Mapping[str, str]) -> Row:
-    return Row(lambda host: kernel.check_files(host, pid), state, found, files=files)
+    return Row(of(kernel.check_files, pid), state, found, files=files)
 
 
 OF_BOTH: Final = {RELEASE: OLD_KERNEL, "/proc/self/limits": limits(64, 0), "/proc/4711/limits": limits()}
@@ -83,7 +83,7 @@ def memory(bound: str, pool_gib: int, state: str, said: str = "") -> Row:
         "/sys/fs/cgroup/kvferry.service/memory.max": bound,
     }
     said = f"{said or '64.0 GiB, 32.0 GiB available'}; pools may take {pool_gib}.0 GiB"
-    return Row(lambda host: kernel.check_memory(host, pool_gib * GIB, 4711), state, said, files=files)
+    return Row(of(kernel.check_memory, pool_gib * GIB, 4711), state, said, files=files)
 
 
 LIMITED: Final = "16.0 GiB allowed by /sys/fs/cgroup/kvferry.service/memory.max, 16.0 GiB available"
@@ -94,13 +94,8 @@ def huge_pages(setting: str, state: str, found: str, fix: str = "", wanted: str 
         "/proc/meminfo": f"HugePages_Total: 8\nHugePages_Free: {free + 1}\nHugePages_Rsvd: 1\nHugepagesize: 2048 kB\n",
         "/sys/kernel/mm/transparent_hugepage/shmem_enabled": setting,
     }
-    return Row(
-        lambda host: kernel.check_huge_pages(host, MemoryConfig(huge_pages=wanted), 64 << 20),  # type: ignore[arg-type]
-        state,
-        found,
-        fix,
-        files=files,
-    )
+    config = MemoryConfig(huge_pages=wanted)  # type: ignore[arg-type]
+    return Row(of(kernel.check_huge_pages, config, 64 << 20), state, found, fix, files)
 
 
 def numa(
@@ -112,74 +107,47 @@ def numa(
         "/sys/devices/system/node/node1/cpulist": "4-7,12-15\n",
         "/proc/4711/status": f"Name:\tkvferry\nCpus_allowed_list:\t{cpus}\n",
     }
-    return Row(
-        lambda host: kernel.check_numa(host, MemoryConfig(numa_node=wanted), 4711), state, found, fix, files=files
-    )
+    return Row(of(kernel.check_numa, MemoryConfig(numa_node=wanted), 4711), state, found, fix, files)
 
 
 OF_THE_KERNEL: Final = {
-    "a modern kernel": on_kernel(MODERN_KERNEL, "ok"),
-    "the first that populates": on_kernel("5.14.0-427.el9", "ok"),
+    "the first kernel that populates": on_kernel("5.14.0-427.el9", "ok"),
     "an old kernel": on_kernel(OLD_KERNEL, "warning"),
     "no kernel": on_kernel("", "unknown"),
-    "memlock without NPUs": locked(MODERN_KERNEL, 8 << 20, "ok", npu=False),
     "memlock on an old kernel without NPUs": locked(OLD_KERNEL, 8 << 20, "ok", npu=False),
     "memlock that a driver may count": locked(MODERN_KERNEL, 8 << 20, "warning"),
-    "memlock that is needed": locked(OLD_KERNEL, 8 << 20, "missing"),
     "memlock a byte short": locked(OLD_KERNEL, POOLS - 1, "missing"),
     "memlock that just suffices": locked(OLD_KERNEL, POOLS, "ok"),
     "memlock without limit": locked(OLD_KERNEL, "unlimited", "ok"),
-    "the daemon's memlock": Row(
-        lambda host: kernel.check_memlock(host, 4711, POOLS, npu=True), "ok", "pid 4711", files=OF_BOTH
-    ),
-    "a memlock that cannot be read": Row(lambda host: kernel.check_memlock(host, 1, GIB, npu=True), "unknown"),
+    "the daemon's memlock": Row(of(kernel.check_memlock, 4711, POOLS, npu=True), "ok", "pid 4711", files=OF_BOTH),
+    "a memlock that cannot be read": Row(of(kernel.check_memlock, 1, GIB, npu=True), "unknown"),
     "files of the daemon": files_of(4711, "ok", "65536 for the daemon (pid 4711)", OF_BOTH),
-    "files of this shell": files_of(None, "warning", "64 for this shell", OF_BOTH),
     "files of a daemon out of sight": files_of(0, "unknown", "not seen from here", {}),
-    "files that cannot be read": files_of(1, "unknown", "pid 1", {}),
     "one file too few": files_of(None, "warning", "8191", {"/proc/self/limits": limits(8191)}),
     "just enough files": files_of(None, "ok", "8192", {"/proc/self/limits": limits(8192)}),
-    "files without limit": files_of(None, "ok", "unlimited", {"/proc/self/limits": limits("unlimited")}),
     "pools as large as memory": memory("", 64, "ok"),
     "pools larger than memory": memory("", 65, "missing"),
     "a container without limit": memory("max", 51, "ok"),
     "a container that suffices": memory(str(16 * GIB), 16, "ok", LIMITED),
     "a container that is too small": memory(str(16 * GIB), 17, "warning", LIMITED),
-    "memory without /proc": Row(lambda host: kernel.check_memory(host, 0, None), "unknown"),
     "huge pages that the kernel forms": huge_pages(
-        "always [advise] never", "ok", "advise; 3 of 8 reserved 2 MiB pages free, which pools take only when told to"
+        "always [advise] never", "ok", "advise; 3 of 8 reserved 2 MiB pages"
     ),
-    "huge pages that it does not form": huge_pages(
-        "always advise [never]", "warning", "never", "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    ),
+    "huge pages that it does not form": huge_pages("always advise [never]", "warning", "never", "echo advise > /sys"),
     "huge pages of a kernel without": huge_pages("", "ok", "this kernel, or container, has no such setting"),
     "huge pages that nobody wants": huge_pages("[never]", "ok", 'memory.huge_pages = "never"', wanted="never"),
-    "enough reserved pages": huge_pages(
-        "[never]", "ok", "32 of 8 reserved 2 MiB pages free; pools may take 64 MiB", wanted="reserved", free=32
-    ),
+    "enough reserved pages": huge_pages("[never]", "ok", "32 of 8 reserved 2 MiB pages", wanted="reserved", free=32),
     "a reserved page too few": huge_pages(
         "[never]", "warning", "31 of 8", "sysctl vm.nr_hugepages=9", wanted="reserved", free=31
-    ),
-    "no reserved pages at all": Row(
-        lambda host: kernel.check_huge_pages(host, MemoryConfig(huge_pages="reserved"), GIB),
-        "warning",
-        "no reserved pages",
-        'memory.huge_pages = "auto"',
     ),
     "one NUMA node": numa(None, "", nodes=1),
     "CPUs of one node": numa("ok", "2 nodes; pools come from node 1, the one of all CPUs of the daemon", cpus="4-6,12"),
     "CPUs of both nodes": numa("warning", "come from any of them", "set memory.numa_node", cpus="3-4"),
     "a node by its number": numa("ok", "pools come from node 1 (memory.numa_node)", wanted=1),
     "a node that is not there": numa("missing", "no node 2", "memory.numa_node = one of 0, 1", wanted=2),
-    "CPUs that cannot be read": numa("unknown", "cannot be read", "run as root", cpus=""),
-    "no /dev/shm": Row(lambda host: kernel.check_shm(host, npu=False), "warning", "No such file", "mount -t tmpfs"),
-    "no /dev/shm for NPUs": Row(lambda host: kernel.check_shm(host, npu=True), "missing", "No such file"),
-    "shared memory": Row(
-        lambda host: kernel.check_shm(host, npu=True),
-        "ok",
-        " free",
-        files={"/dev/shm/x": ""},  # noqa: S108
-    ),
+    "no /dev/shm": Row(of(kernel.check_shm, npu=False), "warning", "No such file", "mount -t tmpfs"),
+    "no /dev/shm for NPUs": Row(of(kernel.check_shm, npu=True), "missing", "No such file"),
+    "shared memory": Row(of(kernel.check_shm, npu=True), "ok", " free", files={"/dev/shm/x": ""}),  # noqa: S108
 }
 
 # -- NPUs: nodes, group, driver, CANN
@@ -199,11 +167,14 @@ SMI: Final = """\
 """
 TWO: Final = npu_files()
 INSTALL_INFO: Final = "/etc/ascend_install.info"
+HIDDEN: Final = {"/sys/bus/pci/devices/0000:01:00.0/numa_node": "-1\n"}
+CANN_HOME: Final = {"ASCEND_HOME_PATH": "/opt/cann"}
+SET_ENV: Final = "/usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
 def driver(version: str, state: str) -> Row:
     files = {"/usr/local/Ascend/driver/version.info": f"Version={version}\n"}
-    return Row(lambda host: npus.check_driver(host, None), state, version, files=files)
+    return Row(of(npus.check_driver, None), state, version, files=files)
 
 
 def health(outcome: Outcome | None, state: str, found: str, fix: str = "") -> Row:
@@ -219,6 +190,16 @@ def worker(group: int) -> User:
     return User("worker", 7, frozenset({group}))
 
 
+def without(*names: str) -> dict[str, str]:
+    """Return the files of a host with NPUs, but for those whose names begin so."""
+    return {name: text for name, text in TWO.items() if not name.startswith(names)}
+
+
+def group_of(name: str, state: str, found: str, fix: str = "") -> Row:
+    files = {INSTALL_INFO: f"UserGroup={name}\n", "/etc/group": "npu:x:77:\nHwHiAiUser:x:1000:\nroot:x:0:\n"}
+    return Row(npus.check_group, state, found, fix, files, user=worker(77))
+
+
 OF_NPUS: Final = {
     "twelve nodes": Row(
         npus.check_nodes, "ok", "/dev/davinci0 to davinci11 (12) and their managers, open to root", files=npu_files(12)
@@ -228,26 +209,13 @@ OF_NPUS: Final = {
         npus.check_nodes,
         "missing",
         "/dev/davinci0 to davinci1 (2), but no /dev/hisi_hdc",
-        files={name: text for name, text in TWO.items() if name != "/dev/hisi_hdc"},
+        files=without("/dev/hisi_hdc"),
     ),
     "a member": Row(npus.check_group, "ok", "worker is in HwHiAiUser", files=TWO, user=worker(1000)),
     "no member": Row(npus.check_group, "warning", "worker is not in", "usermod -aG", TWO, user=worker(7)),
     "root": Row(npus.check_group, "ok", "root needs none", files=TWO),
-    "the group of the driver": Row(
-        npus.check_group,
-        "ok",
-        "worker is in npu",
-        files={INSTALL_INFO: "UserGroup=npu\n", "/etc/group": "npu:x:77:\nHwHiAiUser:x:1000:\n"},
-        user=worker(77),
-    ),
-    "root's group": Row(
-        npus.check_group,
-        "warning",
-        "worker is not in root",
-        "install the driver for a separate group",
-        {INSTALL_INFO: "UserGroup=root\n", "/etc/group": "root:x:0:\n"},
-        user=worker(77),
-    ),
+    "the group of the driver": group_of("npu", "ok", "worker is in npu"),
+    "root's group": group_of("root", "warning", "worker is not in root", "install the driver for a separate group"),
     "no group": Row(npus.check_group, "warning", "no group HwHiAiUser", "groupadd", {"/etc/group": "root:x:0:\n"}),
     "NUMA by the driver's numbers": Row(
         npus.check_numa,
@@ -255,38 +223,21 @@ OF_NPUS: Final = {
         "NPU 0: node 0 (cores 0-7); NPU 1: node 0 (cores 0-7); NPU 2: node 1 (cores 8-15); NPU 3: node 1 (cores 8-15)",
         files=npu_files(4),
     ),
-    "a hidden topology": Row(
-        npus.check_numa,
-        "warning",
-        "NPU 3: no node",
-        files=npu_files(4) | {"/sys/bus/pci/devices/0000:01:00.0/numa_node": "-1\n"},
-    ),
+    "a hidden topology": Row(npus.check_numa, "warning", "NPU 3: no node", files=npu_files(4) | HIDDEN),
     "no PCI bus": Row(npus.check_numa, "unknown", "0 nodes; no NPU", "mount /sys"),
-    **{
-        f"driver {version}": driver(version, state)
-        for version, state in (
-            ("25.5.0", "ok"),
-            ("26.0.rc1", "ok"),
-            ("25.5.rc1", "warning"),
-            ("24.1.rc3", "warning"),
-            ("what", "unknown"),
-        )
-    },
-    "the driver by npu-smi": Row(
-        lambda host: npus.check_driver(host, Outcome(0, SMI.format(health="OK"), "")), "ok", "25.5.0"
-    ),
-    "no driver": Row(lambda host: npus.check_driver(host, None), "missing", "no /usr/local/Ascend/driver/version.info"),
+    "a driver that suffices": driver("25.5.0", "ok"),
+    "a driver before its release": driver("25.5.rc1", "warning"),
+    "a driver of no version": driver("what", "unknown"),
+    "the driver by npu-smi": Row(of(npus.check_driver, Outcome(0, SMI.format(health="OK"), "")), "ok", "25.5.0"),
+    "no driver": Row(of(npus.check_driver, None), "missing", "no /usr/local/Ascend/driver/version.info"),
     "a driver elsewhere": Row(
-        lambda host: npus.check_driver(host, None),
+        of(npus.check_driver, None),
         "missing",
         "no /opt/Ascend/driver/version.info",
         files={INSTALL_INFO: "Driver_Install_Path_Param=/opt/Ascend\n"},
     ),
     "NPUs without a driver": Row(
-        lambda host: npus.check_driver(host, None),
-        "missing",
-        "the PCI bus has 2 NPUs",
-        files={name: text for name, text in TWO.items() if name.startswith("/sys")},
+        of(npus.check_driver, None), "missing", "the PCI bus has 2 NPUs", files=without("/dev", "/etc", "/usr")
     ),
     "healthy": health(Outcome(0, SMI.format(health="OK"), ""), "ok", "2 x 910B3"),
     "an NPU is ill": health(Outcome(0, SMI.format(health="Alarm"), ""), "warning", "NPU 1: Alarm"),
@@ -294,25 +245,18 @@ OF_NPUS: Final = {
     "npu-smi fails": health(Outcome(255, "failed. ret is -8005\n", ""), "missing", "ret is -8005"),
     "npu-smi shows none": health(Outcome(0, "nothing\n", ""), "unknown", "nothing"),
     "no npu-smi": health(None, "unknown", "no npu-smi"),
-    **{
-        f"CANN {version} by {variable}": cann(variable, version, state)
-        for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
-        for version, state in (("8.5.0", "ok"), ("9.0.0", "ok"), ("8.5.0.alpha002", "warning"), ("8.2.RC1", "warning"))
-    },
-    "CANN without a version": Row(
-        npus.check_cann, "unknown", files={"/opt/cann/x": ""}, environ={"ASCEND_HOME_PATH": "/opt/cann"}
+    "CANN": cann("ASCEND_HOME_PATH", "8.5.0", "ok"),
+    "CANN by its other variable": cann("ASCEND_TOOLKIT_HOME", "9.0.0", "ok"),
+    "CANN before its release": cann("ASCEND_HOME_PATH", "8.5.0.alpha002", "warning"),
+    "CANN without a version": Row(npus.check_cann, "unknown", files={"/opt/cann/x": ""}, environ=CANN_HOME),
+    "CANN that is not there": Row(npus.check_cann, "missing", "/opt/cann", environ=CANN_HOME),
+    "CANN that was not sourced": Row(
+        npus.check_cann,
+        "missing",
+        "installed in",
+        f"source {SET_ENV}",
+        {SET_ENV: "", "/usr/local/Ascend/ascend-toolkit/latest/version.cfg": ""},
     ),
-    "CANN that is not there": Row(npus.check_cann, "missing", "/opt/cann", environ={"ASCEND_HOME_PATH": "/opt/cann"}),
-    **{
-        f"{script_} was not sourced": Row(
-            npus.check_cann,
-            "missing",
-            "installed in",
-            f"source {script_}",
-            {script_: "", str(Path(script_).parent / "latest/version.cfg"): ""},
-        )
-        for script_ in ("/usr/local/Ascend/cann/set_env.sh", "/usr/local/Ascend/ascend-toolkit/set_env.sh")
-    },
     "no CANN": Row(npus.check_cann, "missing", "", "install CANN 8.5.0"),
     "a library that loads": Row(npus.check_library, "ok", "libascendcl.so loads", python="exit 0"),
     "a library that ends the process": Row(npus.check_library, "missing", "signal 11", python="kill -SEGV $$"),
@@ -327,8 +271,9 @@ OF_NPUS: Final = {
 
 # -- torch_npu
 
+RELEASE_OF_TORCH: Final = "2.13.0"
 NO_CANN: Final = TorchFound(
-    "2.13.0", "2.13.0", "importing torch_npu", "ImportError: libhccl.so: cannot open shared object file"
+    RELEASE_OF_TORCH, RELEASE_OF_TORCH, "importing torch_npu", "ImportError: libhccl.so: cannot open shared object file"
 )
 
 
@@ -342,31 +287,39 @@ def torch_without_npu(found: TorchFound, state: str | None, said: str = "", fix:
 
 OF_TORCH: Final = {
     "torch_npu": torch(
-        TorchFound("2.13.0+cpu", "2.13.0", devices=8), "ok", "2.13.0 beside torch 2.13.0+cpu; torch sees 8 devices"
+        TorchFound("2.13.0+cpu", RELEASE_OF_TORCH, devices=8), "ok", "2.13.0 beside torch 2.13.0+cpu; torch sees 8 de"
     ),
     "no torch_npu": torch(TorchFound("2.13.0+cpu"), "missing", "not installed", "torch-npu==2.13.0 "),
-    "versions that do not fit": torch(TorchFound("2.13.0", "2.7.1.post2", devices=8), "missing", "does not match"),
-    "torch_npu without CANN": torch(
-        NO_CANN, "missing", "importing torch_npu fails: ImportError: libhccl.so", "set_env.sh"
+    "versions that do not fit": torch(
+        TorchFound(RELEASE_OF_TORCH, "2.7.1.post2", devices=8), "missing", "does not match"
     ),
+    "torch_npu without CANN": torch(NO_CANN, "missing", "importing torch_npu fails: ImportError", "set_env.sh"),
     "a broken torch": torch(
-        TorchFound("2.13.0", "2.13.0", "importing torch", "ImportError: x"), "missing", "fails", "torch itself"
+        TorchFound(RELEASE_OF_TORCH, RELEASE_OF_TORCH, "importing torch", "ImportError: x"),
+        "missing",
+        "fails",
+        "torch itself",
     ),
     "a driver that hangs": torch(
-        TorchFound("2.13.0", "2.13.0", "counting devices", "no answer within 2 s"), "missing", "no answer", "dmesg"
+        TorchFound(RELEASE_OF_TORCH, RELEASE_OF_TORCH, "counting devices", "no answer within 2 s"),
+        "missing",
+        "no answer",
+        "dmesg",
     ),
     "torch_npu without devices": torch(
-        TorchFound("2.13.0", "2.13.0"), "missing", "no device", "ASCEND_RT_VISIBLE_DEVICES"
+        TorchFound(RELEASE_OF_TORCH, RELEASE_OF_TORCH), "missing", "no device", "ASCEND_RT_VISIBLE_DEVICES"
     ),
     "a Python that cannot be started": torch(
         TorchFound(step="starting Python", reason="No such file"), "unknown", "No such file"
     ),
-    "neither NPU nor torch_npu": torch_without_npu(TorchFound("2.13.0"), None),
+    "neither NPU nor torch_npu": torch_without_npu(TorchFound(RELEASE_OF_TORCH), None),
     "no NPU, and a torch_npu that harms": torch_without_npu(
         NO_CANN, "warning", "so does a plain `import torch`", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     ),
     "no NPU, and a torch_npu that works": torch_without_npu(
-        TorchFound("2.13.0", "2.13.0", devices=2), "ok", "2.13.0 is installed and imports; torch sees 2 devices"
+        TorchFound(RELEASE_OF_TORCH, RELEASE_OF_TORCH, devices=2),
+        "ok",
+        "2.13.0 is installed and imports; torch sees 2 devices",
     ),
 }
 
@@ -380,6 +333,7 @@ STORE: Final = needs_of(STORE_TOML)
 ASCEND_STORE: Final = needs_of(STORE_TOML + 'protocol = "ascend"\n')
 OTHERS: Final = Listener("127.0.0.1", 7801, 9, "nginx")
 OWN: Final = Listener("127.0.0.1", 7801, 4711, "kvferry")
+ELSEWHERE: Final = [Listener("127.0.0.1", 7802, 9, "nginx"), Listener("10.9.9.9", 7801, 9, "nginx")]
 UNSEEN: Final = Listener("127.0.0.1", 7801, None)
 MOONCAKES: Final = [OWN, OTHERS, Listener("0.0.0.0", 15002, 4711), Listener("::", 15001, 4711)]  # noqa: S104  shown
 
@@ -390,26 +344,23 @@ def wheel(needs: Needs, installed: list[str], state: str, importing: str = "exit
     python = f"case \"$2\" in *metadata*) echo '{said}';; *) {importing};; esac"
     found = more.get("found", f"{installed[0]} 0.3.13" if installed else "not installed")
     fix = more.get("fix", "" if state == "ok" else "pip install")
-    return Row(lambda host: wheels.check_wheel(host, needs), state, found, fix, python=python)
+    return Row(of(wheels.check_wheel, needs), state, found, fix, python=python)
 
 
-def _check_master(master: str, _host: Host) -> Finding | None:
-    return tiers.check_master(needs_of(f'{STORE_TOML}master = "{master}"'))
+def master(at: str) -> Row:
+    needs = needs_of(f'{STORE_TOML}master = "{at}"')
+    return Row(lambda _host: tiers.check_master(needs), "warning", f"{at}: ", "mooncake_master")
 
 
 def listens(
-    needs: Needs,
-    sockets: list[Listener],
-    running: Running,
-    state: str,
-    found: str,
-    fix: str = "",
-    *,
-    problem: str = "",
+    needs: Needs, sockets: list[Listener], running: Running, state: str, found: str, fix: str = "", problem: str = ""
 ) -> Row:
     """Where the port is tried, ``problem`` is what the daemon's code says."""
-    python = trial_says(problem)
-    return Row(lambda host: ports.check_listen(host, needs, sockets, running), state, found, fix, python=python)
+    return Row(of(ports.check_listen, needs, sockets, running), state, found, fix, python=trial_says(problem))
+
+
+def trial(check: Callable[..., Finding | None], needs: Needs, state: str, found: str, problem: str = "lost") -> Row:
+    return Row(of(check, needs), state, found, problem and "mend it", python=trial_says(problem))
 
 
 def daemon_at(*addresses: str, pid: int = 4711) -> Running:
@@ -435,97 +386,60 @@ def trial_says(problem: str) -> str:
 def host_tier(toml: str, state: str, found: str, *, total_gib: int = 100) -> Row:
     files = {"/proc/meminfo": f"MemTotal: {total_gib * GIB_IN_KIB} kB\n"} if total_gib else {}
     needs = needs_of(f'[pools]\nmax_bytes = "50GiB"\n{toml}')
-    return Row(lambda host: tiers.check_host_tier(host, needs), state, found, files=files)
+    return Row(of(tiers.check_host_tier, needs), state, found, files=files)
 
 
 LACKING_VERBS: Final = "echo 'ImportError: libibverbs.so.1: cannot open' >&2; exit 1"
 LACKING_CURL: Final = "echo 'ImportError: libcurl.so.4: cannot open' >&2; exit 1"
+DIES: Final = "echo 'No module named x' >&2; exit 1"
 OF_OTHER_HOSTS: Final = {
-    "no wheel, and none needed": wheel(
-        needs_of(), [], "ok", found='not installed; not needed, network.transport is "none"'
-    ),
     "two wheels, and none needed": wheel(needs_of(), [PLAIN_WHEEL, NPU_WHEEL], "ok"),
+    "no wheel, and none needed": wheel(needs_of(), [], "ok", found="not installed; not needed, network.transport is"),
     "no wheel": wheel(TCP, [], "missing"),
-    "the plain wheel": wheel(TCP, [PLAIN_WHEEL], "ok"),
-    "the wheel for NPUs": wheel(TCP, [NPU_WHEEL], "ok"),
     "the wheel for CUDA": wheel(TCP, [CUDA_WHEEL], "ok"),
     "two wheels": wheel(TCP, [PLAIN_WHEEL, NPU_WHEEL], "missing"),
     "the plain wheel for NPUs": wheel(ASCEND, [PLAIN_WHEEL], "missing", fix=f"pip install {NPU_WHEEL}"),
     "the right wheel for NPUs": wheel(ASCEND, [NPU_WHEEL], "ok"),
-    "no wheel for the store": wheel(STORE, [], "missing"),
     "a wheel for the store": wheel(STORE, [PLAIN_WHEEL], "ok"),
     "the wrong wheel for the store": wheel(ASCEND_STORE, [PLAIN_WHEEL], "missing"),
     "a wheel without libibverbs": wheel(
         TCP, [PLAIN_WHEEL], "missing", LACKING_VERBS, found="libibverbs.so.1", fix="apt-get install libibverbs1"
     ),
     "a broken wheel": wheel(TCP, [PLAIN_WHEEL], "missing", "echo 'ImportError: x' >&2; exit 1", found="ImportError: x"),
-    "libibverbs that nobody needs": Row(lambda host: wheels.check_verbs(host, needs_of()), None),
-    "libibverbs": Row(lambda host: wheels.check_verbs(host, TCP), "ok", "loads", python="exit 0"),
-    "libibverbs for the store": Row(lambda host: wheels.check_verbs(host, STORE), "ok", "loads", python="exit 0"),
-    "no libibverbs": Row(
-        lambda host: wheels.check_verbs(host, TCP), "missing", "libibverbs.so.1: cannot open", python=LACKING_VERBS
-    ),
-    "no store": Row(lambda host: wheels.check_store_module(host, needs_of()), None),
+    "libibverbs that nobody needs": Row(of(wheels.check_verbs, needs_of()), None),
+    "libibverbs for the store": Row(of(wheels.check_verbs, STORE), "ok", "loads", python="exit 0"),
+    "no libibverbs": Row(of(wheels.check_verbs, TCP), "missing", "libibverbs.so.1: cannot open", python=LACKING_VERBS),
+    "no store": Row(of(wheels.check_store_module, needs_of()), None),
     "the store's module": Row(
-        lambda host: wheels.check_store_module(host, STORE),
-        "ok",
-        "can be imported",
-        python='test "$2" = "import mooncake.store"',
+        of(wheels.check_store_module, STORE), "ok", "can be imported", python='test "$2" = "import mooncake.store"'
     ),
     "a store's module without its libraries": Row(
-        lambda host: wheels.check_store_module(host, STORE),
-        "missing",
-        "libcurl.so.4",
-        "apt-get install libcurl4",
-        python=LACKING_CURL,
+        of(wheels.check_store_module, STORE), "missing", "libcurl.so.4", "apt-get install libcurl4", python=LACKING_CURL
     ),
     "no master": Row(lambda _host: tiers.check_master(needs_of()), None),
-    **{
-        f"a master that is away at {master}": Row(
-            partial(_check_master, master), "warning", f"{master}: ", "mooncake_master"
-        )
-        for master in ("127.0.0.1:0", "[::1]:0", "127.0.0.1:99999")
-    },
+    "a master that is away": master("[::1]:0"),
+    "a master at no port": master("127.0.0.1:99999"),
     "nothing listens": listens(needs_of(), [OTHERS], NO_DAEMON, "ok", "not set"),
-    "a free port": listens(
-        TCP,
-        [Listener("127.0.0.1", 7802, 9, "nginx"), Listener("10.9.9.9", 7801, 9, "nginx")],
-        NO_DAEMON,
-        "ok",
-        "tcp://127.0.0.1:7801 is free",
-    ),
+    "a free port": listens(TCP, ELSEWHERE, NO_DAEMON, "ok", "tcp://127.0.0.1:7801 is free"),
     "a port that the daemon cannot have": listens(TCP, [], NO_DAEMON, "missing", "in use", "mend it", problem="in use"),
     "a port that is taken": listens(TCP, [OTHERS], NO_DAEMON, "missing", "held by nginx (pid 9)"),
     "a port that is taken beside a daemon": listens(TCP, [OTHERS], daemon_at(), "missing", "held by nginx (pid 9)"),
     "a port that somebody unseen has": listens(TCP, [UNSEEN], NO_DAEMON, "missing", "may not see"),
-    "a port that somebody unseen has beside a daemon": listens(TCP, [UNSEEN], daemon_at(), "missing", "may not see"),
     "the daemon's port": listens(TCP, [OWN], daemon_at(TCP_PLACE), "ok", f"{TCP_PLACE}, held by the daemon (pid 4711)"),
     "the port of a daemon out of sight": listens(
         TCP, [OTHERS], daemon_at(TCP_PLACE, pid=0), "ok", "not seen from here"
     ),
     "a daemon with another configuration": listens(TCP, [], daemon_at(), "warning", "does not listen at", "restart"),
     "IPv6": listens(needs_of('[peers]\nlisten = "tcp://[::1]:7801"'), [], NO_DAEMON, "ok", "tcp://[::1]:7801 is free"),
-    "no network to try": Row(lambda host: trials.check_network(host, needs_of()), None),
-    "no store to try": Row(lambda host: trials.check_store_address(host, needs_of()), None),
-    "no devices to open": Row(lambda host: trials.check_open(host, needs_of()), None),
-    "bytes that arrive": Row(
-        lambda host: trials.check_network(host, TCP), "ok", "arrive at 127.0.0.1", python=trial_says("")
-    ),
-    "bytes that do not arrive": Row(
-        lambda host: trials.check_network(host, TCP), "missing", "lost", "mend it", python=trial_says("lost")
-    ),
-    "bytes for the store that do not arrive": Row(
-        lambda host: trials.check_store_address(host, STORE), "missing", "lost", "mend it", python=trial_says("lost")
-    ),
-    "a device that cannot be opened": Row(
-        lambda host: trials.check_open(host, NPU), "missing", "lost", "mend it", python=trial_says("lost")
-    ),
+    "no network to try": Row(of(trials.check_network, needs_of()), None),
+    "no store to try": Row(of(trials.check_store_address, needs_of()), None),
+    "no devices to open": Row(of(trials.check_open, needs_of()), None),
+    "bytes that arrive": trial(trials.check_network, TCP, "ok", "arrive at 127.0.0.1", ""),
+    "bytes that do not arrive": trial(trials.check_network, TCP, "missing", "lost"),
+    "bytes for the store that do not arrive": trial(trials.check_store_address, STORE, "missing", "lost"),
+    "a device that cannot be opened": trial(trials.check_open, NPU, "missing", "lost"),
     "a trial that dies": Row(
-        lambda host: trials.check_network(host, TCP),
-        "unknown",
-        "No module named x",
-        "the daemon's Python",
-        python="echo 'No module named x' >&2; exit 1",
+        of(trials.check_network, TCP), "unknown", "No module named x", "the daemon's Python", python=DIES
     ),
     "no ports of Mooncake": Row(lambda _host: ports.check_mooncake(needs_of(), [], None), None),
     "Mooncake's ports before it runs": Row(lambda _host: ports.check_mooncake(TCP, [], None), "ok", "hosts.conf"),
@@ -534,7 +448,7 @@ OF_OTHER_HOSTS: Final = {
     ),
     "Mooncake's ports, unseen": Row(lambda _host: ports.check_mooncake(TCP, [OTHERS], 4711), "unknown"),
     "a tenth of the memory": host_tier(
-        "", "ok", "10.0 GiB for snapshots and cached blocks; with pools 60.0 GiB of 100.0 GiB"
+        "", "ok", "10.0 GiB for snapshots and cached blocks; with pools 60.0 GiB of 100"
     ),
     "a tier that just fits": host_tier('[tiers]\nhost_bytes = "50GiB"', "ok", "with pools 100.0 GiB of 100.0 GiB"),
     "a tier and pools too large": host_tier('[tiers]\nhost_bytes = "51GiB"', "warning", "101.0 GiB of 100.0 GiB"),
@@ -549,7 +463,6 @@ OF_OTHER_HOSTS: Final = {
     "a store without a host tier": host_tier(
         f"[tiers]\nhost_bytes = 0\n{STORE_TOML}", "missing", "tiers.remote needs it"
     ),
-    "a tenth of an unknown memory": host_tier("", "unknown", "unknown size", total_gib=0),
     "an unknown memory": host_tier('[tiers]\nhost_bytes = "1GiB"', "unknown", "no /proc/meminfo", total_gib=0),
 }
 ROWS: Final = OF_THE_KERNEL | OF_NPUS | OF_TORCH | OF_OTHER_HOSTS

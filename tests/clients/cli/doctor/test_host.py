@@ -1,16 +1,16 @@
-"""A host's files, users and groups."""
+"""A host's files, users, groups and versions; and children that say something, fail, hang, or leave others behind."""
 
 from __future__ import annotations
 
 import os
+import select
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.clients.cli.doctor.host import Host, User, values
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.clients.cli.doctor.host import Outcome, User, at_least, parse_version, run_child, same_release, values
 from tests.clients.cli.doctor.fake_host import make_host
 
 
@@ -18,20 +18,6 @@ def test_what_cannot_be_read_is_empty(tmp_path: Path) -> None:
     host = make_host(tmp_path, {"/etc/file": " text \n"})
     assert (host.text("/etc/file"), host.text("/etc/none"), host.text("/etc")) == ("text", "", "")
     assert (host.names("/etc"), host.names("/none")) == (["file"], [])
-
-
-def test_this_host() -> None:
-    host = Host.this_one()
-    assert host.user.uid == os.geteuid()
-    assert os.getegid() in host.user.groups
-    assert host.path("/proc/self") == Path("/proc/self")
-    assert host.group_id("root") == 0
-
-
-def test_a_user_by_name() -> None:
-    assert Host.this_one("root").user.uid == 0
-    with pytest.raises(InvalidFieldError, match="no-such-user"):
-        User.named("no-such-user")
 
 
 def test_groups(tmp_path: Path) -> None:
@@ -56,3 +42,64 @@ def test_values() -> None:
         "empty": "",
         "x": "y=z",
     }
+
+
+PATH = {"PATH": os.environ["PATH"]}
+DEAD_WITHIN_S = 30.0
+
+
+def test_what_it_says() -> None:
+    done = run_child(["sh", "-c", "echo out; echo $WORD; echo one >&2; echo two >&2; echo >&2; exit 3"],
+                     {**PATH, "WORD": "given"}, 30)  # fmt: skip
+    assert done == Outcome(3, "out\ngiven\n", "one\ntwo\n\n")
+    assert done.last_error == "two"
+
+
+def test_no_such_command(tmp_path: Path) -> None:
+    done = run_child([str(tmp_path / "none")], PATH, 30)
+    assert done.status == 127
+    assert done.last_error.endswith("No such file or directory")
+
+
+def test_one_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    os.mkfifo(pids)
+    reader = os.open(pids, os.O_RDONLY | os.O_NONBLOCK)
+    done = run_child(["sh", "-c", f"echo before; sleep 600 & echo $! > {pids}; wait"], PATH, 2)
+    assert done == Outcome(None, "before\n", "")
+    child = int(os.read(reader, 64))
+    os.close(reader)
+    try:
+        watch = os.pidfd_open(child)
+    except ProcessLookupError:
+        return
+    ended, _, _ = select.select([watch], [], [], DEAD_WITHIN_S)
+    os.close(watch)
+    assert ended
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ("8.5.0.alpha001", "8.5.0"),
+        ("8.5.RC1", "8.5.0"),
+        ("8.2.RC1", "8.2.RC2"),
+        ("8.5.0", "8.10.0"),
+        ("25.2.0", "25.5.0"),
+        ("5.10.0-136.12.0.86.oe2203sp1.aarch64", "5.14.0"),
+    ],
+)
+def test_order(older: str, newer: str) -> None:
+    assert at_least(newer, older)
+    assert at_least(older, newer) is False
+
+
+@pytest.mark.parametrize("text", ["", "unknown", "rc1", "N/A", "7"])
+def test_no_version(text: str) -> None:
+    assert parse_version(text) is None
+    assert at_least(text, "1.0.0") is None
+
+
+def test_torch_and_torch_npu_are_of_one_release() -> None:
+    fits = [("2.13.0+cpu", "2.13.0"), ("2.7.1", "2.7.1.post2"), ("2.13.0", "2.13.1"), ("", "2.13.0")]
+    assert [same_release(*one) for one in fits] == [True, True, False, False]

@@ -1,9 +1,9 @@
-"""A runtime directory with and without a daemon."""
+"""A runtime directory with and without a daemon, and who listens: by /proc, a laid-out one and the real one."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
+import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.doctor.ports import Listener, listeners
 from kvferry.clients.cli.doctor.running import (
     Running,
     ask_daemon,
@@ -23,7 +24,6 @@ from kvferry.clients.cli.doctor.running import (
     used_bytes,
 )
 from kvferry.protocol import VERSION
-from kvferry.protocol.errors import AccessDeniedError
 from kvferry.protocol.session_messages import DeviceStatus, NetworkStatus, StatusReport, TierStatus
 from tests import kit
 from tests.clients.cli.doctor.fake_host import make_host
@@ -54,13 +54,6 @@ def test_none(tmp_path: Path) -> None:
     assert (check_devices(running), check_tiers(running), used_bytes(running, "disk")) == ({}, {}, 0)
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    finding = check_directory(ask(file))
-    assert (finding.state, finding.found) == ("missing", f"{file} is not a directory")
-
-
 def test_one(daemon: Daemon) -> None:
     """In a container the daemon calls itself otherwise: the kernel knows better."""
     running = ask(daemon.runtime_dir)
@@ -81,18 +74,9 @@ def test_a_socket_that_was_left_behind(tmp_path: Path) -> None:
 
 
 def test_one_that_stands_still() -> None:
-    with kit.daemon() as own:
-        own.process.send_signal(signal.SIGSTOP)
-        try:
-            finding = check_daemon(ask(own.runtime_dir, timeout_s=0.1))
-        finally:
-            own.process.send_signal(signal.SIGCONT)
+    with kit.daemon() as own, own.stopped():
+        finding = check_daemon(ask(own.runtime_dir, timeout_s=0.1))
     assert (finding.state, "systemctl restart" in finding.fix) == ("missing", True)
-
-
-def test_one_that_may_not_be_asked(tmp_path: Path) -> None:
-    running = Running(tmp_path, error=AccessDeniedError("control.sock: this user may not write to it"))
-    assert (check_directory(running).state, check_daemon(running).state) == ("warning", "unknown")
 
 
 @pytest.mark.parametrize(
@@ -157,3 +141,45 @@ def test_several_of_a_node_are_told_apart_by_the_configurations_name(tmp_path: P
         assert (finding.state, "2 daemons" in finding.found, "--runtime-dir" in finding.fix) == ("warning", True, True)
         assert ask_daemon(host, None, None, 0.1, "b").directory == tmp_path / "run" / "kvferry" / "b"
         assert ask_daemon(host, "/run/kvferry/a", None, 0.1, "b").directory == tmp_path / "run" / "kvferry" / "a"
+
+
+HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+ROW = "   0: {local} {remote} {state} 00000000:00000000 00:00000000 00000000  1000  0 {inode} 1 ffff 100 0 0 10 0\n"
+ANY, ANY6 = "00000000:0000", "00000000000000000000000000000000:0000"
+
+
+def test_laid_out(tmp_path: Path) -> None:
+    files = {
+        "/proc/net/tcp": HEAD
+        + ROW.format(local="0100007F:1E79", remote=ANY, state="0A", inode=500)
+        + ROW.format(local="0100007F:1E80", remote="0100007F:9999", state="01", inode=501),
+        "/proc/net/tcp6": HEAD
+        + ROW.format(local="B80D0120000000000000000001000000:0050", remote=ANY6, state="0A", inode=502)
+        + ROW.format(local="0000000000000000FFFF00000200000A:0051", remote=ANY6, state="0A", inode=503),
+        "/proc/77/comm": "mysqld\n",
+        "/proc/77/fd/.keep": "",
+    }  # fmt: skip
+    host = make_host(tmp_path, files)
+    (tmp_path / "proc/77/fd/9").symlink_to("socket:[500]")
+    (tmp_path / "proc/77/fd/8").symlink_to("/dev/null")
+    assert listeners(host) == [
+        Listener("127.0.0.1", 7801, 77, "mysqld"),
+        Listener("2001:db8::1", 80, None),
+        Listener("10.0.0.2", 81, None),
+    ]
+
+
+def test_the_real_ones() -> None:
+    with socket.socket() as four, socket.socket(socket.AF_INET6) as six:
+        four.bind(("127.0.0.1", 0))
+        four.listen()
+        six.bind(("::1", 0))
+        six.listen()
+        found = {(one.address, one.port): one.pid for one in listeners(Host.this_one())}
+        assert found["127.0.0.1", four.getsockname()[1]] == os.getpid()
+        assert found["::1", six.getsockname()[1]] == os.getpid()
+
+
+def test_addresses_in_each_others_way() -> None:
+    own = ("10.0.0.3", "0.0.0.0", "::", "127.0.0.1")  # noqa: S104  addresses to compare with
+    assert [Listener(one, 1, None).covers("10.0.0.3") for one in own] == [True, True, True, False]
