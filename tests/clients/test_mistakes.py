@@ -141,25 +141,18 @@ def engine(request: pytest.FixtureRequest, engines: dict[type[Any], Engine]) -> 
 MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     # -- page lists and page ids
     ("c.send(p, RID, ids)", "lists[0]", "give [pages(ids)]"),
-    ("c.send(p, RID, [1, 2])", "lists[0]", "give [pages(ids)]"),
     ("c.receive(p, RID, pages([1]))", "lists", "give [pages(ids)]"),
     ("c.offload(p, None)", "lists", "None is no list of Pages"),
     ("c.send(p, RID, ONE * 65)", "lists", "length <= 64"),
     ("c.restore(p, '0' * 32, {'main': [1]})", "lists", "is no list of Pages"),
     ("c.free(p, pages([1]))", "ids", "here give their ids"),
-    ("pages([[1, 2]])", "ids", "is no list of integers"),
     ("pages([[1], [2, 3]])", "ids", "is no list of integers"),
     ("c.free(p, 3)", "ids", "give [id] for one page"),
-    ("c.free(p, None)", "ids", "None is no list of integers"),
     ("pages(np.array([1.0]))", "ids", "float64 is no list of integers"),
-    ("c.store(p, [], ['a'])", "ids", "is no list of integers"),
     ("pages(np.array([2**63], np.uint64))", "ids", "does not fit in a signed 64-bit integer"),
     ("c.load(p, 1, pool)", "ids", "refer to a pool by its name"),
     ("pages([1], component=3)", "component", "Expected `str`"),
-    ("pages([1], tokens='4')", "tokens", "got `str`"),
     ("pages([1], tokens=0)", "tokens", ">= 1"),
-    ("pages([1], first_page=-1)", "first_page", ">= 0"),
-    ("pages_wanted(-1)", "count", ">= 0"),
     ("no_pages(None)", "component", "got `None`"),
     ("c.receive(p, RID, [pages_wanted(2)])", "lists[0]", "here give pages(ids)"),
     # -- pools
@@ -167,28 +160,17 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     ("c.create_pool(pool, SPEC)", "name", "pool.name"),
     ("c.create_pool('x', pool)", "spec", "create one from a spec"),
     ("c.create_pool('x', {'layers': 1})", "spec", "MhaSpec(...)"),
-    ("c.create_pool('x', MhaSpec)", "spec", "give one of it, MhaSpec(...)"),
-    ("c.create_pool('x', pool.manifest)", "spec", "MhaSpec(...)"),
     ("c.create_pool('x', replace(SPEC, layers='2'))", "spec.layers", "Expected `int`, got `str`"),
-    ("c.create_pool('x', replace(SPEC, kv_heads=-2))", "spec.kv_heads", ">= 1"),
     ("c.create_pool('x', replace(SPEC, dtype=torch.float16))", "spec.dtype", "give its name, 'float16'"),
     ("c.create_pool('x', replace(SPEC, dtype='float3'))", "dtype", "float3"),
     ("c.create_pool('x', replace(SPEC, view='n'))", "spec.view", "'n'"),
-    ("c.create_pool('', SPEC)", "name", ""),
     ("c.create_pool('my pool', SPEC)", "name", "letters, digits"),
-    ("c.delete_pool(7)", "name", "Expected `str`"),
     ("c.create_pool('x', SPEC, device='gpu')", "device", "npu:N or cuda:N"),
     ("c.create_pool('x', SPEC, device=torch.device('cpu'))", "device", "give its name"),
-    ("c.attach_pool(p, 5)", "layout_digest", "Expected `str`"),
     ("c.register_pool('x', SPEC, [torch.zeros(1)], device='npu:0')", "tensors", "(component, role)"),
     ("pool.entry_array('k')", "entry", "'k' is no entry, as manifest.entries"),
-    ("pool.entry_tensor(0)", "entry", "0 is no entry"),
     ("pool.array(ARRAY, 'k')", "component", "array([1, 2]) is no text"),
-    ("pool.tensor(ARRAY, 'k')", "component", "is no text"),
     ("pool.array('main', ARRAY)", "role", "is no text"),
-    ("pool.layers(ARRAY, 'k')", "component", "is no text"),
-    ("pool.layers('main', ARRAY)", "role", "is no text"),
-    ("pool.page_tokens(ARRAY)", "component", "is no text"),
     ("pool.space_of(ARRAY)", "component", "is no text"),
     (
         "c.register_pool('x', SPEC, {('main', r): 5 for r in 'kv'}, device='npu:0')",
@@ -202,7 +184,6 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
         "main/k/0 is float32, asked for bfloat16; ",
         PoolExistsError,
     ),
-    ("c.create_pool(p, replace(SPEC, tokens=128))", "spec", "pages of main/k/0 is 17", PoolExistsError),
     ("c.create_pool(p, replace(SPEC, layers=3))", "spec", "main/k/2 is not in the pool", PoolExistsError),
     ("c.delete_pool(p)", "pool", "2 held by session", PoolInUseError),
     # -- pages
@@ -213,11 +194,8 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
         PoolFullError,
     ),
     ("c.allocate(p, 0)", "count", ">= 1"),
-    ("c.allocate(p, -1)", "count", ">= 1"),
     ("c.allocate(p, 1.5)", "count", "Expected `int`, got `float`"),
     ("c.allocate(p, count=True)", "count", "got `bool`"),
-    ("c.allocate(p, None)", "count", "got `None`"),
-    ("c.allocate(p, 2**70)", "count", ""),
     ("c.allocate(p, 10**5000)", "count", "a int is no"),
     ("c.allocate(p, 1, 'swa')", "space", "it has main", UnknownComponentError),
     ("c.free(p, freed)", "pages", "already freed", NotOwnerError),
@@ -225,14 +203,10 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     ("c.free(p, [int(ids[0])] * 2)", "pages", "more than once", DuplicatePageError),
     ("c.free(p, [])", "pages", "no page", EmptyPagesError),
     ("c.free(p, [0])", "pages", "page 0", PageOutOfRangeError),
-    ("c.free(p, [1], after=3)", "after", "ring.record_event()"),
     ("c.free(p, [1], after=ring)", "after", "ring.record_event()"),
     # -- transfers
     ("c.send(p, uuid.UUID(RID), ONE)", "request_id", "request_id.hex"),
-    ("c.send(p, 17, ONE)", "request_id", "Expected `str`"),
     ("c.receive(p, 'abc', ONE)", "request_id", "32 hexadecimal digits in lower case"),
-    ("c.send(p, RID.upper(), ONE)", "request_id", "lower"),
-    ("c.send(p, [RID], ONE)", "request_id", "Expected `str`"),
     ("c.send(p, RID, ONE, payload='x')", "payload", "Expected `bytes`, got `str`"),
     (
         "c.wait_finished(c.send(p, RID, payload=bytes(1 << 17)), 20)",
@@ -241,7 +215,6 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
         TooLargeError,
     ),
     ("c.send(p, RID, ONE, payload=bytes(LARGEST_PAYLOAD_BYTES + 1))", "payload", ""),
-    ("c.send(p, RID, ONE, first_token=1.0)", "first_token", "got `float`"),
     ("c.send(p, RID, ONE, last=1)", "last", "Expected `bool`"),
     ("c.send(p, RID, ONE, destinations=0)", "destinations", ">= 1"),
     ("c.send(p, RID, ONE, steps=ring)", "steps", "ring.step"),
@@ -251,14 +224,7 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     ("c.receive(p, RID, ONE, source_daemons=['h:1'])", "source_daemons[0]", "tcp://ADDRESS"),
     ("c.receive(p, RID, ONE, into='disk')", "into", "'disk'"),
     ("c.wait_finished(c.send(p, RID, [pages(theirs)]), 20)", "lists[0].pages", "owned by another", NotOwnerError),
-    (
-        "c.wait_finished(c.send(p, RID, [pages(ids), pages([1], component='swa')]), 20)",
-        "lists[1].component",
-        "swa",
-        UnknownComponentError,
-    ),
     ("c.wait_finished(RID)", "transfer", "as send and receive return"),
-    ("c.wait_settled(None)", "transfer", "None is no transfer"),
     ("c.wait_finished(operation)", "transfer", "for wait_done"),
     ("c.wait_finished(their_transfer)", "transfer", "another client's"),
     ("transfer.outcome()", "", "is not finished: call wait_finished", MisuseError),
@@ -266,46 +232,30 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     ("c.cancel(RID)", "transfer", "is no transfer"),
     ("c.cancel(their_transfer)", "transfer", "another client's"),
     ("c.result(p, RID, 'both')", "direction", "'both'"),
-    ("c.result(p, RID, 'send')", "request_id", "", UnknownTransferError),
     # -- times
     ("c.send(p, RID, ONE, deadline_s=-1)", "deadline_s", "-1 seconds; give from 0"),
     ("c.receive(p, RID, ONE, deadline_s=math.nan)", "deadline_s", "nan seconds"),
     ("c.create_pool('x', SPEC, deadline_s=math.inf)", "deadline_s", "inf seconds"),
-    ("c.offload(p, ONE, deadline_s=[])", "deadline_s", "[]"),
     ("c.store(p, [b'h' * 16], [1], deadline_s=3601)", "deadline_s", "at most 3600"),
-    ("c.cancel(transfer, deadline_s='5')", "deadline_s", "'5' is no"),
     ("c.send(p, RID, ONE, deadline_s=10**400)", "deadline_s", "inf seconds; give from 0"),
-    ("c.call(asked(Ping()), deadline_s=-10**400)", "deadline_s", "-inf"),
     ("c.poll(10**400)", "timeout_s", "inf seconds"),
     ("c.call(asked(Ping()), margin_s='x')", "margin_s", "'x' is no number"),
     ("c.wait_finished(transfer, -0.5)", "timeout_s", "-0.5 seconds"),
-    ("c.wait_settled(transfer, None)", "timeout_s", "None is no number"),
-    ("c.poll(None)", "timeout_s", "None is no number"),
     ("c.cache_events(1, timeout_s='x')", "timeout_s", "'x'"),
     # -- tables and events
     ("c.update_tables('t', [1])", "tables", "as create_tables returns them"),
     ("c.delete_tables('t')", "tables", "as create_tables"),
     ("c.wait(c.update_tables(deleted, []))", "tables", "'u'", UnknownTablesError),
     ("c.update_tables(tables, 5)", "lengths", "5 is no list"),
-    ("c.update_tables(tables, [1], rows=[[1]])", "rows", "mapping of row"),
     ("c.update_tables(tables, [1], rows=ARRAY)", "rows", "mapping of row"),
     ("c.update_tables(tables, [1], rows=torch.tensor([1, 2]))", "rows", "mapping of row"),
     ("tables.graph_inputs(operators='x')", "operators", "whole number"),
-    ("tables.graph_inputs(draft_step='x')", "draft_step", "whole number"),
-    ("tables.graph_inputs(draft_step=ARRAY)", "draft_step", "whole number"),
     ("tables.array(ARRAY)", "name", "is no text"),
     ("c.update_tables(tables, [1], rows={'a': [1]})", "rows", "whole number"),
     ("c.update_tables(tables, [1], rows={0: 4})", "rows[0]", "[id]"),
     ("c.update_tables(tables, [1], entries=([0], [0], [1]))", "entries", "BlockTableEntries(rows, columns, pages)"),
-    (
-        "c.update_tables(tables, [1], entries=BlockTableEntries([0], [0], [1, 2]))",
-        "entries",
-        "1 columns, 2 pages",
-        LengthMismatchError,
-    ),
     ("c.update_tables(tables, [1], bound=[1])", "bound", "pair of"),
     ("c.update_tables(tables, [1], extra_tokens=-1)", "extra_tokens", ">= 0"),
-    ("c.create_tables('v', pool, max_batch=1, max_context_tokens=4)", "pool", "pool.name"),
     ("c.create_tables('v', p, max_batch=0, max_context_tokens=4)", "max_batch", ">= 1"),
     ("c.create_tables('v', p, max_batch=4, max_context_tokens=4, captured=4)", "captured", "no list"),
     ("c.wait(tables)", "pending", "is no pending reply"),
@@ -315,55 +265,38 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     ("ring.record(recorded)", "step", "record each step once"),
     ("ring.record(3)", "step", "3 is no step"),
     ("ring.record(DeviceEvent(event='0', value='1'))", "step.event", "'0' is no whole number"),
-    ("ring.record(DeviceEvent(event=0, value='1'))", "step.value", "'1' is no whole number"),
     ("c.open_events('gpu:0')", "device", "npu:N or cuda:N"),
     ("c.open_events('npu:0', events=0)", "events", "give 1 or more"),
     # -- tiers
     ("c.restore(p, operation)", "snapshot", "for wait_done"),
-    ("c.restore(p, None)", "snapshot", "got `None`"),
-    ("c.drop_snapshot('0' * 32)", "snapshot", "", UnknownSnapshotError),
     ("c.wait_done(transfer)", "operation", "for wait_finished"),
     ("c.cancel_operation(3)", "operation", "as offload, restore"),
     ("c.lookup(p, bytes(16))", "hashes", "no list of hashes"),
     ("c.lookup(p, ['0' * 16])", "hashes[0]", "no hash of 16 bytes"),
-    ("c.lookup(p, [bytes(32)])", "hashes[0]", "32 bytes are no hash of 16"),
     ("c.store(p, [bytes(16)], [1], parent='0' * 16)", "parent", "Expected `bytes`, got `str`"),
-    ("c.lookup(p, [bytes(16)], block_pages=0)", "block_pages", ">= 1"),
     ("c.load(p, '7', [1])", "lease", "Expected `int`"),
     ("c.unpin(12345)", "lease", "", UnknownLeaseError),
-    ("c.pin_cached('abc')", "hashes", "no list of hashes"),
     ("c.evict_cached(0)", "hashes", "0 is no list of hashes"),
     ("c.evict_cached([bytes(16)])", "identity", "give its pool, or its identity"),
     ("c.evict_cached(pool=p, identity='0' * 32)", "identity", "give one of them"),
     ("block_hashes([1, 2], 0)", "block_tokens", "give 1 or more"),
-    ("block_hashes([1, 2], 1.5)", "block_tokens", "whole number"),
-    ("block_hashes('abc', 1)", "tokens", "no list of integers"),
     ("block_hashes([1], 1, salt='user')", "salt", "salt.encode()"),
     ("block_hashes([1, 2], 1, parent=5)", "parent", "5 is not a hash"),
-    ("block_hashes([1], 1, parent='0' * 16)", "parent", "not a hash"),
     ("pages_from_slots([1], '4')", "page_size", "whole number"),
-    ("pages_from_slots(['a'], 4)", "slots", "no list of integers"),
     ("slots_from_pages([1], 4, None)", "tokens", "whole number"),
     # -- clients
     ("c.call('PING')", "call", "'PING' is no Operation, as"),
-    ("c.call(Ping())", "call", "Ping() is no Operation, as"),
     ("c.begin(None)", "call", "None is no Operation, as"),
     ("closed.allocate(p, 1)", "", "connect again", ClientClosedError),
-    ("closed.send(p, RID, ONE)", "", "the client was closed", ClientClosedError),
     ("closed.poll()", "", "the client was closed", ClientClosedError),
     ("looker.allocate(p, 1)", "secret", "open a session", NoSessionError),
-    ("looker.open_events()", "secret", "session", NoSessionError),
     ("kind(runtime_dir)", "", "connect(runtime_dir, name=...)", MisuseError),
-    ("kind(name='x')", "", "connect(runtime_dir, name=...)", MisuseError),
     ("connect(5)", "runtime_dir", "5 is no path"),
     ("connect('a\\x00b')", "runtime_dir", "is no path"),
-    ("connect('\\ud800')", "runtime_dir", "is no path"),
     ("connect(runtime_dir, session=ARRAY)", "session", "array([1, 2]) is no True or False"),
     ("connect(runtime_dir, name=np.datetime64('2020-01-01'))", "name", "no value that can be sent"),
-    ("connect(runtime_dir, name=5)", "name", "Expected `str`"),
     ("connect(runtime_dir, devices=['npu:0'])", "devices", "mapping of"),
     ("connect(runtime_dir, devices={3: 0})", "devices", "pair of names"),
-    ("connect(runtime_dir, timeout_s=-1)", "timeout_s", "-1 seconds"),
 )
 
 
@@ -393,17 +326,7 @@ async def test_an_unawaited_call_as_an_argument_is_named(own_daemon: Daemon) -> 
         assert raised.value.field == "ids"
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "c.ping()",
-        "c.create_pool('x', SPEC)",
-        "c.update_tables(None, [])",
-        "c.send('p', 'r', [])",
-        "c.welcome",
-        "c.boot_id",
-    ],
-)
+@pytest.mark.parametrize("use", ["c.ping()", "c.create_pool('x', SPEC)", "c.send('p', 'r', [])", "c.boot_id"])
 def test_a_client_that_nobody_awaited_is_named(own_daemon: Daemon, use: str) -> None:
     with contextlib.closing(AsyncClient.connect(own_daemon.runtime_dir)) as connecting:
         with pytest.raises(MisuseError, match="await it first"):
@@ -419,8 +342,7 @@ AWAITED: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("first", AWAITED)
-@pytest.mark.parametrize("second", AWAITED)
+@pytest.mark.parametrize(("first", "second"), [("await", "a task"), ("a task", "async with"), ("async with", "await")])
 async def test_a_connection_is_awaited_once(own_daemon: Daemon, first: str, second: str) -> None:
     connecting = AsyncClient.connect(own_daemon.runtime_dir)
     async with await AWAITED[first](connecting) as client:
@@ -471,44 +393,21 @@ def test_numbers_of_numpy_and_torch_are_numbers(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("seconds", [Decimal("20.5"), Fraction(41, 2), 20], ids=["decimal", "fraction", "int"])
-@pytest.mark.parametrize(
-    "call",
-    [
+def test_a_time_is_any_number(engine: Engine, seconds: object) -> None:
+    for call in (
         "c.call(asked(Ping()), deadline_s=time_s, margin_s=time_s)",
         "c.wait(c.begin(asked(Ping()), deadline_s=time_s))",
         "c.create_pool(p, SPEC, deadline_s=time_s)",
-        "c.open_events(deadline_s=time_s)",
         "c.cache_events(1, timeout_s=time_s * 0)",
-        "c.wait(c.update_tables(tables, [], deadline_s=time_s))",
         "c.poll(time_s * 0)",
-    ],
-)
-def test_a_time_is_any_number(engine: Engine, call: str, seconds: object) -> None:
-    engine.run(call, time_s=seconds)
-
-
-COPIES: Final[dict[str, Callable[[object], object]]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": pickle.dumps,
-    "an old pickle": lambda one: pickle.dumps(one, 0),
-    "what spawn does": ForkingPickler.dumps,
-}
+    ):
+        engine.run(call, time_s=seconds)
 
 
 @pytest.mark.parametrize("what", ["c", "closed", "pool", "ring", "tables"])
-@pytest.mark.parametrize("how", COPIES)
-def test_what_belongs_to_a_process_is_not_copied(engine: Engine, what: str, how: str) -> None:
+def test_what_belongs_to_a_process_is_not_copied(engine: Engine, what: str) -> None:
     one = getattr(engine, what)
     one = one.itself if isinstance(one, Blocking) else one
-    with pytest.raises(MisuseError, match=f"{type(one).__name__} belongs to .*: pass .* connect and attach there"):
-        COPIES[how](one)
-
-
-def test_a_hybrid_pool_names_the_space_that_is_full(engine: Engine) -> None:
-    name, sizes = engine.p + "-hybrid", {"tokens": 16, "window_tokens": 8, "window": 4, "page_size": 4}
-    spec = HybridSwaSpec(full_layers=(0,), window_layers=(1,), kv_heads=1, head_dim=4, dtype="float32", **sizes)
-    engine.c.create_pool(name, spec)
-    with pytest.raises(PoolFullError, match="3 pages asked for, 2 of 2 free"):
-        engine.c.allocate(name, 3, "swa")
-    engine.c.delete_pool(name)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: pickle.dumps(one, 0), ForkingPickler.dumps):
+        with pytest.raises(MisuseError, match=f"{type(one).__name__} belongs to .*: pass .* connect and attach there"):
+            copied(one)
