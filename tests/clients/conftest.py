@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Final
 
 import pytest
 
-from kvferry.clients import AsyncClient, Client, MhaSpec
+from kvferry.clients import AsyncClient, Client
 from tests import kit
 from tests.kit.blocking import connected
 from tests.kit.daemons import Daemon
@@ -29,15 +30,11 @@ def name() -> str:
     return f"pool-{next(_numbers)}"
 
 
-@pytest.fixture
-def spec() -> MhaSpec:
-    """Return a small pool: two layers, 16 pages of 4 tokens, v narrower than k."""
-    return MhaSpec(
-        layers=2, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32"
-    )
+KINDS: Final = [Client, pytest.param(AsyncClient, marks=pytest.mark.full)]
+"""The synchronous client's calls are made from the asynchronous one's, whose connections have tests of their own."""
 
 
-@pytest.fixture(params=[Client, AsyncClient], ids=["sync", "async"])
+@pytest.fixture(params=KINDS, ids=["sync", "async"])
 def connect(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Callable[[str], Client]]:
     """Return what connects a client of that name, of either kind; closed at the end."""
     with ExitStack() as stack:

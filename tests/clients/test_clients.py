@@ -15,12 +15,11 @@ import msgspec
 import pytest
 import torch
 
-from kvferry.clients import AsyncClient, AttachedPool, Client, KvferryError, MhaSpec, Transfer, new_request_id, pages
+from kvferry.clients import AsyncClient, AttachedPool, Client, KvferryError, Transfer, new_request_id, pages
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
     DaemonLostError,
-    DeadlineError,
     InvalidFieldError,
     LayoutMismatchError,
     OutOfMemoryError,
@@ -38,15 +37,12 @@ from tests import kit
 from tests.kit.blocking import connected
 from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
-
-pytestmark = pytest.mark.any_device
+from tests.kit.pools import SPEC
 
 SOON_S: Final = 10.0
-SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 
 
-@pytest.mark.parametrize("session", [False, True])
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(("kind", "session"), [(Client, True), (AsyncClient, False)])
 def test_no_daemon(tmp_path: Path, kind: type[Client | AsyncClient], *, session: bool) -> None:
     with pytest.raises(DaemonLostError, match="no daemon"), connected(kind, tmp_path, session=session, timeout_s=0.1):
         pass
@@ -55,11 +51,12 @@ def test_no_daemon(tmp_path: Path, kind: type[Client | AsyncClient], *, session:
 # -- pools and pages
 
 
-def test_a_pool_is_created_once_and_found_again(client: Client, other: Client, name: str, spec: MhaSpec) -> None:
-    made = client.create_pool(name, spec, device=DEVICE.name)
+@pytest.mark.any_device
+def test_a_pool_is_created_once_and_found_again(client: Client, other: Client, name: str) -> None:
+    made = client.create_pool(name, SPEC, device=DEVICE.name)
     digest = made.manifest.layout_digest
     assert (made.page_size, made.manifest.pages, len(made.manifest.entries)) == (4, 17, 4)
-    again = other.create_pool(name, msgspec.structs.replace(spec, view="fia"), device=DEVICE.name)
+    again = other.create_pool(name, msgspec.structs.replace(SPEC, view="fia"), device=DEVICE.name)
     attached = [client.attach_pool(name), client.attach_pool(name, digest)]
     assert [one.manifest.layout_digest for one in (again, *attached)] == [digest] * 3
     with pytest.raises(LayoutMismatchError):
@@ -68,8 +65,9 @@ def test_a_pool_is_created_once_and_found_again(client: Client, other: Client, n
         client.attach_pool(name + "x")
 
 
-def test_a_deleted_pool_is_gone_but_its_mappings_stay(client: Client, name: str, spec: MhaSpec) -> None:
-    pool = client.create_pool(name, spec, device=DEVICE.name)
+@pytest.mark.any_device
+def test_a_deleted_pool_is_gone_but_its_mappings_stay(client: Client, name: str) -> None:
+    pool = client.create_pool(name, SPEC, device=DEVICE.name)
     k = pool.tensor("main", "k")
     k.fill_(7)
     ids = client.allocate(name, 1)
@@ -82,12 +80,13 @@ def test_a_deleted_pool_is_gone_but_its_mappings_stay(client: Client, name: str,
             use()
     assert bool((k == 7).all())
     pool.close()
-    assert not client.create_pool(name, spec, device=DEVICE.name).tensor("main", "k").any(), "a new pool is new memory"
+    assert not client.create_pool(name, SPEC, device=DEVICE.name).tensor("main", "k").any(), "a new pool is new memory"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
-def test_tensors_share_the_memory(client: Client, other: Client, name: str, spec: MhaSpec, dtype: str) -> None:
-    spec = msgspec.structs.replace(spec, dtype=dtype)
+@pytest.mark.any_device
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_tensors_share_the_memory(client: Client, other: Client, name: str, dtype: str) -> None:
+    spec = msgspec.structs.replace(SPEC, dtype=dtype)
     paged = client.create_pool(name, spec, device=DEVICE.name)
     fia = other.create_pool(name, msgspec.structs.replace(spec, view="fia"), device=DEVICE.name)
     k, v = paged.tensor("main", "k"), paged.tensor("main", "v")
@@ -143,11 +142,11 @@ class TwoEngines(NamedTuple):
 
 
 @pytest.fixture
-def engines(client: Client, other: Client, name: str, spec: MhaSpec) -> TwoEngines:
+def engines(client: Client, other: Client, name: str) -> TwoEngines:
     """Return both engines; the source's pages hold random numbers."""
     source, destination = (
-        client.create_pool(name, spec, device=DEVICE.name),
-        other.create_pool(name + "-decode", spec, device=DEVICE.name),
+        client.create_pool(name, SPEC, device=DEVICE.name),
+        other.create_pool(name + "-decode", SPEC, device=DEVICE.name),
     )
     other.allocate(destination.name, 2)
     sent, received = client.allocate(name, 3), other.allocate(destination.name, 3)[::-1].copy()
@@ -158,6 +157,7 @@ def engines(client: Client, other: Client, name: str, spec: MhaSpec) -> TwoEngin
     return TwoEngines(client, other, source, destination, sent, received)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("first", ["send", "receive"])
 def test_a_transfer_in_either_order(engines: TwoEngines, first: str) -> None:
     request_id, payload = new_request_id(), os.urandom(MAX_PAYLOAD_BYTES)
@@ -179,6 +179,7 @@ def test_a_transfer_in_either_order(engines: TwoEngines, first: str) -> None:
     assert engines.prefill.free(engines.source.name, engines.sent).deferred == 0
 
 
+@pytest.mark.any_device
 def test_a_refused_chunk_may_be_corrected(engines: TwoEngines) -> None:
     request_id = new_request_id()
     receiving = engines.receive(request_id)
@@ -193,21 +194,15 @@ def test_a_refused_chunk_may_be_corrected(engines: TwoEngines) -> None:
     assert engines.arrived()
 
 
-def test_a_pool_says_how_large_its_payloads_may_be(client: Client, name: str, spec: MhaSpec) -> None:
-    size, most = 1 << 20, Limits().largest_payload_bytes
-    for pool in (name, f"{name}-receive"):
-        client.create_pool(pool, spec, device=DEVICE.name, max_payload_bytes=size)
+def test_a_pool_says_how_large_its_payloads_may_be(client: Client, name: str) -> None:
+    size = 1 << 20
+    client.create_pool(name, SPEC, max_payload_bytes=size)
     with pytest.raises(PoolExistsError, match=f"at most {size} bytes, asked for 65536") as exists:
-        client.create_pool(name, spec, device=DEVICE.name)
+        client.create_pool(name, SPEC)
     assert exists.value.field == "max_payload_bytes"
     with pytest.raises(TooLargeError, match=r"half of limits\.max_frame_bytes"):
-        client.create_pool(f"{name}-x", spec, device=DEVICE.name, max_payload_bytes=most + 1)
-    shown = {one.pool: one.max_payload_bytes for one in client.status().pools}
-    assert shown[name] == shown[f"{name}-receive"] == size
-    request_id, payload = new_request_id(), os.urandom(size)
-    receiving = client.receive(f"{name}-receive", request_id)
-    client.send(name, request_id, payload=payload)
-    assert client.wait_finished(receiving, SOON_S).payload == payload
+        client.create_pool(f"{name}-x", SPEC, max_payload_bytes=Limits().largest_payload_bytes + 1)
+    assert {one.pool: one.max_payload_bytes for one in client.status().pools}[name] == size
 
 
 @pytest.mark.parametrize("side", ["send", "receive"])
@@ -227,8 +222,7 @@ def test_a_refused_second_one_is_not_the_first_ones_end(engines: TwoEngines, sid
     assert engines.arrived()
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("side", ["send", "receive"])
+@pytest.mark.parametrize(("side", "wait"), [("send", True), ("receive", False)])
 def test_cancelling(engines: TwoEngines, side: str, *, wait: bool) -> None:
     request_id = new_request_id()
     mine, engine, peer = (
@@ -264,31 +258,6 @@ def test_a_half_that_never_comes(engines: TwoEngines, gone: Direction) -> None:
     assert refused.value.field == "daemons[0]"
 
 
-def test_results_can_be_asked_for(engines: TwoEngines) -> None:
-    request_id, pool = new_request_id(), engines.destination.name
-    with pytest.raises(UnknownTransferError):
-        engines.decode.result(pool, request_id, "receive")
-    receiving = engines.receive(request_id)
-    assert engines.decode.result(pool, request_id, "receive").state == "open"
-    engines.prefill.wait_settled(engines.send(request_id), SOON_S)
-    result = engines.decode.result(pool, request_id, "receive")
-    told = receiving.finished
-    assert told is not None
-    assert (result.state, result.finished) == ("settled", msgspec.structs.replace(told, settled=False)), (
-        "which are two here"
-    )
-    with pytest.raises(UnknownTransferError):
-        engines.decode.result(pool, request_id, "receive")  # its events were acknowledged by the request before
-
-
-def test_waiting_has_a_deadline_of_its_own(engines: TwoEngines) -> None:
-    receiving = engines.receive(new_request_id())
-    for wait in (engines.decode.wait_finished, engines.decode.wait_settled):
-        with pytest.raises(DeadlineError, match="did not come within"):
-            wait(receiving, 0.01)
-    assert not receiving.is_finished
-
-
 def test_poll_tells_each_change_once(engines: TwoEngines) -> None:
     request_id = new_request_id()
     assert engines.decode.poll() == engines.decode.poll(0.01) == []
@@ -305,17 +274,14 @@ def test_poll_tells_each_change_once(engines: TwoEngines) -> None:
     assert engines.decode.poll() == []
 
 
-def test_poll_0_does_not_wait_even_for_a_daemon_that_stands_still(spec: MhaSpec) -> None:
+def test_poll_0_does_not_wait_even_for_a_daemon_that_stands_still() -> None:
     with kit.daemon() as own, Client.connect(own.runtime_dir) as client:
-        client.create_pool("decode", spec, device=DEVICE.name)
+        client.create_pool("decode", SPEC, device=DEVICE.name)
         ids = client.allocate("decode", 1)
-        own.process.send_signal(signal.SIGSTOP)
-        try:
+        with own.stopped():
             client.receive("decode", new_request_id(), [pages(ids)])
             for _ in range(1000):
                 assert client.poll(0) == []
-        finally:
-            own.process.send_signal(signal.SIGCONT)
         assert [one.state for one in client.poll(SOON_S)] == ["open"]
 
 
@@ -338,12 +304,13 @@ CALLS: Final[tuple[Callable[[Any, Any], Any], ...]] = (
 )
 
 
+@pytest.mark.any_device
 def test_every_wait_ends_at_once_when_the_daemon_is_killed() -> None:
     with kit.daemon() as own, ThreadPoolExecutor(len(CALLS)) as threads, ExitStack() as stack:
         clients, transfers = [], []
         for _ in CALLS:
             clients.append(client := stack.enter_context(Client.connect(own.runtime_dir, reconnect=False)))
-            client.create_pool("decode", SPEC, device=DEVICE.name)
+            k = client.create_pool("decode", SPEC, device=DEVICE.name).tensor("main", "k").fill_(3)
             transfers.append(client.receive("decode", new_request_id(), [pages(client.allocate("decode", 1))]))
             assert client.poll(SOON_S) == transfers[-1:]
         own.process.send_signal(signal.SIGSTOP)  # nobody gets a reply any more
@@ -356,6 +323,7 @@ def test_every_wait_ends_at_once_when_the_daemon_is_killed() -> None:
         for client in clients:
             with pytest.raises(DaemonLostError):
                 client.poll(0)
+        assert bool((k == 3).all()), "the memory stays"
 
 
 @pytest.mark.anyio
@@ -393,7 +361,6 @@ def test_an_engine_that_never_polls_keeps_the_latest_changes(
     assert engines.decode.poll(SOON_S) == begun[1:]
 
 
-@pytest.mark.host_only
 def test_tables_that_cannot_be_mapped_are_given_up(client: Client, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     client.create_pool(name, SPEC)
 
@@ -413,7 +380,7 @@ def test_tables_that_cannot_be_mapped_are_given_up(client: Client, name: str, mo
 
 @pytest.mark.anyio
 @pytest.mark.both_loops
-async def test_many_transfers_at_once(daemon: Daemon, name: str, spec: MhaSpec) -> None:
+async def test_many_transfers_at_once(daemon: Daemon, name: str) -> None:
     async def transfer(number: int) -> int | None:
         request_id, payload = new_request_id(), b"%d" % number
         receiving = decode.receive(name, request_id, [pages(received[number : number + 1])])
@@ -424,16 +391,15 @@ async def test_many_transfers_at_once(daemon: Daemon, name: str, spec: MhaSpec) 
         return finished.first_token
 
     async with AsyncClient.connect(daemon.runtime_dir) as prefill, AsyncClient.connect(daemon.runtime_dir) as decode:
-        await prefill.create_pool(name, spec, device=DEVICE.name)
+        await prefill.create_pool(name, SPEC, device=DEVICE.name)
         sent, received = await prefill.allocate(name, 1), await decode.allocate(name, 12)
         assert await asyncio.gather(*(transfer(number) for number in range(12))) == list(range(12))
 
 
 @pytest.mark.anyio
-@pytest.mark.both_loops
-async def test_a_cancelled_call_leaves_nothing_behind(daemon: Daemon, name: str, spec: MhaSpec) -> None:
+async def test_a_cancelled_call_leaves_nothing_behind(daemon: Daemon, name: str) -> None:
     async with AsyncClient.connect(daemon.runtime_dir) as client:
-        await client.create_pool(name, spec, device=DEVICE.name)
+        await client.create_pool(name, SPEC, device=DEVICE.name)
         waits_for_a_change = client.cache_events(await client.cache_cursor(), timeout_s=SOON_S)
         for coroutine in (client.allocate(name, 1), waits_for_a_change):
             call = asyncio.ensure_future(coroutine)

@@ -10,18 +10,15 @@ from typing import Final
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, MhaSpec, Transfer, calls, new_request_id, pages
+from kvferry.clients import Client, Transfer, calls, new_request_id, pages
 from kvferry.clients.events import COUNTER_BYTES, EventRing
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import EVENT_RING_SLOTS
-from kvferry.protocol.transfer_messages import LayerStep
 from tests.kit.daemons import Daemon
-from tests.kit.devices import DEVICE
-
-pytestmark = pytest.mark.any_device
+from tests.kit.pools import SPEC
 
 COUNT = 3
 
@@ -82,6 +79,7 @@ def test_recording_stores_the_value_and_then_wakes_the_daemon(memory: Memory) ->
 def test_events_are_used_again_with_a_higher_value(memory: Memory) -> None:
     with memory.ring() as ring:
         first = [ring.step(0, 1) for _ in range(EVENT_RING_SLOTS)]
+        assert len({one.event for one in first}) == EVENT_RING_SLOTS
         again = ring.step(0, 1)
         assert (again.event, again.value) == (first[0].event, first[0].value + 1)
         with pytest.raises(InvalidFieldError, match="is at 0, the step's value is 2"):
@@ -126,20 +124,21 @@ def test_a_closed_ring_records_nothing(memory: Memory) -> None:
 class Sides:
     """A prefill and a decode client, their pools, prefill's ring and a step of it that all layers wait for."""
 
-    def __init__(self, daemon: Daemon, name: str, spec: MhaSpec) -> None:
+    def __init__(self, daemon: Daemon, name: str) -> None:
         self.source, self.destination = f"{name}-send", f"{name}-receive"
         self.prefill = Client.connect(daemon.runtime_dir, name="prefill")
         self.decode = Client.connect(daemon.runtime_dir, name="decode")
         for one in (self.source, self.destination):
-            self.prefill.create_pool(one, spec, device=DEVICE.name)
+            self.prefill.create_pool(one, SPEC)
         self.ring = self.prefill.open_events()
-        self.step = self.ring.step(spec.first_layer, spec.layers)
+        self.step = self.ring.step(SPEC.first_layer, SPEC.layers)
         self.request_id = new_request_id()
 
-    def send(self, *steps: LayerStep, client: Client | None = None) -> Transfer:
-        """SEND in steps; the daemon has it when this returns."""
+    def send(self, client: Client | None = None) -> Transfer:
+        """SEND, all layers with the step; the daemon has it when this returns."""
         one = client or self.prefill
-        transfer = one.send(self.source, self.request_id, [pages(one.allocate(self.source, COUNT))], steps=steps)
+        lists = [pages(one.allocate(self.source, COUNT))]
+        transfer = one.send(self.source, self.request_id, lists, steps=[self.step])
         one.ping()
         return transfer
 
@@ -166,9 +165,9 @@ BOTH_OPEN: Final = [("receive", "open"), ("send", "open")]
 
 
 @pytest.fixture
-def sides(daemon: Daemon, name: str, spec: MhaSpec) -> Iterator[Sides]:
+def sides(daemon: Daemon, name: str) -> Iterator[Sides]:
     """Return two clients of one daemon."""
-    with contextlib.closing(Sides(daemon, name, spec)) as both:
+    with contextlib.closing(Sides(daemon, name)) as both:
         yield both
 
 
@@ -177,7 +176,7 @@ def test_a_transfer_is_made_only_once_its_pages_are_in_use_no_more(sides: Sides)
         point = ring.event()
         transfer = sides.receive(after=point)
         sides.ring.record(sides.step)  # before its SEND: it is ready at once
-        sides.send(sides.step)
+        sides.send()
         assert sides.states() == [("send", "open")], "the sender alone: it waits for a transfer"
         ring.record(point)
         assert sides.decode.wait_finished(transfer).error is None
@@ -202,15 +201,15 @@ def test_a_point_that_nobody_can_reach_is_refused(sides: Sides) -> None:
         sides.decode.free(sides.destination, ids, after=DeviceEvent(event=EVENT_RING_SLOTS - 1, value=1))
     assert sides.decode.free(sides.destination, ids).freed == COUNT
     with pytest.raises(InvalidFieldError) as caught:
-        sides.decode.wait_finished(sides.send(sides.step, client=sides.decode))  # which has opened no ring
+        sides.decode.wait_finished(sides.send(sides.decode))  # which has opened no ring
     assert caught.value.field == "steps"
 
 
-@pytest.mark.parametrize("wild", [-1, -(1 << 63), 0])
+@pytest.mark.parametrize("wild", [-(1 << 63), 0])
 def test_wild_counters_start_nothing(sides: Sides, wild: int) -> None:
     sides.ring.counters[:] = wild
     os.eventfd_write(sides.ring.fileno(), 1)
-    sides.send(sides.step)
+    sides.send()
     transfer = sides.receive()
     os.eventfd_write(sides.ring.fileno(), 1)
     assert sides.states() == BOTH_OPEN
@@ -220,7 +219,7 @@ def test_wild_counters_start_nothing(sides: Sides, wild: int) -> None:
 
 
 def test_a_session_that_dies_after_its_last_store_has_sent_all(sides: Sides) -> None:
-    sides.send(sides.step)
+    sides.send()
     transfer = sides.receive()
     sides.ring.counters[sides.step.event] = sides.step.value  # it dies before the wake-up
     sides.prefill.close()

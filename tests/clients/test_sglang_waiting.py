@@ -9,10 +9,11 @@ from typing import Final, NamedTuple
 import pytest
 import zmq
 
-from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
+from kvferry.clients import Client, Transfer, new_request_id, pages
 from kvferry.clients.engine import Engine
 from kvferry.clients.sglang import pools, waiting
 from tests.kit.daemons import Daemon, soon
+from tests.kit.pools import SPEC
 
 SHORT_S: Final = 0.05
 LONG_S: Final = 60.0
@@ -43,12 +44,12 @@ class Waiting(NamedTuple):
 
 
 @pytest.fixture
-def received(engine: Engine, peer: Client, name: str, spec: MhaSpec) -> Waiting:
+def received(engine: Engine, peer: Client, name: str) -> Waiting:
     """Return a RECEIVE for which nobody has sent yet."""
     request_id, source = new_request_id(), f"{name}-source"
-    peer.create_pool(source, spec)
+    peer.create_pool(source, SPEC)
     with engine.client() as client:
-        client.create_pool(name, spec)
+        client.create_pool(name, SPEC)
         transfer = client.receive(name, request_id, [pages(client.allocate(name, 1))])
     return Waiting(transfer, request_id, source)
 

@@ -13,13 +13,14 @@ from typing import Final
 
 import pytest
 
-from kvferry.clients import AsyncClient, Client, MhaSpec, Transfer, new_request_id, pages
+from kvferry.clients import AsyncClient, Client, Transfer, new_request_id, pages
 from kvferry.clients.calls import Call, asked
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.session_messages import Ping
 from tests.kit.daemons import Daemon
+from tests.kit.pools import SPEC
 
 SOON_S = 20.0
 ROUNDS = 300
@@ -66,9 +67,9 @@ def step_of(client: Client, name: str) -> None:
 
 
 def test_a_call_while_another_threads_waits_is_refused(
-    daemon: Daemon, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
+    daemon: Daemon, client: Client, helper: ThreadPoolExecutor, name: str
 ) -> None:
-    client.create_pool(name, spec)
+    client.create_pool(name, SPEC)
     ids = client.allocate(name, 1)
     transfer = client.receive(name, new_request_id(), [pages(ids)])
     waiting = helper.submit(wait_in_turn, client, transfer)
@@ -79,8 +80,6 @@ def test_a_call_while_another_threads_waits_is_refused(
         lambda: step_of(client, name),
         lambda: client.allocate(name, 1),
         lambda: client.send(name, new_request_id(), [pages(ids)]),
-        lambda: client.wait_settled(transfer),
-        lambda: client.create_pool(name, spec),
     ):
         with pytest.raises(ConcurrentUseError):
             call()
@@ -91,8 +90,8 @@ def test_a_call_while_another_threads_waits_is_refused(
         assert client.allocate(name, 1).tolist() == [3], "what was refused has sent nothing"
 
 
-def test_replies_never_go_astray(client: Client, name: str, spec: MhaSpec) -> None:
-    client.create_pool(name, spec)
+def test_replies_never_go_astray(client: Client, name: str) -> None:
+    client.create_pool(name, SPEC)
     start = threading.Barrier(2)
     counts: list[int] = []
 
@@ -121,9 +120,9 @@ def test_replies_never_go_astray(client: Client, name: str, spec: MhaSpec) -> No
 
 
 def test_a_poll_goes_on_after_what_is_no_change(
-    daemon: Daemon, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
+    daemon: Daemon, client: Client, helper: ThreadPoolExecutor, name: str
 ) -> None:
-    client.create_pool(name, spec)
+    client.create_pool(name, SPEC)
     transfer = client.receive(name, new_request_id(), [pages(client.allocate(name, 1))])
     while transfer.state != "open":
         client.poll(SOON_S)
@@ -142,10 +141,8 @@ def test_a_poll_goes_on_after_what_is_no_change(
         prefill.wait_settled(sent.result(SOON_S))
 
 
-def test_any_thread_may_close(
-    daemon: Daemon, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
-) -> None:
-    client.create_pool(name, spec)
+def test_any_thread_may_close(daemon: Daemon, client: Client, helper: ThreadPoolExecutor, name: str) -> None:
+    client.create_pool(name, SPEC)
     transfer = client.receive(name, new_request_id(), [pages(client.allocate(name, 16))])
     waiting = helper.submit(wait_in_turn, client, transfer)
     refused(client.poll)
@@ -171,9 +168,9 @@ def refused_everywhere(client: AsyncClient) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_async_client_stays_on_its_loop(daemon: Daemon, name: str, spec: MhaSpec) -> None:
+async def test_an_async_client_stays_on_its_loop(daemon: Daemon, name: str) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir) as client:
-        await client.create_pool(name, spec)
+        await client.create_pool(name, SPEC)
         ids = await client.allocate(name, 1)
 
         def in_a_thread() -> None:
@@ -190,9 +187,9 @@ async def test_an_async_client_stays_on_its_loop(daemon: Daemon, name: str, spec
 
 
 @pytest.mark.anyio
-async def test_any_thread_may_close_an_async_client(daemon: Daemon, name: str, spec: MhaSpec) -> None:
+async def test_any_thread_may_close_an_async_client(daemon: Daemon, name: str) -> None:
     client = await AsyncClient.connect(daemon.runtime_dir)
-    await client.create_pool(name, spec)
+    await client.create_pool(name, SPEC)
     transfer = client.receive(name, new_request_id(), [pages(await client.allocate(name, 1))])
     waiting = asyncio.ensure_future(client.wait_finished(transfer, SOON_S))
     await client.ping()
@@ -248,17 +245,19 @@ class Intruder:
 
 
 WHOLE: Final[dict[str, Callable[[Client, str], object]]] = {
+    "create_tables": lambda client, name: client.create_tables("t", name, max_batch=1, max_context_tokens=16),
     "attach_pool": lambda client, name: client.attach_pool(name),
     "open_events": lambda client, _: client.open_events(),
-    "create_tables": lambda client, name: client.create_tables("t", name, max_batch=1, max_context_tokens=16),
 }
 
 
-@pytest.mark.parametrize("call", WHOLE)
+@pytest.mark.parametrize(
+    "call", ["create_tables", *(pytest.param(one, marks=pytest.mark.full) for one in ("attach_pool", "open_events"))]
+)
 def test_a_call_that_has_begun_ends_whatever_another_thread_calls(
-    client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec, call: str
+    client: Client, helper: ThreadPoolExecutor, name: str, call: str
 ) -> None:
-    client.create_pool(name, spec)
+    client.create_pool(name, SPEC)
     intruder = Intruder(client, helper)
     assert intruder.watch(lambda: WHOLE[call](client, name)) is not None
     assert intruder.refused > 5

@@ -9,7 +9,7 @@ import re
 import msgspec
 import pytest
 
-from kvferry.clients import Client, HybridSwaSpec, MhaSpec, new_request_id, pages
+from kvferry.clients import Client, HybridSwaSpec, new_request_id, pages
 from kvferry.clients.cli.inspect import status_lines
 from kvferry.clients.cli.main import main
 from kvferry.protocol.ids import ModelIdentity
@@ -17,6 +17,7 @@ from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusRe
 from tests import kit
 from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import run_kvferry
+from tests.kit.pools import SPEC
 
 
 def test_ping(daemon: Daemon) -> None:
@@ -26,10 +27,10 @@ def test_ping(daemon: Daemon) -> None:
 
 
 @pytest.fixture
-def busy(daemon: Daemon, name: str, spec: MhaSpec) -> str:
+def busy(daemon: Daemon, name: str) -> str:
     """Leave a pool with pages behind, whose session ends at once; return its name."""
     with Client.connect(daemon.runtime_dir, name="maker") as client:
-        client.create_pool(name, spec)
+        client.create_pool(name, SPEC)
     return name
 
 

@@ -19,6 +19,7 @@ from kvferry.protocol.ids import ModelIdentity
 from tests import kit
 from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import COMMAND, run_kvferry
+from tests.kit.pools import SPEC as POOL
 
 REQUEST_ID = "0123456789abcdef0123456789abcdef"
 HASH = base64.b64encode(bytes(16)).decode()
@@ -92,9 +93,9 @@ ANSWERS: dict[str, tuple[str, object]] = {
 }
 
 
-def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: Daemon, spec: MhaSpec) -> None:
+def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: Daemon) -> None:
     with Client.connect(daemon.runtime_dir) as client:
-        client.create_pool(OWN, spec, model=ModelIdentity(name="some/model"))
+        client.create_pool(OWN, POOL, model=ModelIdentity(name="some/model"))
     for kind, row in REQUEST_TYPES.items():
         code, message = ANSWERS.get(kind, ("", {}))
         status, (reply,) = probe(kind, message)
