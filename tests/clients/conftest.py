@@ -5,22 +5,31 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Final
 
 import pytest
 
-from kvferry.clients import AsyncClient, Client
+from kvferry.clients import Client
 from tests import kit
-from tests.kit.blocking import connected
+from tests.kit.blocking import connected, kinds
 from tests.kit.daemons import Daemon
 
 _numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def daemon() -> Iterator[Daemon]:
-    """Return a daemon that serves."""
+def shared_daemon() -> Iterator[Daemon]:
+    """Return a daemon for all modules that want no configuration."""
     with kit.daemon() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
+    """Return a daemon with the module's ``CONFIG``, or the shared one."""
+    if not hasattr(request.module, "CONFIG"):
+        yield request.getfixturevalue("shared_daemon")
+        return
+    with kit.daemon(request.module.CONFIG) as one:
         yield one
 
 
@@ -30,13 +39,12 @@ def name() -> str:
     return f"pool-{next(_numbers)}"
 
 
-KINDS: Final = [Client, pytest.param(AsyncClient, marks=pytest.mark.full)]
-"""The synchronous client's calls are made from the asynchronous one's, whose connections have tests of their own."""
-
-
-@pytest.fixture(params=KINDS, ids=["sync", "async"])
+@pytest.fixture(params=kinds(Client), ids=["sync", "async"])
 def connect(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Callable[[str], Client]]:
-    """Return what connects a client of that name, of either kind; closed at the end."""
+    """Return what connects a client of that name, of either kind, closed at the end.
+
+    The synchronous one's calls are made from the other's, and the connections of both have tests of their own.
+    """
     with ExitStack() as stack:
         yield lambda name: stack.enter_context(connected(request.param, daemon.runtime_dir, name=name))
 

@@ -1,4 +1,4 @@
-"""An engine that forks, as a process: ``python forking_engine.py SCENE RUNTIME_DIR POOL``; prints what its child met.
+"""An engine that forks, or drops its client: ``python forking_engine.py SCENE RUNTIME_DIR POOL``; prints what it met.
 
 A process of its own, since a child of pytest's would share all that pytest has.
 """
@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -157,7 +158,35 @@ def holds(runtime_dir: str, pool_name: str) -> None:
     os.wait()
 
 
-SCENES = {one.__name__: one for one in (calls, async_calls, touches, leaves, attaches, holds)}
+def drops(runtime_dir: str, kind: str) -> None:
+    """Drop a client that nobody closed, and see its session end."""
+
+    async def connected() -> AsyncClient:
+        return await AsyncClient.connect(runtime_dir, name="dropped")
+
+    client: Any = Client.connect(runtime_dir, name="dropped") if kind == "sync" else asyncio.run(connected())
+    client.itself = client  # as an engine whose parts know each other
+    del client
+    gc.collect()
+    with Client.connect(runtime_dir) as other:
+        while any(one.name == "dropped" for one in other.status().sessions):
+            pass
+    print("gone")
+
+
+def drops_in_child(runtime_dir: str, name: str) -> None:
+    """Let a child drop its copy of a client: the parent's session stays."""
+    held: list[Any] = [Client.connect(runtime_dir, name=name)]
+    held[0].itself = held[0]
+
+    def child() -> None:
+        held.clear()
+        gc.collect()
+
+    print(in_child(child), [one.name for one in held[0].status().sessions if one.name == name])
+
+
+SCENES = {one.__name__: one for one in (calls, async_calls, touches, leaves, attaches, holds, drops, drops_in_child)}
 
 if __name__ == "__main__":
     SCENES[sys.argv[1]](*sys.argv[2:])

@@ -7,9 +7,7 @@ overwritten. What the daemon is sent has to be equal.
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -41,7 +39,6 @@ from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
 from kvferry.protocol.table_messages import UpdateTables
 from kvferry.protocol.tier_messages import HASH_BYTES, Load, Lookup, Offload, Restore, Store
 from kvferry.protocol.transfer_messages import Abandon, Receive, Send
-from tests import kit
 from tests.kit.cutting_proxy import CuttingProxy, cutting_proxy
 from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
@@ -195,26 +192,18 @@ class Engine(NamedTuple):
         call()
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    """Return a daemon that keeps sessions."""
-    with kit.daemon(CONFIG) as one:
-        yield one
-
-
 @pytest.fixture(scope="module", params=[Client, AsyncClient], ids=["sync", "async"])
 def engine(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Engine]:
     """Return an engine with a client of each kind, which can be cut off."""
     told: list[Reconnected] = []
     kind: type[Client | AsyncClient] = request.param
     with (
-        tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
-        cutting_proxy(daemon.runtime_dir, Path(folder)) as proxy,
+        cutting_proxy(daemon.runtime_dir) as proxy,
         asyncio.Runner() as runner,
     ):
 
         async def begun() -> tuple[AsyncClient, Tables]:
-            client = await AsyncClient.connect(folder, on_reconnect=told.append)
+            client = await AsyncClient.connect(proxy.runtime_dir, on_reconnect=told.append)
             await client.create_pool("pool", SPEC)
             return client, await client.create_tables("tables", "pool", max_batch=2, max_context_tokens=16)
 
@@ -222,7 +211,7 @@ def engine(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Engine]:
         if kind is AsyncClient:
             client, tables = runner.run(begun())
         else:
-            client = Client.connect(folder, on_reconnect=told.append)
+            client = Client.connect(proxy.runtime_dir, on_reconnect=told.append)
             client.create_pool("pool", SPEC)
             tables = client.create_tables("tables", "pool", max_batch=2, max_context_tokens=16)
         yield Engine(client, runner, tables, proxy, told)

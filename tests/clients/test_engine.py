@@ -1,28 +1,32 @@
-"""What an engine has its daemon told, of which nobody waits for the answer; and what the next daemon is told of it."""
+"""What an engine has its daemon told, of which nobody waits for the answer, and how it waits for the daemon's word."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Final
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import pytest
+import zmq
 
 from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.clients.calls import asked
-from kvferry.clients.engine import Engine
+from kvferry.clients.engine import Engine, Word
+from kvferry.clients.sglang import pools, waiting
 from kvferry.protocol.errors import CancelledError, ClientClosedError, PageOutOfRangeError, PeerCancelledError
 from kvferry.protocol.session_messages import Status, StatusReport
+from kvferry.protocol.tier_messages import CancelOperation, Unpin
 from kvferry.protocol.transfer_messages import Abandon, Cancel
 from tests import kit
 from tests.kit.daemons import Daemon, soon
 
 SPEC: Final = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
-MANY: Final = 400
+MANY: Final = 300
 """More than a session may have requests under way."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def kept_daemon() -> Iterator[Daemon]:
     with kit.daemon(keep=True) as one:
         yield one
@@ -31,13 +35,14 @@ def kept_daemon() -> Iterator[Daemon]:
 @pytest.fixture
 def engine(kept_daemon: Daemon) -> Iterator[Engine]:
     one = Engine("engine", str(kept_daemon.runtime_dir))
+    with one.client() as client:
+        client.create_pool("kv", SPEC)
     yield one
     one.close()
 
 
 def test_many_words_at_once(engine: Engine) -> None:
     with engine.client() as client:
-        client.create_pool("kv", SPEC)
         ids = client.allocate("kv", MANY)
         waiting = [client.receive("kv", new_request_id(), [pages(ids[at : at + 1])]) for at in range(MANY)]
     for one in waiting:
@@ -59,7 +64,6 @@ def messages(engine: Engine) -> int:
 
 def test_words_and_what_a_step_collects_go_in_a_message_each(engine: Engine) -> None:
     with engine.client() as client:
-        client.create_pool("kv", SPEC)
         ids = client.allocate("kv", 64).reshape(32, 2)
     before, request_ids = messages(engine), [new_request_id() for _ in ids]
     transfers: list[Transfer] = []
@@ -79,7 +83,6 @@ def test_words_and_what_a_step_collects_go_in_a_message_each(engine: Engine) -> 
 
 def test_who_asks_for_the_client_finds_what_the_step_has_begun(engine: Engine) -> None:
     with engine.client() as client:
-        client.create_pool("kv", SPEC)
         ids = client.allocate("kv", 2)
     with engine.step() as step:
         waiting = step.receive("kv", new_request_id(), [pages(ids)])
@@ -94,7 +97,6 @@ def test_who_asks_for_the_client_finds_what_the_step_has_begun(engine: Engine) -
 
 def test_what_a_step_collects_is_refused_where_the_client_is_given_up(engine: Engine) -> None:
     with engine.client() as client:
-        client.create_pool("kv", SPEC)
         ids = client.allocate("kv", 2)
     with engine.step() as step:
         waiting = step.receive("kv", new_request_id(), [pages(ids)])
@@ -128,3 +130,128 @@ def test_an_answer_that_nobody_takes_is_heard_of_all_the_same(engine: Engine) ->
     with engine.client() as client:
         engine.when_answered(client.begin(asked(Status())), heard.append)
     assert soon(lambda: len(heard) == 1)
+
+
+def test_the_next_daemon_is_not_told_to_end_what_ended_with_another() -> None:
+    """By its number it may be something else there."""
+    request_id = new_request_id()
+    ends = (Cancel(request_id=request_id, pool="kv", direction="send"), CancelOperation(operation=1), Unpin(lease=1))
+    assert [Word(asked(one), "this").is_for("next") for one in ends] == [False] * 3
+    assert Word(asked(ends[0]), "this").is_for("this")
+    assert Word(asked(Abandon(request_id=request_id, direction="send")), "this").is_for("next")
+
+
+SHORT_S: Final = 0.05
+LONG_S: Final = 60.0
+SOON_S: Final = 20.0
+
+
+@pytest.fixture
+def peer(kept_daemon: Daemon) -> Iterator[Client]:
+    """Return the other server's client."""
+    with Client.connect(kept_daemon.runtime_dir, name="peer") as one:
+        yield one
+
+
+class Waiting(NamedTuple):
+    """A RECEIVE of the engine's, and what ends it."""
+
+    transfer: Transfer
+    request_id: str
+    source: str
+
+
+@pytest.fixture
+def received(engine: Engine, peer: Client, name: str) -> Waiting:
+    """Return a RECEIVE for which nobody has sent yet."""
+    request_id, source = new_request_id(), f"{name}-source"
+    peer.create_pool(source, SPEC)
+    with engine.client() as client:
+        client.create_pool(name, SPEC)
+        transfer = client.receive(name, request_id, [pages(client.allocate(name, 1))])
+    return Waiting(transfer, request_id, source)
+
+
+def send(peer: Client, to: Waiting) -> None:
+    peer.wait_settled(peer.send(to.source, to.request_id, [pages(peer.allocate(to.source, 1))]))
+
+
+def seconds_waited(engine: Engine, longest_s: float) -> float:
+    started = time.monotonic()
+    engine.wait_for_news(longest_s)
+    return time.monotonic() - started
+
+
+def test_it_does_not_wait_for_what_a_look_has_taken(engine: Engine, peer: Client, received: Waiting) -> None:
+    assert soon(lambda: seconds_waited(engine, SHORT_S) >= SHORT_S)
+    send(peer, received)
+    ends_at = time.monotonic() + SOON_S
+    while not received.transfer.is_settled:
+        engine.poll()
+        assert time.monotonic() < ends_at
+    assert seconds_waited(engine, LONG_S) < SOON_S
+    assert soon(lambda: seconds_waited(engine, SHORT_S) >= SHORT_S)
+
+
+def test_what_else_the_scheduler_has_to_read_ends_it(engine: Engine, received: Waiting) -> None:
+    assert soon(lambda: seconds_waited(engine, SHORT_S) >= SHORT_S)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://requests")
+        theirs.connect("inproc://requests")
+        theirs.send(b"a request")
+        started = time.monotonic()
+        engine.wait_for_news(LONG_S, [ours])
+        assert time.monotonic() - started < SOON_S
+        assert ours.recv(zmq.NOBLOCK) == b"a request"
+    assert not received.transfer.is_finished
+
+
+class Channels(NamedTuple):
+    """Where a scheduler's requests come from; only that of the first rank has such."""
+
+    recv_from_tokenizer: object
+    recv_from_rpc: object
+
+
+class Scheduler:
+    """What SGLang's scheduler says of itself."""
+
+    def __init__(self, *, idle: bool, requests: object = None) -> None:
+        self.idle = idle
+        self.calls = 0
+        self.ipc_channels = Channels(requests, None)
+
+    def on_idle(self) -> None:
+        self.calls += 1
+
+    def is_fully_idle(self) -> bool:
+        return self.idle
+
+
+class Engines:
+    """Notes who waits."""
+
+    def __init__(self) -> None:
+        self.waited: list[tuple[float, list[zmq.Socket[bytes]]]] = []
+
+    @property
+    def engine(self) -> Engines:
+        return self
+
+    def wait_for_news(self, timeout_s: float, others: Sequence[zmq.Socket[bytes]] = ()) -> None:
+        self.waited.append((timeout_s, list(others)))
+
+
+@pytest.mark.parametrize(("chosen", "idle", "waits"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_only_a_scheduler_with_transfers_under_way_waits(
+    *, chosen: bool, idle: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for its own requests, too; an object: SGLang's server in Rust has no socket."""
+    pool = Engines()
+    monkeypatch.setattr(pools, "current", lambda: pool if chosen else None)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as requests:
+        for one in (requests, object()):
+            scheduler = Scheduler(idle=idle, requests=one)
+            waiting.on_idle(Scheduler.on_idle, scheduler)
+            assert scheduler.calls == 1
+    assert [others for _, others in pool.waited] == ([[requests], []] if waits else [])

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
-from typing import Final
 
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, Transfer, calls, new_request_id, pages
+from kvferry.clients import Client, calls, new_request_id, pages
 from kvferry.clients.events import COUNTER_BYTES, EventRing
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import EVENT_RING_SLOTS
-from tests.kit.daemons import Daemon
+from kvferry.protocol.transfer_messages import LayerStep
 from tests.kit.pools import SPEC
 
 COUNT = 3
@@ -121,106 +119,45 @@ def test_a_closed_ring_records_nothing(memory: Memory) -> None:
 # -- with a daemon
 
 
-class Sides:
-    """A prefill and a decode client, their pools, prefill's ring and a step of it that all layers wait for."""
-
-    def __init__(self, daemon: Daemon, name: str) -> None:
-        self.source, self.destination = f"{name}-send", f"{name}-receive"
-        self.prefill = Client.connect(daemon.runtime_dir, name="prefill")
-        self.decode = Client.connect(daemon.runtime_dir, name="decode")
-        for one in (self.source, self.destination):
-            self.prefill.create_pool(one, SPEC)
-        self.ring = self.prefill.open_events()
-        self.step = self.ring.step(SPEC.first_layer, SPEC.layers)
-        self.request_id = new_request_id()
-
-    def send(self, client: Client | None = None) -> Transfer:
-        """SEND, all layers with the step; the daemon has it when this returns."""
-        one = client or self.prefill
-        lists = [pages(one.allocate(self.source, COUNT))]
-        transfer = one.send(self.source, self.request_id, lists, steps=[self.step])
-        one.ping()
-        return transfer
-
-    def receive(self, after: DeviceEvent | None = None) -> Transfer:
-        """RECEIVE; the daemon has it when this returns."""
-        lists = [pages(self.decode.allocate(self.destination, COUNT))]
-        transfer = self.decode.receive(self.destination, self.request_id, lists, after=after)
-        self.decode.ping()
-        return transfer
-
-    def states(self) -> list[tuple[str, str]]:
-        """Return the direction and state of the request's live sides."""
-        live = (one for one in self.decode.status().transfers if one.request_id == self.request_id)
-        return sorted((one.direction, one.state) for one in live)
-
-    def close(self) -> None:
-        """End both sessions."""
-        self.ring.close()
-        self.prefill.close()
-        self.decode.close()
-
-
-BOTH_OPEN: Final = [("receive", "open"), ("send", "open")]
-
-
 @pytest.fixture
-def sides(daemon: Daemon, name: str) -> Iterator[Sides]:
-    """Return two clients of one daemon."""
-    with contextlib.closing(Sides(daemon, name)) as both:
-        yield both
+def pool(client: Client, name: str) -> str:
+    """Return a pool's name."""
+    client.create_pool(name, SPEC)
+    return name
 
 
-def test_a_transfer_is_made_only_once_its_pages_are_in_use_no_more(sides: Sides) -> None:
-    with sides.decode.open_events() as ring:
-        point = ring.event()
-        transfer = sides.receive(after=point)
-        sides.ring.record(sides.step)  # before its SEND: it is ready at once
-        sides.send()
-        assert sides.states() == [("send", "open")], "the sender alone: it waits for a transfer"
+def test_a_transfer_is_made_only_once_its_pages_are_in_use_no_more(client: Client, pool: str) -> None:
+    request_id = new_request_id()
+    with client.open_events() as ring:
+        point, step = ring.event(), ring.step(SPEC.first_layer, SPEC.layers)
+        received = client.receive(pool, request_id, [pages(client.allocate(pool, COUNT))], after=point)
+        ring.record(step)  # before its SEND: it is ready at once
+        client.send(pool, request_id, [pages(client.allocate(pool, COUNT))], steps=[step])
+        live = [one.direction for one in client.status().transfers if one.request_id == request_id]
+        assert live == ["send"], "the sender alone: it waits for a transfer"
         ring.record(point)
-        assert sides.decode.wait_finished(transfer).error is None
+        assert client.wait_finished(received).error is None
 
 
-def test_pages_are_free_only_once_they_are_in_use_no_more(sides: Sides) -> None:
+def test_pages_are_free_only_once_they_are_in_use_no_more(client: Client, pool: str) -> None:
     def free() -> int:
-        return next(one.free for one in sides.decode.status().pools if one.pool == sides.destination)
+        return next(one.free for one in client.status().pools if one.pool == pool)
 
-    with sides.decode.open_events() as ring:
-        point, ids, before = ring.event(), sides.decode.allocate(sides.destination, COUNT), free()
-        pending = sides.decode.begin(calls.free(sides.destination, ids, MAIN, point))
+    with client.open_events() as ring:
+        point, ids, before = ring.event(), client.allocate(pool, COUNT), free()
+        pending = client.begin(calls.free(pool, ids, MAIN, point))
         assert free() == before
-        assert not sides.decode.is_ready(pending)
+        assert not client.is_ready(pending)
         ring.record(point)
-        assert sides.decode.wait(pending).freed == COUNT
+        assert client.wait(pending).freed == COUNT
 
 
-def test_a_point_that_nobody_can_reach_is_refused(sides: Sides) -> None:
-    ids = sides.decode.allocate(sides.destination, COUNT)
+def test_a_point_that_nobody_can_reach_is_refused(client: Client, pool: str) -> None:
+    ids = client.allocate(pool, COUNT)
     with pytest.raises(InvalidFieldError, match="OPEN_EVENTS first"):
-        sides.decode.free(sides.destination, ids, after=DeviceEvent(event=EVENT_RING_SLOTS - 1, value=1))
-    assert sides.decode.free(sides.destination, ids).freed == COUNT
+        client.free(pool, ids, after=DeviceEvent(event=EVENT_RING_SLOTS - 1, value=1))
+    step = LayerStep(first_layer=SPEC.first_layer, layers=SPEC.layers, event=0, value=1)
     with pytest.raises(InvalidFieldError) as caught:
-        sides.decode.wait_finished(sides.send(sides.decode))  # which has opened no ring
+        client.wait_finished(client.send(pool, new_request_id(), [pages(ids)], steps=[step]))
     assert caught.value.field == "steps"
-
-
-@pytest.mark.parametrize("wild", [-(1 << 63), 0])
-def test_wild_counters_start_nothing(sides: Sides, wild: int) -> None:
-    sides.ring.counters[:] = wild
-    os.eventfd_write(sides.ring.fileno(), 1)
-    sides.send()
-    transfer = sides.receive()
-    os.eventfd_write(sides.ring.fileno(), 1)
-    assert sides.states() == BOTH_OPEN
-    sides.ring.counters[:] = (1 << 63) - 1
-    os.eventfd_write(sides.ring.fileno(), 1)
-    assert sides.decode.wait_finished(transfer).error is None
-
-
-def test_a_session_that_dies_after_its_last_store_has_sent_all(sides: Sides) -> None:
-    sides.send()
-    transfer = sides.receive()
-    sides.ring.counters[sides.step.event] = sides.step.value  # it dies before the wake-up
-    sides.prefill.close()
-    assert sides.decode.wait_finished(transfer).error is None
+    assert client.free(pool, ids).freed == COUNT

@@ -43,34 +43,16 @@ from kvferry.clients import (
     slots_from_pages,
 )
 from kvferry.clients.calls import asked
+from kvferry.protocol import errors
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.errors import (
-    ClientClosedError,
-    DuplicatePageError,
-    EmptyPagesError,
-    InvalidFieldError,
-    KvferryError,
-    LengthMismatchError,
-    MisuseError,
-    NoSessionError,
-    NotOwnerError,
-    PageOutOfRangeError,
-    PoolExistsError,
-    PoolFullError,
-    PoolInUseError,
-    TooLargeError,
-    UnknownComponentError,
-    UnknownLeaseError,
-    UnknownPoolError,
-    UnknownSnapshotError,
-    UnknownTablesError,
-    UnknownTransferError,
-)
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.session_messages import Ping
 from tests import kit
 from tests.kit.blocking import Blocking, connected
 from tests.kit.daemons import Daemon
+
+CONFIG: Final = "[tiers]\nhost_bytes = 1048576\n"
+"""A daemon that knows no other pools."""
 
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 RID: Final = new_request_id()
@@ -119,17 +101,10 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def own_daemon() -> Iterator[Daemon]:
-    """Return a daemon that knows no other pools."""
-    with kit.daemon("[tiers]\nhost_bytes = 1048576\n") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def engines(own_daemon: Daemon) -> Iterator[dict[type[Any], Engine]]:
+def engines(daemon: Daemon) -> Iterator[dict[type[Any], Engine]]:
     """Return an engine of either kind."""
     with ExitStack() as stack:
-        yield {kind: Engine(stack, own_daemon.runtime_dir, kind) for kind in (Client, AsyncClient)}
+        yield {kind: Engine(stack, daemon.runtime_dir, kind) for kind in (Client, AsyncClient)}
 
 
 @pytest.fixture(params=[Client, AsyncClient], ids=["sync", "async"])
@@ -172,37 +147,33 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     ("pool.array(ARRAY, 'k')", "component", "array([1, 2]) is no text"),
     ("pool.array('main', ARRAY)", "role", "is no text"),
     ("pool.space_of(ARRAY)", "component", "is no text"),
-    (
-        "c.register_pool('x', SPEC, {('main', r): 5 for r in 'kv'}, device='npu:0')",
-        "main/k",
-        "not a strided torch.Tensor",
-    ),
-    ("c.allocate('nowhere', 1)", "pool", "who has 'Client', 'Client-full'", UnknownPoolError),
+    ("c.register_pool('x', SPEC, {('main', r): 5 for r in 'kv'}, device='npu:0')", "main/k", "not a strided"),
+    ("c.allocate('nowhere', 1)", "pool", "who has 'Client', 'Client-full'", errors.UnknownPoolError),
     (
         "c.create_pool(p, replace(SPEC, dtype='bfloat16'))",
         "spec",
-        "main/k/0 is float32, asked for bfloat16; ",
-        PoolExistsError,
+        "k/0 is float32, asked for bfloat16; ",
+        errors.PoolExistsError,
     ),
-    ("c.create_pool(p, replace(SPEC, layers=3))", "spec", "main/k/2 is not in the pool", PoolExistsError),
-    ("c.delete_pool(p)", "pool", "2 held by session", PoolInUseError),
+    ("c.create_pool(p, replace(SPEC, layers=3))", "spec", "main/k/2 is not in the pool", errors.PoolExistsError),
+    ("c.delete_pool(p)", "pool", "2 held by session", errors.PoolInUseError),
     # -- pages
     (
         "c.allocate(p + '-full', 1)",
         "count",
-        f"of process {os.getpid()}, the caller (free pages, ask for fewer,",
-        PoolFullError,
+        f"of process {os.getpid()}, the caller (free pages, ",
+        errors.PoolFullError,
     ),
     ("c.allocate(p, 0)", "count", ">= 1"),
     ("c.allocate(p, 1.5)", "count", "Expected `int`, got `float`"),
     ("c.allocate(p, count=True)", "count", "got `bool`"),
     ("c.allocate(p, 10**5000)", "count", "a int is no"),
-    ("c.allocate(p, 1, 'swa')", "space", "it has main", UnknownComponentError),
-    ("c.free(p, freed)", "pages", "already freed", NotOwnerError),
-    ("c.free(p, theirs)", "pages", "owned by another instance", NotOwnerError),
-    ("c.free(p, [int(ids[0])] * 2)", "pages", "more than once", DuplicatePageError),
-    ("c.free(p, [])", "pages", "no page", EmptyPagesError),
-    ("c.free(p, [0])", "pages", "page 0", PageOutOfRangeError),
+    ("c.allocate(p, 1, 'swa')", "space", "it has main", errors.UnknownComponentError),
+    ("c.free(p, freed)", "pages", "already freed", errors.NotOwnerError),
+    ("c.free(p, theirs)", "pages", "owned by another instance", errors.NotOwnerError),
+    ("c.free(p, [int(ids[0])] * 2)", "pages", "more than once", errors.DuplicatePageError),
+    ("c.free(p, [])", "pages", "no page", errors.EmptyPagesError),
+    ("c.free(p, [0])", "pages", "page 0", errors.PageOutOfRangeError),
     ("c.free(p, [1], after=ring)", "after", "ring.record_event()"),
     # -- transfers
     ("c.send(p, uuid.UUID(RID), ONE)", "request_id", "request_id.hex"),
@@ -211,8 +182,8 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     (
         "c.wait_finished(c.send(p, RID, payload=bytes(1 << 17)), 20)",
         "payload",
-        "takes 65536: create it with a larger",
-        TooLargeError,
+        "takes 65536: create it",
+        errors.TooLargeError,
     ),
     ("c.send(p, RID, ONE, payload=bytes(LARGEST_PAYLOAD_BYTES + 1))", "payload", ""),
     ("c.send(p, RID, ONE, last=1)", "last", "Expected `bool`"),
@@ -223,12 +194,17 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     ("c.receive(p, RID, ONE, source_daemons='tcp://h:1')", "source_daemons", "no list of"),
     ("c.receive(p, RID, ONE, source_daemons=['h:1'])", "source_daemons[0]", "tcp://ADDRESS"),
     ("c.receive(p, RID, ONE, into='disk')", "into", "'disk'"),
-    ("c.wait_finished(c.send(p, RID, [pages(theirs)]), 20)", "lists[0].pages", "owned by another", NotOwnerError),
+    (
+        "c.wait_finished(c.send(p, RID, [pages(theirs)]), 20)",
+        "lists[0].pages",
+        "owned by another",
+        errors.NotOwnerError,
+    ),
     ("c.wait_finished(RID)", "transfer", "as send and receive return"),
     ("c.wait_finished(operation)", "transfer", "for wait_done"),
     ("c.wait_finished(their_transfer)", "transfer", "another client's"),
-    ("transfer.outcome()", "", "is not finished: call wait_finished", MisuseError),
-    ("unsent.outcome()", "", "is not done: call wait_done", MisuseError),
+    ("transfer.outcome()", "", "is not finished: call wait_finished", errors.MisuseError),
+    ("unsent.outcome()", "", "is not done: call wait_done", errors.MisuseError),
     ("c.cancel(RID)", "transfer", "is no transfer"),
     ("c.cancel(their_transfer)", "transfer", "another client's"),
     ("c.result(p, RID, 'both')", "direction", "'both'"),
@@ -245,7 +221,7 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     # -- tables and events
     ("c.update_tables('t', [1])", "tables", "as create_tables returns them"),
     ("c.delete_tables('t')", "tables", "as create_tables"),
-    ("c.wait(c.update_tables(deleted, []))", "tables", "'u'", UnknownTablesError),
+    ("c.wait(c.update_tables(deleted, []))", "tables", "'u'", errors.UnknownTablesError),
     ("c.update_tables(tables, 5)", "lengths", "5 is no list"),
     ("c.update_tables(tables, [1], rows=ARRAY)", "rows", "mapping of row"),
     ("c.update_tables(tables, [1], rows=torch.tensor([1, 2]))", "rows", "mapping of row"),
@@ -275,7 +251,7 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     ("c.lookup(p, ['0' * 16])", "hashes[0]", "no hash of 16 bytes"),
     ("c.store(p, [bytes(16)], [1], parent='0' * 16)", "parent", "Expected `bytes`, got `str`"),
     ("c.load(p, '7', [1])", "lease", "Expected `int`"),
-    ("c.unpin(12345)", "lease", "", UnknownLeaseError),
+    ("c.unpin(12345)", "lease", "", errors.UnknownLeaseError),
     ("c.evict_cached(0)", "hashes", "0 is no list of hashes"),
     ("c.evict_cached([bytes(16)])", "identity", "give its pool, or its identity"),
     ("c.evict_cached(pool=p, identity='0' * 32)", "identity", "give one of them"),
@@ -287,10 +263,10 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
     # -- clients
     ("c.call('PING')", "call", "'PING' is no Operation, as"),
     ("c.begin(None)", "call", "None is no Operation, as"),
-    ("closed.allocate(p, 1)", "", "connect again", ClientClosedError),
-    ("closed.poll()", "", "the client was closed", ClientClosedError),
-    ("looker.allocate(p, 1)", "secret", "open a session", NoSessionError),
-    ("kind(runtime_dir)", "", "connect(runtime_dir, name=...)", MisuseError),
+    ("closed.allocate(p, 1)", "", "connect again", errors.ClientClosedError),
+    ("closed.poll()", "", "the client was closed", errors.ClientClosedError),
+    ("looker.allocate(p, 1)", "secret", "open a session", errors.NoSessionError),
+    ("kind(runtime_dir)", "", "connect(runtime_dir, name=...)", errors.MisuseError),
     ("connect(5)", "runtime_dir", "5 is no path"),
     ("connect('a\\x00b')", "runtime_dir", "is no path"),
     ("connect(runtime_dir, session=ARRAY)", "session", "array([1, 2]) is no True or False"),
@@ -302,8 +278,8 @@ MISTAKES: Final[tuple[tuple[Any, ...], ...]] = (
 
 @pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row[0])
 def test_a_mistake(engine: Engine, row: tuple[Any, ...]) -> None:
-    call, field, text, kind = row if len(row) == 4 else (*row, InvalidFieldError)
-    with pytest.raises(KvferryError) as raised:
+    call, field, text, kind = row if len(row) == 4 else (*row, errors.InvalidFieldError)
+    with pytest.raises(errors.KvferryError) as raised:
         engine.run(call)
     error = raised.value
     assert (type(error), error.field) == (kind, field), error
@@ -318,18 +294,18 @@ def test_no_mistake_has_left_anything(engine: Engine) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_unawaited_call_as_an_argument_is_named(own_daemon: Daemon) -> None:
-    async with AsyncClient.connect(own_daemon.runtime_dir) as client:
+async def test_an_unawaited_call_as_an_argument_is_named(daemon: Daemon) -> None:
+    async with AsyncClient.connect(daemon.runtime_dir) as client:
         unawaited = client.allocate("AsyncClient", 1)
-        with contextlib.closing(unawaited), pytest.raises(InvalidFieldError, match="await it first") as raised:
+        with contextlib.closing(unawaited), pytest.raises(errors.InvalidFieldError, match="await it first") as raised:
             await client.free("AsyncClient", unawaited)
         assert raised.value.field == "ids"
 
 
 @pytest.mark.parametrize("use", ["c.ping()", "c.create_pool('x', SPEC)", "c.send('p', 'r', [])", "c.boot_id"])
-def test_a_client_that_nobody_awaited_is_named(own_daemon: Daemon, use: str) -> None:
-    with contextlib.closing(AsyncClient.connect(own_daemon.runtime_dir)) as connecting:
-        with pytest.raises(MisuseError, match="await it first"):
+def test_a_client_that_nobody_awaited_is_named(daemon: Daemon, use: str) -> None:
+    with contextlib.closing(AsyncClient.connect(daemon.runtime_dir)) as connecting:
+        with pytest.raises(errors.MisuseError, match="await it first"):
             eval(use, globals(), {"c": connecting})  # noqa: S307  our own text
         assert not hasattr(connecting, "no_name_of_a_clients")
 
@@ -343,34 +319,34 @@ AWAITED: Final[dict[str, Callable[[Any], Any]]] = {
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("first", "second"), [("await", "a task"), ("a task", "async with"), ("async with", "await")])
-async def test_a_connection_is_awaited_once(own_daemon: Daemon, first: str, second: str) -> None:
-    connecting = AsyncClient.connect(own_daemon.runtime_dir)
+async def test_a_connection_is_awaited_once(daemon: Daemon, first: str, second: str) -> None:
+    connecting = AsyncClient.connect(daemon.runtime_dir)
     async with await AWAITED[first](connecting) as client:
-        with pytest.raises(MisuseError, match="already awaited: keep the client"):
+        with pytest.raises(errors.MisuseError, match="already awaited: keep the client"):
             await AWAITED[second](connecting)
         assert await client.ping() > 0
 
 
-def test_a_synchronous_client_is_entered_by_with(own_daemon: Daemon) -> None:
+def test_a_synchronous_client_is_entered_by_with(daemon: Daemon) -> None:
     async def enter(client: Client) -> None:
         async with client:
             pass
 
-    with Client.connect(own_daemon.runtime_dir) as client, pytest.raises(MisuseError, match="by `with`"):
+    with Client.connect(daemon.runtime_dir) as client, pytest.raises(errors.MisuseError, match="by `with`"):
         asyncio.run(enter(client))
 
 
 @pytest.mark.anyio
-async def test_an_asynchronous_client_is_entered_by_async_with(own_daemon: Daemon) -> None:
-    connecting = AsyncClient.connect(own_daemon.runtime_dir)
-    for one in (connecting, await AsyncClient.connect(own_daemon.runtime_dir)):
-        with pytest.raises(MisuseError, match="async with AsyncClient"), one:
+async def test_an_asynchronous_client_is_entered_by_async_with(daemon: Daemon) -> None:
+    connecting = AsyncClient.connect(daemon.runtime_dir)
+    for one in (connecting, await AsyncClient.connect(daemon.runtime_dir)):
+        with pytest.raises(errors.MisuseError, match="async with AsyncClient"), one:
             pass
-    async with AsyncClient.connect(own_daemon.runtime_dir) as entered:
+    async with AsyncClient.connect(daemon.runtime_dir) as entered:
         assert await entered.ping() > 0
-    with pytest.raises(ClientClosedError):
+    with pytest.raises(errors.ClientClosedError):
         await entered.ping()
-    made = await asyncio.create_task(AsyncClient.connect(own_daemon.runtime_dir))
+    made = await asyncio.create_task(AsyncClient.connect(daemon.runtime_dir))
     made.close()
 
 
@@ -409,5 +385,7 @@ def test_what_belongs_to_a_process_is_not_copied(engine: Engine, what: str) -> N
     one = getattr(engine, what)
     one = one.itself if isinstance(one, Blocking) else one
     for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: pickle.dumps(one, 0), ForkingPickler.dumps):
-        with pytest.raises(MisuseError, match=f"{type(one).__name__} belongs to .*: pass .* connect and attach there"):
+        with pytest.raises(
+            errors.MisuseError, match=f"{type(one).__name__} belongs to .*: pass .* connect and attach there"
+        ):
             copied(one)

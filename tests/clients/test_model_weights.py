@@ -169,13 +169,6 @@ def test_a_cache_that_others_may_write_is_not_used(model: Path, cache: Path) -> 
     assert not list(cache.iterdir())
 
 
-def test_without_a_cache_the_revision_is_the_same(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = revision(model)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert revision(model) == before
-
-
 def test_a_file_that_changes_meanwhile_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = hashlib.file_digest
 

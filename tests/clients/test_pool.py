@@ -1,25 +1,31 @@
-"""An attached pool's tensors and arrays in every layout: shapes, and that each element lies where the manifest says."""
+"""A pool's tensors and arrays lie where the manifest says, and what an engine registers is so, or named."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
-from kvferry.clients.pool import AttachedPool
+from kvferry.clients import AttachedPool, MhaSpec, MlaSpec, SharedMemory
+from kvferry.clients.registration import registered
+from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.protocol.errors import InvalidFieldError, TorchMissingError
-from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, TorchMissingError, UncoveredEntryError
+from kvferry.protocol.ids import HOST
+from kvferry.protocol.manifests import PoolSpec
+from kvferry.protocol.pool_messages import RegisteredArrays
+from kvferry.protocol.session_stream import ShareFollows
 from tests.kit.bytes import write_region
 from tests.kit.devices import DEVICE, new_region
 from tests.kit.pool_specs import pool_specs
-
-pytestmark = pytest.mark.any_device
 
 SMALL: Final[dict[str, Any]] = {"tokens": 64, "page_size": 16, "dtype": "bfloat16"}
 
@@ -29,6 +35,7 @@ def attached(spec: PoolSpec) -> AttachedPool:
     return AttachedPool("engine", manifest, new_region(manifest.region_bytes, "engine"))
 
 
+@pytest.mark.any_device
 @DEVICE.examples(60)
 @given(pool_specs())
 def test_a_page_of_a_tensor_is_the_entrys_page(spec: PoolSpec) -> None:
@@ -51,7 +58,6 @@ def test_a_page_of_a_tensor_is_the_entrys_page(spec: PoolSpec) -> None:
     pool.close()
 
 
-@pytest.mark.host_only
 @DEVICE.examples(30)
 @given(pool_specs())
 def test_an_array_is_the_tensors_memory(spec: PoolSpec) -> None:
@@ -69,7 +75,6 @@ def test_an_array_is_the_tensors_memory(spec: PoolSpec) -> None:
     pool.close()
 
 
-@pytest.mark.host_only
 def test_an_array_outlives_its_pool() -> None:
     pool = attached(MlaSpec(layers=1, kv_lora_rank=32, qk_rope_head_dim=8, **SMALL))
     k = pool.array("main", "k")
@@ -87,7 +92,6 @@ def test_an_array_of_a_pool_on_a_device_is_refused() -> None:
         pool.array("main", "k")
 
 
-@pytest.mark.host_only
 def test_without_torch_a_tensor_is_refused_and_an_array_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = attached(MlaSpec(layers=1, kv_lora_rank=32, qk_rope_head_dim=8, **SMALL))
     monkeypatch.setitem(sys.modules, "torch", None)  # what an import of it finds
@@ -98,30 +102,6 @@ def test_without_torch_a_tensor_is_refused_and_an_array_is_not(monkeypatch: pyte
     assert pool.array("main", "k").shape == (1, 5, 16, 1, 32)
 
 
-def test_scales_that_travel_have_no_token_axis() -> None:
-    sizes = {**SMALL, "dtype": "int8"}
-    pool = attached(MhaSpec(layers=3, kv_heads=3, head_dim=5, k_scale="page_head", v_scale="page", **sizes))
-    assert (pool.tensor("main", "k_scale").shape, pool.tensor("main", "v_scale").shape) == ((3, 5, 3), (3, 5, 1))
-    assert pool.tensor("main", "k_scale").dtype == torch.float32
-    assert pool.page_size == 16
-    names = pool.engine_lists().main.names
-    assert names == tuple(f"main/{role}/{layer}" for role in ("k", "v", "k_scale", "v_scale") for layer in range(3))
-
-
-def test_components_with_pages_of_their_own() -> None:
-    layers: dict[str, Any] = {"full_layers": (5,), "window_layers": (0, 1), "window": 16, "window_tokens": 32}
-    swa = attached(HybridSwaSpec(kv_heads=2, head_dim=8, **layers, **SMALL))
-    assert swa.tensor("swa", "k").shape == (2, 3, 16, 2, 8)
-    assert (swa.page_size, swa.page_tokens("swa"), swa.space_of("swa")) == (16, 16, "swa")
-    mamba = attached(
-        MambaSpec(state_layers=(0, 1), slots=3, conv_window=3, conv_channels=5, ssm_shape=(2, 4), dtype="bfloat16")
-    )
-    assert mamba.tensor("mamba", "conv").shape == (2, 4, 3, 5)
-    assert mamba.tensor("mamba", "ssm").shape == (2, 4, 2, 4)
-    assert mamba.tensor("mamba", "ssm").dtype == torch.float32
-    assert (mamba.page_size, mamba.page_tokens("mamba"), mamba.space_of("mamba")) == (0, None, "mamba")
-
-
 def test_a_component_that_is_not_there_is_named() -> None:
     pool = attached(MlaSpec(layers=1, kv_lora_rank=32, qk_rope_head_dim=8, **SMALL))
     for ask in (pool.page_tokens, pool.space_of):
@@ -130,3 +110,146 @@ def test_a_component_that_is_not_there_is_named() -> None:
     for see in (pool.tensor, pool.array):
         with pytest.raises(InvalidFieldError, match="no main/index_k"):
             see("main", "index_k")
+
+
+POOL: Final[dict[str, Any]] = {"tokens": 64, "page_size": 16}
+HEADS: Final[dict[str, Any]] = {"layers": 2, **POOL, "kv_heads": 2}
+LATENTS: Final[dict[str, Any]] = {**POOL, "qk_rope_head_dim": 8}
+MHA: Final = MhaSpec(first_layer=4, head_dim=16, v_head_dim=32, dtype="bfloat16", **HEADS)
+LITTLE: Final = MhaSpec(head_dim=8, dtype="float16", **HEADS)
+
+
+def registered_tensors(
+    spec: PoolSpec, tensors: Mapping[tuple[Any, ...], Any]
+) -> tuple[tuple[RegisteredArrays, ...], dict[str, torch.Tensor]]:
+    """Return what is said of tensors, and those that are exported, by name."""
+    exported: dict[str, torch.Tensor] = {}
+
+    def export(name: str, by_name: Mapping[str, torch.Tensor], _: int) -> Sequence[ShareFollows]:
+        assert name == "npu:0"
+        exported.update(by_name)
+        return ()
+
+    found = registered(spec, tensors, "npu:0", export)
+    found.said(1)
+    assert all(one.offset_bytes is None for one in found.arrays)  # it is in the share
+    return found.arrays, exported
+
+
+def tensors_of(spec: PoolSpec, *, layer_by_layer: bool) -> dict[tuple[Any, ...], torch.Tensor]:
+    """Return tensors as a pool of that spec gives them, in memory of their own."""
+    manifest = manifest_of(spec)
+    pool = AttachedPool("model", manifest, HostRegion.create("model", manifest.region_bytes))
+    found: dict[tuple[Any, ...], torch.Tensor] = {}
+    for component, role in dict.fromkeys((one.component, one.role) for one in manifest.entries):
+        if not layer_by_layer:
+            found[component, role] = pool.tensor(component, role).clone()
+            continue
+        for layer, one in zip(pool.layers(component, role), pool.tensor(component, role), strict=True):
+            found[component, role, layer] = one.clone()
+    pool.close()
+    return found
+
+
+@DEVICE.examples(60)
+@given(pool_specs(), st.booleans())
+def test_the_tensors_of_a_pool_are_what_its_spec_needs(spec: PoolSpec, layer_by_layer: bool) -> None:  # noqa: FBT001
+    tensors = tensors_of(spec, layer_by_layer=layer_by_layer)
+    said, by_name = registered_tensors(spec, tensors)
+    assert list(by_name) == ["/".join(map(str, key)) for key in tensors]
+    assert [one.shape for one in said] == [tuple(one.shape) for one in tensors.values()]
+    assert [one.strides for one in said] == [one.stride() for one in tensors.values()]
+
+
+# -- what is not as the spec needs it
+
+WRONG: Final[dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]]] = {
+    "a layer too few, of a larger storage": (lambda one: one[:-1], "shape"),
+    "a page too many": (lambda one: torch.cat([one, one[:, :1]], dim=1), "shape"),
+    "another shape of as many bytes": (lambda one: one.flatten(), "shape"),
+    "another dtype of as many bytes": (lambda one: one.view(torch.int16), "dtype"),
+    "pages before layers": (lambda one: one.transpose(0, 1).contiguous().transpose(0, 1), "strides"),
+    "pages with bytes between them": (lambda one: torch.cat([one, one], dim=2)[:, :, : one.shape[2]], "strides"),
+    "every second page": (lambda one: torch.cat([one, one], dim=1)[:, ::2], "strides"),
+    "one page for all": (lambda one: one[:, :1].expand(one.shape), "strides"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_what_is_wrong_with_a_whole_array_is_named(change: str) -> None:
+    wrong, field = WRONG[change]
+    tensors = tensors_of(MHA, layer_by_layer=False)
+    tensors["main", "v"] = wrong(tensors["main", "v"])
+    with pytest.raises(InvalidFieldError, match=f"main/v: {field} is .*, the spec needs ") as refused:
+        registered_tensors(MHA, tensors)
+    assert refused.value.field == f"main/v.{field}"
+
+
+def test_one_memory_is_not_two_arrays() -> None:
+    k = torch.zeros(2, 5, 16, 2, 8, dtype=torch.float16)
+    with pytest.raises(InvalidFieldError, match="each page needs bytes of its own") as refused:
+        registered_tensors(LITTLE, {("main", "k"): k, ("main", "v"): k})
+    assert refused.value.field == "main/v.storage"
+    three = torch.zeros(3, 5, 16, 2, 8, dtype=torch.float16)
+    with pytest.raises(InvalidFieldError) as refused:
+        registered_tensors(LITTLE, {("main", "v"): three[1:], ("main", "k"): three[:2]})
+    assert refused.value.field == "main/v.storage", "the one that begins in the other"
+
+
+def test_a_tensor_needs_all_its_bytes() -> None:
+    k, v = (torch.zeros(2, 5, 16, 2, 8, dtype=torch.float16) for _ in "kv")
+    v.untyped_storage().resize_(v.untyped_storage().nbytes() - 2)
+    with pytest.raises(InvalidFieldError) as refused:
+        registered_tensors(LITTLE, {("main", "k"): k, ("main", "v"): v})
+    assert refused.value.field == "main/v.storage"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "field"),
+    [
+        ({("main", "k"): torch.zeros(2, 5, 16, 2, 16, dtype=torch.bfloat16)}, UncoveredEntryError, "arrays"),
+        ({("main", "w"): torch.zeros(1)}, InvalidFieldError, "arrays[0]"),
+        ({"k": torch.zeros(1)}, InvalidFieldError, "tensors"),
+        ([torch.zeros(1), torch.zeros(1)], InvalidFieldError, "tensors"),
+        ({("main", "k"): [1.0], ("main", "v"): [1.0]}, InvalidFieldError, "main/k"),
+        ({("main", "k"): torch.zeros(1).to_sparse(), ("main", "v"): None}, InvalidFieldError, "main/k"),
+    ],
+    ids=["a role too few", "a role that is none", "no key", "no mapping", "no tensor", "no array"],
+)
+def test_what_cannot_be_compared_is_named(tensors: Any, error: type[KvferryError], field: str) -> None:  # noqa: ANN401
+    with pytest.raises(error) as refused:
+        registered_tensors(MHA, tensors)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_shared_memory_is_held_by_its_arrays(kind: str) -> None:
+    """Whoever made it need not keep it: its descriptor is there as long as one of them is."""
+    shape = (2, 5, 16, 2, 8)
+    arrays: dict[tuple[Any, ...], Any] = {}
+    take = getattr(SharedMemory(1 << 16), kind)
+    arrays["main", "k"] = take(shape, "float16")
+    arrays["main", "v"] = take((2, *shape), "float16")[1]
+    del take
+    gc.collect()
+    [fd] = registered(LITTLE, arrays, HOST, lambda *_: ()).fds
+    del arrays["main", "k"]
+    gc.collect()
+    os.fstat(fd)
+    arrays.clear()
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+@pytest.mark.parametrize("bit", ["neg", "conj"])
+def test_a_view_that_shows_other_values_than_its_memory_holds_is_refused(bit: str) -> None:
+    spec = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float32")
+    k = torch.zeros(2, 5, 16, 2, 8)
+    conjugated = torch.zeros(k.shape, dtype=torch.complex64).conj()
+    v = conjugated if bit == "conj" else conjugated.imag.as_strided(k.shape, k.stride())
+    assert v.is_neg() == (bit == "neg")
+    with pytest.raises(InvalidFieldError, match=rf"resolve_{bit}\(\)") as refused:
+        registered_tensors(spec, {("main", "k"): k, ("main", "v"): v})
+    assert refused.value.field == "main/v"
+    registered_tensors(spec, {("main", "k"): k, ("main", "v"): torch.zeros_like(k)})

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -23,9 +17,10 @@ from kvferry.clients.core.followed import Transfer
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, SessionLostError
 from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
 from tests import kit
-from tests.kit.blocking import connected
+from tests.kit.blocking import connected, kinds
 from tests.kit.cutting_proxy import CuttingProxy, cutting_proxy
-from tests.kit.daemons import END_S, USERS_COMMAND, Daemon, soon, start_and_wait_until_ready
+from tests.kit.daemons import Daemon, soon
+from tests.kit.kvferry_command import COMMAND
 
 CONFIG: Final = "[service]\nresume_grace_s = 60.0\n[tiers]\nhost_bytes = 1048576\n"
 SPEC: Final = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
@@ -33,24 +28,16 @@ MESSAGES: Final = 20
 """That the script sends and gets, at the least."""
 
 SOON_S: Final = 20.0
-KINDS: Final = pytest.mark.parametrize("kind", [Client, AsyncClient], ids=["sync", "async"])
+SYNC: Final = pytest.mark.parametrize("kind", kinds(Client))
+ASYNC: Final = pytest.mark.parametrize("kind", kinds(AsyncClient))
 BOTH: Final = (CONTROL_SOCKET, SESSION_SOCKET)
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    """Return a daemon that keeps sessions."""
-    with kit.daemon(CONFIG) as one:
-        yield one
+KINDS: Final = (Client, AsyncClient)
 
 
 @pytest.fixture
 def proxy(daemon: Daemon) -> Iterator[CuttingProxy]:
     """Return a proxy before the daemon."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
-        cutting_proxy(daemon.runtime_dir, Path(folder)) as one,
-    ):
+    with cutting_proxy(daemon.runtime_dir) as one:
         yield one
 
 
@@ -67,21 +54,6 @@ def other(daemon: Daemon) -> Iterator[Client]:
 def name() -> str:
     """Return a name for a client that is cut: another test's may be kept still, where that failed."""
     return f"cut-{new_request_id()}"
-
-
-@contextmanager
-def again(daemon: Daemon, config: str) -> Iterator[None]:
-    """Start a daemon that adopts nothing where another one was."""
-    file = daemon.log.with_name("again.toml")
-    file.write_text(config)
-    command = [*USERS_COMMAND, "--config", os.fspath(file), "--runtime-dir", os.fspath(daemon.runtime_dir)]
-    notify = daemon.runtime_dir.with_name("notify-again")
-    process = start_and_wait_until_ready(command, notify, daemon.log.with_name("again.log"), {})
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(END_S)
 
 
 def held(client: Client, name: str) -> tuple[int, int]:
@@ -118,11 +90,18 @@ def script(client: Client, other: Client) -> list[Transfer]:
     return polled
 
 
-@KINDS
+CUTS: Final[list[tuple[type[Client | AsyncClient], tuple[str, ...], bool, int]]] = [
+    (Client, BOTH, False, 2),
+    (AsyncClient, BOTH, True, 2),
+    (AsyncClient, BOTH[:1], True, 3),
+    (Client, BOTH[1:], True, 3),
+]
+"""Which connections are cut, before the chunk gets through or after it, and at each how manyth chunk."""
+
+
 @pytest.mark.parametrize(
-    ("cut", "forwards", "step"),
-    [(BOTH, False, 2), (BOTH, True, 2), (BOTH[:1], True, 3), (BOTH[1:], True, 3)],
-    ids=["before it", "after it", "control", "session"],
+    ("kind", "cut", "forwards", "step"),
+    [*CUTS, *(pytest.param(other, *cut, 1, marks=pytest.mark.full) for _, *cut, _ in CUTS for other in KINDS)],
 )
 def test_a_cut_at_every_chunk(
     proxy: CuttingProxy,
@@ -155,8 +134,9 @@ def test_a_cut_at_every_chunk(
     assert soon(lambda: all(one.name != name for one in other.status().sessions))
 
 
-@KINDS
-@pytest.mark.parametrize("call", ["attach_pool", "open_events", "create_tables"])
+@pytest.mark.parametrize(
+    ("kind", "call"), [(AsyncClient, "attach_pool"), (Client, "open_events"), (AsyncClient, "create_tables")]
+)
 def test_descriptors_that_are_lost_come_again(
     proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient], name: str, call: str
 ) -> None:
@@ -178,7 +158,7 @@ def test_descriptors_that_are_lost_come_again(
         assert other.ping()
 
 
-@pytest.mark.parametrize("mapping", ["attached_pool", "mapped_tables"])
+@pytest.mark.parametrize("mapping", ["attached_pool", pytest.param("mapped_tables", marks=pytest.mark.full)])
 def test_a_loss_while_descriptors_are_mapped(
     proxy: CuttingProxy, other: Client, name: str, mapping: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,58 +185,7 @@ def test_a_loss_while_descriptors_are_mapped(
         assert other.ping()
 
 
-@KINDS
-def test_a_daemon_at_a_relative_path_is_found_again(
-    proxy: CuttingProxy,
-    other: Client,
-    kind: type[Client | AsyncClient],
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told: list[Reconnected] = []
-    monkeypatch.chdir(proxy.runtime_dir.parent)
-    with connected(kind, proxy.runtime_dir.name, name=name, on_reconnect=told.append) as client:
-        monkeypatch.chdir(tmp_path)
-        for cut in (BOTH, BOTH[:1]):
-            proxy.cut(*cut)
-            known = len(told)
-            while len(told) == known:
-                client.poll(0.02)
-        assert client.ping()
-    assert other.ping()
-
-
-@KINDS
-def test_polling_alone_finds_the_daemon_again(
-    proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient], name: str
-) -> None:
-    """A scheduler that only polls hears of everything, once."""
-    told: list[Reconnected] = []
-    with connected(kind, proxy.runtime_dir, name=name, on_reconnect=told.append) as client:
-        ids = client.allocate("pool", 2)
-        request_id = new_request_id()
-        transfer = client.receive("pool", request_id, [pages(ids)])
-        assert soon(lambda: client.poll(0) == [transfer])
-        proxy.cut(*BOTH)
-        source = other.allocate("source", 2)
-        sent = other.send("source", request_id, [pages(source)])
-        other.wait_settled(sent)
-        other.free("source", source)
-        changed: list[object] = []
-
-        def is_over() -> bool:
-            changed.extend(client.poll(0))
-            return transfer.is_settled and bool(told)
-
-        assert soon(is_over)
-        changed += client.poll(0)
-        assert changed in ([transfer], [transfer] * 2), "finished, settled"
-        assert transfer.error is None
-        assert client.poll(0) == []
-
-
-@KINDS
+@SYNC
 def test_a_request_that_breaks_every_connection_is_given_up(
     proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient], name: str
 ) -> None:
@@ -270,24 +199,20 @@ def test_a_request_that_breaks_every_connection_is_given_up(
         assert other.ping()
 
 
-@KINDS
+@ASYNC
 def test_what_was_taken_for_nobody_is_given_back(
     daemon: Daemon, other: Client, kind: type[Client | AsyncClient], name: str
 ) -> None:
     """The pages of an ALLOCATE whose caller has given up come back as soon as the daemon answers."""
     with connected(kind, daemon.runtime_dir, name=name) as client:
-        daemon.process.send_signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(DeadlineError):
-                client.call(calls.allocate("pool", 3, "main"), deadline_s=0.01, margin_s=0.01)
-        finally:
-            daemon.process.send_signal(signal.SIGCONT)
+        with daemon.stopped(), pytest.raises(DeadlineError):
+            client.call(calls.allocate("pool", 3, "main"), deadline_s=0.01, margin_s=0.01)
         assert client.ping()
         assert soon(lambda: held(other, name) == (0, 0))
         assert client.allocate("pool", 1).tolist() == [1]
 
 
-@KINDS
+@SYNC
 def test_a_closed_client_is_not_kept(
     proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient], name: str
 ) -> None:
@@ -301,7 +226,7 @@ def test_a_closed_client_is_not_kept(
 # -- when it cannot be
 
 
-@KINDS
+@SYNC
 def test_no_daemon_within_the_grace(kind: type[Client | AsyncClient]) -> None:
     """Everything ends by the same error, and what was mapped stays."""
     hasty = kit.daemon("[service]\nresume_grace_s = 0.3\n")
@@ -311,6 +236,7 @@ def test_no_daemon_within_the_grace(kind: type[Client | AsyncClient]) -> None:
         k[:] = 3
         transfer = client.receive("pool", new_request_id(), [pages(client.allocate("pool", 2))])
         assert soon(lambda: client.poll(0) == [transfer])
+        waiting = client.offload("pool", [pages(client.allocate("pool", 1))], after=client.open_events().event())
         daemon.kill()
         started = time.monotonic()
         with pytest.raises(DaemonLostError, match=r"within 0.3 s \(limits.resume_grace_ms\)"):
@@ -325,44 +251,42 @@ def test_no_daemon_within_the_grace(kind: type[Client | AsyncClient]) -> None:
             with pytest.raises(DaemonLostError, match="no daemon came back"):
                 call()
         assert isinstance(transfer.error, DaemonLostError)
-        assert not transfer.is_settled, "nobody can say so"
+        assert isinstance(waiting.error, DaemonLostError)
+        assert (transfer.is_settled, waiting.is_done) == (False, True), "whether it settled nobody can say"
         assert (k == 3).all()
 
 
-@KINDS
+@ASYNC
 def test_a_daemon_that_begins_anew(kind: type[Client | AsyncClient]) -> None:
     """It knows nothing of the session, whose pages and pools are gone."""
-    with ExitStack() as stack:
-        first = stack.enter_context(kit.daemon(CONFIG))
-        client = stack.enter_context(connected(kind, first.runtime_dir))
+    with kit.daemon(CONFIG) as one, connected(kind, one.runtime_dir) as client:
         k = client.create_pool("pool", SPEC).array("main", "k")
         k[:] = 3
         transfer = client.receive("pool", new_request_id(), [pages(client.allocate("pool", 2))])
         assert soon(lambda: client.poll(0) == [transfer])
-        first.kill()
-        with again(first, CONFIG):
-            for call in (lambda: client.poll(SOON_S), client.ping, lambda: client.allocate("pool", 1)):
-                with pytest.raises(SessionLostError, match="cannot be resumed"):
-                    call()
-            assert isinstance(transfer.error, SessionLostError)
-            assert (k == 3).all()
+        one.restart()
+        for call in (lambda: client.poll(SOON_S), client.ping, lambda: client.allocate("pool", 1)):
+            with pytest.raises(SessionLostError, match="cannot be resumed"):
+                call()
+        assert isinstance(transfer.error, SessionLostError)
+        assert (k == 3).all()
 
 
-@pytest.mark.parametrize("command", ["status", "probe"])
-def test_a_command_waits_for_the_daemon(command: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["probe", "ATTACH_POOL", '{"pool": "none"}'], "UNKNOWN_POOL"),
+        pytest.param(["status"], " serving, up for", marks=pytest.mark.full),
+    ],
+)
+def test_a_command_waits_for_the_daemon(words: list[str], expected: str) -> None:
     with kit.daemon(CONFIG) as first:
         first.kill()
-        words = [command, "--wait", "60", "--runtime-dir", str(first.runtime_dir)]
-        words += ["ATTACH_POOL", '{"pool": "none"}'] if command == "probe" else []
-        waiting = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.clients.cli.main", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [COMMAND, *words, "--wait", "60", "--runtime-dir", first.runtime_dir]
+        waiting = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert waiting.stderr is not None
         assert "waiting for a daemon, at most 60 s" in waiting.stderr.readline()
-        with again(first, CONFIG):
-            printed, complaint = waiting.communicate(timeout=60)
-        assert complaint == ""
-        assert ("UNKNOWN_POOL" if command == "probe" else " serving, up for") in printed
+        first.start()
+        printed, complaint = waiting.communicate(timeout=60)
+    assert complaint == ""
+    assert expected in printed

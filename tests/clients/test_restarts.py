@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -16,17 +14,10 @@ import pytest
 from kvferry import clients
 from kvferry.clients import AsyncClient, Client, MhaSpec, SharedMemory, calls, new_request_id, pages
 from kvferry.clients.connection import Reconnected
-from kvferry.protocol.errors import (
-    DeadlineError,
-    PoolLostError,
-    SessionLostError,
-    ShuttingDownError,
-    StaleBootError,
-    UnknownTablesError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.settings import CONTROL_SOCKET
 from tests import kit
-from tests.kit.blocking import connected
+from tests.kit.blocking import connected, kinds
 from tests.kit.cutting_proxy import cutting_proxy
 from tests.kit.daemons import Daemon, soon
 from tests.kit.documents import blocks, page
@@ -85,16 +76,16 @@ def test_an_engine_rides_through(life: Daemon, kind: type[Client | AsyncClient],
         [event] = told.events
         assert (event.old_boot_id, event.boot_id) == (before, client.boot_id)
         assert {*told.changed} == {receiving, sending, waiting}
-        assert {type(one.error) for one in told.changed} <= {StaleBootError, ShuttingDownError}
+        assert {type(one.error) for one in told.changed} <= {errors.StaleBootError, errors.ShuttingDownError}
         assert (receiving.is_settled, sending.is_settled) == (True, True)
         assert (event.tables, event.rings) == (("tables",), True)
         if number == signal.SIGKILL:
             assert {*event.transfers, *event.operations} == {*told.changed}
             assert len(told.changed) == 3
             assert {one.error.effect for one in told.changed} == {"unknown"}
-        with pytest.raises(StaleBootError, match="event ring"):
+        with pytest.raises(errors.StaleBootError, match="event ring"):
             ring.event()
-        with pytest.raises(UnknownTablesError):
+        with pytest.raises(errors.UnknownTablesError):
             client.wait(client.update_tables(tables, [4], rows={0: ids[:1]}))
 
         # all else is there, in place
@@ -151,8 +142,7 @@ def test_what_an_idle_client_begins_first_is_for_the_next_daemon(
 def test_no_page_is_lost_in_flight(life: Daemon, asked: str, lost: int, kind: type[Client | AsyncClient]) -> None:
     """A request or its reply is lost with the daemon: afterwards both sides know the same pages."""
     with (
-        tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
-        cutting_proxy(life.runtime_dir, Path(folder)) as proxy,
+        cutting_proxy(life.runtime_dir) as proxy,
         Client.connect(life.runtime_dir) as looker,
     ):
         with connected(kind, proxy.runtime_dir, name="flight") as client:
@@ -163,7 +153,7 @@ def test_no_page_is_lost_in_flight(life: Daemon, asked: str, lost: int, kind: ty
             if asked == "allocate":
                 ids = np.concatenate([ids, client.allocate("flight", 3)])
             elif asked == "free after":
-                with pytest.raises(StaleBootError, match="their event is no more") as refused:
+                with pytest.raises(errors.StaleBootError, match="their event is no more") as refused:
                     client.free("flight", ids[:2], after=mark)
                 assert refused.value.effect == "absent"
             else:
@@ -171,7 +161,7 @@ def test_no_page_is_lost_in_flight(life: Daemon, asked: str, lost: int, kind: ty
                     freed = step.free("flight", ids[:2])
                     begun = step.send("flight", new_request_id(), [pages(ids[2:])]) if asked == "batch" else None
                 assert client.wait(freed).freed == 2
-                assert begun is None or isinstance(begun.error, StaleBootError)
+                assert begun is None or isinstance(begun.error, errors.StaleBootError)
                 ids = ids[2:]
             assert client.ping()
             assert proxy.cuts == 1
@@ -186,7 +176,7 @@ def test_what_the_documentation_says_an_engine_does(life: Daemon, monkeypatch: p
     [code] = blocks(page("engines.md"), "When the daemon restarts")
     calls: list[Any] = []
     names: dict[str, Any] = {name: getattr(clients, name) for name in clients.__all__}
-    names |= {"spec": SPEC, "StaleBootError": StaleBootError, "again": calls, "capture_again": calls.append}
+    names |= {"spec": SPEC, "StaleBootError": errors.StaleBootError, "again": calls, "capture_again": calls.append}
     exec(compile(code, "docs", "exec"), names)  # noqa: S102  our own text
     client, ring, ids = names["client"], names["ring"], names["ids"]
     client.create_tables("tables", "decode", max_batch=2, max_context_tokens=16)
@@ -212,8 +202,7 @@ def test_what_the_documentation_says_an_engine_does(life: Daemon, monkeypatch: p
 def test_pages_of_what_nobody_heard_of_go_back(life: Daemon, asked: str) -> None:
     """A session whose first pages of a pool come by a RESTORE, or an ALLOCATE given up, whose reply is lost."""
     with (
-        tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder,
-        cutting_proxy(life.runtime_dir, Path(folder)) as proxy,
+        cutting_proxy(life.runtime_dir) as proxy,
         Client.connect(life.runtime_dir) as looker,
         Client.connect(proxy.runtime_dir, name="unheard") as client,
     ):
@@ -223,10 +212,10 @@ def test_pages_of_what_nobody_heard_of_go_back(life: Daemon, asked: str) -> None
         looker.wait_done(kept)
         proxy.stop_at(REPLY, CONTROL_SOCKET, life.restart)
         if asked == "allocate":
-            with pytest.raises(DeadlineError):  # the restart takes longer
+            with pytest.raises(errors.DeadlineError):  # the restart takes longer
                 client.call(calls.allocate("unheard", 2, "main"), deadline_s=0.01, margin_s=0.0)
         else:
-            with pytest.raises(StaleBootError):
+            with pytest.raises(errors.StaleBootError):
                 client.wait_done(client.restore("unheard", kept.snapshot))
         assert client.ping()
         assert [one.pages for one in looker.status().sessions if one.name == "unheard"] == [0]
@@ -258,7 +247,7 @@ def test_who_only_allocates_hears_that_its_pages_are_gone(life: Daemon) -> None:
         assert told.events[1].pages == {}, "once"
 
 
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("kind", kinds(AsyncClient))
 def test_who_stands_still_for_too_long_hears_of_it(kind: type[Client | AsyncClient]) -> None:
     """By polling alone; what it asks before it has heard is not done with pages that are another's by then."""
     with (
@@ -274,24 +263,24 @@ def test_who_stands_still_for_too_long_hears_of_it(kind: type[Client | AsyncClie
         with Client.connect(life.runtime_dir) as other:
             assert soon(lambda: not any(one.name == "still" for one in other.status().sessions))
             other.allocate("pool", 16)
-            with pytest.raises(SessionLostError):
+            with pytest.raises(errors.SessionLostError):
                 asks.free("pool", asked)
             sending = sends.send("pool", new_request_id(), [pages(sent)])
 
             def hears(client: Client) -> bool:
-                with contextlib.suppress(SessionLostError):
+                with contextlib.suppress(errors.SessionLostError):
                     client.poll(0)
                     return False
                 return True
 
             assert soon(lambda: hears(polls))
             assert soon(lambda: hears(sends))
-            assert isinstance(sending.error, SessionLostError)
+            assert isinstance(sending.error, errors.SessionLostError)
             assert not other.status().transfers
             assert len(other.owned_pages("pool")["main"]) == 16
 
 
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("kind", kinds(Client))
 def test_a_client_says_that_its_daemon_is_away(life: Daemon, kind: type[Client | AsyncClient]) -> None:
     with connected(kind, life.runtime_dir) as client:
         assert client.ping()
@@ -315,9 +304,9 @@ def test_a_pool_that_was_made_again_before_the_restart_is_lost_to_its_whole_inst
         life.restart()
         for client in (worker, scheduler, other):
             client.status()  # which waits until it has gone on, and has said what it maps
-        with pytest.raises(PoolLostError):
+        with pytest.raises(errors.PoolLostError):
             worker.allocate("again", 1)
-        with pytest.raises(PoolLostError, match="'worker' of process"):
+        with pytest.raises(errors.PoolLostError, match="'worker' of process"):
             scheduler.allocate("again", 1)
         worker.attach_pool("again")
         scheduler.free("again", scheduler.allocate("again", 1))

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import pytest
 
-from kvferry.clients import Client, MhaSpec, new_request_id, pages
+from kvferry.clients import Client, new_request_id, pages
 from kvferry.clients.tables import Tables
 from kvferry.protocol.errors import InvalidFieldError, PoolLostError, UnknownTablesError
 from kvferry.protocol.limits import EVENT_RING_SLOTS
 from tests.kit.daemons import Daemon
-from tests.kit.devices import DEVICE
-
-pytestmark = pytest.mark.any_device
-
-SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
+from tests.kit.pools import SPEC
 
 
 @pytest.fixture
@@ -26,58 +21,31 @@ def second(daemon: Daemon) -> Iterator[Client]:
         yield one
 
 
-@pytest.fixture
-def first(daemon: Daemon) -> Iterator[Client]:
-    """Return the session of an instance's worker."""
-    with Client.connect(daemon.runtime_dir, name="worker", instance="engine") as one:
-        yield one
-
-
 # -- pools
 
 
 def made_again(engine: Client, other: Client, name: str) -> None:
     """Let an engine attach a pool that another one then deletes and makes again."""
-    engine.create_pool(name, SPEC, device=DEVICE.name)
+    engine.create_pool(name, SPEC)
     other.delete_pool(name)
-    other.create_pool(name, SPEC, device=DEVICE.name)
+    other.create_pool(name, SPEC)
 
 
-def test_an_engine_that_maps_the_pool_of_before_is_refused(client: Client, other: Client) -> None:
-    made_again(client, other, "again")
-    with pytest.raises(PoolLostError, match="made again"):
-        client.allocate("again", 1)
-    client.attach_pool("again")
-    client.free("again", client.allocate("again", 1))
-    other.delete_pool("again")
-
-
-def test_an_engine_that_maps_the_pool_of_before_does_not_delete_the_new_one(client: Client, other: Client) -> None:
-    made_again(client, other, "kept")
-    with pytest.raises(PoolLostError, match="made again"):
-        client.delete_pool("kept")
-    other.delete_pool("kept")
-
-
-def test_pages_of_the_pool_of_before_are_not_sent(client: Client, other: Client) -> None:
-    made_again(client, other, "sent")
-    theirs = other.allocate("sent", 1)
-    transfer = client.send("sent", new_request_id(), [pages(theirs)])
-    with pytest.raises(PoolLostError, match="made again"):
-        client.wait_finished(transfer)
-    other.free("sent", theirs)
-    other.delete_pool("sent")
-
-
-def test_a_scheduler_that_maps_nothing_is_refused_while_its_worker_maps_the_pool_of_before(
-    first: Client, second: Client, other: Client
-) -> None:
-    made_again(first, other, "worker")
-    with pytest.raises(PoolLostError, match="'worker' of process"):
-        second.allocate("worker", 1)
-    first.attach_pool("worker")
-    second.free("worker", second.allocate("worker", 1))
-    other.delete_pool("worker")
+def test_an_engine_that_maps_the_pool_of_before_is_refused(client: Client, other: Client, name: str) -> None:
+    """Neither does it take pages of the new one, nor delete it, nor send of it."""
+    made_again(client, other, name)
+    theirs = other.allocate(name, 1)
+    for call in (
+        lambda: client.allocate(name, 1),
+        lambda: client.delete_pool(name),
+        lambda: client.wait_finished(client.send(name, new_request_id(), [pages(theirs)])),
+    ):
+        with pytest.raises(PoolLostError, match="made again"):
+            call()
+    client.attach_pool(name)
+    client.free(name, client.allocate(name, 1))
+    other.free(name, theirs)
+    other.delete_pool(name)
 
 
 def test_a_worker_that_has_ended_refuses_nothing(daemon: Daemon, second: Client, other: Client) -> None:
@@ -91,14 +59,10 @@ def test_a_worker_that_has_ended_refuses_nothing(daemon: Daemon, second: Client,
 
 
 @pytest.fixture
-def pool(client: Client, name: str) -> Iterator[str]:
-    """Return the name of a pool that is there for a test."""
-    client.create_pool(name, SPEC, device=DEVICE.name)
-    yield name
-    for ids in client.owned_pages(name).values():
-        if len(ids):
-            client.free(name, ids)
-    client.delete_pool(name)
+def pool(client: Client, name: str) -> str:
+    """Return a pool's name."""
+    client.create_pool(name, SPEC)
+    return name
 
 
 def test_pages_do_not_go_out_by_a_step_of_another_sessions_ring(client: Client, other: Client, pool: str) -> None:
@@ -110,15 +74,6 @@ def test_pages_do_not_go_out_by_a_step_of_another_sessions_ring(client: Client, 
         with pytest.raises(InvalidFieldError, match="another event ring") as caught:
             client.wait_finished(transfer)
     assert caught.value.field == "steps"
-
-
-def test_pages_are_not_freed_by_an_event_of_another_sessions_ring(client: Client, other: Client, pool: str) -> None:
-    ids = client.allocate(pool, 1)
-    with client.open_events() as ours, other.open_events() as theirs:
-        ours.record_event()
-        with pytest.raises(InvalidFieldError, match="another event ring") as caught:
-            client.free(pool, ids, after=theirs.event())
-    assert caught.value.field == "after.event"
 
 
 def test_a_ring_records_no_step_of_another_sessions_ring(client: Client, other: Client) -> None:
@@ -156,8 +111,8 @@ def test_tables_of_another_session_are_not_taken_for_ours_of_that_name(
         step.update_tables(theirs, [16])
     with pytest.raises(UnknownTablesError, match="another session's"):
         client.delete_tables(theirs)
-    client.wait(client.update_tables(ours, [16], rows={0: [1]}))
-    other.wait(other.update_tables(theirs, [9], rows={0: [1]}))
+    client.wait(client.update_tables(ours, [4], rows={0: [1]}))
+    other.wait(other.update_tables(theirs, [3], rows={0: [1]}))
     client.delete_tables(ours)
     other.delete_tables(theirs)
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, cast
 
+import pytest
+
 from kvferry.clients import AsyncClient, Client
 from kvferry.clients.batch import Batch
 
@@ -46,6 +48,12 @@ class Blocking:
 
         result = self._runner.run(awaited())
         return Blocking(self._runner, result) if isinstance(result, Batch) else result
+
+
+def kinds(quick: type[Client | AsyncClient]) -> list[Any]:
+    """Return both kinds of clients as a test's parameters, of which a quick run takes this one."""
+    other = AsyncClient if quick is Client else Client
+    return [quick, pytest.param(other, marks=pytest.mark.full)]
 
 
 @contextmanager

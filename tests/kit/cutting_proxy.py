@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -104,7 +105,7 @@ class CuttingProxy(Proxy):
 
 
 @contextlib.contextmanager
-def cutting_proxy(daemon_dir: Path, folder: Path) -> Iterator[CuttingProxy]:
+def cutting_proxy(daemon_dir: Path) -> Iterator[CuttingProxy]:
     """Run a proxy of the daemon at ``daemon_dir`` in a folder of its own, whose path is short."""
-    with CuttingProxy(daemon_dir, folder) as proxy:
+    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder, CuttingProxy(daemon_dir, Path(folder)) as proxy:
         yield proxy

@@ -1,23 +1,29 @@
-"""Messages as people write them."""
+"""Messages as people write them, what ``kvferry probe`` reads, and commands that read JSON."""
 
 from __future__ import annotations
 
 import json
 import string
-from typing import Any
+import subprocess
+from typing import Any, Final
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvferry.clients.cli.json_form import BodyWithIds, body_to_fields, object_from_json, request_from_fields
+from kvferry.clients.cli.probe_messages import Answers, ProbeMessage, Reader, resolved
 from kvferry.protocol.base import pack_ids, unpack_ids
 from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.limits import INT64_BYTES
 from kvferry.protocol.pool_messages import Allocated
-from kvferry.protocol.transfer_messages import Receive, Send
+from kvferry.protocol.transfer_messages import Send
+from tests.clients.cli.json_commands import SPEC, JsonCommands
+from tests.clients.cli.test_planning import PLAN
+from tests.kit.devices import DEVICE
+from tests.kit.kvferry_command import COMMAND
 from tests.protocol.bodies import ids_for, structs_of
 from tests.protocol.samples import REQUESTS
 
@@ -30,6 +36,7 @@ def request_from_json(kind: str, text: bytes | str) -> BodyWithIds:
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: str(kind.__struct_config__.tag))
+@DEVICE.examples(20)
 @given(data=st.data())
 def test_round_trip(kind: Any, data: st.DataObject) -> None:  # noqa: ANN401  any request type
     body = data.draw(structs_of(kind))
@@ -56,32 +63,20 @@ SEND = f'"request_id": "{REQUEST_ID}", "pool": "a"'
     ("kind", "text", "field"),
     [
         ("PING", "", ""),
-        ("PING", "[]", ""),
-        ("PING", "{", ""),
         ("PING", "[" * 100_000, ""),
         ("PING", '{"colour": 1}', "colour"),
-        ("PING", json.dumps(dict.fromkeys(reversed(string.ascii_lowercase), 1)), "a"),
         ("SEND", json.dumps({"lists": [dict.fromkeys(reversed(string.ascii_lowercase), 1)]}), "lists[0].a"),
         ("PING", '{"type": "STATUS"}', "type"),
-        ("ALLOCATE", '{"pool": "a"}', "count"),
         ("ALLOCATE", '{"pool": "a", "count": 0}', "count"),
-        ("ALLOCATE", '{"pool": "a/b", "count": 1}', "pool"),
         ("ALLOCATE", '{"pool": "a", "count": 1e400}', ""),
         ("FREE", '{"pool": "a"}', "pages"),
-        ("FREE", '{"pool": "a", "pages": ["1"]}', "pages"),
         ("FREE", '{"pool": "a", "pages": [1.5]}', "pages"),
         ("FREE", '{"pool": "a", "pages": [18446744073709551616]}', "pages"),
-        ("FREE", '{"pool": "a", "pages": 3}', "pages"),
-        ("FREE", '{"pool": "a", "pages": null}', "pages"),
-        ("SEND", f'{{{SEND}, "lists": 3}}', "lists"),
         ("SEND", f'{{{SEND}, "lists": [3]}}', "lists[0]"),
         ("SEND", f'{{{SEND}, "lists": [{{"pages": [1]}}, {{"pages": 2}}]}}', "lists[1].pages"),
-        ("SEND", f'{{{SEND}, "lists": [{{"pages": [1], "token": 2}}]}}', "lists[0].token"),
         ("SEND", f'{{{SEND}, "lists": [{{"pages": [1], "tokens": 0}}]}}', "lists[0].tokens"),
         ("SEND", f'{{{SEND}, "lists": [{{"pages": [1]}}], "payload": "%"}}', "payload"),
         ("UPDATE_TABLES", '{"tables": "a", "batch": 2, "ids": [1]}', "ids"),
-        ("UPDATE_TABLES", '{"tables": "a", "batch": 0, "ids": 1}', "ids"),
-        ("CREATE_POOL", '{"pool": "a", "spec": {"kind": "mha"}}', "spec"),
         ("CREATE_POOL", '{"pool": "a", "spec": {"kind": "mha", "colour": 1}}', "spec"),
     ],
 )
@@ -89,12 +84,6 @@ def test_what_is_wrong_is_named(kind: str, text: str, field: str) -> None:
     with pytest.raises(InvalidFieldError) as refused:
         request_from_json(kind, text)
     assert refused.value.field == field
-
-
-def test_a_receive_that_lands_in_the_host_tier_says_how_many_pages() -> None:
-    body, ids = request_from_json("RECEIVE", f'{{{SEND}, "into": "host", "lists": [{{"pages": 3, "tokens": 300}}]}}')
-    assert isinstance(body, Receive)
-    assert (body.lists[0].pages, body.page_counts(), ids) == (3, (), ())
 
 
 @given(st.sampled_from(sorted(REQUEST_TYPES)), st.recursive(st.integers() | st.text(), st.lists, max_leaves=4))
@@ -105,3 +94,123 @@ def test_any_json_is_a_message_or_a_typed_error(kind: str, value: object) -> Non
     except KvferryError:
         return
     assert tuple(len(one) // INT64_BYTES for one in ids) == body.page_counts()
+
+
+ALLOCATE = '{"pool": "p", "count": 2}'
+
+
+def test_words_and_lines_are_types_and_their_fields() -> None:
+    words = ["ping", "ALLOCATE", ALLOCATE, '{"type": "status", "as": "all"}', "wait", "PING"]
+    assert list(Reader().words(words)) == [
+        ProbeMessage("1", "PING", {}),
+        ProbeMessage("2", "ALLOCATE", {"pool": "p", "count": 2}),
+        ProbeMessage("all", "STATUS", {}),
+        ProbeMessage("4", "WAIT", {}),
+        ProbeMessage("5", "PING", {}),
+    ]
+    lines = ["# first", "", "  PING  ", f"allocate   {ALLOCATE}", '{"type": "ALLOCATE", "pool": "p", "count": 2}']
+    assert list(Reader().lines(lines)) == [
+        ProbeMessage("1", "PING", {}),
+        *(ProbeMessage(name, "ALLOCATE", {"pool": "p", "count": 2}) for name in "23"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ("NONSENSE", "type"),
+        ('{"type": 3}', "type"),
+        ("ALLOCATE {", ""),
+        ('ALLOCATE {"pool": "p", "count": 0}', "count"),
+        ('ALLOCATE {"pool": "$1.pool", "colour": 0}', "colour"),
+        ('ALLOCATE {"as": "1st", "pool": "p", "count": 1}', "as"),
+        ('ALLOCATE {"as": "mine", "pool": "p", "count": 1}', "as"),
+        ('FREE {"pool": "p", "pages": "$3.pages"}', "$3"),
+        ('FREE {"pool": "p", "pages": "$theirs.pages"}', "$theirs"),
+        ('FREE {"pool": "p", "pages": "mine.pages"}', "pages"),
+        ('WAIT {"for": 3}', "for"),
+    ],
+)
+def test_a_wrong_line_is_refused_before_it_is_sent(line: str, field: str) -> None:
+    reader = Reader()
+    first, second = reader.lines(["PING", 'ALLOCATE {"as": "mine", "pool": "p", "count": 1}'])
+    assert (first.name, second.name) == ("1", "mine")
+    with pytest.raises(KvferryError) as refused:
+        reader.line(line)
+    assert refused.value.code in {"INVALID_FIELD", "UNKNOWN_TYPE"}
+    assert refused.value.field == field
+    assert reader.number == "3", "the message at fault"
+
+
+@pytest.fixture
+def answers() -> Answers:
+    """Return a reply and an event."""
+    found = Answers()
+    found.put("1", "", {"type": "ALLOCATED", "pages": [4, 5, 6], "deep": ({"x": 7}, "text")})
+    found.put("away", "TIER_DONE", {"snapshot": "abc", "lists": [{"pages": [9]}]})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("$1.pages", [4, 5, 6]),
+        ("$1.pages.-1", 6),
+        ("$1.pages.1:", [5, 6]),
+        ("$1.pages.:1", [4]),
+        ("$1.deep.0.x", 7),
+        ("$away.TIER_DONE.snapshot", "abc"),
+        (["$away.TIER_DONE.lists.0.pages.0", 1, None], [9, 1, None]),
+        ({"a": {"b": "$1.pages.2"}}, {"a": {"b": 6}}),
+        ("$$1.pages", "$1.pages"),
+    ],
+)
+def test_references_stand_for_what_came(answers: Answers, given: Any, expected: object) -> None:  # noqa: ANN401  any JSON
+    assert resolved(given, answers) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["$1.nothing", "$1.pages.3", "$1.pages.x", "$1.type.0", "$2.pages", "$1.FINISHED.pages", "$away.snapshot", "$"],
+)
+def test_references_to_nothing(answers: Answers, given: str) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        resolved([given], answers)
+    assert refused.value.field == given
+
+
+BROKEN: Final = ("", "{", "[]", "null", "3", '"mha"', '{"kind":"mha",}', "{}x", "\x00", "[" * 100_000, "{'kind':'mha'}")
+
+
+@pytest.mark.parametrize("command", ["layout", "plan"])
+def test_what_is_no_json_object(commands: JsonCommands, command: str) -> None:
+    assert {commands.refused(command, text)[0] for text in BROKEN} == {"INVALID_FIELD"}
+    error = commands.made(command, "[]")["error"]
+    assert (error["detail"], "field" in error) == ("Expected `object`, got `array`", False)
+
+
+def test_standard_input_that_is_closed_is_an_empty_one() -> None:
+    program = [COMMAND, "plan", "-"]
+    shell = ["/bin/sh", "-c", 'exec "$@" <&-', "sh"]
+    ended = subprocess.run([*shell, *program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "INVALID_FIELD" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+SCALARS: Final = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+)
+JSON_VALUES: Final = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(max_size=5), SCALARS, max_size=3)
+
+
+@DEVICE.examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(st.sampled_from([*SPEC, "kv"]), JSON_VALUES),
+    st.sampled_from(["layout", "plan"]),
+    st.sampled_from([SPEC, PLAN]),
+)
+def test_any_json_gets_an_answer(
+    commands: JsonCommands, changes: dict[str, Any], command: str, base: dict[str, Any]
+) -> None:
+    commands.made(command, {**base, **changes})

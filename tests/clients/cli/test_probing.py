@@ -16,9 +16,8 @@ from kvferry.clients import Client, MhaSpec, pages
 from kvferry.clients.cli.main import main
 from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.ids import ModelIdentity
-from tests import kit
 from tests.kit.daemons import Daemon
-from tests.kit.kvferry_command import COMMAND, run_kvferry
+from tests.kit.kvferry_command import COMMAND
 from tests.kit.pools import SPEC as POOL
 
 REQUEST_ID = "0123456789abcdef0123456789abcdef"
@@ -46,14 +45,6 @@ def probe(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Probe:
 
 def types(said: Said) -> list[str]:
     return [one["type"] for one in said]
-
-
-def test_the_real_command(daemon: Daemon) -> None:
-    done = run_kvferry("probe", "PING", "--runtime-dir", daemon.runtime_dir)
-    assert (done.returncode, done.stdout, done.stderr) == (0, '{"message":"1","type":"PONG"}\n', "")
-    done = run_kvferry("probe", "PINGG", "--runtime-dir", daemon.runtime_dir)
-    assert (done.returncode, done.stderr) == (2, "")
-    assert json.loads(done.stdout)["error"]["code"] == "UNKNOWN_TYPE"
 
 
 OWN = "pool-of-the-probe"
@@ -110,22 +101,29 @@ def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: Daemon) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "message", "status", "code", "field"),
+    ("words", "status", "message", "code", "field"),
     [
-        ("NONSENSE", "{}", 2, "UNKNOWN_TYPE", "type"),
-        ("ALLOCATE", "{", 2, "INVALID_FIELD", ""),
-        ("ALLOCATE", "{}", 2, "INVALID_FIELD", "pool"),
-        ("CREATE_POOL", '{"pool": "a", "spec": {"kind": "mha", "layers": 0}}', 2, "INVALID_FIELD", "spec.layers"),
-        ("ALLOCATE", '{"pool": "nobodys", "count": 1}', 1, "UNKNOWN_POOL", "pool"),
-        ("HELLO", '{"protocol_min": 7, "protocol_max": 9}', 1, "VERSION_MISMATCH", "protocol_min"),
+        (("NONSENSE", "{}"), 2, "1", "UNKNOWN_TYPE", "type"),
+        (("CREATE_POOL", {"pool": "a", "spec": {"kind": "mha", "layers": 0}}), 2, "1", "INVALID_FIELD", "spec.layers"),
+        (("ALLOCATE", {"pool": "nobodys", "count": 1}), 1, "1", "UNKNOWN_POOL", "pool"),
+        (("HELLO", {"protocol_min": 7, "protocol_max": 9}), 1, "1", "VERSION_MISMATCH", "protocol_min"),
+        (
+            ("BATCH", {"requests": [{"type": "SNAPSHOTS"}, {"type": "PING"}]}),
+            2,
+            "1",
+            "INVALID_FIELD",
+            "requests[1].type",
+        ),
+        (("PING", "ALLOCATE", {"pool": "p", "count": 0}, "PING"), 2, "2", "INVALID_FIELD", "count"),
     ],
 )
-def test_bad_input_is_exit_2_and_a_refusal_exit_1(
-    probe: Probe, kind: str, message: str, status: int, code: str, field: str
+def test_bad_input_sends_nothing_and_is_exit_2_and_a_refusal_exit_1(
+    probe: Probe, words: tuple[object, ...], status: int, message: str, code: str, field: str
 ) -> None:
-    ended, [answer] = probe(kind, message)
+    ended, [answer] = probe(*words)
     error = answer["error"]
     assert (ended, answer["type"], error["code"], error.get("field", "")) == (status, "ERROR", code, field)
+    assert answer.get("message", "1") == message
     assert error["detail"]
     assert error["remedy"]
 
@@ -149,13 +147,6 @@ def test_what_a_batch_begins_is_followed_to_its_end(probe: Probe, name: str) -> 
     assert types(results) == ["ACCEPTED", "ACCEPTED", "OFFLOADING", "ERROR"]
     ended = [one for one in said if one["type"] in {"SETTLED", "TIER_DONE"} or one.get("settled")]
     assert [one["message"] for one in ended] == ["step"] * 3
-
-
-def test_nothing_is_sent_after_a_failure_unless_asked(probe: Probe) -> None:
-    unknown = {"pool": "nobodys", "count": 1}
-    for options, answers in (((), ["ERROR"]), (("--keep-going",), ["ERROR", "PONG"])):
-        status, said = probe(*options, "ALLOCATE", unknown, "PING")
-        assert (status, types(said)) == (1, answers)
 
 
 def test_a_transfer_is_followed_to_its_end(probe: Probe, name: str) -> None:
@@ -259,18 +250,3 @@ def test_lines_are_answered_as_they_are_typed(daemon: Daemon, name: str) -> None
     assert (heard["type"], heard["settled"]) == ("FINISHED", True), "while nothing is typed"
     typed.say("PING")
     assert typed.end() == (0, '{"message":"4","type":"PONG"}\n')
-
-
-@pytest.mark.parametrize(("options", "said"), [((), 1), (("--keep-going",), 2)])
-def test_a_wrong_line_ends_it_unless_it_is_to_go_on(daemon: Daemon, options: tuple[str, ...], said: int) -> None:
-    done = run_kvferry("probe", "--runtime-dir", daemon.runtime_dir, "--file", "-", *options, stdin="PINGG\nPING\n")
-    assert (done.returncode, done.stdout.count("\n")) == (2, said)
-
-
-def test_a_daemon_that_goes_ends_it() -> None:
-    with kit.daemon() as own:
-        typed = Typed(own)
-        typed.say("PING\n")
-        assert typed.hear()["type"] == "PONG"
-        own.kill()
-        assert typed.end()[0] == 1

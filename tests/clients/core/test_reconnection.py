@@ -5,29 +5,21 @@ from __future__ import annotations
 import pytest
 
 from kvferry.clients.core.reconnection import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reconnection
-from kvferry.protocol.errors import (
-    AccessDeniedError,
-    DaemonLostError,
-    KvferryError,
-    NoSessionError,
-    OverloadedError,
-    SessionLostError,
-    VersionMismatchError,
-)
+from kvferry.protocol import errors
 
-GONE = DaemonLostError("the daemon closed the session")
+GONE = errors.DaemonLostError("the daemon closed the session")
 
 
 @pytest.mark.parametrize(
     "error",
     [
         GONE,
-        OverloadedError("too many connect"),
-        AccessDeniedError("the folder is being made"),
-        NoSessionError("session 1 still has its socket", retryable=True),
+        errors.OverloadedError("too many connect"),
+        errors.AccessDeniedError("the folder is being made"),
+        errors.NoSessionError("session 1 still has its socket", retryable=True),
     ],
 )
-def test_what_passes_is_tried_again_at_growing_intervals_until_the_time_is_over(error: KvferryError) -> None:
+def test_what_passes_is_tried_again_at_growing_intervals_until_the_time_is_over(error: errors.KvferryError) -> None:
     one = Reconnection(GONE, 100.0, 10.0)
     assert one.pause_s(100.0) == 0.0
     now, pauses = 100.0, []
@@ -39,14 +31,14 @@ def test_what_passes_is_tried_again_at_growing_intervals_until_the_time_is_over(
     assert pauses == sorted(pauses)
     assert max(pauses) == pytest.approx(LONGEST_PAUSE_S)
     assert now >= 110.0
-    assert isinstance(ended, DaemonLostError)
+    assert isinstance(ended, errors.DaemonLostError)
     assert error.detail in ended.detail
     assert one.attempts == len(pauses) + 1
 
 
 def test_what_does_not_pass_ends_it_at_once() -> None:
     one = Reconnection(GONE, 100.0, 10.0)
-    assert isinstance(one.failed(NoSessionError("it has ended"), 100.0), SessionLostError)
-    for error in (SessionLostError("nothing of it"), VersionMismatchError("protocol 3")):
+    assert isinstance(one.failed(errors.NoSessionError("it has ended"), 100.0), errors.SessionLostError)
+    for error in (errors.SessionLostError("nothing of it"), errors.VersionMismatchError("protocol 3")):
         assert one.failed(error, 100.0) is error
-    assert isinstance(one.overdue(110.0), DaemonLostError)
+    assert isinstance(one.overdue(110.0), errors.DaemonLostError)

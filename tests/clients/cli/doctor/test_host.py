@@ -10,19 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.clients.cli.doctor.host import Outcome, User, at_least, parse_version, run_child, same_release, values
-from tests.clients.cli.doctor.fake_host import make_host
+from kvferry.clients.cli.doctor import npus
+from kvferry.clients.cli.doctor.host import Outcome, User, at_least, parse_version, run_child, same_release
+from kvferry.clients.cli.doctor.wheels import TorchFound, probe_torch
+from tests.clients.cli.doctor.fake_host import WORKER, make_host, npu_files, script
 
 
 def test_what_cannot_be_read_is_empty(tmp_path: Path) -> None:
     host = make_host(tmp_path, {"/etc/file": " text \n"})
     assert (host.text("/etc/file"), host.text("/etc/none"), host.text("/etc")) == ("text", "", "")
     assert (host.names("/etc"), host.names("/none")) == (["file"], [])
-
-
-def test_groups(tmp_path: Path) -> None:
-    host = make_host(tmp_path, {"/etc/group": "broken\nroot:x:0:\nnpu:x:1000:a,b\nodd:x:y:\n"})
-    assert (host.group_id("npu"), host.group_id("odd"), host.group_id("none")) == (1000, None, None)
 
 
 @given(mode=st.integers(0, 0o777), owner=st.booleans(), member=st.booleans())
@@ -35,15 +32,6 @@ def test_modes_are_read_as_the_kernel_does(mode: int, *, owner: bool, member: bo
     assert User("root", 0, frozenset()).may_use(file)
 
 
-def test_values() -> None:
-    assert values("a = 1\n# b\nVersion=25.5.0\na=2\nempty=\nx=y=z") == {
-        "a": "1",
-        "Version": "25.5.0",
-        "empty": "",
-        "x": "y=z",
-    }
-
-
 PATH = {"PATH": os.environ["PATH"]}
 DEAD_WITHIN_S = 30.0
 
@@ -53,12 +41,6 @@ def test_what_it_says() -> None:
                      {**PATH, "WORD": "given"}, 30)  # fmt: skip
     assert done == Outcome(3, "out\ngiven\n", "one\ntwo\n\n")
     assert done.last_error == "two"
-
-
-def test_no_such_command(tmp_path: Path) -> None:
-    done = run_child([str(tmp_path / "none")], PATH, 30)
-    assert done.status == 127
-    assert done.last_error.endswith("No such file or directory")
 
 
 def test_one_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
@@ -103,3 +85,55 @@ def test_no_version(text: str) -> None:
 def test_torch_and_torch_npu_are_of_one_release() -> None:
     fits = [("2.13.0+cpu", "2.13.0"), ("2.7.1", "2.7.1.post2"), ("2.13.0", "2.13.1"), ("", "2.13.0")]
     assert [same_release(*one) for one in fits] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("vendor", "kind"), [("0x19e5", "0x020000"), ("0x10de", "0x120000")])
+def test_other_devices_are_none(tmp_path: Path, vendor: str, kind: str) -> None:
+    device = "/sys/bus/pci/devices/0000:c1:00.0"
+    host = make_host(tmp_path, {f"{device}/vendor": vendor, f"{device}/class": kind, "/dev/davinci_x": ""})
+    assert not npus.has_npu_sign(host)
+
+
+@pytest.mark.parametrize(("mode", "state"), [(0o660, "ok"), (0o600, "missing"), (0o640, "missing"), (0o606, "missing")])
+def test_a_member_of_the_nodes_group(tmp_path: Path, mode: int, state: str) -> None:
+    host = make_host(tmp_path, npu_files())
+    (tmp_path / "dev/davinci1").chmod(mode)
+    for name in ("davinci0", "davinci_manager", "devmm_svm", "hisi_hdc"):
+        (tmp_path / "dev" / name).chmod(0o660)
+    group = (tmp_path / "dev/davinci0").stat().st_gid
+    member = make_host(tmp_path, user=User("worker", WORKER.uid, frozenset({group})))
+    finding = npus.check_nodes(member)
+    assert finding.state == state
+    if state == "missing":
+        assert finding.found == "worker may not read and write /dev/davinci1"
+        assert "usermod -aG HwHiAiUser worker" in finding.fix
+    assert npus.check_nodes(host).state == "ok"  # root
+
+
+NPU_PYTHON = Path(__file__).parents[4] / ".venv-npu/bin/python"
+BOTH = 'echo \'{"torch": "2.13.0+cpu", "torch_npu": "2.13.0"}\''
+
+
+def probe(tmp_path: Path, says: str, timeout_s: float = 60) -> TorchFound:
+    return probe_torch(make_host(tmp_path, python=[script(tmp_path / "python", says)]), timeout_s)
+
+
+def test_the_real_child_here(tmp_path: Path) -> None:
+    found = probe_torch(make_host(tmp_path, environ={"PATH": os.environ["PATH"]}))
+    assert found.torch.startswith("2.")
+    assert found.torch_npu or not found.reason
+
+
+def test_backends_do_not_load_themselves(tmp_path: Path) -> None:
+    says = 'echo "{\\"torch\\": \\"$TORCH_DEVICE_BACKEND_AUTOLOAD\\", \\"step\\": \\"\\"}"'
+    assert probe(tmp_path, says).torch == "0"
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    found = probe(tmp_path, f'echo CANN says hello; echo 1; {BOTH}; echo \'{{"step": "", "devices": 8}}\'')
+    assert found == TorchFound("2.13.0+cpu", "2.13.0", devices=8)
+
+
+def test_a_child_that_hangs_in_the_driver(tmp_path: Path) -> None:
+    found = probe(tmp_path, f'{BOTH}; echo \'{{"step": "counting devices"}}\'; sleep 600', timeout_s=2)
+    assert (found.step, found.reason) == ("counting devices", "no answer within 2 s")

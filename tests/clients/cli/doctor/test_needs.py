@@ -1,8 +1,11 @@
-"""What the configuration asks for, and what the tiers need of a host."""
+"""What the configuration asks for, what the tiers need of a host; and no advice harms it."""
+
+# ruff: noqa: S108  temporary folders are named, of hosts that are folders
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,8 @@ from kvferry.clients.cli.doctor.host import Host, User
 from kvferry.clients.cli.doctor.kernel import GIB
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
 from kvferry.clients.cli.doctor.tiers import check_disk_tier, check_master
-from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, ROOT, WORKER, make_host, needs_of
+from kvferry.pools.tiers.block_file import LOCK_FILE
+from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, WORKER, make_host, needs_of
 
 FULL: Final = """
 [pools]
@@ -66,11 +70,6 @@ def test_a_file_that_the_daemon_refuses(tmp_path: Path, text: str | None, reason
     assert all(reason in finding.found for reason in ("CONFIG", *reasons))
 
 
-def test_of_a_file_with_mistakes_the_rest_counts(tmp_path: Path) -> None:
-    host = make_host(tmp_path, {str(FILE): "[tiers]\npolicy = 'fifo'\nhost_bytes = 4096\n"})
-    assert read_needs(host, FILE, npu=False)[0].host_tier_bytes(host) == 4096
-
-
 def test_pools_take_four_fifths_by_default_and_the_host_tier_a_tenth(tmp_path: Path) -> None:
     host = make_host(tmp_path, {"/proc/meminfo": f"MemTotal: {10 * GIB_IN_KIB} kB\n"})
     assert (Needs().pool_bytes(host), Needs().host_tier_bytes(host)) == (8 * GIB, GIB)
@@ -91,58 +90,6 @@ def on_disk(max_bytes: int = 1 << 20) -> Needs:
     return needs_of(f'[tiers.disk]\npath = "/srv/blocks"\nmax_bytes = {max_bytes}')
 
 
-@pytest.mark.parametrize(
-    ("mode", "state", "found"),
-    [
-        (0o700, "ok", "/srv/blocks: "),
-        (0o750, "warning", "mode 0750"),
-        (0o770, "missing", "mode 0770"),
-        (0o707, "missing", "mode 0707"),
-    ],
-)
-def test_whose_the_folder_is(tmp_path: Path, mode: int, state: str, found: str) -> None:
-    finding = check_disk_tier(disk_host(tmp_path, mode), on_disk(), 0)
-    assert finding is not None
-    assert (finding.state, finding.found.find(found) >= 0) == (state, True)
-    assert ("chmod 0700" in finding.fix) is (state != "ok")
-
-
-def test_a_folder_in_one_that_others_write_is_refused_as_the_daemon_does(tmp_path: Path) -> None:
-    (tmp_path / "open" / "blocks").mkdir(parents=True)
-    (tmp_path / "open" / "blocks").chmod(0o700)
-    (tmp_path / "open").chmod(0o777)
-    needs = needs_of(f'[tiers.disk]\npath = "{tmp_path}/open/blocks"\nmax_bytes = "1MiB"')
-    finding = check_disk_tier(Host.this_one(), needs, 0)
-    assert finding is not None
-    assert (finding.state, "could put another folder" in finding.found) == ("missing", True)
-
-
-def test_another_users_folder(tmp_path: Path) -> None:
-    finding = check_disk_tier(disk_host(tmp_path, 0o700, WORKER), on_disk(), 0)
-    assert finding is not None
-    assert (finding.state, "not to worker" in finding.found) == ("missing", True)
-    assert finding.fix == "chown worker /srv/blocks; chmod 0700 /srv/blocks"
-
-
-def test_root_asks_for_whom(tmp_path: Path, require: Callable[[object, str], None]) -> None:
-    require(os.geteuid() == 0, "root alone may give a folder away")
-    host = disk_host(tmp_path, 0o700, ROOT)
-    os.chown(tmp_path / "srv/blocks", WORKER.uid, -1)
-    finding = check_disk_tier(host, on_disk(), 0)
-    assert finding is not None
-    assert (finding.state, "--user" in finding.fix) == ("warning", True)
-
-
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    lacking = check_disk_tier(make_host(tmp_path), on_disk(), 0)
-    file = check_disk_tier(make_host(tmp_path, {"/srv/blocks": ""}, user=ME), on_disk(), 0)
-    assert lacking is not None
-    assert file is not None
-    assert (lacking.state, lacking.found) == ("missing", "/srv/blocks: No such file or directory")
-    assert "install -d -m 0700 -o root /srv/blocks" in lacking.fix
-    assert (file.state, file.found) == ("missing", "/srv/blocks is not a directory")
-
-
 @pytest.mark.parametrize(("used_bytes", "state"), [(0, "warning"), (1 << 61, "ok")])
 def test_space(tmp_path: Path, used_bytes: int, state: str) -> None:
     finding = check_disk_tier(disk_host(tmp_path, 0o700), on_disk(1 << 50), used_bytes)
@@ -157,3 +104,101 @@ def test_the_master_is_reached() -> None:
         finding = check_master(needs_of(f'[tiers.remote]\ntransport = "mooncake_store"\nmaster = "{master}"'))
     assert finding is not None
     assert (finding.state, finding.found.startswith(f"{master} accepts connections")) == ("ok", True)
+
+
+OWN: Final = "/var/lib/kvferry"
+ACCOUNTS: Final = "worker:x:1:1::/srv/worker:/bin/sh\nother:x:2:2::/srv/homes/other:/bin/sh\n"
+
+
+def me(name: str = "worker") -> User:
+    """Return who runs this, under a name that stands in the advice."""
+    return User(name, os.geteuid(), frozenset({os.getegid()}))
+
+
+def advice(root: Path, path: str, mode: int, *, holds: tuple[str, ...] = (), parent_mode: int = 0o755) -> list[str]:
+    """Return the commands that are advised for a disk tier in a folder, and the whole text at the end."""
+    host = make_host(root, {"/etc/passwd": ACCOUNTS}, user=me())
+    folder = host.path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in holds:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).mkdir(exist_ok=True) if name.endswith("/") else (folder / name).touch()
+    for parent in folder.parents:
+        if parent.is_relative_to(root):
+            parent.chmod(parent_mode)
+    folder.chmod(mode)
+    finding = check_disk_tier(host, needs_of(f'[tiers.disk]\npath = "{path}"'), 0)
+    assert finding is not None
+    assert finding.state != "ok"
+    return [*re.findall(r"(?:chown|chmod|install) [^;,]*", finding.fix), finding.fix]
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "holds", "instead"),
+    [
+        ("/tmp", 0o1777, (), "/tmp/kvferry"),
+        ("/tmp", 0o1777, (LOCK_FILE,), "/tmp/kvferry"),
+        ("/", 0o755, (), OWN),
+        ("/var/lib", 0o755, (), "/var/lib/kvferry"),
+        ("/usr/local/blocks", 0o755, (), OWN),
+        ("/run/user/7", 0o755, (), OWN),
+        ("/dev/shm", 0o1777, (), OWN),
+        ("/srv", 0o755, (), "/srv/kvferry"),
+        ("/home/worker", 0o755, (), "/home/worker/kvferry"),
+        ("/mnt/nvme", 0o755, ("lost+found",), "/mnt/nvme/kvferry"),
+        ("/srv/homes/other", 0o755, (), "/srv/homes/other/kvferry"),
+        ("/srv/blocks", 0o755, ("somebody's file",), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o1777, (LOCK_FILE,), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o755, (LOCK_FILE, "somebody's file"), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o755, (LOCK_FILE, "0/", "2024/holidays.jpg"), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o755, (LOCK_FILE, "0"), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o755, ("0/",), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o775, ("somebody's file",), OWN),
+    ],
+)
+def test_a_folder_of_others_stays_as_it_is(
+    tmp_path: Path, path: str, mode: int, holds: tuple[str, ...], instead: str
+) -> None:
+    *commands, text = advice(tmp_path, path, mode, holds=holds)
+    assert commands == [f"install -d -m 0700 -o worker {instead}"]
+    assert f'tiers.disk.path = "{instead}"' in text
+    assert "leave it as it is" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "holds"),
+    [
+        ("/srv/blocks", 0o777, ()),
+        ("/srv/blocks", 0o755, (LOCK_FILE, "0/")),
+        ("/srv/blocks", 0o755, (LOCK_FILE, f"1001/{'0' * 32}-{'1' * 32}/", f"1001/{'0' * 32}/")),
+        ("/mnt/nvme/blocks", 0o770, ()),
+        ("/var/lib/kvferry", 0o750, (LOCK_FILE,)),
+    ],
+)
+def test_a_folder_of_its_own_is_closed(tmp_path: Path, path: str, mode: int, holds: tuple[str, ...]) -> None:
+    *commands, _ = advice(tmp_path, path, mode, holds=holds)
+    assert commands == [f"chmod 0700 {path}"]
+
+
+def test_a_link_is_as_shared_as_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "var").mkdir()
+    (tmp_path / "srv").mkdir()
+    (tmp_path / "srv/blocks").symlink_to(tmp_path / "var")
+    *commands, _ = advice(tmp_path, "/srv/blocks", 0o755)
+    assert not any(one.startswith(("chown", "chmod")) for one in commands)
+
+
+def test_a_block_folder_of_another_user_is_his(tmp_path: Path, require: Callable[[object, str], None]) -> None:
+    require(os.geteuid() == 0, "root alone may give a folder away")
+    theirs = make_host(tmp_path, user=WORKER).path("/srv/blocks/7")
+    theirs.mkdir(parents=True)
+    os.chown(theirs, WORKER.uid + 1, -1)
+    *commands, _ = advice(tmp_path, "/srv/blocks", 0o755, holds=(LOCK_FILE,))
+    assert commands == ["install -d -m 0700 -o worker /srv/blocks/kvferry"]
+
+
+def test_a_device_or_a_file_is_not_to_be_removed(tmp_path: Path) -> None:
+    host = make_host(tmp_path, {"/dev/nvme0n1": ""}, user=me())
+    finding = check_disk_tier(host, needs_of('[tiers.disk]\npath = "/dev/nvme0n1"'), 0)
+    assert finding is not None
+    assert (finding.state, "rm " in finding.fix, OWN in finding.fix) == ("missing", False, True)

@@ -43,41 +43,23 @@ def on_disk(path: str, drop_in: str = "", *, fix: str = "") -> Case:
 
 CASES: Final = {
     "the project's own": Case("ok", npus=16),
-    "its drop-in": Case("ok", f"{PLACE}, user kvferry", drop_in=HOSTS, needs=ACROSS, npus=16),
     "other hosts": Case("missing", FORBIDS, "hosts.conf", needs=ACROSS, npus=16),
     "a store": Case("missing", FORBIDS, "hosts.conf", needs=STORE),
-    "a store that may be reached": Case("ok", drop_in=HOSTS, needs=STORE),
-    "IPv6 that is forbidden": Case(
-        "missing", FORBIDS, "hosts.conf", needs=ACROSS_V6, unit=f"{MORE}RestrictAddressFamilies=AF_UNIX AF_INET\n"
-    ),
-    "any address": Case("ok", needs=ACROSS, unit=f"{MORE}RestrictAddressFamilies=~AF_PACKET\n"),
     "the state folder": on_disk("/var/lib/kvferry/main"),
-    "below it": on_disk("/var/lib/blocks/main/x", "StateDirectory=blocks"),
     "above it": on_disk("/var/lib/kvferry", fix="ReadWritePaths=/var/lib/kvferry"),
-    "beside it": on_disk("/var/lib/other", fix="ReadWritePaths=/var/lib/other"),
     "a mount": on_disk("/mnt/blocks", fix="ReadWritePaths=/mnt/blocks"),
     "a mount that is given": on_disk("/mnt/blocks", "ReadWritePaths=/srv /mnt"),
-    "a mount that may lack": on_disk("/mnt/blocks", "ReadWritePaths=-/mnt/blocks"),
-    "a mount that nothing protects": on_disk("/mnt/blocks", "ProtectSystem=full"),
-    "a cache folder": on_disk("/var/cache/blocks", "CacheDirectory=blocks"),
     "a private folder": on_disk("/tmp/blocks", fix="a persistent tiers.disk.path"),  # noqa: S108  a name only
     "a home": on_disk("/home/worker/blocks", fix="outside of /home"),
     "more NPUs than named": Case(
         "missing", "DeviceAllow leaves out davinci16, davinci17", "DeviceAllow=/dev/davinci16 rw", npus=18
     ),
-    "every node": Case("ok", unit=f"{MORE}DeviceAllow=char-* rw\n", npus=16),
-    "enough memory": Case("ok", drop_in="MemoryMax=14G", needs=MEMORY),
     "too little memory": Case(
         "missing", "MemoryMax=13G is less than the 14.0 GiB", "MemoryMax=14G", "MemoryMax=13G", MEMORY
     ),
-    "no limit to its memory": Case("ok", drop_in="MemoryMax=infinity", needs=MEMORY),
-    "a part of the host's memory": Case("ok", drop_in="MemoryMax=90%", needs=MEMORY),
-    "time to drain": Case("ok", drop_in="TimeoutStopSec=1min 30s", needs=DRAINS),
     "too little time to drain": Case(
         "missing", "after 60 s, while transfers have 60 s", "TimeoutStopSec=80s", "TimeoutStopSec=1min", DRAINS
     ),
-    "all the time": Case("ok", drop_in="TimeoutStopSec=infinity", needs=DRAINS),
-    "no policy": Case("ok", unit=f"{MORE}DevicePolicy=auto\n", npus=16),
 }
 TAKES_AWAY: Final = {
     "LimitMEMLOCK=64M": "LimitMEMLOCK is 64M",
