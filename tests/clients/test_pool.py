@@ -114,7 +114,6 @@ def test_a_component_that_is_not_there_is_named() -> None:
 
 POOL: Final[dict[str, Any]] = {"tokens": 64, "page_size": 16}
 HEADS: Final[dict[str, Any]] = {"layers": 2, **POOL, "kv_heads": 2}
-LATENTS: Final[dict[str, Any]] = {**POOL, "qk_rope_head_dim": 8}
 MHA: Final = MhaSpec(first_layer=4, head_dim=16, v_head_dim=32, dtype="bfloat16", **HEADS)
 LITTLE: Final = MhaSpec(head_dim=8, dtype="float16", **HEADS)
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -163,16 +164,19 @@ def test_a_relative_path_holds_wherever_the_process_goes(
         find_runtime_dir("mine" if named else None)
 
 
-def test_those_that_one_may_enter_come_first(tmp_path: Path, require: Callable[[object, str], None]) -> None:
+@pytest.fixture
+def nodes() -> Iterator[Path]:
+    """Return a folder that everybody may enter, with those of two daemons, which their own group alone may."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
+        Path(folder).chmod(0o755)
+        for name in ("a", "b"):
+            make(Path(folder) / name)
+            (Path(folder) / name).chmod(0o750)
+        yield Path(folder)
+
+
+def test_those_that_one_may_enter_come_first(nodes: Path, require: Callable[[object, str], None]) -> None:
     require(os.geteuid() == 0, "root, to be another user")
-    for one in (tmp_path, *tmp_path.parents):
-        if one.stat().st_mode & 0o777 == 0o700:
-            one.chmod(0o711)
-    nodes = tmp_path / "nodes"
-    for name in ("a", "b"):
-        make(nodes / name)
-        (nodes / name).chmod(0o750)
-    nodes.chmod(0o755)
 
     def said() -> str:
         command = [sys.executable, "-c", AS_ANOTHER_USER, os.fspath(nodes)]

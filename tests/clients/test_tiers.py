@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvferry.clients import Client, new_request_id, pages, pages_wanted
@@ -148,10 +147,6 @@ def test_what_no_list_fills_is_not_what_the_tier_held_before() -> None:
         pool.close()
 
 
-UNIT = 4096
-"""What a block of SPEC takes in the arena."""
-
-
 @pytest.fixture
 def _empty(client: Client) -> Iterator[None]:
     """Empty the cache before and after a test."""
@@ -237,53 +232,3 @@ def test_watching_prints_a_line_a_change(daemon: Daemon, client: Client, pool: F
     assert (shown["kind"], shown["hashes"]) == ("stored", [hashes(1)[0].hex()])
     assert len(bytes.fromhex(shown["hashes"][0])) == HASH_BYTES
     assert watching.returncode == 130
-
-
-def test_blocks_on_disk_survive_a_restart_and_damage_is_a_miss(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "disk"
-    folder.mkdir(mode=0o700)
-    config = f'[tiers]\nhost_bytes = {8 * UNIT}\n[tiers.disk]\npath = "{folder}"\n'
-    names = hashes(6)
-    with kit.daemon(config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as client:
-        pool = Filled(client, name)
-        ids = client.allocate(name, 6)
-        content = pool.write(ids, seed=10)
-        cursor = client.cache_cursor()
-        client.wait_done(client.store(name, names, ids))
-        _until_on_disk(client, cursor, 6)
-        client.wait_done(client.offload(name, [pages(np.concatenate([ids, client.allocate(name, 2)]))]))
-        assert client.lookup(name, names, pin=False).disk == 6  # a snapshot took all the memory
-        pool.close()
-    files = sorted(folder.rglob("*"), key=lambda one: one.name)
-    by_name = {one.name.split(".")[0]: one for one in files if one.is_file()}
-    damaged = by_name[names[4].hex()]
-    bytes_on_disk = bytearray(damaged.read_bytes())
-    bytes_on_disk[-80] ^= 1
-    damaged.write_bytes(bytes_on_disk)
-    with kit.daemon(config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as client:
-        pool = Filled(client, name)
-        _until_on_disk(client, 1, 6)
-        found = client.lookup(name, names)
-        assert found.blocks == 6
-        others = client.allocate(name, 6)
-        operation = client.load(name, found.lease, others)
-        with pytest.raises(errors.CacheMissError, match="block 4 of 6 is gone"):
-            client.wait_done(operation)
-        assert operation.done is not None
-        assert operation.done.loaded == 4
-        assert pool.holds(others[:4], [one[:, :4] for one in content])
-        counters = client.status().counters
-        assert counters["tiers.disk.damaged_blocks"] == 1
-        assert not damaged.exists()
-        assert client.lookup(name, names, pin=False).blocks == 4
-        pool.close()
-
-
-def _until_on_disk(client: Client, cursor: int, count: int) -> None:
-    """Wait for the events that say so."""
-    while count > 0:
-        changes = client.cache_events(cursor, timeout_s=20)
-        assert changes.changes, "nothing reached the disk"
-        cursor = changes.cursor
-        on_disk = [one for one in changes.changes if (one.kind, one.tier) == ("stored", "disk")]
-        count -= sum(len(one.hashes) // HASH_BYTES for one in on_disk)

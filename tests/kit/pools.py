@@ -21,9 +21,6 @@ PAGE_SIZE: Final = 4
 SPEC: Final = MhaSpec(
     layers=2, first_layer=3, tokens=64, page_size=PAGE_SIZE, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32"
 )
-LARGER: Final = MhaSpec(
-    layers=2, first_layer=3, tokens=128, page_size=PAGE_SIZE, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32"
-)
 HYBRID: Final = HybridSwaSpec(
     full_layers=(0, 2),
     window_layers=(1,),

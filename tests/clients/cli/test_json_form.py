@@ -1,15 +1,14 @@
-"""Messages as people write them, what ``kvferry probe`` reads, and commands that read JSON."""
+"""Messages as people write them, and what ``kvferry probe`` reads."""
 
 from __future__ import annotations
 
 import json
 import string
-import subprocess
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.clients.cli.json_form import BodyWithIds, body_to_fields, object_from_json, request_from_fields
@@ -20,10 +19,7 @@ from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.limits import INT64_BYTES
 from kvferry.protocol.pool_messages import Allocated
 from kvferry.protocol.transfer_messages import Send
-from tests.clients.cli.json_commands import SPEC, JsonCommands
-from tests.clients.cli.test_planning import PLAN
 from tests.kit.devices import DEVICE
-from tests.kit.kvferry_command import COMMAND
 from tests.protocol.bodies import ids_for, structs_of
 from tests.protocol.samples import REQUESTS
 
@@ -177,40 +173,3 @@ def test_references_to_nothing(answers: Answers, given: str) -> None:
     with pytest.raises(InvalidFieldError) as refused:
         resolved([given], answers)
     assert refused.value.field == given
-
-
-BROKEN: Final = ("", "{", "[]", "null", "3", '"mha"', '{"kind":"mha",}', "{}x", "\x00", "[" * 100_000, "{'kind':'mha'}")
-
-
-@pytest.mark.parametrize("command", ["layout", "plan"])
-def test_what_is_no_json_object(commands: JsonCommands, command: str) -> None:
-    assert {commands.refused(command, text)[0] for text in BROKEN} == {"INVALID_FIELD"}
-    error = commands.made(command, "[]")["error"]
-    assert (error["detail"], "field" in error) == ("Expected `object`, got `array`", False)
-
-
-def test_standard_input_that_is_closed_is_an_empty_one() -> None:
-    program = [COMMAND, "plan", "-"]
-    shell = ["/bin/sh", "-c", 'exec "$@" <&-', "sh"]
-    ended = subprocess.run([*shell, *program], capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert "INVALID_FIELD" in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
-
-
-SCALARS: Final = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
-)
-JSON_VALUES: Final = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(max_size=5), SCALARS, max_size=3)
-
-
-@DEVICE.examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.dictionaries(st.sampled_from([*SPEC, "kv"]), JSON_VALUES),
-    st.sampled_from(["layout", "plan"]),
-    st.sampled_from([SPEC, PLAN]),
-)
-def test_any_json_gets_an_answer(
-    commands: JsonCommands, changes: dict[str, Any], command: str, base: dict[str, Any]
-) -> None:
-    commands.made(command, {**base, **changes})

@@ -21,6 +21,7 @@ from kvferry.clients.core.client_core import (
 )
 from kvferry.clients.core.followed import TierOperation, Transfer
 from kvferry.clients.core.held_pages import HeldPages
+from kvferry.clients.core.reconnection import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reconnection
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol import errors
 from kvferry.protocol.base import Body, Busy, ErrorReply, PageList, RequestBody
@@ -217,7 +218,7 @@ def test_one_that_settles_late_is_not_the_next_ones_end(core: ClientCore, body: 
 @pytest.mark.parametrize("before", [1, 2])
 def test_events_may_come_before_the_reply(core: ClientCore, before: int) -> None:
     transfer, outgoing = core.transfer(RECEIVE, IDS)
-    events = [finished(), SETTLED]
+    events: list[SingleEvent] = [finished(), SETTLED]
     assert [event(core, at, body) for at, body in enumerate(events[:before], 1)] == [transfer] * before
     assert reply(core, outgoing, Accepted()) is transfer
     assert states(transfer) == (("finished", True, False) if before == 1 else ("settled", True, True))
@@ -602,3 +603,40 @@ def test_what_is_held_is_what_was_taken_and_not_given_back(
         expected[pool] = expected[pool] | {*numbers} if taken else expected[pool] - {*numbers}
     for pool, pages in expected.items():
         assert set(held.compare(pool, "main", ids()).missing.tolist()) == pages
+
+
+GONE = errors.DaemonLostError("the daemon closed the session")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        GONE,
+        errors.OverloadedError("too many connect"),
+        errors.AccessDeniedError("the folder is being made"),
+        errors.NoSessionError("session 1 still has its socket", retryable=True),
+    ],
+)
+def test_what_passes_is_tried_again_at_growing_intervals_until_the_time_is_over(error: errors.KvferryError) -> None:
+    one = Reconnection(GONE, 100.0, 10.0)
+    assert one.pause_s(100.0) == 0.0
+    now, pauses = 100.0, []
+    while (ended := one.failed(error, now)) is None:
+        pauses.append(one.pause_s(now))
+        assert one.overdue(now) is None
+        now += pauses[-1]
+    assert pauses[:2] == pytest.approx([FIRST_PAUSE_S, 2 * FIRST_PAUSE_S])
+    assert pauses == sorted(pauses)
+    assert max(pauses) == pytest.approx(LONGEST_PAUSE_S)
+    assert now >= 110.0
+    assert isinstance(ended, errors.DaemonLostError)
+    assert error.detail in ended.detail
+    assert one.attempts == len(pauses) + 1
+
+
+def test_what_does_not_pass_ends_it_at_once() -> None:
+    one = Reconnection(GONE, 100.0, 10.0)
+    assert isinstance(one.failed(errors.NoSessionError("it has ended"), 100.0), errors.SessionLostError)
+    for error in (errors.SessionLostError("nothing of it"), errors.VersionMismatchError("protocol 3")):
+        assert one.failed(error, 100.0) is error
+    assert isinstance(one.overdue(110.0), errors.DaemonLostError)

@@ -123,6 +123,14 @@ def test_a_port_that_is_bound_and_not_listened_on_is_not_free(tmp_path: Path) ->
     assert (found.state, "Address already in use" in found.found) == ("missing", True)
 
 
+def test_a_whole_npu_host(tmp_path: Path) -> None:
+    found = by_name(npu_host(tmp_path))
+    assert exit_status(found.values()) == 0
+    assert found.keys() >= NPU_ONLY
+    assert {found[name].state for name in NPU_ONLY | {"torch_npu", "memlock"}} == {"ok"}
+    assert "npu" not in found
+
+
 def test_a_check_that_breaks_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_arguments: object) -> Finding:
         raise ZeroDivisionError("no cores")

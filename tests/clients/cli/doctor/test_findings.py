@@ -247,9 +247,9 @@ OF_NPUS: Final = {
 
 # -- torch_npu
 
-RELEASE_OF_TORCH: Final = "2.13.0"
+TORCH: Final = "2.13.0"
 NO_CANN: Final = TorchFound(
-    RELEASE_OF_TORCH, RELEASE_OF_TORCH, "importing torch_npu", "ImportError: libhccl.so: cannot open shared object file"
+    TORCH, TORCH, "importing torch_npu", "ImportError: libhccl.so: cannot open shared object file"
 )
 
 
@@ -263,22 +263,18 @@ def torch_without_npu(found: TorchFound, state: str | None, said: str = "", fix:
 
 OF_TORCH: Final = {
     "torch_npu": torch(
-        TorchFound("2.13.0+cpu", RELEASE_OF_TORCH, devices=8), "ok", "2.13.0 beside torch 2.13.0+cpu; torch sees 8 de"
+        TorchFound("2.13.0+cpu", TORCH, devices=8), "ok", "2.13.0 beside torch 2.13.0+cpu; torch sees 8 de"
     ),
     "no torch_npu": torch(TorchFound("2.13.0+cpu"), "missing", "not installed", "torch-npu==2.13.0 "),
-    "versions that do not fit": torch(
-        TorchFound(RELEASE_OF_TORCH, "2.7.1.post2", devices=8), "missing", "does not match"
-    ),
+    "versions that do not fit": torch(TorchFound(TORCH, "2.7.1.post2", devices=8), "missing", "does not match"),
     "torch_npu without CANN": torch(NO_CANN, "missing", "importing torch_npu fails: ImportError", "set_env.sh"),
     "a driver that hangs": torch(
-        TorchFound(RELEASE_OF_TORCH, RELEASE_OF_TORCH, "counting devices", "no answer within 2 s"),
+        TorchFound(TORCH, TORCH, "counting devices", "no answer within 2 s"),
         "missing",
         "no answer",
         "dmesg",
     ),
-    "torch_npu without devices": torch(
-        TorchFound(RELEASE_OF_TORCH, RELEASE_OF_TORCH), "missing", "no device", "ASCEND_RT_VISIBLE_DEVICES"
-    ),
+    "torch_npu without devices": torch(TorchFound(TORCH, TORCH), "missing", "no device", "ASCEND_RT_VISIBLE_DEVICES"),
     "no NPU, and a torch_npu that harms": torch_without_npu(
         NO_CANN, "warning", "so does a plain `import torch`", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     ),

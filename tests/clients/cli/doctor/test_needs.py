@@ -1,4 +1,4 @@
-"""What the configuration asks for, what the tiers need of a host; and no advice harms it."""
+"""What the configuration asks for, of the tiers' folders and of the unit; and no advice harms a host."""
 
 # ruff: noqa: S108  temporary folders are named, of hosts that are folders
 
@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import pytest
 
@@ -17,8 +17,9 @@ from kvferry.clients.cli.doctor.host import Host, User
 from kvferry.clients.cli.doctor.kernel import GIB
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
 from kvferry.clients.cli.doctor.tiers import check_disk_tier, check_master
+from kvferry.clients.cli.doctor.unit import check_unit, check_unit_environment, read_unit
 from kvferry.pools.tiers.block_file import LOCK_FILE
-from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, WORKER, make_host, needs_of
+from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, WORKER, make_host, needs_of, npu_files
 
 FULL: Final = """
 [pools]
@@ -86,13 +87,13 @@ def disk_host(root: Path, mode: int, user: User = ME) -> Host:
     return make_host(root, user=user)
 
 
-def on_disk(max_bytes: int = 1 << 20) -> Needs:
+def tier_of(max_bytes: int = 1 << 20) -> Needs:
     return needs_of(f'[tiers.disk]\npath = "/srv/blocks"\nmax_bytes = {max_bytes}')
 
 
 @pytest.mark.parametrize(("used_bytes", "state"), [(0, "warning"), (1 << 61, "ok")])
 def test_space(tmp_path: Path, used_bytes: int, state: str) -> None:
-    finding = check_disk_tier(disk_host(tmp_path, 0o700), on_disk(1 << 50), used_bytes)
+    finding = check_disk_tier(disk_host(tmp_path, 0o700), tier_of(1 << 50), used_bytes)
     assert finding is not None
     assert finding.state == state
     assert "tiers.disk.max_bytes is 1048576.0 GiB" in finding.found
@@ -202,3 +203,102 @@ def test_a_device_or_a_file_is_not_to_be_removed(tmp_path: Path) -> None:
     finding = check_disk_tier(host, needs_of('[tiers.disk]\npath = "/dev/nvme0n1"'), 0)
     assert finding is not None
     assert (finding.state, "rm " in finding.fix, OWN in finding.fix) == ("missing", False, True)
+
+
+FOLDER: Final = Path(__file__).parents[4] / "systemd"
+OURS: Final = (FOLDER / "kvferry@.service").read_text()
+HOSTS: Final = (FOLDER / "hosts.conf").read_text()
+PLACE: Final = "/etc/systemd/system/kvferry@.service"
+HERE: Final = needs_of()
+ACROSS: Final = needs_of('[peers]\nlisten = "tcp://127.0.0.1:7801"')
+STORE: Final = needs_of('[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"')
+MEMORY: Final = needs_of('[pools]\nmax_bytes = "8GiB"\n[tiers]\nhost_bytes = "4GiB"')
+DRAINS: Final = needs_of("[service]\ndrain_timeout_s = 60")
+FORBIDS: Final = "forbids the daemon to reach other hosts"
+MORE: Final = "[Service]\nExecStart=kvferry daemon\nLimitMEMLOCK=infinity\n"
+
+
+class Case(NamedTuple):
+    """What must be found of a unit with a drop-in, on a host with NPUs or without."""
+
+    state: str
+    found: str = ""
+    fix: str = ""
+    drop_in: str = ""
+    needs: Needs = HERE
+    npus: int = 0
+    unit: str = OURS
+
+
+def on_disk(path: str, drop_in: str = "", *, fix: str = "") -> Case:
+    return Case("missing" if fix else "ok", "", fix, drop_in, needs_of(f'[tiers.disk]\npath = "{path}"'), npus=2)
+
+
+CASES: Final = {
+    "the project's own": Case("ok", npus=16),
+    "other hosts": Case("missing", FORBIDS, "hosts.conf", needs=ACROSS, npus=16),
+    "a store": Case("missing", FORBIDS, "hosts.conf", needs=STORE),
+    "the state folder": on_disk("/var/lib/kvferry/main"),
+    "above it": on_disk("/var/lib/kvferry", fix="ReadWritePaths=/var/lib/kvferry"),
+    "a mount": on_disk("/mnt/blocks", fix="ReadWritePaths=/mnt/blocks"),
+    "a mount that is given": on_disk("/mnt/blocks", "ReadWritePaths=/srv /mnt"),
+    "a private folder": on_disk("/tmp/blocks", fix="a persistent tiers.disk.path"),
+    "a home": on_disk("/home/worker/blocks", fix="outside of /home"),
+    "more NPUs than named": Case(
+        "missing", "DeviceAllow leaves out davinci16, davinci17", "DeviceAllow=/dev/davinci16 rw", npus=18
+    ),
+    "too little memory": Case(
+        "missing", "MemoryMax=13G is less than the 14.0 GiB", "MemoryMax=14G", "MemoryMax=13G", MEMORY
+    ),
+    "too little time to drain": Case(
+        "missing", "after 60 s, while transfers have 60 s", "TimeoutStopSec=80s", "TimeoutStopSec=1min", DRAINS
+    ),
+}
+TAKES_AWAY: Final = {
+    "LimitMEMLOCK=64M": "LimitMEMLOCK is 64M",
+    "LimitMEMLOCK=": "LimitMEMLOCK is not set",
+    "DeviceAllow=\nDeviceAllow=/dev/davinci0 rw": "leaves out davinci1, davinci_manager",
+    "DeviceAllow=\nDevicePolicy=closed": "leaves out davinci0",
+    "DeviceAllow=\nDeviceAllow=char-davinci r": "leaves out davinci0",
+}
+CASES.update({f"drop-in {one!r}": Case("missing", said, "", one, npus=2) for one, said in TAKES_AWAY.items()})
+CASES.update({f"drop-in {one!r} without NPUs": Case("ok", drop_in=one) for one in TAKES_AWAY})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_unit_permits(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    files = {PLACE: case.unit, f"{PLACE}.d/x.conf": f"[Service]\n{case.drop_in}\n"}
+    host = make_host(tmp_path, files | (npu_files(case.npus) if case.npus else {}))
+    finding = check_unit(host, case.needs, npu=bool(case.npus))
+    assert finding.state == case.state
+    assert case.found in finding.found
+    assert case.fix in finding.fix
+    assert bool(finding.fix) is (case.state != "ok")
+
+
+def test_not_installed(tmp_path: Path) -> None:
+    assert check_unit(make_host(tmp_path), HERE, npu=False).found == "systemd is not running here"
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    finding = check_unit(make_host(tmp_path), HERE, npu=False)
+    assert (finding.state, "kvferry systemd --install" in finding.fix) == ("warning", True)
+
+
+def test_drop_ins_in_systemds_order(tmp_path: Path) -> None:
+    files = {
+        "/usr/lib/systemd/system/kvferry@.service": "[Service]\n# a comment = 1\nUser=a\nExecStart=x \\\n  y\n",
+        "/usr/lib/systemd/system/kvferry@.service.d/10.conf": "User=b\n",
+        "/etc/systemd/system/kvferry@.service.d/20.conf": "User=c\n",
+        "/usr/lib/systemd/system/kvferry@.service.d/20.conf": "User=hidden\nGroup=hidden\n",
+        "/etc/systemd/system/kvferry@.service.d/30.conf.off": "User=d\n",
+    }
+    unit = read_unit(make_host(tmp_path, files))
+    assert unit is not None
+    assert unit.path == "/usr/lib/systemd/system/kvferry@.service"
+    assert unit.settings == {"User": ["a", "b", "c"], "ExecStart": ["x    y"]}
+
+
+def test_no_service_reads_set_env(tmp_path: Path) -> None:
+    given = {f"{PLACE}.d/cann.conf": "[Service]\nEnvironmentFile=/etc/kvferry/cann.env\n"}
+    found = [check_unit_environment(make_host(tmp_path, files)) for files in ({}, {PLACE: OURS}, given)]
+    assert [one and one.state for one in found] == [None, "warning", "ok"]
