@@ -184,3 +184,13 @@ def test_a_file_that_changes_meanwhile_is_refused(model: Path, monkeypatch: pyte
 def test_an_adapter_that_is_not_here_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidFieldError, match="adapter"):
         adapter_revision(str(tmp_path / "none"))
+
+
+def test_the_digest_of_a_file_that_changed_only_just_now_is_not_kept(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another content of it could have the same time."""
+    file = model / "model.safetensors"
+    monkeypatch.setattr(time, "time_ns", lambda: file.stat().st_ctime_ns)
+    assert revision(file)
+    assert [entry.stat().st_size for entry in cache.iterdir()] == [0]

@@ -174,13 +174,15 @@ def memory() -> Iterator[Memory]:
 # -- steps
 
 
-def test_recording_stores_the_value_and_then_wakes_the_daemon(memory: Memory) -> None:
+def test_recording_stores_the_value_and_then_wakes_the_daemon(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    wake, seen = os.eventfd_write, list[list[int]]()
+    monkeypatch.setattr(os, "eventfd_write", lambda fd, by: (seen.append(memory.counters), wake(fd, by)))
     with memory.ring() as ring:
         first, second = ring.step(0, 1), ring.step(1, 1)
         assert memory.wake_ups() == 0
         ring.record(second)
         assert (memory.counters[first.event], memory.counters[second.event]) == (0, second.value)
-        assert memory.wake_ups() == 1
+        assert (memory.wake_ups(), seen) == (1, [memory.counters])
         ring.record(first)
         assert memory.counters[first.event] == first.value
         assert memory.wake_ups() == 1
