@@ -23,7 +23,7 @@ from tests.kit.pools import SPEC
 
 @pytest.fixture
 def second(daemon: Daemon) -> Iterator[Client]:
-    """Return another session of ``first``'s instance."""
+    """Return the session of an instance's scheduler, beside its worker's."""
     with Client.connect(daemon.runtime_dir, name="scheduler", instance="engine") as one:
         yield one
 
@@ -171,7 +171,7 @@ def memory() -> Iterator[Memory]:
     os.close(one.eventfd)
 
 
-# -- steps
+# -- event rings alone
 
 
 def test_recording_stores_the_value_and_then_wakes_the_daemon(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_a_closed_ring_records_nothing(memory: Memory) -> None:
     assert memory.wake_ups() == 0
 
 
-# -- with a daemon
+# -- event rings with a daemon
 
 
 def test_a_transfer_is_made_only_once_its_pages_are_in_use_no_more(client: Client, pool: str) -> None:

@@ -245,7 +245,7 @@ def requests(draw: st.DrawFn) -> Request:
     return Request(page_size, random_pages(draw(SEEDS), count), position, tokens)
 
 
-# -- there and back
+# -- token slots and pages, there and back
 
 
 @given(requests())
@@ -259,7 +259,7 @@ def test_slots_give_their_pages_and_pages_their_slots(one: Request) -> None:
     assert slots_from_pages(spare, one.page_size, one.tokens, position=one.position).tolist() == one.slots
 
 
-# -- what is refused
+# -- which slots are none of a request
 
 
 @given(requests(), st.data())
