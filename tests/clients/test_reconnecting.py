@@ -282,7 +282,7 @@ def test_a_daemon_that_begins_anew(kind: type[Client | AsyncClient]) -> None:
 def test_a_command_waits_for_the_daemon(words: list[str], expected: str) -> None:
     with kit.daemon(CONFIG) as first:
         first.kill()
-        command = [COMMAND, *words, "--wait", "60", "--runtime-dir", first.runtime_dir]
+        command = [str(COMMAND), *words, "--wait", "60", "--runtime-dir", str(first.runtime_dir)]
         waiting = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert waiting.stderr is not None
         assert "waiting for a daemon, at most 60 s" in waiting.stderr.readline()

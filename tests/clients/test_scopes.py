@@ -176,7 +176,12 @@ def memory() -> Iterator[Memory]:
 
 def test_recording_stores_the_value_and_then_wakes_the_daemon(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     wake, seen = os.eventfd_write, list[list[int]]()
-    monkeypatch.setattr(os, "eventfd_write", lambda fd, by: (seen.append(memory.counters), wake(fd, by)))
+
+    def waking(fd: int, by: int) -> None:
+        seen.append(memory.counters)
+        wake(fd, by)
+
+    monkeypatch.setattr(os, "eventfd_write", waking)
     with memory.ring() as ring:
         first, second = ring.step(0, 1), ring.step(1, 1)
         assert memory.wake_ups() == 0

@@ -147,6 +147,7 @@ def advice(root: Path, path: str, mode: int, *, holds: tuple[str, ...] = (), par
         ("/srv", 0o755, (), "/srv/kvferry"),
         ("/home/worker", 0o755, (), "/home/worker/kvferry"),
         ("/mnt/nvme", 0o755, ("lost+found",), "/mnt/nvme/kvferry"),
+        ("/srv/homes", 0o755, (), "/srv/homes/kvferry"),
         ("/srv/homes/other", 0o755, (), "/srv/homes/other/kvferry"),
         ("/srv/blocks", 0o755, ("somebody's file",), "/srv/blocks/kvferry"),
         ("/srv/blocks", 0o1777, (LOCK_FILE,), "/srv/blocks/kvferry"),
