@@ -221,7 +221,7 @@ def test_what_cannot_be_compared_is_named(tensors: Any, error: type[KvferryError
     assert refused.value.field == field
 
 
-@pytest.mark.parametrize("kind", ["array", "tensor"])
+@pytest.mark.parametrize("kind", ["array", pytest.param("tensor", marks=pytest.mark.full)])
 def test_shared_memory_is_held_by_its_arrays(kind: str) -> None:
     """Whoever made it need not keep it: its descriptor is there as long as one of them is."""
     shape = (2, 5, 16, 2, 8)
