@@ -319,6 +319,15 @@ def test_a_batch_is_answered_part_by_part(core: ClientCore) -> None:
     assert core.pending == 0
 
 
+def test_an_event_that_comes_early_waits_for_its_own_batch(core: ClientCore) -> None:
+    asked = [core.operation(Store(pool="prefill", hashes=bytes(32), pages=2), IDS) for _ in range(2)]
+    batches = [core.batch([outgoing]) for _, outgoing in asked]
+    assert event(core, 1, TierDone(operation=7, kind="store")) is None
+    for number, batch in zip((6, 7), batches, strict=True):
+        reply(core, batch, Batched(results=(OperationStarted(operation=number),)))
+    assert [one.is_done for one, _ in asked] == [False, True]
+
+
 @pytest.mark.parametrize(
     "body",
     [
