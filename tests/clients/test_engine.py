@@ -106,19 +106,10 @@ def test_what_a_step_collects_is_refused_where_the_client_is_given_up(engine: En
     assert isinstance(waiting.error, ClientClosedError)
 
 
-@pytest.mark.parametrize("said", [False, True])
-def test_a_word_waits_for_the_daemon_to_be_back(engine: Engine, kept_daemon: Daemon, *, said: bool) -> None:
-    """Also one that was ``said`` to a daemon that was killed before it read it."""
+def test_a_word_waits_for_the_daemon_to_be_back(engine: Engine, kept_daemon: Daemon) -> None:
     request_id = new_request_id()
-    word = asked(Abandon(request_id=request_id, direction="receive", reason="nobody comes"))
-    if said:
-        with kept_daemon.stopped():
-            engine.say(word)
-            engine.poll()
-            kept_daemon.kill()
-    else:
-        kept_daemon.end()
-        engine.say(word)
+    kept_daemon.end()
+    engine.say(asked(Abandon(request_id=request_id, direction="receive", reason="nobody comes")))
     kept_daemon.start()
     with contextlib.closing(Client.connect(kept_daemon.runtime_dir)) as peer:
         peer.create_pool("kv", SPEC)

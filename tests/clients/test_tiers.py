@@ -221,6 +221,7 @@ def test_the_command_line(daemon: Daemon, client: Client, pool: Filled, capsys: 
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("_empty")
 def test_watching_prints_a_line_a_change(daemon: Daemon, client: Client, pool: Filled) -> None:
     cursor = client.cache_cursor()
     command = [sys.executable, "-P", "-m", "kvferry.clients.cli.main", "cache", "watch", "--from", str(cursor)]
