@@ -74,7 +74,7 @@ def transfer_of(topology: Topology, seed: int) -> Transfer:
         end_tokens=(topology.tokens, topology.tokens),
         sent_state=state_of(topology, topology.source_window or tiny.window, 0),
         wanted_state=state_of(topology, tiny.window, topology.prefix_pages * PAGE_SIZE),
-        cuts={one.layers[0]: chunk_ends for one in sources},
+        cuts=[chunk_ends] * len(sources),
         turns=[*turns, *range(len(sources), len(sources) + len(receive_requests))],
         fault="",
         seed=seed,

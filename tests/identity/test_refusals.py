@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Final, NamedTuple
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvferry.clients import AttachedPool, Client, Pages, new_request_id, no_pages, pages
+from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.geometry import rank_heads
+from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 from tests.identity.topologies import REFUSALS, Refusal
+from tests.kit.transfers import FIRST, Engine, TransferHarness
 
 MHA: Final = MhaSpec(layers=2, tokens=32, page_size=4, kv_heads=4, head_dim=16, dtype="bfloat16")
 HALF: Final = replace(MHA, kv_heads=2, total_heads=4)
@@ -28,14 +31,13 @@ STATES: Final = MambaSpec(
 )  # fmt: skip
 TOKENS: Final = 8
 WINDOW_START: Final = 5
-DEADLINE_S: Final = 10.0
 
 
 class Case(NamedTuple):
     """Pools that do not fit, or lists that do not.
 
     Attributes:
-        transfer: the receiving pool's spec.
+        receive_request: the receiving pool's spec.
         sources: the sending pools' specs; the last one's SEND is the one refused.
         expected: how many sources the transfer is told.
         is_open: whether chunks follow after each SEND but the refused one.
@@ -94,85 +96,62 @@ CASES: Final = {
 """What is refused on a SEND; the heads that do not divide never get that far."""
 
 
-class Side:
-    """One side's pools, deleted at the end."""
+class Party(Engine):
+    """One side's pool, with what it names of it."""
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self._pools: list[AttachedPool] = []
-        self._taken: list[tuple[str, PageIds, str]] = []
-
-    def create(self, spec: PoolSpec) -> AttachedPool:
-        """Create a pool."""
-        pool = self.client.create_pool(f"refused-{id(self)}-{len(self._pools)}", spec)
-        self._pools.append(pool)
-        return pool
-
-    def lists(self, pool: AttachedPool, case: Case, *, is_source: bool) -> list[Pages]:
-        """Return a list for each component of a pool that has lists of its own."""
-        lists = []
+    def __init__(self, harness: TransferHarness, spec: PoolSpec, case: Case, *, is_source: bool) -> None:
+        session, pool = harness.session(), harness.pool_of(f"pool{len(harness.pools)}", manifest_of(spec))
+        super().__init__(harness, session, pool, np.empty(0, np.int64))
+        self.lists: list[tuple[PageList, PageIds]] = []
+        tokens, first_page = (case.tokens, case.first_page) if is_source else (TOKENS, WINDOW_START)
         for one in pool.manifest.components:
-            if one.name == "draft":
-                continue
-            if one.kind == "state" and is_source and case.no_state:
-                lists.append(no_pages(one.name))
-                continue
-            ids = self.client.allocate(pool.name, 1 if one.kind == "state" else -(-TOKENS // pool.page_size), one.space)
-            self._taken.append((pool.name, ids, one.space))
-            tokens = case.tokens if is_source else TOKENS
-            start = case.first_page if is_source else WINDOW_START
-            lists.append(
-                pages(ids, tokens=tokens)
-                if one.kind == "paged"
-                else pages(ids, first_page=start if one.kind == "window" else 0, component=one.name)
+            none = one.kind == "state" and is_source and case.no_state
+            count = 0 if none else 1 if one.kind == "state" else -(-TOKENS // spec.page_size)
+            listed = PageList(
+                component=one.name,
+                first_page=None if none else first_page if one.kind == "window" else 0,
+                pages=count,
+                tokens=tokens if one.kind == "paged" else None,
+                none=none,
             )
-        return lists
+            if one.name != "draft":
+                self.lists.append(
+                    (listed, pool.allocator_of(one.name).allocate(session, count) if count else self.pages)
+                )
 
-    def close(self) -> None:
-        """Give everything back."""
-        for pool, ids, space in self._taken:
-            self.client.free(pool, ids, space)
-        for one in self._pools:
-            one.close()
-            self.client.delete_pool(one.name)
-
-
-@pytest.fixture
-def sides(prefill: Client, decode: Client) -> Iterator[tuple[Side, Side]]:
-    """Return prefill's side and decode's."""
-    made = Side(prefill), Side(decode)
-    yield made
-    for one in made:
-        one.close()
+    @property
+    def busy(self) -> list[int]:
+        """Return how many pages of each space are held."""
+        return [one.busy_count for one in self.pool.allocators.values()]
 
 
+@FIRST
 @pytest.mark.parametrize("refusal", [one for one in REFUSALS if one.name in CASES], ids=lambda one: one.name)
-def test_what_does_not_fit_is_refused(refusal: Refusal, sides: tuple[Side, Side]) -> None:
-    case, request_id = CASES[refusal.name], new_request_id()
-    prefill, decode = sides
-    pool = decode.create(case.receive_request)
-    lists = decode.lists(pool, case, is_source=False)
-    receive_request = decode.client.receive(
-        pool.name, request_id, lists, sources=case.expected or len(case.sources), deadline_s=DEADLINE_S
-    )
-    sent = []
-    for number, spec in enumerate(case.sources, 1):
-        source = prefill.create(spec)
-        is_last = number == len(case.sources) or not case.is_open
-        ours = prefill.lists(source, case, is_source=True)
-        sent.append(prefill.client.send(source.name, request_id, ours, last=is_last, deadline_s=DEADLINE_S))
-    with pytest.raises(KvferryError) as error:
-        prefill.client.wait_finished(sent[-1])
-    assert error.value.code == refusal.code
-    assert [one.error for one in sent[:-1]] == [None] * (len(sent) - 1)
-    assert decode.client.result(pool.name, request_id, "receive").state == "open"
-    decode.client.cancel(receive_request)
-    for one in sent:
-        prefill.client.wait_settled(one)
+def test_what_does_not_fit_is_refused(refusal: Refusal, first: str) -> None:
+    """The last message is, whoever's it is; those before it wait on."""
+    case, harness = CASES[refusal.name], TransferHarness()
+    decode = Party(harness, case.receive_request, case, is_source=False)
+    sources = [Party(harness, spec, case, is_source=True) for spec in case.sources]
+    speakers = [decode, *sources] if first == "receive" else [*sources, decode]
+    for speaker in speakers:
+        before = [(one.busy, one.told) for one in speakers]
+        with pytest.raises(KvferryError) if speaker is speakers[-1] else nullcontext() as refused:
+            if speaker is decode:
+                decode.receive(ids=decode.lists, sources=case.expected or len(sources))
+            else:
+                is_last = speaker is sources[-1] or not case.is_open
+                speaker.send(ids=speaker.lists, last=is_last)
+    assert refused is not None
+    assert refused.value.code == refusal.code
+    assert [(one.busy, one.told) for one in speakers] == before
+    harness.pass_time(1000)
+    harness.transport.finish_all()
+    assert [one.told for one in speakers] == ["DEADLINE settled"] * (len(speakers) - 1) + [""]
 
 
 def test_heads_that_do_not_divide_are_refused_before_there_is_a_pool() -> None:
-    [refusal] = [one for one in REFUSALS if one.name not in CASES]
-    with pytest.raises(KvferryError) as error:
-        rank_heads(total_heads=4, tp_size=3, rank=0)
-    assert error.value.code == refusal.code
+    (refusal,) = [one for one in REFUSALS if one.name not in CASES]
+    for heads, ranks in ((4, 3), (3, 2), (8, 3), (6, 4)):
+        with pytest.raises(KvferryError, match=f"{heads} KV heads over {ranks} ranks") as error:
+            rank_heads(total_heads=heads, tp_size=ranks, rank=0)
+        assert error.value.code == refusal.code

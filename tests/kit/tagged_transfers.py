@@ -84,7 +84,8 @@ class Model(NamedTuple):
     wrong_scale: bool = False
     """Whether the model's last head has another scale than it should."""
     joined: bool = False
-    """Whether latent and rope of a token are one row."""
+    """Whether latent and rope of a token, or k and v, are one row."""
+    heads_first: bool = False
 
     def head_scales(self, layer: int, role: str, heads: list[int]) -> tuple[float, ...]:
         """Return the fixed scales of some heads of a layer; draft layers are numbered from 100."""
@@ -143,9 +144,11 @@ def arrays_of(model: Model, stage: Stage) -> dict[Key, Array]:
 def _keys_and_values(model: Model, size: int) -> dict[str, Array]:
     k_dim, v_dim = model.dims
     if model.joined:
-        return {"k": Array(model.page_size, model.heads, (k_dim + v_dim) * size)}
+        return {"k": Array(model.page_size, model.heads, (k_dim + v_dim) * size, model.heads_first)}
     widths = {"k": k_dim, "v": v_dim}
-    return {role: Array(model.page_size, model.heads, dim * size) for role, dim in widths.items()}
+    return {
+        role: Array(model.page_size, model.heads, dim * size, model.heads_first) for role, dim in widths.items()
+    }
 
 
 def spec_of(model: Model, stage: Stage, pages: int, view: Literal["paged", "fia"]) -> PoolSpec:
@@ -166,10 +169,12 @@ def spec_of(model: Model, stage: Stage, pages: int, view: Literal["paged", "fia"
     heads: dict[str, Any] = {
         "kv_heads": len(held), "head_start": held[0], "total_heads": model.heads, "head_dim": model.dims[0],
         "v_head_dim": model.dims[1], "dtype": model.dtype, "tokens": tokens, "page_size": model.page_size,
-        "replicas": max(1, stage.rank.size // model.heads), "view": view, **_scales_of(model, ours, held, ""),
+        "replicas": max(1, stage.rank.size // model.heads), "view": "hnd" if model.heads_first else view,
+        **_scales_of(model, ours, held, ""),
     }  # fmt: skip
     if model.kind == "mha":
-        return MhaSpec(layers=len(ours), first_layer=ours[0], draft=draft, **heads)
+        heads["packing"] = "rows" if model.joined and model.heads_first else None
+        return MhaSpec(layers=len(ours), first_layer=ours[0], draft=draft, joined=model.joined, **heads)
     if model.kind == "hybrid_swa":
         windows = max(pages, -(-model.window // model.page_size)) * model.page_size
         return HybridSwaSpec(
@@ -258,7 +263,7 @@ class Transfer(NamedTuple):
             not.
         sent_state: the window's or state's list at the sources.
         wanted_state: the same at the receive requests.
-        cuts: after how many pages of main each stage cuts its chunks, by its first layer.
+        cuts: after how many pages of main each source cuts its chunks.
         turns: who speaks next: sources from 0 on, then receive requests.
         fault: what is wrong.
         seed: of the page maps.
@@ -272,7 +277,7 @@ class Transfer(NamedTuple):
     end_tokens: tuple[int | None, int | None]
     sent_state: Window
     wanted_state: Window
-    cuts: dict[int, list[int]]
+    cuts: list[list[int]]
     turns: list[int]
     fault: str
     seed: int
@@ -308,9 +313,8 @@ def transfers(draw: st.DrawFn) -> Transfer:
     sources = draw(_stages(layers, size))
     receive_requests = draw(st.permutations(draw(_stages(model.all_layers, other_size))))[: draw(st.integers(1, 3))]
     sent, wanted, end_tokens, windows = draw(_lists(model, fault))
-    speakers = [n for n, _ in enumerate(sources)]
-    cuts = {one.layers[0]: draw(_cuts(len(sent))) for one in sources}
-    turns = [n for n in speakers for _ in range(1 + len(cuts[sources[n].layers[0]]))]
+    cuts = [draw(_cuts(len(sent))) for _ in sources]
+    turns = [n for n, its in enumerate(cuts) for _ in range(1 + len(its))]
     turns += range(len(sources), len(sources) + len(receive_requests))
     return Transfer(
         model, sources, receive_requests, sent, wanted, end_tokens, *windows, cuts, draw(st.permutations(turns)), fault,
@@ -329,7 +333,7 @@ def models(draw: st.DrawFn) -> Model:
     indexed = draw(st.sets(st.sampled_from(layers), min_size=1)) if kind == "mla" and draw(st.booleans()) else set()
     conv = draw(st.sampled_from([None, (3, 2), (1, 5)]))
     dtype = draw(st.sampled_from(["int8", "int8", "bfloat16", "float32"]))
-    scaled = dtype == "int8" and kind != "mla"
+    scales = draw(st.sampled_from([None, "head", "page", "page_head"])) if dtype == "int8" and kind != "mla" else None
     return Model(
         kind=kind,
         page_size=draw(st.integers(1, 4)),
@@ -344,8 +348,9 @@ def models(draw: st.DrawFn) -> Model:
         index_scale=bool(indexed) and draw(st.booleans()),
         conv=conv,
         ssm=draw(st.sampled_from([(2, 3), (1, 1)])) if conv is None or draw(st.booleans()) else None,
-        scales=draw(st.sampled_from([None, "head", "page", "page_head"])) if scaled else None,
-        joined=kind == "mla" and draw(st.booleans()),
+        scales=scales,
+        joined=scales is None and kind in {"mha", "mla"} and draw(st.booleans()),
+        heads_first=scales is None and kind == "mha" and draw(st.booleans()),
     )
 
 

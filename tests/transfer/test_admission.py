@@ -6,31 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 import pytest
 
-from kvferry.daemon.transfer import admission
 from kvferry.protocol.errors import (
     DuplicatePageError,
     FirstTokenTwiceError,
-    GeometryMismatchError,
     IncompleteError,
     KvferryError,
     LengthMismatchError,
     NotOwnerError,
     PageBusyError,
     PageGapError,
-    PageOverlapError,
-    TooLargeError,
     TransferExistsError,
-    UncoveredEntryError,
     UnexpectedSourceError,
 )
-from tests.kit.transfers import FIRST, ORDERS, PAGE_BYTES, Engine, Pair, TransferHarness, layers
-
-pytestmark = pytest.mark.any_device
-
+from tests.kit.transfers import FIRST, ORDERS, PAGE_BYTES, Engine, Pair, layers
 
 Said: TypeAlias = tuple[int, int | None]
 
@@ -70,15 +61,6 @@ class Refusing(Pair):
 def pair() -> Refusing:
     """Return two engines that have not spoken."""
     return Refusing()
-
-
-def test_the_chunks_of_a_transfer_are_bounded(pair: Refusing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MAX_CHUNKS", 3)
-    for _ in range(3):
-        pair.prefill.send(ids={}, last=False)
-    with pytest.raises(TooLargeError, match="larger chunks") as refused:
-        pair.prefill.send(ids={})
-    assert refused.value.field == "last"
 
 
 @pytest.mark.parametrize("first_page", [0, 1, 3])
@@ -130,14 +112,6 @@ def test_both_sides_must_mean_the_same_pages(
         late(stop=wrong_stop, tokens=wrong_tokens)
     late(stop=stop, tokens=tokens if first == "send" else None)
     pair.end_well()
-
-
-@pytest.mark.parametrize("first_page", [0, 1])
-def test_a_hole_in_front_is_found_at_the_end(pair: Refusing, first_page: int) -> None:
-    pair.decode.receive(0, 4, first_page=first_page)
-    pair.prefill.send(1 + first_page, 2 + first_page, last=False)
-    with pair.refuses(IncompleteError, "lists"):
-        pair.prefill.send(2 + first_page, 4 + first_page)
 
 
 @pytest.mark.parametrize("chunks", [[5], [2, 3], [1, 1, 1, 2], [3, 2]])
@@ -221,25 +195,6 @@ def test_one_stage_of_a_receive_carries_the_first_token(staged: Stages, order: s
         staged.speak(order[-1], *tokens)
 
 
-@pytest.mark.parametrize("order", ["r01", "0r1", "01r"])
-@pytest.mark.parametrize(
-    ("first_layers", "other", "pages", "error"),
-    [
-        (2, layers(2, first=1), 3, PageOverlapError),
-        (2, layers(1, first=2), 2, IncompleteError),
-        (1, layers(1, first=1), 3, UncoveredEntryError),
-    ],
-    ids=["overlapping", "incomplete", "uncovered"],
-)
-def test_stages_that_do_not_make_a_whole(
-    staged: Stages, order: str, first_layers: int, other: list[Any], pages: int, error: type[KvferryError]
-) -> None:
-    staged.stages = [staged.harness.engine("first", layers(first_layers)), staged.harness.engine("second", other)]
-    staged.speak(order[:-1], {}, {"stop": pages})
-    with staged.refuses(error, "lists"):
-        staged.speak(order[-1], {}, {"stop": pages})
-
-
 def test_more_sources_than_the_receive_expects(staged: Stages) -> None:
     third = staged.harness.engine("third", layers(3))
     staged.decode.receive(sources=2)
@@ -247,33 +202,6 @@ def test_more_sources_than_the_receive_expects(staged: Stages) -> None:
     staged.stages[1].send(0, 2, last=False)
     with staged.refuses(UnexpectedSourceError, "request_id"):
         third.send()
-
-
-def test_more_waiting_sends_than_the_receive_expects(staged: Stages) -> None:
-    for stage in staged.stages:
-        stage.send()
-    with staged.refuses(UnexpectedSourceError, "sources"):
-        staged.decode.receive(sources=1)
-    staged.decode.receive(sources=2)
-    staged.end_well(staged.decode)
-
-
-@pytest.mark.parametrize("complete", [True, False])
-def test_one_stage_dies(staged: Stages, *, complete: bool) -> None:
-    done, other = staged.stages
-    staged.decode.receive(sources=2)
-    done.send()
-    other.send(0, 1, last=False)
-    if complete:
-        done.lose()
-        other.send(1)
-        staged.end_well(staged.decode, other)
-    else:
-        other.lose()
-        assert (staged.decode.told, done.told) == ("PEER_LOST", "PEER_LOST")
-        staged.finish()
-        assert staged.decode.told == "PEER_LOST settled"
-        assert other.pool.allocator.idle
 
 
 @pytest.mark.parametrize("receives_before", [0, 1, 2])
@@ -294,78 +222,6 @@ def test_two_receives_take_the_same_pages(pair: Refusing, receives_before: int) 
         assert one.content == pair.prefill.content
         assert one.finished.first_token == 3
     assert pair.prefill.finished.moved_bytes == 2 * pair.decode.finished.moved_bytes
-
-
-def test_one_of_two_receives_dies(pair: Refusing) -> None:
-    second = pair.harness.engine("second", count=6)
-    pair.prefill.send(0, 2, destinations=2, last=False)
-    for decode in (pair.decode, second):
-        decode.receive()
-    pair.decode.lose()
-    assert pair.prefill.told == ""
-    pair.prefill.send(2)
-    pair.end_well(second)
-    assert pair.prefill.told == "PEER_LOST settled"
-    assert pair.decode.pool.allocator.idle
-
-
-def test_a_third_receive_waits_for_another_send(pair: Refusing) -> None:
-    second = pair.harness.engine("second", count=6)
-    pair.prefill.send()
-    for decode in (pair.decode, second):
-        decode.receive()
-    pair.end_well()
-    assert [one.pool for one in pair.harness.state_machine.endpoints] == [second.pool]
-
-
-WIDE = [msgspec.structs.replace(one, page_bytes=2 * PAGE_BYTES) for one in layers(2)]
-
-
-@FIRST
-@pytest.mark.parametrize(
-    ("entries", "error", "field"),
-    [
-        (WIDE, GeometryMismatchError, "destination.entries[0].page_bytes"),
-        (layers(3), UncoveredEntryError, "destination.entries"),
-    ],
-)
-def test_pools_that_do_not_fit(
-    pair: Refusing, first: str, entries: list[Any], error: type[KvferryError], field: str
-) -> None:
-    pool = pair.harness.pool("other", entries)
-    session = pair.harness.session()
-    other = Engine(pair.harness, session, pool, pool.allocator.allocate(session, 6))
-    steps = [pair.prefill.send, other.receive] if first == "send" else [other.receive, pair.prefill.send]
-    steps[0]()
-    with pair.refuses(error, field):
-        steps[1]()
-
-
-def test_surplus_source_entries_are_counted(pair: Refusing) -> None:
-    wide = pair.harness.engine("wide", layers(4), count=6)
-    pair.decode.receive()
-    assert wide.send().skipped_source_entries == 4
-    pair.end_well(wide, pair.decode)
-    assert pair.decode.finished.skipped_source_entries == 4
-
-
-@pytest.mark.parametrize("drafts", [0, 1, 2])
-def test_draft_layers_are_optional(drafts: int) -> None:
-    harness = TransferHarness()
-    prefill = harness.engine("prefill", [*layers(2), *layers(drafts, component="draft")], count=4)
-    decode = harness.engine("decode", [*layers(2), *layers(2, component="draft")], count=4)
-    before = decode.content
-    decode.receive(ids={"main": decode.pages[:2], "draft": decode.pages[2:]})
-    main, draft = prefill.pages[:2], prefill.pages[2:]
-    prefill.send(ids={"main": main, "draft": draft} if drafts else main)
-    harness.transport.finish_all()
-    assert (prefill.told, decode.told) == ("OK settled", "OK settled")
-    sent, got = prefill.content, decode.content
-    for page in range(4):
-        for name, content in got[page].items():
-            component, _, layer = name.split("/")
-            arrives = component == "main" if page < 2 else component == "draft" and int(layer) < drafts
-            assert content == (sent if arrives else before)[page][name]
 
 
 def test_pages_of_another_session(pair: Refusing) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.transfer.endpoints import rows_by_step
-from kvferry.protocol.errors import CancelledError, InvalidFieldError, TransferFailedError
+from kvferry.protocol.errors import CancelledError, InvalidFieldError
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.transfer_messages import LayerStep
 from tests.kit.devices import DEVICE
@@ -84,16 +84,6 @@ def ferry() -> Ferry:
     return Ferry()
 
 
-def test_a_step_is_a_op_and_starts_once(ferry: Ferry) -> None:
-    ferry.meet()
-    assert ferry.under_way == []
-    for _ in range(2):
-        ferry.events(1, 0, 0, 0)
-        assert [ferry.layers_of(op) for op in ferry.under_way] == [[0]]
-    ferry.events(1, 1, 1, 0)
-    assert [ferry.layers_of(op) for op in ferry.under_way] == [[0], [1], [2]]
-
-
 def test_steps_become_ready_in_their_order_and_not_in_that_of_their_events(ferry: Ferry) -> None:
     ferry.meet()
     ferry.events(0, 1, 1, 0)
@@ -140,22 +130,6 @@ def test_draft_layers_are_numbered_apart_and_go_with_the_last_step() -> None:
     ferry.end_well()
 
 
-def test_each_chunk_has_steps_of_its_own(ferry: Ferry) -> None:
-    ferry.decode.receive()
-    ferry.prefill.send(0, 1, last=False, steps=(step(0, 2, value=1), step(2, 2, value=2)))
-    ferry.prefill.send(1, 2, last=False)
-    ferry.finish()
-    assert ferry.decode_pages() == 1, "the chunk without steps is there at once"
-    ferry.prefill.send(2, steps=(step(0, 4, event=1, value=1),))
-    ferry.events(1, 1)
-    ferry.finish()
-    assert ferry.decode_pages() == 2
-    assert ferry.decode.told == ""
-    ferry.events(2, 1)
-    ferry.end_well()
-    assert ferry.decode.content == ferry.prefill.content
-
-
 def test_a_step_starts_into_every_receive(ferry: Ferry) -> None:
     other = ferry.harness.engine("other", layers(LAYERS))
     ferry.prefill.send(steps=ONE_A_LAYER, destinations=2)
@@ -196,25 +170,6 @@ def test_a_step_that_never_comes_ends_at_the_deadline(ferry: Ferry) -> None:
     assert not ferry.harness.state_machine.waits_for_events(ferry.prefill.session)
 
 
-def test_the_sender_dies_before_the_last_step(ferry: Ferry) -> None:
-    ferry.meet()
-    ferry.events(1, 1, 1, 0)
-    ferry.harness.transport.finish(ferry.under_way[0])
-    ferry.prefill.lose()
-    assert ferry.decode.told == "PEER_LOST"
-    assert not ferry.prefill.pool.allocator.idle, "what is under way still reads its pages"
-    ferry.finish()
-    assert ferry.decode.told == "PEER_LOST settled"
-    assert ferry.prefill.pool.allocator.idle
-
-
-def test_the_sender_dies_after_the_last_step(ferry: Ferry) -> None:
-    ferry.meet()
-    ferry.events(1, 1, 1, 1)
-    ferry.prefill.lose()
-    ferry.end_well(ferry.decode)
-
-
 @pytest.mark.parametrize("direction", ["send", "receive"])
 @pytest.mark.parametrize("ready", range(LAYERS))
 def test_a_cancel_in_between_starts_nothing_more(ferry: Ferry, direction: Direction, ready: int) -> None:
@@ -235,19 +190,6 @@ def test_a_cancel_in_between_starts_nothing_more(ferry: Ferry, direction: Direct
     assert own.told == "CANCELLED settled"
     assert ferry.held == (0, 0)
     assert not ferry.harness.state_machine.endpoints.ops
-
-
-def test_a_step_that_fails_fails_all(ferry: Ferry) -> None:
-    ferry.meet()
-    ferry.events(1, 1, 0, 0)
-    first, second = ferry.under_way
-    ferry.harness.transport.end(second, TransferFailedError("broken"))
-    assert ferry.decode.told == "TRANSFER_FAILED"
-    ferry.events(1, 1, 1, 1)
-    assert ferry.under_way == [first]
-    ferry.harness.transport.end(first)
-    assert ferry.decode.told == "TRANSFER_FAILED settled"
-    assert ferry.prefill.told == "TRANSFER_FAILED settled"
 
 
 @pytest.mark.parametrize(("more_bytes", "ops"), [(-1, 4), (0, 4), (1, 1)])

@@ -21,8 +21,6 @@ from kvferry.protocol.transfer_messages import LayerStep
 from tests.kit.peers import Transfer
 from tests.kit.transfers import FIRST, ORDERS, Engine, Lists, TransferHarness
 
-pytestmark = pytest.mark.any_device
-
 EMPTY: Final[Lists] = {"main": np.empty(0, np.int64)}
 
 
@@ -78,13 +76,6 @@ def test_steps_need_pages(here: Transfer) -> None:
     with pytest.raises(InvalidFieldError) as refused:
         here.send(ids={}, steps=(LayerStep(first_layer=0, layers=2, event=0, value=1),))
     assert refused.value.field == "steps"
-
-
-def test_a_receive_without_pages_hears_of_a_source_that_gave_up(here: Transfer) -> None:
-    here.receive(ids={})
-    here.send(ids={}, last=False)
-    here.prefill.cancel("send")
-    here.check_over("CANCELLED", "PEER_CANCELLED")
 
 
 OF_SESSION, OF_ALL = 100, 250
@@ -174,17 +165,6 @@ def test_payloads_of_a_session_are_bounded_until_they_settle_or_are_acknowledged
     engines.receive(2)
     engines.acknowledge(2)
     assert engines.kept == 0
-
-
-def test_a_receive_that_begins_again_still_keeps_what_is_unacknowledged(engines: Engines) -> None:
-    engines.send(1, 60)
-    engines.receive(1)
-    engines.send(1, 41)
-    with pytest.raises(OverloadedError, match="60 payload bytes of session 2"):
-        engines.receive(1)
-    engines.acknowledge(1)
-    engines.receive(1)
-    assert engines.kept == 41
 
 
 def test_a_payload_counts_for_all_its_receivers_together(engines: Engines) -> None:

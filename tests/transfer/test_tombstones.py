@@ -9,15 +9,12 @@ from typing import Final
 import pytest
 
 from kvferry.daemon.services import peer_transfers
-from kvferry.daemon.transfer.endpoints import Half, Incarnation
+from kvferry.daemon.transfer.endpoints import Half
 from kvferry.daemon.transfer.kept import Tombstones
-from kvferry.daemon.transfer.registry import SendToPeer
-from kvferry.protocol.errors import DeadlineError, ErrorInfo, PeerCancelledError, PeerLostError, TransferExistsError
-from kvferry.protocol.peer_messages import Announce, ReceiveName, SendWithdrawn
+from kvferry.protocol.errors import DeadlineError, ErrorInfo, PeerCancelledError, PeerLostError
+from kvferry.protocol.peer_messages import Announce
 from tests.kit.peers import PAGES, Transfer, Way
 from tests.kit.transfers import REQUEST, Direction, Engine, TransferHarness, layers
-
-pytestmark = pytest.mark.any_device
 
 ENDS: Final = {"deadline": "DEADLINE", "cancel": "PEER_CANCELLED", "death": "PEER_LOST"}
 OTHER: Final[dict[Direction, Direction]] = {"send": "receive", "receive": "send"}
@@ -107,20 +104,6 @@ def test_both_try_again_and_meet_in_either_order(
     both.harness.check_nothing_left()
 
 
-def test_who_heard_and_waits_longer_than_the_other_leaves_word_in_his_turn(here: Halves) -> None:
-    here.come("send")
-    here.end("send", "deadline")
-    here.come("receive")
-    here.come("receive", deadline_s=5.0)
-    assert len(here.home.state_machine.endpoints.receive_requests) == 1, "it heard once, and waits now"
-    here.harness.pass_time(5.0)
-    here.come("send")
-    assert here.prefill.told == "DEADLINE settled DEADLINE settled"
-    here.come("send")
-    here.come("receive")
-    assert all(told.endswith("OK settled") for told in here.told)
-
-
 @SIDES
 def test_success_leaves_nothing(here: Halves, first: Direction) -> None:
     late = OTHER[first]
@@ -143,27 +126,10 @@ def test_a_receive_is_begun_anew_after_its_source_died(here: Halves, order: tupl
     assert here.decode.told == "PEER_LOST settled OK settled"
 
 
-def test_chunks_after_the_first_are_refused_with_the_reason(here: Halves) -> None:
-    here.come("receive")
-    here.end("receive")
-    here.come("send", last=False)
-    assert here.prefill.told == CANCELLED
-    with pytest.raises(TransferExistsError, match="failed with PEER_CANCELLED"):
-        here.send(1)
-
-
 def test_a_receive_that_all_sources_had_joined_leaves_no_word_for_others(here: Halves) -> None:
     here.meet("receive")
     here.end("receive")
     assert not len(here.home.state_machine.endpoints.tombstones)
-
-
-def test_other_tenants_hear_nothing(here: Halves) -> None:
-    here.come("send")
-    here.end("send")
-    foreign = here.home.engine("foreign", tenant=8)
-    foreign.receive()
-    assert foreign.told == ""
 
 
 class Several:
@@ -207,32 +173,6 @@ def test_a_receive_that_lacks_a_stage_fails_with_those_that_came(several: Severa
         several.send(stage)
     several.decode.receive(sources=2)
     assert several.told()[1].endswith("OK settled")
-
-
-def test_a_source_that_took_the_place_of_one_that_ended_is_waited_for(several: Several) -> None:
-    several.send(0)
-    several.stages[0].cancel("send")
-    several.send(1)  # the request is being sent again
-    several.decode.receive(sources=2)
-    several.send(0)
-    assert several.told()[1] == "OK settled"
-
-
-def test_both_stages_of_a_receive_that_ended_hear_of_it(several: Several) -> None:
-    several.decode.receive(sources=2)
-    several.decode.cancel("receive")
-    for stage in (0, 1):
-        several.send(stage)
-    assert several.told()[0] == f"{CANCELLED} {CANCELLED}"
-
-
-def test_a_stage_that_was_told_hears_it_not_again(several: Several) -> None:
-    several.send(0)
-    several.decode.receive(sources=2)
-    several.decode.cancel("receive")
-    several.told()
-    several.send(0)  # anew, for a receive request that is to come
-    assert len(several.harness.state_machine.endpoints.send_requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -298,60 +238,6 @@ def test_a_receive_ends_once_no_daemon_is_left_that_may_fill_it(apart: Halves, *
         other.send()
         apart.harness.run()
         assert apart.decode.told == "OK settled"
-
-
-def test_a_receive_is_begun_anew_on_another_daemon_after_one_here_ended(apart: Halves) -> None:
-    here = apart.home.engine("prefill")
-    here.send()
-    here.cancel("send")
-    apart.come("receive")
-    apart.come("send")
-    assert apart.decode.told.endswith("OK settled")
-
-
-def test_a_receive_that_began_anew_takes_back_the_word_of_its_end(apart: Halves) -> None:
-    """The first epoch was cancelled; the second one's source died, and another one may come before the third."""
-    apart.come("receive")
-    apart.end("receive")
-    apart.come("receive")
-    apart.come("send", last=False)
-    apart.end("send", "death")
-    another = apart.source.engine("another")
-    another.send()
-    apart.come("receive")
-    assert another.told == "OK settled"
-    assert apart.decode.told.endswith("OK settled")
-
-
-def test_a_receive_that_has_its_source_goes_on_though_another_one_ended(apart: Halves) -> None:
-    apart.come("send")
-    another = apart.source.engine("another")
-    another.send()
-    another.cancel("send")
-    apart.come("receive")
-    assert apart.decode.told == "OK settled"
-
-
-def test_the_word_is_said_again_with_the_announcement(apart: Halves) -> None:
-    apart.come("send")
-    apart.end("send")
-    name = ReceiveName(request_id=REQUEST, pool="decode", tenant=7, epoch=1)
-    announced = Announce(receive_request=name, deadline_ms=30_000)
-    for _ in range(2):
-        apart.source.state_machine.peers.announced(Incarnation("ipc:///x", "0" * 32), announced, apart.source.now)
-    said = apart.source.state_machine.effects()
-    assert [type(one.body) for one in said if isinstance(one, SendToPeer)] == [SendWithdrawn] * 2
-
-
-def test_a_receive_that_was_met_and_is_not_heard_of_any_more_leaves_no_word(apart: Halves) -> None:
-    apart.come("send", last=False, deadline_s=60.0)
-    apart.come("receive")
-    apart.harness.cut(apart.home, apart.source)
-    apart.harness.pass_time(30.0)
-    assert apart.prefill.told == "DEADLINE settled"
-    another = apart.source.engine("another")
-    another.send()
-    assert another.told == ""
 
 
 def test_a_link_that_was_broken_is_no_end(apart: Halves) -> None:
@@ -478,21 +364,6 @@ def test_a_word_that_is_too_old_is_not_said(apart: Halves) -> None:
     apart.send()
     assert not apart.home.peers.is_needed(address)
     apart.harness.deliver_all()
-    assert apart.prefill.told == ""
-
-
-def test_a_send_that_was_cancelled_before_pairing_reaches_a_receive_at_another_daemon(apart: Halves) -> None:
-    """The announcement is on its way when the SEND ends; or its connection breaks, and heals."""
-    apart.send()
-    apart.receive()
-    apart.end("send")
-    assert apart.decode.told == CANCELLED
-
-
-def test_a_send_that_waits_for_another_destination_fails_by_its_own_receives_end(apart: Halves) -> None:
-    apart.come("receive")
-    apart.end("receive")
-    apart.come("send", others=2)
     assert apart.prefill.told == ""
 
 

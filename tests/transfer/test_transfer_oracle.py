@@ -66,7 +66,7 @@ class Party:
         self.components = {one.name for one in manifest.components}
         self.main = self._some_pages("main", case.wanted if self.is_receive_request else case.sent, chance)
         self.state = self._some_pages(model.state or "", state.numbers, chance)
-        self.chunks = self._chunks(case)
+        self.chunks = self._chunks([] if self.is_receive_request else case.cuts[number])
 
     def _some_pages(self, component: str, numbers: range, chance: random.Random) -> PageIds:
         """Return random pages of the session, others of its own beside them."""
@@ -76,11 +76,9 @@ class Party:
         ids = allocator.allocate(self.session, allocator.free_count - 1).tolist()
         return np.array(chance.sample(ids, len(numbers)), np.int64)
 
-    def _chunks(self, case: Transfer) -> list[range]:
+    def _chunks(self, cuts: list[int]) -> list[range]:
         """Return which of its pages of main each message names: places in its list."""
-        if self.is_receive_request or "main" not in self.components:
-            return [range(len(self.main))]
-        bounds = [0, *case.cuts[self.stage.layers[0]], len(self.main)]
+        bounds = [0, *(cuts if "main" in self.components else ()), len(self.main)]
         return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def lists(self, case: Transfer, chunk: range, *, last: bool) -> list[tuple[PageList, PageIds]]:
