@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import pytest
 import torch
@@ -87,7 +88,23 @@ class Sides:
             one.close()
 
 
-@pytest.fixture(params=TOPOLOGIES, ids=lambda one: one.name.replace(", ", "-").replace(" ", "_"))
+QUICK: Final = {
+    "replicated heads, 4 to 2", "stages and ranks", "views, FIA to paged, 2 to 1", "prefix and chunks",
+    "window, stages and ranks", "window, plain lists", "window, prefix into it", "delta net, stages and ranks",
+    "mamba, 2 to 2", "latents, stages and ranks", "index keys, stages and ranks", "draft at prefill only",
+    "draft of latents", "draft beside windows",
+}  # fmt: skip
+"""One or two of each model and of each way to split it; all of them in a full run."""
+
+PARAMETERS: Final = [
+    pytest.param(
+        one, id=one.name.replace(", ", "-").replace(" ", "_"), marks=() if one.name in QUICK else pytest.mark.full
+    )
+    for one in TOPOLOGIES
+]
+
+
+@pytest.fixture(params=PARAMETERS)
 def sides(request: pytest.FixtureRequest, prefill: Client, decode: Client) -> Iterator[Sides]:
     """Return both sides of each topology."""
     made = Sides(prefill, decode, request.param)

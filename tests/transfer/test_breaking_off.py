@@ -25,9 +25,7 @@ from tests.kit.devices import DEVICE
 from tests.kit.peers import PAGES, WAYS, Transfer, Way
 from tests.kit.transfers import Direction, Engine
 
-pytestmark = pytest.mark.any_device
-
-STRIDE: Final = 41
+STRIDE: Final = 97
 """Every so many calls; all of them where the tests run in full."""
 MANY: Final = 500
 _GUARDED: Final = (Path(state_machine.__file__).parent.as_posix(), Path(allocator.__file__).as_posix())

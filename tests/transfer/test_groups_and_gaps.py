@@ -257,7 +257,7 @@ REFUSED: Final = {
 }
 
 
-@DEVICE.examples(300)
+@DEVICE.examples(200)
 @given(cases())
 def test_every_byte_arrives_and_no_other_changes(case: Case) -> None:
     run = Run(case)

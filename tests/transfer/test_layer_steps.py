@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.transfer.endpoints import rows_by_step
 from kvferry.protocol.errors import CancelledError, InvalidFieldError
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.transfer_messages import LayerStep
 from tests.kit.devices import DEVICE
 from tests.kit.transfers import PAGE_BYTES, Direction, Engine, Pair, layers
-
-pytestmark = pytest.mark.any_device
 
 LAYERS = 4
 PAGES = 3
@@ -241,16 +238,3 @@ def test_any_steps_and_any_order_of_events_bring_everything(data: st.DataObject)
     ferry.finish()
     assert ferry.arrived() == entries_of_layers(*range(LAYERS))
     assert ferry.decode.finished.moved_bytes == LAYERS * BYTES_OF_A_LAYER
-
-
-@given(
-    st.lists(st.none() | st.integers(0, 9), min_size=1, max_size=8),
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=6),
-)
-def test_a_row_belongs_to_the_first_step_that_names_its_layer(
-    rows: list[int | None], named: list[tuple[int, int]]
-) -> None:
-    steps = [step(first, count) for first, count in named]
-    last = len(steps) - 1
-    of_rows = [next((n for n, one in enumerate(steps) if layer in range_of(one)), last) for layer in rows]
-    assert rows_by_step(rows, steps).tolist() == of_rows

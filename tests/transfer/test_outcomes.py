@@ -161,8 +161,9 @@ def check_under_way(both: Transfer, sender: str, receiver: str, sent: int = PAGE
         assert (both.told, both.held) == ((sender, f"{receiver} settled" if receiver else ""), (sent, 0))
 
 
-@FIRST
-@pytest.mark.parametrize("error", [None, CancelledError("stopped")], ids=["done", "stopped"])
+@pytest.mark.parametrize(
+    ("first", "error"), [("send", None), ("receive", CancelledError("stopped"))], ids=["done", "stopped"]
+)
 @pytest.mark.parametrize(
     ("end", "last"), [(end, last) for end in ENDINGS for last in (True, False) if end != "the sender dies" or not last]
 )
@@ -338,16 +339,19 @@ def test_freeing_busy_pages_is_deferred(here: Transfer) -> None:
     assert decode.pool.allocator.idle
 
 
-def test_a_first_chunk_that_does_not_fit_fails_alone(apart: Transfer) -> None:
-    apart.receive(apart.source, apart.third)
-    wrong = apart.source.filled(apart.prefill.pool, apart.prefill.session, PAGES + 1)
-    apart.send(ids=wrong)
+@pytest.mark.parametrize(("max_ids", "code"), [(1, "TOO_LARGE"), (PAGES + 1, "LENGTH_MISMATCH")])
+def test_a_first_chunk_that_the_link_or_the_home_does_not_take_fails_alone(
+    apart: Transfer, max_ids: int, code: str
+) -> None:
+    apart.announce(apart.source, apart.third)
+    apart.source.links.max_ids = max_ids
+    apart.send(ids=apart.source.filled(apart.prefill.pool, apart.prefill.session, PAGES + 1))
     apart.harness.deliver_all()
-    assert apart.told == ("LENGTH_MISMATCH settled", "")
-    assert "refused: " in apart.waits_for
+    assert apart.told == (f"{code} settled", "")
+    assert f"refused: {code}" in apart.waits_for, "the receive request goes on waiting, and says for what"
     another = apart.third.engine("prefill")
     another.send()
-    apart.ends("LENGTH_MISMATCH", "OK")
+    apart.ends(code, "OK")
     assert another.content == apart.decode.content
 
 
@@ -575,17 +579,6 @@ def test_a_deleted_pools_memory_is_given_up(mapped: Transfer) -> None:
     mapped.harness.run()
     assert region.fd == -1, "it is closed"
     assert key not in pools
-
-
-def test_a_first_chunk_that_the_link_cannot_carry_is_refused_by_name(apart: Transfer) -> None:
-    apart.announce()
-    apart.source.links.max_ids = 1
-    apart.send()
-    apart.harness.run()
-    assert apart.prefill.told == "TOO_LARGE settled"
-    assert "refused: TOO_LARGE" in apart.waits_for, "the receive request goes on waiting, and says for what"
-    apart.harness.pass_time(1e12)
-    apart.ends("TOO_LARGE", "DEADLINE")
 
 
 def test_the_source_daemon_restarts_and_hears_of_receives_that_still_wait(apart: Transfer) -> None:

@@ -129,7 +129,7 @@ def sayings(draw: st.DrawFn, meeting: Meeting) -> tuple[PeerBody, tuple[PageIds,
     return body, ids
 
 
-@DEVICE.examples(80)
+@DEVICE.examples(40)
 @given(data=st.data(), way=st.sampled_from(["ipc", "tcp"]), sent=st.booleans())
 def test_whatever_a_peer_says_the_daemon_goes_on(
     data: st.DataObject, way: Literal["ipc", "tcp"], *, sent: bool

@@ -324,4 +324,4 @@ class PeerMachine(SidesMachine):
 
 
 TestPeers = PeerMachine.TestCase
-TestPeers.settings = DEVICE.examples(60, stateful_step_count=50)
+TestPeers.settings = DEVICE.examples(40, stateful_step_count=50)

@@ -18,8 +18,6 @@ from kvferry.protocol.peer_messages import Announce
 from tests.kit.peers import PAGES, Transfer, Way
 from tests.transition_tables import SeenRows, markdown_of_transfers, transitions_of
 
-pytestmark = pytest.mark.any_device
-
 FAILED: Final = TransferFailedError("a copy failed")
 
 
