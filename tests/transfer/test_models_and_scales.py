@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from kvferry.daemon.transfer.peer_transfers import peer_send_of
-from kvferry.protocol.errors import KvferryError, ModelMismatchError, ScaleMismatchError
+from kvferry.protocol.errors import ModelMismatchError
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.peer_messages import PeerSend
 from tests.kit.peers import Transfer, Way
-from tests.kit.transfers import ORDERS, TransferHarness, layers
+from tests.kit.transfers import ORDERS, layers
 
 MODEL: Final = ModelIdentity(name="some/model", revision="1", adapter="sql", salt="pepper")
 EVERYWHERE: Final = pytest.mark.parametrize(("way", "first"), [("here", "send"), ("here", "receive"), ("ipc", "send")])
@@ -94,34 +94,6 @@ def test_no_salt_travels_between_daemons() -> None:
 def scaled(*scales: float) -> list[Entry]:
     """Return k and v of two layers with these scales; without any where there are none."""
     return [msgspec.structs.replace(one, scales=scales or None) for one in layers(2)]
-
-
-TRAVELLING: Final = [*layers(2), *(msgspec.structs.replace(one, role="v_scale") for one in layers(2)[2:])]
-"""Scales that are arrays of the pool."""
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "sources", "match"),
-    [
-        (scaled(0.5), scaled(0.25), 1, "main/k/0"),
-        (scaled(0.5), scaled(), 1, "main/k/0"),
-        *(
-            (ours, theirs, sources, "main/v/0 has scales that travel")
-            for ours, theirs in ((TRAVELLING, layers(2)), (layers(2), TRAVELLING))
-            for sources in (1, 2)
-        ),
-    ],
-)
-def test_other_scales_are_refused(ours: list[Entry], theirs: list[Entry], sources: int, match: str) -> None:
-    harness = TransferHarness()
-    prefill, decode = harness.engine("prefill", ours), harness.engine("decode", theirs)
-    decode.receive(sources=sources)
-    with pytest.raises(ScaleMismatchError, match=match):
-        prefill.send()
-    decode.cancel("receive")
-    prefill.send(request="f" * 32)
-    with pytest.raises(KvferryError):
-        decode.receive(request="f" * 32)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,9 @@ import pytest
 
 from kvferry.daemon.quota import Quota
 from kvferry.protocol.errors import (
-    IncompleteError,
     InvalidFieldError,
     OverloadedError,
     TooLargeError,
-    UncoveredEntryError,
 )
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.transfer_messages import LayerStep
@@ -61,15 +59,6 @@ def test_a_payload_after_the_last_pages(both: Transfer) -> None:
     both.send(ids={}, payload=b"x")
     both.succeeds()
     assert both.decode.finished.payload == b"x"
-
-
-@pytest.mark.parametrize("none", [{}, EMPTY], ids=["no lists", "empty lists"])
-def test_pages_that_are_wanted_must_still_come(here: Transfer, none: Lists) -> None:
-    here.receive()
-    with pytest.raises((IncompleteError, UncoveredEntryError)):
-        here.send(ids=none, payload=b"x")
-    here.send()
-    here.succeeds()
 
 
 def test_steps_need_pages(here: Transfer) -> None:
@@ -176,14 +165,6 @@ def test_a_payload_counts_for_all_its_receivers_together(engines: Engines) -> No
     assert engines.kept == 0
     engines.prefill.send(ids={}, payload=bytes(33), destinations=3)
     assert engines.kept == 99, "the SEND has settled"
-
-
-def test_payloads_of_all_sessions_are_bounded(engines: Engines) -> None:
-    others = [engines.harness.engine(f"p{number}", max_payload_bytes=80) for number in range(3)]
-    for number, engine in enumerate((*others[:2], engines.prefill)):
-        engines.send(number, 80, engine)
-    with pytest.raises(OverloadedError, match="240 payload bytes of all sessions"):
-        engines.send(3, 11, others[2])
 
 
 def test_a_transfer_that_ends_keeps_no_payload(engines: Engines) -> None:

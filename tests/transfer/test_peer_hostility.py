@@ -9,17 +9,21 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.transfer.endpoints import Incarnation
+from kvferry.daemon.transfer.peer_transfers import check_manifest
+from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.errors import AccessDeniedError, GeometryMismatchError, InvalidFieldError, KvferryError
+from kvferry.protocol.manifests import Manifest, MhaSpec
 from kvferry.protocol.peer_messages import PeerBody, PeerHeartbeat, PeerHello, PeerSend, ReceiveName, Segment
+from kvferry.protocol.session_stream import RegionRequest
 from tests.kit.devices import DEVICE
-from tests.kit.peers import Node, PeerHarness
+from tests.kit.peers import Node, PeerHarness, Transfer
 from tests.kit.transfers import REQUEST
 from tests.protocol.bodies import ids_for, structs_of
 
@@ -147,3 +151,65 @@ def test_whatever_a_peer_says_the_daemon_goes_on(
     meeting.harness.pass_time(1e12)
     meeting.harness.run()
     meeting.harness.check_nothing_left()
+
+
+MANIFEST: Final = manifest_of(MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16"))
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "changes"),
+    [
+        (GeometryMismatchError, ".page_bytes", {"dtype": "float32"}),
+        (GeometryMismatchError, ".page_bytes", {"page_bytes": 256}),
+        (GeometryMismatchError, ".shape", {"page_tokens": 32}),
+        (GeometryMismatchError, ".shape", {"heads": 1}),
+        (InvalidFieldError, ".heads", {"head_start": 1}),
+        (InvalidFieldError, ".dtype", {"dtype": "float12"}),
+        (InvalidFieldError, "", {"base": MANIFEST.region_bytes}),
+        (InvalidFieldError, "", {"component": "draft"}),
+    ],
+)
+def test_an_entry_that_contradicts_itself_or_its_manifest(
+    error: type[KvferryError], field: str, changes: dict[str, Any]
+) -> None:
+    check_manifest(MANIFEST)
+    first, *others = MANIFEST.entries
+    wrong = msgspec.structs.replace(first, **changes)
+    with pytest.raises(error) as refused:
+        check_manifest(msgspec.structs.replace(MANIFEST, entries=(*others, wrong)))
+    assert refused.value.field == f"manifest.entries[{len(others)}]{field}"
+
+
+def region_asked_for(transfer: Transfer) -> RegionRequest:
+    """Return what a home asks for a pool's memory with, after it was sent to."""
+    (send_request,) = transfer.home.state_machine.endpoints.remote_sends.values()
+    assert send_request.origin is not None
+    (pool,) = transfer.source.pools
+    return RegionRequest(
+        tenant=pool.tenant,
+        pool=pool.name,
+        region=pool.region.identity,
+        send_request=send_request.origin.send_request,
+        key=send_request.region_key,
+    )
+
+
+def test_memory_is_for_a_home_of_this_host_by_the_key_of_an_open_send_request() -> None:
+    mapped, by_slots = Transfer("ipc"), Transfer("tcp")
+    for transfer in (mapped, by_slots):
+        transfer.meet()
+    asked, elsewhere = region_asked_for(mapped), region_asked_for(by_slots)
+    assert not elsewhere.key, "a home on another host is told none"
+    peers = mapped.source.state_machine.peers
+    others: list[dict[str, object]] = [
+        {"key": ""}, {"key": "0" * 32}, {"send_request": 99}, {"region": 1}, {"pool": "other"}, {"tenant": 99}
+    ]  # fmt: skip
+    wrong = [(peers, msgspec.structs.replace(asked, **other)) for other in others]
+    for source, one in [*wrong, (by_slots.source.state_machine.peers, elsewhere)]:
+        with pytest.raises(AccessDeniedError) as refused:
+            source.redeem(one)
+        assert refused.value.field == "key"
+        peers.redeem(asked)  # as often as it likes: it may have dropped what it has mapped
+    mapped.succeeds()
+    with pytest.raises(AccessDeniedError):
+        peers.redeem(asked)

@@ -95,14 +95,6 @@ def test_a_late_chunk_does_not_start_a_failed_transfer_anew(three: Three) -> Non
     assert [one.direction for one in three.harness.state_machine.endpoints] == ["send"]
 
 
-def test_a_transfer_that_begins_anew_drops_the_old_result(three: Three) -> None:
-    three.decode.receive()
-    three.decode.cancel("receive")
-    three.decode.receive()
-    assert three.result(three.decode, "receive") == TransferResult(state="open")
-    assert three.harness.state_machine.results.count(three.decode.session) == 1
-
-
 def test_results_of_unknown_sessions_are_not_kept() -> None:
     results = Results(Quota("payload", 1, 1))
     results.begin(5, key("prefill", "send"))

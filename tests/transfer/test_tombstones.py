@@ -114,18 +114,6 @@ def test_success_leaves_nothing(here: Halves, first: Direction) -> None:
     assert here.engine(late).told == "OK settled", "a late duplicate waits, as somebody may come again"
 
 
-@ORDERS
-def test_a_receive_is_begun_anew_after_its_source_died(here: Halves, order: tuple[Direction, Direction]) -> None:
-    """The receive request was told; the new source must not hear of it."""
-    here.come("receive")
-    here.come("send", last=False)
-    here.end("send", "death")
-    assert here.decode.told == "PEER_LOST settled"
-    for direction in order:
-        here.come(direction)
-    assert here.decode.told == "PEER_LOST settled OK settled"
-
-
 def test_a_receive_that_all_sources_had_joined_leaves_no_word_for_others(here: Halves) -> None:
     here.meet("receive")
     here.end("receive")
@@ -197,18 +185,6 @@ def test_a_send_for_two_ends_only_where_both_have(
     for receiver in receivers[come:]:
         receiver.receive()
     assert several.told(several.prefill, *receivers) == told
-
-
-def test_one_of_two_receives_comes_after_the_send_has_ended(several: Several) -> None:
-    several.prefill.send(destinations=2)
-    several.decode.receive()
-    several.prefill.cancel("send")
-    assert several.told(several.prefill, several.decode, several.second) == ("CANCELLED settled", CANCELLED, "")
-    several.decode.receive()
-    several.second.receive()
-    assert several.told(several.decode, several.second) == (CANCELLED, CANCELLED), "the other one heard it only now"
-    several.second.receive()
-    assert len(several.harness.state_machine.endpoints.receive_requests) == 2
 
 
 def test_a_word_that_is_lost_is_said_again(apart: Halves) -> None:
