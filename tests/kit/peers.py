@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.services.peer_transfers import PeerMessenger, PeerTransferService
-from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool
+from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, TransferOp
 from kvferry.daemon.transfer.registry import (
     AnnounceReceive,
     Effect,
-    Notify,
-    ReportBug,
     SendToDaemon,
     SendToPeer,
     StartOp,
     StopOp,
     StopSending,
-    WarnTrimmed,
 )
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.base import Region
-from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, PeerLostError
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import PeerBody
@@ -59,7 +55,6 @@ class Node(TransferHarness):
         )
         self.links.listener = self.peers
         self._executors: dict[type[Effect], Callable[[Any], None]] = {
-            WarnTrimmed: self.warned.append,
             AnnounceReceive: self.messenger.announce,
             SendToPeer: self.messenger.send_to_peer,
             SendToDaemon: self.messenger.send_to_daemon,
@@ -75,24 +70,8 @@ class Node(TransferHarness):
         """Return its address for daemons of other hosts."""
         return f"tcp://{self.name}:7801"
 
-    def remote_pages(self, pool: Pool) -> set[int]:
-        """Return the pages that copies between daemons may write."""
-        return {
-            int(start) + at
-            for arriving in (*self.remote.mapped.values(), *self.remote.network.values())
-            if arriving.op.receive_request.pool is pool
-            for planned_copy in arriving.op.planned_copies
-            for start, count in zip(planned_copy.plan.runs.destination, planned_copy.plan.runs.pages, strict=True)
-            for at in range(int(count))
-        }
-
-    def check(self) -> None:
-        """Check what must hold at any time, also of copies between daemons."""
-        super().check()
-        for pool in self.pools:
-            assert self.remote_pages(pool) <= self.held_pages(pool) | self.quarantined_pages(pool, "main"), (
-                "a page may be written that nobody holds"
-            )
+    def _written(self) -> Iterable[TransferOp]:
+        return [*super()._written(), *self.remote.written_here()]
 
     def leftovers(self) -> dict[str, int]:
         """Return how much is live of what must be gone once all is over."""
@@ -126,24 +105,19 @@ class Node(TransferHarness):
         self.remote.report()
 
     def _do(self, effect: Effect) -> None:
-        if isinstance(effect, ReportBug):
-            self.bugs.append(effect.detail)
-        elif isinstance(effect, Notify):
-            self._notify(effect.session_id, effect.event)
-        elif isinstance(effect, StartOp | StopOp):
-            op = self.state_machine.endpoints.ops[effect.op_id]
-            if isinstance(effect, StartOp) and op.send_request.origin is not None:
-                self.remote.start(op, self._op_done)
+        if isinstance(effect, StartOp | StopOp) and (op := self.state_machine.endpoints.ops[effect.op_id]):
+            if op.send_request.origin is None:
+                super()._do(effect)
             elif isinstance(effect, StartOp):
-                self.transport.start(effect, self._op_done)
-            elif op.send_request.origin is not None:
-                self.remote.stop(effect.op_id)
+                self.remote.start(op, self._op_done)
             else:
-                self.transport.stop(effect.op_id)
+                self.remote.stop(effect.op_id)
         elif isinstance(effect, StopSending):
             self.remote.stop_sending(effect.remote_endpoint)
+        elif (execute := self._executors.get(type(effect))) is not None:
+            execute(effect)
         else:
-            self._executors[type(effect)](effect)
+            super()._do(effect)
 
 
 class PeerHarness:

@@ -131,6 +131,10 @@ class ScriptedRemote:
         self._on_done: dict[int, OnOpDone] = {}
         self._region_of = region_of
 
+    def written_here(self) -> list[TransferOp]:
+        """Return the transfer ops that may write to pages of this daemon."""
+        return [arriving.op for arriving in (*self.mapped.values(), *self.network.values())]
+
     def report(self) -> None:
         """Report the transfer ops that have ended: never from within ``start`` or ``stop``."""
         while self.done:

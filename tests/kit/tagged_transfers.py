@@ -146,9 +146,7 @@ def _keys_and_values(model: Model, size: int) -> dict[str, Array]:
     if model.joined:
         return {"k": Array(model.page_size, model.heads, (k_dim + v_dim) * size, model.heads_first)}
     widths = {"k": k_dim, "v": v_dim}
-    return {
-        role: Array(model.page_size, model.heads, dim * size, model.heads_first) for role, dim in widths.items()
-    }
+    return {role: Array(model.page_size, model.heads, dim * size, model.heads_first) for role, dim in widths.items()}
 
 
 def spec_of(model: Model, stage: Stage, pages: int, view: Literal["paged", "fia"]) -> PoolSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, TypeAlias
 from unittest.mock import patch
 
@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.daemon.quota import Quota
 from kvferry.daemon.transfer import state_machine
-from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, SendChunk, SendRequest
-from kvferry.daemon.transfer.registry import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
+from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, SendChunk, SendRequest, TransferOp
+from kvferry.daemon.transfer.registry import Effect, Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.state_machine import RequestContext, TransferStateMachine
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.pools.integrity import check
@@ -326,12 +326,16 @@ class TransferHarness:
 
     # -- how it works
 
+    def _written(self) -> Iterable[TransferOp]:
+        """Return the copies that may write."""
+        return [self.state_machine.endpoints.ops[op_id] for op_id in self.transport.under_way]
+
     def _writable(self, pool: Pool, space: str) -> set[int]:
         return {
             int(start) + at
-            for op_id, op in self.transport.under_way.items()
-            if op.destination is pool
-            for planned_copy in self.state_machine.endpoints.ops[op_id].planned_copies
+            for op in self._written()
+            if op.receive_request.pool is pool
+            for planned_copy in op.planned_copies
             if pool.allocator_of(planned_copy.component) is pool.allocators[space]
             for start, count in zip(planned_copy.plan.runs.destination, planned_copy.plan.runs.pages, strict=True)
             for at in range(int(count))
@@ -346,23 +350,22 @@ class TransferHarness:
 
     def _execute(self) -> None:
         for effect in self.state_machine.effects():
-            if isinstance(effect, StartOp):
-                self.transport.start(effect, self._op_done)
-            elif isinstance(effect, StopOp):
-                self.transport.stop(effect.op_id)
-            elif isinstance(effect, WarnTrimmed):
-                self.warned.append(effect)
-            elif isinstance(effect, ReportBug):
-                self.bugs.append(effect.detail)
-            elif isinstance(effect, Notify):
-                self._notify(effect.session_id, effect.event)
+            self._do(effect)
         self.check()
 
-    def _notify(self, session_id: int, event: Matched | Told) -> None:
-        if isinstance(event, Matched):
-            self.matched.append((session_id, event))
-        elif session_id in self.told:
-            self.told[session_id].append(event)
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, StartOp):
+            self.transport.start(effect, self._op_done)
+        elif isinstance(effect, StopOp):
+            self.transport.stop(effect.op_id)
+        elif isinstance(effect, WarnTrimmed):
+            self.warned.append(effect)
+        elif isinstance(effect, ReportBug):
+            self.bugs.append(effect.detail)
+        elif isinstance(effect, Notify) and isinstance(effect.event, Matched):
+            self.matched.append((effect.session_id, effect.event))
+        elif isinstance(effect, Notify) and effect.session_id in self.told:
+            self.told[effect.session_id].append(effect.event)
 
 
 class Engine:
