@@ -29,7 +29,14 @@ FIRST_TOKEN = 42
 NOTHING: Final = Reference({}, torch.empty(0), torch.empty(0))
 """Of the draft model where there is none."""
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: the machine's other cores are the daemon's, and small products gain nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Sides:
@@ -107,9 +114,9 @@ PARAMETERS: Final = [
 
 
 @pytest.fixture(params=PARAMETERS)
-def sides(request: pytest.FixtureRequest, prefill: Client, decode: Client) -> Iterator[Sides]:
+def sides(request: pytest.FixtureRequest, client: Client, other: Client) -> Iterator[Sides]:
     """Return both sides of each topology."""
-    made = Sides(prefill, decode, request.param)
+    made = Sides(client, other, request.param)
     yield made
     made.close()
 

@@ -15,7 +15,8 @@ from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
-from tests.identity.topologies import REFUSALS, Refusal
+from tests.identity.models import MODELS
+from tests.identity.topologies import DOCUMENT, REFUSALS, TABLES, TOPOLOGIES, Refusal, with_tables
 from tests.kit.transfers import FIRST, Engine, TransferHarness
 
 MHA: Final = MhaSpec(layers=2, tokens=32, page_size=4, kv_heads=4, head_dim=16, dtype="bfloat16")
@@ -155,3 +156,11 @@ def test_heads_that_do_not_divide_are_refused_before_there_is_a_pool() -> None:
         with pytest.raises(KvferryError, match=f"{heads} KV heads over {ranks} ranks") as error:
             rank_heads(total_heads=heads, tp_size=ranks, rank=0)
         assert error.value.code == refusal.code
+
+
+def test_the_document_says_what_is_tested() -> None:
+    text = DOCUMENT.read_text()
+    assert {found[2] for found in TABLES.finditer(text)} == {"covered", "models", "refused"}
+    assert with_tables(text) == text, "python -m tests.identity.topologies --write"
+    assert len({one.name for one in TOPOLOGIES}) == len(TOPOLOGIES)
+    assert {one.model for one in TOPOLOGIES} == {name for name in MODELS if not name.startswith("draft-")}
