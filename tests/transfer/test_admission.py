@@ -112,6 +112,15 @@ def test_two_receives_take_the_same_pages(pair: Refusing, receives_before: int) 
     assert pair.prefill.finished.moved_bytes == 2 * pair.decode.finished.moved_bytes
 
 
+def test_a_third_receive_waits_for_another_send(pair: Refusing) -> None:
+    second = pair.harness.engine("second", count=6)
+    pair.prefill.send()
+    for decode in (pair.decode, second):
+        decode.receive()
+    pair.end_well()
+    assert [one.pool for one in pair.harness.state_machine.endpoints] == [second.pool]
+
+
 def test_a_source_page_named_twice_is_read_twice(pair: Refusing) -> None:
     pair.prefill.send(ids=pair.prefill.pages[[0, 0]])
     pair.decode.receive(0, 2)

@@ -187,6 +187,24 @@ def test_a_send_for_two_ends_only_where_both_have(
     assert several.told(several.prefill, *receivers) == told
 
 
+def test_a_source_that_took_the_place_of_one_that_ended_is_waited_for(several: Several) -> None:
+    several.send(0)
+    several.stages[0].cancel("send")
+    several.send(1)  # the request is being sent again
+    several.decode.receive(sources=2)
+    several.send(0)
+    assert several.told()[1] == "OK settled"
+
+
+def test_a_stage_that_was_told_hears_it_not_again(several: Several) -> None:
+    several.send(0)
+    several.decode.receive(sources=2)
+    several.decode.cancel("receive")
+    several.told()
+    several.send(0)  # anew, for a receive request that is to come
+    assert len(several.harness.state_machine.endpoints.send_requests) == 1
+
+
 def test_a_word_that_is_lost_is_said_again(apart: Halves) -> None:
     apart.come("send")
     apart.end("send")
@@ -214,6 +232,49 @@ def test_a_receive_ends_once_no_daemon_is_left_that_may_fill_it(apart: Halves, *
         other.send()
         apart.harness.run()
         assert apart.decode.told == "OK settled"
+
+
+def test_a_receive_is_begun_anew_on_another_daemon_after_one_here_ended(apart: Halves) -> None:
+    here = apart.home.engine("prefill")
+    here.send()
+    here.cancel("send")
+    apart.come("receive")
+    apart.come("send")
+    assert apart.decode.told.endswith("OK settled")
+
+
+def test_a_receive_that_began_anew_takes_back_the_word_of_its_end(apart: Halves) -> None:
+    """The first epoch was cancelled; the second one's source died, and another one may come before the third."""
+    apart.come("receive")
+    apart.end("receive")
+    apart.come("receive")
+    apart.come("send", last=False)
+    apart.end("send", "death")
+    another = apart.source.engine("another")
+    another.send()
+    apart.come("receive")
+    assert another.told == "OK settled"
+    assert apart.decode.told.endswith("OK settled")
+
+
+def test_a_receive_that_has_its_source_goes_on_though_another_one_ended(apart: Halves) -> None:
+    apart.come("send")
+    another = apart.source.engine("another")
+    another.send()
+    another.cancel("send")
+    apart.come("receive")
+    assert apart.decode.told == "OK settled"
+
+
+def test_a_receive_that_was_met_and_is_not_heard_of_any_more_leaves_no_word(apart: Halves) -> None:
+    apart.come("send", last=False, deadline_s=60.0)
+    apart.come("receive")
+    apart.harness.cut(apart.home, apart.source)
+    apart.harness.pass_time(30.0)
+    assert apart.prefill.told == "DEADLINE settled"
+    another = apart.source.engine("another")
+    another.send()
+    assert another.told == ""
 
 
 def test_a_link_that_was_broken_is_no_end(apart: Halves) -> None:
