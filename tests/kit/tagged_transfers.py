@@ -331,7 +331,8 @@ def models(draw: st.DrawFn) -> Model:
     indexed = draw(st.sets(st.sampled_from(layers), min_size=1)) if kind == "mla" and draw(st.booleans()) else set()
     conv = draw(st.sampled_from([None, (3, 2), (1, 5)]))
     dtype = draw(st.sampled_from(["int8", "int8", "bfloat16", "float32"]))
-    scales = draw(st.sampled_from([None, "head", "page", "page_head"])) if dtype == "int8" and kind != "mla" else None
+    forms: list[ScaleForm | None] = [None, "head", "page", "page_head"]
+    scales = draw(st.sampled_from(forms)) if dtype == "int8" and kind != "mla" else None
     return Model(
         kind=kind,
         page_size=draw(st.integers(1, 4)),

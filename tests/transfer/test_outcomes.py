@@ -88,6 +88,17 @@ def test_layers_move_when_their_events_have_come(apart: Transfer) -> None:
     apart.succeeds()
 
 
+def test_an_announcement_that_is_said_again_changes_nothing(apart: Transfer) -> None:
+    apart.greet()
+    apart.receive()
+    apart.send()
+    apart.harness.deliver_until(apart.home, apart.source, Announce)
+    peer = apart.home.links.connect(apart.address(apart.source))
+    assert peer is not None
+    apart.home.links.told.on_up(peer)
+    apart.succeeds()
+
+
 @pytest.mark.parametrize("destinations", [1, 2])
 def test_a_send_fills_as_many_receives_as_it_says_also_of_two_daemons(apart: Transfer, destinations: int) -> None:
     second = apart.third.engine("decode")
@@ -566,7 +577,8 @@ def test_what_was_said_to_an_older_receive_is_void(apart: Transfer, how: str) ->
     assert not apart.home.state_machine.peers.remote_pools, "nothing is remembered for what does not exist"
 
 
-def test_a_deleted_pools_memory_is_given_up(mapped: Transfer) -> None:
+@pytest.mark.parametrize("how", ["deleted", "its daemon is lost"])
+def test_the_memory_of_a_pool_that_is_gone_is_given_up(mapped: Transfer, how: str) -> None:
     mapped.meet()
     pools = mapped.home.state_machine.peers.remote_pools
     ((key, pool),) = pools.items()
@@ -575,8 +587,11 @@ def test_a_deleted_pools_memory_is_given_up(mapped: Transfer) -> None:
     another = PoolGone(tenant=pool.tenant, pool=pool.name, region=pool.region_id + 1)
     mapped.home.state_machine.peers.pool_gone(key[0], another)
     assert key in pools, "it was of a pool before this one"
-    mapped.source.messenger.pool_removed(mapped.prefill.pool)
-    mapped.harness.run()
+    if how == "deleted":
+        mapped.source.messenger.pool_removed(mapped.prefill.pool)
+        mapped.harness.run()
+    else:
+        mapped.lose_daemon(mapped.source, mapped.home)
     assert region.fd == -1, "it is closed"
     assert key not in pools
 
