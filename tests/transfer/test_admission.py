@@ -18,7 +18,7 @@ from kvferry.protocol.errors import (
     TooLargeError,
     TransferExistsError,
 )
-from tests.kit.transfers import Engine, Pair
+from tests.kit.transfers import FIRST, ORDERS, Engine, Pair
 
 
 class Refusing(Pair):
@@ -112,11 +112,12 @@ def test_two_receives_take_the_same_pages(pair: Refusing, receives_before: int) 
     assert pair.prefill.finished.moved_bytes == 2 * pair.decode.finished.moved_bytes
 
 
-def test_a_third_receive_waits_for_another_send(pair: Refusing) -> None:
+@FIRST
+def test_a_receive_too_many_waits_for_another_send(pair: Refusing, first: str) -> None:
     second = pair.harness.engine("second", count=6)
-    pair.prefill.send()
-    for decode in (pair.decode, second):
-        decode.receive()
+    for direction in ORDERS[first]:
+        for one in [pair.prefill] if direction == "send" else [pair.decode, second]:
+            one.come(direction)
     pair.end_well()
     assert [one.pool for one in pair.harness.state_machine.endpoints] == [second.pool]
 
