@@ -600,7 +600,9 @@ def test_the_source_daemon_restarts_and_hears_of_receives_that_still_wait(apart:
     apart.announce()
     again = apart.harness.restart(apart.source)
     apart.harness.notice(apart.home, apart.source)
+    assert "no connection to" in apart.waits_for
     apart.harness.heal()
+    assert "no connection to" not in apart.waits_for
     prefill = again.engine("prefill")
     prefill.send()
     apart.ends("", "OK")
