@@ -362,10 +362,12 @@ class TransferHarness:
             self.warned.append(effect)
         elif isinstance(effect, ReportBug):
             self.bugs.append(effect.detail)
-        elif isinstance(effect, Notify) and isinstance(effect.event, Matched):
-            self.matched.append((effect.session_id, effect.event))
-        elif isinstance(effect, Notify) and effect.session_id in self.told:
-            self.told[effect.session_id].append(effect.event)
+        elif isinstance(effect, Notify):
+            session_id, event = effect
+            if isinstance(event, Matched):
+                self.matched.append((session_id, event))
+            elif session_id in self.told:
+                self.told[session_id].append(event)
 
 
 class Engine:

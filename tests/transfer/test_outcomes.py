@@ -7,7 +7,7 @@ until the copy has ended. Between hosts (``tcp``) the source writes to a slot, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -515,11 +515,11 @@ def test_a_receive_that_would_wait_for_ever_is_not_announced(apart: Transfer) ->
         assert (refused.error.code, refused.error.field) == ("INVALID_FIELD", "deadline_ms")
 
 
-def last_said(apart: Transfer) -> tuple[Incarnation, PeerSend, Sequence[PageIds]]:
+def last_said(apart: Transfer) -> tuple[Incarnation, PeerSend, tuple[PageIds, ...]]:
     """Take the chunk that the source has said last off its way."""
     said = decode_peer(apart.harness.connection(apart.source, apart.home).on_its_way.pop())
     assert isinstance(said.envelope.body, PeerSend)
-    return Incarnation(said.envelope.address, said.envelope.key), said.envelope.body, said.ids
+    return Incarnation(said.envelope.address, said.envelope.key), said.envelope.body, tuple(said.ids)
 
 
 def test_epochs_of_the_future_are_unknown(apart: Transfer) -> None:
