@@ -39,4 +39,4 @@ def _plain(folder: Path) -> Program:
 @contextlib.contextmanager
 def _pair(folder: Path, runtime_dir: Path) -> Iterator[Program]:
     with running_pair(folder, runtime_dir, tokens=POOL_TOKENS, options=OPTIONS) as pair:
-        yield pair.router
+        yield pair.front

@@ -35,4 +35,4 @@ def _plain(folder: Path) -> Program:
 @contextlib.contextmanager
 def _pair(folder: Path, runtime_dir: Path) -> Iterator[Program]:
     with running_pair(folder, runtime_dir, tokens=POOL_TOKENS) as pair:
-        yield pair.proxy
+        yield pair.front

@@ -21,14 +21,28 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from types import TracebackType
+from typing import Any, Final, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
+
+import pytest
 
 from examples.demo.hosts import Host
+from kvferry.clients import Client
+from kvferry.protocol.session_messages import StatusReport, TransferStatus
+from tests.kit.folders import REPOSITORY
 
 UP_S: Final = 240.0
 END_S: Final = 30.0
 REPLY_S: Final = 120.0
 LOOK_EVERY_S: Final = 0.1
+WATCH_S: Final = 30.0
+
+Side: TypeAlias = Literal["prefill", "decode"]
+SIDES: Final[tuple[Side, ...]] = ("prefill", "decode")
+"""Of a pair; each names its pool, too."""
+
+LENGTHS: Final = (5, 17, 64, 129, 333, 600, 1000)
+"""Tokens of prompts: less than a page, all of a page, pages and a part of one, and chunks."""
 
 
 class ServerError(AssertionError):
@@ -88,17 +102,7 @@ class Program:
         host: Host | None = None,
         up: str = "/health",
     ) -> None:
-        """Say what is run by this environment's Python.
-
-        Args:
-            name: of the program.
-            arguments: Python's.
-            folder: for the log.
-            port: where it will serve.
-            environment: more than this process's.
-            host: where it is run, else on this machine's network.
-            up: the path that it answers with 200 once it serves.
-        """
+        """Say what this environment's Python runs, on a host or on this machine; ``up`` answers 200 once it serves."""
         self.name, self.port, self.host, self._up = name, port, host, up
         self.address = "127.0.0.1" if host is None else host.address
         self.url = f"http://{self.address}:{port}"
@@ -108,11 +112,9 @@ class Program:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __repr__(self) -> str:
-        """Show what runs where."""
         return f"<{self.name} at {self.url}>"
 
     def start(self) -> None:
-        """Start it, and do not wait."""
         command = self._command if self.host is None else self.host.command(self._command)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -138,17 +140,14 @@ class Program:
         self.wait_for(lambda: len(re.findall(pattern, self.logged(since))) >= times, f"log {pattern!r}")
 
     def logged(self, since: int = 0) -> str:
-        """Return what it has logged after so many bytes."""
         with self.log.open("rb") as log:
             log.seek(since)
             return log.read().decode(errors="replace")
 
     def log_size(self) -> int:
-        """Return how many bytes it has logged so far."""
         return self.log.stat().st_size
 
     def log_tail(self, lines: int = 60) -> str:
-        """Return the end of its log."""
         return "\n".join(line[:400] for line in self.logged().splitlines()[-lines:])
 
     def wait_until_ended(self) -> None:
@@ -172,11 +171,9 @@ class Program:
         self._process.terminate()
 
     def get(self, path: str, timeout_s: float = REPLY_S) -> Reply:
-        """Ask for a path."""
         return self._asked("GET", path, None, timeout_s).result()
 
     def post(self, path: str, body: Mapping[str, object], timeout_s: float = REPLY_S) -> Reply:
-        """Send a request, and wait for the answer."""
         return self.posted(path, body, timeout_s).result()
 
     def posted(self, path: str, body: Mapping[str, object], timeout_s: float = REPLY_S) -> Future[Reply]:
@@ -232,6 +229,73 @@ def running(*programs: Program) -> Iterator[None]:
             program.kill()
 
 
+P = TypeVar("P", bound=Program)
+
+
+class Pair(Generic[P]):
+    """A prefill and a decode server, and in front of them what clients ask: the engine's own router or proxy."""
+
+    def __init__(self, prefill: P, decode: P, front: Program) -> None:
+        self.prefill, self.decode, self.front = prefill, decode, front
+
+    def __repr__(self) -> str:
+        return f"<Pair {self.prefill} {self.decode} {self.front}>"
+
+    def side(self, side: Side) -> P:
+        return self.prefill if side == "prefill" else self.decode
+
+    def restart(self, side: Side) -> None:
+        """Start a server that was killed, and return once it serves, and the front knows it again."""
+        self.side(side).start()
+        self.side(side).wait_until_up()
+        self.front.wait_until_up()
+
+    def assert_healthy(self) -> None:
+        for side in SIDES:
+            assert self.side(side).get("/health").status == 200, self.side(side).log_tail()
+
+
+class Watch:
+    """A session of a daemon, which asks what is under way."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._client = Client.connect(runtime_dir, name="watch")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.transfers()}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def status(self) -> StatusReport:
+        return self._client.status()
+
+    def transfers(self, request_id: str = "") -> list[TransferStatus]:
+        """Return what is under way, of all requests or of those whose id begins so."""
+        return [one for one in self.status().transfers if one.request_id.startswith(request_id)]
+
+    def wait_until_open(self, direction: Literal["send", "receive"], request_id: str = "") -> None:
+        self.wait_until(
+            lambda: any(one.direction == direction for one in self.transfers(request_id)), f"a {direction} is under way"
+        )
+
+    def wait_until_idle(self, within_s: float = WATCH_S) -> None:
+        self.wait_until(lambda: not self.transfers(), "nothing is under way", within_s)
+
+    def wait_until(self, condition: Callable[[], bool], what: str, within_s: float = WATCH_S) -> None:
+        """Return once a condition is true; fails the test where it is not in time."""
+        ends_at = time.monotonic() + within_s
+        while not condition():  # each look is a round trip
+            if time.monotonic() > ends_at:
+                pytest.fail(f"not within {within_s} s: {what}; transfers are {self.transfers()}")
+            self._client.poll(0.05)
+
+
 class Prompt(NamedTuple):
     """What says which prompt: its number of tokens, and which one of so many."""
 
@@ -245,7 +309,31 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [chance.randrange(100, 40000) for _ in range(length)]
 
 
+AT_ONCE: Final = [Prompt(40 + 37 * seed, seed) for seed in range(1, 7)]
+"""The prompts that are sent at once."""
+
+
 def at_once(ask: Callable[[Prompt], Reply], prompts: Sequence[Prompt]) -> list[Reply]:
     """Return the answers to prompts that are sent at once."""
     with ThreadPoolExecutor(len(prompts) or 1) as threads:
         return list(threads.map(ask, prompts))
+
+
+def output_of(*arguments: str | Path) -> list[str]:
+    """Run a module of this repository to its end, as a user does, and return its lines."""
+    variables = {**os.environ, "PYTHONPATH": os.fspath(REPOSITORY / "src"), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def assert_demo_is_identical(engine: str, file: Path, new: int = 4) -> None:
+    """Run the demo with an engine's servers: all its tokens are a plain server's, and went through the daemon."""
+    lines = output_of("examples.demo", "--engine", engine, "--max-new-tokens", str(new), "--json", file)
+    assert lines[-1] == f"demo: ok prompts=8 tokens={8 * new} identical=true"
+    assert lines[-2].startswith("demo: 8 requests handed over by the daemon")
+    requests = json.loads(file.read_bytes())["requests"]
+    assert [len(one["tokens"]) for one in requests] == [new] * 8
+    assert [one["tokens"] for one in requests] == [one["reference"] for one in requests]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 
 from tests import kit
 from tests.kit.daemons import Daemon
-from tests.kit.folders import SMOLLM2, TINY_MLA
-from tests.sglang.expected import Expected, ask_plain_server
+from tests.kit.folders import SMOLLM2
+from tests.sglang.servers import Expected, RoomWatch, ask_plain_server
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,15 +29,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 @pytest.fixture(scope="session")
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
     """Return what a plain server of a model answers, which is run once."""
-    known: dict[str, Expected] = {}
     long = any(item.get_closest_marker("long") for item in request.session.items)
-
-    def of(model: str) -> Expected:
-        if model not in known:
-            known[model] = ask_plain_server(tmp_path_factory.mktemp(f"plain-{model}"), model, long=long)
-        return known[model]
-
-    return of
+    return functools.cache(lambda model: ask_plain_server(tmp_path_factory.mktemp(f"plain-{model}"), model, long=long))
 
 
 @pytest.fixture(scope="session")
@@ -45,14 +39,20 @@ def expected(answers: Callable[[str], Expected]) -> Expected:
     return answers(SMOLLM2)
 
 
-@pytest.fixture(scope="session")
-def expected_of_mla(answers: Callable[[str], Expected]) -> Expected:
-    """Return what a plain server of the MLA model answers."""
-    return answers(TINY_MLA)
-
-
 @pytest.fixture(scope="module")
 def kept_daemon() -> Iterator[Daemon]:
     """Return a daemon whose pools outlive it."""
     with kit.daemon(keep=True) as daemon:
         yield daemon
+
+
+@pytest.fixture
+def watch(kept_daemon: Daemon) -> Iterator[RoomWatch]:
+    with RoomWatch(kept_daemon.runtime_dir) as one:
+        yield one
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """Return a test's name as a server's pools may be called."""
+    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)[:60]

@@ -1,12 +1,11 @@
 """SGLang's own tests that are in its package, over kvferry and on a CPU: ``python -m unittest tests.sglang.own_tests``.
 
 Of each only options, models and the lengths of prompts are ours. MODEL, MLA_MODEL and KVFERRY_RUNTIME_DIR say where
-the models and the daemon are; ``python3`` and ``sglang`` on PATH must be this environment's. test_own.py sees to it.
+the models and the daemon are; ``python3`` and ``sglang`` on PATH must be this environment's: see test_commands.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from functools import partial
 from http import HTTPStatus
@@ -31,18 +30,11 @@ from sglang.test.test_utils import (
 )
 
 from tests.kit.servers import prompt
-from tests.sglang.host_pools import EXTRA
-from tests.sglang.servers import DECODE_OPTIONS, OPTIONS
+from tests.sglang.servers import DECODE_OPTIONS, OPTIONS, hicache
 
 MODEL: Final = os.environ.get("MODEL", "")
 MLA_MODEL: Final = os.environ.get("MLA_MODEL", "")
 PAGE_SIZE: Final = ["--page-size", "64"]
-HICACHE: Final = [
-    *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-mem-layout", "layer_first", *PAGE_SIZE),
-    *("--hicache-io-backend", "direct", "--hicache-write-policy", "write_through", "--enable-cache-report"),
-    *("--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", "wait_complete"),
-    *("--hicache-storage-backend-extra-config", json.dumps({**EXTRA, "prefetch_threshold": 64})),
-]
 BOTH: Final = [*OPTIONS, *DECODE_OPTIONS, *PAGE_SIZE, "--max-total-tokens", "16384"]
 
 
@@ -148,7 +140,7 @@ class TestConversations(UnifiedRadixTreeTestMixin, CustomTestCase):
     def setUpClass(cls) -> None:
         cls.input_ids = [prompt(576, seed) for seed in range(4)]
         cls.process = _launch(
-            popen_launch_server, MODEL, cls.base_url, DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH, other_args=HICACHE
+            popen_launch_server, MODEL, cls.base_url, DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH, other_args=hicache()
         )
 
     @classmethod

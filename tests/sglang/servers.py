@@ -1,4 +1,4 @@
-"""Real servers of SGLang, and its router.
+"""Real servers of SGLang and its router, what a plain server says to the prompts of the tests, and what is under way.
 
 Requests are greedy, token ids in, token ids out.
 """
@@ -6,22 +6,33 @@ Requests are greedy, token ids in, token ids out.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from examples.demo.hosts import Host
+from tests.kit import servers
 from tests.kit.folders import MODELS, REPOSITORY, SMOLLM2
-from tests.kit.servers import Program, Reply, free_ports, running
+from tests.kit.servers import (
+    AT_ONCE,
+    LENGTHS,
+    SIDES,
+    Program,
+    Prompt,
+    Reply,
+    Side,
+    Watch,
+    at_once,
+    free_ports,
+    prompt,
+    running,
+)
 
 Mode: TypeAlias = Literal["plain", "prefill", "decode"]
-Side: TypeAlias = Literal["prefill", "decode"]
-
-SIDES: Final[tuple[Side, ...]] = ("prefill", "decode")
-"""Of a pair; each names its pool, too."""
 
 SERVED_S: Final = 30.0
 """For a short request, or its error."""
@@ -46,6 +57,18 @@ ENVIRONMENT: Final = {
     "PYTHONDONTWRITEBYTECODE": "",  # each start would compile SGLang anew
     "PYTHONPATH": f"{REPOSITORY / 'src'}:{STUBS}",
 }
+EXTRA: Final = {
+    "backend_name": "kvferry",
+    "module_path": "kvferry.clients.sglang.hicache",
+    "class_name": "KvferryHiCacheStorage",
+    "interface_v1": 1,
+}
+"""Of HiCache's storage."""
+HICACHE_PAGE: Final = 64
+RETRACTED: Final = [Prompt(30 + 17 * seed, seed) for seed in range(6)]
+"""The prompts of requests that decode retracts: 435 tokens."""
+RETRACTED_NEW: Final = 80
+"""After each of these."""
 
 
 class Server(Program):
@@ -94,6 +117,17 @@ def server(
     )  # fmt: skip
 
 
+def hicache(layout: str = "layer_first", io: str = "direct") -> list[str]:
+    """Return the options of a server with HiCache and kvferry as its storage."""
+    return [
+        *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--page-size", str(HICACHE_PAGE)),
+        *("--hicache-mem-layout", layout, "--hicache-io-backend", io),
+        *("--hicache-write-policy", "write_through", "--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-storage-backend", "dynamic", "--enable-cache-report"),
+        *("--hicache-storage-backend-extra-config", json.dumps({**EXTRA, "prefetch_threshold": HICACHE_PAGE})),
+    ]
+
+
 def _variables(host: Host | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a program on a host, which else asks a route to the Internet for its address."""
     return {**ENVIRONMENT, **({} if host is None else {"SGLANG_HOST_IP": host.address}), **(more or {})}
@@ -105,28 +139,16 @@ def request(ids: Sequence[int], new: int = NEW_TOKENS, **more: object) -> dict[s
     return {"input_ids": list(ids), "sampling_params": sampling, **more}
 
 
-class Pair:
-    """A prefill and a decode server, and SGLang's router in front of them.
+class Pair(servers.Pair[Server]):
+    """A prefill and a decode server, and SGLang's router in front of them."""
 
-    Attributes:
-        prefill, decode, router: the three.
-    """
-
-    def __init__(self, prefill: Server, decode: Server, router: Program, bootstrap_port: int) -> None:
-        self.prefill, self.decode, self.router = prefill, decode, router
+    def __init__(self, prefill: Server, decode: Server, front: Program, bootstrap_port: int) -> None:
+        super().__init__(prefill, decode, front)
         self._bootstrap_port = bootstrap_port
-
-    def __repr__(self) -> str:
-        """Show the three."""
-        return f"<Pair {self.prefill} {self.decode} {self.router}>"
-
-    def side(self, side: Side) -> Server:
-        """Return one of the two servers."""
-        return self.prefill if side == "prefill" else self.decode
 
     def generate(self, ids: Sequence[int], new: int = NEW_TOKENS, **more: object) -> Reply:
         """Ask the router, as clients do."""
-        return self.router.post("/generate", request(ids, new, **more))
+        return self.front.post("/generate", request(ids, new, **more))
 
     def half(self, side: Side, ids: Sequence[int], room: int, new: int = NEW_TOKENS, **more: object) -> Future[Reply]:
         """Send a server its half of a request, as a router does; ``room`` says which halves belong together."""
@@ -134,48 +156,53 @@ class Pair:
         return self.side(side).posted("/generate", request(ids, new, **where, **more))
 
     def abort(self, side: Side, rid: str) -> None:
-        """Abort a request at one of the two."""
         assert self.side(side).post("/abort_request", {"rid": rid}).status == 200
-
-    def restart(self, side: Side) -> None:
-        """Start a server that was killed, and return once the router knows it again."""
-        self.side(side).start()
-        self.side(side).wait_until_up()
-        self.router.wait_until_up()
 
     def wait_until_served(self, ids: Sequence[int], tokens: Sequence[int]) -> None:
         """Return once a request succeeds; fails the test where one hangs, or the tokens are others."""
         replies: list[Reply] = []
 
         def is_served() -> bool:
-            replies.append(self.router.post("/generate", request(ids), SERVED_S))
+            replies.append(self.front.post("/generate", request(ids), SERVED_S))
             assert replies[-1].status, (replies[-1], self.prefill.log_tail(), self.decode.log_tail())
             return replies[-1].status == 200
 
-        self.router.wait_for(is_served, "serve again")
+        self.front.wait_for(is_served, "serve again")
         assert replies[-1].tokens == list(tokens)
-
-    def assert_healthy(self) -> None:
-        """Check that both servers say that they are."""
-        both = self.prefill, self.decode
-        with ThreadPoolExecutor(len(both)) as threads:  # each takes a second to answer
-            replies = list(threads.map(lambda program: program.get("/health"), both))
-        for program, reply in zip(both, replies, strict=True):
-            assert reply.status == 200, (program, reply, program.log_tail())
 
     def end_in_order(self) -> None:
         """End both servers as operators do; fails the test where one does not end, or complains."""
-        both = self.prefill, self.decode
-        for program in both:
-            program.terminate()
-        for program in both:
-            program.wait_until_ended()
-            assert "Traceback" not in program.logged().rpartition("SIGTERM received")[2], program.log_tail()
+        for side in SIDES:
+            self.side(side).terminate()
+        for side in SIDES:
+            self.side(side).wait_until_ended()
+            assert "Traceback" not in self.side(side).logged().rpartition("SIGTERM received")[2], self.side(side)
 
 
 def new_room() -> int:
     """Return a number for two halves that belong together."""
     return random.randrange(1, 1 << 62)  # noqa: S311  not a secret
+
+
+class RoomWatch(Watch):
+    """What the daemon says of the transfers of SGLang's requests, which it knows by their rooms."""
+
+    def wait_until_opened(self, room: int, side: Side) -> None:
+        """Return once a server has opened a request's transfer."""
+        self.wait_until_open("send" if side == "prefill" else "receive", f"{room:016x}")
+
+    def wait_until_room_arrives(self, room: int) -> None:
+        """Return once pages of a request are at decode, but not all."""
+        self.wait_until(lambda: any(one.arrived for one in self.transfers(f"{room:016x}")), "pages arrive")
+
+    def assert_all_is_free(self, pair: Pair) -> None:
+        """Check that neither SGLang, which looks by itself when it is idle, nor the daemon keeps pages of requests."""
+        self.wait_until_idle()
+        self.wait_until(lambda: not any(one.snapshots for one in self.status().tiers), "no snapshot is left")
+        pair.assert_healthy()
+        for program in (pair.prefill, pair.decode):
+            program.flush()
+            assert "leak detected" not in program.logged()
 
 
 @contextlib.contextmanager
@@ -190,7 +217,6 @@ def running_pair(
     decode_options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     hosts: tuple[Host | None, Host | None] = (None, None),
-    backend: str = "kvferry",
 ) -> Iterator[Pair]:
     """Run a pair and its router.
 
@@ -204,22 +230,20 @@ def running_pair(
         decode_options: for decode.
         environment: more than this process's.
         hosts: prefill's, with the router and the clients, and decode's.
-        backend: by which KV is transferred.
     """
     theirs = (runtime_dirs, runtime_dirs) if isinstance(runtime_dirs, Path) else runtime_dirs
     bootstrap_port, router_port, prometheus_port = free_ports(3)
-    both = [*options, "--disaggregation-transfer-backend", backend]
-    variables = [
-        {**(environment or {}), "KVFERRY_RUNTIME_DIR": os.fspath(one), "KVFERRY_SGLANG_POOL": side}
-        for one, side in zip(theirs, SIDES, strict=True)
-    ]
-    prefill = server(
-        folder, "prefill", model=model, tokens=tokens, options=[*both, "--chunked-prefill-size", str(chunk)],
-        environment=variables[0], bootstrap_port=bootstrap_port, host=hosts[0],
-    )  # fmt: skip
-    decode = server(
-        folder, "decode", model=model, tokens=tokens, options=[*both, *decode_options],
-        environment=variables[1], bootstrap_port=bootstrap_port, host=hosts[1],
+    both = [*options, "--disaggregation-transfer-backend", "kvferry"]
+    more = {"prefill": ("--chunked-prefill-size", str(chunk)), "decode": decode_options}
+    prefill, decode = (
+        server(
+            folder, side, model=model, tokens=tokens, options=[*both, *more[side]], bootstrap_port=bootstrap_port,
+            environment={
+                **(environment or {}), "KVFERRY_RUNTIME_DIR": os.fspath(runtime_dir), "KVFERRY_SGLANG_POOL": side
+            },
+            host=host,
+        )
+        for side, runtime_dir, host in zip(SIDES, theirs, hosts, strict=True)
     )  # fmt: skip
     arguments = ["-m", "sglang_router.launch_router", "--pd-disaggregation", "--disable-retries"]
     arguments += ["--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url]
@@ -231,3 +255,44 @@ def running_pair(
     )
     with running(prefill, decode), running(router):
         yield Pair(prefill, decode, router, bootstrap_port)
+
+
+class Expected(NamedTuple):
+    """What a plain server says to the prompts of the tests.
+
+    Attributes:
+        answers: the new tokens, and the log-probability of each of them.
+        retracted: the new tokens after each of ``RETRACTED``, where the run has long tests.
+    """
+
+    answers: dict[Prompt, tuple[list[int], list[float]]]
+    retracted: list[list[int]]
+
+    def tokens(self, length: int, seed: int = 0) -> list[int]:
+        """Return the new tokens after ``prompt(length, seed)``."""
+        return self.answers[Prompt(length, seed)][0]
+
+
+def ask_plain_server(folder: Path, model: str, *, long: bool) -> Expected:
+    """Run a plain server, and return its answers; ``long``: also those that long tests need."""
+    wanted = [*(Prompt(length) for length in LENGTHS), *AT_ONCE]
+    plain = server(folder, "plain", model=model)
+    with running(plain):
+        replies = at_once(lambda one: plain.post("/generate", request(prompt(*one), return_logprob=True)), wanted)
+        more = RETRACTED if long else []
+        retracted = at_once(lambda one: plain.post("/generate", request(prompt(*one), RETRACTED_NEW)), more)
+    return Expected(
+        {
+            one: (reply.tokens, [row[0] for row in reply.body["meta_info"]["output_token_logprobs"]])
+            for one, reply in zip(wanted, replies, strict=True)
+        },
+        [reply.tokens for reply in retracted],
+    )
+
+
+def assert_tokens(pair: Pair, expected: Expected) -> None:
+    """Compare all lengths one by one, and those at once."""
+    for length in LENGTHS:
+        assert pair.generate(prompt(length)).tokens == expected.tokens(length), length
+    replies = at_once(lambda one: pair.generate(prompt(*one)), AT_ONCE)
+    assert [reply.tokens for reply in replies] == [expected.tokens(*one) for one in AT_ONCE]

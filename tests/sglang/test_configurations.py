@@ -1,7 +1,8 @@
-"""Pairs of other page sizes, models, ranks and caches: the same tokens as a plain server's."""
+"""Pairs of other page sizes, models, ranks, caches, memory and luck: the same tokens as a plain server's."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -13,13 +14,21 @@ from kvferry.clients import Client
 from tests import kit
 from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import SMOLLM2, TINY_MHA, TINY_MLA
-from tests.kit.servers import at_once, prompt
-from tests.sglang.expected import AT_ONCE, LENGTHS, NEW, Expected
-from tests.sglang.servers import Pair, running_pair
+from tests.kit.servers import AT_ONCE, LENGTHS, Prompt, Reply, at_once, prompt
+from tests.sglang.servers import (
+    NEW_TOKENS,
+    RETRACTED,
+    RETRACTED_NEW,
+    Expected,
+    Pair,
+    RoomWatch,
+    assert_tokens,
+    request,
+    running_pair,
+)
 
 pytestmark = pytest.mark.long
 
-RADIX: Final = ("--disaggregation-decode-enable-radix-cache",)
 TWO_RANKS: Final = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 """More ranks than a machine has NUMA nodes."""
 
@@ -43,12 +52,10 @@ class Configuration(NamedTuple):
 
 CONFIGURATIONS: Final = {
     "page-1": Configuration(1),
-    "page-64": Configuration(64),
     "page-128": Configuration(128),
-    "mla-page-1": Configuration(1, TINY_MLA),
     "mla-page-64": Configuration(64, TINY_MLA),
     "two-ranks": Configuration(16, TINY_MHA, ("--tp", "2"), environment=TWO_RANKS, pools=2),
-    "mla-two-ranks": Configuration(16, TINY_MLA, ("--tp", "2"), environment=TWO_RANKS, pools=2),
+    "mla-two-ranks": Configuration(1, TINY_MLA, ("--tp", "2"), environment=TWO_RANKS, pools=2),
 }
 
 
@@ -72,68 +79,154 @@ def test_two_daemons_on_two_hosts(expected: Expected, tmp_path: Path, require: C
         check_hosts_possible()
     except PermissionError as error:
         require(None, str(error))
-    with hosts(2) as (here, there):
-        folders = [tmp_path / "here", tmp_path / "there"]
-        for folder in folders:
-            folder.mkdir()
-        with (
-            kit.daemon(PEERS.format(address=here.address), prefix=here.command([])) as ours,
-            kit.daemon(PEERS.format(address=there.address), prefix=there.command([])) as theirs,
-            running_pair(
-                tmp_path,
-                (ours.runtime_dir, theirs.runtime_dir),
-                options=["--page-size", "64"],
-                hosts=(here, there),
-            ) as pair,
-        ):
+    with hosts(2) as (here, there), contextlib.ExitStack() as stack:
+        ours, theirs = (
+            stack.enter_context(kit.daemon(PEERS.format(address=one.address), prefix=one.command([])))
+            for one in (here, there)
+        )
+        dirs = ours.runtime_dir, theirs.runtime_dir
+        with running_pair(tmp_path, dirs, options=["--page-size", "64"], hosts=(here, there)) as pair:
             assert_tokens(pair, expected)
-            with Client.connect(ours.runtime_dir) as client, Client.connect(theirs.runtime_dir) as other:
+            with Client.connect(dirs[0]) as client, Client.connect(dirs[1]) as other:
                 assert client.status().counters["network.sent_bytes"] > 0
                 pair.end_in_order()
                 assert soon(lambda: not client.status().pools + other.status().pools), "pools end with their servers"
 
 
-@pytest.fixture(scope="module")
-def radix(
-    expected: Expected,  # noqa: ARG001  before, so that three servers never run at once
-    kept_daemon: Daemon,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Pair]:
-    """Return a pair whose decode server keeps prefixes."""
-    folder = tmp_path_factory.mktemp("radix")
-    with running_pair(folder, kept_daemon.runtime_dir, options=["--page-size", "16"], decode_options=RADIX) as pair:
+def test_prefixes_kept_by_decode(expected: Expected, kept_daemon: Daemon, tmp_path: Path) -> None:
+    """Where decode has all whole pages of a prompt, there is no page to transfer, only the first token."""
+    radix = ("--disaggregation-decode-enable-radix-cache",)
+    with running_pair(tmp_path, kept_daemon.runtime_dir, options=["--page-size", "16"], decode_options=radix) as pair:
+        assert_tokens(pair, expected)
+        for length in (64, 129, 333):
+            assert [pair.generate(prompt(length)).tokens for _ in range(2)] == [expected.tokens(length)] * 2
+        pair.decode.flush()
+        for length in (600, 1000):
+            assert pair.generate(prompt(length)[: length // 2], new=1).tokens
+            assert pair.generate(prompt(length)).tokens == expected.tokens(length)
+        for length in LENGTHS:
+            reply = pair.generate(prompt(length), return_logprob=True)
+            got = [row[0] for row in reply.body["meta_info"]["output_token_logprobs"]]
+            assert got == pytest.approx(expected.answers[Prompt(length)][1], abs=1e-3)
+            assert len(got) == NEW_TOKENS
+
+
+# -- decode with too few tokens for its requests retracts some: their pages go to the host tier, and come back
+
+TIER: Final = "[tiers]\nhost_bytes = 268435456\n"
+TOKENS: Final = 608
+"""Of the prompts 435, and of the answers 480."""
+RETRACTS: Final = "Retract requests|Testing retraction"
+
+
+@contextlib.contextmanager
+def retracting(daemon: Daemon, folder: Path, model: str) -> Iterator[Pair]:
+    """Run a pair whose decode retracts; in the end nothing of its requests may be left."""
+    options = ("--num-reserved-decode-tokens", "16", "--page-size", "16")
+    with running_pair(folder, daemon.runtime_dir, model=model, tokens=TOKENS, options=options) as pair:
         yield pair
+        with RoomWatch(daemon.runtime_dir) as watch:
+            watch.assert_all_is_free(pair)
 
 
-def test_tokens_with_prefixes_kept_by_decode(radix: Pair, expected: Expected) -> None:
-    assert_tokens(radix, expected)
+def ask_all(pair: Pair) -> list[list[int]]:
+    return [one.tokens for one in at_once(lambda one: pair.generate(prompt(*one), RETRACTED_NEW), RETRACTED)]
 
 
-@pytest.mark.parametrize("length", [129, 333, 600, 64])
-def test_tokens_of_a_prompt_of_which_decode_has_all_whole_pages(radix: Pair, expected: Expected, length: int) -> None:
-    """64 and what follows it are multiples of a page: there is no page to transfer then, only the first token."""
-    for _ in range(3):
-        assert radix.generate(prompt(length)).tokens == expected.tokens(length)
+def test_a_daemon_that_restarts_costs_the_retracted_requests(
+    answers: Callable[[str], Expected], tmp_path: Path
+) -> None:
+    plain = answers(SMOLLM2).retracted
+    with kit.daemon(TIER, keep=True) as daemon, retracting(daemon, tmp_path, SMOLLM2) as pair:
+        assert ask_all(pair) == plain
+        pair.decode.wait_until_logged(RETRACTS)
+        assert "SGLang copies a retracted request's pages by itself" not in pair.decode.logged()
+        since = pair.decode.log_size()
+        posted = [pair.front.posted("/generate", request(prompt(*one), RETRACTED_NEW)) for one in RETRACTED]
+        pair.decode.wait_until_logged(RETRACTS, since)
+        daemon.restart()
+        replies = [one.result() for one in posted]
+        lost = [reply for reply in replies if reply.status != 200]
+        assert 0 < len(lost) < len(replies)
+        assert all("SNAPSHOT_LOST" in reply.reason for reply in lost)
+        for reply, tokens in zip(replies, plain, strict=True):
+            assert reply.status != 200 or reply.tokens == tokens
 
 
-def test_tokens_of_a_prompt_of_which_decode_has_a_prefix(radix: Pair, expected: Expected) -> None:
-    for length in (600, 1000):
-        head = prompt(length)
-        assert radix.generate(head[: length // 2], new=1).tokens
-        assert radix.generate(head).tokens == expected.tokens(length)
+def test_without_a_tier_sglang_copies_retracted_requests_by_itself(
+    answers: Callable[[str], Expected], tmp_path: Path
+) -> None:
+    plain = answers(TINY_MLA).retracted
+    with kit.daemon(TIER, keep=True) as daemon, retracting(daemon, tmp_path, TINY_MLA) as pair:
+        assert ask_all(pair) == plain
+        pair.decode.wait_until_logged(RETRACTS)
+        daemon.configure("[tiers]\nhost_bytes = 0\n")
+        daemon.restart()
+        pair.wait_until_served(prompt(*RETRACTED[0]), plain[0][:NEW_TOKENS])
+        assert ask_all(pair) == plain
+        assert "SGLang copies a retracted request's pages by itself: TIER_OFF" in pair.decode.logged()
 
 
-def test_logprobs_are_those_of_a_plain_server(radix: Pair, expected: Expected) -> None:
-    for length in LENGTHS:
-        reply = radix.generate(prompt(length), return_logprob=True)
-        got = [row[0] for row in reply.body["meta_info"]["output_token_logprobs"]]
-        assert got == pytest.approx(expected.answer(length).logprobs, abs=1e-3)
-        assert len(got) == NEW
+# -- failures that SGLang injects: it calls a transfer failed that is not, or computes a prompt again
 
 
-def assert_tokens(pair: Pair, expected: Expected) -> None:
-    """Compare all lengths one by one, and those at once."""
-    for length in LENGTHS:
-        assert pair.generate(prompt(length)).tokens == expected.tokens(length), length
-    replies = at_once(lambda one: pair.generate(prompt(*one)), AT_ONCE)
-    assert [reply.tokens for reply in replies] == [expected.tokens(*one) for one in AT_ONCE]
+def ask_rounds(pair: Pair, rounds: int) -> list[tuple[Prompt, Reply]]:
+    """Return the replies to the prompts of all rounds, those of one at once."""
+    found: list[tuple[Prompt, Reply]] = []
+    for _ in range(rounds):
+        found += zip(AT_ONCE, at_once(lambda one: pair.generate(prompt(*one)), AT_ONCE), strict=True)
+    return found
+
+
+def test_injected_failures_harm_only_their_requests(
+    expected: Expected, kept_daemon: Daemon, watch: RoomWatch, tmp_path: Path
+) -> None:
+    """SGLang uses a failed request's pages at once: only a half that has ended before leaves the others' tokens."""
+    environment = {"SGLANG_TEST_DISAGG_FAILURE_PROB": "0.003"}  # of each look: there are hundreds a request
+    with running_pair(
+        tmp_path, kept_daemon.runtime_dir, options=["--page-size", "16"], chunk=64, environment=environment
+    ) as pair:
+        replies = ask_rounds(pair, 5)
+        failed = [reply for _, reply in replies if reply.status != 200]
+        assert 0 < len(failed) < len(replies)
+        assert all(reply.reason for reply in failed)
+        for one, reply in replies:
+            assert reply.status != 200 or reply.tokens == expected.tokens(*one)
+        watch.assert_all_is_free(pair)
+
+
+def test_prompts_that_are_computed_again_answer_the_same(
+    expected: Expected, kept_daemon: Daemon, watch: RoomWatch, tmp_path: Path
+) -> None:
+    environment = {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
+    options = ["--page-size", "16", "--optimistic-prefill-attempts", "3"]
+    with running_pair(tmp_path, kept_daemon.runtime_dir, options=options, environment=environment) as pair:
+        for one, reply in ask_rounds(pair, 2):
+            assert reply.tokens == expected.tokens(*one)
+        pair.prefill.wait_until_logged("optimistic prefill yielded")
+        watch.assert_all_is_free(pair)
+
+
+# -- a daemon that ends with its pools
+
+
+@pytest.mark.parametrize("memory", ["engine", "daemon"])
+def test_memory_of_the_engine_outlives_the_daemon_and_servers_end_without_the_daemons(
+    expected: Expected, tmp_path: Path, memory: str
+) -> None:
+    environment = {"KVFERRY_SGLANG_MEMORY": memory}
+    with kit.daemon() as daemon, running_pair(tmp_path, daemon.runtime_dir, environment=environment) as pair:
+        assert pair.generate(prompt(600)).tokens == expected.tokens(600)
+        daemon.restart()
+        if memory == "daemon":
+            for server in (pair.prefill, pair.decode):
+                server.wait_until_ended()
+                assert "POOL_LOST" in server.logged()
+            return
+        pair.wait_until_served(prompt(600), expected.tokens(600))
+        assert pair.generate(prompt(333)).tokens == expected.tokens(333)
+        pair.assert_healthy()
+        with Client.connect(daemon.runtime_dir) as client:
+            assert len(client.status().pools) == 2
+            pair.end_in_order()
+            assert soon(lambda: not client.status().pools)

@@ -18,10 +18,11 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 
-from tests import kit
 from tests.kit.daemons import Daemon
-from tests.sglang.host_pools import EXTRA
+from tests.sglang.in_process import same
+from tests.sglang.servers import EXTRA
 
+CONFIG: Final = "[tiers]\nhost_bytes = 67108864\n"
 PAGES: Final = 6
 CONFIGURED: Final = {**EXTRA, "prefetch_threshold": 1}
 IO: Final = {"layer_first": "direct", "page_first_direct": "direct", "page_first": "kernel"}
@@ -45,7 +46,7 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
     def story(self) -> None:
         """Have one tree store a sequence; empty it; have it and another one load the sequence."""
         sequence = self._make_seq(1, PAGES)
-        first, allocator, requests = self.tree()
+        first, allocator, requests = self._l3_consumer("")
         self._insert(first, allocator, requests, sequence)
         leaf = fixtures.match_prefix(first, sequence).last_device_node
         indices = first.path_device_indices(leaf)
@@ -54,7 +55,7 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
         self._backup_node(first, leaf)
         self._write_path_to_l3(first, leaf)
         self._flush_l3_backups(first)
-        other, pages, _ = self.tree()
+        other, pages, _ = self._l3_consumer("")
         self.load(other, pages, sequence, expected)
         first.reset()
         allocator.clear()
@@ -67,8 +68,7 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
         found = fixtures.match_prefix(tree, sequence)
         assert found.host_hit_length == len(sequence)
         loaded = self._load_back_node(tree, found.last_host_node)
-        for part, wanted in zip(self._snapshot_full_kv(allocator, loaded), expected, strict=True):
-            assert torch.equal(part, wanted)
+        assert same(self._snapshot_full_kv(allocator, loaded), expected)
 
     def buffer_story(self) -> None:
         """Have one tree store a sequence through host memory that is a buffer only, and another one load it."""
@@ -80,8 +80,7 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
         found = fixtures.match_prefix(tree, sequence)
         assert found.device_prefix_len == len(sequence)
         loaded = tree.path_device_indices(found.last_device_node)
-        for part, wanted in zip(self._snapshot_full_kv(allocator, loaded), expected, strict=True):
-            assert torch.equal(part, wanted)
+        assert same(self._snapshot_full_kv(allocator, loaded), expected)
         host = tree.cache_controller.mem_pool_host
         assert host.available_size() == host.size - self.cfg.page_size  # of page 0 nothing is ever free
 
@@ -119,10 +118,6 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
         assert "the storage must be chosen when the server starts" in said
         assert not without.enable_storage
 
-    def tree(self) -> Any:  # noqa: ANN401  SGLang's objects
-        """Build a tree, its pools and its controller."""
-        return self._l3_consumer("")
-
     def _init_hicache(
         self,
         cache: Any,  # noqa: ANN401
@@ -159,13 +154,6 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
         cache.load_back_threshold = 0
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    """Return a daemon with a host tier."""
-    with kit.daemon("[tiers]\nhost_bytes = 67108864\n") as one:
-        yield one
-
-
 @pytest.fixture
 def made(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Trees]]:
     """Return what makes trees of a page size and a layout."""
@@ -185,23 +173,19 @@ def made(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         yield make
 
 
-@pytest.mark.parametrize(("page_size", "layout"), [(16, "layer_first"), (64, "page_first"), (1, "page_first_direct")])
-def test_what_one_tree_stores_others_load_and_itself_after_a_flush(
-    made: Callable[[int, str], Trees], page_size: int, layout: str
+@pytest.mark.parametrize(
+    ("story", "page_size", "layout"),
+    [
+        (Trees.story, 64, "page_first"),
+        (Trees.buffer_story, 16, "layer_first"),
+        (Trees.full_story, 16, "layer_first"),
+        (Trees.attach_story, 16, "layer_first"),
+        pytest.param(Trees.story, 16, "layer_first", marks=pytest.mark.long),
+        pytest.param(Trees.story, 1, "page_first_direct", marks=pytest.mark.long),
+        pytest.param(Trees.buffer_story, 64, "page_first_direct", marks=pytest.mark.long),
+    ],
+)
+def test_what_trees_store_others_load(
+    made: Callable[[int, str], Trees], story: Callable[[Trees], None], page_size: int, layout: str
 ) -> None:
-    made(page_size, layout).story()
-
-
-@pytest.mark.parametrize(("page_size", "layout"), [(16, "layer_first"), (64, "page_first_direct")])
-def test_host_memory_that_is_a_buffer_only(made: Callable[[int, str], Trees], page_size: int, layout: str) -> None:
-    made(page_size, layout).buffer_story()
-
-
-def test_what_fits_only_with_the_padding_page_is_computed(made: Callable[[int, str], Trees]) -> None:
-    made(16, "layer_first").full_story()
-
-
-def test_the_storage_is_taken_away_and_given_back_and_refused_to_those_that_began_without(
-    made: Callable[[int, str], Trees],
-) -> None:
-    made(16, "layer_first").attach_story()
+    story(made(page_size, layout))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pkgutil
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -37,10 +37,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from tests import kit
 from tests.kit.daemons import Daemon
-from tests.sglang.host_pools import Opened, opened
-from tests.sglang.in_process import Halves, halves, mha_pool, polled
+from tests.sglang.in_process import Halves, Opened, halves, mha_pool, opened, polled
 
 PAGE: Final = 16
 PAGES: Final = 3
@@ -50,30 +48,20 @@ RECEIVERS: Final = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create
 ADAPTER: Final = {"r": 8, "lora_alpha": 16, "use_rslora": False, "target_modules": ["q_proj"]}
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    """Return a daemon with a host tier."""
-    with kit.daemon(CONFIG) as one:
-        yield one
-
-
 @pytest.fixture
-def one(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Opened]:
+def one(daemon: Daemon, name: str) -> Iterator[Opened]:
     """Return a server's storage, of a model of this test's own."""
-    name = "".join(letter if letter.isalnum() else "-" for letter in request.node.name)[:60]
     with opened(daemon.runtime_dir, name, served_model_name=name) as storage:
         yield storage
 
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    """Return an adapter's folder."""
     write(tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
 def write(folder: Path, weights: bytes = b"weights", **config: object) -> None:
-    """Write an adapter."""
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({**ADAPTER, **config}))
     (folder / "adapter_model.safetensors").write_bytes(bytes(200_000) + weights + bytes(200_000))
@@ -138,22 +126,15 @@ def shared(one: Opened, first: Req, second: Req) -> int:
 # -- the storage
 
 
-def test_equal_requests_share(one: Opened, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lora = loaded_at_start(monkeypatch, adapter)
-    told: dict[str, Any] = {"lora_id": lora, "extra_key": "key", "cache_salt": "salt"}
-    assert shared(one, request(**told), request(**told)) == PAGES
-
-
-def test_an_adapter_shares_with_no_adapter_not(one: Opened, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shared(one, request(), request(lora_id=loaded_at_start(monkeypatch, adapter))) == 0
-
-
-def test_equal_adapters_share_wherever_they_lie(
+def test_equal_requests_share_wherever_their_adapters_lie(
     one: Opened, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = request(lora_id=loaded_at_start(monkeypatch, adapter))
+    told: dict[str, Any] = {"extra_key": "key", "cache_salt": "salt"}
+    first = request(lora_id=loaded_at_start(monkeypatch, adapter), **told)
     write(tmp_path / "elsewhere")
-    assert shared(one, first, request(lora_id=loaded_at_start(monkeypatch, tmp_path / "elsewhere"))) == PAGES
+    second = request(lora_id=loaded_at_start(monkeypatch, tmp_path / "elsewhere"), **told)
+    assert shared(one, first, second) == PAGES
+    assert shared(one, request(), request(lora_id=first.lora_id)) == 0
 
 
 @pytest.mark.parametrize(
@@ -184,17 +165,13 @@ def test_an_adapter_that_changes_while_it_is_loaded_shares_nothing(
     assert (shared(one, first, torn), shared(one, torn, after)) == (0, 0)
 
 
-def test_adapters_of_equal_tensors_share(one: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (request(lora_id=loaded_from_tensors(monkeypatch, 1.0)) for _ in range(2))
-    assert shared(one, first, second) == PAGES
-
-
-@pytest.mark.parametrize(("value", "alpha"), [(2.0, 16), (1.0, 32)])
-def test_adapters_of_other_tensors_share_nothing(
-    one: Opened, monkeypatch: pytest.MonkeyPatch, value: float, alpha: int
+@pytest.mark.parametrize(("value", "alpha", "pages"), [(1.0, 16, PAGES), (2.0, 16, 0), (1.0, 32, 0)])
+def test_adapters_of_tensors_share_where_these_are_equal(
+    one: Opened, monkeypatch: pytest.MonkeyPatch, value: float, alpha: int, pages: int
 ) -> None:
     first = request(lora_id=loaded_from_tensors(monkeypatch, 1.0))
-    assert shared(one, first, request(lora_id=loaded_from_tensors(monkeypatch, value, lora_alpha=alpha))) == 0
+    second = request(lora_id=loaded_from_tensors(monkeypatch, value, lora_alpha=alpha))
+    assert shared(one, first, second) == pages
 
 
 def test_a_request_that_says_an_adapters_number_shares_nothing_with_it(
@@ -223,12 +200,9 @@ def test_other_salts_keys_and_tokens_share_nothing(one: Opened, first: dict[str,
     assert shared(one, request(**first), request(**second)) == 0
 
 
-def test_equal_images_share(one: Opened) -> None:
-    assert shared(one, request(media=1), request(media=1)) == PAGES
-
-
 def test_other_images_share_what_is_before_them(one: Opened) -> None:
-    assert shared(one, request(media=1), request(media=2)) == 1
+    assert shared(one, request(media=1), request(media=1)) == PAGES
+    assert shared(one, request(media=3), request(media=2)) == 1
 
 
 def test_embeddings_in_place_of_tokens_are_never_cached() -> None:
@@ -268,21 +242,17 @@ class Weights:
         )
 
     def from_disk(self, folder: Path, **told: object) -> None:
-        """Load other ones."""
         assert self.manager.update_weights_from_disk(
             UpdateWeightFromDiskReqInput(model_path=str(folder), **told)
         ).success
 
     def begin(self) -> None:
-        """Begin a session."""
         assert self.manager.begin_weight_update(BeginWeightUpdateReqInput()).success
 
     def end(self) -> None:
-        """End it."""
         assert self.manager.end_weight_update(EndWeightUpdateReqInput()).success
 
     def resume(self, tag: str) -> None:
-        """Have released memory again."""
         self.manager.offload_tags.add(tag)
         self.manager.stashed_model_static_state = {"buffers": []}
         self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))
@@ -297,7 +267,6 @@ class Weights:
 
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
-    """Return the weights of this process."""
     return Weights(monkeypatch)
 
 
@@ -309,64 +278,49 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "step"
 
 
-def test_weights_from_another_folder_share_nothing(one: Opened, weights: Weights, checkpoint: Path) -> None:
-    assert shared(one, request(), request()) == PAGES
+def of_others(folder: Path) -> Path:
+    """Write other weights into a folder."""
+    (folder / "model.safetensors").write_bytes(bytes(99) + b"1")
+    return folder
+
+
+def resumed(weights: Weights, tag: str, *, is_copied: bool) -> None:
+    with get_context().override_server_args(enable_weights_cpu_backup=is_copied):
+        weights.resume(tag)
+
+
+CHANGES: Final[dict[str, Callable[[Weights, Path], None]]] = {
+    "tensors": lambda weights, _: weights.from_tensors(),
+    "tensors with a version": lambda weights, _: weights.from_tensors("5"),
+    "not flushed for": lambda weights, folder: weights.from_disk(folder, flush_cache=False),
+    "written past SGLang": lambda weights, _: weights.end(),
+    "memory without a copy": lambda weights, _: resumed(weights, "weights", is_copied=False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_may_be_others_share_nothing(one: Opened, weights: Weights, checkpoint: Path, change: str) -> None:
     weights.from_disk(checkpoint)
-    assert one.storage.batch_exists(keys(request())) == 0
-
-
-def test_equal_weights_from_a_folder_share(one: Opened, weights: Weights, checkpoint: Path) -> None:
-    weights.from_disk(checkpoint)
-    assert shared(one, request(), request()) == PAGES
-    weights.from_tensors()
-    assert one.storage.batch_exists(keys(request())) == 0
-    weights.from_disk(checkpoint)
-    assert one.storage.batch_exists(keys(request())) == PAGES
-
-
-def test_other_weights_in_the_same_folder_share_nothing(one: Opened, weights: Weights, checkpoint: Path) -> None:
-    weights.from_disk(checkpoint)
-    assert shared(one, request(), request()) == PAGES
-    (checkpoint / "model.safetensors").write_bytes(bytes(99) + b"1")
-    weights.from_disk(checkpoint)
-    assert one.storage.batch_exists(keys(request())) == 0
-
-
-def test_weights_that_were_not_flushed_for_are_this_servers_alone(
-    one: Opened, weights: Weights, checkpoint: Path
-) -> None:
-    weights.from_disk(checkpoint)
-    assert shared(one, request(), request()) == PAGES
-    weights.from_disk(checkpoint, flush_cache=False)
-    assert one.storage.batch_exists(keys(request())) == 0
-
-
-@pytest.mark.parametrize("version", [None, "5"])
-def test_weights_from_tensors_share_nothing(one: Opened, weights: Weights, version: str | None) -> None:
     for _ in range(2):
+        if change == "written past SGLang":
+            weights.begin()
         assert shared(one, request(), request()) == PAGES
-        weights.from_tensors(version)
+        resumed(weights, "weights", is_copied=True)
+        resumed(weights, "kv_cache", is_copied=False)
+        assert one.storage.batch_exists(keys(request())) == PAGES
+        CHANGES[change](weights, checkpoint)
         assert one.storage.batch_exists(keys(request())) == 0
 
 
-def test_weights_that_were_written_past_sglang_share_nothing(one: Opened, weights: Weights) -> None:
-    assert shared(one, request(), request()) == PAGES
-    weights.begin()
-    assert shared(one, request(), request()) == PAGES
-    weights.end()
+def test_other_weights_in_the_same_folder_share_nothing(one: Opened, weights: Weights, checkpoint: Path) -> None:
+    for count in (0, PAGES):
+        assert one.storage.batch_exists(keys(request())) == 0
+        weights.from_disk(checkpoint)
+        assert one.storage.batch_exists(keys(request())) == count, "equal ones share"
+        assert shared(one, request(), request()) == PAGES
+        weights.from_tensors()
+    weights.from_disk(of_others(checkpoint))
     assert one.storage.batch_exists(keys(request())) == 0
-
-
-@pytest.mark.parametrize(
-    ("tag", "is_copied", "found"), [("weights", False, 0), ("weights", True, PAGES), ("kv_cache", False, PAGES)]
-)
-def test_weights_without_a_copy_are_others_when_their_memory_is_back(
-    one: Opened, weights: Weights, tag: str, *, is_copied: bool, found: int
-) -> None:
-    assert shared(one, request(), request()) == PAGES
-    with get_context().override_server_args(enable_weights_cpu_backup=is_copied):
-        weights.resume(tag)
-    assert one.storage.batch_exists(keys(request())) == found
 
 
 # -- prefill and decode
@@ -374,7 +328,6 @@ def test_weights_without_a_copy_are_others_when_their_memory_is_back(
 
 @pytest.fixture(scope="module")
 def both(kept_daemon: Daemon) -> Iterator[Halves]:
-    """Return both servers' managers."""
     with halves(kept_daemon.runtime_dir, mha_pool, KVFERRY_SGLANG_POOL="identity") as one:
         yield one
 
@@ -453,21 +406,16 @@ def test_weights_that_only_prefill_has_changed_do_not_pass(both: Halves, weights
     assert "other weights" in ended(sender(both, told_of(both, bootstrap_room=room)), receiving)
 
 
-def said_where_both_are_changed(both: Halves, weights: Weights, version: str | None) -> str:
-    """Change prefill's weights and decode's from tensors; return what decode says of a request then."""
+@pytest.mark.parametrize("version", ["5", None])
+def test_weights_from_tensors_pass_where_both_call_them_alike(
+    both: Halves, weights: Weights, version: str | None
+) -> None:
     room = both.new_room()
     weights.from_tensors(version)
     sending = sender(both, told_of(both, bootstrap_room=room))
     weights.from_tensors(version)  # decode's, in this process too
-    return ended(sending, receiver(both, told_of(both, bootstrap_room=room)))
-
-
-def test_weights_that_both_call_alike_pass(both: Halves, weights: Weights) -> None:
-    assert not said_where_both_are_changed(both, weights, "5")
-
-
-def test_weights_of_which_nobody_knows_anything_do_not_pass(both: Halves, weights: Weights) -> None:
-    assert "weight_version" in said_where_both_are_changed(both, weights, None)
+    said = ended(sending, receiver(both, told_of(both, bootstrap_room=room)))
+    assert not said if version else "weight_version" in said
 
 
 def test_a_version_that_is_told_later_counts(both: Halves, weights: Weights) -> None:

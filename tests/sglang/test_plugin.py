@@ -5,18 +5,26 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import multiprocessing
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+from kvferry.clients import Client
+from kvferry.clients.engine import Engine
 from kvferry.clients.sglang import plugin, pools
-from kvferry.clients.sglang.settings import settings
-from kvferry.protocol.errors import InvalidFieldError
-from tests.sglang.in_process import current_pool, mha_pool, mla_pool, told
+from kvferry.clients.sglang.settings import end_server, settings
+from kvferry.protocol.errors import InvalidFieldError, PoolLostError
+from tests import kit
+from tests.sglang.in_process import SOON_S, chosen, current_pool, mha_pool, mla_pool
 
+CHOICES = "sglang.srt.server_args.add_disagg_transfer_backend_choices"
 CONN = "sglang.srt.disaggregation.common.conn"
 
 
@@ -33,46 +41,38 @@ def test_installed_sglang_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "taken"),
+    ("change", "found"),
     [
-        (lambda choices: None, "choices"),  # noqa: ARG005  its parameters are what counts
-        (lambda iterable, more: None, "iterable, more"),  # noqa: ARG005
+        (lambda one: one.setattr(plugin, "installed_version", lambda: "0.6.0"), ["SGLang is 0.6.0, known are 0.5.23"]),
+        (
+            lambda one: one.setattr(CHOICES, lambda iterable, more: None),  # noqa: ARG005  its parameters count
+            [f"{CHOICES} takes (iterable, more), known is (iterable)"],
+        ),
+        (
+            lambda one: one.setattr(f"{CONN}.CommonKVSender.poll", None, raising=False),
+            [],  # nothing that the plugin calls
+        ),
+        (
+            lambda one: one.delattr(f"{CONN}.CommonKVBootstrapServer"),
+            [f"{one.path} is not there" for one in plugin.KNOWN if "CommonKVBootstrapServer" in one.path],
+        ),
+        (
+            lambda one: (one.delattr(CONN), one.setitem(sys.modules, CONN, None)),  # as if it could not be imported
+            [f"{one.path} is not there" for one in plugin.KNOWN if CONN in one.path],
+        ),
     ],
+    ids=["release", "signature", "nothing", "class", "module"],
 )
-def test_another_signature_is_named(monkeypatch: pytest.MonkeyPatch, other: object, taken: str) -> None:
-    path = "sglang.srt.server_args.add_disagg_transfer_backend_choices"
-    monkeypatch.setattr(path, other)
-    assert plugin.differences() == [f"{path} takes ({taken}), known is (iterable)"]
+def test_what_differs_is_named(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None], found: list[str]
+) -> None:
+    change(monkeypatch)
+    said = plugin.differences()
+    assert len(said) == len(found)
+    assert all(one.startswith(start) for one, start in zip(said, found, strict=True))
 
 
-def test_another_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{CONN}.CommonKVSender.send", lambda self, pages: None)  # noqa: ARG005
-    [found] = plugin.differences()
-    assert found.startswith(f"{CONN}.CommonKVSender.send takes (self, pages), known is (self, kv_indices, ")
-
-
-def test_missing_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(f"{CONN}.CommonKVBootstrapServer")
-    found = plugin.differences()
-    assert [one.partition(" ")[0] for one in found] == [
-        one.path for one in plugin.KNOWN if "CommonKVBootstrapServer" in one.path
-    ]
-    assert all("is not there" in one for one in found)
-
-
-def test_missing_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(CONN)
-    monkeypatch.setitem(sys.modules, CONN, None)  # as if it could not be imported
-    assert all(one.startswith(CONN) for one in plugin.differences())
-    assert len(plugin.differences()) == sum(CONN in one.path for one in plugin.KNOWN)
-
-
-def test_another_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "installed_version", lambda: "0.6.0")
-    assert plugin.differences() == ["SGLang is 0.6.0, known are 0.5.23"]
-
-
-@pytest.mark.parametrize("missing", ["sglang", "sglang.srt.plugins.hook_registry", "sglang.srt.server_args"])
+@pytest.mark.parametrize("missing", ["sglang", "sglang.srt.server_args"])
 def test_register_does_not_raise(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
 ) -> None:
@@ -106,7 +106,7 @@ def test_release_that_is_not_known_is_refused_where_kvferry_is_chosen() -> None:
 
 
 def test_nothing_changes_where_kvferry_is_not_chosen() -> None:
-    found = said_by_process("""
+    before, after, is_none = said_by_process("""
         import json, os
         import torch
         os.environ["KVFERRY_RUNTIME_DIR"] = "/nowhere"
@@ -146,55 +146,50 @@ def test_nothing_changes_where_kvferry_is_not_chosen() -> None:
         from kvferry.clients.sglang import pools
         print(json.dumps([before, after, pools.current() is None]))
     """)
-    before, after, is_none = found
     assert after[0] == {**before[0], "KVFERRY": "kvferry"}
     assert after[1:] == before[1:]
     assert is_none
 
 
+def unallocated(kind: Any, attribute: str) -> Callable[[], Any]:  # noqa: ANN401  SGLang's class
+    """Return what allocates a pool of SGLang's that has something that is not carried."""
+
+    def make() -> None:
+        pool = kind.__new__(kind)
+        pool.device = "cpu"
+        setattr(pool, attribute, True)
+        create = pools.create_mha_buffers if kind is MHATokenToKVPool else pools.create_mla_buffers
+        create(pytest.fail, pool)
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: mha_pool(kind=type("OwnPool", (MHATokenToKVPool,), {})), "the KV pool OwnPool"),
-        (lambda: mha_pool(device="meta"), "a KV pool on meta"),
-        (lambda: mha_pool(kv_cache_layout="other"), "the KV layout 'other'"),
-        (lambda: mla_pool(use_dsa=True), "sparse attention with an indexer"),
+        (lambda: mha_pool(kind=type("OwnPool", (MHATokenToKVPool,), {})), "does not carry the KV pool OwnPool"),
+        (lambda: mha_pool(device="meta"), "does not carry a KV pool on meta"),
+        (lambda: mha_pool(kv_cache_layout="other"), "does not carry the KV layout 'other'"),
+        (lambda: mla_pool(use_dsa=True), "does not carry sparse attention with an indexer"),
+        (unallocated(MHATokenToKVPool, "post_capture_active"), "backed after graph capture"),
+        (unallocated(MLATokenToKVPool, "enable_custom_mem_pool"), "a custom memory pool"),
+        (lambda: mha_pool(tokens=63), "--max-total-tokens"),
     ],
 )
-def test_pools_are_refused_by_name(make: Any, name: str) -> None:  # noqa: ANN401  a function
-    with told(), current_pool(lambda: None), pytest.raises(InvalidFieldError, match=f"does not carry {name}"):
+def test_pools_are_refused_by_name(make: Callable[[], Any], name: str) -> None:
+    with chosen(), current_pool(lambda: None), pytest.raises(InvalidFieldError, match=name):
         make()
 
 
 def test_second_pool_is_refused_by_name() -> None:
     one: Any = object()
-    with told(), current_pool(lambda: one), pytest.raises(InvalidFieldError, match="a second KV pool"):
+    with chosen(), current_pool(lambda: one), pytest.raises(InvalidFieldError, match="a second KV pool"):
         mha_pool()
-
-
-@pytest.mark.parametrize(
-    ("attribute", "name"),
-    [("post_capture_active", "backed after graph capture"), ("enable_custom_mem_pool", "a custom memory pool")],
-)
-@pytest.mark.parametrize("create", [pools.create_mha_buffers, pools.create_mla_buffers])
-def test_other_memory_is_refused_by_name(create: Any, attribute: str, name: str) -> None:  # noqa: ANN401  a function
-    kind = MHATokenToKVPool if create is pools.create_mha_buffers else MLATokenToKVPool
-    pool = kind.__new__(kind)
-    pool.device = "cpu"
-    setattr(pool, attribute, True)
-    with told(), current_pool(lambda: None), pytest.raises(InvalidFieldError, match=name):
-        create(pytest.fail, pool)
-
-
-def test_part_of_a_page_is_refused() -> None:
-    with told(), current_pool(lambda: None), pytest.raises(InvalidFieldError, match="--max-total-tokens") as raised:
-        mha_pool(tokens=63)
-    assert raised.value.field == "max_total_tokens"
 
 
 def test_no_daemon_is_said_at_start() -> None:
     with (
-        told({"KVFERRY_RUNTIME_DIR": "/nowhere"}, served_model_name="tests"),
+        chosen({"KVFERRY_RUNTIME_DIR": "/nowhere"}, served_model_name="tests"),
         current_pool(lambda: None),
         pytest.raises(Exception, match="/nowhere") as raised,
     ):
@@ -206,17 +201,46 @@ def test_settings_are_those_of_the_environment() -> None:
     assert settings({}) == (None, "", "daemon")
     given = {"KVFERRY_RUNTIME_DIR": "/run/k", "KVFERRY_SGLANG_POOL": "p", "KVFERRY_SGLANG_MEMORY": "engine"}
     assert settings(given) == ("/run/k", "p", "engine")
+    for name, value in (("MEMORY", ""), ("MEMORY", "Daemon"), ("POOL", "a b"), ("POOL", "x" * 200), ("POOL", "../p")):
+        with pytest.raises(InvalidFieldError, match=value) as raised:
+            settings({f"KVFERRY_SGLANG_{name}": value})
+        assert raised.value.field == f"KVFERRY_SGLANG_{name}"
 
 
-@pytest.mark.parametrize("value", ["", "Daemon", "both"])
-def test_wrong_memory_is_refused_by_name(value: str) -> None:
-    with pytest.raises(InvalidFieldError, match=f"{value!r}: say daemon or engine") as raised:
-        settings({"KVFERRY_SGLANG_MEMORY": value})
-    assert raised.value.field == "KVFERRY_SGLANG_MEMORY"
+class Lost:
+    """A pool whose memory the next daemon has not."""
+
+    name = "lost"
+    keeps_memory = False
+
+    def come_back(self, client: Client, *, resumed: bool) -> None:  # noqa: ARG002
+        raise PoolLostError("the next daemon has not adopted it")
 
 
-@pytest.mark.parametrize("name", ["a b", "x" * 200, "../p"])
-def test_wrong_pool_name_is_refused_by_name(name: str) -> None:
-    with pytest.raises(InvalidFieldError) as raised:
-        settings({"KVFERRY_SGLANG_POOL": name})
-    assert raised.value.field == "KVFERRY_SGLANG_POOL"
+def scheduler(runtime_dir: str, started: Connection) -> None:
+    """Be a scheduler process of a server, for as long as it is let."""
+    Engine("scheduler", runtime_dir, on_pool_lost=end_server).add(Lost())
+    started.send_bytes(b"")
+    started.recv_bytes()
+
+
+def test_a_scheduler_whose_memory_is_lost_ends_and_tells_its_server() -> None:
+    """One that stayed would keep SGLang waiting for a minute."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGQUIT, lambda number, _: told.append(number))
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    try:
+        with kit.daemon() as daemon:
+            process = spawn.Process(target=scheduler, args=(str(daemon.runtime_dir), theirs))
+            process.start()
+            try:
+                assert ours.poll(SOON_S)
+                daemon.restart()
+                process.join(SOON_S)
+                assert (process.exitcode, told) == (1, [signal.SIGQUIT])
+            finally:
+                process.kill()
+                process.join()
+    finally:
+        signal.signal(signal.SIGQUIT, before)

@@ -1,109 +1,117 @@
-"""Decode with too few tokens for its requests retracts some: their pages go to the host tier, and come back.
-
-Which requests run together is not that of a plain server, which has tokens for all of them, but their tokens are.
-"""
+"""get_cpu_copy and load_cpu_copy of SGLang's pools, by which decode retracts requests, without servers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, Final
 
 import pytest
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, RetractionBackup
 
+from kvferry.clients import Client
+from kvferry.clients.sglang import retraction
+from kvferry.clients.sglang.retraction import Backup
 from tests import kit
-from tests.kit.daemons import Daemon
-from tests.kit.folders import SMOLLM2, TINY_MLA
-from tests.kit.servers import Reply, at_once, prompt
-from tests.sglang.expected import RETRACTED, RETRACTED_NEW, Expected
-from tests.sglang.servers import NEW_TOKENS, Pair, request, running_pair
-from tests.sglang.watch import RoomWatch
+from tests.kit.daemons import Daemon, soon
+from tests.sglang.in_process import PAGE, SOON_S, buffers_of, halves, mha_pool, mla_pool, same
 
-pytestmark = pytest.mark.long
-
-TIER: Final = "[tiers]\nhost_bytes = 268435456\n"
-NO_TIER: Final = "[tiers]\nhost_bytes = 0\n"
-TOKENS: Final = 608
-"""Of the prompts 435, and of the answers 480."""
-DECODE: Final = ("--num-reserved-decode-tokens", "16", "--page-size", "16")
-RETRACTS: Final = "Retract requests|Testing retraction"
+TIER: Final = "[tiers]\nhost_bytes = 16777216\n"
+FROM: Final = [3, 5, 4]
+TO: Final = [20, 9, 31]
+TOKENS: Final = 2 * PAGE + 1
+"""The last page is not full."""
 
 
-@pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+def slots(page_ids: list[int]) -> torch.Tensor:
+    """Return the slots of the first tokens of these pages."""
+    return torch.cat([torch.arange(PAGE) + one * PAGE for one in page_ids])[:TOKENS]
 
 
-@pytest.fixture(scope="module")
-def plain(answers: Callable[[str], Expected], model: str) -> list[list[int]]:
-    return answers(model).retracted
+def values(pool: Any, page_ids: list[int]) -> list[torch.Tensor]:  # noqa: ANN401  SGLang's class
+    """Return what all layers have of the first tokens of these pages."""
+    return [one[slots(page_ids)].clone() for one in buffers_of(pool)]
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with kit.daemon(TIER, keep=True) as one:
-        yield one
+def fill(pool: Any) -> list[torch.Tensor]:  # noqa: ANN401  SGLang's class
+    """Have random values in all layers, and return those in FROM."""
+    for one in buffers_of(pool):
+        one.copy_(torch.rand(one.shape))
+    return values(pool, FROM)
 
 
-@pytest.fixture
-def watch(daemon: Daemon) -> Iterator[RoomWatch]:
-    with RoomWatch(daemon.runtime_dir) as one:
-        yield one
+def held(daemon: Daemon) -> int:
+    """Return how many bytes the host tier holds."""
+    with Client.connect(daemon.runtime_dir) as client:
+        return sum(one.used_bytes for one in client.status().tiers)
 
 
-@pytest.fixture(scope="module")
-def pair(
-    plain: list[list[int]],  # noqa: ARG001  before, so that three servers never run at once
-    model: str,
-    daemon: Daemon,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("retraction")
-    with running_pair(folder, daemon.runtime_dir, model=model, tokens=TOKENS, options=DECODE) as one:
-        yield one
+@pytest.mark.parametrize(
+    ("make", "config"), [(mha_pool, TIER), (mla_pool, TIER), (mha_pool, "[tiers]\nhost_bytes = 0\n")]
+)
+def test_pages_come_back_to_others(make: Callable[[], Any], config: str) -> None:
+    """Where there is no tier SGLang copies by itself."""
+    with kit.daemon(config, keep=True) as daemon, halves(daemon.runtime_dir, make) as both:
+        pool = both.sglang
+        before = fill(pool)
+        backup = pool.get_cpu_copy(slots(FROM))
+        assert isinstance(backup, Backup) == (config == TIER)
+        fill(pool)
+        pool.load_cpu_copy(backup, slots(TO))
+        assert same(values(pool, TO), before)
+        assert not same(values(pool, FROM), before)
+        assert held(daemon) == 0
 
 
-def ask_all(pair: Pair) -> list[Reply]:
-    return at_once(lambda one: pair.generate(prompt(*one), RETRACTED_NEW), RETRACTED)
+def test_backup_that_nobody_has_any_more_is_dropped() -> None:
+    with kit.daemon(TIER, keep=True) as daemon, halves(daemon.runtime_dir, mha_pool) as both:
+        backup = both.sglang.get_cpu_copy(slots(FROM))
+        assert held(daemon) > 0
+        del backup
+        assert soon(lambda: held(daemon) == 0)
 
 
-@pytest.mark.parametrize("model", [SMOLLM2, TINY_MLA], indirect=True, scope="module")
-def test_retracted_requests_answer_the_same(pair: Pair, watch: RoomWatch, plain: list[list[int]]) -> None:
-    assert [reply.tokens for reply in ask_all(pair)] == plain
-    pair.decode.wait_until_logged(RETRACTS)
-    assert "SGLang copies a retracted request's pages by itself" not in pair.decode.logged()
-    watch.assert_all_is_free(pair)
+def test_sglang_copies_by_itself_while_the_daemon_is_away() -> None:
+    with kit.daemon(TIER, keep=True) as daemon, halves(daemon.runtime_dir, mha_pool) as both:
+        before = fill(both.sglang)
+        daemon.end()
+        backup = both.sglang.get_cpu_copy(slots(FROM))
+        assert not isinstance(backup, Backup)
+        both.pool.engine.poll()
+        assert both.pool.engine.generation == 0, "the scheduler has waited until the client gave up"
+        daemon.start()
+        both.sglang.load_cpu_copy(backup, slots(TO))
+        assert same(values(both.sglang, TO), before)
 
 
-@pytest.mark.parametrize("model", [SMOLLM2], indirect=True, scope="module")
-def test_daemon_that_restarts_in_between_costs_the_retracted_ones(
-    pair: Pair, daemon: Daemon, plain: list[list[int]]
-) -> None:
-    since = pair.decode.log_size()
-    posted = [pair.router.posted("/generate", request(prompt(*one), RETRACTED_NEW)) for one in RETRACTED]
-    pair.decode.wait_until_logged(RETRACTS, since)
-    daemon.restart()
-    replies = [one.result() for one in posted]
-    lost = [reply for reply in replies if reply.status != 200]
-    assert lost
-    assert all("SNAPSHOT_LOST" in reply.reason for reply in lost)
-    kept = [(reply.tokens, tokens) for reply, tokens in zip(replies, plain, strict=True) if reply.status == 200]
-    assert kept
-    assert all(ours == theirs for ours, theirs in kept)
-    with RoomWatch(daemon.runtime_dir) as watch:
-        watch.assert_all_is_free(pair)
+def test_pages_that_come_back_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang gives them to others where it is told that they do not come."""
+    monkeypatch.setattr(retraction, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(retraction, "MARGIN_S", 0.5)
+    with kit.daemon(TIER, keep=True) as daemon, halves(daemon.runtime_dir, mha_pool) as both:
+        before = fill(both.sglang)
+        backup = both.sglang.get_cpu_copy(slots(FROM))
+        loads = threading.Thread(target=both.sglang.load_cpu_copy, args=(backup, slots(TO)))
+        with daemon.stopped():
+            loads.start()
+            loads.join(2.0)
+            assert loads.is_alive()
+        loads.join(SOON_S)
+        assert not loads.is_alive()
+        assert same(values(both.sglang, TO), before)
 
 
-@pytest.mark.parametrize("model", [TINY_MLA], indirect=True, scope="module")
-def test_without_a_tier_sglang_copies_by_itself(pair: Pair, daemon: Daemon, plain: list[list[int]]) -> None:
-    daemon.configure(NO_TIER)
-    daemon.restart()
-    try:
-        pair.wait_until_served(prompt(*RETRACTED[0]), plain[0][:NEW_TOKENS])
-        assert [reply.tokens for reply in ask_all(pair)] == plain
-        assert "SGLang copies a retracted request's pages by itself: TIER_OFF" in pair.decode.logged()
-        with RoomWatch(daemon.runtime_dir) as watch:
-            watch.assert_all_is_free(pair)
-    finally:
-        daemon.configure(TIER)
+def test_request_whose_pages_do_not_come_back_is_aborted() -> None:
+    with kit.daemon(TIER, keep=True) as daemon, halves(daemon.runtime_dir, mha_pool) as both:
+        backup = RetractionBackup(cpu_tensors=both.sglang.get_cpu_copy(slots(FROM)), mamba_cpu=None)
         daemon.restart()
+        with both.pool.engine.client() as client:
+            client.status()  # the daemon is back
+        kept = types.SimpleNamespace(req_pool_idx=0, retraction_backup=backup, mamba_pool_idx=None, holds_mamba=False)
+        req = types.SimpleNamespace(rid="one", kv=kept, seqlen=TOKENS + 1, to_finish=None)
+        Req.load_kv_cache(req, types.SimpleNamespace(req_to_token=slots(TO).unsqueeze(0)), both.sglang)
+        assert isinstance(req.to_finish, FINISH_ABORT)
+        assert "SNAPSHOT_LOST" in req.to_finish.message
+        assert req.kv.retraction_backup is None

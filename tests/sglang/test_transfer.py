@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +38,8 @@ from tests.sglang.in_process import (
     polled,
 )
 
+NOTHING: Final[Callable[[Any], None]] = lambda _: None  # noqa: E731  what a case changes
+LARGEST_PAYLOAD: Final = 2 << 20
 FROM: Final = [1, 2, 3, 4]
 TO: Final = [40, 30, 20, 10]
 POOLS: Final[dict[str, tuple[Any, dict[str, str]]]] = {
@@ -47,7 +49,7 @@ POOLS: Final[dict[str, tuple[Any, dict[str, str]]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=POOLS)
+@pytest.fixture(scope="module", params=["mha", "mla", pytest.param("mha-of-the-engine", marks=pytest.mark.long)])
 def both(request: pytest.FixtureRequest, kept_daemon: Daemon) -> Iterator[Halves]:
     make, environment = POOLS[request.param]
     with halves(kept_daemon.runtime_dir, make, KVFERRY_SGLANG_POOL=request.param, **environment) as one:
@@ -71,68 +73,59 @@ def reason(half: Any) -> str:  # noqa: ANN401  SGLang's class
 
 
 def test_pool_of_sglang_is_the_daemons(both: Halves) -> None:
-    lists = both.made.daemon.lists
-    theirs = both.made.sglang.get_contiguous_buf_infos()
+    lists = both.pool.lists
+    theirs = both.sglang.get_contiguous_buf_infos()
     assert tuple(map(list, theirs)) == (list(lists.data_ptrs), list(lists.data_lens), list(lists.item_lens))
 
 
-@pytest.mark.parametrize("field", ["kv_data_ptrs", "kv_data_lens", "kv_item_lens"])
-def test_lists_that_differ_are_refused(mha: Halves, field: str) -> None:
+def longer(field: str) -> Callable[[Any], None]:
+    """Return what makes the last of something longer that a scheduler says of its pool."""
+    return lambda args: setattr(args, field, [*getattr(args, field)[:-1], getattr(args, field)[-1] + 64])
+
+
+def saying(field: str, value: object) -> Callable[[Any], None]:
+    """Return what has a scheduler say something else."""
+    return lambda args: setattr(args, field, value)
+
+
+REFUSED: Final[list[tuple[str, Callable[[Any], None], dict[str, Any], dict[str, Any]]]] = [
+    *(
+        ("addresses, lengths or page sizes differ", longer(field), {}, {})
+        for field in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")
+    ),
+    *(
+        (f"state of the kind {state.value} yet", saying("state_types", [state]), {}, {})
+        for state in StateType
+    ),
+    ("a draft model's KV", saying("num_draft_entries", 3), {}, {}),
+    (
+        "metadata is 2097153 bytes, the daemon has room for 2097120",
+        saying("aux_item_lens", [LARGEST_PAYLOAD, 1]), {}, {},
+    ),
+    ("2 pipeline stages yet", NOTHING, {"pp_size": 2}, {}),
+    ("2 context-parallel ranks yet", NOTHING, {"attn_cp_size": 2, "tp_size": 2, "moe_tp_size": 2}, {}),
+    ("2 decode context-parallel ranks yet", NOTHING, {"attn_dcp_size": 2}, {}),
+    ("--enable-kv-cache-sharding yet", NOTHING, {"enable_kv_cache_sharding": True}, {}),
+    (
+        "--disaggregation-decode-allocation-policy", NOTHING, {},
+        {"disaggregation_decode_allocation_policy": "prefill_complete"},
+    ),
+    ("--disaggregation-enable-kv-checksum", NOTHING, {}, {"disaggregation_enable_kv_checksum": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "change", "ranks", "options"), REFUSED)
+def test_what_is_not_carried_is_refused_by_name(
+    mha: Halves, says: str, change: Callable[[Any], None], ranks: dict[str, Any], options: dict[str, Any]
+) -> None:
     args = copy.copy(mha.prefill.kv_args)
-    setattr(args, field, [*getattr(args, field)[:-1], getattr(args, field)[-1] + 64])
-    with pytest.raises(InvalidFieldError, match="addresses, lengths or page sizes differ"):
-        manager(args, DisaggregationMode.DECODE)
-
-
-@pytest.mark.parametrize("state", StateType)
-def test_states_are_refused_by_name(mha: Halves, state: StateType) -> None:
-    args = copy.copy(mha.prefill.kv_args)
-    args.state_types = [state]
-    with pytest.raises(InvalidFieldError, match=f"does not carry state of the kind {state.value} yet"):
-        manager(args, DisaggregationMode.PREFILL)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "name"),
-    [
-        ({"pp_size": 2}, "2 pipeline stages"),
-        ({"attn_cp_size": 2, "tp_size": 2, "moe_tp_size": 2}, "2 context-parallel ranks"),
-        ({"attn_dcp_size": 2}, "2 decode context-parallel ranks"),
-        ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
-    ],
-)
-def test_parallelism_is_refused_by_name(mha: Halves, sizes: dict[str, Any], name: str) -> None:
-    with get_parallel().override(**sizes), pytest.raises(InvalidFieldError, match=f"does not carry {name} yet"):
-        manager(mha.prefill.kv_args, DisaggregationMode.PREFILL)
-
-
-def test_draft_pools_are_refused_by_name(mha: Halves) -> None:
-    args = copy.copy(mha.prefill.kv_args)
-    args.num_draft_entries = 3
-    with pytest.raises(InvalidFieldError, match="a draft model's KV"):
-        manager(args, DisaggregationMode.PREFILL)
-
-
-def test_metadata_that_no_payload_has_room_for_is_refused(mha: Halves) -> None:
-    args = copy.copy(mha.prefill.kv_args)
-    args.aux_item_lens = [mha.made.daemon.largest_payload_bytes, 1]
-    with pytest.raises(InvalidFieldError, match="metadata is 2097153 bytes, the daemon has room for 2097120"):
-        manager(args, DisaggregationMode.PREFILL)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "--disaggregation-decode-allocation-policy"),
-        ({"disaggregation_enable_kv_checksum": True}, "--disaggregation-enable-kv-checksum"),
-    ],
-)
-def test_options_are_refused_by_name(mha: Halves, options: dict[str, Any], name: str) -> None:
+    change(args)
     with (
+        get_parallel().override(**ranks),
         get_context().override_server_args(disaggregation_mode="prefill", **options),
-        pytest.raises(InvalidFieldError, match=name),
+        pytest.raises(InvalidFieldError, match=says),
     ):
-        manager(mha.prefill.kv_args, DisaggregationMode.PREFILL)
+        manager(args, DisaggregationMode.PREFILL)
 
 
 def test_pool_that_is_not_the_daemons_is_refused_by_name(mha: Halves) -> None:
@@ -164,27 +157,20 @@ def test_pages_and_metadata_arrive(both: Halves) -> None:
     assert both.transfers() == []
 
 
-def test_prefix_at_decode_is_not_written(both: Halves) -> None:
+@pytest.mark.parametrize("prefix", [2, len(FROM)])
+def test_prefix_at_decode_is_not_written(both: Halves, prefix: int) -> None:
+    """Of a whole prompt at decode only metadata travel."""
     room = both.new_room()
     both.fill(FROM, 7.0)
     both.fill(TO, 1.0)
-    receiver, sender = both.receiver(room), both.sender(room, len(FROM))
-    receiver.send_metadata(ids(TO[2:]), 2, decode_prefix_len=2 * PAGE)
-    sender.send(ids(FROM))
-    assert polled(receiver, KVPoll.Success)
-    assert polled(sender, KVPoll.Success)
-    assert (both.tokens(TO[:2]) == 1).all()
-    assert (both.tokens(TO[2:]) == 7).all()
-
-
-def test_whole_prompt_at_decode_needs_only_metadata(both: Halves) -> None:
-    room = both.new_room()
     both.rows[1], both.rows[2] = 5, 0
     receiver, sender = both.receiver(room), both.sender(room, len(FROM), row=1)
-    receiver.send_metadata(ids([]), 2, decode_prefix_len=len(FROM) * PAGE)
+    receiver.send_metadata(ids(TO[prefix:]), 2, decode_prefix_len=prefix * PAGE)
     sender.send(ids(FROM))
     assert polled(receiver, KVPoll.Success)
     assert polled(sender, KVPoll.Success)
+    assert (both.tokens(TO[:prefix]) == 1).all()
+    assert (both.tokens(TO[prefix:]) == 7).all()
     assert (both.rows[2] == 5).all()
 
 
@@ -242,7 +228,7 @@ def test_prefill_of_another_width_hears_of_it(mha: Halves) -> None:
     assert polled(sender, KVPoll.Failed)
 
 
-def test_decode_that_is_refused_is_heard(mha: Halves) -> None:
+def test_a_side_that_is_refused_is_heard(mha: Halves) -> None:
     room = mha.new_room()
     sender, receiver = mha.sender(room, len(FROM)), mha.receiver(room)
     receiver.send_metadata(ids([1 << 20]), 2)
@@ -250,18 +236,15 @@ def test_decode_that_is_refused_is_heard(mha: Halves) -> None:
     assert "PAGE_OUT_OF_RANGE" in reason(receiver)
     assert polled(sender, KVPoll.Failed)
     assert "PEER_CANCELLED" in reason(sender)
-
-
-def test_prefill_that_is_refused_is_heard(mha: Halves) -> None:
     room = mha.new_room()
     receiver = mha.receiver(room)
     receiver.send_metadata(ids(TO), 2)
-    name = mha.made.daemon.name
-    mha.made.daemon.name = "no-such-pool"
+    name = mha.pool.name
+    mha.pool.name = "no-such-pool"
     sender = mha.sender(room, len(FROM))
     assert polled(sender, KVPoll.Failed)
     assert "no-such-pool" in reason(sender)
-    mha.made.daemon.name = name
+    mha.pool.name = name
     assert polled(receiver, KVPoll.Failed)
     assert "PEER_CANCELLED" in reason(receiver)
 
@@ -426,9 +409,7 @@ def test_metadata_of_another_length_fails_at_decode(mha: Halves) -> None:
     room = mha.new_room()
     args = copy.copy(mha.decode.kv_args)
     args.aux_item_lens = [ROW_BYTES - 8, 16]
-    other = mha.decode_with(args)
-    sender, receiver = mha.sender(room, len(FROM)), transfer.KvferryKVReceiver(other, mha.address, room)
-    receiver.init(0)
+    sender, receiver = mha.sender(room, len(FROM)), mha.receiver(room, mha.decode_with(args))
     receiver.send_metadata(ids(TO), 2)
     sender.send(ids(FROM))
     assert polled(receiver, KVPoll.Failed)
@@ -484,26 +465,26 @@ def route(both: Halves) -> str:
     return f"http://{both.address}{transfer.ROUTE}"
 
 
-def test_bootstrap_server_returns_what_a_rank_says(mha: Halves) -> None:
+def test_bootstrap_server_keeps_what_ranks_say_and_not_more(mha: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests.put(route(mha), json=RANK, timeout=5).status_code == 200
     assert requests.get(route(mha), params={"rank": "7/0"}, timeout=5).json() == RANK
+    monkeypatch.setattr(transfer, "MOST_RANKS", 0)
+    assert requests.put(route(mha), json={**RANK, "rank": "8/0"}, timeout=5).status_code == 507
+    assert requests.get(route(mha), params={"rank": "8/0"}, timeout=5).status_code == 404
+    known = requests.get(route(mha), params={"rank": "0/0"}, timeout=5).json()
+    assert requests.put(route(mha), json=known, timeout=5).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("body", "what"),
     [
         (b"", "truncated"),
-        (b"[]", "Expected `object`"),
         (b'{"handshake": 1}', "missing required field `host`"),
-        ({**RANK, "daemons": "ipc:///x"}, "daemons"),
         ({**RANK, "daemons": ["tcp://no address"]}, "daemons[0]"),
-        ({**RANK, "boot_id": "b"}, "boot_id"),
-        ({**RANK, "pool": "../p"}, "pool"),
-        ({**RANK, "handshake": "1"}, "handshake"),
+        ({**RANK, "daemons": ["ipc:///x"] * 9}, "daemons"),
         ({**RANK, "rank": "../7"}, "rank"),
         ({**RANK, "host": "h" * 257}, "host"),
         ({**RANK, "place": "a\nb"}, "place"),
-        ({**RANK, "daemons": ["ipc:///x"] * 9}, "daemons"),
         ({**RANK, "more": 1}, "more"),
     ],
 )
@@ -514,67 +495,32 @@ def test_bootstrap_server_refuses_what_is_no_rank(mha: Halves, body: bytes | dic
     assert what in reply.text
 
 
-def test_bootstrap_server_does_not_know_every_rank(mha: Halves) -> None:
-    assert requests.get(route(mha), params={"rank": "9/9"}, timeout=5).status_code == 404
+def test_daemon_of_this_host_is_found_by_ipc_and_another_one_by_tcp(mha: Halves, tmp_path: Path) -> None:
+    """Two machines, or containers, may have the same address, and the same path for another daemon's socket."""
+    ipc, tcp = daemons = (f"ipc://{tmp_path}/peer.sock", "tcp://10.0.0.1:7801")
+    own = mha.own_daemons()
 
+    def found(**said: object) -> tuple[str, ...]:
+        here = {**RANK, "host": mha.decode.local_ip, "place": place_of(daemons), "daemons": daemons}
+        return mha.decode.source_daemons(msgspec.convert({**here, **said}, transfer.PrefillRank))
 
-def test_bootstrap_server_keeps_so_many_ranks(mha: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "MOST_RANKS", 0)
-    assert requests.put(route(mha), json={**RANK, "rank": "8/0"}, timeout=5).status_code == 507
-    assert requests.get(route(mha), params={"rank": "8/0"}, timeout=5).status_code == 404
-    known = requests.get(route(mha), params={"rank": "0/0"}, timeout=5).json()
-    assert requests.put(route(mha), json=known, timeout=5).status_code == 200
-
-
-@pytest.fixture
-def rank(mha: Halves, tmp_path: Path) -> transfer.PrefillRank:
-    """Return what a rank of another daemon on this host says."""
-    daemons = (f"ipc://{tmp_path}/peer.sock", "tcp://10.0.0.1:7801")
-    place = place_of(daemons)
-    assert place
-    return msgspec.convert(
-        {**RANK, "host": mha.decode.local_ip, "place": place, "daemons": daemons}, transfer.PrefillRank
-    )
-
-
-def test_daemon_of_this_host_is_found_by_ipc(mha: Halves, rank: transfer.PrefillRank) -> None:
-    assert mha.decode.source_daemons(rank) == (rank.daemons[0],)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
+    assert found() == (ipc,)
+    for other in (
         {"place": "another-kernel/1/2"},
         {"place": ""},
         {"host": "10.0.0.1"},
-        {"daemons": ["ipc:///nowhere/peer.sock", "tcp://10.0.0.1:7801"]},
-    ],
-)
-def test_daemon_elsewhere_is_found_by_tcp(mha: Halves, rank: transfer.PrefillRank, other: dict[str, Any]) -> None:
-    """Two machines, or containers, may have the same address, and the same path for another daemon's socket."""
-    elsewhere = msgspec.convert({**msgspec.to_builtins(rank), **other}, transfer.PrefillRank)
-    assert mha.decode.source_daemons(elsewhere) == ("tcp://10.0.0.1:7801",)
-
-
-def test_daemon_elsewhere_without_tcp_is_refused_by_name(mha: Halves, rank: transfer.PrefillRank) -> None:
+        {"daemons": ["ipc:///nowhere/peer.sock", tcp]},
+    ):
+        assert found(**other) == (tcp,)
+    assert found(host="10.0.0.1", place=place_of(own), daemons=own) == (), "our own is known after its restart"
     with pytest.raises(InvalidFieldError, match=r"no address tcp:// of its own .* peers\.listen"):
-        mha.decode.source_daemons(msgspec.structs.replace(rank, place="another-kernel/1/2", daemons=rank.daemons[:1]))
+        found(place="another-kernel/1/2", daemons=daemons[:1])
 
 
-def test_own_daemon_is_known_after_its_restart(mha: Halves) -> None:
-    with mha.made.daemon.engine.client() as client:
-        daemons = client.status().addresses
-    said = {**RANK, "host": "10.0.0.1", "place": place_of(daemons), "daemons": daemons}
-    assert mha.decode.source_daemons(msgspec.convert(said, transfer.PrefillRank)) == ()
-
-
-def test_prefill_of_another_version_is_refused(mha: Halves) -> None:
+def test_prefill_of_another_version_or_of_another_backend_is_refused(mha: Halves) -> None:
     requests.put(route(mha), json={**RANK, "rank": "5/0", "handshake": 99}, timeout=5)
     with pytest.raises(InvalidFieldError, match="another version of kvferry's plugin"):
         mha.decode.prefill_rank(mha.address, 5)
-
-
-def test_prefill_that_is_not_kvferrys_is_refused(mha: Halves) -> None:
     with pytest.raises(InvalidFieldError, match="--disaggregation-transfer-backend kvferry"):
         mha.decode.prefill_rank(mha.address, 6)
 

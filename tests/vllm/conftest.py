@@ -11,8 +11,7 @@ import pytest
 
 from tests import kit
 from tests.kit.daemons import Daemon
-from tests.vllm.cached import HOST_TIER
-from tests.vllm.in_process import Plain
+from tests.vllm.in_process import HOST_TIER, Plain
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,33 +1,50 @@
 """vLLM's engine in a process of its own, with its scheduler and its worker in that one process; a test says each step.
 
 Processes are forked from one that has imported vLLM, so that an engine of a small model takes a few seconds to start.
+``running_pair`` has two of them, and is their router. What functions take ``Served`` are called in an engine's process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
+import random
+import signal
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from examples.demo.hosts import Host
-from tests.kit.daemons import soon
-from tests.kit.folders import MODELS, SMOLLM2, TINY_DEEPSEEK
+from kvferry.clients import Client
+from kvferry.protocol.tier_messages import CachedBlockStatus
+from kvferry.protocol.transfer_messages import LayerStep
+from tests.kit.daemons import Daemon, soon
+from tests.kit.folders import MODELS, SMOLLM2, TINY_DEEPSEEK, TINY_MHA
+from tests.vllm.servers import BLOCK, REMOTE_DECODE
 
-BLOCK: Final = 32
 BLOCKS: Final = 96
 """Of an engine's KV memory."""
 TOKENS: Final = 12
 """That are generated where a test says no number."""
+CHUNK: Final = 3 * BLOCK
+"""Tokens of a step of prefill in a pair; of SmolLM2 as many bytes as go layer by layer, of the tiny models fewer."""
+HOST_TIER: Final = "[tiers]\nhost_bytes = 1073741824\n"
+"""A daemon's configuration."""
+NEVER: Final = {"hold_s": 3000.0, "receive_s": 3000.0}
+"""No deadline passes in a test."""
 
 ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -76,6 +93,21 @@ PROMPTS: Final = (
 T = TypeVar("T")
 
 
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Return a prompt of so many tokens, of which no other seed has the first block."""
+    return tuple(random.Random(f"{seed}").choices(range(1000, 20000), k=length))  # noqa: S311
+
+
+def prompt_of(name: str, blocks: int = 3) -> str:
+    """Return a prompt that no other name has: of so many blocks and a bit."""
+    return f"{name}: " + STORY * (2 * blocks)
+
+
+def settings(daemon: Daemon, pool: str = "pool", **more: Any) -> dict[str, Any]:  # noqa: ANN401  of Settings
+    """Return the connector's configuration."""
+    return {"runtime_dir": str(daemon.runtime_dir), "pool": pool, **more}
+
+
 class Asked(NamedTuple):
     """A request: greedy.
 
@@ -98,6 +130,9 @@ class Asked(NamedTuple):
     number: int = 0
     in_place: bool = False
     skips_cache: bool = False
+
+
+Prompt = Asked | str | tuple[int, ...]
 
 
 class Answer(NamedTuple):
@@ -138,14 +173,17 @@ class Served:
         self._count = 0
 
     @property
+    def core(self) -> Any:  # noqa: ANN401  vLLM's
+        """Return vLLM's engine core."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
     def scheduler(self) -> Any:  # noqa: ANN401  vLLM's
-        """Return vLLM's scheduler."""
-        return self.llm.llm_engine.engine_core.engine_core.scheduler
+        return self.core.scheduler
 
     @property
     def runner(self) -> Any:  # noqa: ANN401  vLLM's
-        """Return vLLM's model runner."""
-        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        return self.core.model_executor.driver_worker.worker.model_runner
 
     @property
     def is_busy(self) -> bool:
@@ -210,6 +248,10 @@ class Served:
                 raise TimeoutError(f"after {limit_s} s of steps, {self.states()}: {self.log}")
             self.step()
 
+    def request(self, name: str) -> Any:  # noqa: ANN401  vLLM's
+        """Return vLLM's request."""
+        return next(one for key, one in self.scheduler.requests.items() if key.partition("-")[0] == name)
+
     def states(self) -> dict[str, str]:
         """Return vLLM's state of each request that it has."""
         return {name.partition("-")[0]: one.status.name for name, one in self.scheduler.requests.items()}
@@ -239,15 +281,14 @@ class Engine:
         """
         return self.begin(function, *args, **kwargs)()
 
-    def begin_all(self, *asked: Asked | str, **more: Any) -> Callable[[], list[Answer]]:  # noqa: ANN401  of Asked
+    def begin_all(self, *asked: Prompt, **more: Any) -> Callable[[], list[Answer]]:  # noqa: ANN401  of Asked
         """Add requests; return what waits for their answers."""
         return self.begin(answered, *_told(asked, more))
 
-    def ask(self, *asked: Asked | str, **more: Any) -> list[Answer]:  # noqa: ANN401  of Asked
-        """Add requests, and return their answers once all have ended."""
+    def ask(self, *asked: Prompt, **more: Any) -> list[Answer]:  # noqa: ANN401  of Asked
         return self.begin_all(*asked, **more)()
 
-    def add(self, asked: Asked | str, **more: Any) -> str:  # noqa: ANN401  of Asked
+    def add(self, asked: Prompt, **more: Any) -> str:  # noqa: ANN401  of Asked
         """Add a request and return its id."""
         return self.call(Served.add, *_told([asked], more))
 
@@ -256,8 +297,15 @@ class Engine:
         return self.call(Served.wait, names)
 
     def drain(self) -> None:
-        """Return once a server would be idle: no request, and no block that is being read."""
         self.call(drained)
+
+    def ask_anew(self, prompt: Prompt, **more: Any) -> Answer:  # noqa: ANN401  of Asked
+        """Ask once it has nothing itself, and return the answer once a server would be idle."""
+        self.drain()
+        assert self.call(reset)
+        (answer,) = self.ask(prompt, **more)
+        self.drain()
+        return answer
 
     def has_answered(self, limit_s: float) -> bool:
         """Return whether what was begun has ended, or does so within this time."""
@@ -268,7 +316,6 @@ class Engine:
         return self.call(taken_log)
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
         self._process.kill()
         self._process.join(END_S)
 
@@ -324,12 +371,10 @@ class EngineFailedError(RuntimeError):
 
 
 def answered(served: Served, *asked: Asked) -> list[Answer]:
-    """Add requests, and return their answers once all have ended."""
     return served.wait([served.add(one) for one in asked])
 
 
 def drained(served: Served) -> None:
-    """Step until there is nothing to do."""
     served.step_until(lambda: not served.is_busy)
 
 
@@ -367,14 +412,96 @@ def metrics(served: Served) -> dict[str, float]:
     return found
 
 
-def abort(served: Served, name: str) -> None:
-    """Abort a request, as a server does whose client has gone."""
-    served.llm.llm_engine.abort_request([name])
+def used_blocks(served: Served) -> int:
+    """Return how many blocks requests have; the null block is free."""
+    pool = served.scheduler.kv_cache_manager.block_pool
+    return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
 
-def free_blocks(served: Served) -> int:
-    """Return how many blocks of vLLM's KV memory no request has."""
-    return int(served.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+def preempted(served: Served) -> int:
+    """Have vLLM preempt all requests that it computes; return how many."""
+    before = len(served.scheduler.running)
+    served.llm.reset_prefix_cache(reset_running_requests=True)
+    return before - len(served.scheduler.running)
+
+
+def stepped(served: Served, count: int = 1) -> None:
+    """Do so many steps."""
+    for _ in range(count):
+        served.step()
+
+
+def stepped_until(served: Served, state: str, name: str = "") -> None:
+    """Step until a request, or any, is in a state of vLLM's."""
+    served.step_until(lambda: state in [is_in for one, is_in in served.states().items() if name in {"", one}])
+
+
+def stepped_until_running(served: Served, count: int) -> None:
+    """Step until so many requests are running."""
+    served.step_until(lambda: len(served.scheduler.running) >= count)
+
+
+def aborted(served: Served, *names: str) -> None:
+    """Abort requests, as a server does whose client has gone."""
+    served.llm.llm_engine.abort_request(list(names))
+
+
+def aborted_before_it_began(served: Served, name: str) -> None:
+    """Abort a request that vLLM has given blocks to be filled, in a step that its worker has not done yet.
+
+    vLLM does so where it schedules a step while the one before it is computed.
+    """
+    core = served.core
+    begins = False
+    while not begins:
+        step = core.scheduler.schedule()
+        begins = served.states().get(name) == "WAITING_FOR_REMOTE_KVS"
+        if begins:
+            aborted(served, name)
+        output = core.model_executor.execute_model(step)
+        output = core.model_executor.sample_tokens(None) if output is None else output
+        core.scheduler.update_from_output(step, output)
+
+
+def received(served: Served, name: str) -> None:
+    """Step until a request's blocks are there, and before it is computed."""
+    whole = served.request(name).request_id
+    served.step_until(lambda: whole in served.scheduler.finished_recving_kv_req_ids)
+
+
+def zeroed(served: Served, name: str) -> None:
+    """Write zeros to the blocks of a request."""
+    (ids,) = served.scheduler.kv_cache_manager.get_block_ids(served.request(name).request_id)
+    for layer in served.runner.kv_caches:
+        layer[list(ids)] = 0
+
+
+def layers_told(served: Served, kill: int | None = None) -> tuple[int, int]:
+    """Do one step; return of how many groups of layers the daemon was told meanwhile, and of how many at its end.
+
+    ``kill``: a process that is killed when the second one is told.
+    """
+    from kvferry.clients.events import EventRing  # noqa: PLC0415  only here there is a torch
+    from kvferry.clients.vllm.layers import LayerSignals  # noqa: PLC0415
+
+    record, end = EventRing.record, LayerSignals.end
+    told, left = [], [0]
+
+    def recorded(ring: EventRing, step: LayerStep) -> None:
+        told.append(step)
+        if kill is not None and len(told) > 1:
+            os.kill(kill, signal.SIGKILL)
+        record(ring, step)
+
+    def ended(signals: LayerSignals) -> None:
+        left.append(len(signals.pending))
+        end(signals)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EventRing, "record", recorded)
+        patch.setattr(LayerSignals, "end", ended)
+        served.step()
+    return len(told) - sum(left), sum(left)
 
 
 @contextlib.contextmanager
@@ -452,7 +579,7 @@ class Plain:
         self._engines: dict[str | Path, Engine] = {}
         self._known: dict[tuple[str | Path, Asked], list[int]] = {}
 
-    def tokens(self, *asked: Asked | str, model: str | Path = SMOLLM2, **more: Any) -> list[list[int]]:  # noqa: ANN401
+    def tokens(self, *asked: Prompt, model: str | Path = SMOLLM2, **more: Any) -> list[list[int]]:  # noqa: ANN401
         """Return the tokens that vLLM without a connector and without a prefix cache generates."""
         wanted = [one._replace(params=None, salt=None) for one in _told(asked, more)]
         missing = [one for one in dict.fromkeys(wanted) if (model, one) not in self._known]
@@ -465,8 +592,8 @@ class Plain:
         return [self._known[model, one] for one in wanted]
 
 
-def _told(asked: Sequence[Asked | str], more: Mapping[str, Any]) -> list[Asked]:
-    return [Asked(one, **more) if isinstance(one, str) else one._replace(**more) for one in asked]
+def _told(asked: Sequence[Prompt], more: Mapping[str, Any]) -> list[Asked]:
+    return [one._replace(**more) if isinstance(one, Asked) else Asked(one, **more) for one in asked]
 
 
 def _context() -> Any:  # noqa: ANN401  has no public type
@@ -540,3 +667,199 @@ class _Collecting(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+# -- two engines, and their router
+
+
+class Pair(NamedTuple):
+    """Two engines, and a client of the daemon of either."""
+
+    prefill: Engine
+    decode: Engine
+    client: Client
+    other: Client
+    """Of decode's daemon; mostly the same one."""
+
+    def prefilled(self, *prompts: tuple[int, ...]) -> list[dict[str, Any]]:
+        """Have prompts prefilled, and return what the answers say to decode."""
+        answers = self.prefill.ask(*(Asked(one, 1, dict(REMOTE_DECODE)) for one in prompts))
+        assert [one.ended for one in answers] == ["length"] * len(prompts)
+        return [through_router(one) for one in answers]
+
+    def handed_on(self, *prompts: tuple[int, ...]) -> list[list[int]]:
+        """Have prompts prefilled first, and then decoded; return the tokens. Each must arrive, at each rank."""
+        params = self.prefilled(*prompts)
+        with self.counts("transfers.receive.ok", sum(one["remote_tp_size"] for one in params)):
+            answers = self.decode.ask(*(Asked(one, params=said) for one, said in zip(prompts, params, strict=True)))
+        return [one.tokens for one in answers]
+
+    def awaited(self, *prompts: tuple[int, ...], receives: int | None = None) -> tuple[list[str], list[dict[str, Any]]]:
+        """Have decode wait for prompts; return their names there, and what a router that asks both says to prefill.
+
+        ``receives``: for how many it is seen to wait.
+        """
+        given = [both_given() for _ in prompts]
+        names = [self.decode.add(Asked(one, params=to)) for one, (_, to) in zip(prompts, given, strict=True)]
+        assert soon(lambda: self.receives() == (len(prompts) if receives is None else receives))
+        return names, [to for to, _ in given]
+
+    def half_prefilled(self, one: tuple[int, ...], to_prefill: dict[str, Any], chunks: int = 2) -> str:
+        """Have some chunks of a prompt computed by hand, and at decode; return its name at prefill."""
+        name = self.prefill.add(Asked(one, 1, to_prefill))
+        self.prefill.call(stepped, chunks)
+        assert soon(lambda: sum(each.arrived for each in self.other.status().transfers) >= chunks * CHUNK // BLOCK)
+        return name
+
+    def counted(self, name: str) -> int:
+        """Return one of decode's daemon's counters."""
+        return self.other.status().counters.get(name, 0)
+
+    @contextlib.contextmanager
+    def counts(self, name: str, count: int) -> Iterator[None]:
+        """Assert by how much one of the counters grows."""
+        before = self.counted(name)
+        yield
+        assert self.counted(name) - before == count, name
+
+    def receives(self) -> int:
+        """Return for how many prompts decode waits."""
+        return sum(one.direction == "receive" for one in self.other.status().transfers)
+
+    def assert_nothing_left(self) -> None:
+        """Assert that a server would be idle at either side, has all its blocks, and the daemon nothing under way."""
+        for one in (self.prefill, self.decode):
+            one.drain()
+            assert one.call(used_blocks) == 0
+        for client in (self.client, self.other):
+            assert soon(partial(_is_idle, client)), client.status().transfers
+
+
+def _is_idle(client: Client) -> bool:
+    return not client.status().transfers
+
+
+@contextlib.contextmanager
+def running_pair(
+    folder: Path,
+    runtime_dir: Path | Sequence[Path],
+    *,
+    prefill: Mapping[str, Any] | None = None,
+    decode: Mapping[str, Any] | None = None,
+    prefill_options: Mapping[str, Any] | None = None,
+    decode_options: Mapping[str, Any] | None = None,
+    **both: Any,  # noqa: ANN401  of engine
+) -> Iterator[Pair]:
+    """Run both engines.
+
+    Args:
+        folder: for their output.
+        runtime_dir: the daemon's; or prefill's and decode's.
+        prefill: settings of the connector at prefill.
+        decode: settings of the connector at decode.
+        prefill_options: of the engine.
+        decode_options: of the engine.
+        **both: options of both engines.
+    """
+    name = uuid.uuid4().hex[:8]  # of this pair's pools, beside others of the same daemon
+    here, there = (runtime_dir, runtime_dir) if isinstance(runtime_dir, Path) else runtime_dir
+    common: dict[str, Any] = {"role": "kv_producer", "max_num_batched_tokens": CHUNK, **both, **(prefill_options or {})}
+    with contextlib.ExitStack() as stack:
+        first = {"runtime_dir": str(here), "pool": f"{name}-prefill", "cache": False, **(prefill or {})}
+        one = stack.enter_context(engine(folder, first, **common))
+        second = {"runtime_dir": str(there), "pool": f"{name}-decode", "cache": False, **(decode or {})}
+        other = stack.enter_context(engine(folder, second, **{"role": "kv_consumer", **both, **(decode_options or {})}))
+        clients = [stack.enter_context(contextlib.closing(Client.connect(path))) for path in (here, there)]
+        yield Pair(one, other, *clients)
+
+
+def through_router(answer: Answer) -> dict[str, Any]:
+    """Return an answer's parameters as they come through a router: as JSON."""
+    assert answer.params is not None
+    said: dict[str, Any] = json.loads(json.dumps(answer.params))
+    return said
+
+
+def both_given() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a router that asks both sides at once says to prefill and to decode."""
+    name = uuid.uuid4().hex
+    return {"do_remote_decode": True, "transfer_id": name}, {"do_remote_prefill": True, "transfer_id": name}
+
+
+# -- what the daemon has of engines' prefix caches
+
+
+class Left(NamedTuple):
+    """What is still held or under way in a daemon."""
+
+    pinned_bytes: int
+    operations: int
+    transfers: int
+
+
+NOTHING: Final = Left(0, 0, 0)
+
+
+def left(daemon: Daemon) -> Left:
+    """Return it, once it is nothing, or has been something else for long."""
+    with Client.connect(daemon.runtime_dir) as client:
+
+        def now() -> Left:
+            status = client.status()
+            pinned = sum(one.pinned_bytes for one in status.tiers)
+            return Left(pinned, len(status.operations), len(status.transfers))
+
+        soon(lambda: now() == NOTHING)
+        return now()
+
+
+def is_pinned(daemon: Daemon) -> bool:
+    """Return whether leases or operations keep cached blocks."""
+    with Client.connect(daemon.runtime_dir) as client:
+        return any(one.pinned_bytes for one in client.status().tiers)
+
+
+def cached_blocks(daemon: Daemon) -> list[CachedBlockStatus]:
+    with Client.connect(daemon.runtime_dir) as client:
+        return list(client.cached_blocks())
+
+
+def assert_all_is_free(daemon: Daemon, one: Engine) -> None:
+    """Check that neither an engine nor the daemon holds anything once all is over."""
+    one.drain()
+    assert left(daemon) == NOTHING
+    assert one.call(used_blocks) == 0
+
+
+def assert_caches(one: Engine, plain: Plain, name: str, model: str | Path = TINY_MHA) -> None:
+    """Check that an engine stores a prompt and finds it again."""
+    want = plain.tokens(prompt_of(name), model=model)
+    (first,) = one.ask(prompt_of(name))
+    again = one.ask_anew(prompt_of(name))
+    assert [first.tokens, again.tokens] == want * 2
+    assert (first.cached, again.cached > 0) == (0, True)
+
+
+@contextlib.contextmanager
+def instance_client(daemon: Daemon, pool: str) -> Iterator[Client]:
+    """Return a client of the instance of the engine that has a pool."""
+    with Client.connect(daemon.runtime_dir) as client:
+        instance = next(one.instance for one in client.status().sessions if one.name == f"{pool}-scheduler")
+    with Client.connect(daemon.runtime_dir, instance=instance) as same:
+        yield same
+
+
+def make_adapter(folder: Path, seed: int, **more: Any) -> None:  # noqa: ANN401  of its configuration
+    """Make a LoRA of the small model, or another one in its place."""
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "bias": "none", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 64, **more}
+    config["target_modules"] = ["q_proj", "k_proj", "v_proj"]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    chance = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(3):
+        for name, rows in (("q", 128), ("k", 64), ("v", 64)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj.lora_"
+            weights[f"{prefix}A.weight"] = torch.randn(8, 128, generator=chance)
+            weights[f"{prefix}B.weight"] = torch.randn(rows, 8, generator=chance)
+    save_file(weights, folder / "adapter_model.safetensors")

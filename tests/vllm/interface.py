@@ -1,7 +1,7 @@
-"""What of vLLM a connector meets: the members of classes, read from its source, and the order of calls, recorded.
+"""What of vLLM a connector meets: the members of classes, read from its source.
 
-Of each release that kvferry knows, a file in the folder ``interfaces`` has both. That of another release is written by
-``python -m tests.vllm.interface MODEL FILE``, in the environment that has it.
+Of each release that kvferry knows, a file in the folder ``interfaces`` has them. That of another release is written by
+``python -m tests.vllm.interface FILE``, in the environment that has it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,6 @@ def read_interface(package: Path) -> dict[str, str]:
     """Return what of the vLLM in a folder a connector meets.
 
     By "Class.name" or "file.name", which is "field", "constant", or a method's or function's signature.
-
-    Raises:
-        OSError: The folder is not vLLM's package, or a file of :data:`CLASSES` is not in it.
     """
     found: dict[str, str] = {}
     for file, names in CLASSES.items():
@@ -145,19 +142,13 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 
 def installed_package() -> Path:
-    """Return the folder of the vLLM of this environment, which is not imported.
-
-    Raises:
-        ModuleNotFoundError: There is none.
-    """
+    """Return the folder of the vLLM of this environment, which is not imported."""
     found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
-        raise ModuleNotFoundError("this environment has no vLLM")
+    assert found is not None
+    assert found.origin is not None
     return Path(found.origin).parent
 
 
 if __name__ == "__main__":
-    from tests.vllm.recording import record
-
-    facts = {"members": read_interface(installed_package()), "calls": record(sys.argv[1])}
-    Path(sys.argv[2]).write_text(f"{json.dumps(facts, indent=1)}\n", encoding="utf-8")
+    members = read_interface(installed_package())
+    Path(sys.argv[1]).write_text(f"{json.dumps(members, indent=1)}\n", encoding="utf-8")

@@ -1,25 +1,22 @@
-"""vLLM's own tests of connectors, from its source distribution: ``python -m tests.vllm.own_tests``, a table on stdout.
+"""vLLM's own tests of connectors, from its source distribution: ``pytest tests/vllm/test_commands.py -rA`` prints them.
 
 Nothing of them is changed. Each file is run three times: without kvferry, with its plugin registered, and, where it
-fits, with kvferry's connector in place of the one that the test asks for (over_kvferry.py). Files that are named are
-run alone, and ``--way`` is one of the three.
+fits, with kvferry's connector in place of the one that the test asks for (over_kvferry.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 from xml.etree import ElementTree as ET
 
-from tests import kit
 from tests.kit.folders import MODELS, REPOSITORY, TINY_GQA
 
 FOLDER: Final = Path(sys.prefix) / "source"
@@ -116,21 +113,10 @@ def run(file: str, way: str, hub: Path, runtime_dir: Path) -> Outcome:
     if over:  # the folder, and not the repository: that has a package `tests` too
         environment["PYTHONPATH"] += os.pathsep + os.fspath(Path(__file__).parent / "over")
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        command: list[str | Path] = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command: list[str | Path] = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *over]
         command += ["-c", os.devnull]  # not this project's: vLLM's tests may lie below it
-        command += ["--confcutdir", Path(file).parent]
-        command += [
-            *over,
-            "--rootdir",
-            FOLDER,
-            "--junitxml",
-            report.name,
-            "--timeout",
-            "120",
-            "-o",
-            "junit_logging=all",
-            file,
-        ]
+        command += ["--confcutdir", Path(file).parent, "--rootdir", FOLDER, "--junitxml", report.name]
+        command += ["--timeout", "120", "-o", "junit_logging=all", file]
         try:
             done = subprocess.run(
                 command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
@@ -158,16 +144,6 @@ def _read(report: ET.ElementTree[ET.Element[str]]) -> Outcome:
     return Outcome(passed, skipped, len(why), why)
 
 
-def _row(file: str, outcomes: dict[str, Outcome]) -> str:
-    cells = []
-    for way in WAYS:
-        one = outcomes.get(way)
-        skipped = f", {one.skipped} skipped" if one and one.skipped else ""
-        cells.append("—" if one is None else f"{one.passed} passed, {one.failed} failed{skipped}")
-    reasons = sorted({reason for one in outcomes.values() for reason in one.why.values()})
-    return f"| {file.removeprefix('tests/v1/')} | {' | '.join(cells)} | {'; '.join(reasons)} |"
-
-
 def findings(outcomes: Mapping[str, Outcome]) -> list[str]:
     """Return what must not be: a test that the plugin lets fail, and one that fails for a reason that is not known."""
     plain, plugin = outcomes.get("without"), outcomes.get("plugin")
@@ -177,27 +153,3 @@ def findings(outcomes: Mapping[str, Outcome]) -> list[str]:
     if plain is not None and plugin is not None:
         found += [f"plugin alone: {name}" for name in plugin.why.keys() ^ plain.why.keys()]
     return found
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run them and print the table; 1 if there are findings."""
-    parser = argparse.ArgumentParser(prog="python -m tests.vllm.own_tests", description=__doc__)
-    parser.add_argument("files", nargs="*", metavar="FILE")
-    parser.add_argument("--way", choices=WAYS, action="append")
-    given = parser.parse_args(arguments)
-    found = []
-    sys.stdout.write("| file | without kvferry | with its plugin | over kvferry | why not |\n|---|---|---|---|---|\n")
-    with tempfile.TemporaryDirectory() as folder, kit.daemon() as daemon:
-        make_hub(Path(folder) / "models")
-        for file in given.files or files():
-            ways = [one for one in given.way or WAYS if one != "kvferry" or file in OVER_KVFERRY]
-            outcomes = {way: run(file, way, Path(folder) / "models", daemon.runtime_dir) for way in ways}
-            sys.stdout.write(f"{_row(file, outcomes)}\n")
-            sys.stdout.flush()
-            found += findings(outcomes)
-    sys.stderr.write("".join(f"{one}\n" for one in found))
-    return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

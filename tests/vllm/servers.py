@@ -14,23 +14,16 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 from examples.demo.hosts import Host
+from tests.kit import servers
 from tests.kit.folders import MODELS, REPOSITORY, SMOLLM2
-from tests.kit.servers import REPLY_S, Program, Reply, free_ports, running
-
-Side: TypeAlias = Literal["prefill", "decode"]
-
-SIDES: Final[tuple[Side, ...]] = ("prefill", "decode")
-"""Of a pair; each names its pool, too."""
+from tests.kit.servers import REPLY_S, SIDES, Program, Reply, free_ports, running
 
 BLOCK: Final = 32
 NEW_TOKENS: Final = 16
 COMPLETIONS: Final = "/v1/completions"
-SERVED_S: Final = 30.0
-"""For a short request, or its error."""
-
 OPTIONS: Final = (
     *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK)),
     *("--max-model-len", "4096", "--max-num-seqs", "16"),
@@ -63,14 +56,7 @@ PROXY: Final = Path(sys.prefix, "source", "tests", "v1", "kv_connector", "nixl_i
 
 
 def connector(runtime_dir: Path, pool: str = "", role: str = "kv_both", **more: object) -> dict[str, Any]:
-    """Return what vLLM is told of the connector.
-
-    Args:
-        runtime_dir: the daemon's.
-        pool: the name of the engine's; empty: the connector's choice.
-        role: of vLLM's three.
-        more: of the connector's own settings.
-    """
+    """Return what vLLM is told of the connector; ``more``: of its own settings."""
     extra = {"runtime_dir": os.fspath(runtime_dir), "pool": pool, **more}
     return {"kv_connector": "KvferryConnector", "kv_role": role, "kv_connector_extra_config": extra}
 
@@ -127,49 +113,16 @@ def _variables(host: Host | None, more: Mapping[str, str] | None = None) -> dict
     return {**ENVIRONMENT, **({} if host is None else {"VLLM_HOST_IP": host.address}), **(more or {})}
 
 
-class Pair:
-    """A prefill and a decode server, and vLLM's proxy in front of them.
-
-    Attributes:
-        prefill, decode, proxy: the three.
-    """
-
-    def __init__(self, prefill: Server, decode: Server, proxy: Program) -> None:
-        self.prefill, self.decode, self.proxy = prefill, decode, proxy
-
-    def __repr__(self) -> str:
-        """Show the three."""
-        return f"<Pair {self.prefill} {self.decode} {self.proxy}>"
-
-    def side(self, side: Side) -> Server:
-        """Return one of the two servers."""
-        return self.prefill if side == "prefill" else self.decode
+class Pair(servers.Pair[Server]):
+    """A prefill and a decode server, and vLLM's proxy in front of them."""
 
     def generate(self, ids: Sequence[int], new: int = NEW_TOKENS, **more: object) -> Reply:
         """Ask the proxy, as clients do."""
-        return self.proxy.post(COMPLETIONS, request(ids, new, **more))
+        return self.generating(ids, new, **more).result()
 
     def generating(self, ids: Sequence[int], new: int = NEW_TOKENS, **more: object) -> Future[Reply]:
         """Ask the proxy; the answer will be there."""
-        return self.proxy.posted(COMPLETIONS, request(ids, new, **more))
-
-    def prefilled(self, ids: Sequence[int], **more: object) -> dict[str, Any]:
-        """Have prefill compute a prompt, and return what its answer tells decode, as proxies do."""
-        reply = self.prefill.generate(ids, 1, kv_transfer_params=REMOTE_DECODE, **more)
-        assert reply.status == 200, reply
-        told: dict[str, Any] | None = reply.body["kv_transfer_params"]
-        assert told, reply
-        return told
-
-    def restart(self, side: Side) -> None:
-        """Start a server that was killed, and return once it serves."""
-        self.side(side).start()
-        self.side(side).wait_until_up()
-
-    def assert_healthy(self) -> None:
-        """Check that both servers say that they are."""
-        for program in (self.prefill, self.decode):
-            assert program.get("/health").status == 200, program.log_tail()
+        return self.front.posted(COMPLETIONS, request(ids, new, **more))
 
 
 @contextlib.contextmanager

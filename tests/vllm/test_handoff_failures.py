@@ -1,49 +1,58 @@
-"""Prompts that do not arrive: their requests are computed, or fail alone, as vLLM's policy says; the engines go on."""
+"""Prompts that do not arrive, whose requests are computed or fail alone; and those of ranks, daemons and hosts."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from examples.demo.hosts import check_hosts_possible, hosts
 from kvferry.clients import Client
 from tests import kit
 from tests.kit.daemons import Daemon, soon
-from tests.kit.folders import SMOLLM2, TINY_MHA
-from tests.vllm.cached import HOST_TIER
+from tests.kit.folders import SMOLLM2, TINY_GQA, TINY_MHA
 from tests.vllm.in_process import (
-    BLOCK,
-    TOKENS,
+    CHUNK,
+    HOST_TIER,
+    NEVER,
     Asked,
+    Pair,
     Plain,
+    aborted,
+    both_given,
     by_hand,
     engine,
+    layers_told,
+    prompt,
+    running_pair,
     set_steps_alone,
+    settings,
+    through_router,
     wait_until_back,
 )
-from tests.vllm.pairs import CHUNK, both_given, layers_told, prompt, running_pair, stepped, through_router, want
+from tests.vllm.servers import BLOCK
 
 SHORT: Final = {"hold_s": 1.0, "receive_s": 1.0}
-ASKED: Final = {"do_remote_decode": True}
 
 pytestmark = pytest.mark.long
 
 
 def test_policy_fail_fails_that_request_alone(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None:
-    settings = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "decode", "cache": False, "receive_s": 1.0}
+    told = settings(kept_daemon, "decode", cache=False, receive_s=1.0)
     prompts = [prompt(100, seed=number) for number in range(3)]
-    with engine(tmp_path, settings, role="kv_consumer", policy="fail", model=TINY_MHA) as decode:
+    want = plain.tokens(*prompts, model=TINY_MHA)
+    with engine(tmp_path, told, role="kv_consumer", policy="fail", model=TINY_MHA) as decode:
         refused = {"do_remote_prefill": True, "transfer_id": "refused", "handshake": 3}
         late = {"do_remote_prefill": True, "transfer_id": "never comes"}
-        answers = decode.ask(
-            Asked(prompts[0], TOKENS, refused), Asked(prompts[1], TOKENS, late), Asked(prompts[2], TOKENS)
-        )
+        said = zip(prompts, (refused, late, None), strict=True)
+        answers = decode.ask(*(Asked(one, params=params) for one, params in said))
         assert [one.ended for one in answers] == ["error", "error", "length"]
-        assert [answers[2].tokens] == want(plain, prompts[2], model=TINY_MHA)
+        assert answers[2].tokens == want[2]
         decode.drain()
-        assert decode.ask(Asked(prompts[0], TOKENS))[0].tokens == want(plain, prompts[0], model=TINY_MHA)[0]
+        assert decode.ask(Asked(prompts[0]))[0].tokens == want[0]
 
 
 def test_deadlines(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None:
@@ -52,40 +61,32 @@ def test_deadlines(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None:
     late = {"do_remote_prefill": True, "transfer_id": "never comes"}
     with running_pair(tmp_path, kept_daemon.runtime_dir, model=TINY_MHA, prefill=SHORT, decode=SHORT) as pair:
         (params,) = pair.prefilled(second)
-        with pair.counts("transfers.receive.deadline", 1):
-            (answer,) = pair.decode.ask(Asked(first, TOKENS, late))
-        assert [answer.tokens] == want(plain, first, model=TINY_MHA)
         pair.prefill.drain()
-        with pair.counts("transfers.receive.deadline", 1):  # prefill's, of which decode is told
-            (answer,) = pair.decode.ask(Asked(second, TOKENS, params))
-        assert [answer.tokens] == want(plain, second, model=TINY_MHA)
+        for one, said in ((first, late), (second, params)):
+            with pair.counts("transfers.receive.deadline", 1):
+                (answer,) = pair.decode.ask(Asked(one, params=said))
+            assert [answer.tokens] == plain.tokens(one, model=TINY_MHA)
         pair.assert_nothing_left()
 
 
 def test_prefill_dies(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None:
     """In the midst of one prompt, and after it has sent another one, which arrives all the same."""
     first, second, third = (prompt(5 * CHUNK, seed=number) for number in (20, 21, 22))
-    to_prefill, to_decode = both_given()
     with running_pair(tmp_path, kept_daemon.runtime_dir, model=TINY_MHA) as pair:
         (params,) = pair.prefilled(second)
-        name = pair.decode.add(Asked(first, TOKENS, to_decode))
+        names, [to_prefill] = pair.awaited(first)
         pair.prefill.call(set_steps_alone, value=False)
-        pair.prefill.add(Asked(first, 1, to_prefill))
-        pair.prefill.call(stepped, 2)
-        assert soon(lambda: pair.arrived_pages() == 2 * CHUNK // BLOCK)
+        pair.half_prefilled(first, to_prefill)
         pair.prefill.kill()
-        (answer,) = pair.decode.wait(name)
-        assert [answer.tokens] == want(plain, first, model=TINY_MHA)
+        answers = pair.decode.wait(*names)
         with pair.counts("transfers.receive.ok", 1):
-            (answer,) = pair.decode.ask(Asked(second, TOKENS, params))
-        assert [answer.tokens] == want(plain, second, model=TINY_MHA)
-        settings = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "prefill"}
-        with engine(tmp_path, settings, role="kv_producer", model=TINY_MHA) as anew:
-            (said,) = anew.ask(Asked(third, 1, ASKED))
+            answers += pair.decode.ask(Asked(second, params=params))
+        with engine(tmp_path, settings(kept_daemon, "prefill"), role="kv_producer", model=TINY_MHA) as anew:
+            (said,) = anew.ask(Asked(third, 1, {"do_remote_decode": True}))
             with pair.counts("transfers.receive.ok", 1):
-                (answer,) = pair.decode.ask(Asked(third, TOKENS, through_router(said)))
-            assert [answer.tokens] == want(plain, third, model=TINY_MHA)
+                answers += pair.decode.ask(Asked(third, params=through_router(said)))
             pair._replace(prefill=anew).assert_nothing_left()
+        assert [one.tokens for one in answers] == plain.tokens(first, second, third, model=TINY_MHA)
 
 
 OTHERS: Final[dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
@@ -100,56 +101,55 @@ def test_engines_that_do_not_fit(kept_daemon: Daemon, plain: Plain, tmp_path: Pa
     """Whichever side comes first: the log names what both have, and decode computes at once."""
     options, values = OTHERS[other]
     first, second = prompt(150, seed=30), prompt(150, seed=31)
-    to_prefill, to_decode = both_given()
     with running_pair(tmp_path, kept_daemon.runtime_dir, model=TINY_MHA, prefill_options=options) as pair:
         (params,) = pair.prefilled(first)
-        name = pair.decode.add(Asked(second, TOKENS, to_decode))
+        to_prefill, to_decode = both_given()
+        name = pair.decode.add(Asked(second, params=to_decode))
         pair.prefill.ask(Asked(second, 1, to_prefill))
-        answers = pair.decode.wait(name) + pair.decode.ask(Asked(first, TOKENS, params))
-        assert [one.tokens for one in answers] == want(plain, second, first, model=TINY_MHA)
+        answers = pair.decode.wait(name) + pair.decode.ask(Asked(first, params=params))
+        assert [one.tokens for one in answers] == plain.tokens(second, first, model=TINY_MHA)
         pair.assert_nothing_left()
         for side in (pair.prefill, pair.decode):
             log = [line for line in side.log() if "failed" in line]
             assert any(all(value in line for value in values) for line in log), log
 
 
+@contextlib.contextmanager
+def anew(pair: Pair, daemon: Daemon) -> Any:  # noqa: ANN401  an iterator
+    """Return the pair with clients of the next daemon, once both engines have found it."""
+    for side in (pair.prefill, pair.decode):
+        wait_until_back(side)
+    with contextlib.closing(Client.connect(daemon.runtime_dir)) as client:
+        one = pair._replace(client=client, other=client)
+        yield one
+        one.assert_nothing_left()
+
+
 def test_the_daemon_is_killed_while_prompts_travel(plain: Plain, tmp_path: Path) -> None:
     """One is sent and was not taken, one is half sent, and decode waits for a third one: all are computed at once."""
     prompts = [prompt(5 * CHUNK, seed=40 + number) for number in range(4)]
-    given = [both_given() for _ in prompts]
-    never = {"hold_s": 3000.0, "receive_s": 3000.0}
+    want = plain.tokens(*prompts, model=TINY_MHA)
     with (
         kit.daemon(HOST_TIER, keep=True) as daemon,
-        running_pair(tmp_path, daemon.runtime_dir, model=TINY_MHA, prefill=never, decode=never) as pair,
+        running_pair(tmp_path, daemon.runtime_dir, model=TINY_MHA, prefill=NEVER, decode=NEVER) as pair,
     ):
         (params,) = pair.prefilled(prompts[0])
-        names = [pair.decode.add(Asked(prompts[number], TOKENS, given[number][1])) for number in (1, 2)]
-        assert soon(lambda: pair.receives() == 2)
+        names, given = pair.awaited(*prompts[1:3])
         with by_hand(pair.prefill):
-            half = pair.prefill.add(Asked(prompts[1], 1, given[1][0]))
-            pair.prefill.call(stepped, 2)
-            assert soon(lambda: pair.arrived_pages() == 2 * CHUNK // BLOCK)
+            half = pair.half_prefilled(prompts[1], given[0])
             daemon.restart()
             pair.prefill.wait(half)
-        answers = pair.decode.ask(Asked(prompts[0], TOKENS, params)) + pair.decode.wait(*names)
-        assert [one.tokens for one in answers] == want(plain, *prompts[:3], model=TINY_MHA)
-        with contextlib.closing(Client.connect(daemon.runtime_dir)) as client:
-            anew = pair._replace(client=client, other=client)
-            anew.assert_nothing_left()
-            for side in (pair.prefill, pair.decode):
-                wait_until_back(side)
-            with anew.counts("transfers.receive.ok", 1):
-                (answer,) = anew.handed_on(prompts[3])
-            assert [answer.tokens] == want(plain, prompts[3], model=TINY_MHA)
-            anew.assert_nothing_left()
+        answers = pair.decode.ask(Asked(prompts[0], params=params)) + pair.decode.wait(*names)
+        assert [one.tokens for one in answers] == want[:3]
+        with anew(pair, daemon) as again:
+            assert again.handed_on(prompts[3]) == want[3:]
 
 
 def test_the_daemon_is_killed_between_two_layers(plain: Plain, tmp_path: Path) -> None:
     """The step goes on, and decode computes the prompt."""
     prompts = [prompt(CHUNK, seed=50 + number) for number in range(2)]
-    to_prefill, to_decode = both_given()
     with kit.daemon(HOST_TIER, keep=True) as daemon, running_pair(tmp_path, daemon.runtime_dir) as pair:
-        name = pair.decode.add(Asked(prompts[0], TOKENS, to_decode))
+        names, [to_prefill] = pair.awaited(prompts[0])
         with by_hand(pair.prefill):
             other = pair.prefill.add(Asked(prompts[0], 1, to_prefill))
             told, _ = pair.prefill.call(layers_told, kill=daemon.process.pid)
@@ -157,12 +157,89 @@ def test_the_daemon_is_killed_between_two_layers(plain: Plain, tmp_path: Path) -
             daemon.process.wait()
             daemon.start()
             pair.prefill.wait(other)
-        answers = pair.decode.wait(name)
-        with contextlib.closing(Client.connect(daemon.runtime_dir)) as client:
-            anew = pair._replace(client=client, other=client)
-            for side in (pair.prefill, pair.decode):
-                wait_until_back(side)
-            with anew.counts("transfers.receive.ok", 1):
-                answers += anew.handed_on(prompts[1])
-            anew.assert_nothing_left()
-    assert [one.tokens for one in answers] == want(plain, *prompts)
+        (answer,) = pair.decode.wait(*names)
+        with anew(pair, daemon) as again:
+            assert [answer.tokens, *again.handed_on(prompts[1])] == plain.tokens(*prompts)
+
+
+# -- two ranks, two daemons, two hosts
+
+PROMPTS: Final = [prompt(length, seed) for seed, length in enumerate((1, BLOCK, BLOCK + 1, 300))]
+HALVED: Final = [prompt(5 * CHUNK, seed) for seed in (10, 11, 12)]
+TWO_RANKS: Final[dict[str, Any]] = {
+    "model": TINY_GQA,
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+}
+PEERS: Final = """
+[peers]
+listen = "tcp://{address}:7801"
+[network]
+transport = "mooncake"
+"""
+
+
+def test_two_ranks(kept_daemon: Daemon, tmp_path: Path) -> None:
+    """Prompts arrive whichever side comes first, and after an abort; the sums of ranks are others than one rank's."""
+    with engine(tmp_path, enable_prefix_caching=False, **TWO_RANKS) as alone:
+        want = [one.tokens for one in alone.ask(*(Asked(one) for one in (*PROMPTS, *HALVED[:2])))]
+    with running_pair(tmp_path, kept_daemon.runtime_dir, prefill=NEVER, decode=NEVER, **TWO_RANKS) as pair:
+        tokens = pair.handed_on(*PROMPTS)
+        for one, is_aborted in zip(HALVED[:2], (False, True), strict=True):
+            to_prefill, to_decode = both_given()
+            name = pair.decode.add(Asked(one, params=to_decode))
+            assert soon(lambda: pair.receives() == 2)
+            with by_hand(pair.prefill), pair.counts("transfers.receive.ok", 0 if is_aborted else 2):
+                other = pair.half_prefilled(one, to_prefill)
+                if is_aborted:
+                    pair.prefill.call(aborted, other)
+                    pair.prefill.drain()
+                else:
+                    pair.prefill.wait(other)
+                tokens += [answer.tokens for answer in pair.decode.wait(name)]
+        assert tokens == want
+        assert_abort_is_heard(pair, HALVED[2])
+        assert sum(one.pool.endswith(("-tp0", "-tp1")) for one in pair.client.status().pools) == 4
+
+
+def assert_abort_is_heard(pair: Pair, one: tuple[int, ...]) -> None:
+    """Check that prefill gets its blocks back where decode gives a prompt up that it has been told of."""
+    (params,) = pair.prefilled(one)
+    with by_hand(pair.decode):
+        pair.decode.call(aborted, pair.decode.add(Asked(one, params=params)))
+    pair.assert_nothing_left()
+
+
+@pytest.mark.parametrize("memory", ["of one host", "owned", "registered", "staged"])
+def test_two_daemons(plain: Plain, tmp_path: Path, require: Callable[[object, str], None], memory: str) -> None:
+    """On one host, and on two; prefill's answer says where its daemon is, or a router that knows."""
+    with contextlib.ExitStack() as stack:
+        options: dict[str, Any] = {"prefill": NEVER, "decode": NEVER}
+        if memory == "of one host":
+            daemons = [stack.enter_context(kit.daemon(HOST_TIER)) for _ in range(2)]
+        else:
+            try:
+                check_hosts_possible()
+            except PermissionError as error:
+                require(None, str(error))
+            both = stack.enter_context(hosts(2))
+            daemons = [
+                stack.enter_context(kit.daemon(PEERS.format(address=one.address), prefix=one.command([])))
+                for one in both
+            ]
+            for side, host in zip(("prefill", "decode"), both, strict=True):
+                options |= {side: {"memory": memory, **NEVER}, f"{side}_options": {"host": host}}
+        dirs = [one.runtime_dir for one in daemons]
+        pair = stack.enter_context(running_pair(tmp_path, dirs, model=TINY_MHA, **options))
+        assert pair.handed_on(*PROMPTS) == plain.tokens(*PROMPTS, model=TINY_MHA)
+        assert_abort_is_heard(pair, HALVED[0])
+        to_prefill, to_decode = both_given()
+        with pair.counts("transfers.receive.ok", 1):
+            told = {**to_decode, "remote_daemons": list(pair.client.status().addresses)[-1:]}
+            name = pair.decode.add(Asked(HALVED[1], params=told))
+            assert soon(lambda: pair.receives() == 1)
+            pair.prefill.ask(Asked(HALVED[1], 1, to_prefill))
+            (answer,) = pair.decode.wait(name)
+        assert [answer.tokens] == plain.tokens(HALVED[1], model=TINY_MHA)
+        pair.assert_nothing_left()
+        assert memory == "of one host" or pair.client.status().counters["network.sent_bytes"] > 0

@@ -31,16 +31,22 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import array_of
 from kvferry.protocol.errors import InvalidFieldError
 from tests.kit.daemons import Daemon
-from tests.kit.folders import TINY_MHA
-from tests.vllm.cached import NOTHING, left
-from tests.vllm.in_process import PROMPTS, Engine, EngineFailedError, Plain, Served, engine, reset
+from tests.vllm.in_process import PROMPTS, Engine, Plain, Served, assert_all_is_free, engine, reset, settings
+
+
+def full_attention(**more: Any) -> FullAttentionSpec:  # noqa: ANN401  of vLLM's
+    """Return what vLLM says of a group of layers with heads."""
+    return FullAttentionSpec(
+        **{"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": WIDTH, "dtype": torch.float32, **more}
+    )
+
 
 LAYERS, BLOCKS, BLOCK = 11, 5, 8
 """More than ten layers: as text, layer 10 would come before layer 2."""
 HEADS, WIDTH = 2, 16
 RANK, ROPE = 16, 8
-MHA = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=WIDTH, dtype=torch.float32)
-NARROW_V = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=WIDTH, head_size_v=4, dtype=torch.float32)
+MHA = full_attention()
+NARROW_V = full_attention(head_size_v=4)
 MLA = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=RANK + ROPE, dtype=torch.bfloat16)
 ONE_RANK = Parallel(0, 1)
 
@@ -131,27 +137,20 @@ def as_vllm(array: npt.NDArray[Any], layout: str) -> npt.NDArray[Any]:
 @pytest.mark.parametrize("layout", ["BHLNC", "LHBNC", "BLHNC"])
 def test_layout_that_the_daemon_has_not_is_staged(layout: str) -> None:
     assert owned_spec(MHA, layout) is None
-    with pytest.raises(
-        InvalidFieldError, match="memory 'owned' is not possible here: this vLLM, or this layout"
-    ) as told:
-        choose(vllm_config(device="cpu"), kv_cache_config(MHA, layout), configuration("owned"), ONE_RANK)
-    assert told.value.field == "memory"
-    assert (
-        choose(vllm_config(device="cpu"), kv_cache_config(MHA, layout), configuration("auto"), ONE_RANK)[0] == "staged"
-    )
+    told = vllm_config(device="cpu"), kv_cache_config(MHA, layout)
+    with pytest.raises(InvalidFieldError, match="'owned' is not possible here: this vLLM, or this layout") as error:
+        choose(*told, configuration("owned"), ONE_RANK)
+    assert error.value.field == "memory"
+    assert choose(*told, configuration("auto"), ONE_RANK)[0] == "staged"
 
 
 def test_gaps_and_another_order_of_layers_are_staged() -> None:
-    gap = kv_cache_config()
+    gap, offset, several, unsaid = (kv_cache_config() for _ in range(4))
     gap.kv_cache_tensors[0].layer_stride += 64
-    offset = kv_cache_config()
     offset.kv_cache_tensors[0].offset = 64
-    several = kv_cache_config()
     several.kv_cache_tensors.append(several.kv_cache_tensors[0])
-    by_text = kv_cache_config(layers=sorted(names()))
-    unsaid = kv_cache_config()
     unsaid.kv_cache_layout = None
-    for one in (gap, offset, several, by_text, unsaid):
+    for one in (gap, offset, several, unsaid, kv_cache_config(layers=sorted(names()))):
         assert spec_of(vllm_config(), one, ONE_RANK, staged=False) is None
         assert spec_of(vllm_config(), one, ONE_RANK, staged=True) is not None
 
@@ -160,8 +159,8 @@ def test_heads_of_a_rank() -> None:
     told = kv_cache_config()
     parts = [spec_of(vllm_config(8), told, Parallel(rank, 4), staged=False) for rank in range(4)]
     assert [manifest_of(one).entries[0].head_start for one in parts if one] == [0, 2, 4, 6]
-    single = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32)
-    same = [spec_of(vllm_config(2), kv_cache_config(single), Parallel(rank, 4), staged=False) for rank in range(4)]
+    single = kv_cache_config(full_attention(num_kv_heads=1))
+    same = [spec_of(vllm_config(2), single, Parallel(rank, 4), staged=False) for rank in range(4)]
     assert [manifest_of(one).entries[0].head_start for one in same if one] == [0, 0, 1, 1]
 
 
@@ -181,30 +180,19 @@ def test_order_of_bytes_on_a_cpu_is_named() -> None:
             {},
             "SlidingWindowSpec",
         ),
-        (
-            FullAttentionSpec(block_size=8, num_kv_heads=2, head_size=16, dtype=torch.float32, state_content_bytes=136),
-            {},
-            "state_content_bytes",
-        ),
+        (full_attention(state_content_bytes=136), {}, "state_content_bytes"),
         (MLAAttentionSpec(block_size=8, num_kv_heads=1, head_size=80, dtype=torch.bfloat16), {}, "latents of 80"),
-        (
-            FullAttentionSpec(block_size=8, num_kv_heads=2, head_size=16, dtype=torch.uint8),
-            {"dtype": "fp8_ds_mla"},
-            "fp8_ds_mla",
-        ),
+        (full_attention(dtype=torch.uint8), {"dtype": "fp8_ds_mla"}, "fp8_ds_mla"),
     ],
     ids=["window", "scales", "latents", "dtype"],
 )
 def test_what_is_not_carried_is_refused_by_name(kind: Any, more: dict[str, Any], said: str) -> None:  # noqa: ANN401
+    told = kv_cache_config(kind)
     with pytest.raises(InvalidFieldError, match=said):
-        spec_of(vllm_config(**more), kv_cache_config(kind), ONE_RANK, staged=True)
-
-
-def test_several_groups_are_refused_by_name() -> None:
-    told = kv_cache_config()
+        spec_of(vllm_config(**more), told, ONE_RANK, staged=True)
     told.kv_cache_groups.append(told.kv_cache_groups[0])
     with pytest.raises(InvalidFieldError, match="2 KV cache groups"):
-        spec_of(vllm_config(), told, ONE_RANK, staged=True)
+        spec_of(vllm_config(**more), told, ONE_RANK, staged=True)
 
 
 def test_memory_of_a_device_is_staged() -> None:
@@ -279,14 +267,8 @@ def test_vllm_gets_the_pools_memory_once(rank: RankMemory) -> None:
         torch.zeros(size, dtype=torch.int8)
     with pytest.raises(InvalidFieldError, match='say "memory": "staged"'):
         rank.take(caches(raw))
-
-
-@pytest.mark.parametrize("rank", ["owned"], indirect=True)
-def test_memory_of_others_is_refused(rank: RankMemory) -> None:
-    allocation = rank.allocation()
-    assert allocation is not None
     with pytest.raises(InvalidFieldError, match=f"{LAYERS} layers lie elsewhere"):
-        rank.take(caches(torch.zeros(rank.pool.elements().numel(), dtype=torch.int8)))
+        rank.take(caches(torch.zeros_like(raw)))
 
 
 @pytest.mark.parametrize("rank", ["owned", "staged"], indirect=True)
@@ -305,13 +287,16 @@ def test_layers_of_another_shape_are_refused(rank: RankMemory) -> None:
 @pytest.mark.parametrize("memory", ["staged", pytest.param("registered", marks=pytest.mark.long)])
 def test_engine_over_each_kind_of_memory(kept_daemon: Daemon, plain: Plain, tmp_path: Path, memory: str) -> None:
     want = plain.tokens(*PROMPTS)
-    told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": f"engine-{memory}", "memory": memory}
-    with engine(tmp_path, told) as one, Client.connect(kept_daemon.runtime_dir) as client:
+    name = f"engine-{memory}"
+    with (
+        engine(tmp_path, settings(kept_daemon, name, memory=memory)) as one,
+        Client.connect(kept_daemon.runtime_dir) as client,
+    ):
         assert [answer.tokens for answer in one.ask(*PROMPTS)] == want
         one.drain()
         status = client.status()
-        (pool,) = [pool for pool in status.pools if pool.pool == f"engine-{memory}"]
-        (session,) = [session for session in status.sessions if session.name == f"engine-{memory}-{memory}"]
+        (pool,) = [pool for pool in status.pools if pool.pool == name]
+        (session,) = [session for session in status.sessions if session.name == f"{name}-{memory}"]
         assert pool.registered_by == (session.session if memory == "registered" else None)
         if memory == "staged":
             assert_same_blocks(one, client, pool.pool)
@@ -319,8 +304,7 @@ def test_engine_over_each_kind_of_memory(kept_daemon: Daemon, plain: Plain, tmp_
         again = one.ask(*PROMPTS)
         assert [answer.tokens for answer in again] == want
         assert [answer.cached for answer in again] == [128, 128, 0, 128]
-        one.drain()
-        assert left(kept_daemon.runtime_dir) == NOTHING
+        assert_all_is_free(kept_daemon, one)
         assert any(f"vLLM's KV memory is {memory}" in line for line in one.log())
 
 
@@ -336,15 +320,3 @@ def assert_same_blocks(one: Engine, client: Client, pool: str) -> None:
 def content(served: Served) -> npt.NDArray[Any]:
     """Return all of vLLM's KV memory, as (layers, blocks, …)."""
     return np.stack([layer.numpy() for layer in served.runner.kv_caches])
-
-
-@pytest.mark.long
-def test_engine_is_refused_by_name_what_is_not_carried(kept_daemon: Daemon, tmp_path: Path) -> None:
-    told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "refused"}
-    for extra, said in (
-        ({"memory": "borrowed"}, "Invalid enum value 'borrowed'"),
-        ({"memroy": "owned"}, "unknown field `memroy`"),
-        ({"pool": "a/b"}, "pool"),
-    ):
-        with pytest.raises(EngineFailedError, match=said), engine(tmp_path, {**told, **extra}, model=TINY_MHA):
-            pytest.fail("it has started")

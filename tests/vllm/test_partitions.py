@@ -17,10 +17,23 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
 
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from kvferry.clients.engine import Engine
 from kvferry.clients.vllm.configuration import Configuration, Settings
+from kvferry.clients.vllm.scheduler import Scheduler
 from tests.kit.daemons import Daemon, soon
 
 TOKENS: Final = 4
@@ -43,18 +56,7 @@ class Side:
     """The scheduler's side of an engine, and what its worker would do."""
 
     def __init__(self, runtime_dir: Path, name: str) -> None:
-        """Connect."""
-        from kvferry.clients.vllm.scheduler import Scheduler  # noqa: PLC0415  vLLM
-
-        told = Configuration(
-            settings=Settings(),
-            instance=name,
-            pool=name,
-            ranks=1,
-            block_size=TOKENS,
-            is_producer=True,
-            is_consumer=True,
-        )
+        told = Configuration(Settings(), name, name, 1, TOKENS, is_producer=True, is_consumer=True)
         model = ModelIdentity(name="model", revision="weights")
         self.engine = Engine(f"{name}-scheduler", str(runtime_dir), instance=name)
         with self.engine.client() as client:
@@ -132,11 +134,6 @@ def _forget(kept_daemon: Daemon) -> None:
 
 def request_of(tokens: tuple[int, ...] | None = PROMPT, **more: Any) -> Any:  # noqa: ANN401  vLLM's
     """Return a request of vLLM's own, with vLLM's own hashes."""
-    from vllm import SamplingParams  # noqa: PLC0415  only here there is a vLLM
-    from vllm.utils.hashing import sha256_cbor  # noqa: PLC0415
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: PLC0415
-    from vllm.v1.request import Request  # noqa: PLC0415
-
     init_none_hash(sha256_cbor)
     return Request(
         f"request-{next(_NUMBERS)}",
@@ -169,8 +166,6 @@ def adapted(
     """Return what makes requests with an adapter, having written it."""
 
     def make(path: Path) -> Any:  # noqa: ANN401  vLLM's
-        from vllm.lora.request import LoRARequest  # noqa: PLC0415
-
         where = path / folder
         where.mkdir(exist_ok=True)
         written = {"r": 8, "lora_alpha": 16, "use_rslora": False, **(config or {})}
@@ -189,14 +184,6 @@ def seen(*media: tuple[str, int, float]) -> Make:
     """Return what makes requests with images: of each what vLLM calls it, where it is, and what it shows."""
 
     def make(_: Path) -> Any:  # noqa: ANN401  vLLM's
-        from vllm.multimodal.inputs import (  # noqa: PLC0415
-            MultiModalBatchedField,
-            MultiModalFeatureSpec,
-            MultiModalFieldElem,
-            MultiModalKwargsItem,
-            PlaceholderRange,
-        )
-
         features = []
         for identifier, offset, value in media:
             element = MultiModalFieldElem(data=torch.full((2, 3), value), field=MultiModalBatchedField())
@@ -214,11 +201,6 @@ def seen(*media: tuple[str, int, float]) -> Make:
     return make
 
 
-def hashed(text: str) -> str:
-    """Return a hash as vLLM makes them of media."""
-    return (text * 64)[:64]
-
-
 def embedded(seed: int, tokens: tuple[int, ...] | None = None, mask: list[bool] | None = None) -> Make:
     """Return what makes requests with embeddings in place of all tokens, or of some."""
     random = torch.randn(len(PROMPT), WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -226,7 +208,6 @@ def embedded(seed: int, tokens: tuple[int, ...] | None = None, mask: list[bool] 
 
 
 MIXED: Final = [at % 2 == 0 for at in range(len(PROMPT))]
-AT_END: Final = len(PROMPT) - 2
 
 
 class Pair(NamedTuple):
@@ -245,7 +226,6 @@ PAIRS: Final = {
     "salt": Pair(salted("a"), salted("b"), has_other_kv=False),
     "salt or none": Pair(salted("a"), plain, has_other_kv=False),
     "adapter or none": Pair(adapted(), plain),
-    "adapter's name": Pair(adapted(), adapted("other", b"others", 2, "other")),
     "adapter's folder": Pair(adapted(), adapted("adapter", b"others", 2, "other")),
     "adapter loaded in place": Pair(adapted(), adapted(weights=b"others!", load_inplace=True)),
     "adapter loaded in place again": Pair(adapted(load_inplace=True), adapted(weights=b"others!", load_inplace=True)),
@@ -253,14 +233,13 @@ PAIRS: Final = {
     "adapter's alpha": Pair(adapted(), adapted(config={"lora_alpha": 32}, load_inplace=True)),
     "adapter's rslora": Pair(adapted(), adapted(config={"use_rslora": True}, load_inplace=True)),
     "adapter's target modules": Pair(adapted(), adapted(config={"target_modules": ["q"]}, load_inplace=True)),
-    "media": Pair(seen((hashed("a"), 0, 1.0)), seen((hashed("b"), 0, 2.0))),
-    "media or none": Pair(seen((hashed("a"), 0, 1.0)), plain),
-    "place of media": Pair(seen((hashed("a"), 0, 1.0)), seen((hashed("a"), 1, 1.0))),
+    "media": Pair(seen(("a" * 64, 0, 1.0)), seen(("b" * 64, 0, 2.0))),
+    "place of media": Pair(seen(("a" * 64, 0, 1.0)), seen(("a" * 64, 1, 1.0))),
     "second of two media": Pair(
-        seen((hashed("a"), 0, 1.0), (hashed("b"), 6, 2.0)), seen((hashed("a"), 0, 1.0), (hashed("c"), 6, 3.0)), shared=1
+        seen(("a" * 64, 0, 1.0), ("b" * 64, 6, 2.0)), seen(("a" * 64, 0, 1.0), ("c" * 64, 6, 3.0)), shared=1
     ),
     "media in another order": Pair(
-        seen((hashed("a"), 0, 1.0), (hashed("b"), 6, 2.0)), seen((hashed("b"), 0, 2.0), (hashed("a"), 6, 1.0))
+        seen(("a" * 64, 0, 1.0), ("b" * 64, 6, 2.0)), seen(("b" * 64, 0, 2.0), ("a" * 64, 6, 1.0))
     ),
     "media that a client named": Pair(seen(("cat", 0, 1.0)), seen(("cat", 0, 2.0))),
     "media that vLLM counts": Pair(seen(("renderer0-mm-1-image-0", 0, 1.0)), seen(("renderer0-mm-1-image-0", 0, 2.0))),
@@ -282,34 +261,24 @@ def with_salt(request: Any) -> Any:  # noqa: ANN401  vLLM's
     return request_of(lora_request=request.lora_request, cache_salt="salt")
 
 
-@pytest.fixture(params=PAIRS)
-def pair(request: pytest.FixtureRequest) -> Pair:
-    """Return each of them."""
-    return PAIRS[request.param]
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_differs_is_not_found(sides: tuple[Side, Side], name: str, tmp_path: Path) -> None:
+    pair = PAIRS[name]
+    sides[0].computed(pair.one(tmp_path))
+    assert [one.found(pair.other(tmp_path)) for one in sides] == [pair.shared] * 2
 
 
-def test_what_differs_is_not_found(sides: tuple[Side, Side], pair: Pair, tmp_path: Path) -> None:
-    first, _ = sides
-    first.computed(pair.one(tmp_path))
-    assert first.found(pair.other(tmp_path)) == pair.shared
-
-
-def test_another_engine_does_not_find_it_either(sides: tuple[Side, Side], pair: Pair, tmp_path: Path) -> None:
-    first, second = sides
-    first.computed(pair.one(tmp_path))
-    assert second.found(pair.other(tmp_path)) == pair.shared
-
-
-def test_what_is_equal_is_found(sides: tuple[Side, Side], pair: Pair, tmp_path: Path) -> None:
-    """The control: what finds nothing mixes nothing."""
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_equal_is_found(sides: tuple[Side, Side], name: str, tmp_path: Path) -> None:
+    """The control: what finds nothing mixes nothing. Decode tells prompts from each other, and knows its own."""
+    pair = PAIRS[name]
+    told = []
     for make in pair[:2]:
         sides[0].computed(make(tmp_path))
         assert [one.found(make(tmp_path)) for one in sides] == [BLOCKS, BLOCKS]
-
-
-def test_decode_tells_it_from_the_other_prompt(sides: tuple[Side, Side], pair: Pair, tmp_path: Path) -> None:
-    one, other = (side.prompt_told(make(tmp_path)) for side, make in zip(sides, pair[:2], strict=True))
-    assert (one != other) == pair.has_other_kv
+        told.append({one.prompt_told(make(tmp_path)) for one in sides})
+    assert [len(one) for one in told] == [1, 1]
+    assert (told[0] != told[1]) == pair.has_other_kv
 
 
 LOCAL: Final = tuple(
@@ -322,24 +291,20 @@ LOCAL: Final = tuple(
 def test_what_vllms_own_cache_mixes_goes_no_further(sides: tuple[Side, Side], name: str, tmp_path: Path) -> None:
     first, second = sides
     first.computed(PAIRS[name].one(tmp_path))
-    again = PAIRS[name].other(tmp_path)
-    first.computed(again, local=BLOCKS * TOKENS)
-    assert second.found(PAIRS[name].other(tmp_path)) == 0
-    assert first.found(PAIRS[name].other(tmp_path)) == 0
+    first.computed(PAIRS[name].other(tmp_path), local=BLOCKS * TOKENS)
+    assert [one.found(PAIRS[name].other(tmp_path)) for one in (second, first)] == [0, 0]
 
 
-def test_what_vllms_own_cache_has_of_one_content_is_stored(sides: tuple[Side, Side], tmp_path: Path) -> None:
+def test_what_vllms_own_cache_has_of_one_content_is_stored(
+    sides: tuple[Side, Side], kept_daemon: Daemon, tmp_path: Path
+) -> None:
     """The control."""
     first, second = sides
     first.computed(adapted()(tmp_path))
-    with Client.connect(str(first.engine.runtime_dir)) as client:
+    with Client.connect(kept_daemon.runtime_dir) as client:
         client.evict_cached()
     first.computed(adapted()(tmp_path), local=BLOCKS * TOKENS)
     assert second.found(adapted()(tmp_path)) == BLOCKS
-
-
-def test_decode_knows_the_same_prompt(sides: tuple[Side, Side], pair: Pair, tmp_path: Path) -> None:
-    assert len({one.prompt_told(pair.one(tmp_path)) for one in sides}) == 1
 
 
 # -- weights that may have changed
@@ -349,11 +314,9 @@ class Pool:
     """What vLLM's block pool shows of its prefix cache."""
 
     def __init__(self) -> None:
-        """Begin with one."""
         self.reset()
 
     def reset(self) -> None:
-        """Reset it."""
         self.cached_block_hash_to_block = object()
 
 
@@ -375,27 +338,20 @@ def watched(kept_daemon: Daemon) -> Iterator[tuple[Side, Pool]]:
 
 
 def test_a_request_waits_until_the_weights_were_looked_at(watched: tuple[Side, Pool], tmp_path: Path) -> None:
+    """What ranks say of an earlier look does not count."""
     one, pool = watched
     one.computed(plain(tmp_path))
-    pool.reset()
-    request = plain(tmp_path)
-    assert one.scheduler.work(step_of()).look == 0, "vLLM may be paused, for weights that are about to change"
-    assert one.scheduler.matched(request, 0) == (None, False)
-    assert (one.scheduler.work(step_of()).look, one.scheduler.work(step_of()).look) == (1, 0)
-    assert one.scheduler.matched(request, 0) == (None, False)
-    one.scheduler.looked({0: (1, b"")})
-    assert one.found(request) == BLOCKS
-
-
-def test_what_ranks_say_of_an_earlier_look_does_not_count(watched: tuple[Side, Pool], tmp_path: Path) -> None:
-    one, pool = watched
     for look in (1, 2):
         pool.reset()
         request = plain(tmp_path)
-        one.scheduler.matched(request, 0)
-        assert one.scheduler.work(step_of()).look == look
-    one.scheduler.looked({0: (1, b"")})
-    assert one.scheduler.matched(request, 0) == (None, False)
+        if look == 1:
+            assert one.scheduler.work(step_of()).look == 0, "vLLM may be paused, for weights that are about to change"
+        assert one.scheduler.matched(request, 0) == (None, False)
+        assert [one.scheduler.work(step_of()).look for _ in range(2)] == [look, 0]
+        one.scheduler.looked({0: (look - 1, b"")})
+        assert one.scheduler.matched(request, 0) == (None, False)
+    one.scheduler.looked({0: (look, b"")})
+    assert one.found(request) == BLOCKS
 
 
 def test_other_weights_find_nothing(watched: tuple[Side, Pool], sides: tuple[Side, Side], tmp_path: Path) -> None:

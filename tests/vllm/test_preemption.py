@@ -1,4 +1,7 @@
-"""Blocks that are being read are nobody else's: preempted requests, requests that end before their stores, aborts."""
+"""What vLLM's scheduler may do with a request at any moment: blocks that are being read are nobody else's meanwhile.
+
+It must neither crash, nor wait, nor say wrong tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,33 @@ from kvferry.clients.vllm.configuration import Configuration, Settings
 from kvferry.clients.vllm.scheduler import Scheduler
 from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import TINY_MHA
-from tests.vllm.cached import NOTHING, cached_blocks, left, pinned_bytes
 from tests.vllm.in_process import (
-    BLOCK,
-    STORY,
+    NOTHING,
+    Answer,
+    Asked,
     Engine,
     Plain,
     Served,
-    abort,
+    aborted,
+    aborted_before_it_began,
+    assert_all_is_free,
     begin_anew,
     by_hand,
+    cached_blocks,
     engine,
-    free_blocks,
+    is_pinned,
+    left,
     metrics,
-    reset,
+    preempted,
+    prompt_of,
+    settings,
+    stepped,
+    stepped_until,
+    stepped_until_running,
+    used_blocks,
 )
+from tests.vllm.servers import BLOCK
 
-FREE = 24
-"""Blocks of the engine, its null block aside."""
 TOKENS = 64
 LONG_S = 1.0
 """For which nothing may happen."""
@@ -40,59 +52,60 @@ LONG_S = 1.0
 @pytest.fixture(scope="module")
 def small(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Return an engine with fewer blocks than its requests want."""
-    told = {"runtime_dir": str(kept_daemon.runtime_dir), "pool": "small"}
-    folder = tmp_path_factory.mktemp("small")
-    options: dict[str, Any] = {"num_gpu_blocks_override": FREE + 1, "max_model_len": 512, "disable_log_stats": False}
-    with engine(folder, told, model=TINY_MHA, **options) as one:
+    options: dict[str, Any] = {"num_gpu_blocks_override": 25, "max_model_len": 512, "disable_log_stats": False}
+    with engine(tmp_path_factory.mktemp("small"), settings(kept_daemon, "small"), model=TINY_MHA, **options) as one:
         yield one
 
 
 def prompts(name: str, count: int = 5) -> list[str]:
     """Return prompts of five blocks and a bit."""
-    return [f"{name} {number}: " + STORY * 9 for number in range(count)]
+    return [prompt_of(f"{name} {number}", 5) for number in range(count)]
 
 
-def preemptions(one: Engine) -> float:
-    """Return how many there were so far."""
-    return one.call(metrics)["vllm:num_preemptions"]
-
-
-def assert_all_is_free(daemon: Daemon, one: Engine) -> None:
-    """Check that neither the engine nor the daemon holds anything once all is over."""
-    one.drain()
-    assert left(daemon.runtime_dir) == NOTHING
-    assert one.call(free_blocks) == FREE
+@contextlib.contextmanager
+def preempting(one: Engine) -> Iterator[None]:
+    """Check that vLLM has preempted requests meanwhile."""
+    before = one.call(metrics)["vllm:num_preemptions"]
+    yield
+    assert one.call(metrics)["vllm:num_preemptions"] > before
 
 
 def test_preempted_requests_have_the_same_tokens(kept_daemon: Daemon, small: Engine, plain: Plain) -> None:
     asked = prompts("preempted")
-    before = preemptions(small)
-    answers = small.ask(*asked, tokens=TOKENS)
-    assert [one.tokens for one in answers] == plain.tokens(*asked, tokens=TOKENS, model=TINY_MHA)
-    assert preemptions(small) > before
+    want = plain.tokens(*asked, tokens=TOKENS, model=TINY_MHA)
+    with preempting(small):
+        assert [one.tokens for one in small.ask(*asked, tokens=TOKENS)] == want
+    with by_hand(small):
+        answers = small.call(preempted_all_again_and_again, [Asked(one, 16) for one in asked[:3]])
+    assert [one.tokens for one in answers] == [one[:16] for one in want[:3]]
     assert_all_is_free(kept_daemon, small)
+
+
+def preempted_all_again_and_again(served: Served, asked: list[Asked]) -> list[Answer]:
+    """Preempt all requests again and again while they are computed; return their answers."""
+    names = [served.add(one) for one in asked]
+    for count in range(1, asked[0].tokens, 3):
+        served.step_until(lambda: all(one in served.answers for one in names))
+        while any(len(served.answers[one].tokens) <= count for one in names):
+            served.step()
+        served.step_until(lambda: {*served.states().values()} <= {"RUNNING"})
+        preempted(served)
+    return served.wait(names)
 
 
 def test_blocks_are_given_to_nobody_while_a_store_reads_them(kept_daemon: Daemon, small: Engine, plain: Plain) -> None:
     """The worker waits for a daemon that stands still in the middle of a store of a preempted request's blocks."""
     asked = prompts("while they are read")
-    before = preemptions(small)
-    with by_hand(small):
+    with by_hand(small), preempting(small):
         names = [small.add(one, tokens=TOKENS) for one in asked]
-        small.call(step_until_running, 3)
+        small.call(stepped_until_running, 3)
         with kept_daemon.stopped():
             waiting = small.begin(step_until_preempted)
             assert not small.has_answered(LONG_S)
         waiting()
-    answers = small.wait(*names)
+        answers = small.wait(*names)
     assert [one.tokens for one in answers] == plain.tokens(*asked, tokens=TOKENS, model=TINY_MHA)
-    assert preemptions(small) > before
     assert_all_is_free(kept_daemon, small)
-
-
-def step_until_running(served: Served, count: int) -> None:
-    """Step until so many requests are running."""
-    served.step_until(lambda: len(served.scheduler.running) >= count)
 
 
 def step_until_preempted(served: Served) -> None:
@@ -108,14 +121,13 @@ def test_request_that_ends_before_its_store_keeps_its_blocks_until_then(
     want = plain.tokens(asked, model=TINY_MHA)
     with by_hand(small):
         name = small.add(asked)
-        assert left(kept_daemon.runtime_dir) == NOTHING  # it is looked up by then
+        assert left(kept_daemon) == NOTHING  # it is looked up by then
         with kept_daemon.stopped():
             (answer,) = small.wait(name)
             assert [answer.tokens] == want
-            assert small.call(free_blocks) < FREE
+            assert small.call(used_blocks)
     assert_all_is_free(kept_daemon, small)
-    assert small.call(reset)
-    (again,) = small.ask(asked)
+    again = small.ask_anew(asked)
     assert ([again.tokens], again.cached > 0) == (want, True)
     assert_all_is_free(kept_daemon, small)
 
@@ -135,13 +147,12 @@ def test_reset_waits_for_what_is_being_stored(kept_daemon: Daemon) -> None:
         worker.wait_accepted(storing)  # else the reset, on a connection of its own, may be there before it
         assert scheduler.clear()
         worker.wait_done(storing)
-        assert [one for one in cached_blocks(kept_daemon.runtime_dir) if one.model == model.label] == []
+        assert [one for one in cached_blocks(kept_daemon) if one.model == model.label] == []
 
 
 @pytest.mark.parametrize("state", ["added", "found", "loading", "running"])
 def test_abort(kept_daemon: Daemon, small: Engine, plain: Plain, state: str) -> None:
     (asked,) = prompts(f"aborted when {state}", 1)
-    want = plain.tokens(asked, model=TINY_MHA)
     is_cached = state in {"found", "loading"}
     if is_cached:
         small.ask(asked)
@@ -149,33 +160,45 @@ def test_abort(kept_daemon: Daemon, small: Engine, plain: Plain, state: str) -> 
         begin_anew(small)
     with by_hand(small):
         name = small.add(asked)
-        assert soon(lambda: (pinned_bytes(kept_daemon.runtime_dir) > 0) is is_cached)
+        assert soon(lambda: is_pinned(kept_daemon) is is_cached)
         with kept_daemon.stopped():
             if state == "loading":
-                small.call(step_until_loading)
+                small.call(stepped_until, "WAITING_FOR_REMOTE_KVS")
             elif state == "running":
-                small.call(step_until_running, 1)
-            small.call(abort, name)
-            small.call(Served.step)
+                small.call(stepped_until_running, 1)
+            small.call(aborted, name)
+            small.call(stepped)
         assert_all_is_free(kept_daemon, small)
     (again,) = small.ask(asked)
-    assert ([again.tokens], again.cached > 0) == (want, is_cached or state == "running")
+    assert [again.tokens] == plain.tokens(asked, model=TINY_MHA)
+    assert (again.cached > 0) is (is_cached or state == "running")
     assert_all_is_free(kept_daemon, small)
 
 
-def step_until_loading(served: Served) -> None:
-    """Step until a request's blocks are on their way."""
-    served.step_until(lambda: "WAITING_FOR_REMOTE_KVS" in served.states().values())
+def test_preempted_request_is_aborted_while_its_blocks_come_back(
+    kept_daemon: Daemon, small: Engine, plain: Plain
+) -> None:
+    """It has had blocks that were being stored: vLLM ends if it is told twice that all is over."""
+    (asked,) = prompts("aborted while it is loaded again", 1)
+    with by_hand(small):
+        name = small.add(asked, tokens=TOKENS)
+        small.call(stepped_until, "RUNNING", name)
+        small.call(stepped, 5)
+        assert small.call(preempted) == 1
+        small.call(aborted_before_it_began, name)
+    assert_all_is_free(kept_daemon, small)
+    assert [one.tokens for one in small.ask(asked)] == plain.tokens(asked, model=TINY_MHA)
 
 
 def test_daemon_that_stands_still_costs_seconds(kept_daemon: Daemon, small: Engine, plain: Plain) -> None:
     """It is not away: its memory must not be written by anybody else. But who only wants to look does not wait."""
     (asked,) = prompts("stands still", 1)
     want = plain.tokens(asked, model=TINY_MHA)
-    small.ask(asked)
-    small.drain()
-    assert small.call(reset)
+    small.ask_anew(asked)
+    begin_anew(small)
     with kept_daemon.stopped():
         (answer,) = small.ask(asked)
         assert ([answer.tokens], answer.cached) == (want, 0)
     assert_all_is_free(kept_daemon, small)
+    (answer,) = small.ask(asked)
+    assert [answer.tokens] == want

@@ -19,24 +19,34 @@ from kvferry.clients import Client
 from kvferry.protocol.errors import KvferryError
 from tests import kit
 from tests.kit.daemons import Daemon, soon
-from tests.kit.folders import MODELS, TINY_MHA
-from tests.vllm.adapters import make_adapter
-from tests.vllm.cached import HOST_TIER, NOTHING, cached_blocks, forget_cached, instance_client, left
+from tests.kit.folders import MODELS, SMOLLM2, TINY_MHA
 from tests.vllm.in_process import (
-    BLOCK,
     BLOCKS,
+    HOST_TIER,
+    NOTHING,
     PROMPTS,
-    STORY,
     Answer,
     Engine,
     Plain,
     Served,
+    assert_all_is_free,
+    assert_caches,
+    begin_anew,
     by_hand,
+    cached_blocks,
     engine,
+    instance_client,
+    left,
+    make_adapter,
     metrics,
+    prompt_of,
+    received,
     reset,
+    settings,
     wait_until_back,
+    zeroed,
 )
+from tests.vllm.servers import BLOCK
 
 CACHED = [128, 128, 0, 128]
 """Tokens of PROMPTS in full blocks."""
@@ -46,15 +56,10 @@ MOST_LEASES = 1000
 """That a daemon of these tests has given."""
 
 
-def told(daemon: Daemon, pool: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401  of Settings
-    """Return the connector's configuration."""
-    return {"runtime_dir": str(daemon.runtime_dir), "pool": pool, **more}
-
-
 @pytest.fixture(scope="module")
 def one(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Return an engine with a prefix cache."""
-    with engine(tmp_path_factory.mktemp("one"), told(kept_daemon, "one"), disable_log_stats=False) as made:
+    with engine(tmp_path_factory.mktemp("one"), settings(kept_daemon, "one"), disable_log_stats=False) as made:
         yield made
 
 
@@ -65,18 +70,19 @@ def other(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "num_gpu_blocks_override": BLOCKS // 2,
         "kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"},
     }
-    with engine(tmp_path_factory.mktemp("other"), told(kept_daemon, "other"), **more) as made:
+    with engine(tmp_path_factory.mktemp("other"), settings(kept_daemon, "other"), **more) as made:
         made.call(collect_events)
         yield made
 
 
-def prompt_of(name: str, blocks: int = 3) -> str:
-    """Return a prompt that no other test has: of so many blocks and a bit."""
-    return f"{name}: " + STORY * (2 * blocks)
+@pytest.fixture(autouse=True)
+def _nothing_is_left(kept_daemon: Daemon) -> Iterator[None]:
+    """Check that after each test nothing is pinned, nor under way."""
+    yield
+    assert left(kept_daemon) == NOTHING
 
 
 def tokens_of(answers: Sequence[Answer]) -> list[list[int]]:
-    """Return what was generated."""
     return [answer.tokens for answer in answers]
 
 
@@ -85,9 +91,15 @@ def cached_of(answers: Sequence[Answer]) -> list[int]:
     return [answer.cached for answer in answers]
 
 
-def blocks_of(answer: Answer) -> int:
-    """Return how many full blocks of a prompt can be found: its last token is always computed."""
-    return (len(answer.prompt) - 1) // BLOCK
+def stored(one: Engine, asked: str, **more: Any) -> None:  # noqa: ANN401  of Asked
+    """Have a prompt computed and stored."""
+    one.ask(asked, **more)
+    one.drain()
+
+
+def most(answer: Answer) -> int:
+    """Return how many tokens of a prompt can be found: the last one is always computed."""
+    return (len(answer.prompt) - 1) // BLOCK * BLOCK
 
 
 # -- what is found
@@ -102,90 +114,57 @@ def test_same_tokens_at_first_from_vllms_own_cache_and_from_the_daemons(
     assert tokens_of(first) == tokens_of(local) == want
     assert cached_of(local) == CACHED
     one.drain()
-    assert one.call(reset)
-    one.ask("A step, before which the weights are looked at.", tokens=1)
+    begin_anew(one)
     loaded = one.ask(*PROMPTS)
     assert (tokens_of(loaded), cached_of(loaded)) == (want, CACHED)
-    one.drain()
-    assert left(kept_daemon.runtime_dir) == NOTHING
+    assert_all_is_free(kept_daemon, one)
     after = one.call(metrics)
     said = {name.removeprefix("vllm:kvferry_"): after[name] - before[name] for name in after if ":kvferry_" in name}
-    stored = len(cached_blocks(kept_daemon.runtime_dir))
-    assert said["store_bytes"] >= stored * BLOCK_BYTES
+    blocks = len(cached_blocks(kept_daemon))
+    assert said["store_bytes"] >= blocks * BLOCK_BYTES
     assert said["load_bytes"] == sum(CACHED) // BLOCK * BLOCK_BYTES
     assert (said["load_seconds_count"], said["load_failures"], said["store_failures"]) == (3, 0, 0)
     assert (said["send_bytes"], said["receive_bytes"]) == (0, 0)
     assert said["load_seconds_sum"] > 0
 
 
-def test_another_engine_finds_it_also_a_part_of_it(
-    kept_daemon: Daemon, one: Engine, other: Engine, plain: Plain
-) -> None:
-    stored, more = prompt_of("another"), prompt_of("another") + "sang, and nobody knew why. " * 8
-    one.ask(stored)
-    one.drain()
-    found, longer = other.ask(stored), other.ask(more)
-    assert tokens_of(found) + tokens_of(longer) == plain.tokens(stored, more)
-    assert cached_of(found) == [blocks_of(found[0]) * BLOCK]
-    assert 0 < longer[0].cached < len(longer[0].prompt) - 2 * BLOCK
+def test_another_engine_finds_it_also_a_part_of_it(one: Engine, other: Engine, plain: Plain) -> None:
+    asked, more = prompt_of("another"), prompt_of("another") + "sang, and nobody knew why. " * 8
+    stored(one, asked)
+    (found,), (longer,) = other.ask(asked), other.ask(more)
+    assert [found.tokens, longer.tokens] == plain.tokens(asked, more)
+    assert found.cached == most(found)
+    assert 0 < longer.cached < len(longer.prompt) - 2 * BLOCK
     other.drain()
-    assert left(kept_daemon.runtime_dir) == NOTHING
 
 
 def test_what_is_loaded_is_what_is_computed_with(one: Engine, other: Engine, plain: Plain) -> None:
     """A control: with zeros in place of what was loaded the tokens are others."""
     asked = prompt_of("zeros")
-    one.ask(asked)
-    one.drain()
+    stored(one, asked)
     with by_hand(other):
         name = other.add(asked)
-        other.call(step_until_loaded)
-        other.call(zero)
+        other.call(received, name)
+        other.call(zeroed, name)
         (answer,) = other.wait(name)
-    assert answer.cached == blocks_of(answer) * BLOCK
+    assert answer.cached == most(answer)
     assert [answer.tokens] != plain.tokens(asked)
-    assert other.call(reset)
-    forget = other.ask(asked, skips_cache=True)
-    assert tokens_of(forget) == plain.tokens(asked)
+    assert [other.ask_anew(asked, skips_cache=True).tokens] == plain.tokens(asked)
 
 
-def step_until_loaded(served: Served) -> None:
-    """Step until a request's blocks have come, before it is computed."""
-    served.step_until(lambda: bool(served.scheduler.finished_recving_kv_req_ids))
-
-
-def zero(served: Served) -> None:
-    """Have zeros in all of vLLM's KV memory."""
-    for layer in served.runner.kv_caches:
-        layer.zero_()
-
-
-# -- what is not mixed
-
-
-def test_salts_do_not_mix(one: Engine, other: Engine, plain: Plain) -> None:
+def test_salts_do_not_mix_and_who_skips_the_cache_reads_nothing(one: Engine, other: Engine, plain: Plain) -> None:
     asked = prompt_of("salts")
     want = plain.tokens(asked)
     for salt in (None, "a", "b"):
         answers = one.ask(asked, salt=salt)
         assert (tokens_of(answers), cached_of(answers)) == (want, [0])
     one.drain()
+    answers = other.ask(asked, skips_cache=True)
+    assert (tokens_of(answers), cached_of(answers)) == (want, [0])
     found = other.ask(asked, salt="b")
-    assert (tokens_of(found), cached_of(found)) == (want, [blocks_of(found[0]) * BLOCK])
+    assert (tokens_of(found), cached_of(found)) == (want, [most(found[0])])
     assert cached_of(other.ask(asked, salt="c")) == [0]
     other.drain()
-
-
-def test_requests_that_skip_the_cache_read_nothing(
-    kept_daemon: Daemon, one: Engine, other: Engine, plain: Plain
-) -> None:
-    asked = prompt_of("skips")
-    one.ask(asked)
-    one.drain()
-    answers = other.ask(asked, skips_cache=True)
-    assert (tokens_of(answers), cached_of(answers)) == (plain.tokens(asked), [0])
-    other.drain()
-    assert left(kept_daemon.runtime_dir) == NOTHING
 
 
 # -- what goes
@@ -193,11 +172,10 @@ def test_requests_that_skip_the_cache_read_nothing(
 
 def test_reset_of_the_external_cache_too(kept_daemon: Daemon, one: Engine, plain: Plain) -> None:
     asked = prompt_of("reset")
-    one.ask(asked)
-    one.drain()
-    assert cached_blocks(kept_daemon.runtime_dir)
+    stored(one, asked)
+    assert cached_blocks(kept_daemon)
     assert one.call(reset, external=True)
-    assert cached_blocks(kept_daemon.runtime_dir) == []
+    assert cached_blocks(kept_daemon) == []
     again = one.ask(asked)
     assert (tokens_of(again), cached_of(again)) == (plain.tokens(asked), [0])
     one.drain()
@@ -205,8 +183,7 @@ def test_reset_of_the_external_cache_too(kept_daemon: Daemon, one: Engine, plain
 
 def test_lease_that_ends_between_lookup_and_load(kept_daemon: Daemon, one: Engine, other: Engine, plain: Plain) -> None:
     asked = prompt_of("lease")
-    one.ask(asked)
-    one.drain()
+    stored(one, asked)
     with by_hand(other), Client.connect(kept_daemon.runtime_dir) as client:
         name = other.add(asked)  # looked up when it is added
         assert soon(lambda: any(tier.pinned_bytes for tier in client.status().tiers))
@@ -224,7 +201,6 @@ def test_lease_that_ends_between_lookup_and_load(kept_daemon: Daemon, one: Engin
     said = other.log()
     assert [line for line in said if line.startswith("WARNING kvferry: load failed for")], said
     other.drain()
-    assert left(kept_daemon.runtime_dir) == NOTHING
 
 
 def newest_lease(client: Client, pool: str) -> int:
@@ -242,14 +218,15 @@ def test_events_say_what_is_stored_and_what_is_gone(kept_daemon: Daemon, other: 
     other.drain()
     other.ask("A step.", tokens=1)
     events = [event for event in other.call(taken_events) if event["medium"] == "KVFERRY"]
-    stored = [event for event in events if event["kind"] == "BlockStored"]
+    added = [event for event in events if event["kind"] == "BlockStored"]
     tokens = answer.prompt + answer.tokens
     count = len(tokens) // BLOCK if len(tokens) % BLOCK else len(tokens) // BLOCK - 1  # the last token has no KV yet
-    assert [token for event in stored for token in event["token_ids"]] == tokens[: count * BLOCK]
-    hashes = [one for event in stored for one in event["block_hashes"]]
+    assert [token for event in added for token in event["token_ids"]] == tokens[: count * BLOCK]
+    hashes = [one for event in added for one in event["block_hashes"]]
     assert len(set(hashes)) == count
-    assert stored[0]["parent_block_hash"] is None
-    forget_cached(kept_daemon.runtime_dir)
+    assert added[0]["parent_block_hash"] is None
+    with Client.connect(kept_daemon.runtime_dir) as client:
+        client.evict_cached()
     gone: list[Any] = []
 
     def is_gone() -> bool:
@@ -269,16 +246,8 @@ def taken_events(served: Served) -> list[dict[str, Any]]:
     """Return them, once."""
     taken = [event for batch in served.events for event in batch.events]
     served.events.clear()
-    return [
-        {
-            "kind": type(event).__name__,
-            **{
-                name: getattr(event, name, None)
-                for name in ("block_hashes", "parent_block_hash", "token_ids", "medium")
-            },
-        }
-        for event in taken
-    ]
+    names = ("block_hashes", "parent_block_hash", "token_ids", "medium")
+    return [{"kind": type(event).__name__, **{name: getattr(event, name, None) for name in names}} for event in taken]
 
 
 # -- long: engines that are started for one test
@@ -290,7 +259,7 @@ def start(kept_daemon: Daemon, tmp_path: Path, request: pytest.FixtureRequest) -
     with contextlib.ExitStack() as stack:
 
         def make(pool: str, model: str | Path = TINY_MHA, *, cache: bool = True, **more: Any) -> Engine:  # noqa: ANN401
-            extra = told(kept_daemon, f"{request.node.name[:40]}-{pool}", cache=cache)
+            extra = settings(kept_daemon, f"{request.node.name[:40]}-{pool}", cache=cache)
             return stack.enter_context(engine(tmp_path, extra, model=model, **more))
 
         yield make
@@ -298,9 +267,7 @@ def start(kept_daemon: Daemon, tmp_path: Path, request: pytest.FixtureRequest) -
 
 def found(one: Engine, asked: str, **more: Any) -> tuple[list[int], bool]:  # noqa: ANN401  of Asked
     """Ask an engine that has nothing itself: return the tokens, and whether any block was found."""
-    assert one.call(reset)
-    (answer,) = one.ask(asked, **more)
-    one.drain()
+    answer = one.ask_anew(asked, **more)
     return answer.tokens, answer.cached > 0
 
 
@@ -332,10 +299,7 @@ def test_adapters_do_not_mix(start: Callable[..., Engine], tmp_path: Path) -> No
         make_adapter(adapter, seed)
         first, was_found = found(other, asked, adapter=str(adapter))
         assert not was_found
-        assert one.call(reset)
-        (right,) = one.ask(asked, adapter=str(adapter), skips_cache=True)
-        one.drain()
-        assert first == right.tokens
+        assert one.ask_anew(asked, adapter=str(adapter), skips_cache=True).tokens == first
         assert found(one, asked, adapter=str(adapter)) == (first, True)
         said.append(first)
     base, was_found = found(one, asked)
@@ -361,43 +325,37 @@ def test_random_hashes_are_said_and_mix_nothing(start: Callable[..., Engine], pl
 
 @pytest.mark.long
 def test_no_cache_stores_and_finds_nothing(kept_daemon: Daemon, start: Callable[..., Engine], plain: Plain) -> None:
-    forget_cached(kept_daemon.runtime_dir)
+    before = len(cached_blocks(kept_daemon))
     asked = prompt_of("no cache")
     (want,) = plain.tokens(asked, model=TINY_MHA)
     one = start("one", cache=False)
     assert found(one, asked) == found(one, asked) == (want, False)
-    assert cached_blocks(kept_daemon.runtime_dir) == []
+    assert len(cached_blocks(kept_daemon)) == before
     assert found(start("other"), asked) == (want, False)
     assert found(one, asked) == (want, False)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_damaged", [False, True], ids=["whole", "damaged"])
-def test_disk_tier(tmp_path: Path, plain: Plain, is_damaged: bool) -> None:  # noqa: FBT001
+def test_disk_tier(tmp_path: Path, plain: Plain, *, is_damaged: bool) -> None:
     """A daemon that comes back without its host tier finds blocks on the disk; one that is damaged is computed."""
     disk = tmp_path / "disk"
     disk.mkdir()
     config = f'{HOST_TIER}[tiers.disk]\npath = "{disk}"\nmax_bytes = 1073741824\nfsync = "block"\n'
-    asked = prompt_of("disk")
-    want = plain.tokens(asked)
-    with kit.daemon(config, keep=True) as daemon, engine(tmp_path, told(daemon, "disk")) as one:
-        (first,) = one.ask(asked)
-        one.drain()
-        blocks = blocks_of(first)
-        assert soon(lambda: all("disk" in block.tiers for block in cached_blocks(daemon.runtime_dir)))
+    with kit.daemon(config, keep=True) as daemon, engine(tmp_path, settings(daemon, "disk")) as one:
+        assert_caches(one, plain, "disk", SMOLLM2)
+        assert soon(lambda: all("disk" in block.tiers for block in cached_blocks(daemon)))
         one.log()
         daemon.end(signal.SIGTERM)
         if is_damaged:
             damage(disk)
         daemon.start()
         wait_until_back(one)
-        assert all("host" not in block.tiers for block in cached_blocks(daemon.runtime_dir))
-        assert one.call(reset)
-        (again,) = one.ask(asked)
-        assert [first.tokens, again.tokens] == want * 2
-        assert again.cached == (0 if is_damaged else blocks * BLOCK)
-        one.drain()
-        assert left(daemon.runtime_dir) == NOTHING
+        assert all("host" not in block.tiers for block in cached_blocks(daemon))
+        again = one.ask_anew(prompt_of("disk"))
+        assert [again.tokens] == plain.tokens(prompt_of("disk"))
+        assert again.cached == (0 if is_damaged else most(again))
+        assert_all_is_free(daemon, one)
 
 
 def damage(folder: Path) -> None:

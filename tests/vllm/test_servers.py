@@ -9,28 +9,29 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Final
 
 import pytest
 
 from tests.kit.daemons import Daemon
-from tests.kit.servers import Prompt, Reply, at_once, prompt
-from tests.kit.watch import Watch
-from tests.vllm.in_process import Asked, Plain
-from tests.vllm.servers import (
-    NEW_TOKENS,
-    REMOTE_DECODE,
+from tests.kit.servers import (
+    AT_ONCE,
+    LENGTHS,
     SIDES,
-    Pair,
+    Prompt,
+    Reply,
     Side,
-    left_alone,
-    request,
-    running_pair,
+    Watch,
+    assert_demo_is_identical,
+    at_once,
+    prompt,
 )
+from tests.vllm.in_process import Asked, Plain
+from tests.vllm.servers import NEW_TOKENS, REMOTE_DECODE, Pair, left_alone, request, running_pair
 
-CHUNK: Final = 256
 LONG: Final = 2000
 """Tokens of a prompt that is under way for many chunks."""
 
@@ -45,27 +46,15 @@ LONG_S: Final = 90.0
 HOLD_S: Final = 20.0
 """How long prefill keeps what nobody asks for."""
 
-RECEIVED: Final = "transfers.receive.ok"
-
-LENGTHS: Final = (5, 17, 64, 129, 333, 600, 1000)
-"""Less than a block, all of a block, blocks and a part of one, and chunks."""
-AT_ONCE: Final = [Prompt(40 + 37 * seed, seed) for seed in range(1, 9)]
-"""The prompts that are sent at once."""
-
-
-class Expected(Protocol):
-    """Returns the new tokens after ``prompt(length, seed)``."""
-
-    def __call__(self, length: int, seed: int = 0) -> list[int]: ...
+Expected = Callable[[Prompt], list[int]]
 
 
 @pytest.fixture(scope="module")
 def expected(plain: Plain) -> Expected:
-    """Return what vLLM without a connector answers to the prompts of the tests."""
+    """Return what tells the new tokens that vLLM without a connector answers to a prompt of the tests."""
     wanted = [*(Prompt(length) for length in LENGTHS), *AT_ONCE]
     answers = plain.tokens(*(Asked(tuple(prompt(*one))) for one in wanted), tokens=NEW_TOKENS)
-    known = dict(zip(wanted, answers, strict=True))
-    return lambda length, seed=0: known[Prompt(length, seed)]
+    return dict(zip(wanted, answers, strict=True)).__getitem__
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +66,12 @@ def pair(
     """Return the pair of all tests here."""
     folder = tmp_path_factory.mktemp("pair")
     settings = {"hold_s": HOLD_S}
-    with running_pair(folder, kept_daemon.runtime_dir, chunk=CHUNK, settings=settings, policy="recompute") as one:
+    with running_pair(folder, kept_daemon.runtime_dir, chunk=256, settings=settings, policy="recompute") as one:
         yield one
 
 
 @pytest.fixture
 def watch(kept_daemon: Daemon) -> Iterator[Watch]:
-    """Return what looks at the daemon."""
     with Watch(kept_daemon.runtime_dir) as one:
         yield one
 
@@ -95,37 +83,27 @@ def well(pair: Pair, expected: Expected, kept_daemon: Daemon) -> Iterator[Pair]:
     pair.assert_healthy()
     with Watch(kept_daemon.runtime_dir) as watch:
         watch.wait_until_idle()
-        wait_until_handed_over(pair, expected, watch)
+
+        def is_handed_over() -> bool:
+            before = received(watch)
+            assert pair.generate(prompt(129)).tokens == expected(Prompt(129)), pair.decode.log_tail()
+            return received(watch) > before
+
+        pair.front.wait_for(is_handed_over, "hand over again")
 
 
 def received(watch: Watch) -> int:
     """Return how many prompts have come to decode."""
-    return watch.status().counters.get(RECEIVED, 0)
+    return watch.status().counters.get("transfers.receive.ok", 0)
 
 
-def wait_until_handed_over(pair: Pair, expected: Expected, watch: Watch) -> None:
-    """Return once a prompt goes from prefill to decode; fails the test where its tokens are others, or none does."""
-
-    def is_handed_over() -> bool:
-        before = received(watch)
-        assert pair.generate(prompt(129)).tokens == expected(129), pair.decode.log_tail()
-        return received(watch) > before
-
-    pair.proxy.wait_for(is_handed_over, "hand over again")
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_tokens_are_those_of_a_plain_server(pair: Pair, expected: Expected, watch: Watch, length: int) -> None:
+def test_tokens_are_those_of_a_plain_server(pair: Pair, expected: Expected, watch: Watch) -> None:
     before = received(watch)
-    assert pair.generate(prompt(length)).tokens == expected(length)
-    assert received(watch) == before + 1, "decode has computed it alone"
-
-
-def test_tokens_of_requests_at_once(pair: Pair, expected: Expected, watch: Watch) -> None:
-    before = received(watch)
+    for length in LENGTHS:
+        assert pair.generate(prompt(length)).tokens == expected(Prompt(length)), length
     replies = at_once(lambda one: pair.generate(prompt(*one)), AT_ONCE)
-    assert [reply.tokens for reply in replies] == [expected(*one) for one in AT_ONCE]
-    assert received(watch) == before + len(AT_ONCE)
+    assert [reply.tokens for reply in replies] == [expected(one) for one in AT_ONCE]
+    assert received(watch) == before + len(LENGTHS) + len(AT_ONCE), "decode has computed some alone"
 
 
 def test_both_pools_are_in_the_status(pair: Pair, kept_daemon: Daemon) -> None:
@@ -141,7 +119,7 @@ def test_curl_has_a_chat_streamed(pair: Pair, watch: Watch) -> None:
     body = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8, "temperature": 0}
     whole = pair.prefill.post("/v1/chat/completions", body).choice["message"]["content"]
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    command = ["curl", "--silent", "--show-error", "--max-time", "60", f"{pair.proxy.url}/v1/chat/completions"]
+    command = ["curl", "--silent", "--show-error", "--max-time", "60", f"{pair.front.url}/v1/chat/completions"]
     command += ["--header", "Content-Type: application/json", "--data", json.dumps(streamed)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n\n")
     *events, done, end = [line.removeprefix("data: ") for line in lines]
@@ -157,29 +135,30 @@ def test_a_client_that_goes_amid_the_chunks(well: Pair, watch: Watch) -> None:
     watch.wait_until_idle()
 
 
-@pytest.mark.long
-def test_a_client_of_the_proxy_that_goes_amid_the_chunks(well: Pair, watch: Watch) -> None:
-    """The proxy has prefill end, and never asks decode: nobody but the clock says so."""
-    with left_alone(well.proxy, request(prompt(LONG, seed=1), 600)):
-        watch.wait_until_open("send")
-    watch.wait_until_idle(HOLD_S + SOON_S)
-
-
-def test_a_client_that_goes_while_decode_generates(well: Pair, watch: Watch) -> None:
-    before = received(watch)
-    with left_alone(well.proxy, request(prompt(129, seed=2), MANY, stream=True)):
-        watch.wait_until(lambda: received(watch) > before and running(well, "decode") > 0, "decode generates")
-    well.decode.wait_for(lambda: is_alone(well), "end what nobody reads", SOON_S)
-
-
 def test_a_daemon_killed_amid_the_chunks(well: Pair, kept_daemon: Daemon, expected: Expected, watch: Watch) -> None:
     """The servers stay, and compute alone meanwhile: the daemon after it adopts their pools."""
     under_way = amid_chunks(well, watch, seed=3)
     kept_daemon.end()
     under_way.result(LONG_S)  # an answer or an error: nothing hangs
-    assert well.generate(prompt(129)).tokens == expected(129)
+    assert well.generate(prompt(129)).tokens == expected(Prompt(129))
     well.assert_healthy()
     kept_daemon.start()
+
+
+@pytest.mark.long
+def test_a_client_of_the_proxy_that_goes_amid_the_chunks(well: Pair, watch: Watch) -> None:
+    """The proxy has prefill end, and never asks decode: nobody but the clock says so."""
+    with left_alone(well.front, request(prompt(LONG, seed=1), 600)):
+        watch.wait_until_open("send")
+    watch.wait_until_idle(HOLD_S + SOON_S)
+
+
+@pytest.mark.long
+def test_a_client_that_goes_while_decode_generates(well: Pair, watch: Watch) -> None:
+    before = received(watch)
+    with left_alone(well.front, request(prompt(129, seed=2), MANY, stream=True)):
+        watch.wait_until(lambda: received(watch) > before and running(well, "decode") > 0, "decode generates")
+    well.decode.wait_for(lambda: is_alone(well), "end what nobody reads", SOON_S)
 
 
 @pytest.mark.long
@@ -212,3 +191,8 @@ def amid_chunks(pair: Pair, watch: Watch, seed: int) -> Future[Reply]:
     reply = pair.generating(prompt(LONG, seed))
     watch.wait_until_open("send")
     return reply
+
+
+@pytest.mark.long
+def test_the_demo_is_identical_and_its_kv_went_through_the_daemon(tmp_path: Path) -> None:
+    assert_demo_is_identical("vllm", tmp_path / "figures.json")
