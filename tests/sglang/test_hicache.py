@@ -338,7 +338,7 @@ def test_a_killed_daemon_is_a_miss_and_comes_back(tmp_path: Path, name: str, mem
         content = stored(one, name)
         assert soon(lambda: is_on_disk(life))
         address = one.host.kv_buffer.data_ptr()
-        life.end()
+        life.kill()
         assert_misses(one, name)
         life.start()
         assert soon(lambda: is_back(one, life.runtime_dir))

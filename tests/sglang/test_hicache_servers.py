@@ -112,7 +112,7 @@ def test_other_bytes_give_other_tokens_and_a_killed_daemon_is_a_miss(expected: E
             assert client.wait_done(client.store("zeros", hashes, ids)).stored == len(blocks)
         assert_answers(one, expected, stored=True, same=False)
         since = one.log_size()
-        daemon.end()
+        daemon.kill()
         assert_answers(one, expected, stored=False)
         assert "it counts as a miss" in one.logged(since)
         daemon.start()

@@ -98,7 +98,7 @@ def test_a_daemon_killed_amid_the_chunks_comes_back(
 ) -> None:
     """The servers stay: the daemon after it adopts their pools."""
     halves = begun(well, watch, "amid the chunks")
-    kept_daemon.end()
+    kept_daemon.kill()
     for side in SIDES:
         assert "DAEMON_LOST" in halves[side].result(SOON_S).reason
     well.assert_healthy()

@@ -76,7 +76,7 @@ def test_backup_that_nobody_has_any_more_is_dropped() -> None:
 def test_sglang_copies_by_itself_while_the_daemon_is_away() -> None:
     with kit.daemon(TIER, keep=True) as daemon, halves(daemon.runtime_dir, mha_pool) as both:
         before = fill(both.sglang)
-        daemon.end()
+        daemon.kill()
         backup = both.sglang.get_cpu_copy(slots(FROM))
         assert not isinstance(backup, Backup)
         both.pool.engine.poll()

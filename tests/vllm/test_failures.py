@@ -79,7 +79,7 @@ def test_killed_at_rest(pair: Pair, plain: Plain) -> None:
     one = pair.engine
     assert_caches(one, plain, "before it is killed")
     one.log()
-    pair.daemon.end()
+    pair.daemon.kill()
     asked = [prompt_of("while it is dead"), prompt_of("before it is killed")]
     assert [answer.tokens for answer in one.ask(*asked)] == plain.tokens(*asked, model=TINY_MHA)
     one.drain()
@@ -105,7 +105,7 @@ def kill_while_found(daemon: Daemon, one: Engine, asked: str, *, is_loading: boo
         with daemon.stopped():
             if is_loading:
                 one.call(stepped_until, "WAITING_FOR_REMOTE_KVS")
-            daemon.end()
+            daemon.kill()
         daemon.start()
         (answer,) = one.wait(name)
     wait_until_back(one)
@@ -132,7 +132,7 @@ def test_killed_while_blocks_are_stored(pair: Pair, plain: Plain) -> None:
         with pair.daemon.stopped():
             (answer,) = one.wait(name)
             assert one.call(used_blocks)
-            pair.daemon.end()
+            pair.daemon.kill()
     assert [answer.tokens] == plain.tokens(asked, model=TINY_MHA)
     if pair.is_kept:
         pair.daemon.start()

@@ -122,8 +122,9 @@ def test_same_tokens_at_first_from_vllms_own_cache_and_from_the_daemons(
     said = {name.removeprefix("vllm:kvferry_"): after[name] - before[name] for name in after if ":kvferry_" in name}
     blocks = len(cached_blocks(kept_daemon))
     assert said["store_bytes"] >= blocks * BLOCK_BYTES
-    assert said["load_bytes"] == sum(CACHED) // BLOCK * BLOCK_BYTES
-    assert (said["load_seconds_count"], said["load_failures"], said["store_failures"]) == (3, 0, 0)
+    assert said["load_seconds_count"] in {2, 3}  # a common prefix may be there by then
+    assert said["load_bytes"] == said["load_seconds_count"] * CACHED[0] // BLOCK * BLOCK_BYTES
+    assert (said["load_failures"], said["store_failures"]) == (0, 0)
     assert (said["send_bytes"], said["receive_bytes"]) == (0, 0)
     assert said["load_seconds_sum"] > 0
 

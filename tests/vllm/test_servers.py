@@ -138,7 +138,7 @@ def test_a_client_that_goes_amid_the_chunks(well: Pair, watch: Watch) -> None:
 def test_a_daemon_killed_amid_the_chunks(well: Pair, kept_daemon: Daemon, expected: Expected, watch: Watch) -> None:
     """The servers stay, and compute alone meanwhile: the daemon after it adopts their pools."""
     under_way = amid_chunks(well, watch, seed=3)
-    kept_daemon.end()
+    kept_daemon.kill()
     under_way.result(LONG_S)  # an answer or an error: nothing hangs
     assert well.generate(prompt(129)).tokens == expected(Prompt(129))
     well.assert_healthy()
