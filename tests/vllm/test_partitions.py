@@ -77,6 +77,7 @@ class Side:
             for one in work.stores:
                 client.wait_done(client.store(self._pool, one.names, self._pages[: len(one.names)], parent=one.parent))
         self.scheduler.ended(request, is_complete=False)
+        self.engine.poll()
         return work
 
     def found(self, request: Any, *, ends: bool = True, local: int = 0) -> int:  # noqa: ANN401  vLLM's
@@ -92,6 +93,7 @@ class Side:
         assert soon(is_answered)
         if ends:
             self.scheduler.ended(request, is_complete=False)
+            self.engine.poll()
         return answers[0] // TOKENS
 
     def prompt_told(self, request: Any) -> bytes:  # noqa: ANN401  vLLM's
@@ -125,8 +127,14 @@ def sides(kept_daemon: Daemon) -> Iterator[tuple[Side, Side]]:
 
 @pytest.fixture(autouse=True)
 def _forget(kept_daemon: Daemon) -> None:
+    """Have nothing cached: what lookups have pinned stays until their engine has said that it gives them back."""
     with Client.connect(kept_daemon.runtime_dir) as client:
-        client.evict_cached()
+
+        def is_empty() -> bool:
+            client.evict_cached()
+            return not list(client.cached_blocks())
+
+        assert soon(is_empty)
 
 
 # -- requests
