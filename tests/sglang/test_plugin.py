@@ -84,6 +84,7 @@ def test_register_does_not_raise(
     assert "kvferry cannot be chosen in this SGLang" in caplog.text
 
 
+@pytest.mark.long
 def test_release_that_is_not_known_is_refused_where_kvferry_is_chosen() -> None:
     found = said_by_process("""
         import json

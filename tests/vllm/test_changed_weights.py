@@ -199,6 +199,7 @@ def test_adapter_that_changed_behind_vllm_is_not_shared(engines: Engines, tmp_pa
     assert any("is not shared: its files have changed" in line for line in one.log())
 
 
+@pytest.mark.long
 def test_decode_compares_an_adapters_content(engines: Engines, tmp_path: Path) -> None:
     one, other = engines
     prompt = prompt_of("adapters")

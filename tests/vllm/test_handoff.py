@@ -119,7 +119,7 @@ def test_zeroed_blocks_change_the_tokens(pair: Pair, plain: Plain) -> None:
 
 
 @pytest.mark.parametrize("happens", [aborted, preempted])
-@pytest.mark.parametrize("chunks", [0, 2])
+@pytest.mark.parametrize("chunks", [2, pytest.param(0, marks=pytest.mark.long)])
 def test_prefill_is_aborted_or_preempted_while_decode_waits(
     pair: Pair,
     plain: Plain,
@@ -152,7 +152,7 @@ def test_prefill_is_aborted_when_all_is_sent_and_nobody_has_come(pair: Pair, pla
     assert [answer.tokens for answer in pair.decode.ask(Asked(one, params=to_decode))] == plain.tokens(one)
 
 
-@pytest.mark.parametrize("state", ["queue", "begins", "received", "running"])
+@pytest.mark.parametrize("state", ["queue", "begins", pytest.param("received", marks=pytest.mark.long), "running"])
 def test_decode_is_aborted_after_prefill(pair: Pair, state: str) -> None:
     """Prefill gets its blocks back at once."""
     one = prompt(2 * CHUNK + 5, seed=50)
@@ -246,7 +246,7 @@ def test_requests_that_are_told_the_same_id(pair: Pair, plain: Plain) -> None:
     assert [one.tokens for one in answers] == plain.tokens(first, second)
 
 
-@pytest.mark.parametrize("length", [3 * BLOCK, 2 * BLOCK, 5 * BLOCK])
+@pytest.mark.parametrize("length", [3 * BLOCK, *(pytest.param(one * BLOCK, marks=pytest.mark.long) for one in (2, 5))])
 def test_prompts_that_differ_are_computed(pair: Pair, plain: Plain, length: int) -> None:
     """Of the same length, a shorter one, and a longer one than prefill has sent."""
     (params,) = pair.prefilled(prompt(3 * BLOCK, seed=98))
@@ -258,6 +258,7 @@ def test_prompts_that_differ_are_computed(pair: Pair, plain: Plain, length: int)
 # -- other pairs
 
 
+@pytest.mark.long
 def test_latents(kept_daemon: Daemon, tmp_path: Path) -> None:
     """MLA: a row of a token for all heads. Decode computes with the very rows that prefill has computed.
 

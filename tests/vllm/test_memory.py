@@ -31,6 +31,7 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import array_of
 from kvferry.protocol.errors import InvalidFieldError
 from tests.kit.daemons import Daemon
+from tests.kit.folders import TINY_MHA
 from tests.vllm.in_process import PROMPTS, Engine, Plain, Served, assert_all_is_free, engine, reset, settings
 
 
@@ -286,10 +287,10 @@ def test_layers_of_another_shape_are_refused(rank: RankMemory) -> None:
 
 @pytest.mark.parametrize("memory", ["staged", pytest.param("registered", marks=pytest.mark.long)])
 def test_engine_over_each_kind_of_memory(kept_daemon: Daemon, plain: Plain, tmp_path: Path, memory: str) -> None:
-    want = plain.tokens(*PROMPTS)
+    want = plain.tokens(*PROMPTS, model=TINY_MHA)
     name = f"engine-{memory}"
     with (
-        engine(tmp_path, settings(kept_daemon, name, memory=memory)) as one,
+        engine(tmp_path, settings(kept_daemon, name, memory=memory), model=TINY_MHA) as one,
         Client.connect(kept_daemon.runtime_dir) as client,
     ):
         assert [answer.tokens for answer in one.ask(*PROMPTS)] == want
