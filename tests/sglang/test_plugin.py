@@ -26,6 +26,8 @@ from tests.sglang.in_process import SOON_S, chosen, current_pool, mha_pool, mla_
 
 CHOICES = "sglang.srt.server_args.add_disagg_transfer_backend_choices"
 CONN = "sglang.srt.disaggregation.common.conn"
+IMPORT_S = 120.0
+"""Within which a process has imported SGLang."""
 
 
 def said_by_process(code: str) -> Any:  # noqa: ANN401  JSON
@@ -236,7 +238,7 @@ def test_a_scheduler_whose_memory_is_lost_ends_and_tells_its_server() -> None:
             process = spawn.Process(target=scheduler, args=(str(daemon.runtime_dir), theirs))
             process.start()
             try:
-                assert ours.poll(SOON_S)
+                assert ours.poll(IMPORT_S)
                 daemon.restart()
                 process.join(SOON_S)
                 assert (process.exitcode, told) == (1, [signal.SIGQUIT])
