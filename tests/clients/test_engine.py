@@ -108,7 +108,7 @@ def test_what_a_step_collects_is_refused_where_the_client_is_given_up(engine: En
 
 def test_a_word_waits_for_the_daemon_to_be_back(engine: Engine, kept_daemon: Daemon) -> None:
     request_id = new_request_id()
-    kept_daemon.end()
+    kept_daemon.kill()
     engine.say(asked(Abandon(request_id=request_id, direction="receive", reason="nobody comes")))
     kept_daemon.start()
     with contextlib.closing(Client.connect(kept_daemon.runtime_dir)) as peer:

@@ -114,13 +114,13 @@ def test_who_is_idle_meanwhile(life: Daemon, kind: type[Client | AsyncClient]) -
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_what_an_idle_client_begins_first_is_for_the_next_daemon(
-    life: RestartedDaemon, kind: type[Client | AsyncClient]
+    life: Daemon, kind: type[Client | AsyncClient]
 ) -> None:
     """It has not looked since: sent to the daemon that is gone, a transfer would have ended with it."""
     with connected(kind, life.runtime_dir) as client:
         client.create_pool("begun", SPEC)
         ids, request_id = client.allocate("begun", 4), new_request_id()
-        life.end()
+        life.kill()
         sent = client.send("begun", request_id, [pages(ids[:2])])
         life.start()
         client.wait_finished(client.receive("begun", request_id, [pages(ids[2:])]))
@@ -232,7 +232,7 @@ def test_who_only_allocates_hears_that_its_pages_are_gone(life: Daemon) -> None:
     ):
         worker.create_pool("gone", SPEC)
         ids = scheduler.allocate("gone", 5)
-        life.end()
+        life.kill()
         with life.store() as store:
             held = store.take()
             store.remove([name for name in held if name.endswith(".record")])
@@ -285,7 +285,7 @@ def test_a_client_says_that_its_daemon_is_away(life: Daemon, kind: type[Client |
     with connected(kind, life.runtime_dir) as client:
         assert client.ping()
         assert not client.is_away
-        life.end()
+        life.kill()
         assert soon(lambda: client.poll(0.05) == [] and client.is_away)
         life.start()
         assert client.ping()

@@ -199,7 +199,7 @@ def test_foreign_descriptors_are_closed(life: Daemon) -> None:
     with Client.connect(life.runtime_dir) as client:
         client.create_pool(POOL, SPEC)
         client.create_pool("swapped", SPEC)
-    life.end()
+    life.kill()
     with left_by(life) as (store, held):
         records = {name: fd for name, fd in held.items() if name.endswith(".record")}
         first, second = records
@@ -225,7 +225,7 @@ def test_foreign_descriptors_are_closed(life: Daemon) -> None:
         assert counters(client)["pools"] == 1
         assert counters(client)["pools_dropped"] == 7
         assert len(client.allocate(POOL, ALL)) == ALL
-    life.end()
+    life.kill()
     with left_by(life) as (_, held):
         assert sorted(held) == sorted(["kvferry.index", first, memory])
 
@@ -233,7 +233,7 @@ def test_foreign_descriptors_are_closed(life: Daemon) -> None:
 def test_another_format_drops_everything_and_says_so_once(life: Daemon) -> None:
     with Client.connect(life.runtime_dir) as client:
         client.create_pool(POOL, SPEC)
-    life.end()
+    life.kill()
     with left_by(life) as (_, held):
         os.pwrite(held["kvferry.index"], b"\x63", 8)
     life.start()
@@ -251,7 +251,7 @@ def test_another_process_with_the_same_pid_is_not_taken_for_the_engine(life: Dae
     with raw_engine(life.runtime_dir, opening=keeping("keeper")) as engine:
         engine.ask(CreatePool(pool=POOL, spec=SPEC))
         engine.call(calls.allocate(POOL, 5, "main"))
-        life.end()
+        life.kill()
         with left_by(life) as (_, held), index_of(held) as index:
             (its,) = index.begin("0" * 32).records
             assert its.pid == os.getpid()
@@ -266,7 +266,7 @@ def test_what_no_daemon_can_adopt_is_dropped_in_the_end(life: Daemon) -> None:
     """As if each one had ended in the middle of it: it begins with the index, and never says that it came up."""
     with Client.connect(life.runtime_dir) as client:
         client.create_pool(POOL, SPEC)
-    life.end()
+    life.kill()
     for is_there in (True, False):
         with left_by(life) as (_, held), index_of(held) as index:
             for _ in range(2 if is_there else 3):
@@ -274,7 +274,7 @@ def test_what_no_daemon_can_adopt_is_dropped_in_the_end(life: Daemon) -> None:
         life.start()
         with Client.connect(life.runtime_dir) as client:
             assert [one.pool for one in client.status().pools] == [POOL] * is_there
-        life.end()
+        life.kill()
     assert "3 daemons have ended while they adopted it" in life.log.read_text()
 
 
@@ -288,7 +288,7 @@ def test_flipped_bits_give_nobody_what_is_not_theirs(life: Daemon, seed: int) ->
         one.ask(CreatePool(pool=POOL, spec=SPEC))
         for engine in (one, two):
             engine.call(calls.allocate(POOL, 6, "main"))
-        life.end()
+        life.kill()
         with left_by(life) as (_, held):
             for name, fd in held.items():
                 if not name.endswith(".memory"):
@@ -369,7 +369,7 @@ def test_pools_are_made_and_deleted_while_the_holder_stands_still(life: Daemon) 
             client.create_pool("after", SPEC)
             client.delete_pool("before")
             assert "not_kept" not in counters(client), "it is not waited for"
-            life.end()
+            life.kill()
         finally:
             os.kill(holder, signal.SIGCONT)
     life.start()
