@@ -80,6 +80,8 @@ class Tiers:
     Attributes:
         host_receives: handles RECEIVEs into the host tier.
         operations: all live operations.
+        offloads, cache, reports: handle what else engines ask for.
+        lower: the tiers below the host tier.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Tiers:
         copy_threads = copy_kernel.new_copy_threads(threads, background())
         self._copier = TierCopier(loop, scheduler, threads=threads, copy_threads=copy_threads)
         self.operations = Operations(dispatcher, sessions, counters, self._copier, self._host, executor)
-        self._service = OffloadService(
+        self.offloads = OffloadService(
             dispatcher,
             pools,
             rings,
@@ -112,14 +114,14 @@ class Tiers:
             self.operations,
             grace_s=config.tiers.snapshot_grace_s,
         )
-        self.host_receives = HostReceives(self._host, self._service, self.operations)
-        self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
-        self._cache = PrefixCache(dispatcher, pools, rings, self._host, self.operations, self._lower, counters)
-        self._reports = CacheReports(dispatcher, pools, self._host, self._lower)
+        self.host_receives = HostReceives(self._host, self.offloads, self.operations)
+        self.lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
+        self.cache = PrefixCache(dispatcher, pools, rings, self._host, self.operations, self.lower, counters)
+        self.reports = CacheReports(dispatcher, pools, self._host, self.lower)
 
     def __repr__(self) -> str:
         """Show the live counts."""
-        return f"<Tiers {self._host!r} {self.operations!r} {self._lower!r}>"
+        return f"<Tiers {self._host!r} {self.operations!r} {self.lower!r}>"
 
     async def start(self) -> None:
         """Start the lower tiers, and allocate the first host tier memory.
@@ -127,48 +129,48 @@ class Tiers:
         Raises:
             ConfigError: a tier cannot be started as it is configured.
         """
-        await self._lower.start()
+        await self.lower.start()
         self._host.populate(0)
 
     def session_lost(self, session_id: int) -> None:
         """Stop a session's operations, and forget its CACHE_EVENTS."""
         self.operations.session_lost(session_id)
-        self._reports.session_lost(session_id)
+        self.reports.session_lost(session_id)
 
     def pool_removed(self, pool: Pool) -> None:
         """End what waits for pages of a pool."""
-        self._service.pool_removed(pool)
+        self.offloads.pool_removed(pool)
 
     def instance_lost(self, owner_id: int) -> None:
         """Release an instance's leases; its snapshots are kept for a while."""
-        self._cache.leases.instance_lost(owner_id)
-        self._service.instance_lost(owner_id)
+        self.cache.leases.instance_lost(owner_id)
+        self.offloads.instance_lost(owner_id)
 
     def checks(self) -> Iterator[Check]:
         """Yield the checks of the tiers, each against what holds memory and blocks there."""
         if self._host.enabled:
-            snapshots = self._service.snapshots
-            yield from checks_of(self._host, snapshots, self.host_receives, self.operations, self._lower, self._cache)
+            snapshots = self.offloads.snapshots
+            yield from checks_of(self._host, snapshots, self.host_receives, self.operations, self.lower, self.cache)
 
     def counts(self) -> dict[str, int]:
         """Return how many blocks, snapshots and operations there are."""
-        snapshots, operations = len(self._service.snapshots), sum(1 for _ in self.operations)
+        snapshots, operations = len(self.offloads.snapshots), sum(1 for _ in self.operations)
         return {"blocks": len(self._host.index), "snapshots": snapshots, "operations": operations}
 
     async def examine_files(self, *, deep: bool, until_s: float) -> tuple[int, list[Problem]]:
         """See ``DiskTier.examine_files``."""
-        return await self._lower.examine_files(deep=deep, until_s=until_s)
+        return await self.lower.examine_files(deep=deep, until_s=until_s)
 
     def status(self) -> list[TierStatus]:
         """Return the tiers as STATUS shows them."""
-        return [self._host.status(len(self._service.snapshots)), *self._lower.status()]
+        return [self._host.status(len(self.offloads.snapshots)), *self.lower.status()]
 
     async def close(self) -> None:
         """End all operations and threads; no byte moves afterwards."""
         self.operations.drain()
         self._scheduler.close()
-        self._cache.close()
-        await self._lower.close()
+        self.cache.close()
+        await self.lower.close()
         self._copier.close()
         await self.operations.close()
         self._host.close()

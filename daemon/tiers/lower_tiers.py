@@ -70,7 +70,7 @@ class LowerTiers:
     def __init__(self, host: HostTier, disk: DiskTier | None, remote: RemoteTier | None, counters: Counters) -> None:
         self._host = host
         self._disk = disk
-        self._remote = remote
+        self.remote = remote
         self._counters = counters
         self._promotions: dict[CachedBlock, asyncio.Task[bool]] = {}
         self._reading: dict[CachedBlock, Extent] = {}
@@ -80,7 +80,7 @@ class LowerTiers:
 
     def __repr__(self) -> str:
         """Show the tiers, and the promotions and removals in progress."""
-        return f"<LowerTiers {self._disk!r} {self._remote!r} promotions={self.promotions} removals={self.removals}>"
+        return f"<LowerTiers {self._disk!r} {self.remote!r} promotions={self.promotions} removals={self.removals}>"
 
     @property
     def promotions(self) -> int:
@@ -96,8 +96,8 @@ class LowerTiers:
         """Start the tiers that are configured."""
         if self._disk is not None:
             self._disk.start()
-        if self._remote is not None:
-            await self._remote.start()
+        if self.remote is not None:
+            await self.remote.start()
 
     async def close(self) -> None:
         """Stop; blocks that are not demoted by then are lost."""
@@ -108,16 +108,16 @@ class LowerTiers:
         await self._removals.close()
         if self._disk is not None:
             await self._disk.close()
-        if self._remote is not None:
-            await self._remote.close()
+        if self.remote is not None:
+            await self.remote.close()
 
     def stored(self, blocks: Sequence[CachedBlock]) -> None:
         """Demote blocks that are new in the host tier, in the background."""
         for block in blocks:
             if self._disk is not None:
                 self._disk.store(block)
-            if self._remote is not None:
-                self._remote.store(block)
+            if self.remote is not None:
+                self.remote.store(block)
 
     def used(self, blocks: Sequence[CachedBlock]) -> None:
         """Record a use of blocks, for the disk tier's policy."""
@@ -130,16 +130,16 @@ class LowerTiers:
         """Return those leading blocks that lower tiers have and the index may not know, as blocks of the index."""
         found = await self._disk.find(namespace, hashes) if self._disk is not None and self._disk.is_scanning else []
         rest = hashes[len(found) :]
-        if self._remote is None or not self._remote.available or not rest:
+        if self.remote is None or not self.remote.available or not rest:
             return found
         parent = found[-1].hash if found else parent
-        return found + await self._remote.find(namespace, rest, parent, page_bytes)
+        return found + await self.remote.find(namespace, rest, parent, page_bytes)
 
     @property
     def may_find(self) -> bool:
         """Return whether ``find`` may find anything."""
         is_scanning = self._disk is not None and self._disk.is_scanning
-        return is_scanning or (self._remote is not None and self._remote.available)
+        return is_scanning or (self.remote is not None and self.remote.available)
 
     async def known(self) -> None:
         """Wait until the index knows what is on disk."""
@@ -164,8 +164,8 @@ class LowerTiers:
         if self._disk is not None:
             self._disk.remove(blocks)
         in_remote = [block for block in blocks if block.in_remote]
-        if self._remote is not None and in_remote:
-            self._removals.spawn(self._remote.remove(in_remote))
+        if self.remote is not None and in_remote:
+            self._removals.spawn(self.remote.remove(in_remote))
 
     def extents(self) -> Iterator[Extent]:
         """Yield the memory in the host tier that blocks are being read into."""
@@ -173,7 +173,7 @@ class LowerTiers:
 
     def pinned(self) -> Iterator[PinnedBlocks]:
         """Yield the blocks that are being copied to a lower tier."""
-        for tier in (self._disk, self._remote):
+        for tier in (self._disk, self.remote):
             if tier is not None:
                 yield PinnedBlocks(DEMOTION, tier.copying)
 
@@ -189,7 +189,7 @@ class LowerTiers:
 
     def status(self) -> list[TierStatus]:
         """Return the tiers as STATUS shows them."""
-        return [one.status() for one in (self._disk, self._remote) if one is not None]
+        return [one.status() for one in (self._disk, self.remote) if one is not None]
 
     async def _promote(self, block: CachedBlock) -> bool:
         async with self._promotion_slots:
@@ -226,6 +226,6 @@ class LowerTiers:
         digests = None
         if self._disk is not None and block.on_disk:
             digests = await self._disk.read(block, offsets, page_bytes)
-        if digests is None and self._remote is not None and block.in_remote and block.state is BlockState.READY:
-            digests = await self._remote.read(block, offsets, page_bytes)
+        if digests is None and self.remote is not None and block.in_remote and block.state is BlockState.READY:
+            digests = await self.remote.read(block, offsets, page_bytes)
         return digests

@@ -70,8 +70,8 @@ class Node(TransferHarness):
         """Return its address for daemons of other hosts."""
         return f"tcp://{self.name}:7801"
 
-    def _written(self) -> Iterable[TransferOp]:
-        return [*super()._written(), *self.remote.written_here()]
+    def written(self) -> Iterable[TransferOp]:
+        return [*super().written(), *self.remote.written_here()]
 
     def leftovers(self) -> dict[str, int]:
         """Return how much is live of what must be gone once all is over."""
@@ -98,16 +98,16 @@ class Node(TransferHarness):
         try:
             while effects := self.state_machine.effects():
                 for effect in effects:
-                    self._do(effect)
+                    self.do(effect)
         finally:
             self._executing = False
         self.check()
         self.remote.report()
 
-    def _do(self, effect: Effect) -> None:
+    def do(self, effect: Effect) -> None:
         if isinstance(effect, StartOp | StopOp) and (op := self.state_machine.endpoints.ops[effect.op_id]):
             if op.send_request.origin is None:
-                super()._do(effect)
+                super().do(effect)
             elif isinstance(effect, StartOp):
                 self.remote.start(op, self._op_done)
             else:
@@ -117,7 +117,7 @@ class Node(TransferHarness):
         elif (execute := self._executors.get(type(effect))) is not None:
             execute(effect)
         else:
-            super()._do(effect)
+            super().do(effect)
 
 
 class PeerHarness:

@@ -107,8 +107,8 @@ class Harness:
                 memory, self.counters,
             )  # fmt: skip
         self.operations, self.host_receives = self.all.operations, self.all.host_receives
-        self.service, self.cache, self.reports = self.all._service, self.all._cache, self.all._reports  # noqa: SLF001
-        self.lower, self.remote = self.all._lower, self.all._lower._remote  # noqa: SLF001
+        self.service, self.cache, self.reports = self.all.offloads, self.all.cache, self.all.reports
+        self.lower, self.remote = self.all.lower, self.all.lower.remote
         self.engines: dict[bytes, Engine] = {}
         self.said: list[tuple[int, str]] = []
 

@@ -326,14 +326,14 @@ class TransferHarness:
 
     # -- how it works
 
-    def _written(self) -> Iterable[TransferOp]:
+    def written(self) -> Iterable[TransferOp]:
         """Return the copies that may write."""
         return [self.state_machine.endpoints.ops[op_id] for op_id in self.transport.under_way]
 
     def _writable(self, pool: Pool, space: str) -> set[int]:
         return {
             int(start) + at
-            for op in self._written()
+            for op in self.written()
             if op.receive_request.pool is pool
             for planned_copy in op.planned_copies
             if pool.allocator_of(planned_copy.component) is pool.allocators[space]
@@ -350,10 +350,10 @@ class TransferHarness:
 
     def _execute(self) -> None:
         for effect in self.state_machine.effects():
-            self._do(effect)
+            self.do(effect)
         self.check()
 
-    def _do(self, effect: Effect) -> None:
+    def do(self, effect: Effect) -> None:
         if isinstance(effect, StartOp):
             self.transport.start(effect, self._op_done)
         elif isinstance(effect, StopOp):

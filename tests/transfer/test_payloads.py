@@ -167,6 +167,14 @@ def test_a_payload_counts_for_all_its_receivers_together(engines: Engines) -> No
     assert engines.kept == 99, "the SEND has settled"
 
 
+def test_payloads_of_all_sessions_are_bounded(engines: Engines) -> None:
+    others = [engines.harness.engine(f"p{number}", max_payload_bytes=80) for number in range(3)]
+    for number, engine in enumerate((*others[:2], engines.prefill)):
+        engines.send(number, 80, engine)
+    with pytest.raises(OverloadedError, match="240 payload bytes of all sessions"):
+        engines.send(3, 11, others[2])
+
+
 def test_a_transfer_that_ends_keeps_no_payload(engines: Engines) -> None:
     for number in (1, 2):
         engines.send(number, 50)
