@@ -35,7 +35,7 @@ from tests.kit.installs import (
     site_packages,
 )
 
-ENGINE: Final = Path(__file__).with_name("small_engine.py")
+ENGINE: Final = REPOSITORY / "tests" / "kit" / "small_engine.py"
 ENGINE_S: Final = 120.0
 
 Requires = Callable[[object, str], None]

@@ -164,7 +164,9 @@ def start_and_wait_until_ready(
         more = {**environment, "NOTIFY_SOCKET": os.fspath(notify)}
         process = started(command, environment=more, prefix=prefix, python=python, stderr=output.fileno(), pipes=False)
         ends_at = time.monotonic() + START_S
-        while not select.select([notifications], [], [], LOOK_EVERY_S)[0]:
+        ready = select.poll()  # select() knows only descriptors below 1024
+        ready.register(notifications, select.POLLIN)
+        while not ready.poll(1000 * LOOK_EVERY_S):
             status = process.poll()
             if status is None and time.monotonic() < ends_at:
                 continue
