@@ -89,8 +89,11 @@ class Run:
     def closing(self) -> str:
         """Return pytest's last words: its closing line, after the failures if there are any."""
         lines = self.log.read_text(errors="replace").splitlines()
+        closing = [
+            line for line in lines if re.match(r"=+ .* in [0-9.]+s.* =+$", line)
+        ]  # a library may have the last word
         if self.at == "passed":
-            return f"{lines[-1]}\n"
+            return f"{closing[-1]}\n"
         failures = [number for number, line in enumerate(lines) if re.match("=+ (FAILURES|ERRORS) =+$", line)]
         return "\n".join(lines[failures[0] if failures else -40 :]) + "\n"
 
