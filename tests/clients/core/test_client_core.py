@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -602,6 +602,7 @@ def test_pages_of_a_pool_that_is_not_known_are_left_alone() -> None:
     moves=st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.lists(st.integers(1, 300), max_size=9))),
     again=st.integers(1, 40),
 )
+@example(moves=[(True, "a", [1]), (False, "a", [1, 300])], again=1)  # given back beyond what was ever taken
 def test_what_is_held_is_what_was_taken_and_not_given_back(
     moves: list[tuple[bool, str, list[int]]], again: int
 ) -> None:
