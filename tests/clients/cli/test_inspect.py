@@ -87,6 +87,7 @@ def test_graph_tables_are_shown(daemon: Daemon, busy: str, name: str, printed: C
         tables = client.create_tables(f"tables-{name}", busy, max_batch=3, max_context_tokens=5)
         client.wait(client.update_tables(tables, [4, 4], rows={0: [1], 1: [2]}))
         ring = client.open_events()
+        assert soon(lambda: tables.name in printed("status"))
         idle = printed("status")
         point = ring.event()
         waiting = client.update_tables(tables, [4], after=point)
