@@ -27,10 +27,10 @@ from tests.cann_simulator.simulator import Simulator
 from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
 from tests.kit.simulated_host import SimulatedHost
+from tests.run import PROGRESS_FD
 
 IN_CI: Final = os.environ.get("CI") == "true"
 EXIT_S: Final = 30.0
-PROGRESS_FD: Final = "KVFERRY_TESTS_PROGRESS_FD"
 
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)

@@ -26,7 +26,9 @@ SPREAD: Final = ("--numprocesses", str(WORKERS), "--dist", "loadfile", "--no-loa
 PROGRESS_FD: Final = "KVFERRY_TESTS_PROGRESS_FD"
 EVERY_S: Final = 10.0
 """How often a line is written where no terminal shows one in place."""
+LAST_WORDS_S: Final = 1.0
 NO_TEST: Final = 5
+CLOSING: Final = re.compile(r"=+ .* in [0-9.]+s.* =+$")
 
 
 class Run:
@@ -63,7 +65,8 @@ class Run:
         try:
             hearing = asyncio.ensure_future(self._hear(reader))
             status = await process.wait()
-            transport.close()  # what a failed test has left running may have the other end open still
+            await asyncio.wait([hearing], timeout=LAST_WORDS_S)  # a process that is left running may have the other end
+            transport.close()
             hearing.cancel()
         except asyncio.CancelledError:
             with contextlib.suppress(ProcessLookupError):
@@ -89,11 +92,8 @@ class Run:
     def closing(self) -> str:
         """Return pytest's last words: its closing line, after the failures if there are any."""
         lines = self.log.read_text(errors="replace").splitlines()
-        closing = [
-            line for line in lines if re.match(r"=+ .* in [0-9.]+s.* =+$", line)
-        ]  # a library may have the last word
         if self.at == "passed":
-            return f"{closing[-1]}\n"
+            return [line for line in lines if CLOSING.match(line)][-1] + "\n"  # a library may have the last word
         failures = [number for number, line in enumerate(lines) if re.match("=+ (FAILURES|ERRORS) =+$", line)]
         return "\n".join(lines[failures[0] if failures else -40 :]) + "\n"
 
