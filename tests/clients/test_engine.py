@@ -229,7 +229,7 @@ class Scheduler:
 
 
 class Engines:
-    """Notes who waits."""
+    """Records who is waiting."""
 
     def __init__(self) -> None:
         self.waited: list[tuple[float, list[zmq.Socket[bytes]]]] = []

@@ -1,6 +1,6 @@
 """Engines that fork: the child has neither session nor pools, and whatever it does, the parent's stay whole.
 
-And a client that nobody closed and nobody knows any more: its session ends, and whoever collects it goes on.
+And a client that was dropped without being closed: its session ends when it is collected, and the collector goes on.
 """
 
 from __future__ import annotations
