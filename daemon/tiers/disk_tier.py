@@ -110,8 +110,8 @@ class DiskTier:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for executor in (self._writer, self._reader):
-            await asyncio.to_thread(executor.shutdown, cancel_futures=True)  # a step may take a while
+        await asyncio.to_thread(self._writer.shutdown)  # files that are to go do go: the next daemon would find them
+        await asyncio.to_thread(self._reader.shutdown, cancel_futures=True)  # a step may take a while
         self._store.close()
 
     @property

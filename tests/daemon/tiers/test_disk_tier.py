@@ -120,7 +120,7 @@ async def test_a_reset_drops_what_is_on_disk_and_not_known_yet(folder: Path, sca
         scan_goes_on.set()
         await until(lambda: number in engine.replies)
         assert engine.reply(number, CacheEvicted).blocks == 2
-        await until(lambda: not files(folder))
+    assert not files(folder)
 
 
 async def test_there_are_no_more_than_the_index_may_have_in_memory(
