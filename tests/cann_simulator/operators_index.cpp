@@ -11,6 +11,7 @@
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/scatter.h>
 #include <ATen/ops/scatter_add.h>
+#include <ATen/ops/sort.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tril.h>
 #include <ATen/ops/triu.h>
@@ -82,6 +83,7 @@ OPERATOR(aclnnIndexAddV2,
                    o = call.out(out)] { o.copy_(at::index_add(a, dim, i.to(at::kLong), s, f)); }))
 OPERATOR(aclnnIndex, (CTensor self, CTensors indices, Tensor out),
          call.run([a = call.rows(self), l = call.in(indices), o = call.out(out)] {
+           if (o.numel() == 0) return;  // an index without elements would be taken for one that is left out
            touch_indexed(a, l, false);
            flush_touches();
            o.copy_(at::index(a.tensor, as_indices(l)));
@@ -151,4 +153,10 @@ OPERATOR(aclnnInplaceMaskedFillTensor, (Tensor self, CTensor mask, CTensor value
 OPERATOR(aclnnConstantPadNd, (CTensor self, CInts pad, CScalar value, Tensor out),
          call.run([a = call.in(self), p = pad->values, v = value->value, o = call.out(out)] {
            o.copy_(at::constant_pad_nd(a, p, v));
+         }))
+OPERATOR(aclnnSort, (CTensor self, bool stable, int64_t dim, bool descending, Tensor values, Tensor indices),
+         call.run([=, a = call.in(self), v = call.out(values), i = call.out(indices)] {
+           auto [sorted, from] = a.sort(stable, dim, descending);
+           v.copy_(sorted);
+           i.copy_(from);
          }))

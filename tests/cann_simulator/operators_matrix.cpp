@@ -11,6 +11,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/stack.h>
 
 #include <limits>
 
@@ -131,6 +132,28 @@ void attend_bnsd(const Attention &attention) {
   }
 }
 
+// Queries of one sequence a row, over pages: BSH (batch, queries, heads * size) and BSND (batch, queries, heads, size). The
+// mask, where there is one, is (batch, ..., keys), true: not seen. A sequence of length 0 leaves its output as it is.
+void attend_batch(const Attention &attention) {
+  int64_t batch = attention.query.tensor.size(0), queries = attention.query.tensor.size(1);
+  for (int64_t i = 0; i < batch; i++) {
+    int64_t length = attention.key_lengths[i];
+    if (length == 0) continue;
+    auto by_head = [&](const Placed &from) {
+      return from.tensor[i].reshape({queries, attention.heads, -1}).transpose(0, 1);
+    };
+    at::Tensor rope, key_rope, mask;
+    if (attention.query_rope.tensor.defined()) rope = by_head(attention.query_rope);
+    if (attention.key_rope.tensor.defined()) key_rope = keys_of(attention, attention.key_rope, i);
+    if (attention.mask.tensor.defined())
+      mask = attention.mask.tensor.reshape({batch, -1, attention.mask.tensor.size(-1)})[i].slice(1, 0, length);
+    at::Tensor key = with_rope(keys_of(attention, attention.key, i), key_rope).transpose(0, 1);
+    at::Tensor value = keys_of(attention, attention.value, i).transpose(0, 1);
+    at::Tensor out = attend(attention, with_rope(by_head(attention.query), rope), key, value, mask).first;
+    attention.out.tensor[i].copy_(out.transpose(0, 1).reshape(attention.out.tensor[i].sizes()));
+  }
+}
+
 void run_attention(const Attention &attention) {
   bool is_paged = attention.block_table.tensor.defined();
   for (const Placed *read : {&attention.query, &attention.query_rope, &attention.block_table, &attention.mask})
@@ -144,6 +167,8 @@ void run_attention(const Attention &attention) {
     attend_tnd(attention);
   else if (attention.layout == "BNSD" && !is_paged)
     attend_bnsd(attention);
+  else if ((attention.layout == "BSH" || attention.layout == "BSND") && is_paged)
+    attend_batch(attention);
   else
     throw std::runtime_error("layout " + attention.layout + " is not simulated");
 }
@@ -152,22 +177,43 @@ std::vector<int64_t> values_of(CInts array) { return array ? array->values : std
 
 }  // namespace
 
-#define ATTENTION_PARAMETERS                                                                                        \
+#define ATTENTION_TENSORS                                                                                           \
   CTensor query, CTensors key, CTensors value, CTensor, CTensor mask, CInts query_ends, CInts key_lengths, CTensor, \
       CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor table, CTensor, CTensor, CTensor, CTensor,      \
-      CTensor, CTensor, CTensor, CTensor, CInts, CTensor query_rope, CTensor key_rope, CTensor, int64_t heads,      \
-      double scale, int64_t, int64_t, char *layout, int64_t key_heads, int64_t sparse_mode, int64_t, int64_t,       \
-      int64_t, bool wants_lse, int64_t, int64_t, Tensor out, Tensor lse
-
-OPERATOR(aclnnFusedInferAttentionScoreV3, (ATTENTION_PARAMETERS), {
-  const aclTensor *keys = &key->tensors[0], *values = &value->tensors[0];
-  Attention attention{call.rows(query),      call.rows(keys),       call.rows(values), call.rows(query_rope),
-                      call.rows(key_rope),   call.rows(table),      call.rows(mask),   call.rows(out),
-                      call.rows(lse),        values_of(query_ends), values_of(key_lengths),
-                      heads,                 key_heads ? key_heads : heads, sparse_mode, scale,
-                      wants_lse,             layout};
+      CTensor, CTensor, CTensor, CTensor, CInts, CTensor query_rope, CTensor key_rope, CTensor
+#define ATTENTION_NUMBERS                                                                                         \
+  int64_t heads, double scale, int64_t, int64_t, char *layout, int64_t key_heads, int64_t sparse_mode, int64_t,   \
+      int64_t, int64_t, bool wants_lse, int64_t, int64_t
+#define ATTENTION                                                                                                 \
+  const aclTensor *keys = &key->tensors[0], *values = &value->tensors[0];                                         \
+  Attention attention{call.rows(query),      call.rows(keys),       call.rows(values), call.rows(query_rope),     \
+                      call.rows(key_rope),   call.rows(table),      call.rows(mask),   call.rows(out),            \
+                      call.rows(lse),        values_of(query_ends), values_of(key_lengths),                       \
+                      heads,                 key_heads ? key_heads : heads, sparse_mode, scale,                   \
+                      wants_lse,             layout};                                                             \
   call.run([attention] { run_attention(attention); });
-})
+
+OPERATOR(aclnnFusedInferAttentionScoreV3, (ATTENTION_TENSORS, ATTENTION_NUMBERS, Tensor out, Tensor lse), {ATTENTION})
+// Beyond V3: the scale of a quantised query, sinks, and how the query is quantised.
+OPERATOR(aclnnFusedInferAttentionScoreV4,
+         (ATTENTION_TENSORS, CTensor, CTensor sinks, ATTENTION_NUMBERS, int64_t, Tensor out, Tensor lse), {
+           if (sinks) throw std::runtime_error("attention sinks are not simulated");
+           ATTENTION
+         })
+// Joins what parts of the keys have given: `lse` has the logarithm of each part's sum of exponents.
+OPERATOR(aclnnAttentionUpdate, (CTensors lse, CTensors parts, int64_t, Tensor out, Tensor lse_out),
+         call.run([l = call.in(lse), p = call.in(parts), o = call.out(out)] {
+           at::Tensor all = at::stack(l), weights = at::softmax(all.to(at::kFloat), 0);
+           o.copy_((at::stack(p).to(at::kFloat) * weights.unsqueeze(-1)).sum(0));
+         });
+         (void)lse_out)
+OPERATOR(aclnnTransposeBatchMatMul,
+         (CTensor first, CTensor second, CTensor, CTensor, CInts perm_first, CInts perm_second, CInts perm_out, int8_t,
+          int32_t, Tensor out),
+         call.run([a = call.in(first), b = call.in(second), p = values_of(perm_first), q = values_of(perm_second),
+                   r = values_of(perm_out), o = call.out(out)] {
+           o.copy_(at::bmm(p.empty() ? a : a.permute(p), q.empty() ? b : b.permute(q)).permute(r));
+         }))
 
 extern "C" __attribute__((visibility("default"))) aclError aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize(
     CTensor, CTensors, CTensors, CTensor, CTensor, CInts, CInts, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor,

@@ -54,6 +54,7 @@ FIELDS: Final = {
     "allocations_offset": 1,
     "allocation_bytes": 1,
     "allocations": 1,
+    "synchronized": 1,
     "rules": _MAX_RULES * 4,
     "tasks": _MAX_PROCESSES * 3,
 }
@@ -153,6 +154,10 @@ class Simulator:
         except FileNotFoundError:
             return []
         return [_race(json.loads(line)) for line in lines]
+
+    def synchronized(self) -> int:
+        """Return how often processes have waited for all of a stream or a device."""
+        return self._get("synchronized")
 
     def memory_used(self, device: int) -> int:
         """Return the bytes in use on a device by processes that live."""

@@ -273,16 +273,15 @@ SIMULATED aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDes
 
 SIMULATED aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t ms) {
   FIND_STREAM(stream, handle);
+  control().synchronized++;
   return synchronize(*stream, ms);
 }
 
-SIMULATED aclError aclrtSynchronizeStream(aclrtStream handle) {
-  FIND_STREAM(stream, handle);
-  return synchronize(*stream, -1);
-}
+SIMULATED aclError aclrtSynchronizeStream(aclrtStream handle) { return aclrtSynchronizeStreamWithTimeout(handle, -1); }
 
 SIMULATED aclError aclrtSynchronizeDeviceWithTimeout(int32_t ms) {
   RETURN_IF_IT_CANNOT_CALL();
+  control().synchronized++;
   aclError first = ACL_SUCCESS;
   for (Stream *stream : streams_of(current_device()))
     if (aclError error = synchronize(*stream, ms); error && !first) first = error;

@@ -75,6 +75,7 @@ EXPRESSIONS = [
     "x.masked_fill(x > 0, 7), x.masked_fill_(x < 0, float('-inf'))",
     "torch.cat([x, y]), torch.cat([x, y], -1), torch.stack([x, y], 1), x.repeat(2, 3)",
     "x.repeat_interleave(2, dim=0), x.flip(0)",
+    "(x[i[0, :0]], *x.sort(1), *x.sort(0, descending=True), *i.sort(stable=True))",
     "x.gather(1, i % 8), torch.zeros(6, 8, device=device).scatter(1, i % 8, y)",
     "x.triu(1), x.tril(), torch.ones(5, 5, dtype=torch.bool, device=device).triu(1)",
     "torch.arange(7, device=device), torch.arange(1, 9, 2, device=device), torch.arange(0., 1., .25, device=device)",
@@ -138,5 +139,74 @@ def test_paged_attention_with_several_queries(sparse_mode: int, child: Child) ->
                 q[begin:end].transpose(0, 1)[None], kk[None], vv[None],
                 attn_mask=hidden if {sparse_mode} == 3 else None, scale=0.25, enable_gqa=True)[0].transpose(0, 1)
             torch.testing.assert_close(out[begin:end].cpu(), expected, rtol=1e-4, atol=1e-5); begin = end
+        """
+    )
+
+
+@pytest.mark.parametrize("layout", ["BSH", "BSND"])
+@pytest.mark.parametrize("masked", ["False", "True"])
+def test_paged_attention_of_a_batch_of_decoding_requests(layout: str, masked: str, child: Child) -> None:
+    child.do(
+        f"""
+        torch.manual_seed(3); H, KH, D, PAGE = 4, 2, 16, 8
+        k, v, q = torch.randn(6, PAGE, KH * D), torch.randn(6, PAGE, KH * D), torch.randn(3, 1, H, D)
+        table, lengths = torch.tensor([[3, 1], [5, 0], [0, 0]], dtype=torch.int32), [10, 3, 0]
+        hidden = torch.zeros(3, 1, 16, dtype=torch.bool); hidden[:, :, 1] = {masked}
+        asked = q if "{layout}" == "BSND" else q.reshape(3, 1, H * D)
+        out, _ = torch_npu.npu_fused_infer_attention_score(asked.npu(), k.npu(), v.npu(), num_heads=H,
+            num_key_value_heads=KH, input_layout="{layout}", scale=0.25, block_table=table.npu(), block_size=PAGE,
+            atten_mask=hidden.npu() if {masked} else None, actual_seq_lengths_kv=lengths)
+        assert out.shape == asked.shape
+        for got, one, length, pages, not_seen in zip(out.cpu(), q, lengths[:2], table.long(), hidden):
+            kk, vv = (t[pages].reshape(-1, KH, D)[:length].transpose(0, 1) for t in (k, v))
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                one.transpose(0, 1)[None], kk[None], vv[None], attn_mask=~not_seen[:, :length], scale=0.25,
+                enable_gqa=True)[0].transpose(0, 1)
+            torch.testing.assert_close(got.reshape(1, H, D), expected, rtol=1e-4, atol=1e-5)
+        """
+    )
+
+
+def test_attention_to_a_chunk_and_to_what_was_before_it(child: Child) -> None:
+    """Latent attention's two halves, joined by the logarithms of their sums, are attention to all of it."""
+    child.do(
+        """
+        torch.manual_seed(4); H, D, R = 2, 16, 8
+        chunks, before = [3, 4], [5, 2]
+        new, old = sum(chunks), sum(before)
+        def tensors(tokens): return torch.randn(tokens, H, D), torch.randn(tokens, H, D), torch.randn(tokens, H, R)
+        (q, _, qr), (k, v, kr), (pk, pv, pkr) = tensors(new), tensors(new), tensors(old)
+        ends = torch.tensor(chunks).cumsum(0).tolist()
+        common = dict(num_query_heads=H, num_key_value_heads=H, input_layout="TND", softmax_scale=0.2,
+                      actual_seq_qlen=ends, return_softmax_lse=True)
+        attend = torch_npu.npu_fused_infer_attention_score_v2
+        causal = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
+        here = attend(q.npu(), k.npu(), v.npu(), query_rope=qr.npu(), key_rope=kr.npu(), atten_mask=causal,
+                      sparse_mode=3, actual_seq_kvlen=ends, **common)
+        there = attend(q.npu(), pk.npu(), pv.npu(), query_rope=qr.npu(), key_rope=pkr.npu(), sparse_mode=0,
+                       actual_seq_kvlen=torch.tensor(before).cumsum(0).tolist(), **common)
+        lse = [one[1].reshape(-1) for one in (here, there)]
+        joined, _ = torch_npu.npu_attention_update(lse, [one[0].float().reshape(-1, D) for one in (here, there)], 0)
+        joined, at, past = joined.cpu().reshape(new, H, D), 0, 0
+        for n, m in zip(chunks, before):
+            keys = torch.cat([torch.cat([pk[past:past+m], k[at:at+n]]), torch.cat([pkr[past:past+m], kr[at:at+n]])], -1)
+            values = torch.cat([pv[past:past+m], v[at:at+n]])
+            hidden = torch.ones(n, m + n, dtype=torch.bool).tril(m)
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                torch.cat([q[at:at+n], qr[at:at+n]], -1).transpose(0, 1)[None], keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None], attn_mask=hidden, scale=0.2)[0].transpose(0, 1)
+            torch.testing.assert_close(joined[at:at+n], expected, rtol=1e-4, atol=1e-5); at += n; past += m
+        """
+    )
+
+
+@pytest.mark.parametrize("perm", [(0, 1, 2), (1, 0, 2)])
+def test_batched_products_of_transposed_matrices(perm: tuple[int, int, int], child: Child) -> None:
+    child.do(
+        f"""
+        torch.manual_seed(5); a, b = torch.randn(3, 5, 4), torch.randn(3, 4, 6)
+        given = a.permute({perm}).contiguous()
+        found = torch_npu.npu_transpose_batchmatmul(given.npu(), b.npu(), perm_x1={perm}, perm_y=(1, 0, 2))
+        torch.testing.assert_close(found.cpu(), torch.bmm(a, b).transpose(0, 1), rtol=1e-4, atol=1e-5)
         """
     )
