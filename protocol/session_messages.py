@@ -263,6 +263,8 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     free_bytes: int
     pool_bytes: int
+    reaches: tuple[str, ...] = ()
+    """The other devices in use that it copies from directly; from those that are not here, through host memory."""
 
 
 class TablesStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,6 +63,7 @@ class Devices:
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._devices: dict[str, _Device] = {}
+        self._paths: set[tuple[str, str]] = set()
 
     def __repr__(self) -> str:
         """Show the devices."""
@@ -166,6 +167,7 @@ class Devices:
                 total_bytes=device.memory.total,
                 free_bytes=device.memory.free,
                 pool_bytes=device.pool_bytes,
+                reaches=device.accelerator.reached,
             )
 
     def _open(self, name: str) -> _Device:
@@ -180,7 +182,19 @@ class Devices:
             device.failed = error
             raise
         device.failed = None
+        self._note_paths(device)
         return device
+
+    def _note_paths(self, opened: _Device) -> None:
+        """Note, once, whether copies between the opened device and each of the others go through host memory."""
+        with self._lock:
+            others = [one for one in self._devices.values() if one is not opened and one.accelerator.torch is not None]
+        for one in others:
+            for to, of in ((opened.accelerator, one.accelerator), (one.accelerator, opened.accelerator)):
+                if (to.name, of.name) not in self._paths and not (to.lost or of.lost):
+                    self._paths.add((to.name, of.name))
+                    path = "direct" if to.reaches(of) else "through host memory"
+                    log.info("copies between devices", of=of.name, to=to.name, path=path)
 
     def _release(self, device: _Device, size_bytes: int) -> None:
         with self._lock:

@@ -483,7 +483,7 @@ class LocalTransport:
         if (
             isinstance(source, AcceleratorRegion)
             and isinstance(destination, AcceleratorRegion)
-            and source.accelerator is destination.accelerator
+            and destination.accelerator.reaches(source.accelerator)
         ):
             destination.copy_from(source, plan, first, stop)
             return

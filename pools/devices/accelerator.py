@@ -77,6 +77,7 @@ class Accelerator:
         self._vendor = VENDORS[self.kind]()
         self.torch: Any = None  # imported by ``open`` only
         self._streams: Streams | None = None
+        self._reached: dict[str, bool] = {self.name: True}
         self._waiting_streams: list[tuple[torch.Stream, list[object]]] = []
         self._registered: dict[int, torch.Tensor] = {}
 
@@ -127,6 +128,25 @@ class Accelerator:
             except RuntimeError as cause:
                 raise DeviceUnavailableError(f"{self.name}: {_first_line(cause)}", field="device") from cause
             self.torch = torch
+
+    def reaches(self, other: Accelerator) -> bool:
+        """Return whether this device copies from another one without host memory; both are open.
+
+        Raises:
+            DeviceLostError: the device failed.
+        """
+        if other.name not in self._reached:
+            with self.calling():
+                asked = self.torch.get_device_module(self.kind).can_device_access_peer
+                self._reached[other.name] = other.kind == self.kind and bool(asked(self.index, other.index))
+        return self._reached[other.name]
+
+    @property
+    def reached(self) -> tuple[str, ...]:
+        """Return the other devices that it was asked for and reaches."""
+        return tuple(
+            sorted(name for name, is_reached in self._reached.copy().items() if is_reached and name != self.name)
+        )
 
     def current_stream(self) -> torch.Stream:
         """Return this thread's current stream of this device, whichever device is current; after ``open``."""

@@ -249,21 +249,41 @@ class AcceleratorRegion:
                 self.accelerator.wait(staging.done)
 
     def copy_from(self, source: AcceleratorRegion, plan: Plan, first: int, stop: int) -> None:
-        """Copy segments ``[first, stop)`` of a plan from another region of the same device, bypassing the host.
+        """Copy segments ``[first, stop)`` of a plan from a region of a device that this one reaches, without the host.
 
         Raises:
-            DeviceLostError: the device failed.
+            DeviceLostError: a device failed.
         """
-        assert source.accelerator is self.accelerator, (source, self)
         stream = self.accelerator.streams.device_to_device
         for begin, end, size, _ in self._staged(plan.source, first, stop, 0):
             ours, theirs = (list(cells_of(side, begin, end)) for side in (plan.destination, plan.source))
+            if source.accelerator is not self.accelerator:
+                self._copy_from_peer(source, ours, theirs, size)
+                continue
             staged = self._stagings.take(size, [*ours, *theirs])
             with source._use(), self._count(), staged as staging, self._on(stream):
                 source._to_staging(theirs, staging)
                 self._from_staging(ours, staging)
                 staging.done.record(stream)
                 self.accelerator.wait(staging.done)
+
+    def _copy_from_peer(
+        self, source: AcceleratorRegion, ours: Sequence[Cells], theirs: Sequence[Cells], size: int
+    ) -> None:
+        """Gather on the source's device, copy the staging to this one, and scatter; each call is on one device."""
+        stream = source.accelerator.streams.device_to_device
+        with source._use(), source._on(stream):
+            there = source._stagings.take_buffer(size, theirs)
+            source._to_staging(theirs, there)
+            there.done.record(stream)
+            source.accelerator.wait(there.done)
+        stream = self.accelerator.streams.device_to_device
+        with self._use(), self._stagings.take(size, ours) as here, self._on(stream):
+            here.on_device[:size].copy_(there.on_device[:size], non_blocking=True)
+            self._from_staging(ours, here)
+            here.done.record(stream)
+            self.accelerator.wait(here.done)
+        source._stagings.give_back(there)
 
     def most_blocks(self, layout: BlockLayout) -> int:
         """See ``Region.most_blocks``: the watchdog gives a slow device as long for a step as for a single copy."""

@@ -74,7 +74,9 @@ void throttle(TaskKind kind, size_t size, std::chrono::steady_clock::time_point 
 void move_bytes(const Copy &copy) {
   auto since = std::chrono::steady_clock::now();
   memmove(shadow(copy.to), shadow(copy.from), copy.size);
-  if (!on_host(copy)) throttle(kind_of(copy), copy.size, since);
+  if (on_host(copy)) return;
+  control().copied_bytes[static_cast<size_t>(kind_of(copy))] += copy.size;
+  throttle(kind_of(copy), copy.size, since);
 }
 
 aclError run_copies(const std::string &name, const std::vector<Copy> &copies) {

@@ -166,7 +166,7 @@ SIMULATED aclError aclrtGetPrimaryCtxState(int32_t, uint32_t *flags, int32_t *ac
 }
 
 SIMULATED aclError aclrtDeviceCanAccessPeer(int32_t *can, int32_t, int32_t) {
-  *can = 1;
+  *can = control().no_peers == 0;
   return ACL_SUCCESS;
 }
 

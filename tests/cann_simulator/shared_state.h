@@ -56,6 +56,8 @@ struct Control {
   std::atomic<uint64_t> allocations_offset;  // where simulator.py finds the allocations in the file "state"
   std::atomic<uint64_t> allocation_bytes;
   std::atomic<uint64_t> allocations;
+  std::atomic<uint64_t> copied_bytes[3];  // by kind, as copy_us
+  std::atomic<uint64_t> no_peers;      // 1: no card copies from another one
   std::atomic<uint64_t> synchronized;  // how often a process has waited for all of a stream or a device
   StreamRule rules[kMaxRules];
   ProcessTasks tasks[kMaxProcesses];

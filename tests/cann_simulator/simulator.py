@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from tests.cann_simulator.build import NPU_PYTHON, built_simulator
 
@@ -54,6 +54,8 @@ FIELDS: Final = {
     "allocations_offset": 1,
     "allocation_bytes": 1,
     "allocations": 1,
+    "copied_bytes": 3,
+    "no_peers": 1,
     "synchronized": 1,
     "rules": _MAX_RULES * 4,
     "tasks": _MAX_PROCESSES * 3,
@@ -154,6 +156,19 @@ class Simulator:
         except FileNotFoundError:
             return []
         return [_race(json.loads(line)) for line in lines]
+
+    @contextmanager
+    def without_peers(self) -> Iterator[None]:
+        """Let no device copy from another one meanwhile; processes ask once."""
+        self._set("no_peers", 1)
+        try:
+            yield
+        finally:
+            self._set("no_peers", 0)
+
+    def copied_bytes(self, kind: Literal["to device", "to host", "on devices"]) -> int:
+        """Return how many bytes processes have copied, within a device and between two counted alike."""
+        return self._get("copied_bytes", ("to device", "to host", "on devices").index(kind))
 
     def synchronized(self) -> int:
         """Return how often processes have waited for all of a stream or a device."""

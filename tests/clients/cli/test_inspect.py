@@ -130,8 +130,18 @@ def test_where_a_pool_is_and_whose_memory_it_is() -> None:
 
 
 def test_devices_are_shown_with_their_memory_and_why_they_fail() -> None:
-    ready = DeviceStatus(device="npu:0", state="ready", total_bytes=64 << 30, free_bytes=16 << 30, pool_bytes=32 << 30)
+    ready = DeviceStatus(
+        device="npu:0",
+        state="ready",
+        total_bytes=64 << 30,
+        free_bytes=16 << 30,
+        pool_bytes=32 << 30,
+        reaches=("npu:1",),
+    )
     failed = DeviceStatus(device="npu:9", state="unavailable: no device", total_bytes=0, free_bytes=0, pool_bytes=0)
     report = msgspec.structs.replace(REPORT, devices=(ready, failed))
-    assert rows_of(report, "devices") == ["npu:0 64.0 16.0 32.00 ready", "npu:9 ? ? 0.00 unavailable: no device"]
+    assert rows_of(report, "devices") == [
+        "npu:0 64.0 16.0 32.00 npu:1 ready",
+        "npu:9 ? ? 0.00 - unavailable: no device",
+    ]
     assert "devices" not in status_lines(REPORT, "0" * 32)
