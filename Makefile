@@ -21,6 +21,10 @@ VENV_SGLANG := .venv-sglang
 SERVERS := $(VENV_SGLANG)/bin
 SGLANG_ROUTER := 0.3.2
 
+# The same with torch_npu, on the simulated NPU.
+VENV_SGLANG_NPU := .venv-sglang-npu
+NPU_SERVERS := $(VENV_SGLANG_NPU)/bin
+
 # The tests with servers of vLLM, on a CPU.
 VENV_VLLM := .venv-vllm
 VLLM_BIN := $(VENV_VLLM)/bin
@@ -29,7 +33,7 @@ VLLM := 0.32.0
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-sglang test-sglang-full test-vllm test-vllm-full torture check bench flame census sync-client peers clean
+.PHONY: help demo test test-full test-sglang test-sglang-full test-sglang-npu test-vllm test-vllm-full torture check bench flame census sync-client peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,11 +58,15 @@ test-full: FULL := --full
 test-full: $(STAMPS)/check $(STAMPS)/wheels test  ## run all tests, with four times the examples of property tests
 
 # A test's time-out is that of several starts of servers.
-test-sglang: $(STAMPS)/sglang $(STAMPS)/models  ## run the tests with servers of SGLang: one pair, some minutes (ARGS="tests/sglang -k abort")
+test-sglang: $(STAMPS)/sglang $(STAMPS)/models $(if $(ARGS),,test-sglang-npu)  ## run the tests with servers of SGLang: a pair on the host and one on a simulated NPU, some minutes (ARGS="tests/sglang -k abort")
 	@$(SERVERS)/python -m pytest --timeout 900 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/sglang)
 
 test-sglang-full: LONG := yes
 test-sglang-full: test-sglang  ## run all tests with servers of SGLang, half an hour
+
+test-sglang-npu: $(STAMPS)/sglang-npu $(STAMPS)/models  ## run those of them that are on a simulated NPU (ARGS="tests/sglang/npu -k abort")
+	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" PYTHONPATH=tests/sglang/stubs/npu \
+	    $(NPU_SERVERS)/python -m pytest --device npu:0 --timeout 900 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/sglang/npu)
 
 test-vllm: $(STAMPS)/vllm $(STAMPS)/models  ## run the tests with vLLM, some minutes (ARGS="tests/vllm -k abort")
 	@$(VLLM_BIN)/python -m pytest --timeout 900 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/vllm)
@@ -210,6 +218,17 @@ $(STAMPS)/sglang-server: $(STAMPS)/venv tests/sglang/requirements.txt
 $(STAMPS)/sglang: $(STAMPS)/sglang-server $(PINS)
 	@echo "==> installing kvferry into $(VENV_SGLANG)"
 	@$(SERVERS)/python -m pip install --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
+	@touch $@
+
+# It sees all packages of $(VENV_SGLANG), and torch_npu on top of them.
+$(STAMPS)/sglang-npu: $(STAMPS)/sglang $(STAMPS)/npu
+	@echo "==> making the environment $(VENV_SGLANG_NPU)"
+	@$(BIN)/python -m venv --clear --without-pip $(VENV_SGLANG_NPU)
+	@echo "import site; site.addsitedir('$$($(SERVERS)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	    > "$$($(NPU_SERVERS)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	@echo "==> installing torch_npu into $(VENV_SGLANG_NPU)"
+	@$(BIN)/python -m pip --python $(NPU_SERVERS)/python install --disable-pip-version-check --no-deps -c constraints.txt \
+	    torch-npu
 	@touch $@
 
 # Without its requirements, of which some bring CUDA's libraries, and torchvision's build for them stops it. The wheel is

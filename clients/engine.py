@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -96,6 +96,7 @@ class Engine:
         runtime_dir: str | None,
         *,
         instance: str = "",
+        devices: Mapping[str, str] | None = None,
         on_pool_lost: Callable[[PoolLostError], None] | None = None,
     ) -> None:
         """Connect.
@@ -104,6 +105,7 @@ class Engine:
             name: of the session; sessions of an instance may have it too.
             runtime_dir: the daemon's; None: where a client looks by itself.
             instance: which owns what the session allocates, see docs/engines.md; empty: one of its own.
+            devices: what this process calls the daemon's devices, where that differs.
             on_pool_lost: told, once and by any thread, that the memory of a pool of this process is gone.
 
         Raises:
@@ -112,6 +114,7 @@ class Engine:
         self.name = name
         given = runtime_dir or os.environ.get("KVFERRY_RUNTIME_DIR")
         self.runtime_dir = absolute(given) if given else None  # it connects again, from wherever the process is then
+        self._devices = dict(devices or {})
         self.instance = instance or f"{name}-{uuid.uuid4().hex[:12]}"
         self.lost: PoolLostError | None = None
         """Why the pool's memory is gone: this engine cannot go on."""
@@ -270,6 +273,7 @@ class Engine:
             instance=self.instance,
             on_reconnect=self._reconnected,
             resume=resume,
+            devices=self._devices,
             timeout_s=CONNECT_S,
         )
 

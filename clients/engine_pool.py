@@ -7,20 +7,25 @@ write.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+import msgspec
 import numpy as np
 
 from kvferry.clients import AttachedPool, Client, MhaSpec, MlaSpec, ModelIdentity, SharedMemory
 from kvferry.clients.elements import array_dtype, torch_dtype
 from kvferry.clients.engine import Engine, while_predecessor_ends
+from kvferry.clients.events import EventRing
 from kvferry.clients.shared_memory import InheritedMemory
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.arrays import PointerList, array_of, engine_lists
+from kvferry.pools.planning.arrays import PointerList, array_of, engine_lists, placed_at
 from kvferry.pools.planning.manifest import bytes_per_page
-from kvferry.protocol.errors import InvalidFieldError, PoolExistsError, PoolLostError, UnknownPoolError
+from kvferry.protocol.base import DeviceEvent
+from kvferry.protocol.errors import InvalidFieldError, PoolExistsError, PoolLostError, StaleBootError, UnknownPoolError
 from kvferry.protocol.ids import HOST
+from kvferry.protocol.transfer_messages import LayerStep
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 Memory = Literal["daemon", "engine"]
 """Who allocates a pool: ``daemon``, or ``engine``, which registers it."""
+
+OPENING_S: Final = 120.0
+"""How long the daemon may take for the first pool of a device: its driver opens the device, which may take a minute."""
 
 
 class EnginePool:
@@ -39,9 +47,9 @@ class EnginePool:
         engine: the session that it belongs to.
         spec: what it holds.
         memory: who allocated it.
+        device: where it is, by the daemon's name.
         keeps_memory: whether this process registers what it has mapped where a daemon comes back without the pool.
         model: whose KV it holds.
-        lists: the pointers to it, their lengths and those of a page, as engines list them.
     """
 
     def __init__(
@@ -53,8 +61,20 @@ class EnginePool:
         memory: Memory,
         *,
         keeps_memory: bool = False,
+        device: str = HOST,
+        tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Make the pool.
+
+        Args:
+            engine: the session that it is to belong to.
+            name: of the daemon's pool.
+            spec: what it holds.
+            model: whose KV that is.
+            memory: who allocates it.
+            keeps_memory: register what is mapped where a daemon comes back without the pool; on the host.
+            device: where it is, by the daemon's name.
+            tensors: with ``engine`` on a device, the memory: all layers of a role, by role, in the spec's order.
 
         Raises:
             KvferryError: the daemon refuses it.
@@ -64,37 +84,55 @@ class EnginePool:
         self.spec = spec
         self.memory = memory
         self.keeps_memory = keeps_memory
+        self.device = device
         self.model = model
         self._manifest = manifest_of(spec)
         self._attached: AttachedPool | None = None
         self._shared: SharedMemory | None = None
+        self._tensors = {role: self._in_its_form(role, one) for role, one in (tensors or {}).items()}
+        self._ring: EventRing | None = None
+        self._deadline_s = None if device == HOST else OPENING_S
         self.largest_payload_bytes = 0
         """Of what a transfer carries beside pages."""
         make = self._create
         if memory == "engine":
-            self._shared = SharedMemory(self._manifest.region_bytes)
+            if device == HOST:
+                self._shared = SharedMemory(self._manifest.region_bytes)
             make = self._register
         with engine.client() as client:
             while_predecessor_ends(lambda: make(client))
-        self.lists: PointerList = engine_lists(self._manifest, self._address()).main
+            self._open_ring(client)
         engine.add(self)
         logger.info(
-            "kvferry: pool %s of %d pages of %d tokens, %.2f GiB of the host, allocated by the %s",
-            name, self._manifest.pages - 1, spec.page_size, self._manifest.region_bytes / (1 << 30), memory,
+            "kvferry: pool %s of %d pages of %d tokens, %.2f GiB of %s, allocated by the %s",
+            name, self._manifest.pages - 1, spec.page_size, self._manifest.region_bytes / (1 << 30), device, memory,
         )  # fmt: skip
 
     def __repr__(self) -> str:
         """Show the name."""
         return f"<EnginePool {self.name!r}>"
 
-    def layers(self, role: str) -> list[torch.Tensor]:
-        """Return a role's layers, each with the pages first; one where a page holds all layers."""
-        array = array_of(self._manifest, "main", role)
-        return list(self.elements(role).view(torch_dtype(array.dtype)).view(array.shape))
+    @property
+    def lists(self) -> PointerList:
+        """Return the pointers to it, their lengths and those of a page, as engines list them."""
+        if not self._tensors:
+            return engine_lists(self._manifest, self._address()).main
+        arrays = [array_of(self._manifest, "main", role) for role in self._tensors]
+        addresses = [one.data_ptr() for one in self._tensors.values()]
+        return engine_lists(placed_at(self._manifest, arrays, addresses, self._manifest.region_bytes)).main
+
+    def tensor(self, role: str) -> torch.Tensor:
+        """Return all layers of a role, as ``AttachedPool.tensor`` shapes them; one where a page holds all layers."""
+        if self._tensors:
+            return self._tensors[role]
+        if self.device != HOST:
+            assert self._attached is not None
+            return self._attached.tensor("main", role)
+        return self._in_its_form(role, self.elements(role))
 
     def rows(self, role: str) -> list[torch.Tensor]:
         """Return a role's layers, each (size + page_size, heads, dim): a row a token."""
-        return [one.flatten(0, 1) for one in self.layers(role)]
+        return [one.flatten(0, 1) for one in self.tensor(role)]
 
     def elements(self, role: str = "k") -> torch.Tensor:
         """Return a role's bytes, of all layers and pages: uint8."""
@@ -106,6 +144,33 @@ class EnginePool:
         import torch  # noqa: PLC0415  of the engine
 
         return torch.from_numpy(self._region().view()[: self._manifest.region_bytes])
+
+    def event(self) -> DeviceEvent | None:
+        """Return an event behind all that this process's stream was told to do so far; None on the host: it is done.
+
+        Raises:
+            KvferryError: the daemon that it is for is away.
+        """
+        if self._ring is None:
+            return None
+        try:
+            return self._ring.record_event()
+        except StaleBootError:
+            with self.engine.client() as client:
+                self._open_ring(client)
+            return self._ring.record_event()
+
+    def step(self) -> list[LayerStep]:
+        """Return the step of a SEND whose layers are all in the pages once that is done; none on the host.
+
+        Raises:
+            KvferryError: as ``event``.
+        """
+        event = self.event()
+        if event is None:
+            return []
+        first = self.spec.first_layer
+        return [LayerStep(first_layer=first, layers=self.spec.layers, **msgspec.structs.asdict(event))]
 
     @property
     def page_bytes(self) -> int:
@@ -124,6 +189,8 @@ class EnginePool:
             PoolLostError: its memory was the daemon before's, and is not this one's.
             KvferryError: it does not know it yet.
         """
+        if self.memory == "daemon" and self.device != HOST:
+            raise PoolLostError(f"{self.name}: the daemon ended, and its memory of {self.device} with it")
         if self.memory == "daemon":
             try:
                 self._attach_again(client, resumed=resumed)
@@ -139,6 +206,7 @@ class EnginePool:
         except PoolExistsError:
             if not resumed:  # else it is still this session's, else that of the one before, which is about to end
                 raise
+        self._open_ring(client)
 
     def _attach_again(self, client: Client, *, resumed: bool) -> None:
         if not resumed:
@@ -156,8 +224,10 @@ class EnginePool:
             self.name,
             self.spec,
             model=self.model,
+            device=self.device,
             lifetime="instance",
             max_payload_bytes=self._payload_limit(client),
+            deadline_s=self._deadline_s,
         )
         ids = client.allocate(self.name, self._manifest.pages - 1)
         if not np.array_equal(ids, np.arange(1, self._manifest.pages)):
@@ -166,15 +236,27 @@ class EnginePool:
 
     def _register(self, client: Client) -> None:
         """Register it; what the next session of this engine finds is the same memory."""
-        assert self._shared is not None
-        whole = self._shared.view()
-        tensors = {}
-        for role in ("k",) if self.spec.joined else ("k", "v"):
-            array = array_of(self._manifest, "main", role)
-            part = whole[array.start : array.start + array.size_bytes]
-            tensors["main", role] = part.view(array_dtype(array.dtype)).reshape(array.shape)
-        limit = self._payload_limit(client)
-        client.register_pool(self.name, self.spec, tensors, device=HOST, model=self.model, max_payload_bytes=limit)
+        tensors: dict[tuple[str, str], Any] = {("main", role): one for role, one in self._tensors.items()}
+        if self.device == HOST:
+            assert self._shared is not None
+            whole = self._shared.view()
+            for role in ("k",) if self.spec.joined else ("k", "v"):
+                array = array_of(self._manifest, "main", role)
+                part = whole[array.start : array.start + array.size_bytes]
+                tensors["main", role] = part.view(array_dtype(array.dtype)).reshape(array.shape)
+        client.register_pool(
+            self.name,
+            self.spec,
+            tensors,
+            device=self.device,
+            model=self.model,
+            max_payload_bytes=self._payload_limit(client),
+            deadline_s=self._deadline_s,
+        )
+
+    def _open_ring(self, client: Client) -> None:
+        if self.device != HOST:
+            self._ring = client.open_events(self.device, deadline_s=OPENING_S)
 
     def _payload_limit(self, client: Client) -> int:
         """Return the largest payload that the daemon allows: SGLang's row of metadata grows with the model's width."""
@@ -190,5 +272,12 @@ class EnginePool:
         assert isinstance(region, HostRegion)
         return region
 
+    def _in_its_form(self, role: str, one: torch.Tensor) -> torch.Tensor:
+        array = array_of(self._manifest, "main", role)
+        return one.view(torch_dtype(array.dtype)).view(array.shape)
+
     def _address(self) -> int:
-        return self._region().address
+        if self.device == HOST:
+            return self._region().address
+        assert self._attached is not None
+        return self._attached.address

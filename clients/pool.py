@@ -87,11 +87,15 @@ class AttachedPool(OfOneProcess):
         """Return whether it was not closed."""
         return not isinstance(self.region, HostRegion) or self.region.fd >= 0
 
+    @property
+    def address(self) -> int:
+        """Return where its memory begins in this process; on a device, that of the device."""
+        region = self.region
+        return region.address if isinstance(region, HostRegion) else int(_on_device(region).tensor.data_ptr())
+
     def engine_lists(self) -> EngineLists:
         """Return the pointer lists that an engine registers, with addresses in this process."""
-        region = self.region
-        address = region.address if isinstance(region, HostRegion) else int(_on_device(region).tensor.data_ptr())
-        return engine_lists(self.manifest, address)
+        return engine_lists(self.manifest, self.address)
 
     def entry_tensor(self, entry: Entry) -> torch.Tensor:
         """Return one entry as a tensor of ``entry.shape`` and ``entry.dtype``, sharing the pool's memory."""

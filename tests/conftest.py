@@ -40,7 +40,7 @@ UVLOOP: Final = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
 DEBUG_LOOP: Final = pytest.param(("asyncio", {"use_uvloop": False, "debug": True}), id="asyncio-debug")
 
 LONG: Final = ("tests/demo/test_command", "tests/benchmarks/test_benchmarks", "tests/hosts/")
-DEVICE_FOLDERS: Final = tuple(Path(__file__).with_name(name) for name in ("npu", "cann_simulator"))
+DEVICE_FOLDERS: Final = tuple(Path(__file__).parent / name for name in ("npu", "cann_simulator", "sglang/npu"))
 simulated_host = pytest.StashKey[SimulatedHost | None]()
 
 

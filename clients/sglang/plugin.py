@@ -34,6 +34,8 @@ _POOL: Final = f"{_SRT}mem_cache.memory_pool."
 _REQ: Final = f"{_SRT}managers.schedule_batch.Req"
 _CONN: Final = f"{_SRT}disaggregation.common.conn."
 _SCHEDULER: Final = f"{_SRT}managers.scheduler.Scheduler"
+_NPU: Final = f"{_SRT}hardware_backend.npu.memory_pool_npu."
+_METADATA: Final = f"{_SRT}disaggregation.utils.MetadataBuffers.__init__"
 _HOST: Final = f"{_SRT}mem_cache.pool_host."
 _FITS: Final = f"{_SRT}managers.cache_controller.HiCacheController.can_fit_prefetch_host_buffers"
 _STORAGE: Final = f"{_SRT}mem_cache.hicache_storage.HiCacheStorage."
@@ -53,6 +55,10 @@ _RESUME: Final = f"{_WEIGHTS}resume_memory_occupation"
 _LORA: Final = f"{_SRT}lora.lora_manager.LoRAManager._load_lora_adapter"
 _SENDERS: Final = f"{_SRT}disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 _RECEIVERS: Final = f"{_SRT}disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+_KINDS: Final = (
+    *(f"{_POOL}{kind}" for kind in ("MHATokenToKVPool", "MLATokenToKVPool")),
+    *(f"{_NPU}{kind}" for kind in ("NPUMHATokenToKVPool", "NPUMLATokenToKVPool")),
+)
 KNOWN: Final = (
     Known(f"{_SRT}server_args.add_disagg_transfer_backend_choices", ("iterable",)),
     Known(f"{_SRT}disaggregation.utils.get_kv_class", ("transfer_backend", "class_type")),
@@ -65,9 +71,25 @@ KNOWN: Final = (
     ),
     Known(f"{_POOL}MHATokenToKVPool._create_buffers_normal", ("self",)),
     Known(f"{_POOL}MLATokenToKVPool._create_buffers", ("self",)),
+    Known(f"{_NPU}NPUMHATokenToKVPool._create_buffers", ("self",)),
+    Known(
+        f"{_NPU}NPUMLATokenToKVPool.__init__",
+        (
+            "self", "size", "page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num", "device",
+            "enable_memory_saver", "index_head_dim", "index_size", "start_layer", "end_layer", "index_page_size",
+            "indexer_layer_ids", "kv_cache_dim", "is_draft_worker",
+        ),
+    ),
+    Known(
+        _METADATA,
+        (
+            "self", "size", "hidden_size", "hidden_states_dtype", "max_sampling_mask_tokens", "max_top_logprobs_num",
+            "custom_mem_pool", "output_dsa_topk_indices_dim", "kv_checksum_enabled",
+        ),
+    ),
     *(
-        Known(f"{_POOL}{kind}.{call}", ("self", *given, "indices", "mamba_indices", "req_pool_index"))
-        for kind in ("MHATokenToKVPool", "MLATokenToKVPool")
+        Known(f"{kind}.{call}", ("self", *given, "indices", "mamba_indices", "req_pool_index"))
+        for kind in _KINDS
         for call, given in (("get_cpu_copy", ()), ("load_cpu_copy", ("kv_cache_cpu",)))
     ),
     Known(f"{_REQ}.load_kv_cache", ("self", "req_to_token_pool", "token_to_kv_pool_allocator")),
@@ -189,8 +211,10 @@ def _register(unknown: list[str]) -> None:
     for target, hook in (
         (f"{_POOL}MHATokenToKVPool._create_buffers_normal", pools.create_mha_buffers),
         (f"{_POOL}MLATokenToKVPool._create_buffers", pools.create_mla_buffers),
-        *((f"{_POOL}{kind}.get_cpu_copy", retraction.get_cpu_copy) for kind in pools.KINDS),
-        *((f"{_POOL}{kind}.load_cpu_copy", retraction.load_cpu_copy) for kind in pools.KINDS),
+        (f"{_NPU}NPUMHATokenToKVPool._create_buffers", pools.create_npu_mha_buffers),
+        (f"{_NPU}NPUMLATokenToKVPool.__init__", pools.create_npu_mla_pool),
+        *((f"{kind}.get_cpu_copy", retraction.get_cpu_copy) for kind in _KINDS),
+        *((f"{kind}.load_cpu_copy", retraction.load_cpu_copy) for kind in _KINDS),
         (f"{_REQ}.load_kv_cache", retraction.load_kv_cache),
         (f"{_HOST}base.HostKVCache.clear", hicache.clear_all_but_padding),
         (_FITS, hicache.fits_beside_padding),
@@ -202,6 +226,7 @@ def _register(unknown: list[str]) -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.register(f"{_HOST}base.HostKVCache._allocate_host_buffer", hicache.choose_allocator, HookType.BEFORE)
     for target, note in (
+        (_METADATA, pools.metadata_on_host),
         (_END_UPDATE, identity.note_end),
         (_RESUME, identity.note_resumed),
         (f"{_SCHEDULER}.handle_update_weight_version", identity.note_version),

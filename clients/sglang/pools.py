@@ -3,12 +3,17 @@
 A layer of ``MHATokenToKVPool`` is a tensor of one row a token, (size + page_size, heads, dim); the rows of its page 0
 take what padded tokens write. That is kvferry's (pages, page_size, heads, dim) with its padding page 0. SGLang hands
 out the pages by itself, so all of them belong to its session.
+
+Ascend's pools make their tensors on their own, so they make them on torch's device "meta", where they have a shape and
+no memory, and are given the daemon's of the same shape. Which shape SGLang reads is thereby SGLang's own choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from kvferry.clients import MhaSpec, MlaSpec, ModelIdentity
 from kvferry.clients.engine import Engine
@@ -17,10 +22,17 @@ from kvferry.clients.sglang import identity
 from kvferry.clients.sglang.choice import transfers_by_kvferry
 from kvferry.clients.sglang.settings import end_server, settings
 from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import HOST
 
-KINDS: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
+if TYPE_CHECKING:
+    import torch
+
+HOST_KINDS: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
+NPU_KINDS: Final = ("NPUMHATokenToKVPool", "NPUMLATokenToKVPool")
 """The classes themselves: what is derived from them keeps its bytes in other ways."""
 
+VISIBLE: Final = "ASCEND_RT_VISIBLE_DEVICES"
+"""Which of the host's NPUs a process sees, by number; it numbers them anew."""
 
 _current: EnginePool | None = None
 
@@ -33,7 +45,7 @@ def current() -> EnginePool | None:
 def check_kind(pool: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401  SGLang's object and arguments
     """Refuse a pool of another class before it is made, where kvferry was chosen."""
     kind = type(pool).__name__
-    if kind not in KINDS and transfers_by_kvferry():
+    if kind not in (*HOST_KINDS, *NPU_KINDS) and transfers_by_kvferry():
         raise _refusal(f"the KV pool {kind}")
 
 
@@ -42,11 +54,107 @@ def create_mha_buffers(original: Callable[[Any], None], pool: Any) -> None:  # n
     if not transfers_by_kvferry():
         original(pool)
         return
-    _check(pool)
+    _check(pool, "cpu")
     if pool.kv_cache_layout != "nhd":
         raise _refusal(f"the KV layout {pool.kv_cache_layout!r}")
-    heads, rank, size = pool.head_num, *tensor_parallel()
-    spec = MhaSpec(
+    made = _make(_mha_spec(pool))
+    pool.k_buffer = [one.view(pool.store_dtype) for one in made.rows("k")]
+    pool.v_buffer = [one.view(pool.store_dtype) for one in made.rows("v")]
+
+
+def create_mla_buffers(original: Callable[[Any], None], pool: Any) -> None:  # noqa: ANN401  SGLang's object
+    """Create the buffers of an ``MLATokenToKVPool`` in the daemon's pool: latent and rope of a token in one row."""
+    if not transfers_by_kvferry():
+        original(pool)
+        return
+    _check(pool, "cpu")
+    if pool.use_dsa:
+        raise _refusal("sparse attention with an indexer (DSA, NSA)")
+    spec = _mla_spec(pool, joined=True)
+    pool.kv_buffer = [one.view(pool.store_dtype) for one in _make(spec).rows("k")]
+
+
+def create_npu_mha_buffers(original: Callable[[Any], None], pool: Any) -> None:  # noqa: ANN401  SGLang's object
+    """Create the buffers of an ``NPUMHATokenToKVPool``: k and v of all layers, with FIA also a view of each layer."""
+    if not transfers_by_kvferry():
+        original(pool)
+        return
+    _check(pool, "npu")
+    device = pool.device
+    pool.device = _made_on(device)
+    original(pool)
+    pool.device = device
+    roles = ("k", "v")
+    made = _make(_mha_spec(pool), device, {role: getattr(pool, f"{role}_buffer_tensor") for role in roles})
+    for role in roles:
+        ours = made.tensor(role)
+        for name in (f"_hicache_{role}_buffer", f"{role}_buffer_tensor", f"{role}_buffer"):
+            _fill(pool, name, ours)
+    _check_filled(pool)
+
+
+def create_npu_mla_pool(original: Callable[..., None], pool: Any, *given: Any, **named: Any) -> None:  # noqa: ANN401
+    """Make an ``NPUMLATokenToKVPool``, whose constructor makes its buffers: latent, rope, and the indexer's keys."""
+    if not transfers_by_kvferry() or type(pool).__name__ not in NPU_KINDS:
+        original(pool, *given, **named)
+        return
+    bound = inspect.signature(original).bind(pool, *given, **named)
+    device = bound.arguments["device"]
+    bound.arguments["device"] = _made_on(device)
+    original(*bound.args, **bound.kwargs)
+    pool.device = device
+    if pool.k_buffer is None:
+        raise _refusal("the offload of sparse KV (SGLANG_NPU_ENABLE_SPARSE_KV_OFFLOAD)")
+    _check(pool, "npu")
+    packed, indexed = pool.dsa_kv_cache_store_fp8, bool(pool.indexer_layer_ids)
+    names = {"k": "k_buffer"}
+    names |= {} if packed else {"v": "v_buffer"}
+    names |= {"index_k": "index_k_buffer"} if indexed else {}
+    names |= {"index_scale": "index_k_scale_buffer"} if indexed and packed else {}
+    more: dict[str, Any] = {"view": "nz"} if pool.use_fia_nz else {}
+    if indexed:
+        more |= {"index_head_dim": pool.index_head_dim, "index_layers": pool.indexer_layer_ids}
+    if packed:
+        more |= {"packed": "ascend", "index_scale": indexed}
+    made = _make(_mla_spec(pool, **more), device, {role: getattr(pool, name) for role, name in names.items()})
+    for role, name in names.items():
+        _fill(pool, name, made.tensor(role))
+    if packed and pool.v_buffer.is_meta:  # no element: packed tokens have their rope in k
+        pool.v_buffer = pool.k_buffer.new_empty(pool.v_buffer.shape, dtype=pool.v_buffer.dtype)
+    if indexed and packed and pool.indexer_hadamard_128.is_meta:
+        from sglang.srt.layers.attention.dsa.dsa_npu_indexer import create_npu_hadamard_128  # noqa: PLC0415
+
+        pool.indexer_hadamard_128 = create_npu_hadamard_128(pool.index_head_dim, device)
+    _check_filled(pool)
+
+
+def metadata_on_host(_: object, buffers: Any, *__: object, **___: object) -> None:  # noqa: ANN401  SGLang's object
+    """Have a request's row of metadata where the processor reads it: SGLang puts it on an NPU, for its own back end."""
+    if not transfers_by_kvferry():
+        return
+    for name, value in vars(buffers).items():
+        if getattr(value, "is_cpu", True) is False:
+            setattr(buffers, name, value.cpu())
+
+
+def daemons_device(ours: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return what the daemon calls an NPU of this process, which may see some of the host's only.
+
+    Raises:
+        InvalidFieldError: it does not see this one.
+    """
+    visible = environment.get(VISIBLE, "")
+    if not visible:
+        return ours
+    numbers, index = [one.strip() for one in visible.split(",")], int(ours.removeprefix("npu:"))
+    if index >= len(numbers) or not numbers[index].isdecimal():
+        raise InvalidFieldError(f"{VISIBLE} is {visible!r}, and this process uses {ours}", field=VISIBLE)
+    return f"npu:{int(numbers[index])}"
+
+
+def _mha_spec(pool: Any) -> MhaSpec:  # noqa: ANN401  SGLang's object
+    heads, (rank, size) = pool.head_num, tensor_parallel()
+    return MhaSpec(
         layers=pool.layer_num,
         first_layer=pool.start_layer,
         tokens=pool.size,
@@ -58,20 +166,10 @@ def create_mha_buffers(original: Callable[[Any], None], pool: Any) -> None:  # n
         v_head_dim=pool.v_head_dim,
         dtype=_dtype(pool),
     )
-    made = _make(spec)
-    pool.k_buffer = [one.view(pool.store_dtype) for one in made.rows("k")]
-    pool.v_buffer = [one.view(pool.store_dtype) for one in made.rows("v")]
 
 
-def create_mla_buffers(original: Callable[[Any], None], pool: Any) -> None:  # noqa: ANN401  SGLang's object
-    """Create the buffers of an ``MLATokenToKVPool`` in the daemon's pool: latent and rope of a token in one row."""
-    if not transfers_by_kvferry():
-        original(pool)
-        return
-    _check(pool)
-    if pool.use_dsa:
-        raise _refusal("sparse attention with an indexer (DSA, NSA)")
-    spec = MlaSpec(
+def _mla_spec(pool: Any, **more: Any) -> MlaSpec:  # noqa: ANN401  SGLang's object
+    return MlaSpec(
         layers=pool.layer_num,
         first_layer=pool.start_layer,
         tokens=pool.size,
@@ -79,19 +177,59 @@ def create_mla_buffers(original: Callable[[Any], None], pool: Any) -> None:  # n
         kv_lora_rank=pool.kv_lora_rank,
         qk_rope_head_dim=pool.qk_rope_head_dim,
         dtype=_dtype(pool),
-        joined=True,
         replicas=tensor_parallel()[1],
+        **more,
     )
-    pool.kv_buffer = [one.view(pool.store_dtype) for one in _make(spec).rows("k")]
 
 
-def _make(spec: MhaSpec | MlaSpec) -> EnginePool:
+def _made_on(device: Any) -> Any:  # noqa: ANN401  SGLang's word for a device
+    """Return where SGLang is to make a pool's tensors that is to be on a device."""
+    return device if settings().memory == "engine" else "meta"
+
+
+def _fill(pool: Any, name: str, ours: torch.Tensor) -> None:  # noqa: ANN401  SGLang's object
+    """Have an attribute of SGLang's pool, all layers or a list of them, be the daemon's memory in the same shape."""
+    theirs = getattr(pool, name)
+    if isinstance(theirs, list):
+        setattr(pool, name, [one.view(like.dtype).view(like.shape) for one, like in zip(ours, theirs, strict=True)])
+    else:
+        setattr(pool, name, ours.view(theirs.dtype).view(theirs.shape))
+
+
+def _check_filled(pool: Any) -> None:  # noqa: ANN401  SGLang's object
+    """Refuse a pool of which a tensor has got no memory: this SGLang makes more than is known here."""
+    for name, value in vars(pool).items():
+        if any(getattr(one, "is_meta", False) for one in (value if isinstance(value, list | tuple) else [value])):
+            raise _refusal(f"{type(pool).__name__}.{name}")
+
+
+def _make(
+    spec: MhaSpec | MlaSpec,
+    on: Any = HOST,  # noqa: ANN401  SGLang's word for a device
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> EnginePool:
+    """Make this process's pool; ``tensors``: SGLang's of a device, by role, where they are to be registered."""
     global _current  # noqa: PLW0603  as SGLang's own pool, one a process
     told = settings()
     name = pool_name(told.pool)
+    ours = device = HOST
+    if on != HOST:
+        import torch  # noqa: PLC0415  of the engine
+
+        ours = f"npu:{torch.accelerator.current_device_index()}"
+        device = daemons_device(ours)
+    is_registered = device != HOST and told.memory == "engine"
     identity.weights.begin()
-    engine = Engine(name, told.runtime_dir, on_pool_lost=end_server)
-    _current = EnginePool(engine, name, spec, model_identity(), told.memory)
+    engine = Engine(name, told.runtime_dir, devices={device: ours} if device != ours else {}, on_pool_lost=end_server)
+    _current = EnginePool(
+        engine,
+        name,
+        spec,
+        model_identity(),
+        told.memory,
+        device=device,
+        tensors=tensors if is_registered else None,
+    )
     return _current
 
 
@@ -117,10 +255,10 @@ def model_identity() -> ModelIdentity:
     return ModelIdentity(name=str(get_serving().served_model_name))
 
 
-def _check(pool: Any) -> None:  # noqa: ANN401  SGLang's object
-    """Refuse what is not carried, by name, before anything is made."""
+def _check(pool: Any, device: str) -> None:  # noqa: ANN401  SGLang's object
+    """Refuse what is not carried, by name, before the daemon is asked for a pool."""
     check_kind(pool)
-    if str(pool.device) != "cpu":
+    if str(pool.device).partition(":")[0] != device:
         raise _refusal(f"a KV pool on {pool.device}")
     if current() is not None:
         raise _refusal("a second KV pool (speculative decoding's draft model, sliding windows)")

@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.clients import KvferryError, pages, pages_from_slots
 from kvferry.clients.calls import asked
@@ -61,12 +62,12 @@ def get_cpu_copy(original: Callable[..., Any], pool: Any, indices: Any, *rest: A
     if ours is None or not len(indices):
         return original(pool, indices, *rest, **more)
     try:
-        ids = pages_from_slots(np.asarray(indices), ours.spec.page_size)
         ours.engine.poll()
         if ours.engine.is_away:
             raise DaemonLostError("the daemon is away, and the scheduler does not wait for it")
+        after, ids = ours.event(), _page_ids(ours, indices)
         with ours.engine.client() as client:
-            leaving = client.offload(ours.name, [pages(ids)], deadline_s=DEADLINE_S)
+            leaving = client.offload(ours.name, [pages(ids)], after=after, deadline_s=DEADLINE_S)
             client.wait_done(leaving, DEADLINE_S + MARGIN_S)
         assert leaving.snapshot is not None
     except KvferryError as error:
@@ -92,9 +93,11 @@ def load_cpu_copy(
         return original(pool, kv_cache_cpu, indices, *rest, **more)
     ours = _ours(pool)
     assert ours is not None, "a backup is of this process's pool"
-    ids = pages_from_slots(np.asarray(indices), ours.spec.page_size)
+    after, ids = ours.event(), _page_ids(ours, indices)
     with ours.engine.client() as client:
-        back = client.restore(ours.name, kv_cache_cpu.snapshot, [pages(ids)], drop=True, deadline_s=DEADLINE_S)
+        back = client.restore(
+            ours.name, kv_cache_cpu.snapshot, [pages(ids)], drop=True, after=after, deadline_s=DEADLINE_S
+        )
         error = end_of(client, back)  # SGLang uses the pages for others where this fails
     if error is not None:
         raise error
@@ -115,4 +118,15 @@ def load_kv_cache(original: Callable[..., Any], req: Any, *rest: Any, **more: An
 
 
 def _ours(pool: Any) -> EnginePool | None:  # noqa: ANN401  SGLang's object
-    return pools.current() if type(pool).__name__ in pools.KINDS else None
+    return pools.current() if type(pool).__name__ in (*pools.HOST_KINDS, *pools.NPU_KINDS) else None
+
+
+def _page_ids(pool: EnginePool, slots: Any) -> npt.NDArray[np.int64]:  # noqa: ANN401  a tensor
+    """Return the pages of slots; those on a device are read in the order of its stream, which nothing waits for."""
+    if not slots.is_cpu:
+        import torch  # noqa: PLC0415  of the engine
+
+        there, slots = slots, torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
+        slots.copy_(there, non_blocking=True)
+        torch.accelerator.current_stream(there.device).record_event().synchronize()
+    return pages_from_slots(slots.numpy(), pool.spec.page_size)

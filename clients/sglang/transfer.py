@@ -465,6 +465,7 @@ class KvferryKVSender(_Half, CommonKVSender):
         mgr = self.kv_mgr
         try:
             row = self.content + metadata_row(mgr.kv_args, self.aux_index) if is_last else b""
+            steps = mgr.pool.step() if lists else []  # on a device the model may still compute what this sends
             with mgr.pool.engine.step() as step:
                 if self._transfer is not None:
                     if self._transfer.is_finished:
@@ -477,6 +478,7 @@ class KvferryKVSender(_Half, CommonKVSender):
                     lists,
                     last=is_last,
                     payload=row,
+                    steps=steps,
                     deadline_s=LONGEST_S,  # SGLang bounds how long decode may take to come, and decode all the rest
                 )
             if lists and not is_last:
@@ -550,6 +552,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         if self._transfer is not None or self._source is None or self._is_failed():
             return
         try:
+            after = mgr.pool.event() if self._lists else None
             with mgr.pool.engine.step() as step:
                 self._generation = mgr.pool.engine.generation
                 self._transfer = step.receive(
@@ -557,6 +560,7 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
                     request_id(self._source.boot_id, self._source.pool, self.bootstrap_room),
                     self._lists,
                     source_daemons=mgr.source_daemons(self._source),
+                    after=after,
                     deadline_s=min(mgr.waiting_timeout, LONGEST_S),
                 )
         except KvferryError as error:

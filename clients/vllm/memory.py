@@ -261,7 +261,7 @@ class RankMemory:
             if layer.dim() != DIMENSIONS or len(layer) != blocks or layer.nbytes * spec.layers != elements.nbytes:
                 raise refusal(f"layer {name} of the shape {tuple(layer.shape)} for {blocks} blocks", "block_size")
         if self.kind == "staged":
-            pairs = zip(in_order(kv_caches), self.pool.layers("k"), strict=True)
+            pairs = zip(in_order(kv_caches), self.pool.tensor("k"), strict=True)
             self._layers = [
                 (kv_caches[name], copy.view(kv_caches[name].dtype).view(kv_caches[name].shape)) for name, copy in pairs
             ]

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MiniCPM3Config
 
 from examples.demo.model import converted_model
-from tests.kit.folders import SMOLLM2, TINY_DEEPSEEK, TINY_GQA, TINY_MHA, TINY_MLA
+from tests.kit.folders import SMOLLM2, TINY_ASCEND, TINY_DEEPSEEK, TINY_GQA, TINY_MHA, TINY_MLA
 
 SPREAD: Final = 0.2
 """Of the random weights: ten times the usual, so that a token depends on all the tokens before it."""
@@ -71,7 +71,9 @@ def main() -> None:
         qk_nope_head_dim=32,
         v_head_dim=32,
     )
-    for name, config in ((TINY_MHA, mha), (TINY_GQA, gqa), (TINY_MLA, mla), (TINY_DEEPSEEK, deepseek)):
+    ascend = LlamaConfig(**COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
+    made = {TINY_MHA: mha, TINY_GQA: gqa, TINY_MLA: mla, TINY_DEEPSEEK: deepseek, TINY_ASCEND: ascend}
+    for name, config in made.items():
         save_random(config, folder / name)
         for file in demo.glob("tokenizer*"):
             shutil.copy(file, folder / name)

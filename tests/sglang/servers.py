@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from examples.demo.hosts import Host
+from kvferry.protocol.ids import HOST
 from tests.kit import servers
+from tests.kit.devices import DEVICE
 from tests.kit.folders import MODELS, REPOSITORY, SMOLLM2
 from tests.kit.servers import (
     AT_ONCE,
@@ -40,12 +42,20 @@ SERVED_S: Final = 30.0
 READY: Final = "/readiness"
 """Of the router: it knows a prefill and a decode server that are healthy."""
 NEW_TOKENS: Final = 16
-OPTIONS: Final = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
-    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+_BOTH: Final = (
+    *("--dtype", "float32", "--cuda-graph-backend-prefill", "disabled"),
     *("--skip-server-warmup", "--disable-overlap-schedule"),
     "--sleep-on-idle",  # two idle schedulers would take two cores
 )
+OPTIONS: Final = (
+    *("--device", "cpu", "--attention-backend", "torch_native"),
+    *("--cuda-graph-backend-decode", "disabled", *_BOTH),
+)
+NPU_OPTIONS: Final = (
+    *("--device", "npu", "--attention-backend", "ascend", "--sampling-backend", "pytorch", "--page-size", "128"),
+    *("--mem-fraction-static", "0.5", "--max-running-requests", "8", "--cuda-graph-max-bs-decode", "8", *_BOTH),
+)
+"""Decode's graphs are captured."""
 DECODE_OPTIONS: Final = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 STUBS: Final = REPOSITORY / "tests" / "sglang" / "stubs"
 """For what SGLang imports and this environment cannot have."""
@@ -56,6 +66,12 @@ ENVIRONMENT: Final = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "PYTHONDONTWRITEBYTECODE": "",  # each start would compile SGLang anew
     "PYTHONPATH": f"{REPOSITORY / 'src'}:{STUBS}",
+}
+ON_NPU: Final = {
+    "ASCEND_USE_FIA": "1",
+    "ASCEND_GLOBAL_LOG_LEVEL": "3",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONPATH": f"{STUBS / 'npu'}:{ENVIRONMENT['PYTHONPATH']}",
 }
 EXTRA: Final = {
     "backend_name": "kvferry",
@@ -104,7 +120,8 @@ def server(
     """
     port, nccl_port = free_ports(2)
     address = "127.0.0.1" if host is None else host.address
-    arguments = ["-m", "sglang.launch_server", "--model-path", os.fspath(MODELS / model), *OPTIONS]
+    arguments = ["-m", "sglang.launch_server", "--model-path", os.fspath(MODELS / model)]
+    arguments += OPTIONS if DEVICE.name == HOST else NPU_OPTIONS
     arguments += ["--host", address, "--port", str(port), "--nccl-port", str(nccl_port)]
     arguments += ["--max-total-tokens", str(tokens)]
     if mode != "plain":
@@ -130,7 +147,8 @@ def hicache(layout: str = "layer_first", io: str = "direct") -> list[str]:
 
 def _variables(host: Host | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a program on a host, which else asks a route to the Internet for its address."""
-    return {**ENVIRONMENT, **({} if host is None else {"SGLANG_HOST_IP": host.address}), **(more or {})}
+    device = {} if DEVICE.name == HOST else ON_NPU
+    return {**ENVIRONMENT, **device, **({} if host is None else {"SGLANG_HOST_IP": host.address}), **(more or {})}
 
 
 def request(ids: Sequence[int], new: int = NEW_TOKENS, **more: object) -> dict[str, object]:

@@ -238,7 +238,7 @@ def test_staged_blocks_are_copied_and_no_others(rank: RankMemory) -> None:
     raw = torch.randint(-128, 127, (rank.pool.elements().numel(),), dtype=torch.int8)
     layers = caches(raw)
     rank.take(dict(reversed(layers.items())))  # vLLM's order is not that of layers
-    copies = rank.pool.layers("k")
+    copies = rank.pool.tensor("k")
     rank.copy_out([1, 3])
     bits = [
         (layer.view(torch.int32), copy.view(torch.int32)) for layer, copy in zip(layers.values(), copies, strict=True)

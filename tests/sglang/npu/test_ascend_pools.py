@@ -1,0 +1,166 @@
+"""SGLang's own pools for NPUs in the daemon's memory, or registered, are to SGLang what they are without kvferry.
+
+The peer is SGLang 0.5.23: ``NPUMHATokenToKVPool`` and ``NPUMLATokenToKVPool`` of
+``sglang/srt/hardware_backend/npu/memory_pool_npu.py``, lines 88 and 629, with ``get_contiguous_buf_infos`` (228, 945),
+``get_state_buf_infos`` (875) and ``set_kv_buffer`` (263, 997).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKOnlyPool
+
+from kvferry.clients.engine_pool import EnginePool
+from kvferry.clients.sglang import pools
+from kvferry.protocol.errors import InvalidFieldError
+from tests.kit.daemons import Daemon
+from tests.sglang.in_process import LAST, chosen, current_pool, told
+from tests.sglang.npu.pools import FIRST_LAYER, KINDS, LAYERS, PAGE, TOKENS, Kind, tensors_of
+
+
+class Made(NamedTuple):
+    """A pool as SGLang has it without kvferry, one with it, and the latter as the daemon has it."""
+
+    kind: Kind
+    plain: Any
+    ours: Any
+    pool: EnginePool
+
+
+def environment_of(daemon: Daemon, kind: Kind, memory: str = "daemon") -> Mapping[str, str]:
+    told = {"KVFERRY_RUNTIME_DIR": str(daemon.runtime_dir), "KVFERRY_SGLANG_POOL": "pool"}
+    return {**told, "KVFERRY_SGLANG_MEMORY": memory, **kind.environment}
+
+
+@pytest.fixture(scope="module", params=["daemon", "engine"])
+def memory(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=[*KINDS])
+def made(request: pytest.FixtureRequest, memory: str, daemon: Daemon) -> Iterator[Made]:
+    kind: Kind = request.param
+    with told(kind.environment):
+        plain = kind.make()
+    with chosen(environment_of(daemon, kind, memory)), current_pool(lambda: None):
+        ours = kind.make()
+    pool = LAST()
+    assert pool is not None
+    yield Made(kind, plain, ours, pool)
+    pool.engine.close()
+
+
+def test_every_attribute_is_as_sglang_makes_it(made: Made) -> None:
+    """So whatever SGLang reads from a pool, it finds; the shape says whether a buffer is FIA's."""
+    assert vars(made.ours).keys() == vars(made.plain).keys()
+    theirs, ours = tensors_of(made.plain), tensors_of(made.ours)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        for one, other in zip(ours[name], theirs[name], strict=True):
+            assert (one.shape, one.dtype, one.stride(), one.device) == (
+                other.shape, other.dtype, other.stride(), other.device
+            ), name  # fmt: skip
+
+
+def test_its_lists_are_those_that_the_daemon_transfers_by(made: Made) -> None:
+    data_ptrs, data_lens, item_lens = made.ours.get_contiguous_buf_infos()
+    lists = made.pool.lists
+    assert [*lists.data_ptrs] == data_ptrs
+    assert ([*lists.data_lens], [*lists.item_lens]) == (data_lens, item_lens)
+    assert (data_lens, item_lens) == made.plain.get_contiguous_buf_infos()[1:]
+    assert made.ours.get_kv_size_bytes() == made.plain.get_kv_size_bytes()
+
+
+def test_the_indexers_keys_are_among_them(made: Made) -> None:
+    """SGLang sends them by these lists; as states it lists them, too."""
+    if not hasattr(made.plain, "index_k_buffer"):
+        pytest.skip("no pool with an indexer")
+    lists = made.pool.lists
+    listed = set(zip(lists.data_ptrs, lists.data_lens, lists.item_lens, strict=True))
+    assert set(zip(*made.ours.get_state_buf_infos(), strict=True)) <= listed
+    names = {name.split("/")[1] for name in lists.names}
+    assert ("index_k" in names) == bool(made.plain.indexer_layer_ids)
+
+
+def test_what_sglang_writes_is_in_the_daemons_pages(made: Made) -> None:
+    """In the page and row of the slot, in each layer; the same bytes as in SGLang's own memory."""
+    if made.kind.given["dtype"] == torch.float8_e4m3fn:
+        pytest.skip("aclnnDynamicQuant is not simulated")
+    if "head_num" in made.kind.given and not made.plain.use_fia:
+        pytest.skip("_npu_reshape_and_cache of libatb is not simulated")
+    slots = torch.tensor([PAGE + 3, 5 * PAGE, TOKENS + PAGE - 1])
+    for layer in range(FIRST_LAYER, FIRST_LAYER + LAYERS):
+        key, value = (torch.randn(3, *shape).to(made.kind.given["dtype"]) for shape in widths(made.kind))
+        for one in (made.plain, made.ours):
+            one.set_kv_buffer(SimpleNamespace(layer_id=layer), slots.to("npu"), key.to("npu"), value.to("npu"))
+    for role in ("k", "v"):
+        ours, theirs = (
+            made.pool.tensor(role).cpu(),
+            [one.cpu().flatten() for one in getattr(made.plain, f"{role}_buffer")],
+        )
+        assert torch.equal(ours.flatten(), torch.cat(theirs))
+        assert set(ours.flatten(2).any(-1).nonzero()[:, 1].tolist()) == {1, 5, TOKENS // PAGE}
+
+
+def widths(kind: Kind) -> list[tuple[int, ...]]:
+    """Return the shape of a token's key and value."""
+    given = kind.given
+    if "head_num" in given:
+        return [(given["head_num"], given["head_dim"]), (given["head_num"], given["v_head_dim"])]
+    return [(1, given["kv_lora_rank"]), (1, given["qk_rope_head_dim"])]
+
+
+REFUSED = {
+    "K only (MiniMax)": (
+        lambda: NPUMHATokenToKOnlyPool(TOKENS, PAGE, torch.float16, 1, 32, LAYERS, "npu", enable_memory_saver=False),
+        {},
+        "the KV pool NPUMHATokenToKOnlyPool",
+    ),
+    "sparse KV": (
+        KINDS["mla index"].make, {"SGLANG_NPU_ENABLE_SPARSE_KV_OFFLOAD": "1"}, "the offload of sparse KV"
+    ),
+    "another device": (
+        lambda: KINDS["mha"]._replace(given={**KINDS["mha"].given, "device": "cpu"}).make(), {}, "a KV pool on cpu"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "environment", "what"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_carried_is_refused_by_name(
+    make: Callable[[], object], environment: dict[str, str], what: str, daemon: Daemon
+) -> None:
+    with (
+        chosen({**environment_of(daemon, KINDS["mha"]), **environment}),
+        current_pool(lambda: None),
+        pytest.raises(InvalidFieldError, match=f"does not carry {what}") as refused,
+    ):
+        make()
+    assert refused.value.field == "disaggregation_transfer_backend"
+
+
+def test_a_second_pool_is_refused(daemon: Daemon) -> None:
+    with (
+        chosen(environment_of(daemon, KINDS["mha"])),
+        current_pool(object),  # type: ignore[arg-type]
+        pytest.raises(InvalidFieldError, match="a second KV pool"),
+    ):
+        KINDS["mha"].make()
+
+
+@pytest.mark.parametrize(
+    ("visible", "ours", "theirs"), [("", "npu:1", "npu:1"), ("3", "npu:0", "npu:3"), ("4, 6", "npu:1", "npu:6")]
+)
+def test_the_daemon_numbers_the_hosts_devices(visible: str, ours: str, theirs: str) -> None:
+    assert pools.daemons_device(ours, {"ASCEND_RT_VISIBLE_DEVICES": visible}) == theirs
+
+
+@pytest.mark.parametrize("visible", ["3", "0,x"])
+def test_a_device_that_is_not_visible_is_refused(visible: str) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        pools.daemons_device("npu:1", {"ASCEND_RT_VISIBLE_DEVICES": visible})
+    assert refused.value.field == "ASCEND_RT_VISIBLE_DEVICES"
