@@ -10,6 +10,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
+#include <ATen/ops/silu.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/stack.h>
 
@@ -41,6 +42,42 @@ OPERATOR(aclnnRmsNorm, (CTensor self, CTensor gamma, double epsilon, Tensor out,
            at::Tensor scale = at::rsqrt(at::mean(x * x, {-1}, true) + epsilon);
            o.copy_((x * scale).to(a.scalar_type()) * g);
            r.copy_(scale);
+         }))
+
+OPERATOR(aclnnSwiGlu, (CTensor self, int64_t dim, Tensor out),
+         call.run([a = call.in(self), dim, o = call.out(out)] {
+           std::vector<at::Tensor> halves = a.to(at::kFloat).chunk(2, dim);
+           o.copy_(at::silu(halves[0]) * halves[1]);
+         }))
+
+namespace {
+
+// (tokens, heads * size), of each head the first dimensions turned by their position's angles, (tokens, 1, turned / 2).
+at::Tensor turned(const at::Tensor &rows, int64_t size, const at::Tensor &cosine, const at::Tensor &sine, bool halves) {
+  at::Tensor heads = rows.to(at::kFloat).view({rows.size(0), -1, size}), out = heads.clone();
+  int64_t pairs = cosine.size(-1);
+  auto parts = [&](const at::Tensor &of) {
+    if (halves) return std::pair(of.slice(-1, 0, pairs), of.slice(-1, pairs, 2 * pairs));
+    return std::pair(of.slice(-1, 0, 2 * pairs, 2), of.slice(-1, 1, 2 * pairs, 2));
+  };
+  auto [first, second] = parts(heads);
+  auto [to_first, to_second] = parts(out);
+  to_first.copy_(first * cosine - second * sine);
+  to_second.copy_(second * cosine + first * sine);
+  return out.view(rows.sizes());
+}
+
+}  // namespace
+
+OPERATOR(aclnnRopeWithSinCosCache,
+         (CTensor positions, CTensor query, CTensor key, CTensor cache, CInts, int64_t size, bool halves, Tensor query_out,
+          Tensor key_out),
+         call.run([p = call.in(positions), q = call.in(query), k = call.in(key), c = call.in(cache), size, halves,
+                   qo = call.out(query_out), ko = call.out(key_out)] {
+           if (p.dim() != 1) throw std::runtime_error("several positions a token are not simulated");
+           std::vector<at::Tensor> both = c.index_select(0, p.to(at::kLong)).to(at::kFloat).unsqueeze(1).chunk(2, -1);
+           qo.copy_(turned(q, size, both[0], both[1], halves));
+           ko.copy_(turned(k, size, both[0], both[1], halves));
          }))
 
 namespace {

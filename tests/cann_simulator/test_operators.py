@@ -210,3 +210,27 @@ def test_batched_products_of_transposed_matrices(perm: tuple[int, int, int], chi
         torch.testing.assert_close(found.cpu(), torch.bmm(a, b).transpose(0, 1), rtol=1e-4, atol=1e-5)
         """
     )
+
+
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+def test_what_transformers_call_of_torch_npu_alone(mode: str, child: Child) -> None:
+    child.do(
+        f"""
+        torch.manual_seed(6); T, D, R = 5, 16, 12
+        positions, cache = torch.tensor([0, 3, 1, 9, 2]), torch.randn(10, R)
+        q, k = torch.randn(T, 4 * D), torch.randn(T, D)
+        found = torch_npu.npu_mrope(positions.npu(), q.npu(), k.npu(), cache.npu(), D, mrope_section=[0, 0, 0],
+                                    rotary_mode="{mode}")
+        cosine, sine = cache[positions].chunk(2, -1)
+        for one, got in zip((q, k), found):
+            heads = one.view(T, -1, D)
+            turning = heads[..., :R]
+            first, second = turning.chunk(2, -1) if "{mode}" == "half" else (turning[..., ::2], turning[..., 1::2])
+            turned = torch.complex(first, second) * torch.complex(cosine, sine)[:, None]
+            kind = torch.cat if "{mode}" == "half" else torch.stack
+            expected = torch.cat([kind([turned.real, turned.imag], -1).flatten(2), heads[..., R:]], -1)
+            torch.testing.assert_close(got.cpu().view(T, -1, D), expected, rtol=1e-4, atol=1e-5)
+        gate, up = q.chunk(2, -1)
+        torch.testing.assert_close(torch_npu.npu_swiglu(q.npu()).cpu(), torch.nn.functional.silu(gate) * up)
+        """
+    )

@@ -65,6 +65,7 @@ def main() -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
         first_k_dense_replace=COMMON["num_hidden_layers"],
+        moe_layer_freq=1,  # SGLang reads it
         q_lora_rank=64,
         kv_lora_rank=512,
         qk_rope_head_dim=64,

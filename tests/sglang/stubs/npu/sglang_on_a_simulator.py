@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-_LAYERS = "sglang.srt.layers."
-
 
 def register() -> None:
     """Put them in place."""
@@ -13,8 +11,7 @@ def register() -> None:
 
     for path in ("mem_cache.allocation", "model_executor.forward_batch_info"):
         HookRegistry.register(f"sglang.srt.{path}.support_triton", lambda _: False, HookType.REPLACE)
-    for path in ("rotary_embedding.base.RotaryEmbedding", "layernorm.RMSNorm", "activation.SiluAndMul"):
-        HookRegistry.register(f"{_LAYERS}{path}.forward_npu", _native, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.layers.layernorm.RMSNorm.forward_npu", _native, HookType.REPLACE)
     HookRegistry.register(
         "sglang.srt.models.llama.LlamaAttention.forward_prepare_npu", _prepare_native, HookType.REPLACE
     )
