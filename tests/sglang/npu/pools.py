@@ -60,6 +60,10 @@ KINDS: Final = {
 }
 """What SGLang reads from a pool, and so its shapes, differ with the environment; its bytes only with NZ."""
 
+INDEXED: Final = [name for name, kind in KINDS.items() if "index_head_dim" in kind.given]
+WRITTEN: Final = [name for name in KINDS if "packed" not in name and (name.startswith("mla") or "fia" in name)]
+"""Into the others SGLang writes by aclnnDynamicQuant or libatb, which are not simulated."""
+
 
 def tensors_of(pool: Any) -> dict[str, list[torch.Tensor]]:  # noqa: ANN401  SGLang's class
     """Return all tensors that a pool has, by attribute; those of a list one by one."""

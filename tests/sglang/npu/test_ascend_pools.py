@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKOnlyPool
 
 from kvferry.clients.engine_pool import EnginePool
@@ -20,7 +21,7 @@ from kvferry.clients.sglang import pools
 from kvferry.protocol.errors import InvalidFieldError
 from tests.kit.daemons import Daemon
 from tests.sglang.in_process import LAST, chosen, current_pool, told
-from tests.sglang.npu.pools import FIRST_LAYER, KINDS, LAYERS, PAGE, TOKENS, Kind, tensors_of
+from tests.sglang.npu.pools import FIRST_LAYER, INDEXED, KINDS, LAYERS, PAGE, TOKENS, WRITTEN, Kind, tensors_of
 
 
 class Made(NamedTuple):
@@ -42,9 +43,9 @@ def memory(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=KINDS.values(), ids=[*KINDS])
+@pytest.fixture(scope="module", params=KINDS)
 def made(request: pytest.FixtureRequest, memory: str, daemon: Daemon) -> Iterator[Made]:
-    kind: Kind = request.param
+    kind = KINDS[request.param]
     with told(kind.environment):
         plain = kind.make()
     with chosen(environment_of(daemon, kind, memory)), current_pool(lambda: None):
@@ -76,23 +77,18 @@ def test_its_lists_are_those_that_the_daemon_transfers_by(made: Made) -> None:
     assert made.ours.get_kv_size_bytes() == made.plain.get_kv_size_bytes()
 
 
+@pytest.mark.parametrize("made", INDEXED, indirect=True)
 def test_the_indexers_keys_are_among_them(made: Made) -> None:
     """SGLang sends them by these lists; as states it lists them, too."""
-    if not hasattr(made.plain, "index_k_buffer"):
-        pytest.skip("no pool with an indexer")
     lists = made.pool.lists
     listed = set(zip(lists.data_ptrs, lists.data_lens, lists.item_lens, strict=True))
     assert set(zip(*made.ours.get_state_buf_infos(), strict=True)) <= listed
-    names = {name.split("/")[1] for name in lists.names}
-    assert ("index_k" in names) == bool(made.plain.indexer_layer_ids)
+    assert any(name.startswith("main/index_k/") for name in lists.names)
 
 
+@pytest.mark.parametrize("made", WRITTEN, indirect=True)
 def test_what_sglang_writes_is_in_the_daemons_pages(made: Made) -> None:
     """In the page and row of the slot, in each layer; the same bytes as in SGLang's own memory."""
-    if made.kind.given["dtype"] == torch.float8_e4m3fn:
-        pytest.skip("aclnnDynamicQuant is not simulated")
-    if "head_num" in made.kind.given and not made.plain.use_fia:
-        pytest.skip("_npu_reshape_and_cache of libatb is not simulated")
     slots = torch.tensor([PAGE + 3, 5 * PAGE, TOKENS + PAGE - 1])
     for layer in range(FIRST_LAYER, FIRST_LAYER + LAYERS):
         key, value = (torch.randn(3, *shape).to(made.kind.given["dtype"]) for shape in widths(made.kind))
@@ -150,6 +146,17 @@ def test_a_second_pool_is_refused(daemon: Daemon) -> None:
         pytest.raises(InvalidFieldError, match="a second KV pool"),
     ):
         KINDS["mha"].make()
+
+
+def test_rows_of_metadata_are_where_the_processor_reads_them(daemon: Daemon) -> None:
+    """SGLang has them on the NPU; its back end for Ascend reads them there."""
+    sizes = {"size": 2, "hidden_size": 8, "hidden_states_dtype": torch.float16, "max_sampling_mask_tokens": 4}
+    with told():
+        assert all(one.is_npu for (one,) in tensors_of(MetadataBuffers(**sizes)).values())
+    with chosen(environment_of(daemon, KINDS["mha"])):
+        buffers = MetadataBuffers(**sizes)
+    assert all(one.is_cpu for (one,) in tensors_of(buffers).values())
+    assert set(buffers.get_buf_infos()[0]) == {one.data_ptr() for (one,) in tensors_of(buffers).values()}
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def content(both: Halves, page_ids: npt.NDArray[np.int32]) -> list[torch.Tensor]
 
 
 def handed_over(both: Halves) -> bool:
-    """Write pages as kernels do, and send them at once: whether decode's pages are equal then."""
+    """Write pages as kernels do, and send them at once to pages that others still read: whether they are equal then."""
+    readers = [one[:, torch.from_numpy(RECEIVED).to("npu", torch.int64)] for one in roles(both)]
     for one in roles(both):
         new = torch.randint(0, 99, one.shape, dtype=torch.uint8)[:, SENT]
         one[:, torch.from_numpy(SENT).to("npu", torch.int64)] = new.to("npu", non_blocking=True)
@@ -55,6 +56,7 @@ def handed_over(both: Halves) -> bool:
     sender.send(SENT)
     assert polled(sender, KVPoll.Success)
     assert polled(receiver, KVPoll.Success)
+    assert len(readers) == len(roles(both))
     return all(map(torch.equal, content(both, SENT), content(both, RECEIVED)))
 
 

@@ -58,8 +58,29 @@ def fused_split_qk_norm(
     return normed(query, q_norm), normed(key, k_norm).unsqueeze(1), rotary.unsqueeze(1)
 
 
+def fused_rope_qk_mqa(
+    query: Tensor,
+    key: Tensor,
+    cos_sin: Tensor,
+    rotary_dim: int,
+    is_neox_style: bool,  # noqa: FBT001  SGLang's signature
+) -> tuple[Tensor, Tensor]:
+    """Return query and key, (tokens, heads, size), turned by their tokens' angles: (tokens, cosines and sines)."""
+    cosine, sine = cos_sin.float().unsqueeze(1).chunk(2, -1)
+
+    def turned(x: Tensor) -> Tensor:
+        wide = x[..., :rotary_dim].float()
+        first, second = wide.chunk(2, -1) if is_neox_style else (wide[..., ::2], wide[..., 1::2])
+        both = [first * cosine - second * sine, second * cosine + first * sine]
+        joined = torch.cat(both, -1) if is_neox_style else torch.stack(both, -1).flatten(-2)
+        return torch.cat([joined.to(x.dtype), x[..., rotary_dim:]], -1)
+
+    return turned(query), turned(key)
+
+
 WRITTEN: Final[dict[str, Callable[..., Any]]] = {
     "sgl_kernel_npu.mem_cache.allocator.alloc_extend_kernel": alloc_extend_kernel,
+    "sgl_kernel_npu.norm.fused_rope_qk_mqa.fused_rope_qk_mqa": fused_rope_qk_mqa,
     "sgl_kernel_npu.norm.fused_split_qk_norm.fused_split_qk_norm": fused_split_qk_norm,
 }
 
