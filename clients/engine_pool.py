@@ -50,6 +50,7 @@ class EnginePool:
         device: where it is, by the daemon's name.
         keeps_memory: whether this process registers what it has mapped where a daemon comes back without the pool.
         model: whose KV it holds.
+        compute_stream: on which the model runs, on a device; None: on the calling thread's current one.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class EnginePool:
         self._shared: SharedMemory | None = None
         self._tensors = {role: self._in_its_form(role, one) for role, one in (tensors or {}).items()}
         self._ring: EventRing | None = None
+        self.compute_stream: torch.Stream | None = None
         self._deadline_s = None if device == HOST else OPENING_S
         self.largest_payload_bytes = 0
         """Of what a transfer carries beside pages."""
@@ -146,7 +148,7 @@ class EnginePool:
         return torch.from_numpy(self._region().view()[: self._manifest.region_bytes])
 
     def event(self) -> DeviceEvent | None:
-        """Return an event behind all that this process's stream was told to do so far; None on the host: it is done.
+        """Return an event behind all that the model's stream was told to do so far; None on the host: it is done.
 
         Raises:
             KvferryError: the daemon that it is for is away.
@@ -154,11 +156,11 @@ class EnginePool:
         if self._ring is None:
             return None
         try:
-            return self._ring.record_event()
+            return self._ring.record_event(self.compute_stream)
         except StaleBootError:
             with self.engine.client() as client:
                 self._open_ring(client)
-            return self._ring.record_event()
+            return self._ring.record_event(self.compute_stream)
 
     def step(self) -> list[LayerStep]:
         """Return the step of a SEND whose layers are all in the pages once that is done; none on the host.

@@ -137,6 +137,7 @@ KNOWN: Final = (
     Known(f"{_LORA}_from_tensors", ("self", "lora_ref", "tensors", "config_dict", "added_tokens_config")),
     Known(_SENDERS, ("self", "req", "num_kv_heads")),
     Known(_RECEIVERS, ("self", "req", "is_rebootstrap")),
+    Known(f"{_SCHEDULER}.init_overlap", ("self",)),
     Known(f"{_SCHEDULER}.on_idle", ("self",)),
     Known(f"{_SCHEDULER}.is_fully_idle", ("self", "for_health_check", "ignore_waiting")),
 )  # fmt: skip
@@ -227,6 +228,7 @@ def _register(unknown: list[str]) -> None:
     HookRegistry.register(f"{_HOST}base.HostKVCache._allocate_host_buffer", hicache.choose_allocator, HookType.BEFORE)
     for target, note in (
         (_METADATA, pools.metadata_on_host),
+        (f"{_SCHEDULER}.init_overlap", pools.note_compute_stream),
         (_END_UPDATE, identity.note_end),
         (_RESUME, identity.note_resumed),
         (f"{_SCHEDULER}.handle_update_weight_version", identity.note_version),

@@ -137,6 +137,13 @@ def metadata_on_host(_: object, buffers: Any, *__: object, **___: object) -> Non
             setattr(buffers, name, value.cpu())
 
 
+def note_compute_stream(_: object, scheduler: Any) -> None:  # noqa: ANN401  SGLang's object
+    """Learn on which stream the model runs: with SGLang's overlap it is not the scheduler's own."""
+    pool = current()
+    if pool is not None and scheduler.enable_overlap:
+        pool.compute_stream = scheduler.forward_stream
+
+
 def daemons_device(ours: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return what the daemon calls an NPU of this process, which may see some of the host's only.
 

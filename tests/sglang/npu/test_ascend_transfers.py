@@ -43,25 +43,38 @@ def content(both: Halves, page_ids: npt.NDArray[np.int32]) -> list[torch.Tensor]
     return [one[:, torch.from_numpy(page_ids).to("npu", torch.int64)].cpu() for one in roles(both)]
 
 
+def here(page_ids: npt.NDArray[np.int32]) -> torch.Tensor:
+    return torch.from_numpy(page_ids).to("npu", torch.int64)
+
+
 def handed_over(both: Halves) -> bool:
-    """Write pages as kernels do, and send them at once to pages that others still read: whether they are equal then."""
-    readers = [one[:, torch.from_numpy(RECEIVED).to("npu", torch.int64)] for one in roles(both)]
-    for one in roles(both):
-        new = torch.randint(0, 99, one.shape, dtype=torch.uint8)[:, SENT]
-        one[:, torch.from_numpy(SENT).to("npu", torch.int64)] = new.to("npu", non_blocking=True)
+    """Receive into pages that kernels still read, and send those that others still write: whether they are equal then.
+
+    Each on a stream of its own, as two servers are. The simulator reports a race where nothing orders kernel and copy.
+    """
+    reading, writing = torch.Stream("npu"), torch.Stream("npu")
+    new = [torch.randint(0, 99, one.shape, dtype=torch.uint8, device="cpu")[:, SENT].to("npu") for one in roles(both)]
+    there, from_there = here(SENT), here(RECEIVED)
     room = both.new_room()
     sender, receiver = both.sender(room, len(SENT)), both.receiver(room)
+    with reading:
+        readers = [one[:, from_there] for one in roles(both)]
+    both.pool.compute_stream = reading
     receiver.send_metadata(RECEIVED, 1)
     assert polled(sender, KVPoll.WaitingForInput)
+    with writing:
+        for one, value in zip(roles(both), new, strict=True):
+            one[:, there] = value
+    both.pool.compute_stream = writing
     sender.send(SENT)
     assert polled(sender, KVPoll.Success)
     assert polled(receiver, KVPoll.Success)
-    assert len(readers) == len(roles(both))
+    torch.accelerator.synchronize()
+    assert len(readers) == len(new)
     return all(map(torch.equal, content(both, SENT), content(both, RECEIVED)))
 
 
-def test_pages_arrive_that_kernels_still_write_when_they_are_sent(both: Halves) -> None:
-    """The simulator reports a race where nothing orders the kernels before the copy."""
+def test_pages_arrive_in_order_with_kernels_that_use_them(both: Halves) -> None:
     assert handed_over(both)
     assert handed_over(both)
 
@@ -69,19 +82,29 @@ def test_pages_arrive_that_kernels_still_write_when_they_are_sent(both: Halves) 
 def test_a_retracted_request_goes_to_the_host_and_back_and_no_stream_is_waited_for(
     both: Halves, simulator: Simulator
 ) -> None:
-    pool = both.sglang
+    """The model's stream still fills the pages, and still reads those to which they come back."""
+    pool, computing = both.sglang, torch.Stream("npu")
     there = [torch.cat([torch.arange(PAGE) + PAGE * one for one in ids]).to("npu") for ids in (SENT, RECEIVED)]
-    given = torch.randint(0, 99, (len(SENT),), dtype=torch.uint8).to("npu")
+    given, from_there, to_there = (
+        torch.arange(7, 7 + len(SENT), dtype=torch.uint8).to("npu"),
+        here(SENT),
+        here(RECEIVED),
+    )
     torch.accelerator.synchronize()
-    for one in roles(both):
-        one[:, torch.from_numpy(SENT).to("npu", torch.int64)] = given.view(-1, *[1] * (one.dim() - 2))
+    both.pool.compute_stream = computing
+    with computing:
+        for one in roles(both):
+            one[:, from_there] = given.view(-1, *[1] * (one.dim() - 2))
+        readers = [one[:, to_there] for one in roles(both)]
     before = simulator.synchronized()
     backup = pool.get_cpu_copy(there[0])
     pool.load_cpu_copy(backup, there[1])
     assert simulator.synchronized() == before
     assert isinstance(backup, Backup)
-    assert all(map(torch.equal, content(both, SENT), content(both, RECEIVED)))
+    torch.accelerator.synchronize()
     assert simulator.synchronized() > before, "the simulator counts"
+    assert readers
+    assert all(map(torch.equal, content(both, SENT), content(both, RECEIVED)))
 
 
 @pytest.fixture
