@@ -1,15 +1,21 @@
-"""A daemon in which one effect of a transfer raises: that transfer fails, and all others go on as if nothing were."""
+"""A daemon in which something raises, copies wrongly, stands still or waits: that ends, and all else goes on."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
+import msgspec
+import numpy as np
 import pytest
 
-from kvferry.clients import AsyncClient, Transfer, new_request_id, pages
+from kvferry.clients import AsyncClient, ModelIdentity, Transfer, new_request_id, pages, pages_wanted
 from kvferry.daemon.control import dispatch
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import PeerLinks
@@ -20,19 +26,28 @@ from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfers import TransferService
+from kvferry.daemon.tiers.host_tier import HostTier, SpaceRequest
+from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.daemon.transfer.registry import StartOp
+from kvferry.daemon.transports import local
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
+from kvferry.pools.copy_kernel import Copies, CopyThreads, Gate
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.coverage import Coverage
+from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol import errors
 from kvferry.protocol.codec import Frames, PageIds, encode
+from kvferry.protocol.config.schema import ServiceConfig, TiersConfig
 from kvferry.protocol.envelope import Event, Reply
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Together
-from tests.kit.faults import Once
-from tests.kit.in_process import ON_THREADS, SPEC, client_of_one
+from tests.kit.faults import Once, flip_bit
+from tests.kit.in_process import CONFIG, ON_THREADS, PATIENCE_S, SPEC, Serving, client_of_one, serving
 
 pytestmark = pytest.mark.anyio
 NOWHERE = "ipc:///nowhere/peer.sock"
+ALL = SPEC.tokens // SPEC.page_size
 
 
 @pytest.fixture(autouse=True)
@@ -248,3 +263,410 @@ async def test_a_pool_that_cannot_be_added_is_refused_and_may_be_made_again(
         await client.create_pool("other", SPEC)
     await client.create_pool("other", SPEC)
     assert len(await client.allocate("other", 16)) == 16
+
+
+# -- copies that are wrong
+
+COUNT = 4
+PAGE_BYTES = SPEC.page_size * SPEC.kv_heads * SPEC.head_dim * 4
+
+
+def copy_wrongly(blocks: Blocks) -> None:
+    """Copy, and flip a bit of what was copied first, unless it is looked at by the way of staging."""
+    copy_one_by_one(blocks)
+    if len(blocks) > 1 or int(blocks[0, 2]) >= COUNT * PAGE_BYTES:
+        flip_bit(int(blocks[0, 1]))
+
+
+@pytest.fixture(params=["one daemon", "two daemons"])
+async def clients(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    anyio_backend: object,  # noqa: ARG001
+) -> AsyncIterator[tuple[AsyncClient, AsyncClient]]:
+    """Return a client that sends and one that receives, of daemons whose copies are wrong."""
+    monkeypatch.setattr(local, "best_copy", lambda: copy_wrongly)
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(serving())
+        other = one if request.param == "one daemon" else await stack.enter_async_context(serving())
+        found = [await stack.enter_async_context(await AsyncClient.connect(at.path)) for at in (one, other)]
+        for name, client in zip(("prefill", "decode"), found, strict=True):
+            await client.create_pool(name, SPEC)
+        yield found[0], found[1]
+
+
+@pytest.mark.parametrize("asks", ["sender", "receiver", "nobody"])
+async def test_a_wrong_byte_fails_the_transfer_where_either_side_asks(
+    clients: tuple[AsyncClient, AsyncClient], asks: str
+) -> None:
+    prefill, decode = clients
+    ids, theirs = await prefill.allocate("prefill", COUNT), await decode.allocate("decode", COUNT)
+    sources = [(await prefill.status()).addresses[0]]
+    request_id = new_request_id()
+    receiving = decode.receive(
+        "decode", request_id, [pages(theirs)], source_daemons=sources, checksums=asks == "receiver"
+    )
+    sending = prefill.send("prefill", request_id, [pages(ids)], checksums=asks == "sender", payload=b"state")
+    for client, transfer in ((decode, receiving), (prefill, sending)):
+        if asks == "nobody":
+            await client.wait_finished(transfer)
+        else:
+            with pytest.raises(errors.TransferFailedError, match=r"page \d+ of main.*has other bytes"):
+                await client.wait_finished(transfer)
+            assert transfer.finished is not None
+            assert transfer.finished.payload == b""
+        await client.wait_settled(transfer)
+    assert (await decode.free("decode", theirs)).deferred == 0
+    assert (await prefill.free("prefill", ids)).deferred == 0
+
+
+# -- copies that stall
+
+OURS, THEIRS = 7.0, 9.0
+
+
+class StallingThreads:
+    """Copies the first half of what it is given, then stands still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._at_half, self._gate = threading.Event(), threading.Event()
+        self.go_on = self._gate.set
+        monkeypatch.setattr(local, "best_copy", lambda: self)
+
+    def stands(self) -> None:
+        """Wait until one does."""
+        assert self._at_half.wait(PATIENCE_S)
+
+    def __call__(self, blocks: Blocks) -> None:
+        """Copy."""
+        halves = blocks.copy()
+        halves[:, 2] //= 2
+        copy_one_by_one(halves)
+        self._at_half.set()
+        assert self._gate.wait(PATIENCE_S)
+        copy_one_by_one(blocks)
+
+
+class StallingCopyThreads:
+    """What the loop gives to the copy threads stands still in its first block."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate, submit = Gate(), CopyThreads.submit
+        self._gate = gate
+        self.go_on = gate.open
+        gate.shut()
+
+        def submit_gated(copy_threads: CopyThreads, copies: Copies, threads: int, token: object) -> None:
+            with gate.giving_way(PATIENCE_S):
+                submit(copy_threads, copies, threads, token)
+
+        monkeypatch.setattr(CopyThreads, "submit", submit_gated)
+
+    def stands(self) -> None:
+        """Wait until one does."""
+        ends_s = time.monotonic() + PATIENCE_S
+        while not self._gate.standing:
+            assert time.monotonic() < ends_s
+
+
+class Stalled(NamedTuple):
+    """Two engines of a daemon whose copies stall."""
+
+    prefill: AsyncClient
+    decode: AsyncClient
+    copy: StallingThreads | StallingCopyThreads
+    path: Path
+
+
+@pytest.fixture(params=[StallingThreads, StallingCopyThreads])
+async def stalled(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    anyio_backend: object,  # noqa: ARG001
+) -> AsyncIterator[Stalled]:
+    """Run a daemon, and two engines."""
+    copy: StallingThreads | StallingCopyThreads = request.param(monkeypatch)
+    async with (
+        serving(tuning=ON_THREADS) as at,
+        await AsyncClient.connect(at.path) as prefill,
+        await AsyncClient.connect(at.path) as decode,
+    ):
+        try:
+            yield Stalled(prefill, decode, copy, at.path)
+        finally:
+            copy.go_on()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late", "its engine dies", "the sender gives up"])
+async def test_pages_that_a_stalled_copy_still_writes_are_nobodys(stalled: Stalled, how: str) -> None:
+    prefill, decode, copy, path = stalled
+    source = await prefill.create_pool("prefill", SPEC)
+    sent = await prefill.allocate("prefill", ALL)
+    for role in ("k", "v"):
+        source.tensor("main", role)[:, sent] = OURS
+    engine = await AsyncClient.connect(path) if how == "its engine dies" else decode
+    target = await decode.create_pool("decode", SPEC)
+    received = await engine.allocate("decode", ALL // 2)
+    request_id = new_request_id()
+    receiving = engine.receive("decode", request_id, [pages(received)], deadline_s=0.3 if how == "late" else None)
+    sending = prefill.send("prefill", request_id, [pages(sent[: ALL // 2])])
+    await asyncio.to_thread(copy.stands)
+    if how == "cancelled":
+        await engine.cancel(receiving, wait=False)
+    elif how == "the sender gives up":
+        await prefill.cancel(sending, wait=False)
+    elif how == "its engine dies":
+        engine.close()
+    if how != "its engine dies":
+        with pytest.raises(errors.KvferryError):
+            await engine.wait_finished(receiving)
+        assert not receiving.is_settled
+        freed = await engine.free("decode", received)
+        assert (freed.freed, freed.deferred) == (0, ALL // 2)
+    else:
+        while len((await decode.status()).sessions) > 2:
+            pass
+    theirs = await decode.allocate("decode", ALL // 2)
+    assert not set(theirs) & set(received)
+    with pytest.raises(errors.PoolFullError):
+        await decode.allocate("decode", 1)
+    assert (await prefill.free("prefill", sent)).deferred == ALL // 2, "they are being read"
+    copy.go_on()
+    await prefill.wait_settled(sending)
+    theirs = np.concatenate([theirs, await decode.allocate("decode", ALL // 2)])
+    assert set(theirs) >= set(received)
+    tensors = [target.tensor("main", role) for role in ("k", "v")]
+    for tensor in tensors:
+        tensor[:, theirs] = THEIRS
+    await decode.ping()
+    assert all(bool((tensor[:, theirs] == THEIRS).all()) for tensor in tensors), "a late write reached a page"
+
+
+# -- what never answers
+
+DEADLINE_S: Final = 0.3
+MARGIN_S: Final = 10.0
+"""For a slow machine: a request that does not end never does."""
+REQUEST: Final = "0123456789abcdef0123456789abcdef"
+HASHES: Final = [b"0" * 16]
+
+
+class Hung(NamedTuple):
+    """A client of a daemon in which nothing that takes time ever ends, until the gate is open."""
+
+    client: AsyncClient
+    ids: Any
+    ring: Any
+    copying: threading.Event
+    gate: threading.Event
+
+
+@pytest.fixture
+async def hung(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Hung]:  # noqa: ARG001
+    """Run the daemon, with a pool, a block and an event ring from before it hung."""
+    copying, gate = threading.Event(), threading.Event()
+
+    def stands(_blocks: Blocks) -> None:
+        copying.set()
+        gate.wait(MARGIN_S)
+
+    async def asks(*_: object) -> list[object]:
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(local, "best_copy", lambda: stands)
+    config = msgspec.structs.replace(CONFIG, tiers=TiersConfig(host_bytes=1 << 20))
+    async with serving(config, tuning=ON_THREADS) as at, await AsyncClient.connect(at.path) as client:
+        await client.create_pool("pool", SPEC, model=ModelIdentity(name="m", revision="1"))
+        ids = await client.allocate("pool", 4)
+        stored = client.store("pool", HASHES, ids[:1])
+        await client.wait_done(stored)
+        monkeypatch.setattr(HostRegion, "populate", lambda *_: gate.wait(MARGIN_S))
+        monkeypatch.setattr(LowerTiers, "may_find", True)
+        monkeypatch.setattr(LowerTiers, "find", asks)
+        try:
+            yield Hung(client, ids, await client.open_events(), copying, gate)
+        finally:
+            gate.set()
+
+
+async def update_tables(one: Hung) -> None:
+    tables = await one.client.create_tables("t", "pool", max_batch=1, max_context_tokens=16)
+    await one.client.wait(one.client.update_tables(tables, [0], after=one.ring.event(), deadline_s=DEADLINE_S))
+
+
+async def receive_and_send(one: Hung) -> None:
+    receiving = one.client.receive("pool", REQUEST, [pages(one.ids[:2])], deadline_s=DEADLINE_S)
+    one.client.send("pool", REQUEST, [pages(one.ids[2:])])
+    await one.client.wait_finished(receiving)
+
+
+async def cancel(one: Hung) -> None:
+    receiving = one.client.receive("pool", REQUEST, [pages(one.ids[:2])])
+    one.client.send("pool", REQUEST, [pages(one.ids[2:])])
+    assert await asyncio.to_thread(one.copying.wait, MARGIN_S)  # one that has not begun is cancelled at once
+    await one.client.cancel(receiving, deadline_s=DEADLINE_S)
+
+
+async def load(one: Hung) -> None:
+    found = await one.client.lookup("pool", HASHES)
+    loading = one.client.load("pool", found.lease, one.ids[:1], after=one.ring.event(), deadline_s=DEADLINE_S)
+    await one.client.wait_done(loading)
+
+
+async def restore(one: Hung) -> None:
+    offload = one.client.offload("pool", [pages(one.ids)])
+    await one.client.wait_done(offload)
+    await one.client.allocate("pool", 12)
+    await one.client.wait_done(one.client.restore("pool", offload.snapshot, deadline_s=DEADLINE_S))
+
+
+CASES: Final[dict[str, tuple[str, Callable[[Hung], Awaitable[object]]]]] = {
+    "create": ("daemon", lambda one: one.client.create_pool("other", SPEC, deadline_s=DEADLINE_S)),
+    "free": ("caller", lambda one: one.client.free("pool", one.ids, after=one.ring.event(), deadline_s=DEADLINE_S)),
+    "tables": ("caller", update_tables),
+    "send": (
+        "peer",
+        lambda one: one.client.wait_finished(one.client.send("pool", REQUEST, [pages(one.ids)], deadline_s=DEADLINE_S)),
+    ),
+    "receive": ("peer", receive_and_send),
+    "receive after": (
+        "caller",
+        lambda one: one.client.wait_finished(
+            one.client.receive("pool", REQUEST, [pages(one.ids)], after=one.ring.event(), deadline_s=DEADLINE_S)
+        ),
+    ),
+    "cancel": ("daemon", cancel),
+    "lookup": ("daemon", lambda one: one.client.lookup("pool", [*HASHES, b"1" * 16], deadline_s=DEADLINE_S)),
+    "load": ("caller", load),
+    "store": (
+        "caller",
+        lambda one: one.client.wait_done(
+            one.client.store("pool", [b"2" * 16], one.ids[:1], after=one.ring.event(), deadline_s=DEADLINE_S)
+        ),
+    ),
+    "restore": ("daemon", restore),
+}
+
+
+@pytest.mark.parametrize(("fault", "case"), CASES.values(), ids=CASES)
+async def test_what_does_not_answer_ends_a_request_at_its_deadline(
+    hung: Hung, fault: str, case: Callable[[Hung], Awaitable[object]]
+) -> None:
+    with pytest.raises(errors.DeadlineError) as late:
+        async with asyncio.timeout(MARGIN_S):
+            await case(hung)
+    assert late.value.fault == fault
+    assert late.value.detail
+    await hung.client.ping()
+
+
+# -- a RECEIVE into the host tier that waits for room: it has come, though it is not accepted
+
+WANTED = [pages_wanted(2)]
+
+
+class Sides(NamedTuple):
+    """A daemon in whose host tier no room is made before ``room`` is set; a client with pools for both sides."""
+
+    serving: Serving
+    room: asyncio.Event
+    client: AsyncClient
+
+    async def held(self, request_id: str) -> Transfer:
+        """Ask for a RECEIVE that waits."""
+        transfer = self.client.receive("decode", request_id, WANTED, into="host")
+        await self.client.ping()
+        assert transfer.state == "sent"
+        return transfer
+
+
+@pytest.fixture
+async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sides]:
+    """Run the daemon in this process."""
+    room, real = asyncio.Event(), HostTier.making_room
+
+    def making_room(self: HostTier, tenant: int, space_requests: Sequence[SpaceRequest]) -> Iterator[None]:
+        while not room.is_set():
+            yield
+        yield from real(self, tenant, space_requests)
+
+    monkeypatch.setattr(HostTier, "making_room", making_room)
+    tiers, service = TiersConfig(host_bytes=4 << 20), ServiceConfig(drain_timeout_s=1)
+    async with (
+        serving(msgspec.structs.replace(CONFIG, tiers=tiers, service=service)) as one,
+        asyncio.timeout(PATIENCE_S),
+        await AsyncClient.connect(one.path) as client,
+    ):
+        for name in ("prefill", "decode"):
+            await client.create_pool(name, SPEC)
+        yield Sides(one, room, client)
+
+
+async def test_a_send_that_comes_meanwhile_hears_nothing_of_the_receive_before(sides: Sides) -> None:
+    client, request_id = sides.client, new_request_id()
+    before = client.receive("decode", request_id, [pages(await client.allocate("decode", 2))])
+    await client.cancel(before)
+    await client.wait_settled(before)
+    transfer = await sides.held(request_id)
+    sent = client.send("prefill", request_id, [pages(await client.allocate("prefill", 2))])
+    await client.ping()
+    sides.room.set()
+    await client.wait_finished(sent)
+    assert (await client.wait_finished(transfer)).snapshot
+
+
+async def test_one_that_waited_for_its_event_waits_for_room_then(sides: Sides) -> None:
+    client, request_id = sides.client, new_request_id()
+    ring = await client.open_events()
+    event = ring.event()
+    transfer = client.receive("decode", request_id, WANTED, into="host", after=event)
+    sent = client.send("prefill", request_id, [pages(await client.allocate("prefill", 2))])
+    await client.ping()
+    ring.record(event)
+    for _ in range(3):
+        await client.ping()
+    assert transfer.state == "sent"
+    sides.room.set()
+    assert (await client.wait_finished(transfer)).snapshot
+    await client.wait_finished(sent)
+
+
+async def test_a_second_one_of_its_key_is_refused_at_once(sides: Sides) -> None:
+    client, request_id = sides.client, new_request_id()
+    transfer, ids = await sides.held(request_id), await client.allocate("decode", 2)
+    async with await AsyncClient.connect(sides.serving.path) as other:
+        with pytest.raises(errors.TransferExistsError, match="waits for room"):
+            await other.wait_finished(other.receive("decode", request_id, [pages(ids)]))
+        elsewhere = other.receive("prefill", request_id, [pages(await other.allocate("prefill", 2))])
+        await other.ping()
+        assert elsewhere.accepted is not None
+    await client.cancel(transfer)
+    with pytest.raises(errors.CancelledError, match="room"):
+        await client.wait_finished(transfer)
+    assert (await client.free("decode", ids)).freed == len(ids)
+
+
+@pytest.mark.parametrize("anew", [True, False])
+async def test_the_pool_that_there_is_then_counts(sides: Sides, *, anew: bool) -> None:
+    client, request_id = sides.client, new_request_id()
+    transfer, other = await sides.held(request_id), msgspec.structs.replace(SPEC, head_dim=8)
+    await client.delete_pool("decode")
+    if not anew:
+        sides.room.set()
+        with pytest.raises(errors.UnknownPoolError):
+            await client.wait_finished(transfer)
+        return
+    await client.create_pool("decode", other)
+    await client.create_pool("other", other)
+    sides.room.set()
+    sent = client.send("other", request_id, [pages(await client.allocate("other", 2))])
+    await client.wait_finished(sent)
+    assert (await client.wait_finished(transfer)).snapshot
+
+
+async def test_a_daemon_that_ends_refuses_it(sides: Sides) -> None:
+    transfer = await sides.held(new_request_id())
+    sides.serving.stopping.set()
+    with pytest.raises(errors.ShuttingDownError):
+        await sides.client.wait_finished(transfer)

@@ -1,29 +1,36 @@
-"""Hostile bytes are ordinary: after each of these the daemon answers as before, and has counted what came."""
+"""Hostile bytes and floods are ordinary: after each of these the daemon answers as before."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import zmq
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from kvferry.clients import Client
+from kvferry.clients import Client, MhaSpec
 from kvferry.clients.calls import session_open
-from kvferry.daemon.control.zmtp import GREETING, frame
+from kvferry.daemon.control.zmtp import GREETING, READY, encoded, frame
 from kvferry.protocol.base import ErrorReply
-from kvferry.protocol.codec import encode
+from kvferry.protocol.codec import decode_from_daemon, encode
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.session_messages import Ping
+from kvferry.protocol.pool_messages import Free
+from kvferry.protocol.session_messages import Ping, Pong
 from kvferry.protocol.session_stream import pack
-from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
+from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET, control_address
+from tests import kit
 from tests.kit.daemons import Daemon, said_by_another_user, soon
 from tests.kit.devices import DEVICE
 from tests.kit.faults import connected, reset, silent
@@ -33,6 +40,34 @@ REPLY_MS = 10_000
 MANY = 20
 MOST_UNOPENED = 64
 MUCH_MEMORY = 256 << 20
+LIMIT: Final = 4096
+PREFIX: Final = ("bash", "-c", f'ulimit -n {LIMIT} && exec "$0" "$@"')
+SPEC: Final = MhaSpec(layers=1, tokens=16, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
+OPENING: Final = GREETING + frame(4, b"\5READY\x0bSocket-Type\0\0\0\6DEALER")
+FIRST_OF_LIBZMQ: Final = 0x6B8B4567
+"""The routing id that libzmq makes up first, in every process."""
+FLOOD: Final = """
+import os, resource, socket, sys, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (17_000, 17_000))
+os.setuid(12345)
+held = []
+def connect():
+    for _ in range(2000):
+        held.append(socket.socket(socket.AF_UNIX))
+        held[-1].connect(sys.argv[1])
+threads = [threading.Thread(target=connect) for _ in range(8)]
+[one.start() for one in threads]
+[one.join() for one in threads]
+print()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """Run a daemon that may open ``LIMIT`` descriptors."""
+    with kit.daemon(prefix=PREFIX) as one:
+        yield one
 
 
 @pytest.fixture
@@ -42,7 +77,7 @@ def dealer(daemon: Daemon) -> Iterator[zmq.Socket[bytes]]:
     bare = context.socket(zmq.DEALER)
     bare.setsockopt(zmq.LINGER, 0)
     bare.setsockopt(zmq.RCVTIMEO, REPLY_MS)
-    bare.connect(f"ipc://{daemon.runtime_dir / 'control.sock'}")
+    bare.connect(control_address(daemon.runtime_dir))
     yield bare
     bare.close()
     context.term()
@@ -171,7 +206,7 @@ def test_connections_that_are_reset_leave_nothing_open(daemon: Daemon) -> None:
     before = process.num_fds()
     with silent(daemon.runtime_dir / CONTROL_SOCKET, MANY) as channels:
         for channel in channels:
-            channel.sendall(GREETING + frame(4, b"\5READY\x0bSocket-Type\0\0\0\6DEALER"))
+            channel.sendall(OPENING)
             assert channel.recv(1), "an answer, the rest of which stays unread"
         reset(daemon.process.pid, channels)  # after half a frame's head: nothing to answer
         assert soon(lambda: process.num_fds() < before + MANY // 2)
@@ -207,3 +242,79 @@ def test_bytes_after_the_opening_end_the_session(daemon: Daemon) -> None:
         channel.setblocking(True)  # noqa: FBT003  socket's own signature
         channel.settimeout(REPLY_MS / 1000)
         assert channel.recv(10) == b""
+
+
+def test_another_users_flood_of_connections_keeps_no_engine_out(
+    daemon: Daemon, client: Client, require: Callable[[object, str], None]
+) -> None:
+    require(os.geteuid() == 0, "root, to be another user")
+
+    def connects_s() -> float:
+        started = time.perf_counter()
+        with Client.connect(daemon.runtime_dir) as newcomer:
+            newcomer.ping()
+        return time.perf_counter() - started
+
+    daemon.runtime_dir.parent.chmod(0o755)
+    command = [sys.executable, "-c", FLOOD, str(daemon.runtime_dir / CONTROL_SOCKET)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"\n"
+            assert min(connects_s() for _ in range(5)) < 1
+            assert psutil.Process(daemon.process.pid).num_fds() < LIMIT // 4
+            assert client.ping() > 0
+        finally:
+            process.kill()
+    assert client.status().counters["connections.closed.for_others"] > 0
+
+
+def test_routing_ids_that_somebody_else_took_first(daemon: Daemon) -> None:
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+
+        def dealer(routing_id: bytes = b"") -> zmq.Socket[bytes]:
+            one = stack.enter_context(context.socket(zmq.DEALER))
+            one.linger = 0
+            if routing_id:
+                one.setsockopt(zmq.ROUTING_ID, routing_id)
+            one.connect(control_address(daemon.runtime_dir))
+            return one
+
+        taken = [dealer(b"\0" + (FIRST_OF_LIBZMQ + number).to_bytes(4)) for number in range(64)]
+        twice = [dealer(b"a name") for _ in range(2)]
+        others = [*taken, *twice, *[dealer(number.to_bytes(8)) for number in range(1, 64)], *[dealer() for _ in taken]]
+        for number, one in enumerate(others, 1):
+            one.send_multipart(encode(Request(number, "", b"", 0, 0, Ping())))
+        for number, one in enumerate(others, 1):
+            assert one.poll(REPLY_MS)
+            reply = decode_from_daemon(one.recv_multipart()).message
+            assert isinstance(reply, Reply)
+            assert (reply.message_id, type(reply.body)) == (number, Pong)
+
+
+def test_what_an_engine_said_last_is_done_before_its_end(daemon: Daemon) -> None:
+    instance = "an instance"
+    with Client.connect(daemon.runtime_dir, name="rest", instance=instance) as rest:
+        rest.create_pool("mine", SPEC).close()
+        for _ in range(5):
+            ids = rest.allocate("mine", 4)
+            opening = session_open("last", instance)
+            with (
+                raw_engine(daemon.runtime_dir, opening=opening) as engine,
+                connected(daemon.runtime_dir / CONTROL_SOCKET) as channel,
+            ):
+                channel.sendall(OPENING)
+                said = b""
+                while READY not in said:
+                    said += channel.recv(4096)
+                opened = engine.channel.opened
+                ping = Request(100, opened.boot_id, opened.secret, 0, 0, Ping())
+                free = Request(101, opened.boot_id, opened.secret, 0, 0, Free(pool="mine", pages=len(ids)))
+                channel.sendall(encoded(encode(ping)))
+                assert b"PONG" in channel.recv(4096), "it is the session's connection from now on"
+                with daemon.stopped():  # so that it sees what is said and the end together
+                    channel.sendall(encoded(encode(free, (np.asarray(ids),))))
+                    engine.channel.close()
+            assert soon(lambda: [one.name for one in rest.status().sessions if one.name == "last"] == [])
+            assert rest.status().pools[0].free == SPEC.tokens // SPEC.page_size
+        rest.delete_pool("mine")
