@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,20 +15,21 @@ from kvferry.protocol import errors
 from kvferry.protocol.session_messages import PoolStatus
 from kvferry.protocol.session_stream import SessionOpen
 from tests import kit
-from tests.daemon.instance_engine import BLOCKS, DECODE, PAGES, PREFILL
 from tests.kit.daemons import Daemon, said_by_another_user, soon
 from tests.kit.pools import MODEL, SPEC, hashes
 from tests.kit.raw_engine import raw_engine
 from tests.kit.started import Started, started
 
 ALL = SPEC.tokens // SPEC.page_size
-PROGRAM = Path(__file__).with_name("instance_engine.py")
+PREFILL, DECODE = "prefill", "decode"
+PAGES = 6
+BLOCKS = 2
 CONFIG = "[tiers]\nhost_bytes = 262144\nsnapshot_grace_s = 0.0\n"
 
 
 @pytest.fixture
 def other(daemon: Daemon) -> Iterator[Client]:
-    """Return a client of no instance, and the cache empty after it."""
+    """Return a client of no instance, and leave the cache empty."""
     with kit.engine(daemon, "other") as one:
         yield one
         one.evict_cached()
@@ -43,7 +44,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @contextlib.contextmanager
 def engine(daemon: Daemon, part: str, request_id: str, *given: int) -> Iterator[tuple[Started, list[int]]]:
     """Run a part of the instance ``engine-0`` up to where it waits; yield what it says."""
-    program = [str(PROGRAM), part, str(daemon.runtime_dir), "engine-0", request_id, *map(str, given)]
+    program = [__file__, part, str(daemon.runtime_dir), "engine-0", request_id, *map(str, given)]
     with started(program) as process:
         assert process.stdout is not None
         try:
@@ -120,10 +121,12 @@ def test_what_is_anothers_and_what_is_not(daemon: Daemon, other: Client) -> None
         assert same.unpin(lease) >= 2
 
 
-def test_another_tenant_of_the_same_name(daemon: Daemon, require: Callable[[object, str], None]) -> None:
+def test_another_user_has_pools_of_its_own(daemon: Daemon, require: Callable[[object, str], None]) -> None:
     require(os.geteuid() == 0, "root, to be another user")
     code = (
         "with Client.connect(sys.argv[1], instance='a') as c:\n"
+        "    try: c.attach_pool('prefill')\n"
+        "    except KvferryError as e: print(e.code)\n"
         "    c.create_pool('prefill', MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, "
         "dtype='float16'))\n"
         "    try: c.free('prefill', [int(sys.argv[2])])\n"
@@ -132,7 +135,7 @@ def test_another_tenant_of_the_same_name(daemon: Daemon, require: Callable[[obje
     with kit.engine(daemon, instance="a") as one:
         one.create_pool(PREFILL, SPEC, model=MODEL)
         ids = one.allocate(PREFILL, 1)
-        assert said_by_another_user(daemon, code, str(ids[0])) == "NOT_OWNER"
+        assert said_by_another_user(daemon, code, str(ids[0])) == "UNKNOWN_POOL\nNOT_OWNER"
         assert one.free(PREFILL, ids).freed == 1
 
 
@@ -189,3 +192,31 @@ def test_what_is_in_flight_in_such_a_pool_ends_first(daemon: Daemon, other: Clie
     sent = other.send("out", request_id, [pages(other.allocate("out", 2))])
     assert other.wait_finished(received).pages == 2
     other.wait_settled(sent)
+
+
+def main() -> None:
+    """Be a scheduler, which owns pages and a lease, or a worker, which is named them and moves bytes.
+
+    Say on a line what it has, and wait to be killed.
+    """
+    part, runtime_dir, instance, request_id, *given = sys.argv[1:]
+    client = Client.connect(runtime_dir, name=part, instance=instance)
+    if part == "scheduler":
+        client.create_pool(PREFILL, SPEC, model=MODEL)
+        client.create_pool(DECODE, SPEC, model=MODEL, lifetime="instance")
+        ids = [int(one) for one in client.allocate(PREFILL, PAGES)]
+        client.wait_done(client.store(PREFILL, hashes(BLOCKS), ids[:BLOCKS]))
+        said = [client.lookup(PREFILL, hashes(BLOCKS)).lease, *ids]
+    else:
+        lease, *ids = [int(one) for one in given]
+        client.wait_done(client.load(PREFILL, lease, ids[:BLOCKS]))
+        sent = client.send(PREFILL, request_id, [pages(ids[:BLOCKS])])
+        client.wait_settled(sent)
+        client.wait_done(client.offload(PREFILL, [pages(ids[:BLOCKS])]))
+        said = [client.free(PREFILL, ids[-1:]).freed]
+    print(*said, flush=True)  # noqa: T201  the test waits for it
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()
