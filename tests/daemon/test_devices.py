@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.clients import Client, calls, new_request_id, pages
+from kvferry.clients import Client, calls
 from kvferry.daemon.process.devices import Devices
 from kvferry.protocol import errors
 from kvferry.protocol.config.schema import DevicesConfig
@@ -62,19 +62,6 @@ def test_a_daemon_without_devices_says_why_and_goes_on(daemon: Daemon, client: C
     assert shown.device == MISSING
     assert shown.state.startswith("unavailable: ")
     assert client.create_pool("on-device", SPEC).device == "host", "the name is free still"
-
-
-def test_a_receive_that_waits_for_its_event_can_be_cancelled(client: Client) -> None:
-    ring, ids, request_id = client.open_events(), client.allocate("host", 2), new_request_id()
-    later = ring.event()
-    transfer = client.receive("host", request_id, [pages(ids)], after=later)
-    assert not client.cancel(transfer).was_finished
-    with pytest.raises(errors.CancelledError):
-        client.wait_finished(transfer)
-    client.free("host", ids)
-    ring.record(later)
-    client.ping()
-    assert client.status().transfers == ()  # nobody made a transfer in pages that are free
 
 
 def test_all_that_an_engine_said_before_a_message_is_taken(daemon: Daemon) -> None:

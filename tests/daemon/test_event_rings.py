@@ -15,7 +15,7 @@ from kvferry.clients import AsyncClient, EventRing, Transfer, calls, new_request
 from kvferry.clients.submitting import PendingReply
 from kvferry.daemon.services import event_rings
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.errors import InvalidFieldError, OverloadedError
+from kvferry.protocol.errors import CancelledError, InvalidFieldError, OverloadedError
 from kvferry.protocol.pool_messages import Freed
 from tests.kit.in_process import client_of_one
 
@@ -81,7 +81,8 @@ async def test_requests_that_wait_for_a_sessions_events_are_bounded(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_rings, "MAX_HELD", 2)
-    never = (await client.open_events()).event()
+    ring = await client.open_events()
+    never = ring.event()
 
     async def receive() -> Transfer:
         ids = await client.allocate("pool", 1)
@@ -93,9 +94,14 @@ async def test_requests_that_wait_for_a_sessions_events_are_bounded(
     with pytest.raises(OverloadedError, match="2 requests of the session wait"):
         await client.wait_finished(third)
     assert await client.allocate("pool", 1)
-    await client.cancel(first)
+    for one in (first, second):
+        assert not (await client.cancel(one)).was_finished
+    with pytest.raises(CancelledError):
+        await client.wait_finished(first)
     assert (await receive()).refused is None, "who is given up does not count"
-    assert second.refused is None
+    ring.record(never)
+    await client.ping()
+    assert len((await client.status()).transfers) == 1, "nobody makes a transfer of what was given up"
 
 
 # -- an engine that means harm
@@ -115,20 +121,6 @@ async def test_hostile_values_are_read_as_they_are(client: AsyncClient) -> None:
     os.eventfd_write(ring.fileno(), 1)
     for number in (0, 1, 4):
         await client.wait(waiting[number])
-
-
-def descriptor_of(size_bytes: int) -> int:
-    """Return the newest descriptor of a memfd of this size."""
-    links = {int(one.name): os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()}
-    return max(fd for fd, link in links.items() if "memfd:" in link and os.fstat(fd).st_size == size_bytes)
-
-
-async def test_the_ring_cannot_be_made_smaller_under_the_daemon(client: AsyncClient) -> None:
-    ring = await client.open_events()
-    memory = descriptor_of(ring.counters.nbytes)
-    for size_bytes in (0, 2 * ring.counters.nbytes):
-        with pytest.raises(PermissionError):
-            os.ftruncate(memory, size_bytes)
 
 
 def take_wake_ups(eventfd: int) -> int:
