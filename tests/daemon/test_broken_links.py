@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -30,13 +28,16 @@ CONFIG = f"[peers]\ntimeout_ms = {TIMEOUT_MS}\n"
 SPEC = MhaSpec(layers=2, tokens=512, page_size=16, kv_heads=2, head_dim=16, dtype="float32")
 PAGES = 8
 HELLO = PeerHello(boot_id="f" * 32, protocol_min=3, protocol_max=3, dialled="ipc:///run/kvferry/peer.sock")
+LOST = ("PEER_LOST", "PEER_LOST")
 PHASES = {
-    "before the announcement": b"ANNOUNCE",
-    "before the chunk": b"SEND_REQUEST",
-    "between copy and question": b"\xa7CONFIRM",
-    "between question and answer": b"\xa9CONFIRMED",
-    "before the end": b"RECEIVE_CLOSED",
+    "before the announcement": (b"ANNOUNCE", ("OK", "OK")),
+    "before the chunk": (b"SEND_REQUEST", LOST),
+    "between copy and question": (b"\xa7CONFIRM", LOST),
+    "between question and answer": (b"\xa9CONFIRMED", LOST),
+    "before the end": (b"RECEIVE_CLOSED", ("PEER_LOST", "OK")),
 }
+"""The message that each ends with, and the outcomes where the link is lost then: what had not begun goes on, what had
+begun fails on both sides; at the end all had arrived, and the source does not hear of it."""
 
 
 class Side(NamedTuple):
@@ -49,17 +50,14 @@ class Side(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Return where other daemons find it."""
         return self.client.status().addresses[0]
 
     @property
     def peer(self) -> PeerStatus:
-        """Return the other daemon as this one sees it."""
         (peer,) = self.client.status().peers
         return peer
 
     def lost(self) -> int:
-        """Return how often it has lost the other one."""
         return self.client.status().counters.get("peers.lost", 0)
 
     def fill(self, seed: int) -> None:
@@ -68,7 +66,6 @@ class Side(NamedTuple):
             self.pool.tensor("main", role)[:, torch.from_numpy(self.pages)] = float(seed)
 
     def content(self) -> torch.Tensor:
-        """Return a copy of its pages."""
         ids = torch.from_numpy(self.pages)
         return torch.stack([self.pool.tensor("main", role)[:, ids] for role in ("k", "v")]).clone()
 
@@ -83,7 +80,6 @@ class Side(NamedTuple):
         return code
 
     def busy(self) -> int:
-        """Return how many of its pages a transfer still holds."""
         return sum(pool.busy for pool in self.client.status().pools)
 
 
@@ -97,18 +93,18 @@ class Pair:
 
     def __init__(self, source: Side, home: Side, to_source: Proxy, to_home: Proxy) -> None:
         self.source, self.home = source, home
-        self.to_source, self.to_home = to_source, to_home
+        self.sides = source, home
+        self.proxies = self.to_source, self.to_home = to_source, to_home
         self._seed = 0
-
-    @property
-    def proxies(self) -> tuple[Proxy, Proxy]:
-        """Return both ways."""
-        return self.to_source, self.to_home
 
     @property
     def is_up(self) -> bool:
         """Return whether each daemon hears the other's answers."""
-        return all(side.peer.state == "up" for side in (self.source, self.home))
+        return all(side.peer.state == "up" for side in self.sides)
+
+    def lost(self) -> tuple[int, int]:
+        """Return how often each daemon has lost the other one."""
+        return self.source.lost(), self.home.lost()
 
     def begin(self, deadline_s: float = 60.0) -> tuple[Transfer, Transfer]:
         """Begin a transfer of new bytes; return both halves, the sender's first."""
@@ -131,7 +127,7 @@ class Pair:
         if outcomes[1] == "OK":
             assert torch.equal(self.home.content(), self.source.content())
         assert (self.source.busy(), self.home.busy()) == (0, 0)
-        assert soon(lambda: not any(side.peer.announced or side.peer.waiting for side in (self.source, self.home)))
+        assert soon(lambda: not any(side.peer.announced or side.peer.waiting for side in self.sides))
         return outcomes
 
     def hand_over(self) -> None:
@@ -173,7 +169,7 @@ def _whole(pair: Pair) -> Iterator[None]:
 
 def broken_at(pair: Pair, phase: str, action: Callable[[Proxy], None]) -> tuple[Transfer, Transfer]:
     """Begin a transfer, and break both ways where it comes to a phase; return its halves."""
-    reached = [proxy.hold_at(PHASES[phase], passes=False) for proxy in pair.proxies]
+    reached = [proxy.hold_at(PHASES[phase][0], passes=False) for proxy in pair.proxies]
     halves = pair.begin()
     ends_at = time.monotonic() + PATIENCE_S
     while not any(one(0.01) for one in reached):
@@ -186,9 +182,9 @@ def broken_at(pair: Pair, phase: str, action: Callable[[Proxy], None]) -> tuple[
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_link_is_silent_for_less_than_the_timeout(pair: Pair, phase: str) -> None:
-    lost = pair.source.lost(), pair.home.lost()
+    lost = pair.lost()
     assert pair.end(broken_at(pair, phase, Proxy.heal)) == ("OK", "OK")
-    assert (pair.source.lost(), pair.home.lost()) == lost
+    assert pair.lost() == lost
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -197,74 +193,70 @@ def test_a_link_is_cut_and_is_there_again_at_once(pair: Pair, phase: str) -> Non
         proxy.drop_connections()
         proxy.heal()
 
-    check_outcomes(phase, pair.end(broken_at(pair, phase, cut)))
+    assert pair.end(broken_at(pair, phase, cut)) == PHASES[phase][1]
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_link_is_half_open_for_longer_than_the_timeout(pair: Pair, phase: str) -> None:
-    lost = pair.source.lost(), pair.home.lost()
+    lost = pair.lost()
     halves = broken_at(pair, phase, Proxy.black_hole)
-    assert soon(lambda: pair.source.lost() > lost[0] and pair.home.lost() > lost[1])
-    for side in (pair.source, pair.home):
+    assert soon(lambda: all(now > before for now, before in zip(pair.lost(), lost, strict=True)))
+    for side in pair.sides:
         assert (side.peer.state, bool(side.peer.why)) == ("lost", True)
     for proxy in pair.proxies:
         proxy.drop_connections()  # as a host that comes back answers what it does not know
         proxy.heal()
-    check_outcomes(phase, pair.end(halves))
+    assert pair.end(halves) == PHASES[phase][1]
 
 
 @pytest.mark.parametrize("way", ["to_source", "to_home"])
 def test_one_way_alone_is_half_open(pair: Pair, way: str) -> None:
     """Both daemons notice: who cannot be heard, and who hears nothing any more although it is heard."""
-    lost = pair.source.lost(), pair.home.lost()
+    lost = pair.lost()
     proxy: Proxy = getattr(pair, way)
     pinged = proxy.hold_at(b"\4PING", passes=True)  # who listens knows from the first one how often they come
     assert pinged(PATIENCE_S)
     proxy.heal()
-    reached = proxy.hold_at(
-        PHASES["before the announcement" if way == "to_source" else "before the chunk"], passes=False
-    )
+    marker, outcomes = PHASES["before the announcement" if way == "to_source" else "before the chunk"]
+    reached = proxy.hold_at(marker, passes=False)
     halves = pair.begin()
     assert reached(PATIENCE_S)
-    assert soon(lambda: pair.source.lost() > lost[0] and pair.home.lost() > lost[1])
+    assert soon(lambda: all(now > before for now, before in zip(pair.lost(), lost, strict=True)))
     proxy.drop_connections()
     proxy.heal()
-    assert pair.end(halves) == (("OK", "OK") if way == "to_source" else ("PEER_LOST", "PEER_LOST"))
+    assert pair.end(halves) == outcomes
 
 
 def test_a_daemon_is_stopped_for_longer_than_the_timeout(pair: Pair) -> None:
     lost = pair.home.lost()
-    reached = pair.to_source.hold_at(PHASES["between copy and question"], passes=False)
+    reached = pair.to_source.hold_at(PHASES["between copy and question"][0], passes=False)
     halves = pair.begin()
     assert reached(PATIENCE_S)
-    os.kill(pair.source.daemon.process.pid, signal.SIGSTOP)
-    try:
+    with pair.source.daemon.stopped():
         pair.to_source.heal()
         assert soon(lambda: pair.home.lost() > lost)
         assert pair.home.peer.state == "lost"
-    finally:
-        os.kill(pair.source.daemon.process.pid, signal.SIGCONT)
-    assert pair.end(halves) == ("PEER_LOST", "PEER_LOST")
+    assert pair.end(halves) == LOST
 
 
 @pytest.mark.parametrize("direction", ["send", "receive"])
-def test_an_abandoned_half_ends_the_other_one_at_another_daemon(pair: Pair, direction: str) -> None:
-    request = new_request_id()
-    source, home = pair.source.client, pair.home.client
+def test_an_abandoned_half_ends_the_other_one_at_another_daemon(
+    pair: Pair, direction: Literal["send", "receive"]
+) -> None:
+    request, (source, home) = new_request_id(), pair.sides
+    waits, gives_up = (home, source) if direction == "send" else (source, home)
     if direction == "send":
-        waiting = home.receive("kv", request, [pages(pair.home.pages)], source_daemons=[pair.source.address])
-        source.abandon(request, "send", reason="prefill gave up", daemons=[pair.home.address])
-        assert pair.home.outcome(waiting) == "PEER_CANCELLED"
+        waiting = home.client.receive("kv", request, [pages(home.pages)], source_daemons=[source.address])
     else:
-        waiting = source.send("kv", request, [pages(pair.source.pages)])
-        home.abandon(request, "receive", reason="decode gave up", daemons=[pair.source.address])
-        assert pair.source.outcome(waiting) == "PEER_CANCELLED"
+        waiting = source.client.send("kv", request, [pages(source.pages)])
+    gives_up.client.abandon(request, direction, reason="it gave up", daemons=[waits.address])
+    assert waits.outcome(waiting) == "PEER_CANCELLED"
     assert (pair.source.busy(), pair.home.busy()) == (0, 0)
 
 
 def test_a_flood_at_the_peers_socket_harms_no_transfer(pair: Pair) -> None:
     """Unauthenticated peers who say what they can, as fast as can be; who stop within a frame; who never read."""
-    lost = pair.source.lost(), pair.home.lost()
+    lost = pair.lost()
     unproven = pair.home.client.status().counters.get("peers.unproven", 0)
     address = f"{pair.home.address}.aside"  # past the proxy
     forged = encode_peer(PeerEnvelope(pair.source.address, new_request_id(), new_request_id(), HELLO))
@@ -280,7 +272,7 @@ def test_a_flood_at_the_peers_socket_harms_no_transfer(pair: Pair) -> None:
         assert soon(lambda: pair.home.client.status().counters.get("peers.unproven", 0) > unproven + 100)
         for _ in range(5):
             pair.hand_over()
-    assert (pair.source.lost(), pair.home.lost()) == lost
+    assert pair.lost() == lost
 
 
 @contextlib.contextmanager
@@ -301,16 +293,6 @@ def _flood(address: str, frames: list[bytes], stop: threading.Event) -> Iterator
     yield
     stop.set()
     thread.join(PATIENCE_S)
-
-
-def check_outcomes(phase: str, outcomes: tuple[str, str]) -> None:
-    """Check the outcomes where a link was lost: what had not begun goes on, what had begun fails on both sides."""
-    if phase == "before the announcement":
-        assert outcomes == ("OK", "OK")
-    elif phase == "before the end":
-        assert outcomes == ("PEER_LOST", "OK"), "all had arrived; the source does not hear of it"
-    else:
-        assert outcomes == ("PEER_LOST", "PEER_LOST")
 
 
 def test_a_daemon_is_killed_and_started_again_at_once() -> None:
