@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvferry.clients import Client, calls
@@ -12,7 +10,6 @@ from kvferry.protocol import errors
 from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
-from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import ShareFollows, TorchShare
 from tests.kit.daemons import Daemon
 from tests.kit.raw_engine import raw_engine
@@ -23,13 +20,6 @@ SHARE = TorchShare(
     handle=bytes(64), storage_bytes=1 << 20, storage_offset_bytes=0, ref_counter=b"none", ref_counter_offset=0,
     event=bytes(64), event_sync=False,
 )  # fmt: skip
-
-
-@pytest.fixture
-def client(daemon: Daemon) -> Iterator[Client]:
-    with Client.connect(daemon.runtime_dir) as one:
-        one.create_pool("host", SPEC)
-        yield one
 
 
 def test_a_device_that_is_not_there_is_named_with_the_reason() -> None:
@@ -62,6 +52,10 @@ def test_a_daemon_without_devices_says_why_and_goes_on(daemon: Daemon, client: C
     assert shown.device == MISSING
     assert shown.state.startswith("unavailable: ")
     assert client.create_pool("on-device", SPEC).device == "host", "the name is free still"
+    for name in ("", "npu", "npu:-1", "npu:1000", "gpu:0", "NPU:0", "host:0", "npu:0\n"):
+        with pytest.raises(errors.InvalidFieldError) as no_name:
+            client.create_pool("named", SPEC, device=name)
+        assert no_name.value.field == "device"
 
 
 def test_all_that_an_engine_said_before_a_message_is_taken(daemon: Daemon) -> None:
@@ -73,17 +67,3 @@ def test_all_that_an_engine_said_before_a_message_is_taken(daemon: Daemon) -> No
             with pytest.raises(errors.KvferryError) as refused:
                 engine.call(call, lambda number: [ShareFollows(message_id=number, shares=(SHARE,))] * count)
             assert "shares came" not in refused.value.detail
-
-
-def test_what_is_refused_by_its_field(client: Client) -> None:
-    for name in ("", "npu", "npu:-1", "npu:1000", "gpu:0", "NPU:0", "host:0", "npu:0\n"):
-        with pytest.raises(errors.InvalidFieldError) as refused:
-            client.create_pool("named", SPEC, device=name)
-        assert refused.value.field == "device"
-    with pytest.raises(errors.TooLargeError) as too_large:
-        client.create_tables("large", "host", max_batch=65_536, max_context_tokens=1 << 15)
-    assert too_large.value.field == "max_batch"
-    client.create_tables("small", "host", max_batch=4, max_context_tokens=64)
-    client.open_events()
-    with pytest.raises(errors.InvalidFieldError):  # the ring is there, on the host
-        client.call(calls.asked(OpenEvents(device="npu:0")))

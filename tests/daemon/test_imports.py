@@ -23,12 +23,6 @@ max_bytes = "1MiB"
 """
 
 
-def environment(file: Path) -> dict[str, str]:
-    """Return what lets a process write down which modules it looks for."""
-    path = [str(Path(__file__).with_name("importing")), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(path), "KVFERRY_TEST_IMPORTS": str(file)}
-
-
 def works(client: Client, other: Client) -> None:
     """Ask two daemons for everything, also for what fails; the pages of one go to the other."""
     for number, one in enumerate((client, other)):
@@ -45,7 +39,15 @@ def works(client: Client, other: Client) -> None:
     other.wait_finished(receiving)
     other.wait_settled(receiving)
     client.wait_settled(sending)
-    fails(client, ids[:1].tolist())
+    for error, deadline_s in ((CancelledError, 9), (DeadlineError, 0.01)):
+        alone = client.receive("pool0", new_request_id(), [pages(ids[:1])], deadline_s=deadline_s)
+        if error is CancelledError:
+            client.cancel(alone)
+        with pytest.raises(error):
+            client.wait_finished(alone)
+        client.wait_settled(alone)
+    with pytest.raises(KvferryError):
+        client.free("pool0", [1, 1])
     offload = client.offload("pool0", [pages(ids)])
     client.wait_done(offload)
     client.wait_done(client.restore("pool0", offload.snapshot, lists=[pages(ids)]))
@@ -60,32 +62,16 @@ def works(client: Client, other: Client) -> None:
     client.free("pool0", ids)
 
 
-def fails(client: Client, ids: list[int]) -> None:
-    """Cancel, let deadlines pass, and ask for what is refused."""
-    for error in (CancelledError, DeadlineError):
-        alone = client.receive(
-            "pool0", new_request_id(), [pages(ids)], deadline_s=0.01 if error is DeadlineError else 9
-        )
-        if error is CancelledError:
-            client.cancel(alone)
-        with pytest.raises(error):
-            client.wait_finished(alone)
-        client.wait_settled(alone)
-    with pytest.raises(KvferryError):
-        client.wait_finished(client.send("pool0", new_request_id(), [pages([999])]))
-    with pytest.raises(KvferryError):
-        client.free("pool0", ids * 2)
-
-
 def test_nothing_is_imported_once_a_daemon_is_ready(tmp_path: Path) -> None:
     files = [tmp_path / name / "imports" for name in ("one", "other")]
     with contextlib.ExitStack() as stack:
         daemons = []
+        path = os.pathsep.join([str(Path(__file__).with_name("importing")), os.environ.get("PYTHONPATH", "")])
         for file in files:
             disk = file.with_name("disk")
             disk.mkdir(parents=True)
-            running = kit.daemon(CONFIG.format(disk=disk), environment=environment(file))
-            daemons.append(stack.enter_context(running))
+            environment = {"PYTHONPATH": path, "KVFERRY_TEST_IMPORTS": str(file)}
+            daemons.append(stack.enter_context(kit.daemon(CONFIG.format(disk=disk), environment=environment)))
         ready = [len(file.read_text().split()) for file in files]
         works(*(stack.enter_context(Client.connect(daemon.runtime_dir)) for daemon in daemons))
     assert all(ready), "nobody wrote anything down"

@@ -16,11 +16,7 @@ class ControlGroup(NamedTuple):
 
     @classmethod
     def make(cls, name: str, size_bytes: int) -> ControlGroup:
-        """Make a group below the root of the hierarchy that has the memory controller.
-
-        Raises:
-            OSError: that is not allowed, or there is no such controller.
-        """
+        """Make a group below the root of the hierarchy that has the memory controller, or raise OSError."""
         first = (ROOT / "memory").is_dir()
         folder = ROOT / ("memory" if first else "") / name
         folder.mkdir()
@@ -39,14 +35,11 @@ class ControlGroup(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no process is in it."""
         return not (self.folder / "cgroup.procs").read_text()
 
     def limit(self, size_bytes: int) -> None:
-        """Set the limit."""
         with self.limit_file.open("r+") as file:  # the kernel makes the file; none is made here
             file.write(str(size_bytes))
 
     def remove(self) -> None:
-        """Remove it; it is empty."""
         self.folder.rmdir()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy.typing as npt
@@ -26,6 +25,8 @@ from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, SessionO
 
 REPLY_MS = 60_000
 T = TypeVar("T")
+Said: TypeAlias = Callable[[int], Sequence[ShareFollows | MemoryFollows]]
+"""What goes over the session socket before a request, by the request's number."""
 
 
 class RawEngine(NamedTuple):
@@ -38,7 +39,7 @@ class RawEngine(NamedTuple):
     def call(
         self,
         call: Call[T],
-        said: Callable[[int], Sequence[ShareFollows | MemoryFollows]] | None = None,
+        said: Said | None = None,
         deadline_ms: int = REPLY_MS,
         fds: Sequence[int] = (),
     ) -> T:
@@ -48,7 +49,7 @@ class RawEngine(NamedTuple):
     def numbered(
         self,
         call: Call[T],
-        said: Callable[[int], Sequence[ShareFollows | MemoryFollows]] | None = None,
+        said: Said | None = None,
         deadline_ms: int = REPLY_MS,
         fds: Sequence[int] = (),
     ) -> tuple[int, T]:
@@ -73,13 +74,9 @@ class RawEngine(NamedTuple):
         deadline_ms: int = REPLY_MS,
     ) -> ReplyArrived:
         """Send a body with its id arrays, after what it registers, and return the reply as it is."""
-        call = Call(
-            body, tuple(one if isinstance(one, bytes) else packed_ids(one, "ids") for one in ids), lambda reply: reply
-        )
-        if registered is None:
-            return self.call(call, deadline_ms=deadline_ms)
-        frames = functools.partial(_numbered, registered)
-        return self.call(call, frames, deadline_ms)
+        packed = tuple(one if isinstance(one, bytes) else packed_ids(one, "ids") for one in ids)
+        said = None if registered is None else lambda number: [msgspec.structs.replace(registered, message_id=number)]
+        return self.call(Call(body, packed, lambda reply: reply), said, deadline_ms)
 
     def say(self, kind: str, registered: ShareFollows | None = None, **fields: Any) -> Body:  # noqa: ANN401  any JSON
         """Send a message with its fields as JSON, page ids in place, and return the reply's body."""
@@ -87,22 +84,15 @@ class RawEngine(NamedTuple):
         return self.ask(body, *frames, registered=registered).body
 
 
-def _numbered(registered: ShareFollows, message_id: int) -> Sequence[ShareFollows]:
-    return [msgspec.structs.replace(registered, message_id=message_id)]
-
-
 @contextmanager
 def raw_engine(runtime_dir: Path, name: str = "raw", opening: SessionOpen | None = None) -> Iterator[RawEngine]:
     """Open a session, with this frame if it is given."""
     with zmq.Context() as context, open_control_socket(context, runtime_dir) as control:
         channel = SessionChannel.open(runtime_dir, opening or calls.session_open(name))
-        try:
-            core = ClientCore(BootId(channel.opened.boot_id), channel.opened.secret)
-            engine = RawEngine(channel, control, core)
+        with contextlib.closing(channel):
+            engine = RawEngine(channel, control, ClientCore(BootId(channel.opened.boot_id), channel.opened.secret))
             engine.call(calls.hello(name))
             yield engine
-        finally:
-            channel.close()
 
 
 @contextmanager

@@ -23,20 +23,13 @@ class RecordingServiceManager(ServiceManager):
         self.said: list[str] = []
         self.is_ready = asyncio.Event()
 
-    def __repr__(self) -> str:
-        """Show what was said."""
-        return f"<RecordingServiceManager {self.said}>"
-
     def ready(self, status: str) -> None:
-        """See ``ServiceManager.ready``."""
         assert status
         self.said.append("ready")
         self.is_ready.set()
 
     def stopping(self) -> None:
-        """See ``ServiceManager.stopping``."""
         self.said.append("stopping")
 
     def alive(self) -> None:
-        """See ``ServiceManager.alive``."""
         self.pings += 1

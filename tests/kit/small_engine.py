@@ -50,14 +50,8 @@ def prefill(client: Client, pool: AttachedPool, request_id: str, *, tensors: boo
     ids = client.allocate("prefill", PAGES)
     with client.open_events() as ring:
         steps = [ring.step(layer, 1) for layer in range(SPEC.layers)]
-        sent = client.send(
-            "prefill",
-            request_id,
-            [pages(ids, tokens=TOKENS)],
-            steps=steps,
-            first_token=FIRST_TOKEN,
-            deadline_s=DEADLINE_S,
-        )
+        lists, deadline = [pages(ids, tokens=TOKENS)], DEADLINE_S
+        sent = client.send("prefill", request_id, lists, steps=steps, first_token=FIRST_TOKEN, deadline_s=deadline)
         for layer, step in enumerate(steps):
             for role in ("k", "v"):
                 elements(pool, role, tensors=tensors)[layer, ids] = values(layer, role, tensors=tensors)
@@ -80,9 +74,8 @@ def decode(client: Client, pool: AttachedPool, request_id: str, *, tensors: bool
     tables = client.create_tables("decode", "decode", max_batch=2, max_context_tokens=TOKENS)
     entries = BlockTableEntries([1] * PAGES, range(PAGES), ids)
     client.wait(client.update_tables(tables, [0, TOKENS], entries=entries))
-    rows, lengths = (
-        (tables.block_tables, tables.seq_lens) if tensors else (tables.array("block_tables"), tables.array("seq_lens"))
-    )
+    rows = tables.block_tables if tensors else tables.array("block_tables")
+    lengths = tables.seq_lens if tensors else tables.array("seq_lens")
     assert rows.tolist() == [[0] * PAGES, ids.tolist()], rows
     assert lengths.tolist() == [0, TOKENS], lengths
     client.delete_tables(tables)
@@ -90,7 +83,6 @@ def decode(client: Client, pool: AttachedPool, request_id: str, *, tensors: bool
 
 
 def elements(pool: AttachedPool, role: str, *, tensors: bool) -> Any:  # noqa: ANN401  a tensor or an array
-    """Return all layers of a role."""
     return pool.tensor("main", role) if tensors else pool.array("main", role)
 
 
