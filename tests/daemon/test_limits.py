@@ -1,36 +1,94 @@
-"""Bounds on what a session may have in flight: BUSY, and transfer again once something is over. Bounds on deadlines."""
+"""Bounds on what a session may have in flight, keep and wait for: BUSY, until something is over.
+
+What one hostile session makes the daemon keep has a bound in bytes, and the daemon's memory is measured against it:
+each attack sends what would keep ten times as much or more, of what only numbers used to bound.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 import pytest
+import zmq
 
-from kvferry.clients import Client, Transfer, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
+from kvferry.daemon.control.control_socket import PAUSE_BYTES
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.services.transfers import FEW_EVENTS
-from kvferry.protocol.base import Busy, PageList, RequestBody
+from kvferry.protocol.base import Busy, DeviceEvent, ErrorReply, PageList, RequestBody
 from kvferry.protocol.codec import PageIds, decode_from_daemon, encode
-from kvferry.protocol.envelope import Reply, Request
+from kvferry.protocol.envelope import Batch, Reply, Request
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError, OverloadedError
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive
+from kvferry.protocol.pool_messages import Allocate, Allocated, Free
+from kvferry.protocol.session_messages import OpenEvents, SessionStatus
+from kvferry.protocol.settings import control_address
+from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive, Send
 from tests import kit
 from tests.kit.daemons import Daemon, said_by_another_user, soon
 from tests.kit.kvferry_command import run_kvferry
 from tests.kit.pools import SPEC
-from tests.kit.raw_engine import raw_engine
+from tests.kit.raw_engine import RawEngine, raw_engine
 
+MIB: Final = 1 << 20
+REPLY_MS: Final = 20_000
 TUNING = Tuning(limits=Limits(max_transfers_per_session=2, max_transfers=3, max_sessions=3))
 LATE = Tuning(limits=Limits(max_deadline_ms=10_000, default_deadline_ms=500))
 
 
+class Deaf:
+    """A session that numbers its requests itself, acknowledges no event, and reads only when it is told to."""
+
+    def __init__(self, engine: RawEngine, control: zmq.Socket[bytes], daemon: Daemon, observer: Client) -> None:
+        self.number = 1000
+        self.observer = observer
+        self._opened = engine.channel.opened
+        self._control = control
+        self._memory = Path(f"/proc/{daemon.process.pid}/status")
+        self._before = self._resident()
+
+    @property
+    def seen(self) -> SessionStatus:
+        """Return it as another session sees it."""
+        (one,) = [one for one in self.observer.status().sessions if one.session == self._opened.session]
+        return one
+
+    def has_grown_less_than(self, kept_bytes: int) -> bool:
+        """Return whether the daemon's memory has grown by no more than this and what else it may."""
+        return self._resident() - self._before < kept_bytes + MARGIN_BYTES
+
+    def put(self, body: RequestBody, *ids: PageIds, number: int = 0) -> None:
+        self.number += not number
+        opened = self._opened
+        request = Request(number or self.number, opened.boot_id, opened.secret, 600_000, 0, body)
+        self._control.send_multipart(encode(request, ids))
+
+    def take(self) -> Reply:
+        """Return the next reply."""
+        while self._control.poll(REPLY_MS):
+            message = decode_from_daemon(self._control.recv_multipart()).message
+            if isinstance(message, Reply):  # no event
+                return message
+        pytest.fail("no reply")
+
+    def ask(self, body: RequestBody, *ids: PageIds, number: int = 0) -> object:
+        """Send a request and return the body of its reply."""
+        self.put(body, *ids, number=number)
+        return self.take().body
+
+    def _resident(self) -> int:
+        found = re.search(r"RssAnon:\s+(\d+) kB", self._memory.read_text())
+        assert found is not None
+        return int(found[1]) << 10
+
+
 @pytest.fixture
 def client(daemon: Daemon) -> Iterator[Client]:
-    """Return the only client, with two pools."""
     with kit.engine(daemon) as one:
         assert soon(lambda: len(one.status().sessions) == 1)
         for name in ("prefill", "decode"):
@@ -95,45 +153,31 @@ def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None
         client.wait_finished(receive(client, received[:1]))
 
 
-def refused_while_deaf(daemon: Daemon, rounds: int, observer: Client) -> tuple[str, int]:
-    """Let an engine use one request id again and again, and acknowledge nothing.
-
-    Return why its next request is refused then, and how many events it has not acknowledged.
-    """
-    with raw_engine(daemon.runtime_dir, "deaf") as engine:
-        opened, numbers = engine.channel.opened, itertools.count(100)
-
-        def ask(body: RequestBody, *ids: PageIds) -> object:
-            request = Request(next(numbers), opened.boot_id, opened.secret, 0, 0, body)
-            engine.control.send_multipart(encode(request, ids))
-            while not isinstance(message := decode_from_daemon(engine.control.recv_multipart()).message, Reply):
-                pass  # an event
-            return message.body
-
+def check_events_are_bounded(daemon: Daemon, client: Client, rounds: int, why: str) -> None:
+    """Let an engine use one request id again and again, and acknowledge nothing."""
+    with raw_engine(daemon.runtime_dir) as engine:
+        deaf = Deaf(engine, engine.control, daemon, client)
         transfer = Receive(request_id=new_request_id(), pool="decode", lists=(PageList(pages=1),))
         cancel = Cancel(request_id=transfer.request_id, pool="decode", direction="receive")
         engine.say("ALLOCATE", pool="decode", count=1)
         for _ in range(rounds):
-            assert isinstance(ask(transfer, np.array([1])), Accepted)
-            assert isinstance(ask(cancel), Cancelled)
-        busy = ask(transfer, np.array([1]))
+            assert isinstance(deaf.ask(transfer, np.array([1])), Accepted)
+            assert isinstance(deaf.ask(cancel), Cancelled)
+        busy = deaf.ask(transfer, np.array([1]))
         assert isinstance(busy, Busy)
-        (deaf,) = [one for one in observer.status().sessions if one.name == "deaf"]
-        return busy.detail, deaf.unacknowledged_events
+        assert f"{2 * rounds} events of {why} are unacknowledged" in busy.detail
+        assert deaf.seen.unacknowledged_events == 2 * rounds
 
 
 def test_events_that_are_never_acknowledged(daemon: Daemon, client: Client) -> None:
-    why, events = refused_while_deaf(daemon, 2, client)
-    assert ("4 events of the session are unacknowledged" in why, events) == (True, 4)
+    check_events_are_bounded(daemon, client, 2, "the session")
 
 
 @pytest.mark.full
 def test_events_of_all_sessions_that_are_never_acknowledged() -> None:
     with kit.daemon(tuning=Tuning(limits=Limits(max_transfers=FEW_EVENTS))) as daemon, kit.engine(daemon) as client:
         client.create_pool("decode", SPEC)
-        why, events = refused_while_deaf(daemon, FEW_EVENTS, client)
-        assert why.startswith(f"{2 * FEW_EVENTS} events of all sessions are unacknowledged")
-        assert events == 2 * FEW_EVENTS
+        check_events_are_bounded(daemon, client, FEW_EVENTS, "all sessions")
 
 
 def test_sessions(daemon: Daemon, client: Client) -> None:
@@ -168,3 +212,118 @@ def test_a_client_takes_its_daemons_word_for_the_longest_deadline() -> None:
         fields = json.dumps({"pool": "nowhere", "count": 1, "space": "main"})
         for options, said in (((), "UNKNOWN_POOL"), (("--timeout", "11"), "at most 10 s")):
             assert said in run_kvferry("probe", "--runtime-dir", late.runtime_dir, *options, "ALLOCATE", fields).stdout
+
+
+# -- bytes
+
+KEPT_BYTES: Final = 4 * MIB
+MARGIN_BYTES: Final = 24 * MIB
+"""What the daemon's memory may grow beside: copies of messages under way, and the allocator's holes."""
+KEEPING: Final = Tuning(
+    limits=Limits(
+        max_message_bytes=4 * MIB,
+        max_kept_session_request_bytes=KEPT_BYTES,
+        max_kept_request_bytes=2 * KEPT_BYTES,
+        max_kept_session_reply_bytes=KEPT_BYTES,
+        max_kept_reply_bytes=3 * KEPT_BYTES,
+    )
+)
+PAGES: Final = 64 << 10
+LIST_BYTES: Final = 8 * PAGES
+LARGE: Final = MhaSpec(layers=1, tokens=PAGES, page_size=1, kv_heads=1, head_dim=8, dtype="float16")
+ALL: Final = Allocate(pool="pages", count=PAGES)
+IDS: Final = np.arange(1, PAGES + 1)
+GIVE_BACK: Final = Free(pool="pages", pages=PAGES)
+
+
+@pytest.fixture(scope="module")
+def keeping() -> Iterator[Daemon]:
+    with kit.daemon(tuning=KEEPING) as one:
+        yield one
+
+
+@pytest.fixture
+def attack(keeping: Daemon) -> Iterator[Deaf]:
+    """Return a session that may have all pages of a pool."""
+    with kit.engine(keeping) as client:
+        client.create_pool("pages", LARGE)
+        with (
+            raw_engine(keeping.runtime_dir) as engine,
+            zmq.Context() as context,
+            context.socket(zmq.DEALER) as control,
+        ):
+            control.rcvhwm = 1  # what it does not ask for, nobody reads
+            control.connect(control_address(keeping.runtime_dir))
+            one = Deaf(engine, control, keeping, client)
+            one.ask(OpenEvents())
+            yield one
+        assert soon(lambda: len(client.status().sessions) == 1)
+        client.delete_pool("pages")
+
+
+def test_replies_kept_for_a_retry(attack: Deaf) -> None:
+    for _ in range(100):
+        assert isinstance(attack.ask(ALL), Allocated)
+        attack.ask(GIVE_BACK, IDS)
+    assert attack.has_grown_less_than(KEPT_BYTES)
+    assert 0 < attack.seen.reply_bytes <= KEPT_BYTES
+    first, last = attack.number - 199, attack.number
+    assert isinstance(attack.ask(GIVE_BACK, IDS, number=last), type(attack.ask(GIVE_BACK, IDS, number=last)))
+    gone = attack.ask(ALL, number=first)
+    assert isinstance(gone, ErrorReply)
+    assert gone.error.code == "REPLY_GONE"
+    assert attack.observer.status().pools[0].free == PAGES, "it was not done a second time"
+
+
+def test_replies_that_are_not_read(attack: Deaf) -> None:
+    for _ in range(200):
+        attack.put(ALL)
+        attack.put(GIVE_BACK, IDS)
+    assert soon(lambda: attack.observer.status().counters.get("connections.paused", 0) > 0)
+    assert attack.has_grown_less_than(KEPT_BYTES + PAUSE_BYTES)
+    assert {type(attack.take().body) for _ in range(400)} >= {Allocated}  # nothing was lost
+
+
+def test_requests_that_wait(attack: Deaf) -> None:
+    attack.ask(ALL)
+    wait = Free(pool="pages", pages=PAGES, after=DeviceEvent(event=0, value=1))
+    for _ in range(200):
+        attack.put(wait, IDS)
+    busy = [attack.take().body for _ in range(200 - KEPT_BYTES // (LIST_BYTES + 200))]
+    for one in busy:
+        assert isinstance(one, Busy)
+        assert "max_kept_session_request_bytes" in one.detail
+        assert one.retry_after_ms > 0
+    assert attack.has_grown_less_than(KEPT_BYTES)
+    assert KEPT_BYTES - 2 * LIST_BYTES < attack.seen.kept_bytes <= KEPT_BYTES
+
+
+def test_lists_of_transfers(attack: Deaf) -> None:
+    attack.ask(ALL)
+    replies = [
+        attack.ask(Send(request_id=new_request_id(), pool="pages", lists=(PageList(pages=PAGES),), last=False), IDS)
+        for _ in range(200)
+    ]
+    assert [type(one) for one in replies[:7]] == [Accepted] * 7
+    assert {type(one) for one in replies[9:]} == {Busy}
+    assert attack.has_grown_less_than(KEPT_BYTES)
+
+
+def test_results_of_batches_that_wait(attack: Deaf) -> None:
+    attack.ask(ALL)
+    attack.ask(GIVE_BACK, IDS)
+    wait = Free(pool="pages", pages=1, after=DeviceEvent(event=0, value=1))
+    turn = (Allocate(pool="pages", count=PAGES), Free(pool="pages", pages=PAGES))
+    for _ in range(40):
+        attack.put(Batch(requests=(*turn * 4, Allocate(pool="pages", count=1), wait)), *[IDS] * 4, IDS[:1])
+    assert {type(attack.take().body) for _ in range(38)} == {Busy}
+    assert attack.has_grown_less_than(2 * KEPT_BYTES)
+
+
+def test_limits_are_a_part_of_what_may_be_kept() -> None:
+    limits = Limits().within(64 << 20)
+    assert (limits.max_message_bytes, limits.max_frame_bytes) == (8 << 20, 4 << 20)
+    assert limits.max_kept_request_bytes == limits.max_kept_payload_bytes == 24 << 20
+    assert limits.max_kept_session_request_bytes == limits.max_kept_session_payload_bytes == 12 << 20
+    assert (limits.max_kept_reply_bytes, limits.max_kept_session_reply_bytes) == (8 << 20, 4 << 20)
+    assert Limits().within(4 << 30) == Limits()
