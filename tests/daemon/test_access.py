@@ -21,13 +21,13 @@ from kvferry.daemon.process import access
 from kvferry.daemon.process.access import LOCK_FILE, SOCKET_MODE, RuntimeDirectory, listen_on
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
+from tests.kit.faults import connected
 
 NOBODY = 65534
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Return a runtime directory that others could write."""
     there = tmp_path / "run"
     there.mkdir()
     there.chmod(0o777)
@@ -52,8 +52,7 @@ def test_a_socket_of_another_user_gives_way(path: Path, require: Callable[[objec
             found = (path / CONTROL_SOCKET).stat()
             assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), SOCKET_MODE)
             assert stat.S_IMODE(path.stat().st_mode) == 0o710
-            with socket.socket(socket.AF_UNIX) as client:
-                client.connect(os.fspath(path / CONTROL_SOCKET))
+            with connected(path / CONTROL_SOCKET):
                 ours.accept()[0].close()
                 with pytest.raises(BlockingIOError):
                     theirs.accept()
@@ -65,8 +64,8 @@ def test_a_cleaner_of_old_files_lets_no_second_daemon_in(path: Path) -> None:
         with pytest.raises(ConfigError, match="another daemon") as refused:
             RuntimeDirectory(path).__enter__()
         assert refused.value.retryable
-        with first.listen(CONTROL_SOCKET).socket, socket.socket(socket.AF_UNIX) as client:
-            client.connect(os.fspath(path / CONTROL_SOCKET))
+        with first.listen(CONTROL_SOCKET).socket:
+            connected(path / CONTROL_SOCKET).close()
 
 
 def test_a_daemon_that_ends_removes_its_own_sockets_alone(path: Path) -> None:
@@ -83,8 +82,7 @@ def test_a_socket_on_which_a_service_manager_listens_stays(path: Path) -> None:
     with listen_on(path / SESSION_SOCKET, SOCKET_MODE):
         with pytest.raises(ConfigError, match="socket unit"):
             RuntimeDirectory(path).__enter__()
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(os.fspath(path / SESSION_SOCKET))
+        connected(path / SESSION_SOCKET).close()
 
 
 def test_a_socket_of_a_daemon_that_is_being_killed_is_left_over(path: Path) -> None:
@@ -224,8 +222,6 @@ print(json.dumps(said))
 """
 # Becomes the program with the descriptors 3, 4 and 5 open, and inheritable.
 START = "import os, sys\nfor fd in (3, 4, 5): os.dup2(1, fd)\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-
-
 THREE = "control:session:control"
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pytest
@@ -21,6 +21,7 @@ from kvferry.protocol.session_messages import PeerStatus
 from kvferry.protocol.settings import PEER_SOCKET
 from tests import kit
 from tests.kit.daemons import Daemon, soon
+from tests.kit.faults import connected
 from tests.kit.tcp_proxy import PATIENCE_S, Proxy
 
 TIMEOUT_MS = 600
@@ -47,6 +48,10 @@ class Side(NamedTuple):
     client: Client
     pool: AttachedPool
     pages: PageIds
+
+    @classmethod
+    def of(cls, daemon: Daemon, client: Client) -> Side:
+        return cls(daemon, client, client.create_pool("kv", SPEC), client.allocate("kv", PAGES))
 
     @property
     def address(self) -> str:
@@ -131,7 +136,6 @@ class Pair:
         return outcomes
 
     def hand_over(self) -> None:
-        """Let a whole transfer succeed."""
         assert self.end(self.begin()) == ("OK", "OK")
 
 
@@ -147,11 +151,7 @@ def pair() -> Iterator[Pair]:
     ):
         to_source.route_unix(source.runtime_dir / PEER_SOCKET)
         to_home.route_unix(home.runtime_dir / PEER_SOCKET)
-        sides = [
-            Side(daemon, client, client.create_pool("kv", SPEC), client.allocate("kv", PAGES))
-            for daemon, client in ((source, prefill), (home, decode))
-        ]
-        made = Pair(sides[0], sides[1], to_source, to_home)
+        made = Pair(Side.of(source, prefill), Side.of(home, decode), to_source, to_home)
         made.hand_over()
         yield made
 
@@ -261,38 +261,28 @@ def test_a_flood_at_the_peers_socket_harms_no_transfer(pair: Pair) -> None:
     address = f"{pair.home.address}.aside"  # past the proxy
     forged = encode_peer(PeerEnvelope(pair.source.address, new_request_id(), new_request_id(), HELLO))
     stop = threading.Event()
-    with contextlib.ExitStack() as stack:
-        for frames in (forged, [forged[0], b"\0" * (4 << 20)], [b"\xc1" * 9] * 30):
-            stack.enter_context(_flood(address, [bytes(one) for one in frames], stop))
-        for _ in range(20):
-            half = stack.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
-            half.connect(address.removeprefix("ipc://"))
-            half.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01NULL")
-        stack.callback(stop.set)
-        assert soon(lambda: pair.home.client.status().counters.get("peers.unproven", 0) > unproven + 100)
-        for _ in range(5):
-            pair.hand_over()
-    assert pair.lost() == lost
 
-
-@contextlib.contextmanager
-def _flood(address: str, frames: list[bytes], stop: threading.Event) -> Iterator[None]:
-    """Let a thread send a message again and again, and read nothing."""
-
-    def send() -> None:
+    def flood(*frames: bytes) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-            for option, value in ((zmq.LINGER, 0), (zmq.SNDTIMEO, 100), (zmq.SNDHWM, 10)):
-                dealer.setsockopt(option, value)
+            dealer.linger, dealer.sndtimeo, dealer.sndhwm = 0, 100, 10
             dealer.connect(address)
             while not stop.is_set():
                 with contextlib.suppress(zmq.Again):
                     dealer.send_multipart(frames)
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    yield
-    stop.set()
-    thread.join(PATIENCE_S)
+    with contextlib.ExitStack() as stack:
+        for frames in (forged, [forged[0], b"\0" * (4 << 20)], [b"\xc1" * 9] * 30):
+            thread = threading.Thread(target=flood, args=[bytes(one) for one in frames])
+            stack.callback(thread.join, PATIENCE_S)
+            thread.start()
+        stack.callback(stop.set)
+        for _ in range(20):
+            half = stack.enter_context(connected(Path(address.removeprefix("ipc://"))))
+            half.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01NULL")
+        assert soon(lambda: pair.home.client.status().counters.get("peers.unproven", 0) > unproven + 100)
+        for _ in range(5):
+            pair.hand_over()
+    assert pair.lost() == lost
 
 
 def test_a_daemon_is_killed_and_started_again_at_once() -> None:
@@ -303,13 +293,13 @@ def test_a_daemon_is_killed_and_started_again_at_once() -> None:
         kit.daemon(patient) as home,
         Client.connect(home.runtime_dir, name="decode") as decode,
     ):
-        survivor = Side(home, decode, decode.create_pool("kv", SPEC), decode.allocate("kv", PAGES))
+        survivor = Side.of(home, decode)
         address = f"ipc://{source.runtime_dir / PEER_SOCKET}"
         with Client.connect(source.runtime_dir, name="prefill") as prefill:
-            prefill.create_pool("kv", SPEC)
+            dying = Side.of(source, prefill)
             request = new_request_id()
             received = decode.receive("kv", request, [pages(survivor.pages)], source_daemons=[address])
-            prefill.send("kv", request, [pages(prefill.allocate("kv", PAGES)[:1])], last=False)
+            prefill.send("kv", request, [pages(dying.pages[:1])], last=False)
             assert soon(lambda: "last SEND" in decode.status().transfers[0].waits_for)
             old = survivor.peer
             source.kill()
@@ -317,7 +307,7 @@ def test_a_daemon_is_killed_and_started_again_at_once() -> None:
         assert survivor.busy() == 0
         source.start()
         with Client.connect(source.runtime_dir, name="prefill") as prefill:
-            other = Side(source, prefill, prefill.create_pool("kv", SPEC), prefill.allocate("kv", PAGES))
+            other = Side.of(source, prefill)
             assert (old.state, old.address) == ("up", address)
             request = new_request_id()
             received = decode.receive("kv", request, [pages(survivor.pages)], source_daemons=[address])

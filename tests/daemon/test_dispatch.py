@@ -73,6 +73,7 @@ class Dispatching:
         self.accepts = True
         self.on_deferred: Callable[[], object] = lambda: None
         self.on_call: Callable[[Call], object] = lambda _call: None
+        self.raises: Exception | None = None
 
     def send(self, identity: bytes, frames: Frames, *, more: bool = False) -> bool:  # noqa: ARG002
         self.said.set()
@@ -83,6 +84,8 @@ class Dispatching:
     def allocate(self, call: Call) -> Answer:
         self.calls.append(call)
         self.on_call(call)
+        if self.raises is not None:
+            raise self.raises
         count = call.body.count  # type: ignore[attr-defined]
         return Answer(Allocated(pages=count), (np.arange(count),))
 
@@ -187,10 +190,7 @@ def test_a_retry_is_done_once_and_answered_again(daemon: Dispatching) -> None:
 def test_an_error_is_kept_for_a_retry_too_and_a_bug_tells_no_secrets(
     daemon: Dispatching, error: Exception, code: str, field: str
 ) -> None:
-    def fail(_call: Call) -> None:
-        raise error
-
-    daemon.on_call = fail
+    daemon.raises = error
     assert error_of(daemon.take(ALLOCATE)) == error_of(daemon.take(ALLOCATE)) == (1, code, field)
     assert len(daemon.calls) == 1
     assert "passwd" not in repr(daemon.sent)
@@ -231,10 +231,7 @@ def refused(daemon: Dispatching) -> dict[str, int]:
 async def test_a_refusal_counts_once_whether_at_once_deferred_or_in_a_batch(
     daemon: Dispatching, error: KvferryError, code: str
 ) -> None:
-    def fail(call: Call) -> Answer:  # noqa: ARG001
-        raise error
-
-    daemon.on_call = fail
+    daemon.raises = error
     daemon.take(ALLOCATE, number=1)
     daemon.take(ALLOCATE, number=1)
     assert refused(daemon) == {code: 1}, "the repeated answer of a retry is no other refusal"
@@ -496,7 +493,6 @@ ID: Final = b"\x01" + 7 * b"\x00"
     ("requests", "frames", "code", "field"),
     [
         ([FREE_RAW] * 2, [ID], "MALFORMED", "requests"),
-        ([FREE_RAW, {**FREE_RAW, "pages": 2}], [ID, ID], "MALFORMED", "requests"),
         ([FREE_RAW, {**FREE_RAW, "pages": "x"}], [ID, ID], "INVALID_FIELD", "requests[1].pages"),
         ([FREE_RAW, 7], [ID], "INVALID_FIELD", "requests[1]"),
         ([{"type": "BATCH", "requests": [FREE_RAW]}], [ID], "INVALID_FIELD", "requests[0].type"),

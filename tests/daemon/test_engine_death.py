@@ -40,24 +40,21 @@ def test_after_each_of_its_messages(daemon: Daemon, client: Client) -> None:
     process = psutil.Process(daemon.process.pid)
     files = process.num_fds()
 
+    before = client.status()
+
     def nothing_is_left() -> bool:
         report = client.status()
-        [pool] = report.pools if len(report.pools) == 1 else [None]
-        descriptors = report.descriptors
         return (
-            pool is not None
-            and (pool.free, pool.busy) == (pool.pages, 0)
+            [(one.pool, one.free, one.busy) for one in report.pools] == [("shared", SPEC.tokens // SPEC.page_size, 0)]
             and not any(one.name == NAME for one in report.sessions)
             and not report.transfers
             and not report.tables
-            and descriptors is not None
-            and descriptors.promised == promised
+            and report.descriptors is not None
+            and before.descriptors is not None
+            and report.descriptors.promised == before.descriptors.promised
             and process.num_fds() <= files
         )
 
-    before = client.status().descriptors
-    assert before is not None
-    promised = before.promised
     with started([__file__, str(daemon.runtime_dir), "shared"]) as engine:
         assert engine.stdin is not None
         assert engine.stdout is not None
@@ -95,19 +92,10 @@ def life(runtime_dir: Path, pool: str) -> Iterator[Callable[[], object]]:
     yield lambda: engine.ask(OpenEvents())
     yield lambda: engine.ask(CreateTables(tables="t", pool=pool, max_batch=2, max_context_tokens=8))
     memory = SharedMemory(1 << 16)
+    shape, strides = (1, 17, 4, 1, 4), (68, 16, 4, 4, 1)
     arrays = tuple(
-        RegisteredArrays(
-            component="main",
-            role=role,
-            shape=one.shape,
-            strides=(68, 16, 4, 4, 1)[: one.ndim],
-            dtype="float32",
-            offset_bytes=at,
-        )
-        for role, one, at in (
-            ("k", memory.array((1, 17, 4, 1, 4), "float32"), 0),
-            ("v", memory.array((1, 17, 4, 1, 4), "float32"), 4096),
-        )
+        RegisteredArrays(component="main", role=role, shape=shape, strides=strides, dtype="float32", offset_bytes=at)
+        for role, at in (("k", 0), ("v", 4096))
     )
     register = core.request(RegisterPool(pool=f"{pool}-registered", spec=SPEC, device="host", arrays=arrays), ())
     follows = pack(MemoryFollows(message_id=register.message_id))

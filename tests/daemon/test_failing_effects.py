@@ -63,17 +63,14 @@ async def client(anyio_backend: object) -> AsyncIterator[AsyncClient]:  # noqa: 
 
 
 async def receive(client: AsyncClient, pool: str = "pool", request_id: str = "", **more: Any) -> Transfer:  # noqa: ANN401
-    """Receive two new pages."""
     return client.receive(pool, request_id or new_request_id(), [pages(await client.allocate(pool, 2))], **more)
 
 
 async def busy(client: AsyncClient) -> list[int]:
-    """Return how many pages of each pool a transfer holds."""
     return [one.busy for one in (await client.status()).pools]
 
 
 async def send(client: AsyncClient, request_id: str, **more: Any) -> Transfer:  # noqa: ANN401
-    """Send two new pages."""
     return client.send("pool", request_id, [pages(await client.allocate("pool", 2))], **more)
 
 
@@ -278,46 +275,36 @@ def copy_wrongly(blocks: Blocks) -> None:
         flip_bit(int(blocks[0, 1]))
 
 
-@pytest.fixture(params=["one daemon", "two daemons"])
-async def clients(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    anyio_backend: object,  # noqa: ARG001
-) -> AsyncIterator[tuple[AsyncClient, AsyncClient]]:
-    """Return a client that sends and one that receives, of daemons whose copies are wrong."""
-    monkeypatch.setattr(local, "best_copy", lambda: copy_wrongly)
-    async with AsyncExitStack() as stack:
-        one = await stack.enter_async_context(serving())
-        other = one if request.param == "one daemon" else await stack.enter_async_context(serving())
-        found = [await stack.enter_async_context(await AsyncClient.connect(at.path)) for at in (one, other)]
-        for name, client in zip(("prefill", "decode"), found, strict=True):
-            await client.create_pool(name, SPEC)
-        yield found[0], found[1]
-
-
+@pytest.mark.parametrize("daemons", [1, 2])
 @pytest.mark.parametrize("asks", ["sender", "receiver", "nobody"])
 async def test_a_wrong_byte_fails_the_transfer_where_either_side_asks(
-    clients: tuple[AsyncClient, AsyncClient], asks: str
+    monkeypatch: pytest.MonkeyPatch, daemons: int, asks: str
 ) -> None:
-    prefill, decode = clients
-    ids, theirs = await prefill.allocate("prefill", COUNT), await decode.allocate("decode", COUNT)
-    sources = [(await prefill.status()).addresses[0]]
-    request_id = new_request_id()
-    receiving = decode.receive(
-        "decode", request_id, [pages(theirs)], source_daemons=sources, checksums=asks == "receiver"
-    )
-    sending = prefill.send("prefill", request_id, [pages(ids)], checksums=asks == "sender", payload=b"state")
-    for client, transfer in ((decode, receiving), (prefill, sending)):
-        if asks == "nobody":
-            await client.wait_finished(transfer)
-        else:
-            with pytest.raises(errors.TransferFailedError, match=r"page \d+ of main.*has other bytes"):
+    monkeypatch.setattr(local, "best_copy", lambda: copy_wrongly)
+    async with AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(serving()) for _ in range(daemons)]
+        prefill = await stack.enter_async_context(await AsyncClient.connect(served[0].path))
+        decode = await stack.enter_async_context(await AsyncClient.connect(served[-1].path))
+        await prefill.create_pool("prefill", SPEC)
+        await decode.create_pool("decode", SPEC)
+        ids, theirs = await prefill.allocate("prefill", COUNT), await decode.allocate("decode", COUNT)
+        sources = [(await prefill.status()).addresses[0]]
+        request_id = new_request_id()
+        receiving = decode.receive(
+            "decode", request_id, [pages(theirs)], source_daemons=sources, checksums=asks == "receiver"
+        )
+        sending = prefill.send("prefill", request_id, [pages(ids)], checksums=asks == "sender", payload=b"state")
+        for client, transfer in ((decode, receiving), (prefill, sending)):
+            if asks == "nobody":
                 await client.wait_finished(transfer)
-            assert transfer.finished is not None
-            assert transfer.finished.payload == b""
-        await client.wait_settled(transfer)
-    assert (await decode.free("decode", theirs)).deferred == 0
-    assert (await prefill.free("prefill", ids)).deferred == 0
+            else:
+                with pytest.raises(errors.TransferFailedError, match=r"page \d+ of main.*has other bytes"):
+                    await client.wait_finished(transfer)
+                assert transfer.finished is not None
+                assert transfer.finished.payload == b""
+            await client.wait_settled(transfer)
+        assert (await decode.free("decode", theirs)).deferred == 0
+        assert (await prefill.free("prefill", ids)).deferred == 0
 
 
 # -- copies that stall
@@ -334,11 +321,9 @@ class StallingThreads:
         monkeypatch.setattr(local, "best_copy", lambda: self)
 
     def stands(self) -> None:
-        """Wait until one does."""
         assert self._at_half.wait(PATIENCE_S)
 
     def __call__(self, blocks: Blocks) -> None:
-        """Copy."""
         halves = blocks.copy()
         halves[:, 2] //= 2
         copy_one_by_one(halves)
@@ -363,83 +348,64 @@ class StallingCopyThreads:
         monkeypatch.setattr(CopyThreads, "submit", submit_gated)
 
     def stands(self) -> None:
-        """Wait until one does."""
         ends_s = time.monotonic() + PATIENCE_S
         while not self._gate.standing:
             assert time.monotonic() < ends_s
 
 
-class Stalled(NamedTuple):
-    """Two engines of a daemon whose copies stall."""
-
-    prefill: AsyncClient
-    decode: AsyncClient
-    copy: StallingThreads | StallingCopyThreads
-    path: Path
-
-
-@pytest.fixture(params=[StallingThreads, StallingCopyThreads])
-async def stalled(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    anyio_backend: object,  # noqa: ARG001
-) -> AsyncIterator[Stalled]:
-    """Run a daemon, and two engines."""
-    copy: StallingThreads | StallingCopyThreads = request.param(monkeypatch)
+@pytest.mark.parametrize("kind", [StallingThreads, StallingCopyThreads])
+@pytest.mark.parametrize("how", ["cancelled", "late", "its engine dies", "the sender gives up"])
+async def test_pages_that_a_stalled_copy_still_writes_are_nobodys(
+    monkeypatch: pytest.MonkeyPatch, kind: type[StallingThreads | StallingCopyThreads], how: str
+) -> None:
+    copy = kind(monkeypatch)
     async with (
         serving(tuning=ON_THREADS) as at,
         await AsyncClient.connect(at.path) as prefill,
         await AsyncClient.connect(at.path) as decode,
+        AsyncExitStack() as stack,
     ):
-        try:
-            yield Stalled(prefill, decode, copy, at.path)
-        finally:
-            copy.go_on()
-
-
-@pytest.mark.parametrize("how", ["cancelled", "late", "its engine dies", "the sender gives up"])
-async def test_pages_that_a_stalled_copy_still_writes_are_nobodys(stalled: Stalled, how: str) -> None:
-    prefill, decode, copy, path = stalled
-    source = await prefill.create_pool("prefill", SPEC)
-    sent = await prefill.allocate("prefill", ALL)
-    for role in ("k", "v"):
-        source.tensor("main", role)[:, sent] = OURS
-    engine = await AsyncClient.connect(path) if how == "its engine dies" else decode
-    target = await decode.create_pool("decode", SPEC)
-    received = await engine.allocate("decode", ALL // 2)
-    request_id = new_request_id()
-    receiving = engine.receive("decode", request_id, [pages(received)], deadline_s=0.3 if how == "late" else None)
-    sending = prefill.send("prefill", request_id, [pages(sent[: ALL // 2])])
-    await asyncio.to_thread(copy.stands)
-    if how == "cancelled":
-        await engine.cancel(receiving, wait=False)
-    elif how == "the sender gives up":
-        await prefill.cancel(sending, wait=False)
-    elif how == "its engine dies":
-        engine.close()
-    if how != "its engine dies":
-        with pytest.raises(errors.KvferryError):
-            await engine.wait_finished(receiving)
-        assert not receiving.is_settled
-        freed = await engine.free("decode", received)
-        assert (freed.freed, freed.deferred) == (0, ALL // 2)
-    else:
-        while len((await decode.status()).sessions) > 2:
-            pass
-    theirs = await decode.allocate("decode", ALL // 2)
-    assert not set(theirs) & set(received)
-    with pytest.raises(errors.PoolFullError):
-        await decode.allocate("decode", 1)
-    assert (await prefill.free("prefill", sent)).deferred == ALL // 2, "they are being read"
-    copy.go_on()
-    await prefill.wait_settled(sending)
-    theirs = np.concatenate([theirs, await decode.allocate("decode", ALL // 2)])
-    assert set(theirs) >= set(received)
-    tensors = [target.tensor("main", role) for role in ("k", "v")]
-    for tensor in tensors:
-        tensor[:, theirs] = THEIRS
-    await decode.ping()
-    assert all(bool((tensor[:, theirs] == THEIRS).all()) for tensor in tensors), "a late write reached a page"
+        stack.callback(copy.go_on)
+        source = await prefill.create_pool("prefill", SPEC)
+        sent = await prefill.allocate("prefill", ALL)
+        for role in ("k", "v"):
+            source.tensor("main", role)[:, sent] = OURS
+        engine = await AsyncClient.connect(at.path) if how == "its engine dies" else decode
+        target = await decode.create_pool("decode", SPEC)
+        received = await engine.allocate("decode", ALL // 2)
+        request_id = new_request_id()
+        receiving = engine.receive("decode", request_id, [pages(received)], deadline_s=0.3 if how == "late" else None)
+        sending = prefill.send("prefill", request_id, [pages(sent[: ALL // 2])])
+        await asyncio.to_thread(copy.stands)
+        if how == "cancelled":
+            await engine.cancel(receiving, wait=False)
+        elif how == "the sender gives up":
+            await prefill.cancel(sending, wait=False)
+        elif how == "its engine dies":
+            engine.close()
+        if how != "its engine dies":
+            with pytest.raises(errors.KvferryError):
+                await engine.wait_finished(receiving)
+            assert not receiving.is_settled
+            freed = await engine.free("decode", received)
+            assert (freed.freed, freed.deferred) == (0, ALL // 2)
+        else:
+            while len((await decode.status()).sessions) > 2:
+                pass
+        theirs = await decode.allocate("decode", ALL // 2)
+        assert not set(theirs) & set(received)
+        with pytest.raises(errors.PoolFullError):
+            await decode.allocate("decode", 1)
+        assert (await prefill.free("prefill", sent)).deferred == ALL // 2, "they are being read"
+        copy.go_on()
+        await prefill.wait_settled(sending)
+        theirs = np.concatenate([theirs, await decode.allocate("decode", ALL // 2)])
+        assert set(theirs) >= set(received)
+        tensors = [target.tensor("main", role) for role in ("k", "v")]
+        for tensor in tensors:
+            tensor[:, theirs] = THEIRS
+        await decode.ping()
+        assert all(bool((tensor[:, theirs] == THEIRS).all()) for tensor in tensors), "a late write reached a page"
 
 
 # -- what never answers
@@ -458,7 +424,6 @@ class Hung(NamedTuple):
     ids: Any
     ring: Any
     copying: threading.Event
-    gate: threading.Event
 
 
 @pytest.fixture
@@ -485,7 +450,7 @@ async def hung(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncI
         monkeypatch.setattr(LowerTiers, "may_find", True)
         monkeypatch.setattr(LowerTiers, "find", asks)
         try:
-            yield Hung(client, ids, await client.open_events(), copying, gate)
+            yield Hung(client, ids, await client.open_events(), copying)
         finally:
             gate.set()
 
@@ -574,7 +539,6 @@ class Sides(NamedTuple):
     client: AsyncClient
 
     async def held(self, request_id: str) -> Transfer:
-        """Ask for a RECEIVE that waits."""
         transfer = self.client.receive("decode", request_id, WANTED, into="host")
         await self.client.ping()
         assert transfer.state == "sent"
@@ -583,7 +547,6 @@ class Sides(NamedTuple):
 
 @pytest.fixture
 async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sides]:
-    """Run the daemon in this process."""
     room, real = asyncio.Event(), HostTier.making_room
 
     def making_room(self: HostTier, tenant: int, space_requests: Sequence[SpaceRequest]) -> Iterator[None]:

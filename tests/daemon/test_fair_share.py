@@ -61,20 +61,17 @@ class Served:
         return one
 
     def close(self) -> None:
-        """End it, and its clients."""
         for one in self._clients:
             one.close()
         self.control.close()
 
     async def until(self, word: bytes, count: int) -> None:
-        """Wait until so many messages of that word were handled."""
         async with asyncio.timeout(WAIT_S):
             while self.handled.count(word) < count:
                 self._news.clear()
                 await self._news.wait()
 
     def count_turns(self) -> None:
-        """Note each turn of the loop from now on."""
         self.handled.append(b"turn")
         self.loop.call_soon(self.count_turns)
 

@@ -153,10 +153,7 @@ def test_memory_of_pools_is_left_out_of_core_files(daemon: Daemon, client: Clien
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ("[pools]\nmax_byte = 1\n", "pools.max_byte"),
-        ("[pools]\nmax_bytes = 'much'\n", "pools.max_bytes"),
         ("[pools\n", "broken.toml"),
-        ("[network]\ndirect = true\n", "network.transport"),
         ("[peers]\nlisten = 'tcp://999.1.1.1:80'\n", "peers.listen"),
         ("[tiers]\nhost_bytes = '1023TiB'\n", "tiers.host_bytes"),
         (None, "No such file or directory (name a readable file"),

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,24 +18,16 @@ import pytest
 
 from kvferry.daemon.process import holder
 from kvferry.daemon.process.access import HOLDER_SOCKET
-from kvferry.daemon.process.fd_store import (
-    FdStore,
-    FdStoreError,
-    HolderStore,
-    NoStore,
-    SystemdStore,
-    open_store,
-)
+from kvferry.daemon.process.fd_store import FdStore, FdStoreError, HolderStore, NoStore, SystemdStore, open_store
 from kvferry.daemon.process.holder import Holder
 from kvferry.daemon.process.inherited import Inherited
 from tests.kit import faults
+from tests.kit.daemons import soon
 
-END_MS = 20_000
 HERE = "here.sock"
 
 
 def memory(content: bytes) -> int:
-    """Return a new descriptor of memory with this content."""
     fd = os.memfd_create("test")
     os.write(fd, content)
     return fd
@@ -52,7 +43,6 @@ def contents(found: dict[str, int]) -> dict[str, bytes]:
 
 
 def put(store: FdStore, **named: bytes) -> None:
-    """Keep new memory with these contents."""
     fds = {name: memory(content) for name, content in named.items()}
     try:
         store.put(fds)
@@ -73,7 +63,6 @@ def held_with(directory: Path) -> Iterator[HolderStore]:
 
 
 def left(directory: Path) -> dict[str, bytes]:
-    """Return what the next daemon gets."""
     with held_with(directory) as store:
         return contents(store.take())
 
@@ -146,7 +135,7 @@ def test_a_holder_that_stands_still_is_not_waited_for(directory: Path) -> None:
             store.remove(["a"])
             put(store, a=b"3")
             assert store.silent_s() > 0
-        answered(store)
+        assert soon(lambda: not store.silent_s()), "it has answered all that it was told"
     assert left(directory) == {"a": b"3", "b": b"2"}
 
 
@@ -180,15 +169,8 @@ def test_what_its_full_socket_does_not_take_is_refused_or_waits(directory: Path)
             fill(store)
         with faults.stopped(store.pid):
             store.remove(kept[1:])
-        answered(store)
+        assert soon(lambda: not store.silent_s()), "it has answered all that it was told"
     assert set(left(directory)) == {"0"}
-
-
-def answered(store: HolderStore) -> None:
-    """Wait until the holder has answered all that it was told."""
-    ends_at = time.monotonic() + END_MS / 1000
-    while store.silent_s():
-        assert time.monotonic() < ends_at
 
 
 def test_a_holder_that_is_killed_is_missed(directory: Path) -> None:
@@ -203,7 +185,6 @@ def test_a_holder_that_is_killed_is_missed(directory: Path) -> None:
 
 @contextlib.contextmanager
 def held_here(tmp_path: Path, hold_s: float) -> Iterator[tuple[Path, threading.Thread]]:
-    """Run a holder on a thread of this process."""
     path = tmp_path / HERE
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(os.fspath(path))
@@ -242,7 +223,6 @@ def test_it_ends_when_nobody_comes_and_refuses_nonsense_and_too_much(
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
-    """Return the socket on which a service manager hears its services."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
         one.bind(os.fspath(tmp_path / "notify"))
         one.settimeout(20)
@@ -308,12 +288,8 @@ def test_systemd_is_not_sent_more_than_it_takes(tmp_path: Path, manager: socket.
 
 
 def test_what_systemd_passes_is_taken_by_name(tmp_path: Path, manager: socket.socket) -> None:
-    passed = {
-        "kvferry.a": [memory(b"1")],
-        "kvferry.twice": [memory(b"2"), memory(b"3")],
-        "other": [memory(b"4")],
-    }
-    inherited = Inherited(passed)
+    twice = [memory(b"2"), memory(b"3")]
+    inherited = Inherited({"kvferry.a": [memory(b"1")], "kvferry.twice": twice, "other": [memory(b"4")]})
     store = SystemdStore(inherited, environ(tmp_path))
     assert contents(store.take()) == {"kvferry.a": b"1"}
     assert heard(manager)[0] == "FDSTOREREMOVE=1\nFDNAME=kvferry.twice"

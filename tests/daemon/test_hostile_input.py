@@ -25,7 +25,6 @@ from kvferry.daemon.control.zmtp import GREETING, READY, encoded, frame
 from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.codec import decode_from_daemon, encode
 from kvferry.protocol.envelope import Reply, Request
-from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.pool_messages import Free
 from kvferry.protocol.session_messages import Ping, Pong
 from kvferry.protocol.session_stream import pack
@@ -73,14 +72,11 @@ def daemon() -> Iterator[Daemon]:
 @pytest.fixture
 def dealer(daemon: Daemon) -> Iterator[zmq.Socket[bytes]]:
     """Return a bare socket to the daemon, without the client library's good manners."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    bare = context.socket(zmq.DEALER)
-    bare.setsockopt(zmq.LINGER, 0)
-    bare.setsockopt(zmq.RCVTIMEO, REPLY_MS)
-    bare.connect(control_address(daemon.runtime_dir))
-    yield bare
-    bare.close()
-    context.term()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as bare:
+        bare.linger = 0
+        bare.rcvtimeo = REPLY_MS
+        bare.connect(control_address(daemon.runtime_dir))
+        yield bare
 
 
 @pytest.fixture(autouse=True)
@@ -101,44 +97,25 @@ def counters(daemon: Daemon) -> dict[str, int]:
         return client.status().counters
 
 
-def request(body: object, *, boot_id: str = "", secret: bytes = b"", message_id: int = 7) -> bytes:
-    """Return an envelope with any body at all."""
-    return msgspec.msgpack.encode([message_id, boot_id, secret, 0, 0, body])
+def request(body: object, *, message_id: int = 7) -> bytes:
+    return msgspec.msgpack.encode([message_id, "", b"", 0, 0, body])
 
 
 def code_of(frames: list[bytes]) -> tuple[int, str]:
-    """Return which message was refused, and with which code."""
     reply = msgspec.msgpack.decode(frames[0], type=Reply)
     assert isinstance(reply.body, ErrorReply)
     return reply.message_id, reply.body.error.code
 
 
-NESTED = b"\x91" * 100_000
 PING = {"type": "PING"}
-FREE = {"type": "FREE", "pool": "p", "pages": 2}
-ALLOCATE = {"type": "ALLOCATE", "pool": "p", "count": 1}
 REFUSED = {
-    "one empty frame": ([b""], 0, "MALFORMED"),
-    "random": ([os.urandom(200)], 0, "MALFORMED"),
-    "text": ([b"GET / HTTP/1.1\r\n\r\n"], 0, "MALFORMED"),
-    "deeply nested": ([NESTED], 0, "MALFORMED"),
-    "announces 2**32 elements": ([b"\xdd\xff\xff\xff\xff"], 0, "MALFORMED"),
-    "nested body": ([b"\x96\x07\xa0\xc4\x00\x00\x00" + NESTED], 0, "MALFORMED"),
-    "envelope cut off": ([request(PING)[:-3]], 0, "MALFORMED"),
-    "no array": ([msgspec.msgpack.encode(PING)], 0, "MALFORMED"),
+    "deeply nested": ([b"\x91" * 100_000], 0, "MALFORMED"),
     "negative id": ([request(PING, message_id=-1)], 0, "MALFORMED"),
     "unknown type": ([request({"type": "LAUNCH"})], 7, "UNKNOWN_TYPE"),
     "no type": ([request({})], 7, "MALFORMED"),
-    "body is a number": ([request(3)], 7, "MALFORMED"),
-    "wrong field": ([request(ALLOCATE | {"count": "many"})], 7, "INVALID_FIELD"),
-    "missing field": ([request({"type": "ALLOCATE", "pool": "p"})], 7, "INVALID_FIELD"),
-    "no id frame": ([request(FREE)], 7, "MALFORMED"),
-    "short id frame": ([request(FREE), b"123"], 7, "MALFORMED"),
-    "an id frame too many": ([request(PING), b""], 7, "MALFORMED"),
+    "short id frame": ([request({"type": "FREE", "pool": "p", "pages": 2}), b"123"], 7, "MALFORMED"),
     "5000 frames": ([request(PING), *[b"x"] * 5000], 7, "TOO_LARGE"),
-    "no session": ([request(ALLOCATE)], 7, "NO_SESSION"),
-    "unknown secret": ([request(PING, secret=b"0" * 16)], 7, "NO_SESSION"),
-    "stale boot id": ([request(PING, boot_id=new_boot_id())], 7, "STALE_BOOT"),
+    "no session": ([request({"type": "ALLOCATE", "pool": "p", "count": 1})], 7, "NO_SESSION"),
 }
 
 
@@ -274,7 +251,7 @@ def test_routing_ids_that_somebody_else_took_first(daemon: Daemon) -> None:
 
         def dealer(routing_id: bytes = b"") -> zmq.Socket[bytes]:
             one = stack.enter_context(context.socket(zmq.DEALER))
-            one.linger = 0
+            one.linger, one.rcvtimeo = 0, REPLY_MS
             if routing_id:
                 one.setsockopt(zmq.ROUTING_ID, routing_id)
             one.connect(control_address(daemon.runtime_dir))
@@ -286,7 +263,6 @@ def test_routing_ids_that_somebody_else_took_first(daemon: Daemon) -> None:
         for number, one in enumerate(others, 1):
             one.send_multipart(encode(Request(number, "", b"", 0, 0, Ping())))
         for number, one in enumerate(others, 1):
-            assert one.poll(REPLY_MS)
             reply = decode_from_daemon(one.recv_multipart()).message
             assert isinstance(reply, Reply)
             assert (reply.message_id, type(reply.body)) == (number, Pong)

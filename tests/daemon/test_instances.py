@@ -37,7 +37,6 @@ def other(daemon: Daemon) -> Iterator[Client]:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """Return a pool's name that no other test has."""
     return str(request.node.name)
 
 

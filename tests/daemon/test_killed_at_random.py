@@ -14,23 +14,20 @@ from random import Random
 
 import numpy as np
 import pytest
-import zmq
 
 from kvferry.clients import Client, MhaSpec, calls, new_request_id, pages
-from kvferry.clients.core.client_core import ClientCore, ReplyArrived
-from kvferry.clients.daemon_socket import open_control_socket
+from kvferry.clients.core.client_core import ReplyArrived
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.base import RequestBody
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError, NoSessionError, NotOwnerError
-from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import Allocate, CreatePool, DeletePool, Free
 from kvferry.protocol.session_stream import SessionOpened
 from kvferry.protocol.transfer_messages import Receive, Send
 from tests import kit
 from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
-from tests.kit.raw_engine import RawEngine
+from tests.kit.raw_engine import raw_engine, resumed
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=1, kv_heads=1, head_dim=8, dtype="float16")
 ALL = 64
@@ -61,37 +58,24 @@ class Engine:
         self.freeing: set[int] = set()
         self.pools: dict[str, bool | None] = {}
         self.asked: dict[int, Callable[[PageIds | None], None]] = {}
-        self.context = zmq.Context()
-        self.raw = self._opened(b"")
+        self._stack = contextlib.ExitStack()
+        self.close = self._stack.close
+        self.raw = self._stack.enter_context(raw_engine(runtime_dir, name, calls.session_open(name, keep=True)))
 
     @property
     def opened(self) -> SessionOpened:
         return self.raw.channel.opened
 
-    def close(self) -> None:
-        self._close()
-        self.context.term()
-
     def resume(self) -> None:
         """Go on with the next daemon: nothing is under way any more."""
-        self._close()
+        opened = self.opened
+        self.close()
         self.asked.clear()
-        self.raw = self._opened(self.opened.secret)
-
-    def _close(self) -> None:
-        self.raw.control.close(linger=0)
-        self.raw.channel.close()
-
-    def _opened(self, resume: bytes) -> RawEngine:
-        opening = calls.session_open(self.name, keep=True, resume=resume)
-        channel = SessionChannel.open(self.runtime_dir, opening)
-        control = open_control_socket(self.context, self.runtime_dir)
-        return RawEngine(channel, control, ClientCore(BootId(channel.opened.boot_id), channel.opened.secret))
+        self.raw = self._stack.enter_context(resumed(self.runtime_dir, opened, keep=True))
 
     # -- requests
 
     def begin(self) -> None:
-        """Send some request, and wait for nothing."""
         self.random.choice((self._allocate, self._allocate, self._free, self._transfer, self._create_or_delete))()
 
     def read(self, timeout_ms: int) -> bool:
@@ -152,7 +136,6 @@ class Engine:
     # -- after a restart
 
     def owned(self, client: Client) -> int:
-        """Return how many pages it has, as the daemon counts them."""
         return next(one.pages for one in client.status().sessions if one.session == self.opened.session)
 
     def take_stock(self, client: Client) -> None:
@@ -170,7 +153,6 @@ class Engine:
                     self.raw.call(calls.free(POOL, [page], "main", None))
 
     def write(self, array: np.ndarray[tuple[int, ...], np.dtype[np.float16]]) -> None:
-        """Write another value into each page that is idle."""
         for page in self.written.keys() - self.freeing:
             value = self.random.randrange(2048)
             array[page] = value

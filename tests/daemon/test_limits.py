@@ -69,7 +69,6 @@ class Deaf:
         self._control.send_multipart(encode(request, ids))
 
     def take(self) -> Reply:
-        """Return the next reply."""
         while self._control.poll(REPLY_MS):
             message = decode_from_daemon(self._control.recv_multipart()).message
             if isinstance(message, Reply):  # no event
@@ -77,7 +76,6 @@ class Deaf:
         pytest.fail("no reply")
 
     def ask(self, body: RequestBody, *ids: PageIds, number: int = 0) -> object:
-        """Send a request and return the body of its reply."""
         self.put(body, *ids, number=number)
         return self.take().body
 
@@ -289,8 +287,8 @@ def test_requests_that_wait(attack: Deaf) -> None:
     wait = Free(pool="pages", pages=PAGES, after=DeviceEvent(event=0, value=1))
     for _ in range(200):
         attack.put(wait, IDS)
-    busy = [attack.take().body for _ in range(200 - KEPT_BYTES // (LIST_BYTES + 200))]
-    for one in busy:
+    for _ in range(200 - KEPT_BYTES // (LIST_BYTES + 200)):
+        one = attack.take().body
         assert isinstance(one, Busy)
         assert "max_kept_session_request_bytes" in one.detail
         assert one.retry_after_ms > 0

@@ -75,8 +75,10 @@ class RawEngine(NamedTuple):
     ) -> ReplyArrived:
         """Send a body with its id arrays, after what it registers, and return the reply as it is."""
         packed = tuple(one if isinstance(one, bytes) else packed_ids(one, "ids") for one in ids)
-        said = None if registered is None else lambda number: [msgspec.structs.replace(registered, message_id=number)]
-        return self.call(Call(body, packed, lambda reply: reply), said, deadline_ms)
+        call = Call(body, packed, lambda reply: reply)
+        if registered is None:
+            return self.call(call, deadline_ms=deadline_ms)
+        return self.call(call, lambda number: [msgspec.structs.replace(registered, message_id=number)], deadline_ms)
 
     def say(self, kind: str, registered: ShareFollows | None = None, **fields: Any) -> Body:  # noqa: ANN401  any JSON
         """Send a message with its fields as JSON, page ids in place, and return the reply's body."""
