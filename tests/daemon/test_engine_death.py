@@ -39,7 +39,6 @@ def test_after_each_of_its_messages(daemon: Daemon, client: Client) -> None:
     client.create_pool("shared", SPEC)
     process = psutil.Process(daemon.process.pid)
     files = process.num_fds()
-
     before = client.status()
 
     def nothing_is_left() -> bool:
