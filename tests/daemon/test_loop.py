@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,14 +16,10 @@ import kvferry.clients
 import kvferry.daemon
 from kvferry.clients import AsyncClient, new_request_id, pages
 from kvferry.daemon.control import later
-from kvferry.daemon.control.dispatch import Dispatcher
-from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services import transfer_effects
-from kvferry.daemon.transfer.registry import StartOp
-from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.protocol.events import Finished
-from tests.kit.in_process import CONFIG, SPEC, TUNING, serving
+from tests.kit.in_process import CONFIG, SPEC, serving
 from tests.kit.network import network_memory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
@@ -62,47 +57,6 @@ async def test_a_transfer_from_beginning_to_end() -> None:
         assert manager.said == ["ready"]
     assert manager.said == ["ready", "stopping"]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("copy-", "populate"))]
-
-
-async def test_an_engine_hears_of_an_end_in_the_turn_in_which_its_transport_reports_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made, said = list[LocalTransport](), list[str]()
-    as_fast_as_here, push_events = LocalTransport.as_fast_as_here, Dispatcher.push_events
-
-    def make(*args: Any, **options: Any) -> LocalTransport:  # noqa: ANN401  its own
-        made.append(as_fast_as_here(*args, **options))
-        return made[-1]
-
-    def pushed(dispatcher: Dispatcher, session: Session) -> None:
-        if session.unsent:
-            said.append("pushed")
-        push_events(dispatcher, session)
-
-    monkeypatch.setattr(LocalTransport, "as_fast_as_here", make)
-    async with serving(tuning=msgspec.structs.replace(TUNING, at_once_s=0)) as (path, _, _):
-        [transport] = made
-        start = transport.start
-
-        def begin(op: StartOp, on_done: OnOpDone, reported: Callable[[], None]) -> None:
-            def report() -> None:
-                said.append("reported")
-                reported()
-                said.append("turn over")
-
-            start(op, on_done, report)
-
-        async with await AsyncClient.connect(path) as client:
-            await client.create_pool("pool", SPEC)
-            sent, received = await client.allocate("pool", 4), await client.allocate("pool", 4)
-            monkeypatch.setattr(transport, "start", begin)
-            monkeypatch.setattr(Dispatcher, "push_events", pushed)
-            request_id = new_request_id()
-            receiving = client.receive("pool", request_id, [pages(received)])
-            client.send("pool", request_id, [pages(sent)])
-            await client.wait_finished(receiving)
-    at = said.index("reported")
-    assert said[at + 1] == "pushed", said
 
 
 @pytest.mark.parametrize(("ends", "drain_timeout_s"), [(True, 0), (False, 10)])

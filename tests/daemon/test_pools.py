@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Final, cast
 
 import msgspec
@@ -155,12 +155,23 @@ class Pools:
         return reply.body if isinstance(reply, Answer) else reply
 
 
-@pytest.fixture
-async def pools(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Pools]:  # noqa: ARG001  runs on the test's loop
-    one = Pools(monkeypatch)
+@asynccontextmanager
+async def serving(one: Pools) -> AsyncIterator[Pools]:
     yield one
     one.may_populate.set()
     await one.service.close()
+
+
+@pytest.fixture
+async def pools(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Pools]:  # noqa: ARG001  runs on the test's loop
+    async with serving(Pools(monkeypatch)) as one:
+        yield one
+
+
+@pytest.fixture
+async def roomy(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Pools]:  # noqa: ARG001  runs on the test's loop
+    async with serving(Pools(monkeypatch, max_bytes=20 * POOL_BYTES)) as one:
+        yield one
 
 
 @pytest.mark.anyio
@@ -243,24 +254,16 @@ async def test_a_removed_pool_is_counted_while_its_pages_are_in_flight(pools: Po
 
 
 @pytest.mark.anyio
-async def test_what_a_user_leaves_is_enough_for_the_next_one_and_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = Pools(monkeypatch, max_bytes=20 * POOL_BYTES)
-    pools.may_populate.set()
-    try:
-        first, second, root = pools.engine("first", 1001), pools.engine("second", 1002), pools.engine("root")
-        assert [pools_until_refused(pools, one) for one in (first, second, root)] == [18, 1, 1]
-    finally:
-        await pools.service.close()
-
-
-def pools_until_refused(pools: Pools, session: Session) -> int:
-    """Create pools until one is refused; return how many there are."""
-    for number in itertools.count():
-        try:
-            pools.create(session, f"pool-{number}")
-        except OutOfMemoryError:
-            return number
-    raise AssertionError
+async def test_what_a_user_leaves_is_enough_for_the_next_one_and_for_root(roomy: Pools) -> None:
+    roomy.may_populate.set()
+    made = dict.fromkeys((1001, 1002, 0), 0)
+    for user in made:
+        session = roomy.engine(f"of {user}", user)
+        with pytest.raises(OutOfMemoryError):  # noqa: PT012  once there is no room
+            while True:
+                roomy.create(session, f"pool-{made[user]}")
+                made[user] += 1
+    assert [*made.values()] == [18, 1, 1]
 
 
 # -- memory that there is not
@@ -269,19 +272,15 @@ RESERVED_KIB: Final = MAX_RESERVE_BYTES + MAX_KEPT_BYTES >> 10
 
 
 @pytest.mark.anyio
-async def test_what_a_pool_under_way_will_take_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = Pools(monkeypatch, max_bytes=1 << 30)
-    try:
-        pools.available_kib = RESERVED_KIB
-        with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} bytes .* this host has 0 left"):
-            pools.create(pools.engine("engine"))
-        pools.available_kib = RESERVED_KIB + (2 * POOL_BYTES - 1 >> 10)
-        pools.create(pools.engine("engine"))
-        with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} of which pools and tiers will still take"):
-            pools.create(pools.engine("engine"), "another")
-    finally:
-        pools.may_populate.set()
-        await pools.service.close()
+async def test_what_a_pool_under_way_will_take_is_counted(roomy: Pools) -> None:
+    engine = roomy.engine("engine")
+    roomy.available_kib = RESERVED_KIB
+    with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} bytes .* this host has 0 left"):
+        roomy.create(engine)
+    roomy.available_kib = RESERVED_KIB + (2 * POOL_BYTES - 1 >> 10)
+    roomy.create(engine)
+    with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} of which pools and tiers will still take"):
+        roomy.create(engine, "another")
 
 
 @pytest.mark.anyio
@@ -322,11 +321,10 @@ LARGE_BYTES: Final = total_bytes(manifest_of(LARGE))
 @pytest.fixture
 async def huge(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Pools]:  # noqa: ARG001  runs on the test's loop
     """Return pools whose memory is of them, on a host that has enough of them, and no other memory."""
-    one = Pools(monkeypatch, max_bytes=LARGE_BYTES, huge=ReservedPages(monkeypatch, free=8), spec=LARGE)
-    one.available_kib = 0
-    yield one
-    one.may_populate.set()
-    await one.service.close()
+    reserved = ReservedPages(monkeypatch, free=8)
+    async with serving(Pools(monkeypatch, max_bytes=LARGE_BYTES, huge=reserved, spec=LARGE)) as one:
+        one.available_kib = 0
+        yield one
 
 
 @pytest.mark.anyio
@@ -381,11 +379,18 @@ WINDOW: Final = HybridSwaSpec(
     full_layers=(0,), window_layers=(1,), tokens=8, window_tokens=8, window=4, page_size=4, kv_heads=1, head_dim=4,
     dtype="float16",
 )  # fmt: skip
-TRAITS: Final = PoolTraits(manifest_of(SPEC), HOST)
 
 
 def traits(spec: MhaSpec | HybridSwaSpec, **changes: Any) -> PoolTraits:  # noqa: ANN401  any field
     return PoolTraits(manifest_of(msgspec.structs.replace(spec, **changes)), HOST)
+
+
+def with_(**fields: Any) -> PoolTraits:  # noqa: ANN401  any field
+    return traits(SPEC)._replace(**fields)
+
+
+def named(**changes: str) -> PoolTraits:
+    return with_(model=msgspec.structs.replace(NAMED, **changes))
 
 
 @pytest.mark.parametrize(
@@ -398,29 +403,14 @@ def traits(spec: MhaSpec | HybridSwaSpec, **changes: Any) -> PoolTraits:  # noqa
         (traits(DRAFTED), traits(DRAFTED, tokens=12), "spec", "3 pages.*asked for 4"),
         (traits(DRAFTED), traits(DRAFTED, optional_components=()), "spec", "may leave out draft, .* leave out nothing"),
         (traits(WINDOW), traits(WINDOW, window=8), "spec", "window of 4 tokens in swa, asked for with a window of 8"),
-        (TRAITS._replace(device="npu:0"), TRAITS, "device", "exists on npu:0, asked for on host; 3 pages held"),
-        (TRAITS._replace(model=NAMED), TRAITS, "model", "exists for model 'some/model.*', asked for no model"),
-        (TRAITS, TRAITS._replace(model=NAMED), "model", "exists for no model, asked for model 'some/model"),
-        (
-            TRAITS._replace(model=NAMED),
-            TRAITS._replace(model=msgspec.structs.replace(NAMED, revision="2")),
-            "model.revision",
-            "asked for model",
-        ),
-        (
-            TRAITS._replace(model=NAMED),
-            TRAITS._replace(model=msgspec.structs.replace(NAMED, salt="other")),
-            "model.salt",
-            "exists with another cache salt",
-        ),
-        (TRAITS._replace(ends_with=7), TRAITS, "lifetime", "ends with its owner, asked for with lifetime 'daemon'"),
-        (TRAITS._replace(ends_with=7), TRAITS._replace(ends_with=8), "lifetime", "asked for with lifetime 'instance'"),
-        (
-            TRAITS._replace(max_payload_bytes=5),
-            TRAITS._replace(max_payload_bytes=6),
-            "max_payload_bytes",
-            "of at most 5 bytes, asked for 6",
-        ),
+        (with_(device="npu:0"), with_(), "device", "exists on npu:0, asked for on host; 3 pages held"),
+        (named(), with_(), "model", "exists for model 'some/model.*', asked for no model"),
+        (with_(), named(), "model", "exists for no model, asked for model 'some/model"),
+        (named(), named(revision="2"), "model.revision", "asked for model"),
+        (named(), named(salt="other"), "model.salt", "exists with another cache salt"),
+        (with_(ends_with=7), with_(), "lifetime", "ends with its owner, asked for with lifetime 'daemon'"),
+        (with_(ends_with=7), with_(ends_with=8), "lifetime", "asked for with lifetime 'instance'"),
+        (with_(max_payload_bytes=5), with_(max_payload_bytes=6), "max_payload_bytes", "at most 5 bytes, asked for 6"),
     ],
 )
 def test_another_pool_is_refused(existing: PoolTraits, wanted: PoolTraits, field: str, said: str) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import pytest
 
-from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.process.shares import share
 from kvferry.daemon.quota import Quota
-from kvferry.protocol.errors import OutOfDescriptorsError, OverloadedError
+from kvferry.protocol.errors import OverloadedError
 
 SMALL = 1 << 14
 FIRST, SECOND, THIRD, ROOT = 1001, 1002, 1003, 0
@@ -97,20 +95,3 @@ def test_the_worst_is_the_largest_session_of_the_user_who_keeps_most() -> None:
 )
 def test_a_part_of_what_others_leave_stays(user: int, size: int, of_others: int, expected: int) -> None:
     assert share(user, size, of_others) == expected
-
-
-def test_descriptors_are_left_for_root_however_many_users_there_are() -> None:
-    descriptors = Descriptors(1024, lambda: 0)
-    users = [Holder() for _ in range(3)]
-    for user, one in zip((FIRST, SECOND, THIRD), users, strict=True):
-        with contextlib.suppress(OutOfDescriptorsError):
-            while True:
-                descriptors.take(one, user, "sessions", 1)
-    root = Holder()
-    descriptors.take(root, ROOT, "sessions", 2)
-    with pytest.raises(OutOfDescriptorsError, match="user 1004"):
-        descriptors.take(users[0], 1004, "sessions", 100)
-
-
-class Holder:
-    """Has descriptors."""

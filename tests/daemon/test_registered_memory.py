@@ -27,7 +27,7 @@ from kvferry.clients.shared_memory import memory_at
 from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol import errors
-from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows, pack
 from kvferry.protocol.settings import SESSION_SOCKET
@@ -47,18 +47,16 @@ MEMORY_BYTES: Final = 4 * ARRAY_BYTES
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 STRIDES: Final = (17 * 32, 32, 8, 4, 1)
 WAIT_S: Final = 20.0
-CONFIG: Final = "[tiers]\nhost_bytes = 4194304\n[pools]\nmax_bytes = 67108864\n"
+CONFIG: Final = "[tiers]\nhost_bytes = 4194304\n[pools]\nmax_bytes = 67108864\n[limits]\nmax_frame_bytes = 1048576\n"
 Arrays = dict[tuple[Any, ...], Any]
 
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """Return a pool's name that no other test has."""
     return f"pool-{zlib.crc32(request.node.nodeid.encode()):x}"
 
 
 def filled(memory: SharedMemory, seed: int) -> Arrays:
-    """Return the arrays of SPEC, with content."""
     chance = np.random.default_rng(seed)
     arrays: Arrays = {("main", role): memory.array(SHAPE, "float32") for role in ("k", "v")}
     for one in arrays.values():
@@ -180,20 +178,6 @@ def test_an_engine_that_is_killed_takes_its_pool_with_it(daemon: Daemon, client:
     target.close()
 
 
-def test_memory_outlives_the_daemon_and_is_registered_again() -> None:
-    memory = SharedMemory(MEMORY_BYTES)
-    arrays = filled(memory, 7)
-    wanted = {key: one.copy() for key, one in arrays.items()}
-    for number in range(2):
-        with kit.daemon() as daemon, Client.connect(daemon.runtime_dir) as client:
-            client.register_pool("pool", SPEC, arrays, device="host")
-            move(client, "pool", [1], "pool", [10 + number])
-            daemon.kill()
-        for key, one in arrays.items():
-            wanted[key][:, 10 + number] = wanted[key][:, 1]
-            assert (one == wanted[key]).all()
-
-
 # -- what is claimed of it
 
 
@@ -203,6 +187,7 @@ class Claim(NamedTuple):
     make: Callable[[], int] | None = None
     spec: MhaSpec = SPEC
     arrays: Sequence[RegisteredArrays] | None = None
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
 
 
 def memfd(size_bytes: int = MEMORY_BYTES, seals: int = SEALS, flags: int = os.MFD_ALLOW_SEALING) -> int:
@@ -214,7 +199,6 @@ def memfd(size_bytes: int = MEMORY_BYTES, seals: int = SEALS, flags: int = os.MF
 
 
 def read_only() -> int:
-    """Return memory by a descriptor that cannot be mapped for writing."""
     fd = memfd()
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
@@ -254,6 +238,9 @@ CLAIMS: Final[dict[str, tuple[Claim, str, str]]] = {
     "more than the daemon's pools may have": (
         Claim(lambda: memfd(1 << 28), spec=msgspec.structs.replace(SPEC, tokens=1 << 20)), "OUT_OF_MEMORY", "spec",
     ),
+    "a payload that no frame takes": (
+        Claim(max_payload_bytes=LARGEST_PAYLOAD_BYTES), "TOO_LARGE", "max_payload_bytes",
+    ),
 }  # fmt: skip
 
 
@@ -265,8 +252,10 @@ def register(engine: RawEngine, name: str, claim: Claim) -> None:
         arrays = (said("k", 0, shape=shape, strides=strides), said("v", size, shape=shape, strides=strides))
     fd = memfd() if claim.make is None else claim.make()
     try:
-        call = calls.asked(RegisterPool(pool=name, spec=claim.spec, device="host", arrays=arrays))
-        engine.call(call, lambda message_id: [MemoryFollows(message_id=message_id)], fds=(fd,))
+        body = RegisterPool(
+            pool=name, spec=claim.spec, device="host", arrays=arrays, max_payload_bytes=claim.max_payload_bytes
+        )
+        engine.call(calls.asked(body), lambda message_id: [MemoryFollows(message_id=message_id)], fds=(fd,))
     finally:
         os.close(fd)
 
@@ -322,20 +311,6 @@ def test_arrays_outside_of_shared_memory_are_named(client: Client, name: str, wh
     with pytest.raises(errors.InvalidFieldError, match=r"kvferry\.clients\.SharedMemory") as refused:
         client.register_pool(name, SPEC, arrays, device="host")
     assert refused.value.field == "main/v.storage"
-
-
-def test_refusals_keep_no_descriptor() -> None:
-    with (
-        kit.daemon("[limits]\nmax_frame_bytes = 1048576\n") as daemon,
-        Client.connect(daemon.runtime_dir) as client,
-    ):
-        memory = SharedMemory(MEMORY_BYTES)
-        arrays = filled(memory, 1)
-        for _ in range(MAX_MESSAGES_SHARED + 1):
-            with pytest.raises(errors.TooLargeError) as refused:
-                client.register_pool("pool", SPEC, arrays, device="host", max_payload_bytes=LARGEST_PAYLOAD_BYTES)
-            assert refused.value.field == "max_payload_bytes"
-        assert memory_held(daemon) == 0
 
 
 def test_two_threads_make_shared_memory() -> None:

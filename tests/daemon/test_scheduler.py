@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,20 +27,6 @@ BOUNDS = {OperationClass.RESTORE: 4 * MIB, OperationClass.OFFLOAD: 2 * MIB, Oper
 RESTORE, OFFLOAD, DEMOTION = OperationClass
 
 
-class Clock:
-    """A clock that goes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self.now_s
-
-
-# -- against an oracle
-
-
 class Oracle:
     """All that may start does, the most urgent and oldest first, until nothing changes any more."""
 
@@ -51,7 +38,6 @@ class Oracle:
         self.quiet_from_s = float("-inf")
 
     def settle(self, now_s: float) -> None:
-        """Start what may start."""
         while self.waiting:
             first = min(self.waiting)
             operation_class, number, size, since = first
@@ -75,7 +61,7 @@ OPERATIONS = st.lists(
 )
 
 
-async def settle() -> None:
+async def settled() -> None:
     for _ in range(30):
         await asyncio.sleep(0)
 
@@ -86,15 +72,15 @@ async def settle() -> None:
 @example([("ask", 0, 9 * MIB), ("ask", 0, 1), ("ask", 1, 1), ("cancel", 0, 0)])
 def test_what_may_start_does_and_nothing_else(operations: list[tuple[str, float, int]]) -> None:
     async def run() -> None:
-        clock, oracle, numbers = Clock(), Oracle(), count()
-        scheduler = Scheduler(BOUNDS, patience_s=PATIENCE_S, clock=clock)
+        clock, oracle, numbers = SimpleNamespace(now_s=100.0), Oracle(), count()
+        scheduler = Scheduler(BOUNDS, patience_s=PATIENCE_S, clock=lambda: clock.now_s)
         tasks: dict[int, asyncio.Task[bool]] = {}
         for name, what, size in operations:
             if name == "ask":
                 number, operation_class = next(numbers), OperationClass(int(what))
                 tasks[number] = asyncio.create_task(scheduler.begin_async(operation_class, size))
                 oracle.waiting.append((operation_class, number, size, clock.now_s))
-                await settle()
+                await settled()
             elif name == "end" and oracle.running:
                 number = sorted(oracle.running)[int(what) % len(oracle.running)]
                 scheduler.end(*oracle.running.pop(number))
@@ -112,7 +98,7 @@ def test_what_may_start_does_and_nothing_else(operations: list[tuple[str, float,
                 oracle.transfers -= 1
                 oracle.quiet_from_s = clock.now_s + QUIET_S
             oracle.settle(clock.now_s)
-            await settle()
+            await settled()
             waiting = {one[1] for one in oracle.waiting}
             assert {number for number, task in tasks.items() if not task.done()} == waiting
             assert scheduler.bytes_in_flight == sum(size for _, size in oracle.running.values())
@@ -151,7 +137,6 @@ class Asking:
 
 @pytest.fixture
 def executor() -> ThreadPoolExecutor:
-    """Return threads."""
     return ThreadPoolExecutor(8)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +19,7 @@ from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_stream import (
     MAX_SHARED_EVENTS,
     MAX_SHARES,
-    FrameSplitter,
     SessionOpen,
-    SessionOpened,
     SharedEvents,
     ShareFollows,
     TablesFollow,
@@ -30,9 +27,7 @@ from kvferry.protocol.session_stream import (
     VmmShare,
     pack,
     unpack_attachment,
-    unpack_frame,
 )
-from kvferry.protocol.settings import SESSION_SOCKET
 from tests import kit
 from tests.kit.daemons import Daemon
 from tests.kit.raw_engine import RawEngine, raw_engine
@@ -54,14 +49,10 @@ ARRAYS = tuple(
 
 @contextmanager
 def session(daemon: Daemon) -> Iterator[socket.socket]:
-    """Open a session without the client library's good manners."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
-        channel.settimeout(WAIT_S)
-        channel.connect(os.fspath(daemon.runtime_dir / SESSION_SOCKET))
-        channel.sendall(pack(SessionOpen(protocol_min=3, protocol_max=3, name="rude")))
-        (frame,) = FrameSplitter().feed(channel.recv(4096))
-        assert isinstance(unpack_frame(frame), SessionOpened)
-        yield channel
+    """Yield the socket of a session, to say on it what the client library would not."""
+    with raw_engine(daemon.runtime_dir, "rude") as engine:
+        engine.channel.socket.settimeout(WAIT_S)
+        yield engine.channel.socket
 
 
 def is_ended(channel: socket.socket) -> bool:
@@ -159,40 +150,26 @@ def refusal(engine: RawEngine, *shares: TorchShare | VmmShare) -> KvferryError:
     return refused.value
 
 
-def test_as_many_shares_as_arrays(daemon: Daemon) -> None:
-    with raw_engine(daemon.runtime_dir) as engine:
-        for given in (0, 1, 3):
-            error = refusal(engine, *(SHARE,) * given)
-            assert (error.code, error.field) == ("INVALID_FIELD", "arrays")
-            assert f"{given} shares came over the session socket" in error.detail
-
-
-def test_no_text_form_shows_a_handle() -> None:
-    events = SharedEvents(handles=(SECRET,))
-    frames = [
-        ShareFollows(message_id=1, shares=(SHARE, VMM_SHARE), events=events),
-        TablesFollow(message_id=1, share=SHARE, events=events),
-        TablesFollow(message_id=1, share=VMM_SHARE),
-    ]
-    for value in (SHARE, VMM_SHARE, events, *frames):
-        for text in (repr(value), str(value), f"{value!r:>10}"):
-            assert not shows_a_handle(text)
-
-
 def shows_a_handle(text: str) -> bool:
     return SECRET.decode() in text or str(DRIVER_HANDLE) in text
 
 
-def test_no_log_shows_a_handle() -> None:
+def test_no_log_and_no_text_shows_a_handle() -> None:
+    events = SharedEvents(handles=(SECRET,))
+    texts = [repr(one) for one in (SHARE, VMM_SHARE, events)]
+    texts.append(repr(ShareFollows(message_id=1, shares=(SHARE, VMM_SHARE), events=events)))
+    texts += [repr(TablesFollow(message_id=1, share=one, events=events)) for one in (SHARE, VMM_SHARE)]
     with kit.daemon('[logging]\nlevel = "debug"\n') as daemon:
         with raw_engine(daemon.runtime_dir) as engine:
-            for shares in ((SHARE, SHARE), (VMM_SHARE, VMM_SHARE), (VMM_SHARE,)):
-                assert not shows_a_handle(str(refusal(engine, *shares)))
+            two, too_few = ((SHARE, SHARE), (VMM_SHARE, VMM_SHARE)), ((), (VMM_SHARE,))
+            refusals = [refusal(engine, *shares) for shares in (*two, *too_few)]
+        assert {(one.code, one.field) for one in refusals[-2:]} == {("INVALID_FIELD", "arrays")}
+        texts += map(str, refusals)
         with session(daemon) as rude:
             rude.sendall(shared(1, SHARE, VMM_SHARE))
             rude.sendall(b"\x01\x00\x00\x00\xc1")
             assert is_ended(rude)
         daemon.end()
-        log = daemon.log.read_text()
-    assert "session ended" in log
-    assert not shows_a_handle(log)
+        texts.append(daemon.log.read_text())
+    assert "session ended" in texts[-1]
+    assert not [one for one in texts if shows_a_handle(one)]

@@ -16,22 +16,11 @@ import pytest
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from tests import kit
-from tests.kit.daemons import END_S, START_S, Daemon, soon
+from tests.kit.daemons import END_S, START_S, soon
 
-IGNORED = {
-    "SIGHUP": signal.SIGHUP,
-    "SIGUSR1": signal.SIGUSR1,
-    "SIGUSR2": signal.SIGUSR2,
-    "SIGALRM": signal.SIGALRM,
-    "SIGVTALRM": signal.SIGVTALRM,
-    "SIGPROF": signal.SIGPROF,
-    "SIGIO": signal.SIGIO,
-    "SIGPWR": signal.SIGPWR,
-    "SIGXCPU": signal.SIGXCPU,
-    "SIGSTKFLT": signal.SIGSTKFLT,
-    "SIGRTMIN": signal.SIGRTMIN,
-    **{f"SIGRTMIN+{at}": signal.SIGRTMIN + at for at in range(1, signal.SIGRTMAX - signal.SIGRTMIN)},
-    "SIGRTMAX": signal.SIGRTMAX,
+NAMES = ("HUP", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "IO", "PWR", "XCPU", "STKFLT", "RTMIN", "RTMAX")
+IGNORED = {f"SIG{name}": getattr(signal, f"SIG{name}") for name in NAMES} | {
+    f"SIGRTMIN+{at}": signal.SIGRTMIN + at for at in range(1, signal.SIGRTMAX - signal.SIGRTMIN)
 }
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 CONFIG = "[logging]\nformat = 'json'\n"
@@ -47,37 +36,10 @@ def ignored(log: Path) -> set[str]:
     return {line["signal"] for line in events(log, "signal ignored")}
 
 
-def wait_until_ignored(client: Client, daemon: Daemon, names: set[str]) -> None:
-    """Wait until the log says so of all these signals; each look is a round trip."""
-    assert soon(lambda: client.ping() >= 0 and names <= ignored(daemon.log)), names
-
-
-def test_a_signal_that_means_nothing_here_is_logged_and_takes_nothing(daemon: Daemon) -> None:
-    with Client.connect(daemon.runtime_dir) as client:
-        client.create_pool("kept", SPEC)
-        held = client.allocate("kept", 2)
-        for name, number in IGNORED.items():
-            daemon.process.send_signal(number)
-            wait_until_ignored(client, daemon, {name})
-        lines = events(daemon.log, "signal ignored")
-        assert [line["signal"] for line in lines] == list(IGNORED)
-        for line in lines:
-            assert line["level"] == "warning"
-            assert "reload" in line["cause"]
-            assert "restart" in line["remedy"]
-        client.free("kept", held)
-        client.delete_pool("kept")
-
-
 def signals_of(status: str, field: str) -> set[int]:
     """Return the signals of a mask in the text of ``/proc/PID/status``."""
     (mask,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(f"{field}:")]
     return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
-
-
-def is_daemon(pid: int) -> bool:
-    """Return whether a process has become the daemon: before, it is the command line."""
-    return b"kvferry.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 def test_signals_before_the_daemon_serves_are_logged_once_it_does(tmp_path: Path) -> None:
@@ -96,7 +58,11 @@ def test_signals_before_the_daemon_serves_are_logged_once_it_does(tmp_path: Path
         )
         try:
             status = Path(f"/proc/{process.pid}/status")
-            while not is_daemon(process.pid) or signals_of(status.read_text(), "SigBlk") != set(IGNORED.values()):
+            command_line = Path(f"/proc/{process.pid}/cmdline")
+            while (  # it has become the daemon: before, it is the command line
+                b"kvferry.daemon" not in command_line.read_bytes().split(b"\0")
+                or signals_of(status.read_text(), "SigBlk") != set(IGNORED.values())
+            ):
                 assert process.poll() is None, log.read_text()
             for number in IGNORED.values():
                 process.send_signal(number)
@@ -174,7 +140,11 @@ def test_signals_while_it_drains_do_not_cut_it_short() -> None:
             client.wait_finished(late)  # it drains
         for number in (*IGNORED.values(), signal.SIGINT):
             daemon.process.send_signal(number)
-        wait_until_ignored(client, daemon, set(IGNORED))
+        assert soon(lambda: client.ping() >= 0 and ignored(daemon.log) == set(IGNORED))
+        for line in events(daemon.log, "signal ignored"):
+            assert line["level"] == "warning"
+            assert "reload" in line["cause"]
+            assert "restart" in line["remedy"]
         ring.record(step)
         assert client.wait_finished(receiving).error is None
         client.wait_settled(sending)

@@ -64,24 +64,20 @@ def report() -> StatusReport:
     )  # fmt: skip
 
 
-def test_a_user_sees_its_own_and_totals_of_the_others() -> None:
-    whole = report()
-    seen = seen_by(whole, 7)
+def test_a_user_sees_its_own_and_totals_of_the_others_and_root_all() -> None:
+    whole, seen = report(), seen_by(report(), 7)
     assert (seen.pools, seen.sessions, seen.transfers) == (whole.pools[:1], whole.sessions[:1], whole.transfers[:1])
     assert (seen.tables, seen.operations) == (whole.tables[:1], whole.operations[:1])
     assert "-8" not in repr(seen)
     assert seen.others is not None
     assert (seen.others.users, seen.others.pools, seen.others.region_bytes, seen.others.kept_bytes) == (1, 1, 100, 11)
     assert (seen.others.sessions, seen.others.transfers, seen.others.operations, seen.others.tables) == (1, 1, 1, 1)
-
-
-def test_who_has_nothing_sees_totals_alone_and_root_all() -> None:
     for user in (None, 9):
-        seen = seen_by(report(), user)
+        seen = seen_by(whole, user)
         assert not any((seen.pools, seen.sessions, seen.transfers, seen.tables, seen.operations))
         assert seen.others is not None
         assert (seen.others.users, seen.others.sessions) == (2, 2)
-    assert seen_by(report(), 0) == report()
+    assert seen_by(whole, 0) == whole
     assert [may_see_all(user) for user in (0, os.geteuid(), None)] == [True, True, False]
 
 

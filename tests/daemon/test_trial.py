@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,15 +18,6 @@ def configured(tmp_path: Path, text: str) -> Path:
     file = tmp_path / "daemon.toml"
     file.write_text(text)
     return file
-
-
-def test_a_port_that_is_bound_but_not_listened_on_is_not_free(tmp_path: Path) -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
-        file = configured(tmp_path, f'[peers]\nlisten = "tcp://127.0.0.1:{port}"\n')
-        assert "Address already in use" in tried(file, "peers.listen").problem
-    assert tried(file, "peers.listen").problem == ""
 
 
 @pytest.mark.parametrize(

@@ -268,16 +268,10 @@ async def test_one_at_a_time(busy: Busy) -> None:
     assert len((await first).findings) == 1
 
 
-def large_pool() -> PageAllocator:
-    """Return the allocator of a million pages: half are owned, and read."""
-    allocator = PageAllocator(1_000_000)
-    allocator.begin_read(1, allocator.allocate(1, 500_000), "pages")
-    return allocator
-
-
 @pytest.mark.full
 def test_a_walk_through_a_million_pages_may_be_paused_often() -> None:
-    allocator = large_pool()
+    allocator = PageAllocator(1_000_000)
+    allocator.begin_read(1, allocator.allocate(1, 500_000), "pages")
     ids = allocator.pages_of(1)
     halves = [HeldPages(allocator, one, writing=False, holder="a SEND") for one in np.split(ids, 2)]
     steps = [*allocator.problems(), *allocator.holder_problems(halves), *allocator.owner_problems({1})]

@@ -1,4 +1,4 @@
-"""A daemon that follows another one adopts pools, the owners of their pages, and sessions; what it cannot is gone."""
+"""Sessions that lose their socket, or their daemon, go on, with their pages and pools; what cannot is gone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import os
 import signal
 import socket
 import struct
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
+import numpy.typing as npt
 import pytest
 
-from kvferry.clients import AsyncClient, Client, MhaSpec, calls
+from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
 from kvferry.clients.core.client_core import ClientCore
+from kvferry.clients.session_channel import SessionChannel
 from kvferry.daemon.control.session_index import INDEX_BYTES, SessionIndex
 from kvferry.daemon.process.access import HOLDER_SOCKET
 from kvferry.daemon.process.fd_store import ANSWER_S, HolderStore, open_store
@@ -28,15 +31,17 @@ from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import ErrorReply
-from kvferry.protocol.codec import PageIds, decode_from_daemon
+from kvferry.protocol.codec import decode_from_daemon
 from kvferry.protocol.errors import NoSessionError, NotOwnerError, UnknownPoolError
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import CreatePool, DeletePool
-from kvferry.protocol.session_stream import SessionOpen
+from kvferry.protocol.session_messages import Ping
+from kvferry.protocol.transfer_messages import Accepted, Receive, Result
 from tests import kit
-from tests.kit.daemons import Daemon, soon
+from tests.kit.daemons import Daemon, said_by_another_user, soon
+from tests.kit.faults import stopped
 from tests.kit.in_process import serving
-from tests.kit.raw_engine import raw_engine, resumed
+from tests.kit.raw_engine import RawEngine, raw_engine, resumed
 from tests.kit.started import started
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
@@ -44,13 +49,14 @@ ALL = 16
 SOON_MS = 20_000
 T = TypeVar("T")
 POOL = "pool"
-GRACE = "[service]\nresume_grace_s = 600.0\n"
+CONFIG = "[service]\nresume_grace_s = 600.0\n"
+KEEPER = calls.session_open("keeper", keep=True)
 
 
 @pytest.fixture
 def life() -> Iterator[Daemon]:
     """Return a daemon that outlives its process."""
-    with kit.daemon(GRACE, keep=True) as one:
+    with kit.daemon(CONFIG, keep=True) as one:
         yield one
 
 
@@ -68,39 +74,27 @@ def left_by(life: Daemon) -> Iterator[tuple[HolderStore, dict[str, int]]]:
 
 @contextlib.contextmanager
 def index_of(held: Mapping[str, int]) -> Iterator[SessionIndex]:
-    """Map the sessions that are left."""
     with HostRegion(os.dup(held["kvferry.index"]), INDEX_BYTES) as region:
         yield SessionIndex(region.buffer)
-
-
-def keeping(name: str) -> SessionOpen:
-    """Return an opening of a session that will resume."""
-    return calls.session_open(name, keep=True)
 
 
 def free_pages(client: Client) -> int:
     return next(one.free for one in client.status().pools if one.pool == POOL)
 
 
-def fill(client: Client, ids: PageIds, value: int) -> None:
-    """Write a value into all bytes of these pages, in the memory itself."""
+def arrays_of(client: Client) -> list[npt.NDArray[Any]]:
+    """Return the pool's pages, in the memory itself."""
     pool = client.attach_pool(POOL)
-    for entry in pool.manifest.entries:
-        pool.entry_array(entry)[ids] = value
-
-
-def filled_with(client: Client, ids: PageIds) -> set[float]:
-    """Return which values the pages have."""
-    pool = client.attach_pool(POOL)
-    return {float(one) for entry in pool.manifest.entries for one in np.unique(pool.entry_array(entry)[ids])}
+    return [pool.entry_array(entry) for entry in pool.manifest.entries]
 
 
 def test_an_engine_goes_on_with_its_pages(life: Daemon) -> None:
-    with raw_engine(life.runtime_dir, opening=keeping("keeper")) as engine:
+    with raw_engine(life.runtime_dir, opening=KEEPER) as engine:
         engine.ask(CreatePool(pool=POOL, spec=SPEC))
         ids = engine.call(calls.allocate(POOL, 5, "main"))
         with Client.connect(life.runtime_dir) as writer:
-            fill(writer, ids, 7)
+            for array in arrays_of(writer):
+                array[ids] = 7
         before = engine.channel.opened
         life.restart(signal.SIGKILL)
         with Client.connect(life.runtime_dir) as other:
@@ -108,7 +102,7 @@ def test_an_engine_goes_on_with_its_pages(life: Daemon) -> None:
             others = other.allocate(POOL, ALL - 5)
             assert not set(others) & set(ids)
             other.free(POOL, others)  # a daemon killed before it saw this session end would wait for it
-            assert filled_with(other, ids) == {7}
+            assert all((array[ids] == 7).all() for array in arrays_of(other))
             with resumed(life.runtime_dir, before, keep=True) as again:
                 opened = again.channel.opened
                 assert (opened.session, opened.secret, opened.resumed) == (before.session, before.secret, True)
@@ -176,6 +170,115 @@ def test_what_ends_with_an_instance_or_was_deleted(life: Daemon) -> None:
             with resumed(life.runtime_dir, engine.channel.opened):
                 assert [one.lifetime for one in other.status().pools] == ["instance"]
             assert soon(lambda: not other.status().pools)
+
+
+# -- sessions that lose their socket
+
+
+@pytest.fixture
+def other(daemon: Daemon) -> Iterator[Client]:
+    """Return a client that looks on."""
+    with kit.engine(daemon, "other") as one:
+        one.create_pool(POOL, SPEC)
+        yield one
+
+
+def connected(client: Client) -> dict[str, bool]:
+    return {one.name: one.connected for one in client.status().sessions}
+
+
+def lose_socket(engine: RawEngine, client: Client, name: str = "keeper") -> None:
+    """Lose a session's socket, and wait until the daemon has seen it."""
+    engine.channel.close()
+    assert soon(lambda: not connected(client).get(name))
+
+
+def test_pages_transfers_and_events_go_on(daemon: Daemon, other: Client) -> None:
+    request_id = new_request_id()
+    with raw_engine(daemon.runtime_dir, opening=KEEPER) as engine:
+        ids = engine.call(calls.allocate(POOL, 4, "main"))
+        heads, lists = calls.page_lists([pages(ids)])
+        received = Receive(request_id=request_id, pool=POOL, lists=heads)
+        assert isinstance(engine.ask(received, *lists).body, Accepted)
+        lose_socket(engine, other)
+        assert free_pages(other) == ALL - 4
+        assert len(other.status().transfers) == 1
+        sent = other.send(POOL, request_id, [pages(other.allocate(POOL, 4))], first_token=9)
+        other.wait_settled(sent)
+        with resumed(daemon.runtime_dir, engine.channel.opened) as again:
+            assert connected(other)["keeper"]
+            opened, before = again.channel.opened, engine.channel.opened
+            assert (opened.session, opened.secret, opened.resumed) == (before.session, before.secret, True)
+            assert opened.last_message == engine.core.request(Ping()).message_id - 1
+            result = Result(request_id=request_id, pool=POOL, direction="receive")
+            assert again.call(calls.asked(result)).state == "settled"
+            assert again.call(calls.free(POOL, ids, "main", None)).freed == 4
+        assert soon(lambda: "keeper" not in connected(other)), "it did not ask to be kept again"
+
+
+def test_one_that_knows_the_secret_resumes_and_only_one_of_many_at_once(daemon: Daemon, other: Client) -> None:
+    with raw_engine(daemon.runtime_dir, opening=KEEPER) as engine:
+        secret = engine.channel.opened.secret
+        opening = calls.session_open("", resume=secret)
+        with pytest.raises(NoSessionError, match="has its socket") as refused:
+            SessionChannel.open(daemon.runtime_dir, opening)
+        assert refused.value.field == "resume"
+        lose_socket(engine, other)
+        for wrong in (b"x", bytes(len(secret)), secret[:-1]):
+            with pytest.raises(NoSessionError):
+                SessionChannel.open(daemon.runtime_dir, calls.session_open("", resume=wrong))
+        outcomes: list[SessionChannel | NoSessionError] = []
+        together = threading.Barrier(8)
+
+        def attempt() -> None:
+            together.wait()
+            try:
+                outcomes.append(SessionChannel.open(daemon.runtime_dir, opening))
+            except NoSessionError as error:
+                outcomes.append(error)
+
+        with ThreadPoolExecutor(8) as threads:
+            for _ in range(8):
+                threads.submit(attempt)
+        (winner,) = [one for one in outcomes if isinstance(one, SessionChannel)]
+        assert len(outcomes) == 8
+        winner.close()
+        assert soon(lambda: "keeper" not in connected(other))
+
+
+def test_after_the_grace() -> None:
+    """The clock of the first loss ends no session that was resumed: one that is lost later shows that by its end."""
+    with (
+        kit.daemon("[service]\nresume_grace_s = 1.0\n") as daemon,
+        kit.engine(daemon, "other") as other,
+        raw_engine(daemon.runtime_dir, opening=calls.session_open("first", keep=True)) as first,
+        raw_engine(daemon.runtime_dir, opening=calls.session_open("second", keep=True)) as second,
+    ):
+        assert other.welcome is not None
+        assert other.welcome.limits.resume_grace_ms == 1000
+        other.create_pool(POOL, SPEC)
+        second.call(calls.allocate(POOL, 4, "main"))
+        lose_socket(first, other, "first")
+        with resumed(daemon.runtime_dir, first.channel.opened):
+            lose_socket(second, other, "second")
+            assert soon(lambda: "second" not in connected(other))
+            assert connected(other)["first"]
+            assert free_pages(other) == ALL
+            with pytest.raises(NoSessionError), resumed(daemon.runtime_dir, second.channel.opened):
+                pass
+
+
+def test_another_user(daemon: Daemon, other: Client, require: Callable[[object, str], None]) -> None:
+    require(os.geteuid() == 0, "root, to be another user")
+    code = (
+        "try: Client.connect(sys.argv[1], resume=bytes.fromhex(sys.argv[2]))\nexcept KvferryError as e: print(e.code)\n"
+    )
+    with raw_engine(daemon.runtime_dir, opening=KEEPER) as engine:
+        lose_socket(engine, other)
+        secret = engine.channel.opened.secret
+        assert said_by_another_user(daemon, code, secret.hex()) == "NO_SESSION"
+        with resumed(daemon.runtime_dir, engine.channel.opened) as again:
+            assert again.channel.opened.resumed
 
 
 # -- what is not believed
@@ -248,7 +351,7 @@ def test_another_format_drops_everything_and_says_so_once(life: Daemon) -> None:
 
 
 def test_another_process_with_the_same_pid_is_not_taken_for_the_engine(life: Daemon) -> None:
-    with raw_engine(life.runtime_dir, opening=keeping("keeper")) as engine:
+    with raw_engine(life.runtime_dir, opening=KEEPER) as engine:
         engine.ask(CreatePool(pool=POOL, spec=SPEC))
         engine.call(calls.allocate(POOL, 5, "main"))
         life.kill()
@@ -282,8 +385,8 @@ def test_what_no_daemon_can_adopt_is_dropped_in_the_end(life: Daemon) -> None:
 def test_flipped_bits_give_nobody_what_is_not_theirs(life: Daemon, seed: int) -> None:
     random = Random(seed)  # noqa: S311  a test repeats what it did
     with (
-        raw_engine(life.runtime_dir, opening=keeping("one")) as one,
-        raw_engine(life.runtime_dir, opening=keeping("two")) as two,
+        raw_engine(life.runtime_dir, opening=calls.session_open("one", keep=True)) as one,
+        raw_engine(life.runtime_dir, opening=calls.session_open("two", keep=True)) as two,
     ):
         one.ask(CreatePool(pool=POOL, spec=SPEC))
         for engine in (one, two):
@@ -326,14 +429,23 @@ def test_without_the_holder_it_goes_on_and_says_so(life: Daemon) -> None:
         assert not client.status().pools
 
 
+def holder_of(life: Daemon) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        channel.connect(os.fspath(life.runtime_dir / HOLDER_SOCKET))
+        credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("3i", credentials)[0])
+
+
 class ScriptedStore:
     """A store of descriptors in this process."""
 
     where = "this test"
-    pid = 0
+    pid = os.getpid()
 
-    def __init__(self) -> None:
+    def __init__(self, silent_s: float = 0.0) -> None:
         self.kept: dict[str, int] = {}
+        self.looks = 0
+        self._silent_s = silent_s
 
     def take(self) -> dict[str, int]:
         return {name: os.dup(fd) for name, fd in self.kept.items()}
@@ -346,32 +458,21 @@ class ScriptedStore:
             os.close(self.kept.pop(name))
 
     def silent_s(self) -> float:
-        return 0.0
+        self.looks += 1
+        return self._silent_s
 
     def leave(self, grace_s: float | None) -> None:
         pass
 
 
-def holder_of(life: Daemon) -> int:
-    """Return the process that keeps what outlives the daemon."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-        channel.connect(os.fspath(life.runtime_dir / HOLDER_SOCKET))
-        credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("3i", credentials)[0])
-
-
 def test_pools_are_made_and_deleted_while_the_holder_stands_still(life: Daemon) -> None:
     with Client.connect(life.runtime_dir) as client:
         client.create_pool("before", SPEC)
-        holder = holder_of(life)
-        os.kill(holder, signal.SIGSTOP)
-        try:
+        with stopped(holder_of(life)):
             client.create_pool("after", SPEC)
             client.delete_pool("before")
             assert "not_kept" not in counters(client), "it is not waited for"
             life.kill()
-        finally:
-            os.kill(holder, signal.SIGCONT)
     life.start()
     with Client.connect(life.runtime_dir) as client:
         assert [one.pool for one in client.status().pools] == ["after"]
@@ -379,15 +480,7 @@ def test_pools_are_made_and_deleted_while_the_holder_stands_still(life: Daemon) 
 
 @pytest.mark.full
 def test_a_store_that_stands_still_is_counted_once() -> None:
-    class Silent(ScriptedStore):
-        pid = os.getpid()
-        looks = 0
-
-        def silent_s(self) -> float:
-            self.looks += 1
-            return 2 * ANSWER_S
-
-    store = Silent()
+    store = ScriptedStore(2 * ANSWER_S)
 
     async def looked_at() -> int:
         async with serving(store=store) as one, await AsyncClient.connect(one.path) as client:

@@ -116,20 +116,6 @@ def test_what_comes_byte_by_byte_counts_for_what_it_takes() -> None:
     assert stream.held_bytes >= kept * 0.8
 
 
-def test_the_handshake_is_answered_and_a_ping_is_with_its_context_and_says_how_long_silence_may_last() -> None:
-    stream = IncomingStream(IDENTITY, LIMITS)
-    assert bytes(stream.answers) == GREETING
-    stream.answers.clear()
-    stream.feed(OPENING)
-    assert stream.take(1) == []
-    assert bytes(stream.answers[2:8]) == b"\5READY"
-    stream.answers.clear()
-    stream.feed(frame(COMMAND, b"\4PING\0\x0fcontext"))
-    assert stream.take(1) == []
-    assert bytes(stream.answers) == frame(COMMAND, b"\4PONGcontext")
-    assert stream.silence_ms == 1500
-
-
 def test_frames_and_bytes_of_a_message_are_bounded_and_the_next_one_is_whole() -> None:
     stream = opened()
     for frames, kept in (([b"x"] * 5, 4), ([bytes(900)] * 3, 2)):

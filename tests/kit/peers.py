@@ -141,7 +141,6 @@ class PeerHarness:
     # -- daemons
 
     def start(self, name: str) -> Node:
-        """Start a daemon."""
         node = self.nodes[name] = Node(self, name, f"{next(self._boots):032x}")
         return node
 
@@ -171,7 +170,6 @@ class PeerHarness:
         return known
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass everywhere, and deadlines come."""
         self.now += seconds
         for node in self.nodes.values():
             node.pass_time(seconds)
@@ -179,7 +177,6 @@ class PeerHarness:
     # -- the network
 
     def connection(self, sender: Node, receiver: Node) -> Connection:
-        """Return the connection from one daemon to another."""
         (found,) = [one for address, one in sender.links.connections.items() if receiver.links.is_own(address)]
         return found
 
@@ -234,7 +231,6 @@ class PeerHarness:
             yield from ((node, "write", key) for key in node.remote.writing())
 
     def step(self, node: Node, kind: str, what: object, error: KvferryError | None = None) -> None:
-        """Bring one copy to its end."""
         if kind == "write":
             self.write(node, cast("tuple[Incarnation, int]", what), error)
             return
@@ -300,7 +296,6 @@ class Transfer:
     # -- what happens
 
     def address(self, node: Node) -> str:
-        """Return how the others reach a daemon."""
         return node.ipc if self.way == "ipc" else node.tcp
 
     def greet(self) -> None:
@@ -309,7 +304,6 @@ class Transfer:
         self.harness.deliver_all()
 
     def send(self, first: int = 0, stop: int | None = None, **more: Any) -> None:  # noqa: ANN401  what ``Engine.send`` takes
-        """SEND the pages of prefill."""
         self.prefill.send(first, stop, **more)
 
     def receive(self, *daemons: Node, into: Engine | None = None, **more: Any) -> int:  # noqa: ANN401  what ``Engine.receive`` takes
@@ -344,7 +338,6 @@ class Transfer:
         return step
 
     def end_copy(self, error: KvferryError | None = None) -> None:
-        """End the one copy that is under way."""
         self.harness.step(*self.under_way(), error)
 
     def lose_daemon(self, lost: Node, other: Node) -> None:
@@ -356,7 +349,6 @@ class Transfer:
 
     @property
     def told(self) -> tuple[str, str]:
-        """Return what prefill and decode were told."""
         return self.prefill.told, self.decode.told
 
     @property
@@ -366,7 +358,6 @@ class Transfer:
 
     @property
     def waits_for(self) -> str:
-        """Return what the receive request waits for."""
         (receive_request,) = self.home.state_machine.endpoints.receive_requests.values()
         return receive_request.waits_for()
 
@@ -382,6 +373,5 @@ class Transfer:
         assert self.held == (0, 0)
 
     def succeeds(self) -> None:
-        """Let all go on to its end, which is success."""
         self.ends("OK", "OK")
         assert self.decode.content == self.prefill.content
