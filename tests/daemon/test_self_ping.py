@@ -38,13 +38,11 @@ class ScriptedSocket:
         self._asked: tuple[bytes, int] = (b"", 0)
 
     async def asked(self) -> None:
-        """Wait for the next ping."""
         async with asyncio.timeout(PATIENCE_S):
             identity, frame = await self._router.recv_multipart()
         self._asked = identity, msgspec.msgpack.decode(frame)[0]
 
     async def answer(self, body: ReplyBody) -> None:
-        """Answer it."""
         identity, number = self._asked
         await self._router.send_multipart([identity, *encode(Reply(number, OURS, body))])
 
