@@ -22,7 +22,7 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.session_messages import StatusReport
 from tests import kit
-from tests.kit.daemons import Daemon
+from tests.kit.daemons import Daemon, soon
 
 DEADLINE_S = 4.0
 PORT = 7801
@@ -124,13 +124,6 @@ def outcome(node: Node, transfer: Transfer) -> str:
     return "OK"
 
 
-def wait_until(what: Callable[[], bool]) -> None:
-    """Ask again and again: each question is a round trip to a daemon."""
-    end = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < end, what
-
-
 def hand_over(source: Node, destination: Node, count: int, seed: int) -> None:
     sent, received = source.client.allocate(POOL, count), destination.client.allocate(POOL, count)[::-1].copy()
     source.fill(sent, seed)
@@ -159,12 +152,8 @@ class Begun(NamedTuple):
 
 def begin(prefill: Node, decode: Node, *, slow: bool = True) -> Begun:
     """Begin one of 200 pages over a link that takes 2 s for them; or of 30, which arrive at once but for a layer."""
-    count = 200 if slow else 30
-    sent, received, request = (
-        prefill.client.allocate(POOL, count),
-        decode.client.allocate(POOL, count),
-        new_request_id(),
-    )
+    sent, received = (one.client.allocate(POOL, 200 if slow else 30) for one in (prefill, decode))
+    request = new_request_id()
     prefill.fill(sent, 2)
     if slow:
         prefill.host.slow_down(mbit_s=200)
@@ -176,7 +165,7 @@ def begin(prefill: Node, decode: Node, *, slow: bool = True) -> Begun:
     )
     sending = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=DEADLINE_S)
     ring.record(steps[0])
-    wait_until(lambda: prefill.status.counters.get("network.sent_bytes", 0) > before + (3 << 20 if slow else 0))
+    assert soon(lambda: prefill.status.counters.get("network.sent_bytes", 0) > before + (3 << 20 if slow else 0))
     return Begun(request, sent, received, sending, receiving, lambda: ring.record(steps[1]))
 
 
@@ -208,7 +197,7 @@ def test_a_link_is_cut_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
         assert prefill.status.pools[0].busy == 0
         marked, before = marked_pages(decode)
         decode.host.restore_link()
-        wait_until(lambda: decode.quarantined_bytes == 0)  # fenced, or reported by the sender
+        assert soon(lambda: decode.quarantined_bytes == 0)  # fenced, or reported by the sender
         assert torch.equal(decode.content(marked), before), "a late write reached a page"
         assert decode.status.counters["network.fences"] >= 1
         decode.client.free(POOL, marked)
@@ -250,7 +239,7 @@ def test_a_sender_that_stands_still_and_goes_on_later_writes_into_no_page(tmp_pa
             marked, before = marked_pages(decode)
         assert outcome(prefill, begun.sending) == "PEER_LOST"
         prefill.client.wait_settled(begun.sending, timeout_s=PATIENCE_S)
-        wait_until(lambda: decode.quarantined_bytes == 0)
+        assert soon(lambda: decode.quarantined_bytes == 0)
         prefill.client.free(POOL, begun.sent)
         hand_over(prefill, decode, 20, seed=4)  # with it come the bytes that were held back, if any do
         assert torch.equal(decode.content(marked), before), "a late write reached a page"

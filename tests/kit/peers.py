@@ -181,7 +181,6 @@ class PeerHarness:
         return found
 
     def deliver(self, sender: Node, receiver: Node) -> PeerBody:
-        """Deliver the oldest message between two daemons."""
         return self.network.deliver(self.connection(sender, receiver))
 
     def deliver_until(self, sender: Node, receiver: Node, kind: type[PeerBody]) -> None:
@@ -253,7 +252,6 @@ class PeerHarness:
             self.deliver_all()
 
     def check_nothing_left(self) -> None:
-        """Check that no daemon keeps anything of a transfer that is over."""
         for node in self.nodes.values():
             node.check()
             assert not node.bugs, (node.name, node.bugs)
@@ -353,7 +351,6 @@ class Transfer:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Return how many pages are held of prefill and of decode."""
         return self.prefill.held, self.decode.held
 
     @property
