@@ -85,6 +85,7 @@ class Daemon:
         self.up: list[Incarnation] = []
         self.lost: list[Incarnation] = []
         self.said: list[tuple[Incarnation, PeerBody]] = []
+        self.in_order: list[str] = []
         self.needed = ""
         self.links.start(self)
 
@@ -119,10 +120,12 @@ class Daemon:
 
     def on_lost(self, peer: Incarnation, why: str) -> None:  # noqa: ARG002  as links call it
         self.lost.append(peer)
+        self.in_order.append("lost")
         self.changed.set()
 
     def on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:  # noqa: ARG002
         self.said.append((peer, body))
+        self.in_order.append("said")
         self.changed.set()
 
     def is_needed(self, address: str) -> bool:
@@ -533,14 +536,23 @@ async def test_a_peer_that_takes_too_slowly_what_it_is_told_is_lost(
     await daemon.until(lambda: len(daemon.up) == 2)
 
 
-async def test_the_last_words_are_heard_before_the_end(make: MakeDaemon) -> None:
+async def test_the_last_words_are_heard(daemon: Daemon, tmp_path: Path) -> None:
+    with contextlib.closing(ScriptedPeer(f"ipc://{tmp_path}/listener", takes_messages=0)) as listener:
+        await listener.meet(daemon)
+        for number in range(500):
+            assert daemon.links.send(listener.incarnation, OpEnded(op=number))
+        daemon.links.close()
+        for number in range(500):
+            assert (await listener.hears_until(OpEnded)).body == OpEnded(op=number)
+
+
+async def test_what_a_peer_said_before_it_ended_is_heard_before_its_end(make: MakeDaemon) -> None:
     one, other = make(), make()
     await one.meets(other)
-    for number in range(150):
-        assert one.links.send(other.incarnation, OpEnded(op=number))
+    assert one.links.send(other.incarnation, OpEnded(op=1))
     one.links.close()
     await other.until(lambda: other.lost)
-    assert [body for _, body in other.said] == [OpEnded(op=number) for number in range(150)]
+    assert other.in_order == ["said", "lost"]
 
 
 async def test_the_end_waits_for_nobody_who_does_not_listen(daemon: Daemon, scripted: ScriptedPeer) -> None:

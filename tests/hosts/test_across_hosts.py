@@ -182,43 +182,33 @@ def marked_pages(node: Node) -> tuple[PageIds, torch.Tensor]:
     return ids, node.content(ids)
 
 
-def test_a_link_is_cut_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
-    with cluster(tmp_path) as (prefill, decode):
+@pytest.mark.parametrize(
+    "direct", [False, pytest.param(True, marks=pytest.mark.full)], ids=["bounce buffers", "direct"]
+)
+def test_a_link_is_cut_in_the_middle_of_a_transfer(tmp_path: Path, *, direct: bool) -> None:
+    """Its pages are others' at once; those that are written directly not before a fence."""
+    with cluster(tmp_path, direct=direct) as (prefill, decode):
         hand_over(prefill, decode, 20, seed=1)
+        assert decode.status.counters.get("network.direct_bytes", 0) == 20 * LAYERS * 2 * 16384 * direct
         begun = begin(prefill, decode)
         began = time.monotonic()
         decode.host.cut_link()
         begun.go_on()
         assert {outcome(decode, begun.receiving), outcome(prefill, begun.sending)} <= {"PEER_LOST", "DEADLINE"}
         assert time.monotonic() - began < DEADLINE_S + 1.0
-        # The transfer's pages are free for others at once: no write can reach a page. The sender's once its writes end.
-        give_back(decode, begun.receiving, begun.received)
-        give_back(prefill, begun.sending, begun.sent)
-        assert prefill.status.pools[0].busy == 0
+        decode.client.free(POOL, begun.received)
+        decode.client.wait_settled(begun.receiving, timeout_s=PATIENCE_S)
+        assert not direct or decode.status.counters["network.fences"] == 1, "the pages were free before the fence"
+        if not direct:
+            give_back(prefill, begun.sending, begun.sent)  # once its writes end
+            assert prefill.status.pools[0].busy == 0
         marked, before = marked_pages(decode)
         decode.host.restore_link()
+        if direct:
+            give_back(prefill, begun.sending, begun.sent)
         assert soon(lambda: decode.quarantined_bytes == 0)  # fenced, or reported by the sender
         assert torch.equal(decode.content(marked), before), "a late write reached a page"
         assert decode.status.counters["network.fences"] >= 1
-        decode.client.free(POOL, marked)
-        hand_over(prefill, decode, 20, seed=4)
-
-
-@pytest.mark.full
-def test_pages_written_directly_are_held_back_until_nothing_can_land(tmp_path: Path) -> None:
-    with cluster(tmp_path, direct=True) as (prefill, decode):
-        hand_over(prefill, decode, 20, seed=1)
-        assert decode.status.counters["network.direct_bytes"] == 20 * LAYERS * 2 * 16384
-        begun = begin(prefill, decode)
-        decode.host.cut_link()
-        begun.go_on()
-        assert {outcome(decode, begun.receiving), outcome(prefill, begun.sending)} <= {"PEER_LOST", "DEADLINE"}
-        decode.client.free(POOL, begun.received)
-        decode.client.wait_settled(begun.receiving, timeout_s=PATIENCE_S)
-        assert decode.status.counters["network.fences"] == 1, "the pages were free before the fence"
-        marked, before = marked_pages(decode)
-        decode.host.restore_link()
-        give_back(prefill, begun.sending, begun.sent)
         hand_over(prefill, decode, 20, seed=4)  # with it come the bytes that the link had held, if any do
         assert torch.equal(decode.content(marked), before), "a late write reached a page"
         decode.client.free(POOL, marked)
