@@ -29,7 +29,6 @@ PUNCH_HOLE: Final = 3
 
 @pytest.fixture
 def group(require: Callable[[object, str], None]) -> Iterator[ControlGroup]:
-    """Return a new group."""
     try:
         one = ControlGroup.make(f"kvferry-test-{os.getpid()}", SMALL_BYTES)
     except OSError as cause:

@@ -56,7 +56,6 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, line: str) -> Row:
-        """Return a line's row."""
         claim, error, message = line.split(" | ")
         return cls(claim, *error.split(), *message.split(" ", 1))
 

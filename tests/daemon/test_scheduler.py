@@ -122,7 +122,6 @@ class Asking:
         self.stop = False
 
     def start(self, operation_class: OperationClass, size_bytes: int = 1) -> Future[Permit | None]:
-        """Ask."""
         asked = threading.Event()
 
         def stopped() -> bool:

@@ -49,7 +49,6 @@ class ScriptedSocket:
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[ScriptedSocket]:
-    """Return a socket that answers as the test says."""
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder, zmq.asyncio.Context() as context:
         path = Path(folder) / "control.sock"
         with context.socket(zmq.ROUTER) as router:

@@ -56,7 +56,6 @@ def session(daemon: Daemon) -> Iterator[socket.socket]:
 
 
 def is_ended(channel: socket.socket) -> bool:
-    """Return whether the daemon has closed a session."""
     try:
         return channel.recv(4096) == b""
     except ConnectionResetError:

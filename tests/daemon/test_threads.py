@@ -197,7 +197,6 @@ class Attributes(NamedTuple):
 
 
 def attributes_of(thread: int) -> Attributes:
-    """Return a thread's, by its native id."""
     found = ctypes.create_string_buffer(struct.calcsize(FORM))
     assert not ctypes.CDLL(None).syscall(SCHED_GETATTR[platform.machine()], thread, found, len(found), 0)
     return Attributes(*struct.unpack(FORM, found.raw))

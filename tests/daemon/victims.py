@@ -54,7 +54,6 @@ def main() -> None:
 
 
 def wait_accepted(client: Client, transfer: Transfer) -> None:
-    """Wait for the daemon's reply."""
     while transfer.accepted is None and transfer.refused is None:
         client.poll(10.0)
 

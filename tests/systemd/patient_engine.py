@@ -20,7 +20,6 @@ PATIENCE_S = 60.0
 
 
 def main(runtime_dir: str, command: list[str]) -> None:
-    """Run the command, and print what it was like."""
     noise = np.random.default_rng(7)
     with Client.connect(runtime_dir, name="patient") as client:
         pool = client.create_pool("patient", SPEC)
