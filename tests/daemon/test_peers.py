@@ -267,8 +267,7 @@ async def test_both_learn_who_the_other_is_and_can_speak(make: MakeDaemon) -> No
     assert other.said == [(one.incarnation, OpEnded(op=number)) for number in range(3)]
     assert one.said == [(other.incarnation, OpEnded(op=10 + number)) for number in range(3)]
     await one.until(lambda: one.links.status()[0].round_trip_us)  # of a heartbeat that was answered
-    (status,) = one.links.status()
-    assert (status.address, status.state, status.why) == (other.address, "up", "")
+    await one.until(lambda: states(one) == [(other.address, "up")])
 
 
 async def test_a_restart_is_noticed_and_nothing_old_is_delivered(make: MakeDaemon) -> None:
@@ -539,11 +538,11 @@ async def test_a_peer_that_takes_too_slowly_what_it_is_told_is_lost(
 async def test_the_last_words_are_heard(daemon: Daemon, tmp_path: Path) -> None:
     with contextlib.closing(ScriptedPeer(f"ipc://{tmp_path}/listener", takes_messages=0)) as listener:
         await listener.meet(daemon)
-        for _ in range(6):
-            assert daemon.links.send(listener.incarnation, LARGE)
+        for number in range(500):
+            assert daemon.links.send(listener.incarnation, OpEnded(op=number))
         daemon.links.close()
-        for _ in range(6):
-            assert (await listener.hears_until(ReceiveClosed)).body == LARGE
+        for number in range(500):
+            assert (await listener.hears_until(OpEnded)).body == OpEnded(op=number)
 
 
 async def test_what_a_peer_said_before_it_ended_is_heard_before_its_end(make: MakeDaemon) -> None:
@@ -627,7 +626,7 @@ async def test_links_that_nobody_needs_are_dropped(
     for address in (needed, other.address, *(f"ipc://{tmp_path}/{number}" for number in range(3))):
         daemon.links.connect(address)
     await daemon.counts("peers.dropped", 3)
-    assert states(daemon) == [(needed, "connecting"), (other.address, "up")]
+    assert [address for address, _ in states(daemon)] == [needed, other.address]
     other.links.close()
     await daemon.counts("peers.dropped", 4)
     assert states(daemon) == [(needed, "connecting")]
