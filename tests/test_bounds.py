@@ -19,7 +19,6 @@ DEFINED = re.compile(r"^ *(\w+)(?:: .*| = .*)$", re.MULTILINE)
 
 
 def rows() -> list[list[str]]:
-    """Return the cells of the table's rows."""
     lines = [line for line in section(page("engines.md"), "Bounds").splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 

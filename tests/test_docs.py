@@ -47,7 +47,6 @@ class Other(NamedTuple):
     pool: AttachedPool
 
     def arrived(self) -> torch.Tensor:
-        """Return its k on the host."""
         return self.pool.tensor("main", "k").cpu()
 
 

@@ -43,7 +43,6 @@ Requires = Callable[[object, str], None]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel as an index would."""
     folder = tmp_path_factory.mktemp("dist")
     return build_wheel(build_sdist(copy_checkout(folder), folder), folder)
 
@@ -97,7 +96,6 @@ def test_a_fresh_environment_with_the_lowest_versions(wheel: Path, tmp_path: Pat
 
 
 def pair(version: str) -> tuple[int, int]:
-    """Return a version's first two numbers."""
     first, second, *_ = version.split(".")
     return int(first), int(second)
 
@@ -139,7 +137,6 @@ def test_pip_leaves_what_an_engine_has(wheel: Path, tmp_path: Path, engine: str,
 
 
 def stand_in(folder: Path, name: str, version: str) -> None:
-    """Write what pip takes for an installed distribution."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

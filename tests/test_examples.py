@@ -18,7 +18,6 @@ REQUESTS = 8  # of three pages each; the pools have sixteen
 
 
 def started(daemon: Daemon, script: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start an example."""
     command = [sys.executable, str(EXAMPLES / script), *arguments, "--runtime-dir", str(daemon.runtime_dir)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 

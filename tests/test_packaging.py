@@ -87,7 +87,6 @@ LAYOUT_SPEC: Final = {
 
 
 def project() -> dict[str, Any]:
-    """Return what pyproject.toml says."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -144,7 +143,6 @@ def test_tools_know_every_layer() -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a clean copy of the checkout."""
     return copy_checkout(tmp_path_factory.mktemp("clean"))
 
 
@@ -196,7 +194,6 @@ def test_wheel_of_a_checkout_is_that_of_its_source_distribution(
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
-    """Return a wheel's files."""
     archive = zipfile.ZipFile(wheel)
     return {name: archive.read(name) for name in archive.namelist()}
 

@@ -22,7 +22,6 @@ class Promise(NamedTuple):
 
 
 def promises(page: str) -> list[Promise]:
-    """Return the lines of the page's tables of three columns."""
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in row] for row in rows]
     return [Promise(*row) for row in cells if row != ["promise", "test", "limits"]]
@@ -30,7 +29,6 @@ def promises(page: str) -> list[Promise]:
 
 @functools.cache
 def names_in(path: Path) -> set[str]:
-    """Return the names of a module's tests."""
     tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     return {node.name for node in functions if node.name.startswith("test_")}

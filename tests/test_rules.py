@@ -15,7 +15,6 @@ BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
 
 
 def modules() -> list[Path]:
-    """Return the tests' modules."""
     return sorted(TESTS.rglob("*.py"))
 
 

@@ -46,14 +46,12 @@ def transitions_of(name: str) -> str:
 
 
 def show(name: str, table: str) -> None:
-    """Write a table of transitions into the page."""
     before, marker, after = PAGE.read_text().partition(f"<!-- transitions: {name} -->\n")
     _, end, rest = after.partition("<!-- /transitions -->")
     PAGE.write_text(f"{before}{marker}\n{table}\n{end}{rest}")
 
 
 def markdown_of_transfers() -> str:
-    """Return the table of endpoints as the page shows it."""
     head = (
         "endpoint",
         "state",
@@ -81,7 +79,6 @@ def markdown_of_transfers() -> str:
 
 
 def markdown_of_operations() -> str:
-    """Return the table of operations as the page shows it."""
     rows = (
         (state.name, event.value, "ignored" if row.state is state else row.state.name, _words(row.ends))
         for (state, event), row in operation_states.TRANSITIONS.items()

@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: list[str]) -> int:
-    """Print a line a figure."""
     counted = count(ROOT)
     rows: list[tuple[str, object]] = [(name.replace("_", " "), value) for name, value in counted._asdict().items()]
     requests = {"SEND": entered(ROOT, transfer), "OFFLOAD": entered(ROOT, offload)}

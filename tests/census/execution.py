@@ -32,7 +32,6 @@ class Recorder:
         self.entered: set[CodeType] = set()
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        """Note a function that is entered."""
         del argument
         if self.on and event == "call" and threading.get_ident() != self.engine:
             self.entered.add(frame.f_code)

@@ -78,7 +78,6 @@ def count(root: Path) -> SourceCount:
 
 
 def code_lines(source: str) -> set[int]:
-    """Return the numbers of the lines with code on them."""
     docstrings = {
         line
         for node in ast.walk(ast.parse(source))
@@ -122,7 +121,6 @@ def _package(module: str, graph: grimp.ImportGraph) -> str:
 
 
 def _circles(imports: dict[str, set[str]]) -> list[set[str]]:
-    """Return the strongly connected groups of more than one module."""
     reached = {one: _reachable(one, imports) for one in imports}
     groups: list[set[str]] = []
     for one in sorted(imports):

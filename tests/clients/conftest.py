@@ -51,11 +51,9 @@ def connect(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Callable
 
 @pytest.fixture
 def client(connect: Callable[[str], Client]) -> Client:
-    """Return a session of an engine."""
     return connect("engine")
 
 
 @pytest.fixture
 def other(connect: Callable[[str], Client]) -> Client:
-    """Return another engine's session."""
     return connect("other")

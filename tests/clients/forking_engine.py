@@ -35,7 +35,6 @@ def in_child(operation: Callable[[], object]) -> str:
 
 
 def code_of(call: Callable[[], object]) -> str:
-    """Return the code of the error that a call raises."""
     try:
         call()
     except KvferryError as error:

@@ -70,29 +70,24 @@ class Arguments:
         return array
 
     def count(self) -> int:
-        """Return how many ids there are."""
         return len(self.ids())
 
     def several(self, *members: T) -> list[T]:
-        """Return a list."""
         made = list(members)
         self._changed.append(made.clear)
         return made
 
     def by_row(self) -> dict[int, Any]:
-        """Return rows and their ids."""
         made = {0: self.ids()}
         self._changed.append(made.clear)
         return made
 
     def payload(self) -> Any:  # noqa: ANN401  bytes of any kind
-        """Return a payload."""
         made = bytearray(b"given")
         self._changed.append(lambda: made.__setitem__(slice(None), b"taken"))
         return memoryview(made) if self._made == "strided" else made
 
     def overwrite(self) -> None:
-        """Use all of it for something else."""
         for one in self._changed:
             one()
 

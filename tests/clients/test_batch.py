@@ -29,14 +29,12 @@ SMALL = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=4, dtyp
 
 @pytest.fixture
 def client(connect: Callable[[str], Client]) -> Iterator[Client]:
-    """Return a session of an engine."""
     one = connect("engine")
     yield one
     one.evict_cached()
 
 
 def requests_of(client: Client) -> int:
-    """Return how many messages the daemon has taken."""
     return client.status().counters["messages.received"]
 
 
@@ -185,7 +183,6 @@ def test_more_bytes_than_a_message_or_a_frame_may_have(bound: str) -> None:
 
 
 def batch_in(frames: Frames) -> Any:  # noqa: ANN401  a BATCH's requests are of many types
-    """Return the request that a daemon reads."""
     incoming = decode_request([bytes(one) for one in frames])
     assert isinstance(incoming, IncomingRequest)
     return incoming.request

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from kvferry.clients import AsyncClient, AttachedPool, Client, KvferryError, Transfer, new_request_id, pages
+from kvferry.clients import AsyncClient, AttachedPool, Client, Transfer, new_request_id, pages
 from kvferry.protocol import errors
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
@@ -107,21 +107,13 @@ class TwoEngines(NamedTuple):
     received: PageIds
 
     def send(self, request_id: str, **options: int | bytes) -> Transfer:
-        """SEND all pages."""
         lists = [pages(self.sent, tokens=10)]
         return self.prefill.send(self.source.name, request_id, lists, **options)  # type: ignore[arg-type]
 
-    def send_chunk(self, request_id: str, first: int, end: int, tokens: int, **options: int) -> Transfer:
-        """SEND pages ``first`` to ``end`` of those, in place."""
-        lists = [pages(self.sent[first:end], first_page=first, tokens=tokens)]
-        return self.prefill.send(self.source.name, request_id, lists, **options)  # type: ignore[arg-type]
-
     def receive(self, request_id: str) -> Transfer:
-        """RECEIVE into all pages."""
         return self.decode.receive(self.destination.name, request_id, [pages(self.received, tokens=10)])
 
     def arrived(self) -> bool:
-        """Return whether every layer's pages are those that were sent."""
         return all(
             torch.equal(
                 self.source.tensor("main", role)[:, self.sent], self.destination.tensor("main", role)[:, self.received]
@@ -166,73 +158,6 @@ def test_a_transfer_in_either_order(engines: TwoEngines, first: str) -> None:
     engines.decode.wait_settled(receiving, SOON_S)
     assert engines.prefill.wait_finished(sending).pages == 3
     assert engines.prefill.free(engines.source.name, engines.sent).deferred == 0
-
-
-@pytest.mark.any_device
-def test_a_refused_chunk_may_be_corrected(engines: TwoEngines) -> None:
-    request_id = new_request_id()
-    receiving = engines.receive(request_id)
-    sending = engines.send_chunk(request_id, 0, 1, 4, last=False)
-    refused = engines.send_chunk(request_id, 2, 3, 2)
-    with pytest.raises(KvferryError, match="PAGE_GAP"):
-        engines.prefill.wait_finished(refused, SOON_S)
-    assert (sending.state, refused.is_settled) == ("open", False)
-    engines.send_chunk(request_id, 1, 3, 6)
-    engines.prefill.wait_finished(sending, SOON_S)
-    engines.decode.wait_finished(receiving, SOON_S)
-    assert engines.arrived()
-
-
-@pytest.mark.parametrize("side", ["send", "receive"])
-def test_a_refused_second_one_is_not_the_first_ones_end(engines: TwoEngines, side: str) -> None:
-    request_id = new_request_id()
-    begin, engine = (engines.send, engines.prefill) if side == "send" else (engines.receive, engines.decode)
-    first, second = begin(request_id), begin(request_id)
-    with pytest.raises(errors.TransferExistsError):
-        engine.wait_finished(second, SOON_S)
-    assert first.error is None
-    if side == "receive":
-        with pytest.raises(errors.UnknownTransferError):
-            engine.cancel(second)
-    other = engines.receive(request_id) if side == "send" else engines.send(request_id)
-    engine.wait_finished(first, SOON_S)
-    (engines.decode if side == "send" else engines.prefill).wait_finished(other, SOON_S)
-    assert engines.arrived()
-
-
-@pytest.mark.parametrize(("side", "wait"), [("send", True), ("receive", False)])
-def test_cancelling(engines: TwoEngines, side: str, *, wait: bool) -> None:
-    request_id = new_request_id()
-    mine, engine, peer = (
-        (engines.send(request_id), engines.prefill, engines.decode)
-        if side == "send"
-        else (engines.receive(request_id), engines.decode, engines.prefill)
-    )
-    cancelled = engine.cancel(mine, wait=wait)
-    assert (cancelled.was_finished, cancelled.settled) == (False, True)
-    assert {one.busy for one in engine.status().pools if one.pool == mine.key.pool} == {0}
-    engine.wait_settled(mine, SOON_S)
-    with pytest.raises(errors.CancelledError):
-        engine.wait_finished(mine, SOON_S)
-    assert not peer.poll(0)
-    with pytest.raises(errors.UnknownTransferError):
-        engine.cancel(mine)
-
-
-def test_poll_tells_each_change_once(engines: TwoEngines) -> None:
-    request_id = new_request_id()
-    assert engines.decode.poll() == engines.decode.poll(0.01) == []
-    receiving = engines.receive(request_id)
-    assert engines.decode.poll(SOON_S) == [receiving]
-    assert receiving.state == "open"
-    assert engines.decode.poll() == []
-    engines.prefill.wait_settled(engines.send(request_id), SOON_S)
-    seen: list[str] = []
-    while str(receiving.state) != "settled":
-        assert set(engines.decode.poll(SOON_S)) == {receiving}
-        seen.append(receiving.state)
-    assert seen in (["settled"], ["finished", "settled"])
-    assert engines.decode.poll() == []
 
 
 # -- the daemon goes

@@ -148,7 +148,6 @@ SOON_S: Final = 20.0
 
 @pytest.fixture
 def peer(kept_daemon: Daemon) -> Iterator[Client]:
-    """Return the other server's client."""
     with Client.connect(kept_daemon.runtime_dir, name="peer") as one:
         yield one
 
@@ -163,7 +162,6 @@ class Waiting(NamedTuple):
 
 @pytest.fixture
 def received(engine: Engine, peer: Client, name: str) -> Waiting:
-    """Return a RECEIVE for which nobody has sent yet."""
     request_id, source = new_request_id(), f"{name}-source"
     peer.create_pool(source, SPEC)
     with engine.client() as client:

@@ -96,20 +96,17 @@ class Engine:
         self.closed.close()
 
     def run(self, call: str, **more: object) -> object:
-        """Return what a call returns."""
         return eval(call, globals(), vars(self) | more)  # noqa: S307  our own text
 
 
 @pytest.fixture(scope="module")
 def engines(daemon: Daemon) -> Iterator[dict[type[Any], Engine]]:
-    """Return an engine of either kind."""
     with ExitStack() as stack:
         yield {kind: Engine(stack, daemon.runtime_dir, kind) for kind in (Client, AsyncClient)}
 
 
 @pytest.fixture(params=[Client, AsyncClient], ids=["sync", "async"])
 def engine(request: pytest.FixtureRequest, engines: dict[type[Any], Engine]) -> Engine:
-    """Return one of them."""
     return engines[request.param]
 
 
@@ -334,18 +331,6 @@ def test_numbers_of_numpy_and_torch_are_numbers(engine: Engine) -> None:
     named = engine.connect(engine.runtime_dir, name=np.str_("n"), session=true)
     assert "n" in {one.name for one in client.status().sessions}
     named.close()
-
-
-@pytest.mark.parametrize("seconds", [Decimal("20.5"), Fraction(41, 2), 20], ids=["decimal", "fraction", "int"])
-def test_a_time_is_any_number(engine: Engine, seconds: object) -> None:
-    for call in (
-        "c.call(asked(Ping()), deadline_s=time_s, margin_s=time_s)",
-        "c.wait(c.begin(asked(Ping()), deadline_s=time_s))",
-        "c.create_pool(p, SPEC, deadline_s=time_s)",
-        "c.cache_events(1, timeout_s=time_s * 0)",
-        "c.poll(time_s * 0)",
-    ):
-        engine.run(call, time_s=seconds)
 
 
 @pytest.mark.parametrize("what", ["c", "closed", "pool", "ring", "tables"])

@@ -31,7 +31,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Return a model's folder."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -40,12 +39,10 @@ def model(tmp_path: Path) -> Path:
 
 
 def revision(folder: Path) -> str:
-    """Return what tells the weights of a folder from others."""
     return weights_revision(str(folder), None, None)
 
 
 def patch(file: Path, offset: int) -> None:
-    """Change one byte of a file."""
     with file.open("r+b") as opened:
         opened.seek(offset)
         opened.write(b"\x01")
@@ -75,7 +72,6 @@ def count_hashes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def lora(**settings: object) -> Callable[[Path], object]:
-    """Return what changes an adapter's settings."""
     return lambda folder: (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16} | settings))
 
 

@@ -11,10 +11,10 @@ from typing import Final
 import numpy as np
 import pytest
 
-from kvferry.clients import AsyncClient, Client, MhaSpec, async_requests, calls, new_request_id, pages
+from kvferry.clients import AsyncClient, Client, MhaSpec, async_requests, new_request_id, pages
 from kvferry.clients.connection import Reconnected
 from kvferry.clients.core.followed import Transfer
-from kvferry.protocol.errors import DaemonLostError, DeadlineError, SessionLostError
+from kvferry.protocol.errors import DaemonLostError, SessionLostError
 from kvferry.protocol.settings import CONTROL_SOCKET, SESSION_SOCKET
 from tests import kit
 from tests.kit.blocking import connected, kinds
@@ -36,7 +36,6 @@ KINDS: Final = (Client, AsyncClient)
 
 @pytest.fixture
 def proxy(daemon: Daemon) -> Iterator[CuttingProxy]:
-    """Return a proxy before the daemon."""
     with cutting_proxy(daemon.runtime_dir) as one:
         yield one
 
@@ -198,19 +197,6 @@ def test_a_request_that_breaks_every_connection_is_given_up(
         assert (refused.value.effect, refused.value.retryable) == ("unknown", False)
         assert client.ping()
         assert other.ping()
-
-
-@ASYNC
-def test_what_was_taken_for_nobody_is_given_back(
-    daemon: Daemon, other: Client, kind: type[Client | AsyncClient], name: str
-) -> None:
-    """The pages of an ALLOCATE whose caller has given up come back as soon as the daemon answers."""
-    with connected(kind, daemon.runtime_dir, name=name) as client:
-        with daemon.stopped(), pytest.raises(DeadlineError):
-            client.call(calls.allocate("pool", 3, "main"), deadline_s=0.01, margin_s=0.01)
-        assert client.ping()
-        assert soon(lambda: held(other, name) == (0, 0))
-        assert client.allocate("pool", 1).tolist() == [1]
 
 
 @SYNC

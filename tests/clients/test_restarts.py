@@ -30,7 +30,6 @@ REPLY: Final = 2
 
 @pytest.fixture(scope="module")
 def life() -> Iterator[Daemon]:
-    """Return a daemon that outlives its process."""
     with kit.daemon(CONFIG, keep=True) as one:
         yield one
 
@@ -278,18 +277,6 @@ def test_who_stands_still_for_too_long_hears_of_it(kind: type[Client | AsyncClie
             assert isinstance(sending.error, errors.SessionLostError)
             assert not other.status().transfers
             assert len(other.owned_pages("pool")["main"]) == 16
-
-
-@pytest.mark.parametrize("kind", kinds(Client))
-def test_a_client_says_that_its_daemon_is_away(life: Daemon, kind: type[Client | AsyncClient]) -> None:
-    with connected(kind, life.runtime_dir) as client:
-        assert client.ping()
-        assert not client.is_away
-        life.kill()
-        assert soon(lambda: client.poll(0.05) == [] and client.is_away)
-        life.start()
-        assert client.ping()
-        assert not client.is_away
 
 
 def test_a_pool_that_was_made_again_before_the_restart_is_lost_to_its_whole_instance(life: Daemon) -> None:

@@ -67,7 +67,6 @@ def test_a_worker_that_has_ended_refuses_nothing(daemon: Daemon, second: Client,
 
 @pytest.fixture
 def pool(client: Client, name: str) -> str:
-    """Return a pool's name."""
     client.create_pool(name, SPEC)
     return name
 
@@ -150,7 +149,6 @@ class Memory:
 
     @property
     def counters(self) -> list[int]:
-        """Return the counters."""
         values: list[int] = self.region.view().view(np.int64).tolist()
         return values
 
@@ -164,7 +162,6 @@ class Memory:
 
 @pytest.fixture
 def memory() -> Iterator[Memory]:
-    """Return a ring that nobody has used."""
     one = Memory()
     yield one
     one.region.close()

@@ -50,7 +50,6 @@ def ends() -> Iterator[Ends]:
 
 
 def much(message_id: int) -> list[ShareFollows]:
-    """Return more frames than a socket's buffer holds."""
     return [ShareFollows(message_id=message_id, events=SharedEvents(handles=(b"h" * 64,) * 64))] * 200
 
 

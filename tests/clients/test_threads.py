@@ -31,14 +31,12 @@ T = TypeVar("T")
 
 @pytest.fixture
 def client(daemon: Daemon) -> Iterator[Client]:
-    """Return a client with a session."""
     with kit.engine(daemon, "threads") as one:
         yield one
 
 
 @pytest.fixture
 def helper() -> Iterator[ThreadPoolExecutor]:
-    """Return another thread."""
     with ThreadPoolExecutor(1, "helper") as one:
         yield one
 
@@ -150,7 +148,6 @@ def test_any_thread_may_close(daemon: Daemon, client: Client, helper: ThreadPool
 
 
 def refused_everywhere(client: AsyncClient) -> None:
-    """Begin a batch in another thread."""
     with pytest.raises(ConcurrentUseError, match="a thread without a running event loop"), client.batched():
         pytest.fail("it began")
 

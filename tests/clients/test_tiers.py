@@ -24,7 +24,6 @@ from tests.kit.pools import GROUPED, HYBRID, PAGE_BYTES, SPEC, Filled, arena_of,
 
 @pytest.fixture
 def pool(client: Client, name: str) -> Filled:
-    """Return a pool of 16 pages."""
     return Filled(client, name)
 
 
@@ -149,7 +148,6 @@ def test_what_no_list_fills_is_not_what_the_tier_held_before() -> None:
 
 @pytest.fixture
 def _empty(client: Client) -> Iterator[None]:
-    """Empty the cache before and after a test."""
     client.evict_cached()
     yield
     client.evict_cached()

@@ -14,14 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.clients import calls
-from kvferry.clients.calls import Pages, pages
+from kvferry.clients.calls import Pages
 from kvferry.clients.core.client_core import ReplyArrived
 from kvferry.clients.hashing import block_hashes
 from kvferry.clients.plain import is_plain
 from kvferry.clients.slots import pages_from_slots, slots_from_pages
 from kvferry.protocol import errors
 from kvferry.protocol.base import MAX_PAGE_LISTS, DeviceEvent, PageList
-from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.pool_messages import Allocate, DeletePool, Free, PoolDeleted
 from kvferry.protocol.session_messages import Ping
@@ -130,31 +129,12 @@ def test_no_field_is_overlooked(kind: type[msgspec.Struct]) -> None:
     assert refused > len(kind.__struct_fields__)
 
 
-def test_what_steps_of_engines_consist_of_is_plain() -> None:
-    head = pages(np.arange(3), first_page=0, tokens=40).head
-    for body in (
-        Send(request_id=new_request_id(), pool="vllm-0.tp1", lists=(head,), first_token=7, payload=b"x" * 1000),
-        Send(request_id=new_request_id(), pool="p", lists=(head,) * 3, last=False, checksums=True),
-        Receive(request_id=new_request_id(), pool="p", lists=(head,), sources=4, source_daemons=(TCP, "ipc:///run/x")),
-        Lookup(pool="p", hashes=bytes(HASH_BYTES) * 4096, pin=False),
-        Offload(pool="p", lists=(head,), release=True),
-        Restore(snapshot=new_request_id(), pool="p", allocate=True),
-        Load(lease=(1 << 62) - 1, pool="p", pages=4, unpin=True),
-        Store(pool="p", hashes=bytes(HASH_BYTES) * 4096, pages=4096),
-        Lookup(pool="p", hashes=bytes(HASH_BYTES), block_pages=16),
-        Allocate(pool="p", count=1),
-        Free(pool="p", pages=0),
-    ):
-        assert is_plain(body), body
-
-
 TOKENS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
 BLOCK = st.integers(1, 9)
 SALT = st.binary(max_size=20)
 
 
 def chain(tokens: list[int], block_tokens: int, salt: bytes) -> list[bytes]:
-    """Return the hashes as the module's docstring defines them."""
     before, hashes = hashlib.sha256(b"kvferry blocks 1:" + salt).digest()[:16], []
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
         block = b"".join(one.to_bytes(8, "little", signed=True) for one in tokens[start : start + block_tokens])
@@ -231,7 +211,6 @@ SEEDS = st.integers(0, 1 << 30)
 
 
 def random_pages(seed: int, count: int) -> list[int]:
-    """Return different pages of the pool."""
     ids: list[int] = np.random.default_rng(seed).permutation(np.arange(1, POOL_PAGES))[:count].tolist()
     return ids
 
@@ -275,15 +254,6 @@ def test_any_other_slot_is_refused_or_in_another_page(one: Request, data: st.Dat
     assert one._replace(pages=found).slots == slots
     assert len(set(found)) == len(found)
     assert min(found) >= 1
-
-
-@given(requests(), st.integers(0, 40))
-def test_another_position_is_accepted_only_a_page_away(one: Request, position: int) -> None:
-    if position % one.page_size == one.position % one.page_size:
-        assert pages_from_slots(one.slots, one.page_size, position=position).tolist() == one.pages
-    else:
-        with pytest.raises(errors.InvalidFieldError, match=f"token {position} of a request"):
-            pages_from_slots(one.slots, one.page_size, position=position)
 
 
 Refusal = tuple[npt.ArrayLike, dict[str, int], type[errors.KvferryError], str]

@@ -13,7 +13,6 @@ from examples.demo.messages import DemoError
 
 @pytest.fixture(scope="session")
 def _installed(require: Callable[[object, str], None]) -> None:
-    """Make sure that the demo's packages are there."""
     try:
         check_possible()
     except DemoError as error:

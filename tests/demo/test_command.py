@@ -47,7 +47,6 @@ def demo(*arguments: str | Path, environment: Mapping[str, str] | None = None) -
 
 
 def lines_until(process: subprocess.Popen[str], pattern: str) -> list[str]:
-    """Read lines up to one that matches."""
     assert process.stdout is not None
     lines: list[str] = []
     for line in process.stdout:
@@ -58,7 +57,6 @@ def lines_until(process: subprocess.Popen[str], pattern: str) -> list[str]:
 
 
 def statuses(lines: list[str]) -> list[dict[str, Any]]:
-    """Return what each daemon that stays up says of itself."""
     folders = [found[1] for line in lines if (found := re.search(r"--runtime-dir (\S+)", line))]
     return [json.loads(run_kvferry("status", "--json", "--runtime-dir", one).stdout) for one in folders]
 
@@ -114,7 +112,6 @@ def check_figures(figures: dict[str, Any]) -> None:
 
 
 def check_idle(status: dict[str, Any]) -> None:
-    """Check that nothing is owned or under way any more."""
     assert all(pool["free"] == pool["pages"] for pool in status["pools"])
     assert (status["sessions"], status["transfers"]) == ([], [])
 

@@ -58,7 +58,6 @@ class Told:
         self.messages: list[Message] = []
 
     def of(self, kind: type[MessageT]) -> list[MessageT]:
-        """Return the messages of a kind."""
         return [one for one in self.messages if isinstance(one, kind)]
 
     def check_tokens(self, model: torch.nn.Module, prompts: list[Prompt]) -> None:
@@ -88,7 +87,6 @@ def engine_of(
     stage: int = 0,
     stages: int = 1,
 ) -> Iterator[Engine]:
-    """Make an engine with a pool of so many pages."""
     part: Any = copy.deepcopy(model)
     first_layer = cut_stage(part, stage, stages)
     spec = pool_spec(part.config, page_count * PAGE_SIZE, PAGE_SIZE, first_layer)

@@ -20,7 +20,6 @@ TIMEOUT_S: Final = 30.0
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Return a folder whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as path:
         yield Path(path)
 
@@ -31,7 +30,6 @@ def is_silent(_tell: Tell) -> None:
 
 
 def fails(_tell: Tell) -> None:
-    """End with an error."""
     raise ValueError("no such pool")
 
 

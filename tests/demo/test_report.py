@@ -14,7 +14,6 @@ class Letters:
     """A tokenizer: token 0 is a, token 1 is b."""
 
     def decode(self, tokens: list[int], **_options: bool) -> str:
-        """Return a letter a token."""
         return "".join(chr(ord("a") + token) for token in tokens)
 
 

@@ -31,7 +31,6 @@ class Engine:
     """
 
     def __init__(self, client: Client, topology: Topology, name: str, layers: range, rank: Rank, side: Side) -> None:
-        """Create the pool and take pages for the whole prompt."""
         self._client = client
         self._topology = topology
         self._rank = rank
@@ -81,11 +80,9 @@ class Engine:
         self._ids["swa"] = np.concatenate([np.zeros(held.first_page, np.int64), page_map.pages[full[slice(*held)]]])
 
     def arrays(self) -> list[Key]:
-        """Return the arrays of which it holds a part."""
         return [(entry.component, entry.role, entry.layer) for entry in self.pool.manifest.entries]
 
     def model_of(self, component: str) -> TinyModel:
-        """Return whose layers a component has."""
         return self._models[component]
 
     # -- content
@@ -125,7 +122,6 @@ class Engine:
             whole.index_copy_(part.axis, part.indices, ours)
 
     def zero(self, component: str, role: str) -> None:
-        """Zero what a transfer brought to one component and role."""
         wanted = self.received[component]
         ids = torch.from_numpy(self._ids[self._spaces[component]][wanted.first_page : wanted.end_page])
         for key in self.arrays():
@@ -161,7 +157,6 @@ class Engine:
     # -- the transfer
 
     def receive(self, request_id: str, sources: int) -> Transfer:
-        """Make its room."""
         lists = self._lists(self.received.get("main", PageWindow(0, 1)), last=True)
         return self._client.receive(self.pool.name, request_id, lists, sources=sources)
 
@@ -188,7 +183,6 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Give back the pages and delete the pool."""
         for space, taken in self._taken.items():
             self._client.free(self.pool.name, taken, space)
         self.pool.close()
@@ -213,7 +207,6 @@ class Engine:
 
 
 def engines_of(client: Client, topology: Topology, *, is_source: bool) -> list[Engine]:
-    """Return every rank of every stage of one side."""
     side = topology.source if is_source else topology.destination
     made = []
     for stage, layers in enumerate(side.layers(topology.tiny)):

@@ -73,7 +73,6 @@ class TinyModel(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """Return the number of layers of all sorts."""
         return len(self.main) + len(self.windows) + len(self.states)
 
     @property

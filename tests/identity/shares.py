@@ -29,12 +29,10 @@ class Part(NamedTuple):
     indices: torch.Tensor
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the part of a whole array."""
         return whole.index_select(self.axis, self.indices)
 
 
 def part_of(model: TinyModel, rank: Rank, role: str) -> Part:
-    """Return which part of a role's arrays a rank holds."""
     if role == "conv":
         assert model.conv is not None
         starts = [sum(model.conv[1][:number]) for number in range(len(model.conv[1]))]
@@ -119,7 +117,6 @@ def spec_of(
 
 
 def _share(count: int, rank: Rank) -> slice:
-    """Return a rank's share of what all ranks divide."""
     assert count % rank.size == 0, (count, rank)
     each = count // rank.size
     return slice(rank.number * each, (rank.number + 1) * each)

@@ -93,7 +93,6 @@ class Sides:
         torch.testing.assert_close(logits, known.logits[:steps], rtol=0, atol=0)
 
     def close(self) -> None:
-        """Delete the pools."""
         for one in [*self.sources, *self.receive_requests]:
             one.close()
 
@@ -115,7 +114,6 @@ PARAMETERS: Final = [
 
 @pytest.fixture(params=PARAMETERS)
 def sides(request: pytest.FixtureRequest, client: Client, other: Client) -> Iterator[Sides]:
-    """Return both sides of each topology."""
     made = Sides(client, other, request.param)
     yield made
     made.close()

@@ -121,7 +121,6 @@ class Party(Engine):
 
     @property
     def busy(self) -> list[int]:
-        """Return how many pages of each space are held."""
         return [one.busy_count for one in self.pool.allocators.values()]
 
 

@@ -36,14 +36,12 @@ class Side(NamedTuple):
     view: Literal["paged", "fia"] = "paged"
 
     def layers(self, model: TinyModel) -> list[range]:
-        """Return each stage's layers."""
         sizes = self.stages or (model.layers,)
         assert sum(sizes) == model.layers, self
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
         return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     def __str__(self) -> str:
-        """Describe it for the table."""
         parts = [f"TP {self.tp}"]
         if self.stages:
             parts.append("stages of " + "+".join(str(size) for size in self.stages))
@@ -81,7 +79,6 @@ class Topology(NamedTuple):
 
     @property
     def tiny(self) -> TinyModel:
-        """Return the model."""
         return MODELS[self.model]
 
     def notes(self) -> str:

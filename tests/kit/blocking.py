@@ -23,7 +23,6 @@ class Blocking:
         self.itself = itself
 
     def __repr__(self) -> str:
-        """Show the client."""
         return repr(self.itself)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  whatever the client has
@@ -32,11 +31,9 @@ class Blocking:
         return (lambda *arguments, **named: self._call(found, *arguments, **named)) if callable(found) else found
 
     def __enter__(self) -> Self:
-        """Begin a batch."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End a batch."""
         self._call(self.itself.__exit__, kind, error, at)
 
     def _call(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:  # noqa: ANN401

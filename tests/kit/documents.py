@@ -16,18 +16,15 @@ ROOT: Final = Path(__file__).parents[2]
 
 
 def page(name: str) -> str:
-    """Return a page's text."""
     return (ROOT / "docs" / name).read_text()
 
 
 def section(text: str, title: str) -> str:
-    """Return what is under one title of a page."""
     [found] = [one for one in re.split(r"^## ", text, flags=re.MULTILINE) if one.startswith(f"{title}\n")]
     return found
 
 
 def blocks(text: str, title: str, language: str = "python") -> list[str]:
-    """Return the code of one section."""
     return re.findall(rf"^```{language}\n(.*?)^```", section(text, title), re.MULTILINE | re.DOTALL)
 
 

@@ -41,7 +41,6 @@ def copy_checkout(folder: Path) -> Path:
 
 
 def build_sdist(checkout: Path, folder: Path) -> Path:
-    """Return the source distribution of a checkout."""
     run(sys.executable, "-c", _BUILD_SDIST, folder, cwd=checkout)
     [archive] = folder.glob("*.tar.gz")
     return archive
@@ -120,7 +119,6 @@ def pip_into(python: Path) -> tuple[str | Path, ...]:
 
 
 def site_packages(python: Path) -> Path:
-    """Return where an environment has its packages."""
     [found] = python.parents[1].glob("lib/python3*/site-packages")
     return found
 

@@ -57,7 +57,6 @@ def values_of(info: inspect.Type, field: str = "") -> st.SearchStrategy[Any]:  #
 
 @functools.cache
 def structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
-    """Return instances of a struct."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
     return st.builds(kind, **{field.name: values_of(field.type, field.name) for field in info.fields})
@@ -65,7 +64,6 @@ def structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def ids_for(draw: st.DrawFn, body: Body) -> tuple[PageIds, ...]:
-    """Draw the page lists that a body announces."""
     ids = st.integers(*INT64)
     return tuple(
         np.array(draw(st.lists(ids, min_size=count, max_size=count)), np.int64) for count in body.page_counts()

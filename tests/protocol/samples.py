@@ -77,13 +77,11 @@ ERROR: Final = _error.error
 
 
 def to_frames(message: Any, ids: tuple[PageIds, ...]) -> list[bytes]:  # noqa: ANN401  of clients or of daemons
-    """Return a message's frames."""
     frames = encode_peer(message, ids) if isinstance(message, PeerEnvelope) else encode(message, ids)
     return [bytes(one) for one in frames]
 
 
 def reader_of(message: object) -> Callable[[list[bytes]], Any]:
-    """Return what reads messages of this kind."""
     readers: dict[type, Callable[[list[bytes]], Any]] = {Request: decode_request, PeerEnvelope: decode_peer}
     return readers.get(type(message), decode_from_daemon)
 
@@ -96,7 +94,6 @@ def as_hex() -> dict[str, list[str]]:
 
 
 def peers_as_hex() -> dict[str, list[str]]:
-    """Return the same of messages between daemons."""
     return {name: [one.hex() for one in to_frames(*message)] for name, message in PEER_MESSAGES.items()}
 
 

@@ -46,12 +46,10 @@ GOLDEN_HEX: Final[dict[str, list[str]]] = json.loads(GOLDEN.read_text()) | json.
 
 
 def golden(name: str) -> list[bytes]:
-    """Return the frames of a sample as they are kept."""
     return [bytes.fromhex(frame) for frame in GOLDEN_HEX[name]]
 
 
 def assert_read(message: Message, frames: list[bytes]) -> None:
-    """Check that these frames are read as this message."""
     expected, ids = message
     got, got_ids = reader_of(expected)(frames)
     assert got == expected
@@ -138,7 +136,6 @@ def refusal(frames: list[bytes]) -> UnreadableRequest:
 
 
 def changed(name: str, at: int, value: object) -> list[bytes]:
-    """Return a sample with one element of its envelope replaced."""
     head, *frames = golden(name)
     raw = msgspec.msgpack.decode(head)
     raw[at] = value
@@ -146,13 +143,11 @@ def changed(name: str, at: int, value: object) -> list[bytes]:
 
 
 def with_field(name: str, field: str, value: object) -> list[bytes]:
-    """Return a sample with one field of its body replaced."""
     at = 5 if name in REQUEST_TYPES else 3
     return changed(name, at, {**msgspec.msgpack.decode(golden(name)[0])[at], field: value})
 
 
 def nested(depth: int) -> object:
-    """Return lists in lists."""
     value: object = []
     for _ in range(depth):
         value = [value]

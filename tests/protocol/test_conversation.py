@@ -25,7 +25,6 @@ GOLDEN_HEX: dict[str, list[str]] = json.loads(GOLDEN.read_text())
 
 
 def wire(message: Reply | Event) -> list[bytes]:
-    """Return what a daemon sends."""
     return [bytes(one) for one in encode(message)]
 
 

@@ -34,7 +34,6 @@ def test_an_older_daemon_leaves_out_what_has_a_default_and_a_newer_one_adds_at_t
 
 
 def with_field(name: str, field: str, value: object) -> list[bytes]:
-    """Return a sample with one field of its body replaced."""
     head, body, *ids = golden(name)
     return [head, msgspec.msgpack.encode({**msgspec.msgpack.decode(body), field: value}), *ids]
 

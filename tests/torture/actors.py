@@ -101,7 +101,6 @@ class Engine:
         self._noted: dict[str, int] = {}
 
     async def run(self, order: Order) -> Ended:
-        """Do what an order says."""
         part: Callable[[Order], Awaitable[int]] = getattr(self, order.part)
         try:
             checked = await part(order)

@@ -49,7 +49,6 @@ class Faults:
 
     @property
     def kinds(self) -> list[Fault]:
-        """Return the faults that are possible here."""
         return list(self._kinds)
 
     def can_take(self, planned: Planned) -> bool:

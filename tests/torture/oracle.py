@@ -32,7 +32,6 @@ _MIX: Final = np.uint32(0x9E3779B1)
 
 
 def seed(name: str) -> int:
-    """Return the 32 bits that a name's bytes follow from."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
 
 
@@ -56,7 +55,6 @@ def pattern(seed: int, logical: Sequence[int], shape: tuple[int, ...], role: int
 
 
 def fill(memory: Memory, ids: npt.NDArray[np.int64], name: str) -> None:
-    """Write the bytes of a name into pages."""
     for number, role in enumerate(ROLES):
         tensor = memory[role].view(torch.int16)
         shape = (tensor.shape[0], len(ids), *tensor.shape[2:])
@@ -81,13 +79,11 @@ def wrong(memory: Memory, ids: npt.NDArray[np.int64], name: str) -> str:
 
 
 def read(tensor: torch.Tensor, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int16]:
-    """Return a copy of a role's pages."""
     copy = tensor.view(torch.int16)[:, torch.from_numpy(ids).to(tensor.device)].cpu()
     return copy.numpy()
 
 
 def page_bytes() -> int:
-    """Return the bytes of a page over all entries."""
     return len(ROLES) * SPEC.layers * SPEC.page_size * SPEC.kv_heads * SPEC.head_dim * 2
 
 

@@ -44,7 +44,6 @@ class Report:
         self.findings: list[str] = []
 
     def ended(self, part: str, ended: Ended) -> None:
-        """Record how an order ended."""
         self.outcomes[f"{part}: {ended.outcome}"] += 1
         if ended.outcome in BUGS:
             self.findings.append(f"{part}: {ended.outcome}: {ended.detail}")
@@ -56,7 +55,6 @@ class Report:
         self.checked_bytes += ended.checked_bytes
 
     def lines(self) -> Iterable[str]:
-        """Yield the counts of each fault and each outcome."""
         for fault, count in sorted(self.faults.items()):
             yield f"  {count:6} x {fault.value}"
         for outcome, count in sorted(self.outcomes.items()):
@@ -65,7 +63,6 @@ class Report:
         yield f"  {self.verified:6} x verified"
 
     def closing(self) -> str:
-        """Return the last line of a run that found nothing."""
         kills, stops, cuts, restarts = (
             sum(self.faults[one] for one in some) for some in (KILLS, STOPS, OF_LINKS, RESTARTS)
         )

@@ -26,7 +26,6 @@ KINDS: Final = ("flip", "late", "leak", "swallow")
 
 
 def sabotage(kind: str) -> None:
-    """Put the fault into this process's daemon."""
     turns = itertools.count(1)
 
     def due() -> bool:

@@ -97,7 +97,6 @@ class Daemon(kit_daemons.Daemon):
 
     @property
     def hit(self) -> float:
-        """Return how often a fault is to hit it."""
         return 1.0 if self.simulated is None else 3 * COSTLY
 
     async def begin(self) -> None:
@@ -204,7 +203,6 @@ class Engine:
 
     @property
     def hit(self) -> float:
-        """Return how often a fault is to hit it."""
         return COSTLY if self.on_device else 1.0
 
     async def start(self) -> None:

@@ -15,7 +15,7 @@ from kvferry.clients.cli.inspect import status_lines
 from kvferry.clients.cli.main import main
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport
-from tests.kit.daemons import Daemon, soon
+from tests.kit.daemons import Daemon
 from tests.kit.pools import HYBRID, SPEC
 
 
@@ -79,26 +79,6 @@ def test_every_page_space_is_shown(daemon: Daemon, name: str, printed: Callable[
     rows = [line.split()[1:] for line in shown.splitlines() if name in line.split()]
     assert rows[0][:1] + rows[0][2:5] == ["main", "16", "13", "0"]
     assert rows[1][:4] == ["swa", "8", "3", "0"]
-
-
-def test_graph_tables_are_shown(daemon: Daemon, busy: str, name: str, printed: Callable[..., str]) -> None:
-    with Client.connect(daemon.runtime_dir, name="a holder") as client:
-        before = printed("status")
-        tables = client.create_tables(f"tables-{name}", busy, max_batch=3, max_context_tokens=5)
-        client.wait(client.update_tables(tables, [4, 4], rows={0: [1], 1: [2]}))
-        ring = client.open_events()
-        assert soon(lambda: tables.name in printed("status"))
-        idle = printed("status")
-        point = ring.event()
-        waiting = client.update_tables(tables, [4], after=point)
-        client.ping()
-        assert soon(lambda: "an update waits" in printed("status"))
-        ring.record(point)
-        client.wait(waiting)
-        session = client.status().tables[-1].session
-    assert tables.name not in before
-    (row,) = [line for line in idle.splitlines() if tables.name in line]
-    assert row.split() == [tables.name, str(session), "host", "3", str(tables.columns), "1", "idle"]
 
 
 REPORT = StatusReport(

@@ -27,7 +27,6 @@ REQUEST_ID = "0123456789abcdef0123456789abcdef"
 
 
 def request_from_json(kind: str, text: bytes | str) -> BodyWithIds:
-    """Return a request with the fields of a JSON object."""
     return request_from_fields(kind, object_from_json(text))
 
 
@@ -140,7 +139,6 @@ def test_a_wrong_line_is_refused_before_it_is_sent(line: str, field: str) -> Non
 
 @pytest.fixture
 def answers() -> Answers:
-    """Return a reply and an event."""
     found = Answers()
     found.put("1", "", {"type": "ALLOCATED", "pages": [4, 5, 6], "deep": ({"x": 7}, "text")})
     found.put("away", "TIER_DONE", {"snapshot": "abc", "lists": [{"pages": [9]}]})

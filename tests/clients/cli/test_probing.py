@@ -218,12 +218,10 @@ class Typed:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
     def say(self, text: str, fields: object = None) -> None:
-        """Type a message."""
         self._stdin.write(f"{text} {json.dumps(fields)}\n" if fields else text)
         self._stdin.flush()
 
     def hear(self) -> dict[str, Any]:
-        """Return the next line that it prints."""
         line: dict[str, Any] = json.loads(self._stdout.readline())
         return line
 

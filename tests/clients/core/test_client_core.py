@@ -57,7 +57,6 @@ def core() -> ClientCore:
 
 
 def request_in(core: ClientCore, outgoing: Outgoing) -> Request:
-    """Return what the daemon reads."""
     incoming = decode_request([bytes(frame) for frame in core.frames(outgoing)])
     assert isinstance(incoming, IncomingRequest)
     assert incoming.request.message_id == outgoing.message_id
@@ -86,7 +85,6 @@ SETTLED: Final = Settled(request_id=REQUEST, pool="decode", direction="receive")
 
 
 def acknowledged(core: ClientCore) -> int:
-    """Return the cursor that the next request acknowledges."""
     return request_in(core, core.request(Ping())).acknowledged
 
 
@@ -95,7 +93,6 @@ def states(transfer: Transfer) -> tuple[str, bool, bool]:
 
 
 def opened(core: ClientCore, body: Send | Receive = RECEIVE) -> Transfer:
-    """Return a transfer that the daemon has accepted."""
     transfer, outgoing = core.transfer(body, IDS)
     core.sent(outgoing, 0.0, connected=True)
     changed: object = reply(core, outgoing, Accepted(generation=1))
@@ -352,7 +349,6 @@ FREE: Final = Free(pool="pool", pages=2)
 
 
 def put(core: ClientCore, body: RequestBody, *ids: Any, at_s: float = 0.0, connected: bool = True) -> Outgoing:  # noqa: ANN401
-    """Send a request."""
     return sent(core, core.request(body, ids, deadline_ms=1000), at_s, connected=connected)
 
 

@@ -52,7 +52,6 @@ def script(path: Path, text: str) -> str:
 
 
 def limits(files: int | str = 65536, locked: int | str = "unlimited") -> str:
-    """Return a /proc/PID/limits."""
     return LIMITS.format(files=files, locked=locked)
 
 
@@ -77,7 +76,6 @@ def npu_files(count: int = 2) -> dict[str, str]:
 
 
 def needs_of(toml: str = "") -> Needs:
-    """Return the needs of a configuration file with this text."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(toml)
         file.flush()

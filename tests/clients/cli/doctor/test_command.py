@@ -178,7 +178,6 @@ def ask(directory: Path, timeout_s: float = 10.0) -> Running:
 
 
 def that_says(**changes: object) -> Running:
-    """Return a daemon whose report has these values."""
     return Running(Path("/run/kvferry"), msgspec.structs.replace(REPORT, **changes), pid=1)
 
 

@@ -321,7 +321,6 @@ def trial(check: Callable[..., Finding | None], needs: Needs, state: str, found:
 
 
 def daemon_at(*addresses: str, pid: int = 4711) -> Running:
-    """Return a daemon that listens at these addresses."""
     report = StatusReport(
         daemon_version="1", pid=1, uptime_ms=1, draining=False, pools=(), sessions=(), transfers=(), counters={},
         addresses=addresses,
