@@ -9,21 +9,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import pytest
 import torch
 
-from kvferry.clients import AsyncClient, AttachedPool, Client, Transfer, new_request_id, pages
+from kvferry.clients import AsyncClient, Client, Transfer, new_request_id, pages
 from kvferry.protocol import errors
-from kvferry.protocol.codec import PageIds
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from tests import kit
 from tests.kit.blocking import connected
 from tests.kit.daemons import Daemon
 from tests.kit.devices import DEVICE
-from tests.kit.pools import SPEC
+from tests.kit.pools import PAGE_BYTES, SPEC, Filled
 
 SOON_S: Final = 10.0
 
@@ -35,9 +34,6 @@ def test_no_daemon(tmp_path: Path, kind: type[Client | AsyncClient], *, session:
         connected(kind, tmp_path, session=session, timeout_s=0.1),
     ):
         pass
-
-
-# -- pools and pages
 
 
 @pytest.mark.any_device
@@ -93,74 +89,37 @@ def test_tensors_share_the_memory(client: Client, other: Client, name: str, dtyp
     assert float(v.float().sum()) == 4
 
 
-# -- transfers
-
-
-class TwoEngines(NamedTuple):
-    """A prefill and a decode engine, each with a pool and pages."""
-
-    prefill: Client
-    decode: Client
-    source: AttachedPool
-    destination: AttachedPool
-    sent: PageIds
-    received: PageIds
-
-    def send(self, request_id: str, **options: int | bytes) -> Transfer:
-        lists = [pages(self.sent, tokens=10)]
-        return self.prefill.send(self.source.name, request_id, lists, **options)  # type: ignore[arg-type]
-
-    def receive(self, request_id: str) -> Transfer:
-        return self.decode.receive(self.destination.name, request_id, [pages(self.received, tokens=10)])
-
-    def arrived(self) -> bool:
-        return all(
-            torch.equal(
-                self.source.tensor("main", role)[:, self.sent], self.destination.tensor("main", role)[:, self.received]
-            )
-            for role in ("k", "v")
-        )
-
-
-@pytest.fixture
-def engines(client: Client, other: Client, name: str) -> TwoEngines:
-    """Return both engines; the source's pages hold random numbers."""
-    source, destination = (
-        client.create_pool(name, SPEC, device=DEVICE.name),
-        other.create_pool(name + "-decode", SPEC, device=DEVICE.name),
-    )
-    other.allocate(destination.name, 2)
-    sent, received = client.allocate(name, 3), other.allocate(destination.name, 3)[::-1].copy()
-    for role in ("k", "v"):
-        into = source.tensor("main", role)
-        into[:, sent] = torch.rand(2, 3, 4, 2, 4 if role == "k" else 2).to(into.device)
-    DEVICE.synchronize()
-    return TwoEngines(client, other, source, destination, sent, received)
-
-
 @pytest.mark.any_device
 @pytest.mark.parametrize("first", ["send", "receive"])
-def test_a_transfer_in_either_order(engines: TwoEngines, first: str) -> None:
+def test_a_transfer_in_either_order(client: Client, other: Client, name: str, first: str) -> None:
     request_id, payload = new_request_id(), os.urandom(MAX_PAYLOAD_BYTES)
+    source, destination = Filled(client, name), Filled(other, name + "-decode")
+    other.allocate(destination.name, 2)
+    sent, received = client.allocate(name, 3), other.allocate(destination.name, 3)[::-1].copy()
+    content = source.write(sent, seed=1)
+
+    def send() -> Transfer:
+        return client.send(name, request_id, [pages(sent, tokens=10)], first_token=42, payload=payload)
+
+    def receive() -> Transfer:
+        return other.receive(destination.name, request_id, [pages(received, tokens=10)])
+
     if first == "send":
-        sending = engines.send(request_id, first_token=42, payload=payload)
-        assert engines.prefill.poll(SOON_S) == [sending]
-        receiving = engines.receive(request_id)
+        sending = send()
+        assert client.poll(SOON_S) == [sending]
+        receiving = receive()
     else:
-        receiving = engines.receive(request_id)
-        assert engines.decode.poll(SOON_S) == [receiving]
-        sending = engines.send(request_id, first_token=42, payload=payload)
-    finished = engines.decode.wait_finished(receiving, SOON_S)
-    assert engines.arrived()
+        receiving = receive()
+        assert other.poll(SOON_S) == [receiving]
+        sending = send()
+    finished = other.wait_finished(receiving, SOON_S)
+    assert destination.holds(received, content)
     assert (finished.first_token, finished.payload) == (42, payload)
-    assert (finished.pages, finished.moved_bytes, finished.generation) == (3, 3 * 4 * 2 * (4 + 2) * 4 * 2, 1)
-    engines.prefill.wait_settled(sending, SOON_S)
-    engines.decode.wait_settled(receiving, SOON_S)
-    assert engines.prefill.wait_finished(sending).pages == 3
-    assert engines.prefill.free(engines.source.name, engines.sent).deferred == 0
-
-
-# -- the daemon goes
+    assert (finished.pages, finished.moved_bytes, finished.generation) == (3, 3 * PAGE_BYTES, 1)
+    client.wait_settled(sending, SOON_S)
+    other.wait_settled(receiving, SOON_S)
+    assert client.wait_finished(sending).pages == 3
+    assert client.free(name, sent).deferred == 0
 
 
 CALLS: Final[tuple[Callable[[Any, Any], Any], ...]] = (
@@ -224,16 +183,14 @@ async def test_every_wait_of_a_loop_ends_at_once_when_the_daemon_is_killed() -> 
                 client.send("decode", new_request_id(), [pages([1])])
 
 
-# -- what goes wrong here
-
-
 def test_an_engine_that_never_polls_keeps_the_latest_changes(
-    engines: TwoEngines, monkeypatch: pytest.MonkeyPatch
+    client: Client, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.clients.submissions.CHANGES_KEPT", 2)
-    begun = [engines.decode.receive(engines.destination.name, new_request_id(), [pages([one])]) for one in range(3, 6)]
-    engines.decode.status()  # answered after them
-    assert engines.decode.poll(SOON_S) == begun[1:]
+    client.create_pool(name, SPEC, device=DEVICE.name)
+    begun = [client.receive(name, new_request_id(), [pages([one])]) for one in client.allocate(name, 3)]
+    client.status()  # answered after them
+    assert client.poll(SOON_S) == begun[1:]
 
 
 def test_tables_that_cannot_be_mapped_are_given_up(client: Client, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,9 +205,6 @@ def test_tables_that_cannot_be_mapped_are_given_up(client: Client, name: str, mo
         with pytest.raises(errors.OutOfMemoryError):
             client.create_tables("t", name, max_batch=1, max_context_tokens=16)
     client.delete_tables(client.create_tables("t", name, max_batch=1, max_context_tokens=16))
-
-
-# -- what only an event loop does
 
 
 @pytest.mark.anyio

@@ -256,54 +256,41 @@ def test_any_other_slot_is_refused_or_in_another_page(one: Request, data: st.Dat
     assert min(found) >= 1
 
 
-Refusal = tuple[npt.ArrayLike, dict[str, int], type[errors.KvferryError], str]
-REFUSED_SLOTS: dict[str, Refusal] = {
-    "starts inside a page": ([5, 6], {}, errors.InvalidFieldError, "slot 5 is at offset 1 in its page of 4.*position"),
+Refusal = tuple[npt.ArrayLike, dict[str, int], str, str]
+REFUSED: Final[dict[str, Refusal]] = {
+    "starts inside a page": ([5, 6], {}, "INVALID_FIELD", "slot 5 is at offset 1 in its page of 4.*position"),
     "starts on a page, not the request": (
         [4, 5],
         {"position": 2},
-        errors.InvalidFieldError,
+        "INVALID_FIELD",
         "token 2 of a request at offset 2",
     ),
-    "a gap": ([4, 5, 7], {}, errors.InvalidFieldError, "token 2 is at slot 7, not at slot 6"),
-    "the next page from within": (
-        [6, 7, 9],
-        {"position": 10},
-        errors.InvalidFieldError,
-        "token 12 is at slot 9.*first of a",
-    ),
-    "the padding page": ([4, 5, 6, 7, 0], {}, errors.PageOutOfRangeError, "token 4 is in page 0"),
-    "negative": ([-4, -3], {}, errors.PageOutOfRangeError, "token 0 is in page -1"),
-    "a page again": (
-        [6, 7, 8, 9, 10, 11, 4],
-        {"position": 2},
-        errors.DuplicatePageError,
-        "token 8 is in page 1 a second",
-    ),
-    "floats": ([4.0], {}, errors.InvalidFieldError, "no list of integers"),
-    "a negative token": ([4], {"position": -4}, errors.InvalidFieldError, "-4; give 0 or more"),
-    "no page size": ([4], {"page_size": 0}, errors.InvalidFieldError, "0; give 1 or more"),
-}
-REFUSED_PAGES: dict[str, Refusal] = {
-    "too few": ([3, 4], {"tokens": 9}, errors.LengthMismatchError, "tokens 0..8 do not fit in 2 pages of 4"),
+    "a gap": ([4, 5, 7], {}, "INVALID_FIELD", "token 2 is at slot 7, not at slot 6"),
+    "the next page from within": ([6, 7, 9], {"position": 10}, "INVALID_FIELD", "token 12 is at slot 9.*first of a"),
+    "the padding page": ([4, 5, 6, 7, 0], {}, "PAGE_OUT_OF_RANGE", "token 4 is in page 0"),
+    "negative": ([-4, -3], {}, "PAGE_OUT_OF_RANGE", "token 0 is in page -1"),
+    "a page again": ([6, 7, 8, 9, 10, 11, 4], {"position": 2}, "DUPLICATE_PAGE", "token 8 is in page 1 a second"),
+    "floats": ([4.0], {}, "INVALID_FIELD", "no list of integers"),
+    "a negative token": ([4], {"position": -4}, "INVALID_FIELD", "-4; give 0 or more"),
+    "no page size": ([4], {"page_size": 0}, "INVALID_FIELD", "0; give 1 or more"),
+    "too few": ([3, 4], {"tokens": 9}, "LENGTH_MISMATCH", "tokens 0..8 do not fit in 2 pages of 4"),
     "too few from inside a page": (
         [3],
         {"tokens": 3, "position": 6},
-        errors.LengthMismatchError,
+        "LENGTH_MISMATCH",
         "tokens 6..8 do not fit in 1",
     ),
-    "the padding page": ([3, 0], {"tokens": 8}, errors.PageOutOfRangeError, "token 4 is in page 0"),
-    "twice": ([3, 4, 3], {"tokens": 12}, errors.DuplicatePageError, "token 8 is in page 3 a second time"),
-    "a negative count": ([3], {"tokens": -1}, errors.InvalidFieldError, "-1; give 0 or more"),
-    "no page size of pages": ([4], {"tokens": 1, "page_size": -1}, errors.InvalidFieldError, "-1; give 1 or more"),
-}
+    "the padding page of pages": ([3, 0], {"tokens": 8}, "PAGE_OUT_OF_RANGE", "token 4 is in page 0"),
+    "twice": ([3, 4, 3], {"tokens": 12}, "DUPLICATE_PAGE", "token 8 is in page 3 a second time"),
+    "a negative count": ([3], {"tokens": -1}, "INVALID_FIELD", "-1; give 0 or more"),
+    "no page size of pages": ([4], {"tokens": 1, "page_size": -1}, "INVALID_FIELD", "-1; give 1 or more"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("ids", "more", "kind", "text"), (REFUSED_SLOTS | REFUSED_PAGES).values())
-def test_what_is_no_requests_is_refused(
-    ids: npt.ArrayLike, more: dict[str, int], kind: type[errors.KvferryError], text: str
-) -> None:
+@pytest.mark.parametrize(("ids", "more", "code", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_requests_is_refused(ids: npt.ArrayLike, more: dict[str, int], code: str, text: str) -> None:
     call = slots_from_pages if "tokens" in more else pages_from_slots
-    with pytest.raises(kind, match=text) as refused:
+    with pytest.raises(errors.KvferryError, match=text) as refused:
         call(ids, **{"page_size": 4, **more})
+    assert refused.value.code == code
     assert refused.value.field in {"slots", "pages", "tokens", "position", "page_size"}
