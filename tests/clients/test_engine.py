@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Final, NamedTuple
 
 import pytest
@@ -204,52 +205,18 @@ def test_what_else_the_scheduler_has_to_read_ends_it(engine: Engine, received: W
     assert not received.transfer.is_finished
 
 
-class Channels(NamedTuple):
-    """Where a scheduler's requests come from; only that of the first rank has such."""
-
-    recv_from_tokenizer: object
-    recv_from_rpc: object
-
-
-class Scheduler:
-    """What SGLang's scheduler says of itself."""
-
-    def __init__(self, *, idle: bool, requests: object = None) -> None:
-        self.idle = idle
-        self.calls = 0
-        self.ipc_channels = Channels(requests, None)
-
-    def on_idle(self) -> None:
-        self.calls += 1
-
-    def is_fully_idle(self) -> bool:
-        return self.idle
-
-
-class Engines:
-    """Records who is waiting."""
-
-    def __init__(self) -> None:
-        self.waited: list[tuple[float, list[zmq.Socket[bytes]]]] = []
-
-    @property
-    def engine(self) -> Engines:
-        return self
-
-    def wait_for_news(self, timeout_s: float, others: Sequence[zmq.Socket[bytes]] = ()) -> None:
-        self.waited.append((timeout_s, list(others)))
-
-
 @pytest.mark.parametrize(("chosen", "idle", "waits"), [(True, False, True), (True, True, False), (False, False, False)])
 def test_only_a_scheduler_with_transfers_under_way_waits(
     *, chosen: bool, idle: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And for its own requests, too; an object: SGLang's server in Rust has no socket."""
-    pool = Engines()
-    monkeypatch.setattr(pools, "current", lambda: pool if chosen else None)
+    """And for its own requests, too, which the first rank has; an object: SGLang's server in Rust has no socket."""
+    calls, waited = list[object](), list[list[object]]()
+    engine = SimpleNamespace(wait_for_news=lambda _timeout_s, others=(): waited.append([*others]))
+    monkeypatch.setattr(pools, "current", lambda: SimpleNamespace(engine=engine) if chosen else None)
     with zmq.Context() as context, context.socket(zmq.PAIR) as requests:
         for one in (requests, object()):
-            scheduler = Scheduler(idle=idle, requests=one)
-            waiting.on_idle(Scheduler.on_idle, scheduler)
-            assert scheduler.calls == 1
-    assert [others for _, others in pool.waited] == ([[requests], []] if waits else [])
+            channels = SimpleNamespace(recv_from_tokenizer=one, recv_from_rpc=None)
+            scheduler = SimpleNamespace(is_fully_idle=lambda: idle, ipc_channels=channels)
+            waiting.on_idle(calls.append, scheduler)
+        assert len(calls) == 2
+        assert waited == ([[requests], []] if waits else [])

@@ -54,56 +54,23 @@ def expected(model: torch.nn.Module) -> list[torch.Tensor]:
     return [prompt, *decode(model, int(prompt.argmax()), cache)]
 
 
-def handed_over(source: Memory, source_ids: list[int], ids: list[int]) -> Memory:
-    """Return other memory, into which a transfer copied the pages."""
-    destination = Memory()
-    destination.k[:, ids] = source.k[:, source_ids]
-    destination.v[:, ids] = source.v[:, source_ids]
-    return destination
+def test_decode_from_copied_pages_gives_the_same_logits_and_from_wrong_ones_others(tiny_model: torch.nn.Module) -> None:
+    source, source_ids, ids = Memory(), [9, 2, 7, 4, 1], [3, 11, 5, 8, 2]
+    chunks = [(0, 32), (32, 64), (64, len(PROMPT))]
+    prompts = [last_logits(tiny_model, PROMPT[start:end], source.cache(source_ids, start)) for start, end in chunks]
+    whole, known = Memory(), expected(tiny_model)
+    assert torch.equal(last_logits(tiny_model, PROMPT, whole.cache(source_ids, 0)), known[0])
+    torch.testing.assert_close(prompts[-1], known[0], rtol=1e-3, atol=1e-4)
 
-
-@pytest.fixture
-def prefilled(tiny_model: torch.nn.Module) -> tuple[Memory, list[int], torch.Tensor]:
-    """Return memory that holds the prompt, in which pages, and the logits after it."""
-    memory, ids = Memory(), [9, 2, 7, 4, 1]
-    return memory, ids, last_logits(tiny_model, PROMPT, memory.cache(ids, 0))
-
-
-def test_decode_from_copied_pages_gives_the_same_logits(
-    tiny_model: torch.nn.Module, prefilled: tuple[Memory, list[int], torch.Tensor]
-) -> None:
-    source, source_ids, prompt = prefilled
-    ids = [3, 11, 5, 8, 2]
-    cache = handed_over(source, source_ids, ids).cache([*ids, 10], len(PROMPT))
-    steps = decode(tiny_model, int(prompt.argmax()), cache)
-    assert all(map(torch.equal, [prompt, *steps], expected(tiny_model)))
+    copied = Memory()
+    copied.k[:, ids], copied.v[:, ids] = whole.k[:, source_ids], whole.v[:, source_ids]
+    cache = copied.cache([*ids, 10], len(PROMPT))
+    first = int(known[0].argmax())
+    assert all(map(torch.equal, decode(tiny_model, first, cache), known[1:]))
     assert cache.get_seq_length() == len(PROMPT) + NEW_TOKENS
 
-
-def test_chunks_give_the_same_tokens(tiny_model: torch.nn.Module) -> None:
-    memory = Memory()
-    cache = memory.cache([9, 2, 7, 4, 1, 6], 0)
-    chunks = [last_logits(tiny_model, PROMPT[start : start + 32], cache) for start in range(0, len(PROMPT), 32)]
-    steps = [chunks[-1], *decode(tiny_model, int(chunks[-1].argmax()), cache)]
-    for ours, theirs in zip(steps, expected(tiny_model), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-        assert ours.argmax() == theirs.argmax()
-
-
-@pytest.mark.parametrize("what", ["zeroed K", "zeroed V", "one page of one layer zeroed", "last pages swapped"])
-def test_wrong_pages_give_other_logits(
-    tiny_model: torch.nn.Module, prefilled: tuple[Memory, list[int], torch.Tensor], what: str
-) -> None:
-    source, source_ids, prompt = prefilled
-    ids = [3, 11, 5, 8, 2]
-    copied = handed_over(source, source_ids, ids)
-    if what == "zeroed K":
-        copied.k[:, ids] = 0
-    elif what == "zeroed V":
-        copied.v[:, ids] = 0
-    elif what == "one page of one layer zeroed":
-        copied.k[1, ids[2]] = 0
-    else:
-        ids[3], ids[4] = ids[4], ids[3]
-    step = last_logits(tiny_model, [int(prompt.argmax())], copied.cache(ids, len(PROMPT)))
-    assert not torch.allclose(step, expected(tiny_model)[1], atol=1e-2)
+    wrong = [copied.cache([3, 11, 5, 2, 8], len(PROMPT))]
+    copied.v[1, ids[2]] = 0
+    wrong.append(copied.cache(ids, len(PROMPT)))
+    for one in wrong:
+        assert not torch.allclose(last_logits(tiny_model, [first], one), known[1], atol=1e-2)

@@ -1,52 +1,34 @@
-"""The demo's prompts: enough of them, and of the lengths that they are there for."""
+"""The demo's prompts: enough of them, and of the lengths that transfers go wrong at."""
 
 from __future__ import annotations
 
 import zlib
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from examples.demo.prompts import AT_LEAST, PAGE_SIZE, make_prompts
 
-START: Final = 1
-END: Final = 2
-
 
 class Words:
-    """A tokenizer: a word is a token, and so are a turn's start and its end."""
+    """A tokenizer: a word is a token."""
 
     def apply_chat_template(self, chat: list[dict[str, str]], **_options: bool) -> str:
-        turns = " ".join(f"<start> {turn['role']} {turn['content']} <end>" for turn in chat)
-        return f"{turns} <start> assistant"
+        return " ".join(f"START {turn['content']} END" for turn in chat)
 
     def __call__(self, text: str, **_options: bool) -> dict[str, list[int]]:
-        special = {"<start>": START, "<end>": END}
-        return {"input_ids": [special.get(word) or 3 + zlib.crc32(word.encode()) for word in text.split()]}
-
-
-def lengths(count: int) -> list[int]:
-    return [len(one.tokens) for one in made(count)]
-
-
-def made(count: int) -> list[Any]:
-    tokenizer: Any = Words()
-    return make_prompts(tokenizer, count)
-
-
-def test_the_kinds_that_transfers_go_wrong_at() -> None:
-    found = lengths(AT_LEAST)
-    assert len(found) == AT_LEAST == 8
-    assert any(length < PAGE_SIZE for length in found)
-    assert any(length == PAGE_SIZE for length in found)
-    assert any(length > PAGE_SIZE and length % PAGE_SIZE == 0 for length in found)
-    assert any(length > PAGE_SIZE and length % PAGE_SIZE == 1 for length in found)
-    assert 6 * PAGE_SIZE < max(found) <= 1000
+        return {"input_ids": [zlib.crc32(word.encode()) for word in text.split()]}
 
 
 @pytest.mark.parametrize("count", [AT_LEAST, 9, 30])
-def test_as_many_as_wanted_and_no_two_alike(count: int) -> None:
-    prompts = made(count)
-    assert len(prompts) == count
-    assert len({tuple(one.tokens) for one in prompts}) == count
-    assert all(one.tokens[0] == START and one.tokens.count(END) == 1 for one in prompts)
+def test_as_many_as_wanted_of_every_kind_and_no_two_alike(count: int) -> None:
+    tokenizer: Any = Words()
+    prompts = make_prompts(tokenizer, count)
+    assert len({tuple(one.tokens) for one in prompts}) == len(prompts) == count
+    start, end = (zlib.crc32(one) for one in (b"START", b"END"))
+    assert all((one.tokens[0], one.tokens[-1]) == (start, end) for one in prompts), "no turn is cut off"
+    lengths = [len(one.tokens) for one in prompts]
+    assert min(lengths) < PAGE_SIZE in lengths
+    assert any(length > PAGE_SIZE and length % PAGE_SIZE == 0 for length in lengths)
+    assert any(length > PAGE_SIZE and length % PAGE_SIZE == 1 for length in lengths)
+    assert 6 * PAGE_SIZE < max(lengths) <= 1000
