@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -154,28 +154,16 @@ def test_without_an_engine_its_benchmark_says_how_to_get_it(
     assert f"not measured: there is no {tmp_path / 'python'}: `make bench NAMES={name}`" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def device_reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """Run the benchmarks of devices on the simulator, quickly, and return what each has written; nothing without it."""
-    if not NPU_PYTHON.exists() or not shutil.which(COMPILER):
-        return {}
-    built_simulator()  # minutes, the first time
-    folder = tmp_path_factory.mktemp("bench-device")
-    done = run_benchmarks(*ON_A_DEVICE, "--quick", "--output", folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    files = [folder / f"{name}.json" for name in ON_A_DEVICE]
-    return {one.stem: msgspec.json.decode(one.read_bytes(), type=Report) for one in files}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("name", ON_A_DEVICE)
-def test_a_benchmark_of_a_device_runs_on_the_simulator_and_says_so(
-    device_reports: dict[str, Report], name: str, require: Require
-) -> None:
-    require(name in device_reports, SIMULATOR)
-    report = device_reports[name]
-    check_report(report, name)
-    assert all(SIMULATED in row.note for row in report.rows)
+def test_benchmarks_of_a_device_run_on_the_simulator_and_say_so(tmp_path: Path, require: Require) -> None:
+    require(NPU_PYTHON.exists() and shutil.which(COMPILER), SIMULATOR)
+    built_simulator()  # minutes, the first time
+    done = run_benchmarks(*ON_A_DEVICE, "--quick", "--output", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ON_A_DEVICE:
+        report = msgspec.json.decode((tmp_path / f"{name}.json").read_bytes(), type=Report)
+        check_report(report, name)
+        assert all(SIMULATED in row.note for row in report.rows)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +183,16 @@ def test_wrong_arguments_are_refused(arguments: list[str], said: str, capsys: py
     assert said in capsys.readouterr().err
 
 
-def row_of(ours: float, peer: float, *, target: Target | None, better: Unit) -> Row:
-    return compare(
-        "one", better, ours=lambda: ours, peer=lambda: peer, peer_is="a number", rounds=3, target=target, note="why"
-    )
-
-
 LOWER: Final = Unit("us", "lower")
 HIGHER: Final = Unit("GB/s", "higher")
+
+
+def row_of(ours: float, unit: Unit, target: Target | None, limits: Sequence[float] = ()) -> Row:
+    """Return a row of one round, whose limit has these ways."""
+    limit = Limit(tuple(partial(float, one) for one in limits), "bare") if limits else None
+    return compare(
+        "one", unit, ours=lambda: ours, peer=lambda: 10.0, peer_is="a number", rounds=1, target=target, limit=limit
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +208,7 @@ HIGHER: Final = Unit("GB/s", "higher")
     ],
 )
 def test_a_target_bounds_what_it_names(ours: float, unit: Unit, target: Target | None, met: bool | None) -> None:  # noqa: FBT001  a column of the table
-    row = row_of(ours, 10.0, target=target, better=unit)
+    row = row_of(ours, unit, target)
     assert (row.ours, row.peer, row.ratio) == (ours, 10.0, ours / 10.0)
     assert row.met is met
 
@@ -238,8 +228,7 @@ def test_a_target_is_out_of_reach_where_no_way_to_the_limit_meets_it(
     unit: Unit,
     meets: bool | None,  # noqa: FBT001  a column of the table
 ) -> None:
-    bound = Target(1.3 if unit is LOWER else 0.6)
-    row = one_round(100.0 if unit is LOWER else 1.0, 10.0, bound, unit, limits)
+    row = row_of(100.0, unit, Target(1.3), limits) if unit is LOWER else row_of(1.0, unit, Target(0.6), limits)
     assert row.met is False
     assert row.limit_meets is meets
     assert is_beyond(row) is (meets is False)
@@ -253,21 +242,6 @@ def test_a_target_is_out_of_reach_where_no_way_to_the_limit_meets_it(
 def test_a_limit_is_what_a_quarter_of_its_rounds_reaches(unit: Unit, limit: float) -> None:
     rounds = [5.0, 1.0, 2.0, 4.0, 3.0]
     assert row_of_rounds("one", unit, rounds, rounds, peer_is="they", limits=[rounds]).limit == limit
-
-
-def one_round(ours: float, peer: float, target: Target, unit: Unit, limits: list[float]) -> Row:
-    """Return a row of one round, whose limit has these ways."""
-    ways = tuple(partial(float, one) for one in limits)
-    return compare(
-        "one",
-        unit,
-        ours=lambda: ours,
-        peer=lambda: peer,
-        peer_is="a number",
-        rounds=1,
-        target=target,
-        limit=Limit(ways, "bare") if limits else None,
-    )
 
 
 def test_figures_are_medians_of_interleaved_rounds() -> None:
