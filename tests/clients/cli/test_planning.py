@@ -22,7 +22,10 @@ SPEC: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 
-class JsonCommands:
+Json = dict[str, Any]
+
+
+class Commands:
     """``kvferry layout`` and ``kvferry plan`` in this process, on a file with what they are given."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -45,19 +48,25 @@ class JsonCommands:
         assert status == (2 if "error" in made else 0)
         return made
 
-    def refused(self, command: str, given: object, *flags: str) -> tuple[str, str | None]:
-        """Return the code and the field of the error, which must have a text."""
-        error = self.made(command, given, *flags)["error"]
-        assert error["detail"]
-        return error["code"], error.get("field")
+    def explained(self, given: object) -> str:
+        return self.run("plan", given, "--explain")[1]
+
+    def both(self, given: object) -> tuple[Json, Json]:
+        """Return the explanation and the plan, which must say the same."""
+        made, plain = self.made("plan", given, "--explain"), self.made("plan", given)
+        assert made.get("error") == plain.get("error")
+        if "error" not in made:
+            assert made["blocks"]["after"] == len(plain["blocks"])
+            assert made["blocks"]["total_bytes"] == sum(size for _, _, size in plain["blocks"])
+            assert len(made["skipped_source_entries"]) == plain["skipped_source_entries"]
+        return made, plain
 
 
 @pytest.fixture
-def commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> JsonCommands:
-    return JsonCommands(capsys, tmp_path)
+def commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Commands:
+    return Commands(capsys, tmp_path)
 
 
-Json = dict[str, Any]
 ENTRY: Final[Json] = {"component": "main", "role": "k", "layer": 0, "base": 0, "pages": 40, "page_bytes": 64}
 PLAN: Final[Json] = {
     "source": {"entries": [ENTRY]},
@@ -80,37 +89,6 @@ def plan(source: Sequence[Json] | None = None, destination: Sequence[Json] | Non
     return {**PLAN, **{side: {"entries": entries} for side, entries in given_ if entries is not None}, **changes}
 
 
-class Plans:
-    """``kvferry plan`` with and without ``--explain``."""
-
-    def __init__(self, commands: JsonCommands) -> None:
-        self._commands = commands
-
-    def explained(self, given_: object) -> Json:
-        return self._commands.made("plan", given_, "--explain")
-
-    def text(self, given_: object) -> str:
-        return self._commands.run("plan", given_, "--explain")[1]
-
-    def planned(self, given_: object) -> Json:
-        return self._commands.made("plan", given_)
-
-    def both(self, given_: object) -> tuple[Json, Json]:
-        """Return the explanation and the plan, which must say the same."""
-        made, plain = self.explained(given_), self.planned(given_)
-        assert made.get("error") == plain.get("error")
-        if "error" not in made:
-            assert made["blocks"]["after"] == len(plain["blocks"])
-            assert made["blocks"]["total_bytes"] == sum(size for _, _, size in plain["blocks"])
-            assert len(made["skipped_source_entries"]) == plain["skipped_source_entries"]
-        return made, plain
-
-
-@pytest.fixture
-def plans(commands: JsonCommands) -> Plans:
-    return Plans(commands)
-
-
 MIXED: Final = plan(
     [entry(), entry(role="v", base=4096), entry(layer=7, base=9000), entry(component="extra", base=1)],
     [entry(base=100_000), entry(component="draft", base=5), entry(role="v", base=104_096)],
@@ -119,9 +97,9 @@ MIXED: Final = plan(
 )
 
 
-def test_the_documented_explanation(plans: Plans) -> None:
+def test_the_documented_explanation(commands: Commands) -> None:
     assert (
-        plans.text(MIXED)
+        commands.explained(MIXED)
         == """\
 pairs
   entry     source  base  page bytes  destination  base    page bytes  heads
@@ -147,15 +125,15 @@ blocks: 6 before coalescing, 2 after
     )
 
 
-def test_a_refusal_comes_with_what_led_to_it(plans: Plans) -> None:
+def test_a_refusal_comes_with_what_led_to_it(commands: Commands) -> None:
     given_ = plan([entry()], [entry(base=100_000), entry(layer=1), entry(component="draft")])
-    text = plans.text(given_)
+    text = commands.explained(given_)
     assert "  1            main/k/1   missing\n" in text
     assert "  2            draft/k/0  optional\n" in text
     assert "blocks:" not in text
     refusal = "refused: UNCOVERED_ENTRY [destination.entries]: no source entry for main/k/1"
     assert text.splitlines()[-1].startswith(refusal)
-    assert "blocks" not in plans.both(given_)[0]
+    assert "blocks" not in commands.both(given_)[0]
 
 
 LAYERS = st.lists(st.sampled_from([(c, r, n) for c in ("main", "draft") for r in "kv" for n in range(3)]), unique=True)
@@ -165,7 +143,7 @@ IDS = st.lists(st.integers(1, 39), unique=True, min_size=1, max_size=12)
 @DEVICE.examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(source=LAYERS, destination=LAYERS, ids=IDS, data=st.data())
 def test_it_tells_of_the_plan(
-    plans: Plans,
+    commands: Commands,
     source: list[tuple[str, str, int]],
     destination: list[tuple[str, str, int]],
     ids: list[int],
@@ -183,7 +161,7 @@ def test_it_tells_of_the_plan(
         destination_first_page=first + prefix,
         partial=data.draw(st.booleans()),
     )
-    made, plain = plans.both(given_)
+    made, plain = commands.both(given_)
     names = [["/".join(map(str, one)) for one in side] for side in (source, destination)]
     paired = [pair["entry"] for pair in made["pairs"]]
     skipped = [one["entry"] for one in made["skipped_source_entries"]]
@@ -230,45 +208,45 @@ def windows(source: list[Json], destination: list[Json]) -> Json:
     return of_spec(HYBRID, [main_, *source], [main_, *destination])
 
 
-def test_lists_of_components_are_paired_by_logical_page(plans: Plans) -> None:
+def test_lists_of_components_are_paired_by_logical_page(commands: Commands) -> None:
     given_ = of_spec(
         HYBRID,
         [listed("main", [1, 2, 3, 4, 5]), listed("swa", [1, 2, 3, 4], first_page=1)],
         [listed("main", [7, 8, 9], first_page=2), listed("swa", [5, 6], first_page=2)],
     )
-    made, _ = plans.both(given_)
+    made, _ = commands.both(given_)
     assert [(one["component"], one["first_page"], one["pages"]) for one in made["dropped_pages"]] == [
         ("main", 0, [1, 2]), ("swa", 1, [1]), ("swa", 4, [4]),
     ]  # fmt: skip
     assert made["dropped_pages"][2]["reason"] == "they are past the destination's last page"
     assert made["blocks"]["total_bytes"] == (2 * 3 + 4 * 2) * 4 * 2 * 8 * 2
-    assert "  source  swa        1..1     1 " in plans.text(given_)
+    assert "  source  swa        1..1     1 " in commands.explained(given_)
 
 
-def test_lists_with_gaps_are_paired_as_the_daemon_pairs_them(plans: Plans) -> None:
+def test_lists_with_gaps_are_paired_as_the_daemon_pairs_them(commands: Commands) -> None:
     given_ = of_spec(
         LONG,
         [listed("main", [1, 2]), listed("main", [3, 4, 5, 6], first_page=4)],
         [listed("main", [7], first_page=1), listed("main", [8, 9], first_page=6)],
     )
-    made, _ = plans.both(given_)
+    made, _ = commands.both(given_)
     assert [(one["first_page"], one["pages"], one["reason"]) for one in made["dropped_pages"]] == [
         (0, [1], "the destination starts at logical page 1: it has them already"),
         (4, [3, 4], "the destination does not list them"),
     ]
     assert made["blocks"]["pages"] == 3
     lacking = of_spec(LONG, [listed("main", [1])], [listed("main", [7]), listed("main", [8], first_page=6)])
-    assert plans.planned({**lacking, "partial": True})["blocks"]
+    assert commands.made("plan", {**lacking, "partial": True})["blocks"]
 
 
-def test_the_example_in_the_docs(plans: Plans) -> None:
+def test_the_example_in_the_docs(commands: Commands) -> None:
     documented = (Path(__file__).parents[3] / "docs/operations.md").read_text()
     example = json.loads(documented.split("```json\n")[1].split("```")[0])
-    made, _ = plans.both(example)
+    made, _ = commands.both(example)
     assert [pair["heads"] for pair in made["pairs"]] == [[4, 8]] * 8
     assert [one["pages"] for one in made["dropped_pages"]] == [[4]]
     assert "`4..7 of 0..7 -> 4..7`" in documented
-    assert "4..7 of 0..7 -> 4..7" in plans.text(example)
+    assert "4..7 of 0..7 -> 4..7" in commands.explained(example)
 
 
 INT8: Final[Json] = {**SPEC, "dtype": "int8"}
@@ -310,25 +288,9 @@ INT8: Final[Json] = {**SPEC, "dtype": "int8"}
          of_spec(GROUPS, [listed("main", [1]), listed("group1", [3])], [listed("main", [6]), listed("group1", [6])])),
     ],
 )  # fmt: skip
-def test_a_refused_plan_names_the_field(plans: Plans, code: str, field: str, given_: Json) -> None:
-    error = plans.both(given_)[0]["error"]
+def test_a_refused_plan_names_the_field(commands: Commands, code: str, field: str, given_: Json) -> None:
+    error = commands.both(given_)[0]["error"]
     assert (error["code"], error["field"]) == (code, field)
-
-
-KINDS: Final[dict[str, dict[str, Any]]] = {
-    "mla": {
-        "kind": "mla", "layers": 3, "tokens": 256, "page_size": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-        "index_head_dim": 128, "index_layers": [1], "dtype": "bfloat16", "draft": {"layers": 1},
-    },
-    "hybrid_swa": {
-        "kind": "hybrid_swa", "full_layers": [2], "window_layers": [0, 1], "tokens": 256, "window_tokens": 256,
-        "window": 200, "page_size": 128, "kv_heads": 2, "head_dim": 8, "dtype": "bfloat16",
-    },
-    "mamba": {
-        "kind": "mamba", "state_layers": [0, 1], "slots": 4, "conv_window": 3, "conv_channels": 16,
-        "ssm_shape": [2, 8, 8], "dtype": "bfloat16",
-    },
-}  # fmt: skip
 
 
 def test_the_layout_of_the_documented_spec() -> None:
@@ -344,16 +306,6 @@ def test_the_layout_of_the_documented_spec() -> None:
     assert [(entry["role"], entry["layer"], entry["base"]) for entry in manifest["entries"]] == [
         (role, layer, (number * 3 + layer) * 3 * 4096) for number, role in enumerate("kv") for layer in range(3)
     ]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_spec(commands: JsonCommands, kind: str) -> None:
-    made = commands.made("layout", KINDS[kind])
-    assert sum(one["total_bytes"] for one in made["memory"]) == made["region_bytes"]
-    lists = made["engine_lists"]
-    listed = {*lists["main"]["names"], *lists["state"]["names"]}
-    assert listed == {"{component}/{role}/{layer}".format(**entry) for entry in made["entries"]}
-    assert {one["name"] for one in made["components"]} == {entry["component"] for entry in made["entries"]}
 
 
 def printed(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
@@ -381,11 +333,21 @@ def test_what_a_rank_of_a_model_takes(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"total {33 * token * 128 + 17 * state} bytes" in shown
 
 
-def test_the_spec_of_a_model_is_a_layout(capsys: pytest.CaptureFixture[str], commands: JsonCommands) -> None:
-    made = json.loads(printed(capsys, "--model gemma-3-1b --json --page-size 16"))
+@pytest.mark.parametrize(
+    ("model", "kind"), [("gemma-3-1b", "hybrid_swa"), ("deepseek-v3", "mla"), ("qwen3-next-80b-a3b", "mamba")]
+)
+def test_the_spec_of_a_model_is_a_layout(
+    capsys: pytest.CaptureFixture[str], commands: Commands, model: str, kind: str
+) -> None:
+    made = json.loads(printed(capsys, f"--model {model} --json --page-size 16"))
     spec = made.pop("spec")
-    assert spec["kind"] == "hybrid_swa"
+    assert spec["kind"] == kind
     assert commands.made("layout", spec) == made
+    assert sum(one["total_bytes"] for one in made["memory"]) == made["region_bytes"]
+    lists = made["engine_lists"]
+    names = {"{component}/{role}/{layer}".format(**entry) for entry in made["entries"]}
+    assert {*lists["main"]["names"], *lists["state"]["names"]} == names
+    assert {one["name"] for one in made["components"]} == {entry["component"] for entry in made["entries"]}
 
 
 @pytest.mark.parametrize(
@@ -412,8 +374,8 @@ BROKEN: Final = ("", "{", "[]", "null", "3", '"mha"', '{"kind":"mha",}', "{}x", 
 
 
 @pytest.mark.parametrize("command", ["layout", "plan"])
-def test_what_is_no_json_object(commands: JsonCommands, command: str) -> None:
-    assert {commands.refused(command, text)[0] for text in BROKEN} == {"INVALID_FIELD"}
+def test_what_is_no_json_object(commands: Commands, command: str) -> None:
+    assert {commands.made(command, text)["error"]["code"] for text in BROKEN} == {"INVALID_FIELD"}
     error = commands.made(command, "[]")["error"]
     assert (error["detail"], "field" in error) == ("Expected `object`, got `array`", False)
 
@@ -440,6 +402,6 @@ JSON_VALUES: Final = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(s
     st.sampled_from([SPEC, PLAN]),
 )
 def test_any_json_gets_an_answer(
-    commands: JsonCommands, changes: dict[str, Any], command: str, base: dict[str, Any]
+    commands: Commands, changes: dict[str, Any], command: str, base: dict[str, Any]
 ) -> None:
     commands.made(command, {**base, **changes})
