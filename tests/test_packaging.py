@@ -17,16 +17,9 @@ import pytest
 from tests.kit.installs import LAYERS, ROOT, build_sdist, build_wheel, copy_checkout, new_environment, run
 
 DATA_FILES: Final = (
-    "254.conf",
-    "hosts.conf",
-    "kvferry-failed@.target",
-    "kvferry.toml",
-    "kvferry@.service",
-    "kvferry@.socket",
-    "npu.conf",
-    "sysusers.d/kvferry.conf",
-    "tmpfiles.d/kvferry.conf",
-)
+    "254.conf", "hosts.conf", "kvferry-failed@.target", "kvferry.toml", "kvferry@.service", "kvferry@.socket",
+    "npu.conf", "sysusers.d/kvferry.conf", "tmpfiles.d/kvferry.conf",
+)  # fmt: skip
 
 IMPORT_ALL: Final = """
 import importlib, json, sys
@@ -72,19 +65,6 @@ from kvferry.clients.pool import AttachedPool
 from kvferry.protocol.manifests import MhaSpec
 """
 
-LAYOUT_SPEC: Final = {
-    "kind": "mha",
-    "layers": 3,
-    "first_layer": 0,
-    "tokens": 256,
-    "page_size": 128,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "v_head_dim": 8,
-    "dtype": "float16",
-    "view": "paged",
-}
-
 
 def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -116,11 +96,7 @@ def test_every_top_level_folder_with_code_is_a_layer() -> None:
     with_code = {path.parent.name for path in ROOT.glob("[a-z]*/*.py")}
     assert with_code - {"benchmarks", "examples", "tests"} == set(LAYERS)
     assert not (ROOT / "__init__.py").exists(), "kvferry is a namespace package"
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_every_layer_is_typed(layer: str) -> None:
-    assert (ROOT / layer / "py.typed").is_file()
+    assert [layer for layer in LAYERS if not (ROOT / layer / "py.typed").is_file()] == [], "each is typed"
 
 
 def test_the_source_folder_has_links_to_the_layers_and_nothing_else() -> None:
@@ -175,7 +151,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_wheel_holds_the_package_and_the_unit_files_only(wheel: Path) -> None:
+def test_wheel_holds_the_package_and_the_unit_files_only(wheel: Path, environment: Path) -> None:
     version = project()["project"]["version"]
     names = zipfile.ZipFile(wheel).namelist()
     expected = {f"kvferry/{path}" for path in source_files()}
@@ -183,31 +159,23 @@ def test_wheel_holds_the_package_and_the_unit_files_only(wheel: Path) -> None:
     expected |= {"kvferry/pools/native_kernel.abi3.so", "kvferry/pools/native_kernel.pyi"}
     expected |= {f"kvferry-{version}.data/data/share/kvferry/systemd/{name}" for name in DATA_FILES}
     assert {name for name in names if not name.startswith(f"kvferry-{version}.dist-info/")} == expected
+    for name in DATA_FILES:
+        installed = environment / "share" / "kvferry" / "systemd" / name
+        assert installed.read_bytes() == (ROOT / "systemd" / name).read_bytes()
 
 
 @pytest.mark.full
 def test_wheel_of_a_checkout_is_that_of_its_source_distribution(
     wheel: Path, checkout: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    direct = build_wheel(checkout, tmp_path_factory.mktemp("direct"))
-    assert contents(direct) == contents(wheel)
-
-
-def contents(wheel: Path) -> dict[str, bytes]:
-    archive = zipfile.ZipFile(wheel)
-    return {name: archive.read(name) for name in archive.namelist()}
+    both = [zipfile.ZipFile(one) for one in (wheel, build_wheel(checkout, tmp_path_factory.mktemp("direct")))]
+    built, direct = ({name: one.read(name) for name in one.namelist()} for one in both)
+    assert direct == built
 
 
 def all_modules() -> list[str]:
     """Return the names of all modules; what is run by ``python -m`` is not imported."""
     return sorted(module_name(path) for path in source_files() if not path.endswith("__main__.py"))
-
-
-@pytest.mark.full
-def test_every_module_is_imported_from_the_wheel(environment: Path) -> None:
-    names = [name for name in all_modules() if name not in OF_ENGINES]
-    files = json.loads(run(environment / "bin" / "python", "-c", IMPORT_ALL, *names, cwd=environment))
-    assert [name for name in names if not Path(files[name]).is_relative_to(environment)] == []
 
 
 @pytest.mark.full
@@ -227,7 +195,11 @@ def test_an_editable_install_is_a_path_and_no_import_hook(editable: Path, checko
 def test_checkout_editable_install_and_wheel_have_the_same_modules(
     environment: Path, editable: Path, checkout: Path, bare: Path
 ) -> None:
+    """And each is imported from there."""
     modules = {module_name(path) for path in source_files()}
+    names = [name for name in all_modules() if name not in OF_ENGINES]
+    files = json.loads(run(environment / "bin" / "python", "-c", IMPORT_ALL, *names, cwd=environment))
+    assert [name for name in names if not Path(files[name]).is_relative_to(environment)] == []
     installed = set(json.loads(run(environment / "bin" / "python", "-c", WALK, cwd=environment)))
     assert installed == {*modules, NATIVE}
     assert set(json.loads(run(editable / "bin" / "python", "-c", WALK, cwd=editable))) == installed
@@ -278,21 +250,6 @@ def test_type_checkers_resolve_it_everywhere(
 
 
 @pytest.mark.full
-def test_installed_unit_files_are_those_of_the_repository(environment: Path) -> None:
-    installed = environment / "share" / "kvferry" / "systemd"
-    for name in DATA_FILES:
-        assert (installed / name).read_bytes() == (ROOT / "systemd" / name).read_bytes()
-
-
-@pytest.mark.full
-def test_installed_command_shows_its_help(environment: Path) -> None:
-    assert "kvferry" in run(environment / "bin" / "kvferry", "--help", cwd=environment)
-
-
-@pytest.mark.full
 def test_installed_command_derives_a_manifest(environment: Path) -> None:
-    spec = json.dumps(LAYOUT_SPEC)
-    manifest = json.loads(run(environment / "bin" / "kvferry", "layout", "-", cwd=environment, stdin=spec))
-    assert manifest["pages"] == 3
-    assert manifest["region_bytes"] == 3 * (3 + 3) * 4096
-    assert [entry["role"] for entry in manifest["entries"]] == ["k"] * 3 + ["v"] * 3
+    layout = (environment / "bin" / "kvferry", "layout", "--model", "llama-3-8b", "--json")
+    assert len(json.loads(run(*layout, cwd=environment))["entries"]) == 2 * 32

@@ -153,39 +153,27 @@ def _empty(client: Client) -> Iterator[None]:
     client.evict_cached()
 
 
-@pytest.mark.usefixtures("_empty")
-@pytest.mark.any_device
-def test_what_is_stored_is_found_and_loaded(client: Client, pool: Filled) -> None:
-    ids = client.allocate(pool.name, 4)[[2, 0, 3, 1]]
-    content, names = pool.write(ids, seed=1), hashes(6)
-    done = client.wait_done(client.store(pool.name, names[:4], ids))
-    assert (done.kind, done.stored, done.present, done.copied_pages) == ("store", 4, 0, 4)
-    found = client.lookup(pool.name, names)
-    assert (found.blocks, found.host, found.disk, found.remote, found.lease_blocks) == (4, 4, 0, 0, 4)
-    others = client.allocate(pool.name, 4)[::-1].copy()
-    loaded = client.wait_done(client.load(pool.name, found.lease, others))
-    assert (loaded.kind, loaded.loaded) == ("load", 4)
-    assert pool.holds(others, content)
-    last = client.allocate(pool.name, 1)
-    client.wait_done(client.load(pool.name, found.lease, last, first_block=2))
-    assert pool.holds(last, [one[:, 2:3] for one in content])
-    assert client.unpin(found.lease) == 4
-
-
 @pytest.mark.any_device
 def test_blocks_of_several_pages_and_other_page_spaces(client: Client, name: str) -> None:
     pool = Filled(client, name, HYBRID)
     main, swa = client.allocate(name, 8), client.allocate(name, 2, "swa")
     contents = pool.write(main, 4), pool.write(swa, 5, "swa")
-    client.wait_done(client.store(name, hashes(2), main, block_pages=4))
+    done = client.wait_done(client.store(name, hashes(2), main, block_pages=4))
+    assert (done.kind, done.stored, done.present, done.copied_pages) == ("store", 2, 0, 8)
     client.wait_done(client.store(name, hashes(2), swa, space="swa"))
     assert client.lookup(name, hashes(2)).blocks == 0
-    by_space = client.lookup(name, hashes(2), block_pages=4), client.lookup(name, hashes(2), space="swa")
+    by_space = client.lookup(name, hashes(3), block_pages=4), client.lookup(name, hashes(2), space="swa")
+    assert [(one.blocks, one.host, one.disk, one.remote, one.lease_blocks) for one in by_space] == [(2, 2, 0, 0, 2)] * 2
     into = client.allocate(name, 8), client.allocate(name, 2, "swa")
     for found, ids in zip(by_space, into, strict=True):
         client.wait_done(client.load(name, found.lease, ids))
     assert pool.holds(into[0], contents[0])
     assert pool.holds(into[1], contents[1], "swa")
+    last = into[0][:4]
+    loaded = client.wait_done(client.load(name, by_space[0].lease, last, first_block=1))
+    assert (loaded.kind, loaded.loaded) == ("load", 1)
+    assert pool.holds(last, [one[:, 4:] for one in contents[0]])
+    assert client.unpin(by_space[0].lease) == 2
     with pytest.raises(errors.UnknownComponentError, match="has no page space 'draft'; it has main, swa"):
         client.lookup(name, hashes(1), space="draft")
     pool.close()

@@ -149,25 +149,6 @@ def test_what_a_batch_begins_is_followed_to_its_end(probe: Probe, name: str) -> 
     assert [one["message"] for one in ended] == ["step"] * 3
 
 
-def test_a_transfer_is_followed_to_its_end(probe: Probe, name: str) -> None:
-    ids = {"request_id": REQUEST_ID, "pool": name}
-    status, said = probe(
-        "CREATE_POOL", {"pool": name, "spec": SPEC},
-        "CREATE_POOL", {"pool": f"{name}-to", "spec": SPEC},
-        "ALLOCATE", {"as": "from", "pool": name, "count": 1},
-        "ALLOCATE", {"as": "to", "pool": f"{name}-to", "count": 1},
-        "RECEIVE", {**ids, "pool": f"{name}-to", "lists": [{"pages": "$to.pages"}]},
-        "SEND", {"as": "sent", **ids, "lists": [{"pages": "$from.pages"}], "first_token": 7},
-        "WAIT",
-        "RESULT", {**ids, "direction": "$sent.FINISHED.direction"},
-    )  # fmt: skip
-    assert status == 0
-    *events, result = said[6:]
-    assert {one["message"] for one in events if one["type"] == "SETTLED" or one.get("settled")} == {"5", "sent"}
-    assert [one["first_token"] for one in events if one.get("first_token")] == [7]
-    assert (result["message"], result["state"]) == ("8", "settled")
-
-
 def test_what_ends_badly_is_a_failure_and_what_was_cancelled_is_none(probe: Probe, name: str) -> None:
     send = {"request_id": REQUEST_ID, "pool": name, "lists": [{"pages": "$2.pages"}]}
     begin = ("CREATE_POOL", {"pool": name, "spec": SPEC}, "ALLOCATE", {"pool": name, "count": 1}, "SEND", send)
@@ -177,19 +158,6 @@ def test_what_ends_badly_is_a_failure_and_what_was_cancelled_is_none(probe: Prob
     assert (said[3]["error"]["code"], said[3]["settled"], said[4]["state"]) == ("DEADLINE", True, "settled")
     status, said = probe(*begin, "CANCEL", {"request_id": REQUEST_ID, "pool": name, "direction": "send"})
     assert (status, sorted(types(said[2:]))) == (0, ["ACCEPTED", "CANCELLED", "FINISHED"])
-
-
-def test_operations_of_the_tiers_are_followed_to_their_end(probe: Probe, name: str) -> None:
-    status, said = probe(
-        "CREATE_POOL", {"pool": name, "spec": SPEC},
-        "ALLOCATE", {"as": "mine", "pool": name, "count": 2},
-        "OFFLOAD", {"as": "away", "pool": name, "lists": [{"pages": "$mine.pages"}], "release": True},
-        "RESTORE", {"as": "back", "pool": name, "snapshot": "$away.TIER_DONE.snapshot", "allocate": True, "drop": True},
-        "FREE", {"pool": name, "pages": "$back.TIER_DONE.lists.0.pages"},
-        "CANCEL_OPERATION", {"operation": "$away.operation"},
-    )  # fmt: skip
-    assert types(said[2:7]) == ["OFFLOADING", "TIER_DONE", "OPERATION_STARTED", "TIER_DONE", "FREED"]
-    assert (status, said[7]) == (0, {"message": "6", "type": "OPERATION_CANCELLED", "was_done": True})
 
 
 def test_an_event_that_will_not_come_is_not_waited_for(probe: Probe, name: str) -> None:
