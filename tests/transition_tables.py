@@ -22,18 +22,13 @@ RowT = TypeVar("RowT")
 
 
 class SeenRows(UserDict[KeyT, RowT]):
-    """A table, and which of its rows were looked up.
-
-    Attributes:
-        rows: those.
-    """
+    """A table, and which of its rows were looked up."""
 
     def __init__(self, table: Mapping[KeyT, RowT]) -> None:
         super().__init__(table)
         self.rows: set[KeyT] = set()
 
     def __getitem__(self, key: KeyT) -> RowT:
-        """Return a row, and remember that it was reached."""
         row = super().__getitem__(key)
         self.rows.add(key)
         return row
@@ -52,30 +47,12 @@ def show(name: str, table: str) -> None:
 
 
 def markdown_of_transfers() -> str:
-    head = (
-        "endpoint",
-        "state",
-        "event",
-        "next state",
-        "finishes with",
-        "matched endpoints with",
-        "tombstone",
-        "message to other daemons",
-    )
-    rows = (
-        (
-            kind.value,
-            state.name,
-            event.value,
-            _next_state(state, row),
-            _words(row.own),
-            _words(row.matched),
-            "yes" if row.tombstone else "",
-            row.notice.value,
-        )
-        for (kind, state, event), row in transitions.TRANSITIONS.items()
-    )
-    return _markdown(head, rows)
+    head = "endpoint|state|event|next state|finishes with|matched endpoints with|tombstone|message to other daemons"
+    rows = []
+    for (kind, state, event), row in transitions.TRANSITIONS.items():
+        ends = _next_state(state, row), _words(row.own), _words(row.matched), "yes" if row.tombstone else ""
+        rows.append((kind.value, state.name, event.value, *ends, row.notice.value))
+    return _markdown(tuple(head.split("|")), rows)
 
 
 def markdown_of_operations() -> str:

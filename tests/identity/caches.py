@@ -29,17 +29,11 @@ STEPS: Final = 3
 
 
 class Reference(NamedTuple):
-    """A prompt computed by one model alone.
+    """A prompt computed by one model alone."""
 
-    Attributes:
-        arrays: what is cached after the prompt.
-        tokens: what was decoded after it, ``(STEPS,)`` int64.
-        logits: after each of these tokens, ``(STEPS, vocabulary)``.
-    """
-
-    arrays: Arrays
-    tokens: torch.Tensor
-    logits: torch.Tensor
+    arrays: Arrays  # cached after the prompt
+    tokens: torch.Tensor  # decoded after it, (STEPS,) int64
+    logits: torch.Tensor  # after each of these tokens, (STEPS, vocabulary)
 
 
 @functools.cache
@@ -66,15 +60,7 @@ def reference(name: str, tokens: int) -> Reference:
 
 
 def decoded(name: str, arrays: Arrays, known: Reference, tokens: int, steps: int = STEPS) -> torch.Tensor:
-    """Return the logits of the decode side's copy after each of the known tokens: ``(steps, vocabulary)``.
-
-    Args:
-        name: of the model.
-        arrays: what it finds in its pools.
-        known: which tokens were decoded.
-        tokens: the prompt's length.
-        steps: how many of the tokens.
-    """
+    """Return the logits of decode's copy, which finds ``arrays`` in its pools, after each of the known tokens."""
     model = instance(name, "decode")
     cache = cache_of(model.config, arrays, tokens)
     return torch.stack([_forward(model, token[None], cache) for token in known.tokens[:steps]])

@@ -23,12 +23,7 @@ POISON = 0xFF
 
 
 class Engine:
-    """One rank of one stage.
-
-    Attributes:
-        pool: its pool; NaN wherever nothing was written.
-        received: the logical pages of each component that a transfer fills.
-    """
+    """One rank of one stage; ``received`` are the logical pages of each component that a transfer fills."""
 
     def __init__(self, client: Client, topology: Topology, name: str, layers: range, rank: Rank, side: Side) -> None:
         self._client = client
@@ -103,11 +98,7 @@ class Engine:
             layer.flatten(0, 1)[self._token_slots(key[0], positions[held])] = part[held]
 
     def read_into(self, arrays: Arrays) -> None:
-        """Put its part into whole arrays, NaN where nothing is yet; what two ranks hold must be the same.
-
-        Raises:
-            AssertionError: another rank has another content for the same heads.
-        """
+        """Put its part into whole arrays, NaN where nothing is yet; what two ranks hold must be the same."""
         for key in self.arrays():
             model = self.model_of(key[0])
             tokens = self._topology.tokens

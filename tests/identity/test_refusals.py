@@ -34,25 +34,15 @@ WINDOW_START: Final = 5
 
 
 class Case(NamedTuple):
-    """Pools that do not fit, or lists that do not.
-
-    Attributes:
-        receive_request: the receiving pool's spec.
-        sources: the sending pools' specs; the last one's SEND is the one refused.
-        expected: how many sources the transfer is told.
-        is_open: whether chunks follow after each SEND but the refused one.
-        first_page: of the source's window.
-        no_state: whether the source says that it has none.
-        tokens: of the source's pages.
-    """
+    """Pools that do not fit, or lists that do not: the specs of both sides, of which the last SEND is refused."""
 
     receive_request: PoolSpec
     sources: tuple[PoolSpec, ...]
-    expected: int | None = None
-    is_open: bool = False
-    first_page: int = WINDOW_START
-    no_state: bool = False
-    tokens: int = TOKENS
+    expected: int | None = None  # how many sources the transfer is told
+    is_open: bool = False  # chunks follow after each SEND but the refused one
+    first_page: int = WINDOW_START  # of the source's window
+    no_state: bool = False  # the source says that it has none
+    tokens: int = TOKENS  # of the source's pages
 
 
 CASES: Final = {

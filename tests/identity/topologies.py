@@ -21,18 +21,11 @@ LONG: Final = 41
 
 
 class Side(NamedTuple):
-    """How one side splits the model.
-
-    Attributes:
-        tp: ranks of tensor parallelism in each stage.
-        stages: the layers of each pipeline stage; none: one stage with all of them.
-        draft: whether it runs the draft model, in its last stage.
-        view: how its engines see the pages.
-    """
+    """How one side splits the model."""
 
     tp: int = 1
-    stages: tuple[int, ...] = ()
-    draft: bool = False
+    stages: tuple[int, ...] = ()  # the layers of each; none: one stage with all of them
+    draft: bool = False  # it runs the draft model, in its last stage
     view: Literal["paged", "fia"] = "paged"
 
     def layers(self, model: TinyModel) -> list[range]:
@@ -53,29 +46,17 @@ class Side(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """One transfer: a model, both sides' splits, and how its pages are sent.
-
-    Attributes:
-        name: of the test.
-        model: its name in ``models.MODELS``.
-        source: the prefill side.
-        destination: the decode side.
-        tokens: the prompt's length.
-        prefix_pages: pages of the prompt that decode has already.
-        chunk_pages: pages of each chunk; None: sent as a whole.
-        source_window: tokens of window pages that prefill still has; None: just the model's window.
-        plain: window lists without ``first_page``, equally long on both sides.
-    """
+    """One transfer: a model, both sides' splits, and how its pages are sent."""
 
     name: str
     model: str
     source: Side = Side()
     destination: Side = Side()
     tokens: int = LONG
-    prefix_pages: int = 0
-    chunk_pages: int | None = None
-    source_window: int | None = None
-    plain: bool = False
+    prefix_pages: int = 0  # that decode has already
+    chunk_pages: int | None = None  # None: sent as a whole
+    source_window: int | None = None  # tokens of window pages that prefill still has; None: just the model's window
+    plain: bool = False  # window lists without ``first_page``, equally long on both sides
 
     @property
     def tiny(self) -> TinyModel:

@@ -20,15 +20,11 @@ HEADROOM_BYTES: Final = 8 << 20
 
 
 class Faults:
-    """What can be done to these daemons and engines.
-
-    Attributes:
-        broken: how many connections were cut, or led nowhere for a while.
-    """
+    """What can be done to these daemons and engines."""
 
     def __init__(self, daemons: Sequence[Daemon], engines: Sequence[Engine], links: Proxy) -> None:
         """``links``: what the daemons say to each other goes through it."""
-        self.broken = 0
+        self.broken = 0  # connections that were cut, or led nowhere for a while
         self._links = links
         self._daemons = daemons
         self._engines = engines

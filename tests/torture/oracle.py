@@ -36,14 +36,7 @@ def seed(name: str) -> int:
 
 
 def pattern(seed: int, logical: Sequence[int], shape: tuple[int, ...], role: int) -> npt.NDArray[np.int16]:
-    """Return what pages must hold: ``(layers, pages, tokens, heads, dim)`` int16.
-
-    Args:
-        seed: of the name whose bytes they are: a request, and in which life of it.
-        logical: the number of each page in it.
-        shape: of the pages.
-        role: 0 for k, 1 for v.
-    """
+    """Return what pages must hold: ``(layers, pages, tokens, heads, dim)`` int16."""
     layers, _, tokens, heads, dim = shape
     parts = np.ix_(range(layers), logical, range(tokens), range(heads), range(dim))
     value = np.full(tuple(len(one.reshape(-1)) for one in parts), seed ^ role, np.uint32)

@@ -85,28 +85,16 @@ WORK_WEIGHTS: Final = {Work.TRANSFER: 60, Work.OFFLOAD: 14, Work.CACHE: 16, Work
 
 
 class Task(NamedTuple):
-    """One piece of work.
-
-    Attributes:
-        work: what is done.
-        request: a request id; it names the bytes.
-        pages: how many.
-        chunks: SENDs of a transfer.
-        late: which side of a transfer begins later, "send" or "receive".
-        cancels: the side that gives up, or "".
-        lasts_s: how long pages are held, and checked once more, at the end.
-        into: where a transfer goes, "pages" or "host".
-        source, destination: engines.
-    """
+    """One piece of work."""
 
     work: Work
-    request: str
+    request: str  # a request id; it names the bytes
     pages: int
     chunks: int = 1
-    late: str = ""
-    cancels: str = ""
-    lasts_s: float = 0.0
-    into: str = "pages"
+    late: str = ""  # which side of a transfer begins later, "send" or "receive"
+    cancels: str = ""  # the side that gives up, or ""
+    lasts_s: float = 0.0  # for which pages are held, and checked once more, at the end
+    into: str = "pages"  # where a transfer goes, or "host"
     source: int = 0
     destination: int = 0
 

@@ -57,11 +57,7 @@ class Run:
         self._ends_at = 0.0
 
     async def run(self) -> None:
-        """Run, and leave no process behind; the report says what was found.
-
-        Raises:
-            RunFailedError: what was found ended the run.
-        """
+        """Run, and leave no process behind; the report says what was found."""
         try:
             await asyncio.gather(*(daemon.begin() for daemon in self._daemons))
             await asyncio.gather(*(engine.start() for engine in self._engines))

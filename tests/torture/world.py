@@ -55,35 +55,22 @@ class RunFailedError(Exception):
 
 
 class Daemon(kit_daemons.Daemon):
-    """A daemon in one life after the other; one with an even number is warm: its pools and sessions outlive it.
-
-    Attributes:
-        address: where the other daemons of this host find it; known once it has served.
-        small_disk: whether its disk tier has a file system of its own, which can be filled.
-    """
+    """A daemon in one life after the other; one with an even number is warm: its pools and sessions outlive it."""
 
     def __init__(
         self, number: int, folder: Path, sabotage: str, simulated: Mapping[str, str] | None = None, *, links: Proxy
     ) -> None:
-        """Prepare one.
-
-        Args:
-            number: of it.
-            folder: where its own folder is made.
-            sabotage: its own fault, or "".
-            simulated: the environment of one on simulated NPUs.
-            links: what other daemons say to it goes through this from its first answer on.
-        """
         self.number = number
         self.folder = folder / f"daemon-{number}"
         self.disk = self.folder / "disk"
-        self.address = ""
+        self.address = ""  # where the other daemons of this host find it; known once it has served
         self.simulated = simulated
         self.python = None if simulated is None else NPU_PYTHON
         self._links = links
         self._life = 0
         self._serves = False
         self.disk.mkdir(parents=True, mode=0o700)
+        # its disk tier has a file system of its own, which can be filled
         self.small_disk = os.geteuid() == 0 and _mounted(self.disk)
         self._group = None if simulated else _group(f"kvferry-torture-{os.getpid()}-{number}")
         command = ["-m", "tests.torture.sabotage", sabotage] if sabotage else [*kit_daemons.USERS_COMMAND]
@@ -100,11 +87,7 @@ class Daemon(kit_daemons.Daemon):
         return 1.0 if self.simulated is None else 3 * COSTLY
 
     async def begin(self) -> None:
-        """Start it, and return when it serves.
-
-        Raises:
-            RunFailedError: it does not, or ends.
-        """
+        """Start it, and return when it serves."""
         self._life += 1
         self.log = self.folder / f"daemon-{self._life}.log"
         try:
@@ -119,11 +102,7 @@ class Daemon(kit_daemons.Daemon):
         self._serves = True
 
     async def finish(self, number: signal.Signals) -> None:
-        """End it by a signal, and wait for its end.
-
-        Raises:
-            RunFailedError: it does not end, or not as it should.
-        """
+        """End it by a signal, and wait for its end."""
         self._serves = False
         try:
             status = await asyncio.to_thread(self.end, number)
@@ -145,11 +124,7 @@ class Daemon(kit_daemons.Daemon):
                 self._group.remove()
 
     def check_alive(self) -> None:
-        """Check that it has not ended by itself.
-
-        Raises:
-            RunFailedError: it has.
-        """
+        """Check that it has not ended by itself."""
         if self._serves and self.process.poll() is not None:
             raise RunFailedError(f"daemon {self.number} ended by itself with status {self.process.poll()}")
 
@@ -173,12 +148,7 @@ def _unmount(folder: Path) -> None:
 
 
 class Engine:
-    """An engine process, in one life after the other; each order gets its end, if only by the process's.
-
-    Attributes:
-        ready: set once the process has its pool; what it is told before would only wait.
-        on_device: whether its pool's memory is a device's.
-    """
+    """An engine process, in one life after the other; each order gets its end, if only by the process's."""
 
     def __init__(
         self,
@@ -191,7 +161,7 @@ class Engine:
     ) -> None:
         """Call ``heard`` with each end that an engine tells. Its pool is on ``device``; it ``registers`` its memory."""
         self.on_device = device != HOST
-        self.ready = asyncio.Event()
+        self.ready = asyncio.Event()  # it has its pool; what it is told before would only wait
         self._where = [device, "yes" if registers else "no"]
         self.number = number
         self.daemon = daemon
@@ -223,22 +193,14 @@ class Engine:
         self._reading = asyncio.create_task(self._read(told))
 
     async def until_ready(self) -> None:
-        """Return once it has its pool.
-
-        Raises:
-            RunFailedError: it does not come so far.
-        """
+        """Return once it has its pool."""
         try:
             await asyncio.wait_for(self.ready.wait(), START_S)
         except TimeoutError:
             raise RunFailedError(f"engine {self.number} had no pool within {START_S:g} s") from None
 
     async def run(self, order: Order) -> Ended | None:
-        """Have an order run; return how it ended, None where the engine ended first.
-
-        Raises:
-            RunFailedError: it did not end in time.
-        """
+        """Have an order run; return how it ended, None where the engine ended first."""
         process = self._process
         if process is None or process.stdin is None or self._reading is None or self._reading.done():
             return None
