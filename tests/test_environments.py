@@ -18,22 +18,9 @@ from typing import Final
 import pytest
 
 from tests import kit
+from tests.kit import installs
 from tests.kit.forked import REPOSITORY
-from tests.kit.installs import (
-    PYTHONS,
-    WHEELS,
-    bare_environment,
-    build_sdist,
-    build_wheel,
-    copy_checkout,
-    find_python,
-    fresh_environment,
-    lowest_versions,
-    new_environment,
-    pip_into,
-    run,
-    site_packages,
-)
+from tests.kit.installs import PYTHONS, run
 
 ENGINE: Final = REPOSITORY / "tests" / "kit" / "small_engine.py"
 ENGINE_S: Final = 120.0
@@ -44,7 +31,7 @@ Requires = Callable[[object, str], None]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    return build_wheel(build_sdist(copy_checkout(folder), folder), folder)
+    return installs.build_wheel(installs.build_sdist(installs.copy_checkout(folder), folder), folder)
 
 
 def transfer(python: Path, tmp_path: Path, *options: str) -> dict[str, str]:
@@ -70,28 +57,29 @@ def transfer(python: Path, tmp_path: Path, *options: str) -> dict[str, str]:
     return versions[0]
 
 
+def interpreter_of(version: str, require: Requires) -> Path:
+    interpreter = installs.find_python(version)
+    require(interpreter, f"Python {version}")
+    require(installs.WHEELS.is_dir(), f"what make test-full downloads into {installs.WHEELS}")
+    assert interpreter is not None
+    return interpreter
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("version", PYTHONS)
 def test_a_fresh_environment_without_torch(wheel: Path, tmp_path: Path, version: str, require: Requires) -> None:
-    interpreter = find_python(version)
-    require(interpreter, f"Python {version}")
-    require(WHEELS.is_dir(), f"what make test-full downloads into {WHEELS}")
-    assert interpreter is not None
-    python = fresh_environment(tmp_path / "fresh", interpreter, wheel)
+    python = installs.fresh_environment(tmp_path / "fresh", interpreter_of(version, require), wheel)
     versions = transfer(python, tmp_path)
     assert versions["python"].startswith(f"{version}.")
-    assert set(versions) == {"python", *lowest_versions()}, "and no torch"
+    assert set(versions) == {"python", *installs.lowest_versions()}, "and no torch"
 
 
 @pytest.mark.full
 def test_a_fresh_environment_with_the_lowest_versions(wheel: Path, tmp_path: Path, require: Requires) -> None:
-    interpreter = find_python(PYTHONS[0])
-    require(interpreter, f"Python {PYTHONS[0]}")
-    require(WHEELS.is_dir(), f"what make test-full downloads into {WHEELS}")
-    assert interpreter is not None
-    lowest = lowest_versions()
+    interpreter = interpreter_of(PYTHONS[0], require)
+    lowest = installs.lowest_versions()
     exact = [f"{name}=={version}" for name, version in lowest.items()]
-    versions = transfer(fresh_environment(tmp_path / "fresh", interpreter, wheel, *exact), tmp_path)
+    versions = transfer(installs.fresh_environment(tmp_path / "fresh", interpreter, wheel, *exact), tmp_path)
     assert {name: pair(versions[name]) for name in lowest} == {name: pair(lowest[name]) for name in lowest}
 
 
@@ -103,7 +91,7 @@ def pair(version: str) -> tuple[int, int]:
 @pytest.mark.full
 def test_an_environment_with_torch(wheel: Path, tmp_path: Path) -> None:
     """Its torch, and what else kvferry needs, are those of the running one."""
-    versions = transfer(new_environment(tmp_path / "environment", wheel), tmp_path, "--tensors")
+    versions = transfer(installs.new_environment(tmp_path / "environment", wheel), tmp_path, "--tensors")
     assert versions["torch"] == metadata.version("torch")
 
 
@@ -126,14 +114,16 @@ ENGINES: Final[dict[str, dict[str, str]]] = {
 @pytest.mark.parametrize(("engine", "extra"), [*((engine, "") for engine in ENGINES), ("an engine of 2025", "[torch]")])
 def test_pip_leaves_what_an_engine_has(wheel: Path, tmp_path: Path, engine: str, extra: str, require: Requires) -> None:
     """By metadata: the engine's packages are stand-ins, of a name and a version each."""
-    require(WHEELS.is_dir(), f"what make test-full downloads into {WHEELS}")
-    python = bare_environment(tmp_path / "engine")
+    require(installs.WHEELS.is_dir(), f"what make test-full downloads into {installs.WHEELS}")
+    python = installs.bare_environment(tmp_path / "engine")
     for name, version in ENGINES[engine].items():
-        stand_in(site_packages(python), name, version)
+        stand_in(installs.site_packages(python), name, version)
     dry = ("--dry-run", "--report", tmp_path / "report.json")
-    run(*pip_into(python), *dry, f"kvferry{extra} @ {wheel.as_uri()}", cwd=tmp_path)
+    run(*installs.pip_into(python), *dry, f"kvferry{extra} @ {wheel.as_uri()}", cwd=tmp_path)
     installed = json.loads((tmp_path / "report.json").read_text())["install"]
-    assert {one["metadata"]["name"] for one in installed} == {"kvferry", *lowest_versions()} - set(ENGINES[engine])
+    assert {one["metadata"]["name"] for one in installed} == {"kvferry", *installs.lowest_versions()} - set(
+        ENGINES[engine]
+    )
 
 
 def stand_in(folder: Path, name: str, version: str) -> None:

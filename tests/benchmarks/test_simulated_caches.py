@@ -17,23 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import admission, eviction
-from benchmarks.admission import (
-    All,
-    Evicted,
-    EvictedUsed,
-    First,
-    Outcome,
-    Rule,
-    SeenBefore,
-    TwoTiers,
-    Used,
-    hits_after_restart,
-    outcomes,
-    rules_for,
-)
-from benchmarks.eviction import POLICIES, SimulatedCache, hit_counts, hit_rate
+from benchmarks.eviction import POLICIES, hit_counts, hit_rate
 from benchmarks.measure import Effort
-from benchmarks.optimum import NEVER, next_use_times, optimal_hits
+from benchmarks.optimum import optimal_hits
 from benchmarks.other_policies import OTHERS
 from benchmarks.traces import NoTraceError, TracedRequest, bound, count_blocks, count_unique, read_trace
 from kvferry.pools.tiers.policies import make_policy
@@ -81,10 +67,6 @@ def test_no_choice_of_what_to_keep_has_more_prefix_hits(prompts: Prompts, capaci
     assert optimal_hits(as_requests(prompts), capacity) == best_by_trying(prompts, capacity)
 
 
-def test_next_uses() -> None:
-    assert next_use_times([1, 2, 1, 1]).tolist() == [2, NEVER, 3, NEVER]
-
-
 def test_a_trace_is_read_up_to_a_count(tmp_path: Path) -> None:
     lines = [{"timestamp": 7, "input_length": 600, "hash_ids": [0, 1]}, {"input_length": 5}, {"input_length": 6}]
     file = written(tmp_path, lines)
@@ -113,11 +95,6 @@ def test_sieve_keeps_what_was_hit_once() -> None:
     requests = requests_of([(0,), (0,), (1,), (2,), (0,)])
     assert hit_counts(requests, 2, OTHERS["sieve"][""]()) == [0, 1, 0, 0, 1]
     assert hit_counts(requests, 2, make_policy("lru")) == [0, 1, 0, 0, 0]
-
-
-def test_a_block_whose_predecessor_is_gone_is_no_hit() -> None:
-    cache = SimulatedCache(2, make_policy("lru"))
-    assert [cache.request(blocks) for blocks in ((0, 1), (1,), (2,), (0, 1))] == [0, 1, 0, 0]
 
 
 CHAIN: Final = st.lists(st.integers(0, 2), min_size=1, max_size=4)
@@ -164,49 +141,42 @@ PROMPTS = ((0, 1), (0, 1), (2, 3), (0, 1), (2, 3))
 """For a host tier of two blocks: each prompt has those of the one before go, but the first, which is used again."""
 
 
-def replay(rule: Rule, *prompts: tuple[int, ...], disk_blocks: int = 8) -> list[Outcome]:
-    tiers = TwoTiers(2, disk_blocks, rule)
+def replay(rule: admission.Rule, *prompts: tuple[int, ...], disk_blocks: int = 8) -> list[admission.Outcome]:
+    tiers = admission.TwoTiers(2, disk_blocks, rule)
     return [tiers.request(blocks) for blocks in prompts]
 
 
 @pytest.mark.parametrize(
     ("rule", "written", "read"),
     [
-        (All(), [2, 0, 2, 0, 0], [0, 0, 0, 2, 2]),
-        (Evicted(), [0, 0, 2, 2, 0], [0, 0, 0, 2, 2]),
-        (Used(), [0, 2, 0, 0, 0], [0, 0, 0, 2, 0]),
-        (EvictedUsed(), [0, 0, 2, 0, 0], [0, 0, 0, 2, 0]),
-        (SeenBefore(8), [0, 2, 0, 0, 2], [0, 0, 0, 2, 0]),
-        (SeenBefore(1), [0, 2, 0, 0, 0], [0, 0, 0, 2, 0]),
-        (First(1), [1, 0, 1, 0, 0], [0, 0, 0, 1, 1]),
-        (Rule(), [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        (admission.All(), [2, 0, 2, 0, 0], [0, 0, 0, 2, 2]),
+        (admission.Evicted(), [0, 0, 2, 2, 0], [0, 0, 0, 2, 2]),
+        (admission.Used(), [0, 2, 0, 0, 0], [0, 0, 0, 2, 0]),
+        (admission.EvictedUsed(), [0, 0, 2, 0, 0], [0, 0, 0, 2, 0]),
+        (admission.SeenBefore(8), [0, 2, 0, 0, 2], [0, 0, 0, 2, 0]),
+        (admission.SeenBefore(1), [0, 2, 0, 0, 0], [0, 0, 0, 2, 0]),
+        (admission.First(1), [1, 0, 1, 0, 0], [0, 0, 0, 1, 1]),
+        (admission.Rule(), [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
     ],
 )
-def test_each_rule_writes_what_it_says(rule: Rule, written: list[int], read: list[int]) -> None:
+def test_each_rule_writes_what_it_says(rule: admission.Rule, written: list[int], read: list[int]) -> None:
     found = replay(rule, *PROMPTS)
     assert [one.written for one in found] == written
     assert [one.read for one in found] == read
     assert [one.hits for one in found] == [0, 2, *read[2:]]
 
 
-def test_a_full_disk_loses_what_was_used_longest_ago_and_what_is_in_the_host_tier_stays_there() -> None:
-    found = replay(All(), (0, 1), (0, 1), (2,), (3,), (2,), (0,), disk_blocks=2)
-    assert [one.hits for one in found] == [0, 2, 0, 0, 1, 0]
-    assert [one.written for one in found] == [2, 0, 1, 1, 0, 1]
-    assert [one.read for one in found] == [0, 0, 0, 0, 0, 0]
-
-
 def test_the_second_half_counts_with_the_setting_that_found_most_in_the_first() -> None:
     prompts = tuple(range(40)), tuple(range(40, 80))
-    found = outcomes(as_requests(prompts * 3), 40, 160, "lru", rules_for(160))
-    assert found["all"] == found["first"] == Outcome(100, 0, 100)
-    assert found["used"] == Outcome(0, 0, 0)
+    found = admission.outcomes(as_requests(prompts * 3), 40, 160, "lru", admission.rules_for(160))
+    assert found["all"] == found["first"] == admission.Outcome(100, 0, 100)
+    assert found["used"] == admission.Outcome(0, 0, 0)
 
 
 def test_after_a_restart_there_is_what_lies_on_disk() -> None:
     requests = as_requests(((0, 1), (2, 3), (0, 1), (2, 3), (0, 1)))
-    assert hits_after_restart(requests, 4, 16, All()) == 100
-    assert hits_after_restart(requests, 4, 16, Evicted()) == pytest.approx(100 / 3)
+    assert admission.hits_after_restart(requests, 4, 16, admission.All()) == 100
+    assert admission.hits_after_restart(requests, 4, 16, admission.Evicted()) == pytest.approx(100 / 3)
 
 
 def test_a_trace_leaves_rows_of_each_rule_and_size(tmp_path: Path) -> None:

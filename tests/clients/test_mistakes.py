@@ -4,17 +4,14 @@ One table for both clients, and one daemon for all. A type checker finds many of
 """
 
 # mypy: disable-error-code="arg-type, unreachable"
-# ruff: noqa: F401  the calls in the table use them
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import copy
-import math
 import os
 import pickle
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from decimal import Decimal
@@ -22,32 +19,17 @@ from fractions import Fraction
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Final
+from uuid import UUID
 
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
-from kvferry.clients import (
-    AsyncClient,
-    BlockTableEntries,
-    Client,
-    HybridSwaSpec,
-    MhaSpec,
-    block_hashes,
-    new_request_id,
-    no_pages,
-    pages,
-    pages_from_slots,
-    pages_wanted,
-    slots_from_pages,
-)
-from kvferry.clients.calls import asked
+from kvferry import clients
+from kvferry.clients import AsyncClient, Client, MhaSpec, block_hashes, new_request_id, pages
 from kvferry.protocol import errors
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
-from kvferry.protocol.session_messages import Ping
-from tests import kit
 from tests.kit.blocking import Blocking, connected
 from tests.kit.daemons import Daemon
 
@@ -58,6 +40,12 @@ SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, 
 RID: Final = new_request_id()
 ARRAY: Final = np.array([1, 2])
 ONE: Final = [pages([1])]
+NAMES: Final = (
+    vars(clients)
+    | {one.__name__: one for one in (replace, Path, UUID, DeviceEvent)}
+    | {"np": np, "torch": torch, "SPEC": SPEC, "RID": RID, "ARRAY": ARRAY, "ONE": ONE}
+)
+"""What the calls of the table use, beside an engine's own."""
 
 
 class Engine:
@@ -95,8 +83,8 @@ class Engine:
         self.c.wait(self.taken)
         self.closed.close()
 
-    def run(self, call: str, **more: object) -> object:
-        return eval(call, globals(), vars(self) | more)  # noqa: S307  our own text
+    def run(self, call: str) -> object:
+        return eval(call, NAMES | vars(self))  # noqa: S307  our own text
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +145,7 @@ MISTAKES: Final[tuple[tuple[str, ...], ...]] = (
     ("c.free(p, [0])", "pages", "page 0", "PAGE_OUT_OF_RANGE"),
     ("c.free(p, [1], after=ring)", "after", "ring.record_event()"),
     # -- transfers
-    ("c.send(p, uuid.UUID(RID), ONE)", "request_id", "request_id.hex"),
+    ("c.send(p, UUID(RID), ONE)", "request_id", "request_id.hex"),
     ("c.receive(p, 'abc', ONE)", "request_id", "32 hexadecimal digits in lower case"),
     ("c.send(p, RID, ONE, payload='x')", "payload", "Expected `bytes`, got `str`"),
     ("c.wait_finished(c.send(p, RID, payload=bytes(1 << 17)), 20)", "payload", "takes 65536: create it", "TOO_LARGE"),
@@ -177,7 +165,7 @@ MISTAKES: Final[tuple[tuple[str, ...], ...]] = (
     ("c.cancel(their_transfer)", "transfer", "another client's"),
     # -- times
     ("c.send(p, RID, ONE, deadline_s=-1)", "deadline_s", "-1 seconds; give from 0"),
-    ("c.create_pool('x', SPEC, deadline_s=math.inf)", "deadline_s", "inf seconds"),
+    ("c.create_pool('x', SPEC, deadline_s=float('inf'))", "deadline_s", "inf seconds"),
     ("c.store(p, [b'h' * 16], [1], deadline_s=3601)", "deadline_s", "at most 3600"),
     ("c.send(p, RID, ONE, deadline_s=10**400)", "deadline_s", "inf seconds; give from 0"),
     ("c.wait_finished(transfer, -0.5)", "timeout_s", "-0.5 seconds"),
@@ -257,48 +245,35 @@ async def test_an_unawaited_call_as_an_argument_is_named(daemon: Daemon) -> None
 def test_a_client_that_nobody_awaited_is_named(daemon: Daemon, use: str) -> None:
     with contextlib.closing(AsyncClient.connect(daemon.runtime_dir)) as connecting:
         with pytest.raises(errors.MisuseError, match="await it first"):
-            eval(use, globals(), {"c": connecting})  # noqa: S307  our own text
+            eval(use, NAMES | {"c": connecting})  # noqa: S307  our own text
         assert not hasattr(connecting, "no_name_of_a_clients")
 
 
-AWAITED: Final[dict[str, Callable[[Any], Any]]] = {
-    "await": lambda c: c,
-    "a task": asyncio.ensure_future,
-    "async with": lambda c: c.__aenter__(),
-}
+@pytest.mark.anyio
+async def test_a_connection_is_awaited_once(daemon: Daemon) -> None:
+    awaited: list[Callable[[Any], Any]] = [lambda one: one, asyncio.ensure_future, lambda one: one.__aenter__()]
+    for first, second in zip(awaited, awaited[1:] + awaited[:1], strict=True):
+        connecting = AsyncClient.connect(daemon.runtime_dir)
+        async with await first(connecting) as client:
+            with pytest.raises(errors.MisuseError, match="already awaited: keep the client"):
+                await second(connecting)
+            assert await client.ping() > 0
+        with pytest.raises(errors.ClientClosedError):
+            await client.ping()
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("first", "second"), [("await", "a task"), ("a task", "async with"), ("async with", "await")])
-async def test_a_connection_is_awaited_once(daemon: Daemon, first: str, second: str) -> None:
+async def test_each_client_is_entered_by_its_own_with(daemon: Daemon) -> None:
     connecting = AsyncClient.connect(daemon.runtime_dir)
-    async with await AWAITED[first](connecting) as client:
-        with pytest.raises(errors.MisuseError, match="already awaited: keep the client"):
-            await AWAITED[second](connecting)
-        assert await client.ping() > 0
-
-
-def test_a_synchronous_client_is_entered_by_with(daemon: Daemon) -> None:
-    async def enter(client: Client) -> None:
-        async with client:
-            pass
-
-    with Client.connect(daemon.runtime_dir) as client, pytest.raises(errors.MisuseError, match="by `with`"):
-        asyncio.run(enter(client))
-
-
-@pytest.mark.anyio
-async def test_an_asynchronous_client_is_entered_by_async_with(daemon: Daemon) -> None:
-    connecting = AsyncClient.connect(daemon.runtime_dir)
-    for one in (connecting, await AsyncClient.connect(daemon.runtime_dir)):
+    made = await asyncio.create_task(AsyncClient.connect(daemon.runtime_dir))
+    for one in (connecting, made):
         with pytest.raises(errors.MisuseError, match="async with AsyncClient"), one:
             pass
-    async with AsyncClient.connect(daemon.runtime_dir) as entered:
-        assert await entered.ping() > 0
-    with pytest.raises(errors.ClientClosedError):
-        await entered.ping()
-    made = await asyncio.create_task(AsyncClient.connect(daemon.runtime_dir))
     made.close()
+    connecting.close()
+    with Client.connect(daemon.runtime_dir) as client, pytest.raises(errors.MisuseError, match="by `with`"):
+        async with client:
+            pass
 
 
 def test_numbers_of_numpy_and_torch_are_numbers(engine: Engine) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-import numpy as np
 import pytest
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, async_requests, new_request_id, pages
@@ -182,20 +181,6 @@ def test_a_loss_while_descriptors_are_mapped(
             assert not tables.array("block_tables").any()
             client.delete_tables(tables)
         assert back.is_set()
-        assert other.ping()
-
-
-@SYNC
-def test_a_request_that_breaks_every_connection_is_given_up(
-    proxy: CuttingProxy, other: Client, kind: type[Client | AsyncClient], name: str
-) -> None:
-    with connected(kind, proxy.runtime_dir, name=name) as client:
-        assert client.welcome is not None
-        too_much = pages(np.arange(1, client.welcome.limits.max_frame_bytes // 8 + 2))
-        with pytest.raises(DaemonLostError, match="broke 3 times") as refused:
-            client.wait_finished(client.send("pool", new_request_id(), [too_much]))
-        assert (refused.value.effect, refused.value.retryable) == ("unknown", False)
-        assert client.ping()
         assert other.ping()
 
 

@@ -23,42 +23,29 @@ from kvferry.protocol.pool_messages import Free
 from kvferry.protocol.requests import tag_of
 from kvferry.protocol.schema import document
 from kvferry.protocol.session_stream import FrameSplitter, unpack_attachment, unpack_frame, unpack_open
+from tests.protocol import samples
 from tests.protocol.bodies import ALL_BODIES, damaged, messages
-from tests.protocol.samples import (
-    GOLDEN,
-    IDS,
-    MESSAGES,
-    NEWER,
-    PEER_GOLDEN,
-    PEER_MESSAGES,
-    REQUESTS,
-    SESSION_FRAMES,
-    SPECS,
-    Message,
-    as_hex,
-    peers_as_hex,
-    reader_of,
-    to_frames,
-)
+from tests.protocol.samples import MESSAGES, PEER_MESSAGES, to_frames
 
 ALL: Final = MESSAGES | PEER_MESSAGES
-GOLDEN_HEX: Final[dict[str, list[str]]] = json.loads(GOLDEN.read_text()) | json.loads(PEER_GOLDEN.read_text())
+_GOLDEN = (json.loads(file.read_text()) for file in (samples.GOLDEN, samples.PEER_GOLDEN))
+GOLDEN_HEX: Final[dict[str, list[str]]] = next(_GOLDEN) | next(_GOLDEN)
 
 
 def golden(name: str) -> list[bytes]:
     return [bytes.fromhex(frame) for frame in GOLDEN_HEX[name]]
 
 
-def assert_read(message: Message, frames: list[bytes]) -> None:
+def assert_read(message: samples.Message, frames: list[bytes]) -> None:
     expected, ids = message
-    got, got_ids = reader_of(expected)(frames)
+    got, got_ids = samples.reader_of(expected)(frames)
     assert got == expected
     assert [one.tolist() for one in got_ids] == [one.tolist() for one in ids]
     assert all(one.dtype == np.int64 and not one.flags.writeable for one in got_ids)
 
 
 @given(messages())
-def test_round_trip(message: Message) -> None:
+def test_round_trip(message: samples.Message) -> None:
     assert_read(message, to_frames(*message))
 
 
@@ -72,7 +59,7 @@ def test_ids_are_raw_little_endian_and_of_64_bits_whatever_they_were() -> None:
 
 
 @pytest.mark.parametrize("name", ["FREE", "SEND_REQUEST"])
-@pytest.mark.parametrize("ids", [(), (np.arange(3),), (np.arange(2), np.arange(2)), IDS[::-1]])
+@pytest.mark.parametrize("ids", [(), (np.arange(3),), (np.arange(2), np.arange(2)), samples.IDS[::-1]])
 def test_lists_that_the_body_does_not_announce_are_a_bug(name: str, ids: tuple[Any, ...]) -> None:
     message, _ = ALL[name]
     with pytest.raises(ValueError, match=f"{type(message.body).__name__} announces"):
@@ -81,23 +68,23 @@ def test_lists_that_the_body_does_not_announce_are_a_bug(name: str, ids: tuple[A
 
 def test_every_type_has_golden_bytes() -> None:
     assert set(ALL) == {tag_of(kind) for kind in ALL_BODIES}
-    assert {type(one) for one in SPECS.values()} == set(get_args(PoolSpec))
-    assert set(GOLDEN_HEX) == {*as_hex(), *peers_as_hex()}
+    assert {type(one) for one in samples.SPECS.values()} == set(get_args(PoolSpec))
+    assert set(GOLDEN_HEX) == {*samples.as_hex(), *samples.peers_as_hex()}
     assert PROTOCOL_MAX == 3, "begin new golden files, and keep speaking the old version"
 
 
 @pytest.mark.parametrize("name", GOLDEN_HEX)
 def test_the_bytes_on_the_wire_do_not_change_and_are_read(name: str) -> None:
-    assert GOLDEN_HEX[name] == (as_hex() | peers_as_hex())[name], "see samples.py"
+    assert GOLDEN_HEX[name] == (samples.as_hex() | samples.peers_as_hex())[name], "see samples.py"
     kind, _, rest = name.partition(" ")
-    if name in ALL | NEWER:
-        assert_read((ALL | NEWER)[name], golden(name))
+    if name in ALL | samples.NEWER:
+        assert_read((ALL | samples.NEWER)[name], golden(name))
     elif kind == "spec":
-        assert msgspec.msgpack.decode(*golden(name), type=PoolSpec) == SPECS[rest]
+        assert msgspec.msgpack.decode(*golden(name), type=PoolSpec) == samples.SPECS[rest]
     else:
         (frame,) = FrameSplitter().feed(*golden(name))
         read = {"OPEN": unpack_open, "MEMORY": unpack_attachment}.get(rest, unpack_frame)
-        assert read(frame) == SESSION_FRAMES[rest]
+        assert read(frame) == samples.SESSION_FRAMES[rest]
 
 
 def test_one_frame_has_all_lists_of_a_batch() -> None:
@@ -105,20 +92,19 @@ def test_one_frame_has_all_lists_of_a_batch() -> None:
     assert [len(one) for one in golden("BATCH")[1:]] == [16]
     two = msgspec.structs.replace(message.body, requests=(Free(pool="a", pages=2), Free(pool="b", pages=1)))
     both = msgspec.structs.replace(message, body=two)
-    assert to_frames(both, (*lists, IDS[1]))[1:] == [struct.pack("<3q", 5, 1 << 40, -1)]
-    read = decode_request(to_frames(both, (*lists, IDS[1])))
+    assert to_frames(both, (*lists, samples.IDS[1]))[1:] == [struct.pack("<3q", 5, 1 << 40, -1)]
+    read = decode_request(to_frames(both, (*lists, samples.IDS[1])))
     assert isinstance(read, IncomingRequest)
     assert read.ids[0].base is not read.ids[1].base, "who keeps one list does not keep the others"
     for wrong in ([], [b"x" * 23], [b"x" * 16, b"x" * 8]):
-        refused = refusal([to_frames(both, (*lists, IDS[1]))[0], *wrong])
+        refused = refusal([to_frames(both, (*lists, samples.IDS[1]))[0], *wrong])
         assert (refused.error.code, refused.error.field) == ("MALFORMED", "requests")
 
 
-@pytest.mark.parametrize(
-    "value", [*SPECS.values(), MESSAGES["SEND"][0].body, *(one.body for one, _ in PEER_MESSAGES.values())], ids=repr
-)
-def test_samples_say_all_that_can_be_said(value: msgspec.Struct) -> None:
-    assert all(getattr(value, one.name) != one.default for one in msgspec.structs.fields(value))
+def test_samples_say_all_that_can_be_said() -> None:
+    messages = [MESSAGES["SEND"], *PEER_MESSAGES.values()]
+    for value in (*samples.SPECS.values(), *(message.body for message, _ in messages)):
+        assert all(getattr(value, one.name) != one.default for one in msgspec.structs.fields(value)), value
 
 
 @pytest.mark.parametrize(("name", "at"), [("SEND", 5), ("FINISHED", 3)])
@@ -205,7 +191,7 @@ def test_deep_nesting_is_an_error_like_any_other() -> None:
     assert refusal(with_field("SEND", "lists", nested(900))).error.code == "INVALID_FIELD"
 
 
-@given(st.lists(st.binary(max_size=200), max_size=4) | damaged(REQUESTS))
+@given(st.lists(st.binary(max_size=200), max_size=4) | damaged(samples.REQUESTS))
 @example([b"\xdf\xff\xff\xff\xff"])  # a map of four thousand million
 @example([b"\xc6\xff\xff\xff\xff"])  # four gigabytes of bytes
 @example([b"\x96\x01\xa0\xc4\x00\x00\x00\x81\xa4type\xa1\xff"])  # no UTF-8

@@ -22,14 +22,7 @@ import torch
 from kvferry.clients import AsyncClient, ModelIdentity, Transfer, pages, pages_wanted
 from kvferry.clients.connection import Reconnected
 from kvferry.clients.core.followed import TierOperation
-from kvferry.protocol.errors import (
-    ClientClosedError,
-    DaemonLostError,
-    DeadlineError,
-    KvferryError,
-    PoolFullError,
-    SessionLostError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.events import Finished, TierDone
 from kvferry.protocol.ids import HOST
 from tests.torture import oracle
@@ -104,7 +97,7 @@ class Engine:
         part: Callable[[Order], Awaitable[int]] = getattr(self, order.part)
         try:
             checked = await part(order)
-        except KvferryError as error:
+        except errors.KvferryError as error:
             return Ended(order.number, error.code, error.detail)
         except WrongBytesError as error:
             return await self._blamed(order, error)
@@ -116,7 +109,7 @@ class Engine:
         """Return that bytes are wrong; of a lost session, unless they are those of whoever got the pages since."""
         try:
             await self.client.snapshots()
-        except (DaemonLostError, SessionLostError, ClientClosedError) as error:
+        except (errors.DaemonLostError, errors.SessionLostError, errors.ClientClosedError) as error:
             if wrong.ids is None:
                 return Ended(order.number, error.code, str(wrong))
             since = self._noted.get(order.task.request, 0)
@@ -293,7 +286,7 @@ class Engine:
             self._noted[order.task.request] = max(noted, self._noted.get(order.task.request, 0))
             return ids
         if len(self._own) < count:
-            raise PoolFullError(f"{len(self._own)} pages of its own left, {count} wanted")
+            raise errors.PoolFullError(f"{len(self._own)} pages of its own left, {count} wanted")
         taken, self._own[:] = self._own[:count], self._own[count:]
         return np.array(taken, np.int64)
 
@@ -301,13 +294,13 @@ class Engine:
         if self._own is not None:
             self._own += ids.tolist()
             return
-        with contextlib.suppress(DaemonLostError):
+        with contextlib.suppress(errors.DaemonLostError):
             await self.client.free(self.pool, ids)
 
     async def _finished(self, order: Order, transfer: Transfer) -> Finished:
         try:
             return await self.client.wait_finished(transfer, order.deadline_s + order.margin_s)
-        except DeadlineError as error:
+        except errors.DeadlineError as error:
             if not transfer.is_finished:
                 raise NeverEndedError(str(transfer)) from error
             raise
@@ -315,15 +308,15 @@ class Engine:
     async def _settled(self, order: Order, transfer: Transfer) -> None:
         try:
             await self.client.wait_settled(transfer, order.deadline_s + order.margin_s)
-        except DeadlineError as error:
+        except errors.DeadlineError as error:
             raise NeverEndedError(f"not settled: {transfer}") from error
-        except DaemonLostError:
+        except errors.DaemonLostError:
             pass
 
     async def _done(self, order: Order, operation: TierOperation) -> TierDone:
         try:
             return await self.client.wait_done(operation, order.deadline_s + order.margin_s)
-        except DeadlineError as error:
+        except errors.DeadlineError as error:
             if not operation.is_done:
                 raise NeverEndedError(str(operation)) from error
             raise
@@ -358,7 +351,7 @@ class Actor:
 
     async def _run(self, order: Order) -> None:
         if self._engine is None:
-            ended = Ended(order.number, DaemonLostError.code, "not connected")
+            ended = Ended(order.number, errors.DaemonLostError.code, "not connected")
         else:
             ended = await self._engine.run(order)
         self._say(ended)
@@ -368,7 +361,7 @@ class Actor:
 
     async def _stay_connected(self) -> None:
         while True:
-            with contextlib.suppress(KvferryError):
+            with contextlib.suppress(errors.KvferryError):
                 async with await AsyncClient.connect(
                     self._runtime_dir, name=self._name, on_reconnect=self._reconnected
                 ) as client:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable
 
 import msgspec
@@ -30,10 +29,6 @@ def printed(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Callable[...,
         return shown.out
 
     return run
-
-
-def test_ping(printed: Callable[..., str]) -> None:
-    assert re.fullmatch(r"kvferry \S+ boot [0-9a-f]{8} answers in \d+ us\n", printed("ping"))
 
 
 @pytest.fixture

@@ -135,14 +135,6 @@ def test_a_refusal_is_an_error_of_its_class_and_busy_says_when(core: ClientCore)
     assert error.retry_after_ms == 50
 
 
-@pytest.mark.parametrize("frames", [[], [b""], [b"\xc1"], [b"x" * 100], [b"\x93\xa1R\x01\xa0"]])
-def test_junk_is_malformed(core: ClientCore, frames: list[bytes]) -> None:
-    core.request(Ping())
-    with pytest.raises(errors.MalformedError):
-        core.feed(frames)
-    assert core.pending == 1
-
-
 # -- transfers
 
 

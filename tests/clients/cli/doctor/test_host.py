@@ -16,12 +16,6 @@ from kvferry.clients.cli.doctor.wheels import TorchFound, probe_torch
 from tests.clients.cli.doctor.fake_host import WORKER, make_host, npu_files, script
 
 
-def test_what_cannot_be_read_is_empty(tmp_path: Path) -> None:
-    host = make_host(tmp_path, {"/etc/file": " text \n"})
-    assert (host.text("/etc/file"), host.text("/etc/none"), host.text("/etc")) == ("text", "", "")
-    assert (host.names("/etc"), host.names("/none")) == (["file"], [])
-
-
 @given(mode=st.integers(0, 0o777), owner=st.booleans(), member=st.booleans())
 def test_modes_are_read_as_the_kernel_does(mode: int, *, owner: bool, member: bool) -> None:
     """The first class that fits decides: an owner without rights has none, whatever the group may."""
