@@ -41,7 +41,7 @@ RID: Final = new_request_id()
 ARRAY: Final = np.array([1, 2])
 ONE: Final = [pages([1])]
 NAMES: Final = (
-    vars(clients)
+    {name: getattr(clients, name) for name in clients.__all__}
     | {one.__name__: one for one in (replace, Path, UUID, DeviceEvent)}
     | {"np": np, "torch": torch, "SPEC": SPEC, "RID": RID, "ARRAY": ARRAY, "ONE": ONE}
 )
