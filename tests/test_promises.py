@@ -47,14 +47,3 @@ def test_each_promise_has_a_test_that_is_there() -> None:
     assert [one.promise for one in page if not TEST.search(one.tests)] == []
     assert [lost for one in page for lost in missing(one)] == []
     assert len({one.promise for one in page}) == len(page)
-
-
-def test_what_is_missing_is_found() -> None:
-    (good, gone, none) = promises(
-        "| promise | test | limits |\n|---|---|---|\n"
-        "| a | `test_promises.py::test_what_is_missing_is_found` | |\n"
-        "| b | `test_promises.py::test_gone`, `nowhere.py::test_x` | |\n| c | by hand | d |\n"
-    )
-    assert missing(good) == []
-    assert missing(gone) == ["test_promises.py::test_gone", "nowhere.py::test_x"]
-    assert missing(none) == ["by hand"]

@@ -30,7 +30,6 @@ SOON_S: Final = 20.0
 SYNC: Final = pytest.mark.parametrize("kind", kinds(Client))
 ASYNC: Final = pytest.mark.parametrize("kind", kinds(AsyncClient))
 BOTH: Final = (CONTROL_SOCKET, SESSION_SOCKET)
-KINDS: Final = (Client, AsyncClient)
 
 
 @pytest.fixture

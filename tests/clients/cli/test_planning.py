@@ -186,7 +186,6 @@ HYBRID: Final[Json] = {
     "kind": "hybrid_swa", "full_layers": [0], "window_layers": [1, 2], "tokens": 64, "window_tokens": 32, "window": 12,
     "page_size": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float16",
 }  # fmt: skip
-STATES: Final[Json] = {"kind": "mamba", "state_layers": [0], "slots": 8, "ssm_shape": [2, 4], "dtype": "float16"}
 GROUPS: Final[Json] = {
     "kind": "mla", "layers": 4, "tokens": 64, "page_size": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "joined": True,
     "dtype": "bfloat16", "groups": [[0, 2], [1, 3]],

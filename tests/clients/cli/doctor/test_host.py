@@ -104,7 +104,6 @@ def test_a_member_of_the_nodes_group(tmp_path: Path, mode: int, state: str) -> N
     assert npus.check_nodes(host).state == "ok"  # root
 
 
-NPU_PYTHON = Path(__file__).parents[4] / ".venv-npu/bin/python"
 BOTH = 'echo \'{"torch": "2.13.0+cpu", "torch_npu": "2.13.0"}\''
 
 

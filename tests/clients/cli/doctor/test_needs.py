@@ -208,7 +208,6 @@ def test_a_device_or_a_file_is_not_to_be_removed(tmp_path: Path) -> None:
 
 FOLDER: Final = Path(__file__).parents[4] / "systemd"
 OURS: Final = (FOLDER / "kvferry@.service").read_text()
-HOSTS: Final = (FOLDER / "hosts.conf").read_text()
 PLACE: Final = "/etc/systemd/system/kvferry@.service"
 HERE: Final = needs_of()
 ACROSS: Final = needs_of('[peers]\nlisten = "tcp://127.0.0.1:7801"')
@@ -216,7 +215,6 @@ STORE: Final = needs_of('[tiers.remote]\ntransport = "mooncake_store"\naddress =
 MEMORY: Final = needs_of('[pools]\nmax_bytes = "8GiB"\n[tiers]\nhost_bytes = "4GiB"')
 DRAINS: Final = needs_of("[service]\ndrain_timeout_s = 60")
 FORBIDS: Final = "forbids the daemon to reach other hosts"
-MORE: Final = "[Service]\nExecStart=kvferry daemon\nLimitMEMLOCK=infinity\n"
 
 
 class Case(NamedTuple):
