@@ -150,9 +150,6 @@ def test_a_router(daemon: Daemon, reader: Reader, decode: Filled) -> None:
     assert reader.names["where"][identity, hashes[0].hex()] == set()
 
 
-# -- what the text says without code
-
-
 def test_every_code_that_the_text_names_exists() -> None:
     assert not unknown_codes(TEXT, "When something fails")
 

@@ -149,8 +149,6 @@ def test_the_tensors_of_a_pool_are_what_its_spec_needs(spec: PoolSpec, layer_by_
     assert [one.strides for one in said] == [one.stride() for one in tensors.values()]
 
 
-# -- what is not as the spec needs it
-
 WRONG: Final[dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]]] = {
     "a layer too few, of a larger storage": (lambda one: one[:-1], "shape"),
     "a page too many": (lambda one: torch.cat([one, one[:, :1]], dim=1), "shape"),

@@ -194,9 +194,6 @@ def test_a_closed_client_is_not_kept(
     assert soon(lambda: all(one.name != name for one in other.status().sessions))
 
 
-# -- when it cannot be
-
-
 @SYNC
 def test_no_daemon_within_the_grace(kind: type[Client | AsyncClient]) -> None:
     """Everything ends by the same error, and what was mapped stays."""

@@ -28,9 +28,6 @@ def second(daemon: Daemon) -> Iterator[Client]:
         yield one
 
 
-# -- pools
-
-
 def made_again(engine: Client, other: Client, name: str) -> None:
     """Let an engine attach a pool that another one then deletes and makes again."""
     engine.create_pool(name, SPEC)
@@ -60,9 +57,6 @@ def test_a_worker_that_has_ended_refuses_nothing(daemon: Daemon, second: Client,
         made_again(worker, other, "ended")
     second.free("ended", second.allocate("ended", 1))
     other.delete_pool("ended")
-
-
-# -- events
 
 
 @pytest.fixture
@@ -96,9 +90,6 @@ def test_a_ring_that_is_opened_twice_makes_no_event_twice(client: Client) -> Non
         assert before.event not in {one.event for one in events}
 
 
-# -- graph tables
-
-
 def tables(engine: Client, pool: str) -> Tables:
     """Return tables of a name that another session uses as well."""
     return engine.create_tables("graph", pool, max_batch=2, max_context_tokens=64)
@@ -127,9 +118,6 @@ def test_tables_that_were_made_again_are_not_those_of_before(client: Client, poo
     with pytest.raises(UnknownTablesError, match="were deleted"):
         client.update_tables(before, [16])
     client.delete_tables(again)
-
-
-# -- event rings
 
 
 def test_recording_stores_the_value_and_then_wakes_the_daemon(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

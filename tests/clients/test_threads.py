@@ -144,9 +144,6 @@ def test_any_thread_may_close(daemon: Daemon, client: Client, helper: ThreadPool
         assert len(other.allocate(name, 16)) == 16
 
 
-# -- the asynchronous client
-
-
 def refused_everywhere(client: AsyncClient) -> None:
     with pytest.raises(ConcurrentUseError, match="a thread without a running event loop"), client.batched():
         pytest.fail("it began")

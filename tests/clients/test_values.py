@@ -224,9 +224,6 @@ def requests(draw: st.DrawFn) -> Request:
     return Request(page_size, random_pages(draw(SEEDS), count), position, tokens)
 
 
-# -- token slots and pages, there and back
-
-
 @given(requests())
 def test_slots_give_their_pages_and_pages_their_slots(one: Request) -> None:
     found = pages_from_slots(one.slots, one.page_size, position=one.position)
@@ -236,9 +233,6 @@ def test_slots_give_their_pages_and_pages_their_slots(one: Request) -> None:
     assert found.dtype == back.dtype == np.int64
     spare = [*one.pages, POOL_PAGES]  # for the tokens to come: they change nothing
     assert slots_from_pages(spare, one.page_size, one.tokens, position=one.position).tolist() == one.slots
-
-
-# -- which slots are none of a request
 
 
 @given(requests(), st.data())

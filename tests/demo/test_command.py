@@ -169,9 +169,6 @@ def test_requests_that_take_turns_are_identical(small_model: dict[str, str], tmp
     assert all(one["tokens"] == one["reference"] != [] for one in figures["requests"])
 
 
-# -- what is said before anything starts
-
-
 @pytest.fixture
 def _own_process() -> Iterator[None]:
     """Undo what the command sets for its process: signal handlers and the environment."""

@@ -99,9 +99,6 @@ def owned_pages(engine: Engine) -> int:
     return sum(pool.pages - pool.free for pool in engine.client.status().pools if pool.pool == engine.pool.name)
 
 
-# -- a prefill and a decode engine, side by side as their processes are
-
-
 class Served(NamedTuple):
     """What came of some prompts."""
 
@@ -222,9 +219,6 @@ def test_decode_says_that_prefill_has_gone(runtime_dir: Path, tiny_model: torch.
         prefill.client.close()
         with pytest.raises(PeerLostError):
             decoded.result()
-
-
-# -- an engine whose requests take turns
 
 
 def turns() -> list[Prompt]:
