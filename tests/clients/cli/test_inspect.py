@@ -13,7 +13,7 @@ from kvferry.clients import Client, new_request_id, pages
 from kvferry.clients.cli.inspect import status_lines
 from kvferry.clients.cli.main import main
 from kvferry.protocol.ids import ModelIdentity
-from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport
+from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport, TablesStatus
 from tests.kit.daemons import Daemon
 from tests.kit.pools import HYBRID, SPEC
 
@@ -102,6 +102,12 @@ def test_where_a_pool_is_and_whose_memory_it_is() -> None:
         "q 7 9 9 0 1.0 1.00 00000000 some/model@1 npu:1, registered by session 5",
         "r 7 9 9 0 1.0 1.00 00000000 - host, ends with instance 6",
     ]
+
+
+def test_graph_tables_are_shown() -> None:
+    idle = TablesStatus(session=5, tables="t", device="host", max_batch=3, columns=2, updates=1, waiting=0)
+    report = msgspec.structs.replace(REPORT, tables=(idle, msgspec.structs.replace(idle, waiting=1)))
+    assert rows_of(report, "graph tables") == ["t 5 host 3 2 1 idle", "t 5 host 3 2 1 an update waits"]
 
 
 def test_devices_are_shown_with_their_memory_and_why_they_fail() -> None:
