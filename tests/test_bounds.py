@@ -40,10 +40,7 @@ def test_each_bound_follows_from_what_is_there_and_is_reached_by_a_test() -> Non
 
 def test_pools_have_a_bound_in_bytes() -> None:
     spec = MhaSpec(layers=1, tokens=1 << 14, page_size=16, kv_heads=1, head_dim=8, dtype="float16")  # 512 KiB
-    with (
-        kit.daemon(f"[pools]\nmax_bytes = {1 << 20}\n") as daemon,
-        Client.connect(daemon.runtime_dir) as client,
-    ):
+    with kit.daemon(f"[pools]\nmax_bytes = {1 << 20}\n") as daemon, Client.connect(daemon.runtime_dir) as client:
         client.create_pool("first", spec)
         with pytest.raises(OutOfMemoryError, match=r"of 1048576 are taken \(pools.max_bytes\)") as refused:
             client.create_pool("second", spec)

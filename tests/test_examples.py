@@ -31,10 +31,7 @@ def lines(example: subprocess.Popen[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [
-        ("scheduler.py", "async_engine.py"),
-        pytest.param("async_engine.py", "scheduler.py", marks=pytest.mark.full),
-    ],
+    [("scheduler.py", "async_engine.py"), pytest.param("async_engine.py", "scheduler.py", marks=pytest.mark.full)],
 )
 def test_two_engines_hand_requests_over(daemon: Daemon, prefill: str, decode: str) -> None:
     request_ids = [new_request_id() for _ in range(REQUESTS)]

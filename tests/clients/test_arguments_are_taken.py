@@ -192,10 +192,7 @@ def engine(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Engine]:
     """Return an engine with a client of each kind, which can be cut off."""
     told: list[Reconnected] = []
     kind: type[Client | AsyncClient] = request.param
-    with (
-        cutting_proxy(daemon.runtime_dir) as proxy,
-        asyncio.Runner() as runner,
-    ):
+    with cutting_proxy(daemon.runtime_dir) as proxy, asyncio.Runner() as runner:
 
         async def begun() -> tuple[AsyncClient, Tables]:
             client = await AsyncClient.connect(proxy.runtime_dir, on_reconnect=told.append)

@@ -98,8 +98,7 @@ OTHER_KINDS: Final = [(AsyncClient if kind is Client else Client, *cut) for kind
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut", "forwards", "step"),
-    [*CUTS, *(pytest.param(*cut, marks=pytest.mark.full) for cut in OTHER_KINDS)],
+    ("kind", "cut", "forwards", "step"), [*CUTS, *(pytest.param(*cut, marks=pytest.mark.full) for cut in OTHER_KINDS)]
 )
 def test_a_cut_at_every_chunk(
     proxy: CuttingProxy,

@@ -140,10 +140,7 @@ def test_what_an_idle_client_begins_first_is_for_the_next_daemon(
 )
 def test_no_page_is_lost_in_flight(life: Daemon, asked: str, lost: int, kind: type[Client | AsyncClient]) -> None:
     """A request or its reply is lost with the daemon: afterwards both sides know the same pages."""
-    with (
-        cutting_proxy(life.runtime_dir) as proxy,
-        Client.connect(life.runtime_dir) as looker,
-    ):
+    with cutting_proxy(life.runtime_dir) as proxy, Client.connect(life.runtime_dir) as looker:
         with connected(kind, proxy.runtime_dir, name="flight") as client:
             client.create_pool("flight", SPEC)
             ids = client.allocate("flight", 6)

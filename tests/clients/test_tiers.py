@@ -124,10 +124,7 @@ def test_groups_and_lists_with_gaps_are_offloaded_and_restored(client: Client, n
 def test_what_no_list_fills_is_not_what_the_tier_held_before() -> None:
     """A page of one group has nothing in an array that only the other group has: no byte of others' KV, either."""
     spec = msgspec.structs.replace(GROUPED, layers=3, groups=((0, 1), (2,)))
-    with (
-        kit.daemon("[tiers]\nhost_bytes = 2097152\n") as daemon,
-        Client.connect(daemon.runtime_dir) as client,
-    ):
+    with kit.daemon("[tiers]\nhost_bytes = 2097152\n") as daemon, Client.connect(daemon.runtime_dir) as client:
         pool = Filled(client, "pool", spec)
         with arena_of(daemon) as memory:
             memory[:] = b"\xab" * len(memory)

@@ -269,10 +269,7 @@ OF_TORCH: Final = {
     "versions that do not fit": torch(TorchFound(TORCH, "2.7.1.post2", devices=8), "missing", "does not match"),
     "torch_npu without CANN": torch(NO_CANN, "missing", "importing torch_npu fails: ImportError", "set_env.sh"),
     "a driver that hangs": torch(
-        TorchFound(TORCH, TORCH, "counting devices", "no answer within 2 s"),
-        "missing",
-        "no answer",
-        "dmesg",
+        TorchFound(TORCH, TORCH, "counting devices", "no answer within 2 s"), "missing", "no answer", "dmesg"
     ),
     "torch_npu without devices": torch(TorchFound(TORCH, TORCH), "missing", "no device", "ASCEND_RT_VISIBLE_DEVICES"),
     "no NPU, and a torch_npu that harms": torch_without_npu(
