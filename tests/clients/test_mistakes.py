@@ -263,17 +263,22 @@ async def test_a_connection_is_awaited_once(daemon: Daemon) -> None:
 
 
 @pytest.mark.anyio
-async def test_each_client_is_entered_by_its_own_with(daemon: Daemon) -> None:
+async def test_an_asynchronous_client_is_entered_by_async_with(daemon: Daemon) -> None:
     connecting = AsyncClient.connect(daemon.runtime_dir)
     made = await asyncio.create_task(AsyncClient.connect(daemon.runtime_dir))
     for one in (connecting, made):
         with pytest.raises(errors.MisuseError, match="async with AsyncClient"), one:
             pass
     made.close()
-    connecting.close()
-    with Client.connect(daemon.runtime_dir) as client, pytest.raises(errors.MisuseError, match="by `with`"):
+
+
+def test_a_synchronous_client_is_entered_by_with(daemon: Daemon) -> None:
+    async def enter(client: Client) -> None:
         async with client:
             pass
+
+    with Client.connect(daemon.runtime_dir) as client, pytest.raises(errors.MisuseError, match="by `with`"):
+        asyncio.run(enter(client))
 
 
 def test_numbers_of_numpy_and_torch_are_numbers(engine: Engine) -> None:
