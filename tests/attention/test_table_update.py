@@ -1,4 +1,4 @@
-"""Tables lie in their region one after the other; an update that is wrong in itself is refused by field."""
+"""Tables lie in their region one after another; an update or a window that makes no sense is refused by field."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvferry.attention.state_windows import window_of
 from kvferry.attention.table_layout import ALIGNMENT_BYTES, table_layout, table_shape, views
 from kvferry.attention.table_update import TableUpdate, check_update
+from kvferry.attention.window_table import SwaMap
+from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
+    DuplicatePageError,
     InvalidFieldError,
     KvferryError,
     LengthMismatchError,
     PageOutOfRangeError,
     TooLargeError,
+    WindowMismatchError,
 )
 
 
@@ -138,3 +143,66 @@ def test_the_last_of_many_entries(name: str, bad: int) -> None:
 
 def test_a_row_as_a_whole_may_be_emptied_beside_entries_of_others() -> None:
     check_update(update_of(one_entry(2, 5, 9) | {"rows": [0, 1], "row_pages": [1, 0], "pages": [9]}), SHAPE, 50)
+
+
+# -- windows, and the map from full to window pages
+
+FULL_PAGES, WINDOW_PAGES = 12, 6
+
+
+@given(st.integers(0, 200), st.integers(1, 80), st.integers(1, 40), st.sampled_from([1, 2, 3, 4, 7, 8, 16]))
+def test_a_window_is_the_pages_of_its_tokens(prefix: int, beyond: int, window: int, page_size: int) -> None:
+    seq_len = prefix + beyond
+    found = window_of(prefix, seq_len, window, page_size)
+    pages = {position // page_size for position in range(max(prefix, seq_len - window), seq_len)}
+    assert (list(range(*found)), found.pages) == (sorted(pages), len(pages))
+
+
+@pytest.mark.parametrize(
+    ("given_", "field"),
+    [
+        ((-1, 5, 4, 2), "prefix_tokens"),
+        ((6, 5, 4, 2), "prefix_tokens"),
+        ((0, -1, 4, 2), "prefix_tokens"),
+        ((0, 5, 0, 2), "window"),
+        ((0, 5, 4, 0), "page_size"),
+    ],
+)
+def test_a_window_that_makes_no_sense(given_: tuple[int, int, int, int], field: str) -> None:
+    assert window_of(256, 256, 256, 128) == (2, 2), "an empty one does"
+    with pytest.raises(InvalidFieldError) as caught:
+        window_of(*given_)
+    assert caught.value.field == field
+
+
+def ids(*pages: int) -> PageIds:
+    return np.array(pages, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("full_ids", "window_ids", "error", "field"),
+    [
+        ((2,), (2, 3), LengthMismatchError, "window_ids"),
+        ((2, FULL_PAGES), (2, 3), PageOutOfRangeError, "full_ids"),
+        ((2, 3), (2, WINDOW_PAGES), PageOutOfRangeError, "window_ids"),
+        ((2, 2), (2, 3), DuplicatePageError, "full_ids"),
+        ((2, 3), (2, 2), DuplicatePageError, "window_ids"),
+        ((2, 1), (2, 3), DuplicatePageError, "full_ids"),
+        ((2, 3), (2, 1), DuplicatePageError, "window_ids"),
+        ((1, 2), None, WindowMismatchError, "full_ids"),
+        ((1, 1), None, DuplicatePageError, "full_ids"),
+        ((1, 0), None, PageOutOfRangeError, "full_ids"),
+    ],
+)
+def test_what_cannot_be_bound_or_released_changes_nothing(
+    full_ids: tuple[int, ...], window_ids: tuple[int, ...] | None, error: type[KvferryError], field: str
+) -> None:
+    swa = SwaMap(FULL_PAGES, WINDOW_PAGES)
+    swa.bind(ids(1), ids(1))
+    with pytest.raises(error) as caught:
+        swa.release(ids(*full_ids)) if window_ids is None else swa.bind(ids(*full_ids), ids(*window_ids))
+    assert caught.value.field == field
+    assert swa.pages.tolist() == [0, 1] + [0] * (FULL_PAGES - 2)
+    swa.check()
+    with pytest.raises(ValueError, match="read-only"):
+        swa.pages[1] = 2

@@ -23,10 +23,10 @@ class Cache(NamedTuple):
     host_values: torch.Tensor
 
     @classmethod
-    def random(cls, pool: AttachedPool, seed: int = 0, component: str = "main") -> Cache:
-        """Fill a pool's first layer of a component, the padding page too."""
+    def random(cls, pool: AttachedPool, seed: int = 0) -> Cache:
+        """Fill a pool's first layer, the padding page too."""
         random = torch.Generator().manual_seed(seed)
-        keys, values = pool.tensor(component, "k")[0], pool.tensor(component, "v")[0]
+        keys, values = pool.tensor("main", "k")[0], pool.tensor("main", "v")[0]
         host = [torch.randn(keys.shape, generator=random) for _ in range(2)]
         keys.copy_(host[0])
         values.copy_(host[1])
@@ -92,16 +92,10 @@ class CapturedAttention:
                 **several,
             )
 
-    def start(
-        self, *, draft_step: int | None = None, inputs: list[dict[str, Any]] | None = None, ordered: bool = True
-    ) -> None:
-        """Replay with the tables' last update, or with other lengths; returns before the device has done anything."""
-        if ordered:
-            self._tables.order()
-        if inputs is None:
-            self._tables.update_graph(self._graph, draft_step=draft_step)
-        else:
-            self._graph.update(cpu_update_input=inputs)
+    def start(self, *, draft_step: int | None = None) -> None:
+        """Replay with the tables' last update; returns before the device has done anything."""
+        self._tables.order()
+        self._tables.update_graph(self._graph, draft_step=draft_step)
         self._graph.replay()
 
     def clone(self) -> torch.Tensor:

@@ -1,33 +1,34 @@
-"""Prefill in one process, a transfer through the daemon, and graph-mode decode in another, all on a device.
+"""Prefill of one engine, a transfer through the daemon, and graph-mode decode of another, all on a device.
 
 The tokens are those of a plain model that computes every sequence anew on the host.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 
 from kvferry.clients import AttachedPool, BlockTableEntries, Client, EventRing, Tables, new_request_id, pages
 from kvferry.daemon.daemon import Tuning
-from tests.kit.daemons import Daemon
-from tests.kit.started import Started, started
-from tests.npu import prefill_engine
-from tests.npu.tiny_model import CONTEXT, PAGE_SIZE, VOCABULARY, DecodeGraph, Model, model, reference, spec
+from tests.npu.tiny_model import (
+    CONTEXT,
+    LAYERS,
+    PAGE_SIZE,
+    VOCABULARY,
+    DecodeGraph,
+    Model,
+    model,
+    prefill,
+    reference,
+    spec,
+)
 
 SEED = 11
 POOL = "decode"
-PREFILL_S = 120.0
 CLOSE = 1e-4
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 TUNING = Tuning(whole_below_bytes=0)  # layer by layer
 POOLS = {POOL: spec(pages=63)}
@@ -117,75 +118,67 @@ class DecodeEngine:
         return moved
 
 
-@contextlib.contextmanager
-def prefill_process(runtime_dir: Path, device: str) -> Iterator[Started]:
-    """Run a prefill engine; it ends when its input does."""
-    with started(["-m", prefill_engine.__name__, os.fspath(runtime_dir), device, str(SEED)]) as process:
-        try:
-            assert _line(process) == "ready"
-            yield process
-            assert process.stdin is not None
-            process.stdin.close()
-            assert process.wait(PREFILL_S) == 0
-        finally:
-            process.kill()
+class PrefillEngine:
+    """Computes prompts in a pool of its own: full pages go layer by layer, the last one with the first token."""
+
+    def __init__(self, client: Client, weights: Model, device: str) -> None:
+        self._client = client
+        self._pool = client.create_pool("prefill", spec(pages=63), device=device)
+        self._ring: EventRing = client.open_events(device)
+        self._weights = weights
+
+    def send(self, request_id: str, prompt: list[int]) -> int:
+        """Compute a prompt and send it; return the first token."""
+        ids = self._client.allocate("prefill", -(-len(prompt) // PAGE_SIZE))
+        slots = (ids[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()[: len(prompt)]
+        early = (len(prompt) - 1) // PAGE_SIZE  # pages that the first message sends, before they are written
+        steps = [self._ring.step(layer, 1) for layer in range(LAYERS)]
+        if early:
+            first = pages(ids[:early], first_page=0, tokens=early * PAGE_SIZE)
+            self._client.send("prefill", request_id, [first], steps=steps, last=False)
+        on_device = torch.from_numpy(slots).to(self._pool.tensor("main", "k").device)
+        logits = prefill(self._weights, self._pool, prompt, on_device, lambda layer: self._ring.record(steps[layer]))
+        first_token = int(logits.cpu().argmax())
+        rest = pages(ids[early:], first_page=early, tokens=len(prompt) - early * PAGE_SIZE)
+        self._client.wait_settled(self._client.send("prefill", request_id, [rest], first_token=first_token))
+        self._client.free("prefill", ids)
+        return first_token
 
 
-def _line(process: Started) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if not line.startswith("Warning:"):  # torch_npu's, without CANN's own environment
-            return line.strip()
-    raise AssertionError(f"prefill has ended with status {process.wait()}")
+LENGTHS = ((13, 9), (4, 5), (1, 12), (30, 7), (8, 3), (21, 12))
+"""Of prompts, and tokens to make: one token and more, shorter than a page, ending in a page or at its end."""
 
 
-@pytest.fixture
-def requests() -> list[Request]:
-    """Return prompts of one token and more, shorter than a page, ending in a page or at its end."""
+def test_tokens_are_those_of_a_plain_model(client: Client, other: Client, device: str) -> None:
     random = np.random.default_rng(2)
-    wanted = ((13, 9), (4, 5), (1, 12), (30, 7), (8, 3), (21, 12))
-    return [Request(random.integers(0, VOCABULARY, length).tolist(), tokens) for length, tokens in wanted]
-
-
-def test_tokens_are_those_of_a_plain_model(
-    daemon: Daemon, client: Client, device: str, requests: list[Request]
-) -> None:
+    requests = [Request(random.integers(0, VOCABULARY, length).tolist(), tokens) for length, tokens in LENGTHS]
     on_host, pool = model(SEED), client.attach_pool(POOL)
-    with prefill_process(daemon.runtime_dir, device) as prefill:
-        for role in ("k", "v"):
-            pool.tensor("main", role).fill_(7.0)  # what was there before must not be seen
-        torch.accelerator.synchronize()
-        rows = [_received(client, prefill, request) for request in requests]
-        engine = DecodeEngine(client, pool, on_host.to(device), device)
-        addresses = engine.tables.block_tables.data_ptr(), engine.tables.seq_lens.data_ptr()
-        engine.run(list(rows))
-        assert (engine.tables.block_tables.data_ptr(), engine.tables.seq_lens.data_ptr()) == addresses
-        assert {6, 4, 2} <= set(engine.replayed)
+    on_device = on_host.to(device)
+    prefill_engine = PrefillEngine(other, on_device, device)
+    for role in ("k", "v"):
+        pool.tensor("main", role).fill_(7.0)  # what was there before must not be seen
+    torch.accelerator.synchronize()
+    rows = []
+    for request in requests:  # their pages are not in order, nor those of the prefill engine
+        ids = client.allocate(POOL, -(-len(request.prompt) // PAGE_SIZE))[::-1].copy()
+        request_id = new_request_id()
+        transfer = client.receive(POOL, request_id, [pages(ids, tokens=len(request.prompt))])
+        first_token = prefill_engine.send(request_id, request.prompt)
+        assert client.wait_finished(transfer).first_token == first_token
+        client.wait_settled(transfer)
+        rows.append(Row(request, ids.tolist(), first_token))
+    engine = DecodeEngine(client, pool, on_device, device)
+    addresses = engine.tables.block_tables.data_ptr(), engine.tables.seq_lens.data_ptr()
+    engine.run(list(rows))
+    assert (engine.tables.block_tables.data_ptr(), engine.tables.seq_lens.data_ptr()) == addresses
+    assert {6, 4, 2} <= set(engine.replayed)
     for row in rows:
-        _assert_as_plain(on_host, row)
-
-
-def _received(client: Client, prefill: Started, request: Request) -> Row:
-    """Return a request whose prompt is in this engine's pages, which are not in order nor prefill's."""
-    ids = client.allocate(POOL, -(-len(request.prompt) // PAGE_SIZE))[::-1].copy()
-    request_id = new_request_id()
-    transfer = client.receive(POOL, request_id, [pages(ids, tokens=len(request.prompt))])
-    assert prefill.stdin is not None
-    print(json.dumps([request_id, request.prompt]), file=prefill.stdin, flush=True)
-    finished = client.wait_finished(transfer)
-    assert finished.first_token is not None
-    assert int(_line(prefill)) == finished.first_token
-    client.wait_settled(transfer)
-    return Row(request, ids.tolist(), finished.first_token)
-
-
-def _assert_as_plain(on_host: Model, row: Row) -> None:
-    tokens = list(row.request.prompt)
-    for step, made in enumerate(row.made):
-        logits = reference(on_host, tokens)
-        best, second = logits.topk(2).values.tolist()
-        assert best - second > 10 * CLOSE, "the model's seed gives a tie: take another"
-        assert made == int(logits.argmax())
-        if step:
-            assert float((row.logits[step - 1] - logits).abs().max()) < CLOSE
-        tokens.append(made)
+        tokens = list(row.request.prompt)
+        for step, made in enumerate(row.made):
+            logits = reference(on_host, tokens)
+            best, second = logits.topk(2).values.tolist()
+            assert best - second > 10 * CLOSE, "the model's seed gives a tie: take another"
+            assert made == int(logits.argmax())
+            if step:
+                assert float((row.logits[step - 1] - logits).abs().max()) < CLOSE
+            tokens.append(made)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import BlockTableEntries, Client, HybridSwaSpec, MhaSpec, Tables
+from kvferry.clients import Client, MhaSpec, Tables
 from kvferry.protocol.errors import TableOverflowError
-from tests.cann_simulator.simulator import Race, Simulator
+from tests.cann_simulator.simulator import Simulator
 from tests.npu.paged_attention import HEAD_DIM, HEADS, KV_HEADS, Cache, CapturedAttention, reference
-from tests.npu.windowed_attention import WindowedGraph, window_reference
 
 PAGE = 128
 CLOSE = 1e-5
@@ -43,18 +42,12 @@ class Engine:
         self._made.append(self.client.create_tables("tables", pool, **shape))
         return self._made[-1]
 
-    def update(
-        self,
-        tables: Tables,
-        lengths: Sequence[int],
-        pages: Sequence[Any] = (),
-        *,
-        ordered: bool = True,
-        **more: Any,  # noqa: ANN401  of update_tables
-    ) -> None:
-        """Change tables, after the last replay unless not ordered; the first rows get these pages as a whole."""
-        after = self._ring.record_event() if ordered else None
-        self.client.wait(self.client.update_tables(tables, lengths, rows=dict(enumerate(pages)), after=after, **more))
+    def update(self, tables: Tables, lengths: Sequence[int], pages: Sequence[Any] = (), extra_tokens: int = 0) -> None:
+        """Change tables, after the last replay; the first rows get these pages as a whole."""
+        after = self._ring.record_event()
+        rows = dict(enumerate(pages))
+        update = self.client.update_tables(tables, lengths, rows=rows, after=after, extra_tokens=extra_tokens)
+        self.client.wait(update)
 
     def close(self) -> None:
         """Give up all tables."""
@@ -70,28 +63,14 @@ def engine(client: Client, device: str) -> Iterator[Engine]:
     one.close()
 
 
-@pytest.fixture
-def planted_races(simulator: Simulator) -> Iterator[Callable[[], list[Race]]]:
-    """Return a function for the races that a test has planted; they are forgotten when it ends."""
-    file = simulator.folder / "races.jsonl"
-    before = file.read_bytes() if file.exists() else b""
-    count = len(simulator.races())
-    yield lambda: simulator.races()[count:]
-    file.write_bytes(before)
-
-
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float((found - wanted).abs().max()) < CLOSE
-
-
-def assert_differs(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert float((found - wanted).abs().max()) > 100 * CLOSE
 
 
 # -- the longest requests
 
 
-@pytest.mark.parametrize(("context", "row_tokens", "columns"), [(32768, 0, 257), (32752, 0, 256), (32752, 33_000, 258)])
+@pytest.mark.parametrize(("context", "row_tokens", "columns"), [(32768, 0, 257), (32752, 33_000, 258)])
 def test_verify_at_the_end_of_the_longest_context(engine: Engine, context: int, row_tokens: int, columns: int) -> None:
     """16 draft tokens after the last token of the context: the 17 queries see the row's very last token."""
     draft = 16
@@ -117,9 +96,6 @@ def test_verify_at_the_end_of_the_longest_context(engine: Engine, context: int, 
     assert_close(verify.replay(queries), reference(cache, queries, pages.tolist(), read))
 
 
-# -- batches
-
-
 def test_batches_of_all_sizes_go_through_the_captured_ones(engine: Engine) -> None:
     captured = (1, 2, 4, 8)
     tables = engine.tables(max_batch=8, captured=captured)
@@ -138,21 +114,6 @@ def test_batches_of_all_sizes_go_through_the_captured_ones(engine: Engine) -> No
             assert_close(found, reference(engine.small, queries, pages, lengths))
 
 
-def test_a_row_grows_page_by_page(engine: Engine) -> None:
-    tables = engine.tables()
-    graph = CapturedAttention(engine.small, tables, 2)
-    pages = [[17], [40, 2]]
-    for step in range(20):
-        lengths, whole = [step + 1, step + 15], () if step else [list(ids) for ids in pages]
-        new = [(row, len(pages[row])) for row in range(2) if -(-lengths[row] // 8) > len(pages[row])]
-        for row, column in new:
-            pages[row].append(50 - 4 * column - row)
-        entries = BlockTableEntries([row for row, _ in new], [at for _, at in new], [pages[row][at] for row, at in new])
-        engine.update(tables, lengths, whole, entries=entries)
-        queries = torch.randn(2, 1, HEADS, HEAD_DIM)
-        assert_close(graph.replay(queries), reference(engine.small, queries, pages, lengths))
-
-
 def test_a_multi_step_draft_reads_one_token_more_each_step(engine: Engine) -> None:
     draft = 3
     tables = engine.tables(max_context_tokens=37, draft_tokens=draft)
@@ -164,69 +125,6 @@ def test_a_multi_step_draft_reads_one_token_more_each_step(engine: Engine) -> No
         queries = torch.randn(2, 1, HEADS, HEAD_DIM)
         read = [length + step + 1 for length in lengths]
         assert_close(graph.replay(queries, draft_step=step), reference(engine.small, queries, pages, read))
-
-
-def test_lengths_that_the_graph_was_not_told_of_give_another_output(engine: Engine) -> None:
-    tables = engine.tables(max_batch=1)
-    graph = CapturedAttention(engine.small, tables, 1)
-    queries = torch.randn(1, 1, HEADS, HEAD_DIM)
-    pages = [[3, 1, 2]]
-    engine.update(tables, [9], pages)
-    stale = tables.graph_inputs()
-    assert_close(graph.replay(queries), reference(engine.small, queries, pages, [9]))
-    engine.update(tables, [20])
-    graph.queries.copy_(queries)
-    graph.start(inputs=stale)
-    assert_differs(graph.out(1), reference(engine.small, queries, pages, [20]))
-    assert_close(graph.out(1), reference(engine.small, queries, pages, [9]))
-    assert_close(graph.replay(queries), reference(engine.small, queries, pages, [20]))
-
-
-# -- hybrid windows
-
-
-def test_the_window_layers_see_their_window_only(engine: Engine, device: str) -> None:
-    """A row of 29 tokens loses the window pages that its window of 11 leaves, and they serve another row."""
-    window, page_size = 11, 4
-    spec = HybridSwaSpec(
-        full_layers=(0,),
-        window_layers=(1,),
-        tokens=31 * page_size,
-        window_tokens=9 * page_size,
-        window=window,
-        page_size=page_size,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype="float32",
-    )
-    pool = engine.client.create_pool("hybrid", spec, device=device)
-    full, local = Cache.random(pool), Cache.random(pool, seed=5, component="swa")
-    tables = engine.tables("hybrid", max_context_tokens=32, window=window)
-    graph, window_graph = CapturedAttention(full, tables, 2), WindowedGraph(local, tables, 2, window)
-    pages: list[list[int]] = [[], []]
-    bound: dict[int, int] = {}  # the window page of each full page
-    free_full, free_window = list(range(31, 0, -1)), list(range(1, 10))
-    for step in range(29):
-        lengths = [step + 1, max(0, step - 10)]
-        entries, released, fresh = [], [], []
-        for row, length in enumerate(lengths):
-            first = max(length - window, 0) // page_size
-            released += [page for page in pages[row][:first] if page in bound]
-            free_window += [bound.pop(page) for page in pages[row][:first] if page in bound]
-            if -(-length // page_size) > len(pages[row]):
-                pages[row].append(free_full.pop())
-                entries.append((row, len(pages[row]) - 1, pages[row][-1]))
-                fresh.append(pages[row][-1])
-                bound[fresh[-1]] = free_window.pop(0)
-        three = BlockTableEntries(*map(list, zip(*entries, strict=True))) if entries else None
-        to_bind = (fresh, [bound[page] for page in fresh])
-        engine.update(tables, lengths, entries=three, released=released, bound=to_bind)
-        queries = torch.randn(sum(length > 0 for length in lengths), 1, HEADS, HEAD_DIM)
-        used = range(len(queries))
-        found = graph.replay(queries)
-        assert_close(found, reference(full, queries, [pages[row] for row in used], [lengths[row] for row in used]))
-        seen = [(pages[row], lengths[row]) for row in used]
-        assert_close(window_graph.replay(queries), window_reference(local, queries, seen, bound, window))
 
 
 # -- the order with replays
@@ -283,57 +181,3 @@ def test_an_engine_runs_ahead_of_its_device(engine: Engine, simulator: Simulator
         simulator.slow_kernels(0)
     for (pages, lengths), out in zip(steps, outs, strict=True):
         assert_close(out.cpu(), reference(engine.small, queries, pages, lengths))
-
-
-# -- and without it
-
-
-READ, WRITE = "aclnnFusedInferAttentionScoreV3", "aclrtMemcpyAsync"
-
-
-def test_an_update_that_waits_for_no_replay_is_a_race(
-    planted_races: Callable[[], list[Race]], engine: Engine, simulator: Simulator
-) -> None:
-    tables = engine.tables()
-    graph = CapturedAttention(engine.small, tables, 2)
-    old, new = [[1, 2, 3], [4, 5, 6]], [[11, 12, 13, 14], [15]]
-    queries = torch.randn(2, 1, HEADS, HEAD_DIM)
-    engine.update(tables, [20, 24], old)
-    graph.replay(queries)
-    assert planted_races() == []
-    compute = torch.get_device_module("npu").current_stream().npu_stream
-    with simulator.held(process=os.getpid(), stream=compute):
-        graph.start()
-        engine.update(tables, [32, 3], new, ordered=False)
-        engine.update(tables, [32, 3], ordered=False)  # when it begins, the copies of the one before have been made
-    assert_differs(graph.out(2), reference(engine.small, queries, old, [20, 24]))
-    assert {frozenset((one.first.operation, one.second.operation)) for one in planted_races()} == {
-        frozenset((READ, WRITE))
-    }
-
-
-def test_a_replay_that_waits_for_no_update_is_a_race(
-    planted_races: Callable[[], list[Race]], engine: Engine, simulator: Simulator
-) -> None:
-    tables = engine.tables()
-    graph = CapturedAttention(engine.small, tables, 2)
-    pages = [[7, 9], [20, 30]]
-    queries = torch.randn(2, 1, HEADS, HEAD_DIM)
-    graph.queries.copy_(queries)
-    engine.update(tables, [16, 9], [[1, 2], [3, 4]])
-    graph.start()
-    graph.out(2)
-    assert planted_races() == []
-    simulator.slow_copies(to_device_us=300_000)
-    try:
-        engine.update(tables, [16, 9], pages)
-        graph.start(ordered=False)
-        torch.accelerator.current_stream().synchronize()
-    finally:
-        simulator.slow_copies()
-    assert_differs(graph.out(2), reference(engine.small, queries, pages, [16, 9]))
-    tables.order()
-    torch.accelerator.synchronize()
-    assert {frozenset((one.first.operation, one.second.operation)) for one in planted_races()} == {
-        frozenset((READ, WRITE))
-    }

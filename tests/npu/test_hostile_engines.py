@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +13,15 @@ import torch
 from kvferry.clients import Client, calls, new_request_id, pages
 from kvferry.clients.tables import Tables
 from kvferry.daemon.daemon import Tuning
-from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError, PoolExistsError
+from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError, OutOfMemoryError, PoolExistsError
 from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import AttachPool, RegisteredArrays, RegisterPool
 from kvferry.protocol.session_messages import OpenEvents
-from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
+from kvferry.protocol.session_stream import SharedEvents, ShareFollows, TorchShare, VmmShare
+from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
 from tests.kit.daemons import Daemon, soon
+from tests.kit.devices import DEVICE
 from tests.kit.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
@@ -39,15 +42,33 @@ def raw(daemon: Daemon) -> Iterator[RawEngine]:
         yield one
 
 
-def made(client: Client) -> Tables:
+def made(client: Client, max_batch: int = 4) -> Tables:
     """Return tables of a client."""
-    return client.create_tables("tables", "pool", max_batch=4, max_context_tokens=64)
+    return client.create_tables("tables", "pool", max_batch=max_batch, max_context_tokens=64)
 
 
-def register(engine: RawEngine, device: str, *shares: Share) -> None:
-    """Register a pool by these shares, whatever they are."""
-    operation = calls.asked(RegisterPool(pool="registered", spec=SPEC, device=device, arrays=ARRAYS))
-    engine.call(operation, lambda message_id: [ShareFollows(message_id=message_id, shares=shares)])
+def test_memory_of_tables_is_given_back_and_what_does_not_fit_is_refused(daemon: Daemon, simulator: Simulator) -> None:
+    before = simulator.memory_used(0)
+    with Client.connect(daemon.runtime_dir, name="short") as engine:
+        for deleted in (True, False):
+            tables = made(engine, max_batch=65_536)
+            assert simulator.memory_used(0) > before
+            [status] = engine.status().tables
+            assert (status.device, status.max_batch, status.columns) == (DEVICE.name, 65_536, 4)
+            engine.wait(engine.update_tables(tables, [3], rows={0: [1]}))
+            if deleted:
+                engine.delete_tables(tables)
+                assert soon(lambda: simulator.memory_used(0) == before)
+        tables.close()
+    assert soon(lambda: simulator.memory_used(0) == before)
+    with Client.connect(daemon.runtime_dir, name="late") as engine:
+        simulator.out_of_memory()
+        try:
+            with pytest.raises(OutOfMemoryError):
+                made(engine)
+        finally:
+            simulator.out_of_memory(0)
+        made(engine)
 
 
 def test_an_engine_that_hangs_holds_up_no_other(
@@ -72,6 +93,47 @@ def test_an_engine_that_hangs_holds_up_no_other(
     assert [int(one.seq_lens[0].cpu()) for one in (theirs, ours)] == [3, 5]
 
 
+ENGINE = """
+from kvferry.clients import Client
+client = Client.connect({directory!r}, name="victim")
+tables = client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)
+ring = client.open_events({device!r})
+x = torch.zeros(64, device={device!r})
+torch.accelerator.synchronize()
+result = torch.npu.current_stream().npu_stream
+"""
+UPDATE = """
+x.add_(1)
+result = client.wait(client.update_tables(tables, [3], rows={0: [1]}, after=ring.record_event())).sequence
+"""
+
+
+def test_an_engine_that_is_killed_as_its_replay_hangs_holds_nobody_up(
+    daemon: Daemon, client: Client, device: str, simulator: Simulator
+) -> None:
+    """Its update waits on the device for the replay; other engines' updates go on, and its death ends it."""
+    tables = made(client)
+    ring = client.open_events(device)
+
+    def update(*arguments: Any, **more: Any) -> None:  # noqa: ANN401  an update's
+        client.wait(client.update_tables(tables, *arguments, **more, after=ring.record_event(), deadline_s=5))
+
+    with Child(simulator) as victim:
+        stream = victim.do(ENGINE.format(directory=str(daemon.runtime_dir), device=device))
+        with simulator.held(process=victim.pid, stream=stream):
+            assert victim.do(UPDATE) == 1
+            for step in range(3):
+                update([step + 1], rows={0: [step + 1, 4]})
+                tables.order()
+                assert tables.block_tables[0].tolist() == [step + 1, 0, 0, 0]
+            victim.kill()
+            assert soon(lambda: len(client.status().tables) == 1)
+            update([2])
+    tables.order()
+    assert tables.seq_lens.tolist() == [2, 0, 0, 0]
+    client.delete_tables(tables)
+
+
 def test_tables_that_are_given_up_stay_mapped_until_their_copies_are_done(
     client: Client, other: Client, device: str, simulator: Simulator
 ) -> None:
@@ -85,12 +147,6 @@ def test_tables_that_are_given_up_stay_mapped_until_their_copies_are_done(
         client.create_pool("another", SPEC, device=device)
     assert client.status().devices[0].state == "ready"
     made(client)
-
-
-def open_events(raw: RawEngine, device: str, *handles: bytes) -> None:
-    """Say that these are handles of events."""
-    events = SharedEvents(handles=handles)
-    raw.call(calls.asked(OpenEvents(device=device)), lambda number: [ShareFollows(message_id=number, events=events)])
 
 
 def test_what_is_no_share_costs_nobody_the_device(client: Client, raw: RawEngine, device: str) -> None:
@@ -115,21 +171,19 @@ def test_what_is_no_share_costs_nobody_the_device(client: Client, raw: RawEngine
         torch_share,
     ):
         with pytest.raises(KvferryError) as refused:
-            register(raw, device, share, share)
+            raw.ask(
+                RegisterPool(pool="registered", spec=SPEC, device=device, arrays=ARRAYS),
+                registered=ShareFollows(message_id=0, shares=(share, share)),
+            )
         assert refused.value.code in {"DEVICE_UNAVAILABLE", "INVALID_FIELD", "OUT_OF_MEMORY"}, refused.value
-    with pytest.raises(InvalidFieldError, match="no such event"):
-        open_events(raw, device, bytes(64), os.urandom(64))
-    for size in (0, 63, 65):
-        with pytest.raises(InvalidFieldError, match=f"of {size} bytes; 64 are needed"):
-            open_events(raw, device, os.urandom(size))
+    for handles, said in (((bytes(64), os.urandom(64)), "no such event"), ((bytes(63),), "of 63 bytes; 64 are needed")):
+        with pytest.raises(InvalidFieldError, match=said):
+            raw.ask(
+                OpenEvents(device=device),
+                registered=ShareFollows(message_id=0, events=SharedEvents(handles=handles)),
+            )
     assert client.status().devices[0].state == "ready"
     client.allocate("pool", 2)
-
-
-def test_a_second_ring_on_a_device_is_refused(client: Client, device: str) -> None:
-    client.open_events(device)
-    with pytest.raises(InvalidFieldError):
-        client.open_events(device)  # the daemon would look at the first one's events
 
 
 @pytest.mark.full
