@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.pools.tiers.disk import DiskStore
 from kvferry.pools.tiers.own_folder import FILE_MODE, OwnFolder
 from kvferry.protocol.errors import ConfigError
 
@@ -187,16 +186,3 @@ def test_a_file_is_read_and_replaced_without_following_links(own: Path, victim: 
     folder.replace("state", b"2")
     assert folder.read("state") == b"2"
     folder.close()
-
-
-def test_the_disk_tier_is_as_careful(place: Path, own: Path, victim: Path) -> None:
-    by_nobody("mkdir", place / "theirs")
-    with pytest.raises(ConfigError, match="belongs to user 65534"):
-        DiskStore(place / "theirs")
-    (own / "kvferry.lock").symlink_to(victim)
-    with pytest.raises(ConfigError, match="no regular file"):
-        DiskStore(own)
-    (own / "kvferry.lock").unlink()
-    (place / "link").symlink_to(own)
-    with DiskStore(place / "link"), pytest.raises(ConfigError, match="keeps its blocks in"):
-        DiskStore(own)
