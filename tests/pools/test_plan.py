@@ -52,51 +52,70 @@ from kvferry.protocol.errors import (
     UncoveredEntryError,
 )
 from kvferry.protocol.manifests import Entry
-from tests.kit.sides import ENTRY_BYTES, SIZES, bytes_of, extents, side_of, sides
+from tests.kit.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides
 from tests.kit.tagged_memory import UNTOUCHED, Memory, TransferCase, cases, expected_memory, plans_of
 
-
-def offset_copy(blocks: Blocks, source: Memory, destination: Memory) -> None:
-    """Copy blocks of offsets as plainly as can be."""
-    for start, to, size in blocks.tolist():
-        destination[to : to + size] = source[start : start + size]
+MARGIN = 16
+WAYS = ("plain", "one by one", "copy chunks", "rows", *(["vectored"] if vectored_copy_works() else []))
 
 
-def absolute(blocks: Blocks, source: Memory, destination: Memory) -> Blocks:
-    moved = blocks.copy()
-    moved[:, 0] += np.uint64(source.ctypes.data)
-    moved[:, 1] += np.uint64(destination.ctypes.data)
-    return moved
+def best_copy() -> CopyBlocks:
+    return copy_by_size if vectored_copy_works() else copy_one_by_one
 
 
-def memory_after(case: TransferCase, copy: Callable[[Blocks, Memory, Memory], None]) -> Memory:
+def copied(way: str, plan: Plan, source: Memory, destination: Memory, data: st.DataObject) -> None:
+    """Copy as plainly as can be, or one of the daemon's ways."""
+    blocks, at = plan.blocks(), (source.ctypes.data, destination.ctypes.data)
+    if way == "plain":
+        assert plan.total_bytes == int(blocks[:, 2].sum())
+        assert (blocks[:, 2] > 0).all()
+        assert int((blocks[:, 0] + blocks[:, 2]).max()) <= len(source), "no block leaves its region"
+        assert int((blocks[:, 1] + blocks[:, 2]).max()) <= len(destination)
+        for start, to, size in blocks.tolist():
+            destination[to : to + size] = source[start : start + size]
+    elif way == "copy chunks":
+        max_bytes = int(plan.source.segment_bytes.max()) + data.draw(st.integers(0, 500))
+        chunks = cut_copy_chunks(plan.source, max_bytes)
+        assert chunks == cut_copy_chunks(plan.destination, max_bytes)
+        for chunk in chunks[::-1]:
+            sent = copy_chunk_of(source, plan.source, chunk, data.draw(st.integers(0, 9)))
+            scatter(plan.destination, at[1], chunk.first, chunk.stop, sent.ctypes.data, best_copy())
+    elif way == "rows":
+        total = total_segments(plan.source)
+        for first, stop in itertools.pairwise(
+            sorted(data.draw(st.sets(st.integers(1, total), max_size=4)) | {0, total})
+        ):
+            listed = plan.listed(first, stop, at)
+            assert len(listed) <= stop - first
+            assert listed.shape[1] == (3 if plan.is_whole else 6)
+            copy_kernel.copy(listed)
+    else:
+        blocks[:, :2] += np.array(at, np.uint64)
+        split = split_blocks(blocks, data.draw(st.integers(1, 40)))
+        for start, stop in itertools.pairwise(chunk_bounds(split, data.draw(st.integers(1, 200))).tolist()):
+            (copy_vectored if way == "vectored" else copy_one_by_one)(split[start:stop])
+
+
+def copy_chunk_of(source: Memory, side: PlanSide, copy_chunk: CopyChunk, offset: int) -> Memory:
+    """Gather a copy chunk, and check that only it was written."""
+    staging = np.full(copy_chunk.size_bytes + 2 * MARGIN, UNTOUCHED, np.uint8)
+    start = MARGIN + offset
+    gather(side, source.ctypes.data, copy_chunk.first, copy_chunk.stop, staging.ctypes.data + start, best_copy())
+    around = np.delete(staging, np.arange(start, start + copy_chunk.size_bytes))
+    assert (around == UNTOUCHED).all()
+    return staging[start : start + copy_chunk.size_bytes]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(case=cases(), data=st.data())
+def test_every_byte_arrives_and_no_other_changes(way: str, case: TransferCase, data: st.DataObject) -> None:
     destination = np.full(case.region_bytes, UNTOUCHED, np.uint8)
     for source, _, plan in plans_of(case):
-        before, blocks = source.memory.copy(), plan.blocks()
-        assert (plan.pages, plan.total_bytes) == (len(case.pages), int(blocks[:, 2].sum()))
-        assert (blocks[:, 2] > 0).all()
-        assert int((blocks[:, 0] + blocks[:, 2]).max()) <= len(source.memory), "no block leaves its region"
-        assert int((blocks[:, 1] + blocks[:, 2]).max()) <= case.region_bytes
-        copy(blocks, source.memory, destination)
+        before = source.memory.copy()
+        assert plan.pages == len(case.pages)
+        copied(way, plan, source.memory, destination, data)
         assert (source.memory == before).all()
-    return destination
-
-
-@given(cases(), st.integers(1, 40), st.integers(1, 200))
-def test_every_byte_arrives_and_no_other_changes(case: TransferCase, block_bytes: int, chunk_bytes: int) -> None:
-    """Copied as plainly as can be, and by the daemon's ways without the copy kernel."""
-    expected = expected_memory(case)
-    assert (memory_after(case, offset_copy) == expected).all()
-    copies: list[CopyBlocks] = [copy_one_by_one, *([copy_vectored] if vectored_copy_works() else [])]
-    for copy in copies:
-
-        def in_chunks(blocks: Blocks, source: Memory, destination: Memory, copy: CopyBlocks = copy) -> None:
-            split = split_blocks(absolute(blocks, source, destination), block_bytes)
-            bounds = chunk_bounds(split, chunk_bytes).tolist()
-            for start, stop in itertools.pairwise(bounds):
-                copy(split[start:stop])
-
-        assert (memory_after(case, in_chunks) == expected).all()
+    assert (destination == expected_memory(case)).all()
 
 
 @given(
@@ -212,14 +231,18 @@ def split_cells(cells: Cells, row: int) -> set[tuple[int, int, int]]:
 def test_heads_are_counted_apart(sources: list[tuple[Cells, list[bool], bool]], in_the_end: str) -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
     planned, arrived = set[tuple[int, int, int]](), set[tuple[int, int, int]]()
-    required = {(0, head, page) for head in range(4) for page in range(PAGES)} | {(1, 0, page) for page in range(PAGES)}
+    required = {
+        (entry, head, page) for entry, head in [*((0, head) for head in range(4)), (1, 0)] for page in range(PAGES)
+    }
+    pages = [{one for one in required if one[2] == page} for page in range(PAGES)]
     for cells, replicated, arrives in sources:
         rows = [split_cells(cells, row) for row in range(len(cells.entries))]
         if not all(may_be_sent(row, row - planned, may) for row, may in zip(rows, replicated, strict=True)):
             with pytest.raises(PageOverlapError):
                 coverage.free_extents(cells, np.array(replicated))
             continue
-        wanted = free_cells(coverage, cells, replicated)
+        found = coverage.free_extents(cells, np.array(replicated))
+        wanted = [cells._replace(start=one.start, stop=one.stop).of(one.rows) for one in found]
         assert sum(len(one.entries) for one in wanted) == sum(bool(row - planned) for row in rows)
         fresh = {cell for one in wanted for row in range(len(one.entries)) for cell in split_cells(one, row)}
         assert fresh == set().union(*rows) - planned
@@ -237,19 +260,11 @@ def test_heads_are_counted_apart(sources: list[tuple[Cells, list[bool], bool]], 
     if in_the_end == "waive":
         required -= planned
     assert coverage.complete == (planned | required <= arrived)
-    pages = [{one for one in REQUIRED_SPLIT if one[2] == page} for page in range(PAGES)]
     assert coverage.arrived_pages == sum(page <= arrived for page in pages)
     check_missing(coverage, required - planned)
 
 
-def free_cells(coverage: Coverage, cells: Cells, replicated: list[bool]) -> list[Cells]:
-    """Return those of the cells that have no sender."""
-    found = coverage.free_extents(cells, np.array(replicated))
-    return [cells._replace(start=one.start, stop=one.stop).of(one.rows) for one in found]
-
-
 def of_all(do: Callable[[Cells], None], some: list[Cells]) -> None:
-    """Do the same with several cells."""
     for one in some:
         do(one)
 
@@ -261,11 +276,6 @@ def may_be_sent(row: set[tuple[int, int, int]], free: set[tuple[int, int, int]],
     pages = sorted({page for _, _, page in free})
     whole = free == {(entry, head, page) for entry, head, page in row if page in pages}
     return may and whole and pages == list(range(pages[0], pages[-1] + 1) if pages else [])
-
-
-REQUIRED_SPLIT = {
-    (entry, head, page) for entry, held in ((0, 4), (1, 1)) for head in range(held) for page in range(PAGES)
-}
 
 
 def check_missing(coverage: Coverage, missing: set[tuple[int, int, int]]) -> None:
@@ -284,22 +294,17 @@ def test_errors_name_the_first_cell_and_the_heads() -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
     with pytest.raises(UncoveredEntryError, match=r"no source entry for main/k/0 \(2 entries uncovered\)"):
         coverage.check_planned()
-    some = Cells(np.array([0, 1]), 0, PAGES, (Heads(1, 2), None))
-    coverage.plan(some)
-    with pytest.raises(PageOverlapError, match=r"main/k/0: transfer page 2, heads 5\.\.6, has a sender already"):
-        everything_free(coverage, Cells(np.array([0]), 2, 4))
-    with pytest.raises(PageOverlapError, match=r"main/k/0: transfer page 2, heads 6\.\.6, has a sender already"):
-        everything_free(coverage, Cells(np.array([0]), 2, 4, (Heads(2, 2),)))
-    with pytest.raises(PageOverlapError, match="main/index_k/0: transfer page 0 has a sender already"):
-        everything_free(coverage, Cells(np.array([1]), 0, 4))
-    coverage.plan(Cells(np.array([0]), 1, PAGES, (Heads(0, 1),)))
-    coverage.plan(Cells(np.array([0]), 2, PAGES, (Heads(3, 1),)))
-    with pytest.raises(
-        IncompleteError, match=r"main/k/0: transfer page 0, heads 4\.\.4, has no sender \(3 cells missing\)"
+    coverage.plan(Cells(np.array([0, 1]), 0, PAGES, (Heads(1, 2), None)))
+    for cells, said in (
+        (Cells(np.array([0]), 2, 4), r"main/k/0: transfer page 2, heads 5\.\.6, has"),
+        (Cells(np.array([0]), 2, 4, (Heads(2, 2),)), r"main/k/0: transfer page 2, heads 6\.\.6, has"),
+        (Cells(np.array([1]), 0, 4), "main/index_k/0: transfer page 0 has"),
     ):
-        coverage.check_planned()
-    coverage.plan(Cells(np.array([0]), 0, 1, (Heads(0, 1),)))
-    with pytest.raises(IncompleteError, match=r"transfer page 0, heads 7\.\.7, has no sender \(2 cells missing\)"):
+        with pytest.raises(PageOverlapError, match=f"{said} a sender already"):
+            everything_free(coverage, cells)
+    coverage.plan(Cells(np.array([0]), 0, PAGES, (Heads(0, 1),)))
+    coverage.plan(Cells(np.array([0]), 2, PAGES, (Heads(3, 1),)))
+    with pytest.raises(IncompleteError, match=r"page 0, heads 7\.\.7, has no sender \(2 cells missing\)"):
         coverage.check_planned()
 
 
@@ -356,60 +361,10 @@ def test_an_address_that_is_not_mapped_is_an_error(require: Callable[[object, st
     assert memory[8:16].tolist() == list(range(8)), "blocks before it are copied"
 
 
-# -- gathering and scattering against the byte-level oracle, copy chunks, and that nothing beside is touched.
-
-
-MARGIN = 16
-SIDES = st.builds(lambda sizes, pages, cut: side_of(sizes, pages, cut=cut), SIZES, st.integers(1, 16), st.booleans())
+# -- gathering and scattering
 
 
 WIDE = Entry(component="main", role="k", layer=0, base=0, pages=9, page_bytes=48, page_tokens=1, heads=2)
-
-
-def best_copy() -> CopyBlocks:
-    return copy_by_size if vectored_copy_works() else copy_one_by_one
-
-
-def copy_chunk_of(source: Memory, side: PlanSide, copy_chunk: CopyChunk, offset: int = 0) -> Memory:
-    """Gather a copy chunk, and check that only it was written."""
-    staging = np.full(copy_chunk.size_bytes + 2 * MARGIN, UNTOUCHED, np.uint8)
-    start = MARGIN + offset
-    gather(side, source.ctypes.data, copy_chunk.first, copy_chunk.stop, staging.ctypes.data + start, best_copy())
-    around = np.delete(staging, np.arange(start, start + copy_chunk.size_bytes))
-    assert (around == UNTOUCHED).all()
-    return staging[start : start + copy_chunk.size_bytes]
-
-
-@given(cases(), st.integers(0, 500), st.integers(0, 9))
-def test_every_byte_arrives_by_copy_chunks_and_no_other_changes(
-    case: TransferCase, extra_bytes: int, offset: int
-) -> None:
-    destination = np.full(case.region_bytes, UNTOUCHED, np.uint8)
-    for source, _, plan in plans_of(case):
-        before = source.memory.copy()
-        largest = int(plan.source.segment_bytes.max())
-        copy_chunks = cut_copy_chunks(plan.source, largest + extra_bytes)
-        assert copy_chunks == cut_copy_chunks(plan.destination, largest + extra_bytes)
-        for copy_chunk in copy_chunks[::-1]:
-            sent = copy_chunk_of(source.memory, plan.source, copy_chunk, offset)
-            at = destination.ctypes.data
-            scatter(plan.destination, at, copy_chunk.first, copy_chunk.stop, sent.ctypes.data, best_copy())
-        assert (source.memory == before).all()
-    assert (destination == expected_memory(case)).all()
-
-
-@given(cases(), st.data())
-def test_every_byte_arrives_by_rows_between_the_pools(case: TransferCase, data: st.DataObject) -> None:
-    destination = np.full(case.region_bytes, UNTOUCHED, np.uint8)
-    for source, _, plan in plans_of(case):
-        total = total_segments(plan.source)
-        cuts = sorted(data.draw(st.sets(st.integers(1, total), max_size=4)) | {0, total})
-        for first, stop in itertools.pairwise(cuts):
-            listed = plan.listed(first, stop, (source.memory.ctypes.data, destination.ctypes.data))
-            assert len(listed) <= stop - first
-            assert listed.shape[1] == (3 if plan.is_whole else 6)
-            copy_kernel.copy(listed)
-    assert (destination == expected_memory(case)).all()
 
 
 @pytest.mark.parametrize(("first", "stop"), [(3990, 4010), (3990, 8010)])
@@ -422,7 +377,7 @@ def test_rows_across_entries_take_little_more_than_their_own_memory(first: int, 
     assert copies.nbytes == 48 * (stop - first)
 
 
-@given(SIDES, st.integers(0, 100))
+@given(sides(), st.integers(0, 100))
 @example(make_side([WIDE], None, np.arange(5, 0, -1)), 24)
 @example(make_side([WIDE], [Heads(1, 1)], np.arange(5, 0, -1)), 24)
 def test_copy_chunks_tile_the_segments_and_are_as_full_as_can_be(side: PlanSide, extra_bytes: int) -> None:
@@ -441,19 +396,34 @@ def test_copy_chunks_tile_the_segments_and_are_as_full_as_can_be(side: PlanSide,
 
 
 @given(sides(), st.data())
+@example(side_of([(2, 3, 4)], 9, cut=True), None)
+@example(side_of([(2, 3, 4), (1, 4, 5)], 9, cut=True, held=2), None)
 @example(side_of([(2, 3, 4), (1, 4, 5)], 9, cut=True, held=3), None)
 @example(side_of([(2, 3, 4), (1, 1, 7)], 9, cut=False), None)
-def test_what_is_hashed_as_it_is_gathered_is_all_of_it(side: PlanSide, data: st.DataObject | None) -> None:
+def test_what_is_hashed_as_it_is_gathered_and_what_a_device_takes_by_number_is_the_same(
+    side: PlanSide, data: st.DataObject | None
+) -> None:
     first, stop = data.draw(extents(side)) if data else (0, total_segments(side))
     memory = np.random.default_rng(0).integers(0, 256, ENTRY_BYTES * len(side.base), np.uint8)
-    expected, found = (np.zeros(bytes_of(side, first, stop), np.uint8) for _ in range(2))
+    expected, hashed, taken = (np.zeros(bytes_of(side, first, stop), np.uint8) for _ in range(3))
     gather(side, memory.ctypes.data, first, stop, expected.ctypes.data)
-    flat_address = found.ctypes.data - offset_of(side, first)
-    listed = FlatCopies.gathering(side).listed(first, stop, memory.ctypes.data, flat_address)
+    listed = FlatCopies.gathering(side).listed(
+        first, stop, memory.ctypes.data, hashed.ctypes.data - offset_of(side, first)
+    )
     digest = copy_kernel.copy_with_digest(listed)
-    assert (found == expected).all()
+    assert (hashed == expected).all()
     assert digest == xxhash.xxh3_64_intdigest(expected.tobytes())
     assert digest == digest_of(side, memory.ctypes.data, first, stop)
+    written = np.zeros(len(expected), int)
+    for cells in cells_of(side, first, stop):
+        rows = int(cells.numbers.max()) + 1
+        end = cells.offset_bytes + rows * cells.cell_bytes
+        assert end <= len(memory), "no byte beyond the last cell is named"
+        flat = slice(cells.flat_bytes, cells.flat_bytes + cells.size_bytes)
+        taken[flat] = memory[cells.offset_bytes : end].reshape(rows, cells.cell_bytes)[cells.numbers].reshape(-1)
+        written[flat] += 1
+    assert (taken == expected).all()
+    assert (written == 1).all()
 
 
 def test_a_segment_that_no_slot_holds_is_refused() -> None:
@@ -464,32 +434,6 @@ def test_a_segment_that_no_slot_holds_is_refused() -> None:
         BounceBufferTooSmallError, match=r"entry 1 sends 64 bytes per page \(page_bytes 128\); a bounce buffer has 63"
     ):
         cut_copy_chunks(side, 63)
-
-
-# -- segments as numbered cells: what a device takes by number are the bytes that the host gathers.
-
-
-@given(sides(), st.data())
-@example(side_of([(2, 3, 4)], 9, cut=True), None)
-@example(side_of([(2, 3, 4), (1, 4, 5)], 9, cut=True, held=2), None)
-@example(side_of([(2, 3, 4), (1, 1, 7)], 9, cut=False), None)
-def test_cells_by_number_are_the_bytes_that_the_host_gathers(side: PlanSide, data: st.DataObject | None) -> None:
-    first, stop = data.draw(extents(side)) if data else (0, total_segments(side))
-    memory = np.random.default_rng(0).integers(0, 256, ENTRY_BYTES * len(side.base), np.uint8)
-    expected = np.zeros(bytes_of(side, first, stop), np.uint8)
-    gather(side, memory.ctypes.data, first, stop, expected.ctypes.data)
-    taken = np.zeros_like(expected)
-    written = np.zeros(len(expected), int)
-    for cells in cells_of(side, first, stop):
-        rows = int(cells.numbers.max()) + 1
-        end = cells.offset_bytes + rows * cells.cell_bytes
-        assert end <= len(memory), "no byte beyond the last cell is named"
-        view = memory[cells.offset_bytes : end].reshape(rows, cells.cell_bytes)
-        flat = slice(cells.flat_bytes, cells.flat_bytes + cells.size_bytes)
-        taken[flat] = view[cells.numbers].reshape(-1)
-        written[flat] += 1
-    assert (taken == expected).all()
-    assert (written == 1).all()
 
 
 @given(sides(), st.data(), st.integers(0, 300))
