@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.codec_target import inputs, main, take_one_input
-
-ROUNDS = 10_000
+from tests.fuzz.codec_target import main, take_one_input
 
 
 def test_nothing_breaks() -> None:
-    assert main([str(ROUNDS), "1"]) == 0
-
-
-def test_inputs_are_reproducible_and_varied() -> None:
-    assert list(inputs(50, 3)) == list(inputs(50, 3))
-    assert len(set(inputs(50, 3)) | set(inputs(50, 4))) > 90
+    assert main(["10000", "1"]) == 0
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 50_000, b"[" * 50_000, b'{"pool": "a", "pages": 3}'])

@@ -86,7 +86,6 @@ class Filled:
         return all(torch.equal(found, wanted) for found, wanted in pairs)
 
     def take(self, count: int) -> npt.NDArray[np.int64]:
-        """Allocate pages."""
         return self.client.allocate(self.name, count)
 
     def close(self) -> None:

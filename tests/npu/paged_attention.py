@@ -110,6 +110,5 @@ class CapturedAttention:
         return self.out(len(queries))
 
     def out(self, batch: int) -> torch.Tensor:
-        """Return the last replay's outputs, on the host."""
         out: torch.Tensor = self._out.view(self._rows, -1, HEADS, HEAD_DIM)
         return out[:batch].cpu()

@@ -49,7 +49,6 @@ class State(NamedTuple):
 
     @classmethod
     def now(cls) -> State:
-        """Return this thread's."""
         streams = tuple(int(torch.accelerator.current_stream(device).stream_id) for device in DEVICES)
         return cls(
             torch.accelerator.current_device_index(),
@@ -71,7 +70,6 @@ class Engine(NamedTuple):
 
 @pytest.fixture(scope="module")
 def daemon(daemon: Daemon) -> Daemon:
-    """Return a daemon with a pool on each device."""
     with Client.connect(daemon.runtime_dir) as client:
         client.create_pool("pool-1", SPEC, device="npu:1", deadline_s=OPENING_S).close()
     return daemon

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import Client, MhaSpec, Tables
+from kvferry.clients import BlockTableEntries, Client, MhaSpec, Tables, new_request_id, pages
 from kvferry.protocol.errors import TableOverflowError
 from tests.cann_simulator.simulator import Simulator
 from tests.npu.paged_attention import HEAD_DIM, HEADS, KV_HEADS, Cache, CapturedAttention, reference
@@ -42,22 +42,18 @@ class Engine:
         self._made.append(self.client.create_tables("tables", pool, **shape))
         return self._made[-1]
 
-    def update(self, tables: Tables, lengths: Sequence[int], pages: Sequence[Any] = (), extra_tokens: int = 0) -> None:
+    def update(self, tables: Tables, lengths: Sequence[int], rows: Sequence[Any] = (), **more: Any) -> None:  # noqa: ANN401
         """Change tables, after the last replay; the first rows get these pages as a whole."""
-        after = self._ring.record_event()
-        rows = dict(enumerate(pages))
-        update = self.client.update_tables(tables, lengths, rows=rows, after=after, extra_tokens=extra_tokens)
-        self.client.wait(update)
+        whole, after = dict(enumerate(rows)), self._ring.record_event()
+        self.client.wait(self.client.update_tables(tables, lengths, rows=whole, after=after, **more))
 
     def close(self) -> None:
-        """Give up all tables."""
         for tables in self._made:
             self.client.delete_tables(tables)
 
 
 @pytest.fixture
 def engine(client: Client, device: str) -> Iterator[Engine]:
-    """Return an engine."""
     one = Engine(client, device)
     yield one
     one.close()
@@ -112,6 +108,36 @@ def test_batches_of_all_sizes_go_through_the_captured_ones(engine: Engine) -> No
         found = graph.replay(queries)
         if batch:
             assert_close(found, reference(engine.small, queries, pages, lengths))
+
+
+def test_a_row_grows_page_by_page_over_what_another_engine_has_sent(engine: Engine, other: Client, device: str) -> None:
+    """Layer by layer, as events are recorded; the pages are not in order, nor those of the other engine."""
+    sent = Cache.random(other.create_pool("prefill", POOLS["small"], device=device), seed=9)
+    ring, request_id = other.open_events(device), new_request_id()
+    theirs, ours = other.allocate("prefill", 3), engine.client.allocate("small", 8)[::-1].tolist()
+    receiving = engine.client.receive("small", request_id, [pages(ours[:3])])
+    step = ring.step(0, 1)
+    sending = other.send("prefill", request_id, [pages(theirs)], steps=[step], first_token=7)
+    ring.record(step)
+    assert engine.client.wait_finished(receiving).first_token == 7
+    other.wait_settled(sending)
+    engine.small.host_keys[ours[:3]] = sent.host_keys[theirs]
+    engine.small.host_values[ours[:3]] = sent.host_values[theirs]
+    tables = engine.tables()
+    graph = CapturedAttention(engine.small, tables, 2)
+    addresses = tables.block_tables.data_ptr(), tables.seq_lens.data_ptr()
+    rows = [ours[:1], ours[1:3]]
+    engine.update(tables, [1, 15], rows)
+    for step_number in range(20):
+        lengths = [step_number + 1, step_number + 15]
+        new = [(row, len(rows[row])) for row in range(2) if -(-lengths[row] // 8) > len(rows[row])]
+        for row, _ in new:
+            rows[row].append(ours[sum(map(len, rows))])
+        entries = BlockTableEntries([row for row, _ in new], [at for _, at in new], [rows[row][at] for row, at in new])
+        engine.update(tables, lengths, entries=entries)
+        queries = torch.randn(2, 1, HEADS, HEAD_DIM)
+        assert_close(graph.replay(queries), reference(engine.small, queries, rows, lengths))
+    assert (tables.block_tables.data_ptr(), tables.seq_lens.data_ptr()) == addresses
 
 
 def test_a_multi_step_draft_reads_one_token_more_each_step(engine: Engine) -> None:

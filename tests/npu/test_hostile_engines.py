@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import Client, calls, new_request_id, pages
+from kvferry.clients import Client, calls
 from kvferry.clients.tables import Tables
 from kvferry.daemon.daemon import Tuning
-from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError, OutOfMemoryError, PoolExistsError
+from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError, OutOfMemoryError
 from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import AttachPool, RegisteredArrays, RegisterPool
 from kvferry.protocol.session_messages import OpenEvents
@@ -37,13 +36,11 @@ POOLS = {"pool": SPEC}
 
 @pytest.fixture
 def raw(daemon: Daemon) -> Iterator[RawEngine]:
-    """Return an engine that says what no client says."""
     with raw_engine(daemon.runtime_dir) as one:
         yield one
 
 
 def made(client: Client, max_batch: int = 4) -> Tables:
-    """Return tables of a client."""
     return client.create_tables("tables", "pool", max_batch=max_batch, max_context_tokens=64)
 
 
@@ -184,22 +181,3 @@ def test_what_is_no_share_costs_nobody_the_device(client: Client, raw: RawEngine
             )
     assert client.status().devices[0].state == "ready"
     client.allocate("pool", 2)
-
-
-@pytest.mark.full
-def test_a_registered_tensor_may_begin_at_any_element(client: Client, other: Client, device: str) -> None:
-    count = 2 * 5 * 16 * 8
-    k, v = (torch.zeros(count + 1, dtype=torch.float16, device=device)[1:].view(2, 5, 16, 1, 8) for _ in range(2))
-    other.register_pool("registered", SPEC, {("main", "k"): k, ("main", "v"): v}, device=device)
-    with pytest.raises(PoolExistsError):
-        client.create_pool("registered", SPEC, device=device)
-    pool = client.attach_pool("pool")
-    assert soon(lambda: client.status().pools[0].free == 4), "an engine that has just ended has a moment on a device"
-    ids, request_id = client.allocate("pool", 3), new_request_id()
-    pool.tensor("main", "k").copy_(torch.arange(count, device=device).view(2, 5, 16, 1, 8))
-    torch.accelerator.synchronize()
-    received = other.receive("registered", request_id, [pages(np.array([3, 1, 2]))])
-    client.send("pool", request_id, [pages(ids)])
-    other.wait_finished(received)
-    found = k[:, [3, 1, 2]].cpu()
-    assert torch.equal(found, pool.tensor("main", "k").cpu()[:, ids])

@@ -44,15 +44,12 @@ class Registered(NamedTuple):
     elsewhere: TorchShare
 
     def with_k(self, **fields: Any) -> Registered:  # noqa: ANN401  an array's fields
-        """Say something else of k."""
         return self._replace(arrays=(msgspec.structs.replace(self.arrays[0], **fields), *self.arrays[1:]))
 
     def with_share(self, **fields: Any) -> Registered:  # noqa: ANN401  a share's fields
-        """Say something else of k's memory."""
         return self._replace(shares=(msgspec.structs.replace(self.shares[0], **fields), *self.shares[1:]))
 
     def with_shares(self, shares: tuple[Share, ...]) -> Registered:
-        """Say that the memory is this."""
         return self._replace(shares=shares)
 
 
@@ -77,7 +74,6 @@ class Row(NamedTuple):
 
 
 def share_of(tensor: torch.Tensor, accelerator: Accelerator) -> TorchShare:
-    """Return what the client library would share."""
     with accelerator.calling():
         return accelerator.vendor.export(tensor)
 
@@ -116,13 +112,11 @@ def harness(daemon: Daemon) -> Iterator[Harness]:
 
 
 def register(harness: Harness, said: Registered, name: str = "mine") -> None:
-    """Register it, whatever it is."""
     body = RegisterPool(pool=name, spec=SPEC, device=DEVICE.name, arrays=said.arrays)
     harness.engine.ask(body, registered=ShareFollows(message_id=0, shares=said.shares))
 
 
 def held(harness: Harness) -> object:
-    """Return what the daemon holds, and how the device is."""
     status = harness.watcher.status()
     return (
         [(one.device, one.state, one.pool_bytes) for one in status.devices],
@@ -132,7 +126,6 @@ def held(harness: Harness) -> object:
 
 
 def k_at(said: Registered) -> TorchShare:
-    """Return k's share."""
     share = said.shares[0]
     assert isinstance(share, TorchShare)
     return share

@@ -80,11 +80,9 @@ class Copy:
         self.bytes = noise(bytes_of(side, 0, total_segments(side)))
 
     def gather(self, region: Any) -> None:  # noqa: ANN401  a region of any kind
-        """Take them from a region."""
         region.gather(self.side, 0, total_segments(self.side), self.bytes.ctypes.data, copy_one_by_one)
 
     def scatter(self, region: Any) -> None:  # noqa: ANN401  a region of any kind
-        """Write them to a region."""
         region.scatter(self.side, 0, total_segments(self.side), self.bytes.ctypes.data, copy_one_by_one)
 
 

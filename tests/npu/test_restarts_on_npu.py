@@ -12,6 +12,7 @@ from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
 from kvferry.clients.connection import Reconnected
 from kvferry.protocol.errors import PoolLostError, StaleBootError, UnknownTablesError
 from tests import kit
+from tests.cann_simulator.simulator import Simulator
 from tests.kit.blocking import connected
 from tests.kit.daemons import Daemon, soon
 from tests.kit.devices import DEVICE
@@ -19,6 +20,7 @@ from tests.npu.conftest import OPENING_S
 
 CONFIG: Final = "[service]\nresume_grace_s = 60.0\n"
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
+POOL_BYTES: Final = 2 << 20  # the least that there is
 SHAPE: Final = (2, 5, 16, 2, 8)
 
 
@@ -31,7 +33,6 @@ def life() -> Iterator[Daemon]:
 
 
 def own_memory() -> dict[tuple[str, str], torch.Tensor]:
-    """Return a pool's tensors of this process, on the device."""
     return {("main", role): torch.zeros(SHAPE, dtype=torch.float16, device=DEVICE.name) for role in ("k", "v")}
 
 
@@ -82,8 +83,7 @@ def test_memory_that_is_no_more_is_lost_alone(life: Daemon) -> None:
         assert len(client.owned_pages("there")["main"]) == 4
 
 
-@pytest.mark.full
-def test_a_pool_of_the_daemon_is_lost(life: Daemon) -> None:
+def test_a_pool_of_the_daemon_is_lost(life: Daemon, simulator: Simulator) -> None:
     """Each call that names it says so, and what to do; whoever does that goes on."""
     told: list[Reconnected] = []
     missing: list[Reconnected] = []
@@ -94,7 +94,12 @@ def test_a_pool_of_the_daemon_is_lost(life: Daemon) -> None:
         pool = client.create_pool("lost", SPEC, device=DEVICE.name, deadline_s=OPENING_S)
         ids = client.allocate("lost", 2)
         scheduled = scheduler.allocate("lost", 1)
+        pool.tensor("main", "k").fill_(2)
+        torch.accelerator.synchronize()
+        used = simulator.memory_used(0)
         event = restart(life, client, told)
+        assert bool((pool.tensor("main", "k") == 2).all().cpu()), "whoever has it mapped keeps it"
+        assert simulator.memory_used(0) <= used + 2 * POOL_BYTES, "what the killed daemon had has come back"
         assert (event.pools, {where: its.tolist() for where, its in event.pages.items()}) == (
             ("lost",),
             {("lost", "main"): ids.tolist()},

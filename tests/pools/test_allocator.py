@@ -46,7 +46,6 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         self.writes: list[list[int]] = []
 
     def free_pages(self) -> set[int]:
-        """Return the pages that the model says are free."""
         return set(range(1, PAGES)) - set(self.owner) - self.doomed
 
     def refusal(self, owner: int, pages: list[int]) -> type[KvferryError] | None:
@@ -66,12 +65,10 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         return len(pages - busy), len(busy)
 
     def reclaim(self) -> None:
-        """Free what is doomed and idle."""
         self.doomed = {page for page in self.doomed if self.readers[page] or page in self.writing}
 
     @rule(owner=OWNERS, count=st.integers(1, PAGES))
     def allocate(self, owner: int, count: int) -> None:
-        """Take the lowest free pages, or none."""
         free = sorted(self.free_pages())
         if count > len(free):
             with pytest.raises(PoolFullError, match=f"{count} pages asked for, {len(free)} of 8 free"):
@@ -82,7 +79,6 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, pages=LISTS)
     def free_any(self, owner: int, pages: list[int]) -> None:
-        """Free pages that may be anything."""
         error = self.refusal(owner, pages)
         if error is None and len(set(pages)) < len(pages):
             error = DuplicatePageError
@@ -95,7 +91,6 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.owner)
     @rule(data=st.data())
     def free_owned(self, data: st.DataObject) -> None:
-        """Free pages of one owner: idle, read, or written."""
         owner = self.owner[data.draw(st.sampled_from(sorted(self.owner)))]
         mine = sorted(page for page, one in self.owner.items() if one == owner)
         pages = data.draw(st.lists(st.sampled_from(mine), min_size=1, unique=True))
@@ -103,13 +98,11 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
 
     @rule(owner=OWNERS)
     def release_owner(self, owner: int) -> None:
-        """Let an owner die."""
         mine = {page for page, one in self.owner.items() if one == owner}
         assert self.allocator.release_owner(owner) == self.give_back(mine)
 
     @rule(owner=OWNERS, data=st.data())
     def begin_read(self, owner: int, data: st.DataObject) -> None:
-        """Read pages, some of them twice."""
         pages = data.draw(self.lists_near(owner))
         error = self.refusal(owner, pages)
         if error is None and set(pages) & self.writing:
@@ -124,7 +117,6 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, data=st.data())
     def begin_write(self, owner: int, data: st.DataObject) -> None:
-        """Become the one writer of pages."""
         pages = data.draw(self.lists_near(owner))
         error = self.refusal(owner, pages)
         if error is None and len(set(pages)) < len(pages):
@@ -142,7 +134,6 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
     def end_read(self, data: st.DataObject) -> None:
-        """End one of the reads."""
         pages = self.reads.pop(data.draw(st.integers(0, len(self.reads) - 1)))
         self.allocator.end_read(ids_of(pages))
         self.readers.subtract(pages)
@@ -151,7 +142,6 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.writes)
     @rule(data=st.data())
     def end_write(self, data: st.DataObject) -> None:
-        """End one of the writes."""
         pages = self.writes.pop(data.draw(st.integers(0, len(self.writes) - 1)))
         self.allocator.end_write(ids_of(pages))
         self.writing -= set(pages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import select
 import shutil
 import subprocess
@@ -26,11 +28,8 @@ from kvferry.pools.copy_kernel import (
     SWITCH,
     Copies,
     CopyThreads,
-    Digests,
-    Ends,
     Gate,
     Hashing,
-    HashState,
     Kernel,
     PythonKernel,
     SecondPassKernel,
@@ -52,47 +51,15 @@ SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
 RACES = ("-O1", "-g", "-fsanitize=thread", "-DMEMORY_BYTES=1048576")
 
 
-COPY_THREADS = {"copy threads": 3}
-
-
-class TellingKernel(PythonKernel):
-    """The native one, but that copy threads make all copies, and a descriptor tells of their end."""
-
-    def __init__(self) -> None:
-        self._copy_threads = CopyThreads(native, native.new_copy_threads(3, b""))
-
-    def copy(self, copies: Copies) -> None:
-        """See ``Kernel``."""
-        self._copy_threads.submit(copies, 2, self)
-        self._await()
-
-    def new_hash(self) -> HashState:
-        """See ``Kernel``."""
-        return native.new_hash()
-
-    def copy_hashed(self, copies: Copies, ends: Ends, digests: Digests, state: HashState, /) -> None:
-        """See ``Kernel``."""
-        self._copy_threads.submit(copies, 3, self, Hashing(ends, digests, state))
-        self._await()
-
-    def _await(self) -> None:
-        [told], _, _ = select.select([self._copy_threads], [], [], WAIT_S)
-        assert told.take_ended() == [self]
-        assert select.select([self._copy_threads], [], [], 0) == ([], [], [])
-
-
-@pytest.fixture(
-    params=[*native.variants(), "by measurement", *COPY_THREADS, "copy threads that tell", "second pass", "python"],
-    scope="module",
-)
+@pytest.fixture(params=[*native.variants(), "by measurement", "copy threads", "second pass", "python"], scope="module")
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """Return each kernel, the native one with each variant that this processor has, and with three copy threads."""
-    if request.param in {"python", "copy threads that tell"}:
-        yield PythonKernel() if request.param == "python" else TellingKernel()
+    if request.param == "python":
+        yield PythonKernel()
         return
     native.use(request.param if request.param in native.variants() else None)
-    if request.param in COPY_THREADS:
-        native.serve(native.new_copy_threads(3, b""), COPY_THREADS[request.param])
+    if request.param == "copy threads":
+        native.serve(native.new_copy_threads(3, b""), 3)
     yield SecondPassKernel(native) if request.param == "second pass" else native
     native.serve(None, 1)
     native.use(None)
@@ -109,73 +76,52 @@ def copies_of(source: Memory, destination: Memory, rows: list[tuple[int, int, in
     return at
 
 
-@DEVICE.examples(60)
-@given(WAYS, st.lists(st.tuples(ALIGNMENTS, ALIGNMENTS, SIZES), min_size=1, max_size=6), st.sampled_from("CF"))
-@example("plain", [(0, 0, 3 * MIB)], "C")
-@example("hashed", [(1, 63, 3 * MIB - 1), (0, 64, 65_536)], "F")
+BLOCKS = st.lists(st.tuples(ALIGNMENTS, ALIGNMENTS, SIZES, st.just(1), st.just(0), st.just(0)), min_size=1, max_size=6)
+LINES = st.integers(0, 80).map(lambda lines: LINE * lines)
+ROWS = st.tuples(
+    ALIGNMENTS, ALIGNMENTS, st.integers(0, 5000) | LINES, st.integers(1, 20), st.integers(0, 300), LINES
+)  # fmt: skip
+"""Bytes ahead in the source and in the destination, bytes of a row, rows, and bytes between them on both sides."""
+
+
+@DEVICE.examples(80)
+@given(WAYS, BLOCKS | st.lists(ROWS, min_size=1, max_size=30), st.sampled_from("CF"), st.integers(1, 40))
+@example("plain", [(0, 0, 3 * MIB, 1, 0, 0)], "C", 1)
+@example("hashed", [(1, 63, 3 * MIB - 1, 1, 0, 0), (0, 64, 65_536, 1, 0, 0)], "F", 1)
+@example("plain", [(0, 0, 4 * LINE, 1, 0, 0)] * 3072, "C", 7)
+@example("hashed", [(0, 0, 8 * LINE, 128, 512, 0)] * 12, "C", 1)
 def test_every_byte_arrives_and_no_other_changes(
-    kernel: Kernel, way: str, blocks: list[tuple[int, int, int]], order: Literal["C", "F"]
+    kernel: Kernel, way: str, blocks: list[tuple[int, ...]], order: Literal["C", "F"], per_digest: int
 ) -> None:
-    rows, at = [], [0, 0]
-    for ahead, behind, size in blocks:
-        at = [at[0] + ahead, at[1] + behind]
-        rows.append((at[0], at[1], size))
-        at = [one + size for one in at]
-    source, destination = noise(at[0] + 64), np.full(at[1] + 64, UNTOUCHED, np.uint8)
-    expected = destination.copy()
-    for start, to, size in rows:
-        expected[to : to + size] = source[start : start + size]
-    copies = np.asarray(copies_of(source, destination, rows), order=order)
+    """Also as much as is streamed, in random order: blocks of one token's page, and slices of larger pages."""
+    copies, at = [], [0, LINE]
+    for *ahead, size, rows, apart, to_apart in blocks:
+        at = [one + more for one, more in zip(at, ahead, strict=True)]
+        steps = size + apart, size + to_apart
+        copies.append((*at, size, rows, *steps))
+        at = [one + rows * step for one, step in zip(at, steps, strict=True)]
+    source, destination = noise(at[0] + LINE), np.full(at[1] + 2 * LINE, UNTOUCHED, np.uint8)
+    destination = destination[-destination.ctypes.data % LINE :]
+    random.Random(len(copies)).shuffle(copies)  # noqa: S311  no secret
+    expected, sent = destination.copy(), []
+    for start, to, size, rows, step, to_step in copies:
+        taken = [source[start + row * step :][:size] for row in range(rows)]
+        for row, content in enumerate(taken):
+            expected[to + row * to_step :][:size] = content
+        sent.append(b"".join(one.tobytes() for one in taken))
+    columns = 6 if any(rows > 1 for _, _, _, rows, _, _ in copies) else 3
+    given_ = np.array(copies, np.uint64)[:, :columns]
+    given_[:, :2] += np.array([source.ctypes.data, destination.ctypes.data], np.uint64)
+    given_ = np.asarray(given_, order=order)
     if way == "hashed":
-        digests = np.zeros(len(rows), np.uint64)
-        kernel.copy_hashed(copies, np.arange(1, len(rows) + 1), digests, kernel.new_hash())
-        assert digests.tolist() == [xxhash.xxh3_64_intdigest(source[a : a + size].tobytes()) for a, _, size in rows]
-    else:
-        kernel.copy(copies)
-    assert (destination == expected).all()
-
-
-@DEVICE.examples(20)
-@given(
-    WAYS,
-    st.integers(1, 80),
-    st.just(1) | st.integers(2, 40),
-    st.integers(0, 300),
-    st.integers(0, 3),
-    st.integers(1, 40),
-)
-@example("plain", 4, 1, 0, 0, 7)
-@example("hashed", 8, 128, 512, 0, 1)
-def test_many_short_blocks_and_rows_of_whole_lines_arrive(
-    kernel: Kernel, way: str, lines: int, rows: int, apart: int, lines_apart: int, per_digest: int
-) -> None:
-    """As much as is streamed, in random order: blocks of one token's page, and slices of larger pages."""
-    size = LINE * lines
-    count = -(-768 * 1024 // (size * rows))
-    steps = size + apart, size + LINE * lines_apart
-    source = noise(count * rows * steps[0]).reshape(count, rows, steps[0])
-    memory = np.full(count * rows * steps[1] + LINE, UNTOUCHED, np.uint8)
-    destination = memory[-memory.ctypes.data % LINE :][: count * rows * steps[1]].reshape(count, rows, steps[1])
-    expected = destination.copy()
-    rng = np.random.default_rng(size)
-    places = rng.permutation(count), rng.permutation(count)
-    expected[places[1], :, :size] = source[places[0], :, :size]
-    copies = np.zeros((count, 6), np.uint64)
-    copies[:, 0] = source.ctypes.data + places[0] * source.strides[0]
-    copies[:, 1] = destination.ctypes.data + places[1] * destination.strides[0]
-    copies[:, 2:] = size, rows, *steps
-    if rows == 1:
-        copies = copies[:, :3]
-    if way == "hashed":
-        ends = np.array([*range(per_digest, count, per_digest), count], np.int64)
+        ends = np.array([*range(per_digest, len(copies), per_digest), len(copies)], np.int64)
         digests = np.zeros(len(ends), np.uint64)
-        kernel.copy_hashed(copies, ends, digests, kernel.new_hash())
-        parts = np.split(source[places[0], :, :size], ends[:-1])
-        assert digests.tolist() == [xxhash.xxh3_64_intdigest(part.tobytes()) for part in parts]
+        kernel.copy_hashed(given_, ends, digests, kernel.new_hash())
+        parts = [b"".join(sent[start:end]) for start, end in itertools.pairwise([0, *ends])]
+        assert digests.tolist() == [xxhash.xxh3_64_intdigest(part) for part in parts]
     else:
-        kernel.copy(copies)
+        kernel.copy(given_)
     assert (destination == expected).all()
-    assert (memory[: -memory.ctypes.data % LINE] == UNTOUCHED).all()
 
 
 @DEVICE.examples(60)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.geometry import (
     DTYPE_BYTES,
     MAX_PAGES,
@@ -37,9 +38,11 @@ from kvferry.protocol.errors import (
     GeometryMismatchError,
     HeadsIndivisibleError,
     InvalidFieldError,
+    ScaleMismatchError,
     UncoveredEntryError,
 )
-from kvferry.protocol.manifests import Entry
+from kvferry.protocol.manifests import DraftSpec, Entry, PoolSpec
+from tests.kit.pool_specs import MAMBA, MHA, MLA, SWA, changed
 
 NAMES = st.tuples(st.sampled_from(["main", "draft"]), st.sampled_from(["k", "v", "index_k"]), st.integers(0, 3))
 FULL = Entry(
@@ -173,7 +176,97 @@ def test_pages_that_are_not_ordered_by_tokens_are_not_cut() -> None:
     assert refused.value.field == "destination.entries[0].format"
 
 
-SMALL = st.integers(1, 9)
+# -- scales
+
+INT8_MHA = msgspec.structs.replace(MHA, layers=2, first_layer=3, total_heads=4, v_head_dim=None, dtype="int8")
+INT8_MLA = msgspec.structs.replace(MLA, layers=2, first_layer=0, index_head_dim=None, dtype="int8")
+INT8_SWA = msgspec.structs.replace(SWA, full_layers=(0,), window_layers=(1, 2), dtype="int8")
+INT8_MAMBA = msgspec.structs.replace(MAMBA, state_layers=(0,), attention_layers=(1,), dtype="int8")
+
+
+def side(start: int, count: int, scales: Any = None) -> list[Entry]:  # noqa: ANN401  any scales
+    """Return the entries of a rank that holds some of four heads, with scales of k in its layers."""
+    return list(changed(INT8_MHA, head_start=start, kv_heads=count, k_scale=scales).entries)
+
+
+def heads(*scales: float) -> tuple[tuple[float, ...], ...]:
+    return (scales, scales)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (side(0, 2, 0.5), side(0, 2, 0.5)),
+        (side(0, 2, 0.5), side(0, 2, heads(0.5, 0.5))),
+        (side(0, 4, heads(1, 2, 3, 4)), side(2, 2, heads(3, 4))),
+        (side(0, 4, heads(1, 2, 3, 3)), side(2, 2, 3.0)),
+        (side(0, 2, heads(1, 2)), side(1, 2, heads(2, 9))),
+        (side(0, 2, heads(1, 2)), side(2, 2, heads(3, 4))),
+    ],
+    ids=["same", "one for all", "slice", "slice of one", "overlap", "nothing in common"],
+)
+def test_what_is_exchanged_must_have_one_scale(ours: list[Entry], theirs: list[Entry]) -> None:
+    assert pair_entries(ours, theirs) is not None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (side(0, 2, 0.5), side(0, 2, 0.25), "main/k/3, heads 0..1: the scale of each head is 0.5 .* 0.25"),
+        (side(0, 2, (0.5, 1.0)), side(0, 2, (0.5, 2.0)), "main/k/4, heads 0..1: the scale of each head is 1 .* 2"),
+        (side(0, 2, heads(1, 2)), side(0, 2, heads(1, 3)), "main/k/3, heads 0..1: the scale of head 1 is 2 .* 3"),
+        (side(0, 4, heads(1, 2, 3, 4)), side(2, 2, heads(3, 5)), "heads 2..3: the scale of head 3 is 4 .* 5"),
+        (side(0, 2, 0.5), side(0, 2), "heads 0..1 has scales at the source, but none at the destination"),
+        (side(2, 2), side(0, 4, 0.5), "heads 2..3 has scales at the destination, but none at the source"),
+    ],
+)
+def test_scales_that_differ_are_refused_by_entry_and_head(ours: list[Entry], theirs: list[Entry], said: str) -> None:
+    with pytest.raises(ScaleMismatchError, match=said) as caught:
+        pair_entries(ours, theirs)
+    assert caught.value.field.startswith("destination.entries[")
+    assert caught.value.field.endswith("].scales")
+
+
+INDEXED = msgspec.structs.replace(
+    INT8_MLA,
+    draft=DraftSpec(layers=1, index_head_dim=4),
+    index_head_dim=4,
+    index_dtype="float8_e4m3fn",
+    index_layers=(1,),
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "with_scales", "name"),
+    [
+        (INT8_MHA, {"k_scale": "page"}, "main/k/3"),
+        (INT8_MHA, {"v_scale": "page_head"}, "main/v/3"),
+        (INT8_SWA, {"window_v_scale": "page"}, "swa/v/1"),
+        (INT8_MAMBA, {"k_scale": "page"}, "main/k/1"),
+        (INT8_MHA, {"draft": DraftSpec(layers=1, k_scale="page")}, "draft/k/0"),
+        (INDEXED, {"index_scale": True}, "main/index_k/1"),
+    ],
+    ids=str,
+)
+def test_scales_that_travel_from_or_to_one_side_only_are_refused(
+    spec: PoolSpec, with_scales: dict[str, Any], name: str
+) -> None:
+    bare = msgspec.structs.replace(spec, draft=spec.draft or DraftSpec(layers=1))
+    plain, scaled = manifest_of(bare).entries, changed(bare, **with_scales).entries
+    for ours, theirs, there in ((scaled, plain, "source"), (plain, scaled, "destination")):
+        with pytest.raises(ScaleMismatchError, match=f"^.*{name} has scales that travel.* at the {there}") as caught:
+            pair_entries(ours, theirs)
+        index = [entry.name for entry in theirs].index(name)
+        assert caught.value.field == f"destination.entries[{index}].scales"
+
+
+def test_a_scale_a_page_does_not_go_to_another_split() -> None:
+    with pytest.raises(GeometryMismatchError, match="main/k_scale/3: total_heads is 1 at the source, 2 at"):
+        pair_entries(side(0, 4, "page"), side(2, 2, "page"))
+    assert len(pair_entries(side(2, 2, "page"), side(2, 2, "page")).pairs) == 6
+
+
+# -- numbers of tokens and pages
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)

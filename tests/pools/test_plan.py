@@ -221,7 +221,6 @@ def send_requests(draw: st.DrawFn) -> tuple[Cells, list[bool], bool]:
 
 
 def split_cells(cells: Cells, row: int) -> set[tuple[int, int, int]]:
-    """Return a row's cells as (entry, head, page)."""
     entry = int(cells.entries[row])
     heads = (cells.heads and cells.heads[row]) or Heads(0, SPLIT[entry].heads or 1)
     return {(entry, head, page) for head in range(heads.start, heads.stop) for page in range(cells.start, cells.stop)}

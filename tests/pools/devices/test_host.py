@@ -27,7 +27,6 @@ POPULATES_SINCE = (5, 14)
 
 @pytest.fixture
 def region() -> HostRegion:
-    """Return a small region; the kernel takes it back with the last reference."""
     return HostRegion.create("test", SIZE)
 
 

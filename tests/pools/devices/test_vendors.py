@@ -80,7 +80,6 @@ def test_what_is_missing_is_explained(
 
 @pytest.fixture
 def make_simulator(require: Callable[[object, str], None], tmp_path: Path) -> Callable[..., Simulator]:
-    """Return a function that makes a simulated host of 256 MiB."""
     require(NPU_PYTHON.exists() and shutil.which("g++"), "the environment .venv-npu, and g++")
     return lambda **driver: Simulator(tmp_path, memory_bytes=256 << 20, **driver)
 

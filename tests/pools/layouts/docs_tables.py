@@ -21,12 +21,10 @@ TOKENS: Final = 65536
 
 
 def specs(text: str) -> list[PoolSpec]:
-    """Return the specs that the document shows."""
     return [msgspec.json.decode(found, type=PoolSpec) for found in SPECS.findall(text)]
 
 
 def with_tables(text: str) -> str:
-    """Return the document with its tables as the code has them."""
     shown = text.split("<!-- kinds:", maxsplit=1)[0]
     tables = {"kinds": "\n".join(_kinds(specs(shown))), "models": "\n".join(_models())}
     return TABLES.sub(lambda found: f"{found[1]}{tables[found[2]]}\n{found[3]}", text)

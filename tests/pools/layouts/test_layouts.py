@@ -123,6 +123,8 @@ def test_the_digest_covers_the_geometry(spec: PoolSpec, fields: dict[str, Any]) 
     assert changed(spec, **fields).layout_digest != manifest_of(spec).layout_digest
 
 
+INT8_MHA = msgspec.structs.replace(MHA, layers=2, first_layer=3, total_heads=4, v_head_dim=None, dtype="int8")
+INT8_MLA = msgspec.structs.replace(MLA, layers=2, first_layer=0, index_head_dim=None, dtype="int8")
 STATES_ONLY = msgspec.structs.replace(
     MAMBA, attention_layers=(), tokens=None, page_size=None, kv_heads=None, head_dim=None
 )
@@ -188,6 +190,23 @@ STATES_ONLY = msgspec.structs.replace(
         (PAGE_FIRST, "v_scale", {"v_scale": "page_head", "dtype": "int8"}),
         (PAGE_FIRST_LATENT, "index_head_dim", {"index_head_dim": 128}),
         (PACKED, "view", {"view": "page_first", "index_head_dim": None, "index_scale": False}),
+        (MHA, "k_scale", {"dtype": "bfloat16", "k_scale": 1.0}),
+        (MHA, "v_scale", {"dtype": "bfloat16", "v_scale": "page"}),
+        (INT8_MHA, "k_scale", {"k_scale": (1.0,)}),
+        (INT8_MHA, "v_scale[1]", {"v_scale": (1.0, (1.0, 2.0, 3.0))}),
+        (INT8_MHA, "k_scale", {"k_scale": 0.0}),
+        (INT8_MHA, "k_scale[1]", {"k_scale": (1.0, -1.0)}),
+        (INT8_MHA, "k_scale", {"k_scale": math.nan}),
+        (INT8_MHA, "k_scale", {"k_scale": 1e39}),
+        (INT8_MHA, "k_scale", {"k_scale": 1e-50}),
+        (INT8_MHA, "draft.k_scale", {"k_scale": (1.0, 2.0), "draft": DraftSpec(layers=1)}),
+        (INT8_MHA, "draft.k_scale", {"k_scale": 1.0, "draft": DraftSpec(layers=1, k_scale=(1.0, 2.0))}),
+        (INT8_MHA, "head_start", {"head_start": 1, "k_scale": "page"}),
+        (INT8_MLA, "draft.k_scale", {"k_scale": (1.0, 2.0), "draft": DraftSpec(layers=1)}),
+        (INT8_MLA, "draft.v_scale", {"draft": DraftSpec(layers=1, v_scale=1.0)}),
+        (INT8_MLA, "draft.k_scale", {"draft": DraftSpec(layers=1, k_scale="page")}),
+        (PACKED, "k_scale", {"k_scale": 1.0}),
+        (SWA, "window_k_scale", {"dtype": "int8", "k_scale": (1.0, 1.0)}),
         (STATES_ONLY, "tokens", {"tokens": 65, "page_size": 16}),
         (STATES_ONLY, "v_scale", {"v_scale": "page"}),
         (STATES_ONLY, "total_heads", {"head_start": 3, "kv_heads": 2, "total_heads": 4}),
@@ -380,6 +399,72 @@ def test_each_kind_has_pages_of_its_own(spec: PoolSpec, fields: dict[str, Any], 
     if isinstance(spec, HybridSwaSpec) and not fields:
         assert tuple(one.layer for one in role_of(manifest, "v")) == SWA.full_layers
         assert tuple(one.layer for one in role_of(manifest, "v", "swa")) == SWA.window_layers
+
+
+# -- scales
+
+
+def scales_of(manifest: Manifest) -> dict[str, tuple[float, ...] | None]:
+    return {entry.name: entry.scales for entry in manifest.entries}
+
+
+@pytest.mark.parametrize(
+    ("said", "third", "fourth"),
+    [
+        (0.5, (0.5,), (0.5,)),
+        ((0.5, 0.25), (0.5,), (0.25,)),
+        (((0.5, 0.25), (1.0, 2.0)), (0.5, 0.25), (1.0, 2.0)),
+        ((0.5, (1.0, 2.0)), (0.5,), (1.0, 2.0)),
+        (None, None, None),
+    ],
+    ids=["one for all", "one a layer", "one a head", "mixed", "none"],
+)
+def test_fixed_scales_stand_on_their_entries(said: Any, third: Any, fourth: Any) -> None:  # noqa: ANN401
+    found = scales_of(changed(INT8_MHA, v_scale=said))
+    assert found == {"main/k/3": None, "main/k/4": None, "main/v/3": third, "main/v/4": fourth}
+
+
+@pytest.mark.parametrize("scale", ["0", '"layer"', "[[]]", "{}"])
+def test_what_makes_no_sense_on_the_wire_is_refused(scale: str) -> None:
+    text = msgspec.json.encode(INT8_MHA).decode().removesuffix("}") + f', "k_scale": {scale}}}'
+    with pytest.raises(msgspec.ValidationError, match="k_scale"):
+        msgspec.json.decode(text, type=PoolSpec)
+
+
+def test_parts_take_the_models_scales_unless_they_have_their_own() -> None:
+    swa = msgspec.structs.replace(SWA, full_layers=(0,), window_layers=(1, 2), dtype="int8")
+    draft = DraftSpec(layers=1, v_scale=4.0)
+    found = scales_of(changed(INT8_MHA, k_scale=0.5, v_scale=(1.0, 2.0), draft=draft))
+    assert (found["draft/k/0"], found["draft/v/0"]) == ((0.5,), (4.0,))
+    found = scales_of(changed(INT8_MHA, k_scale=0.5, draft=DraftSpec(layers=1, dtype="bfloat16")))
+    assert (found["draft/k/0"], found["draft/v/0"]) == (None, None)
+    found = scales_of(changed(swa, k_scale=0.5, v_scale=(1.0,), window_v_scale=(3.0, 4.0)))
+    assert (found["swa/k/1"], found["swa/v/1"], found["swa/v/2"]) == ((0.5,), (3.0,), (4.0,))
+    assert scales_of(changed(MAMBA, dtype="int8", k_scale=0.5))["main/k/3"] == (0.5,)
+    assert scales_of(changed(INT8_MHA, k_scale=0.1))["main/k/3"] == (0.10000000149011612,), "what it is as float32"
+    latent = msgspec.structs.replace(
+        INT8_MLA, k_scale=(0.5, 0.25), index_head_dim=4, draft=DraftSpec(layers=1, k_scale=2.0)
+    )
+    found = scales_of(manifest_of(latent))
+    assert (found["main/k/1"], found["main/v/1"], found["main/index_k/1"]) == ((0.25,), (0.25,), None)
+    assert found["draft/v/0"] == (2.0,)
+    assert scales_of(changed(swa, window_layers=(), k_scale=(1.0,)))["main/k/0"] == (1.0,)
+
+
+def test_a_scale_a_page_and_head_is_an_array_of_its_own() -> None:
+    manifest = changed(INT8_MHA, k_scale="page_head", view="fia")
+    assert [entry.name for entry in manifest.entries][4:] == ["main/k_scale/3", "main/k_scale/4"]
+    first = role_of(manifest, "k_scale")[0]
+    assert (first.shape, first.dtype, first.page_bytes, first.format) == ((3, 2), "float32", 8, PAGE_HEADS)
+    assert (first.head_start, first.heads, first.total_heads, first.page_tokens) == (0, 2, 4, None)
+    assert scales_of(manifest)["main/k/3"] is None
+    manifest = changed(INT8_MHA, head_start=2, v_scale="page", replicas=2)
+    first = role_of(manifest, "v_scale")[0]
+    assert (first.shape, first.page_bytes) == ((3, 1), 4), "a scale a page is its rank's own"
+    assert (first.head_start, first.heads, first.total_heads, first.replicas) == (1, 1, 2, 2)
+
+
+# -- heads
 
 
 RANK: dict[str, Any] = {"kv_heads": 2, "head_start": 2, "total_heads": 4, "replicas": 2}

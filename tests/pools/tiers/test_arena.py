@@ -76,7 +76,6 @@ class _ArenaAgainstMap(RuleBasedStateMachine):
     @precondition(lambda self: self.blocks)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        """Give some blocks of one size back, in any order."""
         size = data.draw(st.sampled_from(sorted({size for _, size in self.blocks.values()})))
         same = [number for number, block in self.blocks.items() if block[1] == size]
         numbers = data.draw(st.lists(st.sampled_from(same), unique=True))

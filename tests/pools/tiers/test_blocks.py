@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.pools import copy_kernel
 from kvferry.pools.planning.manifest import lay_out
-from kvferry.pools.tiers.block_copies import BlockCells, offload_step, restore_step_hashed
+from kvferry.pools.tiers.block_copies import offload_step, restore_step_hashed
 from kvferry.pools.tiers.blocks import (
     CUT_BYTES,
     BlockLayout,
@@ -22,7 +22,7 @@ from kvferry.pools.tiers.blocks import (
 )
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
-from tests.kit.blocks import BlockHarness, Bytes, harnesses
+from tests.kit.blocks import BlockHarness, harnesses
 
 MOST = 1 << 30
 STEP_BYTES = st.integers(1, 300) | st.integers(300, 40_000)
@@ -143,38 +143,3 @@ def test_lists_that_cannot_be_are_refused(ids: list[int], offsets: list[int], pr
         BlockPages(layout, np.array(ids, np.int64), np.array(offsets, np.int64)).check(127)
     BlockPages(layout, np.array([3]), np.array([63])).check(127)
     BlockPages(layout, np.array([], np.int64), np.array([], np.int64)).check(127)
-
-
-# -- cells, for devices
-
-
-def gathered_by_cells(harness: BlockHarness, cells: BlockCells, step: BlockStep, memory: Bytes) -> Bytes:
-    """Return a step's bytes in a row, taken by number; what no cell brings is zero, as padding is."""
-    flat = np.zeros(step.staged_bytes(harness.pages.layout), np.uint8)
-    written = np.zeros(len(flat), int)
-    for one in cells.of(step, harness.pages.ids[step.first : step.stop]):
-        rows = int(one.numbers.max()) + 1
-        end = one.offset_bytes + rows * one.cell_bytes
-        assert end <= len(memory), "no byte beyond the last cell is named"
-        here = slice(one.flat_bytes, one.flat_bytes + one.size_bytes)
-        flat[here] = memory[one.offset_bytes : end].reshape(rows, one.cell_bytes)[one.numbers].reshape(-1)
-        written[here] += 1
-    assert written.max() == 1
-    assert written.sum() == step.size_bytes
-    return flat
-
-
-@given(harnesses(), STEP_BYTES, st.data())
-@example(uneven_harness(), 4500, None)
-def test_cells_by_number_are_the_blocks_bytes(
-    harness: BlockHarness, step_bytes: int, data: st.DataObject | None
-) -> None:
-    layout, memory, arena = harness.pages.layout, harness.memory(), harness.arena()
-    bases = st.sets(st.sampled_from([one.base for one in layout.entries]))
-    starts = sorted({0} | (data.draw(bases) if data else set()))
-    cells = BlockCells(layout, starts)
-    for step in steps_of(harness.pages, step_bytes):
-        flat = gathered_by_cells(harness, cells, step, memory)
-        for run in step_runs(harness.pages, step):
-            arena[run.offset : run.offset + run.size_bytes] = flat[run.at : run.at + run.size_bytes]
-    assert (arena == harness.offloaded(memory)).all()

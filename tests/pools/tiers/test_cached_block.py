@@ -29,31 +29,27 @@ def test_each_field_makes_another(field: str) -> None:
     assert len({identity_of(one) for one in said}) == len(said)
 
 
-def test_an_identity_is_what_it_was() -> None:
+def test_an_identity_is_what_it_was_and_the_salt_is_never_shown() -> None:
     """Files on disk and names in the store have it: another digest would lose every cache."""
     assert identity_of(MODEL) == "e9fed3a40d2abc32fcdcbbe841e28cfb"
-
-
-def test_the_salt_is_never_shown() -> None:
     assert "pepper" not in f"{MODEL} {MODEL!r} {MODEL.label} {MODEL.public!r}"
     assert MODEL.public == msgspec.structs.replace(MODEL, salt="")
     assert MODEL.label == "some/model@1+sql"
     assert ModelIdentity(name="m").label == "m"
 
 
-def visible(listing: BlockListing) -> CachedBlock:
-    """Return a new block of the list."""
-    block = CachedBlock(Namespace(7, FORM, FORM, "main", 1), bytes(16), None, 4096)
-    block.state = BlockState.READY
-    listing.add(block)
-    return block
-
-
 @pytest.mark.parametrize("limit", [1, 5000])
 def test_a_reader_of_all_parts_meets_each_block_that_stays_once(limit: int) -> None:
     """Blocks go before, between and after the parts, by thousands in a row, and others come."""
     listing, drawn = BlockListing(), random.Random(limit)  # noqa: S311  no secret
-    blocks = [visible(listing) for _ in range(300 if limit == 1 else 20_000)]
+
+    def visible() -> CachedBlock:
+        block = CachedBlock(Namespace(7, FORM, FORM, "main", 1), bytes(16), None, 4096)
+        block.state = BlockState.READY
+        listing.add(block)
+        return block
+
+    blocks = [visible() for _ in range(300 if limit == 1 else 20_000)]
     gone: set[CachedBlock] = set()
 
     def remove(those: Iterable[CachedBlock]) -> None:
@@ -71,7 +67,7 @@ def test_a_reader_of_all_parts_meets_each_block_that_stays_once(limit: int) -> N
         found, position = listing.page(position, limit)
         met += found
         remove(drawn.sample(blocks, 20))
-        later += [visible(listing)] if len(later) < 40 else []
+        later += [visible()] if len(later) < 40 else []
         assert len(listing) == len(blocks) - len(gone) + len(later)
     assert len(met) == len(set(met))
     assert set(blocks) - gone <= set(met)
@@ -111,16 +107,6 @@ def test_evicted_blocks_of_one_namespace_and_tier_go_together_and_so_does_a_chai
         stored(b"b", b"c", parent=b"a"), stored(b"e", parent=b"d"), stored(b"f", parent=b"e", tier=Tier.DISK)
     )  # fmt: skip
     assert journal.since(3, 9) == Changes(expected, 6, lost=False)
-
-
-def test_a_change_that_was_seen_grows_no_more() -> None:
-    journal = CacheJournal(8)
-    journal.evicted(Tier.HOST, SPACE, b"x")
-    assert journal.since(1, 9).next_cursor == 2
-    journal.evicted(Tier.HOST, SPACE, b"y")
-    assert journal.position() == 3
-    journal.evicted(Tier.HOST, SPACE, b"z")
-    assert [change.hashes for change in journal.since(1, 9).changes] == [(b"x",), (b"y",), (b"z",)]
 
 
 def test_a_change_has_a_bound() -> None:
@@ -198,7 +184,6 @@ def test_a_reader_gets_what_was_noted_in_order_or_hears_that_it_did_not(
 
 
 def flat(change: Change) -> list[tuple[object, ...]]:
-    """Return one note a hash."""
     parents = [change.parent, *change.hashes[:-1]] if change.kind is ChangeKind.STORED else [None] * len(change.hashes)
     return [
         (change.kind, change.tier, change.namespace, name, parent)

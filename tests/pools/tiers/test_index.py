@@ -55,13 +55,11 @@ class _Reader:
         self.places: set[Place] = set()
 
     def meet(self, blocks: Iterable[CachedBlock]) -> None:
-        """Note what a part of the list says."""
         for block in blocks:
             flags = {Tier.HOST: block.in_host, Tier.DISK: block.on_disk, Tier.REMOTE: block.in_remote}
             self.places |= {(block.namespace, block.hash, tier) for tier, there in flags.items() if there}
 
     def read(self, journal: CacheJournal) -> None:
-        """Apply all changes since the cursor."""
         while (found := journal.since(self.cursor, 3)).changes:
             self.cursor = found.next_cursor
             for change in found.changes:
@@ -97,11 +95,9 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
     # --- the model ---
 
     def known(self) -> list[_Known]:
-        """Return all blocks that were ever begun and are not forgotten by the model."""
         return [*self.ready.values(), *self.writing.values(), *self.gone]
 
     def new_bytes(self, known: _Known) -> np.typing.NDArray[np.int64]:
-        """Give a block bytes with a number of their own."""
         self.numbers += 1
         known.number = self.numbers
         self.used.add(known.number)
@@ -124,7 +120,6 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
         self.gone.append(known)
 
     def evictable(self) -> list[_Known]:
-        """Return blocks that may leave the host tier, in order."""
         return [known for known in self.order if not known.pinned()]
 
     def used_bytes(self, tenant: int) -> int:
@@ -136,7 +131,6 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
 
     @rule(space=st.sampled_from(SPACES), hashes=CHAINS, parent=st.none() | st.sampled_from(NAMES))
     def begin(self, space: Namespace, hashes: list[bytes], parent: bytes | None) -> None:
-        """Begin a store: what is there or begun already is not the caller's."""
         begun = self.index.begin(space, hashes, parent, SIZE)
         assert len(begun) == len(hashes)
         for name, (block, fresh), before in zip(hashes, begun, [parent, *hashes], strict=False):
@@ -157,12 +151,10 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        """Make some blocks visible; those of later positions go first."""
         done = data.draw(st.lists(st.sampled_from(list(self.writing.values())), unique=True))
         self.end_writing(done, hashed=data.draw(st.booleans()))
 
     def end_writing(self, done: list[_Known], *, hashed: bool) -> None:
-        """Make them visible; those of each namespace at a time."""
         for space in dict.fromkeys(known.space for known in done):
             its = [known for known in done if known.space == space]
             digests = [[known.hash[0]] * space.block_pages for known in its]
@@ -193,7 +185,6 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
 
     @rule(space=st.sampled_from(SPACES), name=st.sampled_from(NAMES), tier=st.sampled_from([Tier.DISK, Tier.REMOTE]))
     def adopt(self, space: Namespace, name: bytes, tier: Tier) -> None:
-        """Find a block in a lower tier."""
         block = self.index.adopt(space, name, None, SIZE, tier=tier, digests=(7,))
         old = self.ready.get((space, name)) or self.writing.get((space, name))
         if old is None:
@@ -205,7 +196,6 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
     @precondition(lambda self: self.known())
     @rule(data=st.data(), tier=st.sampled_from([Tier.DISK, Tier.REMOTE]), present=st.booleans())
     def set_tier(self, data: st.DataObject, tier: Tier, *, present: bool) -> None:
-        """Write a block to a lower tier, or lose it there."""
         known = data.draw(st.sampled_from(self.known()))
         live = known not in self.gone
         assert self.index.set_tier(known.block, tier, present=present) is live
@@ -218,7 +208,6 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
     @precondition(lambda self: self.ready or self.gone)
     @rule(data=st.data())
     def enter_host(self, data: st.DataObject) -> None:
-        """Bring a block up, which may be gone or there already."""
         known = data.draw(st.sampled_from([*self.ready.values(), *self.gone]))
         wanted = known in self.ready.values() and Tier.HOST not in known.tiers
         offsets = self.new_bytes(known) if wanted else np.zeros(1, np.int64)
@@ -279,7 +268,6 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
 
     @rule(space=st.sampled_from(SPACES), hashes=CHAINS, holder=st.none() | HOLDERS)
     def look_up(self, space: Namespace, hashes: list[bytes], holder: int | None) -> None:
-        """Find the longest prefix, use it, and perhaps pin it."""
         expected: list[_Known] = []
         for name in hashes:
             if (space, name) not in self.ready:
@@ -307,7 +295,6 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
     @precondition(lambda self: any(known.pinned() for known in self.known()))
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        """Undo a pin; the last one of a removed block gives its bytes back."""
         known = data.draw(st.sampled_from([known for known in self.known() if known.pinned()]))
         holder = data.draw(st.sampled_from(sorted(+known.pins)))
         freed = self.index.unpin([known.block], holder)

@@ -22,7 +22,6 @@ SECRET = b"not to be touched"
 
 @pytest.fixture(autouse=True)
 def as_root(require: Callable[[object, str], None]) -> None:
-    """Be somebody who can be attacked, and the attacker."""
     require(os.geteuid() == 0, "root, to be two users")
 
 
@@ -40,7 +39,6 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own(place: Path) -> Path:
-    """Return a folder of root's in it."""
     path = place / "own"
     path.mkdir(0o700)
     return path
@@ -48,7 +46,6 @@ def own(place: Path) -> Path:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """Return a file of root's, which must stay as it is."""
     path = tmp_path / "victim"
     path.write_bytes(SECRET)
     path.chmod(0o644)
@@ -58,12 +55,10 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 
 
 def by_nobody(*command: str | Path) -> None:
-    """Run a command as the other user."""
     subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], check=True, timeout=30)
 
 
 def bind(path: Path) -> None:
-    """Leave a socket there."""
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(os.fspath(path))
 
@@ -108,12 +103,6 @@ def test_the_holder_of_a_lock_keeps_its_word_in_it(own: Path) -> None:
     first.close()
     second.lock(LOCK, "runs in")
     second.close()
-
-
-def test_a_folder_of_another_user_is_refused(place: Path) -> None:
-    by_nobody("mkdir", place / "theirs")
-    with pytest.raises(ConfigError, match="belongs to user 65534"):
-        OwnFolder(place / "theirs", FIELD)
 
 
 @pytest.mark.parametrize(

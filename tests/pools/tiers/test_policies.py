@@ -16,12 +16,10 @@ ALL = pytest.mark.parametrize("name", POLICY_NAMES)
 
 
 def place(key: int) -> Place:
-    """Return a place of its own, before no other."""
     return Place("space", key.to_bytes(16, "big"), None, 0)
 
 
 def take_all(policy: EvictionPolicy[Key]) -> list[Key]:
-    """Evict all keys in one go."""
     gone = []
     for key in policy.victims():
         policy.remove(key)
