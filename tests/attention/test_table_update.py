@@ -13,16 +13,8 @@ from kvferry.attention.state_windows import window_of
 from kvferry.attention.table_layout import ALIGNMENT_BYTES, table_layout, table_shape, views
 from kvferry.attention.table_update import TableUpdate, check_update
 from kvferry.attention.window_table import SwaMap
+from kvferry.protocol import errors
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import (
-    DuplicatePageError,
-    InvalidFieldError,
-    KvferryError,
-    LengthMismatchError,
-    PageOutOfRangeError,
-    TooLargeError,
-    WindowMismatchError,
-)
 
 
 @given(st.integers(1, 300), st.integers(1, 500), st.sampled_from([None, 1, 512]))
@@ -77,7 +69,7 @@ def test_the_captured_size_that_holds_a_batch() -> None:
 def test_a_shape_that_makes_no_sense(field: str, value: object) -> None:
     right: dict[str, Any] = {"max_batch": 8, "max_context_tokens": 64, "page_size": 1}
     table_shape(**right)
-    with pytest.raises(InvalidFieldError) as caught:
+    with pytest.raises(errors.InvalidFieldError) as caught:
         table_shape(**right | {field: value})
     assert caught.value.field == field
 
@@ -89,29 +81,29 @@ def one_entry(row: int, column: int, page: int) -> dict[str, list[int]]:
     return {"entry_rows": [row], "entry_columns": [column], "entry_pages": [page]}
 
 
-WRONG: list[tuple[type[KvferryError], str, dict[str, Any]]] = [
-    (TooLargeError, "lengths", {"lengths": [1] * 65}),
-    (InvalidFieldError, "extra_tokens", {"extra_tokens": 4}),
-    (InvalidFieldError, "extra_tokens", {"extra_tokens": -1}),
-    (LengthMismatchError, "entry_pages", one_entry(0, 0, 1) | {"entry_pages": [1, 2]}),
-    (LengthMismatchError, "entry_pages", one_entry(0, 0, 1) | {"entry_rows": []}),
-    (InvalidFieldError, "entry_rows", one_entry(40, 0, 1)),
-    (InvalidFieldError, "entry_rows", one_entry(-1, 0, 1)),
-    (InvalidFieldError, "entry_columns", one_entry(0, 6, 1)),
-    (InvalidFieldError, "entry_columns", one_entry(1, 1 << 62, 1)),
-    (PageOutOfRangeError, "entry_pages", one_entry(0, 0, 0)),
-    (PageOutOfRangeError, "entry_pages", one_entry(0, 0, 50)),
-    (InvalidFieldError, "entry_rows", {"entry_rows": [3, 3], "entry_columns": [2, 2], "entry_pages": [1, 2]}),
-    (InvalidFieldError, "entry_rows", one_entry(3, 0, 1) | {"rows": [3], "row_pages": [1], "pages": [9]}),
-    (LengthMismatchError, "row_pages", {"rows": [0, 1], "row_pages": [1], "pages": [1]}),
-    (LengthMismatchError, "pages", {"rows": [0, 1], "row_pages": [1, 2], "pages": [1, 2]}),
-    (InvalidFieldError, "rows", {"rows": [40], "row_pages": [1], "pages": [1]}),
-    (InvalidFieldError, "rows", {"rows": [5, 5], "row_pages": [1, 1], "pages": [1, 2]}),
-    (InvalidFieldError, "row_pages", {"rows": [0], "row_pages": [7], "pages": [1] * 7}),
-    (InvalidFieldError, "row_pages", {"rows": [0, 1], "row_pages": [2, -1], "pages": [1]}),
-    (PageOutOfRangeError, "pages", {"rows": [0], "row_pages": [2], "pages": [1, 0]}),
-    (InvalidFieldError, "bound_full", {"bound_full": [1], "bound_window": [1]}),
-    (InvalidFieldError, "bound_full", {"released": [1]}),
+WRONG: list[tuple[type[errors.KvferryError], str, dict[str, Any]]] = [
+    (errors.TooLargeError, "lengths", {"lengths": [1] * 65}),
+    (errors.InvalidFieldError, "extra_tokens", {"extra_tokens": 4}),
+    (errors.InvalidFieldError, "extra_tokens", {"extra_tokens": -1}),
+    (errors.LengthMismatchError, "entry_pages", one_entry(0, 0, 1) | {"entry_pages": [1, 2]}),
+    (errors.LengthMismatchError, "entry_pages", one_entry(0, 0, 1) | {"entry_rows": []}),
+    (errors.InvalidFieldError, "entry_rows", one_entry(40, 0, 1)),
+    (errors.InvalidFieldError, "entry_rows", one_entry(-1, 0, 1)),
+    (errors.InvalidFieldError, "entry_columns", one_entry(0, 6, 1)),
+    (errors.InvalidFieldError, "entry_columns", one_entry(1, 1 << 62, 1)),
+    (errors.PageOutOfRangeError, "entry_pages", one_entry(0, 0, 0)),
+    (errors.PageOutOfRangeError, "entry_pages", one_entry(0, 0, 50)),
+    (errors.InvalidFieldError, "entry_rows", {"entry_rows": [3, 3], "entry_columns": [2, 2], "entry_pages": [1, 2]}),
+    (errors.InvalidFieldError, "entry_rows", one_entry(3, 0, 1) | {"rows": [3], "row_pages": [1], "pages": [9]}),
+    (errors.LengthMismatchError, "row_pages", {"rows": [0, 1], "row_pages": [1], "pages": [1]}),
+    (errors.LengthMismatchError, "pages", {"rows": [0, 1], "row_pages": [1, 2], "pages": [1, 2]}),
+    (errors.InvalidFieldError, "rows", {"rows": [40], "row_pages": [1], "pages": [1]}),
+    (errors.InvalidFieldError, "rows", {"rows": [5, 5], "row_pages": [1, 1], "pages": [1, 2]}),
+    (errors.InvalidFieldError, "row_pages", {"rows": [0], "row_pages": [7], "pages": [1] * 7}),
+    (errors.InvalidFieldError, "row_pages", {"rows": [0, 1], "row_pages": [2, -1], "pages": [1]}),
+    (errors.PageOutOfRangeError, "pages", {"rows": [0], "row_pages": [2], "pages": [1, 0]}),
+    (errors.InvalidFieldError, "bound_full", {"bound_full": [1], "bound_window": [1]}),
+    (errors.InvalidFieldError, "bound_full", {"released": [1]}),
 ]
 
 
@@ -122,7 +114,7 @@ def update_of(fields: dict[str, Any]) -> TableUpdate:
 
 
 @pytest.mark.parametrize(("error", "field", "fields"), WRONG)
-def test_what_is_wrong(error: type[KvferryError], field: str, fields: dict[str, Any]) -> None:
+def test_what_is_wrong(error: type[errors.KvferryError], field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(error) as caught:
         check_update(update_of(fields), SHAPE, 50)
     assert caught.value.field == field
@@ -136,7 +128,7 @@ def test_the_last_of_many_entries(name: str, bad: int) -> None:
     check_update(update_of(fields), SHAPE, 50)
     fields["entry_rows" if name == "twice" else name][-1] = bad
     said = "row 0 column 2 is named more" if name == "twice" else f"{bad} at position 19"
-    with pytest.raises(KvferryError, match=said) as caught:
+    with pytest.raises(errors.KvferryError, match=said) as caught:
         check_update(update_of(fields), SHAPE, 50)
     assert caught.value.field == ("entry_rows" if name == "twice" else name)
 
@@ -170,7 +162,7 @@ def test_a_window_is_the_pages_of_its_tokens(prefix: int, beyond: int, window: i
 )
 def test_a_window_that_makes_no_sense(given_: tuple[int, int, int, int], field: str) -> None:
     assert window_of(256, 256, 256, 128) == (2, 2), "an empty one does"
-    with pytest.raises(InvalidFieldError) as caught:
+    with pytest.raises(errors.InvalidFieldError) as caught:
         window_of(*given_)
     assert caught.value.field == field
 
@@ -182,20 +174,20 @@ def ids(*pages: int) -> PageIds:
 @pytest.mark.parametrize(
     ("full_ids", "window_ids", "error", "field"),
     [
-        ((2,), (2, 3), LengthMismatchError, "window_ids"),
-        ((2, FULL_PAGES), (2, 3), PageOutOfRangeError, "full_ids"),
-        ((2, 3), (2, WINDOW_PAGES), PageOutOfRangeError, "window_ids"),
-        ((2, 2), (2, 3), DuplicatePageError, "full_ids"),
-        ((2, 3), (2, 2), DuplicatePageError, "window_ids"),
-        ((2, 1), (2, 3), DuplicatePageError, "full_ids"),
-        ((2, 3), (2, 1), DuplicatePageError, "window_ids"),
-        ((1, 2), None, WindowMismatchError, "full_ids"),
-        ((1, 1), None, DuplicatePageError, "full_ids"),
-        ((1, 0), None, PageOutOfRangeError, "full_ids"),
+        ((2,), (2, 3), errors.LengthMismatchError, "window_ids"),
+        ((2, FULL_PAGES), (2, 3), errors.PageOutOfRangeError, "full_ids"),
+        ((2, 3), (2, WINDOW_PAGES), errors.PageOutOfRangeError, "window_ids"),
+        ((2, 2), (2, 3), errors.DuplicatePageError, "full_ids"),
+        ((2, 3), (2, 2), errors.DuplicatePageError, "window_ids"),
+        ((2, 1), (2, 3), errors.DuplicatePageError, "full_ids"),
+        ((2, 3), (2, 1), errors.DuplicatePageError, "window_ids"),
+        ((1, 2), None, errors.WindowMismatchError, "full_ids"),
+        ((1, 1), None, errors.DuplicatePageError, "full_ids"),
+        ((1, 0), None, errors.PageOutOfRangeError, "full_ids"),
     ],
 )
 def test_what_cannot_be_bound_or_released_changes_nothing(
-    full_ids: tuple[int, ...], window_ids: tuple[int, ...] | None, error: type[KvferryError], field: str
+    full_ids: tuple[int, ...], window_ids: tuple[int, ...] | None, error: type[errors.KvferryError], field: str
 ) -> None:
     swa = SwaMap(FULL_PAGES, WINDOW_PAGES)
     swa.bind(ids(1), ids(1))

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from kvferry.clients import Client, calls
+from kvferry.clients import Client
 from kvferry.clients.tables import Tables
 from kvferry.daemon.daemon import Tuning
-from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError, OutOfMemoryError
+from kvferry.protocol.errors import DeadlineError, OutOfMemoryError
 from kvferry.protocol.manifests import MhaSpec
-from kvferry.protocol.pool_messages import AttachPool, RegisteredArrays, RegisterPool
-from kvferry.protocol.session_messages import OpenEvents
-from kvferry.protocol.session_stream import SharedEvents, ShareFollows, TorchShare, VmmShare
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
 from tests.kit.daemons import Daemon, soon
 from tests.kit.devices import DEVICE
-from tests.kit.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
-ARRAYS = tuple(
-    RegisteredArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
-    for role in ("k", "v")
-)
-
-
 TUNING = Tuning(stuck_after_s=5.0)  # it soon takes a device for stuck
 POOLS = {"pool": SPEC}
-
-
-@pytest.fixture
-def raw(daemon: Daemon) -> Iterator[RawEngine]:
-    with raw_engine(daemon.runtime_dir) as one:
-        yield one
 
 
 def made(client: Client, max_batch: int = 4) -> Tables:
@@ -144,40 +127,3 @@ def test_tables_that_are_given_up_stay_mapped_until_their_copies_are_done(
         client.create_pool("another", SPEC, device=device)
     assert client.status().devices[0].state == "ready"
     made(client)
-
-
-def test_what_is_no_share_costs_nobody_the_device(client: Client, raw: RawEngine, device: str) -> None:
-    said, _ = raw.numbered(calls.asked(AttachPool(pool="pool")))
-    raw.channel.receive()
-    [real] = raw.channel.take(said, ShareFollows)[0].shares
-    assert isinstance(real, VmmShare)
-    torch_share = TorchShare(
-        handle=bytes(64),
-        storage_bytes=1 << 30,
-        storage_offset_bytes=0,
-        ref_counter=b"/none",
-        ref_counter_offset=0,
-        event=bytes(64),
-        event_sync=True,
-    )
-    for share in (
-        VmmShare(handle=1 << 60, size_bytes=2 << 20),
-        VmmShare(handle=real.handle, size_bytes=1 << 61),
-        VmmShare(handle=real.handle, size_bytes=real.size_bytes + 1),
-        VmmShare(handle=real.handle, size_bytes=64 << 20),
-        torch_share,
-    ):
-        with pytest.raises(KvferryError) as refused:
-            raw.ask(
-                RegisterPool(pool="registered", spec=SPEC, device=device, arrays=ARRAYS),
-                registered=ShareFollows(message_id=0, shares=(share, share)),
-            )
-        assert refused.value.code in {"DEVICE_UNAVAILABLE", "INVALID_FIELD", "OUT_OF_MEMORY"}, refused.value
-    for handles, said in (((bytes(64), os.urandom(64)), "no such event"), ((bytes(63),), "of 63 bytes; 64 are needed")):
-        with pytest.raises(InvalidFieldError, match=said):
-            raw.ask(
-                OpenEvents(device=device),
-                registered=ShareFollows(message_id=0, events=SharedEvents(handles=handles)),
-            )
-    assert client.status().devices[0].state == "ready"
-    client.allocate("pool", 2)

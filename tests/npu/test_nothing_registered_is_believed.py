@@ -6,6 +6,7 @@ real tensors, and lies about them in the messages that the client library would 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -178,6 +179,15 @@ def test_a_claim_of_registered_memory_is_checked(harness: Harness, row: Row) -> 
     with pytest.raises(KvferryError) as refused:
         register(harness, row.said(harness.registered))
     assert (refused.value.code, refused.value.field) == (row.code, row.field), refused.value
+    assert held(harness) == before
+
+
+def test_handles_that_are_no_events_cost_nobody_the_device(harness: Harness) -> None:
+    before = held(harness)
+    for handles, said in (((bytes(64), os.urandom(64)), "no such event"), ((bytes(63),), "of 63 bytes; 64 are needed")):
+        events = ShareFollows(message_id=0, events=SharedEvents(handles=handles))
+        with raw_engine(harness.runtime_dir) as other, pytest.raises(InvalidFieldError, match=said):
+            other.ask(OpenEvents(device=DEVICE.name), registered=events)
     assert held(harness) == before
 
 

@@ -13,15 +13,7 @@ import pytest
 import torch
 
 from kvferry.clients import AttachedPool, Client, MhaSpec, MlaSpec, calls, new_request_id, pages
-from kvferry.protocol.errors import (
-    DeadlineError,
-    InvalidFieldError,
-    OutOfMemoryError,
-    PeerLostError,
-    PoolFullError,
-    PoolInUseError,
-    PoolLostError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.manifests import PoolSpec
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
@@ -184,7 +176,7 @@ def test_pages_that_are_read_still_go_to_nobody_else(
             pool.tensor("main", "k").fill_(1)
             freeing = client.begin(calls.free(name, ids, "main", ring.record_event()))
             client.ping()
-            with pytest.raises(PoolFullError, match="0 of 64 free"):
+            with pytest.raises(errors.PoolFullError, match="0 of 64 free"):
                 other.allocate(name, 1)
         assert client.wait(freeing).freed == 64
     assert len(other.allocate(name, 64)) == 64
@@ -199,7 +191,7 @@ def test_pages_are_offloaded_only_once_they_are_written(
         with simulator.held(process=os.getpid()):
             pool.tensor("main", "k").fill_(5)
             operation = client.offload(name, [pages(ids)], release=True, after=ring.record_event())
-            with pytest.raises(DeadlineError):
+            with pytest.raises(errors.DeadlineError):
                 client.wait_done(operation, timeout_s=0.2)
         client.wait_done(operation)
     pool.tensor("main", "k").fill_(6)
@@ -257,9 +249,9 @@ def test_a_registered_pool_takes_part_in_transfers(
         assert engine.do("client.wait_finished(transfer); result = k[:, 5:9].cpu().float().unique().tolist()") == [8.0]
         assert engine.do("result = k[:, :5].cpu().float().unique().tolist()") == [3.0]
         client.wait_settled(send_request, WAIT_S)
-        with pytest.raises(InvalidFieldError, match="its engine has the memory"):
+        with pytest.raises(errors.InvalidFieldError, match="its engine has the memory"):
             client.attach_pool(f"{name}-registered")
-        with pytest.raises(PoolInUseError, match="registered by session"):
+        with pytest.raises(errors.PoolInUseError, match="registered by session"):
             client.delete_pool(f"{name}-registered")
         engine.do(f"client.delete_pool('{name}-registered'); client.close()")
 
@@ -277,10 +269,10 @@ def test_an_engine_killed_with_its_pool_registered_fails_its_transfers_only(
         )
         engine.process.kill()
         engine.process.wait(WAIT_S)
-        with pytest.raises(PeerLostError):
+        with pytest.raises(errors.PeerLostError):
             client.wait_finished(transfer, WAIT_S)
         client.wait_settled(transfer, WAIT_S)
-        with pytest.raises(PoolLostError, match="was registered by an engine that is gone"):
+        with pytest.raises(errors.PoolLostError, match="was registered by an engine that is gone"):
             client.attach_pool(f"{name}-registered")
     source = client.create_pool(f"{name}-send", SPEC, device=device)
     fill(source)
@@ -301,7 +293,7 @@ def test_more_than_the_device_has_is_refused_and_nothing_is_kept(
     before = simulator.memory_used(0)
     simulator.out_of_memory(1)
     try:
-        with pytest.raises(OutOfMemoryError, match=r"\d+ bytes are needed|\d+ are needed") as refused:
+        with pytest.raises(errors.OutOfMemoryError, match=r"\d+ bytes are needed|\d+ are needed") as refused:
             client.create_pool(name, SPEC, device=device)
     finally:
         simulator.out_of_memory(0)

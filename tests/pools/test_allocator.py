@@ -12,15 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.pools import allocator as allocator_module
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.planning import page_ids
-from kvferry.protocol.errors import (
-    DuplicatePageError,
-    EmptyPagesError,
-    KvferryError,
-    NotOwnerError,
-    PageBusyError,
-    PageOutOfRangeError,
-    PoolFullError,
-)
+from kvferry.protocol import errors
 from tests.kit.devices import DEVICE
 
 PAGES = 9
@@ -48,13 +40,13 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
     def free_pages(self) -> set[int]:
         return set(range(1, PAGES)) - set(self.owner) - self.doomed
 
-    def refusal(self, owner: int, pages: list[int]) -> type[KvferryError] | None:
+    def refusal(self, owner: int, pages: list[int]) -> type[errors.KvferryError] | None:
         """Return what must be raised for pages that should be the owner's."""
         if not pages:
-            return EmptyPagesError
+            return errors.EmptyPagesError
         if any(not 1 <= page < PAGES for page in pages):
-            return PageOutOfRangeError
-        return NotOwnerError if any(self.owner.get(page) != owner for page in pages) else None
+            return errors.PageOutOfRangeError
+        return errors.NotOwnerError if any(self.owner.get(page) != owner for page in pages) else None
 
     def give_back(self, pages: set[int]) -> tuple[int, int]:
         """Take pages from their owner; return how many are free at once, and how many later."""
@@ -71,7 +63,7 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
     def allocate(self, owner: int, count: int) -> None:
         free = sorted(self.free_pages())
         if count > len(free):
-            with pytest.raises(PoolFullError, match=f"{count} pages asked for, {len(free)} of 8 free"):
+            with pytest.raises(errors.PoolFullError, match=f"{count} pages asked for, {len(free)} of 8 free"):
                 self.allocator.allocate(owner, count)
             return
         assert self.allocator.allocate(owner, count).tolist() == free[:count]
@@ -81,7 +73,7 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
     def free_any(self, owner: int, pages: list[int]) -> None:
         error = self.refusal(owner, pages)
         if error is None and len(set(pages)) < len(pages):
-            error = DuplicatePageError
+            error = errors.DuplicatePageError
         if error is not None:
             with pytest.raises(error):
                 self.allocator.free(owner, ids_of(pages))
@@ -106,7 +98,7 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         pages = data.draw(self.lists_near(owner))
         error = self.refusal(owner, pages)
         if error is None and set(pages) & self.writing:
-            error = PageBusyError
+            error = errors.PageBusyError
         if error is not None:
             with pytest.raises(error):
                 self.allocator.begin_read(owner, ids_of(pages), "pages")
@@ -120,9 +112,9 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         pages = data.draw(self.lists_near(owner))
         error = self.refusal(owner, pages)
         if error is None and len(set(pages)) < len(pages):
-            error = DuplicatePageError
+            error = errors.DuplicatePageError
         if error is None and any(page in self.writing or self.readers[page] for page in pages):
-            error = PageBusyError
+            error = errors.PageBusyError
         if error is not None:
             with pytest.raises(error):
                 self.allocator.begin_write(owner, ids_of(pages), "pages")

@@ -15,13 +15,7 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.entry_checks import MAX_ADDRESS, check_entry
 from kvferry.pools.layouts.models import MODELS, model_spec
 from kvferry.pools.planning.manifest import SpaceSize, check_unique, lay_out, layout_digest, space_sizes
-from kvferry.protocol.errors import (
-    DuplicateEntryError,
-    GeometryMismatchError,
-    HeadsIndivisibleError,
-    InvalidFieldError,
-    KvferryError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.manifests import Entry
 
 PAGED: Final = Entry(
@@ -79,55 +73,60 @@ def test_whatever_is_left_out_the_rest_goes_together(entry: Entry) -> None:
 @pytest.mark.parametrize(
     ("error", "field", "entry", "changes"),
     [
-        (InvalidFieldError, "base", PAGED, {"base": MAX_ADDRESS}),
-        (InvalidFieldError, "base", PAGED, {"pages": (1 << 31) - 1, "page_bytes": (1 << 62) - 1, "shape": None}),
-        (InvalidFieldError, "heads", PAGED, {"head_start": 7}),
-        (InvalidFieldError, "dtype", PAGED, {"dtype": "float12"}),
-        (GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 32, "shape": (160, 1, 2, 8)}),  # a row, not a page
-        (GeometryMismatchError, "page_bytes", PAGED, {"dtype": "float32"}),
-        (GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 511, "shape": None}),
-        (GeometryMismatchError, "page_bytes", PAGED, {"page_tokens": 24, "shape": None}),
-        (GeometryMismatchError, "page_bytes", PAGED, {"heads": 3, "shape": None}),
-        (GeometryMismatchError, "page_bytes", PAGED, {"heads": 32, "total_heads": 64, "shape": None}),
-        (GeometryMismatchError, "shape", PAGED, {"page_tokens": 8}),
-        (GeometryMismatchError, "shape", PAGED, {"heads": 1}),
-        (GeometryMismatchError, "shape", PAGED, {"format": None, "heads": 1}),
-        (GeometryMismatchError, "shape", PAGED, {"dtype": None, "shape": (10, 8, 2, 16)}),
-        (GeometryMismatchError, "shape", PAGED, {"shape": (10, 2, 16, 8)}),
-        (GeometryMismatchError, "shape", FIA, {"page_tokens": 8}),
-        (GeometryMismatchError, "shape", NZ, {"heads": 1}),
-        (GeometryMismatchError, "shape", JOINED, {"page_tokens": 64}),
-        (GeometryMismatchError, "shape", JOINED_NZ, {"page_tokens": 8}),
-        (GeometryMismatchError, "shape", NZ, {"shape": (2, 10, 1, 16, 16)}),
-        (GeometryMismatchError, "shape", SCALES, {"heads": 1}),
-        (GeometryMismatchError, "shape", SCALES, {"shape": (5, 4)}),
-        (GeometryMismatchError, "page_bytes", SCALES, {"heads": 4, "shape": None}),
-        (GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 32, "dtype": None}),
-        (GeometryMismatchError, "page_bytes", PAGED, {"shape": (7, 16, 2, 8), "dtype": None}),
-        (GeometryMismatchError, "shape", PAGED, {"pages": 5, "page_bytes": 1024, "page_tokens": None}),
-        (GeometryMismatchError, "shape", PAGED, {"shape": (16, 10, 2, 8), "page_tokens": None}),
-        (GeometryMismatchError, "shape", PAGED, {"shape": (5, 64, 8)}),
-        (GeometryMismatchError, "shape", FIA, {"shape": (16, 1, 20, 8), "page_tokens": None}),
-        (GeometryMismatchError, "shape", SCALES, {"pages": 5, "page_bytes": 16}),
-        (GeometryMismatchError, "shape", INDEX_SCALE, {"page_tokens": 64}),
-        (GeometryMismatchError, "shape", INDEX_SCALE, {"pages": 3, "page_bytes": 1536}),
-        (GeometryMismatchError, "page_bytes", INDEX_SCALE, {"heads": 2, "total_heads": 2}),
-        (GeometryMismatchError, "shape", PACKED, {"page_tokens": 64}),
-        (GeometryMismatchError, "shape", PACKED, {"pages": 1, "page_bytes": 5 * 128 * 656}),
-        (GeometryMismatchError, "shape", SSM, {"heads": 16}),
-        (GeometryMismatchError, "shape", SSM, {"pages": 2, "page_bytes": 2 * 4 * 8 * 8 * 4}),
-        (GeometryMismatchError, "shape", ONE_HEAD, {"pages": 2, "page_bytes": 2 * 8 * 8 * 4}),
-        (GeometryMismatchError, "shape", CONV, {"pages": 2, "page_bytes": 2 * 3 * 8 * 4}),
-        (KvferryError, "scales", SCALED, {"scales": (1.0, 2.0, 3.0)}),
-        (KvferryError, "scales", SCALED, {"scales": (0.0,)}),
-        (KvferryError, "scales", SCALED, {"scales": (math.inf, 1.0)}),
-        (KvferryError, "scales", SCALED, {"heads": None}),
-        (KvferryError, "scales", SCALED, {"dtype": None}),
-        (KvferryError, "scales", SCALED, {"dtype": "bfloat16", "shape": None}),
+        (errors.InvalidFieldError, "base", PAGED, {"base": MAX_ADDRESS}),
+        (errors.InvalidFieldError, "base", PAGED, {"pages": (1 << 31) - 1, "page_bytes": (1 << 62) - 1, "shape": None}),
+        (errors.InvalidFieldError, "heads", PAGED, {"head_start": 7}),
+        (errors.InvalidFieldError, "dtype", PAGED, {"dtype": "float12"}),
+        (
+            errors.GeometryMismatchError,
+            "page_bytes",
+            PAGED,
+            {"page_bytes": 32, "shape": (160, 1, 2, 8)},
+        ),  # a row, not a page
+        (errors.GeometryMismatchError, "page_bytes", PAGED, {"dtype": "float32"}),
+        (errors.GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 511, "shape": None}),
+        (errors.GeometryMismatchError, "page_bytes", PAGED, {"page_tokens": 24, "shape": None}),
+        (errors.GeometryMismatchError, "page_bytes", PAGED, {"heads": 3, "shape": None}),
+        (errors.GeometryMismatchError, "page_bytes", PAGED, {"heads": 32, "total_heads": 64, "shape": None}),
+        (errors.GeometryMismatchError, "shape", PAGED, {"page_tokens": 8}),
+        (errors.GeometryMismatchError, "shape", PAGED, {"heads": 1}),
+        (errors.GeometryMismatchError, "shape", PAGED, {"format": None, "heads": 1}),
+        (errors.GeometryMismatchError, "shape", PAGED, {"dtype": None, "shape": (10, 8, 2, 16)}),
+        (errors.GeometryMismatchError, "shape", PAGED, {"shape": (10, 2, 16, 8)}),
+        (errors.GeometryMismatchError, "shape", FIA, {"page_tokens": 8}),
+        (errors.GeometryMismatchError, "shape", NZ, {"heads": 1}),
+        (errors.GeometryMismatchError, "shape", JOINED, {"page_tokens": 64}),
+        (errors.GeometryMismatchError, "shape", JOINED_NZ, {"page_tokens": 8}),
+        (errors.GeometryMismatchError, "shape", NZ, {"shape": (2, 10, 1, 16, 16)}),
+        (errors.GeometryMismatchError, "shape", SCALES, {"heads": 1}),
+        (errors.GeometryMismatchError, "shape", SCALES, {"shape": (5, 4)}),
+        (errors.GeometryMismatchError, "page_bytes", SCALES, {"heads": 4, "shape": None}),
+        (errors.GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 32, "dtype": None}),
+        (errors.GeometryMismatchError, "page_bytes", PAGED, {"shape": (7, 16, 2, 8), "dtype": None}),
+        (errors.GeometryMismatchError, "shape", PAGED, {"pages": 5, "page_bytes": 1024, "page_tokens": None}),
+        (errors.GeometryMismatchError, "shape", PAGED, {"shape": (16, 10, 2, 8), "page_tokens": None}),
+        (errors.GeometryMismatchError, "shape", PAGED, {"shape": (5, 64, 8)}),
+        (errors.GeometryMismatchError, "shape", FIA, {"shape": (16, 1, 20, 8), "page_tokens": None}),
+        (errors.GeometryMismatchError, "shape", SCALES, {"pages": 5, "page_bytes": 16}),
+        (errors.GeometryMismatchError, "shape", INDEX_SCALE, {"page_tokens": 64}),
+        (errors.GeometryMismatchError, "shape", INDEX_SCALE, {"pages": 3, "page_bytes": 1536}),
+        (errors.GeometryMismatchError, "page_bytes", INDEX_SCALE, {"heads": 2, "total_heads": 2}),
+        (errors.GeometryMismatchError, "shape", PACKED, {"page_tokens": 64}),
+        (errors.GeometryMismatchError, "shape", PACKED, {"pages": 1, "page_bytes": 5 * 128 * 656}),
+        (errors.GeometryMismatchError, "shape", SSM, {"heads": 16}),
+        (errors.GeometryMismatchError, "shape", SSM, {"pages": 2, "page_bytes": 2 * 4 * 8 * 8 * 4}),
+        (errors.GeometryMismatchError, "shape", ONE_HEAD, {"pages": 2, "page_bytes": 2 * 8 * 8 * 4}),
+        (errors.GeometryMismatchError, "shape", CONV, {"pages": 2, "page_bytes": 2 * 3 * 8 * 4}),
+        (errors.KvferryError, "scales", SCALED, {"scales": (1.0, 2.0, 3.0)}),
+        (errors.KvferryError, "scales", SCALED, {"scales": (0.0,)}),
+        (errors.KvferryError, "scales", SCALED, {"scales": (math.inf, 1.0)}),
+        (errors.KvferryError, "scales", SCALED, {"heads": None}),
+        (errors.KvferryError, "scales", SCALED, {"dtype": None}),
+        (errors.KvferryError, "scales", SCALED, {"dtype": "bfloat16", "shape": None}),
     ],
 )
 def test_an_entry_that_contradicts_itself(
-    error: type[KvferryError], field: str, entry: Entry, changes: dict[str, Any]
+    error: type[errors.KvferryError], field: str, entry: Entry, changes: dict[str, Any]
 ) -> None:
     check_entry(entry, "x[1]")
     with pytest.raises(error) as refused:
@@ -187,7 +186,7 @@ def test_the_digest_leaves_out_the_order(names: list[tuple[str, int]]) -> None:
 
 def test_a_second_entry_of_one_name_is_refused() -> None:
     check_unique([PLAIN, changed("layer", 5), changed("role", "v"), changed("component", "draft")], "entries")
-    with pytest.raises(DuplicateEntryError, match="main/k/4 is entry 0 and entry 2") as refused:
+    with pytest.raises(errors.DuplicateEntryError, match="main/k/4 is entry 0 and entry 2") as refused:
         check_unique([PLAIN, changed("layer", 5), changed("base", 0)], "entries")
     assert refused.value.field == "entries[2]"
 
@@ -203,7 +202,7 @@ def test_a_second_entry_of_one_name_is_refused() -> None:
 def test_a_region_has_a_bound_and_optional_components_must_leave_something(
     field: str, value: int, optional: tuple[str, ...]
 ) -> None:
-    with pytest.raises(InvalidFieldError) as refused:
+    with pytest.raises(errors.InvalidFieldError) as refused:
         lay_out([changed("page_bytes", value)], optional_components=optional)
     assert refused.value.field == field
 
@@ -275,22 +274,22 @@ def test_the_draft_is_on_the_last_stage(name: str) -> None:
 @pytest.mark.parametrize(
     ("error", "field", "name", "options"),
     [
-        (InvalidFieldError, "model", "llama-4-9b", {}),
-        (InvalidFieldError, "layers", "llama-3-8b", {"first_layer": 32}),
-        (InvalidFieldError, "layers", "llama-3-8b", {"layers": 0}),
-        (InvalidFieldError, "tp_rank", "llama-3-8b", {"tp_size": 2, "tp_rank": 2}),
-        (InvalidFieldError, "tp_rank", "deepseek-v3", {"tp_size": 0}),
-        (InvalidFieldError, "tokens", "llama-3-8b", {"tokens": 0}),
-        (InvalidFieldError, "page_size", "gemma-3-1b", {"page_size": 0}),
-        (InvalidFieldError, "window_tokens", "gemma-3-1b", {"requests": 0}),
-        (InvalidFieldError, "slots", "qwen3-next-80b-a3b", {"requests": 0}),
-        (InvalidFieldError, "draft", "llama-3-8b", {"draft": True}),
-        (InvalidFieldError, "packed", "llama-3-8b", {"packed": "ascend"}),
-        (HeadsIndivisibleError, "tp_size", "llama-3-8b", {"tp_size": 3}),
-        (HeadsIndivisibleError, "tp_size", "qwen3-next-80b-a3b", {"tp_size": 32}),
+        (errors.InvalidFieldError, "model", "llama-4-9b", {}),
+        (errors.InvalidFieldError, "layers", "llama-3-8b", {"first_layer": 32}),
+        (errors.InvalidFieldError, "layers", "llama-3-8b", {"layers": 0}),
+        (errors.InvalidFieldError, "tp_rank", "llama-3-8b", {"tp_size": 2, "tp_rank": 2}),
+        (errors.InvalidFieldError, "tp_rank", "deepseek-v3", {"tp_size": 0}),
+        (errors.InvalidFieldError, "tokens", "llama-3-8b", {"tokens": 0}),
+        (errors.InvalidFieldError, "page_size", "gemma-3-1b", {"page_size": 0}),
+        (errors.InvalidFieldError, "window_tokens", "gemma-3-1b", {"requests": 0}),
+        (errors.InvalidFieldError, "slots", "qwen3-next-80b-a3b", {"requests": 0}),
+        (errors.InvalidFieldError, "draft", "llama-3-8b", {"draft": True}),
+        (errors.InvalidFieldError, "packed", "llama-3-8b", {"packed": "ascend"}),
+        (errors.HeadsIndivisibleError, "tp_size", "llama-3-8b", {"tp_size": 3}),
+        (errors.HeadsIndivisibleError, "tp_size", "qwen3-next-80b-a3b", {"tp_size": 32}),
     ],
 )
-def test_what_cannot_be(error: type[KvferryError], field: str, name: str, options: dict[str, Any]) -> None:
+def test_what_cannot_be(error: type[errors.KvferryError], field: str, name: str, options: dict[str, Any]) -> None:
     with pytest.raises(error) as refused:
         model_spec(name, **{"tokens": 1024, **options})
     assert refused.value.field == field

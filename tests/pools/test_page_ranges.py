@@ -24,20 +24,8 @@ from kvferry.pools.planning.page_ranges import (
     state_span,
 )
 from kvferry.pools.pool import Pool
+from kvferry.protocol import errors
 from kvferry.protocol.base import PageList
-from kvferry.protocol.errors import (
-    DuplicatePageError,
-    EmptyPagesError,
-    EmptyStateError,
-    InvalidFieldError,
-    KvferryError,
-    LengthMismatchError,
-    PageGapError,
-    PageOutOfRangeError,
-    PageOverlapError,
-    UnknownComponentError,
-    WindowMismatchError,
-)
 from kvferry.protocol.manifests import Component
 from tests.kit.transfers import TransferHarness, layers
 
@@ -110,7 +98,7 @@ def test_range(few: int, pages: list[int]) -> None:
         with looked_at_as(few):
             check_range(ids_of(pages), POOL_PAGES, "lists[3].pages")
         return
-    with looked_at_as(few), pytest.raises(PageOutOfRangeError if pages else EmptyPagesError) as refused:
+    with looked_at_as(few), pytest.raises(errors.PageOutOfRangeError if pages else errors.EmptyPagesError) as refused:
         check_range(ids_of(pages), POOL_PAGES, "lists[3].pages")
     assert refused.value.field == "lists[3].pages"
     if wrong:
@@ -127,7 +115,7 @@ def test_distinct(few: int, pages: list[int]) -> None:
         return
     with (
         looked_at_as(few),
-        pytest.raises(DuplicatePageError, match=f"page {again[0]} is named more than once") as refused,
+        pytest.raises(errors.DuplicatePageError, match=f"page {again[0]} is named more than once") as refused,
     ):
         check_distinct(ids_of(pages), "pages")
     assert refused.value.field == "pages"
@@ -189,24 +177,24 @@ def test_several_lists_of_a_component_are_one_with_gaps(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("error", "field", "second", "ids"),
     [
-        (UnknownComponentError, "lists[1].component", of("swa", 1), [1]),
-        (PageOverlapError, "lists[1].first_page", of("main", 1), [2]),
-        (InvalidFieldError, "lists[2]", of("mamba", 1), [1]),
-        (EmptyPagesError, "lists[1].pages", of("draft", 0), []),
-        (InvalidFieldError, "lists[1].none", PageList(component="draft", pages=0, none=True), []),
-        (InvalidFieldError, "lists[1].pages", PageList(component="mamba", pages=1, none=True), [1]),
-        (PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [0]),
-        (PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [17]),
-        (InvalidFieldError, "lists[1].tokens", of("mamba", 1, tokens=1), [1]),
-        (LengthMismatchError, "lists[1].tokens", of("draft", 2, tokens=4), [1, 2]),
-        (LengthMismatchError, "lists[1].tokens", of("draft", 2, tokens=9), [1, 2]),
-        (PageGapError, "lists[1].tokens", of("draft", 2, tokens=7), [1, 2]),
+        (errors.UnknownComponentError, "lists[1].component", of("swa", 1), [1]),
+        (errors.PageOverlapError, "lists[1].first_page", of("main", 1), [2]),
+        (errors.InvalidFieldError, "lists[2]", of("mamba", 1), [1]),
+        (errors.EmptyPagesError, "lists[1].pages", of("draft", 0), []),
+        (errors.InvalidFieldError, "lists[1].none", PageList(component="draft", pages=0, none=True), []),
+        (errors.InvalidFieldError, "lists[1].pages", PageList(component="mamba", pages=1, none=True), [1]),
+        (errors.PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [0]),
+        (errors.PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [17]),
+        (errors.InvalidFieldError, "lists[1].tokens", of("mamba", 1, tokens=1), [1]),
+        (errors.LengthMismatchError, "lists[1].tokens", of("draft", 2, tokens=4), [1, 2]),
+        (errors.LengthMismatchError, "lists[1].tokens", of("draft", 2, tokens=9), [1, 2]),
+        (errors.PageGapError, "lists[1].tokens", of("draft", 2, tokens=7), [1, 2]),
     ],
 )
-def test_refused(pool: Pool, error: type[KvferryError], field: str, second: PageList, ids: list[int]) -> None:
-    with pytest.raises(UnknownComponentError, match="no list for component 'mamba'"):  # draft alone is optional
+def test_refused(pool: Pool, error: type[errors.KvferryError], field: str, second: PageList, ids: list[int]) -> None:
+    with pytest.raises(errors.UnknownComponentError, match="no list for component 'mamba'"):  # draft alone is optional
         ranges(pool, of("main", 1), ids=[[1]])
-    with pytest.raises(PageGapError, match="more pages follow"):  # inside a page only the last list ends
+    with pytest.raises(errors.PageGapError, match="more pages follow"):  # inside a page only the last list ends
         ranges(pool, of("main", 2, tokens=7), of("main", 1, first_page=7), of("mamba", 1), ids=[[9, 4], [2], [1]])
     twice = field == "lists[2]"
     lists = [of("main", 1), second, *([] if second.component == "mamba" and not twice else [of("mamba", 1)])]
@@ -232,7 +220,7 @@ def test_a_page_named_twice_is_refused_with_the_list_that_repeats_it(
     everything = [*named, *([] if named[0][0] == "mamba" else [("mamba", 0, [9])])]
     lists = [of(component, len(ids), first_page=first) for component, first, ids in everything]
     found = ranges(pool, *lists, ids=[ids for _, _, ids in everything])
-    with pytest.raises(DuplicatePageError) as refused:
+    with pytest.raises(errors.DuplicatePageError) as refused:
         check_apart(lists_with_pages(found), pool.manifest)
     assert refused.value.field == f"lists[{list_number}].pages"
 
@@ -278,7 +266,7 @@ def test_only_the_same_logical_page_is_paired(
     source, destination = of_pages(ours, SOURCE_SALT), of_pages(theirs, DESTINATION_SALT)
     if not set(theirs) <= set(ours):
         event("refused")
-        with pytest.raises(WindowMismatchError) as caught:
+        with pytest.raises(errors.WindowMismatchError) as caught:
             paired(source, destination)
         said = f"the destination wants pages {theirs[0]}..{theirs[-1]}, the source has {ours[0]}..{ours[-1]}"
         assert (caught.value.field, caught.value.detail) == ("first_page", f"swa of transfer 0af1: {said}")
@@ -319,13 +307,13 @@ def test_a_destination_is_never_filled_from_nothing_and_an_empty_one_is_no_succe
     if (theirs and not ours) or (ours and not theirs and not destination.none):
         said = "gives .* ids, the destination's list is empty" if ours else "wants .* ids, the source"
         said += "" if ours else (" says none" if source.none else "'s list is empty")
-        with pytest.raises(EmptyStateError, match=said) as caught:
+        with pytest.raises(errors.EmptyStateError, match=said) as caught:
             paired(source, destination)
         assert caught.value.field == "lists"
         return
     try:
         span, _, _ = paired(source, destination)
-    except WindowMismatchError:
+    except errors.WindowMismatchError:
         assert source.first_page is not None
         assert destination.first_page is not None
         return

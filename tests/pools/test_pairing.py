@@ -33,14 +33,7 @@ from kvferry.pools.planning.pairing import (
     pair_entries,
 )
 from kvferry.pools.planning.plan import make_plan
-from kvferry.protocol.errors import (
-    DuplicateEntryError,
-    GeometryMismatchError,
-    HeadsIndivisibleError,
-    InvalidFieldError,
-    ScaleMismatchError,
-    UncoveredEntryError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.manifests import DraftSpec, Entry, PoolSpec
 from tests.kit.pool_specs import MAMBA, MHA, MLA, SWA, changed
 
@@ -88,7 +81,7 @@ def test_the_names_alone_decide_and_only_optional_components_may_stay_uncovered(
         check_covered(pairing, ["draft"])
         return
     expected = f"no source entry for {'/'.join(map(str, bare[0]))} .{len(bare)} required"
-    with pytest.raises(UncoveredEntryError, match=expected) as refused:
+    with pytest.raises(errors.UncoveredEntryError, match=expected) as refused:
         check_covered(pairing, ["draft"])
     assert refused.value.field == "destination.entries"
 
@@ -101,7 +94,7 @@ def test_a_field_must_agree_where_both_give_it(field: str) -> None:
     if field != "page_bytes":  # what one side leaves out is taken as it is
         silent = msgspec.structs.replace(FULL, **{field: None})
         assert len(pair_entries([FULL], [silent]).pairs) == len(pair_entries([silent], [FULL]).pairs) == 1
-    with pytest.raises(GeometryMismatchError, match=f"main/k/0: {field} is") as refused:
+    with pytest.raises(errors.GeometryMismatchError, match=f"main/k/0: {field} is") as refused:
         pair_entries([ours], [msgspec.structs.replace(FULL, layer=1), other])
     assert refused.value.field == f"destination.entries[1].{field}"
 
@@ -109,7 +102,7 @@ def test_a_field_must_agree_where_both_give_it(field: str) -> None:
 @pytest.mark.parametrize("side", ["source", "destination"])
 def test_a_name_given_twice_is_refused(side: str) -> None:
     once, twice = [FULL], [FULL, FULL]
-    with pytest.raises(DuplicateEntryError) as refused:
+    with pytest.raises(errors.DuplicateEntryError) as refused:
         pair_entries(twice if side == "source" else once, twice if side == "destination" else once)
     assert refused.value.field == f"{side}.entries[1]"
 
@@ -141,7 +134,7 @@ def test_the_heads_of_both_sides_are_exchanged(ours: tuple[int, int], theirs: tu
 @pytest.mark.parametrize("field", MUST_AGREE_SLICED)
 def test_sides_with_other_heads_must_agree_too(field: str) -> None:
     other = rank(0, 8, shape=None, **{field: {**OTHER, "total_heads": 16}[field]})
-    with pytest.raises(GeometryMismatchError, match=f"main/k/0: {field} is") as refused:
+    with pytest.raises(errors.GeometryMismatchError, match=f"main/k/0: {field} is") as refused:
         pair_entries([FULL], [other])
     assert refused.value.field == f"destination.entries[0].{field}"
 
@@ -161,7 +154,7 @@ def test_sides_with_other_heads_must_agree_too(field: str) -> None:
     ],
 )
 def test_heads_of_another_width_are_refused(other: Entry, field: str, what: str) -> None:
-    with pytest.raises(GeometryMismatchError, match=what) as refused:
+    with pytest.raises(errors.GeometryMismatchError, match=what) as refused:
         pair_entries([FULL], [other])
     assert refused.value.field == f"destination.entries[0].{field}"
 
@@ -171,7 +164,7 @@ def test_pages_that_are_not_ordered_by_tokens_are_not_cut() -> None:
         assert pair_entries([FULL], [msgspec.structs.replace(FULL, **same)]).pairs[0].heads is None
     nz = msgspec.structs.replace(FULL, format="NZ")
     assert pair_entries([nz], [nz]).pairs[0].heads is None
-    with pytest.raises(GeometryMismatchError, match="pages of format NZ cannot be cut by heads") as refused:
+    with pytest.raises(errors.GeometryMismatchError, match="pages of format NZ cannot be cut by heads") as refused:
         pair_entries([nz], [rank(0, 8, format="NZ")])
     assert refused.value.field == "destination.entries[0].format"
 
@@ -221,7 +214,7 @@ def test_what_is_exchanged_must_have_one_scale(ours: list[Entry], theirs: list[E
     ],
 )
 def test_scales_that_differ_are_refused_by_entry_and_head(ours: list[Entry], theirs: list[Entry], said: str) -> None:
-    with pytest.raises(ScaleMismatchError, match=said) as caught:
+    with pytest.raises(errors.ScaleMismatchError, match=said) as caught:
         pair_entries(ours, theirs)
     assert caught.value.field.startswith("destination.entries[")
     assert caught.value.field.endswith("].scales")
@@ -254,14 +247,16 @@ def test_scales_that_travel_from_or_to_one_side_only_are_refused(
     bare = msgspec.structs.replace(spec, draft=spec.draft or DraftSpec(layers=1))
     plain, scaled = manifest_of(bare).entries, changed(bare, **with_scales).entries
     for ours, theirs, there in ((scaled, plain, "source"), (plain, scaled, "destination")):
-        with pytest.raises(ScaleMismatchError, match=f"^.*{name} has scales that travel.* at the {there}") as caught:
+        with pytest.raises(
+            errors.ScaleMismatchError, match=f"^.*{name} has scales that travel.* at the {there}"
+        ) as caught:
             pair_entries(ours, theirs)
         index = [entry.name for entry in theirs].index(name)
         assert caught.value.field == f"destination.entries[{index}].scales"
 
 
 def test_a_scale_a_page_does_not_go_to_another_split() -> None:
-    with pytest.raises(GeometryMismatchError, match="main/k_scale/3: total_heads is 1 at the source, 2 at"):
+    with pytest.raises(errors.GeometryMismatchError, match="main/k_scale/3: total_heads is 1 at the source, 2 at"):
         pair_entries(side(0, 4, "page"), side(2, 2, "page"))
     assert len(pair_entries(side(2, 2, "page"), side(2, 2, "page")).pairs) == 6
 
@@ -283,14 +278,14 @@ def test_dtypes_are_torchs(dtype: str) -> None:
     ],
 )
 def test_a_part_of_a_page_is_refused_and_never_rounded(tokens: int, said: str) -> None:
-    with pytest.raises(InvalidFieldError, match=said) as refused:
+    with pytest.raises(errors.InvalidFieldError, match=said) as refused:
         page_count(tokens, 128, "window_tokens")
     assert refused.value.field == "window_tokens"
 
 
 def test_pages_are_numbered_in_31_bits() -> None:
     assert page_count(MAX_PAGES - 1, 1) == MAX_PAGES
-    with pytest.raises(InvalidFieldError) as refused:
+    with pytest.raises(errors.InvalidFieldError) as refused:
         page_count(MAX_PAGES, 1)
     assert refused.value.field == "tokens"
 
@@ -319,7 +314,7 @@ def test_ranks_tile_the_heads_or_every_head_has_as_many_ranks(drawn: tuple[int, 
     [(0, 1, 0, "total_heads"), (8, 0, 0, "tp_size"), (8, 2, 2, "rank"), (8, 2, -1, "rank"), (8, 3, 0, "tp_size")],
 )
 def test_senseless_numbers(total_heads: int, tp_size: int, rank: int, field: str) -> None:
-    with pytest.raises((InvalidFieldError, HeadsIndivisibleError)) as refused:
+    with pytest.raises((errors.InvalidFieldError, errors.HeadsIndivisibleError)) as refused:
         rank_heads(total_heads, tp_size, rank)
     assert refused.value.field == field
 

@@ -38,19 +38,7 @@ from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import BlockParts, Blocks, Plan, PlanSide, entries_between, make_plan, make_side
-from kvferry.protocol.errors import (
-    BounceBufferTooSmallError,
-    DuplicatePageError,
-    EmptyPagesError,
-    GeometryMismatchError,
-    IncompleteError,
-    KvferryError,
-    LengthMismatchError,
-    PageOutOfRangeError,
-    PageOverlapError,
-    TransferFailedError,
-    UncoveredEntryError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.manifests import Entry
 from tests.kit.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides
 from tests.kit.tagged_memory import UNTOUCHED, Memory, TransferCase, cases, expected_memory, plans_of
@@ -149,16 +137,16 @@ def entry(**fields: Any) -> Entry:  # noqa: ANN401  any field of an entry
 @pytest.mark.parametrize(
     ("error", "field", "source", "destination"),
     [
-        (LengthMismatchError, "destination_pages", [1, 2], [1]),
-        (EmptyPagesError, "source_pages", [], []),
-        (PageOutOfRangeError, "source_pages", [0], [1]),
-        (PageOutOfRangeError, "source_pages", [6], [1]),  # the smallest entry of the source has 6 pages
-        (PageOutOfRangeError, "destination_pages", [1], [0]),
-        (PageOutOfRangeError, "destination_pages", [1], [7]),
-        (DuplicatePageError, "destination_pages", [1, 2], [4, 4]),
+        (errors.LengthMismatchError, "destination_pages", [1, 2], [1]),
+        (errors.EmptyPagesError, "source_pages", [], []),
+        (errors.PageOutOfRangeError, "source_pages", [0], [1]),
+        (errors.PageOutOfRangeError, "source_pages", [6], [1]),  # the smallest entry of the source has 6 pages
+        (errors.PageOutOfRangeError, "destination_pages", [1], [0]),
+        (errors.PageOutOfRangeError, "destination_pages", [1], [7]),
+        (errors.DuplicatePageError, "destination_pages", [1, 2], [4, 4]),
     ],
 )
-def test_refused_lists(error: type[KvferryError], field: str, source: list[int], destination: list[int]) -> None:
+def test_refused_lists(error: type[errors.KvferryError], field: str, source: list[int], destination: list[int]) -> None:
     pairing = pair_entries([entry(), entry(role="v", pages=6)], [entry(), entry(role="v", pages=7)])
     make_plan(pairing, np.array([3, 3]), np.array([5, 2]))  # a source page may be sent twice
     with pytest.raises(error) as refused:
@@ -175,14 +163,16 @@ def test_addresses_near_the_end_of_memory_do_not_wrap_and_nothing_in_common_is_r
     high = (1 << 63) - 1 - 8 * 4
     plan = make_plan(pair_entries([entry(base=high)], [entry(base=high)]), np.array([7]), np.array([7]))
     assert plan.blocks().tolist() == [[high + 28, high + 28, 4]]
-    with pytest.raises(UncoveredEntryError) as refused:
+    with pytest.raises(errors.UncoveredEntryError) as refused:
         make_plan(pair_entries([entry()], [entry(role="v")]), np.array([1]), np.array([1]))
     assert refused.value.field == "source.entries"
 
 
 @pytest.mark.parametrize("heads", [Heads(1, 2), Heads(-1, 1), Heads(0, 0), Heads(2, 1)])
 def test_a_side_refuses_heads_that_its_entry_lacks(heads: Heads) -> None:
-    with pytest.raises(GeometryMismatchError, match="main/k/0: pages of 24 bytes, 4 tokens and 2 heads cannot be cut"):
+    with pytest.raises(
+        errors.GeometryMismatchError, match="main/k/0: pages of 24 bytes, 4 tokens and 2 heads cannot be cut"
+    ):
         make_side([rank(0, 2)], [heads], np.array([1]))
 
 
@@ -237,7 +227,7 @@ def test_heads_are_counted_apart(sources: list[tuple[Cells, list[bool], bool]], 
     for cells, replicated, arrives in sources:
         rows = [split_cells(cells, row) for row in range(len(cells.entries))]
         if not all(may_be_sent(row, row - planned, may) for row, may in zip(rows, replicated, strict=True)):
-            with pytest.raises(PageOverlapError):
+            with pytest.raises(errors.PageOverlapError):
                 coverage.free_extents(cells, np.array(replicated))
             continue
         found = coverage.free_extents(cells, np.array(replicated))
@@ -281,17 +271,17 @@ def check_missing(coverage: Coverage, missing: set[tuple[int, int, int]]) -> Non
     if not missing:
         coverage.check_planned()
         return
-    with pytest.raises((UncoveredEntryError, IncompleteError)):
+    with pytest.raises((errors.UncoveredEntryError, errors.IncompleteError)):
         coverage.check_planned()
     told_apart = [Cells(np.array([entry]), page, page + 1, (Heads(head, 1),)) for entry, head, page in sorted(missing)]
     coverage.check_planned(told_apart)
-    with pytest.raises((UncoveredEntryError, IncompleteError)):
+    with pytest.raises((errors.UncoveredEntryError, errors.IncompleteError)):
         coverage.check_planned(told_apart[1:])
 
 
 def test_errors_name_the_first_cell_and_the_heads() -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
-    with pytest.raises(UncoveredEntryError, match=r"no source entry for main/k/0 \(2 entries uncovered\)"):
+    with pytest.raises(errors.UncoveredEntryError, match=r"no source entry for main/k/0 \(2 entries uncovered\)"):
         coverage.check_planned()
     coverage.plan(Cells(np.array([0, 1]), 0, PAGES, (Heads(1, 2), None)))
     for cells, said in (
@@ -299,11 +289,11 @@ def test_errors_name_the_first_cell_and_the_heads() -> None:
         (Cells(np.array([0]), 2, 4, (Heads(2, 2),)), r"main/k/0: transfer page 2, heads 6\.\.6, has"),
         (Cells(np.array([1]), 0, 4), "main/index_k/0: transfer page 0 has"),
     ):
-        with pytest.raises(PageOverlapError, match=f"{said} a sender already"):
+        with pytest.raises(errors.PageOverlapError, match=f"{said} a sender already"):
             everything_free(coverage, cells)
     coverage.plan(Cells(np.array([0]), 0, PAGES, (Heads(0, 1),)))
     coverage.plan(Cells(np.array([0]), 2, PAGES, (Heads(3, 1),)))
-    with pytest.raises(IncompleteError, match=r"page 0, heads 7\.\.7, has no sender \(2 cells missing\)"):
+    with pytest.raises(errors.IncompleteError, match=r"page 0, heads 7\.\.7, has no sender \(2 cells missing\)"):
         coverage.check_planned()
 
 
@@ -355,7 +345,7 @@ def test_an_address_that_is_not_mapped_is_an_error(require: Callable[[object, st
     good = [memory.ctypes.data, memory.ctypes.data + 8, 8]
     bad = [memory.ctypes.data, memory.ctypes.data + 16, 8]
     bad[side] = UNMAPPED
-    with pytest.raises(TransferFailedError, match="8 of 16 bytes"):
+    with pytest.raises(errors.TransferFailedError, match="8 of 16 bytes"):
         copy_vectored(np.array([good, bad], np.uint64))
     assert memory[8:16].tolist() == list(range(8)), "blocks before it are copied"
 
@@ -430,7 +420,8 @@ def test_a_segment_that_no_slot_holds_is_refused() -> None:
     gather(side, UNMAPPED, 2, 2, UNMAPPED)  # nothing is asked for
     assert len(cut_copy_chunks(side, 64)) == 5
     with pytest.raises(
-        BounceBufferTooSmallError, match=r"entry 1 sends 64 bytes per page \(page_bytes 128\); a bounce buffer has 63"
+        errors.BounceBufferTooSmallError,
+        match=r"entry 1 sends 64 bytes per page \(page_bytes 128\); a bounce buffer has 63",
     ):
         cut_copy_chunks(side, 63)
 

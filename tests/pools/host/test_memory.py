@@ -54,30 +54,10 @@ def test_every_group_above_counts() -> None:
     assert smallest_limit(reading(other), "4711").size_bytes == GIB, "another process's"
 
 
-def test_the_bound_that_throttles_counts_as_the_one_that_kills() -> None:
-    files = {**v2("/a", _a=str(8 * GIB)), "/sys/fs/cgroup/a/memory.high": str(4 * GIB)}
-    assert smallest_limit(reading(files)).file == "/sys/fs/cgroup/a/memory.high"
-
-
 def test_what_is_in_use_and_cannot_be_reclaimed_is_gone() -> None:
     stat = f"anon 5\nfile 7\nshmem {2 * GIB}\ninactive_file {GIB}\nactive_file {MIB}\nslab_reclaimable {MIB}\n"
     more = {"/sys/fs/cgroup/a/memory.current": f"{5 * GIB}\n", "/sys/fs/cgroup/a/memory.stat": stat}
     assert smallest_limit(reading({**v2("/a", _a=str(8 * GIB)), **more})).left_bytes == 4 * GIB + 2 * MIB
-
-
-@pytest.mark.parametrize(
-    ("group", "root"), [("/", "/"), ("/docker/7", "/docker/7"), ("/../7", "/"), ("/x", "/docker/7")]
-)
-def test_a_container_that_sees_the_groups_names_outside(group: str, root: str) -> None:
-    """The mount shows the container's group alone; where the path does not lie below it, the mount itself counts."""
-    mount = f"30 1 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
-    assert smallest_limit(reading(v2(group, mount, **{"": str(GIB)}))).size_bytes == GIB
-
-
-def test_a_folder_may_have_a_space_in_its_name() -> None:
-    mount = "30 1 0:26 / /my\\040groups rw - cgroup2 cgroup2 rw\n"
-    files = {**v2("/a", mount), "/my groups/a/memory.max": str(GIB)}
-    assert smallest_limit(reading(files)).file == "/my groups/a/memory.max"
 
 
 def v1(group: str, **at: int) -> dict[str, str]:
@@ -87,11 +67,32 @@ def v1(group: str, **at: int) -> dict[str, str]:
     return files
 
 
-def test_version_1_counts_the_groups_above_where_they_bind_those_below() -> None:
-    files = v1("/a/b", **{"_a": 8 * GIB, "_a_b": 16 * GIB, "": UNLIMITED})
-    assert smallest_limit(reading(files)).file == "/sys/fs/cgroup/memory/a/memory.limit_in_bytes"
-    files["/sys/fs/cgroup/memory/a/memory.use_hierarchy"] = "0\n"
-    assert smallest_limit(reading(files)).file == "/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes"
+def container(group: str, root: str) -> dict[str, str]:
+    """Return the files of one that sees the groups' names outside: its mount shows its own group alone."""
+    return v2(group, f"30 1 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n", **{"": str(GIB)})
+
+
+V1_GROUPS: Final = v1("/a/b", **{"_a": 8 * GIB, "_a_b": 16 * GIB, "": UNLIMITED})
+V1_APART: Final = {**V1_GROUPS, "/sys/fs/cgroup/memory/a/memory.use_hierarchy": "0\n"}
+SPACE: Final = v2("/a", "30 1 0:26 / /my\\040groups rw - cgroup2 cgroup2 rw\n")
+
+
+@pytest.mark.parametrize(
+    ("files", "file"),
+    [
+        ({**v2("/a", _a=str(8 * GIB)), "/sys/fs/cgroup/a/memory.high": str(4 * GIB)}, "/sys/fs/cgroup/a/memory.high"),
+        (container("/", "/"), "/sys/fs/cgroup/memory.max"),
+        (container("/docker/7", "/docker/7"), "/sys/fs/cgroup/memory.max"),
+        (container("/../7", "/"), "/sys/fs/cgroup/memory.max"),
+        (container("/x", "/docker/7"), "/sys/fs/cgroup/memory.max"),
+        ({**SPACE, "/my groups/a/memory.max": str(GIB)}, "/my groups/a/memory.max"),
+        (V1_GROUPS, "/sys/fs/cgroup/memory/a/memory.limit_in_bytes"),
+        (V1_APART, "/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes"),
+    ],
+    ids=["throttles", "root", "own group", "elsewhere", "not below the mount", "a space", "version 1", "apart"],
+)
+def test_the_smallest_limit(files: dict[str, str], file: str) -> None:
+    assert smallest_limit(reading(files)).file == file
 
 
 def test_version_1_knows_the_smallest_limit_also_of_groups_out_of_sight() -> None:
