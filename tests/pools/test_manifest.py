@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.entry_checks import MAX_ADDRESS, check_entry
 from kvferry.pools.layouts.models import MODELS, model_spec
-from kvferry.pools.planning.manifest import SpaceSize, check_unique, lay_out, layout_digest, space_sizes
+from kvferry.pools.planning.manifest import SpaceSize, lay_out, layout_digest, space_sizes
 from kvferry.protocol import errors
 from kvferry.protocol.manifests import Entry
 
@@ -182,13 +182,6 @@ def test_the_digest_leaves_out_the_order(names: list[tuple[str, int]]) -> None:
     entries = [msgspec.structs.replace(PLAIN, role=role, layer=layer) for role, layer in names]
     assert layout_digest(entries) == layout_digest(sorted(entries, key=lambda one: one.name))
     assert layout_digest(entries) != layout_digest(entries[1:])
-
-
-def test_a_second_entry_of_one_name_is_refused() -> None:
-    check_unique([PLAIN, changed("layer", 5), changed("role", "v"), changed("component", "draft")], "entries")
-    with pytest.raises(errors.DuplicateEntryError, match="main/k/4 is entry 0 and entry 2") as refused:
-        check_unique([PLAIN, changed("layer", 5), changed("base", 0)], "entries")
-    assert refused.value.field == "entries[2]"
 
 
 @pytest.mark.parametrize(

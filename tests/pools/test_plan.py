@@ -279,24 +279,6 @@ def check_missing(coverage: Coverage, missing: set[tuple[int, int, int]]) -> Non
         coverage.check_planned(told_apart[1:])
 
 
-def test_errors_name_the_first_cell_and_the_heads() -> None:
-    coverage = Coverage(SPLIT, PAGES, ["draft"])
-    with pytest.raises(errors.UncoveredEntryError, match=r"no source entry for main/k/0 \(2 entries uncovered\)"):
-        coverage.check_planned()
-    coverage.plan(Cells(np.array([0, 1]), 0, PAGES, (Heads(1, 2), None)))
-    for cells, said in (
-        (Cells(np.array([0]), 2, 4), r"main/k/0: transfer page 2, heads 5\.\.6, has"),
-        (Cells(np.array([0]), 2, 4, (Heads(2, 2),)), r"main/k/0: transfer page 2, heads 6\.\.6, has"),
-        (Cells(np.array([1]), 0, 4), "main/index_k/0: transfer page 0 has"),
-    ):
-        with pytest.raises(errors.PageOverlapError, match=f"{said} a sender already"):
-            everything_free(coverage, cells)
-    coverage.plan(Cells(np.array([0]), 0, PAGES, (Heads(0, 1),)))
-    coverage.plan(Cells(np.array([0]), 2, PAGES, (Heads(3, 1),)))
-    with pytest.raises(errors.IncompleteError, match=r"page 0, heads 7\.\.7, has no sender \(2 cells missing\)"):
-        coverage.check_planned()
-
-
 UNMAPPED = 8  # no process maps its first page
 
 
