@@ -95,11 +95,7 @@ class Filled:
 
 @contextmanager
 def pool(
-    client: Client,
-    name: str = "pool",
-    spec: MhaSpec | HybridSwaSpec = SPEC,
-    *,
-    model: ModelIdentity | None = MODEL,
+    client: Client, name: str = "pool", spec: MhaSpec | HybridSwaSpec = SPEC, *, model: ModelIdentity | None = MODEL
 ) -> Iterator[Filled]:
     """Create a pool of the test's device, and unmap it in the end."""
     one = Filled(client, name, spec, model)

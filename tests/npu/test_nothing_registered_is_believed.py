@@ -91,10 +91,7 @@ def harness(daemon: Daemon) -> Iterator[Harness]:
         for role in ("k", "v")
     )
     shares = tuple(share_of(one, DEVICE.accelerator) for one in (k, v))
-    with (
-        raw_engine(daemon.runtime_dir) as engine,
-        Client.connect(daemon.runtime_dir, session=False) as watcher,
-    ):
+    with raw_engine(daemon.runtime_dir) as engine, Client.connect(daemon.runtime_dir, session=False) as watcher:
         engine.ask(Allocate(pool="theirs", count=2))
         with DEVICE.accelerator.calling():
             events = [DEVICE.accelerator.vendor.shared_event() for _ in range(EVENTS)]

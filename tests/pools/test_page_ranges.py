@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.pools.planning import page_ids
 from kvferry.pools.planning.page_ids import FEW, Runs, check_distinct, check_range, coalesce
-from kvferry.pools.planning.page_ranges import (
-    PageRange,
-    check_apart,
-    lists_with_pages,
-    page_ranges,
-    split,
-)
+from kvferry.pools.planning.page_ranges import PageRange, check_apart, lists_with_pages, page_ranges, split
 from kvferry.pools.pool import Pool
 from kvferry.protocol import errors
 from kvferry.protocol.base import PageList

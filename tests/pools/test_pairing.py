@@ -14,13 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.geometry import (
-    DTYPE_BYTES,
-    RankHeads,
-    dtype_bytes,
-    intersect,
-    rank_heads,
-)
+from kvferry.pools.planning.geometry import DTYPE_BYTES, RankHeads, dtype_bytes, intersect, rank_heads
 from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.pairing import (
     MUST_AGREE,

@@ -169,9 +169,7 @@ host = HostRegion.create("registered", 1 << 30)
 
 @pytest.mark.full
 @pytest.mark.device_only
-def test_a_device_has_more_time_for_more_memory_but_not_for_ever(
-    make_simulator: Callable[..., Simulator],
-) -> None:
+def test_a_device_has_more_time_for_more_memory_but_not_for_ever(make_simulator: Callable[..., Simulator]) -> None:
     with Child(make_simulator()) as child:
         child.do(TIMED)
         assert child.do("device.register_host(host); result = lost") == [False, True]

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from kvferry.pools import copy_kernel
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.tiers.block_copies import offload_step, restore_step_hashed
-from kvferry.pools.tiers.blocks import (
-    CUT_BYTES,
-    BlockLayout,
-    BlockPages,
-    BlockStep,
-    BlockSteps,
-    step_runs,
-)
+from kvferry.pools.tiers.blocks import CUT_BYTES, BlockLayout, BlockPages, BlockStep, BlockSteps, step_runs
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
 from tests.kit.blocks import BlockHarness, harnesses
