@@ -140,9 +140,7 @@ def by_layer(said: Registered) -> Registered:
 
 
 ROWS: Final = [
-    Row("nothing of its form", lambda r: r.with_k(shape=(), strides=(), dtype=""), "main/k.dtype"),
     Row("a page too many", lambda r: r.with_k(shape=(2, 6, 16, 2, 8)), "main/k.shape"),
-    Row("pages before layers", lambda r: r.with_k(strides=(256, 512, 16, 8, 1)), "main/k.strides"),
     Row("a layer of another form", lambda r: by_layer(r).with_k(shape=(4, 16, 2, 8)), "main/k/4.shape"),
     Row("a share too few", lambda r: r.with_shares(r.shares[:1]), "arrays"),
     Row("a share too many", lambda r: r.with_shares(r.shares + r.shares[:1]), "arrays"),

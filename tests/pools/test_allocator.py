@@ -17,7 +17,7 @@ from tests.kit.devices import DEVICE
 
 PAGES = 9
 OWNERS = st.integers(1, 3)
-LISTS = st.lists(st.integers(-1, PAGES), max_size=5)
+LISTS = st.lists(st.integers(-1, PAGES) | st.sampled_from([-(1 << 63), (1 << 63) - 1]), max_size=5)
 
 
 def ids_of(pages: list[int]) -> np.typing.NDArray[np.int64]:

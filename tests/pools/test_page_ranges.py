@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.pools.planning import page_ids
-from kvferry.pools.planning.page_ids import FEW, Runs, check_distinct, check_range, coalesce
+from kvferry.pools.planning.page_ids import FEW, Runs, coalesce
 from kvferry.pools.planning.page_ranges import PageRange, check_apart, lists_with_pages, page_ranges, split
 from kvferry.pools.pool import Pool
 from kvferry.protocol import errors
@@ -23,22 +20,11 @@ NEARBY = st.integers(1, 12)
 PAIRS = st.lists(st.tuples(NEARBY, NEARBY), max_size=40)
 
 
-BOTH_WAYS = pytest.mark.parametrize("few", [0, FEW])
-"""As if all lists were long, and as if all were short."""
-
-
-@contextmanager
-def looked_at_as(few: int) -> Iterator[None]:
-    """Have lists of more than so many ids looked at as long ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_ids, "FEW", few)
-        yield
-
-
 def runs_of(pairs: list[tuple[int, int]], few: int) -> Runs:
     lists = np.array(pairs, np.int64).reshape(-1, 2)
     lists.flags.writeable = False
-    with looked_at_as(few):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_ids, "FEW", few)
         return coalesce(lists[:, 0], lists[:, 1])
 
 
@@ -50,7 +36,7 @@ def expanded(runs: Runs) -> list[tuple[int, int]]:
     ]
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("few", [0, FEW])  # as if all lists were long, and as if all were short
 @given(pairs=PAIRS)
 @example(pairs=[(1, 5), (2, 7), (3, 8)])  # contiguous at the source alone
 @example(pairs=[(1, 5), (3, 6), (4, 7)])  # contiguous at the destination alone
@@ -64,51 +50,6 @@ def test_runs_give_the_lists_back_and_are_maximal(few: int, pairs: list[tuple[in
     ends = zip(runs.source + runs.pages, runs.destination + runs.pages, strict=True)
     starts = zip(runs.source[1:], runs.destination[1:], strict=True)
     assert not any(end == start for end, start in zip(ends, starts, strict=False))
-
-
-# -- checks of page lists: exactly which error, and which page it names.
-
-
-POOL_PAGES = 8
-IDS = st.lists(st.integers(-3, POOL_PAGES + 3) | st.integers(-(1 << 63), (1 << 63) - 1), max_size=8)
-
-
-def ids_of(pages: list[int]) -> np.typing.NDArray[np.int64]:
-    return np.array(pages, np.int64)
-
-
-@BOTH_WAYS
-@given(pages=IDS)
-@example(pages=[0])
-@example(pages=[POOL_PAGES])
-@example(pages=[1, POOL_PAGES - 1])
-def test_range(few: int, pages: list[int]) -> None:
-    wrong = [at for at, page in enumerate(pages) if not 1 <= page < POOL_PAGES]
-    if pages and not wrong:
-        with looked_at_as(few):
-            check_range(ids_of(pages), POOL_PAGES, "lists[3].pages")
-        return
-    with looked_at_as(few), pytest.raises(errors.PageOutOfRangeError if pages else errors.EmptyPagesError) as refused:
-        check_range(ids_of(pages), POOL_PAGES, "lists[3].pages")
-    assert refused.value.field == "lists[3].pages"
-    if wrong:
-        assert refused.value.detail == f"page {pages[wrong[0]]} at position {wrong[0]}; the pool has 1..7"
-
-
-@BOTH_WAYS
-@given(pages=st.lists(st.integers(1, POOL_PAGES), max_size=8))
-def test_distinct(few: int, pages: list[int]) -> None:
-    again = sorted(page for page in set(pages) if pages.count(page) > 1)
-    if not again:
-        with looked_at_as(few):
-            check_distinct(ids_of(pages), "pages")
-        return
-    with (
-        looked_at_as(few),
-        pytest.raises(errors.DuplicatePageError, match=f"page {again[0]} is named more than once") as refused,
-    ):
-        check_distinct(ids_of(pages), "pages")
-    assert refused.value.field == "pages"
 
 
 @pytest.fixture
