@@ -21,42 +21,19 @@ DTYPES = sorted(DTYPE_BYTES)
 MHA = MhaSpec(layers=3, tokens=256, page_size=128, kv_heads=2, head_dim=8, v_head_dim=4, dtype="float16")
 JOINED_MHA = msgspec.structs.replace(MHA, joined=True)
 MLA = MlaSpec(
-    layers=4,
-    first_layer=10,
-    tokens=1024,
-    page_size=128,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    index_head_dim=128,
+    layers=4, first_layer=10, tokens=1024, page_size=128, kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128,
     dtype="bfloat16",
-)
+)  # fmt: skip
 JOINED = msgspec.structs.replace(MLA, joined=True)
 PACKED = msgspec.structs.replace(MLA, dtype="float8_e4m3fn", packed="ascend", index_scale=True)
 SWA = HybridSwaSpec(
-    full_layers=(5, 11),
-    window_layers=(0, 1, 2, 3, 4, 6, 7, 8, 9, 10),
-    tokens=1024,
-    window_tokens=256,
-    window=200,
-    page_size=128,
-    kv_heads=4,
-    head_dim=16,
-    v_head_dim=8,
-    dtype="bfloat16",
-)
+    full_layers=(5, 11), window_layers=(0, 1, 2, 3, 4, 6, 7, 8, 9, 10), tokens=1024, window_tokens=256, window=200,
+    page_size=128, kv_heads=4, head_dim=16, v_head_dim=8, dtype="bfloat16",
+)  # fmt: skip
 MAMBA = MambaSpec(
-    state_layers=(0, 1, 2, 4),
-    slots=6,
-    conv_window=3,
-    conv_channels=64,
-    ssm_shape=(4, 8, 16),
-    attention_layers=(3,),
-    tokens=256,
-    page_size=128,
-    kv_heads=2,
-    head_dim=16,
-    dtype="bfloat16",
-)
+    state_layers=(0, 1, 2, 4), slots=6, conv_window=3, conv_channels=64, ssm_shape=(4, 8, 16), attention_layers=(3,),
+    tokens=256, page_size=128, kv_heads=2, head_dim=16, dtype="bfloat16",
+)  # fmt: skip
 
 
 def changed(spec: PoolSpec, **fields: Any) -> Manifest:  # noqa: ANN401  any field of a spec

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,26 +23,10 @@ SPEC: Final = MhaSpec(
     layers=2, first_layer=3, tokens=64, page_size=PAGE_SIZE, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32"
 )
 HYBRID: Final = HybridSwaSpec(
-    full_layers=(0, 2),
-    window_layers=(1,),
-    tokens=64,
-    window_tokens=32,
-    window=8,
-    page_size=PAGE_SIZE,
-    kv_heads=2,
-    head_dim=4,
-    dtype="float32",
-)
-GROUPED: Final = MhaSpec(
-    layers=4,
-    tokens=64,
-    page_size=PAGE_SIZE,
-    kv_heads=2,
-    head_dim=4,
-    v_head_dim=2,
-    dtype="float32",
-    groups=((0, 2), (1, 3)),
-)
+    full_layers=(0, 2), window_layers=(1,), tokens=64, window_tokens=32, window=8, page_size=PAGE_SIZE, kv_heads=2,
+    head_dim=4, dtype="float32",
+)  # fmt: skip
+GROUPED: Final = msgspec.structs.replace(SPEC, layers=4, first_layer=0, groups=((0, 2), (1, 3)))
 PAGE_BYTES: Final = 2 * PAGE_SIZE * 2 * (4 + 2) * 4
 """Of one page of SPEC, over all entries."""
 

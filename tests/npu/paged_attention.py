@@ -78,19 +78,12 @@ class CapturedAttention:
         self._graph = npu.NPUGraph()
         with npu.graph(self._graph, auto_dispatch_capture=True):
             self._out, _ = torch.ops.npu.npu_fused_infer_attention_score(
-                self.queries.view(rows * queries, HEADS, HEAD_DIM),
-                cache.keys.flatten(2),
-                cache.values.flatten(2),
-                num_heads=HEADS,
-                num_key_value_heads=KV_HEADS,
-                input_layout="TND",
-                scale=SCALE,
-                block_table=table,
-                block_size=tables.page_size,
+                self.queries.view(rows * queries, HEADS, HEAD_DIM), cache.keys.flatten(2), cache.values.flatten(2),
+                num_heads=HEADS, num_key_value_heads=KV_HEADS, input_layout="TND", scale=SCALE,
+                block_table=table, block_size=tables.page_size,
                 actual_seq_lengths=[queries * (row + 1) for row in range(rows)],
-                actual_seq_lengths_kv=[queries] * rows,
-                **several,
-            )
+                actual_seq_lengths_kv=[queries] * rows, **several,
+            )  # fmt: skip
 
     def start(self, *, draft_step: int | None = None) -> None:
         """Replay with the tables' last update; returns before the device has done anything."""

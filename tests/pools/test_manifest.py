@@ -139,24 +139,13 @@ PLAIN = Entry(
     total_heads=8, dtype="float16", shape=(5, 4, 2, 16), format="ND",
 )  # fmt: skip
 GEOMETRY: dict[str, list[Any]] = {
-    "component": ["draft"],
-    "role": ["v", "index_k"],
-    "layer": [0, 5],
-    "page_bytes": [128, 512],
-    "page_tokens": [8, None],
-    "head_start": [0, None],
-    "heads": [1, None],
-    "total_heads": [4, None],
-    "dtype": ["bfloat16", "float32", None],
-    "format": ["NZ", None],
-    "scales": [(0.5,), (0.5, 0.25)],
-}
+    "component": ["draft"], "role": ["v", "index_k"], "layer": [0, 5], "page_bytes": [128, 512],
+    "page_tokens": [8, None], "head_start": [0, None], "heads": [1, None], "total_heads": [4, None],
+    "dtype": ["bfloat16", "float32", None], "format": ["NZ", None], "scales": [(0.5,), (0.5, 0.25)],
+}  # fmt: skip
 PLACE: dict[str, list[Any]] = {
-    "base": [0, 641],
-    "pages": [2, 6],
-    "shape": [(20, 1, 2, 16), (1,), None],
-    "replicas": [1, 8],
-}
+    "base": [0, 641], "pages": [2, 6], "shape": [(20, 1, 2, 16), (1,), None], "replicas": [1, 8],
+}  # fmt: skip
 
 
 def changed(field: str, value: Any) -> Entry:  # noqa: ANN401  any field of an entry

@@ -35,14 +35,9 @@ FULL = Entry(
     total_heads=8, dtype="float16", shape=(5, 4, 2, 16), format="ND",
 )  # fmt: skip
 OTHER = {
-    "page_bytes": 512,
-    "page_tokens": 8,
-    "head_start": 0,
-    "heads": 1,
-    "total_heads": 4,
-    "dtype": "bfloat16",
+    "page_bytes": 512, "page_tokens": 8, "head_start": 0, "heads": 1, "total_heads": 4, "dtype": "bfloat16",
     "format": "NZ",
-}
+}  # fmt: skip
 
 
 def entries_of(names: list[tuple[str, str, int]]) -> list[Entry]:
