@@ -8,7 +8,6 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,6 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import (
     Held,
-    PointerList,
     array_of,
     arrays_of,
     check_apart,
@@ -131,19 +129,6 @@ def test_another_view_is_the_same_pool_and_another_size_is_not() -> None:
 # -- pointer lists against what SGLang's pools compute from their tensors.
 
 
-def infos(buffers: list[torch.Tensor], *, rows_an_item: int = 1) -> tuple[list[int], list[int], list[int]]:
-    """Return pointers, lengths and item lengths as SGLang's pools do; a FIA buffer's item is ``page_size`` rows."""
-    return (
-        [one.data_ptr() for one in buffers],
-        [one.nbytes for one in buffers],
-        [one[0].nbytes * rows_an_item for one in buffers],
-    )
-
-
-def as_lists(pointers: PointerList) -> tuple[list[int], list[int], list[int]]:
-    return list(pointers.data_ptrs), list(pointers.data_lens), list(pointers.item_lens)
-
-
 DRAFT: Final = DraftSpec(layers=1)
 INDEXED: Final = msgspec.structs.replace(MLA, index_layers=(11, 13), index_scale=True)
 K_AND_V: Final = ("main/k", "main/v")
@@ -180,15 +165,12 @@ def test_the_lists_are_those_that_the_engine_computes_from_its_tensors(
         named = [one.name for role in roles for one in pool.manifest.entries if one.name.startswith(f"{role}/")]
         assert list(pointers.names) == named
         buffers = [one for role in roles for one in pool.tensor(*role.split("/"))]
-        assert as_lists(pointers) == infos(buffers, rows_an_item=rows)
+        assert list(pointers.data_ptrs) == [one.data_ptr() for one in buffers]
+        assert list(pointers.data_lens) == [one.nbytes for one in buffers]
+        assert list(pointers.item_lens) == [one[0].nbytes * rows for one in buffers]
         del buffers
     pool.close()
-
-
-@pytest.mark.parametrize("spec", [MLA, SWA, MAMBA], ids=lambda spec: str(spec.__struct_config__.tag))
-def test_offsets_plus_the_base_are_the_addresses(spec: PoolSpec) -> None:
-    manifest = manifest_of(spec)
     offsets, addresses = engine_lists(manifest), engine_lists(manifest, 1 << 40)
+    assert {*offsets.main.names, *offsets.state.names} == {entry.name for entry in manifest.entries}
     for low, high in ((offsets.main, addresses.main), (offsets.state, addresses.state)):
         assert [one + (1 << 40) for one in low.data_ptrs] == list(high.data_ptrs)
-    assert {*offsets.main.names, *offsets.state.names} == {entry.name for entry in manifest.entries}
