@@ -37,7 +37,7 @@ from kvferry.pools.planning.coverage import Cells, Coverage
 from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.pairing import pair_entries
-from kvferry.pools.planning.plan import BlockParts, Blocks, Plan, PlanSide, entries_between, make_plan, make_side
+from kvferry.pools.planning.plan import BlockParts, Plan, PlanSide, entries_between, make_plan, make_side
 from kvferry.protocol import errors
 from kvferry.protocol.manifests import Entry
 from tests.kit.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides
@@ -79,8 +79,13 @@ def copied(way: str, plan: Plan, source: Memory, destination: Memory, data: st.D
             copy_kernel.copy(listed)
     else:
         blocks[:, :2] += np.array(at, np.uint64)
-        split = split_blocks(blocks, data.draw(st.integers(1, 40)))
-        for start, stop in itertools.pairwise(chunk_bounds(split, data.draw(st.integers(1, 200))).tolist()):
+        block_bytes, chunk_bytes = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 200))
+        split = split_blocks(blocks, block_bytes)
+        assert int(split[:, 2].max()) <= block_bytes
+        bounds = chunk_bounds(split, chunk_bytes).tolist()
+        assert len(bounds) - 1 <= -(-plan.total_bytes // chunk_bytes), "small blocks share a chunk"
+        for start, stop in itertools.pairwise(bounds):
+            assert int(split[start : stop - 1, 2].sum()) < chunk_bytes, "too large by less than a block"
             (copy_vectored if way == "vectored" else copy_one_by_one)(split[start:stop])
 
 
@@ -280,31 +285,6 @@ def check_missing(coverage: Coverage, missing: set[tuple[int, int, int]]) -> Non
 
 
 UNMAPPED = 8  # no process maps its first page
-
-
-def blocks_of(sizes: list[int]) -> Blocks:
-    ends = np.cumsum(np.array(sizes, np.uint64), dtype=np.uint64)
-    starts = ends - np.array(sizes, np.uint64)
-    return np.stack((starts + np.uint64(1000), starts + np.uint64(5000), np.array(sizes, np.uint64)), axis=1)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 200))
-@example([7, 7, 7], 7)
-@example([50, 1], 50)
-def test_blocks_are_split_in_order_and_chunks_tile_them(sizes: list[int], max_bytes: int) -> None:
-    split, whole = split_blocks(blocks_of(sizes), max_bytes).tolist(), blocks_of(sizes).tolist()
-    expected = [
-        [source + at, to + at, min(max_bytes, size - at)]
-        for source, to, size in whole
-        for at in range(0, size, max_bytes)
-    ]
-    assert split == expected
-    bounds = chunk_bounds(blocks_of(sizes), max_bytes).tolist()
-    assert (bounds[0], bounds[-1]) == (0, len(sizes))
-    assert bounds == sorted(set(bounds))
-    for start, stop in itertools.pairwise(bounds):
-        assert sum(sizes[start:stop]) < max_bytes + sizes[stop - 1], "too large by less than a block"
-    assert len(bounds) - 1 <= -(-sum(sizes) // max_bytes), "small blocks share a chunk"
 
 
 @pytest.mark.parametrize("copy", [copy_vectored, copy_one_by_one])
