@@ -126,6 +126,15 @@ RANK: dict[str, Any] = {"kv_heads": 2, "head_start": 2, "total_heads": 4, "repli
 WHOLE: dict[str, Any] = {"kv_heads": 4, "head_start": 0, "total_heads": None, "replicas": 1}
 
 
+def of_another_split(
+    full: dict[str, Any], own: dict[str, Any], missing: str
+) -> list[tuple[PoolSpec, str, dict[str, Any]]]:
+    """Return windows and a draft that do not say which heads of another split than the full layers' they have."""
+    window = {f"window_{name}": value for name, value in own.items()}
+    draft = DraftSpec(layers=1, **own)
+    return [(SWA, f"window_{missing}", {**full, **window}), (SWA, f"draft.{missing}", {**full, "draft": draft})]
+
+
 @pytest.mark.parametrize(
     ("spec", "field", "fields"),
     [
@@ -167,19 +176,10 @@ WHOLE: dict[str, Any] = {"kv_heads": 4, "head_start": 0, "total_heads": None, "r
         (SWA, "total_heads", {"total_heads": 3}),
         (SWA, "window_total_heads", {"window_kv_heads": 4, "window_total_heads": 3}),
         (SWA, "draft.total_heads", {"draft": DraftSpec(layers=1, head_start=2, kv_heads=2, total_heads=3)}),
-        *(
-            (SWA, field, {**full, **fields})
-            for full, own, missing in (
-                (RANK, {"kv_heads": 1}, "total_heads"),
-                ({**WHOLE, "replicas": 2}, {"kv_heads": 2}, "total_heads"),
-                (RANK, {"kv_heads": 1, "total_heads": 2}, "head_start"),
-                (WHOLE, {"total_heads": 8}, "head_start"),
-            )
-            for field, fields in (
-                (f"window_{missing}", {f"window_{name}": value for name, value in own.items()}),
-                (f"draft.{missing}", {"draft": DraftSpec(layers=1, **own)}),
-            )
-        ),
+        *of_another_split(RANK, {"kv_heads": 1}, "total_heads"),
+        *of_another_split({**WHOLE, "replicas": 2}, {"kv_heads": 2}, "total_heads"),
+        *of_another_split(RANK, {"kv_heads": 1, "total_heads": 2}, "head_start"),
+        *of_another_split(WHOLE, {"total_heads": 8}, "head_start"),
         (MAMBA, "state_layers", {"state_layers": (), "attention_layers": ()}),
         (MAMBA, "attention_layers", {"attention_layers": (2,)}),
         (MAMBA, "state_layers[2]", {"state_layers": (0, 2, 1)}),
