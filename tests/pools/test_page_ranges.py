@@ -7,9 +7,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvferry.attention.state_windows import window_of
 from kvferry.pools.planning import page_ids
 from kvferry.pools.planning.page_ids import FEW, Runs, coalesce
-from kvferry.pools.planning.page_ranges import PageRange, check_apart, lists_with_pages, page_ranges, split
+from kvferry.pools.planning.page_ranges import (
+    PageRange,
+    Span,
+    check_apart,
+    lists_with_pages,
+    page_ranges,
+    split,
+    state_span,
+)
 from kvferry.pools.pool import Pool
 from kvferry.protocol import errors
 from kvferry.protocol.base import PageList
@@ -154,3 +163,43 @@ def test_a_page_named_twice_is_refused_with_the_list_that_repeats_it(
     with pytest.raises(errors.DuplicatePageError) as refused:
         check_apart(lists_with_pages(found), pool.manifest)
     assert refused.value.field == f"lists[{list_number}].pages"
+
+
+# -- lists of windows
+
+
+def window_list(pages: range, salt: int, *, plain: bool = False) -> PageRange:
+    """Return a list of a window's pages; each has an id of its own, as no page of the other side has."""
+    return PageRange("swa", None if plain else pages.start, np.array(pages) + salt, None, "lists[0]", "window")
+
+
+@given(
+    st.integers(5, 200), st.integers(-4, 4), st.integers(0, 60), st.integers(-4, 4), st.integers(1, 40),
+    st.sampled_from([1, 2, 3, 4, 7, 8]),
+)  # fmt: skip
+@example(639, 1, 0, 0, 256, 128)  # both start and length differ
+@example(512, 1, 0, 0, 256, 128)  # one page more at the end
+@example(8, 4, 0, 0, 4, 4)  # equal lengths, one page shifted
+def test_only_the_same_logical_page_is_paired(
+    seq_len: int, longer: int, prefix: int, prefix_more: int, window: int, page_size: int
+) -> None:
+    source_seq = max(seq_len + longer, 1)
+    ours = range(*window_of(min(max(prefix + prefix_more, 0), source_seq - 1), source_seq, window, page_size))
+    theirs = range(*window_of(min(prefix, seq_len - 1), seq_len, window, page_size))
+    source, destination = window_list(ours, 1000), window_list(theirs, 2000)
+    if not set(theirs) <= set(ours):
+        with pytest.raises(errors.WindowMismatchError):
+            state_span(source, destination, "0af1")
+        return
+    span = state_span(source, destination, "0af1")
+    assert source.ids[span.source_start :][: span.pages].tolist() == [page + 1000 for page in theirs]
+    assert destination.ids[span.destination_start :][: span.pages].tolist() == destination.ids.tolist()
+    assert (span.skipped_source_pages, span.trimmed) == (len(ours) - len(theirs), False)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([(True, False), (False, True), (True, True)]))
+def test_plain_lists_are_cut_to_the_shorter_head(ours: int, theirs: int, plain: tuple[bool, bool]) -> None:
+    source, destination = (
+        window_list(range(count), 1000, plain=one) for count, one in zip((ours, theirs), plain, strict=True)
+    )
+    assert state_span(source, destination, "0af1") == Span(0, 0, min(ours, theirs), 0, ours != theirs)
