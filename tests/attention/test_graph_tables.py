@@ -14,7 +14,7 @@ from kvferry.attention.graph_tables import GraphTables
 from kvferry.attention.state_windows import window_of
 from kvferry.attention.table_layout import Int64s, TableShape, table_layout, table_shape, views
 from kvferry.attention.table_update import TableUpdate
-from kvferry.protocol.errors import KvferryError, WindowMismatchError
+from kvferry.protocol.errors import KvferryError, TableOverflowError, WindowMismatchError
 from tests.kit.devices import DEVICE
 
 PAGES, WINDOW_PAGES, WINDOW = 14, 9, 6
@@ -77,6 +77,17 @@ def test_another_window_page_needs_the_row_or_the_entry_anew(lengths: Int64s, fi
     assert swa is not None
     assert (swa[:2, :2].tolist(), change.block_tables_swa.tolist()) == ([[7, 5], [7, 6]], [0, 6])
     assert change.block_tables.tolist() == [], "the full pages are the same"
+    made.check()
+
+
+def test_up_to_the_last_token_and_not_one_more() -> None:
+    made = tables()
+    made.apply(TableUpdate(lengths=ids(21), extra_tokens=3, **whole((0, (1, 2, 3, 4, 5, 6)))))
+    assert made.visible.seq_lens[0] == 24
+    for length in (22, (1 << 63) - 1):
+        with pytest.raises(TableOverflowError, match=rf"row 0: {length} tokens.*W = 6 columns of 4 tokens") as caught:
+            made.apply(TableUpdate(lengths=ids(length), extra_tokens=3))
+        assert caught.value.field == "lengths"
     made.check()
 
 
