@@ -362,12 +362,13 @@ def in_place_of(store: DiskStore, wanted: Block, other: Block) -> None:
     other.file_in(store).rename(path)
 
 
+def cut_to(size_bytes: int) -> Callable[[DiskStore, Path], None]:
+    return lambda _, path: os.truncate(path, size_bytes)
+
+
 WANTED = block(6)
 DAMAGE: dict[str, Callable[[DiskStore, Path], object]] = {
-    **{
-        f"{size} bytes": lambda _, path, size=size: os.truncate(path, size)
-        for size in (0, 19, 4095, 4096, 4096 + 2999, 4096 + 3001, 8000)
-    },
+    **{f"{size} bytes": cut_to(size) for size in (0, 19, 4095, 4096, 4096 + 2999, 4096 + 3001, 8000)},
     "no header": lambda _, path: path.write_bytes(b"x" * 7096),
     "a header's byte": lambda _, path: flipped(path, 100),
     "padding": lambda _, path: flipped(path, 300),
