@@ -39,7 +39,8 @@ def test_memory_of_tables_is_given_back_and_what_does_not_fit_is_refused(daemon:
             if deleted:
                 engine.delete_tables(tables)
                 assert soon(lambda: simulator.memory_used(0) == before)
-        tables.close()
+            else:
+                tables.close()
     assert soon(lambda: simulator.memory_used(0) == before)
     with Client.connect(daemon.runtime_dir, name="late") as engine:
         simulator.out_of_memory()

@@ -289,7 +289,7 @@ def test_an_engine_killed_with_its_pool_registered_fails_its_transfers_only(
 def test_more_than_the_device_has_is_refused_and_what_a_pool_has_goes_back_with_it(
     client: Client, simulator: Simulator, device: str, name: str
 ) -> None:
-    client.create_pool(f"{name}-small", SPEC, device=device)
+    small = client.create_pool(f"{name}-small", SPEC, device=device)
     before = simulator.memory_used(0)
     simulator.out_of_memory(1)
     try:
@@ -305,4 +305,4 @@ def test_more_than_the_device_has_is_refused_and_what_a_pool_has_goes_back_with_
         pool.close()
         client.delete_pool(one)
     client.create_pool(name, SPEC, device=device).close()
-    assert simulator.memory_used(0) <= before + 2 * MIB * -(-pool.manifest.region_bytes // (2 * MIB))
+    assert simulator.memory_used(0) <= before + 2 * MIB * -(-small.manifest.region_bytes // (2 * MIB))
