@@ -55,11 +55,9 @@ class CuttingProxy(Proxy):
         self._stop = _Stop(kind, chunk, then)
 
     def cut(self, *kinds: str) -> None:
-        """Cut the connections of these kinds now."""
         self._call(lambda: self._cut_now(kinds))
 
     async def forward(self, through: Through, way: Way, data: bytes, fds: list[int]) -> None:
-        """See ``Proxy.forward``."""
         if through.route == CONTROL_SOCKET:
             await self._forward_said_before()
         self.chunks += 1
@@ -106,6 +104,5 @@ class CuttingProxy(Proxy):
 
 @contextlib.contextmanager
 def cutting_proxy(daemon_dir: Path) -> Iterator[CuttingProxy]:
-    """Run a proxy of the daemon at ``daemon_dir`` in a folder of its own, whose path is short."""
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder, CuttingProxy(daemon_dir, Path(folder)) as proxy:
         yield proxy

@@ -47,7 +47,6 @@ class Peer:
         print(json.dumps(order), file=self._process.stdin, flush=True)
 
     def hear(self) -> dict[str, Any]:
-        """Wait for the next line; the test session's own time limit bounds it."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "the peer has died"
@@ -183,7 +182,6 @@ class Factory:
         return self.engines[-1]
 
     def destroy(self, holder: list[NativeEngine]) -> None:
-        """End it; its ids are worth nothing now."""
         engine = holder.pop()
         assert isinstance(engine, ScriptedEngine)
         engine.under_way.clear()

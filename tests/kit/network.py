@@ -58,13 +58,11 @@ class ManualExecutor(Executor):
         return future
 
     async def run(self) -> None:
-        """Do all the work there is, and let it be reported."""
         await turns()
         while self.waiting:
             await self.run_one()
 
     async def run_one(self) -> None:
-        """Do the oldest work, and let it be reported."""
         worker = threading.Thread(target=self.waiting.popleft())
         worker.start()
         worker.join()
@@ -72,7 +70,6 @@ class ManualExecutor(Executor):
 
 
 async def turns() -> None:
-    """Let the loop do what is due."""
     for _ in range(TURNS):
         await asyncio.sleep(0)
 
@@ -132,7 +129,6 @@ class ScriptedNetwork:
         self.rebuilds = 0
 
     def hold(self, *, held: bool) -> None:
-        """Begin no write while ``held``."""
         self.held = held
 
     async def rebuild(self) -> str:
@@ -209,7 +205,6 @@ class NetworkHarness:
         self.reports: list[tuple[int, KvferryError | None]] = []
 
     def op(self) -> TransferOp:
-        """Return a new transfer op of all entries of a few pages."""
         source_pages = self.source.filled(self.source_pool, self.prefill, PAGES)
         home_pages = self.home_pool.allocator.allocate(self.decode, PAGES)
         request = f"{next(self._requests):032x}"
@@ -245,13 +240,11 @@ class NetworkHarness:
 
 
 def content_at_source(pool: Pool, op: TransferOp) -> bytes:
-    """Return the bytes that a transfer op is to move."""
     memory, (planned_copy,) = read_region(pool.region), op.planned_copies
     return b"".join(memory[int(s) : int(s) + int(n)].tobytes() for s, _, n in planned_copy.plan.blocks().tolist())
 
 
 def content_at_home(op: TransferOp) -> bytes:
-    """Return the bytes that are where a transfer op is to go."""
     memory, (planned_copy,) = read_region(op.receive_request.pool.region), op.planned_copies
     return b"".join(memory[int(d) : int(d) + int(n)].tobytes() for _, d, n in planned_copy.plan.blocks().tolist())
 
@@ -272,7 +265,6 @@ def bytes_at(address: int, size_bytes: int) -> bytes:
 
 
 def region(size_bytes: int) -> HostRegion:
-    """Return memory that holds what no page holds."""
     made = HostRegion.create("test", size_bytes)
     made.view()[:] = np.uint8(0xEE)
     return made

@@ -61,7 +61,6 @@ class Connection:
             self.lose("its connection closed")
 
     def reopen(self) -> None:
-        """Connect again, and say who speaks before all else."""
         assert self.broken, "a connection that is up"
         self.notice()
         self.broken = self._noticed = False
@@ -78,7 +77,6 @@ class Connection:
         self.owner.told.on_up(peer)
 
     def lose(self, why: str) -> None:
-        """Forget who was there."""
         peer, self.peer = self.peer, None
         if peer is not None:
             self.owner.told.on_lost(peer, why)
@@ -103,16 +101,13 @@ class ScriptedLinks:
 
     @property
     def told(self) -> PeerListener:
-        """Return who hears of other daemons."""
         assert self.listener is not None
         return self.listener
 
     def connect(self, address: str, field: str = "address") -> Incarnation | None:  # noqa: ARG002  takes any address
-        """See ``PeerLinks.connect``."""
         return self._connection(address).peer
 
     def send(self, peer: Incarnation, body: PeerBody, ids: Sequence[PageIds] = ()) -> bool:
-        """See ``PeerLinks.send``."""
         connection = self.connections.get(peer.address)
         if connection is None or connection.peer != peer:
             return False
@@ -123,36 +118,29 @@ class ScriptedLinks:
         return True
 
     def is_own(self, address: str) -> bool:
-        """See ``PeerLinks.is_own``."""
         return address in self.addresses.values()
 
     def check_reachable(self, address: str, field: str) -> None:
-        """See ``PeerLinks.check_reachable``."""
         if address.partition("://")[0] not in self.addresses:
             raise InvalidFieldError(address, field=field)
 
     def own_address(self, address: str) -> str:
-        """See ``PeerLinks.own_address``."""
         return self.addresses[address.partition("://")[0]]
 
     def up(self) -> list[Incarnation]:
-        """See ``PeerLinks.up``."""
         return [one.peer for one in self.connections.values() if one.peer is not None]
 
     def status(self) -> tuple[LinkStatus, ...]:
-        """See ``PeerLinks.status``."""
         return tuple(
             LinkStatus(address, "up" if one.peer else "greeting", 0, 0, "") for address, one in self.connections.items()
         )
 
     def hello(self, address: str, *, answers: bool) -> Sequence[bytes | memoryview]:
-        """Return a PEER_HELLO."""
         body = PeerHello(boot_id=self.boot_id, protocol_min=3, protocol_max=3, dialled=address)
         to_key = ANSWER if answers else ""
         return encode_peer(PeerEnvelope(self.own_address(address), self.boot_id, to_key, body))
 
     def take(self, incoming: IncomingPeerMessage) -> None:
-        """Take a message as ``PeerLinks`` does."""
         envelope = incoming.envelope
         if isinstance(envelope.body, PeerHello):
             connection = self._connection(envelope.address)
@@ -187,19 +175,15 @@ class Network:
         self.links: list[ScriptedLinks] = []
 
     def at(self, address: str) -> ScriptedLinks | None:
-        """Return who listens at an address."""
         return next((one for one in self.links if one.is_own(address)), None)
 
     def connections(self) -> list[Connection]:
-        """Return every connection."""
         return [one for links in self.links for one in links.connections.values()]
 
     def busy(self) -> list[Connection]:
-        """Return the connections on which something can be delivered."""
         return [one for one in self.connections() if one.on_its_way and not one.broken and self.at(one.address)]
 
     def deliver(self, connection: Connection) -> PeerBody:
-        """Deliver the oldest message of a connection; return it."""
         incoming = decode_peer(connection.on_its_way.popleft())
         receiver = self.at(connection.address)
         assert receiver is not None, connection.address
@@ -207,7 +191,6 @@ class Network:
         return incoming.envelope.body
 
     def leave(self, links: ScriptedLinks) -> None:
-        """Let a daemon end: connections from and to it break."""
         self.links.remove(links)
         for connection in self.connections():
             if links.is_own(connection.address):

@@ -26,23 +26,19 @@ class ScriptedTransport:
         self._on_done: dict[int, OnOpDone] = {}
 
     def __repr__(self) -> str:
-        """Show what is under way."""
         return f"<ScriptedTransport under_way={list(self.under_way)} stopped={sorted(self.stopped)}>"
 
     def start(self, op: StartOp, on_done: OnOpDone, reported: Callable[[], None] | None = None) -> None:  # noqa: ARG002
-        """See ``Transport.start``."""
         assert op.op_id not in self.under_way, "a transfer op that is under way"
         self.under_way[op.op_id] = op
         self._on_done[op.op_id] = on_done
 
     def stop(self, op_id: int) -> bool:
-        """See ``Transport.stop``."""
         if op_id in self.under_way:
             self.stopped.add(op_id)
         return op_id in self.under_way
 
     def close(self) -> None:
-        """See ``Transport.close``."""
         self.under_way.clear()
         self.stopped.clear()
 
@@ -62,11 +58,9 @@ class ScriptedTransport:
         self._on_done.pop(op_id)(op_id, error)
 
     def finish(self, op_id: int) -> None:
-        """Move the transfer op's bytes and report that all is well."""
         self.copy(op_id)
         self.end(op_id)
 
     def finish_all(self) -> None:
-        """Finish every transfer op, also those that start meanwhile."""
         while self.under_way:
             self.finish(next(iter(self.under_way)))

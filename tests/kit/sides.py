@@ -46,7 +46,6 @@ def side_of(
 
 @st.composite
 def sides(draw: st.DrawFn) -> PlanSide:
-    """Draw a side on some pages in any order: in few runs, or in many."""
     pages = draw(st.integers(1, 16))
     ids = draw(st.permutations(range(1, pages + 1)) | st.just(list(range(1, pages + 1))))
     taken = ids[: draw(st.integers(1, pages))]
@@ -56,11 +55,9 @@ def sides(draw: st.DrawFn) -> PlanSide:
 
 @st.composite
 def extents(draw: st.DrawFn, side: PlanSide) -> tuple[int, int]:
-    """Draw segments ``[first, stop)`` of a side, at least one."""
     first = draw(st.integers(0, total_segments(side) - 1))
     return first, draw(st.integers(first + 1, total_segments(side)))
 
 
 def bytes_of(side: PlanSide, first: int, stop: int) -> int:
-    """Return how many bytes segments ``[first, stop)`` have."""
     return int(np.repeat(side.segment_bytes, len(side.ids))[first:stop].sum())

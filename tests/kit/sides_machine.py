@@ -43,30 +43,25 @@ class SidesMachine(RuleBasedStateMachine):
         self.checked: dict[tuple[TransferHarness, int], int] = defaultdict(int)
 
     def daemons(self) -> Sequence[TransferHarness]:
-        """Return the daemons that live."""
         raise NotImplementedError
 
     def settled(self, life: Life) -> None:
         """Hear that the pages of a RECEIVE are its session's again."""
 
     def pool(self, daemon: TransferHarness, name: str) -> Pool:
-        """Return a daemon's pool."""
         (found,) = [one for one in daemon.pools if one.name == name]
         return found
 
     def note_sent(self, daemon: TransferHarness, pool: Pool, ids: PageIds, request: str, first_page: int) -> None:
-        """Note what the pages of an accepted SEND hold."""
         for logical, content in enumerate(daemon.content(pool, ids), first_page):
             for name, value in content.items():
                 self.sent[request, logical, name].add(value)
 
     def forget(self, daemon: TransferHarness, session: int | None = None) -> None:
-        """Forget the sides of a session, or of a daemon, that has died."""
         for life in [one for one in self.lives if one.daemon is daemon and session in {None, one.session}]:
             del self.lives[life]
 
     def cancel(self, data: st.DataObject) -> None:
-        """CANCEL a side that is live, whatever its state."""
         live = [(one, side) for one in self.daemons() for side in one.state_machine.endpoints]
         live = [(one, side) for one, side in live if side.session_id in one.told]
         if live:
@@ -75,20 +70,17 @@ class SidesMachine(RuleBasedStateMachine):
             daemon.cancel(side.session_id, side.pool, side.direction, side.request_id)
 
     def acknowledge(self, _data: st.DataObject) -> None:
-        """Let every session have seen the end of what has settled."""
         for daemon, session, key in self.lives:
             daemon.acknowledge(session, self.pool(daemon, key.pool), key.direction, key.request_id)
 
     @invariant()
     def pages_are_held_as_they_must(self) -> None:
-        """Check the allocators, and what is held, free and written; see ``check`` of the daemons."""
         for daemon in self.daemons():
             daemon.check()
             assert not daemon.bugs
 
     @invariant()
     def every_side_is_told_once(self) -> None:
-        """Check that outcome and settling come once each, in this order, for every accepted side."""
         for (daemon, session, key), lives in self.lives.items():
             told = [
                 "finished" if isinstance(event, Finished) else "settled"
@@ -115,7 +107,6 @@ class SidesMachine(RuleBasedStateMachine):
                 self.checked[daemon, session] = len(events)
 
     def check_bytes(self, life: Life) -> None:
-        """Check that every entry of every page is what was sent as this logical page of the request."""
         first_page, ids = self.received[life]
         for logical, content in enumerate(life.daemon.content(self.pool(life.daemon, life.key.pool), ids), first_page):
             for name, value in content.items():

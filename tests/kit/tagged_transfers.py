@@ -94,12 +94,10 @@ class Model(NamedTuple):
 
     @property
     def all_layers(self) -> list[int]:
-        """Return the layers of both kinds in their order."""
         return sorted({*self.layers, *self.other_layers})
 
     @property
     def state(self) -> str | None:
-        """Return the name of the component of the second kind."""
         return {"hybrid_swa": "swa", "mamba": "mamba"}.get(self.kind) if self.other_layers else None
 
 
@@ -115,7 +113,6 @@ class Stage(NamedTuple):
 
 
 def arrays_of(model: Model, stage: Stage) -> dict[Key, Array]:
-    """Return what the stage's pool has."""
     size = DTYPE_BYTES[model.dtype]
     paged = _keys_and_values(model, size)
     if model.scales in {"page", "page_head"}:  # one of a page is a rank's own, over all heads that it holds
@@ -150,7 +147,6 @@ def _keys_and_values(model: Model, size: int) -> dict[str, Array]:
 
 
 def spec_of(model: Model, stage: Stage, pages: int, view: Literal["paged", "fia"]) -> PoolSpec:
-    """Return the spec of the stage's pool."""
     held = stage.rank.heads(model.heads)
     draft = _draft_of(model, stage) if stage.draft_layers else None
     tokens = pages * model.page_size
@@ -197,7 +193,6 @@ def _draft_of(model: Model, stage: Stage) -> DraftSpec:
 
 
 def _scales_of(model: Model, layers: Sequence[int], heads: list[int], prefix: str) -> dict[str, Any]:
-    """Return the fields of a spec that say the scales of these layers."""
     if model.scales == "head":
         return {
             f"{prefix}{role}_scale": tuple(model.head_scales(layer, role, heads) for layer in layers) or None
@@ -244,7 +239,6 @@ class Window(NamedTuple):
 
     @property
     def numbers(self) -> range:
-        """Return the logical numbers."""
         return range(self.first, self.end)
 
 
@@ -287,7 +281,6 @@ class Transfer(NamedTuple):
         return (ours.plain or theirs.plain) and len(ours.numbers) != len(theirs.numbers) and not theirs.none
 
     def state_pairs(self) -> list[tuple[int, int]]:
-        """Return which logical number of the sources fills which of the receive requests, in the state's component."""
         ours, theirs = self.sent_state.numbers, self.wanted_state.numbers
         if self.sent_state.plain or self.wanted_state.plain:
             return list(zip(ours, theirs, strict=False))
@@ -299,7 +292,6 @@ FAULTS: Final = ("short", "long", "tokens", "layer", "width", "page twice", "for
 
 @st.composite
 def transfers(draw: st.DrawFn) -> Transfer:
-    """Draw a model, how both sides split it, their lists, and in half of the cases a fault."""
     model = draw(models())
     fault = draw(st.sampled_from([""] * len(FAULTS) + [*FAULTS]))
     sizes = [size for size in range(1, 5) if model.heads % size == 0 or size % model.heads == 0]
@@ -322,7 +314,6 @@ def transfers(draw: st.DrawFn) -> Transfer:
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """Draw a model of any kind."""
     kind: Kind = draw(st.sampled_from(["mha", "mla", "hybrid_swa", "mamba"]))
     first, count = draw(st.integers(0, 3)), draw(st.integers(1, 4))
     layers = list(range(first, first + count))
@@ -355,7 +346,6 @@ def models(draw: st.DrawFn) -> Model:
 
 @st.composite
 def _stages(draw: st.DrawFn, layers: Sequence[int], size: int) -> list[Stage]:
-    """Cut the layers into stages of ``size`` ranks each; the last stage may run a draft model."""
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(layers) - 1)), max_size=2))) if len(layers) > 1 else []
     parts = [tuple(layers[start:stop]) for start, stop in itertools.pairwise([0, *cuts, len(layers)])]
     drafts = [0] * (len(parts) - 1) + [draw(st.integers(0, 2))]
@@ -368,7 +358,6 @@ def _stages(draw: st.DrawFn, layers: Sequence[int], size: int) -> list[Stage]:
 
 @st.composite
 def _cuts(draw: st.DrawFn, pages: int) -> list[int]:
-    """Draw where a prompt is cut into chunks."""
     return sorted(draw(st.sets(st.integers(1, pages - 1), max_size=2))) if pages > 1 else []
 
 
@@ -376,7 +365,6 @@ def _cuts(draw: st.DrawFn, pages: int) -> list[int]:
 def _lists(
     draw: st.DrawFn, model: Model, fault: str
 ) -> tuple[range, range, tuple[int | None, int | None], tuple[Window, Window]]:
-    """Draw main's pages and last tokens, and the second component's lists, at sources and destinations."""
     size = model.page_size
     tokens = draw(st.integers(1, 7 * size))
     pages = -(-tokens // size)
@@ -399,7 +387,6 @@ def _lists(
 
 @st.composite
 def _states(draw: st.DrawFn, model: Model, tokens: int, prefix: int, start: int) -> tuple[Window, Window]:
-    """Draw the lists of a window, where both sides know lengths up to 4 tokens apart, or of a state."""
     ours, theirs = draw(_one_each(model, tokens, prefix, start))
     plain = draw(st.sampled_from([(False, False), (False, False), (True, True), (True, False), (False, True)]))
     ours, theirs = ours._replace(plain=plain[0]), theirs._replace(plain=plain[1])

@@ -1,4 +1,4 @@
-"""Stands between sockets and breaks what goes through, as networks do: cut, silent, late, doubled, out of order.
+"""Stands between sockets and breaks what goes through, as networks do: cut, silent, late.
 
 A proxy runs on a thread of its own, so that tests of processes and of event loops can use it; a control has worked when
 it returns. It knows nothing of what is said: a test names the bytes at which something is to happen. Descriptors go
@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
@@ -23,30 +22,17 @@ from tests.kit.faults import connected
 Way = Literal["out", "back"]
 """From whom dialled to whom is listened for, and back."""
 WAYS: Final[tuple[Way, ...]] = ("out", "back")
-Alter = Callable[["Piece"], Iterable[bytes]]
 
 PATIENCE_S: Final = 20.0
 READ_BYTES: Final = 65_536
 MAX_FDS: Final = 4
-_RESET: Final = struct.pack("ii", 1, 0)
-"""SO_LINGER by which a close resets the connection: no FIN, and what was on its way is lost."""
 _Result = TypeVar("_Result")
-
-
-class Piece(NamedTuple):
-    """What came at once: on which route, which way, and its bytes."""
-
-    route: str
-    way: Way
-    data: bytes
 
 
 class _Mark(NamedTuple):
     """Bytes at which a proxy holds everything up."""
 
     data: bytes
-    route: str | None
-    way: Way
     passes: bool
     seen: threading.Event
 
@@ -58,7 +44,7 @@ class Through:
         self.route = route
         self.sockets = sockets
         self.tasks: list[asyncio.Task[None]] = []
-        self.tails: dict[Way, bytes] = {"out": b"", "back": b""}
+        self.tail = b""
 
     def read(self, way: Way) -> tuple[bytes, list[int]]:
         """Return what has come, and its descriptors.
@@ -67,33 +53,21 @@ class Through:
             BlockingIOError: nothing has.
             OSError: the connection is no more.
         """
-        source = self.sockets[WAYS.index(way)]
-        if source.family != socket.AF_UNIX:
-            return source.recv(READ_BYTES), []
-        data, fds, _, _ = socket.recv_fds(source, READ_BYTES, MAX_FDS)
+        data, fds, _, _ = socket.recv_fds(self.sockets[WAYS.index(way)], READ_BYTES, MAX_FDS)
         return data, fds
 
-    def close(self, *, reset: bool) -> None:
-        """Close both sides; for the loop."""
+    def close(self) -> None:
         loop = asyncio.get_running_loop()
         for one in self.sockets:
             loop.remove_reader(one)
             loop.remove_writer(one)  # before the number may be another socket's
-            if reset and one.family != socket.AF_UNIX:
-                with contextlib.suppress(OSError):
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             one.close()
 
 
 class Proxy:
-    """Routes from listening sockets to who they stand for. All routes share one fate.
-
-    Attributes:
-        passed_bytes: how many bytes went through, by way.
-    """
+    """Routes from listening sockets to who they stand for. All routes share one fate."""
 
     def __init__(self) -> None:
-        self.passed_bytes: dict[Way, int] = {"out": 0, "back": 0}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -101,7 +75,6 @@ class Proxy:
         self._refuses = False
         self._resets = 0
         self._delay_s = 0.0
-        self._alter: Alter | None = None
         self._marks: list[_Mark] = []
         self._through: set[Through] = set()
         self._listeners: list[socket.socket] = []
@@ -115,26 +88,12 @@ class Proxy:
         self.close()
 
     def close(self) -> None:
-        """End every connection and the thread."""
         self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE_S)
         self._loop.close()
 
     # -- routes
-
-    def route(self, listener: socket.socket, dial: Callable[[], socket.socket], name: str = "") -> None:
-        """Pass what comes at a listening socket on to whom ``dial`` connects to, on a thread, and back."""
-        listener.settimeout(0)
-        self._listeners.append(listener)
-        self._call(lambda: self._spawn(self._accept(listener, dial, name)))
-
-    def route_tcp(self, to: tuple[str, int], at: str = "127.0.0.1", name: str = "") -> int:
-        """Listen on TCP at a free port, which is returned, for who listens at ``to``."""
-        listener = socket.create_server((at, 0))
-        port: int = listener.getsockname()[1]
-        self.route(listener, lambda: socket.create_connection(to, PATIENCE_S), name)
-        return port
 
     def route_unix(self, path: Path, name: str = "") -> None:
         """Take the place of who listens at a Unix socket, whose file is moved aside; who connects later comes here."""
@@ -144,17 +103,18 @@ class Proxy:
         self.listen_unix(path, aside, name, mode)
 
     def listen_unix(self, path: Path, to: Path, name: str = "", mode: int = 0o600) -> None:
-        """Listen at a new Unix socket for who listens at another."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         listener.bind(os.fspath(path))
         path.chmod(mode)
         listener.listen(16)
-        self.route(listener, lambda: connected(to), name)
+        listener.settimeout(0)
+        self._listeners.append(listener)
+        self._call(lambda: self._spawn(self._accept(listener, to, name)))
 
     # -- controls
 
     def cut(self) -> None:
-        """End every connection at once (TCP's with a reset), and every new one."""
+        """End every connection at once and every new one."""
 
         def now() -> None:
             self._refuses = True
@@ -187,39 +147,27 @@ class Proxy:
 
         self._call(now)
 
-    def alter(self, alter: Alter | None) -> None:
-        """Pass ``alter(piece)``'s parts instead of each piece: none, two, others, or some kept for later."""
-
-        def now() -> None:
-            self._alter = alter
-
-        self._call(now)
-
-    def hold_at(
-        self, data: bytes, *, passes: bool, way: Way = "out", route: str | None = None
-    ) -> Callable[[float], bool]:
-        """Become a black hole at the first piece with these bytes, which itself still ``passes`` or does not.
+    def hold_at(self, data: bytes, *, passes: bool) -> Callable[[float], bool]:
+        """Become a black hole at the first piece with these bytes on its way out; it still ``passes`` or does not.
 
         Returns:
             A function that waits for it, for so many seconds, and returns whether it has come.
         """
-        mark = _Mark(data, route, way, passes, threading.Event())
+        mark = _Mark(data, passes, threading.Event())
 
         def now() -> None:
             for one in self._through:
-                one.tails = {"out": b"", "back": b""}  # what came before does not count
+                one.tail = b""  # what came before does not count
             self._marks.append(mark)
 
         self._call(now)
         return mark.seen.wait
 
     def unmark(self) -> None:
-        """Forget what it was to be held at."""
         self._call(self._marks.clear)
 
     @property
     def connections(self) -> int:
-        """Return how many connections there are."""
         return self._call(lambda: len(self._through))
 
     # -- on the loop
@@ -227,21 +175,21 @@ class Proxy:
     async def _set_open(self) -> None:
         self._open.set()
 
-    async def _accept(self, listener: socket.socket, dial: Callable[[], socket.socket], name: str) -> None:
+    async def _accept(self, listener: socket.socket, to: Path, name: str) -> None:
         while True:
             near, _ = await self._loop.sock_accept(listener)
             if self._refuses:
-                Through(name, near).close(reset=True)
+                Through(name, near).close()
                 continue
             resets = self._resets
             try:
-                far = await asyncio.to_thread(dial)
+                far = await asyncio.to_thread(connected, to)
             except OSError:
                 near.close()
                 continue
             through = Through(name, near, far)
             if resets != self._resets:
-                through.close(reset=True)
+                through.close()
                 continue
             for one in (near, far):
                 one.settimeout(0)
@@ -272,9 +220,8 @@ class Proxy:
                 self._loop.remove_reader(one)
 
     async def forward(self, through: Through, way: Way, data: bytes, fds: list[int]) -> None:
-        """Pass on what was read of a connection, or do with it what was ordered; for the loop."""
-        piece, to = Piece(through.route, way, data), through.sockets[1 - WAYS.index(way)]
-        mark = self._mark_in(through, piece)
+        to = through.sockets[1 - WAYS.index(way)]
+        mark = self._mark_in(through, data) if way == "out" else None
         try:
             if mark is not None and not mark.passes:
                 self._reach(mark)
@@ -282,10 +229,8 @@ class Proxy:
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
                 await self._open.wait()
-            for part in [data] if self._alter is None else self._alter(piece):
-                sent = socket.send_fds(to, [part], fds) if fds else 0
-                await self._loop.sock_sendall(to, part[sent:])
-                self.passed_bytes[way] += len(part)
+            sent = socket.send_fds(to, [data], fds) if fds else 0
+            await self._loop.sock_sendall(to, data[sent:])
         finally:
             for fd in fds:
                 os.close(fd)
@@ -293,20 +238,18 @@ class Proxy:
             self._reach(mark)
 
     def end(self, through: Through) -> None:
-        """End a connection, unless the other way, or a cut, has ended it meanwhile; for the loop."""
         if through in self._through:
             self._through.discard(through)
-            through.close(reset=False)
+            through.close()
 
-    def _mark_in(self, through: Through, piece: Piece) -> _Mark | None:
-        seen = through.tails[piece.way] + piece.data
-        through.tails[piece.way] = seen[-256:]
-        for mark in self._marks:
-            if mark.way == piece.way and mark.route in {None, piece.route} and mark.data in seen:
-                self._marks.remove(mark)
-                through.tails[piece.way] = b""
-                return mark
-        return None
+    def _mark_in(self, through: Through, data: bytes) -> _Mark | None:
+        seen = through.tail + data
+        through.tail = seen[-256:]
+        mark = next((one for one in self._marks if one.data in seen), None)
+        if mark is not None:
+            self._marks.remove(mark)
+            through.tail = b""
+        return mark
 
     def _reach(self, mark: _Mark) -> None:
         self._open.clear()
@@ -317,7 +260,7 @@ class Proxy:
         gone = {one for one in self._through if not routes or one.route in routes}
         self._through -= gone
         for one in gone:
-            one.close(reset=True)
+            one.close()
             for task in one.tasks:
                 task.cancel()
 
@@ -353,24 +296,3 @@ class Proxy:
 
         self._loop.call_soon_threadsafe(run)
         return done.result(PATIENCE_S)
-
-
-def doubled(piece: Piece) -> Iterator[bytes]:
-    """Pass everything twice, for ``Proxy.alter``."""
-    yield piece.data
-    yield piece.data
-
-
-class Swapped:
-    """Pass every second piece before the first, for ``Proxy.alter``."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, Way], bytes] = {}
-
-    def __call__(self, piece: Piece) -> Iterator[bytes]:
-        kept = self._kept.pop((piece.route, piece.way), None)
-        if kept is None:
-            self._kept[piece.route, piece.way] = piece.data
-        else:
-            yield piece.data
-            yield kept

@@ -96,15 +96,12 @@ class TransferHarness:
     # -- what there is
 
     def transfer_began(self) -> None:
-        """See ``TransferActivity``."""
         self.activity.append("began")
 
     def transfer_ended(self) -> None:
-        """See ``TransferActivity``."""
         self.activity.append("ended")
 
     def session(self) -> int:
-        """Open a session and return its number."""
         session = next(self._session_ids)
         self.told[session] = []
         self.state_machine.results.open_session(session)
@@ -120,20 +117,17 @@ class TransferHarness:
         components: Sequence[Component] = (),
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> Pool:
-        """Make a pool with real memory; two layers by default."""
         placed = [msgspec.structs.replace(one, pages=pages) for one in (layers(2) if entries is None else entries)]
         pool = self.pool_of(name, lay_out(placed, components), tenant=tenant)
         pool.max_payload_bytes = max_payload_bytes
         return pool
 
     def pool_of(self, name: str, manifest: Manifest, *, tenant: int = 7) -> Pool:
-        """Make a pool with real memory of this manifest."""
         pool = Pool(tenant, name, manifest, new_region(manifest.region_bytes, name))
         self.pools.append(pool)
         return pool
 
     def filled(self, pool: Pool, session: int, count: int) -> PageIds:
-        """Allocate pages and write to each what no other page holds."""
         ids = pool.allocator.allocate(session, count)
         self.fill(pool, ids)
         return ids
@@ -146,7 +140,6 @@ class TransferHarness:
         write_pages(pool.region, entries, ids, np.frombuffer(together, np.uint8))
 
     def engine(self, name: str, entries: Sequence[Entry] | None = None, *, count: int = 3, **of_pool: Any) -> Engine:  # noqa: ANN401  what ``pool`` takes
-        """Open a session with a pool, and with pages that are filled."""
         session, pool = self.session(), self.pool(name, entries, **of_pool)
         return Engine(self, session, pool, self.filled(pool, session, count) if count else np.empty(0, np.int64))
 
@@ -168,7 +161,6 @@ class TransferHarness:
         steps: tuple[LayerStep, ...] = (),
         deadline_s: float = 30.0,
     ) -> Accepted:
-        """SEND as the service does."""
         lists, frames = _lists(ids, first_page, tokens)
         try:
             ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=last, may_lack=not last)
@@ -190,7 +182,6 @@ class TransferHarness:
         source_daemons: tuple[str, ...] = (),
         deadline_s: float = 30.0,
     ) -> Accepted:
-        """RECEIVE as the service does."""
         lists, frames = _lists(ids, first_page, tokens)
         try:
             ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=True)
@@ -200,7 +191,6 @@ class TransferHarness:
             self._execute()
 
     def cancel(self, session: int, pool: Pool, direction: Direction, request: str = REQUEST) -> None:
-        """CANCEL a side."""
         self.state_machine.cancel(session, EndpointKey(pool.tenant, request, pool.name, direction), self.now)
         self._execute()
 
@@ -212,7 +202,6 @@ class TransferHarness:
         request: str = REQUEST,
         tenant: int = 7,
     ) -> int:
-        """ABANDON a half of a request, as the service does."""
         half, error = Half(tenant, request, direction), PeerCancelledError(reason)
         failed = self.state_machine.abandon(half, error, self.now, daemons)
         self._execute()
@@ -237,17 +226,14 @@ class TransferHarness:
         self._execute()
 
     def events(self, session: int, *values: int) -> None:
-        """Let a session's event ring hold these counters."""
         self.state_machine.events_reached(session, list(values), self.now)
         self._execute()
 
     def drain(self) -> None:
-        """End the daemon: no new messages."""
         self.state_machine.drain(self.now)
         self._execute()
 
     def acknowledge(self, session: int, pool: Pool, direction: Direction, request: str = REQUEST) -> None:
-        """Let the client have seen everything about a side."""
         key = EndpointKey(pool.tenant, request, pool.name, direction)
         known = self.state_machine.results.get(session, key)
         if known is not None and known.settled is not None:
@@ -263,11 +249,9 @@ class TransferHarness:
         ]
 
     def finished(self, session: int) -> Finished:
-        """Return the latest FINISHED event of a session."""
         return next(one for one in reversed(self.told[session]) if isinstance(one, Finished))
 
     def content(self, pool: Pool, ids: PageIds) -> list[dict[str, bytes]]:
-        """Return what the pages hold, by entry."""
         entries = pool.manifest.entries
         held = read_pages(pool.region, entries, ids).reshape(len(entries), len(ids), PAGE_BYTES)
         return [
@@ -275,7 +259,6 @@ class TransferHarness:
         ]
 
     def free_pages(self, pool: Pool, space: str | None = None) -> set[int]:
-        """Return the ids of the free pages of a space, the first one by default."""
         allocator, nobody_else = pool.allocator if space is None else pool.allocators[space], 1 << 30
         if not allocator.free_count:
             return set()
@@ -309,7 +292,6 @@ class TransferHarness:
         }
 
     def check(self) -> None:
-        """Check what must hold at any time."""
         quarantined = self.state_machine.endpoints.quarantined
         problems = [one for one in self.state_machine.endpoints.problems(self.now) if one is not None]
         assert len(problems) == bool(quarantined), problems
@@ -327,7 +309,6 @@ class TransferHarness:
     # -- how it works
 
     def written(self) -> Iterable[TransferOp]:
-        """Return the copies that may write."""
         return [self.state_machine.endpoints.ops[op_id] for op_id in self.transport.under_way]
 
     def _writable(self, pool: Pool, space: str) -> set[int]:
@@ -380,26 +361,21 @@ class Engine:
         self.pages = pages
 
     def send(self, first: int = 0, stop: int | None = None, *, ids: Lists | None = None, **more: Any) -> Accepted:  # noqa: ANN401  what the harness takes
-        """SEND its pages from ``first`` to ``stop``, or others."""
         what = self.pages[first:stop] if ids is None else ids
         return self.harness.send(self.session, self.pool, what, first_page=first, **more)
 
     def receive(self, first: int = 0, stop: int | None = None, *, ids: Lists | None = None, **more: Any) -> Accepted:  # noqa: ANN401  what the harness takes
-        """RECEIVE into its pages from ``first`` to ``stop``, or into others; the first one is logical page 0."""
         return self.harness.receive(self.session, self.pool, self.pages[first:stop] if ids is None else ids, **more)
 
     def come(self, direction: Direction, *, others: int = 1, **more: Any) -> Accepted:  # noqa: ANN401  what the harness takes
-        """SEND or RECEIVE; ``others``: how many of the other half it expects."""
         if direction == "send":
             return self.send(destinations=others, **more)
         return self.receive(sources=others, **more)
 
     def cancel(self, direction: Direction, request: str = REQUEST) -> None:
-        """CANCEL."""
         self.harness.cancel(self.session, self.pool, direction, request)
 
     def acknowledge(self, direction: Direction, request: str = REQUEST) -> None:
-        """Have seen all events of one side."""
         self.harness.acknowledge(self.session, self.pool, direction, request)
 
     def lose(self) -> None:
@@ -413,24 +389,20 @@ class Engine:
 
     @property
     def finished(self) -> Finished:
-        """Return its latest FINISHED."""
         return self.harness.finished(self.session)
 
     @property
     def reason(self) -> str:
-        """Return what the error of its latest FINISHED says."""
         error = self.finished.error
         assert error is not None
         return error.detail
 
     @property
     def content(self) -> list[dict[str, bytes]]:
-        """Return what its pages hold, by entry."""
         return self.harness.content(self.pool, self.pages)
 
     @property
     def held(self) -> int:
-        """Return how many pages of its pool are held."""
         return self.pool.allocator.busy_count
 
 
@@ -446,28 +418,23 @@ class Pair:
         self.prefill, self.decode = (self.harness.engine(name, entries, count=count) for name in ("prefill", "decode"))
 
     def finish(self) -> None:
-        """Let all copies end, also those that start meanwhile."""
         self.harness.transport.finish_all()
 
     def end_well(self, *engines: Engine) -> None:
-        """Let all copies end; everyone, or these, must have succeeded."""
         self.finish()
         for engine in engines or (self.prefill, self.decode):
             assert engine.told == "OK settled"
 
     @property
     def told(self) -> tuple[str, str]:
-        """Return what both were told."""
         return self.prefill.told, self.decode.told
 
     @property
     def held(self) -> tuple[int, int]:
-        """Return how many pages are held of both."""
         return self.prefill.held, self.decode.held
 
     @property
     def under_way(self) -> list[int]:
-        """Return the copies under way, oldest first."""
         return list(self.harness.transport.under_way)
 
 

@@ -15,23 +15,19 @@ def both(request: pytest.FixtureRequest) -> Transfer:
 
 @pytest.fixture(params=["ipc", "tcp"])
 def apart(request: pytest.FixtureRequest) -> Transfer:
-    """Return a transfer between daemons."""
     return Transfer(request.param)
 
 
 @pytest.fixture
 def here() -> Transfer:
-    """Return a transfer within a daemon."""
     return Transfer()
 
 
 @pytest.fixture
 def mapped() -> Transfer:
-    """Return a transfer between daemons of one host."""
     return Transfer("ipc")
 
 
 @pytest.fixture
 def by_slots() -> Transfer:
-    """Return a transfer between hosts."""
     return Transfer("tcp")

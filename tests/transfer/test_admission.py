@@ -50,7 +50,6 @@ class Refusing(Pair):
 
 @pytest.fixture
 def pair() -> Refusing:
-    """Return two engines that have not spoken."""
     return Refusing()
 
 

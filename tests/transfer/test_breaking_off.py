@@ -44,7 +44,6 @@ class Fault:
         self.calls = 0
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
-        """See ``sys.setprofile``."""
         if event == "call":
             caller = frame.f_back
             if (
@@ -77,7 +76,6 @@ def fault(number: int) -> Iterator[Fault]:
 
 
 def ordinary(one: Transfer) -> Iterator[Callable[[], Any]]:
-    """Yield the steps of a transfer in two chunks that succeeds."""
     yield one.receive
     yield lambda: one.send(stop=1, last=False)
     yield one.harness.run
@@ -86,7 +84,6 @@ def ordinary(one: Transfer) -> Iterator[Callable[[], Any]]:
 
 
 def cancelled(one: Transfer) -> Iterator[Callable[[], Any]]:
-    """Yield the steps of one that is cancelled while a copy is under way."""
     yield one.send
     yield one.receive
     yield one.harness.deliver_all

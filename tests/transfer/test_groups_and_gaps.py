@@ -73,13 +73,11 @@ class Case(NamedTuple):
 
     @property
     def components(self) -> list[str]:
-        """Return the names of the groups' components."""
         return ["main", "group1", "group2"][: len(self.wanted)]
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
-    """Draw a pool of either kind, its layers in one to three groups."""
     first, count = draw(st.integers(0, 5)), draw(st.integers(1, 6))
     groups: list[list[int]] = [[] for _ in range(draw(st.integers(1, min(3, count))))]
     layers = draw(st.permutations(range(first, first + count)))
@@ -100,7 +98,6 @@ def specs(draw: st.DrawFn) -> Spec:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draw a request; in some of the cases with a fault."""
     spec = draw(specs())
     some = st.sets(st.integers(0, LOGICAL_PAGES - 1), min_size=1).map(sorted).map(tuple)
     wanted = [draw(some) for _ in spec.groups]
@@ -154,7 +151,6 @@ class Side(Engine):
         self.page_of = [{logical: ids.pop() for logical in of_group} for of_group in held]
 
     def memory(self, background: npt.NDArray[np.uint8], logical: Sequence[Logical]) -> npt.NDArray[np.uint8]:
-        """Return the pool's memory with the content of these logical pages of each group."""
         memory = background.copy()
         for entry in self.pool.manifest.entries:
             draft = entry.component == "draft"
@@ -194,7 +190,6 @@ def chunks_of(case: Case) -> list[list[Logical]]:
 
 
 def end_of(case: Case, *, receiving: bool) -> int | None:
-    """Return how many tokens a side says its last pages hold."""
     if not case.says_tokens:
         return None
     return 1 if receiving or case.fault != "tokens" or case.spec.page_size == 1 else case.spec.page_size
@@ -219,13 +214,11 @@ class Run(Transfer):
 
     @property
     def steps(self) -> tuple[LayerStep, ...]:
-        """Return a step for each layer, the last one first."""
         spec = self.case.spec
         layers = reversed(range(spec.first_layer, spec.first_layer + spec.layers))
         return tuple(LayerStep(first_layer=layer, layers=1, event=event, value=1) for event, layer in enumerate(layers))
 
     def speak(self, direction: str) -> None:
-        """Let a side say all that it says."""
         if direction == "receive":
             self.receive(into=self.theirs, ids=self.theirs.lists(self.case.wanted, end_of(self.case, receiving=True)))
             return
@@ -236,7 +229,6 @@ class Run(Transfer):
             self.ours.send(ids=lists, last=last, steps=self.steps if self.case.stepped else ())
 
     def until_refused(self) -> str:
-        """Let both speak and all copies end; return the first error's code, or an empty string."""
         try:
             for direction in ORDERS[self.case.first]:
                 self.speak(direction)

@@ -22,7 +22,6 @@ ENTRIES = LAYERS * 2
 
 
 def manifest_of_rank(heads: int, size: int, number: int) -> Manifest:
-    """Return the manifest of one rank's pool."""
     held = rank_heads(heads, size, number)
     return manifest_of(
         MhaSpec(
@@ -40,7 +39,6 @@ class Ranks(TransferHarness):
         self.heads = heads
 
     def rank(self, size: int, number: int, manifest: Manifest | None = None) -> Engine:
-        """Add a rank."""
         manifest = manifest or manifest_of_rank(self.heads, size, number)
         session, pool = self.session(), self.pool_of(f"pool{len(self.pools)}", manifest)
         return Engine(self, session, pool, pool.allocator.allocate(session, PAGES))
@@ -100,7 +98,6 @@ def test_a_missing_or_doubled_head_is_named(
 
 
 def without(layer: int, manifest: Manifest) -> Manifest:
-    """Return a manifest that lacks a layer."""
     return msgspec.structs.replace(manifest, entries=tuple(one for one in manifest.entries if one.layer != layer))
 
 
@@ -113,7 +110,6 @@ def test_a_missing_entry_is_named_with_heads_apart() -> None:
 
 @FIRST
 def test_a_replica_sends_what_is_left_of_each_layer(first: str) -> None:
-    """Stages of one side share layers with a rank of the other, and are not equally far."""
     ranks = Ranks(1)
     one, two = (ranks.rank(2, 0, without(layer, manifest_of_rank(1, 2, 0))) for layer in (1, 0))
     other, receiver = ranks.rank(2, 1), ranks.rank(1, 0)

@@ -22,7 +22,6 @@ BYTES_OF_A_LAYER = PAGES * 2 * PAGE_BYTES
 
 
 def range_of(step: LayerStep) -> range:
-    """Return a step's layers."""
     return range(step.first_layer, step.first_layer + step.layers)
 
 
@@ -45,23 +44,19 @@ class Ferry(Pair):
         self.before = self.decode.content
 
     def meet(self, steps: tuple[LayerStep, ...] = ONE_A_LAYER) -> None:
-        """RECEIVE all pages, and SEND them in steps."""
         self.decode.receive()
         self.prefill.send(steps=steps)
 
     def events(self, *values: int) -> None:
-        """Let the prefill's event ring hold these counters."""
         self.harness.events(self.prefill.session, *values)
 
     def layers_of(self, op: int, names: Sequence[str] = ("main",)) -> list[int]:
-        """Return the layers that a copy under way brings."""
         planned_copies = self.harness.state_machine.endpoints.ops[op].planned_copies
         return sorted(
             {pair.destination.layer for one in planned_copies for pair in one.pairs if one.component in names}
         )
 
     def decode_pages(self) -> int:
-        """Return how many pages the receive request has whole."""
         (receive_request,) = self.harness.state_machine.endpoints.receive_requests.values()
         return receive_request.arrived_pages
 
@@ -77,7 +72,6 @@ class Ferry(Pair):
 
 @pytest.fixture
 def ferry() -> Ferry:
-    """Return two sides that have not spoken."""
     return Ferry()
 
 

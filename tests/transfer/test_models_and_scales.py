@@ -20,7 +20,6 @@ EVERYWHERE: Final = pytest.mark.parametrize(("way", "first"), [("here", "send"),
 
 
 def but(**changes: str) -> ModelIdentity:
-    """Return a model that differs."""
     return msgspec.structs.replace(MODEL, **changes)
 
 
@@ -92,7 +91,6 @@ def test_no_salt_travels_between_daemons() -> None:
 
 
 def scaled(*scales: float) -> list[Entry]:
-    """Return k and v of two layers with these scales; without any where there are none."""
     return [msgspec.structs.replace(one, scales=scales or None) for one in layers(2)]
 
 

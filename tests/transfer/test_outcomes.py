@@ -163,7 +163,6 @@ ENDINGS: Final[dict[str, tuple[Ending, str, str]]] = {
 
 
 def check_under_way(both: Transfer, sender: str, receiver: str, sent: int = PAGES) -> None:
-    """Check who is told, and whose pages are held, while a copy of a transfer that has failed is under way."""
     if both.way == "here":
         assert (both.told, both.held) == ((sender, receiver), (sent, PAGES))
     elif both.way == "ipc":  # nothing is read at the source that matters
@@ -229,7 +228,6 @@ def test_what_was_read_after_its_send_had_ended_does_not_count(mapped: Transfer)
 @pytest.mark.parametrize("steps", [(), STEPS], ids=["last", "steps are not ready"])
 @pytest.mark.parametrize("last", [False, True])
 def test_a_sender_dies_before_decode_asks(both: Transfer, steps: tuple[LayerStep, ...], *, last: bool) -> None:
-    """A send request that has said all, and of which all is there, goes on; another one is forgotten with its pages."""
     both.send(last=last, steps=steps)
     sent = both.prefill.content
     both.prefill.lose()
@@ -259,7 +257,6 @@ def test_the_earlier_deadline_ends_both(here: Transfer, first: str, send_s: floa
 
 @pytest.mark.parametrize("side", ["send", "receive"])
 def test_the_deadline_of_one_side_reaches_the_other_daemon(apart: Transfer, side: str) -> None:
-    """The clock of one daemon is the first to see it."""
     mine, other = (apart.source, apart.home) if side == "send" else (apart.home, apart.source)
     apart.send(deadline_s=5.0 if side == "send" else 60.0)
     apart.announce(deadline_s=60.0 if side == "send" else 5.0)
@@ -372,7 +369,6 @@ def send_too_much(apart: Transfer) -> None:
 
 
 def send_beyond_the_link(apart: Transfer) -> None:
-    """SEND what a message cannot carry."""
     apart.source.links.max_ids = 1
     apart.send(1)
 
@@ -516,7 +512,6 @@ def test_a_receive_that_would_wait_for_ever_is_not_announced(apart: Transfer) ->
 
 
 def last_said(apart: Transfer) -> tuple[Incarnation, PeerSend, tuple[PageIds, ...]]:
-    """Take the chunk that the source has said last off its way."""
     said = decode_peer(apart.harness.connection(apart.source, apart.home).on_its_way.pop())
     assert isinstance(said.envelope.body, PeerSend)
     return Incarnation(said.envelope.address, said.envelope.key), said.envelope.body, tuple(said.ids)

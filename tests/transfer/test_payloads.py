@@ -80,25 +80,20 @@ class Engines:
 
     @property
     def kept(self) -> int:
-        """Return how many bytes are kept."""
         return self.harness.state_machine.payloads.total
 
     def send(self, number: int, size: int, engine: Engine | None = None) -> None:
-        """SEND a payload of that size."""
         (engine or self.prefill).send(ids={}, request=f"{number:032x}", payload=bytes(size))
 
     def receive(self, number: int, sources: int = 1) -> None:
-        """RECEIVE without pages."""
         self.decode.receive(ids={}, request=f"{number:032x}", sources=sources)
 
     def acknowledge(self, number: int) -> None:
-        """Let the receiver have seen all events of a request."""
         self.decode.acknowledge("receive", f"{number:032x}")
 
 
 @pytest.fixture
 def engines() -> Engines:
-    """Return two engines."""
     return Engines()
 
 
@@ -112,7 +107,6 @@ def test_a_payload_over_its_own_pools_bound_is_refused(engines: Engines) -> None
 
 @FIRST
 def test_a_payload_over_a_receiving_pools_bound_is_refused(engines: Engines, first: str) -> None:
-    """Whoever came later is refused; what was there waits on."""
     steps: list[Callable[[], None]] = [lambda: engines.send(1, 61), lambda: engines.receive(1)]
     early, late = steps if first == "send" else steps[::-1]
     early()
@@ -186,7 +180,6 @@ def test_a_transfer_that_ends_keeps_no_payload(engines: Engines) -> None:
 
 
 def test_a_receiver_that_dies_or_fails_keeps_no_payload(engines: Engines) -> None:
-    """The second one waits for another source when it ends."""
     for number in (1, 2):
         engines.receive(number, sources=number)
         engines.send(number, 30)

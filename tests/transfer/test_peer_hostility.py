@@ -60,14 +60,12 @@ class Meeting:
 
     @property
     def speaker(self) -> Incarnation:
-        """Return the peer as the node knows it."""
         (connection,) = self.node.links.connections.values()
         assert connection.peer is not None
         return connection.peer
 
     @property
     def manifest(self) -> Manifest:
-        """Return what a pool of the peer is like."""
         return self.peer.pools[0].manifest
 
 
@@ -181,7 +179,6 @@ def test_an_entry_that_contradicts_itself_or_its_manifest(
 
 
 def region_asked_for(transfer: Transfer) -> RegionRequest:
-    """Return what a home asks for a pool's memory with, after it was sent to."""
     (send_request,) = transfer.home.state_machine.endpoints.remote_sends.values()
     assert send_request.origin is not None
     (pool,) = transfer.source.pools

@@ -54,14 +54,12 @@ class PeerMachine(SidesMachine):
             self.start(name)
 
     def start(self, name: str) -> None:
-        """Start a daemon, its pools and its engine."""
         node = self.harness.start(name)
         self.engines[name] = node.session()
         for pool, entries in ENTRIES.items():
             node.pool(pool, entries, pages=PAGES)
 
     def draw_node(self, data: st.DataObject) -> Node:
-        """Return a daemon."""
         return self.harness.nodes[data.draw(st.sampled_from(NAMES))]
 
     def fresh(self, node: Node, pool: Pool) -> PageIds | None:
@@ -84,11 +82,9 @@ class PeerMachine(SidesMachine):
         return ids
 
     def forget_resting(self, pool: Pool, ids: PageIds) -> None:
-        """Note that pages are used anew."""
         self.resting = [one for one in self.resting if one.pool is not pool or not set(ids) & set(one.ids)]
 
     def try_send(self, node: Node, name: str, request: str, data: st.DataObject) -> None:
-        """SEND the next chunk of a prompt, or all of it."""
         pool, session = self.pool(node, name), self.engines[node.name]
         key = EndpointKey(pool.tenant, request, name, "send")
         live = node.state_machine.endpoint(session, key)
@@ -151,12 +147,10 @@ class PeerMachine(SidesMachine):
 
     @rule(data=st.data(), request=st.sampled_from(REQUESTS), name=st.sampled_from([WHOLE, WHOLE, *STAGES]))
     def send(self, data: st.DataObject, request: str, name: str) -> None:
-        """SEND at a daemon."""
         self.try_send(self.draw_node(data), name, request, data)
 
     @rule(data=st.data(), request=st.sampled_from(REQUESTS), sources=st.sampled_from([1, 1, 2]), again=st.booleans())
     def receive(self, data: st.DataObject, request: str, sources: int, *, again: bool) -> None:
-        """RECEIVE at a daemon, from some others."""
         node = self.draw_node(data)
         others = data.draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
         daemons = self.addresses(node, [self.harness.nodes[name] for name in others], data)
@@ -164,7 +158,6 @@ class PeerMachine(SidesMachine):
 
     @rule(data=st.data(), request=st.sampled_from(REQUESTS), first=st.sampled_from(["send", "receive"]))
     def transfer(self, data: st.DataObject, request: str, first: str) -> None:
-        """SEND at one daemon what another one RECEIVEs."""
         source, home = data.draw(st.permutations(self.daemons()))[:2]
         if first == "send":
             self.try_send(source, WHOLE, request, data)
@@ -180,7 +173,6 @@ class PeerMachine(SidesMachine):
     )
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
-        """Give a side what it waits for."""
         endpoints = [(node, direction) for node in self.daemons() for direction in node.state_machine.endpoints]
         node, direction = data.draw(st.sampled_from(endpoints))
         if isinstance(direction, SendRequest):
@@ -196,14 +188,12 @@ class PeerMachine(SidesMachine):
 
     @rule(data=st.data(), values=st.sampled_from([(1, 0), (1, 1), (1, 1)]))
     def events(self, data: st.DataObject, values: tuple[int, int]) -> None:
-        """Let the events of layers come."""
         node = self.draw_node(data)
         node.events(self.engines[node.name], *values)
 
     @precondition(lambda self: self.harness.network.busy())
     @rule(data=st.data(), count=st.integers(1, 8))
     def deliver(self, data: st.DataObject, count: int) -> None:
-        """Deliver some messages of one connection, in their order."""
         busy = self.harness.network.busy()
         connection = busy[data.draw(st.integers(0, len(busy) - 1))]
         for _ in range(min(count, len(connection.on_its_way))):
@@ -213,7 +203,6 @@ class PeerMachine(SidesMachine):
     @precondition(lambda self: any(True for _ in self.harness.steps()))
     @rule(data=st.data(), how=st.sampled_from(["finish", "finish", "finish", "fail"]))
     def step_a_copy(self, data: st.DataObject, how: str) -> None:
-        """Bring a copy to its end, well or not."""
         steps = list(self.harness.steps())
         step = steps[data.draw(st.integers(0, len(steps) - 1))]
         self.harness.step(*step, TransferFailedError("scripted") if how == "fail" else None)
@@ -229,22 +218,18 @@ class PeerMachine(SidesMachine):
     @precondition(lambda self: self.harness.network.busy())
     @rule()
     def deliver_all(self) -> None:
-        """Deliver all messages; no copy goes on."""
         self.harness.deliver_all()
 
     @rule()
     def run(self) -> None:
-        """Let everything go on as far as it can."""
         self.harness.run()
 
     @rule(data=st.data())
     def disturb(self, data: st.DataObject) -> None:
-        """Let something happen that no message asked for, or that ends something."""
         kinds = [self.cancel, self.lose, self.pass_time, self.acknowledge, self.break_a_link, self.heal, self.restart]
         data.draw(st.sampled_from(kinds))(data)
 
     def lose(self, data: st.DataObject) -> None:
-        """Let an engine die, and another one come."""
         node = self.draw_node(data)
         session = self.engines[node.name]
         node.lose(session)
@@ -253,7 +238,6 @@ class PeerMachine(SidesMachine):
         self.forget(node, session)
 
     def break_a_link(self, data: st.DataObject) -> None:
-        """Break one direction between two daemons, or both."""
         connections = self.harness.network.connections()
         if not connections:
             return
@@ -276,7 +260,6 @@ class PeerMachine(SidesMachine):
                 connection.reopen()
 
     def restart(self, data: st.DataObject) -> None:
-        """Let a daemon die, and another incarnation begin."""
         node = self.draw_node(data)
         self.harness.end(node)
         self.resting = [one for one in self.resting if one.node is not node]
@@ -284,21 +267,17 @@ class PeerMachine(SidesMachine):
         self.start(node.name)
 
     def pass_time(self, data: st.DataObject) -> None:
-        """Let time pass."""
         self.harness.pass_time(data.draw(st.sampled_from([0.5, 3.0, 10.0])))
 
     def daemons(self) -> list[Node]:
-        """Return the daemons that live."""
         return list(self.harness.nodes.values())
 
     def settled(self, life: Life) -> None:
-        """Let the pages of a RECEIVE rest from now on."""
         pool, (_, ids) = self.pool(life.daemon, DECODE), self.received[life]
         self.resting.append(Resting(life.daemon, pool, ids, life.daemon.content(pool, ids)))
 
     @invariant()
     def sources_use_settled_pages_anew(self) -> None:
-        """Write to every page of a source that nothing holds."""
         for node in self.daemons():
             for pool in node.pools:
                 if pool.name != DECODE:
@@ -307,7 +286,6 @@ class PeerMachine(SidesMachine):
 
     @invariant()
     def settled_pages_rest(self) -> None:
-        """Check that nothing was written to pages whose receive request has settled."""
         for one in self.resting:
             assert one.node.content(one.pool, one.ids) == one.content, one.ids
 

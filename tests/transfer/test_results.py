@@ -26,7 +26,6 @@ class Three(NamedTuple):
     second: Engine
 
     def result(self, engine: Engine, direction: Direction) -> TransferResult:
-        """RESULT."""
         key = EndpointKey(engine.pool.tenant, REQUEST, engine.pool.name, direction)
         return self.harness.state_machine.result(engine.session, key)
 
@@ -38,7 +37,6 @@ class Three(NamedTuple):
 
 @pytest.fixture
 def three() -> Three:
-    """Return engines that have not spoken."""
     harness = TransferHarness()
     return Three(harness, *(harness.engine(name) for name in ("prefill", "decode", "second")))
 

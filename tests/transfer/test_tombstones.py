@@ -29,7 +29,6 @@ class Halves(Transfer):
     """The halves of a request, which come again and again, within a daemon or between two."""
 
     def engine(self, direction: Direction) -> Engine:
-        """Return the engine of a half."""
         return self.prefill if direction == "send" else self.decode
 
     def come(self, direction: Direction, *, others: int = 1, deadline_s: float = 30.0, last: bool = True) -> None:
@@ -42,7 +41,6 @@ class Halves(Transfer):
         self.harness.run()
 
     def end(self, direction: Direction, how: str = "cancel") -> None:
-        """Let a half end by itself; its engine is started again if it dies."""
         engine = self.engine(direction)
         if how == "deadline":
             self.harness.pass_time(30.0)
@@ -57,13 +55,11 @@ class Halves(Transfer):
 
 @pytest.fixture
 def here() -> Halves:
-    """Return halves within a daemon."""
     return Halves()
 
 
 @pytest.fixture
 def apart() -> Halves:
-    """Return halves of two daemons."""
     return Halves("ipc")
 
 
@@ -134,7 +130,6 @@ class Several:
         self.prefill, self.decode, self.second = (self.harness.engine(name) for name in ("prefill", "decode", "second"))
 
     def send(self, stage: int, deadline_s: float = 30.0) -> None:
-        """SEND from a stage, which has seen the end of what it sent before."""
         self.stages[stage].acknowledge("send")
         self.stages[stage].send(deadline_s=deadline_s)
 
@@ -146,7 +141,6 @@ class Several:
 
 @pytest.fixture
 def several() -> Several:
-    """Return engines that have not spoken."""
     return Several()
 
 
@@ -322,7 +316,6 @@ def test_a_half_that_comes_after_all_takes_the_word_back(here: Halves, gone: Dir
 @BOTH
 @pytest.mark.parametrize("others", [1, 2])
 def test_only_who_lacks_one_of_the_other_half_fails(here: Halves, gone: Direction, others: int) -> None:
-    """A receive of two sources, of which one has come; or a send to two destinations."""
     waiting, came = here.engine(OTHER[gone]), here.engine(gone)
     waiting.come(OTHER[gone], others=others)
     came.come(gone)
@@ -340,7 +333,6 @@ def test_what_is_remembered_of_it_has_a_time(here: Halves, gone: Direction) -> N
 
 
 def test_a_receive_at_another_daemon_hears_that_no_send_comes(apart: Halves) -> None:
-    """Its home is known by its announcement: nobody has to name it."""
     apart.come("receive")
     assert apart.source.abandon("send", reason="aborted") == 0
     apart.ends("", "PEER_CANCELLED")

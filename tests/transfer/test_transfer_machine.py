@@ -46,11 +46,9 @@ class TransferMachine(SidesMachine):
         self.ended: set[Half] = set()
 
     def daemons(self) -> list[TransferHarness]:
-        """Return the one daemon."""
         return [self.harness]
 
     def draw_session(self, data: st.DataObject) -> int:
-        """Return a live session."""
         return data.draw(st.sampled_from(sorted(self.harness.told)))
 
     def draw_pages(self, data: st.DataObject, pool: Pool, session: int, count: int) -> PageIds:
@@ -63,7 +61,6 @@ class TransferMachine(SidesMachine):
         return np.array(pages, np.int64)
 
     def owns(self, pool: Pool, session: int, page: int) -> bool:
-        """Return whether a page is the session's."""
         try:
             pool.allocator.check_owned(session, np.array([page]), "")
         except KvferryError:
@@ -71,7 +68,6 @@ class TransferMachine(SidesMachine):
         return True
 
     def try_send(self, session: int, pool: Pool, ids: PageIds, request: str, **fields: Any) -> None:  # noqa: ANN401
-        """SEND; note what was accepted, or check that a refusal changed nothing."""
         key = EndpointKey(pool.tenant, request, pool.name, "send")
         before, live = self.snapshot(), self.harness.state_machine.endpoint(session, key)
         try:
@@ -93,7 +89,6 @@ class TransferMachine(SidesMachine):
         first_page: int,
         **fields: Any,  # noqa: ANN401
     ) -> None:
-        """RECEIVE; note what was accepted, or check that a refusal changed nothing."""
         life = Life(self.harness, session, EndpointKey(pool.tenant, request, pool.name, "receive"))
         before = self.snapshot()
         try:
@@ -117,13 +112,11 @@ class TransferMachine(SidesMachine):
     @precondition(lambda self: len(self.harness.told) < MAX_SESSIONS)
     @rule()
     def open_session(self) -> None:
-        """Let another engine come."""
         self.harness.session()
 
     @precondition(lambda self: self.harness.told)
     @rule(data=st.data(), request=st.sampled_from(REQUESTS), token=st.booleans())
     def send(self, data: st.DataObject, request: str, *, token: bool) -> None:
-        """SEND the next chunk of the prompt, or something near it."""
         session = self.draw_session(data)
         pool = data.draw(st.sampled_from([*self.sources, *self.sources, self.foreign]))
         key = EndpointKey(pool.tenant, request, pool.name, "send")
@@ -152,7 +145,6 @@ class TransferMachine(SidesMachine):
     @precondition(lambda self: self.harness.told)
     @rule(data=st.data(), request=st.sampled_from(REQUESTS), first_page=st.sampled_from([0, 0, 1]))
     def receive(self, data: st.DataObject, request: str, first_page: int) -> None:
-        """RECEIVE the prompt, or what follows a prefix of it."""
         session = self.draw_session(data)
         pool = data.draw(st.sampled_from([*self.destinations, *self.destinations, self.foreign]))
         ids = self.draw_pages(data, pool, session, PROMPT_PAGES - first_page)
@@ -162,7 +154,6 @@ class TransferMachine(SidesMachine):
     @precondition(lambda self: self.harness.told and any(True for _ in self.harness.state_machine.endpoints))
     @rule(data=st.data(), first_token=st.booleans())
     def answer(self, data: st.DataObject, *, first_token: bool) -> None:
-        """Give a side that is live exactly what it waits for."""
         direction = data.draw(st.sampled_from(list(self.harness.state_machine.endpoints)))
         session, request = self.draw_session(data), direction.request_id
         if direction.pool is self.foreign or not all(
@@ -207,7 +198,6 @@ class TransferMachine(SidesMachine):
     @precondition(lambda self: self.harness.transport.under_way)
     @rule(data=st.data(), how=st.sampled_from(["finish", "finish", "finish", "copy", "stop", "fail"]))
     def step_a_copy(self, data: st.DataObject, how: str) -> None:
-        """Let a copy's bytes land, or end it, well or not."""
         transport = self.harness.transport
         op = data.draw(st.sampled_from(sorted(transport.under_way)))
         if how == "copy":
@@ -221,7 +211,6 @@ class TransferMachine(SidesMachine):
 
     @rule(data=st.data())
     def disturb(self, data: st.DataObject) -> None:
-        """Let something happen that no message asked for, or that ends something."""
         disturbance = data.draw(st.sampled_from([self.cancel, self.lose, self.pass_time, self.free, self.acknowledge]))
         open_before = {
             direction: direction.key
@@ -234,7 +223,6 @@ class TransferMachine(SidesMachine):
                 self.ended.add(Half(key.tenant, key.request_id, key.direction))
 
     def lose(self, data: st.DataObject) -> None:
-        """Let an engine die."""
         if not self.harness.told:
             return
         session = self.draw_session(data)
@@ -242,7 +230,6 @@ class TransferMachine(SidesMachine):
         self.forget(self.harness, session)
 
     def pass_time(self, data: st.DataObject) -> None:
-        """Let time pass."""
         self.harness.pass_time(data.draw(st.sampled_from([0.5, 3.0, 10.0])))
 
     def free(self, data: st.DataObject) -> None:
@@ -254,7 +241,6 @@ class TransferMachine(SidesMachine):
                     pool.allocator.free(session, np.array(mine))
 
     def snapshot(self) -> list[object]:
-        """Return what a refused message may not change."""
         harness = self.harness
         return [
             {session: len(events) for session, events in harness.told.items()},
@@ -268,7 +254,6 @@ class TransferMachine(SidesMachine):
         ]
 
     def teardown(self) -> None:
-        """End everything: nothing may be left over."""
         self.harness.transport.finish_all()
         self.harness.pass_time(1000)
         self.every_side_is_told_once()

@@ -69,7 +69,6 @@ class Party:
         self.chunks = self._chunks([] if self.is_receive_request else case.cuts[number])
 
     def _some_pages(self, component: str, numbers: range, chance: random.Random) -> PageIds:
-        """Return random pages of the session, others of its own beside them."""
         if component not in self.components:
             return np.empty(0, np.int64)
         allocator = self.pool.allocator_of(component)
@@ -77,12 +76,10 @@ class Party:
         return np.array(chance.sample(ids, len(numbers)), np.int64)
 
     def _chunks(self, cuts: list[int]) -> list[range]:
-        """Return which of its pages of main each message names: places in its list."""
         bounds = [0, *(cuts if "main" in self.components else ()), len(self.main)]
         return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def lists(self, case: Transfer, chunk: range, *, last: bool) -> list[tuple[PageList, PageIds]]:
-        """Return the lists of a message."""
         named: list[tuple[PageList, PageIds]] = []
         if "main" in self.components:
             ids = self.main[chunk.start : chunk.stop]
@@ -144,7 +141,6 @@ class Run:
         return set()
 
     def speak(self, number: int) -> None:
-        """Let a party say what comes next."""
         one, case = self.parties[number], self.case
         turn, self.said[number] = self.said[number], self.said[number] + 1
         if turn >= len(one.chunks):  # it has fewer chunks than pages of main would make
@@ -161,13 +157,11 @@ class Run:
         )
 
     def copy_some(self) -> None:
-        """Bring some of the copies under way to their end, in any order."""
         ops = list(self.harness.transport.under_way)
         for op in self.chance.sample(ops, self.chance.randint(0, len(ops))):
             self.harness.transport.finish(op)
 
     def until_refused(self) -> str:
-        """Let all speak in turn; return the first error's code, or an empty string."""
         for number in self.case.turns:
             try:
                 self.speak(number)
@@ -179,7 +173,6 @@ class Run:
 
 
 def refusals(case: Transfer) -> set[str]:
-    """Return the codes of all that is wrong with a transfer; any of them may be found first."""
     codes = set()
     for receive_request in case.receive_requests:
         codes |= _main_refusals(case, receive_request) | _state_refusals(case, receive_request)
@@ -215,7 +208,6 @@ def _main_refusals(case: Transfer, receive_request: Stage) -> set[str]:
 
 
 def _array_refusals(case: Transfer, receive_request: Stage) -> set[str]:
-    """Return what two arrays of keys or values of one layer are refused with."""
     model, codes = case.model, set()
     shards = {min(one.rank.size, model.heads) for one in (case.sources[0], receive_request)}
     if case.fault == "width" or (model.scales == "page" and len(shards) > 1):
@@ -255,7 +247,6 @@ class Expected(NamedTuple):
 
 
 def expected(case: Transfer, receive_request: Party) -> Expected:
-    """Return what must arrive."""
     sent = {key for one in case.sources for key in arrays_of(case.model, one)}
     state = dict(zip(case.wanted_state.numbers, receive_request.state.tolist(), strict=False))
     pages = zip(receive_request.main.tolist(), case.wanted, strict=False)
@@ -272,7 +263,6 @@ def expected(case: Transfer, receive_request: Party) -> Expected:
 
 
 def trims(case: Transfer, source: Stage, receive_request: Stage) -> int:
-    """Return how many pages a source and a receive request leave out of their lists."""
     heads = {*source.rank.heads(case.model.heads)} & {*receive_request.rank.heads(case.model.heads)}
     layers = {*source.layers} & {*receive_request.layers} & {*case.model.other_layers}
     if not (heads and layers and case.lengths_clash):

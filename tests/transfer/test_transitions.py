@@ -31,18 +31,15 @@ class Reaching(Transfer):
         self.prefill.pages = np.concatenate((self.prefill.pages, more))
 
     def send(self, first: int = 0, stop: int | None = PAGES, **more: Any) -> None:  # noqa: ANN401  what ``Engine.send`` takes
-        """SEND as many pages as are wanted."""
         super().send(first, stop, **more)
 
     def bugs(self) -> list[str]:
-        """Take what was reported as a bug."""
         found = [bug for node in self.harness.nodes.values() for bug in node.bugs]
         for node in self.harness.nodes.values():
             node.bugs.clear()
         return found
 
     def settle(self) -> None:
-        """Let all come to its end."""
         for _ in range(2):
             self.harness.run()
             self.harness.pass_time(1000)
@@ -55,7 +52,6 @@ _OPEN, _FINISHED = State.OPEN, State.FINISHED
 
 
 def lose_a_cell(one: Reaching) -> None:
-    """Let the daemon forget a copy: a bug."""
     one.meet(last=False)
     (op_id,) = one.home.transport.under_way
     op = one.home.state_machine.endpoints.ops.pop(op_id)
@@ -66,7 +62,7 @@ def lose_a_cell(one: Reaching) -> None:
 
 
 def begin_anew(one: Reaching) -> None:
-    """Let a home receive again, and its word of the first end be lost."""
+    """Lose the word of the first end."""
     one.announce()
     one.decode.cancel("receive")
     one.harness.connection(one.home, one.source).on_its_way.clear()
@@ -82,8 +78,6 @@ def forget_the_home(one: Reaching) -> None:
 
 
 def failing(owner: object, name: str, then: Case) -> Case:
-    """Return a case in which calls of a function raise."""
-
     def case(one: Reaching) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, raises)
@@ -94,13 +88,10 @@ def failing(owner: object, name: str, then: Case) -> Case:
 
 
 def raises(*_: object) -> None:
-    """Have no memory."""
     raise MemoryError
 
 
 def do(*steps: Case) -> Case:
-    """Return a case of several steps."""
-
     def all_of_them(one: Reaching) -> None:
         for step in steps:
             step(one)
@@ -109,48 +100,36 @@ def do(*steps: Case) -> Case:
 
 
 def lose_source(one: Reaching) -> None:
-    """Let the source's daemon die."""
     one.lose_daemon(one.source, one.home)
 
 
-def lose_home(one: Reaching) -> None:
-    """Let the home's daemon die."""
-    one.lose_daemon(one.home, one.source)
-
-
 def deliver(one: Reaching) -> None:
-    """Deliver all that was said."""
     one.harness.deliver_all()
 
 
 def to_home(one: Reaching) -> None:
-    """Deliver what the source has said, and nothing else."""
     connection = one.harness.connection(one.source, one.home)
     while connection.on_its_way:
         one.harness.network.deliver(connection)
 
 
 def meet_first(one: Reaching) -> None:
-    """Bring the first chunk under way."""
     one.meet(last=False)
 
 
 def cancel_send(one: Reaching) -> None:
-    """CANCEL the SEND."""
     one.prefill.cancel("send")
 
 
 def cancel_receive(one: Reaching) -> None:
-    """CANCEL the RECEIVE."""
     one.decode.cancel("receive")
 
 
 def send_too_much(one: Reaching) -> None:
-    """SEND a page more than the receiver has, from the second one on."""
     one.send(1, PAGES + 1)
 
 
-LOCAL: Final[dict[Key, Case]] = {
+CASES: Final[dict[Key, Case]] = {
     (_S, _OPEN, Event.CANCEL): do(Reaching.send, cancel_send),
     (_S, _OPEN, Event.DEADLINE): do(Reaching.send, lambda one: one.source.pass_time(31)),
     (_S, _OPEN, Event.SESSION_ENDED): do(lambda one: one.send(last=False), lambda one: one.prefill.lose()),
@@ -187,8 +166,6 @@ LOCAL: Final[dict[Key, Case]] = {
     (_R, _FINISHED, Event.COPY_FAILED): do(Reaching.meet, cancel_receive, lambda one: one.end_copy(FAILED)),
     (_R, _FINISHED, Event.NOTHING_UNDER_WAY): do(Reaching.meet, Reaching.end_copy),
     (_R, _FINISHED, Event.END_RAISED): do(Reaching.meet, failing(PageAllocator, "end_write", Reaching.end_copy)),
-}
-BETWEEN_DAEMONS: Final[dict[Key, Case]] = {
     (_RS, _OPEN, Event.RECEIVERS_DONE): do(Reaching.meet, lambda one: one.harness.run()),
     (_RS, _OPEN, Event.RECEIVERS_FAILED): do(Reaching.meet, cancel_receive),
     (_RS, _OPEN, Event.REFUSED): do(meet_first, send_too_much, deliver),
@@ -208,7 +185,7 @@ BETWEEN_DAEMONS: Final[dict[Key, Case]] = {
     (_RR, _OPEN, Event.REFUSED): do(meet_first, send_too_much, deliver),
     (_RR, _OPEN, Event.CLOSED): do(Reaching.meet, lambda one: one.harness.run()),
     (_RR, _OPEN, Event.CLOSED_FAILED): do(Reaching.meet, cancel_receive, deliver),
-    (_RR, _OPEN, Event.DAEMON_LOST): do(Reaching.meet, lose_home),
+    (_RR, _OPEN, Event.DAEMON_LOST): do(Reaching.meet, lambda one: one.lose_daemon(one.home, one.source)),
     (_RR, _OPEN, Event.BEGUN_ANEW): begin_anew,
     (_RR, _OPEN, Event.BROKEN_OFF): do(Reaching.announce, failing(peer_transfers, "peer_send_of", Reaching.send)),
     (_RR, _FINISHED, Event.REFUSED): do(meet_first, send_too_much, cancel_send, deliver),
@@ -218,32 +195,22 @@ BETWEEN_DAEMONS: Final[dict[Key, Case]] = {
 
 
 def test_every_row_has_a_case() -> None:
-    """Nobody adds a row that no test reaches."""
-    assert {*LOCAL, *BETWEEN_DAEMONS} == set(TRANSITIONS)
+    assert set(CASES) == set(TRANSITIONS)
 
 
-@pytest.mark.parametrize("key", LOCAL, ids=lambda key: f"{key[0].name}-{key[1].name}-{key[2].name}")
-def test_a_row_is_reached_within_a_daemon(key: Key) -> None:
-    """What the case does looks the row up, and afterwards all settles."""
-    one = Reaching("here")
-    LOCAL[key](one)
-    assert key in one.seen.rows
-    one.settle()
-
-
-@pytest.mark.parametrize("key", BETWEEN_DAEMONS, ids=lambda key: f"{key[0].name}-{key[1].name}-{key[2].name}")
-def test_a_row_is_reached_between_daemons(key: Key) -> None:
-    """What the case does looks the row up, and afterwards all settles at both daemons."""
-    # Of one host where the home's pages must be held until the copy has ended.
-    one = Reaching("ipc" if key[0] is _RS and key[1] is _FINISHED else "tcp")
-    BETWEEN_DAEMONS[key](one)
+@pytest.mark.parametrize("key", CASES, ids=lambda key: f"{key[0].name}-{key[1].name}-{key[2].name}")
+def test_a_row_is_reached_and_all_settles(key: Key) -> None:
+    way: Way = "here"
+    if key[0] in {_RS, _RR}:  # of one host where the home's pages must be held until the copy has ended
+        way = "ipc" if key[:2] == (_RS, _FINISHED) else "tcp"
+    one = Reaching(way)
+    CASES[key](one)
     assert key in one.seen.rows
     one.settle()
 
 
 @pytest.mark.parametrize("state", [State.OPEN, State.FINISHED])
 def test_an_event_without_a_row_is_a_bug_and_the_transfer_settles(state: State) -> None:
-    """The endpoint and its peers fail with INTERNAL; one that has finished goes on as it was."""
     one = Reaching("here")
     del one.seen[Kind.SEND, state, Event.CANCEL]
     one.meet()
@@ -258,7 +225,6 @@ def test_an_event_without_a_row_is_a_bug_and_the_transfer_settles(state: State) 
 
 
 def test_an_announcement_that_ends_without_a_row_is_a_bug_too() -> None:
-    """Its send requests fail with INTERNAL, and all settles."""
     one = Reaching("tcp")
     del one.seen[Kind.REMOTE_RECEIVE, State.OPEN, Event.CLOSED]
     one.meet()
@@ -271,5 +237,4 @@ def test_an_announcement_that_ends_without_a_row_is_a_bug_too() -> None:
 
 
 def test_the_documentation_shows_the_table() -> None:
-    """What docs/architecture.md says is what is executed."""
     assert transitions_of("transfer") == markdown_of_transfers()

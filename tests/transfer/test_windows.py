@@ -57,7 +57,6 @@ class Ferry(Pair):
         self.decode = Party(self.harness, "decode", decode or entries)
 
     def meet(self, sent: Window, wanted: Window, first: str = "send") -> None:
-        """Let both sides speak, in this order."""
         for direction in ORDERS[first]:
             if direction == "send":
                 self.prefill.send(ids=self.prefill.lists(sent))
@@ -67,7 +66,6 @@ class Ferry(Pair):
 
 @pytest.fixture
 def ferry() -> Ferry:
-    """Return two sides that have not spoken."""
     return Ferry()
 
 

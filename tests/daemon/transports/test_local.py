@@ -52,7 +52,6 @@ class GatedCopy:
         self._lock = threading.Lock()
 
     def __call__(self, blocks: Blocks) -> None:
-        """Copy once the gate is open."""
         with self._lock:
             self.calls += 1
         self._loop.call_soon_threadsafe(self.entered.set)
@@ -92,7 +91,6 @@ class Site:
         )
 
     def op(self, number: int, first: int, count: int) -> StartOp:
-        """Return a transfer op of scattered pages, filled at the source."""
         ids = np.arange(first, first + count)
         self.harness.fill(self.source, ids)
         plan = make_plan(pair_entries(self.source.manifest.entries, self.destination.manifest.entries), ids, ids[::-1])
@@ -124,13 +122,11 @@ class Site:
 
 
 async def let_scheduled_callbacks_run() -> None:
-    """Return after everything that other threads have handed to the loop so far."""
     await asyncio.get_running_loop().run_in_executor(None, lambda: None)
 
 
 @asynccontextmanager
 async def closing(site: Site, copy: GatedCopy | None = None) -> AsyncIterator[Site]:
-    """Close the site's transport in the end, with its gate open."""
     try:
         yield site
     finally:
@@ -146,7 +142,6 @@ MOST_EXPANDED_BYTES = 12 * 24 * PART_BLOCKS
 
 
 async def test_scattered_pages_of_one_token_are_never_expanded_all_at_once() -> None:
-    """A million blocks for 16 MiB: they are made as they are copied, and still arrive in full."""
     count = 1 << 17
     manifest = manifest_of(MhaSpec(layers=4, tokens=count, page_size=1, kv_heads=1, head_dim=8, dtype="float16"))
     source, destination = (HostRegion.create(name, manifest.region_bytes) for name in ("source", "destination"))
@@ -191,7 +186,6 @@ async def test_all_ops_arrive_and_are_reported_once(chunk_bytes: int, threads: i
 
 
 def heads_of(first: int, count: int, *, tokens: int = 4) -> list[Entry]:
-    """Return k and v of one layer of 8 heads, V wider, and an index that is the same everywhere."""
     return [
         Entry(
             component="main", role=role, layer=0, base=0, pages=1, page_bytes=tokens * held * head_bytes,
@@ -206,7 +200,6 @@ def heads_of(first: int, count: int, *, tokens: int = 4) -> list[Entry]:
 
 
 def by_head(pool: Pool, role: str, ids: np.typing.NDArray[np.int64]) -> np.typing.NDArray[np.uint8]:
-    """Return the pages of an entry: ``(pages, tokens, heads, bytes)``."""
     (entry,) = (one for one in pool.manifest.entries if one.role == role)
     memory = read_region(pool.region)[entry.base : entry.base + entry.pages * entry.page_bytes]
     return memory.reshape(entry.pages, entry.page_tokens or 0, entry.heads or 0, -1)[ids]
@@ -345,7 +338,6 @@ def test_the_loop_copies_no_longer_in_a_turn_than_it_may() -> None:
 
 @pytest.fixture
 async def at_once() -> AsyncIterator[Site]:
-    """Return a site whose pools are populated, and whose loop has time."""
     async with closing(Site(best_copy(), chunk_bytes=ONE_CHUNK, at_once_s=WAIT_S)) as site:
         site.populate()
         yield site
@@ -398,15 +390,12 @@ class GivenCopyThreads(CopyThreads):
         self.gate = copy_kernel.Gate()
 
     def submit(self, copies: Copies, threads: int, token: object, hashed: Hashing | None = None) -> None:
-        """Give it to the copy threads."""
         self.given.append(len(copies))
         self.given_bytes.append(int(copies[:, 2].sum()))
         with self.gate.giving_way(WAIT_S):
             super().submit(copies, threads, token, hashed)
 
     async def stands(self) -> None:
-        """Wait until a thread stands in the middle of a copy."""
-
         def wait() -> None:
             ends_s = time.monotonic() + WAIT_S
             while not self.gate.standing:
@@ -417,7 +406,6 @@ class GivenCopyThreads(CopyThreads):
 
 @asynccontextmanager
 async def with_copy_threads(copy_threads: GivenCopyThreads) -> AsyncIterator[Site]:
-    """Yield a site that copies with copy threads, whose gate is open in the end; no copy is too short for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "SHORT_ROW_BYTES", 0)
         async with closing(Site(best_copy(), chunk_bytes=ONE_CHUNK, copy_threads=copy_threads)) as site:
@@ -526,7 +514,6 @@ async def test_an_op_is_stopped_while_it_waits(monkeypatch: pytest.MonkeyPatch, 
 async def test_what_the_copy_threads_cannot_be_given_fails_and_nothing_else_does(
     monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """Of the first list or a later one; what it was given before ends first."""
     monkeypatch.setattr(local, "LIST_ROWS", 4)
     copy_threads, split_blocks = GivenCopyThreads(), local.split_blocks  # type: ignore[attr-defined]
 
@@ -592,7 +579,6 @@ class Flipping:
         self.address = 0
 
     def __call__(self, blocks: Blocks) -> None:
-        """Copy."""
         copy_one_by_one(blocks)
         for _, start, size_bytes in blocks.tolist():
             if start <= self.address < start + size_bytes:
@@ -600,7 +586,6 @@ class Flipping:
 
 
 def flip(address: int) -> None:
-    """Flip a bit."""
     (ctypes.c_uint8 * 1).from_address(address)[0] ^= 1
 
 

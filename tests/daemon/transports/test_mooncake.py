@@ -71,7 +71,6 @@ async def scripted(**settings: Any) -> AsyncIterator[tuple[MooncakeEngine, Facto
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Let the loop and the worker go on until the condition holds."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110  another process's memory has no event; this is no pause, but a turn
             await asyncio.sleep(0)
@@ -225,7 +224,6 @@ async def test_an_id_that_is_given_again_before_its_end_is_reported_is_another_w
 
 
 async def keep_the_worker_busy(engine: MooncakeEngine, factory: Factory, name: str, gate: threading.Event) -> None:
-    """Meet the peer with a write to address 1, then let the worker wait at the gate."""
     ends = Ends()
     engine.write(name, 1, 1, 10, ends, timeout_s=WAIT_S)
     await eventually(lambda: factory.engines[0].submitted)
@@ -426,7 +424,6 @@ check_delivery(MooncakeSettings(address="::1"))
 
 @needs_mooncake
 async def test_an_engine_that_starts_with_the_wrong_family_is_found_out() -> None:
-    """Mooncake reads once in a process which family it uses, so that the second address is not served."""
     done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", WRONG_FAMILY], stderr=subprocess.PIPE)
     assert done.returncode == 1
     assert b"do not arrive" in done.stderr
@@ -500,7 +497,6 @@ async def test_a_peer_that_hangs_fails_a_window_of_writes_within_the_progress_ti
 
 
 async def stop_within_a_write(writer: Peer, session_name: str, network: HostRegion) -> None:
-    """Let the writer fill the region and stop it before it has; try again where it was faster."""
     for _ in range(20):
         network.view()[:] = 0
         writer.notify(write=[session_name, network.address, network.size_bytes])
@@ -516,7 +512,6 @@ async def stop_within_a_write(writer: Peer, session_name: str, network: HostRegi
 @pytest.mark.full
 @needs_mooncake
 async def test_after_a_rebuild_nothing_of_a_peers_write_lands() -> None:
-    """Without the rebuild it does land: that is what the fence is for."""
     size_bytes = 256 * MIB
     with HostRegion.create("network", size_bytes) as network, running_peer(size_bytes) as writer:
         writer.region.view()[:] = 7

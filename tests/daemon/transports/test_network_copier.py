@@ -75,7 +75,6 @@ async def copier(
 
 
 def listed(source: Bytes, target: Bytes, rng: np.random.Generator, most: int) -> tuple[Copies, Bytes]:
-    """Return copies of random parts of the source to places in the target, and what lies there then, in order."""
     sizes = rng.integers(1, most, len(source) // (2 * most))
     starts = rng.integers(0, len(source) - most, len(sizes))
     ends = np.cumsum(sizes)

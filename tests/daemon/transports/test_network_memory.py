@@ -57,7 +57,6 @@ class NetworkMachine(RuleBasedStateMachine):
 
     @property
     def may_credit(self) -> bool:
-        """Return whether no fence waits or is under way."""
         return self.asked_s is None and not self.fencing
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 4.0, 11.0]))
@@ -66,7 +65,6 @@ class NetworkMachine(RuleBasedStateMachine):
 
     @rule(target=write_credits, peer=st.sampled_from([A, B]))
     def take(self, peer: Incarnation) -> MultipleResults[tuple[int, Incarnation, int]] | tuple[int, Incarnation, int]:
-        """Take a bounce buffer where the model says that one may be taken."""
         self.next_credit += 1
         bounce_buffer = self.network.take(peer, self.next_credit)
         assert (bounce_buffer is not None) == (
@@ -120,7 +118,6 @@ class NetworkMachine(RuleBasedStateMachine):
         assert set(self.network.quarantine_peer(peer, self.now_s)) == self.rest(peer)
 
     def rest(self, *peers: Incarnation) -> set[int]:
-        """Let what these peers have been credited rest; return the bounce buffers."""
         ended = set()
         for number, held in self.states.items():
             if held[0] == "credited" and held[1] in peers:
@@ -130,7 +127,6 @@ class NetworkMachine(RuleBasedStateMachine):
 
     @rule()
     def ask_for_a_fence(self) -> None:
-        """Ask as the daemon does now and then, also during a fence."""
         if self.fencing:
             assert not self.network.fence_due(self.now_s)
             return
@@ -200,7 +196,6 @@ class Pages:
         self.address, self.mapping = region.address, weakref.ref(region.buffer)
 
     async def until_changed(self) -> None:
-        """Let the registrar answer and wait for the news."""
         self.engine.may_register.set()
         await asyncio.wait_for(self.changed.wait(), 10)
 

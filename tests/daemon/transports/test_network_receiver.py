@@ -68,7 +68,6 @@ class Home:
         return op
 
     async def start_direct(self) -> TransferOp:
-        """Start a transfer op whose pages are written directly: its pool is registered first."""
         op = self.start()
         await turns()
         return op
@@ -83,7 +82,6 @@ class Home:
         self.receiver.written(self.harness.to_source, written)
 
     async def land_all(self, *ops: TransferOp) -> None:
-        """Let everything land that is credited, also meanwhile."""
         done: set[int] = set()
         while new := [(p, g) for p in ops for g in self.credits(p) if g.credit not in done]:
             for op, credit in new:
@@ -92,15 +90,12 @@ class Home:
             await self.executor.run()
 
     def fails(self, credit: WriteCredit, *, may_still_land: bool = True) -> None:
-        """Let the source say that a write credit could not be written."""
         self.notify(Written(credit=credit.credit, error=FAILED, may_still_land=may_still_land))
 
     def all_free(self) -> bool:
-        """Return whether nothing is credited or rests."""
         return self.bounce_buffers.free == self.bounce_buffers.count
 
     def fence(self) -> tuple[int, bool, str]:
-        """Return how often the engine was rebuilt, whether it holds writes back, and the state that is shown."""
         return self.engine.rebuilds, self.engine.held, self.receiver.status().state
 
     def counted(self, name: str) -> int:
@@ -117,7 +112,6 @@ def _credits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def home_of(anyio_backend: object) -> AsyncIterator[MakeHome]:  # noqa: ARG001  this fixture runs on the test's loop
-    """Return what makes homes, which are closed after the test."""
     made: list[Home] = []
 
     def make(buffer_bytes: int = 2 * PAGE_BYTES, **network: Any) -> Home:  # noqa: ANN401  see ``network_memory``

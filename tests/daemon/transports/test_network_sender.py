@@ -55,7 +55,6 @@ class Source:
         )
 
     def ask(self, message: OpRequest, home: Incarnation | None = None) -> None:
-        """Let a home ask for a transfer op."""
         self.sender.op(home or self.harness.to_home, message, self._settled)
 
     def _settled(self) -> None:
@@ -68,43 +67,36 @@ class Source:
         return op, message
 
     def credit(self, message: OpRequest, number: int = 1, **fields: Any) -> WriteCredit:  # noqa: ANN401
-        """Let the home give a write credit for all of a transfer op, or what ``fields`` say."""
         whole = {"segment": 0, "first": 0, "stop": SEGMENTS, "address": BOUNCE_BUFFER, "size_bytes": BYTES}
         credit = WriteCredit(**{"op": message.op, "credit": number, "session": "home:1", **whole, **fields})
         self.sender.credit(self.harness.to_home, credit)
         return credit
 
     async def credited(self, number: int = 1, **fields: Any) -> tuple[TransferOp, OpRequest]:  # noqa: ANN401
-        """Let a home ask for a transfer op and credit it, and gather that."""
         op, message = self.asked()
         self.credit(message, number, **fields)
         await self.executor.run()
         return op, message
 
     def refusal(self) -> ErrorInfo:
-        """Return why the one write credit was refused."""
         (written,) = self.said.of(Written)
         assert written.error is not None
         assert not written.may_still_land
         return written.error
 
     def halves(self, message: OpRequest) -> None:
-        """Let the home credit a transfer op in two halves."""
         self.credit(message, 1, stop=HALF, size_bytes=HALF * PAGE_BYTES)
         self.credit(message, 2, first=HALF, size_bytes=HALF * PAGE_BYTES, address=BOUNCE_BUFFER + BYTES)
 
     @property
     def written(self) -> list[tuple[int, str]]:
-        """Return the answers to write credits, in short."""
         return [(one.credit, one.error.code if one.error else "OK") for one in self.said.of(Written)]
 
     @property
     def remote_states(self) -> list[State]:
-        """Return how far the remote endpoints are that have not settled."""
         return [one.state for one in self.harness.source.state_machine.endpoints.remote_endpoints.values()]
 
     def sending(self) -> set[int]:
-        """Return the transfer ops that the state machine thinks are being sent."""
         endpoints = self.harness.source.state_machine.endpoints.remote_endpoints
         return {number for one in endpoints.values() for number in one.sending}
 
@@ -227,7 +219,6 @@ async def test_runs_are_written_one_by_one_and_answered_together(source: Source)
 async def test_a_credit_whose_writes_fail_is_answered_when_all_have_ended(
     runs: tuple[tuple[int, int], ...], ends: tuple[bool | None, ...], refuse_after: int | None
 ) -> None:
-    """For each write that begins, ``ends`` says whether it may still land; None: it has landed."""
     source = Source(buffers=1)
     _, message = source.asked()
     source.writer.refuse_after = refuse_after

@@ -51,13 +51,11 @@ class Home:
         return op
 
     async def copying(self) -> TransferOp:
-        """Start a transfer op whose pool is mapped then."""
         op = self.start()
         await self.executor.run()
         return op
 
     async def outcomes(self) -> list[tuple[int, str]]:
-        """Return the ends of transfer ops, once the loop has done what is due."""
         await turns()
         return self.harness.outcomes
 
@@ -234,7 +232,6 @@ ASKED = RegionRequest(tenant=7, pool="prefill", region=5)
 
 
 def serve(path: Path, answer: Callable[[socket.socket], None]) -> threading.Thread:
-    """Let a daemon answer one request for memory."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(os.fspath(path / "session.sock"))
     listening.listen()
@@ -354,7 +351,6 @@ async def test_more_descriptors_than_one_are_not_kept(tmp_path: Path, monkeypatc
 
 
 def descriptors(name: str) -> int:
-    """Return how many files of this name the process has open."""
     found = 0
     for one in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # another thread has just closed it
