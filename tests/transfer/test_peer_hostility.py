@@ -158,11 +158,9 @@ MANIFEST: Final = manifest_of(MhaSpec(layers=2, tokens=64, page_size=16, kv_head
     ("error", "field", "changes"),
     [
         (GeometryMismatchError, ".page_bytes", {"dtype": "float32"}),
-        (GeometryMismatchError, ".page_bytes", {"page_bytes": 256}),
-        (GeometryMismatchError, ".shape", {"page_tokens": 32}),
-        (GeometryMismatchError, ".shape", {"heads": 1}),
         (InvalidFieldError, ".heads", {"head_start": 1}),
-        (InvalidFieldError, ".dtype", {"dtype": "float12"}),
+        (InvalidFieldError, ".scales", {"scales": (0.5, 0.5, 0.5)}),
+        (InvalidFieldError, ".scales", {"scales": (float("inf"), 0.5)}),
         (InvalidFieldError, "", {"base": MANIFEST.region_bytes}),
         (InvalidFieldError, "", {"component": "draft"}),
     ],
