@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.errors import CancelledError, InvalidFieldError
+from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.transfer_messages import LayerStep
 from tests.kit.devices import DEVICE
-from tests.kit.transfers import PAGE_BYTES, Direction, Engine, Pair, layers
+from tests.kit.transfers import PAGE_BYTES, Engine, Pair, layers
 
 LAYERS = 4
 PAGES = 3
@@ -159,28 +159,6 @@ def test_a_step_that_never_comes_ends_at_the_deadline(ferry: Ferry) -> None:
     ferry.events(1, 1, 1, 1)
     assert ferry.under_way == []
     assert not ferry.harness.state_machine.waits_for_events(ferry.prefill.session)
-
-
-@pytest.mark.parametrize("direction", ["send", "receive"])
-@pytest.mark.parametrize("ready", range(LAYERS))
-def test_a_cancel_in_between_starts_nothing_more(ferry: Ferry, direction: Direction, ready: int) -> None:
-    ferry.meet()
-    ferry.events(*[1] * ready, *[0] * (LAYERS - ready))
-    ops = ferry.under_way
-    assert len(ops) == ready
-    own, other = (ferry.prefill, ferry.decode) if direction == "send" else (ferry.decode, ferry.prefill)
-    own.cancel(direction)
-    assert ferry.harness.transport.stopped == set(ops)
-    ferry.events(1, 1, 1, 1)
-    assert ferry.under_way == ops
-    settled = "" if ops else " settled"
-    assert (own.told, other.told) == (f"CANCELLED{settled}", f"PEER_CANCELLED{settled}")
-    for op in ops:
-        assert ferry.held == (PAGES, PAGES)
-        ferry.harness.transport.end(op, CancelledError("stopped"))
-    assert own.told == "CANCELLED settled"
-    assert ferry.held == (0, 0)
-    assert not ferry.harness.state_machine.endpoints.ops
 
 
 @pytest.mark.parametrize(("more_bytes", "ops"), [(-1, 4), (0, 4), (1, 1)])

@@ -268,21 +268,6 @@ def test_the_deadline_of_one_side_reaches_the_other_daemon(apart: Transfer, side
     apart.ends("DEADLINE", "DEADLINE")
 
 
-@pytest.mark.parametrize(
-    ("begin", "missing"),
-    [
-        (lambda here: here.send(), "1 of 1 destinations: no RECEIVE yet"),
-        (lambda here: here.receive(), "1 of 1 sources: no SEND yet"),
-        (lambda here: here.begin("receive", stop=1, last=False, deadline_s=60.0), "a source's last SEND"),
-    ],
-)
-def test_a_deadline_says_what_was_missing(here: Transfer, begin: Ending, missing: str) -> None:
-    begin(here)
-    here.harness.run()
-    here.harness.pass_time(30.0)
-    assert missing in (here.decode if here.decode.told else here.prefill).reason
-
-
 @pytest.mark.parametrize(("first_s", "then_s", "end_s"), [(10, 10, 19), (60, 1, 60)])
 def test_a_chunk_may_extend_the_deadline_but_not_shorten_it(
     here: Transfer, first_s: float, then_s: float, end_s: float
@@ -663,16 +648,6 @@ def test_a_daemon_that_is_not_there_is_named_as_long_as_it_is_waited_for(apart: 
 def test_a_daemon_is_not_its_own_source(apart: Transfer) -> None:
     own, other = apart.address(apart.home), apart.address(apart.source)
     assert apart.home.messenger.source_daemons((other, own, other)) == (other,)
-
-
-def test_a_second_end_changes_nothing(apart: Transfer) -> None:
-    apart.meet()
-    ((home, name),) = apart.source.state_machine.endpoints.announcements
-    apart.harness.run()
-    again = ReceiveClosed(receive_request=name, error=FAILED.info(), moved=((1, BYTES, 0),))
-    apart.source.state_machine.peers.closed(home, again, apart.harness.now)
-    apart.check_over("OK", "OK")
-    assert apart.prefill.finished.moved_bytes == BYTES
 
 
 def test_only_the_home_of_a_receive_may_ask_for_its_send(apart: Transfer) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Final
 
 import pytest
 
 from kvferry.daemon.services import peer_transfers
-from kvferry.daemon.transfer.endpoints import Half
-from kvferry.daemon.transfer.kept import Tombstones
-from kvferry.protocol.errors import DeadlineError, ErrorInfo, PeerCancelledError, PeerLostError
 from kvferry.protocol.peer_messages import Announce
 from tests.kit.peers import PAGES, Transfer, Way
 from tests.kit.transfers import REQUEST, Direction, Engine, TransferHarness, layers
@@ -324,14 +320,6 @@ def test_only_who_lacks_one_of_the_other_half_fails(here: Halves, gone: Directio
     assert (waiting.told, came.told) == (outcome, outcome)
 
 
-@BOTH
-def test_what_is_remembered_of_it_has_a_time(here: Halves, gone: Direction) -> None:
-    here.home.abandon(gone)
-    here.harness.pass_time(601)
-    here.come(OTHER[gone])
-    assert here.told == ("", "")
-
-
 def test_a_receive_at_another_daemon_hears_that_no_send_comes(apart: Halves) -> None:
     apart.come("receive")
     assert apart.source.abandon("send", reason="aborted") == 0
@@ -394,109 +382,3 @@ def test_a_word_that_is_too_old_is_not_said(apart: Halves) -> None:
     assert not apart.home.peers.is_needed(address)
     apart.harness.deliver_all()
     assert apart.prefill.told == ""
-
-
-DEADLINE_S: Final = 5.0
-EVERY_S: Final = 1.0
-STALL: Final = range(10, 30)
-"""Requests sent while decode stands still."""
-REQUESTS: Final = 80
-
-
-def test_a_load_in_order_recovers_by_itself() -> None:
-    """Prefill sends one request a second and decode receives one after the other; each has its deadline.
-
-    Decode stands still for a while, as a process that is stopped, and goes on. If no end were remembered, each RECEIVE
-    would wait for a SEND that has ended, and the next one would be late as well.
-    """
-    harness = TransferHarness()
-    prefill, decode = harness.engine("prefill", pages=40, count=1), harness.engine("decode", count=1)
-    requests = [f"{number:032x}" for number in range(REQUESTS)]
-    outcomes: list[str] = []
-    asked = -1  # the request that decode waits for
-    for tick in range(REQUESTS * 2):
-        if tick < REQUESTS:
-            ids = harness.filled(prefill.pool, prefill.session, 1)
-            prefill.send(ids=ids, request=requests[tick], deadline_s=DEADLINE_S)
-            prefill.pool.allocator.free(prefill.session, ids)
-        harness.transport.finish_all()
-        while tick not in STALL and len(outcomes) <= min(tick, REQUESTS - 1):
-            if asked < len(outcomes):
-                asked = len(outcomes)
-                decode.receive(request=requests[asked], deadline_s=DEADLINE_S)
-                harness.transport.finish_all()
-            told = decode.told.split()
-            if len(told) < 2 * (asked + 1):
-                break
-            outcomes.append(told[-2])
-        harness.pass_time(EVERY_S)
-    assert outcomes[: STALL.start] == ["OK"] * STALL.start
-    assert set(outcomes[STALL.stop :]) == {"OK"}, "all that were sent after the stall"
-    assert outcomes.count("DEADLINE") <= len(STALL)
-
-
-def half(number: int = 0, tenant: int = 7) -> Half:
-    return Half(tenant, f"{number:032x}", "send")
-
-
-def test_each_pool_hears_once_the_latest_end_first() -> None:
-    stones = Tombstones()
-    stones.bury(half(), "p0", DeadlineError("first"), 10.0, notified=["told"])
-    stones.bury(half(), "p1", PeerLostError("second"), 11.0)
-    assert [str(one.detail) for one in stones.notices_for(half(), "a", 12.5)] == [
-        "the other side ended 1.5 s ago: second",
-        "the other side ended 2.5 s ago: first",
-    ]
-    assert stones.notices_for(half(), "a", 12.5) == []
-    assert [one.code for one in stones.notices_for(half(), "told", 12.5)] == ["PEER_LOST"]
-    assert stones.notices_for(half(tenant=8), "b", 12.5) == []
-    stones.renewed(half())
-    assert stones.notices_for(half(), "b", 12.5) == []
-    assert repr(stones) == "<Tombstones 0 of 16384>"
-
-
-def test_the_same_message_hears_it_again() -> None:
-    stones = Tombstones()
-    stones.bury(half(), "p0", PeerCancelledError("gone"), 10.0)
-    for _ in range(2):
-        (error,) = stones.notices_for(half(), "a", 11.0, ("boot", 1))
-        assert isinstance(error, PeerCancelledError)
-        detail = "the other side ended 1.0 s ago: gone"
-        remedy = PeerCancelledError.remedy
-        assert error.info() == ErrorInfo(code="PEER_CANCELLED", detail=detail, remedy=remedy, fault="peer")
-    assert stones.notices_for(half(), "a", 11.0, ("boot", 2)) == []
-
-
-def test_they_are_bounded_by_number_and_age() -> None:
-    stones = Tombstones(most=3, kept_s=60.0)
-    for number in range(5):
-        stones.bury(half(number), "p0", DeadlineError("late"), 10.0 + number)
-    assert len(stones) == 3
-    assert [len(stones.notices_for(half(number), "a", 20.0)) for number in range(5)] == [0, 0, 1, 1, 1]
-    assert [len(stones.notices_for(half(number), "b", 73.5)) for number in range(5)] == [0, 0, 0, 0, 1]
-    assert len(stones) == 1
-
-
-def test_an_old_end_is_forgotten_though_its_request_had_a_later_one() -> None:
-    stones = Tombstones(kept_s=60.0)
-    stones.bury(half(), "p0", DeadlineError("old"), 10.0)
-    stones.bury(half(), "p1", DeadlineError("new"), 60.0)
-    assert [one.detail for one in stones.notices_for(half(), "a", 70.0)] == ["the other side ended 10.0 s ago: new"]
-    assert stones.notices_for(half(), "b", 120.0) == []
-    assert len(stones) == 0
-
-
-def test_one_request_leaves_no_more_than_it_has_pools() -> None:
-    stones = Tombstones()
-    for number in range(1000):
-        stones.bury(half(), number, DeadlineError("late"), 10.0)
-    assert 2 < len(stones.notices_for(half(), "a", 10.0)) < 100
-
-
-@pytest.mark.parametrize("ask", [Tombstones.notices_for, Tombstones.abandoned])
-def test_no_more_pools_are_told_than_a_request_has(ask: Callable[[Tombstones, Half, str, float], object]) -> None:
-    stones = Tombstones()
-    stones.abandon(half(), PeerCancelledError("gone"), 10.0)
-    told = [bool(ask(stones, half(), f"p{number}", 10.0)) for number in range(1000)]
-    assert told[:2] == [True, True]
-    assert sum(told) < 100

@@ -44,31 +44,13 @@ class Ends:
                 await self._news.wait()
 
 
-class Threads(ThreadPoolExecutor):
-    """Counts what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.given = 0
-
-    def submit(self, *arguments: object, **named: object) -> object:  # type: ignore[override]
-        self.given += 1
-        return super().submit(*arguments, **named)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def threads() -> Threads:
-    return Threads()
-
-
 @pytest.fixture(params=["copy threads", "threads"])
 async def copier(
-    request: pytest.FixtureRequest, threads: Threads, require: Callable[[object, str], None]
+    request: pytest.FixtureRequest, require: Callable[[object, str], None]
 ) -> AsyncIterator[NetworkCopier]:
     copy_threads = copy_kernel.new_copy_threads(2, b"") if request.param == "copy threads" else None
     require(copy_threads is not None or request.param == "threads", "the native copy kernel")
-    made = NetworkCopier(threads, copy_threads)
-    assert request.param.split()[-1] in repr(made)
+    made = NetworkCopier(ThreadPoolExecutor(2), copy_threads)
     yield made
     with ThreadPoolExecutor(1) as waiter:
         await made.close(waiter)
@@ -126,7 +108,7 @@ async def test_nothing_moves_and_nothing_is_reported_once_it_is_closed(copier: N
         await asyncio.sleep(0)
     assert ends.all == {}
     assert not target.any()
-    with pytest.raises(CancelledError, match="ends"):
+    with pytest.raises(CancelledError):
         copier.run(lambda: 1, ends.of(9))
-    with pytest.raises(CancelledError, match="ends"):
+    with pytest.raises(CancelledError):
         copier.copy(1, lambda: copies, ends.of(9))
