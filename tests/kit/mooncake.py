@@ -54,12 +54,10 @@ class Peer:
         return heard
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, and wait until it has worked where it stops or kills."""
+        """Send a signal, and wait until it has worked where it stops."""
         self._process.send_signal(number)
         if number is signal.SIGSTOP:
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
-        elif number is signal.SIGKILL:
-            self._process.wait(WAIT_S)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Started with the descriptor of a memory file and its size, it maps and registers that memory and says
 ``{"session_name", "address"}``. ``{"write": [SESSION, REMOTE_ADDRESS, SIZE]}`` writes the first bytes of its memory and
-says ``{"done": ERROR_OR_NULL, "may_still_land"}`` at the end; ``{"rebuild": true}`` says ``{"session_name"}``.
+says ``{"done": ERROR_OR_NULL, "may_still_land"}`` at the end.
 """
 
 from __future__ import annotations
@@ -29,12 +29,9 @@ def say_done(error: KvferryError | None) -> None:
     send(done=None if error is None else str(error), may_still_land=getattr(error, "may_still_land", None))
 
 
-async def obey(engine: MooncakeEngine, address: int, order: dict[str, Any]) -> None:
-    if "rebuild" in order:
-        send(session_name=await engine.rebuild())
-    if "write" in order:
-        session_name, remote_address, size_bytes = order["write"]
-        engine.write(session_name, address, remote_address, size_bytes, say_done, timeout_s=WRITE_TIMEOUT_S)
+def obey(engine: MooncakeEngine, address: int, order: dict[str, Any]) -> None:
+    session_name, remote_address, size_bytes = order["write"]
+    engine.write(session_name, address, remote_address, size_bytes, say_done, timeout_s=WRITE_TIMEOUT_S)
 
 
 async def main(fd: int, size_bytes: int, progress_timeout_s: int) -> None:
@@ -44,7 +41,7 @@ async def main(fd: int, size_bytes: int, progress_timeout_s: int) -> None:
             await engine.register(region.address, size_bytes)
             send(session_name=engine.session_name, address=region.address)
             while line := await asyncio.to_thread(sys.stdin.readline):
-                await obey(engine, region.address, json.loads(line))
+                obey(engine, region.address, json.loads(line))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from tests.kit.transfers import REQUEST, Direction, Engine, TransferHarness, lay
 
 ENDS: Final = {"deadline": "DEADLINE", "cancel": "PEER_CANCELLED", "death": "PEER_LOST"}
 OTHER: Final[dict[Direction, Direction]] = {"send": "receive", "receive": "send"}
-SIDES: Final = pytest.mark.parametrize("first", list(OTHER))
-HOW: Final = pytest.mark.parametrize("how", ENDS)
-ORDERS: Final = pytest.mark.parametrize("order", [("send", "receive"), ("receive", "send")])
+BOTH: Final = pytest.mark.parametrize("gone", list(OTHER))
 WHERE: Final = pytest.mark.parametrize("way", ["here", "ipc"])
 CANCELLED: Final = "PEER_CANCELLED settled"
 
@@ -60,12 +58,12 @@ def apart() -> Halves:
 
 
 @WHERE
-@SIDES
-@HOW
-def test_the_late_half_hears_at_once_how_the_other_one_ended_and_when(way: Way, first: Direction, how: str) -> None:
-    both, late = Halves(way), OTHER[first]
-    both.come(first, last=how != "death")
-    both.end(first, how)
+@BOTH
+@pytest.mark.parametrize("how", ENDS)
+def test_the_late_half_hears_at_once_how_the_other_one_ended_and_when(way: Way, gone: Direction, how: str) -> None:
+    both, late = Halves(way), OTHER[gone]
+    both.come(gone, last=how != "death")
+    both.end(gone, how)
     both.harness.pass_time(7.0)
     both.come(late)
     told = both.engine(late)
@@ -79,31 +77,28 @@ def test_the_late_half_hears_at_once_how_the_other_one_ended_and_when(way: Way, 
 
 
 @WHERE
-@SIDES
-@ORDERS
-def test_both_try_again_and_meet_in_either_order(
-    way: Way, first: Direction, order: tuple[Direction, Direction]
-) -> None:
-    both, late = Halves(way), OTHER[first]
-    both.come(first)
-    both.end(first, "deadline")
+@BOTH
+@pytest.mark.parametrize("again", list(OTHER))
+def test_both_try_again_and_meet_in_either_order(way: Way, gone: Direction, again: Direction) -> None:
+    both, late = Halves(way), OTHER[gone]
+    both.come(gone)
+    both.end(gone, "deadline")
     both.come(late)
-    for direction in order:
-        both.come(direction)
-    assert both.engine(first).told.endswith("OK settled")
+    both.come(again)
+    both.come(OTHER[again])
+    assert both.engine(gone).told.endswith("OK settled")
     assert both.engine(late).told == "DEADLINE settled OK settled"
     assert both.prefill.content == both.decode.content
     both.harness.check_nothing_left()
 
 
-@SIDES
-def test_success_leaves_nothing(here: Halves, first: Direction) -> None:
-    late = OTHER[first]
-    for direction in (first, late):
-        here.come(direction)
+@BOTH
+def test_success_leaves_nothing(here: Halves, gone: Direction) -> None:
+    here.come(gone)
+    here.come(OTHER[gone])
     assert not len(here.home.state_machine.endpoints.tombstones)
-    here.come(late)
-    assert here.engine(late).told == "OK settled", "a late duplicate waits, as somebody may come again"
+    here.come(OTHER[gone])
+    assert here.engine(OTHER[gone]).told == "OK settled", "a late duplicate waits, as somebody may come again"
 
 
 def test_a_receive_that_all_sources_had_joined_leaves_no_word_for_others(here: Halves) -> None:
@@ -117,12 +112,9 @@ class Several:
 
     def __init__(self) -> None:
         self.harness = TransferHarness()
-        first = self.harness.engine("stage0", layers(1))
-        pool = self.harness.pool("stage1", layers(1, first=1))
-        self.stages = (
-            first,
-            Engine(self.harness, first.session, pool, self.harness.filled(pool, first.session, PAGES)),
-        )
+        first, pool = self.harness.engine("stage0", layers(1)), self.harness.pool("stage1", layers(1, first=1))
+        pages = self.harness.filled(pool, first.session, PAGES)
+        self.stages = (first, Engine(self.harness, first.session, pool, pages))
         self.prefill, self.decode, self.second = (self.harness.engine(name) for name in ("prefill", "decode", "second"))
 
     def send(self, stage: int, deadline_s: float = 30.0) -> None:
@@ -276,9 +268,6 @@ def test_a_link_that_was_broken_is_no_end(apart: Halves) -> None:
     apart.harness.heal()
     apart.harness.run()
     assert apart.prefill.told == "OK settled"
-
-
-BOTH: Final = pytest.mark.parametrize("gone", list(OTHER))
 
 
 @BOTH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import signal
 import socket
@@ -10,18 +11,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from kvferry.clients import MhaSpec, new_request_id, pages
 from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake import MooncakeEngine, WriteFailedError
 from kvferry.daemon.transports.mooncake_completions import CompletionPoller
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings, check_delivery
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError, TransferFailedError
+from tests import kit
 from tests.kit.mooncake import (
     PROGRESS_TIMEOUT_S,
     WAIT_S,
@@ -32,6 +35,7 @@ from tests.kit.mooncake import (
     mooncake_works,
     running_peer,
 )
+from tests.kit.servers import free_ports
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -53,7 +57,7 @@ async def listener() -> AsyncIterator[str]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def scripted(**settings: Any) -> AsyncIterator[tuple[MooncakeEngine, Factory]]:  # noqa: ANN401  any setting
     factory = Factory()
     engine = MooncakeEngine(
@@ -531,3 +535,45 @@ async def test_after_a_rebuild_nothing_of_a_peers_write_lands() -> None:
             writer.notify(write=[engine.session_name, network.address, MIB])
             assert await asyncio.to_thread(writer.hear) == {"done": None, "may_still_land": None}
             assert (network.view()[:MIB] == 7).all()
+
+
+# --- between real daemons, over each address family ---
+
+CONFIG = """
+[peers]
+listen = "tcp://{address}:{port}"
+[network]
+transport = "mooncake"
+bounce_buffers = 4
+bounce_buffer_bytes = 65536
+address = "{address}"
+"""
+
+
+@pytest.mark.full
+@needs_mooncake
+@pytest.mark.parametrize(
+    ("address", "environment"),
+    [
+        ("[::1]", {}),
+        ("127.0.0.1", {"MC_USE_IPV6": "1"}),  # the configuration decides, not what a container has set
+    ],
+)
+def test_a_transfer_between_two_daemons(address: str, environment: dict[str, str]) -> None:
+    spec = MhaSpec(layers=4, tokens=1024, page_size=16, kv_heads=4, head_dim=64, dtype="float32")
+    with contextlib.ExitStack() as stack:
+        configs = [CONFIG.format(address=address, port=port) for port in free_ports(2)]
+        daemons = [stack.enter_context(kit.daemon(config, environment=environment)) for config in configs]
+        source, destination = (stack.enter_context(kit.engine(one)) for one in daemons)
+        ours, theirs = source.create_pool("kv", spec), destination.create_pool("kv", spec)
+        sent, received = source.allocate("kv", 40), destination.allocate("kv", 40)[::-1].copy()
+        for role in ("k", "v"):
+            tensor = ours.tensor("main", role)
+            noise = np.random.default_rng(7).standard_normal(tensor[:, sent].shape, np.float32)
+            tensor[:, sent] = torch.from_numpy(noise)
+        request, (listening,) = new_request_id(), [one for one in source.status().addresses if one.startswith("tcp:")]
+        transfer = destination.receive("kv", request, [pages(received)], source_daemons=[listening])
+        source.send("kv", request, [pages(sent)])
+        destination.wait_finished(transfer, timeout_s=WAIT_S)
+        for role in ("k", "v"):
+            assert torch.equal(theirs.tensor("main", role)[:, received], ours.tensor("main", role)[:, sent])
