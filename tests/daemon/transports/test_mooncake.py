@@ -57,8 +57,27 @@ async def listener() -> AsyncIterator[str]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
+class Scripted:
+    """A wrapper, the scripted engine that it has first, and a peer that takes connections."""
+
+    def __init__(self, engine: MooncakeEngine, factory: Factory, peer: str) -> None:
+        self.engine, self.factory, self.peer = engine, factory, peer
+        self.native = factory.engines[0]
+
+    def write(self, *addresses: int, size_bytes: int = 10, timeout_s: float = WAIT_S, **more: Any) -> Ends:  # noqa: ANN401
+        """Write to these addresses of the peer; return their ends."""
+        ends = Ends()
+        for address in addresses:
+            self.engine.write(self.peer, 1, address, size_bytes, ends, timeout_s=timeout_s, **more)
+        return ends
+
+    async def submitted(self, *addresses: int) -> None:
+        """Wait until these writes, and no others, have begun."""
+        await eventually(lambda: self.native.submitted == [*addresses])
+
+
 @contextlib.asynccontextmanager
-async def scripted(**settings: Any) -> AsyncIterator[tuple[MooncakeEngine, Factory]]:  # noqa: ANN401  any setting
+async def scripted(peer: str = "", **settings: Any) -> AsyncIterator[Scripted]:  # noqa: ANN401  any setting
     factory = Factory()
     engine = MooncakeEngine(
         MooncakeSettings(address="127.0.0.1", **settings),
@@ -69,7 +88,7 @@ async def scripted(**settings: Any) -> AsyncIterator[tuple[MooncakeEngine, Facto
     mishaps: list[dict[str, Any]] = []  # an exception in a callback fails nothing by itself
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: mishaps.append(context))
     async with engine:
-        yield engine, factory
+        yield Scripted(engine, factory, peer)
     assert mishaps == []
     assert [native.aborted for native in factory.engines] == [[] for _ in factory.engines]
 
@@ -89,30 +108,25 @@ def failure(error: KvferryError | None) -> WriteFailedError:
 
 
 async def test_bytes_in_flight_are_bounded_and_the_rest_waits_in_order(listener: str) -> None:
-    async with scripted(max_bytes_in_flight_per_peer=100) as (engine, factory):
-        ends = Ends()
-        for number in range(5):
-            engine.write(listener, 1, number, 50, ends, timeout_s=WAIT_S)
-        native = factory.engines[0]
-        await eventually(lambda: native.submitted == [0, 1])
-        assert engine.bytes_in_flight == {listener: 100}
-        native.end(1, 1)
-        await eventually(lambda: native.submitted == [0, 1, 2])
-        native.end(0, 1)
-        native.end(2, 1)
-        await eventually(lambda: native.submitted == [0, 1, 2, 3, 4])
-        native.end(3, 1)
-        native.end(4, 1)
+    async with scripted(listener, max_bytes_in_flight_per_peer=100) as one:
+        ends = one.write(*range(5), size_bytes=50)
+        await one.submitted(0, 1)
+        assert one.engine.bytes_in_flight == {listener: 100}
+        one.native.end(1, 1)
+        await one.submitted(0, 1, 2)
+        one.native.end(0, 1)
+        one.native.end(2, 1)
+        await one.submitted(0, 1, 2, 3, 4)
+        one.native.end(3, 1)
+        one.native.end(4, 1)
         assert await ends.wait(5) == [None] * 5
-        assert engine.bytes_in_flight == {}
+        assert one.engine.bytes_in_flight == {}
 
 
 async def test_the_ends_of_writes_are_asked_for_until_all_are_known(listener: str) -> None:
-    async with scripted() as (engine, factory):
-        native, ends = factory.engines[0], Ends()
-        for number in range(3):
-            engine.write(listener, 1, number, 10, ends, timeout_s=WAIT_S)
-        await eventually(lambda: len(native.submitted) == 3)
+    async with scripted(listener) as one:
+        ends, native = one.write(0, 1, 2), one.native
+        await one.submitted(0, 1, 2)
         native.fails[native.ids[1]] = MemoryError()  # nothing is lost by it, not even the one before
         native.end(0, 1)
         assert await ends.wait(1) == [None]
@@ -120,69 +134,59 @@ async def test_the_ends_of_writes_are_asked_for_until_all_are_known(listener: st
         native.end(1, 1)
         native.end(2, -1)
         assert sorted(map(bool, await ends.wait(3))) == [False, False, True]
-        asked = native.polls
-        engine.write(listener, 1, 3, 10, ends, timeout_s=WAIT_S)
+        asked, ends = native.polls, one.write(3)
         await eventually(lambda: native.polls > asked)
         native.end(3, 1)
-        await ends.wait(4)
+        await ends.wait(1)
 
 
 @pytest.mark.parametrize("refused", [False, True])
 async def test_a_failed_write_may_still_land_and_a_refused_one_not(listener: str, *, refused: bool) -> None:
-    async with scripted() as (engine, factory):
-        factory.engines[0].refuse = refused
-        ends = Ends()
-        engine.write(listener, 1, 7, 10, ends, timeout_s=WAIT_S)
+    async with scripted(listener) as one:
+        one.native.refuse = refused
+        ends = one.write(7)
         if not refused:
-            await eventually(lambda: factory.engines[0].submitted)
-            factory.engines[0].end(7, -1)
+            await one.submitted(7)
+            one.native.end(7, -1)
         assert failure((await ends.wait(1))[0]).may_still_land == (not refused)
 
 
 async def test_a_late_write_stays_under_way_until_it_ends(listener: str) -> None:
-    async with scripted() as (engine, factory):
-        ends = Ends()
+    async with scripted(listener) as one:
         late: list[int] = []
-        write_id = engine.write(listener, 1, 7, 10, ends, timeout_s=WAIT_S, on_late=late.append)
-        await eventually(lambda: factory.engines[0].submitted)
-        engine.expire(write_id)
-        assert late == [write_id]
+        ends = one.write(7, on_late=late.append)
+        await one.submitted(7)
+        one.engine.expire(1)
+        assert late == [1]
         await asyncio.sleep(0)
         assert ends.errors == []
-        assert engine.bytes_in_flight == {listener: 10}
-        factory.engines[0].end(7, 1)
+        assert one.engine.bytes_in_flight == {listener: 10}
+        one.native.end(7, 1)
         assert await ends.wait(1) == [None]
 
 
 async def test_a_waiting_write_ends_at_its_deadline_and_is_never_submitted(listener: str) -> None:
-    async with scripted(max_bytes_in_flight_per_peer=10) as (engine, factory):
-        first, second, third = Ends(), Ends(), Ends()
-        engine.write(listener, 1, 1, 10, first, timeout_s=WAIT_S)
-        engine.write(listener, 1, 2, 10, second, timeout_s=0.01)
-        engine.write(listener, 1, 3, 10, third, timeout_s=WAIT_S)
-        error = failure((await second.wait(1))[0])
-        assert not error.may_still_land
-        assert "did not begin within 0.01 s" in error.detail
-        await eventually(lambda: factory.engines[0].submitted)
-        factory.engines[0].end(1, 1)
+    async with scripted(listener, max_bytes_in_flight_per_peer=10) as one:
+        first, second, third = one.write(1), one.write(2, timeout_s=0.01), one.write(3)
+        assert not failure((await second.wait(1))[0]).may_still_land
+        await one.submitted(1)
+        one.native.end(1, 1)
         await first.wait(1)
-        await eventually(lambda: factory.engines[0].submitted == [1, 3])
-        factory.engines[0].end(3, 1)
+        await one.submitted(1, 3)
+        one.native.end(3, 1)
         assert await third.wait(1) == [None]
 
 
 async def test_rebuilding_fails_what_is_under_way_and_keeps_what_waits(listener: str) -> None:
-    async with scripted(max_bytes_in_flight_per_peer=10) as (engine, factory):
-        await engine.register(4096, 100)
-        begun, waiting = Ends(), Ends()
-        engine.write(listener, 1, 1, 10, begun, timeout_s=WAIT_S)
-        engine.write(listener, 1, 2, 10, waiting, timeout_s=WAIT_S)
-        await eventually(lambda: factory.engines[0].polls)
-        before = engine.session_name
-        assert await engine.rebuild() == engine.session_name != before
+    async with scripted(listener, max_bytes_in_flight_per_peer=10) as one:
+        await one.engine.register(4096, 100)
+        begun, waiting = one.write(1), one.write(2)
+        await eventually(lambda: one.native.polls)
+        before = one.engine.session_name
+        assert await one.engine.rebuild() == one.engine.session_name != before
         assert failure((await begun.wait(1))[0]).may_still_land
-        old, new = factory.engines
-        assert factory.destroyed == [old]
+        old, new = one.factory.engines
+        assert one.factory.destroyed == [old]
         assert new.regions == {4096: 100}
         await eventually(lambda: new.submitted == [2])
         new.end(2, 1)
@@ -190,13 +194,12 @@ async def test_rebuilding_fails_what_is_under_way_and_keeps_what_waits(listener:
 
 
 async def test_an_end_that_is_found_just_before_the_engine_is_replaced_is_reported(listener: str) -> None:
-    async with scripted() as (engine, factory):
-        old, ends = factory.engines[0], Ends()
-        engine.write(listener, 1, 1, 10, ends, timeout_s=WAIT_S)
-        await eventually(lambda: old.polls)
-        rebuilding = asyncio.create_task(engine.rebuild())
-        old.end(1, 1)
-        assert old.ended.wait(WAIT_S)  # without a turn of the loop, whose next one is the rebuild's
+    async with scripted(listener) as one:
+        ends = one.write(1)
+        await eventually(lambda: one.native.polls)
+        rebuilding = asyncio.create_task(one.engine.rebuild())
+        one.native.end(1, 1)
+        assert one.native.ended.wait(WAIT_S)  # without a turn of the loop, whose next one is the rebuild's
         await rebuilding
         assert await ends.wait(1) == [None]
 
@@ -212,14 +215,13 @@ async def test_an_id_that_is_given_again_before_its_end_is_reported_is_another_w
         watch(poller, native, batch_id, write)
 
     monkeypatch.setattr(CompletionPoller, "watch", watch_at_last)
-    async with scripted() as (engine, factory):
-        native, first, second = factory.engines[0], Ends(), Ends()
-        engine.write(listener, 1, 1, 10, first, timeout_s=WAIT_S)
+    async with scripted(listener) as one:
+        first, native = one.write(1), one.native
         await eventually(lambda: native.polls)
         native.returns = threading.Event()
         native.end(1, 1)
         assert native.ended.wait(WAIT_S)
-        engine.write(listener, 1, 2, 10, second, timeout_s=WAIT_S)
+        second = one.write(2)
         assert await first.wait(1) == [None]
         assert native.ids[1] == native.ids[2]
         assert second.errors == []
@@ -227,95 +229,84 @@ async def test_an_id_that_is_given_again_before_its_end_is_reported_is_another_w
         assert failure((await second.wait(1))[0]).may_still_land
 
 
-async def keep_the_worker_busy(engine: MooncakeEngine, factory: Factory, name: str, gate: threading.Event) -> None:
-    ends = Ends()
-    engine.write(name, 1, 1, 10, ends, timeout_s=WAIT_S)
-    await eventually(lambda: factory.engines[0].submitted)
-    factory.engines[0].end(1, 1)
+async def keep_the_worker_busy(one: Scripted, gate: threading.Event) -> None:
+    """Meet the peer with a write to address 1, then let the worker wait at the gate."""
+    ends = one.write(1)
+    await one.submitted(1)
+    one.native.end(1, 1)
     await ends.wait(1)
-    factory.worker.submit(gate.wait, WAIT_S)
+    one.factory.worker.submit(gate.wait, WAIT_S)
 
 
 async def test_a_write_at_the_worker_whose_deadline_passes_does_not_begin(listener: str) -> None:
-    async with scripted() as (engine, factory):
-        ends, gate = Ends(), threading.Event()
-        await keep_the_worker_busy(engine, factory, listener, gate)
-        engine.expire(engine.write(listener, 1, 2, 10, ends, timeout_s=WAIT_S))
+    async with scripted(listener) as one:
+        await keep_the_worker_busy(one, gate := threading.Event())
+        ends = one.write(2)
+        one.engine.expire(2)
         assert not failure((await ends.wait(1))[0]).may_still_land
-        assert engine.bytes_in_flight == {}
+        assert one.engine.bytes_in_flight == {}
         gate.set()
-        engine.write(listener, 1, 3, 10, ends, timeout_s=WAIT_S)
-        native = factory.engines[0]
-        await eventually(lambda: len(native.submitted) > 1)
-        assert native.submitted == [1, 3]
-        native.end(3, 1)
-        assert (await ends.wait(2))[1] is None
+        ends = one.write(3)
+        await one.submitted(1, 3)
+        one.native.end(3, 1)
+        assert await ends.wait(1) == [None]
 
 
 async def test_a_write_at_the_worker_that_has_not_begun_goes_to_the_new_engine(listener: str) -> None:
-    async with scripted() as (engine, factory):
-        ends, gate = Ends(), threading.Event()
-        await keep_the_worker_busy(engine, factory, listener, gate)
-        for number in (2, 3):
-            engine.write(listener, 1, number, 10, ends, timeout_s=WAIT_S)
-        assert engine.bytes_in_flight == {listener: 10}
-        rebuilding = asyncio.create_task(engine.rebuild())
+    async with scripted(listener) as one:
+        await keep_the_worker_busy(one, gate := threading.Event())
+        ends = one.write(2, 3)
+        assert one.engine.bytes_in_flight == {listener: 10}
+        rebuilding = asyncio.create_task(one.engine.rebuild())
         await asyncio.sleep(0)
         gate.set()
         await rebuilding
-        old, new = factory.engines
+        old, new = one.factory.engines
         await eventually(lambda: len(new.submitted) == 2)
         assert (old.submitted, new.submitted) == ([1], [2, 3])
         new.end(2, 1)
         new.end(3, 1)
         assert await ends.wait(2) == [None] * 2
-        assert engine.bytes_in_flight == {}
+        assert one.engine.bytes_in_flight == {}
 
 
 async def test_a_rebuild_that_fails_closes_the_engine(listener: str) -> None:
-    async with scripted() as (engine, factory):
-        ends = Ends()
-        engine.write(listener, 1, 1, 10, ends, timeout_s=WAIT_S)
-        await eventually(lambda: factory.engines[0].submitted)
-        factory.fail = TransferFailedError("no port is free")
+    async with scripted(listener) as one:
+        ends = one.write(1)
+        await one.submitted(1)
+        one.factory.fail = TransferFailedError("no port is free")
         with pytest.raises(TransferFailedError, match="no port is free"):
-            await engine.rebuild()
-        assert factory.destroyed == factory.engines
+            await one.engine.rebuild()
+        assert one.factory.destroyed == one.factory.engines
         assert failure((await ends.wait(1))[0]).may_still_land
         with pytest.raises(TransferFailedError, match="closed"):
-            engine.write(listener, 1, 2, 10, ends, timeout_s=WAIT_S)
+            one.write(2)
 
 
 async def test_closing_fails_all_writes_and_says_which_may_land(listener: str) -> None:
-    ends = [Ends(), Ends()]
-    async with scripted(max_bytes_in_flight_per_peer=10) as (engine, factory):
-        for number, end in enumerate(ends):
-            engine.write(listener, 1, number, 10, end, timeout_s=WAIT_S)
-        await eventually(lambda: factory.engines[0].submitted)
+    async with scripted(listener, max_bytes_in_flight_per_peer=10) as one:
+        ends = [one.write(0), one.write(1)]
+        await one.submitted(0)
     assert [failure((await end.wait(1))[0]).may_still_land for end in ends] == [True, False]
-    assert factory.destroyed == factory.engines
-    await engine.close()
-    assert "closed" in repr(engine)
-    for step in (engine.register(1, 1), engine.unregister(1), engine.rebuild()):
+    assert one.factory.destroyed == one.factory.engines
+    await one.engine.close()
+    for step in (one.engine.register(1, 1), one.engine.unregister(1), one.engine.rebuild()):
         with pytest.raises(TransferFailedError, match="closed"):
             await step
 
 
 async def test_a_submission_that_hangs_blocks_neither_the_loop_nor_deadlines(listener: str) -> None:
-    async with scripted() as (engine, factory):
-        native = factory.engines[0]
-        hangs = native.hangs = threading.Event()
-        first, second = Ends(), Ends()
+    async with scripted(listener) as one:
+        hangs = one.native.hangs = threading.Event()
         late: list[int] = []
-        write_id = engine.write(listener, 1, 1, 10, first, timeout_s=WAIT_S, on_late=late.append)
-        engine.write(listener, 1, 2, 10, second, timeout_s=0.05)
-        await eventually(lambda: native.hanging)
+        first, second = one.write(1, on_late=late.append), one.write(2, timeout_s=0.05)
+        await eventually(lambda: one.native.hanging)
         assert not failure((await second.wait(1))[0]).may_still_land
-        engine.expire(write_id)
-        assert (first.errors, late) == ([], [write_id])
+        one.engine.expire(1)
+        assert (first.errors, late) == ([], [1])
         hangs.set()
-        await eventually(lambda: native.submitted == [1])
-        native.end(1, 1)
+        await one.submitted(1)
+        one.native.end(1, 1)
         assert await first.wait(1) == [None]
 
 
@@ -324,13 +315,11 @@ async def test_a_peer_that_takes_no_connections_is_not_submitted_to() -> None:
     name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()
     await server.wait_closed()
-    async with scripted() as (engine, factory):
-        ends = Ends()
-        engine.write(name, 1, 1, 10, ends, timeout_s=WAIT_S)
-        error = failure((await ends.wait(1))[0])
+    async with scripted(name) as one:
+        error = failure((await one.write(1).wait(1))[0])
         assert not error.may_still_land
         assert "accepts no connections" in error.detail
-        assert factory.engines[0].submitted == []
+        assert one.native.submitted == []
 
 
 @pytest.mark.parametrize(
@@ -338,9 +327,9 @@ async def test_a_peer_that_takes_no_connections_is_not_submitted_to() -> None:
 )
 async def test_names_that_are_none_and_empty_writes_are_refused(session_name: str) -> None:
     is_name = session_name == "127.0.0.1:1"
-    async with scripted() as (engine, _):
+    async with scripted(session_name) as one:
         with pytest.raises(InvalidFieldError, match="size_bytes" if is_name else "session_name"):
-            engine.write(session_name, 1, 1, 0 if is_name else 1, Ends(), timeout_s=1)
+            one.write(1, size_bytes=0 if is_name else 1)
 
 
 @pytest.mark.parametrize(
