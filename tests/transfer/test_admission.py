@@ -18,21 +18,9 @@ from kvferry.daemon.transfer import admission
 from kvferry.daemon.transfer.peer_transfers import peer_send_of
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.geometry import rank_heads
+from kvferry.protocol import errors
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import (
-    FirstTokenTwiceError,
-    IncompleteError,
-    InvalidFieldError,
-    KvferryError,
-    ModelMismatchError,
-    PageBusyError,
-    PageGapError,
-    PageOverlapError,
-    TooLargeError,
-    TransferExistsError,
-    UnknownComponentError,
-)
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.manifests import Component, Entry, MhaSpec
 from kvferry.protocol.peer_messages import PeerSend
@@ -48,7 +36,7 @@ class Refusing(Pair):
         super().__init__(count=6)
 
     @contextmanager
-    def refuses(self, error: type[KvferryError], field: str) -> Iterator[None]:
+    def refuses(self, error: type[errors.KvferryError], field: str) -> Iterator[None]:
         """Expect a refusal that leaves no trace: no events, no copies, no held pages, and the same sides."""
         before = self.snapshot()
         with pytest.raises(error) as caught:
@@ -77,7 +65,7 @@ def test_the_chunks_of_a_transfer_are_bounded(pair: Refusing, monkeypatch: pytes
     monkeypatch.setattr(admission, "MAX_CHUNKS", 3)
     for _ in range(3):
         pair.prefill.send(ids={}, last=False)
-    with pair.refuses(TooLargeError, "last"):
+    with pair.refuses(errors.TooLargeError, "last"):
         pair.prefill.send(ids={})
 
 
@@ -85,10 +73,10 @@ def test_the_chunks_of_a_transfer_are_bounded(pair: Refusing, monkeypatch: pytes
 def test_a_chunk_must_continue_the_one_before(pair: Refusing, first_page: int) -> None:
     rest = pair.prefill.pages[2:4]
     pair.prefill.send(0, 2, last=False)
-    with pair.refuses(PageGapError, "lists[0].first_page"):
+    with pair.refuses(errors.PageGapError, "lists[0].first_page"):
         pair.prefill.send(first_page, ids=rest)
     pair.decode.receive(0, 4)
-    with pair.refuses(PageGapError, "lists[0].first_page"):
+    with pair.refuses(errors.PageGapError, "lists[0].first_page"):
         pair.prefill.send(first_page, ids=rest)
     pair.prefill.send(2, 4)
     pair.end_well()
@@ -100,10 +88,10 @@ def test_one_send_of_a_request_carries_the_first_token(
     pair: Refusing, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     pair.prefill.send(0, 1, last=False, **first)
-    with pair.refuses(FirstTokenTwiceError, "first_token"):
+    with pair.refuses(errors.FirstTokenTwiceError, "first_token"):
         pair.prefill.send(1, **second)
     pair.decode.receive()
-    with pair.refuses(FirstTokenTwiceError, "first_token"):
+    with pair.refuses(errors.FirstTokenTwiceError, "first_token"):
         pair.prefill.send(1, **second)
     pair.prefill.send(1)
     pair.end_well()
@@ -145,7 +133,7 @@ def test_a_refused_send_does_not_keep_the_receive_from_a_right_one(pair: Refusin
     busy = pair.harness.filled(pair.prefill.pool, pair.prefill.session, 1)
     pair.prefill.receive(ids=busy, request="e" * 32)
     pair.decode.receive(0, 3)
-    with pair.refuses(PageBusyError, "lists[0].pages"):  # after its cells were planned
+    with pair.refuses(errors.PageBusyError, "lists[0].pages"):  # after its cells were planned
         pair.prefill.send(ids=np.concatenate((pair.prefill.pages[:2], busy)))
     pair.prefill.send(0, 3)
     pair.end_well(pair.decode)
@@ -161,12 +149,12 @@ def test_a_live_duplicate(pair: Refusing, state: str) -> None:
         decode.receive(0, 2)
     if state == "finished, not settled":
         decode.cancel("receive")
-    with pair.refuses(TransferExistsError, "request_id" if state.startswith("finished") else "last"):
+    with pair.refuses(errors.TransferExistsError, "request_id" if state.startswith("finished") else "last"):
         prefill.send(2, 4)
-    with pair.refuses(TransferExistsError, "request_id"):
+    with pair.refuses(errors.TransferExistsError, "request_id"):
         theirs.send()
     if state != "waiting":
-        with pair.refuses(TransferExistsError, "request_id"):
+        with pair.refuses(errors.TransferExistsError, "request_id"):
             decode.receive(2, 4)
 
 
@@ -174,7 +162,7 @@ def test_another_tenants_request_id(pair: Refusing) -> None:
     theirs = pair.harness.engine("prefill", tenant=8)
     pair.prefill.send()
     for speak in (theirs.send, theirs.receive):
-        with pair.refuses(TransferExistsError, "request_id"):
+        with pair.refuses(errors.TransferExistsError, "request_id"):
             speak()
     theirs.receive(request="f" * 32)
 
@@ -226,7 +214,7 @@ def windows() -> WindowPair:
 def test_a_refused_message_warns_of_nothing(windows: WindowPair) -> None:
     windows.prefill.send(ids=windows.prefill.lists((None, 5)))
     thief = Engine(windows.harness, windows.harness.session(), windows.decode.pool, windows.decode.pages)
-    with pytest.raises(KvferryError):
+    with pytest.raises(errors.KvferryError):
         thief.receive(ids=windows.decode.lists((None, 2)))
     assert not windows.harness.warned
 
@@ -255,9 +243,9 @@ def test_messages_that_make_no_sense(windows: WindowPair, first: Direction) -> N
     one = windows.prefill if first == "send" else windows.decode
     lists, unknown = one.lists((5, 2)), (PageList(component="swb", first_page=0, pages=1), one.swa[5:6])
     for wrong, error, field in (
-        (one.lists((None, 2), none=True), InvalidFieldError, "lists[1].pages"),
-        ([*lists, unknown], UnknownComponentError, "lists[2].component"),
-        (lists[:1], UnknownComponentError, "lists"),
+        (one.lists((None, 2), none=True), errors.InvalidFieldError, "lists[1].pages"),
+        ([*lists, unknown], errors.UnknownComponentError, "lists[2].component"),
+        (lists[:1], errors.UnknownComponentError, "lists"),
     ):
         with pytest.raises(error) as caught:
             one.come(first, ids=wrong)
@@ -269,7 +257,7 @@ def test_a_list_that_is_refused_leaves_no_page_of_the_others_held(windows: Windo
     one = windows.prefill
     lists, other = one.lists((5, 2)), one.pool.allocator.allocate(one.session, 3)
     one.receive(ids=[(lists[0][0], other), lists[1]], request="f" * 32)
-    with pytest.raises(PageBusyError):
+    with pytest.raises(errors.PageBusyError):
         one.come(first, ids=lists)
     assert one.held == 3
     one.cancel("receive", "f" * 32)
@@ -279,7 +267,7 @@ def test_a_list_that_is_refused_leaves_no_page_of_the_others_held(windows: Windo
 def test_a_plain_list_goes_with_one_chunk_only(windows: WindowPair) -> None:
     (_, main), window = windows.prefill.lists((None, 2))
     windows.prefill.send(ids=[(PageList(component="main", first_page=0, pages=1), main[:1]), window], last=False)
-    with pytest.raises(PageGapError):
+    with pytest.raises(errors.PageGapError):
         windows.prefill.send(ids=[(PageList(component="main", first_page=1, pages=2), main[1:]), window])
 
 
@@ -350,14 +338,14 @@ def test_of_replicas_one_sends_and_the_others_are_covered(first: str) -> None:
 @pytest.mark.parametrize(
     ("splits", "error", "what"),
     [
-        ([(2, 0), (4, 3)], IncompleteError, "heads 2..2, has no sender (12 cells missing)"),
-        ([(2, 1)], IncompleteError, "heads 0..1, has no sender"),
-        ([(2, 0), (4, 1)], PageOverlapError, "heads 1..1, has a sender already"),
-        ([(2, 1), (2, 1)], PageOverlapError, "heads 2..3, has a sender already"),
+        ([(2, 0), (4, 3)], errors.IncompleteError, "heads 2..2, has no sender (12 cells missing)"),
+        ([(2, 1)], errors.IncompleteError, "heads 0..1, has no sender"),
+        ([(2, 0), (4, 1)], errors.PageOverlapError, "heads 1..1, has a sender already"),
+        ([(2, 1), (2, 1)], errors.PageOverlapError, "heads 2..3, has a sender already"),
     ],
 )
 def test_a_missing_or_doubled_head_is_named(
-    splits: list[tuple[int, int]], error: type[KvferryError], what: str, first: str
+    splits: list[tuple[int, int]], error: type[errors.KvferryError], what: str, first: str
 ) -> None:
     ranks = Ranks(4)
     sources, receiver = [ranks.rank(*one) for one in splits], ranks.rank(1, 0)
@@ -401,7 +389,7 @@ def test_what_is_left_of_a_replica_is_in_one_extent(first: str) -> None:
     one.send(1, 2, last=False)
     if first == "send":
         other.send()
-    with pytest.raises(PageOverlapError, match="main/k/0: transfer page 1 has a sender already"):
+    with pytest.raises(errors.PageOverlapError, match="main/k/0: transfer page 1 has a sender already"):
         other.send() if first == "receive" else receiver.receive(sources=2)
 
 
@@ -437,7 +425,7 @@ def test_two_models_exchange_nothing(
     way: Way, first: str, ours: ModelIdentity, theirs: ModelIdentity, field: str
 ) -> None:
     if way == "here":
-        with pytest.raises(ModelMismatchError) as caught:
+        with pytest.raises(errors.ModelMismatchError) as caught:
             meeting(way, first, ours, theirs)
         error = caught.value.info()
     else:

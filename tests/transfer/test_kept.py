@@ -18,17 +18,7 @@ from kvferry.daemon.transfer.endpoints import EndpointKey, Half
 from kvferry.daemon.transfer.kept import GENERATIONS_KEPT, Generations, Tombstones
 from kvferry.daemon.transfer.registry import FEW, Deadlines
 from kvferry.daemon.transfer.transitions import State
-from kvferry.protocol.errors import (
-    DeadlineError,
-    ErrorInfo,
-    InvalidFieldError,
-    OverloadedError,
-    PeerCancelledError,
-    PeerLostError,
-    TooLargeError,
-    TransferExistsError,
-    UnknownTransferError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.transfer_messages import LayerStep, TransferResult
 from tests.kit.peers import Transfer
@@ -65,11 +55,11 @@ def key(pool: str, direction: Direction, request: str = REQUEST) -> EndpointKey:
 
 def test_a_result_follows_its_side_and_stays_until_acknowledged(three: Three) -> None:
     prefill, results = three.prefill, three.harness.state_machine.results
-    with pytest.raises(UnknownTransferError):
+    with pytest.raises(errors.UnknownTransferError):
         three.result(prefill, "send")
     prefill.send()
     assert three.result(prefill, "send") == TransferResult(state="open")
-    with pytest.raises(UnknownTransferError):  # it is the session's own
+    with pytest.raises(errors.UnknownTransferError):  # it is the session's own
         three.harness.state_machine.result(three.decode.session, key("prefill", "send"))
     three.decode.receive()
     three.decode.cancel("receive")
@@ -82,7 +72,7 @@ def test_a_result_follows_its_side_and_stays_until_acknowledged(three: Three) ->
     assert finished.finished == settled.finished
     assert results.count(prefill.session) == 1
     prefill.acknowledge("send")
-    with pytest.raises(UnknownTransferError):
+    with pytest.raises(errors.UnknownTransferError):
         three.result(prefill, "send")
     assert results.count(prefill.session) == 0
 
@@ -104,7 +94,7 @@ def test_a_late_chunk_does_not_start_a_failed_transfer_anew(three: Three) -> Non
     for settled in (False, True):
         if settled:
             three.harness.transport.finish_all()
-        with pytest.raises(TransferExistsError, match="failed with PEER_CANCELLED"):
+        with pytest.raises(errors.TransferExistsError, match="failed with PEER_CANCELLED"):
             three.prefill.send(1)
     three.prefill.acknowledge("send")
     three.prefill.send()
@@ -216,7 +206,7 @@ def test_a_payload_after_the_last_pages(both: Transfer) -> None:
 
 
 def test_steps_need_pages(here: Transfer) -> None:
-    with pytest.raises(InvalidFieldError) as refused:
+    with pytest.raises(errors.InvalidFieldError) as refused:
         here.send(ids={}, steps=(LayerStep(first_layer=0, layers=2, event=0, value=1),))
     assert refused.value.field == "steps"
 
@@ -253,7 +243,7 @@ def engines() -> Engines:
 
 def test_a_payload_over_its_own_pools_bound_is_refused(engines: Engines) -> None:
     engines.send(1, 80)
-    with pytest.raises(TooLargeError, match="81 bytes; pool 'prefill' takes 80") as refused:
+    with pytest.raises(errors.TooLargeError, match="81 bytes; pool 'prefill' takes 80") as refused:
         engines.send(2, 81)
     assert refused.value.field == "payload"
     assert engines.kept == 80
@@ -264,7 +254,7 @@ def test_a_payload_over_a_receiving_pools_bound_is_refused(engines: Engines, fir
     steps: list[Callable[[], None]] = [lambda: engines.send(1, 61), lambda: engines.receive(1)]
     early, late = steps if first == "send" else steps[::-1]
     early()
-    with pytest.raises(TooLargeError, match="61 bytes; pool 'decode' takes 60") as refused:
+    with pytest.raises(errors.TooLargeError, match="61 bytes; pool 'decode' takes 60") as refused:
         late()
     assert refused.value.field == "payload"
     assert (engines.prefill.told, engines.decode.told) == ("", "")
@@ -289,13 +279,13 @@ def test_a_home_refuses_a_payload_that_its_pool_does_not_take() -> None:
 
 def test_payloads_of_a_session_are_bounded_until_they_settle_or_are_acknowledged(engines: Engines) -> None:
     engines.send(1, 60)
-    with pytest.raises(OverloadedError, match="60 payload bytes of session 1") as refused:
+    with pytest.raises(errors.OverloadedError, match="60 payload bytes of session 1") as refused:
         engines.send(2, 41)
     assert refused.value.field == "payload"
     engines.receive(1)
     assert engines.kept == 60, "the SEND has settled, the event is not acknowledged"
     engines.send(2, 41)
-    with pytest.raises(OverloadedError, match="of session 2"):
+    with pytest.raises(errors.OverloadedError, match="of session 2"):
         engines.receive(2)
     engines.acknowledge(1)
     assert engines.kept == 41
@@ -307,7 +297,7 @@ def test_payloads_of_a_session_are_bounded_until_they_settle_or_are_acknowledged
 def test_a_payload_counts_for_all_its_receivers_together(engines: Engines) -> None:
     for number in range(3):
         engines.harness.receive(engines.decode.session, engines.harness.pool(f"decode{number}"), {})
-    with pytest.raises(OverloadedError, match="0 payload bytes of session 2") as refused:
+    with pytest.raises(errors.OverloadedError, match="0 payload bytes of session 2") as refused:
         engines.prefill.send(ids={}, payload=bytes(34), destinations=3)
     assert refused.value.field == "payload"
     assert engines.kept == 0
@@ -319,7 +309,7 @@ def test_payloads_of_all_sessions_are_bounded(engines: Engines) -> None:
     others = [engines.harness.engine(f"p{number}", max_payload_bytes=80) for number in range(3)]
     for number, engine in enumerate((*others[:2], engines.prefill)):
         engines.send(number, 80, engine)
-    with pytest.raises(OverloadedError, match="240 payload bytes of all sessions"):
+    with pytest.raises(errors.OverloadedError, match="240 payload bytes of all sessions"):
         engines.send(3, 11, others[2])
 
 
@@ -362,8 +352,8 @@ def half(number: int = 0, tenant: int = 7) -> Half:
 
 def test_each_pool_hears_once_the_latest_end_first() -> None:
     stones = Tombstones()
-    stones.bury(half(), "p0", DeadlineError("first"), 10.0, notified=["told"])
-    stones.bury(half(), "p1", PeerLostError("second"), 11.0)
+    stones.bury(half(), "p0", errors.DeadlineError("first"), 10.0, notified=["told"])
+    stones.bury(half(), "p1", errors.PeerLostError("second"), 11.0)
     assert [str(one.detail) for one in stones.notices_for(half(), "a", 12.5)] == [
         "the other side ended 1.5 s ago: second",
         "the other side ended 2.5 s ago: first",
@@ -378,20 +368,20 @@ def test_each_pool_hears_once_the_latest_end_first() -> None:
 
 def test_the_same_message_hears_it_again() -> None:
     stones = Tombstones()
-    stones.bury(half(), "p0", PeerCancelledError("gone"), 10.0)
+    stones.bury(half(), "p0", errors.PeerCancelledError("gone"), 10.0)
     for _ in range(2):
         (error,) = stones.notices_for(half(), "a", 11.0, ("boot", 1))
-        assert isinstance(error, PeerCancelledError)
+        assert isinstance(error, errors.PeerCancelledError)
         detail = "the other side ended 1.0 s ago: gone"
-        remedy = PeerCancelledError.remedy
-        assert error.info() == ErrorInfo(code="PEER_CANCELLED", detail=detail, remedy=remedy, fault="peer")
+        remedy = errors.PeerCancelledError.remedy
+        assert error.info() == errors.ErrorInfo(code="PEER_CANCELLED", detail=detail, remedy=remedy, fault="peer")
     assert stones.notices_for(half(), "a", 11.0, ("boot", 2)) == []
 
 
 def test_they_are_bounded_by_number_and_age() -> None:
     stones = Tombstones(most=3, kept_s=60.0)
     for number in range(5):
-        stones.bury(half(number), "p0", DeadlineError("late"), 10.0 + number)
+        stones.bury(half(number), "p0", errors.DeadlineError("late"), 10.0 + number)
     assert len(stones) == 3
     assert [len(stones.notices_for(half(number), "a", 20.0)) for number in range(5)] == [0, 0, 1, 1, 1]
     assert [len(stones.notices_for(half(number), "b", 73.5)) for number in range(5)] == [0, 0, 0, 0, 1]
@@ -400,8 +390,8 @@ def test_they_are_bounded_by_number_and_age() -> None:
 
 def test_an_old_end_is_forgotten_though_its_request_had_a_later_one() -> None:
     stones = Tombstones(kept_s=60.0)
-    stones.bury(half(), "p0", DeadlineError("old"), 10.0)
-    stones.bury(half(), "p1", DeadlineError("new"), 60.0)
+    stones.bury(half(), "p0", errors.DeadlineError("old"), 10.0)
+    stones.bury(half(), "p1", errors.DeadlineError("new"), 60.0)
     assert [one.detail for one in stones.notices_for(half(), "a", 70.0)] == ["the other side ended 10.0 s ago: new"]
     assert stones.notices_for(half(), "b", 120.0) == []
     assert len(stones) == 0
@@ -410,14 +400,14 @@ def test_an_old_end_is_forgotten_though_its_request_had_a_later_one() -> None:
 def test_one_request_leaves_no_more_than_it_has_pools() -> None:
     stones = Tombstones()
     for number in range(1000):
-        stones.bury(half(), number, DeadlineError("late"), 10.0)
+        stones.bury(half(), number, errors.DeadlineError("late"), 10.0)
     assert 2 < len(stones.notices_for(half(), "a", 10.0)) < 100
 
 
 @pytest.mark.parametrize("ask", [Tombstones.notices_for, Tombstones.abandoned])
 def test_no_more_pools_are_told_than_a_request_has(ask: Callable[[Tombstones, Half, str, float], object]) -> None:
     stones = Tombstones()
-    stones.abandon(half(), PeerCancelledError("gone"), 10.0)
+    stones.abandon(half(), errors.PeerCancelledError("gone"), 10.0)
     told = [bool(ask(stones, half(), f"p{number}", 10.0)) for number in range(1000)]
     assert told[:2] == [True, True]
     assert sum(told) < 100

@@ -16,38 +16,17 @@ import pytest
 from kvferry.daemon.transfer import admission, peer_transfers
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol import errors
+from kvferry.protocol import peer_messages as messages
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import (
-    CancelledError,
-    InvalidFieldError,
-    NotOwnerError,
-    PageBusyError,
-    TransferExistsError,
-    TransferFailedError,
-    UnexpectedSourceError,
-    UnknownTransferError,
-)
 from kvferry.protocol.manifests import Component
-from kvferry.protocol.peer_messages import (
-    Announce,
-    Confirm,
-    Confirmed,
-    PeerSend,
-    PoolGone,
-    ReceiveClosed,
-    ReceiveName,
-    SendRefused,
-    SendWithdrawn,
-    StepReady,
-    decode_peer,
-)
 from kvferry.protocol.transfer_messages import LayerStep
 from tests.kit.peers import BYTES, PAGES, Transfer
 from tests.kit.transfers import FIRST, ORDERS, Engine, layers
 
 OTHER: Final = "f" * 32
-FAILED: Final = TransferFailedError("scripted")
+FAILED: Final = errors.TransferFailedError("scripted")
 STEPS = (LayerStep(first_layer=0, layers=1, event=0, value=1), LayerStep(first_layer=1, layers=1, event=1, value=1))
 
 
@@ -79,7 +58,7 @@ def test_layers_move_when_their_events_have_come(apart: Transfer) -> None:
     apart.begin(steps=STEPS)
     assert not list(apart.harness.steps())
     apart.source.events(apart.prefill.session, 1, 0)
-    apart.harness.deliver_until(apart.source, apart.home, StepReady)
+    apart.harness.deliver_until(apart.source, apart.home, messages.StepReady)
     apart.harness.run()
     assert apart.told == ("", "")
     pairs = list(zip(apart.prefill.content, apart.decode.content, strict=True))
@@ -92,7 +71,7 @@ def test_an_announcement_that_is_said_again_changes_nothing(apart: Transfer) -> 
     apart.greet()
     apart.receive()
     apart.send()
-    apart.harness.deliver_until(apart.home, apart.source, Announce)
+    apart.harness.deliver_until(apart.home, apart.source, messages.Announce)
     peer = apart.home.links.connect(apart.address(apart.source))
     assert peer is not None
     apart.home.links.told.on_up(peer)
@@ -172,13 +151,13 @@ def check_under_way(both: Transfer, sender: str, receiver: str, sent: int = PAGE
 
 
 @pytest.mark.parametrize(
-    ("first", "error"), [("send", None), ("receive", CancelledError("stopped"))], ids=["done", "stopped"]
+    ("first", "error"), [("send", None), ("receive", errors.CancelledError("stopped"))], ids=["done", "stopped"]
 )
 @pytest.mark.parametrize(
     ("end", "last"), [(end, last) for end in ENDINGS for last in (True, False) if end != "the sender dies" or not last]
 )
 def test_an_end_while_a_copy_is_under_way(
-    both: Transfer, first: str, end: str, error: CancelledError | None, *, last: bool
+    both: Transfer, first: str, end: str, error: errors.CancelledError | None, *, last: bool
 ) -> None:
     ending, sender, receiver = ENDINGS[end]
     both.meet(first, last=last)
@@ -220,8 +199,8 @@ def test_what_was_read_after_its_send_had_ended_does_not_count(mapped: Transfer)
     mapped.prefill.cancel("send")  # the home does not know it yet
     mapped.source.fill(mapped.prefill.pool, mapped.prefill.pages)  # the pages are used anew
     mapped.end_copy()
-    mapped.harness.deliver_until(mapped.home, mapped.source, Confirm)
-    mapped.harness.deliver_until(mapped.source, mapped.home, Confirmed)
+    mapped.harness.deliver_until(mapped.home, mapped.source, messages.Confirm)
+    mapped.harness.deliver_until(mapped.source, mapped.home, messages.Confirmed)
     mapped.ends("CANCELLED", "PEER_CANCELLED")
 
 
@@ -262,7 +241,7 @@ def test_the_deadline_of_one_side_reaches_the_other_daemon(apart: Transfer, side
     apart.announce(deadline_s=60.0 if side == "send" else 5.0)
     step = apart.under_way()
     mine.pass_time(5.0)
-    apart.harness.deliver_until(mine, other, SendWithdrawn if side == "send" else ReceiveClosed)
+    apart.harness.deliver_until(mine, other, messages.SendWithdrawn if side == "send" else messages.ReceiveClosed)
     assert [one.split()[0] for one in apart.told] == ["DEADLINE", "DEADLINE"]
     apart.harness.step(*step)
     apart.ends("DEADLINE", "DEADLINE")
@@ -296,9 +275,9 @@ def test_only_the_owner_cancels(here: Transfer) -> None:
     here.send()
     prefill, decode = here.prefill, here.decode
     for session, pool in ((decode.session, prefill.pool), (prefill.session, decode.pool)):
-        with pytest.raises(UnknownTransferError):
+        with pytest.raises(errors.UnknownTransferError):
             here.source.cancel(session, pool, "send")
-    with pytest.raises(UnknownTransferError):
+    with pytest.raises(errors.UnknownTransferError):
         prefill.cancel("receive")
     assert here.told == ("", "")
 
@@ -310,10 +289,10 @@ def test_pages_in_use_may_not_be_used_otherwise_until_settled(here: Transfer) ->
         (here.decode.send, "is being written"),
         (here.decode.receive, "is being written"),
     ):
-        with pytest.raises(PageBusyError, match=what):
+        with pytest.raises(errors.PageBusyError, match=what):
             misuse(request=OTHER)
     here.decode.cancel("receive")
-    with pytest.raises(PageBusyError):
+    with pytest.raises(errors.PageBusyError):
         here.decode.receive(request=OTHER)
     here.end_copy()
     here.decode.receive(request=OTHER)
@@ -325,7 +304,7 @@ def test_freeing_busy_pages_is_deferred(here: Transfer) -> None:
     free = prefill.pool.allocator.free_count
     for engine in (prefill, decode):
         assert engine.pool.allocator.free(engine.session, engine.pages) == (0, PAGES)
-    with pytest.raises(NotOwnerError):
+    with pytest.raises(errors.NotOwnerError):
         prefill.send(request=OTHER)
     here.succeeds()
     assert prefill.pool.allocator.free_count == free + PAGES
@@ -404,8 +383,8 @@ def test_a_refusal_counts_from_a_daemon_that_the_receive_names(apart: Transfer) 
     name, source = receive_request.name, apart.harness.connection(apart.home, apart.source).peer
     assert source is not None
     stranger = source._replace(address=apart.address(apart.third))
-    refusal = SendRefused(receive_request=name, send_request=0, error=FAILED.info())
-    with pytest.raises(UnexpectedSourceError):
+    refusal = messages.SendRefused(receive_request=name, send_request=0, error=FAILED.info())
+    with pytest.raises(errors.UnexpectedSourceError):
         apart.home.state_machine.peers.refused(stranger, refusal, apart.harness.now)
     assert "refused" not in apart.waits_for, "it has no say in what the receive request waits for"
     apart.home.state_machine.peers.refused(source, refusal, apart.harness.now)
@@ -442,7 +421,7 @@ def test_a_side_of_another_tenant_is_refused_where_a_receive_is_announced(apart:
     apart.announce()
     foreign = apart.source.engine("foreign", tenant=8)
     for speak in (foreign.send, foreign.receive):
-        with pytest.raises(TransferExistsError, match="another tenant"):
+        with pytest.raises(errors.TransferExistsError, match="another tenant"):
             speak()
     apart.send()
     apart.succeeds()
@@ -484,21 +463,23 @@ def test_what_one_peer_announces_is_bounded_for_itself(apart: Transfer, monkeypa
 
 def test_a_receive_that_would_wait_for_ever_is_not_announced(apart: Transfer) -> None:
     apart.greet()
-    name = ReceiveName("0" * 32, "decode", 7, 1)
+    name = messages.ReceiveName("0" * 32, "decode", 7, 1)
     (connection,) = apart.source.links.connections.values()
     assert connection.peer is not None
     for deadline_ms in (peer_transfers.LONGEST_ANNOUNCEMENT_MS + 1, (1 << 63) - 1):
-        announce = Announce(receive_request=name, deadline_ms=deadline_ms)
+        announce = messages.Announce(receive_request=name, deadline_ms=deadline_ms)
         apart.source.links.told.on_message(connection.peer, announce, ())
         assert not apart.source.state_machine.endpoints.announcements
-        refused = decode_peer(apart.harness.connection(apart.source, apart.home).on_its_way.pop()).envelope.body
-        assert isinstance(refused, SendRefused)
+        refused = messages.decode_peer(
+            apart.harness.connection(apart.source, apart.home).on_its_way.pop()
+        ).envelope.body
+        assert isinstance(refused, messages.SendRefused)
         assert (refused.error.code, refused.error.field) == ("INVALID_FIELD", "deadline_ms")
 
 
-def last_said(apart: Transfer) -> tuple[Incarnation, PeerSend, tuple[PageIds, ...]]:
-    said = decode_peer(apart.harness.connection(apart.source, apart.home).on_its_way.pop())
-    assert isinstance(said.envelope.body, PeerSend)
+def last_said(apart: Transfer) -> tuple[Incarnation, messages.PeerSend, tuple[PageIds, ...]]:
+    said = messages.decode_peer(apart.harness.connection(apart.source, apart.home).on_its_way.pop())
+    assert isinstance(said.envelope.body, messages.PeerSend)
     return Incarnation(said.envelope.address, said.envelope.key), said.envelope.body, tuple(said.ids)
 
 
@@ -508,8 +489,8 @@ def test_epochs_of_the_future_are_unknown(apart: Transfer) -> None:
     source, chunk, ids = last_said(apart)
     name = msgspec.structs.replace(chunk.receive_request, epoch=chunk.receive_request.epoch + 1)
     apart.home.links.told.on_message(source, msgspec.structs.replace(chunk, receive_request=name), ids)
-    refused = decode_peer(apart.harness.connection(apart.home, apart.source).on_its_way.pop()).envelope.body
-    assert isinstance(refused, SendRefused)
+    refused = messages.decode_peer(apart.harness.connection(apart.home, apart.source).on_its_way.pop()).envelope.body
+    assert isinstance(refused, messages.SendRefused)
     assert refused.error.code == "UNKNOWN_TRANSFER"
     assert "no SEND yet" in apart.waits_for
 
@@ -523,8 +504,10 @@ def test_no_more_steps_are_ready_than_there_are(apart: Transfer, ready: int) -> 
     assert "INVALID_FIELD [ready]" in apart.waits_for
     apart.harness.connection(apart.home, apart.source).on_its_way.clear()  # the source has not said it
     apart.home.links.told.on_message(source, chunk, ids)
-    body = StepReady(receive_request=chunk.receive_request, send_request=chunk.send_request, chunk=0, ready=ready)
-    with pytest.raises(InvalidFieldError, match="steps are ready"):
+    body = messages.StepReady(
+        receive_request=chunk.receive_request, send_request=chunk.send_request, chunk=0, ready=ready
+    )
+    with pytest.raises(errors.InvalidFieldError, match="steps are ready"):
         apart.home.links.told.on_message(source, body, ())
     apart.harness.run()
     assert apart.decode.told == "OK settled"
@@ -564,7 +547,7 @@ def test_the_memory_of_a_pool_that_is_gone_is_given_up(mapped: Transfer, how: st
     ((key, pool),) = pools.items()
     mapped.harness.run()
     pool.mapping = region = HostRegion.create("mapped", 4096)
-    another = PoolGone(tenant=pool.tenant, pool=pool.name, region=pool.region_id + 1)
+    another = messages.PoolGone(tenant=pool.tenant, pool=pool.name, region=pool.region_id + 1)
     mapped.home.state_machine.peers.pool_gone(key[0], another)
     assert key in pools, "it was of a pool before this one"
     if how == "deleted":
@@ -663,7 +646,7 @@ def test_only_the_home_of_a_receive_may_ask_for_its_send(apart: Transfer) -> Non
         (home, number + 1, name),
         (home, number, msgspec.structs.replace(name, epoch=2)),
     ):
-        with pytest.raises(UnknownTransferError):
+        with pytest.raises(errors.UnknownTransferError):
             peers.open_remote(*wrong)
-    peers.refused(another, SendRefused(receive_request=name, send_request=number, error=FAILED.info()), 0.0)
+    peers.refused(another, messages.SendRefused(receive_request=name, send_request=number, error=FAILED.info()), 0.0)
     assert apart.told == ("", "")
