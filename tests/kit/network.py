@@ -24,10 +24,9 @@ from kvferry.protocol.config.schema import NetworkConfig
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.peer_messages import Announce, PeerBody, PeerSend, WriteCredit
 from tests.kit.bytes import read_region
-from tests.kit.peers import PeerHarness
+from tests.kit.peers import PAGES, Transfer, Way
 from tests.kit.transfers import PAGE_BYTES
 
-PAGES = 3
 SEGMENTS = PAGES * 4
 BYTES = SEGMENTS * PAGE_BYTES
 WRITE_TIMEOUT_S = 7.0
@@ -185,34 +184,27 @@ def network_memory(
     return engine, NetworkMemory(config, tuning, cast("MooncakeEngine", engine), *regions)
 
 
-class NetworkHarness:
+class NetworkHarness(Transfer):
     """A source and a home whose receive requests meet, so that there are transfer ops to move.
 
     Attributes:
         reports: the ends of transfer ops, as a home's transport tells them.
     """
 
-    def __init__(self, *, way: str = "tcp") -> None:
-        self._harness = PeerHarness("source", "home")
-        self.source, self.home = self._harness.nodes.values()
-        self._address = self.source.tcp if way == "tcp" else self.source.ipc
-        self.prefill, self.decode = self.source.session(), self.home.session()
-        self.source_pool, self.home_pool = self.source.pool("prefill"), self.home.pool("decode")
-        self.source_pool.allocator.allocate(self.prefill, 2)  # so that the page numbers differ
-        self.home.links.connect(self._address)
-        self._harness.deliver_all()
+    def __init__(self, way: Way = "tcp") -> None:
+        super().__init__(way)
+        self.source_pool, self.home_pool = self.prefill.pool, self.decode.pool
+        self.home_pool.allocator.free(self.decode.session, self.decode.pages)  # so that the page numbers differ
+        self.greet()
         self._requests = itertools.count(1)
         self.reports: list[tuple[int, KvferryError | None]] = []
 
     def op(self) -> TransferOp:
-        source_pages = self.source.filled(self.source_pool, self.prefill, PAGES)
-        home_pages = self.home_pool.allocator.allocate(self.decode, PAGES)
-        request = f"{next(self._requests):032x}"
-        before = set(self.home.state_machine.endpoints.ops)
-        self.home.receive(self.decode, self.home_pool, home_pages, request=request, source_daemons=(self._address,))
-        self._harness.deliver_until(self.home, self.source, Announce)
-        self.source.send(self.prefill, self.source_pool, source_pages, request=request)
-        self._harness.deliver_until(self.source, self.home, PeerSend)
+        before, request = set(self.home.state_machine.endpoints.ops), f"{next(self._requests):032x}"
+        self.receive(ids=self.home_pool.allocator.allocate(self.decode.session, PAGES), request=request)
+        self.harness.deliver_until(self.home, self.source, Announce)
+        self.send(ids=self.source.filled(self.source_pool, self.prefill.session, PAGES), request=request)
+        self.harness.deliver_until(self.source, self.home, PeerSend)
         (number,) = set(self.home.state_machine.endpoints.ops) - before
         return self.home.state_machine.endpoints.ops[number]
 
@@ -225,7 +217,7 @@ class NetworkHarness:
 
     @property
     def to_source(self) -> Incarnation:
-        peer = self.home.links.connect(self._address)
+        peer = self.home.links.connect(self.address(self.source))
         assert peer is not None
         return peer
 
@@ -240,13 +232,16 @@ class NetworkHarness:
 
 
 def content_at_source(pool: Pool, op: TransferOp) -> bytes:
-    memory, (planned_copy,) = read_region(pool.region), op.planned_copies
-    return b"".join(memory[int(s) : int(s) + int(n)].tobytes() for s, _, n in planned_copy.plan.blocks().tolist())
+    return _content(pool, op, 0)
 
 
 def content_at_home(op: TransferOp) -> bytes:
-    memory, (planned_copy,) = read_region(op.receive_request.pool.region), op.planned_copies
-    return b"".join(memory[int(d) : int(d) + int(n)].tobytes() for _, d, n in planned_copy.plan.blocks().tolist())
+    return _content(op.receive_request.pool, op, 1)
+
+
+def _content(pool: Pool, op: TransferOp, column: int) -> bytes:
+    memory, (planned_copy,) = read_region(pool.region), op.planned_copies
+    return b"".join(memory[one[column] : one[column] + one[2]].tobytes() for one in planned_copy.plan.blocks().tolist())
 
 
 def write(harness: NetworkHarness, op: TransferOp, credit: WriteCredit) -> int:

@@ -26,8 +26,3 @@ def here() -> Transfer:
 @pytest.fixture
 def mapped() -> Transfer:
     return Transfer("ipc")
-
-
-@pytest.fixture
-def by_slots() -> Transfer:
-    return Transfer("tcp")

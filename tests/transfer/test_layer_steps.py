@@ -56,10 +56,6 @@ class Ferry(Pair):
             {pair.destination.layer for one in planned_copies for pair in one.pairs if one.component in names}
         )
 
-    def decode_pages(self) -> int:
-        (receive_request,) = self.harness.state_machine.endpoints.receive_requests.values()
-        return receive_request.arrived_pages
-
     def arrived(self, at: Engine | None = None) -> set[str]:
         """Return the entries of which all pages are there; of the others nothing must be there."""
         sent, got = self.prefill.content, (at or self.decode).content

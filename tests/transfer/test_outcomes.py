@@ -633,20 +633,14 @@ def test_a_daemon_is_not_its_own_source(apart: Transfer) -> None:
     assert apart.home.messenger.source_daemons((other, own, other)) == (other,)
 
 
-def test_only_the_home_of_a_receive_may_ask_for_its_send(apart: Transfer) -> None:
+def test_only_the_home_of_a_receive_may_refuse_its_send(apart: Transfer) -> None:
     apart.announce()
     apart.send()
     ((number, remote_endpoint),) = apart.source.state_machine.endpoints.remote_endpoints.items()
-    home, name = remote_endpoint.announcement.home, remote_endpoint.announcement.receive_request
-    another = home._replace(boot_id="f" * 32)
-    peers = apart.source.state_machine.peers
-    assert peers.open_remote(home, number, name) is remote_endpoint
-    for wrong in (
-        (another, number, name),
-        (home, number + 1, name),
-        (home, number, msgspec.structs.replace(name, epoch=2)),
-    ):
-        with pytest.raises(errors.UnknownTransferError):
-            peers.open_remote(*wrong)
-    peers.refused(another, messages.SendRefused(receive_request=name, send_request=number, error=FAILED.info()), 0.0)
+    announcement = remote_endpoint.announcement
+    another = announcement.home._replace(boot_id="f" * 32)
+    refusal = messages.SendRefused(
+        receive_request=announcement.receive_request, send_request=number, error=FAILED.info()
+    )
+    apart.source.state_machine.peers.refused(another, refusal, 0.0)
     assert apart.told == ("", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from typing import cast
+from typing import TypeAlias, cast
 
 import pytest
 from hypothesis import strategies as st
@@ -38,10 +38,14 @@ PAGES_BYTES = 3000
 BOUNDS = FenceBounds(quarantined_bytes=2 * BOUNCE_BUFFER_BYTES, quarantined_s=10.0, drain_timeout_s=3.0, pages_s=5.0)
 
 
+Credit: TypeAlias = tuple[int, Incarnation, int]
+"""The number of what was credited, to whom, and the number of the write credit."""
+
+
 class NetworkMachine(RuleBasedStateMachine):
     """Against a plain list of what each bounce buffer holds; writes land only where the model says they may."""
 
-    write_credits: Bundle[tuple[int, Incarnation, int]] = Bundle("write_credits")
+    write_credits: Bundle[Credit] = Bundle("write_credits")
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,38 +67,28 @@ class NetworkMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule(target=write_credits, peer=st.sampled_from([A, B]))
-    def take(self, peer: Incarnation) -> MultipleResults[tuple[int, Incarnation, int]] | tuple[int, Incarnation, int]:
+    @rule(target=write_credits, peer=st.sampled_from([A, B]), pages=st.booleans())
+    def take(self, peer: Incarnation, *, pages: bool) -> MultipleResults[Credit] | Credit:
+        """Take a bounce buffer, or pages."""
         self.next_credit += 1
-        bounce_buffer = self.network.take(peer, self.next_credit)
-        assert (bounce_buffer is not None) == (
-            sum(number < COUNT for number in self.states) < COUNT and self.may_credit
-        )
-        if bounce_buffer is None:
-            return multiple()
-        assert bounce_buffer.number not in self.states, "a bounce buffer was credited in which a write may land"
-        assert bounce_buffer.address == BASE + bounce_buffer.number * BOUNCE_BUFFER_BYTES
-        self.states[bounce_buffer.number] = ("credited", peer, self.next_credit, 0.0)
-        return (bounce_buffer.number, peer, self.next_credit)
-
-    @rule(target=write_credits, peer=st.sampled_from([A, B]))
-    def take_pages(
-        self, peer: Incarnation
-    ) -> MultipleResults[tuple[int, Incarnation, int]] | tuple[int, Incarnation, int]:
-        self.next_credit += 1
-        target = self.network.take_pages(peer, self.next_credit, PAGE_RUNS)
-        assert (target is not None) == self.may_credit
+        if pages:
+            target, may = self.network.take_pages(peer, self.next_credit, PAGE_RUNS), self.may_credit
+        else:
+            target = self.network.take(peer, self.next_credit)
+            may = self.may_credit and sum(number < COUNT for number in self.states) < COUNT
+        assert (target is not None) == may
         if target is None:
             return multiple()
         number = target.number
-        assert (target.address, target.runs) == (BASE, PAGE_RUNS)
-        assert number >= COUNT
-        assert number not in self.states
+        assert number not in self.states, "a bounce buffer was credited in which a write may land"
+        assert (number >= COUNT) == pages
+        assert target.address == BASE + (0 if pages else number * BOUNCE_BUFFER_BYTES)
+        assert not pages or target.runs == PAGE_RUNS
         self.states[number] = ("credited", peer, self.next_credit, 0.0)
         return (number, peer, self.next_credit)
 
     @rule(credit=write_credits, peer=st.sampled_from([A, B]))
-    def give_back(self, credit: tuple[int, Incarnation, int], peer: Incarnation) -> None:
+    def give_back(self, credit: Credit, peer: Incarnation) -> None:
         """Let any peer report terminal writes, perhaps late."""
         held = self.states.get(credit[0])
         its = held is not None and held[1:3] == (peer, credit[2])
@@ -103,7 +97,7 @@ class NetworkMachine(RuleBasedStateMachine):
             del self.states[credit[0]]
 
     @rule(credit=consumes(write_credits), again=st.booleans())
-    def quarantine(self, credit: tuple[int, Incarnation, int], *, again: bool) -> None:
+    def quarantine(self, credit: Credit, *, again: bool) -> None:
         """End a write credit without knowing how its writes ended; nobody else can."""
         assert not self.network.quarantine(credit[0], A if credit[1] == B else B, credit[2], self.now_s)
         held = self.states.get(credit[0])
@@ -166,7 +160,6 @@ class NetworkMachine(RuleBasedStateMachine):
     @invariant()
     def same_as_the_model(self) -> None:
         assert self.network.free == COUNT - sum(number < COUNT for number in self.states)
-        assert f"<BounceBuffers free={self.network.free} " in repr(self.network)
         assert self.network.credits == len(self.held("credited"))
         since = [held[3] for held in self.states.values() if held[0] == "quarantined"]
         assert self.network.quarantined_bytes == self.resting_bytes()

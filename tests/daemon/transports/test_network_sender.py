@@ -46,13 +46,8 @@ class Source:
         self.settled = 0
         self.copier = NetworkCopier(self.executor)
         self.writer, self.memory = network_memory(buffer_bytes=staging_bytes, staging=buffers)
-        self.sender = NetworkSender(
-            self.said,
-            self.memory,
-            self.copier,
-            self.harness.source.state_machine.peers,
-            self.counters,
-        )
+        peers = self.harness.source.state_machine.peers
+        self.sender = NetworkSender(self.said, self.memory, self.copier, peers, self.counters)
 
     def ask(self, message: OpRequest, home: Incarnation | None = None) -> None:
         self.sender.op(home or self.harness.to_home, message, self._settled)
@@ -194,17 +189,6 @@ async def test_a_late_write_is_answered_once_and_keeps_its_staging_buffer_until_
 RUNS = ((BOUNCE_BUFFER, 4 * PAGE_BYTES), (BOUNCE_BUFFER + (1 << 12), 8 * PAGE_BYTES))
 
 
-async def test_runs_are_written_one_by_one_and_answered_together(source: Source) -> None:
-    _, message = source.asked()
-    source.credit(message, runs=RUNS)
-    await source.executor.run()
-    assert [(one.remote_address, len(one.content)) for one in source.writer.begun] == list(RUNS)
-    source.writer.begun[1].on_done(None)
-    assert source.written == []
-    source.writer.begun[0].on_done(None)
-    assert source.written == [(1, "OK")]
-
-
 @pytest.mark.parametrize(
     ("runs", "ends", "refuse_after"),
     [
@@ -214,23 +198,25 @@ async def test_runs_are_written_one_by_one_and_answered_together(source: Source)
         pytest.param(RUNS, (True, False), None, id="may still land, and failed"),
         pytest.param(RUNS, (False, True), None, id="failed, and may still land"),
         pytest.param(RUNS, (None,), 1, id="the second is refused"),
+        pytest.param(RUNS, (None, None), None, id="landed"),
     ],
 )
-async def test_a_credit_whose_writes_fail_is_answered_when_all_have_ended(
+async def test_a_credit_is_answered_when_all_its_writes_have_ended(
     runs: tuple[tuple[int, int], ...], ends: tuple[bool | None, ...], refuse_after: int | None
 ) -> None:
-    source = Source(buffers=1)
+    source, whole = Source(buffers=1), runs or ((BOUNCE_BUFFER, BYTES),)
     _, message = source.asked()
     source.writer.refuse_after = refuse_after
     source.credit(message, runs=runs)
     with capture_logs():
         await source.executor.run()
+        assert [(one.remote_address, len(one.content)) for one in source.writer.begun] == [*whole][: len(ends)]
         for begun, end in zip(source.writer.begun, ends, strict=True):
             assert source.written == []
             begun.on_done(None if end is None else WriteFailedError("cut off", may_still_land=end))
     (written,) = source.said.of(Written)
-    assert written.error is not None
-    assert (written.error.code, written.may_still_land) == ("TRANSFER_FAILED", True in ends)
+    code = "OK" if ends == (None, None) else "TRANSFER_FAILED"
+    assert (source.written, bool(written.may_still_land)) == ([(1, code)], True in ends)
     source.writer.refuse_after = None
     source.credit(message, 2)
     await source.executor.run()
@@ -351,10 +337,10 @@ async def test_credits_for_an_op_that_was_refused_are_told_why(source: Source) -
 async def test_only_the_home_of_the_send_may_ask_and_once(source: Source) -> None:
     message = op_of(source.harness.op())
     stranger = source.harness.to_home._replace(boot_id="f" * 32)
-    with pytest.raises(UnknownTransferError):
-        source.ask(message, stranger)
-    with pytest.raises(UnknownTransferError):
-        source.ask(msgspec.structs.replace(message, send_request=99, op=77))
+    later = msgspec.structs.replace(message.receive_request, epoch=2)
+    for who, wrong in ((stranger, {}), (None, {"send_request": 99}), (None, {"receive_request": later})):
+        with pytest.raises(UnknownTransferError):
+            source.ask(msgspec.structs.replace(message, **wrong), who)
     source.ask(message)
     source.sender.credit(stranger, source.credit(message))
     assert source.written == [(1, "UNKNOWN_TRANSFER")]
