@@ -24,7 +24,6 @@ from kvferry.protocol.errors import DeadlineError, TransferFailedError
 from kvferry.protocol.peer_messages import OpEnded, OpRequest, WriteCredit, Written
 from tests.kit.network import (
     BYTES,
-    PAGES,
     SEGMENTS,
     ManualExecutor,
     NetworkHarness,
@@ -37,6 +36,7 @@ from tests.kit.network import (
     turns,
     write,
 )
+from tests.kit.peers import PAGES
 from tests.kit.transfers import PAGE_BYTES
 
 pytestmark = pytest.mark.anyio

@@ -21,7 +21,6 @@ from kvferry.protocol.errors import ErrorInfo, GeometryMismatchError, InvalidFie
 from kvferry.protocol.peer_messages import OpRequest, WriteCredit, Written
 from tests.kit.network import (
     BYTES,
-    PAGES,
     SEGMENTS,
     ManualExecutor,
     NetworkHarness,
@@ -29,6 +28,7 @@ from tests.kit.network import (
     content_at_source,
     network_memory,
 )
+from tests.kit.peers import PAGES
 from tests.kit.transfers import PAGE_BYTES
 
 pytestmark = pytest.mark.anyio

@@ -91,8 +91,13 @@ async def test_an_op_is_mapped_copied_and_confirmed(home: Home) -> None:
     pool, origin, region = home.pool(op), op.send_request.origin, home.harness.source_pool.region
     assert origin is not None
     assert op.send_request.region_key
-    shown = {"send_request": origin.send_request, "key": op.send_request.region_key}
-    asked = RegionRequest(tenant=pool.tenant, pool="prefill", region=region.identity, **shown)
+    asked = RegionRequest(
+        tenant=pool.tenant,
+        pool="prefill",
+        region=region.identity,
+        send_request=origin.send_request,
+        key=op.send_request.region_key,
+    )
     assert home.fetched == [(home.harness.source.ipc, asked, pool.manifest.region_bytes)]
     home.copier.finish(op.op_id)
     await turns()
