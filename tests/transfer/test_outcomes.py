@@ -327,11 +327,6 @@ def test_a_first_chunk_that_the_link_or_the_home_does_not_take_fails_alone(
     assert another.content == apart.decode.content
 
 
-def send_too_much(apart: Transfer) -> None:
-    """Go past the end of the RECEIVE."""
-    apart.send(1, ids=apart.source.filled(apart.prefill.pool, apart.prefill.session, PAGES))
-
-
 def send_beyond_the_link(apart: Transfer) -> None:
     apart.source.links.max_ids = 1
     apart.send(1)
@@ -356,11 +351,15 @@ def send_a_chunk_too_many(apart: Transfer) -> None:
 @pytest.mark.parametrize(
     ("say", "code"),
     [
-        (send_too_much, "LENGTH_MISMATCH"),
+        (
+            lambda one: one.send(1, ids=one.source.filled(one.prefill.pool, one.prefill.session, PAGES)),
+            "LENGTH_MISMATCH",
+        ),
         (send_beyond_the_link, "TOO_LARGE"),
         (lose_a_chunk, "PAGE_GAP"),
         (send_a_chunk_too_many, "TOO_LARGE"),
     ],
+    ids=["past the end of the receive", "beyond the link", "one is lost", "one too many"],
 )
 def test_a_later_chunk_that_is_refused_ends_both(apart: Transfer, say: Ending, code: str) -> None:
     apart.meet("receive", last=False)

@@ -92,6 +92,15 @@ class Home:
     def fails(self, credit: WriteCredit, *, may_still_land: bool = True) -> None:
         self.notify(Written(credit=credit.credit, error=FAILED, may_still_land=may_still_land))
 
+    def ends(self, op: TransferOp, credit: WriteCredit, how: str) -> None:
+        """End a transfer op one of whose writes may still land."""
+        if how == "lost":
+            self.receiver.peer_lost(self.harness.to_source, "its connection closed")
+        elif how == "stopped":
+            self.receiver.stop(op.op_id)
+        else:
+            self.fails(credit)
+
     def all_free(self) -> bool:
         return self.bounce_buffers.free == self.bounce_buffers.count
 
@@ -235,10 +244,7 @@ async def test_an_op_that_fails_is_over_when_no_page_changes_any_more(home_of: M
     before, write_credits = content_at_home(op), home.credits(op)
     if when == "being scattered":
         home.into(op, write_credits[0])
-    if fault == "CANCELLED":
-        home.receiver.stop(op.op_id)
-    else:
-        home.receiver.peer_lost(home.harness.to_source, "its connection closed")
+    home.ends(op, write_credits[0], "stopped" if fault == "CANCELLED" else "lost")
     await turns()
     assert home.said.of(OpEnded) == [OpEnded(op=op.op_id)]
     assert home.harness.outcomes == ([(op.op_id, fault)] if when == "credited" else []), "its pages are being written"
@@ -469,18 +475,13 @@ async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(home_o
 
 
 @pytest.mark.usefixtures("_checks_all_the_time")
-@pytest.mark.parametrize("how", ["may still land", "lost", "silent"])
+@pytest.mark.parametrize("how", ["may still land", "lost", "stopped"])
 async def test_a_transfer_waits_for_a_fence_of_pages_no_longer_than_it_must(home_of: MakeHome, how: str) -> None:
     bounds = FenceBounds(quarantined_bytes=1 << 30, quarantined_s=1e9, drain_timeout_s=1e9, pages_s=0.0)
     home = home_of(BYTES, bounds=bounds, direct=True)
     op = await home.start_direct()
     (credit,) = home.credits(op)
-    if how == "lost":
-        home.receiver.peer_lost(home.harness.to_source, "its connection closed")
-    elif how == "silent":
-        home.receiver.stop(op.op_id)
-    else:
-        home.fails(credit)
+    home.ends(op, credit, how)
     home.engine.may_rebuild.set()
     async with asyncio.timeout(10):
         while not home.harness.outcomes:
@@ -493,10 +494,7 @@ async def test_pages_in_which_something_may_land_are_held_until_a_fence(home_of:
     home = home_of(BYTES, bounds=AT_ONCE, direct=True)
     op = await home.start_direct()
     (credit,) = home.credits(op)
-    if how == "lost":
-        home.receiver.peer_lost(home.harness.to_source, "its connection closed")
-    else:
-        home.fails(credit)
+    home.ends(op, credit, how)
     await turns()
     assert (home.harness.reports, home.engine.rebuilds) == ([], 1)
     home.engine.may_rebuild.set()
