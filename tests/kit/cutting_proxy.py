@@ -22,19 +22,13 @@ class _Stop(NamedTuple):
 
 
 class CuttingProxy(Proxy):
-    """Forwards what a client and its daemon say to each other, and counts it: a route for each kind of connection.
-
-    Attributes:
-        runtime_dir: where clients find it.
-        chunks: how many chunks were read so far.
-        cuts: how often it has cut.
-    """
+    """Forwards what a client and its daemon say to each other, and counts it: a route for each kind of connection."""
 
     def __init__(self, daemon_dir: Path, folder: Path) -> None:
         super().__init__()
-        self.runtime_dir = folder
-        self.chunks = 0
-        self.cuts = 0
+        self.runtime_dir = folder  # where clients find it
+        self.chunks = 0  # how many chunks were read so far
+        self.cuts = 0  # how often it has cut
         self._cut_at = 0
         self._kinds: tuple[str, ...] = ()
         self._forwards = True

@@ -160,17 +160,13 @@ class ScriptedEngine:
 
 
 class Factory:
-    """Makes scripted engines, on ports that rise, and remembers them; ``fail`` makes the next one fail.
-
-    Attributes:
-        worker: of the wrapper; what else is given to it holds the wrapper up.
-    """
+    """Makes scripted engines, on ports that rise, and remembers them; ``fail`` makes the next one fail."""
 
     def __init__(self) -> None:
         self.engines: list[ScriptedEngine] = []
         self.destroyed: list[ScriptedEngine] = []
         self.fail: KvferryError | None = None
-        self.worker = ThreadPoolExecutor(1)
+        self.worker = ThreadPoolExecutor(1)  # of the wrapper; what else is given to it holds the wrapper up
 
     def create(self, settings: MooncakeSettings) -> NativeEngine:
         assert settings.address

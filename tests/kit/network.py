@@ -74,15 +74,11 @@ async def turns() -> None:
 
 
 class Said:
-    """What was said to peers, for ``SendToPeer``.
-
-    Attributes:
-        gone: peers that cannot be spoken to.
-    """
+    """What was said to peers, for ``SendToPeer``."""
 
     def __init__(self) -> None:
         self.all: list[tuple[Incarnation, PeerBody]] = []
-        self.gone: set[Incarnation] = set()
+        self.gone: set[Incarnation] = set()  # peers that cannot be spoken to
 
     def __call__(self, peer: Incarnation, body: PeerBody) -> bool:
         if peer in self.gone:
@@ -107,13 +103,7 @@ class Begun(NamedTuple):
 class ScriptedNetwork:
     """A network engine whose writes, registrations and rebuilds end when the test says so; see ``MooncakeEngine``.
 
-    Attributes:
-        may_rebuild, may_register: set to let it.
-        error: what rebuilding or registering raises.
-        registered: what peers may write, by address.
-        begun: the writes.
-        refuse_after: so many writes begin, and no more.
-        rebuilds: how many were begun.
+    ``may_rebuild`` and ``may_register`` are set to let it.
     """
 
     def __init__(self) -> None:
@@ -121,11 +111,11 @@ class ScriptedNetwork:
         self.writing = False
         self.held = False
         self.may_rebuild, self.may_register, self.forgotten = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.error: TransferFailedError | None = None
-        self.registered: dict[int, int] = {}
-        self.begun: list[Begun] = []
-        self.refuse_after: int | None = None
-        self.rebuilds = 0
+        self.error: TransferFailedError | None = None  # what rebuilding or registering raises
+        self.registered: dict[int, int] = {}  # what peers may write, by address
+        self.begun: list[Begun] = []  # the writes
+        self.refuse_after: int | None = None  # so many writes begin, and no more
+        self.rebuilds = 0  # how many were begun
 
     def hold(self, *, held: bool) -> None:
         self.held = held
@@ -185,11 +175,7 @@ def network_memory(
 
 
 class NetworkHarness(Transfer):
-    """A source and a home whose receive requests meet, so that there are transfer ops to move.
-
-    Attributes:
-        reports: the ends of transfer ops, as a home's transport tells them.
-    """
+    """A source and a home whose receive requests meet, so that there are transfer ops to move."""
 
     def __init__(self, way: Way = "tcp") -> None:
         super().__init__(way)
@@ -197,7 +183,7 @@ class NetworkHarness(Transfer):
         self.home_pool.allocator.free(self.decode.session, self.decode.pages)  # so that the page numbers differ
         self.greet()
         self._requests = itertools.count(1)
-        self.reports: list[tuple[int, KvferryError | None]] = []
+        self.reports: list[tuple[int, KvferryError | None]] = []  # the ends of ops, as a home's transport tells them
 
     def op(self) -> TransferOp:
         before, request = set(self.home.state_machine.endpoints.ops), f"{next(self._requests):032x}"

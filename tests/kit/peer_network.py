@@ -30,17 +30,14 @@ ANSWER = "a" * 32
 class Connection:
     """From one daemon to an address: what is on its way, and who is known to be there.
 
-    Attributes:
-        on_its_way: messages as bytes, oldest first.
-        peer: who is there, once it is known.
-        broken: whether it has broken; until that is noticed it takes messages and loses them, then it keeps them.
+    One that has broken takes messages and loses them until that is noticed; then it keeps them.
     """
 
     def __init__(self, owner: ScriptedLinks, address: str) -> None:
         self.owner = owner
         self.address = address
-        self.on_its_way: deque[list[bytes]] = deque()
-        self.peer: Incarnation | None = None
+        self.on_its_way: deque[list[bytes]] = deque()  # messages as bytes, oldest first
+        self.peer: Incarnation | None = None  # who is there, once it is known
         self.broken = False
         self._noticed = False
 
@@ -83,19 +80,14 @@ class Connection:
 
 
 class ScriptedLinks:
-    """What ``PeerLinks`` is to a daemon's receive requests, for one incarnation of one daemon.
-
-    Attributes:
-        void: how many messages were void.
-        max_ids: how many page ids its peers take in one message.
-    """
+    """What ``PeerLinks`` is to a daemon's receive requests, for one incarnation of one daemon."""
 
     def __init__(self, network: Network, boot_id: BootId, addresses: dict[str, str]) -> None:
         self.boot_id = boot_id
         self.addresses = addresses
         self.connections: dict[str, Connection] = {}
-        self.void = 0
-        self.max_ids = 1 << 30
+        self.void = 0  # how many messages were void
+        self.max_ids = 1 << 30  # how many page ids its peers take in one message
         self.listener: PeerListener | None = None
         network.links.append(self)
 
@@ -165,14 +157,10 @@ class ScriptedLinks:
 
 
 class Network:
-    """All daemons that live.
-
-    Attributes:
-        links: of each daemon.
-    """
+    """All daemons that live."""
 
     def __init__(self) -> None:
-        self.links: list[ScriptedLinks] = []
+        self.links: list[ScriptedLinks] = []  # of each daemon
 
     def at(self, address: str) -> ScriptedLinks | None:
         return next((one for one in self.links if one.is_own(address)), None)

@@ -13,16 +13,11 @@ from kvferry.protocol.errors import KvferryError
 
 
 class ScriptedTransport:
-    """See ``Transport``. A transfer op is under way from ``start`` to ``end``; its bytes move at ``copy``.
-
-    Attributes:
-        under_way: the transfer ops started and not ended, by id, oldest first.
-        stopped: the ids of those that are to stop.
-    """
+    """See ``Transport``. A transfer op is under way from ``start`` to ``end``; its bytes move at ``copy``."""
 
     def __init__(self) -> None:
-        self.under_way: dict[int, StartOp] = {}
-        self.stopped: set[int] = set()
+        self.under_way: dict[int, StartOp] = {}  # the transfer ops started and not ended, by id, oldest first
+        self.stopped: set[int] = set()  # the ids of those that are to stop
         self._on_done: dict[int, OnOpDone] = {}
 
     def __repr__(self) -> str:

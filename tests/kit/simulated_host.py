@@ -26,16 +26,12 @@ this process is neither on a machine with CANN nor on the CANN simulator; make t
 
 
 class SimulatedHost:
-    """Two devices of 4 GiB, for this process and its children.
-
-    Attributes:
-        simulator: what they can be made to do.
-    """
+    """Two devices of 4 GiB, for this process and its children."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen = 0
-        self.simulator = Simulator(folder)
+        self.simulator = Simulator(folder)  # what they can be made to do
         os.environ.update(self.simulator.environment())
 
     def __repr__(self) -> str:

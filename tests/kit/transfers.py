@@ -65,31 +65,22 @@ def layers(count: int, *, first: int = 0, component: str = "main") -> list[Entry
 
 
 class TransferHarness:
-    """Sessions, pools and their transfers. Every step ends with the allocators' integrity checked.
-
-    Attributes:
-        now: the time in seconds, for tests to advance.
-        told: the events each session was told, in order; a lost session is told nothing.
-        warned: the lists that were cut to one length.
-        matched: who was told of receivers that came, and what.
-        bugs: what the table of transitions has no row for.
-        activity: ``began`` and ``ended`` of what was written to other daemons.
-    """
+    """Sessions, pools and their transfers. Every step ends with the allocators' integrity checked."""
 
     def __init__(
         self, whole_below_bytes: int = 0, transitions: Transitions = TRANSITIONS, payloads: Quota | None = None
     ) -> None:
-        self.now = 100.0
-        self.activity: list[str] = []
-        self.bugs: list[str] = []
-        self.matched: list[tuple[int, Matched]] = []
+        self.now = 100.0  # the time in seconds, for tests to advance
+        self.activity: list[str] = []  # ``began`` and ``ended`` of what was written to other daemons
+        self.bugs: list[str] = []  # what the table of transitions has no row for
+        self.matched: list[tuple[int, Matched]] = []  # who was told of receivers that came, and what
         self.state_machine = TransferStateMachine(
             self, payloads or Quota("payload", 1 << 30, 1 << 30), whole_below_bytes, transitions
         )
         self.transport = ScriptedTransport()
         self.pools: list[Pool] = []
-        self.told: dict[int, list[Told]] = {}
-        self.warned: list[WarnTrimmed] = []
+        self.told: dict[int, list[Told]] = {}  # the events of each session, in order; a lost one is told nothing
+        self.warned: list[WarnTrimmed] = []  # the lists that were cut to one length
         self._session_ids = itertools.count(1)
         self._fillings = itertools.count(0xABCDEF0123456789, 0x0101010101)
 

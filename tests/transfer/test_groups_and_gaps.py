@@ -45,31 +45,18 @@ Listed = list[tuple[PageList, PageIds]]
 
 
 class Case(NamedTuple):
-    """One request.
+    """One request."""
 
-    Attributes:
-        spec: of both pools.
-        wanted: by group, the logical pages that the destination wants.
-        sent: by group, those that the source has.
-        cut: whether the source sends what it can in a chunk before its last one.
-        stepped: whether the source's layers are ready one by one, from the last one on.
-        says_tokens: whether both sides say where the prompt ends.
-        way: whether both are in one daemon.
-        first: who speaks first.
-        fault: what is wrong.
-        seed: of the page numbers, and of lists that are cut further.
-    """
-
-    spec: Spec
-    wanted: tuple[Logical, ...]
-    sent: tuple[Logical, ...]
-    cut: bool
-    stepped: bool
-    says_tokens: bool
-    way: Way
-    first: str
-    fault: str
-    seed: int
+    spec: Spec  # of both pools
+    wanted: tuple[Logical, ...]  # by group, the logical pages that the destination wants
+    sent: tuple[Logical, ...]  # by group, those that the source has
+    cut: bool  # whether the source sends what it can in a chunk before its last one
+    stepped: bool  # whether the source's layers are ready one by one, from the last one on
+    says_tokens: bool  # whether both sides say where the prompt ends
+    way: Way  # whether both are in one daemon
+    first: str  # who speaks first
+    fault: str  # what is wrong
+    seed: int  # of the page numbers, and of lists that are cut further
 
     @property
     def components(self) -> list[str]:

@@ -40,21 +40,14 @@ class Life(NamedTuple):
 
 
 class SidesMachine(RuleBasedStateMachine):
-    """Daemons and the sides that they have accepted.
-
-    Attributes:
-        lives: how often each side of a session that lives has begun.
-        sent: what was sent as an entry of a logical page of a request.
-        received: the first logical page and the pages of each RECEIVE.
-        checked: how many events of each session were looked at.
-    """
+    """Daemons and the sides that they have accepted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lives: dict[Life, int] = defaultdict(int)
-        self.sent: dict[tuple[str, int, str], set[bytes]] = defaultdict(set)
-        self.received: dict[Life, tuple[int, PageIds]] = {}
-        self.checked: dict[tuple[TransferHarness, int], int] = defaultdict(int)
+        self.lives: dict[Life, int] = defaultdict(int)  # how often each side of a session that lives has begun
+        self.sent: dict[tuple[str, int, str], set[bytes]] = defaultdict(set)  # by request, logical page and entry
+        self.received: dict[Life, tuple[int, PageIds]] = {}  # the first logical page and the pages of each RECEIVE
+        self.checked: dict[tuple[TransferHarness, int], int] = defaultdict(int)  # events of each session that were seen
 
     harness: TransferHarness | PeerHarness
 

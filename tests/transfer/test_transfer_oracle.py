@@ -261,36 +261,20 @@ class Window(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One request: what each side has, in which order they speak, and what is wrong with it, if anything.
-
-    Attributes:
-        model: the model.
-        sources: every rank of every stage of the sending side.
-        receive requests: some ranks of some stages of the receiving side.
-        sent: main's pages at the sources.
-        wanted: main's pages at the receive requests.
-        end_tokens: the position after the last token as the sources and as the receive requests say it; None: they do
-            not.
-        sent_state: the window's or state's list at the sources.
-        wanted_state: the same at the receive requests.
-        cuts: after how many pages of main each source cuts its chunks.
-        turns: who speaks next: sources from 0 on, then receive requests.
-        fault: what is wrong.
-        seed: of the page maps.
-    """
+    """One request: what each side has, in which order they speak, and what is wrong with it, if anything."""
 
     model: Model
-    sources: list[Stage]
-    receive_requests: list[Stage]
-    sent: range
-    wanted: range
-    end_tokens: tuple[int | None, int | None]
-    sent_state: Window
-    wanted_state: Window
-    cuts: list[list[int]]
-    turns: list[int]
-    fault: str
-    seed: int
+    sources: list[Stage]  # every rank of every stage of the sending side
+    receive_requests: list[Stage]  # some ranks of some stages of the receiving side
+    sent: range  # main's pages at the sources
+    wanted: range  # main's pages at the receive requests
+    end_tokens: tuple[int | None, int | None]  # the position after the last token, where the sources, receivers say it
+    sent_state: Window  # the window's or state's list at the sources
+    wanted_state: Window  # the same at the receive requests
+    cuts: list[list[int]]  # after how many pages of main each source cuts its chunks
+    turns: list[int]  # who speaks next: sources from 0 on, then receive requests
+    fault: str  # what is wrong
+    seed: int  # of the page maps
 
     @property
     def lengths_clash(self) -> bool:
