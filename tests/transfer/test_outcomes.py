@@ -8,7 +8,7 @@ until the copy has ended. Between hosts (``tcp``) the source writes to a slot, w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -19,10 +19,9 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol import errors
 from kvferry.protocol import peer_messages as messages
 from kvferry.protocol.base import PageList
-from kvferry.protocol.codec import PageIds
 from kvferry.protocol.manifests import Component
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.kit.peers import BYTES, PAGES, Transfer
+from tests.kit.peers import BYTES, PAGES, Node, PeerHarness, Transfer
 from tests.kit.transfers import FIRST, ORDERS, Engine, layers
 
 OTHER: Final = "f" * 32
@@ -234,19 +233,6 @@ def test_the_earlier_deadline_ends_both(here: Transfer, first: str, send_s: floa
     assert f"the {side} side's deadline passed; missing: copies" in here.decode.reason
 
 
-@pytest.mark.parametrize("side", ["send", "receive"])
-def test_the_deadline_of_one_side_reaches_the_other_daemon(apart: Transfer, side: str) -> None:
-    mine, other = (apart.source, apart.home) if side == "send" else (apart.home, apart.source)
-    apart.send(deadline_s=5.0 if side == "send" else 60.0)
-    apart.announce(deadline_s=60.0 if side == "send" else 5.0)
-    step = apart.under_way()
-    mine.pass_time(5.0)
-    apart.harness.deliver_until(mine, other, messages.SendWithdrawn if side == "send" else messages.ReceiveClosed)
-    assert [one.split()[0] for one in apart.told] == ["DEADLINE", "DEADLINE"]
-    apart.harness.step(*step)
-    apart.ends("DEADLINE", "DEADLINE")
-
-
 @pytest.mark.parametrize(("first_s", "then_s", "end_s"), [(10, 10, 19), (60, 1, 60)])
 def test_a_chunk_may_extend_the_deadline_but_not_shorten_it(
     here: Transfer, first_s: float, then_s: float, end_s: float
@@ -258,6 +244,7 @@ def test_a_chunk_may_extend_the_deadline_but_not_shorten_it(
     assert here.told == ("", "")
     here.harness.pass_time(0.1)
     here.check_over("DEADLINE", "")
+    assert "1 of 1 destinations: no RECEIVE yet" in here.prefill.reason
 
 
 def test_draining_fails_what_waits_for_a_message_and_nothing_else(here: Transfer) -> None:
@@ -460,6 +447,18 @@ def test_what_one_peer_announces_is_bounded_for_itself(apart: Transfer, monkeypa
     assert not apart.source.state_machine.endpoints.announced_by
 
 
+def last_said(harness: PeerHarness, sender: Node, receiver: Node) -> messages.IncomingPeerMessage:
+    """Take what was said last off its way."""
+    return messages.decode_peer(harness.connection(sender, receiver).on_its_way.pop())
+
+
+def refusal(harness: PeerHarness, sender: Node, receiver: Node) -> tuple[str, str | None]:
+    """Take a refusal off its way: its code and field."""
+    body = last_said(harness, sender, receiver).envelope.body
+    assert isinstance(body, messages.SendRefused)
+    return body.error.code, body.error.field
+
+
 def test_a_receive_that_would_wait_for_ever_is_not_announced(apart: Transfer) -> None:
     apart.greet()
     name = messages.ReceiveName("0" * 32, "decode", 7, 1)
@@ -469,55 +468,37 @@ def test_a_receive_that_would_wait_for_ever_is_not_announced(apart: Transfer) ->
         announce = messages.Announce(receive_request=name, deadline_ms=deadline_ms)
         apart.source.links.told.on_message(connection.peer, announce, ())
         assert not apart.source.state_machine.endpoints.announcements
-        refused = messages.decode_peer(
-            apart.harness.connection(apart.source, apart.home).on_its_way.pop()
-        ).envelope.body
-        assert isinstance(refused, messages.SendRefused)
-        assert (refused.error.code, refused.error.field) == ("INVALID_FIELD", "deadline_ms")
+        assert refusal(apart.harness, apart.source, apart.home) == ("INVALID_FIELD", "deadline_ms")
 
 
-def last_said(apart: Transfer) -> tuple[Incarnation, messages.PeerSend, tuple[PageIds, ...]]:
-    said = messages.decode_peer(apart.harness.connection(apart.source, apart.home).on_its_way.pop())
-    assert isinstance(said.envelope.body, messages.PeerSend)
-    return Incarnation(said.envelope.address, said.envelope.key), said.envelope.body, tuple(said.ids)
-
-
-def test_epochs_of_the_future_are_unknown(apart: Transfer) -> None:
+@pytest.mark.parametrize(
+    ("changes", "refused", "said"),
+    [
+        ({"epoch": 2}, ("UNKNOWN_TRANSFER", "request_id"), "no SEND yet"),
+        ({"ready": 3}, ("INVALID_FIELD", "ready"), "INVALID_FIELD [ready]"),
+        ({"ready": (1 << 63) - 1}, ("INVALID_FIELD", "ready"), "INVALID_FIELD [ready]"),
+        ({"chunk": 1}, ("PAGE_GAP", "chunk"), "chunk 0 is missing"),
+    ],
+)
+def test_a_chunk_that_cannot_be_is_refused_and_the_right_one_is_taken(
+    apart: Transfer, changes: dict[str, Any], refused: tuple[str, str], said: str
+) -> None:
     apart.announce()
     apart.send()
-    source, chunk, ids = last_said(apart)
-    name = msgspec.structs.replace(chunk.receive_request, epoch=chunk.receive_request.epoch + 1)
-    apart.home.links.told.on_message(source, msgspec.structs.replace(chunk, receive_request=name), ids)
-    refused = messages.decode_peer(apart.harness.connection(apart.home, apart.source).on_its_way.pop()).envelope.body
-    assert isinstance(refused, messages.SendRefused)
-    assert refused.error.code == "UNKNOWN_TRANSFER"
-    assert "no SEND yet" in apart.waits_for
-
-
-@pytest.mark.parametrize("ready", [3, (1 << 63) - 1])
-def test_no_more_steps_are_ready_than_there_are(apart: Transfer, ready: int) -> None:
-    apart.announce()
-    apart.send()
-    source, chunk, ids = last_said(apart)
-    apart.home.links.told.on_message(source, msgspec.structs.replace(chunk, ready=ready), ids)
-    assert "INVALID_FIELD [ready]" in apart.waits_for
-    apart.harness.connection(apart.home, apart.source).on_its_way.clear()  # the source has not said it
-    apart.home.links.told.on_message(source, chunk, ids)
-    body = messages.StepReady(
-        receive_request=chunk.receive_request, send_request=chunk.send_request, chunk=0, ready=ready
-    )
+    chunk = last_said(apart.harness, apart.source, apart.home)
+    source, body = Incarnation(chunk.envelope.address, chunk.envelope.key), chunk.envelope.body
+    assert isinstance(body, messages.PeerSend)
+    if "epoch" in changes:
+        changes = {"receive_request": msgspec.structs.replace(body.receive_request, **changes)}
+    apart.home.links.told.on_message(source, msgspec.structs.replace(body, **changes), chunk.ids)
+    assert said in apart.waits_for
+    assert refusal(apart.harness, apart.home, apart.source) == refused
+    apart.home.links.told.on_message(source, body, chunk.ids)
+    more = messages.StepReady(receive_request=body.receive_request, send_request=body.send_request, chunk=0, ready=3)
     with pytest.raises(errors.InvalidFieldError, match="steps are ready"):
-        apart.home.links.told.on_message(source, body, ())
+        apart.home.links.told.on_message(source, more, ())
     apart.harness.run()
     assert apart.decode.told == "OK settled"
-
-
-def test_the_first_chunk_of_a_peer_is_not_missing(apart: Transfer) -> None:
-    apart.announce()
-    apart.send(0, 1, last=False)
-    source, chunk, ids = last_said(apart)
-    apart.home.links.told.on_message(source, msgspec.structs.replace(chunk, chunk=1), ids)
-    assert "chunk 0 is missing" in apart.waits_for
 
 
 @pytest.mark.parametrize("how", ["generation", "session"])
