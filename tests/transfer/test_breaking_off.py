@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
@@ -46,11 +46,8 @@ class Fault:
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
         if event == "call":
             caller = frame.f_back
-            if (
-                caller is None
-                or frame.f_code.co_name in _CLEANING_UP
-                or frame.f_code.co_filename == contextlib.__file__
-            ):
+            cleans_up = frame.f_code.co_name in _CLEANING_UP or frame.f_code.co_filename == contextlib.__file__
+            if caller is None or cleans_up:
                 return
         elif event == "c_call":
             caller = frame
@@ -75,30 +72,29 @@ def fault(number: int) -> Iterator[Fault]:
         gc.enable()
 
 
-def ordinary(one: Transfer) -> Iterator[Callable[[], Any]]:
-    yield one.receive
-    yield lambda: one.send(stop=1, last=False)
-    yield one.harness.run
-    yield lambda: one.send(1)
-    yield one.harness.run
+def run_all(one: Transfer) -> None:
+    one.harness.run()
 
 
-def cancelled(one: Transfer) -> Iterator[Callable[[], Any]]:
-    yield one.send
-    yield one.receive
-    yield one.harness.deliver_all
-    yield lambda: one.decode.cancel("receive")
-    yield one.harness.run
+STEPS: Final[dict[str, tuple[Callable[[Transfer], object], ...]]] = {
+    "a transfer in two chunks": (
+        Transfer.receive, lambda one: one.send(stop=1, last=False), run_all, lambda one: one.send(1), run_all
+    ),
+    "cancelled while a copy is under way": (
+        Transfer.send, Transfer.receive, lambda one: one.harness.deliver_all(),
+        lambda one: one.decode.cancel("receive"), run_all,
+    ),
+}  # fmt: skip
 
 
-def run(way: Way, steps: Callable[[Transfer], Iterator[Callable[[], Any]]], number: int) -> tuple[int, Transfer]:
+def run(way: Way, steps: str, number: int) -> tuple[int, Transfer]:
     """Take the steps, with a fault in the call of this number; return how many calls there were."""
     one, refused = Transfer(way), False
     one.greet()
     with fault(number) as injected:
-        for step in steps(one):
+        for step in STEPS[steps]:
             try:
-                step()
+                step(one)
             except MemoryError:  # the engine gets INTERNAL as the answer, and nothing has changed
                 refused = True
                 sys.setprofile(None)
@@ -145,11 +141,9 @@ def check_ended(one: Transfer) -> bool:
     return bool(quarantined)
 
 
-@pytest.mark.parametrize("steps", [ordinary, cancelled])
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_call_that_raises_ends_the_transfer_and_nothing_else(
-    way: Way, steps: Callable[[Transfer], Iterator[Callable[[], Any]]]
-) -> None:
+def test_a_call_that_raises_ends_the_transfer_and_nothing_else(way: Way, steps: str) -> None:
     count, _ = run(way, steps, 0)
     assert count > MANY
     wrong: dict[int, str] = {}
@@ -183,12 +177,8 @@ def test_pages_that_cannot_be_given_back_are_quarantined_and_nothing_is_tried_ag
     assert one.told == ("OK", "OK"), "no page may be used anew"
     assert one.held == (PAGES, PAGES), "those of the SEND may be read still, for all that is known"
     assert one.home.bugs == ["the transfer broke off: MemoryError: for as long as the test says"]
-    problems = [
-        problem for problem in one.home.state_machine.endpoints.problems(one.harness.now) if problem is not None
-    ]
-    assert [(problem.what, problem.total) for problem in problems] == [
-        ("a quarantined request, whose end raised, holds its pages", 2)
-    ]
+    [problem] = [found for found in one.home.state_machine.endpoints.problems(one.harness.now) if found is not None]
+    assert (problem.what, problem.total) == ("a quarantined request, whose end raised, holds its pages", 2)
     assert not one.home.leftovers()
     for engine in (one.prefill, one.decode):
         engine.lose()
