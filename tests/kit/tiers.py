@@ -1,4 +1,4 @@
-"""The tiers' services on their own: real messages in and out, no socket, and a copier whose jobs the test ends."""
+"""The tiers' services on their own: real messages in and out, a copier and a store that do nothing by themselves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+import xxhash
 
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.metrics import Counters
@@ -28,27 +29,29 @@ from kvferry.daemon.services import tiers
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import HostResources, PoolService
+from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.remote_store import StoredHeader
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.daemon.tiers.store_process import Range
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import check
 from kvferry.pools.pool import Pool
+from kvferry.pools.tiers.blocks import BlockStep
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, split
 from kvferry.protocol.config.schema import Config, DiskTierConfig, RemoteTierConfig, TiersConfig
 from kvferry.protocol.envelope import Reply, Request
-from kvferry.protocol.errors import KvferryError, OverloadedError, raised
+from kvferry.protocol.errors import CancelledError, KvferryError, OverloadedError, SnapshotDamagedError, raised
 from kvferry.protocol.events import SingleEvent, TierDone, Together
 from kvferry.protocol.ids import ModelIdentity, new_boot_id
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import HybridSwaSpec, MhaSpec, PoolSpec
-from kvferry.protocol.pool_messages import Allocate, CreatePool, Free
+from kvferry.protocol.pool_messages import Allocate, CreatePool, Free, PoolCreated
 from kvferry.protocol.tier_messages import Found, Load, Lookup, Offload, Offloading, OperationStarted, Restore, Store
-from tests.kit.scripted_copier import ScriptedCopier
-from tests.kit.scripted_store import ScriptedStore
 
 UNIT: Final = 4096
 SPEC: Final = MhaSpec(
@@ -65,6 +68,144 @@ MODEL: Final = ModelIdentity(name="some/model", revision="1")
 LIMITS: Final = Limits()
 WAIT_S: Final = 2.0
 ReplyT = TypeVar("ReplyT")
+
+
+class ScriptedCopier:
+    """See ``TierCopier``. Between ``start`` and ``end`` a job is under way: its bytes move when ``copy`` is called.
+
+    Attributes:
+        under_way: the jobs started and not ended, oldest first.
+        stopped: those that are to stop.
+    """
+
+    def __init__(self) -> None:
+        self.under_way: list[BlockJob] = []
+        self.stopped: set[BlockJob] = set()
+        self._on_done: dict[BlockJob, OnJobDone] = {}
+
+    def start(self, job: BlockJob, on_done: OnJobDone) -> None:
+        assert job not in self.under_way, "a job that is under way"
+        self.under_way.append(job)
+        self._on_done[job] = on_done
+
+    def stop(self, job: BlockJob) -> None:
+        if job in self.under_way:
+            self.stopped.add(job)
+
+    def close(self) -> None:
+        self.under_way.clear()
+
+    def copy(self, job: BlockJob) -> KvferryError | None:
+        """Move a job's bytes, without a word: it stays under way. Return what is wrong with them; then none moved."""
+        if job.kind == "restore" and job.digests is not None:
+            for segment, expected, found in zip(job.segments, job.digests, self._digests(job), strict=True):
+                wrong = np.flatnonzero(found != expected)
+                if len(wrong):
+                    space = segment.pages.layout.space
+                    return SnapshotDamagedError(f"block {wrong[0]} of {space!r}", field=f"{space}[{wrong[0]}]")
+        for segment in job.segments:
+            step = BlockStep(0, len(segment.pages.ids), 0, segment.pages.layout.content_bytes)
+            move = segment.region.begin_offload if job.kind == "offload" else segment.region.begin_restore
+            move(segment.pages, step, job.arena.view()).wait()
+        if job.kind == "offload" and job.checksums:
+            job.digests = self._digests(job)
+        return None
+
+    def end(self, job: BlockJob, error: KvferryError | None = None) -> None:
+        """Report a job's end: no byte of it moves any more. One that was stopped ends with its error."""
+        self.under_way.remove(job)
+        if job in self.stopped:
+            self.stopped.remove(job)
+            error = error or CancelledError("stopped before all bytes were copied")
+        self._on_done.pop(job)(job, error)
+
+    def finish(self, job: BlockJob) -> None:
+        """Move a job's bytes and report how that went; one that was stopped was done before."""
+        self.stopped.discard(job)
+        self.end(job, self.copy(job))
+
+    def finish_all(self) -> None:
+        """Finish every job, also those that start meanwhile; those that were stopped move nothing."""
+        while self.under_way:
+            job = self.under_way[0]
+            (self.end if job in self.stopped else self.finish)(job)
+
+    def _digests(self, job: BlockJob) -> tuple[npt.NDArray[np.uint64], ...]:
+        arena, found = job.arena.view(), []
+        for _, pages in job.segments:
+            blocks = [arena[at : at + pages.layout.block_bytes].data for at in pages.offsets.tolist()]
+            found.append(np.array([xxhash.xxh3_64_intdigest(one) for one in blocks], np.uint64))
+        return tuple(found)
+
+
+class _Stored(NamedTuple):
+    header: StoredHeader
+    pages: list[bytes]
+
+
+class ScriptedStore:
+    """See ``RemoteStore``; it is a dictionary. While ``holds`` is True every call waits for ``let_go``.
+
+    Attributes:
+        available: whether it is there.
+        state: what STATUS is to say.
+        values: what it has, by name.
+        waiting: calls that wait, oldest first.
+        holds: whether calls wait.
+    """
+
+    def __init__(self, arena: HostRegion) -> None:
+        self.available = True
+        self.state = "ready"
+        self.values: dict[str, _Stored] = {}
+        self.waiting: list[asyncio.Future[None]] = []
+        self.holds = False
+        self._arena = arena
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def let_go(self) -> bool:
+        """Let the call that waits longest go on; return whether there was one."""
+        while self.waiting:
+            waiting = self.waiting.pop(0)
+            if not waiting.done():  # else its caller was cancelled
+                waiting.set_result(None)
+                return True
+        return False
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        await self._turn()
+        return [self.available and name in self.values for name in names]
+
+    async def put(self, name: str, ranges: Sequence[Range], *, parent: bytes | None, digests: Sequence[int]) -> bool:
+        await self._turn()
+        if self.available:
+            pages = [self._arena.buffer[at : at + size] for at, size in ranges]
+            self.values.setdefault(name, _Stored(StoredHeader(parent=parent, digests=tuple(digests)), pages))
+        return self.available
+
+    async def get(self, name: str, ranges: Sequence[Range], *, pages: int) -> StoredHeader | None:
+        await self._turn()
+        found = self.values.get(name) if self.available else None
+        if found is None or len(found.pages) != pages:
+            return None
+        for (at, size), content in zip(ranges, found.pages, strict=True):
+            self._arena.buffer[at : at + size] = content
+        return found.header
+
+    async def remove(self, names: Sequence[str]) -> bool:
+        await self._turn()
+        for name in names:
+            self.values.pop(name, None)
+        return True
+
+    async def _turn(self) -> None:
+        if self.holds:
+            waiting = asyncio.get_running_loop().create_future()
+            self.waiting.append(waiting)
+            await waiting
 
 
 class Harness:
@@ -291,11 +432,11 @@ class Engine:
 
     def free(self, ids: npt.ArrayLike, pool: str = POOL) -> None:
         """Give pages back."""
-        self.send(Free(pool=pool, pages=len(np.asarray(ids))), ids)
+        self.send(Free(pool=pool, pages=np.size(ids)), ids)
 
     def offload(self, ids: npt.ArrayLike, pool: str = POOL, *, release: bool = False, **options: Any) -> Offloading:  # noqa: ANN401
         """Offload pages of ``main``."""
-        body = Offload(pool=pool, lists=(PageList(pages=len(np.asarray(ids))),), release=release)
+        body = Offload(pool=pool, lists=(PageList(pages=np.size(ids)),), release=release)
         return self.ask(body, Offloading, ids, **options)
 
     def restore(
@@ -308,15 +449,13 @@ class Engine:
         **options: Any,  # noqa: ANN401
     ) -> int:
         """Restore into pages, or into those that the daemon takes; return the operation's number."""
-        if ids is None:
-            body = Restore(snapshot=snapshot, pool=pool, allocate=True, drop=drop)
-            return self.ask(body, OperationStarted, **options).operation
-        body = Restore(snapshot=snapshot, pool=pool, lists=(PageList(pages=len(np.asarray(ids))),), drop=drop)
-        return self.ask(body, OperationStarted, ids, **options).operation
+        lists = () if ids is None else (PageList(pages=np.size(ids)),)
+        body = Restore(snapshot=snapshot, pool=pool, lists=lists, allocate=ids is None, drop=drop)
+        return self.ask(body, OperationStarted, *([] if ids is None else [ids]), **options).operation
 
     def store(self, hashes: Sequence[bytes], ids: npt.ArrayLike, pool: str = POOL, **options: Any) -> int:  # noqa: ANN401
         """Store blocks of a page each; return the operation's number."""
-        body = Store(pool=pool, hashes=b"".join(hashes), pages=len(np.asarray(ids)))
+        body = Store(pool=pool, hashes=b"".join(hashes), pages=np.size(ids))
         return self.ask(body, OperationStarted, ids, **options).operation
 
     def lookup(self, hashes: Sequence[bytes], pool: str = POOL, **options: Any) -> Found:  # noqa: ANN401
@@ -325,7 +464,7 @@ class Engine:
 
     def load(self, lease: int, ids: npt.ArrayLike, pool: str = POOL, first_block: int = 0, **options: Any) -> int:  # noqa: ANN401
         """Load blocks of a lease; return the operation's number."""
-        body = Load(lease=lease, pool=pool, pages=len(np.asarray(ids)), first_block=first_block)
+        body = Load(lease=lease, pool=pool, pages=np.size(ids), first_block=first_block)
         return self.ask(body, OperationStarted, ids, **options).operation
 
     async def answer(self, body: RequestBody, kind: type[ReplyT], **options: Any) -> ReplyT:  # noqa: ANN401  send's
@@ -430,10 +569,7 @@ async def new_pool(
 ) -> None:
     """Make a pool of a tenant."""
     engine = made.engine(tenant)
-    number = engine.send(CreatePool(pool=name, spec=spec, model=model))
-    async with asyncio.timeout(WAIT_S):
-        while number not in engine.replies:  # noqa: ASYNC110  see until
-            await asyncio.sleep(0)
+    await engine.answer(CreatePool(pool=name, spec=spec, model=model), PoolCreated)
     made.lose(engine)
 
 

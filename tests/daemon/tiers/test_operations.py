@@ -25,8 +25,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled
 from tests.daemon.tiers.operation_states import TRANSITIONS, Event, Key, Outcome, State
-from tests.kit.scripted_copier import ScriptedCopier
-from tests.kit.tiers import Engine, Harness, harness, settle, until
+from tests.kit.tiers import Engine, Harness, ScriptedCopier, harness, settle, until
 from tests.transition_tables import markdown_of_operations, transitions_of
 
 pytestmark = pytest.mark.anyio
