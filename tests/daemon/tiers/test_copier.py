@@ -21,7 +21,7 @@ from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob
 from kvferry.daemon.tiers.scheduler import OperationClass, Permit, Scheduler
 from kvferry.pools import native_kernel as native
 from kvferry.pools.copy_kernel import Copies, CopyThreads, Hashing, new_copy_threads
-from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
+from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending, Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import lay_out, spaces_of
@@ -35,9 +35,9 @@ from kvferry.protocol.errors import (
     TransferFailedError,
 )
 from kvferry.protocol.ids import HOST
-from kvferry.protocol.manifests import Entry, Manifest
-from tests.kit.blocks import Bytes, wide_specs
-from tests.kit.bytes import read_region, write_region
+from kvferry.protocol.manifests import Entry, PoolSpec
+from tests.kit.blocks import UNTOUCHED, BlockHarness, harness_of, wide_specs
+from tests.kit.bytes import fill_region, read_region, write_region
 from tests.kit.devices import new_region
 from tests.kit.pool_specs import pool_specs
 
@@ -172,74 +172,17 @@ class _Gate:
         self._open.set()
 
 
-Draw = Callable[[Any], Any]
 SIZES = st.sampled_from([1, 700, 5000, MIB])
 
 
-class _Request:
-    """Some pages of every space of a pool, and blocks for them."""
-
-    def __init__(self, manifest: Manifest, draw: Draw, arena: HostRegion) -> None:
-        self.manifest = manifest
-        self.region = new_region(manifest.region_bytes)
-        self.content = np.random.default_rng(0).integers(0, 256, manifest.region_bytes, np.uint8)
-        write_region(self.region, self.content)
-        self.arena = arena
-        self.layouts = [BlockLayout(manifest, space) for space in spaces_of(manifest)]
-        counts = [draw(st.integers(0, one.pages - 1)) for one in self.layouts]
-        self.ids = [self._ids(draw, *one) for one in zip(self.layouts, counts, strict=True)]
-        self.offsets, at = [], 0
-        for layout, count in zip(self.layouts, counts, strict=True):
-            self.offsets.append(at + np.arange(count) * (layout.block_bytes + 64))
-            at += count * (layout.block_bytes + 64)
-        self.targets = [self._ids(draw, *one) for one in zip(self.layouts, counts, strict=True)]
-
-    def offload(self) -> BlockJob:
-        lists = zip(self.layouts, self.ids, self.offsets, strict=True)
-        return BlockJob("offload", [BlockSegment(self.region, BlockPages(*one)) for one in lists], self.arena)
-
-    def restore(self, target: _Request | None, job: BlockJob) -> BlockJob:
-        lists = zip(self.layouts, self.targets, self.offsets, strict=True)
-        region = (target or self).region
-        segments = [BlockSegment(region, BlockPages(*one)) for one in lists]
-        return BlockJob("restore", segments, self.arena, digests=job.digests)
-
-    def restored(self, before: Bytes) -> Bytes:
-        """Return what a region has to hold after a restore."""
-        after = before.copy()
-        for layout, sources, targets in zip(self.layouts, self.ids, self.targets, strict=True):
-            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-                for entry in layout.entries:
-                    start = entry.base + source * entry.page_bytes
-                    page = self.content[start : start + entry.page_bytes]
-                    start = entry.base + target * entry.page_bytes
-                    after[start : start + entry.page_bytes] = page
-        return after
-
-    def blocks(self) -> list[tuple[int, int, Bytes]]:
-        """Return every block: its part, its number, its bytes, writable."""
-        view = self.arena.view()
-        return [
-            (segment, number, view[at : at + layout.block_bytes])
-            for segment, (layout, offsets) in enumerate(zip(self.layouts, self.offsets, strict=True))
-            for number, at in enumerate(offsets.tolist())
-        ]
-
-    @staticmethod
-    def _ids(draw: Draw, layout: BlockLayout, count: int) -> np.typing.NDArray[np.int64]:
-        return np.array(draw(st.permutations(range(1, layout.pages)))[:count], np.int64)
+def fix_steps(patch: pytest.MonkeyPatch, step_bytes: int) -> None:
+    for name in ("MIN_STEP_BYTES", "MAX_STEP_BYTES", "MAX_COPY_THREADS_STEP_BYTES", "FIRST_STEP_BYTES"):
+        patch.setattr(copier_module, name, step_bytes)
 
 
-def run_with(step_bytes: int, test: object) -> None:
-    """Run a test's coroutine function on a site whose steps have this size."""
-
-    async def run() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            fix_steps(patch, step_bytes)
-            async with site(copy_threads=new_copy_threads(2, b"")) as made:
-                await test(made)  # type: ignore[operator]
-
-    asyncio.run(run())
+def pages_with(pages: BlockPages, **changed: Any) -> BlockPages:  # noqa: ANN401
+    """Return them with other ids or offsets."""
+    return pages._replace(**{name: np.array(value, np.int64) for name, value in changed.items()})
 
 
 # -- bytes and checksums
@@ -248,33 +191,64 @@ def run_with(step_bytes: int, test: object) -> None:
 @pytest.mark.any_device
 @given(pool_specs() | wide_specs(), SIZES, st.data())
 def test_what_was_offloaded_comes_back_to_other_pages_and_a_flipped_bit_is_named(
-    spec: object, step_bytes: int, data: st.DataObject
+    spec: PoolSpec, step_bytes: int, data: st.DataObject
 ) -> None:
+    manifest = manifest_of(spec)
+    parts = [harness_of(manifest, space, data.draw) for space in spaces_of(manifest)]
+    if len(parts) > 1 and data.draw(st.booleans()):
+        parts[0] = parts[0]._replace(pages=pages_with(parts[0].pages, ids=[], offsets=[]))
+    starts = np.cumsum([0, *(part.arena_bytes for part in parts)])
+    content = parts[0].memory()
+    arenas = [part.offloaded(content) for part in parts]
+    ids = [data.draw(st.permutations(range(1, part.pages.layout.pages)))[: len(part.pages.ids)] for part in parts]
+    targets = [part._replace(pages=pages_with(part.pages, ids=theirs)) for part, theirs in zip(parts, ids, strict=True)]
+
+    def segments(region: Region, places: list[BlockHarness]) -> list[BlockSegment]:
+        """Return them as a job has them, one after another in the arena."""
+        moved = [pages_with(one.pages, offsets=one.pages.offsets + at) for one, at in zip(places, starts, strict=False)]
+        return [BlockSegment(region, pages) for pages in moved]
+
     async def test(one: _Site) -> None:
-        request = _Request(manifest_of(spec), data.draw, one.arena)  # type: ignore[arg-type]
-        offload = request.offload()
+        region, other = new_region(manifest.region_bytes), new_region(manifest.region_bytes)
+        write_region(region, content)
+        fill_region(other, UNTOUCHED)
+        arena = one.arena.view()[: starts[-1]]
+        arena[:] = UNTOUCHED
+        offload = BlockJob("offload", segments(region, parts), one.arena)
         assert await one.run(offload) is None
-        assert offload.digests is not None
-        assert [
-            (segment, number, int(offload.digests[segment][number])) for segment, number, _ in request.blocks()
-        ] == [
-            (segment, number, xxhash.xxh3_64_intdigest(block.tobytes())) for segment, number, block in request.blocks()
+        assert (arena == np.concatenate(arenas)).all()
+        blocks = [
+            [arena[at : at + pages.layout.block_bytes] for at in pages.offsets.tolist()]
+            for _, pages in offload.segments
         ]
-        other = _Request(request.manifest, data.draw, one.arena)
-        assert await one.run(request.restore(other, offload)) is None
-        assert (read_region(other.region) == request.restored(other.content)).all()
-        assert (read_region(request.region) == request.content).all()
-        if not request.blocks():
-            return
-        segment, number, block = data.draw(st.sampled_from(request.blocks()))
+        assert offload.digests is not None
+        assert [digests.tolist() for digests in offload.digests] == [
+            [xxhash.xxh3_64_intdigest(block.tobytes()) for block in of_one] for of_one in blocks
+        ]
+        assert await one.run(BlockJob("restore", segments(other, targets), one.arena, digests=offload.digests)) is None
+        expected = np.full(manifest.region_bytes, UNTOUCHED, np.uint8)
+        for target, its in zip(targets, arenas, strict=True):
+            expected = target.restored(expected, its)
+        assert (read_region(other) == expected).all()
+        assert (read_region(region) == content).all()
+        space, number = data.draw(
+            st.sampled_from([(s, n) for s, of_one in enumerate(blocks) for n in range(len(of_one))])
+        )
+        block = blocks[space][number]
         block[data.draw(st.integers(0, len(block) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-        error = await one.run(request.restore(None, offload))
+        error = await one.run(BlockJob("restore", offload.segments, one.arena, digests=offload.digests))
         assert isinstance(error, SnapshotDamagedError)
-        assert error.field == f"{request.layouts[segment].space}[{number}]"
-        unchecked = BlockJob("restore", request.restore(None, offload).segments, one.arena)
+        assert error.field == f"{parts[space].pages.layout.space}[{number}]"
+        unchecked = BlockJob("restore", offload.segments, one.arena)
         assert await one.run(unchecked) is None, "who has no checksums gets what is there"
 
-    run_with(step_bytes, test)
+    async def run() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            fix_steps(patch, step_bytes)
+            async with site(copy_threads=new_copy_threads(2, b"")) as made:
+                await test(made)
+
+    asyncio.run(run())
 
 
 pytestmark = pytest.mark.anyio
@@ -308,11 +282,6 @@ async def test_a_job_without_blocks_and_one_without_checksums_end_as_well() -> N
 @pytest.fixture
 def _steps_of_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     fix_steps(monkeypatch, 2 * MIB)
-
-
-def fix_steps(patch: pytest.MonkeyPatch, step_bytes: int) -> None:
-    for name in ("MIN_STEP_BYTES", "MAX_STEP_BYTES", "MAX_COPY_THREADS_STEP_BYTES", "FIRST_STEP_BYTES"):
-        patch.setattr(copier_module, name, step_bytes)
 
 
 @pytest.mark.usefixtures("_steps_of_two_blocks")

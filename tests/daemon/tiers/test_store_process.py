@@ -1,19 +1,34 @@
-"""The store process with a scripted store in Mooncake's place: what it answers, and what it never hands on."""
+"""The store process with a scripted store in Mooncake's place: what it answers, and what it never hands on.
+
+And blocks that wait for it together, with a scripted link in its own place.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import mmap
 import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from typing import cast
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.daemon.tiers.store_link import (
+    MAX_CALL_BLOCKS,
+    MAX_CALL_BYTES,
+    Moved,
+    StoreAwayError,
+    StoreLink,
+    StoreMoves,
+)
 from kvferry.daemon.tiers.store_process import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
@@ -41,7 +56,9 @@ from kvferry.daemon.tiers.store_process import (
     receive,
     unpack_ranges,
 )
+from tests.kit.tiers import settle
 
+pytestmark = pytest.mark.anyio
 ARENA_BYTES = 1 << 16
 
 
@@ -84,26 +101,18 @@ class _Daemon:
         self.store = store
         self.memory = memory
         self._channel = channel
-        self._decoder = msgspec.msgpack.Decoder(Answer)
 
     def ask(self, request: FromDaemon) -> Answer:
         self._channel.sendall(framed(request))
         (size_bytes,) = LENGTH.unpack(self._channel.recv(LENGTH.size, socket.MSG_WAITALL))
-        return self._decoder.decode(self._channel.recv(size_bytes, socket.MSG_WAITALL))
+        return msgspec.msgpack.decode(self._channel.recv(size_bytes, socket.MSG_WAITALL), type=Answer)
 
 
 @pytest.fixture
-def memory() -> Iterator[Memory]:
+def daemon() -> Iterator[_Daemon]:
     fd = os.memfd_create("arena")
     os.ftruncate(fd, ARENA_BYTES)
-    yield Memory(fd, ARENA_BYTES, 1)
-    os.close(fd)
-
-
-@pytest.fixture
-def daemon(memory: Memory) -> Iterator[_Daemon]:
-    store = _ScriptedStore()
-    ours, theirs = socket.socketpair()
+    memory, store, (ours, theirs) = Memory(fd, ARENA_BYTES, 1), _ScriptedStore(), socket.socketpair()
     process = StoreProcess(theirs, store, memory, 1)
     serving = threading.Thread(target=process.serve)
     serving.start()
@@ -112,6 +121,7 @@ def daemon(memory: Memory) -> Iterator[_Daemon]:
         ours.shutdown(socket.SHUT_WR)
         serving.join()
         process.finish()
+    os.close(fd)
 
 
 def test_a_ping_says_whether_the_master_answers(daemon: _Daemon) -> None:
@@ -176,15 +186,7 @@ def test_a_header_that_has_no_room_goes_nowhere(daemon: _Daemon, size_bytes: int
     assert daemon.ask(Get(1, [*blocks, get("c", (0, 1))])).statuses == [INVALID_PARAMS, 0, INVALID_PARAMS]
 
 
-def test_a_message_that_is_too_long_is_not_read() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(LENGTH.pack(MAX_MESSAGE_BYTES + 1))
-        with pytest.raises(ValueError, match="bytes"):
-            receive(theirs)
-
-
-def test_an_end_within_a_message_is_an_end() -> None:
+def test_a_message_that_is_too_long_is_not_read_and_an_end_within_one_is_an_end() -> None:
     begin = framed(Begin("127.0.0.1", "127.0.0.1:1", "tcp", 0, mmap.PAGESIZE, 1))
     for cut in (0, 1, LENGTH.size, len(begin) - 1):
         ours, theirs = socket.socketpair()
@@ -192,9 +194,107 @@ def test_an_end_within_a_message_is_an_end() -> None:
             ours.sendall(begin[:cut])
             ours.close()
             assert receive(theirs) is None
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(LENGTH.pack(MAX_MESSAGE_BYTES + 1))
+        with pytest.raises(ValueError, match="bytes"):
+            receive(theirs)
 
 
 @given(st.lists(st.tuples(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-(1 << 63), (1 << 63) - 1))))
 def test_ranges_come_back(ranges: list[tuple[int, int]]) -> None:
     offsets, sizes = unpack_ranges(pack_ranges(ranges))
     assert list(zip(offsets, sizes, strict=True)) == ranges
+
+
+# -- blocks on their way
+
+
+class _ScriptedLink:
+    """A store process that answers when the test says so, and what moves over its one slot."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.calls: deque[tuple[Put | Get, asyncio.Future[Answer]]] = deque()
+        self.told_to_die = asyncio.Event()
+        self.next_number = itertools.count(1).__next__
+        self._moves = StoreMoves(1, timeout_s, lambda: cast("StoreLink", self))
+
+    def ask(self, request: Put | Get) -> asyncio.Future[Answer]:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.calls.append((request, answer))
+        return answer
+
+    def kill(self, _why: str) -> None:
+        self.told_to_die.set()
+
+    async def begin(self, *blocks: PutBlock | GetBlock, size_bytes: int = 1) -> list[asyncio.Task[Moved | None]]:
+        """Let blocks be moved; return once they wait or are under way."""
+        tasks = [asyncio.create_task(self._moves.move(block, size_bytes)) for block in blocks]
+        await settle()
+        return tasks
+
+    async def answer(self, status: int = 0) -> list[str]:
+        """End the oldest call so, for each of its blocks; return their names."""
+        request, answer = self.calls.popleft()
+        count = len(request.blocks)
+        answer.set_result(Answer(request.number, statuses=[status] * count, headers=[b"header"] * count))
+        await settle()
+        return [block.name for block in request.blocks]
+
+    async def answer_all(self) -> list[list[str]]:
+        called = []
+        while self.calls:
+            called.append(await self.answer())
+        return called
+
+
+async def test_what_waits_goes_together_and_gets_first() -> None:
+    link = _ScriptedLink()
+    tasks = await link.begin(put("first"), put("a"), put("b"), get("c"), get("d"))
+    assert await link.answer_all() == [["first"], ["c", "d"], ["a", "b"]]
+    assert await asyncio.gather(*tasks) == [Moved(0, b"header")] * 5
+
+
+async def test_a_call_is_bounded() -> None:
+    link = _ScriptedLink()
+    for size_bytes in (1, *[MAX_CALL_BYTES // 2] * 3, MAX_CALL_BYTES + 1):
+        await link.begin(get("a"), size_bytes=size_bytes)
+    assert [len(one) for one in await link.answer_all()] == [1, 2, 1, 1]
+    await link.begin(*[get("a")] * (MAX_CALL_BLOCKS + 2), *[get("a", header_bytes=MAX_HEADER_BYTES)] * 2)
+    assert [len(one) for one in await link.answer_all()] == [1, MAX_CALL_BLOCKS, 1, 1, 1]
+
+
+async def test_each_block_has_its_own_end() -> None:
+    link = _ScriptedLink()
+    first, *tasks = await link.begin(put("first"), get("a"), get("b"), get("c"))
+    await link.answer(RPC_FAIL)
+    request, answer = link.calls.popleft()
+    answer.set_result(Answer(request.number, statuses=[0, OBJECT_NOT_FOUND], headers=[b"x", b""]))
+    assert await first == Moved(RPC_FAIL, b"header")
+    assert await asyncio.gather(*tasks) == [Moved(0, b"x"), Moved(OBJECT_NOT_FOUND), Moved(INVALID_PARAMS)]
+
+
+async def test_a_call_that_takes_too_long_ends_the_process_and_what_waits_for_it_is_given_up() -> None:
+    link = _ScriptedLink(timeout_s=0.25)
+    under_way, waits = await link.begin(get("a"), get("b"))
+    assert await waits is None
+    await link.told_to_die.wait()
+    assert not under_way.done(), "until it has ended it may write"
+    link.calls.popleft()[1].set_exception(StoreAwayError("killed"))
+    assert await under_way is None
+    assert not link.calls, "nobody asks for what was given up"
+    (task,) = await link.begin(get("c"))
+    await link.answer()
+    assert await task == Moved(0, b"header")
+
+
+async def test_a_caller_that_is_cancelled_returns_when_it_is_settled() -> None:
+    link = _ScriptedLink()
+    (task,) = await link.begin(get("a"))
+    for _ in range(2):
+        task.cancel()
+        await settle()
+        assert not task.done()
+    await link.answer()
+    with pytest.raises(asyncio.CancelledError):
+        await task
