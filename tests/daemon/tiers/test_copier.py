@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import copier as copier_module
-from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, Digests, TierCopier
+from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, TierCopier
 from kvferry.daemon.tiers.scheduler import OperationClass, Permit, Scheduler
 from kvferry.pools import native_kernel as native
 from kvferry.pools.copy_kernel import Copies, CopyThreads, Hashing, new_copy_threads
@@ -57,10 +57,8 @@ class _Site:
         self.reports: list[tuple[BlockJob, KvferryError | None]] = []
         self._news = asyncio.Event()
         clock = options.get("clock", time.monotonic)
-        patience_s = options.pop("patience_s", 0)
-        self.scheduler = Scheduler(dict.fromkeys(OperationClass, 64 * MIB), patience_s=patience_s, clock=clock)
-        loop = asyncio.get_running_loop()
-        self.copier = TierCopier(loop, self.scheduler, threads=threads, **options)
+        self.scheduler = Scheduler(dict.fromkeys(OperationClass, 64 * MIB), patience_s=0, clock=clock)
+        self.copier = TierCopier(asyncio.get_running_loop(), self.scheduler, threads=threads, **options)
         self.arena = HostRegion.create("arena", 64 * MIB)
 
     async def reported(self, count: int = 1) -> list[tuple[BlockJob, KvferryError | None]]:
@@ -139,34 +137,29 @@ class _ScriptedRegion:
     begin_restore = begin_offload
 
 
-class _Scripted:
-    done = False
-
-    def __init__(self, region: _ScriptedRegion, step: BlockStep) -> None:
-        self._region = region
-        self._step = step
+class _Scripted(NamedTuple):
+    region: _ScriptedRegion
+    step: BlockStep
+    done: bool = False
 
     def wait(self) -> None:
-        assert self._region.on_wait is not None
-        self._region.on_wait(self._step)
-        self._region.log.append(f"{self._region.name}wait {self._step.first}")
+        assert self.region.on_wait is not None
+        self.region.on_wait(self.step)
+        self.region.log.append(f"{self.region.name}wait {self.step.first}")
 
 
 class _Gate:
     """A point where a thread waits for the test, and the test for the thread."""
 
     def __init__(self) -> None:
-        self._open = threading.Event()
-        self._entered = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
+        self._open, self._entered = threading.Event(), threading.Event()
 
-    def __call__(self, _step: BlockStep) -> None:
-        self._loop.call_soon_threadsafe(self._entered.set)
+    def __call__(self, *_: object) -> None:
+        self._entered.set()
         assert self._open.wait(WAIT_S)
 
     async def entered(self) -> None:
-        async with asyncio.timeout(WAIT_S):
-            await self._entered.wait()
+        assert await asyncio.to_thread(self._entered.wait, WAIT_S)
 
     def open(self) -> None:
         self._open.set()
@@ -285,25 +278,22 @@ def _steps_of_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_steps_of_two_blocks")
-async def test_the_next_step_begins_before_the_last_one_is_waited_for() -> None:
+@pytest.mark.parametrize(
+    ("taken_bytes", "log"),
+    [
+        (1, "begin 0, begin 2, wait 0, begin 4, wait 2, begin 6, wait 4, wait 6"),
+        (61 * MIB, "begin 0, wait 0, begin 2, wait 2, begin 4, wait 4, begin 6, wait 6"),
+    ],
+    ids=["before the last one is waited for", "or, if it may not begin, when that is over"],
+)
+async def test_the_next_step_begins(taken_bytes: int, log: str) -> None:
+    """Else a thread would wait for bytes in flight that are its own."""
     async with site(threads=1) as one:
+        assert one.scheduler.try_begin(OperationClass.OFFLOAD, taken_bytes)
         region = _ScriptedRegion()
         region.on_wait = lambda _step: None
         assert await one.run(one.job(region, 8)) is None
-        assert region.log == [
-            "begin 0", "begin 2", "wait 0", "begin 4", "wait 2", "begin 6", "wait 4", "wait 6",
-        ]  # fmt: skip
-
-
-@pytest.mark.usefixtures("_steps_of_two_blocks")
-async def test_a_step_that_may_not_begin_waits_until_the_last_one_is_over() -> None:
-    """Else a thread would wait for bytes in flight that are its own."""
-    async with site(threads=1) as one:
-        assert one.scheduler.try_begin(OperationClass.OFFLOAD, 61 * MIB)
-        region = _ScriptedRegion()
-        region.on_wait = lambda _step: None
-        assert await one.run(one.job(region, 4)) is None
-        assert region.log == ["begin 0", "wait 0", "begin 2", "wait 2"]
+        assert region.log == log.split(", ")
 
 
 @pytest.mark.usefixtures("_steps_of_two_blocks")
@@ -333,7 +323,7 @@ async def test_a_restore_is_not_kept_waiting_by_threads_that_wait_for_an_offload
         gate.open()
 
         def waits(*given: Any) -> Permit | None:  # noqa: ANN401
-            gate(BlockStep(0, 1, 0, 1))
+            gate()
             return begin(*given)
 
         monkeypatch.setattr(one.scheduler, "begin", waits)
@@ -350,13 +340,11 @@ async def test_a_restore_is_not_kept_waiting_by_threads_that_wait_for_an_offload
 class _Pace:
     """A clock that shows how long so many bytes take at a speed, for regions that copy nothing."""
 
-    def __init__(self, mib_per_s: int, tick_s: float = 0.0) -> None:
+    def __init__(self, mib_per_s: int) -> None:
         self.time_s = 0.0
         self._bytes_per_s = mib_per_s * MIB
-        self._tick_s = tick_s
 
     def __call__(self) -> float:
-        self.time_s += self._tick_s
         return self.time_s
 
     def region(self, device: str = HOST) -> _ScriptedRegion:
@@ -386,22 +374,10 @@ async def test_steps_grow_and_shrink_to_what_a_millisecond_copies(device: str, m
         assert max(step.size_bytes for step in region.steps[-4:]) == expected
 
 
-class _NotedCopyThreads(CopyThreads):
-    """Copy threads that copies nothing, and notes how many threads are asked for."""
-
-    def __init__(self) -> None:
-        super().__init__(native, native.new_copy_threads(1, b""))
-        self.asked: list[int] = []
-
-    def serve(self, threads: int) -> None:
-        """Note it."""
-        self.asked.append(threads)
-
-
 async def test_what_stands_still_for_a_transfer_is_not_taken_for_slow() -> None:
     pace, transfers = _Pace(1300), False
 
-    async with site(threads=1, clock=pace, copy_threads=_NotedCopyThreads()) as one:
+    async with site(threads=1, clock=pace, copy_threads=new_copy_threads(1, b"")) as one:
 
         def copied(step: BlockStep) -> None:
             pace.copied(step)
@@ -428,15 +404,11 @@ async def test_what_a_step_copies_and_hashes_gives_way(monkeypatch: pytest.Monke
         yield
         said.append("goes on")
 
-    def hashed(*_arguments: object) -> Digests:
-        said.append("hashes")
-        return np.zeros(1, np.uint64)
-
     async with site(threads=1) as one:
         region = _ScriptedRegion()
         region.on_begin = lambda _step: said.append("copies")
         monkeypatch.setattr(one.scheduler, "giving_way", giving_way)
-        monkeypatch.setattr(copier_module, "hash_step", hashed)
+        monkeypatch.setattr(copier_module, "hash_step", lambda *_: said.append("hashes") or np.zeros(1, np.uint64))
         assert await one.run(one.job(region, 1, checksums=True)) is None
     assert said == ["gives way", "copies", "goes on", "gives way", "hashes", "goes on"]
 
@@ -615,11 +587,9 @@ async def test_an_error_is_reported_once_and_ends_nobody_else(
         setattr(region, where, fail)
         one.copier.start(one.job(region, 39), one.done)
         one.copier.start(one.job(_ScriptedRegion(), 39), one.done)
-        errors = [error for _, error in await one.reported(2)]
-        assert sorted(map(str, map(type, errors))) == sorted(map(str, (reported, type(None))))
-        begun = [line.split()[1] for line in region.log if "begin" in line]
-        waited = [line.split()[1] for line in region.log if "wait" in line]
+        assert {type(error) for _, error in await one.reported(2)} == {reported, type(None)}
         if where == "on_begin":
-            assert set(waited) >= {number for number in begun if int(number) < 4}, "what had begun was waited for"
+            waited = {line.replace("wait", "begin") for line in region.log if "wait" in line}
+            assert waited >= {line for line in region.log if line in {"begin 0", "begin 2"}}, "what had begun"
         assert one.scheduler.bytes_in_flight == 0
         assert await one.run(one.job(_ScriptedRegion())) is None
