@@ -51,7 +51,21 @@ from kvferry.protocol.ids import ModelIdentity, new_boot_id
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import HybridSwaSpec, MhaSpec, PoolSpec
 from kvferry.protocol.pool_messages import Allocate, CreatePool, Free, PoolCreated
-from kvferry.protocol.tier_messages import Found, Load, Lookup, Offload, Offloading, OperationStarted, Restore, Store
+from kvferry.protocol.tier_messages import (
+    CacheEvict,
+    CacheEvicted,
+    CancelOperation,
+    Found,
+    Load,
+    Lookup,
+    Offload,
+    Offloading,
+    OperationStarted,
+    Restore,
+    Store,
+    Unpin,
+    Unpinned,
+)
 
 UNIT: Final = 4096
 SPEC: Final = MhaSpec(
@@ -467,6 +481,18 @@ class Engine:
         body = Load(lease=lease, pool=pool, pages=np.size(ids), first_block=first_block)
         return self.ask(body, OperationStarted, ids, **options).operation
 
+    def unpin(self, lease: int) -> int:
+        """End a lease; return how many blocks it had."""
+        return self.ask(Unpin(lease=lease), Unpinned).blocks
+
+    def cancel(self, operation: int, **options: Any) -> int:  # noqa: ANN401  send's
+        """Ask for an operation's end; return the message's number."""
+        return self.send(CancelOperation(operation=operation), **options)
+
+    async def evict(self, **which: Any) -> CacheEvicted:  # noqa: ANN401  CACHE_EVICT's fields
+        """Drop cached blocks, all of them unless it is said which."""
+        return await self.answer(CacheEvict(**(which or {"everything": True})), CacheEvicted)
+
     async def answer(self, body: RequestBody, kind: type[ReplyT], **options: Any) -> ReplyT:  # noqa: ANN401  send's
         """Send a request, and wait for its answer."""
         number = self.send(body, **options)
@@ -589,3 +615,8 @@ async def settle() -> None:
 def names(*numbers: int) -> list[bytes]:
     """Return block hashes."""
     return [number.to_bytes(16, "big") for number in numbers]
+
+
+def hashes(*numbers: int) -> bytes:
+    """Return them as messages have them."""
+    return b"".join(names(*numbers))

@@ -14,14 +14,7 @@ from kvferry.daemon.services import cache_reports, leases, prefix_cache
 from kvferry.pools.integrity import WALKED, check
 from kvferry.pools.tiers.cached_block import Tier
 from kvferry.pools.tiers.index import BlockIndex
-from kvferry.protocol.errors import (
-    CacheMissError,
-    CancelledError,
-    InvalidFieldError,
-    OverloadedError,
-    UnknownLeaseError,
-    UnknownOperationError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.tier_messages import (
     LEASE_S,
@@ -37,10 +30,8 @@ from kvferry.protocol.tier_messages import (
     Found,
     Lookup,
     OperationCancelled,
-    Unpin,
-    Unpinned,
 )
-from tests.kit.tiers import POOL, UNIT, Engine, Harness, harness, names, new_pool, settle, until
+from tests.kit.tiers import POOL, UNIT, Engine, Harness, harness, hashes, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 
@@ -72,36 +63,13 @@ async def put_away(far: Harness, engine: Engine, *numbers: int) -> None:
     far.empty_memory()
 
 
-def hashes(*numbers: int) -> bytes:
-    return b"".join(names(*numbers))
-
-
-# -- store
-
-
 # -- lookups and leases
-
-
-async def test_pins_end_with_unpin_and_with_the_session(tiers: Harness, engine: Engine) -> None:
-    other = tiers.engine()
-    await engine.stored(1, 2)
-    first, second = engine.lookup(names(1, 2)), engine.lookup(names(1))
-    other.lookup(names(2))
-    assert engine.ask(Unpin(lease=first.lease), Unpinned).blocks == 2
-    mine, theirs = engine.session.session_id, other.session.session_id
-    assert tiers.host.index.pinned_by() == {mine: UNIT, theirs: UNIT}
-    with pytest.raises(UnknownLeaseError):
-        engine.ask(Unpin(lease=first.lease), Unpinned)
-    with pytest.raises(UnknownLeaseError):
-        other.ask(Unpin(lease=second.lease), Unpinned)
-    tiers.lose(engine)
-    assert tiers.host.index.pinned_by() == {theirs: UNIT}
 
 
 async def test_an_instance_may_end_in_the_middle_of_a_look_at_the_pins(tiers: Harness, engine: Engine) -> None:
     other = tiers.engine()
     await engine.stored(1, 2)
-    other.ask(Unpin(lease=other.lookup(names(1)).lease), Unpinned)
+    other.unpin(other.lookup(names(1)).lease)
     for _ in range(WALKED):
         engine.lookup(names(1, 2))
     [looking] = [one for one in tiers.all.checks() if one.where == "the pins of cached blocks"]
@@ -111,29 +79,15 @@ async def test_an_instance_may_end_in_the_middle_of_a_look_at_the_pins(tiers: Ha
     check(walk)
 
 
-async def test_a_load_compares_checksums_where_all_blocks_have_them(tiers: Harness, engine: Engine) -> None:
-    await engine.stored(1, 2)
-    lease = engine.lookup(names(1, 2)).lease
-    for known in (True, False):
-        operation = engine.load(lease, engine.allocate(2))
-        digests = tiers.copier.under_way[0].digests
-        assert (digests and [*digests[0]]) == ([tiers.blocks(one)[0].digests[0] for one in (1, 2)] if known else None)
-        await tiers.finish()
-        assert engine.error(operation) is None
-        tiers.blocks(2)[0].digests = ()
-
-
 async def test_another_users_blocks_are_not_there(tiers: Harness, engine: Engine) -> None:
     other = tiers.engine(uid=2)
     await engine.stored(1)
     assert other.lookup(names(1)).blocks == 0
     assert other.ask(CacheList(), CacheListed).blocks == ()
-    with pytest.raises(UnknownLeaseError):
+    with pytest.raises(errors.UnknownLeaseError):
         other.load(engine.lookup(names(1)).lease, other.allocate(1))
-    evicted, pinned = other.send(CacheEvict(everything=True)), other.send(CachePin(hashes=hashes(1), pool=POOL))
-    await until(lambda: {evicted, pinned} <= other.replies.keys())
-    assert other.reply(evicted, CacheEvicted).blocks == 0
-    assert other.reply(pinned, CachePinned).blocks == 0
+    assert (await other.evict()).blocks == 0
+    assert (await other.answer(CachePin(hashes=hashes(1), pool=POOL), CachePinned)).blocks == 0
     assert len(engine.ask(CacheList(), CacheListed).blocks) == 1
 
 
@@ -147,8 +101,8 @@ async def test_a_lease_lasts_while_it_is_used(tiers: Harness, engine: Engine, mo
     engine.lookup(names(2), lease=first)
     monkeypatch.setattr(loop, "time", lambda: now + LEASE_S + 1)
     await until(lambda: tiers.counters.snapshot().get("cache.expired_leases"))
-    with pytest.raises(UnknownLeaseError):
-        engine.ask(Unpin(lease=second), Unpinned)
+    with pytest.raises(errors.UnknownLeaseError):
+        engine.unpin(second)
     operation = engine.load(first, ids := engine.allocate(2), deadline_ms=3_600_000)
     monkeypatch.setattr(loop, "time", lambda: now + 3 * LEASE_S)
     await settle()
@@ -157,7 +111,7 @@ async def test_a_lease_lasts_while_it_is_used(tiers: Harness, engine: Engine, mo
     await tiers.finish()
     assert engine.ended(operation).loaded == 2
     assert engine.read(ids) == [{1}, {2}]
-    assert engine.ask(Unpin(lease=first), Unpinned).blocks == 2
+    assert engine.unpin(first) == 2
 
 
 async def test_a_lease_that_ends_while_the_store_is_asked_pins_nothing(far: Harness) -> None:
@@ -166,10 +120,10 @@ async def test_a_lease_that_ends_while_the_store_is_asked_pins_nothing(far: Harn
     lease = engine.lookup(names(1)).lease
     more = engine.send(Lookup(pool=POOL, hashes=hashes(2, 3), lease=lease))
     assert more not in engine.replies
-    engine.ask(Unpin(lease=lease), Unpinned)
+    engine.unpin(lease)
     while far.store.let_go():
         await settle()
-    with pytest.raises(UnknownLeaseError):
+    with pytest.raises(errors.UnknownLeaseError):
         engine.reply(more, Found)
     assert engine.session.session_id not in far.host.index.pinned_by()
 
@@ -181,9 +135,7 @@ async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: Harnes
         far.host.index.set_tier(block, Tier.REMOTE, present=False)  # as if another node had put it there
     await engine.stored(2)  # its way to the store is held up
     far.store.holds = False
-    number = engine.send(Lookup(pool=POOL, hashes=hashes(1, 2, 3)))
-    await settle()
-    found = engine.reply(number, Found)
+    found = await engine.answer(Lookup(pool=POOL, hashes=hashes(1, 2, 3)), Found)
     assert (found.blocks, found.host, found.remote) == (2, 1, 1)
 
 
@@ -194,9 +146,9 @@ async def test_an_operation_that_ends_while_blocks_come_up_leaves_them_to_others
     operation = engine.load(engine.lookup(names(1, 2)).lease, engine.allocate(2))
     theirs = other.allocate(2)
     their_operation = other.load(lease, theirs)
-    engine.send(CancelOperation(operation=operation))
+    engine.cancel(operation)
     await settle()
-    assert engine.error(operation) is CancelledError
+    assert engine.error(operation) is errors.CancelledError
     far.lose(engine)
     assert far.pool().allocator.busy_count == 2
     await far.let_store_answer()
@@ -209,20 +161,27 @@ async def test_an_operation_that_ends_while_blocks_come_up_leaves_them_to_others
 # -- load
 
 
-async def test_a_damaged_block_is_a_miss_and_goes_and_those_beside_it_stay(tiers: Harness, engine: Engine) -> None:
+@pytest.mark.parametrize("compared", [True, False])
+async def test_a_damaged_block_is_a_miss_and_goes_and_those_beside_it_stay(
+    tiers: Harness, engine: Engine, *, compared: bool
+) -> None:
+    """Where one of the blocks has no checksum, none is compared."""
     await engine.stored(1, 2, 3)
+    if not compared:
+        tiers.blocks(3)[0].digests = ()
     lease = engine.lookup(names(1, 2, 3)).lease
     ids = engine.allocate(3)
     engine.write(ids, 200)
     operation = engine.load(lease, ids)
     tiers.host.region.view()[tiers.copier.under_way[0].segments[0].pages.offsets[1]] ^= 1
     await tiers.finish()
-    assert engine.error(operation) is CacheMissError
-    assert engine.read(ids) == [{200}] * 3
-    assert engine.lookup(names(1, 2, 3), pin=False).blocks == 1
-    assert tiers.host.arena.used_bytes == 3 * UNIT  # the lease still pins the damaged one
-    engine.ask(Unpin(lease=lease), Unpinned)
-    assert tiers.host.arena.used_bytes == 2 * UNIT
+    assert engine.error(operation) is (errors.CacheMissError if compared else None)
+    if compared:
+        assert engine.read(ids) == [{200}] * 3
+        assert engine.lookup(names(1, 2, 3), pin=False).blocks == 1
+        assert tiers.host.arena.used_bytes == 3 * UNIT  # the lease still pins the damaged one
+        engine.unpin(lease)
+        assert tiers.host.arena.used_bytes == 2 * UNIT
 
 
 @pytest.mark.parametrize("there", [0, 1])
@@ -241,7 +200,7 @@ async def test_a_load_of_what_is_gone_says_how_far_it_came(
     await until(lambda: far.copier.under_way or engine.done(operation))
     await far.finish()
     assert engine.ended(operation).loaded == there
-    assert engine.error(operation) is CacheMissError
+    assert engine.error(operation) is errors.CacheMissError
     assert engine.read(ids) == ([{1}, {200}, {200}] if there else [{200}] * 3)
 
 
@@ -292,7 +251,7 @@ async def test_a_long_prompt_is_stored_found_and_loaded_some_blocks_in_each_turn
     await pass_turns_until(lambda: number in engine.replies)
     found = engine.reply(number, Found)
     operation = engine.load(found.lease, ids)
-    engine.ask(Unpin(lease=found.lease), Unpinned)
+    engine.unpin(found.lease)
     await pass_turns_until(lambda: copier.under_way)
     copier.end(copier.under_way[0])
     await pass_turns_until(lambda: engine.done(operation) and not turns.host.index.pinned_by())
@@ -310,19 +269,26 @@ async def test_of_a_store_in_turns_each_block_is_told_after_its_parent(turns: Ha
 
 
 @pytest.mark.parametrize("turn", range(MANY // 2))
-@pytest.mark.parametrize("how", ["cancel", "death"])
-async def test_a_store_that_ends_while_it_begins_leaves_nothing(turns: Harness, turn: int, how: str) -> None:
-    engine = turns.engine()
-    operation = engine.store(names(*range(MANY)), engine.allocate(MANY))
+@pytest.mark.parametrize("how", ["cancel", "death", "death of a lookup"])
+async def test_what_ends_while_it_begins_leaves_nothing(turns: Harness, turn: int, how: str) -> None:
+    engine, other = turns.engine(), turns.engine()
+    if how == "death of a lookup":
+        await other.stored(*range(MANY))
+        number = engine.send(Lookup(pool=POOL, hashes=hashes(*range(MANY))))
+    else:
+        number = engine.store(names(*range(MANY)), engine.allocate(MANY))
     for _ in range(turn):
         await asyncio.sleep(0)
+    turns.check()
     assert not turns.copier.under_way
     if how == "cancel":
-        engine.send(CancelOperation(operation=operation))
+        engine.cancel(number)
         await settle()
-        assert engine.error(operation) is CancelledError
+        assert engine.error(number) is errors.CancelledError
     turns.lose(engine)
     await settle()
+    assert not turns.host.index.pinned_by()
+    await other.evict()
     turns.check_empty()
 
 
@@ -332,7 +298,7 @@ async def test_a_store_that_is_cancelled_while_its_blocks_become_visible_is_done
     await until(lambda: turns.copier.under_way)
     turns.copier.finish_all()
     await until(lambda: turns.blocks(0))
-    number = engine.send(CancelOperation(operation=operation))
+    number = engine.cancel(operation)
     assert len(turns.blocks(*range(MANY))) == 2
     await until(lambda: engine.done(operation))
     assert number in engine.replies
@@ -343,25 +309,11 @@ async def test_what_a_lookup_in_turns_has_found_stays(turns: Harness) -> None:
     engine, other = turns.engine(), turns.engine()
     await engine.stored(*range(MANY))
     number = engine.send(Lookup(pool=POOL, hashes=hashes(*range(MANY))))
-    assert (await other.answer(CacheEvict(everything=True), CacheEvicted)).kept >= 2
+    assert (await other.evict()).kept >= 2
     await until(lambda: number in engine.replies)
     found = engine.reply(number, Found)
     assert 2 <= found.host == found.blocks == len(turns.blocks(*range(MANY)))
-    engine.ask(Unpin(lease=found.lease), Unpinned)
-    await settle()
-    assert not turns.host.index.pinned_by()
-
-
-@pytest.mark.parametrize("turn", range(MANY // 2 + 1))
-async def test_a_lookup_whose_session_ends_pins_nothing(turns: Harness, turn: int) -> None:
-    engine, dead = turns.engine(), turns.engine()
-    await engine.stored(*range(MANY))
-    number = dead.send(Lookup(pool=POOL, hashes=hashes(*range(MANY))))
-    for _ in range(turn):
-        await asyncio.sleep(0)
-    turns.check()
-    assert number not in dead.replies
-    turns.lose(dead)
+    engine.unpin(found.lease)
     await settle()
     assert not turns.host.index.pinned_by()
 
@@ -372,13 +324,13 @@ async def test_an_instance_may_have_so_many_pins_and_leases(turns: Harness, monk
     monkeypatch.setattr(leases, "MAX_PINS", MANY)
     monkeypatch.setattr(leases, "MAX_LEASES", 1)
     first = await engine.answer(asked, Found)
-    with pytest.raises(OverloadedError, match="9 blocks; 2 more exceed 9"):
+    with pytest.raises(errors.OverloadedError, match="9 blocks; 2 more exceed 9"):
         await engine.answer(msgspec.structs.replace(asked, lease=first.lease), Found)
-    engine.ask(Unpin(lease=first.lease), Unpinned)
+    engine.unpin(first.lease)
     await settle()
     assert not turns.host.index.pinned_by()
     one = engine.lookup(names(0)).lease
-    with pytest.raises(OverloadedError, match="1 leases"):
+    with pytest.raises(errors.OverloadedError, match="1 leases"):
         engine.lookup(names(1))
     assert engine.lookup(names(1), lease=one).blocks == 1
 
@@ -388,8 +340,8 @@ async def test_what_is_being_loaded_in_turns_stays_where_its_lease_ends(turns: H
     await engine.stored(*range(MANY))
     found = await engine.answer(Lookup(pool=POOL, hashes=hashes(*range(MANY))), Found)
     operation = engine.load(found.lease, engine.allocate(MANY))
-    engine.ask(Unpin(lease=found.lease), Unpinned)
-    assert (await engine.answer(CacheEvict(everything=True), CacheEvicted)).kept == MANY
+    engine.unpin(found.lease)
+    assert (await engine.evict()).kept == MANY
     await until(lambda: turns.copier.under_way)
     turns.check()
     await turns.finish()
@@ -409,6 +361,9 @@ async def test_events_of_other_users_are_passed(
     for number in (1, 3, 5, 7, 9):  # each a change of its own
         await other.stored(number)
         other.ask(CacheList(), CacheListed)
+    dead = tiers.engine()
+    dead.send(CacheEvents(cursor=1))
+    tiers.lose(dead)
     cursor = engine.send(CacheEvents(cursor=1))
     assert cursor not in engine.replies
     await engine.stored(2)
@@ -416,6 +371,7 @@ async def test_events_of_other_users_are_passed(
     changes = engine.reply(cursor, CacheChanges)
     assert [one.hashes for one in changes.changes] == [hashes(2)]
     assert changes.cursor == first + 6
+    assert repr(tiers.reports) == "<CacheReports waiting=0>", "nor does the one who died wait"
     late = engine.send(CacheEvents(cursor=1), deadline_ms=20)
     await settle()
     assert [one.hashes for one in engine.reply(late, CacheChanges).changes] == [hashes(2)]
@@ -434,23 +390,15 @@ async def test_what_the_daemon_before_has_given_is_nothing_of_this_one(engine: E
             await later.stored(number)
             later.ask(CacheList(), CacheListed)
         assert lease != later.lookup(names(4)).lease
-        with pytest.raises(UnknownLeaseError):
+        with pytest.raises(errors.UnknownLeaseError):
             later.load(lease, later.allocate(1))
         assert later.ask(CacheEvents(cursor=before.cursor), CacheChanges).lost
         told = later.ask(CacheEvents(cursor=1), CacheChanges).changes
         assert [one.hashes for one in told] == [hashes(4), hashes(5), hashes(6), hashes(7)]
-        with pytest.raises(InvalidFieldError, match="begin again at 0"):
+        with pytest.raises(errors.InvalidFieldError, match="begin again at 0"):
             later.ask(CacheList(position=before.position), CacheListed)
-        with pytest.raises(UnknownOperationError):
+        with pytest.raises(errors.UnknownOperationError):
             later.ask(CancelOperation(operation=store), OperationCancelled)
-
-
-async def test_who_waits_for_events_and_dies_is_forgotten(tiers: Harness, engine: Engine) -> None:
-    other = tiers.engine()
-    engine.send(CacheEvents(cursor=1))
-    tiers.lose(engine)
-    await other.stored(1)
-    assert repr(tiers.reports) == "<CacheReports waiting=0>"
 
 
 async def test_a_list_comes_in_segments_that_are_not_too_long(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,12 +420,10 @@ async def test_an_operator_evicts_what_nobody_pins(engine: Engine, monkeypatch: 
     await engine.stored(1, 2, 3, 4, 5)
     engine.lookup(names(1))
     assert (await engine.answer(CachePin(hashes=hashes(2, 9), pool=POOL), CachePinned)).blocks == 1
-    evicted = await engine.answer(CacheEvict(everything=True), CacheEvicted)
+    evicted = await engine.evict()
     assert evicted == CacheEvicted(blocks=3, size_bytes=3 * UNIT, kept=2)
     await engine.answer(CachePin(hashes=hashes(2), pinned=False, pool=POOL), CachePinned)
-    number = engine.send(CacheEvict(hashes=hashes(1, 2), pool=POOL))
-    await until(lambda: number in engine.replies)
-    assert engine.reply(number, CacheEvicted) == CacheEvicted(blocks=1, size_bytes=UNIT, kept=1)
+    assert await engine.evict(hashes=hashes(1, 2), pool=POOL) == CacheEvicted(blocks=1, size_bytes=UNIT, kept=1)
 
 
 async def test_a_reset_of_one_model_leaves_the_same_prompts_of_others(tiers: Harness, engine: Engine) -> None:
@@ -487,13 +433,14 @@ async def test_a_reset_of_one_model_leaves_the_same_prompts_of_others(tiers: Har
     for pool in ("base", "adapted"):
         engine.store(names(1, 2), engine.allocate(2, pool), pool)
     await tiers.finish()
-    assert (await engine.answer(CacheEvict(hashes=hashes(2), pool="base"), CacheEvicted)).blocks == 1
-    assert (await engine.answer(CachePin(hashes=hashes(1), pool="base"), CachePinned)).blocks == 1
-    assert (await engine.answer(CachePin(hashes=hashes(1), pool="base", pinned=False), CachePinned)).blocks == 1
-    assert (await engine.answer(CacheEvict(everything=True, pool="base"), CacheEvicted)).blocks == 1
+    assert (await engine.evict(hashes=hashes(2), pool="base")).blocks == 1
+    for pinned in (True, False):
+        body = CachePin(hashes=hashes(1), pool="base", pinned=pinned)
+        assert (await engine.answer(body, CachePinned)).blocks == 1
+    assert (await engine.evict(everything=True, pool="base")).blocks == 1
     assert [engine.lookup(names(1, 2), pool, pin=False).blocks for pool in ("base", "adapted")] == [0, 2]
     identity = engine.ask(CacheList(), CacheListed).blocks[0].identity
-    assert (await engine.answer(CacheEvict(everything=True, identity=identity), CacheEvicted)).blocks == 2
+    assert (await engine.evict(everything=True, identity=identity)).blocks == 2
 
 
 @pytest.mark.parametrize(
@@ -508,6 +455,6 @@ async def test_a_reset_of_one_model_leaves_the_same_prompts_of_others(tiers: Har
 )
 async def test_a_hash_without_an_identity_names_no_block(engine: Engine, body: CacheEvict | CachePin) -> None:
     await engine.stored(1)
-    with pytest.raises(InvalidFieldError):
+    with pytest.raises(errors.InvalidFieldError):
         engine.ask(body, CacheEvicted)
     assert engine.lookup(names(1), pin=False).blocks == 1

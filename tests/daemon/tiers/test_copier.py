@@ -26,14 +26,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import lay_out, spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
-from kvferry.protocol.errors import (
-    CancelledError,
-    DeviceLostError,
-    InternalError,
-    KvferryError,
-    SnapshotDamagedError,
-    TransferFailedError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import Entry, PoolSpec
 from tests.kit.blocks import UNTOUCHED, BlockHarness, harness_of, wide_specs
@@ -54,21 +47,21 @@ class _Site:
     """A copier, its scheduler, an arena, and what was reported."""
 
     def __init__(self, *, threads: int = 2, **options: Any) -> None:  # noqa: ANN401  the copier's own
-        self.reports: list[tuple[BlockJob, KvferryError | None]] = []
+        self.reports: list[tuple[BlockJob, errors.KvferryError | None]] = []
         self._news = asyncio.Event()
         clock = options.get("clock", time.monotonic)
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 64 * MIB), patience_s=0, clock=clock)
         self.copier = TierCopier(asyncio.get_running_loop(), self.scheduler, threads=threads, **options)
         self.arena = HostRegion.create("arena", 64 * MIB)
 
-    async def reported(self, count: int = 1) -> list[tuple[BlockJob, KvferryError | None]]:
+    async def reported(self, count: int = 1) -> list[tuple[BlockJob, errors.KvferryError | None]]:
         async with asyncio.timeout(WAIT_S):
             while len(self.reports) < count:
                 self._news.clear()
                 await self._news.wait()
         return self.reports
 
-    async def run(self, job: BlockJob) -> KvferryError | None:
+    async def run(self, job: BlockJob) -> errors.KvferryError | None:
         self.copier.start(job, self.done)
         reported, error = (await self.reported(len(self.reports) + 1))[-1]
         assert reported is job
@@ -88,7 +81,7 @@ class _Site:
         pages = BlockPages(LAYOUT, ids, (ids - 1) * BLOCK_BYTES)
         return BlockJob(kind, [BlockSegment(region, pages)], self.arena, checksums=checksums)
 
-    def done(self, job: BlockJob, error: KvferryError | None) -> None:
+    def done(self, job: BlockJob, error: errors.KvferryError | None) -> None:
         self.reports.append((job, error))
         self._news.set()
 
@@ -230,7 +223,7 @@ def test_what_was_offloaded_comes_back_to_other_pages_and_a_flipped_bit_is_named
         block = blocks[space][number]
         block[data.draw(st.integers(0, len(block) - 1))] ^= 1 << data.draw(st.integers(0, 7))
         error = await one.run(BlockJob("restore", offload.segments, one.arena, digests=offload.digests))
-        assert isinstance(error, SnapshotDamagedError)
+        assert isinstance(error, errors.SnapshotDamagedError)
         assert error.field == f"{parts[space].pages.layout.space}[{number}]"
         unchecked = BlockJob("restore", offload.segments, one.arena)
         assert await one.run(unchecked) is None, "who has no checksums gets what is there"
@@ -461,7 +454,7 @@ async def test_the_loop_gives_copy_threads_a_job_that_is_alone_and_one_step(*, c
         if checksums:
             one.arena.view()[MIB + 7] ^= 1
             error = await one.run(BlockJob("restore", offload.segments, one.arena, digests=offload.digests))
-            assert (type(error), error and error.field) == (SnapshotDamagedError, "main[1]")
+            assert (type(error), error and error.field) == (errors.SnapshotDamagedError, "main[1]")
         assert one.scheduler.bytes_in_flight == 0
 
 
@@ -514,7 +507,7 @@ async def test_a_job_of_the_copy_threads_stands_still_for_transfers_and_may_be_s
         one.copier.start(job, one.done)
         one.copier.stop(job)
         (_, (_, error)) = await one.reported(2)
-        assert isinstance(error, CancelledError)
+        assert isinstance(error, errors.CancelledError)
         assert await one.run(job) is None
 
 
@@ -553,11 +546,11 @@ async def test_a_job_that_is_stopped_ends_after_the_step_that_has_begun() -> Non
         one.copier.stop(running)
         [(first, error)] = await one.reported()
         assert first is queued, "none of its steps had begun"
-        assert isinstance(error, CancelledError)
+        assert isinstance(error, errors.CancelledError)
         gate.open()
         (_, (second, error)) = await one.reported(2)
         assert second is running
-        assert isinstance(error, CancelledError)
+        assert isinstance(error, errors.CancelledError)
         assert (len(region.steps), len(waiting.steps)) == (1, 0)
         one.copier.stop(running)
         assert await one.run(one.job(_ScriptedRegion())) is None
@@ -569,9 +562,9 @@ async def test_a_job_that_is_stopped_ends_after_the_step_that_has_begun() -> Non
 @pytest.mark.parametrize(
     ("raised", "reported"),
     [
-        (DeviceLostError("it burns"), DeviceLostError),
-        (TransferFailedError("not mapped"), TransferFailedError),
-        (ValueError("a bug"), InternalError),
+        (errors.DeviceLostError("it burns"), errors.DeviceLostError),
+        (errors.TransferFailedError("not mapped"), errors.TransferFailedError),
+        (ValueError("a bug"), errors.InternalError),
     ],
 )
 async def test_an_error_is_reported_once_and_ends_nobody_else(

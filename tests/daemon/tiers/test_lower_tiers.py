@@ -1,22 +1,304 @@
-"""What goes down to lower tiers and comes up, with a store that a test lets answer: memory, charges, and races."""
+"""What goes down to lower tiers and comes up: to a disk, and to a store that a test lets answer.
+
+What is written, what comes back, memory, charges and races, and what a full or broken disk means.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 from structlog.testing import capture_logs
 
-from kvferry.daemon.tiers import lower_tiers, remote_tier
+from kvferry.daemon.tiers import disk_tier, host_tier, lower_tiers, remote_tier
+from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.daemon.tiers.write_failures import LOG_INTERVAL_S, WriteFailures
+from kvferry.pools.host.memory import MACHINE, Limit
+from kvferry.pools.tiers.block_file import DiskFailedError, DiskFullError
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
-from kvferry.protocol.errors import DeadlineError
-from kvferry.protocol.tier_messages import Found, Lookup
-from tests.kit.tiers import UNIT, Engine, Harness, harness, names, settle, until
+from kvferry.pools.tiers.disk import DiskStore, FoundBlock
+from kvferry.protocol.errors import CacheMissError, DeadlineError
+from kvferry.protocol.tier_messages import CacheEvict, CacheEvicted, Found, Lookup
+from tests.kit.tiers import POOL, UNIT, Engine, Harness, harness, hashes, names, settle, until
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def tiers(folder: Path) -> AsyncIterator[Harness]:
+    """Return services over a host tier of 8 blocks and a disk."""
+    async with harness(8, disk=folder) as one:
+        yield one
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(one for one in folder.rglob("*") if one.is_file() and len(one.name) >= 32)
+
+
+async def written(tiers: Harness, *numbers: int) -> list[CachedBlock]:
+    blocks = await tiers.stored(*numbers)
+    await until(lambda: all(one.on_disk for one in blocks))
+    return blocks
+
+
+async def kept(folder: Path, *numbers: int) -> int:
+    """Let a daemon keep blocks on disk, and end; return how many bytes they take."""
+    async with harness(8, disk=folder) as first:
+        await written(first, *numbers)
+        return first.lower.status()[0].used_bytes
+
+
+async def loaded(tiers: Harness, engine: Engine, lease: int, count: int) -> tuple[int, list[set[int]]]:
+    """Load blocks into new pages; return the operation and what is in the pages."""
+    ids = engine.allocate(count)
+    engine.write(ids, 200)
+    operation = engine.load(lease, ids)
+
+    def over() -> Any:  # noqa: ANN401
+        tiers.copier.finish_all()
+        return engine.done(operation)
+
+    await until(over)
+    return operation, engine.read(ids)
+
+
+async def test_the_next_daemon_finds_them(folder: Path) -> None:
+    await kept(folder, 1, 2, 3)
+    async with harness(8, disk=folder) as second:
+        await until(lambda: len(second.host.index) == 3)
+        engine = second.engine()
+        operation, contents = await loaded(second, engine, engine.lookup(names(1, 2, 3)).lease, 3)
+        assert engine.error(operation) is None
+        assert contents == [{1}, {2}, {3}]
+
+
+@pytest.fixture
+def scan_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold scans of folders before the first file until this is set."""
+    goes_on, scan = threading.Event(), DiskStore.scan
+
+    def held(store: DiskStore) -> Iterator[tuple[FoundBlock, ...]]:
+        while not goes_on.is_set():
+            yield ()
+        yield from scan(store)
+
+    monkeypatch.setattr(DiskStore, "scan", held)
+    goes_on.set()
+    return goes_on
+
+
+async def test_a_lookup_finds_what_is_on_disk_before_the_scan_does(folder: Path, scan_goes_on: threading.Event) -> None:
+    await kept(folder, 1, 2, 4, 5)
+    scan_goes_on.clear()
+    async with harness(8, disk=folder, scanned=False) as second:
+        await second.stored(3)
+        engine = second.engine()
+        found = await engine.answer(Lookup(pool=POOL, hashes=hashes(1, 2, 3, 4, 6, 5)), Found)
+        assert (found.blocks, found.host, found.disk) == (4, 1, 3)
+        scan_goes_on.set()
+        await until(lambda: len(second.host.index) == 5)
+        assert (await loaded(second, engine, found.lease, 4))[1] == [{1}, {2}, {3}, {4}]
+
+
+async def test_a_reset_drops_what_is_on_disk_and_not_known_yet(folder: Path, scan_goes_on: threading.Event) -> None:
+    await kept(folder, 1, 2)
+    scan_goes_on.clear()
+    async with harness(8, disk=folder, scanned=False) as second:
+        engine = second.engine()
+        number = engine.send(CacheEvict(everything=True, pool=POOL))
+        await settle()
+        assert number not in engine.replies
+        scan_goes_on.set()
+        await until(lambda: number in engine.replies)
+        assert engine.reply(number, CacheEvicted).blocks == 2
+    assert not files(folder)
+
+
+async def test_there_are_no_more_than_the_index_may_have_in_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await kept(folder, 1, 2, 3)
+    memory_bytes = 2 * disk_tier.INDEX_PART * disk_tier.BLOCK_MEMORY_BYTES
+    monkeypatch.setattr(disk_tier, "smallest_limit", lambda: Limit(memory_bytes, memory_bytes, MACHINE))
+    async with harness(8, disk=folder) as tiers:
+        await until(lambda: len(files(folder)) == 2)
+        await written(tiers, 4)
+        await until(lambda: len(files(folder)) == 2)
+        assert tiers.lower.status()[0].blocks == 2
+
+
+async def test_those_looked_up_last_stay_and_of_a_prompt_its_beginning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = await kept(folder, 1)
+    async with harness(16, disk=folder, disk_bytes=2 * size, policy="lru") as tiers:
+        await until(lambda: len(tiers.host.index) == 1)
+        failures: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        engine = tiers.engine()
+        await written(tiers, 2)
+        with monkeypatch.context() as none:
+            none.setattr(host_tier, "MAX_DEMOTIONS", 0)
+            [third] = await tiers.stored(3)
+        assert engine.lookup(names(3, 2, 1), pin=False).blocks == 3
+        await settle()
+        assert not third.on_disk  # where its lookup does not count, and is no error
+        assert failures == []
+        await written(tiers, 4)
+        tiers.empty_memory()
+        assert [one.hash for one in tiers.blocks(1, 2, 3, 4)] == names(2, 4)
+
+
+async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:
+    size = await kept(folder, 1)
+    async with harness(8, disk=folder, disk_bytes=size) as tiers:
+        await until(lambda: len(tiers.host.index) == 1)
+        [block] = tiers.host.index.page(0, 10).blocks
+        tiers.host.index.pin([block], 77)
+        await tiers.stored(2)
+        await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
+        assert block.on_disk
+        tiers.host.index.unpin([block], 77)
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    """Return what raises it, whatever it is given."""
+
+    def fails(*_: object, **__: object) -> Any:  # noqa: ANN401
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "gone"])
+async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(
+    tiers: Harness, engine: Engine, folder: Path, how: str
+) -> None:
+    await written(tiers, 1, 2)
+    tiers.empty_memory()
+    [second] = [one for one in files(folder) if names(2)[0].hex() in one.name]
+    content = bytearray(second.read_bytes())
+    if how == "flipped":
+        content[-1] ^= 1
+        second.write_bytes(content)
+    elif how == "truncated":
+        second.write_bytes(content[:-10])
+    else:
+        second.unlink()
+    operation, contents = await loaded(tiers, engine, engine.lookup(names(1, 2)).lease, 2)
+    assert engine.error(operation) is CacheMissError
+    assert contents == [{1}, {200}]
+    counted = tiers.counters.snapshot()
+    assert counted.get("tiers.disk.missing_blocks" if how == "gone" else "tiers.disk.damaged_blocks") == 1
+    assert engine.lookup(names(1, 2), pin=False).blocks == 1
+    assert tiers.lower.status()[0].blocks == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(DiskFullError("no space"), "full"), (DiskFailedError("broken"), "failing: broken")]
+)
+async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
+    tiers: Harness, monkeypatch: pytest.MonkeyPatch, error: Exception, state: str
+) -> None:
+    real = DiskStore.begin_write
+
+    monkeypatch.setattr(DiskStore, "begin_write", raises(error))
+    with capture_logs() as logs:
+        await tiers.stored(1, 2)
+        await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
+    assert [one["event"] for one in logs].count("a tier does not store blocks") == 1
+    assert tiers.lower.status()[0].state.startswith(state)
+    assert all(not one.pins for one in tiers.blocks(1, 2))
+    monkeypatch.setattr(DiskStore, "begin_write", real)
+    tiers.now_s += PAUSE_S + 1
+    await written(tiers, 3)
+    assert tiers.lower.status()[0].state == "ready"
+
+
+async def test_what_the_disk_did_not_take_is_no_longer_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.daemon.tiers.disk_tier.SYNC_EVERY_S", 0.001)
+    async with harness(8, disk=folder) as tiers:
+        monkeypatch.setattr(os, "fdatasync", raises(OSError(errno.EIO, "broken")))
+        [block] = await tiers.stored(1)
+        await until(lambda: bool(tiers.counters.snapshot().get("tiers.disk.failed")))
+        await until(lambda: not block.on_disk)
+        assert files(folder) == []
+        assert tiers.lower.status()[0].used_bytes == 0
+
+
+async def test_a_block_that_goes_while_it_is_written_leaves_no_file(tiers: Harness, folder: Path) -> None:
+    tiers.scheduler.transfer_began()  # nothing is written meanwhile
+    [block] = await tiers.stored(1)
+    await until(lambda: block.pins == {DEMOTION: 1})
+    assert tiers.host.index.remove(block) == []
+    tiers.lower.remove([block])
+    tiers.scheduler.transfer_ended()
+    await until(lambda: block.state is BlockState.GONE)
+    await settle()
+    await written(tiers, 2)  # after it, by the same thread
+    assert [names(2)[0].hex() in one.name for one in files(folder)] == [True]
+    [again] = await written(tiers, 1)
+    assert again is not block
+    assert len(files(folder)) == 2
+    assert tiers.scheduler.bytes_in_flight == 0
+
+
+async def test_a_block_that_is_stored_again_keeps_its_file(tiers: Harness, engine: Engine, folder: Path) -> None:
+    for _ in range(3):
+        blocks = await written(tiers, 1, 2)
+        assert (await engine.evict()).blocks == 2
+        assert tiers.host.arena.used_bytes == 0
+        assert all(one.state is BlockState.GONE for one in blocks)
+    await written(tiers, 1, 2)
+    assert len(files(folder)) == 2
+
+
+async def test_a_daemon_that_ends_does_not_wait_for_its_turn(folder: Path) -> None:
+    async with harness(8, disk=folder) as tiers:
+        tiers.scheduler.transfer_began()
+        [block] = await tiers.stored(1)
+        await until(lambda: block.pins == {DEMOTION: 1})
+        assert tiers.scheduler.bytes_in_flight == 0
+    assert not files(folder)
+
+
+# -- what is said of a tier's failing writes, and how often
+
+
+def test_failures_are_counted_and_not_logged_each() -> None:
+    now_s = 1000.0
+    failures, passing = WriteFailures("disk", lambda: now_s), WriteFailures("remote", lambda: now_s)
+    with capture_logs() as logs:
+        for _ in range(100):
+            failures.failed("failing: EIO", "look")
+        now_s += LOG_INTERVAL_S
+        failures.failed("failing: EIO", "look")
+        assert failures.state == "failing: EIO"
+        for _ in range(100):
+            failures.succeeded()
+            assert failures.state == ""
+            failures.failed("failing: EIO", "look")  # in turn
+    assert [(one["log_level"], one["failed"]) for one in logs] == [("warning", 1), ("warning", 101), ("info", 101)]
+    with capture_logs() as logs:
+        passing.failed("full", "look", patience_s=10)
+        passing.succeeded()
+        passing.failed("full", "look", patience_s=10)
+        assert logs == [], "it may pass by itself"
+        now_s += 10
+        passing.failed("full", "look", patience_s=10)
+    assert [(one["log_level"], one["failed"]) for one in logs] == [("warning", 2)]
+
+
+# -- a store
 
 
 @pytest.fixture
@@ -99,11 +381,7 @@ async def test_a_block_that_cannot_come_up_leaves_no_byte(
     elif how == "removed":
         assert far.host.index.remove(block) == []
     else:
-
-        def fails(*_: object) -> bool:
-            raise RuntimeError
-
-        monkeypatch.setattr(xxhash, "xxh3_64_intdigest", fails)
+        monkeypatch.setattr(xxhash, "xxh3_64_intdigest", raises(RuntimeError()))
     with capture_logs():
         far.store.holds = False
         far.store.let_go()
@@ -184,10 +462,7 @@ async def test_what_the_store_had_once_is_forgotten_some_time(far: Harness, monk
 async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     real = far.store.put
 
-    async def fails(*_: object, **__: object) -> bool:
-        raise RuntimeError
-
-    monkeypatch.setattr(far.store, "put", fails)
+    monkeypatch.setattr(far.store, "put", raises(RuntimeError()))
     with capture_logs() as logs:
         await far.stored(1)
         await until(lambda: bool(logs))
@@ -199,10 +474,10 @@ async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(far: Harness, mon
 
 
 async def test_a_lookup_that_is_late_is_answered_so_and_pins_nothing(far: Harness) -> None:
-    engine: Engine = far.engine()
+    engine = far.engine()
     await far.stored(1)
     far.store.holds = True
-    number = engine.send(Lookup(pool="pool", hashes=b"".join(names(1, 2))), deadline_ms=5)
+    number = engine.send(Lookup(pool=POOL, hashes=hashes(1, 2)), deadline_ms=5)
     await until(lambda: number in engine.replies)
     with pytest.raises(DeadlineError):
         engine.reply(number, Found)

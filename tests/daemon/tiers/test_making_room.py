@@ -12,19 +12,10 @@ from kvferry.daemon.control.dispatch import Answer, Call, expect
 from kvferry.daemon.tiers import host_tier, snapshots
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.pools.tiers.arena import Offsets
+from kvferry.protocol import errors
 from kvferry.protocol.base import PageList
-from kvferry.protocol.errors import (
-    CancelledError,
-    DeadlineError,
-    EmptyPagesError,
-    NotOwnerError,
-    OutOfMemoryError,
-    OverloadedError,
-    PageBusyError,
-    ShuttingDownError,
-)
 from kvferry.protocol.pool_messages import Allocate, Free, Freed
-from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Store
+from kvferry.protocol.tier_messages import Offload, Offloading
 from kvferry.protocol.transfer_messages import Accepted, Receive
 from tests.kit.tiers import HYBRID, POOL, UNIT, Engine, Harness, harness, names, new_pool, settle, until
 
@@ -83,21 +74,56 @@ async def copies(tiers: Harness, count: int = 1) -> None:
     await until(lambda: len(tiers.copier.under_way) == count)
 
 
-async def test_an_offload_that_evicts_much_lets_others_go_first(full: Harness, engine: Engine) -> None:
-    other = full.engine()
-    operation = offload(engine, 4)
-    assert [one.waits_for for one in full.operations.status()] == ["room in the host tier"]
-    there = list[int]()
-    while not full.copier.under_way:
+@pytest.fixture
+def receives(tiers: Harness) -> Harness:
+    """Have RECEIVEs into the host tier answered, and end their transfers at once."""
+
+    def made(call: Call) -> Answer:
+        body = expect(call, Receive)
+        plan = tiers.host_receives.plan(body, tiers.pool())
+        tiers.host_receives.refused(tiers.host_receives.make(call, body, plan), errors.CancelledError("over"))
+        return Answer(Accepted())
+
+    async def receive(call: Call) -> Answer:
+        steps = tiers.host_receives.making_room(tiers.host_receives.plan(expect(call, Receive), tiers.pool()))
+        if steps is not None:
+            await tiers.host_receives.make_room(call, steps)
+        return made(call)
+
+    tiers.dispatcher.handle("RECEIVE", receive)
+    return tiers
+
+
+def receiving(engine: Engine, count: int, number: int = 0, deadline_ms: int = 0) -> int:
+    """Send a RECEIVE of so many pages into the host tier; return its message's number."""
+    lists = (PageList(pages=count),)
+    body = Receive(pool=POOL, request_id=f"{number:032x}", lists=lists, into="host")
+    return engine.send(body, deadline_ms=deadline_ms)
+
+
+@pytest.mark.parametrize(("what", "expected"), [("offload", [7, 6, 5]), ("receive", [7, 6, 5, 4])])
+async def test_what_evicts_much_lets_others_go_first(
+    receives: Harness, full: Harness, engine: Engine, what: str, expected: list[int]
+) -> None:
+    """By one block more in each turn of the loop, the last one in that in which it goes on; a receive needs a pool."""
+    other, there = full.engine(), list[int]()
+    number = offload(engine, 4) if what == "offload" else receiving(engine, 4)
+    if what == "offload":
+        assert [one.waits_for for one in full.operations.status()] == ["room in the host tier"]
+    while not (full.copier.under_way or (number in engine.replies and what == "receive")):
         full.check()
         there.append(len(full.host.index))
         assert other.lookup(names(1), pin=False).blocks == 1
         await asyncio.sleep(0)
-    assert there == [7, 6, 5]  # by one more in each turn of the loop, the last one in that in which it copies
-    assert len(full.host.index) == 4
+    assert there == expected
+    assert len(full.host.index) == expected[-1] - 1
     full.check()
-    await full.finish()
-    assert engine.error(operation) is None
+    if what == "offload":
+        await full.finish()
+        assert engine.error(number) is None
+    else:
+        assert engine.reply(number, Accepted) == Accepted()
+        assert receives.host.arena.free_bytes == 5 * UNIT
 
 
 async def test_a_store_keeps_its_pages_and_stores_what_they_held(full: Harness, engine: Engine) -> None:
@@ -106,7 +132,7 @@ async def test_a_store_keeps_its_pages_and_stores_what_they_held(full: Harness, 
         engine.write([one], number)
     operation = engine.store(names(11, 12, 13, 14), ids)
     assert engine.ask(Free(pool=POOL, pages=4), Freed, ids) == Freed(freed=0, deferred=4)
-    with pytest.raises((NotOwnerError, PageBusyError)):
+    with pytest.raises((errors.NotOwnerError, errors.PageBusyError)):
         engine.load(engine.lookup(names(1)).lease, ids[:1])
     assert not full.copier.under_way
     full.check()
@@ -177,32 +203,34 @@ async def test_what_one_waits_for_is_not_evicted_for_others(full: Harness, engin
 
 
 async def test_what_cannot_be_evicts_nothing(full: Harness, engine: Engine) -> None:
-    with pytest.raises(OutOfMemoryError):
+    with pytest.raises(errors.OutOfMemoryError):
         offload(engine, 9)
-    with pytest.raises(NotOwnerError):
+    with pytest.raises(errors.NotOwnerError):
         engine.ask(Offload(pool=POOL, lists=(PageList(pages=3),)), Offloading, [12, 13, 14])
     engine.lookup(names(1, 2, 3, 4, 5))
-    with pytest.raises(OverloadedError, match="is full"):
-        engine.ask(
-            Store(pool=POOL, hashes=b"".join(names(*range(11, 15))), pages=4), OperationStarted, engine.allocate(4)
-        )
+    with pytest.raises(errors.OverloadedError, match="is full"):
+        engine.store(names(11, 12, 13, 14), engine.allocate(4))
     assert len(full.host.index) == 8
 
 
 @pytest.mark.usefixtures("endless")
-async def test_a_deadline_a_session_or_the_daemon_ends_while_one_waits(tiers: Harness, engine: Engine) -> None:
-    dead, late = tiers.engine(), offload(engine, 1, deadline_ms=1)
+async def test_a_deadline_a_session_or_the_daemon_ends_while_one_waits(receives: Harness, engine: Engine) -> None:
+    dead, late, late_receive = receives.engine(), offload(engine, 1, deadline_ms=1), receiving(engine, 1, deadline_ms=1)
     dead.store(names(11), dead.allocate(1))
-    await until(lambda: engine.done(late))
-    assert engine.error(late) is DeadlineError
+    receiving(dead, 1)
+    await until(lambda: engine.done(late) and late_receive in engine.replies)
+    assert engine.error(late) is errors.DeadlineError
+    with pytest.raises(errors.DeadlineError):
+        engine.reply(late_receive, Accepted)
     drained = offload(engine, 1)
-    tiers.lose(dead)
-    tiers.operations.drain()
-    await tiers.operations.drained()
+    receives.lose(dead)
+    receives.operations.drain()
+    await receives.operations.drained()
     await settle()
-    assert engine.error(drained) is ShuttingDownError
-    assert not list(tiers.service.snapshots)
-    assert tiers.host.arena.used_bytes == 0
+    assert engine.error(drained) is errors.ShuttingDownError
+    assert not list(receives.service.snapshots)
+    assert not receives.host_receives.waiting()
+    assert receives.host.arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -216,7 +244,7 @@ async def test_a_snapshot_has_all_of_its_memory_or_none(
     def reserve_once(tenant: int, count: int, size_bytes: int) -> Offsets:
         sizes.append(size_bytes)
         if len(sizes) == 2:
-            raise OverloadedError("taken meanwhile")
+            raise errors.OverloadedError("taken meanwhile")
         return reserve(tenant, count, size_bytes)
 
     monkeypatch.setattr(tiers.host, "reserve", reserve_once)
@@ -226,56 +254,14 @@ async def test_a_snapshot_has_all_of_its_memory_or_none(
     if waits:
         operation = engine.reply(number, Offloading).operation
         await until(lambda: engine.done(operation))
-        assert engine.error(operation) is OverloadedError
+        assert engine.error(operation) is errors.OverloadedError
     else:
-        with pytest.raises(OverloadedError):
+        with pytest.raises(errors.OverloadedError):
             engine.reply(number, Offloading)
     assert sizes[0] > sizes[1]  # the holes hold large ones best while they are large
     assert not list(tiers.service.snapshots)
     assert tiers.host.arena.used_bytes == 0
     tiers.check()
-
-
-@pytest.fixture
-def receives(tiers: Harness) -> Harness:
-    """Have RECEIVEs into the host tier answered, and end their transfers at once."""
-
-    def made(call: Call) -> Answer:
-        body = expect(call, Receive)
-        plan = tiers.host_receives.plan(body, tiers.pool())
-        tiers.host_receives.refused(tiers.host_receives.make(call, body, plan), CancelledError("over"))
-        return Answer(Accepted())
-
-    async def receive(call: Call) -> Answer:
-        steps = tiers.host_receives.making_room(tiers.host_receives.plan(expect(call, Receive), tiers.pool()))
-        if steps is not None:
-            await tiers.host_receives.make_room(call, steps)
-        return made(call)
-
-    tiers.dispatcher.handle("RECEIVE", receive)
-    return tiers
-
-
-def receiving(engine: Engine, count: int, number: int = 0, deadline_ms: int = 0) -> int:
-    """Send a RECEIVE of so many pages into the host tier; return its message's number."""
-    lists = (PageList(pages=count),)
-    body = Receive(pool=POOL, request_id=f"{number:032x}", lists=lists, into="host")
-    return engine.send(body, deadline_ms=deadline_ms)
-
-
-async def test_a_receive_lets_others_go_first(receives: Harness, full: Harness, engine: Engine) -> None:
-    other = full.engine()
-    number = receiving(engine, 4)
-    there = list[int]()
-    while number not in engine.replies:
-        full.check()
-        there.append(len(full.host.index))
-        assert other.lookup(names(1), pin=False).blocks == 1
-        await asyncio.sleep(0)
-    assert there == [7, 6, 5, 4]  # for four pages and the pool, one by one
-    assert engine.reply(number, Accepted) == Accepted()
-    assert len(full.host.index) == 3
-    assert receives.host.arena.free_bytes == 5 * UNIT
 
 
 @pytest.mark.usefixtures("full")
@@ -284,25 +270,13 @@ async def test_a_receive_that_cannot_be_evicts_nothing(
 ) -> None:
     with monkeypatch.context() as bounded:
         bounded.setattr(snapshots, "MAX_SNAPSHOTS", 0)
-        with pytest.raises(OverloadedError, match="snapshots"):
+        with pytest.raises(errors.OverloadedError, match="snapshots"):
             engine.reply(receiving(engine, 4), Accepted)
-    with pytest.raises(OutOfMemoryError):
+    with pytest.raises(errors.OutOfMemoryError):
         engine.reply(receiving(engine, 8), Accepted)
-    with pytest.raises(EmptyPagesError):
+    with pytest.raises(errors.EmptyPagesError):
         engine.reply(receiving(engine, 0), Accepted)
     engine.lookup(names(1, 2, 3, 4, 5))
-    with pytest.raises(OverloadedError, match="is full"):
+    with pytest.raises(errors.OverloadedError, match="is full"):
         engine.reply(receiving(engine, 3), Accepted)
     assert len(receives.host.index) == 8
-
-
-@pytest.mark.usefixtures("endless")
-async def test_a_deadline_or_a_session_ends_while_a_receive_waits(receives: Harness, engine: Engine) -> None:
-    dead, late = receives.engine(), receiving(engine, 1, deadline_ms=1)
-    receiving(dead, 1)
-    receives.lose(dead)
-    await until(lambda: late in engine.replies)
-    await settle()
-    with pytest.raises(DeadlineError):
-        engine.reply(late, Accepted)
-    assert not receives.host_receives.waiting()

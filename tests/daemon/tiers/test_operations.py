@@ -14,15 +14,7 @@ from kvferry.daemon.quota import Quota
 from kvferry.daemon.tiers import operations
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.tiers.index import BlockIndex
-from kvferry.protocol.errors import (
-    CancelledError,
-    InternalError,
-    OverloadedError,
-    ShuttingDownError,
-    TransferFailedError,
-    UnknownOperationError,
-    UnknownPoolError,
-)
+from kvferry.protocol import errors
 from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled
 from tests.daemon.tiers.operation_states import TRANSITIONS, Event, Key, Outcome, State
 from tests.kit.tiers import Engine, Harness, ScriptedCopier, harness, settle, until
@@ -47,18 +39,18 @@ async def test_a_cancelled_operation_ends_once_its_bytes_rest(tiers: Harness, en
     assert tiers.pool().allocator.busy_count == 3
     await tiers.finish()
     assert engine.reply(number, OperationCancelled).was_done is False
-    assert engine.error(offloading.operation) is CancelledError
+    assert engine.error(offloading.operation) is errors.CancelledError
     assert tiers.pool().allocator.busy_count == 0
     assert tiers.host.arena.used_bytes == 0
     again = engine.send(CancelOperation(operation=offloading.operation), acknowledge=False)
     assert engine.reply(again, OperationCancelled).was_done is True
-    with pytest.raises(UnknownOperationError):
+    with pytest.raises(errors.UnknownOperationError):
         engine.ask(CancelOperation(operation=offloading.operation), OperationCancelled)
 
 
 async def test_another_session_cannot_cancel_it(tiers: Harness, engine: Engine) -> None:
     operation = engine.offload(engine.allocate(1)).operation
-    with pytest.raises(UnknownOperationError):
+    with pytest.raises(errors.UnknownOperationError):
         tiers.engine().ask(CancelOperation(operation=operation), OperationCancelled)
     await tiers.finish()
     assert engine.error(operation) is None
@@ -67,7 +59,7 @@ async def test_another_session_cannot_cancel_it(tiers: Harness, engine: Engine) 
 async def test_no_operation_is_named_by_a_message_that_was_never_sent(tiers: Harness, engine: Engine) -> None:
     del tiers
     for named in (CancelOperation(request=1 << 40), CancelOperation()):
-        with pytest.raises(UnknownOperationError) as unknown:
+        with pytest.raises(errors.UnknownOperationError) as unknown:
             engine.ask(named, OperationCancelled)
         assert unknown.value.field == "request"
 
@@ -78,13 +70,13 @@ async def test_a_session_may_have_so_many(tiers: Harness, engine: Engine, monkey
     ids = engine.allocate(2)
     for one in ids:
         engine.offload([one])
-    with pytest.raises(OverloadedError, match="2 operations of the session"):
+    with pytest.raises(errors.OverloadedError, match="2 operations of the session"):
         engine.offload(ids)
     other.offload(other.allocate(1))
     await tiers.finish()
     for one in ids:
         engine.offload([one])  # the first one acknowledges the events
-    with pytest.raises(OverloadedError):
+    with pytest.raises(errors.OverloadedError):
         engine.offload(ids)
     assert tiers.pool().allocator.busy_count == 2  # the one that was refused holds nothing
 
@@ -95,8 +87,8 @@ async def test_a_daemon_that_ends_takes_nothing_new_and_waits_for_what_copies(ti
     waiting, copying = engine.restore(snapshot), engine.store([b"0" * 16], [1])
     tiers.operations.drain()
     await settle()
-    assert engine.error(waiting) is ShuttingDownError
-    with pytest.raises(ShuttingDownError):
+    assert engine.error(waiting) is errors.ShuttingDownError
+    with pytest.raises(errors.ShuttingDownError):
         engine.offload([1])
     assert engine.done(copying) is None
     tiers.copier.finish_all()
@@ -144,7 +136,7 @@ async def test_what_raises_ends_an_operation_and_what_it_held_comes_back(
     monkeypatch.setattr(owner, name, fails_once)
     operation: int | None = None
     with capture_logs():
-        with contextlib.suppress(InternalError):  # nothing has begun
+        with contextlib.suppress(errors.InternalError):  # nothing has begun
             if kind == "offload":
                 operation = engine.offload(ids).operation
             elif kind == "restore":
@@ -157,7 +149,7 @@ async def test_what_raises_ends_an_operation_and_what_it_held_comes_back(
                 operation = engine.load(lease, ids)
         await tiers.finish()
     if operation is not None:
-        assert engine.error(operation) is (InternalError if calls else None)
+        assert engine.error(operation) is (errors.InternalError if calls else None)
     monkeypatch.undo()
     tiers.check()
     assert not list(tiers.operations)
@@ -218,7 +210,7 @@ class Watched:
                 copier.finish(copier.under_way[0])
             case Event.JOB_FAILED:
                 copier.stopped.clear()
-                copier.end(copier.under_way[0], TransferFailedError("a copy failed"))
+                copier.end(copier.under_way[0], errors.TransferFailedError("a copy failed"))
             case Event.DEADLINE:
                 timer, loop = self.operation.timer, asyncio.get_running_loop()
                 await until(lambda: timer is not None and timer.when() < loop.time())
@@ -251,7 +243,7 @@ async def test_a_row_of_the_table_is_what_happens_and_the_operation_ends_once(ke
             expected = {
                 Outcome.NOTHING: was_stopped,
                 Outcome.SUCCESS: None,
-                Outcome.CAUSE: UnknownPoolError if event is Event.GIVEN_UP else TransferFailedError,
+                Outcome.CAUSE: errors.UnknownPoolError if event is Event.GIVEN_UP else errors.TransferFailedError,
                 Outcome.STOPPED: was_stopped,
             }
             assert one.engine.error(one.operation.number) is (expected[ends] if isinstance(ends, Outcome) else ends)

@@ -12,13 +12,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvferry.pools.tiers.cached_block import Tier
-from kvferry.protocol.errors import LayoutMismatchError, ModelMismatchError, NoModelError, PoolExistsError
+from kvferry.protocol import errors
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.pool_messages import CreatePool, PoolCreated
 from kvferry.protocol.tier_messages import (
     Lookup,
-    OperationStarted,
-    Restore,
 )
 from tests.kit.tiers import MODEL, POOL, SPEC, Engine, Harness, harness, names, new_pool, settle, until
 
@@ -127,42 +125,43 @@ async def test_files_that_say_of_no_model_are_left_alone_and_named(folder: Path)
     assert old.exists()
 
 
-@pytest.mark.parametrize("what", ["store", "lookup", "load"])
-async def test_a_pool_without_a_model_has_no_cache(what: str) -> None:
+async def test_a_pool_without_a_model_has_no_cache() -> None:
     async with harness(8) as tiers:
         await new_pool(tiers, OTHER, model=None)
         engine = tiers.engine()
         await engine.stored(1)
         lease = engine.lookup(names(1)).lease
         ids = engine.allocate(1, OTHER)
-        calls: dict[str, Callable[[], object]] = {
-            "store": lambda: engine.store(names(1), ids, OTHER),
-            "lookup": lambda: engine.lookup(names(1), OTHER),
-            "load": lambda: engine.load(lease, ids, OTHER),
-        }
-        with pytest.raises(NoModelError) as caught:
-            calls[what]()
-        assert caught.value.field == "model"
-        assert "ModelIdentity" in caught.value.remedy
+        calls: list[Callable[[], object]] = [
+            lambda: engine.store(names(1), ids, OTHER),
+            lambda: engine.lookup(names(1), OTHER),
+            lambda: engine.load(lease, ids, OTHER),
+        ]
+        for call in calls:
+            with pytest.raises(errors.NoModelError) as caught:
+                call()
+            assert caught.value.field == "model"
         snapshot = engine.offload(ids, OTHER)
         await tiers.finish()
         assert engine.error(snapshot.operation) is None, "its pages may go and come all the same"
 
 
 @DIFFERENCE
-async def test_a_lease_is_no_way_into_another_models_pool(difference: str) -> None:
+async def test_neither_a_lease_nor_a_snapshot_is_a_way_into_another_models_pool(difference: str) -> None:
     async with harness(8) as tiers:
         engine = await with_others(tiers, difference)
         await engine.stored(1)
-        lease = engine.lookup(names(1)).lease
+        lease, snapshot = engine.lookup(names(1)).lease, engine.offload(engine.allocate(1)).snapshot
+        await tiers.finish()
+        assert [one.status().model for one in tiers.service.snapshots] == ["some/model@1"]
         ids = engine.allocate(1, OTHER)
-        with pytest.raises(LayoutMismatchError if OTHERS[difference][1] else ModelMismatchError) as caught:
+        with pytest.raises(errors.LayoutMismatchError if OTHERS[difference][1] else errors.ModelMismatchError) as load:
             engine.load(lease, ids, OTHER)
-        assert caught.value.field == "pool"
-        assert "pepper" not in str(caught.value)
-
-
-# -- pools
+        assert load.value.field == "pool"
+        assert "pepper" not in str(load.value)
+        if difference in {"model", "revision"}:
+            with pytest.raises(errors.ModelMismatchError, match=r"some/model@1.*(another/model@1|some/model@2)"):
+                engine.restore(snapshot, pool=OTHER)
 
 
 @pytest.mark.parametrize("field", ["name", "revision", "adapter", "salt", ""])
@@ -172,32 +171,8 @@ async def test_a_pool_is_found_again_by_its_own_model_only(field: str) -> None:
         again = engine.ask(CreatePool(pool=POOL, spec=SPEC, model=MODEL), PoolCreated)
         assert not again.created
         other = msgspec.structs.replace(MODEL, **{field: "pepper"}) if field else None
-        with pytest.raises(PoolExistsError) as caught:
+        with pytest.raises(errors.PoolExistsError) as caught:
             engine.ask(CreatePool(pool=POOL, spec=SPEC, model=other), PoolCreated)
         assert caught.value.field == f"model.{field}".rstrip(".")
         assert field != "salt" or "pepper" not in str(caught.value)
         assert tiers.pool().model == MODEL
-
-
-# -- snapshots
-
-
-def restore(engine: Engine, snapshot: str, **options: Any) -> int:  # noqa: ANN401  RESTORE's fields
-    return engine.ask(Restore(snapshot=snapshot, pool=OTHER, allocate=True, **options), OperationStarted).operation
-
-
-@pytest.mark.parametrize("difference", ["model", "revision"])
-async def test_a_snapshot_does_not_go_into_another_models_pool(difference: str) -> None:
-    async with harness(8) as tiers:
-        engine = await with_others(tiers, difference)
-        ids = engine.allocate(1)
-        engine.write(ids, 7)
-        snapshot = engine.offload(ids).snapshot
-        await tiers.finish()
-        (status,) = [one.status() for one in tiers.service.snapshots]
-        assert status.model == "some/model@1"
-        with pytest.raises(ModelMismatchError, match=r"some/model@1.*(another/model@1|some/model@2)"):
-            restore(engine, snapshot)
-
-
-# -- what an operator sees
