@@ -61,8 +61,7 @@ class Arriving:
     """
 
     def __init__(self, op: TransferOp, peer: Incarnation, region_of: RegionOf) -> None:
-        self.op = op
-        self.peer = peer
+        self.op, self.peer = op, peer
         self._region_of = region_of
         self.error: KvferryError | None = None
         self.confirming = False
@@ -110,7 +109,7 @@ class Arriving:
 
 
 class ScriptedRemote:
-    """What ``RemoteTransports`` is to a daemon.
+    """What ``RemoteTransports`` is to a daemon; see there.
 
     Attributes:
         mapped: transfer ops that this daemon copies from a peer's memory, by id.
@@ -144,11 +143,9 @@ class ScriptedRemote:
     # -- at the home
 
     def can_reach(self, _address: str) -> bool:
-        """See ``RemoteTransports.can_reach``."""
         return True
 
     def start(self, op: TransferOp, on_done: OnOpDone) -> None:
-        """See ``RemoteTransports.start``."""
         self._on_done[op.op_id] = on_done
         assert op.send_request.origin is not None
         peer = op.send_request.origin.peer
@@ -179,13 +176,11 @@ class ScriptedRemote:
         self.mapped[number] = arriving
 
     def stop(self, op_id: int) -> bool:
-        """See ``RemoteTransports.stop``."""
         is_known = op_id in self.network or op_id in self.mapped
         self._fail(op_id, CancelledError("stopped"))
         return is_known
 
     def peer_lost(self, peer: Incarnation, why: str) -> None:
-        """See ``RemoteTransports.peer_lost``."""
         for op_id in [n for n, one in (self.mapped | self.network).items() if one.peer == peer]:
             self._fail(op_id, PeerLostError(why))
         for key in [key for key in self.sending if key[0] == peer]:
@@ -207,14 +202,12 @@ class ScriptedRemote:
             self._end_mapped(op_id)
 
     def confirmed(self, peer: Incarnation, message: Confirmed) -> None:
-        """See ``RemoteTransports.confirmed``."""
         arriving = self.mapped.get(message.op)
         if arriving is not None and arriving.peer == peer and arriving.confirming:
             arriving.error = raised(message.error) if message.error else None
             self._end_mapped(message.op)
 
     def written(self, peer: Incarnation, message: Written) -> None:
-        """See ``RemoteTransports.written``."""
         arriving = self.network.get(message.credit)
         slot = self.slots.pop((peer.boot_id, message.credit), None)
         if arriving is None or arriving.peer != peer:
@@ -247,7 +240,6 @@ class ScriptedRemote:
     # -- at the source
 
     def op_asked(self, peer: Incarnation, message: OpRequest, on_settled: Callable[[], None]) -> None:
-        """See ``RemoteTransports.op_asked``."""
         remote_endpoint = self._state_machine.open_remote(peer, message.send_request, message.receive_request)
         if (peer, message.op) in self.sending:
             raise InvalidFieldError("known already", field="op")
@@ -255,7 +247,6 @@ class ScriptedRemote:
         self.sending[peer, message.op] = Sending(remote_endpoint, on_settled)
 
     def credited(self, peer: Incarnation, message: WriteCredit) -> None:
-        """See ``RemoteTransports.credited``."""
         sending = self.sending.get((peer, message.op))
         if sending is None or sending.over:
             self._say(peer, Written(credit=message.credit, error=UnknownTransferError("over", field="op").info()))
@@ -263,11 +254,9 @@ class ScriptedRemote:
             sending.writing = True
 
     def op_over(self, peer: Incarnation, message: OpEnded) -> None:
-        """See ``RemoteTransports.op_over``."""
         self._over((peer, message.op))
 
     def stop_sending(self, remote_endpoint: RemoteEndpoint) -> None:
-        """See ``RemoteTransports.stop_sending``."""
         for key in [key for key, one in self.sending.items() if one.remote_endpoint is remote_endpoint]:
             self._over(key)
 

@@ -35,18 +35,15 @@ from kvferry.protocol.events import Finished, Settled, TierDone
 from kvferry.protocol.pool_messages import DeletePool
 from kvferry.protocol.tier_messages import (
     CacheEvict,
-    CacheEvicted,
     CachePin,
     CachePinned,
-    CancelOperation,
     DropSnapshot,
     Found,
     Lookup,
-    Unpin,
 )
 from kvferry.protocol.transfer_messages import Receive
 from tests.kit.devices import DEVICE
-from tests.kit.tiers import POOL, Engine, Harness, names, new_pool, settle, tiers_config, until
+from tests.kit.tiers import POOL, Engine, Harness, hashes, names, new_pool, settle, tiers_config, until
 
 ANY = st.randoms(use_true_random=False)
 HASHES = 10
@@ -54,6 +51,7 @@ WRITTEN = 99
 POOL_NAMES = (POOL, "other")
 POOLS = st.sampled_from(POOL_NAMES)
 OFTEN = st.sampled_from([True, True, False])
+FIRST, COUNT = st.sampled_from([0, 0, 1]), st.integers(1, 5)
 T = TypeVar("T")
 
 
@@ -93,13 +91,22 @@ class _Machine(RuleBasedStateMachine):
     def run(self, operation: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(operation)
 
+    def now(self, act: Callable[[], T]) -> T:
+        """Do it, and let the loop do all that follows."""
+
+        async def acted() -> T:
+            found = act()
+            await settle()
+            return found
+
+        return self.run(acted())
+
     def guarded(self, engine: Engine, act: Any) -> Any:  # noqa: ANN401
         """Do it; a refusal is fine, a bug is not."""
         if engine.identity in self.lost:
             return None
-
         try:
-            return self.run(_now(act))
+            return self.now(act)
         except InternalError:
             raise
         except KvferryError:
@@ -127,7 +134,7 @@ class _Machine(RuleBasedStateMachine):
         return multiple(*(self.connect_as(uid) for uid in (1, 1, 2)))
 
     def connect_as(self, uid: int) -> Engine:
-        return self.run(_now(lambda: self.harness.engine(uid)))
+        return self.now(lambda: self.harness.engine(uid))
 
     # -- engines
 
@@ -138,31 +145,30 @@ class _Machine(RuleBasedStateMachine):
     @rule(engine=consumes(engines))
     def die(self, engine: Engine) -> None:
         self.lost.add(engine.identity)
-
-        self.run(_now(lambda: self.harness.lose(engine)))
+        self.now(lambda: self.harness.lose(engine))
 
     def some_pages(self, engine: Engine, count: int, pool: str) -> list[int]:
         """Return pages of the session, new ones if need be; perhaps fewer."""
         allocator = self.harness.pool(pool, engine.session.tenant).allocator
         mine = allocator.pages_of(engine.session.session_id).tolist()
         if len(mine) < count and allocator.free_count >= count - len(mine):
-            mine += self.run(_now(lambda: engine.allocate(count - len(mine), pool))).tolist()
+            mine += self.now(lambda: engine.allocate(count - len(mine), pool)).tolist()
         return [int(one) for one in mine[:count]]
 
     @rule(engine=engines, count=st.integers(1, 8), random=ANY, pool=POOLS)
     def free(self, engine: Engine, count: int, random: Any, pool: str) -> None:  # noqa: ANN401
         ids = self.some_pages(engine, 15, pool)
         random.shuffle(ids)
-        self.run(_now(lambda: engine.free(ids[:count], pool)))
+        self.now(lambda: engine.free(ids[:count], pool))
 
     @rule(uid=st.sampled_from([1, 2]), pool=POOLS)
     def a_pool_is_made_anew(self, uid: int, pool: str) -> None:
         """Delete a pool where that is allowed, and make one of its name: it has other memory."""
-        engine = self.run(_now(lambda: self.harness.engine(uid)))
-        number = self.run(_now(lambda: engine.send(DeletePool(pool=pool))))
+        engine = self.now(lambda: self.harness.engine(uid))
+        number = self.now(lambda: engine.send(DeletePool(pool=pool)))
         if not isinstance(engine.replies[number][0], ErrorReply):
             self.run(new_pool(self.harness, pool, tenant=uid))
-        self.run(_now(lambda: self.harness.lose(engine)))
+        self.now(lambda: self.harness.lose(engine))
 
     # -- snapshots
 
@@ -198,8 +204,8 @@ class _Machine(RuleBasedStateMachine):
         """Make a pool for a transfer that lands in the host tier; perhaps its transfer is refused."""
         self.transfers += 1
         body = Receive(pool=POOL, request_id=f"{self.transfers:032x}", lists=(PageList(pages=count),), into="host")
-        call = Call(0, engine.session, body, (), 30.0)
-        pool, host_receives = self.harness.pool(POOL, call.session.tenant), self.harness.host_receives
+        call, pool = Call(0, engine.session, body, (), 30.0), self.harness.pool(POOL, engine.session.tenant)
+        host_receives = self.harness.host_receives
         made = self.guarded(engine, lambda: host_receives.make(call, body, host_receives.plan(body, pool)))
         if made is None:
             return multiple()
@@ -211,7 +217,7 @@ class _Machine(RuleBasedStateMachine):
         """Let a transfer end as the book of transfers does, whether its session lives or not."""
         self.host_receive.remove(host_receive)
         if not finished:
-            self.run(_now(lambda: self.harness.host_receives.refused(host_receive, DeadlineError("refused"))))
+            self.now(lambda: self.harness.host_receives.refused(host_receive, DeadlineError("refused")))
             return multiple()
         count = host_receive.ranges[0].ids.size
         ended = transfer_ended(host_receive, None if well else DeadlineError("late"))
@@ -221,12 +227,12 @@ class _Machine(RuleBasedStateMachine):
                 memory[entry.base : entry.base + entry.pages * entry.page_bytes] = WRITTEN
             self.contents[host_receive.snapshot.name] = [WRITTEN] * count
         for event in ended:
-            self.run(_now(lambda: self.harness.host_receives.on_event(host_receive.session.session_id, event)))  # noqa: B023
+            self.now(lambda: self.harness.host_receives.on_event(host_receive.session.session_id, event))  # noqa: B023
         return host_receive.snapshot.name if well else multiple()
 
     # -- the cache
 
-    @rule(engine=engines, first=st.sampled_from([0, 0, 1]), count=st.integers(1, 5), pool=POOLS, done=OFTEN)
+    @rule(engine=engines, first=FIRST, count=COUNT, pool=POOLS, done=OFTEN)
     def store(self, engine: Engine, first: int, count: int, pool: str, *, done: bool) -> None:
         numbers = list(range(first, min(HASHES, first + count)))
         ids = self.some_pages(engine, len(numbers), pool)
@@ -240,14 +246,14 @@ class _Machine(RuleBasedStateMachine):
     @rule(
         target=leases,
         engine=engines,
-        first=st.sampled_from([0, 0, 1]),
-        count=st.integers(1, 5),
+        first=FIRST,
+        count=COUNT,
         pin=OFTEN,
         then=st.sampled_from(["load", "answered", ""]),
     )
     def look_up(self, engine: Engine, first: int, count: int, then: str, *, pin: bool) -> Any:  # noqa: ANN401
         numbers = list(range(first, min(HASHES, first + count)))
-        body = Lookup(pool=POOL, hashes=b"".join(names(*numbers)), pin=pin)
+        body = Lookup(pool=POOL, hashes=hashes(*numbers), pin=pin)
         number = self.guarded(engine, lambda: engine.send(body))
         if then == "answered":
             self.store_answers(3)
@@ -274,29 +280,20 @@ class _Machine(RuleBasedStateMachine):
         engine, number, _ = lease
         found = engine.replies.get(number, (None,))[0]
         if isinstance(found, Found) and found.lease:
-            self.guarded(engine, lambda: engine.send(Unpin(lease=found.lease)))
+            self.guarded(engine, lambda: engine.unpin(found.lease))
 
-    @rule(
-        engine=engines,
-        first=st.integers(0, 4),
-        count=st.integers(1, 5),
-        what=st.sampled_from(["evict", "pin", "unpin"]),
-    )
+    @rule(engine=engines, first=st.integers(0, 4), count=COUNT, what=st.sampled_from(["evict", "pin", "unpin"]))
     def operate(self, engine: Engine, first: int, count: int, what: str) -> None:
-        hashes = b"".join(names(*range(first, first + count)))
-        body = (
-            CacheEvict(hashes=hashes, pool=POOL)
-            if what == "evict"
-            else CachePin(hashes=hashes, pinned=what == "pin", pool=POOL)
-        )
-        self.guarded(engine, lambda: engine.send(body))
+        which = hashes(*range(first, first + count))
+        evict, pin = CacheEvict(hashes=which, pool=POOL), CachePin(hashes=which, pinned=what == "pin", pool=POOL)
+        self.guarded(engine, lambda: engine.send(evict if what == "evict" else pin))
 
     # -- what happens by itself
 
     def copies(self, *, done: bool) -> None:
         """Let all jobs be done, if they are to be."""
         if done:
-            self.run(_now(self.harness.copier.finish_all))
+            self.now(self.harness.copier.finish_all)
 
     @precondition(lambda self: bool(self.harness.copier.under_way))
     @rule(random=ANY, well=st.booleans())
@@ -305,20 +302,20 @@ class _Machine(RuleBasedStateMachine):
         copier = self.harness.copier
         jobs = [one for one in copier.under_way if well or one in copier.stopped]
         if jobs:
-            self.run(_now(lambda: (copier.finish if well else copier.end)(random.choice(jobs))))
+            self.now(lambda: (copier.finish if well else copier.end)(random.choice(jobs)))
 
     @precondition(lambda self: any(True for _ in self.harness.operations))
     @rule(random=ANY)
     def a_operation_is_late(self, random: Any) -> None:  # noqa: ANN401
         operation = random.choice(list(self.harness.operations))
-        self.run(_now(lambda: self.harness.operations.stop(operation, DeadlineError("late"))))
+        self.now(lambda: self.harness.operations.stop(operation, DeadlineError("late")))
 
     @precondition(lambda self: any(True for _ in self.harness.operations))
     @rule(engine=engines, random=ANY)
     def cancel(self, engine: Engine, random: Any) -> None:  # noqa: ANN401
         operations = [one.number for one in self.harness.operations if one.session is engine.session]
         if operations:
-            self.guarded(engine, lambda: engine.send(CancelOperation(operation=random.choice(operations))))
+            self.guarded(engine, lambda: engine.cancel(random.choice(operations)))
 
     @precondition(lambda self: self.harness.remote is not None and bool(self.harness.store.waiting))
     @rule(times=st.integers(1, 4))
@@ -328,7 +325,7 @@ class _Machine(RuleBasedStateMachine):
     def store_answers(self, times: int) -> None:
         for _ in range(times):
             if self.harness.remote is not None:
-                self.run(_now(self.harness.store.let_go))
+                self.now(self.harness.store.let_go)
 
     @precondition(lambda self: self.harness.remote is not None)
     @rule(available=st.booleans())
@@ -379,11 +376,7 @@ class _Machine(RuleBasedStateMachine):
                 harness.host_receives.on_event(host_receive.session.session_id, event)
         for engine in list(harness.engines.values()):
             harness.lose(engine)
-        harness.copier.finish_all()
-        if harness.remote is not None:
-            harness.store.holds = False
-            while harness.store.let_go():
-                pass
+        await harness.let_store_answer()
 
         def over() -> bool:
             harness.copier.finish_all()
@@ -395,11 +388,9 @@ class _Machine(RuleBasedStateMachine):
         await until(lambda: not len(harness.service.snapshots))
         for uid in (1, 2):
             operator = harness.engine(uid)
-            named = b"".join(names(*range(HASHES)))
-            unpinned = operator.send(CachePin(hashes=named, pinned=False, pool=POOL))
-            await until(lambda: unpinned in operator.replies)  # noqa: B023
-            operator.reply(unpinned, CachePinned)
-            assert (await operator.answer(CacheEvict(everything=True), CacheEvicted)).kept == 0
+            body = CachePin(hashes=hashes(*range(HASHES)), pinned=False, pool=POOL)
+            await operator.answer(body, CachePinned)
+            assert (await operator.evict()).kept == 0
             harness.lose(operator)
         await settle()
         harness.check_empty()
@@ -415,12 +406,6 @@ class _AtOnce(Executor):
         done: Future[T] = Future()
         done.set_result(operation(*arguments, **named))
         return done
-
-
-async def _now(act: Callable[[], T]) -> T:
-    found = act()
-    await settle()
-    return found
 
 
 TestAllServices = _Machine.TestCase
