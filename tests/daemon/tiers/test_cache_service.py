@@ -15,6 +15,7 @@ from kvferry.pools.integrity import WALKED, check
 from kvferry.pools.tiers.cached_block import Tier
 from kvferry.pools.tiers.index import BlockIndex
 from kvferry.protocol import errors
+from kvferry.protocol.events import TierDone
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.tier_messages import (
     LEASE_S,
@@ -239,23 +240,24 @@ async def test_a_long_prompt_is_stored_found_and_loaded_some_blocks_in_each_turn
             await asyncio.sleep(0)
             now.clear()
 
+    async def finish(operation: int) -> TierDone:
+        await pass_turns_until(lambda: turns.copier.under_way)
+        turns.copier.end(turns.copier.under_way[0])
+        await pass_turns_until(lambda: engine.done(operation))
+        return engine.ended(operation)
+
     for what, at in (("longest_prefix", 1), ("begin", 1), ("commit", 0), ("touch", 0), ("pin", 0), ("unpin", 0)):
         count(what, at)
-    engine, copier = turns.engine(), turns.copier
+    engine = turns.engine()
     ids = engine.allocate(MANY)
-    operation = engine.store(names(*range(MANY)), ids)
-    await pass_turns_until(lambda: copier.under_way)
-    copier.end(copier.under_way[0])
-    await pass_turns_until(lambda: engine.done(operation))
+    assert (await finish(engine.store(names(*range(MANY)), ids))).stored == MANY
     number = engine.send(Lookup(pool=POOL, hashes=hashes(*range(MANY))))
     await pass_turns_until(lambda: number in engine.replies)
     found = engine.reply(number, Found)
     operation = engine.load(found.lease, ids)
     engine.unpin(found.lease)
-    await pass_turns_until(lambda: copier.under_way)
-    copier.end(copier.under_way[0])
-    await pass_turns_until(lambda: engine.done(operation) and not turns.host.index.pinned_by())
-    assert (found.blocks, engine.ended(operation).loaded) == (MANY, MANY)
+    assert (found.blocks, (await finish(operation)).loaded) == (MANY, MANY)
+    await pass_turns_until(lambda: not turns.host.index.pinned_by())
     assert max(most.values()) <= 4 < MANY, "two in each turn of the loop: this test sees two turns at a time"
 
 
@@ -305,15 +307,21 @@ async def test_a_store_that_is_cancelled_while_its_blocks_become_visible_is_done
     assert engine.ended(operation).stored == len(turns.blocks(*range(MANY))) == MANY
 
 
-async def test_what_a_lookup_in_turns_has_found_stays(turns: Harness) -> None:
-    engine, other = turns.engine(), turns.engine()
+async def test_what_a_lookup_finds_and_a_load_takes_in_turns_stays(turns: Harness) -> None:
+    engine = turns.engine()
     await engine.stored(*range(MANY))
     number = engine.send(Lookup(pool=POOL, hashes=hashes(*range(MANY))))
-    assert (await other.evict()).kept >= 2
+    assert (await turns.engine().evict()).kept >= 2
     await until(lambda: number in engine.replies)
     found = engine.reply(number, Found)
     assert 2 <= found.host == found.blocks == len(turns.blocks(*range(MANY)))
+    operation = engine.load(found.lease, engine.allocate(found.blocks))
     engine.unpin(found.lease)
+    assert (await engine.evict()).kept == found.blocks
+    await until(lambda: turns.copier.under_way)
+    turns.check()
+    await turns.finish()
+    assert engine.ended(operation).loaded == found.blocks
     await settle()
     assert not turns.host.index.pinned_by()
 
@@ -333,21 +341,6 @@ async def test_an_instance_may_have_so_many_pins_and_leases(turns: Harness, monk
     with pytest.raises(errors.OverloadedError, match="1 leases"):
         engine.lookup(names(1))
     assert engine.lookup(names(1), lease=one).blocks == 1
-
-
-async def test_what_is_being_loaded_in_turns_stays_where_its_lease_ends(turns: Harness) -> None:
-    engine = turns.engine()
-    await engine.stored(*range(MANY))
-    found = await engine.answer(Lookup(pool=POOL, hashes=hashes(*range(MANY))), Found)
-    operation = engine.load(found.lease, engine.allocate(MANY))
-    engine.unpin(found.lease)
-    assert (await engine.evict()).kept == MANY
-    await until(lambda: turns.copier.under_way)
-    turns.check()
-    await turns.finish()
-    assert engine.ended(operation).loaded == MANY
-    await settle()
-    assert not turns.host.index.pinned_by()
 
 
 # -- reports

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from kvferry.daemon.tiers import copier as copier_module
-from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment, TierCopier
+from kvferry.daemon.tiers.copier import (
+    MAX_STEP_BYTES,
+    MIN_SHARD_BYTES,
+    MIN_STEP_BYTES,
+    BlockJob,
+    BlockSegment,
+    TierCopier,
+)
 from kvferry.daemon.tiers.scheduler import OperationClass, Permit, Scheduler
 from kvferry.pools import native_kernel as native
 from kvferry.pools.copy_kernel import Copies, CopyThreads, Hashing, new_copy_threads
@@ -231,25 +238,14 @@ def test_what_was_offloaded_comes_back_to_other_pages_and_a_flipped_bit_is_named
     async def run() -> None:
         with pytest.MonkeyPatch.context() as patch:
             fix_steps(patch, step_bytes)
-            async with site(copy_threads=new_copy_threads(2, b"")) as made:
+            patch.setattr(copier_module, "MIN_SHARD_BYTES", data.draw(st.sampled_from([4096, MIN_SHARD_BYTES])))
+            async with site(threads=3, copy_threads=new_copy_threads(2, b"")) as made:
                 await test(made)
 
     asyncio.run(run())
 
 
 pytestmark = pytest.mark.anyio
-
-
-async def test_several_threads_share_a_large_job() -> None:
-    async with site(threads=3) as one:
-        region = _region()
-        job = BlockJob("offload", one.job(region).segments, one.arena)
-        assert await one.run(job) is None
-        content = region.view().copy()
-        region.view()[:] = 0
-        assert await one.run(BlockJob("restore", job.segments, one.arena, digests=job.digests)) is None
-        assert (region.view()[MIB:] == content[MIB:]).all()
-        assert not region.view()[:MIB].any()
 
 
 async def test_a_job_without_blocks_and_one_without_checksums_end_as_well() -> None:
@@ -429,68 +425,54 @@ class _GivenCopyThreads(CopyThreads):
         super().serve(threads)
 
 
-def _region(pages: int = PAGES) -> HostRegion:
-    region = HostRegion.create("given", pages * BLOCK_BYTES)
+def _region() -> HostRegion:
+    region = HostRegion.create("given", PAGES * BLOCK_BYTES)
     region.view()[:] = np.random.default_rng(1).integers(0, 256, region.size_bytes, np.uint8)
     return region
 
 
-@pytest.mark.parametrize("checksums", [False, True])
-async def test_the_loop_gives_copy_threads_a_job_that_is_alone_and_one_step(*, checksums: bool) -> None:
+ONE_STEP: dict[str, list[str]] = {"one step": ["given"], "one step with checksums": ["hashed"]}
+OTHERS = ["several steps", "two jobs", "two spaces", "many copies", "transfers", "no host memory", "no hash"]
+
+
+@pytest.mark.parametrize("what", [*ONE_STEP, *OTHERS])
+async def test_the_loop_gives_copy_threads_a_job_that_is_alone_and_one_step_and_others_are_for_the_threads(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     copy_threads = _GivenCopyThreads()
     async with site(copy_threads=copy_threads) as one:
         region = _region()
-        content = region.view().copy()
-        offload = one.job(region, 2, checksums=checksums)
-        assert await one.run(offload) is None
-        assert (offload.digests is not None) == checksums
-        assert (one.arena.view()[: 2 * MIB] == content[MIB : 3 * MIB]).all()
-        region.view()[:] = 0
-        restore = BlockJob("restore", offload.segments, one.arena, digests=offload.digests)
-        assert await one.run(restore) is None
-        assert (region.view()[MIB : 3 * MIB] == content[MIB : 3 * MIB]).all()
-        assert not region.view()[3 * MIB :].any()
-        assert copy_threads.log == ["hashed" if checksums else "given"] * 2
-        if checksums:
-            one.arena.view()[MIB + 7] ^= 1
-            error = await one.run(BlockJob("restore", offload.segments, one.arena, digests=offload.digests))
-            assert (type(error), error and error.field) == (errors.SnapshotDamagedError, "main[1]")
-        assert one.scheduler.bytes_in_flight == 0
-
-
-@pytest.mark.parametrize(
-    "why", ["several steps", "two jobs", "two spaces", "many copies", "transfers", "no host memory", "no hash"]
-)
-async def test_other_jobs_are_for_the_threads(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    copy_threads = _GivenCopyThreads()
-    async with site(copy_threads=copy_threads) as one:
-        region = _region()
-        jobs = [one.job(region, 20 if why == "several steps" else 2)]
-        if why == "no hash":
+        checksums = what in {"no hash", "one step with checksums"}
+        jobs = [one.job(region, 20 if what == "several steps" else 2, checksums=checksums)]
+        if what == "no hash":
             monkeypatch.setattr(_GivenCopyThreads, "hashes", False)
-            jobs = [one.job(region, 2, checksums=True)]
-        elif why == "two jobs":
+        elif what == "two jobs":
             jobs.append(one.job(region, 2, first=3))
-        elif why == "two spaces":
+        elif what == "two spaces":
             segments = one.job(region, 1).segments + one.job(region, 1, first=3).segments
             jobs = [BlockJob("offload", segments, one.arena, checksums=False)]
-        elif why == "many copies":
+        elif what == "many copies":
             monkeypatch.setattr(copier_module, "SUBMITTED_ROWS", 1)
-        elif why == "transfers":
+        elif what == "transfers":
             one.scheduler.transfer_began()
-        elif why == "no host memory":
+        elif what == "no host memory":
             scripted = _ScriptedRegion()
             scripted.device = HOST
             jobs = [one.job(scripted, 2)]
         for job in jobs:
             one.copier.start(job, one.done)
-        if why == "transfers":
+        if what == "transfers":
             await asyncio.get_running_loop().run_in_executor(None, lambda: None)
             assert not one.reports
             one.scheduler.transfer_ended()
         assert [error for _, error in await one.reported(len(jobs))] == [None] * len(jobs)
-        assert len([one for one in copy_threads.log if one != "served"]) == (1 if why == "two jobs" else 0)
-        assert "served" in copy_threads.log
+        if what in ONE_STEP:
+            restore = BlockJob("restore", jobs[0].segments, one.arena, digests=jobs[0].digests)
+            assert await one.run(restore) is None
+            assert copy_threads.log == ONE_STEP[what] * 2
+        else:
+            assert len([one for one in copy_threads.log if one != "served"]) == (1 if what == "two jobs" else 0)
+            assert "served" in copy_threads.log
         assert one.scheduler.bytes_in_flight == 0
 
 
