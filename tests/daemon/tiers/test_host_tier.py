@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,12 +10,7 @@ import pytest
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.tiers import host_tier
-from kvferry.daemon.tiers.host_tier import (
-    AHEAD_BYTES,
-    GROW_AGAIN_S,
-    HostTier,
-    SpaceRequest,
-)
+from kvferry.daemon.tiers.host_tier import AHEAD_BYTES, GROW_AGAIN_S, HostTier, SpaceRequest
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.host.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
@@ -60,39 +56,30 @@ def cached(host: HostTier, tenant: int = MINE) -> list[int]:
     return [n for n in range(1, 20) if host.index.get(namespace(tenant), names(n)[0])]
 
 
-class ScriptedHost:
-    """A host with so much memory left, of 1 TiB, beside the reserve and what sessions may make a daemon keep."""
-
-    def __init__(self) -> None:
-        self.left_bytes = 0
-
-    def read(self, path: str) -> str:
-        """Return a file's text."""
-        left_kib = self.left_bytes + MAX_RESERVE_BYTES + MAX_KEPT_BYTES >> 10
-        return f"MemTotal: {1 << 30} kB\nMemAvailable: {left_kib} kB\n" if path == MACHINE else ""
-
-
 def test_a_tier_does_not_grow_into_memory_that_the_host_has_not(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a host of 1 TiB, beside the reserve and what sessions may make a daemon keep."""
     monkeypatch.setattr(HostRegion, "populate", lambda *_: None)
-    around, large, now_s = ScriptedHost(), 4 * AHEAD_BYTES, [0.0]
-    around.left_bytes = AHEAD_BYTES
-    host = HostTier(TiersConfig(host_bytes=large), counters, HostMemory(around.read), lambda: now_s[0])
-    try:
+    left_bytes, large, now_s = AHEAD_BYTES, 4 * AHEAD_BYTES, 0.0
+
+    def read(path: str) -> str:
+        left_kib = left_bytes + MAX_RESERVE_BYTES + MAX_KEPT_BYTES >> 10
+        return f"MemTotal: {1 << 30} kB\nMemAvailable: {left_kib} kB\n" if path == MACHINE else ""
+
+    host = HostTier(TiersConfig(host_bytes=large), counters, HostMemory(read), lambda: now_s)
+    with contextlib.closing(host):
         assert host.status(0).total_bytes == large
         first = host.reserve(ROOT, 1, AHEAD_BYTES)
-        around.left_bytes = 2 * AHEAD_BYTES
+        left_bytes = 2 * AHEAD_BYTES
         with pytest.raises(OverloadedError, match=f"cannot grow to its {large} .* this host has {AHEAD_BYTES} left"):
             host.reserve(ROOT, 1, UNIT)  # nobody looks again so soon
-        now_s[0] += GROW_AGAIN_S
+        now_s += GROW_AGAIN_S
         assert len(host.reserve(ROOT, 1, UNIT)) == 1
         with pytest.raises(OverloadedError, match="cannot grow"):
             host.reserve(ROOT, 1, 2 * AHEAD_BYTES)  # the first bytes are promised, though not taken yet
         host.release(ROOT, first, AHEAD_BYTES)
         assert len(host.reserve(ROOT, 1, AHEAD_BYTES)) == 1
-    finally:
-        host.close()
 
 
 Evict = Callable[[HostTier, int, int], object]
@@ -161,16 +148,13 @@ def test_nobody_goes_where_that_could_not_help(host: HostTier, evict: Evict) -> 
 
 
 def test_what_a_user_has_pinned_leaves_the_next_one_its_part(counters: Counters) -> None:
-    host = HostTier(tiers_config(64), counters, HostMemory())
-    try:
+    with contextlib.closing(HostTier(tiers_config(64), counters, HostMemory())) as host:
         held = host.reserve(MINE, 59, UNIT)
-        (block,) = cache(host, 1)
-        host.index.pin([block], 7)
-        with pytest.raises(
-            OverloadedError, match=rf"user {MINE} may have {60 * UNIT} bytes that stay, and has {60 * UNIT}"
-        ):
+        host.index.pin(cache(host, 1), 7)
+        may = rf"user {MINE} may have {60 * UNIT} bytes that stay, and has {60 * UNIT}"
+        with pytest.raises(OverloadedError, match=may):
             host.reserve(MINE, 1, UNIT)
-        with pytest.raises(OverloadedError, match=f"user {MINE} may have"):
+        with pytest.raises(OverloadedError, match=may):
             next(host.making_room(MINE, [SpaceRequest(1, UNIT)]))
         assert len(host.reserve(THEIRS, 3, UNIT)) == 3
         with pytest.raises(OverloadedError, match=f"user {THEIRS} may have {3 * UNIT + UNIT * 3 // 4} bytes"):
@@ -178,8 +162,6 @@ def test_what_a_user_has_pinned_leaves_the_next_one_its_part(counters: Counters)
         assert len(host.reserve(ROOT, 1, UNIT)) == 1
         host.release(MINE, held, UNIT)
         assert len(host.reserve(MINE, 50, UNIT)) == 50
-    finally:
-        host.close()
 
 
 def test_who_pins_what_is_said(host: HostTier, evict: Evict) -> None:
@@ -228,9 +210,8 @@ def test_a_block_that_is_on_disk_is_evicted_but_not_lost(host: HostTier, counter
     first, second = cache(host, 1, 2)
     host.index.set_tier(first, Tier.DISK, present=True)
     host.reserve(MINE, 6, UNIT)
-    assert counters.snapshot()["tiers.host.evicted_blocks"] == 2
-    assert counters.snapshot()["tiers.host.lost_blocks"] == 1
-    assert not second.in_host
-    assert not first.in_host
+    counted = counters.snapshot()
+    assert (counted["tiers.host.evicted_blocks"], counted["tiers.host.lost_blocks"]) == (2, 1)
+    assert [one.in_host for one in (first, second)] == [False, False]
     assert [host.index.get(namespace(), one) for one in names(1, 2)] == [first, None]
     assert host.index.adopt(namespace(), names(1)[0], None, UNIT, tier=Tier.DISK) is first

@@ -170,20 +170,20 @@ def test_get_returns_headers(daemon: _Daemon) -> None:
         assert daemon.ask(Get(2, [get("a", (8, 10))])) == Answer(2, statuses=[answered], headers=[b""])
 
 
-@pytest.mark.parametrize("wrong", [(-1, 1), (0, 0), (0, -1), (ARENA_BYTES, 1), (1, ARENA_BYTES), (1 << 62, 1 << 62)])
-def test_a_range_outside_of_the_arena_goes_nowhere(daemon: _Daemon, wrong: tuple[int, int]) -> None:
+OUTSIDE = [(-1, 1), (0, 0), (0, -1), (ARENA_BYTES, 1), (1, ARENA_BYTES), (1 << 62, 1 << 62)]
+
+
+def test_a_range_outside_of_the_arena_and_a_header_that_has_no_room_go_nowhere(daemon: _Daemon) -> None:
     whole = (0, ARENA_BYTES)
-    assert daemon.ask(Put(1, [put("a", whole, wrong)])).statuses == [INVALID_PARAMS]
-    assert daemon.ask(Get(2, [get("a", whole, wrong)])).statuses == [INVALID_PARAMS]
+    for wrong in OUTSIDE:
+        assert daemon.ask(Put(1, [put("a", whole, wrong)])).statuses == [INVALID_PARAMS]
+        assert daemon.ask(Get(2, [get("a", whole, wrong)])).statuses == [INVALID_PARAMS]
+    for size_bytes in (0, -1, MAX_HEADER_BYTES + 1):
+        assert daemon.ask(Get(3, [get("a", whole, header_bytes=size_bytes)])).statuses == [INVALID_PARAMS]
     assert not daemon.store.asked
-    # Room for headers is given back, or this would wait for ever. Other blocks of a call go on.
-    assert daemon.ask(Put(3, [put("a", wrong), put("b", whole)])).statuses == [INVALID_PARAMS, 0]
-
-
-@pytest.mark.parametrize("size_bytes", [0, -1, MAX_HEADER_BYTES + 1])
-def test_a_header_that_has_no_room_goes_nowhere(daemon: _Daemon, size_bytes: int) -> None:
-    blocks = [get("a", (0, 1), header_bytes=size_bytes), get("b", (0, 1), header_bytes=MAX_HEADER_BYTES)]
-    assert daemon.ask(Get(1, [*blocks, get("c", (0, 1))])).statuses == [INVALID_PARAMS, 0, INVALID_PARAMS]
+    # Room for headers is given back, or this would wait for ever. Other blocks of a call go on, but no room is left.
+    blocks = [get("a", OUTSIDE[0]), get("b", whole, header_bytes=MAX_HEADER_BYTES), get("c", whole)]
+    assert daemon.ask(Get(4, blocks)).statuses == [INVALID_PARAMS, 0, INVALID_PARAMS]
 
 
 def test_a_message_that_is_too_long_is_not_read_and_an_end_within_one_is_an_end() -> None:
