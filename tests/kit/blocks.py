@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +102,7 @@ def harnesses(draw: st.DrawFn) -> BlockHarness:
     return harness_of(manifest, space, draw)
 
 
-def harness_of(manifest: Manifest, space: str, draw: st.DrawFn) -> BlockHarness:
+def harness_of(manifest: Manifest, space: str, draw: Callable[[Any], Any]) -> BlockHarness:
     """Return some pages of a pool and their blocks."""
     layout = BlockLayout(manifest, space)
     ids = draw(st.permutations(range(1, layout.pages)))

@@ -231,7 +231,6 @@ class Harness:
     """
 
     def __init__(self, config: TiersConfig, *, remote: bool = False, hasher: Executor | None = None) -> None:
-        """Put it together, on the running loop."""
         self.now_s = 0.0
         self.counters = Counters()
         self.sessions = SessionRegistry(LIMITS)
@@ -274,7 +273,6 @@ class Harness:
         return one
 
     def pool(self, name: str = POOL, tenant: int = 1) -> Pool:
-        """Return a tenant's pool."""
         return self.pools.get(tenant, name)
 
     @property
@@ -296,9 +294,8 @@ class Harness:
 
     async def finish(self) -> None:
         """Let all jobs be done, and what follows."""
-        is_first = True
-        while self.copier.under_way or is_first:
-            is_first = False
+        await settle()
+        while self.copier.under_way:
             self.copier.finish_all()
             await settle()
 
@@ -336,11 +333,7 @@ class Harness:
         await asyncio.to_thread(self.host.close)
 
     def check(self) -> None:
-        """Check that what is counted is what is there.
-
-        Raises:
-            AssertionError: what is wrong.
-        """
+        """Check that what is counted is what is there."""
         owners = {session.owner_id for session in self.sessions}
         for one in self.all.checks():
             check(one.walk())
@@ -439,17 +432,14 @@ class Engine:
         return self.reply(self.send(body, *ids, **options), kind)
 
     def allocate(self, count: int, pool: str = POOL) -> PageIds:
-        """Return pages."""
         number = self.send(Allocate(pool=pool, count=count))
         assert not isinstance(self.replies[number][0], ErrorReply), self.replies[number]
         return self.replies[number][1][0]
 
     def free(self, ids: npt.ArrayLike, pool: str = POOL) -> None:
-        """Give pages back."""
         self.send(Free(pool=pool, pages=np.size(ids)), ids)
 
     def offload(self, ids: npt.ArrayLike, pool: str = POOL, *, release: bool = False, **options: Any) -> Offloading:  # noqa: ANN401
-        """Offload pages of ``main``."""
         body = Offload(pool=pool, lists=(PageList(pages=np.size(ids)),), release=release)
         return self.ask(body, Offloading, ids, **options)
 
@@ -593,7 +583,6 @@ async def harness(
 async def new_pool(
     made: Harness, name: str = POOL, spec: PoolSpec = SPEC, tenant: int = 1, model: ModelIdentity | None = MODEL
 ) -> None:
-    """Make a pool of a tenant."""
     engine = made.engine(tenant)
     await engine.answer(CreatePool(pool=name, spec=spec, model=model), PoolCreated)
     made.lose(engine)

@@ -436,18 +436,15 @@ async def test_a_reset_of_one_model_leaves_the_same_prompts_of_others(tiers: Har
     assert (await engine.evict(everything=True, identity=identity)).blocks == 2
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+async def test_a_hash_without_an_identity_names_no_block(engine: Engine) -> None:
+    await engine.stored(1)
+    for body in (
         CacheEvict(hashes=hashes(1)),
         CachePin(hashes=hashes(1)),
         CachePin(hashes=hashes(1), pinned=False),
         CacheEvict(everything=True, pool=POOL, identity="0" * 32),
         CachePin(hashes=b"", pool=POOL),
-    ],
-)
-async def test_a_hash_without_an_identity_names_no_block(engine: Engine, body: CacheEvict | CachePin) -> None:
-    await engine.stored(1)
-    with pytest.raises(errors.InvalidFieldError):
-        engine.ask(body, CacheEvicted)
+    ):
+        with pytest.raises(errors.InvalidFieldError):
+            engine.ask(body, CacheEvicted)
     assert engine.lookup(names(1), pin=False).blocks == 1

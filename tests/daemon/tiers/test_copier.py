@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 from hypothesis import given
@@ -173,9 +174,10 @@ def fix_steps(patch: pytest.MonkeyPatch, step_bytes: int) -> None:
         patch.setattr(copier_module, name, step_bytes)
 
 
-def pages_with(pages: BlockPages, **changed: Any) -> BlockPages:  # noqa: ANN401
+def pages_with(pages: BlockPages, ids: npt.ArrayLike | None = None, offsets: npt.ArrayLike | None = None) -> BlockPages:
     """Return them with other ids or offsets."""
-    return pages._replace(**{name: np.array(value, np.int64) for name, value in changed.items()})
+    ids, offsets = pages.ids if ids is None else ids, pages.offsets if offsets is None else offsets
+    return BlockPages(pages.layout, np.array(ids, np.int64), np.array(offsets, np.int64))
 
 
 # -- bytes and checksums
@@ -393,11 +395,15 @@ async def test_what_a_step_copies_and_hashes_gives_way(monkeypatch: pytest.Monke
         yield
         said.append("goes on")
 
+    def hashed(*_arguments: object) -> npt.NDArray[np.uint64]:
+        said.append("hashes")
+        return np.zeros(1, np.uint64)
+
     async with site(threads=1) as one:
         region = _ScriptedRegion()
         region.on_begin = lambda _step: said.append("copies")
         monkeypatch.setattr(one.scheduler, "giving_way", giving_way)
-        monkeypatch.setattr(copier_module, "hash_step", lambda *_: said.append("hashes") or np.zeros(1, np.uint64))
+        monkeypatch.setattr(copier_module, "hash_step", hashed)
         assert await one.run(one.job(region, 1, checksums=True)) is None
     assert said == ["gives way", "copies", "goes on", "gives way", "hashes", "goes on"]
 

@@ -9,9 +9,10 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import xxhash
@@ -170,15 +171,6 @@ async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:
         tiers.host.index.unpin([block], 77)
 
 
-def raises(error: Exception) -> Callable[..., Any]:
-    """Return what raises it, whatever it is given."""
-
-    def fails(*_: object, **__: object) -> Any:  # noqa: ANN401
-        raise error
-
-    return fails
-
-
 @pytest.mark.parametrize("how", ["flipped", "truncated", "gone"])
 async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(
     tiers: Harness, engine: Engine, folder: Path, how: str
@@ -210,8 +202,7 @@ async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
     tiers: Harness, monkeypatch: pytest.MonkeyPatch, error: Exception, state: str
 ) -> None:
     real = DiskStore.begin_write
-
-    monkeypatch.setattr(DiskStore, "begin_write", raises(error))
+    monkeypatch.setattr(DiskStore, "begin_write", Mock(side_effect=error))
     with capture_logs() as logs:
         await tiers.stored(1, 2)
         await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
@@ -227,7 +218,7 @@ async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
 async def test_what_the_disk_did_not_take_is_no_longer_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.daemon.tiers.disk_tier.SYNC_EVERY_S", 0.001)
     async with harness(8, disk=folder) as tiers:
-        monkeypatch.setattr(os, "fdatasync", raises(OSError(errno.EIO, "broken")))
+        monkeypatch.setattr(os, "fdatasync", Mock(side_effect=OSError(errno.EIO, "broken")))
         [block] = await tiers.stored(1)
         await until(lambda: bool(tiers.counters.snapshot().get("tiers.disk.failed")))
         await until(lambda: not block.on_disk)
@@ -381,7 +372,7 @@ async def test_a_block_that_cannot_come_up_leaves_no_byte(
     elif how == "removed":
         assert far.host.index.remove(block) == []
     else:
-        monkeypatch.setattr(xxhash, "xxh3_64_intdigest", raises(RuntimeError()))
+        monkeypatch.setattr(xxhash, "xxh3_64_intdigest", Mock(side_effect=RuntimeError))
     with capture_logs():
         far.store.holds = False
         far.store.let_go()
@@ -462,7 +453,7 @@ async def test_what_the_store_had_once_is_forgotten_some_time(far: Harness, monk
 async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     real = far.store.put
 
-    monkeypatch.setattr(far.store, "put", raises(RuntimeError()))
+    monkeypatch.setattr(far.store, "put", Mock(side_effect=RuntimeError))
     with capture_logs() as logs:
         await far.stored(1)
         await until(lambda: bool(logs))

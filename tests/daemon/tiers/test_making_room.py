@@ -61,8 +61,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def offload(engine: Engine, count: int, deadline_ms: int = 0) -> int:
     """Begin an offload of so many pages; return the operation's number."""
-    body = Offload(pool=POOL, lists=(PageList(pages=count),))
-    return engine.ask(body, Offloading, engine.allocate(count), deadline_ms=deadline_ms).operation
+    return engine.offload(engine.allocate(count), deadline_ms=deadline_ms).operation
 
 
 def evicted(tiers: Harness) -> int:
@@ -78,17 +77,13 @@ async def copies(tiers: Harness, count: int = 1) -> None:
 def receives(tiers: Harness) -> Harness:
     """Have RECEIVEs into the host tier answered, and end their transfers at once."""
 
-    def made(call: Call) -> Answer:
-        body = expect(call, Receive)
-        plan = tiers.host_receives.plan(body, tiers.pool())
-        tiers.host_receives.refused(tiers.host_receives.make(call, body, plan), errors.CancelledError("over"))
-        return Answer(Accepted())
-
     async def receive(call: Call) -> Answer:
-        steps = tiers.host_receives.making_room(tiers.host_receives.plan(expect(call, Receive), tiers.pool()))
+        body, receives, pool = expect(call, Receive), tiers.host_receives, tiers.pool()
+        steps = receives.making_room(receives.plan(body, pool))
         if steps is not None:
-            await tiers.host_receives.make_room(call, steps)
-        return made(call)
+            await receives.make_room(call, steps)
+        receives.refused(receives.make(call, body, receives.plan(body, pool)), errors.CancelledError("over"))
+        return Answer(Accepted())
 
     tiers.dispatcher.handle("RECEIVE", receive)
     return tiers

@@ -34,7 +34,7 @@ async def tiers() -> AsyncIterator[Harness]:
 async def test_a_cancelled_operation_ends_once_its_bytes_rest(tiers: Harness, engine: Engine) -> None:
     ids = engine.allocate(3)
     offloading = engine.offload(ids)
-    number = engine.send(CancelOperation(operation=offloading.operation))
+    number = engine.cancel(offloading.operation)
     assert number not in engine.replies
     assert tiers.pool().allocator.busy_count == 3
     await tiers.finish()
@@ -42,26 +42,24 @@ async def test_a_cancelled_operation_ends_once_its_bytes_rest(tiers: Harness, en
     assert engine.error(offloading.operation) is errors.CancelledError
     assert tiers.pool().allocator.busy_count == 0
     assert tiers.host.arena.used_bytes == 0
-    again = engine.send(CancelOperation(operation=offloading.operation), acknowledge=False)
+    again = engine.cancel(offloading.operation, acknowledge=False)
     assert engine.reply(again, OperationCancelled).was_done is True
     with pytest.raises(errors.UnknownOperationError):
         engine.ask(CancelOperation(operation=offloading.operation), OperationCancelled)
 
 
-async def test_another_session_cannot_cancel_it(tiers: Harness, engine: Engine) -> None:
+async def test_neither_another_session_nor_a_message_that_was_never_sent_names_an_operation(
+    tiers: Harness, engine: Engine
+) -> None:
     operation = engine.offload(engine.allocate(1)).operation
     with pytest.raises(errors.UnknownOperationError):
         tiers.engine().ask(CancelOperation(operation=operation), OperationCancelled)
-    await tiers.finish()
-    assert engine.error(operation) is None
-
-
-async def test_no_operation_is_named_by_a_message_that_was_never_sent(tiers: Harness, engine: Engine) -> None:
-    del tiers
     for named in (CancelOperation(request=1 << 40), CancelOperation()):
         with pytest.raises(errors.UnknownOperationError) as unknown:
             engine.ask(named, OperationCancelled)
         assert unknown.value.field == "request"
+    await tiers.finish()
+    assert engine.error(operation) is None
 
 
 async def test_a_session_may_have_so_many(tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +179,7 @@ class Watched:
             number = self.engine.store([b"0" * 16], self.ids[:1], deadline_ms=deadline_ms)
         (self.operation,) = [one for one in self.tiers.operations if one.number == number]
         if state is State.STOPPING:
-            self.engine.send(CancelOperation(operation=self.operation.number))
+            self.engine.cancel(self.operation.number)
 
     @property
     def state(self) -> State:
@@ -199,7 +197,7 @@ class Watched:
             case Event.BEGIN:
                 self.engine.free(self.ids)
             case Event.CANCEL:
-                self.engine.send(CancelOperation(operation=self.operation.number))
+                self.engine.cancel(self.operation.number)
             case Event.GIVEN_UP:
                 self.tiers.pools.remove(self.tiers.pool())
             case Event.SESSION_ENDED:

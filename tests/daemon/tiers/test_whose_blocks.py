@@ -15,10 +15,8 @@ from kvferry.pools.tiers.cached_block import Tier
 from kvferry.protocol import errors
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.pool_messages import CreatePool, PoolCreated
-from kvferry.protocol.tier_messages import (
-    Lookup,
-)
-from tests.kit.tiers import MODEL, POOL, SPEC, Engine, Harness, harness, names, new_pool, settle, until
+from kvferry.protocol.tier_messages import Found, Lookup
+from tests.kit.tiers import MODEL, POOL, SPEC, Engine, Harness, harness, hashes, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 
@@ -54,9 +52,8 @@ def written(tiers: Harness) -> int:
 
 async def found(engine: Engine, pool: str, *numbers: int) -> int:
     """Return how many blocks a pool finds, wherever they are."""
-    number = engine.send(Lookup(pool=pool, hashes=b"".join(names(*numbers)), pin=False))
-    await until(lambda: number in engine.replies)
-    return int(engine.replies[number][0].blocks)
+    body = Lookup(pool=pool, hashes=hashes(*numbers), pin=False)
+    return (await engine.answer(body, Found)).blocks
 
 
 async def is_found_by_its_own_only(engine: Engine) -> None:
