@@ -7,6 +7,7 @@ bounce buffers else: the source gathers what was credited, and its write ends; o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -37,6 +38,7 @@ RegionOf = Callable[[RemotePool], Region]
 SendingKey: TypeAlias = tuple[Incarnation, int]
 
 
+@dataclass
 class Sending:
     """A transfer op that a source daemon sends.
 
@@ -45,11 +47,10 @@ class Sending:
         over: whether no write credit follows.
     """
 
-    def __init__(self, remote_endpoint: RemoteEndpoint, on_settled: Callable[[], None]) -> None:
-        self.remote_endpoint = remote_endpoint
-        self.on_settled = on_settled
-        self.writing = False
-        self.over = False
+    remote_endpoint: RemoteEndpoint
+    on_settled: Callable[[], None]
+    writing: bool = False
+    over: bool = False
 
 
 class Arriving:
@@ -73,11 +74,7 @@ class Arriving:
 
     @property
     def region(self) -> Region:
-        """Return the source's memory.
-
-        Raises:
-            PeerLostError: nobody has it.
-        """
+        """Return the source's memory; PEER_LOST where nobody has it."""
         pool = self.op.send_request.pool
         assert isinstance(pool, RemotePool)
         return self._region_of(pool)

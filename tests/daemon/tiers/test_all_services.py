@@ -33,14 +33,7 @@ from kvferry.protocol.base import ErrorReply, PageList
 from kvferry.protocol.errors import DeadlineError, InternalError, KvferryError, raised
 from kvferry.protocol.events import Finished, Settled, TierDone
 from kvferry.protocol.pool_messages import DeletePool
-from kvferry.protocol.tier_messages import (
-    CacheEvict,
-    CachePin,
-    CachePinned,
-    DropSnapshot,
-    Found,
-    Lookup,
-)
+from kvferry.protocol.tier_messages import CacheEvict, CachePin, CachePinned, DropSnapshot, Found, Lookup
 from kvferry.protocol.transfer_messages import Receive
 from tests.kit.devices import DEVICE
 from tests.kit.tiers import POOL, Engine, Harness, hashes, names, new_pool, settle, tiers_config, until

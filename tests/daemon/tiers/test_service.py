@@ -33,18 +33,7 @@ from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.manifests import DraftSpec, MambaSpec, PoolSpec
 from kvferry.protocol.tier_messages import DropSnapshot, Offload, Offloading, SnapshotDropped, SnapshotReport, Snapshots
 from kvferry.protocol.transfer_messages import Receive
-from tests.kit.tiers import (
-    HYBRID,
-    POOL,
-    SPEC,
-    UNIT,
-    Engine,
-    Harness,
-    harness,
-    new_pool,
-    settle,
-    until,
-)
+from tests.kit.tiers import HYBRID, POOL, SPEC, UNIT, Engine, Harness, harness, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 GRACE_S = 0.01
