@@ -21,7 +21,6 @@ from tests.kit.tiers import HYBRID, POOL, UNIT, Engine, Harness, harness, names,
 
 pytestmark = pytest.mark.anyio
 ALL = (1, 2, 3, 4, 5, 6, 7, 8)
-POLICIES = pytest.mark.parametrize("policy", ["lru", "reuse"])
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +151,7 @@ async def test_what_needs_no_room_does_not_wait_for_those_who_do(full: Harness, 
     assert engine.error(first) is None
 
 
-@POLICIES
+@pytest.mark.parametrize("policy", ["lru", "reuse"])
 async def test_what_a_prompt_begins_with_does_not_go_for_its_end(policy: str) -> None:
     async with harness(8, policy=policy) as tiers:
         engine = tiers.engine()

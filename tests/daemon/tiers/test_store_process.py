@@ -18,8 +18,6 @@ from typing import cast
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvferry.daemon.tiers.store_link import (
     MAX_CALL_BLOCKS,
@@ -54,7 +52,6 @@ from kvferry.daemon.tiers.store_process import (
     framed,
     pack_ranges,
     receive,
-    unpack_ranges,
 )
 from tests.kit.tiers import settle
 
@@ -199,12 +196,6 @@ def test_a_message_that_is_too_long_is_not_read_and_an_end_within_one_is_an_end(
         ours.sendall(LENGTH.pack(MAX_MESSAGE_BYTES + 1))
         with pytest.raises(ValueError, match="bytes"):
             receive(theirs)
-
-
-@given(st.lists(st.tuples(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-(1 << 63), (1 << 63) - 1))))
-def test_ranges_come_back(ranges: list[tuple[int, int]]) -> None:
-    offsets, sizes = unpack_ranges(pack_ranges(ranges))
-    assert list(zip(offsets, sizes, strict=True)) == ranges
 
 
 # -- blocks on their way
