@@ -68,7 +68,11 @@ def test_no_choice_of_what_to_keep_has_more_prefix_hits(prompts: Prompts, capaci
 
 
 def test_a_trace_is_read_up_to_a_count(tmp_path: Path) -> None:
-    lines = [{"timestamp": 7, "input_length": 600, "hash_ids": [0, 1]}, {"input_length": 5}, {"input_length": 6}]
+    lines: list[dict[str, object]] = [
+        {"timestamp": 7, "input_length": 600, "hash_ids": [0, 1]},
+        {"input_length": 5},
+        {"input_length": 6},
+    ]
     file = written(tmp_path, lines)
     assert read_trace(file, 2) == [TracedRequest(600, (0, 1)), TracedRequest(5)]
     assert len(read_trace(file)) == 3

@@ -112,7 +112,7 @@ def test_arrays_are_the_tensors_memory(client: Client, hybrid: str, tables: Tabl
     tables = new_tables(client, hybrid, "of-a-window", window=WINDOW)
     for name in cast("Any", ("block_tables", "block_tables_swa", "seq_lens")):
         array, tensor = tables.array(name), getattr(tables, name)
-        assert (array.ctypes.data, array.shape, array.dtype) == (tensor.data_ptr(), tensor.shape, np.int32)
+        assert (array.ctypes.data, array.shape, array.dtype) == (tensor.data_ptr(), tensor.shape, np.dtype(np.int32))
     with pytest.raises(InvalidFieldError, match="no 'lengths'"):
         tables.array(cast("Any", "lengths"))
 

@@ -65,7 +65,6 @@ def main() -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
         first_k_dense_replace=COMMON["num_hidden_layers"],
-        moe_layer_freq=1,  # SGLang reads it
         q_lora_rank=64,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
@@ -74,6 +73,7 @@ def main() -> None:
     )
     ascend = LlamaConfig(**COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
     made = {TINY_MHA: mha, TINY_GQA: gqa, TINY_MLA: mla, TINY_DEEPSEEK: deepseek, TINY_ASCEND: ascend}
+    deepseek.moe_layer_freq = 1  # SGLang reads it
     for name, config in made.items():
         save_random(config, folder / name)
         for file in demo.glob("tokenizer*"):

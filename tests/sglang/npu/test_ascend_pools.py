@@ -152,7 +152,7 @@ def test_rows_of_metadata_are_where_the_processor_reads_them(daemon: Daemon) -> 
     """SGLang has them on the NPU; its back end for Ascend reads them there."""
     sizes = {"size": 2, "hidden_size": 8, "hidden_states_dtype": torch.float16, "max_sampling_mask_tokens": 4}
     with told():
-        assert all(one.is_npu for (one,) in tensors_of(MetadataBuffers(**sizes)).values())
+        assert all(one.device.type == "npu" for (one,) in tensors_of(MetadataBuffers(**sizes)).values())
     with chosen(environment_of(daemon, KINDS["mha"])):
         buffers = MetadataBuffers(**sizes)
     assert all(one.is_cpu for (one,) in tensors_of(buffers).values())
