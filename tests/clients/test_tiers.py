@@ -151,6 +151,7 @@ def _empty(client: Client) -> Iterator[None]:
 
 
 @pytest.mark.any_device
+@pytest.mark.usefixtures("_empty")
 def test_blocks_of_several_pages_and_other_page_spaces(client: Client, name: str) -> None:
     pool = Filled(client, name, HYBRID)
     main, swa = client.allocate(name, 8), client.allocate(name, 2, "swa")
