@@ -275,6 +275,10 @@ class Watch:
     def status(self) -> StatusReport:
         return self._client.status()
 
+    def arrived(self) -> int:
+        """Return how many receives have succeeded: a server may compute again what did not arrive."""
+        return self.status().counters.get("transfers.receive.ok", 0)
+
     def transfers(self, request_id: str = "") -> list[TransferStatus]:
         """Return what is under way, of all requests or of those whose id begins so."""
         return [one for one in self.status().transfers if one.request_id.startswith(request_id)]

@@ -44,12 +44,12 @@ READY: Final = "/readiness"
 NEW_TOKENS: Final = 16
 _BOTH: Final = (
     *("--dtype", "float32", "--cuda-graph-backend-prefill", "disabled"),
-    *("--skip-server-warmup", "--disable-overlap-schedule"),
+    "--skip-server-warmup",
     "--sleep-on-idle",  # two idle schedulers would take two cores
 )
 OPTIONS: Final = (
     *("--device", "cpu", "--attention-backend", "torch_native"),
-    *("--cuda-graph-backend-decode", "disabled", *_BOTH),
+    *("--cuda-graph-backend-decode", "disabled", "--disable-overlap-schedule", *_BOTH),
 )
 NPU_OPTIONS: Final = (
     *("--device", "npu", "--attention-backend", "ascend", "--sampling-backend", "pytorch", "--page-size", "128"),
@@ -71,6 +71,7 @@ ON_NPU: Final = {
     "ASCEND_USE_FIA": "1",
     "ASCEND_GLOBAL_LOG_LEVEL": "3",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "SGLANG_ENABLE_WAR_BARRIER": "1",  # else its scheduler writes what its model still reads: the simulator says so
     "PYTHONPATH": f"{STUBS / 'npu'}:{ENVIRONMENT['PYTHONPATH']}",
 }
 EXTRA: Final = {

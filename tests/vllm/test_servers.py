@@ -85,25 +85,20 @@ def well(pair: Pair, expected: Expected, kept_daemon: Daemon) -> Iterator[Pair]:
         watch.wait_until_idle()
 
         def is_handed_over() -> bool:
-            before = received(watch)
+            before = watch.arrived()
             assert pair.generate(prompt(129)).tokens == expected(Prompt(129)), pair.decode.log_tail()
-            return received(watch) > before
+            return watch.arrived() > before
 
         pair.front.wait_for(is_handed_over, "hand over again")
 
 
-def received(watch: Watch) -> int:
-    """Return how many prompts have come to decode."""
-    return watch.status().counters.get("transfers.receive.ok", 0)
-
-
 def test_tokens_are_those_of_a_plain_server(pair: Pair, expected: Expected, watch: Watch) -> None:
-    before = received(watch)
+    before = watch.arrived()
     for length in LENGTHS:
         assert pair.generate(prompt(length)).tokens == expected(Prompt(length)), length
     replies = at_once(lambda one: pair.generate(prompt(*one)), AT_ONCE)
     assert [reply.tokens for reply in replies] == [expected(one) for one in AT_ONCE]
-    assert received(watch) == before + len(LENGTHS) + len(AT_ONCE), "decode has computed some alone"
+    assert watch.arrived() == before + len(LENGTHS) + len(AT_ONCE), "decode has computed some alone"
 
 
 def test_both_pools_are_in_the_status(pair: Pair, kept_daemon: Daemon) -> None:
@@ -115,7 +110,7 @@ def test_both_pools_are_in_the_status(pair: Pair, kept_daemon: Daemon) -> None:
 
 
 def test_curl_has_a_chat_streamed(pair: Pair, watch: Watch) -> None:
-    before = received(watch)
+    before = watch.arrived()
     body = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8, "temperature": 0}
     whole = pair.prefill.post("/v1/chat/completions", body).choice["message"]["content"]
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -126,7 +121,7 @@ def test_curl_has_a_chat_streamed(pair: Pair, watch: Watch) -> None:
     assert (done, end) == ("[DONE]", "")
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
     assert "".join(choice["delta"].get("content") or "" for choice in choices) == whole
-    assert received(watch) == before + 1
+    assert watch.arrived() == before + 1
 
 
 def test_a_client_that_goes_amid_the_chunks(well: Pair, watch: Watch) -> None:
@@ -155,9 +150,9 @@ def test_a_client_of_the_proxy_that_goes_amid_the_chunks(well: Pair, watch: Watc
 
 @pytest.mark.long
 def test_a_client_that_goes_while_decode_generates(well: Pair, watch: Watch) -> None:
-    before = received(watch)
+    before = watch.arrived()
     with left_alone(well.front, request(prompt(129, seed=2), MANY, stream=True)):
-        watch.wait_until(lambda: received(watch) > before and running(well, "decode") > 0, "decode generates")
+        watch.wait_until(lambda: watch.arrived() > before and running(well, "decode") > 0, "decode generates")
     well.decode.wait_for(lambda: is_alone(well), "end what nobody reads", SOON_S)
 
 

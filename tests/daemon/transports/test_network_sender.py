@@ -205,7 +205,7 @@ async def test_a_credit_is_answered_when_all_its_writes_have_ended(
     runs: tuple[tuple[int, int], ...], ends: tuple[bool | None, ...], refuse_after: int | None
 ) -> None:
     source, whole = Source(buffers=1), runs or ((BOUNCE_BUFFER, BYTES),)
-    _, message = source.asked()
+    op, message = source.asked()
     source.writer.refuse_after = refuse_after
     source.credit(message, runs=runs)
     with capture_logs():
@@ -214,6 +214,9 @@ async def test_a_credit_is_answered_when_all_its_writes_have_ended(
         for begun, end in zip(source.writer.begun, ends, strict=True):
             assert source.written == []
             begun.on_done(None if end is None else WriteFailedError("cut off", may_still_land=end))
+    if ends == (None, None):
+        content = b"".join(one.content for one in source.writer.begun)
+        assert sorted(content) == sorted(content_at_source(source.harness.source_pool, op))
     (written,) = source.said.of(Written)
     code = "OK" if ends == (None, None) else "TRANSFER_FAILED"
     assert (source.written, bool(written.may_still_land)) == ([(1, code)], True in ends)

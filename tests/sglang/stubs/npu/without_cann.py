@@ -2,7 +2,7 @@
 
 ``torchair`` is in torch_npu's wheel, but loads CANN's graph engine; SGLang imports a back end of it for a torch.compile
 that is off on NPUs. ``transfer_to_npu`` makes torch.cuda mean torch.npu, and after it torch 2.13's dynamo, which models
-import, cannot be imported.
+import, cannot be imported; of what it does, events and streams are enough.
 """
 
 from __future__ import annotations
@@ -40,3 +40,5 @@ _module("torch_npu.contrib.transfer_to_npu")
 torch_npu.contrib.transfer_to_npu = sys.modules["torch_npu.contrib.transfer_to_npu"]
 
 torch.npu.set_device(0)  # SGLang's arguments ask for the device's memory before any device is set
+for _name in ("Event", "Stream", "current_stream", "stream", "synchronize"):
+    setattr(torch.cuda, _name, getattr(torch.npu, _name))
