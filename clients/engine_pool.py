@@ -151,7 +151,7 @@ class EnginePool:
         """Return an event behind all that the model's stream was told to do so far; None on the host: it is done.
 
         Raises:
-            KvferryError: the daemon that it is for is away.
+            DaemonLostError, SessionLostError, PoolLostError: the ring has to be opened anew, and the daemon is away.
         """
         if self._ring is None:
             return None

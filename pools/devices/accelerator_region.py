@@ -26,6 +26,7 @@ from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.plan import Plan, PlanSide
 from kvferry.pools.tiers.block_copies import BlockCells
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, step_runs, zero_padding
+from kvferry.protocol.errors import OutOfMemoryError
 from kvferry.protocol.ids import new_number
 from kvferry.protocol.session_stream import Share
 
@@ -278,11 +279,15 @@ class AcceleratorRegion:
             there.done.record(stream)
             source.accelerator.wait(there.done)
         stream = self.accelerator.streams.device_to_device
-        with self._use(), self._stagings.take(size, ours) as here, self._on(stream):
-            here.on_device[:size].copy_(there.on_device[:size], non_blocking=True)
-            self._from_staging(ours, here)
-            here.done.record(stream)
-            self.accelerator.wait(here.done)
+        try:
+            with self._use(), self._stagings.take(size, ours) as here, self._on(stream):
+                here.on_device[:size].copy_(there.on_device[:size], non_blocking=True)
+                self._from_staging(ours, here)
+                here.done.record(stream)
+                self.accelerator.wait(here.done)
+        except OutOfMemoryError:  # for a staging: nothing was queued
+            source._stagings.give_back(there)
+            raise
         source._stagings.give_back(there)
 
     def most_blocks(self, layout: BlockLayout) -> int:

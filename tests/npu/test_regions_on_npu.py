@@ -68,6 +68,15 @@ def region_on(
     return AcceleratorRegion(device, parts, size_bytes, StagingPool(device, staging_bytes))
 
 
+@pytest.fixture(scope="module", params=[DEVICE.name, "npu:1"])
+def origin(request: pytest.FixtureRequest) -> Accelerator:
+    """Return a device from which the run's own copies: itself, and another one."""
+    one = DEVICE.accelerator if request.param == DEVICE.name else Accelerator(request.param)
+    one.open()
+    assert DEVICE.accelerator.reaches(one)
+    return one
+
+
 def noise(size_bytes: int) -> Bytes:
     return np.random.default_rng(0).integers(0, 256, size_bytes, np.uint8)
 
@@ -90,13 +99,13 @@ class Copy:
 
 
 @given(sides(), st.sampled_from([TINY_STAGING, 8 * MIB]))
-def test_copies_larger_than_a_staging_and_within_a_device_move_each_byte_to_its_place(
-    side: PlanSide, staging_bytes: int
+def test_copies_larger_than_a_staging_and_between_devices_move_each_byte_to_its_place(
+    origin: Accelerator, side: PlanSide, staging_bytes: int
 ) -> None:
     theirs = side.__class__(**{name: getattr(side, name) for name in side.__struct_fields__[:-1]}, ids=side.ids[::-1])
     plan = Plan(side, theirs, coalesce(side.ids, theirs.ids), entries_between(side, theirs))
     size = ENTRY_BYTES * len(side.base)
-    source, destination = (region_on(DEVICE.accelerator, size, staging_bytes) for _ in range(2))
+    source, destination = (region_on(one, size, staging_bytes) for one in (origin, DEVICE.accelerator))
     plain, sent, got, arrived = new_region(size), Copy(side), Copy(side), Copy(theirs)
     try:
         for region in (source, destination, plain):
@@ -115,6 +124,32 @@ def test_copies_larger_than_a_staging_and_within_a_device_move_each_byte_to_its_
     finally:
         source.close()
         destination.close()
+
+
+def test_a_copy_that_has_no_memory_at_its_end_leaves_the_other_devices_staging(simulator: Simulator) -> None:
+    here, there = Accelerator(DEVICE.name), Accelerator("npu:1")
+    for one in (here, there):
+        one.open()
+    side = side_of([(1, 4, 9)], 20, cut=False)
+    plan = Plan(side, side, coalesce(side.ids, side.ids), entries_between(side, side))
+    with here.calling():
+        mapped = here.allocate(2 * MIB)
+    stagings = StagingPool(here)
+    source = AcceleratorRegion(here, [RegionSegment(0, mapped)], ENTRY_BYTES, stagings)
+    destination = region_on(there, ENTRY_BYTES)
+    sent, arrived = Copy(side), Copy(side)
+    sent.scatter(source)
+    assert len(stagings) == 1
+    simulator.out_of_memory()
+    with pytest.raises(OutOfMemoryError):
+        destination.copy_from(source, plan, 0, total_segments(side))
+    simulator.out_of_memory(0)
+    assert len(stagings) == 1
+    destination.copy_from(source, plan, 0, total_segments(side))
+    arrived.gather(destination)
+    assert (arrived.bytes == sent.bytes).all()
+    for one in (source, destination):
+        one.close()
 
 
 @given(harnesses(), st.integers(1, 40_000), st.data())

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from kvferry.clients.sglang import pools
 from kvferry.clients.sglang.retraction import Backup
@@ -136,7 +137,14 @@ def test_registered_memory_is_the_next_daemons_too(mortal: Daemon, lost: list[Po
         assert handed_over(both)
         before = content(both, SENT)
         boot_id = both.pool.engine.boot_id
-        mortal.restart()
+        mortal.kill()
+        until(both.pool, lambda: not both.pool.engine.boot_id)
+        half = both.receiver(both.new_room())
+        half.send_metadata(RECEIVED, 1)
+        assert polled(half, KVPoll.Failed)
+        with pytest.raises(KVTransferError, match="DAEMON_LOST"):
+            half.failure_exception()
+        mortal.start()
         until(both.pool, lambda: both.pool.engine.boot_id not in {"", boot_id})
         assert all(map(torch.equal, content(both, SENT), before))
         assert handed_over(both)
