@@ -622,5 +622,8 @@ def test_only_the_home_of_a_receive_may_refuse_its_send(apart: Transfer) -> None
     refusal = messages.SendRefused(
         receive_request=announcement.receive_request, send_request=number, error=FAILED.info()
     )
-    apart.source.state_machine.peers.refused(another, refusal, 0.0)
-    assert apart.told == ("", "")
+    for home, told in ((another, ""), (announcement.home, "TRANSFER_FAILED")):
+        apart.source.state_machine.peers.refused(home, refusal, 0.0)
+        apart.source.pass_time(0.0)
+        assert told in apart.told[0], home
+        assert bool(apart.told[0]) == bool(told)
