@@ -28,9 +28,9 @@ class Kind(NamedTuple):
         return self.kind(**{**sizes, **self.given})
 
 
-def _mha(dtype: torch.dtype, v_head_dim: int = 32, **environment: str) -> Kind:
+def _mha(dtype: torch.dtype, v_head_dim: int = 32, environment: Mapping[str, str] | None = None) -> Kind:
     given = {"dtype": dtype, "head_num": 2, "head_dim": 32, "v_head_dim": v_head_dim}
-    return Kind(NPUMHATokenToKVPool, given, environment)
+    return Kind(NPUMHATokenToKVPool, given, environment or {})
 
 
 def _mla(dtype: torch.dtype, environment: Mapping[str, str] | None = None, **more: Any) -> Kind:  # noqa: ANN401
@@ -43,13 +43,14 @@ HALF, BRAIN, FLOAT8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 INDEX: Final[dict[str, Any]] = {"index_head_dim": 128}
 SOME: Final[dict[str, Any]] = {**INDEX, "indexer_layer_ids": (2, 4)}
 PACKED: Final[dict[str, Any]] = {**INDEX, "kv_cache_dim": 128 + 4 + 64}
+FIA: Final = {"ASCEND_USE_FIA": "1"}
 NZ: Final = {"SGLANG_USE_FIA_NZ": "1"}
 
 KINDS: Final = {
     "mha": _mha(HALF),
-    "mha fia": _mha(BRAIN, ASCEND_USE_FIA="1"),
+    "mha fia": _mha(BRAIN, environment=FIA),
     "mha narrow v": _mha(HALF, 16),
-    "mha narrow v fia": _mha(BRAIN, 16, ASCEND_USE_FIA="1"),
+    "mha narrow v fia": _mha(BRAIN, 16, FIA),
     "mla": _mla(BRAIN),
     "mla nz": _mla(HALF, NZ),
     "mla index": _mla(BRAIN, **INDEX),

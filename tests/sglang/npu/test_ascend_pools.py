@@ -21,7 +21,7 @@ from kvferry.clients.sglang import pools
 from kvferry.protocol.errors import InvalidFieldError
 from tests.kit.daemons import Daemon
 from tests.sglang.in_process import LAST, chosen, current_pool, told
-from tests.sglang.npu.pools import FIRST_LAYER, INDEXED, KINDS, LAYERS, PAGE, TOKENS, WRITTEN, Kind, tensors_of
+from tests.sglang.npu.pools import FIA, FIRST_LAYER, INDEXED, KINDS, LAYERS, NZ, PAGE, TOKENS, WRITTEN, Kind, tensors_of
 
 
 class Made(NamedTuple):
@@ -137,6 +137,25 @@ def test_what_is_not_carried_is_refused_by_name(
     ):
         make()
     assert refused.value.field == "disaggregation_transfer_backend"
+
+
+@pytest.mark.parametrize(("name", "environment", "layouts"), [("mha", FIA, 1), ("mla", NZ, 2)])
+def test_fia_changes_no_byte_of_a_page_and_nz_does(
+    name: str,
+    environment: dict[str, str],
+    layouts: int,
+    daemon: Daemon,
+) -> None:
+    """So prefill with FIA and decode without it exchange pages; of another order they are refused."""
+    digests = set()
+    for kind in (KINDS[name], KINDS[name]._replace(environment=environment)):
+        with chosen(environment_of(daemon, kind)), current_pool(lambda: None):
+            kind.make()
+        pool = LAST()
+        assert pool is not None
+        digests.add(pool.layout_digest)
+        pool.engine.close()
+    assert len(digests) == layouts
 
 
 def test_a_second_pool_is_refused(daemon: Daemon) -> None:
