@@ -136,14 +136,6 @@ def daemon(
 
 
 @contextlib.contextmanager
-def peers(config: str = "") -> Iterator[tuple[Daemon, Daemon]]:
-    """Run two daemons that reach each other over TCP on the loopback."""
-    listening = '[peers]\nlisten = "tcp://127.0.0.1:0"\n'
-    with daemon(config + listening) as one, daemon(config + listening) as other:
-        yield one, other
-
-
-@contextlib.contextmanager
 def engine(at: Daemon, name: str = "engine", **options: Any) -> Iterator[Client]:  # noqa: ANN401  those of connect
     """Open an engine's session with a daemon; ``options`` are those of ``Client.connect``."""
     with Client.connect(at.runtime_dir, name=name, **options) as client:
