@@ -37,12 +37,16 @@ class CuttingProxy(Proxy):
             self.listen_unix(folder / kind, daemon_dir / kind, kind)
 
     def cut_at(self, chunk: int, *kinds: str, forwards: bool = True) -> None:
-        """Cut the connections of these kinds at the chunk of that number from now on.
+        """Cut the connections of these kinds at the chunk of that number from now on; 0: cut none, from its return on.
 
         ``forwards``: whether the chunk itself still gets through, where its own connection is cut.
         """
-        self._kinds, self._forwards = kinds, forwards
-        self._cut_at = self.chunks + chunk
+
+        def arm() -> None:
+            self._kinds, self._forwards = kinds, forwards
+            self._cut_at = self.chunks + chunk if chunk else 0
+
+        self._call(arm)
 
     def stop_at(self, chunk: int, kind: str, then: Callable[[], object]) -> None:
         """Keep the chunk of that number of this kind back, do something, and cut all connections."""
@@ -56,7 +60,8 @@ class CuttingProxy(Proxy):
             await self._forward_said_before()
         self.chunks += 1
         is_stopped = self._is_stopped(through.route)
-        cuts, kinds = not is_stopped and self.chunks == self._cut_at, self._kinds
+        number, kinds = self.chunks, self._kinds
+        cuts = not is_stopped and number == self._cut_at
         is_lost = cuts and through.route in kinds and not self._forwards
         if is_lost or through not in self._through:  # cut, perhaps with what was said before
             for fd in fds:
@@ -64,7 +69,7 @@ class CuttingProxy(Proxy):
         else:
             with contextlib.suppress(OSError):  # the other end is gone: it is read next
                 await super().forward(through, way, data, fds)
-        if cuts:
+        if cuts and number == self._cut_at:  # else it was called off while the chunk went through
             self._cut_now(kinds)
 
     async def _forward_said_before(self) -> None:
