@@ -148,8 +148,8 @@ def test_a_copy_that_has_no_memory_at_its_end_leaves_the_other_devices_staging(s
     destination.copy_from(source, plan, 0, total_segments(side))
     arrived.gather(destination)
     assert (arrived.bytes == sent.bytes).all()
-    for one in (source, destination):
-        one.close()
+    source.close()
+    destination.close()
 
 
 @given(harnesses(), st.integers(1, 40_000), st.data())
