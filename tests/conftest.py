@@ -39,7 +39,12 @@ hypothesis.settings.load_profile("ci" if IN_CI else "dev")
 UVLOOP: Final = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
 DEBUG_LOOP: Final = pytest.param(("asyncio", {"use_uvloop": False, "debug": True}), id="asyncio-debug")
 
-LONG: Final = ("tests/demo/test_command", "tests/benchmarks/test_benchmarks", "tests/hosts/")
+LONG: Final = (
+    "tests/demo/test_command",
+    "tests/benchmarks/test_benchmarks",
+    "tests/hosts/",
+    "tests/transfer/test_breaking_off",
+)
 DEVICE_FOLDERS: Final = tuple(Path(__file__).parent / name for name in ("npu", "cann_simulator", "sglang/npu"))
 simulated_host = pytest.StashKey[SimulatedHost | None]()
 
