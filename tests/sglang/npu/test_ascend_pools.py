@@ -33,8 +33,8 @@ class Made(NamedTuple):
     pool: EnginePool
 
 
-def environment_of(daemon: Daemon, kind: Kind, memory: str = "daemon") -> Mapping[str, str]:
-    told = {"KVFERRY_RUNTIME_DIR": str(daemon.runtime_dir), "KVFERRY_SGLANG_POOL": "pool"}
+def environment_of(daemon: Daemon, kind: Kind, memory: str = "daemon", name: str = "other") -> Mapping[str, str]:
+    told = {"KVFERRY_RUNTIME_DIR": str(daemon.runtime_dir), "KVFERRY_SGLANG_POOL": name}
     return {**told, "KVFERRY_SGLANG_MEMORY": memory, **kind.environment}
 
 
@@ -48,7 +48,7 @@ def made(request: pytest.FixtureRequest, memory: str, daemon: Daemon) -> Iterato
     kind = KINDS[request.param]
     with told(kind.environment):
         plain = kind.make()
-    with chosen(environment_of(daemon, kind, memory)), current_pool(lambda: None):
+    with chosen(environment_of(daemon, kind, memory, "made")), current_pool(lambda: None):
         ours = kind.make()
     pool = LAST()
     assert pool is not None
@@ -156,6 +156,26 @@ def test_fia_changes_no_byte_of_a_page_and_nz_does(
         digests.add(pool.layout_digest)
         pool.engine.close()
     assert len(digests) == layouts
+
+
+def test_a_tensor_that_another_sglang_makes_beside_is_refused_by_name(daemon: Daemon) -> None:
+    """It would have no memory."""
+    kind = KINDS["mha"]
+    with told():
+        pool = kind.make()
+
+    def create_buffers(one: Any) -> None:  # noqa: ANN401  SGLang's object
+        one.scales = torch.zeros(3, device=one.device)
+
+    with (
+        chosen(environment_of(daemon, kind)),
+        current_pool(lambda: None),
+        pytest.raises(InvalidFieldError, match=r"does not carry NPUMHATokenToKVPool.scales"),
+    ):
+        pools.create_npu_mha_buffers(create_buffers, pool)
+    made = LAST()
+    assert made is not None
+    made.engine.close()
 
 
 def test_a_second_pool_is_refused(daemon: Daemon) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 
+from kvferry.clients import Client
 from kvferry.clients.sglang import pools
 from kvferry.clients.sglang.retraction import Backup
 from kvferry.protocol.errors import PoolLostError
@@ -23,7 +27,12 @@ from tests.sglang.in_process import SOON_S, Halves, halves, polled
 from tests.sglang.npu.pools import KINDS, PAGE
 
 CONFIG = "[tiers]\nhost_bytes = 16777216\n"
-SENT, RECEIVED = np.array([1, 2, 3], np.int32), np.array([7, 5, 6], np.int32)
+Ids = npt.NDArray[np.int32]
+SENT, RECEIVED = np.array([1, 2], np.int32), np.array([7, 5], np.int32)
+OTHERS = np.array([3], np.int32), np.array([6], np.int32)
+MANY = 1000
+"""Round trips to the daemon: some 0.2 s, twenty times what a retraction takes."""
+NPU: Any = torch.get_device_module("npu")
 
 
 @pytest.fixture(params=["mha fia", "mla some index nz", "mla packed some index"])
@@ -40,72 +49,123 @@ def roles(both: Halves) -> list[torch.Tensor]:
     return [both.pool.tensor(role).view(torch.uint8) for role in sorted(has)]
 
 
-def content(both: Halves, page_ids: npt.NDArray[np.int32]) -> list[torch.Tensor]:
-    return [one[:, torch.from_numpy(page_ids).to("npu", torch.int64)].cpu() for one in roles(both)]
-
-
-def here(page_ids: npt.NDArray[np.int32]) -> torch.Tensor:
+def on_npu(page_ids: Ids) -> torch.Tensor:
     return torch.from_numpy(page_ids).to("npu", torch.int64)
 
 
-def handed_over(both: Halves) -> bool:
-    """Receive into pages that kernels still read, and send those that others still write: whether they are equal then.
+def read(both: Halves, there: torch.Tensor) -> list[torch.Tensor]:
+    """Return the bytes of pages, still on the device; layer by layer, so that the simulator knows which rows."""
+    return [torch.stack([layer[there] for layer in one]) for one in roles(both)]
 
-    Each on a stream of its own, as two servers are. The simulator reports a race where nothing orders kernel and copy.
-    """
-    reading, writing = torch.Stream("npu"), torch.Stream("npu")
-    new = [torch.randint(0, 99, one.shape, dtype=torch.uint8, device="cpu")[:, SENT].to("npu") for one in roles(both)]
-    there, from_there = here(SENT), here(RECEIVED)
+
+def write(both: Halves, there: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
+    for one, values in zip(roles(both), new, strict=True):
+        for layer, value in zip(one, values, strict=True):
+            layer[there] = value
+
+
+def random_pages(both: Halves, count: int) -> list[torch.Tensor]:
+    """Return as many bytes for that many pages, on the device."""
+    shapes = [(len(one), count, *one.shape[2:]) for one in roles(both)]
+    return [torch.randint(0, 99, shape, dtype=torch.uint8).to("npu") for shape in shapes]
+
+
+def content(both: Halves, page_ids: Ids) -> list[torch.Tensor]:
+    return [one.cpu() for one in read(both, on_npu(page_ids))]
+
+
+def computes_on(stream: Any) -> None:  # noqa: ANN401  torch_npu's
+    """Have SGLang's scheduler be one whose model runs on a stream of its own."""
+    pools.note_compute_stream(None, SimpleNamespace(enable_overlap=True, forward_stream=stream))
+
+
+def begun(both: Halves, sent: Ids, received: Ids) -> tuple[Any, Any]:
+    """Return both halves of a request that has pages at either side, of which none is sent yet."""
     room = both.new_room()
-    sender, receiver = both.sender(room, len(SENT)), both.receiver(room)
-    with reading:
-        readers = [one[:, from_there] for one in roles(both)]
-    both.pool.compute_stream = reading
-    receiver.send_metadata(RECEIVED, 1)
+    sender, receiver = both.sender(room, len(sent)), both.receiver(room)
+    receiver.send_metadata(received, 1)
     assert polled(sender, KVPoll.WaitingForInput)
-    with writing:
-        for one, value in zip(roles(both), new, strict=True):
-            one[:, there] = value
-    both.pool.compute_stream = writing
-    sender.send(SENT)
+    return sender, receiver
+
+
+def handed_over(both: Halves, sent: Ids = SENT, received: Ids = RECEIVED) -> bool:
+    """Fill pages and hand them over: whether decode's are equal then."""
+    write(both, on_npu(sent), random_pages(both, len(sent)))
+    sender, receiver = begun(both, sent, received)
+    sender.send(sent)
     assert polled(sender, KVPoll.Success)
     assert polled(receiver, KVPoll.Success)
-    torch.accelerator.synchronize()
-    assert len(readers) == len(new)
-    return all(map(torch.equal, content(both, SENT), content(both, RECEIVED)))
+    return all(map(torch.equal, content(both, sent), content(both, received)))
 
 
-def test_pages_arrive_in_order_with_kernels_that_use_them(both: Halves) -> None:
-    assert handed_over(both)
-    assert handed_over(both)
+def test_pages_are_sent_once_the_models_stream_has_filled_them(both: Halves, simulator: Simulator) -> None:
+    model, there = NPU.Stream(), on_npu(SENT)
+    new = random_pages(both, len(SENT))
+    sender, receiver = begun(both, SENT, RECEIVED)
+    with simulator.held(os.getpid(), model.npu_stream):
+        with NPU.stream(model):
+            write(both, there, new)
+        computes_on(model)
+        sender.send(SENT)
+        both.pool.compute_stream = None
+        assert handed_over(both, *OTHERS), "other requests go on"
+        assert receiver.poll() == KVPoll.Transferring
+    assert polled(sender, KVPoll.Success)
+    assert polled(receiver, KVPoll.Success)
+    assert all(torch.equal(one, value.cpu()) for one, value in zip(content(both, RECEIVED), new, strict=True))
 
 
-def test_a_retracted_request_goes_to_the_host_and_back_and_no_stream_is_waited_for(
-    both: Halves, simulator: Simulator
+def test_pages_are_written_once_the_models_stream_reads_them_no_more(both: Halves, simulator: Simulator) -> None:
+    model, there, before = NPU.Stream(), on_npu(RECEIVED), content(both, RECEIVED)
+    room = both.new_room()
+    sender, receiver = both.sender(room, len(SENT)), both.receiver(room)
+    with simulator.held(os.getpid(), model.npu_stream):
+        with NPU.stream(model):
+            seen = read(both, there)
+        computes_on(model)
+        receiver.send_metadata(RECEIVED, 1)
+        both.pool.compute_stream = None
+        sender.send(SENT)
+        assert handed_over(both, *OTHERS), "other requests go on"
+        assert receiver.poll() == KVPoll.Transferring
+    assert polled(sender, KVPoll.Success)
+    assert polled(receiver, KVPoll.Success)
+    assert all(torch.equal(one.cpu(), was) for one, was in zip(seen, before, strict=True))
+    assert all(map(torch.equal, content(both, SENT), content(both, RECEIVED)))
+
+
+def test_retracted_pages_go_to_the_host_and_back_in_order_with_the_models_stream(
+    both: Halves, simulator: Simulator, daemon: Daemon
 ) -> None:
-    """The model's stream still fills the pages, and still reads those to which they come back."""
-    pool, computing = both.sglang, torch.Stream("npu")
-    there = [torch.cat([torch.arange(PAGE) + PAGE * one for one in ids]).to("npu") for ids in (SENT, RECEIVED)]
-    given, from_there, to_there = (
-        torch.arange(7, 7 + len(SENT), dtype=torch.uint8).to("npu"),
-        here(SENT),
-        here(RECEIVED),
-    )
-    torch.accelerator.synchronize()
-    both.pool.compute_stream = computing
-    with computing:
-        for one in roles(both):
-            one[:, from_there] = given.view(-1, *[1] * (one.dim() - 2))
-        readers = [one[:, to_there] for one in roles(both)]
-    before = simulator.synchronized()
-    backup = pool.get_cpu_copy(there[0])
-    pool.load_cpu_copy(backup, there[1])
+    """They are read once they are filled, and written once they are read no more; nobody waits for a whole stream."""
+    model, pool = NPU.Stream(), both.sglang
+    slots = [torch.cat([torch.arange(PAGE) + PAGE * one for one in ids]).to("npu") for ids in (SENT, RECEIVED)]
+    new, from_there, to_there = random_pages(both, len(SENT)), on_npu(SENT), on_npu(RECEIVED)
+    assert handed_over(both)
+    were, before = content(both, RECEIVED), simulator.synchronized()
+    computes_on(model)
+
+    def waits_for_the_model(call: Callable[[], Any]) -> Any:  # noqa: ANN401  what it returns
+        """Call it while the model's stream is held, and let that go when the daemon could have done it many times."""
+        with ThreadPoolExecutor(1) as threads, Client.connect(daemon.runtime_dir) as watch:
+            called = threads.submit(call)
+            for _ in range(MANY):
+                watch.ping()
+            assert not called.done()
+            simulator.release()
+            return called.result()
+
+    with simulator.held(os.getpid(), model.npu_stream), NPU.stream(model):
+        write(both, from_there, new)
+        backup = waits_for_the_model(lambda: pool.get_cpu_copy(slots[0]))
+    with simulator.held(os.getpid(), model.npu_stream), NPU.stream(model):
+        seen = read(both, to_there)
+        waits_for_the_model(lambda: pool.load_cpu_copy(backup, slots[1]))
     assert simulator.synchronized() == before
     assert isinstance(backup, Backup)
-    torch.accelerator.synchronize()
+    assert all(torch.equal(one.cpu(), was) for one, was in zip(seen, were, strict=True))
     assert simulator.synchronized() > before, "the simulator counts"
-    assert readers
-    assert all(map(torch.equal, content(both, SENT), content(both, RECEIVED)))
+    assert all(torch.equal(one, value.cpu()) for one, value in zip(content(both, RECEIVED), new, strict=True))
 
 
 @pytest.fixture
@@ -149,6 +209,19 @@ def test_registered_memory_is_the_next_daemons_too(mortal: Daemon, lost: list[Po
         assert all(map(torch.equal, content(both, SENT), before))
         assert handed_over(both)
         assert not lost
+        both.pool.engine.close()
+
+
+def test_a_session_that_outlives_its_daemon_opens_its_events_anew(lost: list[PoolLostError]) -> None:
+    kind = KINDS["mha fia"]
+    told = {"KVFERRY_SGLANG_POOL": "pool", "KVFERRY_SGLANG_MEMORY": "engine", **kind.environment}
+    with kit.daemon(keep=True) as daemon, halves(daemon.runtime_dir, kind.make, **told) as both:
+        boot_id = both.pool.engine.boot_id
+        daemon.restart()
+        until(both.pool, lambda: both.pool.engine.boot_id not in {"", boot_id})
+        assert handed_over(both)
+        assert not lost
+        assert both.pool.engine.generation == 0, "the client itself went on"
         both.pool.engine.close()
 
 
