@@ -110,6 +110,14 @@ define install
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt $(2)
 endef
 
+# An environment, without pip, that sees all packages of another one by its folder of programs.
+define venv_over
+	@echo "==> making the environment $(1)"
+	@$(BIN)/python -m venv --clear --without-pip $(1)
+	@echo "import site; site.addsitedir('$$($(2)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	    > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+endef
+
 # Installs Debian packages where that is possible, else says what is missing and fails.
 apt_install = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
     echo "==> installing $(1)"; \
@@ -161,10 +169,7 @@ $(STAMPS)/check: $(STAMPS)/base
 # It sees all packages of $(VENV), and torch_npu on top of them. The simulator of CANN is compiled.
 $(STAMPS)/npu: $(STAMPS)/test
 	@command -v g++ >/dev/null || { $(call apt_install,g++); }
-	@echo "==> making the environment $(VENV_NPU)"
-	@$(BIN)/python -m venv --clear --without-pip $(VENV_NPU)
-	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-	    > "$$($(NPU)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	$(call venv_over,$(VENV_NPU),$(BIN))
 	@echo "==> installing torch_npu into $(VENV_NPU)"
 	@$(BIN)/python -m pip --python $(NPU)/python install --disable-pip-version-check --no-deps -c constraints.txt \
 	    torch-npu
@@ -194,10 +199,7 @@ $(PEERS)/lmcache/installed-$(LMCACHE): $(STAMPS)/venv benchmarks/peers/lmcache.t
 
 # It sees all packages of $(VENV_VLLM), and has what two of vLLM's connectors need on top of them.
 $(PEERS)/vllm/installed: $(STAMPS)/vllm benchmarks/peers/vllm.txt
-	@echo "==> making the environment $(PEERS)/vllm"
-	@$(BIN)/python -m venv --clear --without-pip $(PEERS)/vllm
-	@echo "import site; site.addsitedir('$$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-	    > "$$($(PEERS)/vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	$(call venv_over,$(PEERS)/vllm,$(VLLM_BIN))
 	@echo "==> installing NIXL and LMCache into $(PEERS)/vllm: 0.5 GB"
 	@$(BIN)/python -m pip --python $(PEERS)/vllm/bin/python install --disable-pip-version-check --no-compile --no-deps \
 	    -r benchmarks/peers/vllm.txt
@@ -222,10 +224,7 @@ $(STAMPS)/sglang: $(STAMPS)/sglang-server $(PINS)
 
 # It sees all packages of $(VENV_SGLANG), and torch_npu on top of them.
 $(STAMPS)/sglang-npu: $(STAMPS)/sglang $(STAMPS)/npu
-	@echo "==> making the environment $(VENV_SGLANG_NPU)"
-	@$(BIN)/python -m venv --clear --without-pip $(VENV_SGLANG_NPU)
-	@echo "import site; site.addsitedir('$$($(SERVERS)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-	    > "$$($(NPU_SERVERS)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	$(call venv_over,$(VENV_SGLANG_NPU),$(SERVERS))
 	@echo "==> installing torch_npu into $(VENV_SGLANG_NPU)"
 	@$(BIN)/python -m pip --python $(NPU_SERVERS)/python install --disable-pip-version-check --no-deps -c constraints.txt \
 	    torch-npu

@@ -127,10 +127,10 @@ class EnginePool:
         """Return all layers of a role, as ``AttachedPool.tensor`` shapes them; one where a page holds all layers."""
         if self._tensors:
             return self._tensors[role]
-        if self.device != HOST:
-            assert self._attached is not None
-            return self._attached.tensor("main", role)
-        return self._in_its_form(role, self.elements(role))
+        if self._shared is not None:
+            return self._in_its_form(role, self.elements(role))
+        assert self._attached is not None
+        return self._attached.tensor("main", role)
 
     def rows(self, role: str) -> list[torch.Tensor]:
         """Return a role's layers, each (size + page_size, heads, dim): a row a token."""
@@ -279,7 +279,7 @@ class EnginePool:
         return one.view(torch_dtype(array.dtype)).view(array.shape)
 
     def _address(self) -> int:
-        if self.device == HOST:
-            return self._region().address
+        if self._shared is not None:
+            return self._shared.region.address
         assert self._attached is not None
         return self._attached.address

@@ -122,7 +122,7 @@ def _ours(pool: Any) -> EnginePool | None:  # noqa: ANN401  SGLang's object
 
 
 def _page_ids(pool: EnginePool, slots: Any) -> npt.NDArray[np.int64]:  # noqa: ANN401  a tensor
-    """Return the pages of slots; those on a device are read in the order of its stream, which nothing waits for."""
+    """Return the pages of slots; where those are on a device, wait for the copy of them alone."""
     if not slots.is_cpu:
         import torch  # noqa: PLC0415  of the engine
 

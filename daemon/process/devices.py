@@ -63,7 +63,6 @@ class Devices:
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._devices: dict[str, _Device] = {}
-        self._paths: set[tuple[str, str]] = set()
 
     def __repr__(self) -> str:
         """Show the devices."""
@@ -176,25 +175,25 @@ class Devices:
             if device is None:
                 device = self._devices[name] = _Device(Accelerator(name, stuck_after_s=self._stuck_after_s))
                 device.accelerator.when_lost(lambda error: self._on_lost(name, error))
+        is_new = device.accelerator.torch is None
         try:
             device.accelerator.open()
         except KvferryError as error:
             device.failed = error
             raise
         device.failed = None
-        self._note_paths(device)
+        if is_new:
+            self._note_paths(device)
         return device
 
     def _note_paths(self, opened: _Device) -> None:
-        """Note, once, whether copies between the opened device and each of the others go through host memory."""
+        """Note whether copies between the opened device and each of the others go through host memory."""
         with self._lock:
-            others = [one for one in self._devices.values() if one is not opened and one.accelerator.torch is not None]
-        for one in others:
-            for to, of in ((opened.accelerator, one.accelerator), (one.accelerator, opened.accelerator)):
-                if (to.name, of.name) not in self._paths and not (to.lost or of.lost):
-                    self._paths.add((to.name, of.name))
-                    path = "direct" if to.reaches(of) else "through host memory"
-                    log.info("copies between devices", of=of.name, to=to.name, path=path)
+            others = [one.accelerator for one in self._devices.values() if one is not opened]
+        for one in [one for one in others if one.torch is not None and not one.lost]:
+            for to, of in ((opened.accelerator, one), (one, opened.accelerator)):
+                path = "direct" if to.reaches(of) else "through host memory"
+                log.info("copies between devices", of=of.name, to=to.name, path=path)
 
     def _release(self, device: _Device, size_bytes: int) -> None:
         with self._lock:

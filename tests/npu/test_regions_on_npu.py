@@ -61,7 +61,7 @@ def device() -> Accelerator:
 def region_on(
     device: Accelerator, size_bytes: int, staging_bytes: int = 8 * MIB, starts: tuple[int, ...] = (0,)
 ) -> AcceleratorRegion:
-    """Return memory whose parts begin there, each mapped apart; whoever makes it closes it."""
+    """Return memory whose parts begin there, each mapped apart; the caller closes it."""
     ends = [*starts[1:], size_bytes]
     with device.calling():
         parts = [RegionSegment(start, device.allocate(end - start)) for start, end in zip(starts, ends, strict=True)]

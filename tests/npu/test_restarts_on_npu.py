@@ -98,7 +98,7 @@ def test_a_pool_of_the_daemon_is_lost(life: Daemon, simulator: Simulator) -> Non
         torch.accelerator.synchronize()
         used = simulator.memory_used(0)
         event = restart(life, client, told)
-        assert bool((pool.tensor("main", "k") == 2).all().cpu()), "whoever has it mapped keeps it"
+        assert bool((pool.tensor("main", "k") == 2).all().cpu()), "a process that has mapped it keeps it"
         assert simulator.memory_used(0) <= used + 2 * POOL_BYTES, "what the killed daemon had has come back"
         assert (event.pools, {where: its.tolist() for where, its in event.pages.items()}) == (
             ("lost",),

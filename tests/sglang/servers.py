@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from examples.demo.hosts import Host
+from kvferry.clients import Client
 from kvferry.protocol.ids import HOST
 from tests.kit import servers
 from tests.kit.devices import DEVICE
@@ -315,3 +316,20 @@ def assert_tokens(pair: Pair, expected: Expected) -> None:
         assert pair.generate(prompt(length)).tokens == expected.tokens(length), length
     replies = at_once(lambda one: pair.generate(prompt(*one)), AT_ONCE)
     assert [reply.tokens for reply in replies] == [expected.tokens(*one) for one in AT_ONCE]
+
+
+def assert_pages_count(pair: Pair, runtime_dir: Path, expected: Expected) -> None:
+    """Check that zeros in prefill's pages change the tokens: the control of all tests that compare them."""
+    ids = prompt(600, seed=99)
+    as_it_is = pair.generate(ids).tokens
+    assert pair.generate(ids).tokens == as_it_is, "prefill's prefix cache alone changes nothing"
+    with Client.connect(runtime_dir) as other:
+        pool = other.attach_pool("prefill")
+        for role in ("k", "v"):
+            pool.tensor("main", role)[:, 1:] = 0
+        DEVICE.synchronize()
+        pool.close()
+    assert pair.generate(ids).tokens != as_it_is
+    pair.prefill.flush()
+    assert pair.generate(ids).tokens == as_it_is
+    assert pair.generate(prompt(64)).tokens == expected.tokens(64)

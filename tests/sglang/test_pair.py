@@ -11,10 +11,9 @@ from typing import Literal
 
 import pytest
 
-from kvferry.clients import Client
 from tests.kit.daemons import Daemon
 from tests.kit.servers import SIDES, Reply, Side, prompt
-from tests.sglang.servers import Expected, Pair, RoomWatch, assert_tokens, new_room, running_pair
+from tests.sglang.servers import Expected, Pair, RoomWatch, assert_pages_count, assert_tokens, new_room, running_pair
 
 LONG = 2000
 """Tokens of a prompt that is under way for many chunks."""
@@ -70,18 +69,7 @@ def test_tokens_are_those_of_a_plain_server(pair: Pair, expected: Expected) -> N
 def test_decode_computes_with_the_pages_that_prefill_has_in_the_daemon(
     pair: Pair, expected: Expected, kept_daemon: Daemon
 ) -> None:
-    """The control of all the others: zeros in their place change the tokens."""
-    ids = prompt(600, seed=99)
-    as_it_is = pair.generate(ids).tokens
-    assert pair.generate(ids).tokens == as_it_is, "prefill's prefix cache alone changes nothing"
-    with Client.connect(kept_daemon.runtime_dir) as other:
-        pool = other.attach_pool("prefill")
-        for role in ("k", "v"):
-            pool.tensor("main", role)[:, 1:] = 0
-    assert pair.generate(ids).tokens != as_it_is
-    pair.prefill.flush()
-    assert pair.generate(ids).tokens == as_it_is
-    assert pair.generate(prompt(64)).tokens == expected.tokens(64)
+    assert_pages_count(pair, kept_daemon.runtime_dir, expected)
 
 
 @pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.long)])

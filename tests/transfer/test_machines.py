@@ -2,8 +2,8 @@
 
 Whatever happens: an accepted side is told one outcome and later, once, that it has settled; pages are held exactly as
 long as a side is live, and are never free while a copy may write them; a success has the bytes that were sent, though
-sources use their pages anew as soon as they may; a refusal changes nothing; who is told that the other side has ended
-comes after one that did, and that has not begun anew; and in the end nothing is left over.
+sources use their pages anew as soon as they may; a refusal changes nothing; a half hears that the other side has ended
+only after that has, and has not begun anew; and in the end nothing is left over.
 """
 
 from __future__ import annotations

@@ -341,9 +341,9 @@ async def test_only_the_home_of_the_send_may_ask_and_once(source: Source) -> Non
     message = op_of(source.harness.op())
     stranger = source.harness.to_home._replace(boot_id="f" * 32)
     later = msgspec.structs.replace(message.receive_request, epoch=2)
-    for who, wrong in ((stranger, {}), (None, {"send_request": 99}), (None, {"receive_request": later})):
+    for peer, wrong in ((stranger, {}), (None, {"send_request": 99}), (None, {"receive_request": later})):
         with pytest.raises(UnknownTransferError):
-            source.ask(msgspec.structs.replace(message, **wrong), who)
+            source.ask(msgspec.structs.replace(message, **wrong), peer)
     source.ask(message)
     source.sender.credit(stranger, source.credit(message))
     assert source.written == [(1, "UNKNOWN_TRANSFER")]

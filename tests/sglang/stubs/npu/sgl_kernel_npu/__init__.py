@@ -1,6 +1,6 @@
 """In place of sgl-kernel-npu, kernels built with CANN, whose names SGLang's Ascend modules import at their top.
 
-Any submodule and any name can be imported; whoever calls one that is not written out here gets its name in an error.
+Any submodule and any name can be imported; a call of one that is not written out here raises an error with its name.
 """
 
 from __future__ import annotations
