@@ -189,8 +189,9 @@ class EventRing(OfOneProcess):
             raise ClientClosedError("the event ring was closed")
 
     def close(self) -> None:
-        """Close the descriptors. Closing twice does nothing."""
+        """Close the descriptors, and let the device's events go. Closing twice does nothing."""
         if self._eventfd >= 0:
             os.close(self._eventfd)
             self._eventfd = -1
             self._region.close()
+            self._events = ()

@@ -98,7 +98,9 @@ class Keeps:
         self.regions.pop(name, None)
 
     def close(self) -> None:
-        """Give the registered pools' descriptors back."""
+        """Give the registered pools' descriptors back, and close the rings."""
+        for ring in list(self.rings):
+            ring.close()
         for name in list(self.registered):
             self.forget_pool(name)
 

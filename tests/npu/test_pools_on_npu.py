@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvferry.clients import AttachedPool, Client, MhaSpec, MlaSpec, calls, new_request_id, pages
+from kvferry.clients.events import EventRing
 from kvferry.protocol import errors
 from kvferry.protocol.manifests import PoolSpec
 from tests.cann_simulator.child import Child
@@ -306,3 +307,13 @@ def test_more_than_the_device_has_is_refused_and_what_a_pool_has_goes_back_with_
         client.delete_pool(one)
     client.create_pool(name, SPEC, device=device).close()
     assert simulator.memory_used(0) <= before + 2 * MIB * -(-small.manifest.region_bytes // (2 * MIB))
+
+
+def test_a_closed_client_has_let_its_events_go(daemon: Daemon, device: str) -> None:
+    """Whoever keeps its rings keeps none of the driver's events between processes, of which the simulator has 1024."""
+    rings: list[EventRing] = []
+    while 64 * len(rings) <= 1024:
+        with Client.connect(daemon.runtime_dir) as client:
+            rings.append(client.open_events(device, events=64))
+    with pytest.raises(errors.ClientClosedError):
+        rings[0].record_event()
