@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, PoolName
-from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, HostTensorAllocator, alloc_with_host_register
+from sglang.srt.mem_cache.pool_host.common import (
+    ALLOC_MEMORY_FUNCS,
+    HostTensorAllocator,
+    alloc_with_host_register,
+    alloc_with_pin_memory,
+)
+from sglang.srt.mem_cache.pool_host.npu_memfabric import memfabric_host_memory_enabled
+from sglang.srt.utils import get_bool_env_var
 
 from kvferry.clients import Client, MhaSpec, MlaSpec, ModelIdentity
 from kvferry.clients.engine import Engine, end_of
@@ -33,6 +40,7 @@ from kvferry.clients.sglang.choice import stores_in_kvferry
 from kvferry.clients.sglang.pools import model_identity, pool_name, tensor_parallel
 from kvferry.clients.sglang.settings import settings
 from kvferry.clients.slots import pages_from_slots
+from kvferry.pools.devices.npu import NpuVendor
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     DaemonLostError,
@@ -40,6 +48,7 @@ from kvferry.protocol.errors import (
     KvferryError,
     LengthMismatchError,
     NoSessionError,
+    OutOfMemoryError,
     SessionLostError,
 )
 from kvferry.protocol.tier_messages import HASH_BYTES
@@ -53,6 +62,9 @@ T = TypeVar("T")
 
 VIEWS: Final = {"layer_first": "paged", "page_first": "page_first", "page_first_direct": "page_first_direct"}
 """The view of a pool in each of SGLang's layouts."""
+
+SPLIT: Final = "page_first_kv_split"
+"""SGLang's layout of latents on an NPU: as ``page_first_direct``, latent and rope in an array each."""
 
 LOOKUP_S: Final = 2.0
 """How long a question may take; the daemon's remote tier has half a second."""
@@ -94,8 +106,29 @@ _allocators: weakref.WeakSet[HostAllocator] = weakref.WeakSet()
 
 def choose_allocator(host_pool: Any) -> None:  # noqa: ANN401  SGLang's object
     """Have a host pool allocated in the daemon's pool, where kvferry was chosen."""
-    if stores_in_kvferry():
-        host_pool.allocator = HostAllocator(host_pool)
+    if not stores_in_kvferry():
+        return
+    if memfabric_host_memory_enabled():
+        raise _refusal("a host pool that memfabric allocates (SGLANG_HICACHE_HOST_MEM_BACKEND)")
+    host_pool.allocator = HostAllocator(host_pool)
+    ALLOC_MEMORY_FUNCS["npu"] = allocate_beside_npu
+
+
+def allocate_beside_npu(
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    pin_memory: bool,  # noqa: FBT001  SGLang's signature
+    allocator: HostTensorAllocator,
+    registration_granularity_bytes: int | None = None,
+) -> torch.Tensor:
+    """Allocate host memory for an NPU by the allocator where that is ours; SGLang does not ask one there."""
+    if isinstance(allocator, HostAllocator):
+        return allocator.allocate(dims, dtype, device)
+    made: torch.Tensor = alloc_with_pin_memory(
+        dims, dtype, device, pin_memory, allocator, registration_granularity_bytes
+    )
+    return made
 
 
 def clear_all_but_padding(original: Callable[[Any], None], host_pool: Any) -> None:  # noqa: ANN401
@@ -140,6 +173,7 @@ class HostAllocator(HostTensorAllocator):
         """``host_pool``: SGLang's, whose geometry is known already."""
         super().__init__()
         self.host: HostPool | None = None
+        self._parts: Iterator[torch.Tensor] | None = None
         _allocators.add(self)
         self._host_pool = weakref.proxy(host_pool)  # which has this
 
@@ -150,20 +184,46 @@ class HostAllocator(HostTensorAllocator):
     def allocate(self, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
         """Return the pool's memory as SGLang wants it: k of all layers, then v, or one array of latents.
 
+        SGLang asks twice for latents of an NPU, whose two arrays are one pool.
+
         Raises:
             InvalidFieldError: it is a host pool that is not carried yet; says which.
-            KvferryError: there is no daemon, or it refuses the pool.
+            KvferryError: there is no daemon, or it refuses the pool, or an NPU its memory.
         """
         self.dims, self.dtype = dims, dtype
+        if self._parts is None:
+            self._parts = self._made()
+        memory = next(self._parts, None)
+        has = 0 if memory is None else memory.nbytes
+        if memory is None or device != "cpu" or math.prod(dims) * dtype.itemsize != has:
+            raise _refusal(f"a host pool of {dims} {dtype} on {device}, where a pool has {has} bytes")
+        return memory.view(dtype).view(dims)
+
+    def _made(self) -> Iterator[torch.Tensor]:
+        """Make the daemon's pool; return the memory of each array that SGLang asks for."""
         spec = _spec(self._host_pool)
         told = settings()
         name = f"{pool_name(told.pool)}-hicache"
-        pool = EnginePool(Engine(name, told.runtime_dir), name, spec, _identity(), told.memory)
+        pool = EnginePool(Engine(name, told.runtime_dir), name, spec, _identity(self._host_pool), told.memory)
         memory = pool.whole()
-        if device != "cpu" or math.prod(dims) * dtype.itemsize != memory.nbytes:
-            raise _refusal(f"a host pool of {dims} {dtype} on {device}, where a pool has {memory.nbytes} bytes")
         self.host = HostPool(pool, spec.page_size, memory.data_ptr())
-        return memory.view(dtype).view(dims)
+        if self._host_pool._transfer_device.type == "npu":  # noqa: SLF001  nothing else of SGLang says it
+            self._register(memory)
+        if self._host_pool.layout == SPLIT:
+            return iter([pool.elements("k"), pool.elements("v")])
+        return iter([memory])
+
+    def _register(self, memory: torch.Tensor) -> None:
+        """Let the NPU copy to and from the memory while its stream goes on: with any other, a copy waits for it."""
+        npu = NpuVendor()
+        npu.load()
+        try:
+            npu.register_host(memory.data_ptr(), memory.nbytes)
+        except OutOfMemoryError as error:
+            error.remedy = "give a smaller --hicache-size or --hicache-ratio, or let the server lock more memory"
+            raise
+        self._registered = memory  # mapped until it is not registered any more
+        weakref.finalize(self, npu.unregister_host, memory.data_ptr()).atexit = False
 
 
 def _spec(host_pool: Any) -> MhaSpec | MlaSpec:  # noqa: ANN401
@@ -175,7 +235,8 @@ def _spec(host_pool: Any) -> MhaSpec | MlaSpec:  # noqa: ANN401
     kind, label = host_pool.__class__.__name__, host_pool.pool_label
     if label != "kv" or kind not in {"MHATokenToKVPoolHost", "MLATokenToKVPoolHost"}:
         raise _refusal(f"the {label!r} host pool {kind} (hybrid and draft models, indexers)")
-    if host_pool.layout not in VIEWS:
+    is_split = host_pool.layout == SPLIT
+    if host_pool.layout not in VIEWS and not is_split:
         raise _refusal(f"the layout {host_pool.layout}: give --hicache-mem-layout {' or '.join(VIEWS)}")
     drafts = host_pool.layer_num - host_pool.target_layer_num
     if drafts or getattr(host_pool, "dsa_kv_cache_store_fp8", False):
@@ -183,7 +244,7 @@ def _spec(host_pool: Any) -> MhaSpec | MlaSpec:  # noqa: ANN401
     if host_pool.dcp_size > 1 or getattr(host_pool, "_layer_shard_enabled", False):
         raise _refusal("context parallelism of decode, or layers split over ranks")
     where = host_pool._transfer_device.type  # noqa: SLF001  nothing else of SGLang says it
-    if ALLOC_MEMORY_FUNCS[where] is not alloc_with_host_register:
+    if ALLOC_MEMORY_FUNCS[where] not in {alloc_with_host_register, allocate_beside_npu}:
         raise _refusal(f"the host pool of a device of kind {where}, which allocates for itself")
     if host_pool.page_num < 2:  # noqa: PLR2004  one is the padding page
         raise _refusal("a host pool without a page: give --hicache-size or --hicache-ratio")
@@ -194,21 +255,25 @@ def _spec(host_pool: Any) -> MhaSpec | MlaSpec:  # noqa: ANN401
         "tokens": host_pool.size - host_pool.page_size,
         "page_size": host_pool.page_size,
         "dtype": str(host_pool.dtype).removeprefix("torch."),
-        "view": VIEWS[host_pool.layout],
+        "view": "page_first_direct" if is_split else VIEWS[host_pool.layout],
     }
     if kind == "MLATokenToKVPoolHost":
         widths = host_pool.kv_lora_rank, host_pool.qk_rope_head_dim
-        if sum(widths) != host_pool.kv_cache_dim:
+        if is_split and host_pool._native_buffers.index_k is not None:  # noqa: SLF001
+            raise _refusal("an indexer's keys in the host pool (DSA, NSA)")
+        if not is_split and sum(widths) != host_pool.kv_cache_dim:
             raise _refusal(f"latents of {host_pool.kv_cache_dim} elements, which are not {widths[0]} + {widths[1]}")
-        return MlaSpec(kv_lora_rank=widths[0], qk_rope_head_dim=widths[1], joined=True, replicas=ranks, **common)
+        return MlaSpec(
+            kv_lora_rank=widths[0], qk_rope_head_dim=widths[1], joined=not is_split, replicas=ranks, **common
+        )
     heads = host_pool.head_num
     return MhaSpec(
         kv_heads=heads, head_start=heads * rank, total_heads=heads * ranks, head_dim=host_pool.head_dim, **common
     )
 
 
-def _identity() -> ModelIdentity:
-    """Return whose KV it is: the served model, the very weights, and what they are computed with."""
+def _identity(host_pool: Any) -> ModelIdentity:  # noqa: ANN401
+    """Return whose KV it is: the served model, the very weights, what they are computed with, and in which order."""
     from sglang.srt.runtime_context import get_model  # noqa: PLC0415
 
     model = get_model()
@@ -216,6 +281,8 @@ def _identity() -> ModelIdentity:
     for name in FILES:
         if path := getattr(model, name):
             told[name] = weights_revision(str(path), None, None)
+    if host_pool.layout == SPLIT and get_bool_env_var("SGLANG_USE_FIA_NZ"):  # as its device pool reads it
+        told["order"] = "nz"
     settings_digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     return msgspec.structs.replace(model_identity(), revision=f"{identity.weights.begin()}-{settings_digest}")
 

@@ -5,6 +5,7 @@ Any submodule and any name can be imported; a call of one that is not written ou
 
 from __future__ import annotations
 
+import enum
 import importlib.abc
 import importlib.machinery
 import sys
@@ -78,7 +79,54 @@ def fused_rope_qk_mqa(
     return turned(query), turned(key)
 
 
+class TransferDirection(enum.Enum):
+    """Which way pages go."""
+
+    H2D = 1
+    D2H = 2
+
+
+def transfer_kv_dim_exchange(  # noqa: PLR0913  the operator's
+    *,
+    device_indices: Tensor,
+    host_indices: Tensor,
+    device_k: Tensor,
+    host_k: Tensor,
+    device_v: Tensor,
+    host_v: Tensor,
+    device_index_k: Tensor | None = None,
+    host_index_k: Tensor | None = None,
+    device_index_k_scale: Tensor | None = None,
+    host_index_k_scale: Tensor | None = None,
+    page_size: int,
+    direction: TransferDirection,
+) -> None:
+    """Copy pages, given by their slots, between a device's (layers, pages, …) and a host's (pages, layers, …).
+
+    A stand-in. sgl-kernel-npu's operator (csrc/transfer_kv_dim_exchange) copies a page of an array by one
+    ``aclrtMemcpy2dAsync`` on the current stream, with a row a layer, and synchronizes nothing; this copies each row.
+    """
+    pages = [(one[::page_size] // page_size).tolist() for one in (device_indices, host_indices)]
+    for device, host in (
+        (device_k, host_k),
+        (device_v, host_v),
+        (device_index_k, host_index_k),
+        (device_index_k_scale, host_index_k_scale),
+    ):
+        if device is None or host is None:
+            continue
+        assert (device.shape[0], *device.shape[2:]) == host.shape[1:], (device.shape, host.shape)
+        for there, here in zip(*pages, strict=True):
+            for layer in range(len(device)):
+                if direction is TransferDirection.H2D:
+                    device[layer, there].copy_(host[here, layer], non_blocking=True)
+                else:
+                    host[here, layer].copy_(device[layer, there], non_blocking=True)
+
+
 WRITTEN: Final[dict[str, Callable[..., Any]]] = {
+    "sgl_kernel_npu.kvcacheio.TransferDirection": TransferDirection,
+    "sgl_kernel_npu.kvcacheio.transfer_kv_dim_exchange": transfer_kv_dim_exchange,
     "sgl_kernel_npu.mem_cache.allocator.alloc_extend_kernel": alloc_extend_kernel,
     "sgl_kernel_npu.norm.fused_rope_qk_mqa.fused_rope_qk_mqa": fused_rope_qk_mqa,
     "sgl_kernel_npu.norm.fused_split_qk_norm.fused_split_qk_norm": fused_split_qk_norm,
@@ -104,10 +152,12 @@ class _Kernel:
 
 
 class _Module(types.ModuleType):
-    def __getattr__(self, name: str) -> _Kernel:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  a kernel or a class
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Kernel(f"{self.__name__}.{name}")
+        path = f"{self.__name__}.{name}"
+        written = WRITTEN.get(path)
+        return written if isinstance(written, type) else _Kernel(path)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
