@@ -7,6 +7,7 @@ cannot take a request's pages, SGLang's own copy is made.
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable
@@ -56,7 +57,8 @@ def get_cpu_copy(original: Callable[..., Any], pool: Any, indices: Any, *rest: A
     """Offload the pages of a request's tokens: ``indices`` are their slots, from the first token on.
 
     Returns:
-        A ``Backup``; where the pool is not the daemon's, or the daemon cannot take them, what ``original`` returns.
+        A ``Backup``; a list of copies as ``original`` returns them where the daemon cannot take the pages; what that
+        returns where the pool is not the daemon's.
     """
     ours = _ours(pool)
     if ours is None or not len(indices):
@@ -72,7 +74,7 @@ def get_cpu_copy(original: Callable[..., Any], pool: Any, indices: Any, *rest: A
         assert leaving.snapshot is not None
     except KvferryError as error:
         logger.warning("kvferry: SGLang copies a retracted request's pages by itself: %s", error)
-        return original(pool, indices, *rest, **more)
+        return [original(one, indices, *rest, **more) for one in _as_sglang_copies(pool)]
     return Backup(ours, leaving.snapshot)
 
 
@@ -89,10 +91,13 @@ def load_cpu_copy(
     Raises:
         KvferryError: they do not come back, see ``load_kv_cache``.
     """
-    if not isinstance(kv_cache_cpu, Backup):
-        return original(pool, kv_cache_cpu, indices, *rest, **more)
     ours = _ours(pool)
-    assert ours is not None, "a backup is of this process's pool"
+    if ours is None or not len(indices):
+        return original(pool, kv_cache_cpu, indices, *rest, **more)
+    if not isinstance(kv_cache_cpu, Backup):
+        for one, copied in zip(_as_sglang_copies(pool), kv_cache_cpu, strict=True):
+            original(one, copied, indices, *rest, **more)
+        return None
     after, ids = ours.event(), _page_ids(ours, indices)
     with ours.engine.client() as client:
         back = client.restore(
@@ -119,6 +124,19 @@ def load_kv_cache(original: Callable[..., Any], req: Any, *rest: Any, **more: An
 
 def _ours(pool: Any) -> EnginePool | None:  # noqa: ANN401  SGLang's object
     return pools.current() if type(pool).__name__ in (*pools.HOST_KINDS, *pools.NPU_KINDS) else None
+
+
+def _as_sglang_copies(pool: Any) -> list[Any]:  # noqa: ANN401  SGLang's object
+    """Return what SGLang's own copy is right of: of an NPU's pool it takes V for as wide as K, so each goes alone.
+
+    SGLang copies a pair, so it copies either twice.
+    """
+    if type(pool).__name__ != "NPUMHATokenToKVPool" or pool.v_head_dim == pool.head_dim:
+        return [pool]
+    keys, values = copy.copy(pool), copy.copy(pool)
+    keys.v_buffer = pool.k_buffer
+    values.k_buffer, values.head_dim = pool.v_buffer, pool.v_head_dim
+    return [keys, values]
 
 
 def _page_ids(pool: EnginePool, slots: Any) -> npt.NDArray[np.int64]:  # noqa: ANN401  a tensor

@@ -24,6 +24,7 @@ def test_tables_are_aligned_and_apart(max_batch: int, context: int, window: int 
     region = np.zeros(layout.size_bytes, np.uint8)
     made = views(shape, region)
     assert (made.block_tables_swa is None) == (window is None) == (layout.block_tables_swa is None)
+    assert made.block_tables_swa is None or made.block_tables_swa.shape == made.block_tables.shape
     starts = [layout.block_tables, layout.block_tables_swa, layout.seq_lens]
     for value, (start, table) in enumerate(zip(starts, made, strict=True), 1):
         if start is not None and table is not None:

@@ -15,6 +15,7 @@ import pytest
 from kvferry.clients import Client, new_request_id, pages, pages_wanted
 from kvferry.clients.cli.main import main
 from kvferry.protocol import errors
+from kvferry.protocol.manifests import DraftSpec
 from kvferry.protocol.tier_messages import HASH_BYTES
 from tests import kit
 from tests.kit.daemons import Daemon, soon
@@ -60,6 +61,18 @@ def test_every_page_space_of_a_hybrid_pool_goes_and_comes(client: Client, name: 
     assert pool.holds(back.pages["swa"], contents[1], "swa")
     with pytest.raises(errors.UnknownComponentError, match="swa"):
         client.wait_done(client.offload(name, [pages(back.pages["main"])]))
+    pool.close()
+
+
+@pytest.mark.any_device
+def test_a_drafts_layers_go_and_come_back_with_the_models(client: Client, name: str) -> None:
+    """Its layers lie on the same pages."""
+    pool = Filled(client, name, msgspec.structs.replace(SPEC, draft=DraftSpec(layers=2)))
+    ids, others = client.allocate(name, 3), client.allocate(name, 3)
+    contents = {one: pool.write(ids, seed, one) for seed, one in enumerate(("main", "draft"))}
+    snapshot = client.wait_done(client.offload(name, [pages(ids)])).snapshot
+    client.wait_done(client.restore(name, snapshot, [pages(others)], drop=True))
+    assert all(pool.holds(others, content, one) for one, content in contents.items())
     pool.close()
 
 

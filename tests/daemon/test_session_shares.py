@@ -128,7 +128,7 @@ VMM = {"kind": "vmm", "handle": 1, "size_bytes": 1}
     "said",
     [
         {"shares": [VMM] * (MAX_SHARES + 1)},
-        {"shares": [VMM | {"handle": -1}]},
+        *({"shares": [VMM | {field: -1}]} for field in ("handle", "size_bytes")),
         {"shares": [VMM | {"kind": "dma"}]},
         {"shares": [VMM | {"handle": SECRET}]},
         {"events": {"handles": [b"x"] * (MAX_SHARED_EVENTS + 1)}},

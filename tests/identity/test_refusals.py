@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -114,11 +115,9 @@ class Party(Engine):
         return [one.busy_count for one in self.pool.allocators.values()]
 
 
-@FIRST
-@pytest.mark.parametrize("refusal", [one for one in REFUSALS if one.name in CASES], ids=lambda one: one.name)
-def test_what_does_not_fit_is_refused(refusal: Refusal, first: str) -> None:
-    """The last message is, whoever's it is; those before it wait on."""
-    case, harness = CASES[refusal.name], TransferHarness()
+def refused(case: Case, first: str) -> KvferryError:
+    """Return why the last message is refused, whoever's it is; those before it wait on."""
+    harness = TransferHarness()
     decode = Party(harness, case.receive_request, case, is_source=False)
     sources = [Party(harness, spec, case, is_source=True) for spec in case.sources]
 
@@ -132,13 +131,39 @@ def test_what_does_not_fit_is_refused(refusal: Refusal, first: str) -> None:
     for speaker in speakers[:-1]:
         speak(speaker)
     before = [(one.busy, one.told) for one in speakers]
-    with pytest.raises(KvferryError) as refused:
+    with pytest.raises(KvferryError) as caught:
         speak(speakers[-1])
-    assert refused.value.code == refusal.code
     assert [(one.busy, one.told) for one in speakers] == before
     harness.pass_time(1000)
     harness.transport.finish_all()
     assert [one.told for one in speakers] == ["DEADLINE settled"] * (len(speakers) - 1) + [""]
+    return caught.value
+
+
+@FIRST
+@pytest.mark.parametrize("refusal", [one for one in REFUSALS if one.name in CASES], ids=lambda one: one.name)
+def test_what_does_not_fit_is_refused(refusal: Refusal, first: str) -> None:
+    assert refused(CASES[refusal.name], first).code == refusal.code
+
+
+@FIRST
+@pytest.mark.parametrize(
+    ("stages", "code", "entry"),
+    [
+        ([(1, 2)], "UNCOVERED_ENTRY", "main/k/0"),
+        ([(0, 2)], "UNCOVERED_ENTRY", "main/k/2"),
+        ([(0, 1), (2, 1)], "UNCOVERED_ENTRY", "main/k/1"),
+        ([(0, 2), (1, 2)], "PAGE_OVERLAP", "main/k/1"),
+    ],
+    ids=["starts too late", "ends too early", "gap", "overlap"],
+)
+def test_a_layer_that_no_stage_or_a_second_one_sends_is_named(
+    stages: list[tuple[int, int]], code: str, entry: str, first: str
+) -> None:
+    sources = tuple(replace(MHA, first_layer=start, layers=count) for start, count in stages)
+    error = refused(Case(replace(MHA, layers=3), sources), first)
+    assert error.code == code
+    assert re.search(rf"\b{entry}\b", error.detail)
 
 
 def test_heads_that_do_not_divide_are_refused_before_there_is_a_pool() -> None:

@@ -62,8 +62,10 @@ class CapturedAttention:
         queries: ``(rows, queries, heads, dim)``, on the device; written before a replay.
     """
 
-    def __init__(self, cache: Cache, tables: Tables, rows: int, queries: int = 1) -> None:
+    def __init__(self, cache: Cache, tables: Tables, rows: int, queries: int = 1, operators: int = 1) -> None:
+        """Capture it; ``operators``: how many attentions, each of the outputs of the one before."""
         self._tables = tables
+        self._operators = operators
         self._rows = rows
         device = cache.keys.device
         self.queries = torch.zeros(rows, queries, HEADS, HEAD_DIM, device=device)
@@ -77,18 +79,20 @@ class CapturedAttention:
         npu = torch.get_device_module("npu")
         self._graph = npu.NPUGraph()
         with npu.graph(self._graph, auto_dispatch_capture=True):
-            self._out, _ = torch.ops.npu.npu_fused_infer_attention_score(
-                self.queries.view(rows * queries, HEADS, HEAD_DIM), cache.keys.flatten(2), cache.values.flatten(2),
-                num_heads=HEADS, num_key_value_heads=KV_HEADS, input_layout="TND", scale=SCALE,
-                block_table=table, block_size=tables.page_size,
-                actual_seq_lengths=[queries * (row + 1) for row in range(rows)],
-                actual_seq_lengths_kv=[queries] * rows, **several,
-            )  # fmt: skip
+            self._out = self.queries.view(rows * queries, HEADS, HEAD_DIM)
+            for _ in range(operators):
+                self._out, _ = torch.ops.npu.npu_fused_infer_attention_score(
+                    self._out, cache.keys.flatten(2), cache.values.flatten(2),
+                    num_heads=HEADS, num_key_value_heads=KV_HEADS, input_layout="TND", scale=SCALE,
+                    block_table=table, block_size=tables.page_size,
+                    actual_seq_lengths=[queries * (row + 1) for row in range(rows)],
+                    actual_seq_lengths_kv=[queries] * rows, **several,
+                )  # fmt: skip
 
     def start(self, *, draft_step: int | None = None) -> None:
         """Replay with the tables' last update; returns before the device has done anything."""
         self._tables.order()
-        self._tables.update_graph(self._graph, draft_step=draft_step)
+        self._tables.update_graph(self._graph, draft_step=draft_step, operators=self._operators)
         self._graph.replay()
 
     def clone(self) -> torch.Tensor:

@@ -153,6 +153,31 @@ def test_a_multi_step_draft_reads_one_token_more_each_step(engine: Engine) -> No
         assert_close(graph.replay(queries, draft_step=step), reference(engine.small, queries, pages, read))
 
 
+def test_verify_with_a_row_for_each_draft_token(engine: Engine) -> None:
+    """As operators of one query need it: a request's row as often as it has draft tokens, each a token longer."""
+    draft = 3
+    tables = engine.tables(max_batch=2 * draft, max_context_tokens=37, draft_tokens=draft)
+    graph = CapturedAttention(engine.small, tables, 2 * draft)
+    pages, lengths = [[5, 6, 7, 8, 9], [30, 20]], [37, 7]
+    each = [length + 1 + number for length in lengths for number in range(draft)]
+    engine.update(tables, each, [row for row in pages for _ in range(draft)])
+    queries = torch.randn(2, draft, HEADS, HEAD_DIM)
+    found = graph.replay(queries.view(-1, 1, HEADS, HEAD_DIM)).view(queries.shape)
+    assert_close(found, reference(engine.small, queries, pages, [length + draft for length in lengths]))
+
+
+def test_each_operator_of_a_graph_gets_the_lengths(engine: Engine) -> None:
+    tables = engine.tables()
+    graph = CapturedAttention(engine.small, tables, 2, operators=3)
+    pages, lengths = [[5, 6, 7, 8], [30, 20]], [27, 9]
+    engine.update(tables, lengths, pages)
+    queries = torch.randn(2, 1, HEADS, HEAD_DIM)
+    expected = queries
+    for _ in range(3):
+        expected = reference(engine.small, expected, pages, lengths)
+    assert_close(graph.replay(queries), expected)
+
+
 # -- the order with replays
 
 

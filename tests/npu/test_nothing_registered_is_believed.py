@@ -163,6 +163,7 @@ ROWS: Final = [
         "main/k.share",
     ),
     Row("memory that nobody has", lambda r: r.with_share(handle=bytes(64)), "main/k.storage", "DEVICE_UNAVAILABLE"),
+    Row("an empty storage", lambda r: r.with_share(storage_bytes=0), "main/k.storage"),
     Row("a counter that torch has not", lambda r: r.with_share(ref_counter_offset=1 << 40), "main/k.storage"),
 ]
 
@@ -187,6 +188,7 @@ def test_handles_that_are_no_events_cost_nobody_the_device(harness: Harness) -> 
 
 def test_what_is_right_is_taken_in_both_forms_and_registered_once(harness: Harness) -> None:
     before = held(harness)
+    assert len({k_at(harness.registered).handle, harness.registered.shares[1].handle}) == 1, "small: of one segment"
     for said in (harness.registered, by_layer(harness.registered), harness.registered):
         register(harness, said)
         with pytest.raises(InvalidFieldError, match="each page needs bytes of its own") as refused:

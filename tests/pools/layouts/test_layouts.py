@@ -28,6 +28,7 @@ from tests.kit.pool_specs import (
     SWA,
     changed,
     mha_specs,
+    mla_specs,
     page_first_specs,
     pool_specs,
 )
@@ -153,6 +154,7 @@ def of_another_split(
         (MLA, "index_layers", {"index_layers": 5}),
         (MLA, "index_layers[1]", {"index_layers": (10, 14)}),
         (MLA, "index_layers[0]", {"index_layers": (9, 10)}),
+        *((MLA, "index_layers[1]", {"index_layers": layers}) for layers in ((11, 11), (12, 11))),
         (MLA, "index_layers", {"index_head_dim": None, "index_layers": 1}),
         (MLA, "index_scale", {"index_head_dim": None, "index_scale": True}),
         (MLA, "index_dtype", {"index_head_dim": None, "index_dtype": "int8"}),
@@ -356,6 +358,23 @@ def test_as_many_bytes_in_another_form_pair_with_none(spec: PoolSpec, other: dic
                 pair_entries(source, destination)
 
 
+@given(mla_specs())
+def test_latents_have_an_entry_a_role_and_layer_and_a_packed_token_has_the_formulas_bytes(spec: MlaSpec) -> None:
+    """Packed or joined, the rope is in k's row, and has no entry beside it."""
+    layers = list(range(spec.first_layer, spec.first_layer + spec.layers))
+    indexed = spec.index_layers if isinstance(spec.index_layers, tuple) else layers[: spec.index_layers]
+    latent, rope, size = spec.kv_lora_rank, spec.qk_rope_head_dim, DTYPE_BYTES[spec.dtype]
+    packed = latent + latent // 128 * 4 + 2 * rope if spec.packed else (latent + rope) * size
+    token_bytes = {"k": packed} if spec.packed or spec.joined else {"k": latent * size, "v": rope * size}
+    expected = [(role, layer, spec.page_size * token_bytes[role]) for role in token_bytes for layer in layers]
+    if spec.index_head_dim is not None:
+        width = spec.index_head_dim * DTYPE_BYTES[spec.index_dtype or spec.dtype]
+        widths = {"index_k": width, "index_scale": 4} if spec.index_scale else {"index_k": width}
+        expected += [(role, layer, spec.page_size * width) for role, width in widths.items() for layer in indexed]
+    main = [one for one in manifest_of(spec).entries if one.component == "main"]
+    assert [(one.role, one.layer, one.page_bytes) for one in main] == expected
+
+
 @pytest.mark.parametrize("spec", [MLA, PACKED, JOINED])
 def test_the_draft_is_as_the_model_and_numbered_from_0(spec: MlaSpec) -> None:
     manifest = changed(spec, draft=DraftSpec(layers=2, index_head_dim=128), replicas=4)
@@ -368,7 +387,9 @@ def test_the_draft_is_as_the_model_and_numbered_from_0(spec: MlaSpec) -> None:
     assert not role_of(changed(spec, draft=DraftSpec(layers=1)), "index_k", "draft")
 
 
-@pytest.mark.parametrize(("given_", "layers"), [(None, [10, 11, 12, 13]), (2, [10, 11]), ((11, 13), [11, 13])])
+@pytest.mark.parametrize(
+    ("given_", "layers"), [(None, [10, 11, 12, 13]), (2, [10, 11]), ((11, 13), [11, 13]), ((), [])]
+)
 def test_the_indexer_may_have_fewer_layers(given_: Any, layers: list[int]) -> None:  # noqa: ANN401  every form
     manifest = changed(MLA, index_layers=given_, index_scale=True)
     for role in ("index_k", "index_scale"):

@@ -15,8 +15,9 @@ import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.hardware_backend.npu.allocator_npu import NPUPagedTokenToKVPoolAllocator
 
-from kvferry.clients import Client
+from kvferry.clients import Client, pages_from_slots
 from kvferry.clients.sglang import pools
 from kvferry.clients.sglang.retraction import Backup
 from kvferry.protocol.errors import PoolLostError
@@ -24,9 +25,10 @@ from tests import kit
 from tests.cann_simulator.simulator import Simulator
 from tests.kit.daemons import Daemon
 from tests.sglang.in_process import SOON_S, Halves, halves, polled
-from tests.sglang.npu.pools import KINDS, PAGE
+from tests.sglang.npu.pools import KINDS, PAGE, TOKENS
 
 CONFIG = "[tiers]\nhost_bytes = 16777216\n"
+NO_TIER = "[tiers]\nhost_bytes = 0\n"
 Ids = npt.NDArray[np.int32]
 SENT, RECEIVED = np.array([1, 2], np.int32), np.array([7, 5], np.int32)
 OTHERS = np.array([3], np.int32), np.array([6], np.int32)
@@ -68,6 +70,11 @@ def random_pages(both: Halves, count: int) -> list[torch.Tensor]:
     """Return as many bytes for that many pages, on the device."""
     shapes = [(len(one), count, *one.shape[2:]) for one in roles(both)]
     return [torch.randint(0, 99, shape, dtype=torch.uint8).to("npu") for shape in shapes]
+
+
+def slots(page_ids: Ids) -> torch.Tensor:
+    """Return the slots of all tokens of these pages."""
+    return torch.cat([torch.arange(PAGE) + PAGE * one for one in page_ids]).to("npu")
 
 
 def content(both: Halves, page_ids: Ids) -> list[torch.Tensor]:
@@ -139,8 +146,8 @@ def test_retracted_pages_go_to_the_host_and_back_in_order_with_the_models_stream
 ) -> None:
     """They are read once they are filled, and written once they are read no more; nobody waits for a whole stream."""
     model, pool = NPU.Stream(), both.sglang
-    slots = [torch.cat([torch.arange(PAGE) + PAGE * one for one in ids]).to("npu") for ids in (SENT, RECEIVED)]
     new, from_there, to_there = random_pages(both, len(SENT)), on_npu(SENT), on_npu(RECEIVED)
+    from_slots, to_slots = slots(SENT), slots(RECEIVED)
     assert handed_over(both)
     were, before = content(both, RECEIVED), simulator.synchronized()
     computes_on(model)
@@ -157,15 +164,68 @@ def test_retracted_pages_go_to_the_host_and_back_in_order_with_the_models_stream
 
     with simulator.held(os.getpid(), model.npu_stream), NPU.stream(model):
         write(both, from_there, new)
-        backup = waits_for_the_model(lambda: pool.get_cpu_copy(slots[0]))
+        backup = waits_for_the_model(lambda: pool.get_cpu_copy(from_slots))
     with simulator.held(os.getpid(), model.npu_stream), NPU.stream(model):
         seen = read(both, to_there)
-        waits_for_the_model(lambda: pool.load_cpu_copy(backup, slots[1]))
+        waits_for_the_model(lambda: pool.load_cpu_copy(backup, to_slots))
     assert simulator.synchronized() == before
     assert isinstance(backup, Backup)
     assert all(torch.equal(one.cpu(), was) for one, was in zip(seen, were, strict=True))
     assert simulator.synchronized() > before, "the simulator counts"
     assert all(torch.equal(one, value.cpu()) for one, value in zip(content(both, RECEIVED), new, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("mha narrow v", CONFIG), ("mha narrow v", NO_TIER), ("mla packed some index", NO_TIER)],
+    ids=["narrow v", "narrow v without a tier", "packed without a tier"],
+)
+def test_retracted_pages_come_back_whatever_their_arrays_widths_and_no_other_changes(name: str, config: str) -> None:
+    """Without a tier SGLang copies by itself: V of another width than K's wrongly, were it left alone."""
+    kind, every = KINDS[name], np.arange(1 + TOKENS // PAGE, dtype=np.int32)
+    told = {"KVFERRY_SGLANG_POOL": "pool", **kind.environment}
+    with kit.daemon(config) as daemon, halves(daemon.runtime_dir, kind.make, **told) as both:
+        write(both, on_npu(every), random_pages(both, len(every)))
+        expected = content(both, every)
+        backup = both.sglang.get_cpu_copy(slots(SENT), mamba_indices=None, req_pool_index=1)
+        assert isinstance(backup, Backup) == (config == CONFIG)
+        new = random_pages(both, len(SENT))
+        write(both, on_npu(SENT), new)
+        for one, value in zip(expected, new, strict=True):
+            one[:, RECEIVED], one[:, SENT] = one[:, SENT], value.cpu()
+        both.sglang.load_cpu_copy(backup, slots(RECEIVED), mamba_indices=None, req_pool_index=2)
+        assert all(map(torch.equal, content(both, every), expected))
+        both.pool.engine.close()
+
+
+def test_sglangs_allocator_hands_out_each_of_the_daemons_pages_once(daemon: Daemon) -> None:
+    """In int32; where there are none it says so, and a slot that is freed twice counts once."""
+    kind = KINDS["mha fia"]
+    with halves(daemon.runtime_dir, kind.make, KVFERRY_SGLANG_POOL="pool", **kind.environment) as both:
+        allocator = NPUPagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.int32, "npu", both.sglang, need_sort=True)
+
+        def extended(tokens: int) -> Any:  # noqa: ANN401  slots of a new request's tokens, or None
+            none, length = torch.zeros(1, dtype=torch.int64), torch.tensor([tokens])
+            return allocator.alloc_extend(none.to("npu"), none, length.to("npu"), length, none.to("npu") - 1, tokens)
+
+        def decoded(length: int, last: int) -> Any:  # noqa: ANN401  the slot of a request's next token, or None
+            now = torch.tensor([length])
+            return allocator.alloc_decode(now.to("npu"), now, torch.tensor([last]).to("npu"))
+
+        first = extended(TOKENS - PAGE)
+        last = decoded(TOKENS - PAGE + 1, int(first[-1]))
+        assert first.dtype == last.dtype == torch.int32
+        taken = torch.cat([first, last]).cpu().numpy()
+        assert sorted(pages_from_slots(taken, PAGE)) == list(range(1, 1 + TOKENS // PAGE))
+        with both.pool.engine.client() as client:
+            (held,) = [one for one in client.status().pools if one.pool == "pool"]
+        assert held.free == 0, "they are all SGLang's"
+        assert extended(1) is None
+        assert decoded(PAGE + 1, int(first[PAGE - 1])) is None
+        allocator.free(torch.cat([first, first, last]))
+        assert allocator.available_size() == TOKENS
+        assert sorted(extended(TOKENS).cpu().tolist()) == list(range(PAGE, TOKENS + PAGE))
+        both.pool.engine.close()
 
 
 @pytest.fixture
