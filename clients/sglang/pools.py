@@ -119,8 +119,9 @@ def create_npu_mla_pool(original: Callable[..., None], pool: Any, *given: Any, *
     made = _make(_mla_spec(pool, **more), device, {role: getattr(pool, name) for role, name in names.items()})
     for role, name in names.items():
         _fill(pool, name, made.tensor(role))
-    if packed and pool.v_buffer.is_meta:  # no element: packed tokens have their rope in k
-        pool.v_buffer = pool.k_buffer.new_empty(pool.v_buffer.shape, dtype=pool.v_buffer.dtype)
+    for name, value in list(vars(pool).items()):
+        if getattr(value, "is_meta", False) and not value.numel():  # v of packed tokens; a stage without an indexer
+            setattr(pool, name, pool.k_buffer.new_empty(value.shape, dtype=value.dtype))
     if indexed and packed and pool.indexer_hadamard_128.is_meta:
         from sglang.srt.layers.attention.dsa.dsa_npu_indexer import create_npu_hadamard_128  # noqa: PLC0415
 
@@ -268,7 +269,11 @@ def _check(pool: Any, device: str) -> None:  # noqa: ANN401  SGLang's object
     if str(pool.device).partition(":")[0] != device:
         raise _refusal(f"a KV pool on {pool.device}")
     if current() is not None:
-        raise _refusal("a second KV pool (speculative decoding's draft model, sliding windows)")
+        kind = type(pool).__name__
+        raise _refusal(
+            f"a second KV pool, {kind} (a draft model's: start without --speculative-algorithm; of sliding windows; "
+            "of sparse attention's index)"
+        )
     if getattr(pool, "post_capture_active", False):
         raise _refusal("KV memory that is backed after graph capture")
     if getattr(pool, "enable_custom_mem_pool", False):
@@ -281,7 +286,10 @@ def _check(pool: Any, device: str) -> None:  # noqa: ANN401  SGLang's object
 
 
 def _refusal(what: str) -> InvalidFieldError:
-    return InvalidFieldError(f"kvferry does not carry {what} yet", field="disaggregation_transfer_backend")
+    return InvalidFieldError(
+        f"kvferry does not carry {what} yet: choose another --disaggregation-transfer-backend",
+        field="disaggregation_transfer_backend",
+    )
 
 
 def tensor_parallel() -> tuple[int, int]:

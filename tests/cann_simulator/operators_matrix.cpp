@@ -8,12 +8,15 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mean.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/relu.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/stack.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "operators.h"
@@ -24,8 +27,12 @@ namespace cann_simulator {
 void flush_touches();
 }
 
+// Of two dtypes the product is of the one to which both are promoted.
 OPERATOR(aclnnMatmul, (CTensor self, CTensor other, Tensor out, int8_t),
-         call.run([a = call.in(self), b = call.in(other), o = call.out(out)] { o.copy_(at::matmul(a, b)); }))
+         call.run([a = call.in(self), b = call.in(other), o = call.out(out)] {
+           at::ScalarType both = at::promote_types(a.scalar_type(), b.scalar_type());
+           o.copy_(at::matmul(a.to(both), b.to(both)));
+         }))
 OPERATOR(aclnnMm, (CTensor self, CTensor other, Tensor out, int8_t),
          call.run([a = call.in(self), b = call.in(other), o = call.out(out)] { o.copy_(at::mm(a, b)); }))
 OPERATOR(aclnnBatchMatMul, (CTensor self, CTensor other, Tensor out, int8_t),
@@ -113,12 +120,15 @@ std::pair<at::Tensor, at::Tensor> attend(const Attention &attention, at::Tensor 
   return {at::matmul(at::softmax(scores, -1), value), at::logsumexp(scores, {-1})};
 }
 
-// A sequence's (keys, key heads, size), from its pages; reads just these.
+// A sequence's (keys, key heads, size), from its pages; reads just these. A page has a row a token, or fractals (NZ):
+// (key heads, size / 16, page_size, 16).
 at::Tensor paged(const Attention &attention, const Placed &pages, const at::Tensor &table, int64_t length) {
-  int64_t page_size = pages.tensor.size(1);
+  bool fractals = pages.tensor.dim() == 5;
+  int64_t page_size = pages.tensor.size(fractals ? 3 : 1);
   at::Tensor numbers = table.slice(0, 0, (length + page_size - 1) / page_size).to(at::kLong);
   touch_rows(pages, numbers, false);
   at::Tensor rows = pages.tensor.index_select(0, numbers);
+  if (fractals) rows = rows.permute({0, 3, 1, 2, 4});
   return rows.reshape({numbers.size(0) * page_size, attention.key_heads, -1}).slice(0, 0, length);
 }
 
@@ -237,6 +247,88 @@ OPERATOR(aclnnFusedInferAttentionScoreV4,
            if (sinks) throw std::runtime_error("attention sinks are not simulated");
            ATTENTION
          })
+namespace {
+
+// Sparse attention (DeepSeek V3.2): queries are TND, keys in pages, (pages, page_size, 1, size), all causal, aligned at the
+// lower right (sparse_mode 3).
+struct Sparse {
+  at::Tensor query_ends, key_lengths, table;
+  std::string query_layout, key_layout;
+  int64_t mode;
+};
+
+// For each sequence: its number, its queries' range, and how many keys it has.
+void each_sequence(const Sparse &sparse, const std::function<void(int64_t, int64_t, int64_t, int64_t)> &body) {
+  if (sparse.query_layout != "TND" || sparse.key_layout != "PA_BSND" || sparse.mode != 3)
+    throw std::runtime_error("this form of sparse attention is not simulated");
+  int64_t begin = 0;
+  for (int64_t i = 0; i < sparse.query_ends.size(0); i++) {
+    int64_t end = sparse.query_ends[i].item<int64_t>(), keys = sparse.key_lengths[i].item<int64_t>();
+    if (end > begin && keys > 0) body(i, begin, end, keys);
+    begin = end;
+  }
+}
+
+// A sequence's first keys, (keys, size), from its pages; reads just these.
+at::Tensor sequence_of(const Placed &pages, const at::Tensor &table, int64_t keys) {
+  int64_t page_size = pages.tensor.size(1);
+  at::Tensor numbers = table.slice(0, 0, (keys + page_size - 1) / page_size).to(at::kLong);
+  touch_rows(pages, numbers, false);
+  return pages.tensor.index_select(0, numbers).flatten(0, 2).slice(0, 0, keys).to(at::kFloat);
+}
+
+}  // namespace
+
+// Of each query the keys whose score, the sum over heads of weight * relu(query * key), is the greatest; after them -1.
+OPERATOR(aclnnLightningIndexer,
+         (CTensor query, CTensor key, CTensor weights, CTensor query_ends, CTensor key_lengths, CTensor table,
+          char *query_layout, char *key_layout, int64_t count, int64_t mode, int64_t, int64_t, bool, Tensor out, Tensor),
+         call.run([q = call.in(query), k = call.rows(key), w = call.in(weights), count, o = call.out(out),
+                   sparse = Sparse{call.in(query_ends), call.in(key_lengths), call.in(table), query_layout, key_layout,
+                                   mode}] {
+           o.fill_(-1);
+           each_sequence(sparse, [&](int64_t i, int64_t begin, int64_t end, int64_t keys) {
+             at::Tensor scores = at::relu(at::matmul(q.slice(0, begin, end).to(at::kFloat),  // (queries, heads, keys)
+                                                     sequence_of(k, sparse.table[i], keys).t()));
+             scores = (scores * w.slice(0, begin, end).to(at::kFloat).unsqueeze(-1)).sum(1);
+             for (int64_t j = 0; j < end - begin; j++) {
+               int64_t seen = keys - (end - begin) + j + 1, kept = std::min(seen, count);
+               if (kept > 0)
+                 o[begin + j][0].slice(0, 0, kept).copy_(std::get<1>(scores[j].slice(0, 0, seen).topk(kept)));
+             }
+           });
+         }))
+// Attention of each query to the keys of these indices alone.
+OPERATOR(aclnnSparseFlashAttention,
+         (CTensor query, CTensor key, CTensor, CTensor indices, CTensor table, CTensor query_ends, CTensor key_lengths,
+          CTensor query_rope, CTensor key_rope, double scale, int64_t block, char *query_layout, char *key_layout,
+          int64_t mode, int64_t, int64_t, int64_t, bool, Tensor out, Tensor, Tensor),
+         if (block != 1) throw std::runtime_error("sparse blocks of several tokens are not simulated");
+         call.run([q = call.in(query), k = call.rows(key), n = call.in(indices), qr = call.in(query_rope),
+                   kr = call.rows(key_rope), scale, o = call.out(out),
+                   sparse = Sparse{call.in(query_ends), call.in(key_lengths), call.in(table), query_layout, key_layout,
+                                   mode}] {
+           each_sequence(sparse, [&](int64_t i, int64_t begin, int64_t end, int64_t keys) {
+             at::Tensor latent = sequence_of(k, sparse.table[i], keys), rope = sequence_of(kr, sparse.table[i], keys);
+             at::Tensor all = at::cat({latent, rope}, -1);
+             for (int64_t j = begin; j < end; j++) {
+               at::Tensor at = n[j][0].to(at::kLong);
+               at = at.index({(at >= 0).logical_and(at <= keys - (end - j))});
+               at::Tensor asks = at::cat({q[j], qr[j]}, -1).to(at::kFloat);
+               at::Tensor scores = at::matmul(asks, all.index_select(0, at).t()) * scale;
+               o[j].copy_(at::matmul(at::softmax(scores, -1), latent.index_select(0, at)));
+             }
+           });
+         }))
+OPERATOR(aclnnLayerNorm,
+         (CTensor self, CInts shape, CTensor weight, CTensor bias, double epsilon, Tensor out, Tensor mean, Tensor rstd),
+         call.run([a = call.in(self), s = shape->values, w = call.in(weight), b = call.in(bias), epsilon,
+                   o = call.out(out), m = call.out(mean), r = call.out(rstd)] {
+           auto [normed, means, scales] = at::native_layer_norm(a, s, w, b, epsilon);
+           o.copy_(normed);
+           if (m.defined()) m.copy_(means.view(m.sizes()));
+           if (r.defined()) r.copy_(scales.view(r.sizes()));
+         }))
 // Joins what parts of the keys have given: `lse` has the logarithm of each part's sum of exponents.
 OPERATOR(aclnnAttentionUpdate, (CTensors lse, CTensors parts, int64_t, Tensor out, Tensor lse_out),
          call.run([l = call.in(lse), p = call.in(parts), o = call.out(out)] {

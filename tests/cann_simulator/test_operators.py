@@ -86,6 +86,7 @@ EXPRESSIONS = [
     "x.half(), x.bfloat16(), x.to(torch.int32), i.float(), i.to(torch.int8), i.bool(), x.half().float()",
     "torch.outer(x[0], y[0]), torch.einsum('ab,bc->ac', x, w)",
     "F.pad(x, (1, 2))",
+    "F.layer_norm(x, (8,), y[0], y[1])",
     "torch.equal(x, x) * torch.ones(1, device=device), torch.isclose(x, y), torch.isfinite(x)",
 ]
 
@@ -145,15 +146,18 @@ def test_paged_attention_with_several_queries(sparse_mode: int, child: Child) ->
 
 @pytest.mark.parametrize("layout", ["BSH", "BSND"])
 @pytest.mark.parametrize("masked", ["False", "True"])
-def test_paged_attention_of_a_batch_of_decoding_requests(layout: str, masked: str, child: Child) -> None:
+@pytest.mark.parametrize("fractals", ["False", "True"])
+def test_paged_attention_of_a_batch_of_decoding_requests(layout: str, masked: str, fractals: str, child: Child) -> None:
     child.do(
         f"""
-        torch.manual_seed(3); H, KH, D, PAGE = 4, 2, 16, 8
+        torch.manual_seed(3); H, KH, D, PAGE = 4, 2, 32, 8
         k, v, q = torch.randn(6, PAGE, KH * D), torch.randn(6, PAGE, KH * D), torch.randn(3, 1, H, D)
         table, lengths = torch.tensor([[3, 1], [5, 0], [0, 0]], dtype=torch.int32), [10, 3, 0]
         hidden = torch.zeros(3, 1, 16, dtype=torch.bool); hidden[:, :, 1] = {masked}
         asked = q if "{layout}" == "BSND" else q.reshape(3, 1, H * D)
-        out, _ = torch_npu.npu_fused_infer_attention_score(asked.npu(), k.npu(), v.npu(), num_heads=H,
+        there = [t.view(6, PAGE, KH, D // 16, 16).permute(0, 2, 3, 1, 4).contiguous().npu() if {fractals} else t.npu()
+                 for t in (k, v)]
+        out, _ = torch_npu.npu_fused_infer_attention_score(asked.npu(), *there, num_heads=H,
             num_key_value_heads=KH, input_layout="{layout}", scale=0.25, block_table=table.npu(), block_size=PAGE,
             atten_mask=hidden.npu() if {masked} else None, actual_seq_lengths_kv=lengths)
         assert out.shape == asked.shape
@@ -196,6 +200,46 @@ def test_attention_to_a_chunk_and_to_what_was_before_it(child: Child) -> None:
                 torch.cat([q[at:at+n], qr[at:at+n]], -1).transpose(0, 1)[None], keys.transpose(0, 1)[None],
                 values.transpose(0, 1)[None], attn_mask=hidden, scale=0.2)[0].transpose(0, 1)
             torch.testing.assert_close(joined[at:at+n], expected, rtol=1e-4, atol=1e-5); at += n; past += m
+        """
+    )
+
+
+def test_sparse_attention_to_the_keys_that_an_indexer_finds(child: Child) -> None:
+    child.do(
+        """
+        torch.manual_seed(7); H, D, R, PAGE, K = 4, 16, 8, 8, 5
+        keys, latent, rope = (torch.randn(6, PAGE, 1, size) for size in (D, D, R))
+        q, asked, qr, w = torch.randn(5, H, D), torch.randn(5, H, D), torch.randn(5, H, R), torch.randn(5, H)
+        table = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32)
+        ends, lengths = torch.tensor([2, 5], dtype=torch.int32), torch.tensor([4, 20], dtype=torch.int32)
+        common = dict(actual_seq_lengths_query=ends.npu(), block_table=table.npu(), layout_query="TND", sparse_mode=3)
+        found, _ = torch_npu.npu_lightning_indexer(asked.npu(), keys.npu(), w.npu(), layout_key="PA_BSND",
+            actual_seq_lengths_key=lengths.npu(), sparse_count=K, **common)
+        out, *_ = torch_npu.npu_sparse_flash_attention(q.npu(), latent.npu(), latent.npu(), sparse_indices=found,
+            scale_value=0.3, sparse_block_size=1, query_rope=qr.npu(), key_rope=rope.npu(), layout_kv="PA_BSND",
+            actual_seq_lengths_kv=lengths.npu(), attention_mode=2, return_softmax_lse=False, **common)
+        found, begin = found.cpu()[:, 0], 0
+        for end, length, pages in zip(ends.tolist(), lengths.tolist(), table.long()):
+            kk, ll, rr = (t[pages].flatten(0, 2) for t in (keys, latent, rope))
+            for at in range(begin, end):
+                seen = length - end + at + 1; kept = min(K, seen)
+                best = torch.einsum("h,hk->k", w[at], (asked[at] @ kk[:seen].T).relu()).topk(kept).indices
+                assert sorted(found[at][:kept].tolist()) == sorted(best.tolist())
+                assert (found[at][kept:] == -1).all()
+                scores = torch.cat([q[at], qr[at]], -1) @ torch.cat([ll, rr], -1)[best].T
+                torch.testing.assert_close(out[at].cpu(), (scores * 0.3).softmax(-1) @ ll[best], rtol=1e-4, atol=1e-5)
+            begin = end
+        """
+    )
+
+
+def test_a_product_of_two_dtypes(child: Child) -> None:
+    """The CPU refuses it."""
+    child.do(
+        """
+        torch.manual_seed(8); x, w = torch.randn(3, 5), torch.randn(4, 5).bfloat16()
+        found = torch.nn.functional.linear(x.npu(), w.npu())
+        torch.testing.assert_close(found.cpu(), torch.nn.functional.linear(x, w.float()))
         """
     )
 

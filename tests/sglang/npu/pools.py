@@ -1,12 +1,21 @@
-"""SGLang's pools for NPUs: each kind that kvferry carries, made as SGLang makes it."""
+"""SGLang's pools for NPUs, made as SGLang makes them: each kind that kvferry carries, and what it refuses.
+
+The tests' parameters, and so the table in docs/sglang.md: ``python -m tests.sglang.npu.docs_table`` writes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
-from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool, NPUMLATokenToKVPool
+from sglang.srt.hardware_backend.npu.memory_pool_npu import (
+    NPUMHATokenToKOnlyPool,
+    NPUMHATokenToKVPool,
+    NPUMiniMaxSparseKVPool,
+    NPUMLATokenToKVPool,
+)
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 PAGE: Final = 16
 TOKENS: Final = 8 * PAGE
@@ -42,6 +51,7 @@ def _mla(dtype: torch.dtype, environment: Mapping[str, str] | None = None, **mor
 HALF, BRAIN, FLOAT8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 INDEX: Final[dict[str, Any]] = {"index_head_dim": 128}
 SOME: Final[dict[str, Any]] = {**INDEX, "indexer_layer_ids": (2, 4)}
+NONE: Final[dict[str, Any]] = {**INDEX, "indexer_layer_ids": ()}
 PACKED: Final[dict[str, Any]] = {**INDEX, "kv_cache_dim": 128 + 4 + 64}
 FIA: Final = {"ASCEND_USE_FIA": "1"}
 NZ: Final = {"SGLANG_USE_FIA_NZ": "1"}
@@ -56,14 +66,92 @@ KINDS: Final = {
     "mla index": _mla(BRAIN, **INDEX),
     "mla some index": _mla(BRAIN, **SOME),
     "mla some index nz": _mla(BRAIN, NZ, **SOME),
+    "mla no index": _mla(BRAIN, **NONE),
     "mla packed": _mla(FLOAT8, **PACKED),
     "mla packed some index": _mla(FLOAT8, **{**PACKED, **SOME}),
 }
 """What SGLang reads from a pool, and so its shapes, differ with the environment; its bytes only with NZ."""
 
-INDEXED: Final = [name for name, kind in KINDS.items() if "index_head_dim" in kind.given]
-WRITTEN: Final = [name for name in KINDS if "packed" not in name and (name.startswith("mla") or "fia" in name)]
-"""Into the others SGLang writes by aclnnDynamicQuant or libatb, which are not simulated."""
+INDEXED: Final = [
+    name for name, kind in KINDS.items() if kind.given.get("indexer_layer_ids", kind.given.get("index_head_dim"))
+]
+LIBATB: Final = "SGLang writes by libatb, which is not simulated"
+QUANT: Final = "SGLang writes by aclnnDynamicQuant, which is not simulated"
+NOT_WRITTEN: Final = {
+    "mha": LIBATB, "mha narrow v": LIBATB, "mla packed": QUANT, "mla packed some index": QUANT
+}  # fmt: skip
+WRITTEN: Final = [name for name in KINDS if name not in NOT_WRITTEN]
+
+SERVED: Final = {
+    "mha fia": "test_ascend_servers.test_tokens_are_those_of_a_plain_server_and_all_have_arrived",
+    "mla": "test_ascend_configurations.test_latent_attention_in_chunks_and_retracted_requests",
+    "mla nz": "test_ascend_kinds.test_pages_in_fractals",
+    "mla index": "test_ascend_kinds.test_an_indexers_keys",
+}
+"""The test in which a pair of whole servers has such pools."""
+SOME_INDEX: Final = "in a pair of servers SGLang has an index in all layers"
+NOT_SERVED: Final = {
+    **NOT_WRITTEN,
+    "mha narrow v fia": "SGLang makes it beside sliding windows only, which are refused",
+    **dict.fromkeys(("mla some index", "mla some index nz", "mla no index"), SOME_INDEX),
+}
+"""Why no pair of servers is run with the others."""
+
+
+class Refused(NamedTuple):
+    """What is refused where kvferry is chosen: SGLang's class, how it is made, what the error says, and why."""
+
+    kind: type[Any]
+    make: Callable[[], object]
+    says: str
+    why: str
+    environment: Mapping[str, str] = {}
+
+
+SIZES: Final[dict[str, Any]] = {
+    "size": TOKENS, "page_size": PAGE, "dtype": HALF, "head_num": 2, "head_dim": 32, "device": "npu"
+}  # fmt: skip
+
+
+def _sparse(*, values: bool) -> Any:  # noqa: ANN401  SGLang's class
+    """Make MiniMax's pool: a dense layer, and two with an index that has keys only, or values as well."""
+    layers = {"dense_layer_ids": [0], "sparse_layer_ids": [1, 2], "start_layer": 0, "end_layer": LAYERS}
+    layers["disable_value_sparse_layer_ids"] = [] if values else [1, 2]
+    return NPUMiniMaxSparseKVPool(**SIZES, **layers, idx_head_dim=32)
+
+
+def _with_draft(name: str) -> Callable[[], object]:
+    """Make a pool, then that of a draft model of one layer, as a server does."""
+    kind = KINDS[name]
+    draft = {"layer_num": 1, "start_layer": 0, "end_layer": 1}
+    draft |= {"is_draft_worker": True} if kind.kind is NPUMLATokenToKVPool else {}
+    return lambda: (kind.make(), kind._replace(given={**kind.given, **draft}).make())
+
+
+def _windows() -> Any:  # noqa: ANN401  SGLang's class
+    layers = {"swa_attention_layer_ids": [0, 1], "full_attention_layer_ids": [2]}
+    return SWAKVPool(**SIZES, **layers, size_swa=2 * PAGE, token_to_kv_pool_class=NPUMHATokenToKVPool)
+
+
+DRAFT: Final = "the daemon has a draft as a component of the model's pool, which SGLang makes before it"
+NO_INDEX: Final = "the daemon's multi-head pools have no index"
+ALONE, SECOND = "the KV pool NPUMHATokenToKOnlyPool", "a second KV pool, NPUMHATokenToKVPool"
+REFUSED: Final = {
+    "mha draft": Refused(NPUMHATokenToKVPool, _with_draft("mha fia"), SECOND, DRAFT, FIA),
+    "mla draft": Refused(NPUMLATokenToKVPool, _with_draft("mla"), "a second KV pool, NPUMLATokenToKVPool", DRAFT),
+    "k only": Refused(
+        NPUMHATokenToKOnlyPool,
+        lambda: NPUMHATokenToKOnlyPool(TOKENS, PAGE, HALF, 1, 32, LAYERS, "npu", enable_memory_saver=False),
+        ALONE, NO_INDEX,
+    ),
+    "minimax": Refused(NPUMiniMaxSparseKVPool, lambda: _sparse(values=False), ALONE, NO_INDEX),
+    "minimax values": Refused(NPUMiniMaxSparseKVPool, lambda: _sparse(values=True), SECOND, NO_INDEX),
+    "windows": Refused(SWAKVPool, _windows, SECOND, "windows have pages of their own, which no transfer carries yet"),
+    "sparse kv": Refused(
+        NPUMLATokenToKVPool, KINDS["mla index"].make, "the offload of sparse KV", "SGLang has no k and v on the NPU",
+        {"SGLANG_NPU_ENABLE_SPARSE_KV_OFFLOAD": "1"},
+    ),
+}  # fmt: skip
 
 
 def tensors_of(pool: Any) -> dict[str, list[torch.Tensor]]:  # noqa: ANN401  SGLang's class

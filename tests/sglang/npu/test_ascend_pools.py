@@ -7,21 +7,39 @@ The peer is SGLang 0.5.23: ``NPUMHATokenToKVPool`` and ``NPUMLATokenToKVPool`` o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from sglang.srt.disaggregation.utils import MetadataBuffers
-from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKOnlyPool
 
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import pools
 from kvferry.protocol.errors import InvalidFieldError
 from tests.kit.daemons import Daemon
 from tests.sglang.in_process import LAST, chosen, current_pool, told
-from tests.sglang.npu.pools import FIA, FIRST_LAYER, INDEXED, KINDS, LAYERS, NZ, PAGE, TOKENS, WRITTEN, Kind, tensors_of
+from tests.sglang.npu.docs_table import DOCUMENT, TABLE, with_table
+from tests.sglang.npu.pools import (
+    FIA,
+    FIRST_LAYER,
+    INDEXED,
+    KINDS,
+    LAYERS,
+    NOT_SERVED,
+    NZ,
+    PAGE,
+    REFUSED,
+    SERVED,
+    TOKENS,
+    WRITTEN,
+    Kind,
+    Refused,
+    tensors_of,
+)
 
 
 class Made(NamedTuple):
@@ -111,32 +129,44 @@ def widths(kind: Kind) -> list[tuple[int, ...]]:
     return [(1, given["kv_lora_rank"]), (1, given["qk_rope_head_dim"])]
 
 
-REFUSED = {
-    "K only (MiniMax)": (
-        lambda: NPUMHATokenToKOnlyPool(TOKENS, PAGE, torch.float16, 1, 32, LAYERS, "npu", enable_memory_saver=False),
-        {},
-        "the KV pool NPUMHATokenToKOnlyPool",
-    ),
-    "sparse KV": (
-        KINDS["mla index"].make, {"SGLANG_NPU_ENABLE_SPARSE_KV_OFFLOAD": "1"}, "the offload of sparse KV"
-    ),
-    "another device": (
-        lambda: KINDS["mha"]._replace(given={**KINDS["mha"].given, "device": "cpu"}).make(), {}, "a KV pool on cpu"
-    ),
-}  # fmt: skip
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_carried_is_refused_by_name(refused: Refused, daemon: Daemon) -> None:
+    """Also where one pool is made before another is refused."""
+    before = LAST()
 
+    def made() -> EnginePool | None:
+        return None if LAST() is before else LAST()
 
-@pytest.mark.parametrize(("make", "environment", "what"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_carried_is_refused_by_name(
-    make: Callable[[], object], environment: dict[str, str], what: str, daemon: Daemon
-) -> None:
     with (
-        chosen({**environment_of(daemon, KINDS["mha"]), **environment}),
-        current_pool(lambda: None),
-        pytest.raises(InvalidFieldError, match=f"does not carry {what}") as refused,
+        chosen({**environment_of(daemon, KINDS["mha"]), **refused.environment}),
+        current_pool(made),
+        pytest.raises(InvalidFieldError, match=f"does not carry {refused.says}.*choose another") as error,
     ):
-        make()
-    assert refused.value.field == "disaggregation_transfer_backend"
+        refused.make()
+    assert error.value.field == "disaggregation_transfer_backend"
+    first = made()
+    if first is not None:
+        first.engine.close()
+
+
+def test_another_device_is_refused_by_name(daemon: Daemon) -> None:
+    kind = KINDS["mha"]
+    with (
+        chosen(environment_of(daemon, kind)),
+        current_pool(lambda: None),
+        pytest.raises(InvalidFieldError, match="does not carry a KV pool on cpu"),
+    ):
+        kind._replace(given={**kind.given, "device": "cpu"}).make()
+
+
+def test_the_documented_table_is_what_these_tests_run() -> None:
+    text = DOCUMENT.read_text()
+    assert with_table(text) == text, "python -m tests.sglang.npu.docs_table"
+    assert TABLE.search(text)
+    assert {*SERVED, *NOT_SERVED} == {*KINDS}
+    for test in SERVED.values():
+        module, _, name = test.partition(".")
+        assert inspect.isfunction(getattr(importlib.import_module(f"tests.sglang.npu.{module}"), name))
 
 
 @pytest.mark.parametrize(("name", "environment", "layouts"), [("mha", FIA, 1), ("mla", NZ, 2)])
@@ -176,15 +206,6 @@ def test_a_tensor_that_another_sglang_makes_beside_is_refused_by_name(daemon: Da
     made = LAST()
     assert made is not None
     made.engine.close()
-
-
-def test_a_second_pool_is_refused(daemon: Daemon) -> None:
-    with (
-        chosen(environment_of(daemon, KINDS["mha"])),
-        current_pool(object),  # type: ignore[arg-type]
-        pytest.raises(InvalidFieldError, match="a second KV pool"),
-    ):
-        KINDS["mha"].make()
 
 
 def test_rows_of_metadata_are_where_the_processor_reads_them(daemon: Daemon) -> None:

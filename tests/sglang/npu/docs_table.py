@@ -1,0 +1,36 @@
+"""The table of pools in docs/sglang.md *On Ascend*; ``python -m tests.sglang.npu.docs_table`` writes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from tests.kit.folders import REPOSITORY
+from tests.sglang.npu.pools import KINDS, NOT_SERVED, NOT_WRITTEN, REFUSED, SERVED
+
+DOCUMENT: Final = REPOSITORY / "docs" / "sglang.md"
+TABLE: Final = re.compile(r"(<!-- pools: [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_table(text: str) -> str:
+    return TABLE.sub(lambda found: f"{found[1]}{chr(10).join(_rows())}\n{found[2]}", text)
+
+
+def _rows() -> Iterator[str]:
+    yield _row("SGLang's class", "test", "a pair of servers", "the class alone")
+    yield "|---|---|---|---|"
+    for name, kind in KINDS.items():
+        served = "yes" if name in SERVED else f"no: {NOT_SERVED[name]}"
+        alone = "lists, every attribute" + ("" if name in NOT_WRITTEN else ", what SGLang writes")
+        yield _row(f"`{kind.kind.__name__}`", name, served, alone)
+    for name, refused in REFUSED.items():
+        yield _row(f"`{refused.kind.__name__}`", name, f"refused: {refused.why}", f"refused: {refused.says}")
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_table(DOCUMENT.read_text()))
