@@ -7,8 +7,9 @@ write.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,13 +18,21 @@ from kvferry.clients import AttachedPool, Client, MhaSpec, MlaSpec, ModelIdentit
 from kvferry.clients.elements import array_dtype, torch_dtype
 from kvferry.clients.engine import Engine, while_predecessor_ends
 from kvferry.clients.events import EventRing
+from kvferry.clients.layers import LayerSignals
 from kvferry.clients.shared_memory import InheritedMemory
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import PointerList, array_of, engine_lists, placed_at
 from kvferry.pools.planning.manifest import bytes_per_page
 from kvferry.protocol.base import DeviceEvent
-from kvferry.protocol.errors import InvalidFieldError, PoolExistsError, PoolLostError, StaleBootError, UnknownPoolError
+from kvferry.protocol.errors import (
+    ClientClosedError,
+    InvalidFieldError,
+    PoolExistsError,
+    PoolLostError,
+    StaleBootError,
+    UnknownPoolError,
+)
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.transfer_messages import LayerStep
 
@@ -32,8 +41,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Memory = Literal["daemon", "engine"]
 """Who allocates a pool: ``daemon``, or ``engine``, which registers it."""
+
+MOST_STEPS: Final = 16
+"""Of a forward pass, so that its events stay the latest of their slots while four passes are under way."""
 
 OPENING_S: Final = 120.0
 """How long the daemon may take for the first pool of a device: its driver opens the device, which may take a minute."""
@@ -51,6 +65,7 @@ class EnginePool:
         keeps_memory: whether this process registers what it has mapped where a daemon comes back without the pool.
         model: whose KV it holds.
         compute_stream: on which the model runs, on a device; None: on the calling thread's current one.
+        signals: which layers of a forward pass are filled.
     """
 
     def __init__(
@@ -93,6 +108,7 @@ class EnginePool:
         self._tensors = {role: self._in_its_form(role, one) for role, one in (tensors or {}).items()}
         self._ring: EventRing | None = None
         self.compute_stream: torch.Stream | None = None
+        self.signals = LayerSignals(spec.first_layer, spec.layers, math.ceil(spec.layers / MOST_STEPS))
         self._deadline_s = None if device == HOST else OPENING_S
         self.largest_payload_bytes = 0
         """Of what a transfer carries beside pages."""
@@ -153,14 +169,7 @@ class EnginePool:
         Raises:
             DaemonLostError, SessionLostError, PoolLostError: the ring has to be opened anew, and the daemon is away.
         """
-        if self._ring is None:
-            return None
-        try:
-            return self._ring.record_event(self.compute_stream)
-        except StaleBootError:
-            with self.engine.client() as client:
-                self._open_ring(client)
-            return self._ring.record_event(self.compute_stream)
+        return self._of_ring(lambda ring: ring.record_event(self.compute_stream))
 
     def step(self) -> list[LayerStep]:
         """Return the step of a SEND whose layers are all in the pages once that is done; none on the host.
@@ -173,6 +182,14 @@ class EnginePool:
             return []
         first = self.spec.first_layer
         return [LayerStep(first_layer=first, layers=self.spec.layers, **msgspec.structs.asdict(event))]
+
+    def layer_steps(self) -> list[LayerStep]:
+        """Return the steps of SENDs whose layers the next forward pass fills, for ``signals``; none on the host.
+
+        Raises:
+            KvferryError: as ``event``.
+        """
+        return self._of_ring(self.signals.begin) or []
 
     @property
     def page_bytes(self) -> int:
@@ -259,6 +276,16 @@ class EnginePool:
     def _open_ring(self, client: Client) -> None:
         if self.device != HOST:
             self._ring = client.open_events(self.device, deadline_s=OPENING_S)
+
+    def _of_ring(self, call: Callable[[EventRing], T]) -> T | None:
+        if self._ring is None:
+            return None
+        try:
+            return call(self._ring)
+        except (StaleBootError, ClientClosedError):  # its daemon, or this process's client of it, is no more
+            with self.engine.client() as client:
+                self._open_ring(client)
+            return call(self._ring)
 
     def _payload_limit(self, client: Client) -> int:
         """Return the largest payload that the daemon allows: SGLang's row of metadata grows with the model's width."""

@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import logging
 import time
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 
@@ -55,7 +56,7 @@ from kvferry.protocol.errors import (
     UnknownTransferError,
 )
 from kvferry.protocol.ids import PoolName
-from kvferry.protocol.transfer_messages import Abandon, Cancel, Direction
+from kvferry.protocol.transfer_messages import Abandon, Cancel, Direction, LayerStep
 
 logger = logging.getLogger(__name__)
 
@@ -398,6 +399,9 @@ class KvferryKVSender(_Half, CommonKVSender):
         self._is_last_sent = False
         self._earlier: list[Transfer] = []
         """Of the chunks before the latest one: each may be refused."""
+        self.sends_ahead = False
+        self.held: list[Callable[[], None]] = []
+        """What gives pages back that are sent ahead and that the request has no more."""
         self.turn = next(mgr.turns)
         if mgr.unopened:
             mgr.unopened[self] = None
@@ -434,8 +438,13 @@ class KvferryKVSender(_Half, CommonKVSender):
         state_indices: list[Any] | None = None,  # noqa: ARG002  pools with states are refused
         num_kv_tokens: int | None = None,
         indices_event: object = None,  # noqa: ARG002  a stream's, of other backends
+        *,
+        steps: Sequence[LayerStep] = (),
     ) -> None:
-        """Send a chunk: the pages that follow those before."""
+        """Send a chunk: the pages that follow those before.
+
+        ``steps``: of the forward pass that fills them, where that is under way; SGLang itself gives none.
+        """
         if self.conclude_state is not None or self._is_failed():
             return
         if self._transfer_start_time is None:
@@ -444,7 +453,10 @@ class KvferryKVSender(_Half, CommonKVSender):
         self._is_last_sent = self.curr_idx == self.num_kv_indices
         ids = np.asarray(kv_indices, np.int64)
         lists = [pages(ids, first_page=first, tokens=num_kv_tokens)] if len(ids) else []
-        self._send(lists, is_last=self._is_last_sent)
+        self.sends_ahead |= bool(steps)
+        self._send(lists, is_last=self._is_last_sent, steps=steps)
+        if not (self._is_last_sent or steps):
+            self.kv_mgr.pool.engine.flush()  # the model computes the next chunk before anybody polls
         self._record_transfer_indices(kv_indices, None)
 
     def _others(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -461,11 +473,24 @@ class KvferryKVSender(_Half, CommonKVSender):
         else:
             self._cancel()
 
-    def _send(self, lists: list[Any], *, is_last: bool) -> None:
+    def _conclude(self, state: int) -> int:
+        self._give_back()
+        return super()._conclude(state)
+
+    def _give_up(self) -> None:
+        super()._give_up()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        while self.held:
+            self.held.pop()()
+
+    def _send(self, lists: list[Any], *, is_last: bool, steps: Sequence[LayerStep] = ()) -> None:
         mgr = self.kv_mgr
         try:
             row = self.content + metadata_row(mgr.kv_args, self.aux_index) if is_last else b""
-            steps = mgr.pool.step() if lists else []  # on a device the model may still compute what this sends
+            if lists and not steps:
+                steps = mgr.pool.step()  # on a device the model may still compute what this sends
             with mgr.pool.engine.step() as step:
                 if self._transfer is not None:
                     if self._transfer.is_finished:
@@ -481,8 +506,6 @@ class KvferryKVSender(_Half, CommonKVSender):
                     steps=steps,
                     deadline_s=LONGEST_S,  # SGLang bounds how long decode may take to come, and decode all the rest
                 )
-            if lists and not is_last:
-                mgr.pool.engine.flush()  # the model computes the next chunk before anybody polls
         except KvferryError as error:
             self._fail(str(error))
 
@@ -665,7 +688,7 @@ def _check_carried(args: Any, pool: EnginePool | None) -> None:  # noqa: ANN401 
     """Refuse what is not carried yet, by name."""
     refused = [f"state of the kind {one.value}" for one in args.state_types] + _refused_options()
     if args.num_draft_entries:
-        refused.append("a draft model's KV (speculative decoding)")
+        refused.append("a draft model's KV (--speculative-algorithm)")
     if getattr(args, "is_hybrid_mla_backend", False):
         refused.append("hybrid MLA")
     if pool is None and not refused:

@@ -18,7 +18,8 @@ import numpy as np
 from kvferry.clients import KvferryError, TierOperation, Transfer, pages
 from kvferry.clients.batch import Batch
 from kvferry.clients.calls import asked
-from kvferry.clients.vllm.layers import LayerSignals
+from kvferry.clients.layers import LAYERED_BYTES
+from kvferry.clients.vllm.layers import NamedLayers
 from kvferry.clients.vllm.metadata import Load, Receive, Send, StepWork, Store, joined_chunks, request_id
 from kvferry.clients.vllm.metrics import Kind, Moved
 from kvferry.protocol.errors import (
@@ -53,8 +54,6 @@ CANCEL_AGAIN_S: Final = 5.0
 ASK_AGAIN_S: Final = 0.05
 ASK_AT_ONCE: Final = 64
 """How often, and for how many at once, a daemon is asked again that had no room for their transfers."""
-
-LAYERED_BYTES: Final = 4 << 20
 
 
 class Read(NamedTuple):
@@ -167,7 +166,7 @@ class Worker:
         self._failures: set[tuple[str, str]] = set()
         self._steps: tuple[LayerStep, ...] = ()
         """Of the chunks that go layer by layer in the step that is being computed."""
-        self.signals = LayerSignals(memory.pool.spec.layers)
+        self.signals = NamedLayers(memory.pool.spec.layers)
         self.moved = Moved()
 
     def __repr__(self) -> str:
@@ -219,7 +218,7 @@ class Worker:
 
     def filled(self, layer: str) -> None:
         """Take note of a layer that the step has computed."""
-        self.signals.filled(layer)
+        self.signals.computed(layer)
 
     def end_step(self, work: StepWork) -> None:
         """Begin the stores and sends of a step that was computed."""
@@ -291,7 +290,7 @@ class Worker:
         if layered and not self._engine.is_away:
             try:
                 with self._engine.client() as client:
-                    self._steps = tuple(self.signals.begin(client))
+                    self._steps = tuple(self.signals.begin_step(client))
             except KvferryError as error:
                 self._log("open_events", error)
         if not self._steps:

@@ -482,24 +482,24 @@ def layers_told(served: Served, kill: int | None = None) -> tuple[int, int]:
     ``kill``: a process that is killed when the second one is told.
     """
     from kvferry.clients.events import EventRing  # noqa: PLC0415  only here there is a torch
-    from kvferry.clients.vllm.layers import LayerSignals  # noqa: PLC0415
+    from kvferry.clients.vllm.layers import NamedLayers  # noqa: PLC0415
 
-    record, end = EventRing.record, LayerSignals.end
+    record, end = EventRing.record, NamedLayers.end
     told, left = [], [0]
 
-    def recorded(ring: EventRing, step: LayerStep) -> None:
+    def recorded(ring: EventRing, step: LayerStep, stream: None) -> None:
         told.append(step)
-        if kill is not None and len(told) > 1:
+        if kill is not None and len(told) == 2:
             os.kill(kill, signal.SIGKILL)
-        record(ring, step)
+        record(ring, step, stream)
 
-    def ended(signals: LayerSignals) -> None:
+    def ended(signals: NamedLayers) -> None:
         left.append(len(signals.pending))
         end(signals)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EventRing, "record", recorded)
-        patch.setattr(LayerSignals, "end", ended)
+        patch.setattr(NamedLayers, "end", ended)
         served.step()
     return len(told) - sum(left), sum(left)
 
